@@ -8,7 +8,6 @@ times, minutes apart, and the fastest counts: other tenants of a machine only ev
 judged: the exit code is 0 whether they are met or not.
 """
 
-import argparse
 import gc
 import logging
 import tempfile
@@ -351,14 +350,9 @@ def _described(row: dict, name: str) -> str:
     return f"{row['corpus']:10}{row['k']:3}  {name:14}{row['aal']:5.2f} {interval:14}{times}"
 
 
-def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; of the model only the tokenizer is used, where it is absent the sample model's."""
-    return benchmark_parser(__doc__, "model", "data").parse_args(words)
-
-
 def main() -> None:
-    """Measure, print, and write the JSON."""
-    arguments = parse_arguments()
+    """Measure, print, and write the JSON; of the model only the tokenizer is used, or the sample model's."""
+    arguments = benchmark_parser(__doc__, "model", "data").parse_args()
     show_progress()
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
     model = arguments.model if arguments.model.is_dir() else SAMPLE_MODEL

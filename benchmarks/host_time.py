@@ -15,7 +15,6 @@ The GPU's least time is a roofline: weights and cache read, products computed, a
 step takes longer, so the host's share of it is smaller than the one given, on a processor like this one.
 """
 
-import argparse
 import itertools
 import tempfile
 import time
@@ -324,16 +323,11 @@ def _measured(row: dict) -> str:
     return f"{row['task']}, a stream" if "task" in row else "full batches"
 
 
-def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = benchmark_parser(__doc__, "data", "model")
-    parser.add_argument("--draft-threads", type=int, default=2, help="threads that draft side by side")
-    return parser.parse_args(words)
-
-
 def main() -> None:
     """Measure, print, and write the JSON."""
-    arguments = parse_arguments()
+    parser = benchmark_parser(__doc__, "data", "model")
+    parser.add_argument("--draft-threads", type=int, default=2, help="threads that draft side by side")
+    arguments = parser.parse_args()
     begin(num_threads=1)
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
     loaded = load_model(arguments.model, "float32", "cpu")

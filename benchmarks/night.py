@@ -8,11 +8,9 @@ descriptions costs to build and to draft from. Figures are reported, not judged:
 or not.
 """
 
-import argparse
 import logging
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -215,17 +213,12 @@ def describe_rows(rows: list[dict]) -> str:
     return "\n".join([head, *lines])
 
 
-def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+def main() -> None:
+    """Measure, print, and write the JSON."""
     parser = benchmark_parser(__doc__, "data", "threads", "cache")
     default = [DEFAULT_MODEL, SAMPLE_MODEL]
     parser.add_argument("--model", type=Path, nargs="+", default=default, help="model folders")
-    return parser.parse_args(words)
-
-
-def main() -> None:
-    """Measure, print, and write the JSON."""
-    arguments = parse_arguments()
+    arguments = parser.parse_args()
     begin(arguments.threads)
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
     rows, big_pool = [], None

@@ -7,7 +7,6 @@ Texts are the sample world's grammar, recombined line by line. Every build is a 
 is 0 whether they are met or not.
 """
 
-import argparse
 import json
 import logging
 import os
@@ -240,17 +239,12 @@ def describe_row(row: dict) -> str:
     return line + f"  {row['share_of_full']:.0%} of a full build ({least:.0%} to {most:.0%})"
 
 
-def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+def main() -> None:
+    """Measure, print, and write the JSON."""
     parser = benchmark_parser(__doc__)
     parser.add_argument("--num-texts", type=int, nargs="+", help="these sizes instead")
     parser.add_argument("--memory-mb", type=int, help="limit of the bounded builds; without it an eighth of the need")
-    return parser.parse_args(words)
-
-
-def main() -> None:
-    """Measure, print, and write the JSON."""
-    arguments = parse_arguments()
+    arguments = parser.parse_args()
     show_progress()
     lines = grammar_lines(NUM_GRAMMAR_USERS[arguments.size])
     rows = []

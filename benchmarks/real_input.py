@@ -6,7 +6,6 @@ Runs `laserbatch` as a user would, in its own processes, and reads what it says 
 Settings and prompt templates are in `settings/`. Texts and order of reading are as published, times of day invented.
 """
 
-import argparse
 import datetime
 import json
 import subprocess
@@ -218,16 +217,11 @@ def _spread(row: dict, name: str) -> str:
     return f"{mean:.4f}" if std is None else f"{mean:.4f} +- {std:.4f}"
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = benchmark_parser(__doc__, "model", "data")
-    parser.add_argument("--work", type=Path, help="keep tables and workspaces here; default: a temporary folder")
-    return parser.parse_args()
-
-
 def main() -> None:
     """Run both inputs, print, and write the JSON."""
-    arguments = parse_arguments()
+    parser = benchmark_parser(__doc__, "model", "data")
+    parser.add_argument("--work", type=Path, help="keep tables and workspaces here; default: a temporary folder")
+    arguments = parser.parse_args()
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
     with tempfile.TemporaryDirectory() as temporary:
         work = arguments.work or Path(temporary)

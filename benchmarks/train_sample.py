@@ -286,20 +286,15 @@ def train_step(
     return loss
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+def main() -> None:
+    """Train and save; the log tells time, steps, training and held-out loss."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("models/sample"))
     parser.add_argument("--max-minutes", type=float, default=45.0, help="the schedule is shortened to end by then")
     parser.add_argument("--start", type=Path, help="weights to go on from, with their tokenizer")
     parser.add_argument("--first-world", type=int, default=FIRST_TRAINING_SEED, help="seed of the first world")
     parser.add_argument("--rate", type=float, default=RATE, help="the highest learning rate")
-    return parser.parse_args()
-
-
-def main() -> None:
-    """Train and save; the log tells time, steps, training and held-out loss."""
-    arguments = parse_arguments()
+    arguments = parser.parse_args()
     torch.set_num_threads(NUM_THREADS)
     torch.manual_seed(SEED)
     rng = np.random.default_rng(SEED)

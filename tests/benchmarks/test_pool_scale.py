@@ -10,7 +10,6 @@ from pool_scale import (
     measure_rounds,
     medians_of,
     memory_mb_of,
-    of_median_time,
     recombined,
     require_same_files,
     watched,
@@ -103,11 +102,6 @@ def test_figures_are_of_the_largest_size_and_of_merging():
     assert found["100,000 texts, bounded to 16 MiB: MiB of its own beyond those before"] == (30.0, False)
     assert found["100,000 texts, resident: microseconds a draft, median"] == (90.0, False)
     assert found["100,000 texts, 5 % changed: time of a merge over a full build"] == (0.2, True)
-
-
-def test_of_an_odd_number_of_rounds_the_middle_one_is_told():
-    row = of_median_time([{"build_s": seconds, "of": seconds} for seconds in (3.0, 1.0, 2.0)])
-    assert row == {"build_s": 2.0, "of": 2.0, "build_s_range": [1.0, 3.0]}
 
 
 def test_of_rounds_of_drafts_medians_are_told_and_the_range_of_times():

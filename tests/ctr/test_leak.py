@@ -81,18 +81,12 @@ def test_early_stopping_never_sees_the_test_part(world):
     assert all(np.array_equal(first_weights[name].numpy(), second_weights[name].numpy()) for name in first_weights)
 
 
-def test_features_of_a_later_run_are_refused(world):
-    leaking = make_features(world, run_id="2025-03-04-0123abcd")
-    with pytest.raises(CtrError, match=r"2025-03-04.*later than.*2025-03-01"):
-        train_ctr(world, {"relaxed": leaking}, AS_OF, SETTINGS)
-
-
 def test_one_row_of_a_later_run_is_enough_to_be_refused(world):
     features = make_features(world)
     run_ids = features["user"]["run_id"].to_pylist()
     run_ids[17] = "2025-03-02-0123abcd"
     user = features["user"].set_column(4, features["user"].schema.field("run_id"), pa.array(run_ids))
-    with pytest.raises(CtrError, match="2025-03-02"):
+    with pytest.raises(CtrError, match=r"2025-03-02.*later than.*2025-03-01"):
         train_ctr(world, {"relaxed": features | {"user": user}}, AS_OF, SETTINGS)
 
 

@@ -210,17 +210,6 @@ def test_collection_spares_what_an_unfinished_run_drafts_from(world, capfd):
     assert [version.version for version in night.pools.list()] == ["2025-03-03-x"]
 
 
-def test_night_after_an_update_drafts_without_the_older_pools_and_says_so(world, capsys):
-    night = opened(world, FIRST_DATE, "{}")
-    write_texts(night)
-    build_pools(night)
-    manifest = night.pools.folder(night.run.run_id) / "item" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace(f'"format_version": {FORMAT_VERSION}', '"format_version": 1'))
-    assert opened(world, SECOND_DATE, "{}").manifest.pools.version is None
-    said = " ".join(capsys.readouterr().err.split())
-    assert "not drafting from the pools" in said and "format 1" in said and "laserbatch pools rebuild" in said
-
-
 @pytest.fixture
 def first_night(world):
     night = opened(world, FIRST_DATE, "{min_interactions: 5}")

@@ -125,8 +125,3 @@ def test_check_goes_by_the_configuration_that_is_named(run, tmp_path):
     assert [finding["kind"] for finding in json.loads(result.stdout)["findings"]] == ["one-class"]
     config.write_text("knowledge: {user_template: kar_item}\n")
     assert "is for items; name one for users" in str(run("check", tmp_path / "tables", "--config", config).exception)
-
-
-@pytest.mark.parametrize("command", ["check", "import", "sample"])
-def test_help_has_an_example(run, command):
-    assert "Example: laserbatch data" in run(command, "--help").output

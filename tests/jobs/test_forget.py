@@ -64,10 +64,6 @@ def planted(shards, crew, *_):
         yield shard, folder.write_shard(shard.side, shard.name, pa.Table.from_pylist(records, schema), failed, info)
 
 
-def killed_before_pools(*_, **__):
-    raise KeyboardInterrupt
-
-
 def first_planted_world() -> World:
     """That of the fortnight, up to three days of March, and a planted user."""
     world = first_world()

@@ -95,18 +95,6 @@ def test_a_run_does_not_draft_from_pools_of_a_lower_min_support(tmp_path, capsys
     assert "lower pools.min_support than 3" in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("use", "v9"), "there are no pools 'v9'"),
-        (("show", "v9"), "there are no pools 'v9'"),
-    ],
-)
-def test_what_is_not_there_is_named(world, arguments, message):
-    with pytest.raises(PoolError, match=message):
-        called(world, *arguments)
-
-
 def test_use_switches_the_current_version(world):
     called(world, "use", VERSIONS[0])
     assert json.loads(called(world, "show", "--json"))["version"] == VERSIONS[0]
@@ -121,8 +109,3 @@ def test_workspace_without_pools_says_how_to_get_them(tmp_path):
         CliRunner().invoke(app, ["show", *arguments], catch_exceptions=False)
     with pytest.raises(WorkspaceError):
         CliRunner().invoke(app, ["list", "--workspace", str(tmp_path / "nowhere")], catch_exceptions=False)
-
-
-def test_every_command_shows_an_example():
-    for command in ("rebuild", "list", "show", "use", "gc"):
-        assert "laserbatch pools" in CliRunner().invoke(app, [command, "--help"]).output

@@ -166,10 +166,3 @@ def test_a_workspace_without_a_run_or_with_few_texts_says_what_to_do(world, tmp_
     done = run_here(capfd, "pools", "simulate", *given)
     assert done.returncode == 3
     assert "wrote too few texts on either side" in done.stderr
-
-
-def test_the_command_has_an_example_and_stands_among_its_neighbours(capfd):
-    assert "laserbatch pools simulate --config" in " ".join(
-        run_here(capfd, "pools", "simulate", "--help").stdout.split()
-    )
-    assert "simulate" in run_here(capfd, "pools", "--help").stdout

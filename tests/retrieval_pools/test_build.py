@@ -9,7 +9,6 @@ import pytest
 from laserbatch.retrieval_pools.draft import draft
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import HeldBack, PoolText, build_pool
-from laserbatch.retrieval_pools.index.manifest import FORMAT_VERSION
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.settings import PoolBuildSettings, PoolSettings
 
@@ -124,14 +123,6 @@ def test_disk_that_fills_up_publishes_nothing(small_disk, monkeypatch, num_texts
     (small_disk / "other").unlink()
     build(small_disk / "p", texts[:300])
     assert Pool.open(small_disk / "p", verify=True).manifest.num_texts == 300
-
-
-def test_every_default_of_the_settings_is_in_the_manifest(tmp_path):
-    build(tmp_path / "p", [([1], "")])
-    manifest = json.loads((tmp_path / "p" / "manifest.json").read_text())
-    assert manifest["settings"]["group_weight"] == 3.0
-    assert manifest["format_version"] == FORMAT_VERSION
-    assert set(manifest["arrays"]) == {"tokens", "order", "group_codes", "starts"}
 
 
 @pytest.mark.parametrize("min_support", [1, 2])

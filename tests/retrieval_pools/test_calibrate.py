@@ -21,7 +21,7 @@ from laserbatch.retrieval_pools.calibration.calibrate import (
     reliability,
     spread_positions,
 )
-from laserbatch.retrieval_pools.calibration.replay import NODE, DraftOptions, ReplayText, pool_steps, replay
+from laserbatch.retrieval_pools.calibration.replay import NODE, DraftOptions, ReplayText, replay
 from laserbatch.retrieval_pools.drafting.estimate import COUNT_KNOTS, CURVES_SHAPE, IDENTITY_CURVES, NUM_PLACES
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.calibration_record import Calibration, curves_of
@@ -181,15 +181,6 @@ def test_trees_in_calibrated_order_are_accepted_further(pool, documents, calibra
     options, other = DraftOptions(16, 1e-3), documents[200:400]
     calibrated = replay(pool.with_calibration(calibration), other, options)
     assert calibrated.mean_accepted > replay(pool, other, options).mean_accepted
-
-
-def test_no_token_is_drafted_twice_behind_the_same(pool, documents, calibration):
-    calibrated = pool.with_calibration(calibration)
-    for document in documents[200:300]:
-        for step in pool_steps(calibrated, document, DraftOptions(64, 0.0)):
-            drafted = list(zip(step.tree.parents.tolist(), step.tree.token_ids.tolist(), strict=True))
-            assert len(set(drafted)) == len(drafted)
-            assert (np.diff(step.tree.log_acceptance) <= 0).all()
 
 
 def test_a_calibration_says_what_it_was_made_of(documents, calibration):

@@ -79,13 +79,6 @@ def test_longest_known_prefix_decides(books, attributes, group):
     assert books.group_of(attributes) == group
 
 
-def test_groups_hold_as_many_entities_as_fall_into_them(books):
-    found = [books.group_of(row) for row in BOOKS.to_pylist()]
-    assert {name: found.count(name) for name in books.groups} == dict(
-        zip(books.groups, books.num_entities.values(), strict=True)
-    )
-
-
 def test_values_that_changed_their_type_fall_back(books):
     changed = pa.table({"category": pa.array([[1.5], [2.5]]), "era": pa.array([1920, 1950])})
     assert [books.group_of(row) for row in changed.to_pylist()] == ["attribute", "attribute"]

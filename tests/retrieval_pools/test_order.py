@@ -68,12 +68,6 @@ def test_order_of_many_texts_of_few_phrases(seed, vocab_size, depth):
     assert sort(tokens, depth) == order_slowly(tokens.tolist(), depth)
 
 
-def test_place_of_a_text_does_not_depend_on_the_next_one():
-    one, other = (sort(lay_out([[1, 2], [k], [1, 2], [3 - k]]), 64) for k in (3, 0))
-    assert one.index(1) < one.index(6)  # equal texts, by position
-    assert other.index(1) < other.index(6)
-
-
 @given(texts=TEXTS, owner=st.lists(st.booleans(), min_size=14, max_size=14), depth=DEPTHS, size=st.integers(1, 9))
 def test_orders_of_parts_merge_to_the_order_of_all(texts, owner, depth, size):
     tokens, owner = lay_out(texts), np.array(owner[: len(texts)], bool)

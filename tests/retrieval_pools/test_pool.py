@@ -88,7 +88,6 @@ def test_manifest_that_lies_about_its_arrays(folder, changes):
         ({"size_bytes": 99}, r"order\.npy is damaged: .*size_bytes=156 .*says .*size_bytes=99"),
         ({"dtype": "|u1"}, r"order\.npy is damaged: dtype='<i4'.*says dtype='\|u1'"),
         ({"dtype": "<f8"}, r"manifest\.json is damaged: arrays\.order\.dtype"),
-        ({"sha256": "0" * 64}, r"order\.npy is damaged: .*sha256"),
     ],
 )
 def test_manifest_that_lies_about_one_array(folder, lie, message):
@@ -160,15 +159,6 @@ def test_misspelled_and_impossible_settings_are_refused():
     ):
         with pytest.raises(ValidationError):
             DraftSettings(**wrong)
-
-
-def test_pool_from_before_min_support_opens(folder):
-    path = folder / "manifest.json"
-    manifest = json.loads(path.read_text())
-    del manifest["settings"]["min_support"]
-    path.write_text(json.dumps(manifest))
-    pool = Pool.open(folder, verify=True)
-    assert pool.settings == DraftSettings() and pool.index.support is None
 
 
 def test_manifest_cannot_take_min_support_back(tmp_path):

@@ -197,11 +197,6 @@ def test_text_never_runs_into_the_next_one(tmp_path):
     assert len(draft(pool, ids([2, 3]), 0, min_acceptance=0).token_ids) == 1  # 4 after 3; never "2 3" together
 
 
-def test_an_end_is_never_drafted(tmp_path):
-    pool = pool_of(tmp_path / "p", [[1, 2]] * 3)
-    assert draft(pool, ids([1]), 0).token_ids.tolist() == [2]
-
-
 def test_group_is_preferred_and_wall_excludes_the_others(tmp_path):
     texts, groups = [[1, 2]] * 2 + [[1, 3]], ["a", "a", "b"]
     pool = pool_of(tmp_path / "p", texts, groups=groups)

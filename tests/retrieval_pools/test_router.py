@@ -17,7 +17,6 @@ from sklearn.metrics import adjusted_rand_score
 from slow_routes import route
 
 from laserbatch.retrieval_pools.errors import PoolError
-from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings
 from laserbatch.retrieval_pools.routing.router import Route, Router, fit_routers, random_group
 from laserbatch.retrieval_pools.settings import RoutingSettings, Scheme
 
@@ -185,15 +184,6 @@ def test_both_sides_at_once_equal_two_fits(users, interactions, router):
     alone = Router.fit("item", items, interactions, SETTINGS, seed=1)
     assert both["item"].collaborative.groups.tolist() == alone.collaborative.groups.tolist()
     assert route(both["item"], "i0", {}, 25).scheme == "collaborative"
-
-
-def test_embeddings_of_another_recommender_can_be_used(users, interactions):
-    order = np.random.default_rng(0).permutation(NUM_USERS - 1)  # one user has no vector
-    vectors = np.eye(3, dtype=np.float32)[order % 3]
-    embeddings = EntityEmbeddings(_ids("u", order, pa.string()), vectors)
-    router = Router.fit("user", users, interactions, SETTINGS.model_copy(update={"num_groups": 3}), 0, embeddings)
-    groups = [route(router, f"u{n}", {}, 10).group for n in range(NUM_USERS - NUM_COLD)]
-    assert adjusted_rand_score([n % 3 for n in range(len(groups))], groups) == 1
 
 
 def test_defaults_work_on_tables_without_attributes_and_without_interactions(users, interactions):

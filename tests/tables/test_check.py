@@ -154,31 +154,6 @@ def test_files_of_a_table_that_differ_are_found(tmp_path):
     assert [(f.kind, f.column, f.file) for f in check_tables(path)] == [("types-differ", "user_id", "users/1.parquet")]
 
 
-@pytest.mark.parametrize("size", [0, 10, -5])
-def test_damaged_files_are_findings(tmp_path, size):
-    path = write_world(tmp_path)
-    file = path / "users.parquet"
-    file.write_bytes(file.read_bytes()[:size])
-    assert [(f.kind, f.table, f.file) for f in check_tables(path)] == [("unreadable", "users", "users.parquet")]
-
-
-def test_damage_inside_a_file_is_a_finding(tmp_path):
-    path = write_world(tmp_path)
-    pq.write_table(pa.table({"user_id": [f"u{n}" for n in range(5000)]}), path / "users.parquet", compression="zstd")
-    content = bytearray((path / "users.parquet").read_bytes())
-    content[40:400] = bytes(360)
-    (path / "users.parquet").write_bytes(content)
-    assert "unreadable" in {finding.kind for finding in check_tables(path)}
-
-
-def test_both_a_file_and_a_folder_are_too_many(tmp_path):
-    path = write_world(tmp_path)
-    (path / "users").mkdir()
-    pq.write_table(sound_world()["users"], path / "users" / "0.parquet")
-    (finding,) = check_tables(path)
-    assert "are there; expected one of them" in str(finding)
-
-
 def test_a_folder_that_is_not_there_is_a_finding(tmp_path):
     assert "is not there" in str(check_tables(tmp_path / "none")[0])
     (tmp_path / "file").touch()
@@ -341,9 +316,3 @@ def test_interactions_of_one_class_are_a_warning(tmp_path, ratings, said):
     assert [(f.kind, f.is_warning, f.found[: len(said)]) for f in found] == (
         [("one-class", True, said)] if said else []
     )
-
-
-@pytest.mark.parametrize("kind", [pa.struct([("a", pa.int64())]), pa.map_(pa.string(), pa.int64()), pa.binary()])
-def test_a_column_that_cannot_be_an_attribute_is_not_sent_in_circles(tmp_path, kind):
-    (finding,) = check_tables(write_world(tmp_path, users=replaced("users", extra=pa.nulls(3, kind))))
-    assert "leave it out" in finding.advice

@@ -151,14 +151,6 @@ def test_empty_tables_are_read_as_such(tmp_path, name):
             {"users": replaced("users", user_id=[1.0, 2.0, 3.0])},
             r"users\.user_id \(.*\): the column is of type double; expected a string or",
         ),
-        (
-            {"interactions": replaced("interactions", timestamp=["a", "b", "c"])},
-            r"\.timestamp \(.*\): the column is of type string",
-        ),
-        (
-            {"users": replaced("users", extra=[{"a": 1}] * 3)},
-            r"\.extra \(.*\): the column is of type struct<a: int64>; expected a scalar",
-        ),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path, changed, message):
