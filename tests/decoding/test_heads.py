@@ -160,5 +160,4 @@ def test_estimates_are_read_off_the_curves():
     found = np.exp(card.log_acceptance(0, np.log([1.0, 0.35])))
     assert found == pytest.approx([0.5, 0.175])
     assert np.exp(card.log_acceptance(5, np.log([0.2]))) == pytest.approx([0.5])
-    assert card.tokens_per_step == 1.75
     assert np.isneginf(card.log_acceptance(0, np.array([-np.inf]))).all()

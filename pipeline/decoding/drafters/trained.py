@@ -32,6 +32,7 @@ class DrafterCard(Strict):
     layer : of EAGLE's head, the configuration of its layer; `num_heads` of Medusa's.
     acceptance : of each depth, the share of its likeliest tokens that were right where all above were.
     curves : of each depth, that share at each of CONFIDENCES, by what the drafter itself says of a token.
+    tokens_per_step : of texts that were written again by chains of its likeliest tokens, the target's own included.
     """
 
     kind: Literal["medusa", "eagle", "hass", "small"]
@@ -43,11 +44,7 @@ class DrafterCard(Strict):
     training_seconds: float = 0.0
     acceptance: tuple[Share, ...] = ()
     curves: tuple[tuple[Share, ...], ...] = ()
-
-    @property
-    def tokens_per_step(self) -> float:
-        """That a chain of its likeliest tokens would give, the target's own included."""
-        return 1 + float(np.cumprod(self.acceptance).sum())
+    tokens_per_step: float = 1.0
 
     def log_acceptance(self, depth: int, log_q: np.ndarray) -> np.ndarray:
         """Of tokens at a depth by what the drafter says of them, float[...] both; see `DraftModel`."""

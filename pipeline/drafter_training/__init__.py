@@ -1,0 +1,1 @@
+"""Training of drafters from texts that a target wrote."""

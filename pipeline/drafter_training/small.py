@@ -1,0 +1,46 @@
+"""A small model of the target's tokenizer, by distillation from the target's own texts."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from laserbatch.pipeline.drafter_training.method import Method
+from laserbatch.pipeline.drafter_training.texts import Batch, Target
+
+Loss = Literal["seqkd", "wordkd", "tvdkd"]
+
+
+class Small(Method):
+    """`module`, a Llama. seqkd: the texts' tokens (Kim and Rush 2016, 3.2); wordkd: the target's distribution at each
+    (3.1); tvdkd: the total variation distance from it (Wen et al. 2023), which is the share that sampling rejects."""
+
+    def __init__(self, target: Target, config: LlamaConfig, loss: Loss = "wordkd") -> None:
+        self.module = LlamaForCausalLM(config).to(target.device)
+        self._target, self._loss = target, loss
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        log_q = self._log_q(batch)
+        if self._loss == "seqkd":
+            of_token = -log_q.gather(-1, batch.tokens[..., None])[..., 0]
+        else:
+            states = batch.features[:, :-1]
+            p = torch.softmax(self._target.logits_of(states.flatten(0, 1)).float(), -1).unflatten(0, states.shape[:2])
+            if self._loss == "wordkd":
+                of_token = -(p * log_q).sum(-1)
+            else:
+                of_token = (p - log_q.exp()).abs().sum(-1) / 2
+        return (of_token * batch.is_token).sum() / batch.is_token.sum()
+
+    def said(self, batch: Batch, num_depths: int) -> Iterator[torch.Tensor]:
+        log_q = self._log_q(batch)
+        for depth in range(1, num_depths + 1):
+            yield log_q[:, depth:]
+
+    def _log_q(self, batch: Batch) -> torch.Tensor:
+        """Of each token by what is before it: (B, T, vocab_size)."""
+        ids, mask = torch.cat((batch.prompts, batch.tokens), 1), torch.cat((batch.is_prompt, batch.is_token), 1)
+        positions = (mask.cumsum(1) - 1).clamp_min(0)
+        logits = self.module(input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=False).logits
+        return torch.log_softmax(logits[:, batch.prompts.shape[1] - 1 : -1].float(), -1)

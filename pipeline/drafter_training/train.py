@@ -1,0 +1,181 @@
+"""The one loop that trains every kind of drafter, and the folder that it leaves. Killed at any moment, it goes on."""
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from laserbatch.pipeline.decoding.drafters.trained import CARD_NAME, WEIGHTS_NAME, DrafterCard, layer_of
+from laserbatch.pipeline.decoding.model.folder import load_tokenizer, model_identity
+from laserbatch.pipeline.drafter_training.eagle import ALIGNED_STEPS, Eagle
+from laserbatch.pipeline.drafter_training.medusa import Medusa
+from laserbatch.pipeline.drafter_training.method import Method, judged
+from laserbatch.pipeline.drafter_training.small import Loss, Small
+from laserbatch.pipeline.drafter_training.texts import Target, TrainingText, batches_of, held_back
+from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.storage.atomic import write_json
+
+Kind = Literal["medusa", "eagle", "hass", "small"]
+LEAST_TEXTS = 20
+CHECKPOINT_NAME = "checkpoint.safetensors"
+WARM_UP = 0.05  # of all steps
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """`loss` : of a small model; its `small_share` is of the target's hidden size."""
+
+    epochs: int = 3
+    batch_size: int = 8
+    learning_rate: float = 1e-3
+    num_heads: int = 4
+    loss: Loss = "wordkd"
+    small_share: float = 0.5
+    seed: int = 0
+    seconds_between_checkpoints: float = 60.0
+
+
+def train_drafter(
+    kind: Kind,
+    model_dir: Path,
+    texts: Sequence[TrainingText],
+    folder: Path,
+    options: TrainingOptions | None = None,
+    tell: Callable[[int, int, float], None] = lambda step, num_steps, loss: None,
+) -> DrafterCard:
+    """Train a drafter for a model's folder on texts that it wrote, and write it; the same again, the same bytes.
+
+    `tell` : called after each step, with its number, that of all and its loss. Raises ConfigError: too few texts.
+    """
+    options = options or TrainingOptions()
+    if len(texts) < LEAST_TEXTS:
+        raise ConfigError(
+            f"{len(texts)} texts are too few to train a drafter on, at least {LEAST_TEXTS} are needed: name a run that "
+            "wrote more"
+        )
+    start_s = time.perf_counter()
+    torch.manual_seed(options.seed)
+    model = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
+    )
+    target = Target(model.to("cuda" if torch.cuda.is_available() else "cpu"))
+    shown, judging = held_back(texts)
+    method, card = _method(kind, target, options)
+    folder.mkdir(parents=True, exist_ok=True)
+    seconds = _train(method, target, shown, folder, options, _digest(kind, model_dir, texts, options), tell)
+    found = judged(method, target, judging)
+    card = card.model_copy(
+        update=asdict(found)
+        | {"target": model_identity(model_dir), "num_texts": len(shown), "num_held_back": len(judging)}
+        | {"training_seconds": round(seconds + time.perf_counter() - start_s, 1)}
+    )
+    if isinstance(method, Small):
+        method.module.save_pretrained(folder)
+        load_tokenizer(model_dir).save_pretrained(folder)
+        if (model_dir / "generation_config.json").is_file():
+            shutil.copyfile(model_dir / "generation_config.json", folder / "generation_config.json")
+    else:
+        weights = {name: each.cpu().contiguous() for name, each in method.module.state_dict().items()}
+        save_file(weights, folder / WEIGHTS_NAME)
+    write_json(card.model_dump(mode="json"), folder / CARD_NAME)
+    (folder / CHECKPOINT_NAME).unlink(missing_ok=True)
+    return card
+
+
+def _method(kind: Kind, target: Target, options: TrainingOptions) -> tuple[Method, DrafterCard]:
+    config = target.model.config.get_text_config()
+    if kind == "medusa":
+        return Medusa(target, options.num_heads), DrafterCard(kind=kind, target="", num_heads=options.num_heads)
+    if kind == "small":
+        return Small(target, small_config(config, options.small_share), options.loss), DrafterCard(kind=kind, target="")
+    layer = layer_of(config)
+    num_steps = ALIGNED_STEPS if kind == "hass" else 1
+    method = Eagle(target, LlamaConfig(**layer), num_steps, distils=kind == "hass")
+    return method, DrafterCard(kind=kind, target="", layer=layer)
+
+
+def small_config(config: AutoConfig, share: float) -> LlamaConfig:
+    """Of a Llama with two layers, so much narrower, of the same vocabulary and tokens."""
+    head_dim = 64
+    num_heads = max(1, int(config.hidden_size * share) // head_dim)
+    return LlamaConfig(
+        vocab_size=config.vocab_size, hidden_size=num_heads * head_dim, intermediate_size=3 * num_heads * head_dim,
+        num_hidden_layers=2, num_attention_heads=num_heads, num_key_value_heads=num_heads, head_dim=head_dim,
+        max_position_embeddings=config.max_position_embeddings, tie_word_embeddings=True,
+        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id,
+    )  # fmt: skip
+
+
+def _train(method: Method, target: Target, texts, folder: Path, options: TrainingOptions, digest: str, tell) -> float:
+    """All steps that are not done yet; returns the seconds that an earlier process took."""
+    optimizer = torch.optim.AdamW(method.module.parameters(), options.learning_rate, weight_decay=0.01)
+    seeds = (options.seed + epoch for epoch in range(options.epochs))
+    batches = [batch for seed in seeds for batch in batches_of(texts, options.batch_size, seed)]
+    done, seconds = _resumed(method, optimizer, folder, digest)
+    num_warm = max(1, int(WARM_UP * len(batches)))
+    kept_s = began_s = time.perf_counter()
+    for step in range(done, len(batches)):
+        method.module.train()
+        for group in optimizer.param_groups:
+            left = (len(batches) - step) / len(batches)
+            group["lr"] = options.learning_rate * min((step + 1) / num_warm, left)
+        loss = method.loss(target.batch(batches[step]))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(method.module.parameters(), 1.0)
+        optimizer.step()
+        tell(step + 1, len(batches), loss.item())
+        if time.perf_counter() - kept_s > options.seconds_between_checkpoints:
+            kept_s = time.perf_counter()
+            facts = {"digest": digest, "step": step + 1, "seconds": seconds + kept_s - began_s}
+            _keep(method, optimizer, folder, facts)
+    return seconds
+
+
+def _keep(method: Method, optimizer: torch.optim.Optimizer, folder: Path, facts: dict) -> None:
+    """Write a checkpoint, whole or not at all."""
+    tensors = {}
+    for name, parameter in method.module.named_parameters():
+        tensors[f"value.{name}"] = parameter.detach()
+        for moment, value in optimizer.state[parameter].items():
+            tensors[f"{moment}.{name}"] = value
+    beside = folder / f"{CHECKPOINT_NAME}.new"
+    save_file({name: each.cpu().contiguous() for name, each in tensors.items()}, beside, {"facts": json.dumps(facts)})
+    beside.replace(folder / CHECKPOINT_NAME)
+
+
+def _resumed(method: Method, optimizer: torch.optim.Optimizer, folder: Path, digest: str) -> tuple[int, float]:
+    """Steps and seconds that a checkpoint of the same training has done, which is loaded."""
+    path = folder / CHECKPOINT_NAME
+    if not path.is_file():
+        return 0, 0.0
+    with safe_open(path, "pt") as opened:
+        facts = json.loads(opened.metadata()["facts"])
+    if facts["digest"] != digest:
+        return 0, 0.0
+    tensors = load_file(path)
+    with torch.no_grad():
+        for name, parameter in method.module.named_parameters():
+            parameter.copy_(tensors[f"value.{name}"])
+            optimizer.state[parameter] = {
+                "step": tensors[f"step.{name}"],
+                "exp_avg": tensors[f"exp_avg.{name}"].to(parameter.device),
+                "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(parameter.device),
+            }
+    return facts["step"], facts["seconds"]
+
+
+def _digest(kind: Kind, model_dir: Path, texts: Sequence[TrainingText], options: TrainingOptions) -> str:
+    digest = hashlib.sha256(repr((kind, model_identity(model_dir), options)).encode())
+    for text in texts:
+        digest.update(text.prompt_ids.tobytes() + text.token_ids.tobytes())
+    return digest.hexdigest()
