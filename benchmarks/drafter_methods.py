@@ -1,0 +1,102 @@
+"""What `methods.py` compares by how it drafts: what is trained for it, and each method by name. Measures nothing."""
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+from engine_systems import WITH_POOL
+from safetensors import safe_open
+from tasks import Task, own_texts
+
+from laserbatch.pipeline.decoding.drafters import Drafter, DraftModels, drafter_from
+from laserbatch.pipeline.decoding.drafters.trained import DrafterCard, read_card
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
+from laserbatch.pipeline.drafter_training.texts import TrainingText
+from laserbatch.pipeline.drafter_training.train import Kind, TrainingOptions, train_drafter
+
+logger = logging.getLogger("benchmarks")
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+LENGTH, WIDTH = 5, 3  # of drafts by models
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A drafter's folder, what was measured of it, and its parameters as a share of the target's."""
+
+    folder: Path
+    card: DrafterCard
+    share: float
+
+
+def trained_drafters(
+    model: Path, engine: Engine, tasks: Sequence[Task], cache: Path, options: TrainingOptions
+) -> dict[Kind, Trained]:
+    """Of each kind one, trained on what the model wrote about all tasks' pool prompts; kept in the cache."""
+    texts = [
+        TrainingText(prompt, text)
+        for task in tasks
+        for prompt, text in zip(task.pool_prompts, own_texts(engine, task, cache), strict=True)
+        if len(text)
+    ]
+    digest = hashlib.sha256(repr(options).encode() + b"".join(text.prompt_ids.tobytes() for text in texts))
+    found = {}
+    for kind in KINDS:
+        folder = cache / engine.model_id / "drafters" / f"{kind}-{digest.hexdigest()[:12]}"
+        card = read_card(folder)
+        if card is None:
+            logger.info("training %s on %d texts (kept for later runs)", kind, len(texts))
+            card = train_drafter(kind, model, texts, folder, options)
+        with safe_open(folder / "model.safetensors", "pt") as opened:
+            sizes = [opened.get_slice(name).get_shape() for name in opened.keys()]  # noqa: SIM118
+        num_parameters = sum(size[0] * (size[1] if len(size) > 1 else 1) for size in sizes)
+        found[kind] = Trained(folder, card, num_parameters / engine.loaded.num_parameters)
+    return found
+
+
+def settings_by_method(trained: Mapping[Kind, Trained]) -> dict[str, DecodingSettings]:
+    """Ways to draft for greedy verification: each alone, and each with the pool."""
+    tree = {"draft_width": WIDTH, "draft_length": LENGTH}
+    alone = {
+        "model": {"draft_models": [trained["small"].folder], "draft_length": LENGTH},
+        "model, tree": {"draft_models": [trained["small"].folder]} | tree,
+        **{kind: {"draft_head": trained[kind].folder} | tree for kind in ("medusa", "eagle", "hass")},
+    }
+    texts = {"pool": WITH_POOL, "lookahead": ("lookahead",), "aligned": ("aligned",)}
+    options = {name: {"drafters": drafters} for name, drafters in texts.items()}
+    options |= {name: own | {"drafters": ()} for name, own in alone.items()}
+    options |= {f"pool + {name}": own | {"drafters": WITH_POOL} for name, own in alone.items() if name != "model"}
+    return {name: DecodingSettings(verifier="greedy", **own) for name, own in options.items()}
+
+
+def settings_by_rule(small: Path, budgets: Sequence[int], length: int) -> dict[tuple[str, int], DecodingSettings]:
+    """Ways to draw at temperature 1 and judge, by rule and budget of draft tokens (RSD, section 5).
+
+    First of one draft length, each rule with WIDTH draws a depth; then of one budget, in the width and length that the
+    rule's paper has for it: all rules the same ones.
+    """
+    found = {}
+    for budget in budgets:
+        shape = {"draft_width": max(1, budget // length), "draft_length": length}
+        for rule in ("leviathan", "specinfer", "k_seq", "rsd"):
+            own = shape if rule != "leviathan" else {"draft_width": 1, "draft_length": length}
+            found[rule, budget] = sampled(small, rule, **own)
+        branching = (max(1, budget // length), *[1] * (length - 1))
+        found["rsd-c", budget] = sampled(small, "rsd", draft_branching=branching)
+    found["greedy", length] = sampled(small, "greedy", draft_width=1, draft_length=length)
+    return found
+
+
+def sampled(small: Path, rule: str, **options) -> DecodingSettings:
+    return DecodingSettings(verifier=rule, temperature=1.0, drafters=(), draft_models=[small], **options)
+
+
+def made(settings: DecodingSettings, engine: Engine, pool, budget: Budget) -> Drafter:
+    """The drafter that settings name, for an engine of a batch size."""
+    named = settings.model_copy(update={"batch_size": engine.settings.batch_size})
+    models = replace(DraftModels.load(named, engine.loaded, engine.cache.max_tokens))
+    return drafter_from(named, pool, budget, engine.num_draft_threads, models)
