@@ -15,8 +15,9 @@ from laserbatch.pipeline.decoding.drafters import Drafter, DraftModels, drafter_
 from laserbatch.pipeline.decoding.drafters.trained import DrafterCard, read_card
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
+from laserbatch.pipeline.drafter_training.settings import Kind
 from laserbatch.pipeline.drafter_training.texts import TrainingText
-from laserbatch.pipeline.drafter_training.train import Kind, TrainingOptions, train_drafter
+from laserbatch.pipeline.drafter_training.train import TrainingOptions, train_drafter
 
 logger = logging.getLogger("benchmarks")
 

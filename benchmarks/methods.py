@@ -2,18 +2,19 @@
 
     python benchmarks/methods.py --quick --json OUT
 
-All rules answer the same held-out prompts in turns, from one pool of the measuring model's texts on other prompts,
-under the same budgets, alone and in batches. Rows are `{method, verifier, task, temperature, batch, budget,
-tokens_per_step, tokens_per_s}`; drafters are compared under greedy verification, alone and blended with the pool, and
-sampling rules at temperature 1 by the drafts of one small model, under equal budgets of draft tokens. What is trained
-learns from the texts in the pool, and its card says what it took; `mbsu` is the speed-up if memory alone counted,
-tokens a step over 1 + the drafter's share of the target's parameters times its forwards (RSD, section 5). Beside them the speed over plain decoding of the same prompts, the length of texts over
-plain ones, and the share of texts that are plain ones word for word. `own_log_probability` is the model's mean log
-probability of a token of what was written, in nats: how far a rule leads away from what the model would write.
+All answer the same held-out prompts in turns, alone and in batches, under the same budgets of draft tokens. Drafters
+are compared under greedy verification, each alone and blended with a pool of the measuring model's texts on other
+prompts; rules by that pool's drafts; sampling rules at temperature 1 by the draws of one small model, of two lengths,
+under equal budgets (RSD, section 5). What is trained learns from the texts in the pool; a second table says how often
+it is right by depth, what the training took, and how many texts pay that back. Beside the speed over plain decoding of
+the same prompts: the length of texts over plain ones, and the share that is plain ones word for word. `mbsu` is the
+speed-up if reading parameters were all that counts: tokens a step over 1 + the drafter's share of the target's
+parameters times its forwards. `own_log_probability` is the model's mean log probability of a token of what was written,
+in nats: how far a rule leads away from what the model would write.
 """
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,13 +41,15 @@ RULES = [name for name in NAMED if name not in SAMPLING_RULES]
 POOL = "preference"
 MIN_ACCEPTANCE = 0.07
 MAX_NEW_TOKENS = 1024  # texts that run on show it
-DRAW_LENGTHS = (2, 5)  # deep, of draws at temperature 1
 MOST_STRAY = 0.1  # of the length of plain texts
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Prompts, and texts in the pool, of long answers and of descriptions; batches, budgets, repetitions."""
+    """Prompts, and texts in the pool, of long answers and of descriptions; batches, budgets, repetitions.
+
+    In the largest batch all drafters have all budgets, and all rules the first; elsewhere drafters have the first.
+    """
 
     long: tuple[int, int]
     short: tuple[int, int]
@@ -54,53 +57,54 @@ class Scale:
     budgets: tuple[int, ...]
     num_repetitions: int
     draw_budgets: tuple[int, ...]
+    draw_lengths: tuple[int, ...]
     epochs: int
 
 
-FULL = Scale((24, 200), (96, 1000), (1, 4, 16), (8, 16, 32), 3, (6, 10, 14, 21, 30), 6)
-QUICK = Scale((8, 60), (32, 300), (1, 16), (16,), 1, (6, 14, 30), 6)
-SMOKE = Scale((2, 20), (4, 20), (2,), (8,), 1, (6,), 1)
+FULL = Scale((8, 200), (48, 1000), (16, 4, 1), (16, 32), 2, (6, 14, 30), (2, 5), 3)
+QUICK = Scale((6, 30), (16, 120), (16,), (16,), 1, (6, 30), (2,), 2)
+SMOKE = Scale((2, 20), (4, 20), (2,), (8,), 1, (6,), (2,), 1)
 
 
-def method_rows(model: Path, data: Path, cache: Path, scale: Scale) -> Iterator[dict]:
-    """A row for each task, batch, budget, and drafter or rule."""
+def measured(model: Path, data: Path, cache: Path, scale: Scale) -> tuple[list[dict], list[dict]]:
+    """A row for each task, temperature, batch, budget, and drafter or rule; and one for each trained drafter."""
     engines = Engines(model, "float32", "cpu")
     judge = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     largest = engines.of_batch(max(scale.batches))
     sizes = [TaskSize(*amounts) for amounts in (scale.long, scale.short)]
     tasks = [unseen_prompts(largest, task, cache) for task in tasks_of(model, data, engines.tokenizer, *sizes)]
-    trained = trained_drafters(model, largest, tasks, cache, TrainingOptions(epochs=scale.epochs))
+    trained, rows = trained_drafters(model, largest, tasks, cache, TrainingOptions(epochs=scale.epochs)), []
     for task in tasks:
         with tempfile.TemporaryDirectory() as folder:
             pool = pools_of(largest, task, cache, Path(folder), [POOL])[POOL]
             for batch in scale.batches:
-                yield from greedy_and_relaxed_rows(engines.of_batch(batch), task, pool, trained, judge, scale)
-        yield from sampled_rows(engines.of_batch(max(scale.batches)), task, trained["small"], scale)
+                rows += deterministic_rows(engines.of_batch(batch), task, pool, trained, judge, scale)
+        rows += sampled_rows(largest, task, trained["small"], scale)
+    return rows, [facts_of(kind, one, rows) for kind, one in trained.items()]
 
 
-def greedy_and_relaxed_rows(engine, task: Task, pool, trained, judge, scale: Scale) -> Iterator[dict]:
-    """At temperature 0: every rule over the pool, and every drafter under greedy verification."""
-    batch = engine.settings.batch_size
-    systems, cells = [Contestant(PLAIN, None, EngineSystem(engine, NoDrafter(), Greedy()))], {}
-    for size in scale.budgets:
-        budget = Budget(size, MIN_ACCEPTANCE)
-        for rule in RULES:
-            cells["pool", rule, size] = settings_by_method(trained)["pool"].model_copy(update={"verifier": rule})
-        for method, settings in settings_by_method(trained).items():
-            cells[method, "greedy", size] = settings
-        for (method, rule, of_size), settings in cells.items():
-            if of_size == size:
-                drafter = made(settings, engine, pool.pool, budget)
-                groups = pool.groups if "pool" in settings.drafters else None
-                runner = EngineSystem(engine, drafter, verifier_from(settings), budget, groups)
-                systems.append(Contestant(f"{method}|{rule}", size, runner, budget))
-    amount = Amount(len(task.held_out), scale.num_repetitions, len(task.held_out), scale.num_repetitions)
+def deterministic_rows(engine, task: Task, pool, trained, judge, scale: Scale) -> Iterator[dict]:
+    """At temperature 0: every drafter under greedy verification, and every rule over the pool's drafts."""
+    batch, is_largest = engine.settings.batch_size, engine.settings.batch_size == max(scale.batches)
+    methods = settings_by_method(trained)
+    systems = [Contestant(PLAIN, None, EngineSystem(engine, NoDrafter(), Greedy()))]
+    for size in scale.budgets if is_largest else scale.budgets[:1]:
+        cells = {(name, "greedy"): settings for name, settings in methods.items()}
+        if is_largest and size == scale.budgets[0]:
+            cells |= {("pool", rule): methods["pool"].model_copy(update={"verifier": rule}) for rule in RULES}
+        for (method, rule), settings in cells.items():
+            budget = Budget(size, MIN_ACCEPTANCE)
+            drafter = made(settings, engine, pool.pool, budget)
+            groups = pool.groups if "pool" in settings.drafters else None
+            runner = EngineSystem(engine, drafter, verifier_from(settings), budget, groups)
+            systems.append(Contestant(f"{method}|{rule}", size, runner, budget))
+    num_repetitions = scale.num_repetitions if is_largest else 1
+    amount = Amount(len(task.held_out), num_repetitions, len(task.held_out), num_repetitions)
     passes = measure(systems, task.held_out, batch, MAX_NEW_TOKENS, amount, num_warm_up=1)
     for (name, size), own in passes.items():
         method, _, rule = name.partition("|")
         row = {"method": "none" if name == PLAIN else method, "verifier": rule or PLAIN, "task": task.name}
-        row |= {"temperature": 0.0, "batch": batch, "budget": size or 0}
-        row |= compared(own, passes[PLAIN, None])
+        row |= {"temperature": 0.0, "batch": batch, "budget": size or 0} | compared(own, passes[PLAIN, None])
         row["mbsu"] = row["tokens_per_step"] / (1 + forwards_share(method, trained))
         yield row | {"own_log_probability": own_log_probability(judge, task, Pass.joined(own[0]).texts)}
 
@@ -118,9 +122,8 @@ def sampled_rows(engine, task: Task, small: Trained, scale: Scale) -> Iterator[d
     batch = engine.settings.batch_size
     sampling = Engine(engine.loaded, DecodingSettings(verifier="greedy", temperature=1.0, batch_size=batch))
     budget = Budget(max(scale.draw_budgets), 0.0)
-    systems = [Contestant(PLAIN, None, EngineSystem(sampling, NoDrafter(), Greedy()))]
-    lengths = {}
-    for length in DRAW_LENGTHS:
+    systems, lengths = [Contestant(PLAIN, None, EngineSystem(sampling, NoDrafter(), Greedy()))], {}
+    for length in scale.draw_lengths:
         for (rule, size), settings in settings_by_rule(small.folder, scale.draw_budgets, length).items():
             runner = EngineSystem(sampling, made(settings, sampling, None, budget), verifier_from(settings), budget)
             systems.append(Contestant(f"{rule}, {length} deep", size, runner, budget))
@@ -131,6 +134,27 @@ def sampled_rows(engine, task: Task, small: Trained, scale: Scale) -> Iterator[d
         row = {"method": "none" if name == PLAIN else "model", "verifier": name, "task": task.name}
         row |= {"temperature": 1.0, "batch": batch, "budget": size or 0} | compared(own, passes[PLAIN, None])
         yield row | {"mbsu": row["tokens_per_step"] / (1 + small.share * lengths.get(name, 0))}
+
+
+def facts_of(kind: str, one: Trained, rows: Sequence[dict]) -> dict:
+    """How good a trained drafter is, and how many texts of each task pay its training back, by pools and it together.
+
+    None: with it nothing is saved over the pool alone, of the largest batch and first budget.
+    """
+    pays_back, first = {}, next(row["budget"] for row in rows if row["budget"])
+    name = {"small": "model, tree"}.get(kind, kind)
+    for task in dict.fromkeys(row["task"] for row in rows):
+        batch = max(row["batch"] for row in rows)
+        wanted = (task, batch, 0, first, "greedy")
+        seconds = {
+            row["method"]: row["mean_length"] / row["tokens_per_s"].median
+            for row in rows
+            if tuple(row[key] for key in ("task", "batch", "temperature", "budget", "verifier")) == wanted
+        }
+        saved = seconds["pool"] - seconds[f"pool + {name}"]
+        pays_back[task] = round(one.card.training_seconds / saved) if saved > 0 else None
+    names = ("acceptance", "tokens_per_step", "training_seconds", "num_texts", "num_held_back")
+    return {"kind": kind, "share": one.share, "pays_back": pays_back} | {n: getattr(one.card, n) for n in names}
 
 
 @torch.inference_mode()
@@ -145,7 +169,7 @@ def own_log_probability(model, task: Task, texts: Sequence[Sequence[int]]) -> fl
     return float(sums[0] / sums[1])
 
 
-def figures_of(rows: Sequence[dict]) -> Iterator[Figure]:
+def figures_of(rows: Sequence[dict], drafters: Sequence[dict]) -> Iterator[Figure]:
     """Greedy texts are plain ones; no rule lets lengths drift; what blending gains; who draws best."""
     first = next(row["budget"] for row in rows if row["budget"])
     for task, batch in dict.fromkeys((row["task"], row["batch"]) for row in rows if row["temperature"] == 0):
@@ -157,38 +181,48 @@ def figures_of(rows: Sequence[dict]) -> Iterator[Figure]:
         where = f"{task}, batch {batch}"
         same = min(row["share_as_plain"] for (_, rule), row in at.items() if rule == "greedy")
         yield Figure.at_least(f"{where}: least share of greedy texts that are plain ones", same, 1)
-        gain = at["pool", "relaxed"]["tokens_per_step"] / at["pool", "greedy"]["tokens_per_step"]
-        yield Figure.at_least(f"{where}: tokens a step, relaxed over greedy", gain, 1)
         for name in RULES:
-            stray = abs(at["pool", name]["length"] - 1)
-            yield Figure.at_most(f"{where}: length over plain, {name}, from 1", stray, MOST_STRAY)
+            if name != "greedy" and ("pool", name) in at:
+                stray = abs(at["pool", name]["length"] - 1)
+                yield Figure.at_most(f"{where}: length over plain, {name}, from 1", stray, MOST_STRAY)
+        if ("pool", "relaxed") in at:
+            gain = at["pool", "relaxed"]["tokens_per_step"] / at["pool", "greedy"]["tokens_per_step"]
+            yield Figure.at_least(f"{where}: tokens a step, relaxed over greedy", gain, 1)
         for head in ("eagle", "hass"):
-            if (head, "greedy") in at:
-                paces = [at[name, "greedy"]["tokens_per_step"] for name in (f"pool + {head}", "pool", head)]
-                gain = paces[0] / max(paces[1:])
-                yield Figure.at_least(f"{where}: tokens a step, pool and {head} over the better alone", gain, 1.15)
-    drawn = {(row["task"], row["verifier"], row["budget"]): row for row in rows if row["temperature"]}
-    for task, rule, budget in drawn:
-        if rule.startswith("rsd,"):
-            length = rule.partition(", ")[2]
-            others = [drawn[task, f"{other}, {length}", budget] for other in ("specinfer", "k_seq")]
-            gain = drawn[task, rule, budget]["tokens_per_step"] / max(row["tokens_per_step"] for row in others)
-            yield Figure.at_least(
-                f"{task}, {budget} draft tokens, {length}: rsd over the better of the others", gain, 1
-            )
+            paces = [at[name, "greedy"]["tokens_per_step"] for name in (f"pool + {head}", "pool", head)]
+            gain = paces[0] / max(paces[1:])
+            yield Figure.at_least(f"{where}: tokens a step, pool and {head} over the better alone", gain, 1.15)
+    drawn = {
+        (row["task"], row["verifier"], row["budget"]): row["tokens_per_step"] for row in rows if row["temperature"]
+    }
+    for (task, rule, budget), pace in drawn.items():
+        kind, _, length = rule.partition(", ")
+        if kind == "rsd":
+            best = max(drawn[task, f"{other}, {length}", budget] for other in ("specinfer", "k_seq"))
+            told = f"{task}, {budget} draft tokens, {length}: tokens a step, rsd over the better of specinfer and k_seq"
+            yield Figure.at_least(told, pace / best, 1)
+    of = {one["kind"]: one["acceptance"] for one in drafters}
+    for depth, pair in enumerate(zip(of["eagle"], of["hass"], strict=True), 1):
+        if depth >= 3:
+            yield Figure.at_least(f"depth {depth}: acceptance, hass over eagle", pair[1] / max(pair[0], 1e-9), 1)
 
 
 COLUMNS = {
     "texts": "{task}", "T": "{temperature:g}", "batch": "{batch}", "budget": "{budget}", "drafter": "{method}",
-    "verifier": "{verifier}", "a step": "{tokens_per_step:.2f}", "mbsu": "{mbsu:.2f}", "tokens/s over plain": "{speed}", "length": "{length:.2f}",
-    "cut": "{share_cut:.0%}", "as plain": "{share_as_plain:.0%}",
+    "verifier": "{verifier}", "a step": "{tokens_per_step:.2f}", "mbsu": "{mbsu:.2f}", "tokens/s over plain": "{speed}",
+    "length": "{length:.2f}", "cut": "{share_cut:.0%}", "as plain": "{share_as_plain:.0%}",
+}  # fmt: skip
+OF_DRAFTERS = {
+    "drafter": "{kind}", "share of the target": "{share:.2f}", "right by depth": "{acceptance}",
+    "a step alone": "{tokens_per_step:.2f}", "texts": "{num_texts}", "training s": "{training_seconds:.0f}",
+    "paid back by texts": "{pays_back}",
 }  # fmt: skip
 
 
-def table(rows: Sequence[dict]) -> str:
-    cells = [[form.format_map(row) for form in COLUMNS.values()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(COLUMNS, *cells, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)) for line in (list(COLUMNS), *cells))
+def table(rows: Sequence[dict], columns: Mapping[str, str] = COLUMNS) -> str:
+    cells = [[form.format_map(row) for form in columns.values()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)) for line in (list(columns), *cells))
 
 
 def main() -> None:
@@ -196,8 +230,10 @@ def main() -> None:
     arguments = benchmark_parser(__doc__, "model", "data", "threads", "cache").parse_args()
     begin(arguments.threads)
     model = arguments.model if arguments.model.is_dir() else SAMPLE_MODEL
-    rows = list(method_rows(model, arguments.data, arguments.cache, scale_of(arguments, FULL, QUICK, SMOKE)))
-    finish(arguments.json, list(figures_of(rows)), [table(rows)], {"model": model.name, "rows": rows})
+    rows, drafters = measured(model, arguments.data, arguments.cache, scale_of(arguments, FULL, QUICK, SMOKE))
+    tables = [table(rows), table(drafters, OF_DRAFTERS)]
+    content = {"model": model.name, "rows": rows, "drafters": drafters}
+    finish(arguments.json, list(figures_of(rows, drafters)), tables, content)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ COMMANDS = {
         "Remove users or items from every run and pool of a workspace, and write a receipt of what was removed.",
     ),
     "pools": LazyCommand("pools:app", "Build, list, choose, remove and simulate retrieval pools."),
+    "drafter": LazyCommand("drafter:app", "Train drafters on a run's own texts; list those that nights trained."),
     "status": LazyCommand(
         "status:status",
         "Show which run is under way, how far it is, how long it will take, and what is published; waits for no lock.",

@@ -4,7 +4,7 @@ A misspelled key fails before any work starts, naming the key and the nearest va
 relative to that file's folder. Every option has a default; `configs/default.yaml` shows them all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.distributed.settings import ClusterSettings
+from laserbatch.pipeline.drafter_training.settings import DrafterTrainingSettings
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.domains import of_domain
@@ -58,6 +59,8 @@ _PATH_KEYS = (
     ("decoding", "model"),
     ("decoding", "adapter"),
     ("decoding", "step_cost"),
+    ("decoding", "draft_models"),
+    ("decoding", "draft_head"),
     ("knowledge", "template_dir"),
     ("routing", "user_embeddings"),
     ("routing", "item_embeddings"),
@@ -151,6 +154,7 @@ class Settings(Strict):
     knowledge: KnowledgeSettings = KnowledgeSettings()
     refresh: RefreshSettings = RefreshSettings()
     decoding: DecodingSettings = DecodingSettings()
+    drafter_training: DrafterTrainingSettings = DrafterTrainingSettings()
     pools: PoolSettings = PoolSettings()
     pool_building: PoolBuildSettings = PoolBuildSettings()
     routing: RoutingSettings = RoutingSettings()
@@ -166,6 +170,19 @@ class Settings(Strict):
     def _has_plain_texts_to_compare(self) -> "Settings":
         if self.decoding.engine == "vllm" and self.night.compare_with_plain:
             raise ValueError("night.compare_with_plain with decoding.engine vllm: its texts are plain ones, say false")
+        return self
+
+    @model_validator(mode="after")
+    def _can_train_a_drafter(self) -> "Settings":
+        decoding = self.decoding
+        for name, is_given in (
+            ("engine vllm", decoding.engine == "vllm"),
+            ("an adapter", decoding.adapter is not None),
+            ("max_draft_tokens 0", decoding.max_draft_tokens == 0),
+            ("draft_models or draft_head", decoding.draft_models or decoding.draft_head),
+        ):
+            if self.drafter_training.kind is not None and is_given:
+                raise ValueError(f"drafter_training with {name} of decoding: such nights draft with none")
         return self
 
     @field_validator("deliver_to")
@@ -195,11 +212,19 @@ class Settings(Strict):
         So the nights of a folder that is copied or moved as a whole are the same nights.
         """
         named = self.of_output()
-        for section, key in _PATH_KEYS:
-            path = named.get(section, {}).get(key) if self._folder is not None else None
-            if path is not None and Path(path).is_relative_to(self._folder):
-                named[section][key] = str(Path(path).relative_to(self._folder))
+        for section, key in _PATH_KEYS if self._folder is not None else ():
+            holder = named.get(section, {})
+            if holder.get(key) is not None:
+                holder[key] = _each(holder[key], self._within)
         return named
+
+    def _within(self, path: str) -> str:
+        return str(Path(path).relative_to(self._folder)) if Path(path).is_relative_to(self._folder) else path
+
+
+def _each(paths: str | list[str], change: Callable[[str], str]) -> str | list[str]:
+    """A path, or each of several, changed."""
+    return [change(path) for path in paths] if isinstance(paths, list) else change(paths)
 
 
 def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) -> Settings:
@@ -274,8 +299,8 @@ def _without_empty_sections(data: dict[str, Any], model: type[BaseModel]) -> dic
 def _anchor_paths(data: dict[str, Any], folder: Path) -> None:
     for section, key in _PATH_KEYS:
         holder = data if section is None else data.get(section)
-        if not isinstance(holder, dict) or not isinstance(holder.get(key), str) or is_uri(holder[key]):
+        if not isinstance(holder, dict) or not isinstance(holder.get(key), str | list):
             continue
         if (section, key) == ("decoding", "model") and holder[key] == SAMPLE_MODEL:
             continue
-        holder[key] = str(folder / holder[key])
+        holder[key] = _each(holder[key], lambda path: path if is_uri(path) else str(folder / str(path)))

@@ -64,6 +64,7 @@ class Receipt:
     pools: dict[str, str] = field(default_factory=dict)
     delivered: dict[str, str] = field(default_factory=dict)  # run -> "sent again", "as it was" or "removed"
     not_reached: list[str] = field(default_factory=list)  # where runs were delivered before `deliver_to` was what it is
+    drafters: list[str] = field(default_factory=list)  # trained on texts of whomever: all of them
     num_samples: int = 0  # of reports
     num_leftovers: int = 0  # of killed writers
 
@@ -86,8 +87,8 @@ def forget(
     """Remove users or items from every run and pool of a workspace, and write a receipt of what was removed.
 
     Texts, vectors, plans, quarantine and reports' samples of every run go; pools that held them are rebuilt or dropped,
-    unfinished runs and experiments removed. Killed, the same command goes on. Take the ids out of your input tables
-    first: who is in them is written about again the next night.
+    drafters that nights trained, unfinished runs and experiments removed. Killed, the same command goes on. Take the
+    ids out of your input tables first: who is in them is written about again the next night.
 
     Example: `laserbatch forget --config laserbatch.yaml --user u123 --user u456`
     """
@@ -125,6 +126,7 @@ def forget(
                     ),
                 },
                 "pools": receipt.pools,
+                "drafters": receipt.drafters,
                 "delivered": receipt.delivered,
                 "receipt": None if dry_run else str(receipt.path),
             },
@@ -176,6 +178,7 @@ def _scan(workspace: Workspace, wanted: Ids, receipt: Receipt) -> None:
             receipt.ids[side] |= {digest(side, key): True for key in seen[side]}
         if found and experiment.name not in receipt.removed_experiments:
             receipt.removed_experiments.append(experiment.name)
+    receipt.drafters = sorted({*receipt.drafters, *workspace.drafters.runs()})
     store = PoolStore(workspace.pools_folder)
     runs = {run.run_id for run in workspace.runs()}
     for known in store.list():
@@ -189,6 +192,7 @@ def _remove(workspace: Workspace, settings: Settings, wanted: Ids, receipt: Rece
     from laserbatch.jobs.report.page import write_report
 
     receipt.num_leftovers += remove_leftovers(workspace.root)
+    workspace.drafters.drop()
     for run_id in receipt.removed_runs:
         if workspace.run(run_id).root.is_dir():
             remove_folder(workspace.run(run_id).root)

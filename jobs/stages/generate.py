@@ -60,17 +60,17 @@ def generate_knowledge(night: Night, workers: NightWorkers) -> None:
     Raises RunFailed where most of the first texts cannot be kept.
     """
     with night.stage("generate"):
-        night.manifest.sides = _Pass(night, night.run, night.settings.decoding, workers).run()
+        night.manifest.sides = _Pass(night, night.run, night.decoding, workers).run()
 
 
 def plan_night(night: Night, folder: RunFolder) -> dict[Side, SidePlan]:
     """The plans of a night, made in a folder that need not be the run's."""
-    return _Pass(night, folder, night.settings.decoding)._plans()[0]
+    return _Pass(night, folder, night.decoding)._plans()[0]
 
 
 def plan_one(night: Night, folder: RunFolder, side: Side) -> tuple[SidePlan, WorkerSpec]:
     """The plan of a side, made in a folder that need not be the run's, and what a worker needs to write it there."""
-    planned = _Pass(night, folder, night.settings.decoding)
+    planned = _Pass(night, folder, night.decoding)
     return planned._plan(side)[0], planned._worker_spec()
 
 
@@ -288,8 +288,7 @@ class _Pass:
     def _worker_spec(self) -> WorkerSpec:
         night, settings, decoding = self.night, self.night.settings, self.decoding
         version = None if self.is_plain else night.manifest.pools.version
-        pool_dirs = {} if version is None else {side: night.pools.folder(version) / side for side in SIDES}
-        pool_dirs = {side: path.resolve() for side, path in pool_dirs.items() if path.is_dir()}
+        pool_dirs = {} if self.is_plain else night.pool_folders()
         if decoding.adapter is not None:
             decoding = decoding.model_copy(update={"adapter": str(Path(decoding.adapter).resolve())})
         return WorkerSpec(

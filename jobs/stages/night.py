@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -18,6 +19,8 @@ from laserbatch.jobs.console import say
 from laserbatch.jobs.events import emit
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, changed_inputs, checked_inputs, needs_a_model
+from laserbatch.pipeline.decoding.model.folder import model_identity
+from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.pipeline.gpus import gpu_name
 from laserbatch.pipeline.knowledge.histories import labels_of
@@ -27,6 +30,7 @@ from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.forgetting import unfinished_receipts
 from laserbatch.pipeline.storage.manifest import (
     AskedBy,
+    DrafterUsed,
     PoolFigures,
     PoolsUsed,
     RunManifest,
@@ -64,10 +68,29 @@ class Night:
         """The input tables as they were known at the end of the night's date."""
         return read_tables(self.settings.tables.path, as_of=self.date)
 
+    def pool_folders(self) -> dict[Side, Path]:
+        """The pools that it drafts from, of the sides that have one."""
+        version = self.manifest.pools.version
+        folders = {} if version is None else {side: self.pools.folder(version) / side for side in SIDES}
+        return {side: path.resolve() for side, path in folders.items() if path.is_dir()}
+
     @cached_property
     def pools(self) -> PoolStore:
         """The workspace's pool versions."""
         return PoolStore(self.workspace.pools_folder)
+
+    @property
+    def decoding(self) -> DecodingSettings:
+        """As configured, with the drafter that an earlier night has trained where this one drafts with it."""
+        used = self.manifest.drafter
+        return self.settings.decoding if used is None else self.decoding_with(used)
+
+    def decoding_with(self, used: DrafterUsed) -> DecodingSettings:
+        """As configured, with a drafter that was trained on a run."""
+        folder = self.workspace.drafters.folder(used.run_id).resolve()
+        named = {"draft_models": (folder,)} if used.kind == "small" else {"draft_head": folder}
+        shape = {"draft_width": used.draft_width, "max_draft_tokens": used.max_draft_tokens}
+        return self.settings.decoding.model_copy(update=named | shape)
 
     def template(self, side: Side) -> PromptTemplate:
         """What is asked about a side, in words that fit its tables."""
@@ -159,6 +182,9 @@ def open_night(
         pools = manifest.pools.version
         if pools is not None and not can_be_used(PoolStore(workspace.pools_folder), pools, settings.routing):
             manifest.pools = PoolsUsed()
+        if manifest.drafter is not None and not workspace.drafters.folder(manifest.drafter.run_id).is_dir():
+            say(f"not drafting with the drafter of {manifest.drafter.run_id}, which is gone")
+            manifest.drafter = None
         manifest.status = "running"
     night = Night(settings, workspace, date, run, manifest, tuple(changed))
     night.tables = tables
@@ -185,7 +211,19 @@ def new_night(
     held = {run.run_id for run in workspace.runs() if run.is_held}
     pools = current_pools(night.pools, settings.pools.min_support, date, settings.routing, wanted, held)
     manifest.pools = describe_pools(pools)
+    manifest.drafter = trained_drafter(workspace, settings, date)
     return night
+
+
+def trained_drafter(workspace: Workspace, settings: Settings, date: datetime.date) -> DrafterUsed | None:
+    """The drafter that nights up to a date have trained and kept for the model; None where none are wanted."""
+    if settings.drafter_training.kind is None:
+        return None
+    trial = workspace.drafters.kept(str(date), model_identity(settings.model_dir))
+    if trial is None:
+        return None
+    most = settings.decoding.max_draft_tokens or trial.max_draft_tokens
+    return DrafterUsed(trial.run_id, trial.kind, trial.draft_width, most)
 
 
 def warn_of_shared_words(settings: Settings) -> None:

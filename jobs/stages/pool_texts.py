@@ -137,7 +137,7 @@ def calibrate_side(night: Night, side: Side, run_texts: RunTexts, routes: Routes
         return None
     drafted_from = _drafted_from(night, side, tokenizer_hash(night.settings.model_dir))
     if drafted_from is not None:
-        known = _kept(drafted_from.manifest.calibration, _num_written(night, side))
+        known = _kept(drafted_from.manifest.calibration, num_written(night, side))
         holds_on = _holds_on(known, run_texts, drafted_from, options)
         if holds_on and known.budgets.changed is not None:
             return known
@@ -182,7 +182,7 @@ def _holds_on(known: Calibration | None, run_texts: RunTexts, pool: Pool, option
     return known.num_texts_changed <= MOST_CHANGED * len(run_texts) and known.budgets.sources == options.sources
 
 
-def _num_written(night: Night, side: Side) -> int:
+def num_written(night: Night, side: Side) -> int:
     """Entities of a side that a run was to write about."""
     plan = load_plan(night.run.root, side)
     return 0 if plan is None else sum(shard.num_rows for shard in plan.shards)

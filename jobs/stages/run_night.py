@@ -24,6 +24,7 @@ from laserbatch.jobs.stages.generate import generate_knowledge, generate_plain
 from laserbatch.jobs.stages.metrics import night_metrics
 from laserbatch.jobs.stages.night import Night, open_night, pools_in_use
 from laserbatch.jobs.stages.publishing import deliver, let_readers_see, mend_pointer
+from laserbatch.jobs.stages.train_drafter import train_if_due
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.distributed.cluster import end_leftovers
@@ -70,9 +71,11 @@ def run_night(
                 names = " and ".join(night.changed_inputs)
                 say(f"{names} of that date changed since: --redo writes what this changes, in a run of its own")
             publish(night, publishing)
-            return night
-        with recorded(night):
-            _do_stages(night, publishing)
+            train_if_due(night)
+        else:
+            with recorded(night):
+                _do_stages(night, publishing)
+                train_if_due(night)
         return night
 
 

@@ -76,16 +76,15 @@ class Eagle(Method):
 
     def loss(self, batch: Batch) -> torch.Tensor:
         wanted, is_known = batch.features[:, 1:], batch.is_token
-        log_p = torch.log_softmax(self._logits(wanted), -1)
+        p = torch.softmax(self._logits(wanted), -1)
+        likeliest = p.topk(NUM_LIKELIEST, -1)
         total = wanted.new_zeros(())
         for found in self._steps_of(batch, self._num_steps):
-            of_features = F.smooth_l1_loss(found, wanted, reduction="none").mean(-1)
             log_q = torch.log_softmax(self._logits(found), -1)
-            of_classes = -(log_p.exp() * log_q).sum(-1)
-            loss = of_features + CLASS_WEIGHT * of_classes
+            of_features = F.smooth_l1_loss(found, wanted, reduction="none").mean(-1)
+            loss = of_features - CLASS_WEIGHT * (p * log_q).sum(-1)
             if self._distils:
-                likeliest = log_p.topk(NUM_LIKELIEST, -1)
-                loss = loss - (likeliest.values.exp() * log_q.gather(-1, likeliest.indices)).sum(-1)
+                loss = loss - (likeliest.values * log_q.gather(-1, likeliest.indices)).sum(-1)
             total = total + (loss * is_known).sum() / is_known.sum().clamp_min(1)
         return total
 

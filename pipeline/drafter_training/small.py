@@ -22,15 +22,13 @@ class Small(Method):
 
     def loss(self, batch: Batch) -> torch.Tensor:
         log_q = self._log_q(batch)
-        if self._loss == "seqkd":
-            of_token = -log_q.gather(-1, batch.tokens[..., None])[..., 0]
-        else:
-            states = batch.features[:, :-1]
-            p = torch.softmax(self._target.logits_of(states.flatten(0, 1)).float(), -1).unflatten(0, states.shape[:2])
-            if self._loss == "wordkd":
-                of_token = -(p * log_q).sum(-1)
-            else:
-                of_token = (p - log_q.exp()).abs().sum(-1) / 2
+        match self._loss:
+            case "seqkd":
+                of_token = -log_q.gather(-1, batch.tokens[..., None])[..., 0]
+            case "wordkd":
+                of_token = -(self._p(batch) * log_q).sum(-1)
+            case "tvdkd":
+                of_token = (self._p(batch) - log_q.exp()).abs().sum(-1) / 2
         return (of_token * batch.is_token).sum() / batch.is_token.sum()
 
     def said(self, batch: Batch, num_depths: int) -> Iterator[torch.Tensor]:
@@ -38,9 +36,15 @@ class Small(Method):
         for depth in range(1, num_depths + 1):
             yield log_q[:, depth:]
 
+    def _p(self, batch: Batch) -> torch.Tensor:
+        """The target's of each token, likewise."""
+        states = batch.features[:, :-1]
+        return torch.softmax(self._target.logits_of(states.flatten(0, 1)).float(), -1).unflatten(0, states.shape[:2])
+
     def _log_q(self, batch: Batch) -> torch.Tensor:
         """Of each token by what is before it: (B, T, vocab_size)."""
         ids, mask = torch.cat((batch.prompts, batch.tokens), 1), torch.cat((batch.is_prompt, batch.is_token), 1)
         positions = (mask.cumsum(1) - 1).clamp_min(0)
-        logits = self.module(input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=False).logits
-        return torch.log_softmax(logits[:, batch.prompts.shape[1] - 1 : -1].float(), -1)
+        inputs = {"input_ids": ids, "attention_mask": mask.long(), "position_ids": positions, "use_cache": False}
+        logits = self.module(**inputs, logits_to_keep=batch.tokens.shape[1] + 1).logits  # behind the prompts
+        return torch.log_softmax(logits[:, :-1].float(), -1)

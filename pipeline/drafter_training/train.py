@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from safetensors import safe_open
@@ -19,24 +18,28 @@ from laserbatch.pipeline.decoding.model.folder import load_tokenizer, model_iden
 from laserbatch.pipeline.drafter_training.eagle import ALIGNED_STEPS, Eagle
 from laserbatch.pipeline.drafter_training.medusa import Medusa
 from laserbatch.pipeline.drafter_training.method import Method, judged
+from laserbatch.pipeline.drafter_training.settings import Kind
 from laserbatch.pipeline.drafter_training.small import Loss, Small
-from laserbatch.pipeline.drafter_training.texts import Target, TrainingText, batches_of, held_back
+from laserbatch.pipeline.drafter_training.texts import HELD_BACK_EVERY, Target, TrainingText, batches_of, held_back
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.atomic import write_json
 
-Kind = Literal["medusa", "eagle", "hass", "small"]
 LEAST_TEXTS = 20
 CHECKPOINT_NAME = "checkpoint.safetensors"
 WARM_UP = 0.05  # of all steps
+USUAL_WIDTH = 256
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """`loss` : of a small model; its `small_share` is of the target's hidden size."""
+    """`loss` : of a small model; its `small_share` is of the target's hidden size.
+
+    `learning_rate` : of a target as wide as USUAL_WIDTH; of a wider one it is as much lower (Yang et al. 2022).
+    """
 
     epochs: int = 3
     batch_size: int = 8
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-3
     num_heads: int = 4
     loss: Loss = "wordkd"
     small_share: float = 0.5
@@ -50,11 +53,12 @@ def train_drafter(
     texts: Sequence[TrainingText],
     folder: Path,
     options: TrainingOptions | None = None,
-    tell: Callable[[int, int, float], None] = lambda step, num_steps, loss: None,
+    tell: Callable[[int, float], None] = lambda step, loss: None,
 ) -> DrafterCard:
     """Train a drafter for a model's folder on texts that it wrote, and write it; the same again, the same bytes.
 
-    `tell` : called after each step, with its number, that of all and its loss. Raises ConfigError: too few texts.
+    `tell` : called after each step, with its number and its loss. Raises ConfigError: too few texts, or other things in
+    the folder.
     """
     options = options or TrainingOptions()
     if len(texts) < LEAST_TEXTS:
@@ -62,6 +66,9 @@ def train_drafter(
             f"{len(texts)} texts are too few to train a drafter on, at least {LEAST_TEXTS} are needed: name a run that "
             "wrote more"
         )
+    there = {path.name for path in folder.glob("*")}
+    if there and not there & {CARD_NAME, CHECKPOINT_NAME}:
+        raise ConfigError(f"{folder} holds other things than a drafter ({min(there)}): give a new folder")
     start_s = time.perf_counter()
     torch.manual_seed(options.seed)
     model = AutoModelForCausalLM.from_pretrained(
@@ -91,6 +98,12 @@ def train_drafter(
     return card
 
 
+def num_steps(num_texts: int, options: TrainingOptions) -> int:
+    """Of a training on so many texts, a part of which is held back."""
+    num_shown = num_texts - -(-num_texts // HELD_BACK_EVERY)
+    return options.epochs * -(-num_shown // options.batch_size)
+
+
 def _method(kind: Kind, target: Target, options: TrainingOptions) -> tuple[Method, DrafterCard]:
     config = target.model.config.get_text_config()
     if kind == "medusa":
@@ -98,8 +111,7 @@ def _method(kind: Kind, target: Target, options: TrainingOptions) -> tuple[Metho
     if kind == "small":
         return Small(target, small_config(config, options.small_share), options.loss), DrafterCard(kind=kind, target="")
     layer = layer_of(config)
-    num_steps = ALIGNED_STEPS if kind == "hass" else 1
-    method = Eagle(target, LlamaConfig(**layer), num_steps, distils=kind == "hass")
+    method = Eagle(target, LlamaConfig(**layer), ALIGNED_STEPS if kind == "hass" else 1, distils=kind == "hass")
     return method, DrafterCard(kind=kind, target="", layer=layer)
 
 
@@ -117,7 +129,8 @@ def small_config(config: AutoConfig, share: float) -> LlamaConfig:
 
 def _train(method: Method, target: Target, texts, folder: Path, options: TrainingOptions, digest: str, tell) -> float:
     """All steps that are not done yet; returns the seconds that an earlier process took."""
-    optimizer = torch.optim.AdamW(method.module.parameters(), options.learning_rate, weight_decay=0.01)
+    rate = options.learning_rate * USUAL_WIDTH / max(USUAL_WIDTH, target.embed.weight.shape[1])
+    optimizer = torch.optim.AdamW(method.module.parameters(), rate, weight_decay=0.01)
     seeds = (options.seed + epoch for epoch in range(options.epochs))
     batches = [batch for seed in seeds for batch in batches_of(texts, options.batch_size, seed)]
     done, seconds = _resumed(method, optimizer, folder, digest)
@@ -127,13 +140,13 @@ def _train(method: Method, target: Target, texts, folder: Path, options: Trainin
         method.module.train()
         for group in optimizer.param_groups:
             left = (len(batches) - step) / len(batches)
-            group["lr"] = options.learning_rate * min((step + 1) / num_warm, left)
+            group["lr"] = rate * min((step + 1) / num_warm, left)
         loss = method.loss(target.batch(batches[step]))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(method.module.parameters(), 1.0)
         optimizer.step()
-        tell(step + 1, len(batches), loss.item())
+        tell(step + 1, loss.item())
         if time.perf_counter() - kept_s > options.seconds_between_checkpoints:
             kept_s = time.perf_counter()
             facts = {"digest": digest, "step": step + 1, "seconds": seconds + kept_s - began_s}

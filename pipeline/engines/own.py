@@ -9,7 +9,7 @@ from laserbatch.pipeline.budget.choice import UNCHECKED_SIZE
 from laserbatch.pipeline.budget.measuring import KeptCost, measure_step_cost, texts_of
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.device_memory import host_memory
-from laserbatch.pipeline.decoding.drafters import drafter_from
+from laserbatch.pipeline.decoding.drafters import DraftModels, drafter_from
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
@@ -83,6 +83,11 @@ class OwnEngine:
         drafter = drafter_from(decoding, self._pools.get(side), budget, engine.num_draft_threads, engine.draft_models)
         # The engine's own settings may be those of another pass.
         return self.engine.generate(requests, drafter, verifier_from(decoding), budget=budget or Budget.of(decoding))
+
+    def draft_with(self, decoding: DecodingSettings) -> None:
+        """Load the draft models that settings name, in the place of those before."""
+        self.engine.draft_models = DraftModels()
+        self.engine.draft_models = DraftModels.load(decoding, self.engine.loaded, self.engine.cache.max_tokens)
 
     def warm_up(self, sides: Iterable[Side]) -> None:
         for side in sides:

@@ -70,6 +70,16 @@ class PoolsUsed:
 
 
 @dataclass(frozen=True)
+class DrafterUsed:
+    """The drafter, trained on an earlier run, that a run drafts with too; chosen when it begins, as pools are."""
+
+    run_id: str  # that it was trained on
+    kind: str
+    draft_width: int
+    max_draft_tokens: int
+
+
+@dataclass(frozen=True)
 class AskedBy:
     """By what the entities of a side were asked about."""
 
@@ -329,6 +339,7 @@ class RunManifest:
     previous_run_id: str | None = None
     inputs: dict[str, dict[str, Any]] = field(default_factory=dict)
     pools: PoolsUsed = PoolsUsed()
+    drafter: DrafterUsed | None = None
     budgets: dict[Side, BudgetFigures] = field(default_factory=dict)
     model: ModelFigures | None = None
     workers: WorkerFigures | None = None

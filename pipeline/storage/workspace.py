@@ -12,6 +12,7 @@ from pathlib import Path
 
 from laserbatch.pipeline.errors import WorkspaceBusy, WorkspaceError
 from laserbatch.pipeline.storage.atomic import read_json, write_json
+from laserbatch.pipeline.storage.drafters import DrafterStore
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
 logger = logging.getLogger("laserbatch.storage")
@@ -61,6 +62,10 @@ class Workspace:
     @property
     def pools_folder(self) -> Path:
         return self.root / "pools"
+
+    @property
+    def drafters(self) -> DrafterStore:
+        return DrafterStore(self.root / "drafters")
 
     @property
     def step_costs_folder(self) -> Path:

@@ -56,7 +56,7 @@ METHODS = {
 @pytest.mark.parametrize("name", METHODS)
 def test_greedy_texts_are_plain_ones_whatever_drafts(name):
     drafted = set()
-    for batch_size in (1, 4, 9):
+    for batch_size in (1, 5):
         engine = tiny_engine(MODEL, batch_size=batch_size, verifier="greedy", max_draft_tokens=32)
         results = {r.request_id: r for r in engine.generate(requests_for(PROMPTS, MAX_NEW), METHODS[name]())}
         assert [results[str(i)].token_ids.tolist() for i in range(len(PROMPTS))] == PLAIN

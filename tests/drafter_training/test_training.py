@@ -150,7 +150,7 @@ def test_a_killed_training_goes_on_to_the_same_bytes(texts, trained, tmp_path, m
     class Killed(Exception):
         pass
 
-    def kill_at(step, num_steps, loss):
+    def kill_at(step, loss):
         if step == 7:
             raise Killed
 

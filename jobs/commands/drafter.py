@@ -1,0 +1,88 @@
+"""`laserbatch drafter ...`: train what drafts for the model on its own texts, and see what nights have trained."""
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from laserbatch.jobs.console import print_table, say, summary
+from laserbatch.jobs.formatting import count, decimal
+from laserbatch.jobs.report.blocks import Table
+from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings, open_workspace
+from laserbatch.pipeline.drafter_training.settings import DrafterTrainingSettings, Kind
+from laserbatch.pipeline.errors import ConfigError
+
+USUAL = DrafterTrainingSettings()
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Train drafters on a run's own texts; list those that nights trained.",
+)
+
+
+@app.command()
+def train(
+    kind: Kind = typer.Argument(..., help="medusa, eagle or hass: a head on the model's own states; small: a model."),
+    out: Path = typer.Option(..., help="Folder for it, new or of the same training when that was killed."),
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
+    run: str | None = typer.Option(None, "--run", help="Run whose texts it learns from; without it the published one."),
+    num_texts: int = typer.Option(USUAL.num_texts, "--texts", min=40, help="Newest texts, of that run and before it."),
+    epochs: int = typer.Option(USUAL.epochs, min=1, help="How often it sees each of them."),
+    as_json: bool = JSON,
+) -> None:
+    """Train a drafter for the model on texts that it wrote, and say how often held-back texts are drafted right.
+
+    Killed, the same command goes on. Nights draft with it by `decoding.draft_head`, a small model by
+    `decoding.draft_models`; `drafter_training.kind` has nights train and try one by themselves.
+
+    Example: `laserbatch drafter train eagle --out drafters/eagle --config laserbatch.yaml`
+    """
+    from laserbatch.jobs.stages.night import open_run
+    from laserbatch.jobs.stages.train_drafter import train_on_runs
+
+    settings = load_settings(config, {"workspace": workspace})
+    if settings.decoding.adapter is not None:
+        raise ConfigError(f"a drafter learns from a model alone: merge the adapter {settings.decoding.adapter} into it")
+    card = train_on_runs(open_run(settings, run), kind, out, num_texts, epochs)
+    key, value = ("draft_models", f"[{out}]") if kind == "small" else ("draft_head", str(out))
+    told: dict[str, Any] = {
+        "folder": str(out),
+        "num_texts": card.num_texts,
+        "num_held_back": card.num_held_back,
+        "training_seconds": card.training_seconds,
+        "right_by_depth": [round(share, 3) for share in card.acceptance],
+        "tokens_per_step_alone": card.tokens_per_step,
+    }
+    summary(told, as_json)
+    if not as_json:
+        say(f"to draft with it: `decoding: {{{key}: {value}}}`; a pool's drafts stand beside its own")
+
+
+@app.command(name="list")
+def list_trials(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, as_json: bool = JSON) -> None:
+    """List the drafters that nights have trained, how much faster nights are with them, and which are kept.
+
+    Example: `laserbatch drafter list --config laserbatch.yaml`
+    """
+    trials = open_workspace(config, workspace).drafters.trials()
+    if as_json:
+        summary({"trials": [vars(trial) for trial in trials]}, as_json=True)
+    elif not trials:
+        say("no night has trained a drafter yet; `drafter_training: {kind: eagle}` has nights do it")
+    else:
+        rows = [
+            {
+                "run": trial.run_id,
+                "kind": trial.kind,
+                "kept": "yes" if trial.is_kept else "no",
+                "tokens/s over before": decimal(trial.gain, 2),
+                "tokens/step": decimal(trial.tokens_per_step),
+                "before": decimal(trial.tokens_per_step_before),
+                "texts": count(trial.num_texts),
+                "training s": decimal(trial.training_seconds, 0),
+            }
+            for trial in trials
+        ]
+        print_table(Table("Drafters that nights trained", rows, ("run", "kind", "kept")))

@@ -1,0 +1,204 @@
+"""Drafters trained on what runs wrote: into a folder of one's own, or by nights for the nights after them.
+
+A night trains one after its publication, every so many nights, and writes texts that it held back with it and without,
+in turns, on this machine: it is kept where that is faster by more than noise.
+"""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from laserbatch.jobs.console import progress, say
+from laserbatch.jobs.events import emit
+from laserbatch.jobs.formatting import counted
+from laserbatch.jobs.stages.budgets import budget_of
+from laserbatch.jobs.stages.night import Night, open_run
+from laserbatch.jobs.stages.pool_texts import AskedRow, num_written, planned_rows, read_run_texts
+from laserbatch.pipeline.decoding.model.folder import model_identity
+from laserbatch.pipeline.decoding.sequence import GenerationRequest, GenerationResult
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
+from laserbatch.pipeline.distributed.settings import usable_cores
+from laserbatch.pipeline.drafter_training.settings import Kind
+from laserbatch.pipeline.errors import ConfigError, WorkspaceError
+from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.drafters import DrafterTrial
+from laserbatch.pipeline.storage.manifest import DrafterUsed
+
+if TYPE_CHECKING:
+    from laserbatch.pipeline.decoding.drafters.trained import DrafterCard
+    from laserbatch.pipeline.drafter_training.texts import TrainingText
+    from laserbatch.pipeline.engines.own import OwnEngine
+
+LEAST_GAIN = 1.03  # in tokens a second: less is noise, and a drafter has its price in memory
+SHAPES = ((1, 8), (3, 16), (3, 32))  # tokens at a depth, largest tree
+NUM_TRIED = 24  # texts a side, at most a quarter of those written; with fewer than LEAST_TRIED of both none is trained
+LEAST_TRIED = 10
+NUM_REPETITIONS = 3
+
+Rows = Mapping[Side, Sequence[AskedRow]]
+Shape = tuple[int, int]
+
+
+def train_on_runs(
+    night: Night, kind: Kind, folder: Path, num_texts: int, epochs: int, but: Rows | None = None
+) -> "DrafterCard":
+    """Train a drafter for the model on the newest texts of a run and of those before it; see `train_drafter`.
+
+    `but` : rows whose texts it must not see. Raises ConfigError: too few texts.
+    """
+    import torch
+
+    from laserbatch.pipeline.drafter_training.train import TrainingOptions, num_steps, train_drafter
+
+    torch.set_num_threads(usable_cores())  # whatever was done before: sums come out by it
+    options = TrainingOptions(epochs=epochs, seed=night.settings.seed)
+    texts = texts_of_runs(night, num_texts, but or {})
+    say(f"training a drafter ({kind}) on {counted(len(texts), 'text')} of {night.run.run_id} and before")
+    with progress(f"train {kind}", num_steps(len(texts), options)) as bar:
+        done = 0
+
+        def tell(step: int, loss: float) -> None:
+            nonlocal done
+            bar.advance(step - done, f"loss {loss:.3f}")
+            done = step
+
+        return train_drafter(kind, night.settings.model_dir, texts, folder, options, tell)
+
+
+def texts_of_runs(night: Night, num_texts: int, but: Rows) -> "list[TrainingText]":
+    """Prompts and what the model wrote to them, half of each side, of each entity the newest, without some."""
+    target, found = model_identity(night.settings.model_dir), []
+    for side in SIDES:
+        one, texts = night, dict.fromkeys(row.entity_id for row in but.get(side, ()))
+        num_wanted = num_texts // len(SIDES) + len(texts)
+        while one is not None and len(texts) < num_wanted:
+            if one.manifest.model is not None and one.manifest.model.id == target:
+                for entity_id, text in _texts_of_run(one, side, num_wanted).items():
+                    texts.setdefault(entity_id, text)
+            earlier = one.manifest.previous_run_id
+            is_there = earlier is not None and night.workspace.run(earlier).manifest_path.exists()
+            one = open_run(night.settings, earlier) if is_there else None
+        found += [text for text in texts.values() if text is not None][: num_texts // len(SIDES)]
+    return found
+
+
+def _texts_of_run(night: Night, side: Side, num_wanted: int) -> "dict[str | int, TrainingText]":
+    from laserbatch.pipeline.drafter_training.texts import TrainingText
+
+    rows = planned_rows(night, side, num_wanted)
+    with TemporaryDirectory(prefix="laserbatch-texts-") as scratch:
+        run_texts = read_run_texts(night.run, side, Path(scratch)) if rows else None
+        written = {} if run_texts is None else run_texts.of_entities([row.entity_id for row in rows])
+        return {
+            row.entity_id: TrainingText(row.prompt_ids, written[row.entity_id].copy())
+            for row in rows
+            if len(written.get(row.entity_id, ()))
+        }
+
+
+def train_if_due(night: Night) -> None:
+    """Train the nightly drafter on a finished run where one is due, try it, and keep it or not.
+
+    Killed, the night's command goes on with it. Too few texts, or a run that is gone, make no night fail.
+    """
+    options, store = night.settings.drafter_training, night.workspace.drafters
+    if options.kind is None or not _is_due(night):
+        return
+    rows = {side: planned_rows(night, side, min(NUM_TRIED, num_written(night, side) // 4)) for side in SIDES}
+    if sum(map(len, rows.values())) < LEAST_TRIED:
+        say(f"no drafter is trained: the night wrote too few texts, at least {4 * LEAST_TRIED} are needed")
+        return
+    folder = store.folder(night.run.run_id)
+    try:
+        card = train_on_runs(night, options.kind, folder, options.num_texts, options.epochs, but=rows)
+    except (ConfigError, WorkspaceError) as error:
+        say(f"no drafter is trained: {error}")
+        return
+    say("writing texts that were held back with the drafter and without it")
+    paces = _tried(night, folder, rows)
+    before, shape = paces.pop(None), max(paces, key=lambda one: paces[one].tokens_per_s)
+    gain = paces[shape].tokens_per_s / before.tokens_per_s
+    trial = DrafterTrial(
+        run_id=night.run.run_id,
+        kind=options.kind,
+        target=card.target,
+        is_kept=gain >= LEAST_GAIN,
+        gain=round(gain, 3),
+        tokens_per_step=round(paces[shape].tokens_per_step, 3),
+        tokens_per_step_before=round(before.tokens_per_step, 3),
+        draft_width=shape[0],
+        max_draft_tokens=shape[1],
+        num_texts=card.num_texts,
+        training_seconds=card.training_seconds,
+    )
+    store.end(trial)
+    what = "kept: the next nights draft with it" if trial.is_kept else "not kept"
+    say(f"the drafter ({trial.kind}) writes {gain:.2f} times the tokens a second of before, and is {what}")
+    emit("drafter_tried", **asdict(trial))
+
+
+def _is_due(night: Night) -> bool:
+    """Whether so many nights of later dates are finished as there are to be from one training to the next."""
+    dates = [trial.run_id[:10] for trial in night.workspace.drafters.trials() if trial.run_id[:10] <= str(night.date)]
+    if not dates:
+        return True
+    later = {run.date for run in night.workspace.dated_runs() if dates[-1] < run.date <= str(night.date)}
+    return len(later) >= night.settings.drafter_training.every_nights
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Of the same texts, by whatever they were drafted with."""
+
+    tokens_per_s: float
+    tokens_per_step: float
+
+
+def _tried(night: Night, folder: Path, rows: Rows) -> dict[Shape | None, Pace]:
+    """How rows are written as the night drafted (None), and with a drafter's folder in each of SHAPES."""
+    from laserbatch.pipeline.engines.own import OwnEngine
+
+    budgets = {side: budget_of(figures) for side, figures in night.manifest.budgets.items()}
+    ways: dict[Shape | None, tuple[DecodingSettings, Mapping[Side, Budget]]] = {None: (night.decoding, budgets)}
+    for shape in SHAPES:
+        used = DrafterUsed(night.run.run_id, night.settings.drafter_training.kind, *shape)
+        decoding = night.decoding_with(used)
+        ways[shape] = decoding, dict.fromkeys(SIDES, Budget.of(decoding))
+    engine = OwnEngine(
+        night.settings.model_dir, night.decoding, "auto", usable_cores(), 1, 1, night.pool_folders(), folder
+    )
+    seconds = {shape: [] for shape in ways}
+    counts = {}
+    for repetition in range(-1, NUM_REPETITIONS):  # the first has code compiled
+        for shape, (decoding, of_side) in ways.items():
+            engine.draft_with(decoding)
+            start_s = time.perf_counter()
+            counts[shape] = [one for side in SIDES for one in _written(engine, side, rows[side], decoding, of_side)]
+            if repetition >= 0:
+                seconds[shape].append(time.perf_counter() - start_s)
+    found = {}
+    for shape, results in counts.items():
+        num_steps, num_accepted = (sum(getattr(one, name) for one in results) for name in ("num_steps", "num_accepted"))
+        num_tokens = sum(len(one.token_ids) for one in results)
+        pace = num_tokens / statistics.median(seconds[shape])
+        found[shape] = Pace(pace, (num_accepted + num_steps) / max(1, num_steps))
+    return found
+
+
+def _written(
+    engine: "OwnEngine",
+    side: Side,
+    rows: Sequence[AskedRow],
+    decoding: DecodingSettings,
+    budgets: Mapping[Side, Budget],
+) -> list[GenerationResult]:
+    requests = (
+        GenerationRequest(str(number), row.prompt_ids, row.previous_ids, row.group, decoding.max_new_tokens)
+        for number, row in enumerate(rows)
+    )
+    results = engine.generate(side, requests, decoding, budgets.get(side))
+    return [one for one in results if isinstance(one, GenerationResult)]

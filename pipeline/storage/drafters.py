@@ -1,0 +1,81 @@
+"""The drafters that nights have trained: `<workspace>/drafters/<run>/`, each with its trial beside what was trained."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.storage.atomic import read_json, remove_folder, write_json
+
+TRIAL_NAME = "trial.json"
+NUM_KEPT = 3  # newest that are kept with their weights
+
+
+@dataclass(frozen=True)
+class DrafterTrial:
+    """What came of a training: whether nights draft with it, and how much.
+
+    `target` is the id of the model that it was trained for. `gain` : how much faster held-back texts of its night were
+    written with it than as nights drafted before. `tokens_per_step`, `tokens_per_step_before` likewise.
+    """
+
+    run_id: str
+    kind: str
+    target: str
+    is_kept: bool
+    gain: float
+    tokens_per_step: float
+    tokens_per_step_before: float
+    draft_width: int
+    max_draft_tokens: int
+    num_texts: int
+    training_seconds: float
+
+
+_TRIAL = TypeAdapter(DrafterTrial)
+
+
+@dataclass(frozen=True)
+class DrafterStore:
+    """The trained drafters below a folder, which need not be there yet."""
+
+    root: Path
+
+    def folder(self, run_id: str) -> Path:
+        return self.root / run_id
+
+    def trials(self) -> list[DrafterTrial]:
+        """Of every training that has ended, in the order of their runs. Raises WorkspaceError: one cannot be read."""
+        return [_read(path) for path in sorted(self.root.glob(f"*/{TRIAL_NAME}"))]
+
+    def kept(self, date: str, target: str) -> DrafterTrial | None:
+        """The newest for a model that is drafted with, of a date (YYYY-MM-DD) or an earlier one."""
+        fitting = [trial for trial in self.trials() if trial.is_kept and trial.target == target]
+        return next((trial for trial in reversed(fitting) if trial.run_id[:10] <= date), None)
+
+    def end(self, trial: DrafterTrial) -> None:
+        """Write what came of a training; of one that is not kept only that stays, and of the oldest kept ones too."""
+        write_json(asdict(trial), self.folder(trial.run_id) / TRIAL_NAME)
+        kept = [one.run_id for one in self.trials() if one.is_kept]
+        for path in self.root.glob("*/*"):
+            is_old = path.parent.name not in kept[-NUM_KEPT:] and (path.parent / TRIAL_NAME).exists()
+            if is_old and path.name != TRIAL_NAME:
+                path.unlink()
+
+    def runs(self) -> list[str]:
+        """Whose texts one was trained on, or is being."""
+        return sorted(path.name for path in self.root.glob("*"))
+
+    def drop(self) -> None:
+        """Remove all of them."""
+        if self.root.is_dir():
+            remove_folder(self.root)
+
+
+def _read(path: Path) -> DrafterTrial:
+    try:
+        return _TRIAL.validate_python(read_json(path, f", or remove the folder {path.parent}"))
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]["msg"]
+        raise WorkspaceError(f"{path} is damaged: {fault}; remove the folder {path.parent}") from None

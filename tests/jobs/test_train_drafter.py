@@ -1,0 +1,103 @@
+"""Drafters of nights: trained when due, tried, kept only where they gain, drafted with, forgotten; and one's own."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from night_world import FIRST_DATE, SECOND_DATE, make_world, run_here, write_config, write_here
+
+from laserbatch.jobs.settings import load_settings
+from laserbatch.jobs.stages import train_drafter
+from laserbatch.jobs.stages.night import parse_date
+from laserbatch.jobs.stages.run_night import run_night
+from laserbatch.pipeline.storage.drafters import DrafterStore, DrafterTrial
+
+TRAINING = {"drafter_training": {"kind": "medusa", "every_nights": 1, "num_texts": 40, "epochs": 1}}
+
+
+def briefly(patched: pytest.MonkeyPatch) -> None:
+    """Train and try on one thread, in one shape, once; what is tried is kept."""
+    shapes = ((1, 8),)
+    for name, value in {"LEAST_GAIN": 0.0, "NUM_REPETITIONS": 1, "SHAPES": shapes, "usable_cores": lambda: 1}.items():
+        patched.setattr(train_drafter, name, value)
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A first night that trains a drafter, which is kept whatever it gains."""
+    folder = make_world(tmp_path_factory.mktemp("world"))
+    config = write_config(
+        folder, **TRAINING, decoding={"verifier": "greedy", "min_acceptance": 0.0, "max_new_tokens": 192}
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        write_here(patched)
+        briefly(patched)
+        night = run_night(load_settings(config), parse_date(FIRST_DATE))
+    return SimpleNamespace(folder=folder, config=config, night=night)
+
+
+def laserbatch(capfd, first, *arguments: str):
+    return run_here(capfd, *arguments, "--config", str(first.config))
+
+
+def test_one_is_trained_into_a_folder_of_ones_own(first, capfd, tmp_path):
+    train = ("drafter", "train", "small", "--out", str(tmp_path / "small"), "--texts", "40", "--epochs", "1")
+    done = laserbatch(capfd, first, *train, "--run", first.night.run.run_id, "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["num_texts"] + told["num_held_back"] == 40 and len(told["right_by_depth"]) == 5
+    assert "train small: 5/5" in done.stderr and (tmp_path / "small" / "model.safetensors").is_file()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("mine")
+    refused = laserbatch(capfd, first, *train[:4], str(tmp_path / "full"))
+    assert refused.returncode == 3 and "thesis.txt" in refused.stderr
+
+
+def test_a_night_that_was_killed_before_its_drafter_was_tried_does_it_again(first, capfd, monkeypatch):
+    folder = first.night.workspace.drafters.folder(first.night.run.run_id)
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "trial.json").unlink()
+    briefly(monkeypatch)
+    for _ in range(2):  # of what is done nothing is done again
+        done = laserbatch(capfd, first, "nightly", "--date", FIRST_DATE)
+        assert done.returncode == 0, done.stderr
+    assert "train medusa" not in done.stderr and (folder / "trial.json").is_file()
+    assert (folder / "model.safetensors").read_bytes() == weights
+
+
+def test_a_night_trains_a_drafter_that_the_next_one_drafts_with_and_that_is_forgotten(first, capfd, monkeypatch):
+    store = first.night.workspace.drafters
+    (trial,) = store.trials()
+    assert trial.run_id == first.night.run.run_id and trial.is_kept and trial.kind == "medusa"
+    assert 20 <= trial.num_texts < 48 - 10 and trial.gain > 0  # those that tried it are not among them
+    assert (store.folder(trial.run_id) / "model.safetensors").is_file()
+    write_here(monkeypatch)
+    briefly(monkeypatch)
+    monkeypatch.setattr(train_drafter, "LEAST_GAIN", 1.03)
+    done = laserbatch(capfd, first, "nightly", "--date", SECOND_DATE, "--force", "--json")
+    assert done.returncode == 0, done.stderr
+    manifest = first.night.workspace.run(json.loads(done.stdout)["run_id"]).load_manifest()
+    assert manifest.drafter.run_id == trial.run_id
+    assert all(side.stats.drafted_by_source["head"] for side in manifest.sides.values())
+    assert [one.run_id for one in store.trials()] == [trial.run_id, manifest.run_id]  # one is due each night
+    told = json.loads(laserbatch(capfd, first, "drafter", "list", "--json").stdout)["trials"]
+    assert [one["is_kept"] for one in told] == [True, told[1]["gain"] >= 1.03]
+    assert "tokens/s over before" in laserbatch(capfd, first, "drafter", "list").stdout
+    done = laserbatch(capfd, first, "forget", "--user", "u1", "--json")
+    assert json.loads(done.stdout)["drafters"] == [trial.run_id, manifest.run_id] and not store.trials()
+
+
+def test_what_is_due_and_what_is_kept(tmp_path):
+    store = DrafterStore(tmp_path)
+    usual = DrafterTrial("", "hass", "target", True, 1.2, 3.0, 2.5, 3, 16, 100, 1.0)
+    for day in range(1, 7):
+        target = "another" if day == 6 else "target"
+        trial = replace(usual, run_id=f"2025-03-{day:02}-1a2b3c4d", is_kept=day != 5, target=target)
+        store.folder(trial.run_id).mkdir(parents=True)
+        (store.folder(trial.run_id) / "model.safetensors").write_bytes(b"w")
+        store.end(trial)
+    assert [store.kept(f"2025-03-{day:02}", "target").run_id[:10] for day in (2, 6)] == ["2025-03-02", "2025-03-04"]
+    assert store.kept("2025-02-28", "target") is None
+    with_weights = sorted(path.parent.name[:10] for path in tmp_path.glob("*/model.safetensors"))
+    assert with_weights == ["2025-03-03", "2025-03-04", "2025-03-06"] and len(store.trials()) == 6
