@@ -15,13 +15,13 @@ from laserbatch.pipeline.decoding.drafters import Drafter, DraftModels, drafter_
 from laserbatch.pipeline.decoding.drafters.trained import DrafterCard, read_card
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
-from laserbatch.pipeline.drafter_training.settings import Kind
+from laserbatch.pipeline.drafter_training.settings import NightlyKind
 from laserbatch.pipeline.drafter_training.texts import TrainingText
 from laserbatch.pipeline.drafter_training.train import TrainingOptions, train_drafter
 
 logger = logging.getLogger("benchmarks")
 
-KINDS: tuple[Kind, ...] = get_args(Kind)
+KINDS: tuple[NightlyKind, ...] = get_args(NightlyKind)
 LENGTH, WIDTH = 5, 3  # of drafts by models
 
 
@@ -36,7 +36,7 @@ class Trained:
 
 def trained_drafters(
     model: Path, engine: Engine, tasks: Sequence[Task], cache: Path, options: TrainingOptions
-) -> dict[Kind, Trained]:
+) -> dict[NightlyKind, Trained]:
     """Of each kind one, trained on what the model wrote about all tasks' pool prompts; kept in the cache."""
     texts = [
         TrainingText(prompt, text)
@@ -59,7 +59,7 @@ def trained_drafters(
     return found
 
 
-def settings_by_method(trained: Mapping[Kind, Trained]) -> dict[str, DecodingSettings]:
+def settings_by_method(trained: Mapping[NightlyKind, Trained]) -> dict[str, DecodingSettings]:
     """Ways to draft for greedy verification: each alone, and each with the pool."""
     tree = {"draft_width": WIDTH, "draft_length": LENGTH}
     alone = {

@@ -23,7 +23,10 @@ app = typer.Typer(
 
 @app.command()
 def train(
-    kind: Kind = typer.Argument(..., help="medusa, eagle or hass: a head on the model's own states; small: a model."),
+    kind: Kind = typer.Argument(
+        ...,
+        help="medusa, eagle, hass: a head on the model's states; medusa2: and an adapter of it; small: a model.",
+    ),
     out: Path = typer.Option(..., help="Folder for it, new or of the same training when that was killed."),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
@@ -41,12 +44,15 @@ def train(
     """
     from laserbatch.jobs.stages.night import open_run
     from laserbatch.jobs.stages.train_drafter import train_on_runs
+    from laserbatch.pipeline.drafter_training.medusa import ADAPTER_NAME
 
     settings = load_settings(config, {"workspace": workspace})
     if settings.decoding.adapter is not None:
         raise ConfigError(f"a drafter learns from a model alone: merge the adapter {settings.decoding.adapter} into it")
     card = train_on_runs(open_run(settings, run), kind, out, num_texts, epochs)
-    key, value = ("draft_models", f"[{out}]") if kind == "small" else ("draft_head", str(out))
+    use = f"draft_models: [{out}]" if kind == "small" else f"draft_head: {out}"
+    if kind == "medusa2":
+        use = f"adapter: {out / ADAPTER_NAME}, {use}"
     told: dict[str, Any] = {
         "folder": str(out),
         "num_texts": card.num_texts,
@@ -57,7 +63,7 @@ def train(
     }
     summary(told, as_json)
     if not as_json:
-        say(f"to draft with it: `decoding: {{{key}: {value}}}`; a pool's drafts stand beside its own")
+        say(f"to draft with it: `decoding: {{{use}}}`; a pool's drafts stand beside its own")
 
 
 @app.command(name="list")

@@ -142,8 +142,9 @@ def train_if_due(night: Night) -> None:
 
 
 def _is_due(night: Night) -> bool:
-    """Whether so many nights of later dates are finished as there are to be from one training to the next."""
-    dates = [trial.run_id[:10] for trial in night.workspace.drafters.trials() if trial.run_id[:10] <= str(night.date)]
+    """Whether none was trained for the model, or so many nights are finished since as `every_nights` says."""
+    target, trials = model_identity(night.settings.model_dir), night.workspace.drafters.trials()
+    dates = [one.run_id[:10] for one in trials if one.run_id[:10] <= str(night.date) and one.target == target]
     if not dates:
         return True
     later = {run.date for run in night.workspace.dated_runs() if dates[-1] < run.date <= str(night.date)}

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from laserbatch.pipeline.budget.step_cost import StepCost, read_step_cost
-from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
+from laserbatch.pipeline.decoding.settings import SAMPLING_RULES, Budget, DecodingSettings
 from laserbatch.pipeline.storage.manifest import BudgetForecast
 from laserbatch.retrieval_pools.index.calibration_record import MIN_ACCEPTANCES, SIZE_KNOTS, BudgetCell
 
@@ -84,16 +84,19 @@ def choose_budget(
         chosen = _worth_its_price(step_cost, batch_size, 1.0 if is_calibrated else UNCHECKED_TRUST, has_texts)
         if chosen.budget == PLAIN and min_acceptance is None:
             return chosen
+    return replace(chosen, budget=_with_given(chosen.budget, max_draft_tokens, min_acceptance))
+
+
+def _with_given(budget: Budget, max_draft_tokens: int | None, min_acceptance: float | None) -> Budget:
     given = {"max_draft_tokens": max_draft_tokens, "min_acceptance": min_acceptance}
-    budget = replace(chosen.budget, **{name: value for name, value in given.items() if value is not None})
-    return replace(chosen, budget=budget)
+    return replace(budget, **{name: value for name, value in given.items() if value is not None})
 
 
 def budget_step_cost(decoding: DecodingSettings, measure: Callable[[], StepCost]) -> StepCost | None:
     """The configured cost of steps, or the measured one; None where the configuration leaves nothing to choose."""
     is_given = decoding.max_draft_tokens is not None and decoding.min_acceptance is not None
-    drafts = decoding.drafters and decoding.drafts_from_texts_alone and decoding.max_draft_tokens != 0
-    if decoding.engine == "vllm" or is_given or not drafts:
+    drafts = (decoding.drafters or not decoding.drafts_from_texts_alone) and decoding.max_draft_tokens != 0
+    if decoding.engine == "vllm" or decoding.verifier in SAMPLING_RULES or is_given or not drafts:
         return None
     return measure() if decoding.step_cost is None else read_step_cost(Path(decoding.step_cost))
 
@@ -105,6 +108,11 @@ def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, sh
         return ChosenBudget(budget, BudgetForecast("vLLM's proposer chooses at every step"))
     if step_cost is None:
         return given_budget(Budget.of(decoding), pool, decoding.drafters, share_changed)
+    if not decoding.drafts_from_texts_alone:
+        # What was trained knows from held-back texts how often it is right; others were never checked.
+        trust = 1.0 if decoding.draft_models or decoding.draft_head else UNCHECKED_TRUST
+        chosen = _worth_its_price(step_cost, known_batch_size(step_cost, decoding.batch_size), trust, has_texts=True)
+        return replace(chosen, budget=_with_given(chosen.budget, decoding.max_draft_tokens, decoding.min_acceptance))
     return choose_budget(
         step_cost,
         decoding.batch_size,

@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from sklearn.isotonic import IsotonicRegression
 from torch import nn
 
-from laserbatch.pipeline.decoding.drafters.trained import CONFIDENCES
+from laserbatch.pipeline.decoding.drafters.trained import CONFIDENCES, WEIGHTS_NAME
 from laserbatch.pipeline.drafter_training.texts import Batch, Target, TrainingText, batches_of
 
 DEPTHS = 5
@@ -16,9 +18,17 @@ NUM_CANDIDATES = 4  # of each place, whose confidence is compared with how often
 
 
 class Method:
-    """A drafter that is being trained: `module` holds what is learned."""
+    """A drafter that is being trained: those parameters of `module` that ask for gradients."""
 
     module: nn.Module
+
+    def save(self, folder: Path, model_dir: Path) -> None:
+        """Write what was learned for the target of a folder, as `drafters/trained.py` reads it."""
+        save_weights(self.module, folder)
+
+    def pace(self, name: str) -> float:
+        """The learning rate of a parameter, as a share of that of all."""
+        return 1.0
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """A scalar."""
@@ -30,6 +40,11 @@ class Method:
         Where the tokens between were drafted, and right.
         """
         raise NotImplementedError
+
+
+def save_weights(module: nn.Module, folder: Path) -> None:
+    weights = {name: each.detach().cpu().contiguous() for name, each in module.state_dict().items()}
+    save_file(weights, folder / WEIGHTS_NAME)
 
 
 @dataclass(frozen=True)

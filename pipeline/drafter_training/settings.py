@@ -6,13 +6,14 @@ from pydantic import Field
 
 from laserbatch.pipeline.validation import Strict
 
-Kind = Literal["medusa", "eagle", "hass", "small"]
+Kind = Literal["medusa", "medusa2", "eagle", "hass", "small"]
+NightlyKind = Literal["medusa", "eagle", "hass", "small"]  # medusa2 would change every text
 
 
 class DrafterTrainingSettings(Strict):
     """Whether nights train a drafter on their own texts, for the nights after them."""
 
-    kind: Kind | None = Field(
+    kind: NightlyKind | None = Field(
         None,
         description="medusa, eagle, hass: a head on the model's own states; small: a model of two layers. It is kept "
         "while nights are faster with it, which held-back texts are written to find out. null: none is trained.",

@@ -1,11 +1,14 @@
 """A small model of the target's tokenizer, by distillation from the target's own texts."""
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.drafter_training.method import Method
 from laserbatch.pipeline.drafter_training.texts import Batch, Target
 
@@ -19,6 +22,12 @@ class Small(Method):
     def __init__(self, target: Target, config: LlamaConfig, loss: Loss = "wordkd") -> None:
         self.module = LlamaForCausalLM(config).to(target.device)
         self._target, self._loss = target, loss
+
+    def save(self, folder: Path, model_dir: Path) -> None:
+        self.module.save_pretrained(folder)
+        load_tokenizer(model_dir).save_pretrained(folder)
+        if (model_dir / "generation_config.json").is_file():
+            shutil.copyfile(model_dir / "generation_config.json", folder / "generation_config.json")
 
     def loss(self, batch: Batch) -> torch.Tensor:
         log_q = self._log_q(batch)

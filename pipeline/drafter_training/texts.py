@@ -57,8 +57,8 @@ class Target:
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model.eval().requires_grad_(False)
         self.embed = model.get_input_embeddings()
-        self.logits_of = OutputHead(model).logits_of
-        self._body = OutputHead(model)._body
+        head = OutputHead(model)
+        self.logits_of, self._body = head.logits_of, head.body
         self.device = self.embed.weight.device
 
     @torch.no_grad()
@@ -68,12 +68,17 @@ class Target:
         prompts, is_prompt = _padded([text.prompt_ids for text in texts], left=True)
         tokens, is_token = _padded([text.token_ids for text in texts], left=False)
         ids, mask = torch.cat((prompts, tokens), 1).to(self.device), torch.cat((is_prompt, is_token), 1).to(self.device)
-        positions = (mask.cumsum(1) - 1).clamp_min(0)
-        states = self._body(input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=False)
-        features = states.last_hidden_state[:, prompts.shape[1] - 1 :]
+        features = features_of(self._body, ids, mask)[:, prompts.shape[1] - 1 :]
         moved = (each.to(self.device) for each in (tokens, is_token, prompts, is_prompt))
         tokens, is_token, prompts, is_prompt = moved
-        return Batch(tokens, is_token, features.float(), prompts, is_prompt)
+        return Batch(tokens, is_token, features, prompts, is_prompt)
+
+
+def features_of(body: torch.nn.Module, ids: torch.Tensor, is_token: torch.Tensor) -> torch.Tensor:
+    """Last hidden states float32 (B, n, hidden_size) of ids, int64 (B, n), that are padded on either side."""
+    positions = (is_token.cumsum(1) - 1).clamp_min(0)
+    inputs = {"input_ids": ids, "attention_mask": is_token.long(), "position_ids": positions}
+    return body(**inputs, use_cache=False).last_hidden_state.float()
 
 
 def _padded(rows: Sequence[np.ndarray], left: bool) -> tuple[torch.Tensor, torch.Tensor]:

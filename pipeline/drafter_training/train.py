@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -13,10 +12,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from laserbatch.pipeline.decoding.drafters.trained import CARD_NAME, WEIGHTS_NAME, DrafterCard, layer_of
-from laserbatch.pipeline.decoding.model.folder import load_tokenizer, model_identity
+from laserbatch.pipeline.decoding.drafters.trained import CARD_NAME, DrafterCard, layer_of
+from laserbatch.pipeline.decoding.model.folder import model_identity
 from laserbatch.pipeline.drafter_training.eagle import ALIGNED_STEPS, Eagle
-from laserbatch.pipeline.drafter_training.medusa import Medusa
+from laserbatch.pipeline.drafter_training.medusa import ADAPTER_NAME, Medusa, Medusa2
 from laserbatch.pipeline.drafter_training.method import Method, judged
 from laserbatch.pipeline.drafter_training.settings import Kind
 from laserbatch.pipeline.drafter_training.small import Loss, Small
@@ -80,19 +79,13 @@ def train_drafter(
     folder.mkdir(parents=True, exist_ok=True)
     seconds = _train(method, target, shown, folder, options, _digest(kind, model_dir, texts, options), tell)
     found = judged(method, target, judging)
+    method.save(folder, model_dir)
+    adapter = folder / ADAPTER_NAME if kind == "medusa2" else None
     card = card.model_copy(
         update=asdict(found)
-        | {"target": model_identity(model_dir), "num_texts": len(shown), "num_held_back": len(judging)}
+        | {"target": model_identity(model_dir, adapter), "num_texts": len(shown), "num_held_back": len(judging)}
         | {"training_seconds": round(seconds + time.perf_counter() - start_s, 1)}
     )
-    if isinstance(method, Small):
-        method.module.save_pretrained(folder)
-        load_tokenizer(model_dir).save_pretrained(folder)
-        if (model_dir / "generation_config.json").is_file():
-            shutil.copyfile(model_dir / "generation_config.json", folder / "generation_config.json")
-    else:
-        weights = {name: each.cpu().contiguous() for name, each in method.module.state_dict().items()}
-        save_file(weights, folder / WEIGHTS_NAME)
     write_json(card.model_dump(mode="json"), folder / CARD_NAME)
     (folder / CHECKPOINT_NAME).unlink(missing_ok=True)
     return card
@@ -106,8 +99,9 @@ def num_steps(num_texts: int, options: TrainingOptions) -> int:
 
 def _method(kind: Kind, target: Target, options: TrainingOptions) -> tuple[Method, DrafterCard]:
     config = target.model.config.get_text_config()
-    if kind == "medusa":
-        return Medusa(target, options.num_heads), DrafterCard(kind=kind, target="", num_heads=options.num_heads)
+    if kind in ("medusa", "medusa2"):
+        method = (Medusa if kind == "medusa" else Medusa2)(target, options.num_heads)
+        return method, DrafterCard(kind="medusa", target="", num_heads=options.num_heads)
     if kind == "small":
         return Small(target, small_config(config, options.small_share), options.loss), DrafterCard(kind=kind, target="")
     layer = layer_of(config)
@@ -130,7 +124,8 @@ def small_config(config: AutoConfig, share: float) -> LlamaConfig:
 def _train(method: Method, target: Target, texts, folder: Path, options: TrainingOptions, digest: str, tell) -> float:
     """All steps that are not done yet; returns the seconds that an earlier process took."""
     rate = options.learning_rate * USUAL_WIDTH / max(USUAL_WIDTH, target.embed.weight.shape[1])
-    optimizer = torch.optim.AdamW(method.module.parameters(), rate, weight_decay=0.01)
+    groups = [{"params": [each], "pace": method.pace(name)} for name, each in _learned(method).items()]
+    optimizer = torch.optim.AdamW(groups, rate, weight_decay=0.01)
     seeds = (options.seed + epoch for epoch in range(options.epochs))
     batches = [batch for seed in seeds for batch in batches_of(texts, options.batch_size, seed)]
     done, seconds = _resumed(method, optimizer, folder, digest)
@@ -140,11 +135,11 @@ def _train(method: Method, target: Target, texts, folder: Path, options: Trainin
         method.module.train()
         for group in optimizer.param_groups:
             left = (len(batches) - step) / len(batches)
-            group["lr"] = rate * min((step + 1) / num_warm, left)
+            group["lr"] = group["pace"] * rate * min((step + 1) / num_warm, left)
         loss = method.loss(target.batch(batches[step]))
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(method.module.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(_learned(method).values(), 1.0)
         optimizer.step()
         tell(step + 1, loss.item())
         if time.perf_counter() - kept_s > options.seconds_between_checkpoints:
@@ -154,10 +149,14 @@ def _train(method: Method, target: Target, texts, folder: Path, options: Trainin
     return seconds
 
 
+def _learned(method: Method) -> dict[str, torch.nn.Parameter]:
+    return {name: each for name, each in method.module.named_parameters() if each.requires_grad}
+
+
 def _keep(method: Method, optimizer: torch.optim.Optimizer, folder: Path, facts: dict) -> None:
     """Write a checkpoint, whole or not at all."""
     tensors = {}
-    for name, parameter in method.module.named_parameters():
+    for name, parameter in _learned(method).items():
         tensors[f"value.{name}"] = parameter.detach()
         for moment, value in optimizer.state[parameter].items():
             tensors[f"{moment}.{name}"] = value
@@ -177,7 +176,7 @@ def _resumed(method: Method, optimizer: torch.optim.Optimizer, folder: Path, dig
         return 0, 0.0
     tensors = load_file(path)
     with torch.no_grad():
-        for name, parameter in method.module.named_parameters():
+        for name, parameter in _learned(method).items():
             parameter.copy_(tensors[f"value.{name}"])
             optimizer.state[parameter] = {
                 "step": tensors[f"step.{name}"],

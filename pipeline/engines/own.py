@@ -12,7 +12,7 @@ from laserbatch.pipeline.decoding.device_memory import host_memory
 from laserbatch.pipeline.decoding.drafters import DraftModels, drafter_from
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
-from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
+from laserbatch.pipeline.decoding.settings import TEXT_SOURCES, Budget, DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import MAX_NODES
 from laserbatch.pipeline.decoding.verifiers import verifier_from
 from laserbatch.pipeline.sides import Side
@@ -112,7 +112,8 @@ class OwnEngine:
         return self._kept_cost.read()
 
     def measured_step_cost(self, keeps: bool = True) -> StepCost:
-        batch_size, sources = self._decoding.batch_size, self._decoding.drafters
+        batch_size = self._decoding.batch_size
+        sources = tuple(source for source in self._decoding.drafters if source in TEXT_SOURCES)
         largest = UNCHECKED_SIZE if self._largest_pool is None else MAX_NODES  # of what may be chosen
         found = measure_step_cost(self.engine, self._largest_pool, sources, [batch_size], largest)
         return self._kept_cost.write(found) if keeps else found

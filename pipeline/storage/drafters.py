@@ -55,12 +55,14 @@ class DrafterStore:
         return next((trial for trial in reversed(fitting) if trial.run_id[:10] <= date), None)
 
     def end(self, trial: DrafterTrial) -> None:
-        """Write what came of a training; of one that is not kept only that stays, and of the oldest kept ones too."""
+        """Write what came of a training; of one that is not kept only that stays, and of the oldest kept ones.
+
+        Nothing stays of others that were begun: nobody goes on with them.
+        """
         write_json(asdict(trial), self.folder(trial.run_id) / TRIAL_NAME)
-        kept = [one.run_id for one in self.trials() if one.is_kept]
+        kept = [one.run_id for one in self.trials() if one.is_kept][-NUM_KEPT:]
         for path in self.root.glob("*/*"):
-            is_old = path.parent.name not in kept[-NUM_KEPT:] and (path.parent / TRIAL_NAME).exists()
-            if is_old and path.name != TRIAL_NAME:
+            if path.parent.name not in kept and path.name != TRIAL_NAME:
                 path.unlink()
 
     def runs(self) -> list[str]:

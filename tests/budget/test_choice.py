@@ -5,7 +5,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from laserbatch.pipeline.budget.choice import MOST_RELAXED_ACCEPTANCE, PLAIN, choose_budget, given_budget, step_seconds
+from laserbatch.pipeline.budget.choice import (
+    MOST_RELAXED_ACCEPTANCE,
+    PLAIN,
+    budget_step_cost,
+    choose_budget,
+    given_budget,
+    side_budget,
+    step_seconds,
+)
 from laserbatch.pipeline.budget.step_cost import DraftCost, StepCost, StepPoint
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.retrieval_pools.index.calibration_record import (
@@ -89,6 +97,21 @@ def test_the_best_budget_is_that_of_the_plain_formula_where_all_trees_are_alike(
     (cell,) = [c for c in pool.budgets.new.cells if (c.max_draft_tokens, c.min_acceptance) == (
         chosen.max_draft_tokens, chosen.min_acceptance)]  # fmt: skip
     assert speed(cell) == pytest.approx(best, rel=0.03)  # trees between two knots count for both
+
+
+def test_what_models_draft_is_verified_where_it_is_likelier_than_its_price():
+    def chosen(step_cost, **options):
+        return side_budget(DecodingSettings(batch_size=1, **options), pool_with(), step_cost, 0.0).budget
+
+    head = {"draft_head": "head"}
+    assert chosen(cost(FREE), **head) == Budget(16, MIN_ACCEPTANCES[0])  # not that of the replays, which ran no head
+    assert chosen(cost(STEEP), **head) == PLAIN
+    assert chosen(cost(FREE), **head, max_draft_tokens=8) == Budget(8, MIN_ACCEPTANCES[0])
+    price = cost({1: 0.01, 17: 0.01 + 16 * 0.002})  # a fifth of a plain token
+    trained, unchecked = chosen(price, **head), chosen(price, drafters=("lookahead",))
+    assert 0.2 <= trained.min_acceptance < 0.4 <= unchecked.min_acceptance
+    drawn = DecodingSettings(temperature=1.0, verifier="rsd", draft_models=["small"])
+    assert budget_step_cost(drawn, None) is None  # what was drawn stays whole
 
 
 def test_a_step_that_drafts_nothing_does_not_pay_for_one_that_drafts_much():

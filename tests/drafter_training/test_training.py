@@ -13,11 +13,12 @@ from laserbatch.pipeline.decoding.drafters import drafter_from
 from laserbatch.pipeline.decoding.drafters.eagle import EagleHead
 from laserbatch.pipeline.decoding.drafters.trained import CARD_NAME, DrafterCard, layer_of
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
+from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, model_identity
 from laserbatch.pipeline.decoding.sequence import GenerationRequest
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.drafter_training import train as training
 from laserbatch.pipeline.drafter_training.eagle import CLASS_WEIGHT, NUM_LIKELIEST, Eagle
+from laserbatch.pipeline.drafter_training.medusa import ADAPTER_NAME
 from laserbatch.pipeline.drafter_training.method import judged
 from laserbatch.pipeline.drafter_training.small import Small
 from laserbatch.pipeline.drafter_training.texts import Target, TrainingText, held_back
@@ -144,6 +145,22 @@ def test_losses_of_small_models_are_their_definitions(loss, texts):
                     }[loss]
                 )
     assert float(method.loss(target.batch(part))) == pytest.approx(float(np.mean(values)), rel=1e-4)
+
+
+def test_an_adapted_target_stays_near_itself_and_is_drafted_for(texts, tmp_path):
+    card = train_drafter("medusa2", SAMPLE_MODEL, texts, tmp_path, TrainingOptions(epochs=4))
+    assert card.kind == "medusa" and card.target == model_identity(SAMPLE_MODEL, tmp_path / ADAPTER_NAME)
+    assert str(SAMPLE_MODEL) not in (tmp_path / ADAPTER_NAME / "adapter_config.json").read_text()
+    options = {"verifier": "greedy", "batch_size": 4, "drafters": (), "adapter": str(tmp_path / ADAPTER_NAME)}
+    named = DecodingSettings(**options, draft_head=tmp_path, draft_width=2)
+    engine = Engine.from_pretrained("sample", named)
+    requests = [GenerationRequest(str(i), text.prompt_ids, max_new_tokens=24) for i, text in enumerate(texts)]
+    plain = {result.request_id: result.token_ids.tolist() for result in engine.generate(requests)}
+    results = list(engine.generate(requests, drafter_from(named, models=engine.draft_models)))
+    assert all(result.token_ids.tolist() == plain[result.request_id] for result in results)
+    assert sum(result.num_accepted for result in results) > 0
+    same = [plain[str(i)] == text.token_ids.tolist() for i, text in enumerate(texts)]
+    assert np.mean(same) > 0.5  # of the texts of the model as it was
 
 
 def test_a_killed_training_goes_on_to_the_same_bytes(texts, trained, tmp_path, monkeypatch):

@@ -24,14 +24,14 @@ class OutputHead:
 
     def __init__(self, model: nn.Module) -> None:
         name = model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"
-        self._body = getattr(model, name)
+        self.body = getattr(model, name)
         # A copy of the model's own attributes, so that only the copy has another body.
         self._head = copy.copy(model)
         self._head.__dict__["_modules"] = dict(model._modules) | {name: _GivenStates()}
 
     def hidden_of(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states of a forward of the body: (num_tokens, hidden_size) for ids (1, num_tokens)."""
-        return self._body(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state[0]
+        return self.body(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state[0]
 
     def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits (n, vocab_size) of hidden states (n, hidden_size)."""
