@@ -1,0 +1,1 @@
+"""Lists of items by generative recommendation: semantic ids, beam search over them, drafted and verified."""

@@ -1,0 +1,93 @@
+"""Constrained beam search over codes, by drafts: the same items, order and scores with fewer forwards of the target.
+
+A draft is a set of paths. One forward says what follows each; then beams go on for as many levels as all K of them are
+among the paths that are known (strict N-to-K verification: AtSpeed, Lin et al., ICLR 2025, Algorithm 1). Where they are
+not, the next forward computes those that are missing, beside a new draft: nothing that was computed is thrown away.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from laserbatch.pipeline.recommending.code_trees import ROOT, CodeTrees
+from laserbatch.pipeline.recommending.item_trie import ItemTrie, Path
+
+
+@dataclass(frozen=True)
+class Beams:
+    """The best paths of a level, the best first: `nodes` int64[k] of the trie, `scores` float64[k], log probabilities.
+
+    On the last level nodes are rows of the catalogue.
+    """
+
+    paths: tuple[Path, ...] = (ROOT,)
+    nodes: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
+    scores: np.ndarray = field(default_factory=lambda: np.zeros(1))
+
+    @property
+    def level(self) -> int:
+        return len(self.paths[0])
+
+    def prefixes(self, trie: ItemTrie) -> list[tuple[Path, int]]:
+        """The paths and all above them with their nodes, those above first."""
+        found = dict.fromkeys(path[:length] for length in range(1, self.level + 1) for path in self.paths)
+        return [(path, trie.node_of(path)) for path in found]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A user's list: `rows` int64[k] of the catalogue, `scores` float64[k]. Of the levels, `num_accepted` needed no
+    forward of their own."""
+
+    rows: np.ndarray
+    scores: np.ndarray
+    num_accepted: int
+
+
+class BeamDrafter:
+    """Proposes paths that beams may take. This one proposes none: plain beam search."""
+
+    def draft(self, users: Sequence[int], beams: Sequence[Beams]) -> list[list[tuple[Path, int]]]:
+        """For each user paths with their nodes, those above first, of every level that is to be asked about."""
+        return [[] for _ in users]
+
+
+def next_beams(trees: CodeTrees, trie: ItemTrie, user: int, beams: Beams, size: int) -> Beams | None:
+    """The best `size` paths one level on; None where what follows one of the beams is not known."""
+    followers = [trees.log_p(user, path, node) for path, node in zip(beams.paths, beams.nodes.tolist(), strict=True)]
+    if any(one is None for one in followers):
+        return None
+    scores = (beams.scores[:, None] + np.stack(followers)).ravel()
+    known = np.flatnonzero(np.isfinite(scores))
+    if len(known) > size:
+        least = np.partition(scores[known], -size)[-size]
+        known = known[scores[known] >= least]
+    chosen = known[np.argsort(-scores[known], kind="stable")][:size]
+    rows, places = np.divmod(chosen, followers[0].size)
+    codes, nodes = (table[beams.level][beams.nodes[rows], places] for table in (trie.codes, trie.nodes))
+    paths = tuple((*beams.paths[row], code) for row, code in zip(rows.tolist(), codes.tolist(), strict=True))
+    return Beams(paths, nodes, scores[chosen])
+
+
+def search(trees: CodeTrees, trie: ItemTrie, num_users: int, size: int, drafter: BeamDrafter) -> list[Found]:
+    """The `size` best items of each user; fewer where the catalogue is smaller."""
+    beams = [Beams() for _ in range(num_users)]
+    num_forwards = np.zeros(num_users, np.int64)
+    live = list(range(num_users))
+    while live:
+        drafts = dict(zip(live, drafter.draft(live, [beams[user] for user in live]), strict=True))
+        wanted = [[] for _ in range(num_users)]
+        for user in live:
+            wanted[user] = [*beams[user].prefixes(trie), *drafts[user]]
+        trees.add(wanted)
+        num_forwards[live] += 1
+        for user in live:
+            while beams[user].level < trie.num_levels:
+                found = next_beams(trees, trie, user, beams[user], size)
+                if found is None:
+                    break
+                beams[user] = found
+        live = [user for user in live if beams[user].level < trie.num_levels]
+    accepted = (trie.num_levels - num_forwards).tolist()
+    return [Found(one.nodes, one.scores, number) for one, number in zip(beams, accepted, strict=True)]

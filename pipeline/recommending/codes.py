@@ -1,0 +1,104 @@
+"""Semantic ids: each item is a few codes from coarse to fine, as a table brings them or as they are made here.
+
+Made from item vectors by residual k-means, each level of what the levels before it leave; the last code tells items
+apart that are alike in the others (TIGER: Rajput et al., NeurIPS 2023, section 3.1).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.storage.parquet import read_parquet
+
+NUM_LEVELS = 4
+CODEBOOK_SIZE = 256
+
+
+@dataclass(frozen=True)
+class ItemCodes:
+    """`codes` int32 (n, num_levels) of n items, all different; `sizes` says how many codes each level may have."""
+
+    item_ids: pa.Array
+    codes: np.ndarray
+    sizes: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.item_ids)
+
+    def of_catalogue(self, item_ids: pa.Array) -> "ItemCodes":
+        """Those of items that are there. Raises TableError: one has no codes."""
+        rows = pc.index_in(item_ids, value_set=self.item_ids)
+        if rows.null_count:
+            missing = item_ids.filter(pc.is_null(rows))
+            raise TableError(f"{told(missing)} of the catalogue without codes: give theirs too, or have all made anew")
+        rows = rows.to_numpy()
+        return ItemCodes(item_ids, self.codes[rows], self.sizes)
+
+
+def read_codes(path: Path) -> ItemCodes:
+    """From a Parquet file with `item_id` and `codes`, a list of integers or of texts, as many for each item.
+
+    Of items with the same codes a further one is made. Raises TableError, which names file and item: a column or a code
+    is missing, or an item is there twice.
+    """
+    table = read_parquet(path)
+    if missing := {"item_id", "codes"} - set(table.column_names):
+        raise TableError(f"{path} has no column {min(missing)}; item codes are the columns item_id and codes (a list)")
+    item_ids, lists = (table[name].combine_chunks() for name in ("item_id", "codes"))
+    lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
+    if len(lengths) == 0 or lengths.max() == 0:
+        raise TableError(f"{path} has no codes: it is empty")
+    counts = np.bincount(lengths)
+    num_levels = int(np.flatnonzero(counts == counts.max())[-1])  # that most have
+    values = lists.flatten()
+    wrong = item_ids.filter(pa.array(lengths != num_levels))
+    if len(wrong):
+        raise TableError(f"{path}: {told(wrong)} with another number of codes than {num_levels}: each needs them all")
+    if values.null_count:
+        row = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0]) // num_levels
+        raise TableError(f"{path}: item {item_ids[row]} has a null among its codes")
+    if pc.count_distinct(item_ids).as_py() < len(item_ids):
+        twice = next(pair["values"] for pair in pc.value_counts(item_ids).to_pylist() if pair["counts"] > 1)
+        raise TableError(f"{path}: item {twice} is there twice")
+    # Codes are numbered by level in the order of their names, so that the same file gives the same numbers.
+    columns = [pc.rank(values[level::num_levels], tiebreaker="dense").to_numpy() - 1 for level in range(num_levels)]
+    codes = np.stack(columns, 1).astype(np.int32)
+    if len(np.unique(codes, axis=0)) < len(codes):
+        codes = np.column_stack((codes, _digits(codes)))
+    return ItemCodes(item_ids, codes, tuple((codes.max(0) + 1).tolist()))
+
+
+def made_codes(item_ids: pa.Array, vectors: np.ndarray, seed: int = 0) -> ItemCodes:
+    """Of vectors float32 (n, dim): residual k-means on all levels but the last, which numbers those that are alike."""
+    from sklearn.cluster import KMeans
+
+    left, columns = vectors.astype(np.float32), []
+    for _ in range(NUM_LEVELS - 1):
+        size = min(CODEBOOK_SIZE, len(np.unique(left, axis=0)))
+        fit = KMeans(size, n_init=1, random_state=seed, init="k-means++").fit(left)
+        columns.append(fit.labels_)
+        left = left - fit.cluster_centers_[fit.labels_].astype(np.float32)
+    codes = np.stack(columns, 1).astype(np.int32)
+    codes = np.column_stack((codes, _digits(codes)))
+    return ItemCodes(item_ids, codes, tuple((codes.max(0) + 1).tolist()))
+
+
+def _digits(codes: np.ndarray) -> np.ndarray:
+    """int32[n]: 0, 1, ... of items that have the same codes, in their order."""
+    _, groups = np.unique(codes, axis=0, return_inverse=True)
+    order = np.argsort(groups.ravel(), kind="stable")
+    starts = np.flatnonzero(np.diff(groups.ravel()[order], prepend=-1))
+    digits = np.empty(len(order), np.int32)
+    digits[order] = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
+    return digits
+
+
+def told(ids: pa.Array, most: int = 3) -> str:
+    """`items 3, 7, 9 and 4 more`."""
+    names = ", ".join(str(one) for one in ids.to_pylist()[:most])
+    more = f" and {len(ids) - most} more" if len(ids) > most else ""
+    return f"item{'s' if len(ids) > 1 else ''} {names}{more}"

@@ -1,0 +1,62 @@
+"""A catalogue's codes as a trie in flat arrays: what may follow a path of codes, so that only items come out."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from laserbatch.pipeline.recommending.codes import ItemCodes
+
+Path = tuple[int, ...]  # codes from the first level on
+
+
+@dataclass(frozen=True)
+class ItemTrie:
+    """Nodes of level j are the different paths of j codes, in their order; level 0 is the root, the last one the items.
+
+    Of each level but the last, of its nodes: `codes[j]` int64 (num_nodes, width) what may follow, rising, -1 beyond;
+    `nodes[j]` likewise the nodes of the next level, where that is the last one the items' rows in the catalogue.
+    """
+
+    codes: tuple[np.ndarray, ...]
+    nodes: tuple[np.ndarray, ...]
+
+    @classmethod
+    def of(cls, items: ItemCodes) -> "ItemTrie":
+        order = np.lexsort(items.codes.T[::-1])
+        ordered = items.codes[order]
+        above = np.zeros(len(ordered), np.int64)  # the node of each item's path so far
+        codes, nodes = [], []
+        for level in range(ordered.shape[1]):
+            begins = np.ones(len(ordered), bool)
+            begins[1:] = (above[1:] != above[:-1]) | (ordered[1:, level] != ordered[:-1, level])
+            parents, own = above[begins], ordered[begins, level]
+            first = np.searchsorted(parents, parents)
+            places = np.arange(len(parents)) - first  # among its parent's children
+            shape = int(parents[-1]) + 1, int(places.max()) + 1
+            found = np.full((2, *shape), -1, np.int64)
+            is_last = level == ordered.shape[1] - 1
+            found[0, parents, places], found[1, parents, places] = own, order if is_last else np.arange(len(parents))
+            codes.append(found[0])
+            nodes.append(found[1])
+            above = np.cumsum(begins) - 1
+        return cls(tuple(codes), tuple(nodes))
+
+    @property
+    def num_levels(self) -> int:
+        return len(self.codes)
+
+    @cached_property
+    def num_children(self) -> tuple[np.ndarray, ...]:
+        """Of each level but the last, int64[num_nodes]."""
+        return tuple((codes >= 0).sum(1) for codes in self.codes)
+
+    def node_of(self, path: Path) -> int | None:
+        """The node of a path; None where no item has it."""
+        node = 0
+        for level, code in enumerate(path):
+            place = int(np.searchsorted(self.codes[level][node, : self.num_children[level][node]], code))
+            if place == self.num_children[level][node] or self.codes[level][node, place] != code:
+                return None
+            node = int(self.nodes[level][node, place])
+        return node

@@ -1,0 +1,82 @@
+"""Codes of items: brought or made, what is refused of them, and the trie that they make."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.recommending.codes import CODEBOOK_SIZE, ItemCodes, made_codes, read_codes
+from laserbatch.pipeline.recommending.item_trie import ItemTrie
+
+
+def written(folder, rows: list[tuple]) -> object:
+    path = folder / "codes.parquet"
+    pq.write_table(pa.table({"item_id": [row[0] for row in rows], "codes": [row[1] for row in rows]}), path)
+    return path
+
+
+def test_codes_are_numbered_by_level_whatever_they_are_called(tmp_path):
+    found = read_codes(
+        written(tmp_path, [("x", ["<a_7>", "<b_1>"]), ("y", ["<a_12>", "<b_1>"]), ("z", ["<a_7>", "<b_3>"])])
+    )
+    assert found.codes.tolist() == [[1, 0], [0, 0], [1, 1]] and found.sizes == (2, 2)
+    found = read_codes(written(tmp_path, [(3, [70, 5]), (4, [9, 5])]))
+    assert found.codes.tolist() == [[1, 0], [0, 0]] and found.item_ids.to_pylist() == [3, 4]
+
+
+def test_items_that_are_alike_get_a_further_code(tmp_path):
+    found = read_codes(written(tmp_path, [("x", [1, 2]), ("y", [1, 2]), ("z", [1, 3]), ("w", [1, 2])]))
+    assert found.codes.tolist() == [[0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 0, 2]] and found.sizes == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([("x", [1, 2]), ("y", [1])], "item y with another number of codes than 2"),
+        ([("x", [1, 2]), ("y", [1, 3]), ("z", None)], "item z with another number of codes"),
+        ([("x", [1, 2]), ("y", [1, None])], "item y has a null among its codes"),
+        ([("x", [1, 2]), ("x", [1, 3])], "item x is there twice"),
+        ([("x", [])], "has no codes"),
+    ],
+)
+def test_what_is_wrong_with_codes_is_named(rows, said, tmp_path):
+    with pytest.raises(TableError, match=said):
+        read_codes(written(tmp_path, rows))
+
+
+def test_a_table_without_codes_is_refused_and_so_are_items_without(tmp_path):
+    path = tmp_path / "items.parquet"
+    pq.write_table(pa.table({"item_id": ["x"]}), path)
+    with pytest.raises(TableError, match="no column codes"):
+        read_codes(path)
+    codes = ItemCodes(pa.array(["x", "y", "z"]), np.array([[0], [1], [2]], np.int32), (3,))
+    assert codes.of_catalogue(pa.array(["z", "x"])).codes.tolist() == [[2], [0]]
+    with pytest.raises(TableError, match="items a, b, c and 1 more of the catalogue without codes"):
+        codes.of_catalogue(pa.array(["a", "b", "x", "c", "d"]))
+
+
+def test_made_codes_are_coarse_to_fine_all_different_and_the_same_again():
+    rng = np.random.default_rng(0)
+    centres = rng.normal(size=(3, 8)) * 10
+    vectors = np.concatenate([centres[number] + rng.normal(size=(40, 8)) for number in range(3)])
+    vectors = np.concatenate((vectors, vectors[:5])).astype(np.float32)  # some are the same
+    ids = pa.array([str(number) for number in range(len(vectors))])
+    found = made_codes(ids, vectors)
+    assert found.codes.shape == (125, 4) and len(np.unique(found.codes, axis=0)) == 125
+    assert (found.codes.max(0) < CODEBOOK_SIZE).all() and found.codes[120:, 3].tolist() == [1] * 5
+    assert (found.codes[:5, :3] == found.codes[120:, :3]).all()
+    assert np.array_equal(found.codes, made_codes(ids, vectors).codes)
+
+
+def test_a_trie_holds_the_items_and_nothing_else():
+    rng = np.random.default_rng(1)
+    codes = np.unique(rng.integers(0, 4, (40, 3)), axis=0)
+    codes = codes[rng.permutation(len(codes))].astype(np.int32)
+    trie = ItemTrie.of(ItemCodes(pa.array(range(len(codes))), codes, (4, 4, 4)))
+    rows = {tuple(row): number for number, row in enumerate(codes.tolist())}
+    for path in np.ndindex(4, 4, 4):
+        assert trie.node_of(path) == rows.get(path)
+        is_there = any(row[:2] == path[:2] for row in rows)
+        assert (trie.node_of(path[:2]) is not None) == is_there
+    assert trie.num_children[0].tolist() == [len({row[0] for row in rows})]
