@@ -1,0 +1,134 @@
+"""Losses of drafts against plain loops; training that learns, and gives the same bytes again."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from laserbatch.pipeline.errors import ConfigError, ModelError
+from laserbatch.pipeline.recommending.beams import BeamDrafter, search
+from laserbatch.pipeline.recommending.code_trees import CodeTrees
+from laserbatch.pipeline.recommending.codes import ItemCodes
+from laserbatch.pipeline.recommending.drafters import ModelBeams
+from laserbatch.pipeline.recommending.item_trie import ItemTrie
+from laserbatch.pipeline.recommending.losses import (
+    NUM_ALIGNED,
+    Rows,
+    relaxed_loss,
+    strict_loss,
+    variation_loss,
+    word_loss,
+)
+from laserbatch.pipeline.recommending.models import load_recommender
+from laserbatch.pipeline.recommending.training import RecommenderOptions, _starts, train_draft, train_recommender
+
+KINDS = ("sft", "wordkd", "tvdkd", "seqkd", "atspeed_s", "atspeed_r")
+
+
+def some_rows() -> Rows:
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.randn((6, 30), generator=generator) for _ in range(2))
+    allowed = torch.rand((6, 30), generator=generator) < 0.9
+    labels = allowed.float().argmax(-1)
+    return Rows(p, q, labels, allowed, torch.randn(6, generator=generator) - 2)
+
+
+def test_losses_are_their_definitions():
+    rows = some_rows()
+    word, variation, strict, plain_kl, relaxed = ([] for _ in range(5))
+    for p, q, allowed, least in zip(rows.p, rows.q, rows.allowed, rows.least.tolist(), strict=True):
+        whole_p, whole_q = torch.softmax(p, -1).tolist(), torch.softmax(q, -1).tolist()
+        word.append(-sum(a * np.log(b) for a, b in zip(whole_p, whole_q, strict=True)))
+        variation.append(sum(abs(a - b) for a, b in zip(whole_p, whole_q, strict=True)) / 2)
+        own_p, own_q = torch.softmax(p[allowed], -1).tolist(), torch.softmax(q[allowed], -1).tolist()
+        best = sorted(range(len(own_q)), key=lambda place: -own_q[place])[:NUM_ALIGNED]
+        plain_kl.append(sum(own_q[i] * np.log(own_q[i] / own_p[i]) for i in best))
+        strict.append(plain_kl[-1] - sum(own_q[i] * (np.log(own_q[i]) - least) for i in best))
+        best = sorted(range(len(own_p)), key=lambda place: -own_p[place])[:NUM_ALIGNED]
+        sums = [sum(one[i] for i in best) for one in (own_p, own_q)]
+        relaxed.append(sum(abs(own_p[i] / sums[0] - own_q[i] / sums[1]) for i in best) / 2)
+    for found, expected in (
+        (word_loss(rows), word), (variation_loss(rows), variation), (strict_loss(rows), strict),
+        (strict_loss(rows, is_dense=False), plain_kl), (relaxed_loss(rows), relaxed),
+    ):  # fmt: skip
+        assert float(found) == pytest.approx(np.mean(expected), rel=1e-4)
+
+
+def test_windows_hold_every_item_behind_another():
+    for length in range(2, 60):
+        said = [place for start in _starts(length, 7) for place in range(start + 1, min(start + 8, length))]
+        assert said == list(range(1, length)), length
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """Items of a few codes; users go on from one to the next, mostly. A target that was trained on them."""
+    rng = np.random.default_rng(0)
+    codes = np.array(sorted({tuple(row) for row in rng.integers(0, (4, 3, 3), (30, 3)).tolist()}), np.int32)
+    items = ItemCodes(pa.array([str(number) for number in range(len(codes))]), codes, (4, 3, 3))
+    histories = []
+    for _ in range(300):
+        steps = rng.choice([1, 1, 1, 2], int(rng.integers(4, 12)))
+        histories.append((int(rng.integers(len(codes))) + np.cumsum(steps)) % len(codes))
+    folder = tmp_path_factory.mktemp("recommenders")
+    options = RecommenderOptions(hidden_size=64, num_layers=2, epochs=30, batch_size=16)
+    train_recommender(items, histories, folder / "target", options)
+    return items, histories, folder
+
+
+def test_a_recommender_learns_what_comes_next_and_only_says_items(world):
+    items, histories, folder = world
+    target, trie = load_recommender(folder / "target"), ItemTrie.of(items)
+    told = histories[:40]
+    trees = CodeTrees(
+        target.model, trie, target.card.first_tokens, [target.card.prompt(items.codes[one[:-1]]) for one in told]
+    )
+    found = search(trees, trie, len(told), 3, BeamDrafter())
+    assert np.mean([one[-1] in list.rows for one, list in zip(told, found, strict=True)]) > 0.8
+    assert np.mean([one[-2] + 1 == list.rows[0] for one, list in zip(told, found, strict=True)]) > 0.7
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_model_saves_forwards_and_changes_no_list(kind, world, tmp_path):
+    items, histories, folder = world
+    target, trie = load_recommender(folder / "target"), ItemTrie.of(items)
+    options = RecommenderOptions(hidden_size=64, num_layers=1, epochs=4, batch_size=16, num_listed=100)
+    train_draft(kind, target, items, histories, tmp_path / kind, options)
+    draft = load_recommender(tmp_path / kind)
+    draft.require_drafts_for(target)
+    prompts = [target.card.prompt(items.codes[one[:-1]]) for one in histories[:20]]
+
+    def lists(drafter_of):
+        trees = CodeTrees(target.model, trie, target.card.first_tokens, prompts)
+        return search(trees, trie, len(prompts), 3, drafter_of())
+
+    def small():
+        trees = CodeTrees(draft.model, trie, draft.card.first_tokens, prompts)
+        return ModelBeams(trees, trie, len(prompts), 12)
+
+    plain, drafted = lists(BeamDrafter), lists(small)
+    assert [one.rows.tolist() for one in plain] == [one.rows.tolist() for one in drafted]
+    assert sum(one.num_accepted for one in drafted) > sum(one.num_accepted for one in plain)
+
+
+def test_the_same_training_gives_the_same_bytes(world, tmp_path):
+    items, histories, _ = world
+    options = RecommenderOptions(hidden_size=64, num_layers=1, epochs=1)
+    for name in ("a", "b"):
+        train_recommender(items, histories, tmp_path / name, options)
+    assert len({(tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b")}) == 1
+
+
+def test_what_does_not_fit_is_refused(world, tmp_path):
+    items, histories, folder = world
+    target = load_recommender(folder / "target")
+    others = ItemCodes(items.item_ids, items.codes[::-1], items.sizes)
+    with pytest.raises(ModelError, match="was trained on other item codes"):
+        target.require(others)
+    train_recommender(others, histories, tmp_path / "other", RecommenderOptions(hidden_size=64, num_layers=1, epochs=1))
+    with pytest.raises(ModelError, match="another vocabulary of codes"):
+        load_recommender(tmp_path / "other").require_drafts_for(target)
+    with pytest.raises(ModelError, match="holds no recommender"):
+        load_recommender(tmp_path)
+    with pytest.raises(ConfigError, match="3 users with two items or more are too few"):
+        train_recommender(items, [*histories[:3], histories[3][:1]], tmp_path / "few")
