@@ -48,6 +48,11 @@ COMMANDS = {
     ),
     "pools": LazyCommand("pools:app", "Build, list, choose, remove and simulate retrieval pools."),
     "drafter": LazyCommand("drafter:app", "Train drafters on a run's own texts; list those that nights trained."),
+    "recommend": LazyCommand(
+        "recommend:recommend",
+        "List the best items of every user, and publish them as Parquet: user_id, rank, item_id, score.",
+    ),
+    "recommender": LazyCommand("recommend:app", "Train recommenders and what drafts for them."),
     "status": LazyCommand(
         "status:status",
         "Show which run is under way, how far it is, how long it will take, and what is published; waits for no lock.",

@@ -20,6 +20,7 @@ from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.domains import of_domain
 from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
 from laserbatch.pipeline.planning.refresh import RefreshSettings
+from laserbatch.pipeline.recommending.settings import RecommendingSettings
 from laserbatch.pipeline.storage.uris import is_uri, without_credentials
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.settings import TablesSettings
@@ -61,6 +62,8 @@ _PATH_KEYS = (
     ("decoding", "step_cost"),
     ("decoding", "draft_models"),
     ("decoding", "draft_head"),
+    ("recommending", "model"),
+    ("recommending", "draft_model"),
     ("knowledge", "template_dir"),
     ("routing", "user_embeddings"),
     ("routing", "item_embeddings"),
@@ -159,6 +162,7 @@ class Settings(Strict):
     pool_building: PoolBuildSettings = PoolBuildSettings()
     routing: RoutingSettings = RoutingSettings()
     encoding: EncodingSettings = EncodingSettings()
+    recommending: RecommendingSettings = RecommendingSettings()
     ctr: CtrSettings = CtrSettings()
     night: NightSettings = NightSettings()
     gates: GateSettings = GateSettings()
@@ -203,7 +207,7 @@ class Settings(Strict):
     def of_output(self) -> dict[str, Any]:
         """All that may change what a run writes; where it runs and writes, what it keeps and who may see it are not."""
         housekeeping = {"memory_mb", "keep_versions"}
-        elsewhere = dict.fromkeys(("workspace", "deliver_to", "cluster", "metrics", "gates"), True)
+        elsewhere = dict.fromkeys(("workspace", "deliver_to", "cluster", "metrics", "gates", "recommending"), True)
         return self.model_dump(mode="json", exclude=elsewhere | {"pool_building": housekeeping})
 
     def identity(self) -> dict[str, Any]:

@@ -34,7 +34,8 @@ from laserbatch.pipeline.storage.atomic import (
 )
 from laserbatch.pipeline.storage.forgetting import RECEIPTS, Ids, forget_in_run, is_of, rows_of, unfinished_receipts
 from laserbatch.pipeline.storage.parquet import iter_parquet
-from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.workspace import RECOMMENDATIONS, Workspace
 from laserbatch.pipeline.tables.schema import TABLE_NAMES, table_files, tables_folder
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.store import PoolStore
@@ -99,9 +100,9 @@ def forget(
     if not any(wanted.values()):
         raise typer.BadParameter("give --user ID, --item ID or --ids FILE with at least one id")
     opened = Workspace.open(settings.workspace, create=False)
-    with opened.lock(), ExitStack() as experiments:
-        for experiment in opened.experiments():
-            experiments.enter_context(experiment.lock())
+    with opened.lock(), ExitStack() as others:
+        for other in (*opened.experiments(), *opened.recommendations()):
+            others.enter_context(other.lock())
         receipt = _opened_receipt(opened, wanted)
         _scan(opened, wanted, receipt)
         if not dry_run:
@@ -161,17 +162,17 @@ def _opened_receipt(workspace: Workspace, wanted: Ids) -> Receipt:
 def _scan(workspace: Workspace, wanted: Ids, receipt: Receipt) -> None:
     """Add to the receipt what is there now of the ids."""
     holders = set()
-    for run in workspace.runs():
+    for name, run in _runs(workspace).items():
         found, seen = rows_of(run.root, wanted)
         for side in SIDES:
             receipt.ids[side] |= {digest(side, key): True for key in seen[side]}
         if not found:
             continue
-        holders.add(run.run_id)
+        holders.add(name)
         if run.is_finished or run.is_held:
-            receipt.rows[run.run_id] = receipt.rows.get(run.run_id, {}) | found
-        elif run.run_id not in receipt.removed_runs:
-            receipt.removed_runs.append(run.run_id)
+            receipt.rows[name] = receipt.rows.get(name, {}) | found
+        elif name not in receipt.removed_runs:
+            receipt.removed_runs.append(name)
     for experiment in workspace.experiments():
         found, seen = rows_of(experiment.root, wanted)
         for side in SIDES:
@@ -188,28 +189,38 @@ def _scan(workspace: Workspace, wanted: Ids, receipt: Receipt) -> None:
             receipt.pools[known.version] = "rebuild" if is_kept else "drop"
 
 
+def _runs(workspace: Workspace) -> dict[str, RunFolder]:
+    """All runs by their name; those of lists are named with their folder."""
+    runs = {run.run_id: run for run in workspace.runs()}
+    lists = (run for other in workspace.recommendations() for run in other.runs())
+    return runs | {f"{RECOMMENDATIONS}/{run.run_id}": run for run in lists}
+
+
 def _remove(workspace: Workspace, settings: Settings, wanted: Ids, receipt: Receipt) -> None:
+    from laserbatch.jobs.report.lists import write_lists_report
     from laserbatch.jobs.report.page import write_report
 
     receipt.num_leftovers += remove_leftovers(workspace.root)
     workspace.drafters.drop()
-    for run_id in receipt.removed_runs:
-        if workspace.run(run_id).root.is_dir():
-            remove_folder(workspace.run(run_id).root)
+    runs = _runs(workspace)
+    for name in receipt.removed_runs:
+        if name in runs:
+            remove_folder(runs[name].root)
     for name in receipt.removed_experiments:
         if workspace.experiment(name).root.is_dir():
             remove_folder(workspace.experiment(name).root)
-    for run_id, files in receipt.rows.items():
-        run = workspace.run(run_id)
-        if not run.root.is_dir():
+    for name, files in receipt.rows.items():
+        run = runs.get(name)
+        if run is None:
             continue
         receipt.num_samples += forget_in_run(run, files, wanted)
         _forget_in_events(run.events_path, wanted)
         try:
-            write_report(run.load_manifest(), run.report_path)
+            write = write_lists_report if name.startswith(RECOMMENDATIONS) else write_report
+            write(run.load_manifest(), run.report_path)
         except WorkspaceError as error:  # of another version: what it shows is not known
             run.report_path.unlink(missing_ok=True)
-            say(f"the report of {run_id} is removed, since it cannot be drawn anew: {error}")
+            say(f"the report of {name} is removed, since it cannot be drawn anew: {error}")
         receipt.save()
     for name, what in receipt.pools.items():
         if what in ("rebuild", "drop"):

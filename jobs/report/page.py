@@ -46,6 +46,26 @@ def render_page(manifest: RunManifest) -> str:
     """The report as one self-contained HTML text."""
     sides = sides_of(manifest)
     was_stopped = manifest.status == "failed" and not sides  # nothing was counted: there is only why to say
+    return render(
+        manifest,
+        f"Night of {manifest.date.day} {manifest.date:%B %Y}",
+        headline(manifest, sides),
+        [] if was_stopped else key_figures(manifest, sides),
+        [provenance_section(manifest)] if was_stopped else sections_of(manifest, sides),
+        _warnings(manifest, sides),
+    )
+
+
+def render(
+    manifest: RunManifest,
+    title: str,
+    told: Markup,
+    figures: list[KeyFigure],
+    sections: list[Section],
+    warnings: list[str] | None = None,
+) -> str:
+    """A page of a run under its headline."""
+    sides = sides_of(manifest)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER),
         autoescape=True,  # by default only for names that end in .html
@@ -58,12 +78,12 @@ def render_page(manifest: RunManifest) -> str:
         source_labels=SOURCE_LABELS,
         marked={span.source for side in sides for sample in side.figures.samples for span in sample.spans} - {"target"},
         manifest=manifest,
-        title=f"Night of {manifest.date.day} {manifest.date:%B %Y}",
-        headline=headline(manifest, sides),
-        warnings=_warnings(manifest, sides),
+        title=title,
+        headline=told,
+        warnings=warnings or [],
         facts=_facts(manifest),
-        key_figures=[] if was_stopped else key_figures(manifest, sides),
-        sections=[provenance_section(manifest)] if was_stopped else sections_of(manifest, sides),
+        key_figures=figures,
+        sections=sections,
     )
 
 

@@ -269,7 +269,8 @@ def _settings_of(manifest: RunManifest, here: Settings) -> Settings:
     if settings_hash(here.identity()) == manifest.settings_hash:
         return here
     building = here.pool_building.model_dump() | manifest.settings.get("pool_building", {})
-    elsewhere = {name: getattr(here, name) for name in ("workspace", "deliver_to", "cluster", "metrics", "gates")}
+    of_here = ("workspace", "deliver_to", "cluster", "metrics", "gates", "recommending")
+    elsewhere = {name: getattr(here, name) for name in of_here}
     ours = elsewhere | {"pool_building": building}
     told = copy.deepcopy(manifest.settings) | ours
     try:

@@ -14,7 +14,7 @@ from laserbatch.pipeline.recommending.codes import ItemCodes
 from laserbatch.pipeline.storage.atomic import read_json, write_json
 from laserbatch.pipeline.validation import Strict, explain
 
-CARD_NAME = "recommender.json"
+CARD_NAME, CODES_NAME = "recommender.json", "item_codes.parquet"
 BEGIN = 0  # the token that every history begins with
 
 

@@ -19,6 +19,7 @@ logger = logging.getLogger("laserbatch.storage")
 
 WORKSPACE_VERSION = 1
 EXPERIMENTS = "experiments"  # folder of a workspace
+RECOMMENDATIONS = "recommendations"  # likewise, a workspace of its own
 MOST_REMEMBERED = 100  # of the runs that were published before
 _VERSION_TEXT = f'{{"format_version": {WORKSPACE_VERSION}}}'
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -102,6 +103,11 @@ class Workspace:
         if not _RUN_ID.fullmatch(name):
             raise WorkspaceError(f"{name!r} cannot name an experiment; expected letters, digits, dots and dashes.")
         return ExperimentFolder(self.root / EXPERIMENTS / name)
+
+    def recommendations(self) -> "list[Workspace]":
+        """That of lists of items, where there is one."""
+        root = self.root / RECOMMENDATIONS
+        return [Workspace.open(root, create=False)] if (root / "workspace.json").exists() else []
 
     def runs(self) -> list[RunFolder]:
         """Every run, finished or not, in the order of their ids, which begin with their date."""

@@ -1,0 +1,86 @@
+"""`laserbatch recommend` and `laserbatch recommender ...`: nightly lists of items, and the models that make them."""
+
+from pathlib import Path
+
+import typer
+
+from laserbatch.jobs.console import say, summary
+from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings
+from laserbatch.jobs.stages.night import parse_date
+from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.recommending.losses import DraftLoss
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Train recommenders and what drafts for them.")
+
+
+@app.callback()
+def _of_recommenders() -> None:
+    """Train recommenders and what drafts for them."""
+
+
+def recommend(
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
+    date: str = typer.Option(..., help="What was known at the end of this day is used."),
+    force: bool = typer.Option(False, help="Make lists of unchanged users too, in a run of its own."),
+    as_json: bool = JSON,
+) -> None:
+    """List the best items of every user, and publish them as Parquet: user_id, rank, item_id, score.
+
+    Killed at any moment, the same command finishes the run. Readers begin at `recommendations/published.json`.
+
+    Example: `laserbatch recommend --config laserbatch.yaml --date 2025-03-01`
+    """
+    from laserbatch.jobs.stages.recommend import LISTS_NAME, recommend
+
+    settings = load_settings(config, {"workspace": workspace})
+    manifest = recommend(settings, parse_date(date), force)
+    figures, folder = manifest.sides["user"], manifest.path.parent
+    names = ("entities", "generated", "carried_over", "quarantined")
+    stats = figures.stats
+    summary(
+        {
+            "run_id": manifest.run_id,
+            "users": {name: getattr(figures, f"num_{name}") for name in names},
+            "without_a_history": figures.routes.get("popular", 0),
+            "forwards_saved": stats.num_accepted,
+            "seconds": stats.wall_s,
+            "lists": str(folder / LISTS_NAME),
+            "report": str(folder / "report.html"),
+        },
+        as_json,
+    )
+
+
+@app.command()
+def train(
+    out: Path = typer.Option(..., help="Folder for it."),
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
+    codes: Path | None = typer.Option(
+        None, help="Parquet with item_id and codes; without it codes are made of the published run's item vectors."
+    ),
+    draft_for: Path | None = typer.Option(None, help="Train a small model to draft for this folder's recommender."),
+    loss: DraftLoss = typer.Option("atspeed_s", help="What the small model learns by."),
+    date: str | None = typer.Option(None, help="Interactions up to the end of this day; without it all."),
+    epochs: int = typer.Option(5, min=1, help="How often it sees each history."),
+    as_json: bool = JSON,
+) -> None:
+    """Train a recommender on the interactions of the tables, or a small model that drafts for one.
+
+    Nights use it by `recommending.model` and `recommending.draft_model`.
+
+    Example: `laserbatch recommender train --out recommender --config laserbatch.yaml`
+    """
+    from laserbatch.jobs.stages.train_recommender import train_on_tables
+
+    if codes is not None and draft_for is not None:
+        raise ConfigError("--codes and --draft-for: a small model has the codes of its target, so leave --codes out")
+    settings = load_settings(config, {"workspace": workspace})
+    day = None if date is None else parse_date(date)
+    card = train_on_tables(settings, out, codes, draft_for, loss, day, epochs)
+    told = {"folder": str(out), "histories": card.num_histories, "training_seconds": card.training_seconds}
+    summary(told, as_json)
+    if not as_json:
+        key = "model" if draft_for is None else "draft_model"
+        say(f"nights use it by `recommending: {{{key}: {out}}}`")

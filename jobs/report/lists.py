@@ -1,0 +1,40 @@
+"""The page of a run of lists, drawn from its manifest."""
+
+from pathlib import Path
+
+from markupsafe import Markup
+
+from laserbatch.jobs.formatting import count, decimal, rate, ratio, seconds
+from laserbatch.jobs.report.blocks import Note, Section, Table
+from laserbatch.jobs.report.page import KeyFigure, render
+from laserbatch.jobs.report.sides import sides_of
+from laserbatch.jobs.report.work import gates_section, provenance_section, samples_section
+from laserbatch.pipeline.storage.atomic import write_text
+from laserbatch.pipeline.storage.manifest import RunManifest
+
+
+def write_lists_report(manifest: RunManifest, path: Path) -> None:
+    """Write or replace the report of a run of lists."""
+    figures = manifest.sides["user"]
+    stats = figures.stats
+    forwards = ratio(stats.num_steps, stats.num_steps + stats.num_accepted)
+    levels = None if not stats.num_texts else stats.num_tokens / stats.num_texts
+    key_figures = [
+        KeyFigure("users listed", count(figures.num_generated), [f"of {count(figures.num_entities)}; "
+                  f"{count(figures.num_carried_over)} carried over", f"{count(figures.num_quarantined)} quarantined"]),
+        KeyFigure("users per second", rate(ratio(stats.num_texts, stats.wall_s)), [seconds(stats.wall_s)]),
+        KeyFigure("forwards a user", decimal(None if levels is None or forwards is None else levels * forwards),
+                  [f"of {decimal(levels, 0)} levels"]),
+        KeyFigure("without a history", count(figures.routes.get("popular", 0)), ["they get what most others have"]),
+    ]  # fmt: skip
+    rows = [{"Reason": reason, "Users": count(number)} for reason, number in figures.quarantine_reasons.items()]
+    failed = Table("Users in quarantine", rows, ("Reason",)) if rows else Note("Nobody is in quarantine.")
+    sections = [
+        Section("work", "Work", [failed]), gates_section(manifest), samples_section(sides_of(manifest)),
+        provenance_section(manifest),
+    ]  # fmt: skip
+    headline = Markup("<strong>{}</strong> of {} users got a new list").format(
+        count(figures.num_generated), count(figures.num_entities)
+    )
+    title = f"Lists of {manifest.date.day} {manifest.date:%B %Y}"
+    write_text(render(manifest, title, headline, key_figures, sections), path)

@@ -1,0 +1,73 @@
+"""Recommenders trained on what users of the tables did, and small models that draft for them."""
+
+import datetime
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from laserbatch.jobs.console import progress, say
+from laserbatch.jobs.settings import Settings
+from laserbatch.pipeline.distributed.settings import usable_cores
+from laserbatch.pipeline.encoding.vectors import vectors_of
+from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.knowledge.histories import Histories
+from laserbatch.pipeline.recommending.codes import ItemCodes, made_codes, read_codes
+from laserbatch.pipeline.recommending.losses import DraftLoss
+from laserbatch.pipeline.recommending.models import CODES_NAME, RecommenderCard, load_recommender
+from laserbatch.pipeline.recommending.training import RecommenderOptions, train_draft, train_recommender
+from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
+from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.pipeline.tables.read import read_tables
+
+
+def train_on_tables(
+    settings: Settings,
+    out: Path,
+    codes_file: Path | None,
+    draft_for: Path | None,
+    loss: DraftLoss,
+    date: datetime.date | None,
+    epochs: int,
+) -> RecommenderCard:
+    """Train into a folder, with the codes beside the model; `draft_for` names the folder of a target."""
+    if out.is_dir() and any(out.iterdir()) and not (out / CODES_NAME).exists():
+        raise ConfigError(f"{out} holds other things than a recommender: give a new folder")
+    torch.set_num_threads(usable_cores())
+    tables = read_tables(settings.tables.path, as_of=date)
+    target = None if draft_for is None else load_recommender(draft_for)
+    if target is not None:
+        codes_file = draft_for / CODES_NAME
+    codes = _codes_of_vectors(settings) if codes_file is None else read_codes(codes_file)
+    row_of_item = pc.fill_null(pc.index_in(tables.items["item_id"].combine_chunks(), value_set=codes.item_ids), -1)
+    rows, known = row_of_item.to_numpy(), Histories(tables)
+    if num_unknown := int((rows < 0).sum()):
+        say(f"{num_unknown} of {len(rows)} items have no codes: they are neither learned nor listed")
+    places, starts = known.newest(np.arange(tables.users.num_rows), tables.interactions.num_rows)
+    items = rows[known.items(places)]
+    histories = [items[start:stop] for start, stop in pairwise(starts)]
+    histories = [one[one >= 0] for one in histories]
+    with progress("train recommender") as bar:
+
+        def tell(step: int, num_steps: int, value: float) -> None:
+            bar.advance(1, f"of {num_steps}, loss {value:.3f}")
+
+        if target is None:
+            options = RecommenderOptions(epochs=epochs, seed=settings.seed)
+            card = train_recommender(codes, histories, out, options, tell)
+        else:
+            options = RecommenderOptions(hidden_size=64, num_layers=1, epochs=epochs, seed=settings.seed)
+            card = train_draft(loss, target, codes, histories, out, options, tell)
+    table = {"item_id": codes.item_ids, "codes": pa.array(codes.codes.tolist(), pa.list_(pa.int32()))}
+    write_parquet(pa.table(table), out / CODES_NAME)
+    return card
+
+
+def _codes_of_vectors(settings: Settings) -> ItemCodes:
+    run = Workspace.open(settings.workspace, create=False).chosen_run(None)
+    table = read_parquet(run.features_path("item"), ["item_id", "vector"])
+    say(f"codes are made of the {table.num_rows} item vectors of run {run.run_id}")
+    return made_codes(table["item_id"].combine_chunks(), vectors_of(table), settings.seed)

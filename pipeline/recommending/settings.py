@@ -1,0 +1,20 @@
+"""The options of nightly lists of items."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from laserbatch.pipeline.validation import Strict
+
+
+class RecommendingSettings(Strict):
+    """Lists of items for every user, by a recommender over item codes (`laserbatch recommend`)."""
+
+    model: Path | None = Field(None, description="Folder of a recommender: `laserbatch recommender train` makes one.")
+    draft_model: Path | None = Field(
+        None, description="Folder of a small one that drafts for it. null: last night's lists draft."
+    )
+    num_items: int = Field(20, ge=1, description="Items a user gets.")
+    num_drafted: int = Field(40, ge=1, description="Paths, or listed items, that are drafted for a user.")
+    batch_size: int = Field(32, ge=1, description="Users side by side.")
+    keep_runs: int = Field(7, ge=1, description="Newest runs that stay; the published one stays too.")

@@ -1,0 +1,136 @@
+"""Nightly lists: written, carried over, resumed, held back; nothing that left the catalogue; wrong input is named."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from night_world import FIRST_DATE, SECOND_DATE, Done, make_world, run_here, write_config
+
+from laserbatch.jobs.stages import recommend as stage
+from laserbatch.pipeline.storage.workspace import Workspace
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A world, codes of its items, and a recommender that has seen it once."""
+    folder = make_world(tmp_path_factory.mktemp("world"))
+    ids = pq.read_table(folder / "tables" / "items.parquet")["item_id"]
+    codes = [[number // 6, number // 2 % 3, number % 2] for number in range(len(ids))]
+    pq.write_table(pa.table({"item_id": ids, "codes": codes}), folder / "codes.parquet")
+    return folder
+
+
+@pytest.fixture
+def world(trained, tmp_path, capfd):
+    """A copy to spoil."""
+    for name in ("tables", "codes.parquet"):
+        (tmp_path / name).symlink_to(trained / name)
+    if not (trained / "recommender").exists():
+        config = write_config(trained)
+        train = ("recommender", "train", "--config", str(config), "--codes", str(trained / "codes.parquet"))
+        assert run_here(capfd, *train, "--out", str(trained / "recommender"), "--epochs", "2").returncode == 0
+        small = ("recommender", "train", "--config", str(config), "--draft-for", str(trained / "recommender"))
+        done = run_here(capfd, *small, "--out", str(trained / "small"), "--epochs", "1")
+        assert done.returncode == 0, done.stderr
+    return tmp_path, trained
+
+
+def recommend(capfd, world, date=FIRST_DATE, *more, **options) -> Done:
+    folder, trained = world
+    options = {"model": str(trained / "recommender"), "num_items": 5, "batch_size": 4} | options
+    config = write_config(folder, recommending=options)
+    return run_here(capfd, "recommend", "--config", str(config), "--date", date, *more, "--json")
+
+
+def lists_of(done: Done) -> dict:
+    table = pq.read_table(json.loads(done.stdout)["lists"])
+    assert table.column_names == ["user_id", "rank", "item_id", "score"]
+    found = {}
+    for row in table.to_pylist():
+        found.setdefault(row["user_id"], []).append(row["item_id"])
+        assert row["rank"] == len(found[row["user_id"]])
+    return found
+
+
+def test_everybody_gets_a_list_and_the_unchanged_keep_theirs(world, capfd):
+    first = recommend(capfd, world)
+    assert first.returncode == 0, first.stderr
+    told, lists = json.loads(first.stdout), lists_of(first)
+    assert len(lists) == told["users"]["entities"] and {len(one) for one in lists.values()} == {5}
+    assert Workspace.open(world[0] / "workspace" / "recommendations").published().run_id == told["run_id"]
+    again = recommend(capfd, world)
+    assert json.loads(again.stdout)["run_id"] == told["run_id"] and "finished already" in again.stderr
+    second = recommend(capfd, world, SECOND_DATE)
+    users = json.loads(second.stdout)["users"]
+    assert users["carried_over"] > 0 and users["generated"] + users["carried_over"] == users["entities"]
+    fresh = recommend(capfd, world, SECOND_DATE, "--force")
+    assert lists_of(fresh) == lists_of(second) and json.loads(fresh.stdout)["run_id"].endswith("-2")
+    assert (
+        json.loads(fresh.stdout)["forwards_saved"] > json.loads(first.stdout)["forwards_saved"]
+    )  # last night's drafted
+    older = recommend(capfd, world, "2025-02-27")
+    assert older.returncode == 0 and "readers go on seeing" in older.stderr
+
+
+def test_a_small_model_drafts_the_same_lists(world, capfd):
+    alone = lists_of(recommend(capfd, world))
+    drafted = recommend(capfd, world, FIRST_DATE, "--force", draft_model=str(world[1] / "small"), num_drafted=20)
+    assert lists_of(drafted) == alone
+
+
+def test_what_left_the_catalogue_is_listed_no_more(world, capfd):
+    folder, trained = world
+    before = lists_of(recommend(capfd, world))
+    (gone, *_) = next(iter(before.values()))
+    (folder / "tables").unlink()
+    (folder / "tables").mkdir()
+    for name in ("users", "items", "interactions"):
+        table = pq.read_table(trained / "tables" / f"{name}.parquet")
+        if name != "users":
+            table = table.filter(pc.not_equal(table["item_id"], gone))
+        pq.write_table(table, folder / "tables" / f"{name}.parquet")
+    after = lists_of(recommend(capfd, world, SECOND_DATE))
+    assert before.keys() <= after.keys() and gone not in {item for one in after.values() for item in one}
+
+
+def test_a_killed_run_goes_on_with_what_is_finished(world, capfd, monkeypatch):
+    whole = lists_of(recommend(capfd, world))
+    written, write = [], stage._Job._write_shard
+
+    def killed(self, run, name, *rest):
+        if len(written) == 1:
+            raise KeyboardInterrupt
+        written.append(name)
+        return write(self, run, name, *rest)
+
+    monkeypatch.setattr(stage, "SHARD_BATCHES", 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(stage._Job, "_write_shard", killed)
+        assert recommend(capfd, world, FIRST_DATE, "--force").returncode == 130
+    done = recommend(capfd, world)
+    assert done.returncode == 0 and lists_of(done) == whole and json.loads(done.stdout)["run_id"].endswith("-2")
+
+
+def test_lists_of_somebody_who_is_forgotten_go(world, capfd):
+    folder, _ = world
+    done = recommend(capfd, world)
+    user = next(iter(lists_of(done)))
+    forgotten = run_here(capfd, "forget", "--config", str(folder / "laserbatch.yaml"), "--user", str(user), "--json")
+    assert forgotten.returncode == 0, forgotten.stderr
+    assert user not in lists_of(done) and json.loads(forgotten.stdout)["ids"]["user"]
+    assert recommend(capfd, world).returncode == 0  # finished still
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"model": None}, "names no recommender"),
+        ({"model": "nowhere"}, "nowhere holds no recommender"),
+        ({"num_items": 100}, "recommending.num_items 100 is more than the"),
+    ],
+)
+def test_what_cannot_be_recommended_from_is_said(options, said, world, capfd):
+    done = recommend(capfd, world, **options)
+    assert done.returncode == 3 and said in done.stderr and not (world[0] / "workspace").exists()
