@@ -8,7 +8,7 @@ from laserbatch.jobs.console import say, summary
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings
 from laserbatch.jobs.stages.night import parse_date
 from laserbatch.pipeline.errors import ConfigError
-from laserbatch.pipeline.recommending.losses import DraftLoss
+from laserbatch.pipeline.recommending.settings import CodeMaker, DraftLoss
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Train recommenders and what drafts for them.")
 
@@ -60,6 +60,7 @@ def train(
     codes: Path | None = typer.Option(
         None, help="Parquet with item_id and codes; without it codes are made of the published run's item vectors."
     ),
+    code_maker: CodeMaker = typer.Option("kmeans", help="How codes are made of vectors."),
     draft_for: Path | None = typer.Option(None, help="Train a small model to draft for this folder's recommender."),
     loss: DraftLoss = typer.Option("atspeed_s", help="What the small model learns by."),
     date: str | None = typer.Option(None, help="Interactions up to the end of this day; without it all."),
@@ -78,7 +79,7 @@ def train(
         raise ConfigError("--codes and --draft-for: a small model has the codes of its target, so leave --codes out")
     settings = load_settings(config, {"workspace": workspace})
     day = None if date is None else parse_date(date)
-    card = train_on_tables(settings, out, codes, draft_for, loss, day, epochs)
+    card = train_on_tables(settings, out, codes, draft_for, loss, day, epochs, code_maker)
     told = {"folder": str(out), "histories": card.num_histories, "training_seconds": card.training_seconds}
     summary(told, as_json)
     if not as_json:

@@ -20,7 +20,7 @@ from laserbatch.jobs.events import emit
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, changed_inputs, checked_inputs, needs_a_model
 from laserbatch.pipeline.decoding.model.folder import model_identity
-from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.pipeline.gpus import gpu_name
 from laserbatch.pipeline.knowledge.histories import labels_of
@@ -86,11 +86,13 @@ class Night:
         return self.settings.decoding if used is None else self.decoding_with(used)
 
     def decoding_with(self, used: DrafterUsed) -> DecodingSettings:
-        """As configured, with a drafter that was trained on a run."""
+        """As configured, with a drafter that was trained on a run, and as much drafted as in its trial."""
         folder = self.workspace.drafters.folder(used.run_id).resolve()
         named = {"draft_models": (folder,)} if used.kind == "small" else {"draft_head": folder}
-        shape = {"draft_width": used.draft_width, "max_draft_tokens": used.max_draft_tokens}
-        return self.settings.decoding.model_copy(update=named | shape)
+        decoding = self.settings.decoding
+        least = Budget.of(decoding).min_acceptance
+        shape = {"draft_width": used.draft_width, "max_draft_tokens": used.max_draft_tokens, "min_acceptance": least}
+        return decoding.model_copy(update=named | shape)
 
     def template(self, side: Side) -> PromptTemplate:
         """What is asked about a side, in words that fit its tables."""

@@ -35,6 +35,7 @@ from laserbatch.pipeline.recommending.code_trees import CodeTrees
 from laserbatch.pipeline.recommending.codes import ItemCodes, read_codes
 from laserbatch.pipeline.recommending.drafters import ListedItems, ModelBeams
 from laserbatch.pipeline.recommending.item_trie import ItemTrie
+from laserbatch.pipeline.recommending.lists import ListsBefore, flat_lists, lists_schema
 from laserbatch.pipeline.recommending.models import CODES_NAME, load_recommender
 from laserbatch.pipeline.storage.atomic import remove_folder
 from laserbatch.pipeline.storage.manifest import (
@@ -59,23 +60,6 @@ LISTS_NAME = "lists.parquet"  # user_id, rank from 1, item_id, score
 SHARD_BATCHES = 8
 CARRIED = "carried"
 NUM_SAMPLES = 3
-
-
-def lists_schema(user_type: pa.DataType, item_type: pa.DataType) -> pa.Schema:
-    """Of the files of `knowledge/user/`, one row a user."""
-    return pa.schema(
-        [
-            pa.field("entity_id", user_type, nullable=False),
-            pa.field("items", pa.list_(item_type), nullable=False),  # the best first
-            pa.field("scores", pa.list_(pa.float64()), nullable=False),  # log probabilities; of popular ones counts
-            pa.field("route", pa.string(), nullable=False),  # "history" or "popular"
-            pa.field("last_item", item_type),  # of the history; null: there is none
-            pa.field("fingerprint", pa.string(), nullable=False),
-            pa.field("run_id", pa.string(), nullable=False),  # that made it, not that carried it over
-            pa.field("model_id", pa.string(), nullable=False),
-            pa.field("is_stale", pa.bool_(), nullable=False),
-        ]
-    )
 
 
 def recommend(settings: Settings, date: datetime.date, force: bool = False) -> RunManifest:
@@ -218,7 +202,7 @@ class _Job:
             table = schema.empty_table() if previous is None else previous.take(pa.array(kept[kept >= 0])).cast(schema)
             info = self._info(planned[CARRIED], DecodingStats())
             finished[CARRIED] = run.write_shard("user", CARRIED, table, (), info)
-        lists = _ListsBefore.of(previous, self.catalogue)
+        lists = ListsBefore.of(previous, self.catalogue)
         with progress("recommend", len(self.user_ids)) as bar:
             bar.advance(sum(one.num_rows for one in finished.values()))
             for name, rows in shards.items():
@@ -228,7 +212,7 @@ class _Job:
                     bar.advance(len(rows))
         run.merge_quarantine("user", finished.values(), (), self.user_ids.type)
         run.require_every_entity("user", pa.chunked_array([self.user_ids]))
-        write_parquet(self._flat(run, schema), run.root / LISTS_NAME)
+        write_parquet(flat_lists(run, schema), run.root / LISTS_NAME)
         manifest.sides = {"user": self._figures(run, finished)}
         before = 0 if previous is None else previous.num_rows
         coverage = None if not before else (len(self.user_ids) - manifest.sides["user"].num_quarantined) / before
@@ -276,7 +260,7 @@ class _Job:
         return ShardInfo(digest, "", stats, model, 1)
 
     def _write_shard(
-        self, run: RunFolder, name: str, users: np.ndarray, lists: "_ListsBefore", schema: pa.Schema, digest: str
+        self, run: RunFolder, name: str, users: np.ndarray, lists: "ListsBefore", schema: pa.Schema, digest: str
     ) -> ShardRecord:
         start_s, size = time.perf_counter(), self.settings.recommending.batch_size
         rows, failed, num_forwards, num_accepted = [], [], 0, 0
@@ -309,7 +293,7 @@ class _Job:
         table = pa.Table.from_pylist(rows, schema=schema)
         return run.write_shard("user", name, table, failed, self._info(digest, stats))
 
-    def _found(self, users: Sequence[int], lists: "_ListsBefore"):
+    def _found(self, users: Sequence[int], lists: "ListsBefore"):
         options = self.settings.recommending
         prompts = [self.target.card.prompt(self.catalogue.codes[self.histories[user]]) for user in users]
         trees = CodeTrees(self.target.model, self.trie, self.target.card.first_tokens, prompts)
@@ -321,26 +305,6 @@ class _Job:
             listed = [lists.of_user(self.user_ids[user].as_py(), int(self.histories[user][-1])) for user in users]
             drafter = ListedItems(listed, self.trie, options.num_drafted)
         return search(trees, self.trie, len(users), options.num_items, drafter)
-
-    def _flat(self, run: RunFolder, schema: pa.Schema) -> Iterator[pa.RecordBatch] | pa.RecordBatchReader:
-        flat = pa.schema(
-            [
-                pa.field("user_id", self.user_ids.type, nullable=False),
-                pa.field("rank", pa.int32(), nullable=False),
-                pa.field("item_id", self.catalogue.item_ids.type, nullable=False),
-                pa.field("score", pa.float64(), nullable=False),
-            ]
-        )
-
-        def batches() -> Iterator[pa.RecordBatch]:
-            for batch in run.iter_knowledge("user", ["entity_id", "items", "scores"]):
-                counts = pc.list_value_length(batch["items"]).to_numpy()
-                users = batch["entity_id"].take(pa.array(np.repeat(np.arange(len(counts)), counts)))
-                ranks = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + 1
-                columns = [users, pa.array(ranks, pa.int32()), batch["items"].flatten(), batch["scores"].flatten()]
-                yield pa.record_batch(columns, schema=flat)
-
-        return pa.RecordBatchReader.from_batches(flat, batches())
 
     def _figures(self, run: RunFolder, finished: dict[str, ShardRecord]) -> SideFigures:
         written = [one for name, one in finished.items() if name != CARRIED]
@@ -373,30 +337,6 @@ class _Job:
             if len(samples) == NUM_SAMPLES:
                 break
         return samples
-
-
-@dataclass(frozen=True)
-class _ListsBefore:
-    """Last night's lists: of each user, and together of those with the same last item."""
-
-    of_users: dict[object, list[tuple[int, ...]]]
-    of_items: dict[int, list[tuple[int, ...]]]
-
-    @classmethod
-    def of(cls, previous: pa.Table | None, catalogue: ItemCodes) -> "_ListsBefore":
-        of_users, counted = {}, {}
-        paths = map(tuple, catalogue.codes.tolist())
-        rows = dict(zip(catalogue.item_ids.to_pylist(), paths, strict=True))
-        number = {item: place for place, item in enumerate(rows)}
-        for row in [] if previous is None else previous.select(["entity_id", "items", "last_item"]).to_pylist():
-            listed = [rows[item] for item in row["items"] if item in rows]
-            of_users[row["entity_id"]] = listed
-            if row["last_item"] in number:
-                counted.setdefault(number[row["last_item"]], Counter()).update(listed)
-        return cls(of_users, {item: [path for path, _ in count.most_common()] for item, count in counted.items()})
-
-    def of_user(self, user_id: object, last_item: int) -> list[tuple[int, ...]]:
-        return list(dict.fromkeys([*self.of_users.get(user_id, ()), *self.of_items.get(last_item, ())]))
 
 
 def _publish(workspace: Workspace, run: RunFolder) -> None:

@@ -16,8 +16,8 @@ from laserbatch.pipeline.encoding.vectors import vectors_of
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.histories import Histories
 from laserbatch.pipeline.recommending.codes import ItemCodes, made_codes, read_codes
-from laserbatch.pipeline.recommending.losses import DraftLoss
 from laserbatch.pipeline.recommending.models import CODES_NAME, RecommenderCard, load_recommender
+from laserbatch.pipeline.recommending.settings import CodeMaker, DraftLoss
 from laserbatch.pipeline.recommending.training import RecommenderOptions, train_draft, train_recommender
 from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -32,6 +32,7 @@ def train_on_tables(
     loss: DraftLoss,
     date: datetime.date | None,
     epochs: int,
+    code_maker: CodeMaker = "kmeans",
 ) -> RecommenderCard:
     """Train into a folder, with the codes beside the model; `draft_for` names the folder of a target."""
     if out.is_dir() and any(out.iterdir()) and not (out / CODES_NAME).exists():
@@ -41,7 +42,7 @@ def train_on_tables(
     target = None if draft_for is None else load_recommender(draft_for)
     if target is not None:
         codes_file = draft_for / CODES_NAME
-    codes = _codes_of_vectors(settings) if codes_file is None else read_codes(codes_file)
+    codes = _codes_of_vectors(settings, code_maker) if codes_file is None else read_codes(codes_file)
     row_of_item = pc.fill_null(pc.index_in(tables.items["item_id"].combine_chunks(), value_set=codes.item_ids), -1)
     rows, known = row_of_item.to_numpy(), Histories(tables)
     if num_unknown := int((rows < 0).sum()):
@@ -66,8 +67,8 @@ def train_on_tables(
     return card
 
 
-def _codes_of_vectors(settings: Settings) -> ItemCodes:
+def _codes_of_vectors(settings: Settings, code_maker: CodeMaker) -> ItemCodes:
     run = Workspace.open(settings.workspace, create=False).chosen_run(None)
     table = read_parquet(run.features_path("item"), ["item_id", "vector"])
     say(f"codes are made of the {table.num_rows} item vectors of run {run.run_id}")
-    return made_codes(table["item_id"].combine_chunks(), vectors_of(table), settings.seed)
+    return made_codes(table["item_id"].combine_chunks(), vectors_of(table), settings.seed, code_maker)

@@ -112,6 +112,8 @@ def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, sh
         # What was trained knows from held-back texts how often it is right; others were never checked.
         trust = 1.0 if decoding.draft_models or decoding.draft_head else UNCHECKED_TRUST
         chosen = _worth_its_price(step_cost, known_batch_size(step_cost, decoding.batch_size), trust, has_texts=True)
+        if chosen.budget == PLAIN and decoding.min_acceptance is None:
+            return chosen
         return replace(chosen, budget=_with_given(chosen.budget, decoding.max_draft_tokens, decoding.min_acceptance))
     return choose_budget(
         step_cost,

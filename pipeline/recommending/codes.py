@@ -1,7 +1,7 @@
 """Semantic ids: each item is a few codes from coarse to fine, as a table brings them or as they are made here.
 
-Made from item vectors by residual k-means, each level of what the levels before it leave; the last code tells items
-apart that are alike in the others (TIGER: Rajput et al., NeurIPS 2023, section 3.1).
+Made from item vectors by residual k-means, or a residual-quantised autoencoder, each level of what the levels before it
+leave; the last code tells items apart that are alike in the others (TIGER: Rajput et al., NeurIPS 2023, section 3.1).
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.recommending.settings import CodeMaker
 from laserbatch.pipeline.storage.parquet import read_parquet
 
 NUM_LEVELS = 4
@@ -72,19 +73,30 @@ def read_codes(path: Path) -> ItemCodes:
     return ItemCodes(item_ids, codes, tuple((codes.max(0) + 1).tolist()))
 
 
-def made_codes(item_ids: pa.Array, vectors: np.ndarray, seed: int = 0) -> ItemCodes:
-    """Of vectors float32 (n, dim): residual k-means on all levels but the last, which numbers those that are alike."""
-    from sklearn.cluster import KMeans
-
-    left, columns = vectors.astype(np.float32), []
-    for _ in range(NUM_LEVELS - 1):
-        size = min(CODEBOOK_SIZE, len(np.unique(left, axis=0)))
-        fit = KMeans(size, n_init=1, random_state=seed, init="k-means++").fit(left)
-        columns.append(fit.labels_)
-        left = left - fit.cluster_centers_[fit.labels_].astype(np.float32)
-    codes = np.stack(columns, 1).astype(np.int32)
+def made_codes(item_ids: pa.Array, vectors: np.ndarray, seed: int = 0, maker: CodeMaker = "kmeans") -> ItemCodes:
+    """Of vectors float32 (n, dim), on all levels but the last, which numbers those that are alike in these."""
+    coarse = _kmeans_codes if maker == "kmeans" else _rqvae_codes
+    codes = coarse(vectors.astype(np.float32), NUM_LEVELS - 1, CODEBOOK_SIZE, seed).astype(np.int32)
     codes = np.column_stack((codes, _digits(codes)))
     return ItemCodes(item_ids, codes, tuple((codes.max(0) + 1).tolist()))
+
+
+def _rqvae_codes(vectors: np.ndarray, num_levels: int, size: int, seed: int) -> np.ndarray:
+    from laserbatch.pipeline.recommending.rqvae import rqvae_codes  # torch: seconds to load
+
+    return rqvae_codes(vectors, num_levels, size, seed)
+
+
+def _kmeans_codes(left: np.ndarray, num_levels: int, size: int, seed: int) -> np.ndarray:
+    """Residual k-means: each level's codes are of what the levels before leave."""
+    from sklearn.cluster import KMeans
+
+    columns = []
+    for _ in range(num_levels):
+        fit = KMeans(min(size, len(np.unique(left, axis=0))), n_init=1, random_state=seed).fit(left)
+        columns.append(fit.labels_)
+        left = left - fit.cluster_centers_[fit.labels_].astype(np.float32)
+    return np.stack(columns, 1)
 
 
 def _digits(codes: np.ndarray) -> np.ndarray:

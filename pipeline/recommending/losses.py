@@ -1,11 +1,11 @@
 """What small models learn from, that draft beams for a recommender (AtSpeed: Lin et al., ICLR 2025, section 3)."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-DraftLoss = Literal["sft", "wordkd", "tvdkd", "seqkd", "atspeed_s", "atspeed_r"]
+from laserbatch.pipeline.recommending.settings import DraftLoss
+
 OF_LISTS: tuple[DraftLoss, ...] = ("seqkd", "atspeed_s", "atspeed_r")  # learn from the target's own lists too
 NUM_ALIGNED = 20  # K of the constrained top-K
 STRENGTH = 0.5  # alpha of Eq. 5 and 9

@@ -1,10 +1,14 @@
 """The options of nightly lists of items."""
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
 from laserbatch.pipeline.validation import Strict
+
+CodeMaker = Literal["kmeans", "rqvae"]
+DraftLoss = Literal["sft", "wordkd", "tvdkd", "seqkd", "atspeed_s", "atspeed_r"]
 
 
 class RecommendingSettings(Strict):

@@ -13,7 +13,7 @@ from laserbatch.pipeline.recommending.beams import BeamDrafter, search
 from laserbatch.pipeline.recommending.code_trees import CodeTrees
 from laserbatch.pipeline.recommending.codes import ItemCodes
 from laserbatch.pipeline.recommending.item_trie import ItemTrie
-from laserbatch.pipeline.recommending.losses import NUM_ALIGNED, OF_LISTS, DraftLoss, Rows, draft_loss
+from laserbatch.pipeline.recommending.losses import NUM_ALIGNED, OF_LISTS, Rows, draft_loss
 from laserbatch.pipeline.recommending.models import (
     BEGIN,
     Recommender,
@@ -22,6 +22,7 @@ from laserbatch.pipeline.recommending.models import (
     new_model,
     save_recommender,
 )
+from laserbatch.pipeline.recommending.settings import DraftLoss
 
 LEAST_HISTORIES = 20
 LISTS_AT_ONCE = 32

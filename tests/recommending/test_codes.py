@@ -56,17 +56,20 @@ def test_a_table_without_codes_is_refused_and_so_are_items_without(tmp_path):
         codes.of_catalogue(pa.array(["a", "b", "x", "c", "d"]))
 
 
-def test_made_codes_are_coarse_to_fine_all_different_and_the_same_again():
+@pytest.mark.parametrize("maker", ["kmeans", "rqvae"])
+def test_made_codes_are_coarse_to_fine_all_different_and_the_same_again(maker):
     rng = np.random.default_rng(0)
     centres = rng.normal(size=(3, 8)) * 10
     vectors = np.concatenate([centres[number] + rng.normal(size=(40, 8)) for number in range(3)])
     vectors = np.concatenate((vectors, vectors[:5])).astype(np.float32)  # some are the same
     ids = pa.array([str(number) for number in range(len(vectors))])
-    found = made_codes(ids, vectors)
+    found = made_codes(ids, vectors, 0, maker)
     assert found.codes.shape == (125, 4) and len(np.unique(found.codes, axis=0)) == 125
-    assert (found.codes.max(0) < CODEBOOK_SIZE).all() and found.codes[120:, 3].tolist() == [1] * 5
+    assert (found.codes.max(0) < CODEBOOK_SIZE).all() and (found.codes[120:, 3] > found.codes[:5, 3]).all()
     assert (found.codes[:5, :3] == found.codes[120:, :3]).all()
-    assert np.array_equal(found.codes, made_codes(ids, vectors).codes)
+    groups = [set(found.codes[start : start + 40, 0].tolist()) for start in (0, 40, 80)]
+    assert not groups[0] & groups[1] and not groups[1] & groups[2] and not groups[0] & groups[2]
+    assert np.array_equal(found.codes, made_codes(ids, vectors, 0, maker).codes)
 
 
 def test_a_trie_holds_the_items_and_nothing_else():
