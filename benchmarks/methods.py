@@ -13,6 +13,7 @@ parameters times its forwards. `own_log_probability` is the model's mean log pro
 in nats: how far a rule leads away from what the model would write.
 """
 
+import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ from laserbatch.pipeline.decoding.verifiers.named import NAMED
 from laserbatch.pipeline.drafter_training.train import TrainingOptions
 
 RULES = [name for name in NAMED if name not in SAMPLING_RULES]
+logger = logging.getLogger("benchmarks")
+
 POOL = "preference"
 MIN_ACCEPTANCE = 0.07
 MAX_NEW_TOKENS = 1024  # texts that run on show it
@@ -48,7 +51,8 @@ MOST_STRAY = 0.1  # of the length of plain texts
 class Scale:
     """Prompts, and texts in the pool, of long answers and of descriptions; batches, budgets, repetitions.
 
-    In the largest batch all drafters have all budgets, and all rules the first; elsewhere drafters have the first.
+    In the largest batch all drafters have all budgets, and all rules the first, of which alone passes are repeated;
+    elsewhere drafters have the first, and fewer prompts are asked.
     """
 
     long: tuple[int, int]
@@ -61,7 +65,7 @@ class Scale:
     epochs: int
 
 
-FULL = Scale((8, 200), (48, 1000), (16, 4, 1), (16, 32), 2, (6, 14, 30), (2, 5), 3)
+FULL = Scale((16, 200), (48, 1000), (16, 4, 1), (16, 32), 2, (6, 14, 30), (5,), 3)
 QUICK = Scale((6, 30), (16, 120), (16,), (16,), 1, (6, 30), (2,), 2)
 SMOKE = Scale((2, 20), (4, 20), (2,), (8,), 1, (6,), (2,), 1)
 
@@ -86,27 +90,32 @@ def measured(model: Path, data: Path, cache: Path, scale: Scale) -> tuple[list[d
 def deterministic_rows(engine, task: Task, pool, trained, judge, scale: Scale) -> Iterator[dict]:
     """At temperature 0: every drafter under greedy verification, and every rule over the pool's drafts."""
     batch, is_largest = engine.settings.batch_size, engine.settings.batch_size == max(scale.batches)
+    asked = task.held_out if is_largest else task.held_out[: 2 * batch + 2 if task.is_long else 4 * batch + 8]
     methods = settings_by_method(trained)
-    systems = [Contestant(PLAIN, None, EngineSystem(engine, NoDrafter(), Greedy()))]
     for size in scale.budgets if is_largest else scale.budgets[:1]:
+        is_first, budget = size == scale.budgets[0], Budget(size, MIN_ACCEPTANCE)
         cells = {(name, "greedy"): settings for name, settings in methods.items()}
-        if is_largest and size == scale.budgets[0]:
+        if is_largest and is_first:
             cells |= {("pool", rule): methods["pool"].model_copy(update={"verifier": rule}) for rule in RULES}
+        systems = [Contestant(PLAIN, None, EngineSystem(engine, NoDrafter(), Greedy()))]
         for (method, rule), settings in cells.items():
-            budget = Budget(size, MIN_ACCEPTANCE)
             drafter = made(settings, engine, pool.pool, budget)
             groups = pool.groups if "pool" in settings.drafters else None
             runner = EngineSystem(engine, drafter, verifier_from(settings), budget, groups)
             systems.append(Contestant(f"{method}|{rule}", size, runner, budget))
-    num_repetitions = scale.num_repetitions if is_largest else 1
-    amount = Amount(len(task.held_out), num_repetitions, len(task.held_out), num_repetitions)
-    passes = measure(systems, task.held_out, batch, MAX_NEW_TOKENS, amount, num_warm_up=1)
-    for (name, size), own in passes.items():
-        method, _, rule = name.partition("|")
-        row = {"method": "none" if name == PLAIN else method, "verifier": rule or PLAIN, "task": task.name}
-        row |= {"temperature": 0.0, "batch": batch, "budget": size or 0} | compared(own, passes[PLAIN, None])
-        row["mbsu"] = row["tokens_per_step"] / (1 + forwards_share(method, trained))
-        yield row | {"own_log_probability": own_log_probability(judge, task, Pass.joined(own[0]).texts)}
+        num_repetitions = scale.num_repetitions if is_largest and is_first else 1
+        amount = Amount(len(asked), num_repetitions, len(asked), num_repetitions)
+        passes = measure(systems, asked, batch, MAX_NEW_TOKENS, amount, num_warm_up=1)
+        logger.info("%s, batch %d, trees of %d are measured", task.name, batch, size)
+        for (name, of_size), own in passes.items():
+            if name == PLAIN and not is_first:
+                continue
+            method, _, rule = name.partition("|")
+            row = {"method": "none" if name == PLAIN else method, "verifier": rule or PLAIN, "task": task.name}
+            row |= {"temperature": 0.0, "batch": batch, "budget": of_size or 0} | compared(own, passes[PLAIN, None])
+            row["mbsu"] = row["tokens_per_step"] / (1 + forwards_share(method, trained))
+            texts = Pass.joined(own[0]).texts
+            yield row | {"own_log_probability": own_log_probability(judge, asked, texts)}
 
 
 def forwards_share(method: str, trained) -> float:
@@ -128,8 +137,9 @@ def sampled_rows(engine, task: Task, small: Trained, scale: Scale) -> Iterator[d
             runner = EngineSystem(sampling, made(settings, sampling, None, budget), verifier_from(settings), budget)
             systems.append(Contestant(f"{rule}, {length} deep", size, runner, budget))
             lengths[f"{rule}, {length} deep"] = length
-    amount = Amount(len(task.held_out), 1, len(task.held_out), 1)
-    passes = measure(systems, task.held_out, batch, task.max_new_tokens, amount, num_warm_up=1)
+    asked = task.held_out[: 8 if task.is_long else 24]
+    amount = Amount(len(asked), 1, len(asked), 1)
+    passes = measure(systems, asked, batch, task.max_new_tokens, amount, num_warm_up=1)
     for (name, size), own in passes.items():
         row = {"method": "none" if name == PLAIN else "model", "verifier": name, "task": task.name}
         row |= {"temperature": 1.0, "batch": batch, "budget": size or 0} | compared(own, passes[PLAIN, None])
@@ -158,10 +168,10 @@ def facts_of(kind: str, one: Trained, rows: Sequence[dict]) -> dict:
 
 
 @torch.inference_mode()
-def own_log_probability(model, task: Task, texts: Sequence[Sequence[int]]) -> float:
+def own_log_probability(model, prompts: Sequence[np.ndarray], texts: Sequence[Sequence[int]]) -> float:
     """Mean log probability of a token of the answers, each after its prompt and what came before it."""
     sums = np.zeros(2)
-    for prompt, text in zip(task.held_out, texts, strict=True):
+    for prompt, text in zip(prompts, texts, strict=True):
         ids = torch.tensor([[*prompt.tolist(), *text]])
         logits = model(input_ids=ids, use_cache=False).logits[0]
         written = torch.log_softmax(logits[len(prompt) - 1 : -1], -1).gather(1, ids[0, len(prompt) :, None])

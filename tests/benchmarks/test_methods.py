@@ -71,6 +71,6 @@ def test_a_text_is_judged_token_by_token_behind_its_prompt():
     def model(input_ids, use_cache):
         return SimpleNamespace(logits=torch.nn.functional.one_hot((input_ids + 1) % 4, 4).float()[None, 0])
 
-    task = SimpleNamespace(held_out=(np.array([0, 1]), np.array([3])))
+    prompts = (np.array([0, 1]), np.array([3]))
     expected = np.array([0.0, 1.0, 1.0]) - np.log(np.e + 3)  # only the second and third token are what it expects
-    assert own_log_probability(model, task, ((3, 0), (0,))) == pytest.approx(expected.mean())
+    assert own_log_probability(model, prompts, ((3, 0), (0,))) == pytest.approx(expected.mean())
