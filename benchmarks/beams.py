@@ -154,6 +154,7 @@ def methods_of(world: World, models: dict[str, Recommender], size: int) -> dict[
         "plain": by(lambda users: BeamDrafter()),
         "transformers": lambda users: by_transformers(world, target, [prompts[user] for user in users], size),
         "lists": by(lambda users: ListedItems([lists[user] for user in users], trie, NUM_DRAFTED)),
+        "lists, short": by(lambda users: ListedItems([lists[user] for user in users], trie, size + size // 2)),
     }
     found |= {name: small(name) for name in models if name != "target"}
     found |= {"plain, sampled": sampled(None)} | {f"{name}, sampled": sampled(name) for name in ("atspeed_r", "sft")}
@@ -201,7 +202,8 @@ def rows_of(world: World, models: dict[str, Recommender], scale: Scale) -> Itera
                     start_s = time.perf_counter()
                     found[name] = [one for part in parts for one in methods[name](list(part))]
                     seconds[name].append(time.perf_counter() - start_s)
-            for name, lists in found.items():
+            for name in methods:
+                lists = found[name]
                 plain = "plain, sampled" if name.endswith("sampled") else "plain"
                 pairs = zip(lists, world.answers, strict=True)
                 ranks = [np.flatnonzero(one.rows[:RANKED] == answer) for one, answer in pairs]
