@@ -49,14 +49,14 @@ MOST_STRAY = 0.1  # of the length of plain texts
 
 @dataclass(frozen=True)
 class Scale:
-    """Prompts, and texts in the pool, of long answers and of descriptions; batches, budgets, repetitions.
+    """Amounts (`TaskSize`) of long answers and of descriptions; batches, budgets, repetitions.
 
     In the largest batch all drafters have all budgets, and all rules the first, of which alone passes are repeated;
     elsewhere drafters have the first, and fewer prompts are asked.
     """
 
-    long: tuple[int, int]
-    short: tuple[int, int]
+    long: tuple[int, ...]
+    short: tuple[int, ...]
     batches: tuple[int, ...]
     budgets: tuple[int, ...]
     num_repetitions: int
@@ -65,7 +65,7 @@ class Scale:
     epochs: int
 
 
-FULL = Scale((16, 200), (48, 1000), (16, 4, 1), (16, 32), 2, (6, 14, 30), (5,), 3)
+FULL = Scale((8, 200, 8), (48, 1000), (16, 4, 1), (16, 32), 2, (6, 14, 30), (5,), 3)
 QUICK = Scale((6, 30), (16, 120), (16,), (16,), 1, (6, 30), (2,), 2)
 SMOKE = Scale((2, 20), (4, 20), (2,), (8,), 1, (6,), (2,), 1)
 
