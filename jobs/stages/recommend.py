@@ -28,11 +28,11 @@ from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.night import describe_machine
 from laserbatch.jobs.stages.publishing import mend_pointer
 from laserbatch.pipeline.distributed.settings import usable_cores
-from laserbatch.pipeline.errors import ConfigError, RunHeld, TableError
+from laserbatch.pipeline.errors import ConfigError, RunHeld
 from laserbatch.pipeline.knowledge.histories import Histories
 from laserbatch.pipeline.recommending.beams import BeamDrafter, search
 from laserbatch.pipeline.recommending.code_trees import CodeTrees
-from laserbatch.pipeline.recommending.codes import ItemCodes, read_codes
+from laserbatch.pipeline.recommending.codes import read_codes
 from laserbatch.pipeline.recommending.drafters import ListedItems, ModelBeams
 from laserbatch.pipeline.recommending.item_trie import ItemTrie
 from laserbatch.pipeline.recommending.lists import ListsBefore, flat_lists, lists_schema
@@ -102,23 +102,16 @@ class _Job:
         if self.small is not None:
             self.small.require_drafts_for(self.target)
         item_ids = self.tables.items["item_id"].combine_chunks()
-        if item_ids.type != codes.item_ids.type:
-            raise TableError(
-                f"items have ids of type {item_ids.type}, the recommender knows some of type {codes.item_ids.type}: "
-                "train one on these tables"
-            )
-        is_known = pc.is_in(item_ids, value_set=codes.item_ids)
-        if num_unknown := len(item_ids) - (pc.sum(is_known).as_py() or 0):
+        self.catalogue = codes.of_catalogue(item_ids)
+        if num_unknown := len(item_ids) - len(self.catalogue):
             say(f"{num_unknown} items that came since the recommender was trained are not listed: they have no codes")
-        self.catalogue: ItemCodes = codes.of_catalogue(item_ids.filter(is_known))
         if options.num_items > len(self.catalogue):
             raise ConfigError(
                 f"recommending.num_items {options.num_items} is more than the {len(self.catalogue)} items of the "
                 "catalogue that have codes: ask for fewer"
             )
         self.trie = ItemTrie.of(self.catalogue)
-        row_of_item = pc.index_in(item_ids, value_set=self.catalogue.item_ids)
-        self._catalogue_row = pc.fill_null(row_of_item, -1).to_numpy()  # of each row of the item table
+        self._catalogue_row = self.catalogue.rows_of(item_ids)  # of each row of the item table
 
     @property
     def user_ids(self) -> pa.Array:

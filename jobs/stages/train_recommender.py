@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 
 from laserbatch.jobs.console import progress, say
@@ -43,8 +42,7 @@ def train_on_tables(
     if target is not None:
         codes_file = draft_for / CODES_NAME
     codes = _codes_of_vectors(settings, code_maker) if codes_file is None else read_codes(codes_file)
-    row_of_item = pc.fill_null(pc.index_in(tables.items["item_id"].combine_chunks(), value_set=codes.item_ids), -1)
-    rows, known = row_of_item.to_numpy(), Histories(tables)
+    rows, known = codes.rows_of(tables.items["item_id"].combine_chunks()), Histories(tables)
     if num_unknown := int((rows < 0).sum()):
         say(f"{num_unknown} of {len(rows)} items have no codes: they are neither learned nor listed")
     places, starts = known.newest(np.arange(tables.users.num_rows), tables.interactions.num_rows)

@@ -30,14 +30,20 @@ class ItemCodes:
     def __len__(self) -> int:
         return len(self.item_ids)
 
+    def rows_of(self, item_ids: pa.Array) -> np.ndarray:
+        """The row of each item, int64[n], -1 where it has no codes. Raises TableError: ids are of another type."""
+        if item_ids.type != self.item_ids.type:
+            raise TableError(
+                f"items have ids of type {item_ids.type}, their codes are of ids of type {self.item_ids.type}: give "
+                "codes of the same ids"
+            )
+        return pc.fill_null(pc.index_in(item_ids, value_set=self.item_ids), -1).to_numpy().astype(np.int64)
+
     def of_catalogue(self, item_ids: pa.Array) -> "ItemCodes":
-        """Those of items that are there. Raises TableError: one has no codes."""
-        rows = pc.index_in(item_ids, value_set=self.item_ids)
-        if rows.null_count:
-            missing = item_ids.filter(pc.is_null(rows))
-            raise TableError(f"{told(missing)} of the catalogue without codes: give theirs too, or have all made anew")
-        rows = rows.to_numpy()
-        return ItemCodes(item_ids, self.codes[rows], self.sizes)
+        """Those of the items that are there and have codes."""
+        rows = self.rows_of(item_ids)
+        known = rows >= 0
+        return ItemCodes(item_ids.filter(pa.array(known)), self.codes[rows[known]], self.sizes)
 
 
 def read_codes(path: Path) -> ItemCodes:
@@ -50,6 +56,7 @@ def read_codes(path: Path) -> ItemCodes:
     if missing := {"item_id", "codes"} - set(table.column_names):
         raise TableError(f"{path} has no column {min(missing)}; item codes are the columns item_id and codes (a list)")
     item_ids, lists = (table[name].combine_chunks() for name in ("item_id", "codes"))
+    item_ids = item_ids.cast(pa.int64() if pa.types.is_integer(item_ids.type) else pa.string())  # as tables have them
     lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
     if len(lengths) == 0 or lengths.max() == 0:
         raise TableError(f"{path} has no codes: it is empty")
@@ -76,8 +83,9 @@ def read_codes(path: Path) -> ItemCodes:
 def made_codes(item_ids: pa.Array, vectors: np.ndarray, seed: int = 0, maker: CodeMaker = "kmeans") -> ItemCodes:
     """Of vectors float32 (n, dim), on all levels but the last, which numbers those that are alike in these."""
     coarse = _kmeans_codes if maker == "kmeans" else _rqvae_codes
-    codes = coarse(vectors.astype(np.float32), NUM_LEVELS - 1, CODEBOOK_SIZE, seed).astype(np.int32)
-    codes = np.column_stack((codes, _digits(codes)))
+    columns = coarse(vectors.astype(np.float32), NUM_LEVELS - 1, CODEBOOK_SIZE, seed).T
+    codes = np.stack([np.unique(column, return_inverse=True)[1].ravel() for column in columns], 1)  # those in use
+    codes = np.column_stack((codes, _digits(codes))).astype(np.int32)
     return ItemCodes(item_ids, codes, tuple((codes.max(0) + 1).tolist()))
 
 

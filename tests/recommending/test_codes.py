@@ -45,19 +45,23 @@ def test_what_is_wrong_with_codes_is_named(rows, said, tmp_path):
         read_codes(written(tmp_path, rows))
 
 
-def test_a_table_without_codes_is_refused_and_so_are_items_without(tmp_path):
+def test_a_table_without_codes_is_refused_and_other_ids_are_said(tmp_path):
     path = tmp_path / "items.parquet"
     pq.write_table(pa.table({"item_id": ["x"]}), path)
     with pytest.raises(TableError, match="no column codes"):
         read_codes(path)
     codes = ItemCodes(pa.array(["x", "y", "z"]), np.array([[0], [1], [2]], np.int32), (3,))
-    assert codes.of_catalogue(pa.array(["z", "x"])).codes.tolist() == [[2], [0]]
-    with pytest.raises(TableError, match="items a, b, c and 1 more of the catalogue without codes"):
-        codes.of_catalogue(pa.array(["a", "b", "x", "c", "d"]))
+    there = codes.of_catalogue(pa.array(["z", "new", "x"]))
+    assert there.codes.tolist() == [[2], [0]] and there.item_ids.to_pylist() == ["z", "x"]
+    assert codes.rows_of(pa.array(["z", "new"])).tolist() == [2, -1]
+    with pytest.raises(TableError, match="ids of type int64, their codes are of ids of type string"):
+        codes.rows_of(pa.array([1, 2]))
+    pq.write_table(pa.table({"item_id": pa.array(["x"], pa.large_string()), "codes": [[1]]}), path)
+    assert read_codes(path).item_ids.type == pa.string()
 
 
 @pytest.mark.parametrize("maker", ["kmeans", "rqvae"])
-def test_made_codes_are_coarse_to_fine_all_different_and_the_same_again(maker):
+def test_made_codes_are_coarse_to_fine_all_different_and_the_same_again(maker, tmp_path):
     rng = np.random.default_rng(0)
     centres = rng.normal(size=(3, 8)) * 10
     vectors = np.concatenate([centres[number] + rng.normal(size=(40, 8)) for number in range(3)])
@@ -70,6 +74,9 @@ def test_made_codes_are_coarse_to_fine_all_different_and_the_same_again(maker):
     groups = [set(found.codes[start : start + 40, 0].tolist()) for start in (0, 40, 80)]
     assert not groups[0] & groups[1] and not groups[1] & groups[2] and not groups[0] & groups[2]
     assert np.array_equal(found.codes, made_codes(ids, vectors, 0, maker).codes)
+    written = pa.table({"item_id": ids, "codes": found.codes.tolist()})
+    pq.write_table(written, tmp_path / "codes.parquet")
+    assert np.array_equal(read_codes(tmp_path / "codes.parquet").codes, found.codes)
 
 
 def test_a_trie_holds_the_items_and_nothing_else():
