@@ -57,8 +57,8 @@ class Scale:
     num_listed: int
 
 
-FULL = Scale(19_383, 192, (1, 3, 5, 10, 20), (1, 8, 32), 3, (8, 4), 4000)
-QUICK = Scale(4_000, 64, (5, 10), (1, 32), 2, (3, 2), 600)
+FULL = Scale(19_383, 512, (1, 3, 5, 10, 20), (1, 8, 32), 3, (8, 4), 4000)
+QUICK = Scale(19_383, 256, (10,), (1, 32), 2, (4, 1), 600)
 SMOKE = Scale(200, 8, (3,), (4,), 1, (1, 1), 40)
 
 
@@ -191,7 +191,8 @@ def rows_of(world: World, models: dict[str, Recommender], scale: Scale) -> Itera
     for batch in scale.batches:
         for size in scale.sizes:
             methods = methods_of(world, models, size)
-            parts = [range(start, min(start + batch, len(world.asked))) for start in range(0, len(world.asked), batch)]
+            num_asked = min(len(world.asked), 32 + 16 * batch)  # alone fewer
+            parts = [range(start, min(start + batch, num_asked)) for start in range(0, num_asked, batch)]
             seconds = {name: [] for name in methods}
             found: dict[str, list[Found]] = {}
             for run in methods.values():
@@ -205,7 +206,7 @@ def rows_of(world: World, models: dict[str, Recommender], scale: Scale) -> Itera
             for name in methods:
                 lists = found[name]
                 plain = "plain, sampled" if name.endswith("sampled") else "plain"
-                pairs = zip(lists, world.answers, strict=True)
+                pairs = zip(lists, world.answers[:num_asked], strict=True)
                 ranks = [np.flatnonzero(one.rows[:RANKED] == answer) for one, answer in pairs]
                 hits = [int(rank[0]) for rank in ranks if len(rank)]
                 both = zip(lists, found[plain], strict=True)

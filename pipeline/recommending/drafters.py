@@ -15,15 +15,16 @@ class ModelBeams(BeamDrafter):
 
     def draft(self, users: Sequence[int], beams: Sequence[Beams]) -> list[list[tuple[Path, int]]]:
         own, drafts = dict(zip(users, beams, strict=True)), {user: [] for user in users}
+        asked = {user: one.prefixes(self._trie) for user, one in own.items()}
         for level in range(min(one.level for one in beams), self._trie.num_levels - 1):
             live = [user for user in users if own[user].level == level]
-            wanted = [[] for _ in range(self._num_users)]
-            for user in live:
-                wanted[user] = [*own[user].prefixes(self._trie), *drafts[user]]
-            self._trees.add(wanted)
+            self._trees.add(
+                [asked[user] if user in asked and own[user].level == level else [] for user in range(self._num_users)]
+            )
             for user in live:
                 own[user] = next_beams(self._trees, self._trie, user, own[user], self._size)
-                drafts[user] += zip(own[user].paths, own[user].nodes.tolist(), strict=True)
+                asked[user] = list(zip(own[user].paths, own[user].nodes.tolist(), strict=True))
+                drafts[user] += asked[user]
         return [drafts[user] for user in users]
 
 

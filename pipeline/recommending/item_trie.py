@@ -51,12 +51,19 @@ class ItemTrie:
         """Of each level but the last, int64[num_nodes]."""
         return tuple((codes >= 0).sum(1) for codes in self.codes)
 
+    @cached_property
+    def _found(self) -> dict[Path, int | None]:
+        """Paths that were looked for; at most those of all items, and some that no item has."""
+        return {(): 0}
+
     def node_of(self, path: Path) -> int | None:
         """The node of a path; None where no item has it."""
-        node = 0
-        for level, code in enumerate(path):
-            place = int(np.searchsorted(self.codes[level][node, : self.num_children[level][node]], code))
-            if place == self.num_children[level][node] or self.codes[level][node, place] != code:
-                return None
-            node = int(self.nodes[level][node, place])
-        return node
+        if path not in self._found:
+            level, node, found = len(path) - 1, self.node_of(path[:-1]), None
+            if node is not None:
+                children = self.codes[level][node, : self.num_children[level][node]]
+                place = int(np.searchsorted(children, path[-1]))
+                if place < len(children) and children[place] == path[-1]:
+                    found = int(self.nodes[level][node, place])
+            self._found[path] = found
+        return self._found[path]
