@@ -58,7 +58,7 @@ class Scale:
 
 
 FULL = Scale(19_383, 512, (1, 3, 5, 10, 20), (1, 8, 32), 3, (8, 4), 4000)
-QUICK = Scale(19_383, 256, (10,), (1, 32), 2, (4, 1), 600)
+QUICK = Scale(19_383, 256, (10,), (1, 32), 2, (3, 1), 600)
 SMOKE = Scale(200, 8, (3,), (4,), 1, (1, 1), 40)
 
 
@@ -74,17 +74,17 @@ class World:
 
 
 def world_of(data: Path, scale: Scale) -> World:
-    """Each user's training items, then the one for validation, then the one for the test."""
+    """Users' training items; those with an item of the test are asked for its first, by what came before it."""
     codes = read_codes(data / "beauty" / "item_codes.parquet")
     rows = {item: number for number, item in enumerate(codes.item_ids.to_pylist())}
     parts: dict[str, dict[str, list[int]]] = {}
     for row in pq.read_table(data / "beauty" / "sequences.parquet").to_pylist():
         items = [rows[item] for item in row["items"] if item in rows]
         parts.setdefault(row["user_id"], {})[row["split"]] = items
-    users = [one for one in parts.values() if len(one.get("test", ())) == 1 and len(one.get("train", ())) > 1]
-    trained = [np.array(one["train"]) for one in users[: scale.num_trained]]
+    trained = [np.array(one["train"]) for one in parts.values() if len(one["train"]) > 1][: scale.num_trained]
+    users = [one for one in parts.values() if one["test"] and len(one["train"]) > 1]
     chosen = [users[place] for place in np.random.default_rng(0).permutation(len(users))[: scale.num_users]]
-    asked = [np.array([*one["train"], *one.get("valid", ())]) for one in chosen]
+    asked = [np.array([*one["train"], *one["valid"]]) for one in chosen]
     return World(codes, ItemTrie.of(codes), trained, asked, np.array([one["test"][0] for one in chosen]))
 
 

@@ -221,7 +221,10 @@ class _Job:
         run.finish(is_held=bool(held_by))
         if held_by:
             told = "; ".join(map(gate_sentence, held_by))
-            raise RunHeld(f"run {run.run_id} is done but not published: {told}. Look at {run.report_path}")
+            raise RunHeld(
+                f"run {run.run_id} is done but not published: {told}. Look at {run.report_path}; after a change of the "
+                "limit the same command judges it again"
+            )
 
     def _kept(self, previous: pa.Table) -> np.ndarray:
         """Of each user the row of last night's list where it stays, int64; -1 where it does not."""
