@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers.utils import logging as transformers_logging
 
 from laserbatch.pipeline.decoding.drafters.trained import CARD_NAME, DrafterCard, layer_of
 from laserbatch.pipeline.decoding.model.folder import model_identity
@@ -70,6 +71,7 @@ def train_drafter(
         raise ConfigError(f"{folder} holds other things than a drafter ({min(there)}): give a new folder")
     start_s = time.perf_counter()
     torch.manual_seed(options.seed)
+    transformers_logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
     )

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from laserbatch.pipeline.errors import ModelError
 from laserbatch.pipeline.recommending.codes import ItemCodes
@@ -71,6 +72,7 @@ class Recommender:
 
 def new_model(sizes: tuple[int, ...], hidden_size: int, num_layers: int, seed: int) -> LlamaForCausalLM:
     """An untrained one over codes of levels of some sizes."""
+    transformers_logging.disable_progress_bar()
     torch.manual_seed(seed)
     num_heads = max(1, hidden_size // 64)
     config = LlamaConfig(
@@ -95,6 +97,7 @@ def load_recommender(folder: Path, device: str = "cpu") -> Recommender:
         card = RecommenderCard.model_validate(read_json(path))
     except ValidationError as error:
         raise ModelError(f"{path}: {explain(error, RecommenderCard)}; train it again") from None
+    transformers_logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
     )
