@@ -7,10 +7,11 @@ from markupsafe import Markup
 from laserbatch.jobs.formatting import count, decimal, rate, ratio, seconds
 from laserbatch.jobs.report.blocks import Note, Section, Table
 from laserbatch.jobs.report.page import KeyFigure, render
-from laserbatch.jobs.report.sides import sides_of
-from laserbatch.jobs.report.work import gates_section, provenance_section, samples_section
+from laserbatch.jobs.report.work import gates_section, provenance_section
 from laserbatch.pipeline.storage.atomic import write_text
 from laserbatch.pipeline.storage.manifest import RunManifest
+
+NUM_LAST = 5
 
 
 def write_lists_report(manifest: RunManifest, path: Path) -> None:
@@ -29,8 +30,14 @@ def write_lists_report(manifest: RunManifest, path: Path) -> None:
     ]  # fmt: skip
     rows = [{"Reason": reason, "Users": count(number)} for reason, number in figures.quarantine_reasons.items()]
     failed = Table("Users in quarantine", rows, ("Reason",)) if rows else Note("Nobody is in quarantine.")
+    samples = [
+        {"User": str(one.entity_id), "Last of the history": last_lines(one.prompt), "List, the best first": one.text}
+        for one in figures.samples
+    ]
+    words = ("User", "Last of the history", "List, the best first")
+    shown = Table("Lists", samples, words) if samples else Note("No user with a history is listed.")
     sections = [
-        Section("work", "Work", [failed]), gates_section(manifest), samples_section(sides_of(manifest)),
+        Section("work", "Work", [failed]), gates_section(manifest), Section("lists", "Some lists", [shown]),
         provenance_section(manifest),
     ]  # fmt: skip
     headline = Markup("<strong>{}</strong> of {} users got a new list").format(
@@ -38,3 +45,8 @@ def write_lists_report(manifest: RunManifest, path: Path) -> None:
     )
     title = f"Lists of {manifest.date.day} {manifest.date:%B %Y}"
     write_text(render(manifest, title, headline, key_figures, sections), path)
+
+
+def last_lines(text: str) -> str:
+    """The last few titles of a history, in a line."""
+    return ", ".join(text.splitlines()[-NUM_LAST:])

@@ -323,13 +323,15 @@ class _Job:
         columns = (self.tables.items[name].to_pylist() for name in ("item_id", "title"))
         titles = dict(zip(*columns, strict=True))
         samples = []
-        for batch in run.iter_knowledge("user", ["entity_id", "items"]):
+        for batch in run.iter_knowledge("user", ["entity_id", "items", "route"]):
+            batch = batch.filter(pc.equal(batch["route"], "history"))
             for row in batch.slice(0, NUM_SAMPLES - len(samples)).to_pylist():
                 user = pc.index(self.user_ids, pa.scalar(row["entity_id"], self.user_ids.type)).as_py()
                 shown = self.catalogue.item_ids.take(pa.array(self.histories[user])).to_pylist()
-                history, text = ("\n".join(str(titles.get(item)) for item in ids) for ids in (shown, row["items"]))
+                history = "\n".join(str(titles.get(item)) for item in shown)
+                text = ", ".join(str(titles.get(item)) for item in row["items"])
                 spans = [SampleSpan(text, "target")]
-                samples.append(SampleText(row["entity_id"], None, history or "no history", text, spans, None))
+                samples.append(SampleText(row["entity_id"], None, history, text, spans, None))
             if len(samples) == NUM_SAMPLES:
                 break
         return samples
