@@ -3,7 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
@@ -75,10 +75,10 @@ def settings_by_method(trained: Mapping[NightlyKind, Trained]) -> dict[str, Deco
 
 
 def settings_by_rule(small: Path, budgets: Sequence[int], length: int) -> dict[tuple[str, int], DecodingSettings]:
-    """Ways to draw at temperature 1 and judge, by rule and budget of draft tokens (RSD, section 5).
+    """Ways to draw at temperature 1 and judge, by rule and budget of draft tokens, all of one draft length.
 
-    First of one draft length, each rule with WIDTH draws a depth; then of one budget, in the width and length that the
-    rule's paper has for it: all rules the same ones.
+    As wide as the budget lets them be at that length (RSD, section 5, fixed budget); `leviathan` has one chain, and
+    `greedy`, whose budget is that chain, draws by the target's own noise.
     """
     found = {}
     for budget in budgets:
@@ -99,5 +99,5 @@ def sampled(small: Path, rule: str, **options) -> DecodingSettings:
 def made(settings: DecodingSettings, engine: Engine, pool, budget: Budget) -> Drafter:
     """The drafter that settings name, for an engine of a batch size."""
     named = settings.model_copy(update={"batch_size": engine.settings.batch_size})
-    models = replace(DraftModels.load(named, engine.loaded, engine.cache.max_tokens))
+    models = DraftModels.load(named, engine.loaded, engine.cache.max_tokens)
     return drafter_from(named, pool, budget, engine.num_draft_threads, models)

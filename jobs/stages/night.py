@@ -27,10 +27,10 @@ from laserbatch.pipeline.knowledge.histories import labels_of
 from laserbatch.pipeline.knowledge.templates import Labels, PromptTemplate
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.drafters import DrafterUsed
 from laserbatch.pipeline.storage.forgetting import unfinished_receipts
 from laserbatch.pipeline.storage.manifest import (
     AskedBy,
-    DrafterUsed,
     PoolFigures,
     PoolsUsed,
     RunManifest,
@@ -83,7 +83,8 @@ class Night:
     def decoding(self) -> DecodingSettings:
         """As configured, with the drafter that an earlier night has trained where this one drafts with it."""
         used = self.manifest.drafter
-        return self.settings.decoding if used is None else self.decoding_with(used)
+        is_there = used is not None and self.workspace.drafters.is_there(used.run_id)
+        return self.decoding_with(used) if is_there else self.settings.decoding
 
     def decoding_with(self, used: DrafterUsed) -> DecodingSettings:
         """As configured, with a drafter that was trained on a run, and as much drafted as in its trial."""
@@ -184,7 +185,7 @@ def open_night(
         pools = manifest.pools.version
         if pools is not None and not can_be_used(PoolStore(workspace.pools_folder), pools, settings.routing):
             manifest.pools = PoolsUsed()
-        if manifest.drafter is not None and not workspace.drafters.folder(manifest.drafter.run_id).is_dir():
+        if manifest.drafter is not None and not workspace.drafters.is_there(manifest.drafter.run_id):
             say(f"not drafting with the drafter of {manifest.drafter.run_id}, which is gone")
             manifest.drafter = None
         manifest.status = "running"

@@ -171,8 +171,7 @@ class _Job:
         earlier = [other for other in workspace.dated_runs() if other.date <= run.date and other.run_id != run.run_id]
         manifest.previous_run_id = earlier[-1].run_id if earlier else None
         manifest.force, manifest.inputs = force, describe(self.settings.tables.path)
-        parameters = sum(each.numel() for each in self.target.model.parameters())
-        manifest.model = ModelFigures(self.target.model_id, "float32", str(self.target.model.device), parameters)
+        manifest.model = self._model
         manifest.save()
         return manifest
 
@@ -195,7 +194,8 @@ class _Job:
             table = schema.empty_table() if previous is None else previous.take(pa.array(kept[kept >= 0])).cast(schema)
             info = self._info(planned[CARRIED], DecodingStats())
             finished[CARRIED] = run.write_shard("user", CARRIED, table, (), info)
-        lists = ListsBefore.of(previous, self.catalogue)
+        drafts = self.small is None and len(finished) <= len(shards)
+        lists = ListsBefore.of(previous if drafts else None, self.catalogue)
         with progress("recommend", len(self.user_ids)) as bar:
             bar.advance(sum(one.num_rows for one in finished.values()))
             for name, rows in shards.items():
@@ -250,10 +250,13 @@ class _Job:
         told = [f"{self.user_ids[user]} {self.fingerprints[user]}" for user in users.tolist()]
         return hashlib.sha256("\n".join(told).encode()).hexdigest()
 
+    @cached_property
+    def _model(self) -> ModelFigures:
+        model = self.target.model
+        return ModelFigures(self.target.model_id, "float32", str(model.device), model.num_parameters())
+
     def _info(self, digest: str, stats: DecodingStats) -> ShardInfo:
-        parameters = sum(each.numel() for each in self.target.model.parameters())
-        model = ModelFigures(self.target.model_id, "float32", str(self.target.model.device), parameters)
-        return ShardInfo(digest, "", stats, model, 1)
+        return ShardInfo(digest, "", stats, self._model, 1)
 
     def _write_shard(
         self, run: RunFolder, name: str, users: np.ndarray, lists: "ListsBefore", schema: pa.Schema, digest: str

@@ -71,11 +71,11 @@ def run_night(
                 names = " and ".join(night.changed_inputs)
                 say(f"{names} of that date changed since: --redo writes what this changes, in a run of its own")
             publish(night, publishing)
-            train_if_due(night)
+            train_if_due(night, was_finished=True)
         else:
             with recorded(night):
                 _do_stages(night, publishing)
-                train_if_due(night)
+                train_if_due(night, was_finished=False)
         return night
 
 

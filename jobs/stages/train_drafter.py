@@ -23,10 +23,10 @@ from laserbatch.pipeline.decoding.sequence import GenerationRequest, GenerationR
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.distributed.settings import usable_cores
 from laserbatch.pipeline.drafter_training.settings import Kind
-from laserbatch.pipeline.errors import ConfigError, WorkspaceError
+from laserbatch.pipeline.errors import PipelineError
 from laserbatch.pipeline.sides import SIDES, Side
-from laserbatch.pipeline.storage.drafters import DrafterTrial
-from laserbatch.pipeline.storage.manifest import DrafterUsed
+from laserbatch.pipeline.storage.drafters import DrafterTrial, DrafterUsed
+from laserbatch.retrieval_pools.errors import PoolError
 
 if TYPE_CHECKING:
     from laserbatch.pipeline.decoding.drafters.trained import DrafterCard
@@ -100,26 +100,29 @@ def _texts_of_run(night: Night, side: Side, num_wanted: int) -> "dict[str | int,
         }
 
 
-def train_if_due(night: Night) -> None:
-    """Train the nightly drafter on a finished run where one is due, try it, and keep it or not.
+def train_if_due(night: Night, was_finished: bool) -> None:
+    """Train the nightly drafter on a run that was just finished where one is due, try it, and keep it or not.
 
-    Killed, the night's command goes on with it. Too few texts, or a run that is gone, make no night fail.
+    Killed, the night's command goes on with it: with `was_finished` only what was begun is. The run is published
+    before, so what the training meets (too few texts, a model that no head fits) is said and makes no night fail.
     """
     options, store = night.settings.drafter_training, night.workspace.drafters
-    if options.kind is None or not _is_due(night):
+    folder = store.folder(night.run.run_id)
+    if options.kind is None or not (folder.is_dir() if was_finished else _is_due(night)):
+        return
+    if any(trial.run_id == night.run.run_id for trial in store.trials()):
         return
     rows = {side: planned_rows(night, side, min(NUM_TRIED, num_written(night, side) // 4)) for side in SIDES}
     if sum(map(len, rows.values())) < LEAST_TRIED:
         say(f"no drafter is trained: the night wrote too few texts, at least {4 * LEAST_TRIED} are needed")
         return
-    folder = store.folder(night.run.run_id)
     try:
         card = train_on_runs(night, options.kind, folder, options.num_texts, options.epochs, but=rows)
-    except (ConfigError, WorkspaceError) as error:
+        say("writing texts that were held back with the drafter and without it")
+        paces = _tried(night, folder, rows)
+    except (PipelineError, PoolError) as error:
         say(f"no drafter is trained: {error}")
         return
-    say("writing texts that were held back with the drafter and without it")
-    paces = _tried(night, folder, rows)
     before, shape = paces.pop(None), max(paces, key=lambda one: paces[one].tokens_per_s)
     gain = paces[shape].tokens_per_s / before.tokens_per_s
     trial = DrafterTrial(

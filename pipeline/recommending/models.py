@@ -92,7 +92,7 @@ def load_recommender(folder: Path, device: str = "cpu") -> Recommender:
     """Raises ModelError: the folder holds none."""
     path, weights = folder / CARD_NAME, folder / "model.safetensors"
     if not path.is_file() or not weights.is_file():
-        raise ModelError(f"{folder} holds no recommender: `laserbatch recommend train --out {folder}` makes one")
+        raise ModelError(f"{folder} holds no recommender: `laserbatch recommender train --out {folder}` makes one")
     try:
         card = RecommenderCard.model_validate(read_json(path))
     except ValidationError as error:

@@ -72,10 +72,7 @@ def train_recommender(
         return model(input_ids=ids, labels=labels, use_cache=False).loss
 
     _train(model, loss_of, [len(one) for one in windows], options, tell)
-    seconds = round(time.perf_counter() - start_s, 1)
-    card = card.model_copy(update={"num_histories": len(told), "training_seconds": seconds})
-    save_recommender(model, card, folder)
-    return card
+    return _saved(model, card, folder, len(told), start_s)
 
 
 def train_draft(
@@ -113,10 +110,7 @@ def train_draft(
         return draft_loss(kind, of_logs, of_lists)
 
     _train(model, loss_of, [len(one) for one in told], options, tell)
-    seconds = round(time.perf_counter() - start_s, 1)
-    card = card.model_copy(update={"num_histories": len(told), "training_seconds": seconds})
-    save_recommender(model, card, folder)
-    return card
+    return _saved(model, card, folder, len(told), start_s)
 
 
 def listed(target: Recommender, trie: ItemTrie, prompts: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -171,6 +165,13 @@ def _train(model, loss_of, lengths: Sequence[int], options: RecommenderOptions, 
         optimizer.step()
         tell(step + 1, len(batches), loss.item())
     model.eval()
+
+
+def _saved(model, card: RecommenderCard, folder: Path, num_histories: int, start_s: float) -> RecommenderCard:
+    seconds = round(time.perf_counter() - start_s, 1)
+    card = card.model_copy(update={"num_histories": num_histories, "training_seconds": seconds})
+    save_recommender(model, card, folder)
+    return card
 
 
 def _batches(lengths: Sequence[int], options: RecommenderOptions) -> Iterator[list[int]]:

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.atomic import read_json, remove_folder, write_json
 
-TRIAL_NAME = "trial.json"
+TRIAL_NAME, WEIGHTS_NAME = "trial.json", "model.safetensors"
 NUM_KEPT = 3  # newest that are kept with their weights
 
 
@@ -33,6 +33,16 @@ class DrafterTrial:
     training_seconds: float
 
 
+@dataclass(frozen=True)
+class DrafterUsed:
+    """The drafter, trained on an earlier run, that a run drafts with too; chosen when it begins, as pools are."""
+
+    run_id: str  # that it was trained on
+    kind: str
+    draft_width: int
+    max_draft_tokens: int
+
+
 _TRIAL = TypeAdapter(DrafterTrial)
 
 
@@ -45,13 +55,17 @@ class DrafterStore:
     def folder(self, run_id: str) -> Path:
         return self.root / run_id
 
+    def is_there(self, run_id: str) -> bool:
+        """Whether one can still be drafted with."""
+        return (self.folder(run_id) / WEIGHTS_NAME).is_file()
+
     def trials(self) -> list[DrafterTrial]:
         """Of every training that has ended, in the order of their runs. Raises WorkspaceError: one cannot be read."""
         return [_read(path) for path in sorted(self.root.glob(f"*/{TRIAL_NAME}"))]
 
     def kept(self, date: str, target: str) -> DrafterTrial | None:
-        """The newest for a model that is drafted with, of a date (YYYY-MM-DD) or an earlier one."""
-        fitting = [trial for trial in self.trials() if trial.is_kept and trial.target == target]
+        """The newest for a model that is kept and still there, of a date (YYYY-MM-DD) or an earlier one."""
+        fitting = [one for one in self.trials() if one.is_kept and one.target == target and self.is_there(one.run_id)]
         return next((trial for trial in reversed(fitting) if trial.run_id[:10] <= date), None)
 
     def end(self, trial: DrafterTrial) -> None:

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, Valida
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import canonical_json, read_json, write_json
+from laserbatch.pipeline.storage.drafters import DrafterUsed
 from laserbatch.pipeline.storage.stats import DecodingStats
 
 MANIFEST_VERSION = 1
@@ -67,16 +68,6 @@ class PoolsUsed:
     version: str | None = None
     user: PoolFigures | None = None
     item: PoolFigures | None = None
-
-
-@dataclass(frozen=True)
-class DrafterUsed:
-    """The drafter, trained on an earlier run, that a run drafts with too; chosen when it begins, as pools are."""
-
-    run_id: str  # that it was trained on
-    kind: str
-    draft_width: int
-    max_draft_tokens: int
 
 
 @dataclass(frozen=True)

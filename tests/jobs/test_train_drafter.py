@@ -86,6 +86,8 @@ def test_a_night_trains_a_drafter_that_the_next_one_drafts_with_and_that_is_forg
     assert "tokens/s over before" in laserbatch(capfd, first, "drafter", "list").stdout
     done = laserbatch(capfd, first, "forget", "--user", "u1", "--json")
     assert json.loads(done.stdout)["drafters"] == [trial.run_id, manifest.run_id] and not store.trials()
+    done = laserbatch(capfd, first, "nightly", "--date", SECOND_DATE)  # finished; what it drafted with is gone
+    assert done.returncode == 0 and "training" not in done.stderr, done.stderr
 
 
 def test_what_is_due_and_what_is_kept(tmp_path):
@@ -97,7 +99,8 @@ def test_what_is_due_and_what_is_kept(tmp_path):
         store.folder(trial.run_id).mkdir(parents=True)
         (store.folder(trial.run_id) / "model.safetensors").write_bytes(b"w")
         store.end(trial)
-    assert [store.kept(f"2025-03-{day:02}", "target").run_id[:10] for day in (2, 6)] == ["2025-03-02", "2025-03-04"]
-    assert store.kept("2025-02-28", "target") is None
+    kept = {day: store.kept(f"2025-03-{day:02}", "target") for day in (2, 3, 6)}
+    assert kept[2] is None  # its weights, and those before, have made room: an older night drafts with none
+    assert [kept[day].run_id[:10] for day in (3, 6)] == ["2025-03-03", "2025-03-04"]
     with_weights = sorted(path.parent.name[:10] for path in tmp_path.glob("*/model.safetensors"))
     assert with_weights == ["2025-03-03", "2025-03-04", "2025-03-06"] and len(store.trials()) == 6
