@@ -21,7 +21,7 @@ from laserbatch.jobs.console import say, summary
 from laserbatch.jobs.events import read_events
 from laserbatch.jobs.formatting import counted
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, Settings, load_settings
-from laserbatch.jobs.stages.publishing import forget_delivered
+from laserbatch.jobs.stages.publishing import delivery_uri, forget_delivered
 from laserbatch.pipeline.errors import PipelineError, WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import (
@@ -233,9 +233,11 @@ def _remove(workspace: Workspace, settings: Settings, wanted: Ids, receipt: Rece
     left = {path: rows for path, rows in rows_of(workspace.root, wanted)[0].items()}
     if left:
         raise WorkspaceError(f"{workspace.root} still holds rows of who is to be forgotten: {left}; remove those files")
-    receipt.delivered |= forget_delivered(workspace, settings.deliver_to)
-    events = [event for run in workspace.runs() for event in read_events(run.events_path)]
-    receipt.not_reached = sorted({one["to"] for one in events if one["event"] == "delivered"} - {settings.deliver_to})
+    uris = [delivery_uri(one, settings.deliver_to) for one in (workspace, *workspace.recommendations())]
+    for one, uri in zip((workspace, *workspace.recommendations()), uris, strict=True):
+        receipt.delivered |= forget_delivered(one, uri)
+    events = [event for run in runs.values() for event in read_events(run.events_path)]
+    receipt.not_reached = sorted({one["to"] for one in events if one["event"] == "delivered"} - {*uris})
     receipt.is_done = True
     receipt.save()
 

@@ -31,7 +31,7 @@ def recommend(
 
     Example: `laserbatch recommend --config laserbatch.yaml --date 2025-03-01`
     """
-    from laserbatch.jobs.stages.recommend import LISTS_NAME, recommend
+    from laserbatch.jobs.stages.recommend import recommend
 
     settings = load_settings(config, {"workspace": workspace})
     manifest = recommend(settings, parse_date(date), force)
@@ -45,7 +45,7 @@ def recommend(
             "without_a_history": figures.routes.get("popular", 0),
             "forwards_saved": stats.num_accepted,
             "seconds": stats.wall_s,
-            "lists": str(folder / LISTS_NAME),
+            "lists": str(folder / "lists.parquet"),
             "report": str(folder / "report.html"),
         },
         as_json,

@@ -11,7 +11,7 @@ from laserbatch.jobs.console import print_table, say, summary
 from laserbatch.jobs.formatting import count, counted
 from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings, open_workspace
-from laserbatch.jobs.stages.publishing import deliver, let_readers_see, use_pools_of
+from laserbatch.jobs.stages.publishing import deliver, delivery_uri, let_readers_see, use_pools_of
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import leftovers, remove_folder, remove_leftovers, size_bytes
@@ -143,7 +143,7 @@ def publish(
         if not (folder.is_finished or folder.is_held):
             raise WorkspaceError(f"run {run} is not finished; `laserbatch nightly --date {folder.date}` finishes it")
         let_readers_see(opened, folder.run_id)
-        deliver(opened, settings.deliver_to, is_asked=True)
+        deliver(opened, delivery_uri(opened, settings.deliver_to), is_asked=True)
     summary({"published": folder.run_id, "published_before": before}, as_json)
 
 
@@ -162,7 +162,7 @@ def rollback(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, a
         opened.withdraw()
         published = opened.pointed_to()
         use_pools_of(opened, published)
-        deliver(opened, settings.deliver_to, is_asked=True)
+        deliver(opened, delivery_uri(opened, settings.deliver_to), is_asked=True)
     summary({"published": published, "taken_back": taken_back}, as_json)
 
 
@@ -193,10 +193,11 @@ def gc(
         remains = [path for folder in swept for path in leftovers(folder)]
         num_bytes = sum(map(size_bytes, [*(run.root for run in old), *remains]))
         if not dry_run:
-            if settings.deliver_to and old:
-                deliver(opened, settings.deliver_to)
-                for run_id in Destination.at(settings.deliver_to).remove([run.run_id for run in old]):
-                    say(f"removed from {settings.deliver_to}: {run_id}")
+            uri = delivery_uri(opened, settings.deliver_to)
+            if uri and old:
+                deliver(opened, uri)
+                for run_id in Destination.at(uri).remove([run.run_id for run in old]):
+                    say(f"removed from {uri}: {run_id}")
             for one in [*old, *(tried if experiments else ())]:
                 remove_folder(one.root)
             for folder in swept:

@@ -36,8 +36,13 @@ def workspace_state(workspace: Workspace, now: datetime.datetime) -> dict[str, A
     """What there is to say at a moment; times are ISO 8601 (UTC), ages in seconds.
 
     `state` is "running", "idle", or "died": the last attempt is gone and said no end. `run` is the run that is under
-    way or was last, None before the first; of a running one `progress` has what is being counted.
+    way or was last, None before the first; of a running one `progress` has what is being counted. `lists`
+    says the same of the nightly lists, None where there are none.
     """
+    return _state(workspace, now) | {"lists": next((_state(one, now) for one in workspace.recommendations()), None)}
+
+
+def _state(workspace: Workspace, now: datetime.datetime) -> dict[str, Any]:
     holder, since = _holder(workspace)
     run = max(workspace.runs(), key=_touched, default=None)
     return {
@@ -140,7 +145,15 @@ def _iso(seconds_since_1970: float) -> str:
     return datetime.datetime.fromtimestamp(seconds_since_1970, datetime.UTC).isoformat(timespec="seconds")
 
 
-def _told(state: dict[str, Any]) -> dict[str, str]:
+def _told(state: dict[str, Any]) -> dict[str, Any]:
+    """The state as lines for a person."""
+    told = _told_of(state)
+    if state["lists"] is not None:
+        told["lists of items"] = _told_of(state["lists"])
+    return told
+
+
+def _told_of(state: dict[str, Any]) -> dict[str, str]:
     """The state as lines for a person."""
     run, published = state["run"], state["published"]
     told = {"workspace": state["workspace"], "state": state["state"]}

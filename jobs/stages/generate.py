@@ -24,7 +24,7 @@ from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.distributed.actors import ShardAbandoned, run_shards
 from laserbatch.pipeline.distributed.loading import TOKEN_FILE
-from laserbatch.pipeline.distributed.spec import WorkerSpec
+from laserbatch.pipeline.distributed.spec import TextSpec
 from laserbatch.pipeline.errors import RunFailed, WorkspaceError
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.planning.drift import ItemClusters
@@ -36,7 +36,6 @@ from laserbatch.pipeline.planning.plan import (
     drop_plan,
     load_plan,
     open_plan,
-    read_shard,
     write_shard_plan,
 )
 from laserbatch.pipeline.planning.planner import FIRST_TEXTS, Keep, plan_side, shared_fingerprint
@@ -45,7 +44,7 @@ from laserbatch.pipeline.planning.refresh import BUDGET
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.manifest import ShardRecord, SideFigures, WorkerFigures
 from laserbatch.pipeline.storage.parquet import read_parquet
-from laserbatch.pipeline.storage.quarantine import QuarantineRow, count_reasons
+from laserbatch.pipeline.storage.quarantine import count_reasons
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
 
@@ -68,7 +67,7 @@ def plan_night(night: Night, folder: RunFolder) -> dict[Side, SidePlan]:
     return _Pass(night, folder, night.decoding)._plans()[0]
 
 
-def plan_one(night: Night, folder: RunFolder, side: Side) -> tuple[SidePlan, WorkerSpec]:
+def plan_one(night: Night, folder: RunFolder, side: Side) -> tuple[SidePlan, TextSpec]:
     """The plan of a side, made in a folder that need not be the run's, and what a worker needs to write it there."""
     planned = _Pass(night, folder, night.decoding)
     return planned._plan(side)[0], planned._worker_spec()
@@ -285,13 +284,13 @@ class _Pass:
         )
         return abandoned
 
-    def _worker_spec(self) -> WorkerSpec:
+    def _worker_spec(self) -> TextSpec:
         night, settings, decoding = self.night, self.night.settings, self.decoding
         version = None if self.is_plain else night.manifest.pools.version
         pool_dirs = {} if self.is_plain else night.pool_folders()
         if decoding.adapter is not None:
             decoding = decoding.model_copy(update={"adapter": str(Path(decoding.adapter).resolve())})
-        return WorkerSpec(
+        return TextSpec(
             run_id=night.run.run_id,
             run_dir=self.folder.root.resolve(),
             model_dir=settings.model_dir.resolve(),
@@ -307,7 +306,7 @@ class _Pass:
         """Close a side: its quarantine in one file, old texts of who is in it kept, and nobody missing."""
         night, folder, side = self.night, self.folder, plan.side
         entity_ids = night.tables.entities(side)[f"{side}_id"]
-        lost_rows = [row for lost in abandoned if lost.shard.side == side for row in _abandoned_rows(lost, folder)]
+        lost_rows = [row for lost in abandoned if lost.shard.side == side for row in lost.rows(folder.root)]
         folder.merge_quarantine(side, finished.values(), lost_rows, entity_ids.type)
         quarantine = folder.read_quarantine(side, ["entity_id", "reason"])
         num_kept = self._keep_stale(side, quarantine["entity_id"]) if quarantine.num_rows else 0
@@ -387,11 +386,6 @@ def _written_tonight(night: Night, side: Side) -> pa.Array | None:
     paths = [] if plan is None else [night.run.root / shard.path for shard in plan.shards]
     ids = [read_parquet(path, ["entity_id"])["entity_id"] for path in paths]
     return pa.chunked_array([chunk for part in ids for chunk in part.chunks]).combine_chunks() if ids else None
-
-
-def _abandoned_rows(lost: ShardAbandoned, folder: RunFolder) -> Iterable[QuarantineRow]:
-    for row in read_shard(folder.root / lost.shard.path):
-        yield QuarantineRow.of(row.entity_id, lost.shard.side, lost.reason, row.fingerprint)
 
 
 def _stats(records: Iterable[ShardRecord]) -> DecodingStats:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -58,10 +59,21 @@ def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, d
     if settings.tables.path is None:
         raise ConfigError("no input tables: set tables.path in the configuration; `laserbatch init TABLES` writes one")
     _require_files(settings)
+    inputs, tables = sound_tables(settings, date, partial(check_inputs, settings.tables.path, settings))
+    return inputs | _described_embeddings(settings, tables), tables
+
+
+def sound_tables(
+    settings: Settings, date: datetime.date, check: Callable[[Callable[[], IdsBefore | None]], list[Finding]]
+) -> tuple[dict[str, dict[str, Any]], Tables]:
+    """The tables as known on a date, checked and described for a manifest; raises TableError, which names all faults.
+
+    `check` says what is wrong with them, given what finds the ids that interactions have.
+    """
     with ThreadPoolExecutor(1) as aside:  # what is read of faulty tables is not looked at
         scratch = settings.workspace if settings.workspace.is_dir() else None
         reading = aside.submit(read_tables, settings.tables.path, date, scratch)
-        findings = check_inputs(settings.tables.path, settings, lambda: _ids_before(date, reading))
+        findings = check(lambda: _ids_before(date, reading))
     require_sound(findings, settings.tables.path)
     for warning in findings:
         say(str(warning))
@@ -75,7 +87,7 @@ def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, d
     for name in sc.TABLE_NAMES:
         inputs[name]["known_sha256"] = _content_sha256(getattr(tables, name))
     tables.let_go()
-    return inputs | _described_embeddings(settings, tables), tables
+    return inputs, tables
 
 
 def _require_files(settings: Settings) -> None:

@@ -4,9 +4,8 @@ import copy
 import datetime
 import os
 import platform
-import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from importlib.metadata import version
@@ -16,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from laserbatch.jobs.console import say
-from laserbatch.jobs.events import emit
+from laserbatch.jobs.recording import stage
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, changed_inputs, checked_inputs, needs_a_model
 from laserbatch.pipeline.decoding.model.folder import model_identity
@@ -110,16 +109,9 @@ class Night:
             router = Router.load(self.pools.folder(version) / "router" / side, self.settings.routing)
         return side_routes(router, self.tables, side)
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str) -> AbstractContextManager[None]:
         """Time a stage into the manifest, which is saved when it ends well."""
-        start_s = time.perf_counter()
-        emit("stage_begin", stage=name)
-        yield
-        took_s = time.perf_counter() - start_s
-        emit("stage_end", stage=name, seconds=took_s)
-        self.manifest.add_stage(name, took_s)
-        self.manifest.save()
+        return stage(self.manifest, name)
 
 
 def parse_date(text: str) -> datetime.date:

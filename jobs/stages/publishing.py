@@ -5,10 +5,11 @@ from pathlib import Path
 from laserbatch.jobs.console import say
 from laserbatch.jobs.events import emit
 from laserbatch.jobs.formatting import counted
+from laserbatch.jobs.report.lists import write_lists_report
 from laserbatch.jobs.report.page import write_report
 from laserbatch.pipeline.errors import ConfigError, PipelineError, WorkspaceError
 from laserbatch.pipeline.storage.delivery import Destination
-from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.pipeline.storage.workspace import RECOMMENDATIONS, Workspace
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.store import PoolStore
 
@@ -23,7 +24,10 @@ def let_readers_see(workspace: Workspace, run_id: str) -> None:
         manifest = run.load_manifest()
         manifest.status = "success"
         manifest.save()
-        write_report(manifest, run.report_path)
+        if run.lists_path.exists():
+            write_lists_report(manifest, run.report_path)
+        else:
+            write_report(manifest, run.report_path)
         run.finish()
     use_pools_of(workspace, run_id)
     workspace.publish(run_id)
@@ -37,10 +41,18 @@ def mend_pointer(workspace: Workspace) -> None:
 
 def use_pools_of(workspace: Workspace, run_id: str) -> None:
     """Have the next night draft from the pools of a run; where they are gone or damaged it is said, and none change."""
+    if workspace.root.name == RECOMMENDATIONS:
+        return
     try:
         PoolStore(workspace.pools_folder).use(run_id)
     except PoolError as error:
         say(f"the pools stay as they are: {error} `laserbatch pools rebuild --run {run_id}` builds them again")
+
+
+def delivery_uri(workspace: Workspace, deliver_to: str | None) -> str | None:
+    """Where a workspace's runs go to by the setting: lists of items to a folder beside texts and features."""
+    is_of_lists = workspace.root.name == RECOMMENDATIONS
+    return f"{deliver_to.rstrip('/')}/{RECOMMENDATIONS}" if deliver_to and is_of_lists else deliver_to
 
 
 def deliver(workspace: Workspace, uri: str | None, is_asked: bool = False) -> None:

@@ -1,354 +1,355 @@
 """The nightly lists: each user's best items by a recommender over codes, in runs of their own beside those of texts.
 
-A run is a folder as any other, in the workspace `recommendations/` within the workspace. Its plan follows from tables,
-model and the run before alone, so that a killed run finds its shards again. Who has the same history keeps the list,
-unless one of its items has left the catalogue; who has none gets what most others have.
+A run is a folder as any other, in the workspace `recommendations/` within the workspace. Who has the same history keeps
+the list, unless one of its items has left the catalogue; who has none gets what most others have. The others are given
+to workers in shards; `pipeline/distributed/list_worker.py` is one.
 """
 
 import datetime
-import hashlib
-import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
-from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
 
 from laserbatch.jobs.console import progress, say
+from laserbatch.jobs.events import emit
 from laserbatch.jobs.failures import end_at_sigterm
 from laserbatch.jobs.gates import gate_sentence, holding, judge
+from laserbatch.jobs.recording import recorded, stage
 from laserbatch.jobs.report.lists import write_lists_report
 from laserbatch.jobs.settings import Settings
+from laserbatch.jobs.stages.inputs import changed_inputs, sound_tables
+from laserbatch.jobs.stages.listed import Lists
 from laserbatch.jobs.stages.night import describe_machine
-from laserbatch.jobs.stages.publishing import mend_pointer
-from laserbatch.pipeline.distributed.settings import usable_cores
-from laserbatch.pipeline.errors import ConfigError, RunHeld
-from laserbatch.pipeline.knowledge.histories import Histories
-from laserbatch.pipeline.recommending.beams import BeamDrafter, search
-from laserbatch.pipeline.recommending.code_trees import CodeTrees
-from laserbatch.pipeline.recommending.codes import read_codes
-from laserbatch.pipeline.recommending.drafters import ListedItems, ModelBeams
-from laserbatch.pipeline.recommending.item_trie import ItemTrie
-from laserbatch.pipeline.recommending.lists import ListsBefore, flat_lists, lists_schema
-from laserbatch.pipeline.recommending.models import CODES_NAME, load_recommender
+from laserbatch.jobs.stages.publishing import deliver, delivery_uri, let_readers_see, mend_pointer
+from laserbatch.jobs.stages.workers import NightWorkers
+from laserbatch.pipeline.distributed.actors import Crew, ShardAbandoned, run_shards
+from laserbatch.pipeline.distributed.cluster import end_leftovers
+from laserbatch.pipeline.distributed.loading import TOKEN_FILE
+from laserbatch.pipeline.distributed.spec import ListSpec
+from laserbatch.pipeline.errors import ConfigError, RunHeld, WorkspaceError
+from laserbatch.pipeline.planning.plan import (
+    CARRIED_SHARD,
+    KEPT_SHARD,
+    Shard,
+    SidePlan,
+    load_plan,
+    open_plan,
+    write_shard_plan,
+)
+from laserbatch.pipeline.recommending.card import CODES_NAME, KnownRecommender, known_recommender
+from laserbatch.pipeline.recommending.codes import ItemCodes, read_codes
+from laserbatch.pipeline.recommending.lists import CATALOGUE_PATH, flat_lists
+from laserbatch.pipeline.recommending.planned import kept_lists, listed_drafts, stale_lists
 from laserbatch.pipeline.storage.atomic import remove_folder
 from laserbatch.pipeline.storage.manifest import (
+    BudgetFigures,
+    BudgetForecast,
     GateFigures,
-    ModelFigures,
     RunManifest,
     SampleSpan,
     SampleText,
-    ShardInfo,
     ShardRecord,
     SideFigures,
+    WorkerFigures,
     make_run_id,
 )
 from laserbatch.pipeline.storage.parquet import write_parquet
-from laserbatch.pipeline.storage.quarantine import QuarantineRow, count_reasons
+from laserbatch.pipeline.storage.quarantine import count_reasons
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import RECOMMENDATIONS, Workspace
-from laserbatch.pipeline.tables.read import Tables, describe, read_tables
+from laserbatch.pipeline.tables.check import check_tables
 
-LISTS_NAME = "lists.parquet"  # user_id, rank from 1, item_id, score
 SHARD_BATCHES = 8
-CARRIED = "carried"
 NUM_SAMPLES = 3
+LEAST_TRIED = 10  # shards of a night, below which what drafts gain would not repay trying them
+LEAST_GAIN = 1.03  # over plain beams, for anything to be drafted
 
 
 def recommend(settings: Settings, date: datetime.date, force: bool = False) -> RunManifest:
     """The lists of a date, published; a finished run is left as it is, unless `force` asks for another edition.
 
-    Raises ConfigError, ModelError, TableError for what cannot be recommended from, RunHeld where a gate keeps it back.
+    Raises ConfigError, ModelError, TableError for what cannot be recommended from, WorkspaceError where an unfinished
+    run was started from other inputs, RunHeld where a gate keeps it back.
     """
-    tables = read_tables(settings.tables.path, as_of=date)
-    job = _Job(settings, date, tables)
+    if settings.recommending.model is None:
+        raise ConfigError("recommending.model names no recommender; `laserbatch recommender train` makes one")
+    if settings.tables.path is None:
+        raise ConfigError("no input tables: set tables.path in the configuration; `laserbatch init TABLES` writes one")
+    target, catalogue_codes = _known_models(settings)
+    check = partial(check_tables, settings.tables.path, None, settings.gates.max_failed_share)
+    inputs, tables = sound_tables(settings, date, check)
+    lists = Lists(settings, tables, target, catalogue_codes)
     workspace = Workspace.open(Workspace.open(settings.workspace).root / RECOMMENDATIONS)
     with workspace.lock():
         mend_pointer(workspace)
-        manifest = job.opened(workspace, force)
+        end_leftovers(workspace.root)
+        manifest = _opened(workspace, settings, lists, date, inputs, force)
         run = workspace.run(manifest.run_id)
         if run.is_finished:
             say(f"run {run.run_id} is finished already; --force makes every list again")
         else:
-            job.write(workspace, run, manifest)
-        _publish(workspace, run)
-        _collect(workspace, settings.recommending.keep_runs)
+            with recorded(manifest):
+                _write(workspace, run, manifest, lists)
+        _publish(workspace, run, settings)
+        for old in _old_runs(workspace, settings.recommending.keep_runs):
+            remove_folder(old.root)
     return manifest
 
 
-@dataclass
-class _Job:
-    settings: Settings
-    date: datetime.date
-    tables: Tables
+def _known_models(settings: Settings) -> tuple[KnownRecommender, ItemCodes]:
+    """The recommender and the codes that it knows, without its weights."""
+    options = settings.recommending
+    target, codes = known_recommender(options.model), read_codes(options.model / CODES_NAME)
+    target.require(codes)
+    if options.draft_model is not None:
+        known_recommender(options.draft_model).require_drafts_for(target)
+    return target, codes
 
-    def __post_init__(self) -> None:
-        options = self.settings.recommending
-        if options.model is None:
-            raise ConfigError("recommending.model names no recommender; `laserbatch recommender train` makes one")
-        torch.set_num_threads(usable_cores())
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.target = load_recommender(options.model, device)
-        self.small = None if options.draft_model is None else load_recommender(options.draft_model, device)
-        codes = read_codes(options.model / CODES_NAME)
-        self.target.require(codes)
-        if self.small is not None:
-            self.small.require_drafts_for(self.target)
-        item_ids = self.tables.items["item_id"].combine_chunks()
-        self.catalogue = codes.of_catalogue(item_ids)
-        if num_unknown := len(item_ids) - len(self.catalogue):
-            say(f"{num_unknown} items that came since the recommender was trained are not listed: they have no codes")
-        if options.num_items > len(self.catalogue):
-            raise ConfigError(
-                f"recommending.num_items {options.num_items} is more than the {len(self.catalogue)} items of the "
-                "catalogue that have codes: ask for fewer"
+
+def _opened(
+    workspace: Workspace, settings: Settings, lists: Lists, date: datetime.date, inputs: Mapping[str, Any], force: bool
+) -> RunManifest:
+    """The manifest of the newest run of the date, or of another edition where that is finished and `force` asks."""
+    identity = {
+        "tables": settings.tables.model_dump(mode="json", exclude={"path"}),
+        "num_items": settings.recommending.num_items,
+        "model": lists.target.model_id,
+    }
+    edition = 1
+    while workspace.run(make_run_id(date, identity, edition + 1)).manifest_path.exists():
+        edition += 1
+    run = workspace.run(make_run_id(date, identity, edition))
+    if force and (run.is_finished or run.is_held):
+        edition += 1
+        run = workspace.run(make_run_id(date, identity, edition))
+    if run.manifest_path.exists():
+        manifest = RunManifest.load(run.manifest_path)
+        if not run.is_finished and (changed := changed_inputs(manifest.inputs, inputs)):
+            raise WorkspaceError(
+                f"run {run.run_id} was started from other inputs ({', '.join(changed)} changed since); restore them to "
+                f"finish it, or delete {run.root} to start it anew"
             )
-        self.trie = ItemTrie.of(self.catalogue)
-        self._catalogue_row = self.catalogue.rows_of(item_ids)  # of each row of the item table
-
-    @property
-    def user_ids(self) -> pa.Array:
-        return self.tables.users["user_id"].combine_chunks()
-
-    @cached_property
-    def histories(self) -> list[np.ndarray]:
-        """Catalogue rows of what each user has done, the oldest first, as many as the model is shown."""
-        known = Histories(self.tables)
-        places, starts = known.newest(np.arange(len(self.user_ids)), len(self.tables.interactions))
-        rows = self._catalogue_row[known.items(places)]
-        found = [rows[start:stop] for start, stop in pairwise(starts)]
-        return [one[one >= 0][-self.target.card.history :] for one in found]
-
-    @cached_property
-    def popular(self) -> tuple[np.ndarray, np.ndarray]:
-        """Catalogue rows of the items that most histories have, the most of all first, and how many have each."""
-        listed = np.concatenate([np.empty(0, np.int64), *(np.unique(one) for one in self.histories)])
-        counts = np.bincount(listed, minlength=len(self.catalogue))
-        rows = np.argsort(-counts, kind="stable")[: self.settings.recommending.num_items]
-        return rows, counts[rows].astype(float)
-
-    @cached_property
-    def fingerprints(self) -> list[str]:
-        """Of what each user's list follows from."""
-        asked = f"{self.target.model_id} {self.settings.recommending.num_items}".encode()
-        popular = b"popular" + self._named(self.popular[0])
-        return [
-            hashlib.blake2b(asked + (self._named(one) if len(one) else popular), digest_size=16).hexdigest()
-            for one in self.histories
-        ]
-
-    def _named(self, rows: np.ndarray) -> bytes:
-        return self.catalogue.codes[rows].tobytes()
-
-    def opened(self, workspace: Workspace, force: bool) -> RunManifest:
-        """The manifest of the newest run of the date, or of another edition where that is finished and `force` asks."""
-        options = self.settings.recommending
-        identity = {
-            "tables": self.settings.tables.model_dump(mode="json", exclude={"path"}),
-            "num_items": options.num_items,
-            "model": self.target.model_id,
-        }
-        edition = 1
-        while workspace.run(make_run_id(self.date, identity, edition + 1)).manifest_path.exists():
-            edition += 1
-        run = workspace.run(make_run_id(self.date, identity, edition))
-        if run.is_finished and force:
-            edition += 1
-            run = workspace.run(make_run_id(self.date, identity, edition))
-        if run.manifest_path.exists():
-            return RunManifest.load(run.manifest_path)
-        told = self.settings.model_dump(mode="json", include={"tables", "recommending"})
-        manifest = RunManifest.create(
-            run.manifest_path, self.date, told, version("laserbatch"), describe_machine(), edition, identity
-        )
-        earlier = [other for other in workspace.dated_runs() if other.date <= run.date and other.run_id != run.run_id]
-        manifest.previous_run_id = earlier[-1].run_id if earlier else None
-        manifest.force, manifest.inputs = force, describe(self.settings.tables.path)
-        manifest.model = self._model
-        manifest.save()
         return manifest
+    told = settings.model_dump(mode="json", include={"tables", "recommending"})
+    manifest = RunManifest.create(
+        run.manifest_path, date, told, version("laserbatch"), describe_machine(), edition, identity
+    )
+    earlier = [other for other in workspace.dated_runs() if other.date <= run.date and other.run_id != run.run_id]
+    manifest.previous_run_id = earlier[-1].run_id if earlier else None
+    manifest.force, manifest.inputs = force, dict(inputs)
+    manifest.save()
+    return manifest
 
-    def write(self, workspace: Workspace, run: RunFolder, manifest: RunManifest) -> None:
-        """Make the lists that are not there yet, check that nobody is missing, and finish the run."""
-        start_s = time.perf_counter()
-        schema = lists_schema(self.user_ids.type, self.catalogue.item_ids.type)
-        previous = None
-        if manifest.previous_run_id is not None:
-            before = workspace.run(manifest.previous_run_id)
-            previous = pa.Table.from_batches(before.iter_knowledge("user", schema.names))
-        kept = np.full(len(self.user_ids), -1) if manifest.force or previous is None else self._kept(previous)
-        shards = {f"{number:05d}": rows for number, rows in enumerate(self._shards(np.flatnonzero(kept < 0)))}
-        finished = run.finished_shards("user")
-        planned = {name: self._digest(rows) for name, rows in shards.items()}
-        planned[CARRIED] = self._digest(np.flatnonzero(kept >= 0))
-        finished = {n: one for n, one in finished.items() if one.info and one.info.planned_sha256 == planned.get(n)}
-        run.drop_unfinished("user", finished)
-        if CARRIED not in finished:
-            table = schema.empty_table() if previous is None else previous.take(pa.array(kept[kept >= 0])).cast(schema)
-            info = self._info(planned[CARRIED], DecodingStats())
-            finished[CARRIED] = run.write_shard("user", CARRIED, table, (), info)
-        drafts = self.small is None and len(finished) <= len(shards)
-        lists = ListsBefore.of(previous if drafts else None, self.catalogue)
-        with progress("recommend", len(self.user_ids)) as bar:
-            bar.advance(sum(one.num_rows for one in finished.values()))
-            for name, rows in shards.items():
-                if name not in finished:
-                    end_at_sigterm()
-                    finished[name] = self._write_shard(run, name, rows, lists, schema, planned[name])
-                    bar.advance(len(rows))
-        run.merge_quarantine("user", finished.values(), (), self.user_ids.type)
-        run.require_every_entity("user", pa.chunked_array([self.user_ids]))
-        write_parquet(flat_lists(run, schema), run.root / LISTS_NAME)
-        manifest.sides = {"user": self._figures(run, finished)}
-        before = 0 if previous is None else previous.num_rows
-        coverage = None if not before else (len(self.user_ids) - manifest.sides["user"].num_quarantined) / before
-        failed = manifest.sides["user"].num_quarantined / max(1, len(self.user_ids))
-        told = "no run before" if coverage is None else ""
-        measured = GateFigures("quarantine", "user", failed), GateFigures("coverage", "user", coverage, told=told)
-        manifest.gates = judge(measured, self.settings.gates)
-        manifest.add_stage("recommend", time.perf_counter() - start_s)
-        held_by = holding(manifest.gates)
-        manifest.status = "held" if held_by else "success"
+
+def _write(workspace: Workspace, run: RunFolder, manifest: RunManifest, lists: Lists) -> None:
+    """Make the lists that are not there yet, check that nobody is missing, and finish the run."""
+    previous, schema = lists.schema.empty_table(), lists.schema
+    if manifest.previous_run_id is not None:
+        before = workspace.run(manifest.previous_run_id)
+        previous = pa.Table.from_batches(before.iter_knowledge("user", schema.names)).cast(schema)
+    with stage(manifest, "plan"):
+        (run.root / TOKEN_FILE).unlink(missing_ok=True)  # of an attempt that was killed
+        write_parquet(pa.table({"item_id": lists.catalogue.item_ids}), run.root / CATALOGUE_PATH)
+        plan, finished = open_plan(run, "user", lambda: _plan(run, manifest, lists, previous))
+    with stage(manifest, "recommend"):
+        pending, abandoned = [shard for shard in plan.shards if shard.name not in finished], []
+        if pending:
+            abandoned = _hand_out(workspace, run, manifest, lists, pending, finished)
+    with stage(manifest, "gather"):
+        plan = load_plan(run.root, "user") or plan  # with halves of shards
+        more = [row for lost in abandoned for row in lost.rows(run.root)]
+        run.merge_quarantine("user", finished.values(), more, lists.user_ids.type)
+        failed = run.read_quarantine("user", ["entity_id"])["entity_id"].combine_chunks()
+        stale = stale_lists(previous, failed.cast(lists.user_ids.type), lists.catalogue)
+        if stale.num_rows:
+            run.write_shard("user", KEPT_SHARD, stale)
+        run.require_every_entity("user", pa.chunked_array([lists.user_ids]))
+        write_parquet(flat_lists(run, schema), run.lists_path)
+        manifest.sides = {"user": _figures(run, manifest, lists, plan, finished, stale.num_rows)}
+    _close(run, manifest, lists.settings, previous.num_rows)
+
+
+def _plan(run: RunFolder, manifest: RunManifest, lists: Lists, previous: pa.Table) -> SidePlan:
+    """Write what needs no model, and the shards of what does; users side by side have histories of like length."""
+    user_ids, options = lists.user_ids, lists.settings.recommending
+    with progress("plan lists", len(user_ids)) as bar:
+        lengths = np.array([len(one) for one in lists.histories], np.int64)
+        kept = np.full(len(user_ids), -1)
+        if not manifest.force:
+            kept = kept_lists(previous, user_ids, lists.fingerprints, lists.catalogue)
+        popular = np.flatnonzero((kept < 0) & (lengths == 0))
+        carried = pa.concat_tables(
+            [previous.take(pa.array(kept[kept >= 0])), lists.popular_lists(popular, manifest.run_id)]
+        )
+        run.write_shard("user", CARRIED_SHARD, carried)
+        users = np.flatnonzero((kept < 0) & (lengths > 0))
+        users = users[np.argsort(lengths[users], kind="stable")]
+        last = np.array([lists.histories[user][-1] for user in users.tolist()], np.int64)
+        most = max(options.num_drafted or 0, 4 * options.num_items)
+        chosen = user_ids.take(pa.array(users))
+        rows = pa.table(
+            {
+                "entity_id": chosen,
+                "history": pa.array([lists.histories[user] for user in users.tolist()], pa.list_(pa.int32())),
+                "drafts": listed_drafts(previous, chosen, last, lists.catalogue, most),
+                "fingerprint": lists.fingerprints.take(pa.array(users)),
+                "group": lists.catalogue.item_ids.take(pa.array(last)).cast(pa.string()),  # whose users' lists draft
+            }
+        )
+        size = SHARD_BATCHES * options.batch_size
+        parts = [rows.slice(start, size) for start in range(0, rows.num_rows, size)]
+        shards = tuple(write_shard_plan("user", number, part, run.root, False) for number, part in enumerate(parts))
+        bar.advance(len(user_ids))
+    routes = {"history": int((lengths > 0).sum()), "popular": int((lengths == 0).sum())}
+    return SidePlan("user", len(user_ids), carried.num_rows, 0, routes, shards)
+
+
+def _hand_out(
+    workspace: Workspace, run: RunFolder, manifest: RunManifest, lists: Lists, pending: Sequence[Shard],
+    finished: dict[str, ShardRecord],
+) -> list[ShardAbandoned]:  # fmt: skip
+    """Have workers make the lists of shards, which are added to the finished ones; returns those that were given up."""
+    settings, abandoned, num_done = lists.settings, [], 0
+    draft_model = settings.recommending.draft_model
+    spec = ListSpec(
+        run_id=run.run_id,
+        run_dir=run.root.resolve(),
+        model_dir=settings.recommending.model.resolve(),
+        options=settings.recommending.model_copy(
+            update={"draft_model": None if draft_model is None else draft_model.resolve()}
+        ),
+    )
+    num_users = sum(shard.num_rows for shard in pending)
+    say(f"recommend: {num_users} lists in {len(pending)} shards; starting workers")
+    with NightWorkers(settings.cluster, workspace.root) as workers, progress("recommend", num_users) as bar:
+        crew = workers.crew(spec)
+        end_at_sigterm()
+        num_drafted = _drafted(manifest, settings, crew, pending)
+        for outcome in run_shards(pending, crew, lambda _: {"user": num_drafted}):
+            end_at_sigterm()
+            if isinstance(outcome, ShardAbandoned):
+                abandoned.append(outcome)
+                emit("shard_abandoned", side="user", shard=outcome.shard.name, reason=outcome.reason)
+                continue
+            shard, record = outcome
+            finished[shard.name] = record
+            num_done += shard.num_rows
+            emit("shard_done", side="user", shard=shard.name, rows=shard.num_rows, done=num_done, total=num_users,
+                 quarantined=record.num_quarantined)  # fmt: skip
+            bar.advance(shard.num_rows)
+        workers_used = min(crew.layout.num_workers, len(pending))
+        manifest.workers = WorkerFigures(
+            workers_used, crew.layout.num_threads, crew.layout.device, settings.cluster.price_per_hour
+        )
+    end_at_sigterm()
+    return abandoned
+
+
+def _drafted(manifest: RunManifest, settings: Settings, crew: Crew, shards: Sequence[Shard]) -> int:
+    """How much is drafted: that of the manifest, else as configured, else what was fastest when it was tried."""
+    if "user" not in manifest.budgets:
+        wanted, reason, gain = settings.recommending.num_drafted, "as recommending.num_drafted says", None
+        if wanted is None and len(shards) < LEAST_TRIED:
+            wanted, reason = 0, "too few users to repay a trial"
+        elif wanted is None:
+            seconds = crew.ask_one("tried_drafts", shards)
+            best = min(seconds, key=seconds.get)
+            gain = seconds[0] / seconds[best]
+            wanted, reason = (best, "the fastest of those tried") if gain >= LEAST_GAIN else (0, "no draft was faster")
+        forecast = BudgetForecast(reason, batch_size=settings.recommending.batch_size, speed_up=gain)
+        manifest.budgets = {"user": BudgetFigures(wanted, 0.0, forecast)}
         manifest.save()
-        write_lists_report(manifest, run.report_path)
-        run.finish(is_held=bool(held_by))
-        if held_by:
-            told = "; ".join(map(gate_sentence, held_by))
-            raise RunHeld(
-                f"run {run.run_id} is done but not published: {told}. Look at {run.report_path}; after a change of the "
-                "limit the same command judges it again"
-            )
+        told = "" if gain is None else f": the best was {gain:.2f} times plain beams"
+        say(f"drafted for a user: {wanted or 'nothing'} ({reason}{told})")
+    return manifest.budgets["user"].max_draft_tokens
 
-    def _kept(self, previous: pa.Table) -> np.ndarray:
-        """Of each user the row of last night's list where it stays, int64; -1 where it does not."""
-        rows = pc.fill_null(pc.index_in(self.user_ids, value_set=previous["entity_id"].combine_chunks()), -1)
-        rows = rows.to_numpy().astype(np.int64)
-        fingerprints = pa.array(self.fingerprints, pa.string())
-        same = pc.equal(previous["fingerprint"].combine_chunks().take(pa.array(rows, mask=rows < 0)), fingerprints)
-        same = pc.fill_null(same, False).to_numpy(zero_copy_only=False)
-        lists = previous["items"].combine_chunks()
-        is_gone = pc.invert(pc.is_in(lists.flatten(), value_set=self.catalogue.item_ids)).to_numpy(zero_copy_only=False)
-        num_gone = np.diff(np.append(0, np.cumsum(is_gone))[np.append(0, np.cumsum(pc.list_value_length(lists)))])
-        stays = (rows >= 0) & same
-        stays[stays] = num_gone[rows[stays]] == 0
-        return np.where(stays, rows, -1)
 
-    def _shards(self, users: np.ndarray) -> Iterator[np.ndarray]:
-        """Users side by side have histories of like length."""
-        users = users[np.argsort([len(self.histories[user]) for user in users.tolist()], kind="stable")]
-        size = SHARD_BATCHES * self.settings.recommending.batch_size
-        return (users[start : start + size] for start in range(0, len(users), size))
+def _figures(
+    run: RunFolder, manifest: RunManifest, lists: Lists, plan: SidePlan, finished: Mapping[str, ShardRecord],
+    num_kept: int,
+) -> SideFigures:  # fmt: skip
+    written = [record for name, record in finished.items() if name not in (CARRIED_SHARD, KEPT_SHARD)]
+    by_plan = sum(
+        pc.sum(pc.equal(batch["run_id"], manifest.run_id)).as_py() or 0
+        for batch in run.iter_knowledge("user", ["run_id"])
+    ) - sum(record.num_rows for record in written)  # of users without a history
+    quarantine = run.read_quarantine("user", ["reason"])
+    manifest.model = next((record.info.model for record in written), manifest.model)
+    return SideFigures(
+        num_entities=plan.num_entities,
+        num_generated=by_plan + sum(record.num_rows for record in written),
+        num_carried_over=plan.num_carried_over - by_plan,
+        num_quarantined=quarantine.num_rows,
+        num_kept=num_kept,
+        quarantine_reasons=count_reasons(quarantine),
+        routes=plan.routes,
+        shards=written,
+        stats=DecodingStats.total(
+            replace(one.info.stats, wall_s=one.info.stats.wall_s / one.info.num_workers) for one in written
+        ),
+        budget=manifest.budgets.get("user"),
+        samples=_samples(run, lists),
+    )
 
-    def _digest(self, users: np.ndarray) -> str:
-        told = [f"{self.user_ids[user]} {self.fingerprints[user]}" for user in users.tolist()]
-        return hashlib.sha256("\n".join(told).encode()).hexdigest()
 
-    @cached_property
-    def _model(self) -> ModelFigures:
-        model = self.target.model
-        return ModelFigures(self.target.model_id, "float32", str(model.device), model.num_parameters())
+def _samples(run: RunFolder, lists: Lists) -> list[SampleText]:
+    columns = (lists.tables.items[name].to_pylist() for name in ("item_id", "title"))
+    titles = dict(zip(*columns, strict=True))
+    samples = []
+    for batch in run.iter_knowledge("user", ["entity_id", "items", "route"]):
+        batch = batch.filter(pc.equal(batch["route"], "history"))
+        for row in batch.slice(0, NUM_SAMPLES - len(samples)).to_pylist():
+            user = pc.index(lists.user_ids, pa.scalar(row["entity_id"], lists.user_ids.type)).as_py()
+            shown = lists.catalogue.item_ids.take(pa.array(lists.histories[user])).to_pylist()
+            history = "\n".join(str(titles.get(item)) for item in shown)
+            text = ", ".join(str(titles.get(item)) for item in row["items"])
+            samples.append(SampleText(row["entity_id"], None, history, text, [SampleSpan(text, "target")], None))
+        if len(samples) == NUM_SAMPLES:
+            break
+    return samples
 
-    def _info(self, digest: str, stats: DecodingStats) -> ShardInfo:
-        return ShardInfo(digest, "", stats, self._model, 1)
 
-    def _write_shard(
-        self, run: RunFolder, name: str, users: np.ndarray, lists: "ListsBefore", schema: pa.Schema, digest: str
-    ) -> ShardRecord:
-        start_s, size = time.perf_counter(), self.settings.recommending.batch_size
-        rows, failed, num_forwards, num_accepted = [], [], 0, 0
-        for start in range(0, len(users), size):
-            part = [user for user in users[start : start + size].tolist() if len(self.histories[user])]
-            found = dict(zip(part, self._found(part, lists), strict=True)) if part else {}
-            for user in users[start : start + size].tolist():
-                user_id = self.user_ids[user].as_py()
-                if user not in found:
-                    items, scores, route, last = *self.popular, "popular", None
-                else:
-                    one = found[user]
-                    items, scores, route, last = one.rows, one.scores, "history", int(self.histories[user][-1])
-                    num_accepted += one.num_accepted
-                    num_forwards += self.trie.num_levels - one.num_accepted
-                    if not np.isfinite(scores).all():
-                        message = "not-finite: the model's numbers for the user's history are not finite"
-                        failed.append(QuarantineRow.of(user_id, "user", message, self.fingerprints[user]))
-                        continue
-                rows.append({
-                    "entity_id": user_id, "items": self.catalogue.item_ids.take(pa.array(items)).to_pylist(),
-                    "scores": scores.tolist(), "route": route, "fingerprint": self.fingerprints[user],
-                    "last_item": None if last is None else self.catalogue.item_ids[last].as_py(),
-                    "run_id": run.run_id, "model_id": self.target.model_id, "is_stale": False,
-                })  # fmt: skip
-        stats = DecodingStats(
-            num_texts=len(rows), num_tokens=self.trie.num_levels * len(rows), num_steps=num_forwards,
-            num_accepted=num_accepted, wall_s=time.perf_counter() - start_s,
-        )  # fmt: skip
-        table = pa.Table.from_pylist(rows, schema=schema)
-        return run.write_shard("user", name, table, failed, self._info(digest, stats))
-
-    def _found(self, users: Sequence[int], lists: "ListsBefore"):
-        options = self.settings.recommending
-        prompts = [self.target.card.prompt(self.catalogue.codes[self.histories[user]]) for user in users]
-        trees = CodeTrees(self.target.model, self.trie, self.target.card.first_tokens, prompts)
-        drafter: BeamDrafter
-        if self.small is not None:
-            own = CodeTrees(self.small.model, self.trie, self.small.card.first_tokens, prompts)
-            drafter = ModelBeams(own, self.trie, len(users), max(options.num_drafted, options.num_items))
-        else:
-            listed = [lists.of_user(self.user_ids[user].as_py(), int(self.histories[user][-1])) for user in users]
-            drafter = ListedItems(listed, self.trie, options.num_drafted)
-        return search(trees, self.trie, len(users), options.num_items, drafter)
-
-    def _figures(self, run: RunFolder, finished: dict[str, ShardRecord]) -> SideFigures:
-        written = [one for name, one in finished.items() if name != CARRIED]
-        quarantine = run.read_quarantine("user", ["reason"])
-        routes = Counter("history" if len(one) else "popular" for one in self.histories)
-        return SideFigures(
-            num_entities=len(self.user_ids),
-            num_generated=sum(one.num_rows for one in written),
-            num_carried_over=finished[CARRIED].num_rows,
-            num_quarantined=quarantine.num_rows,
-            num_kept=0,
-            quarantine_reasons=count_reasons(quarantine),
-            routes=dict(routes),
-            shards=written,
-            stats=DecodingStats.total(one.info.stats for one in written),
-            samples=self._samples(run),
+def _close(run: RunFolder, manifest: RunManifest, settings: Settings, num_before: int) -> None:
+    """Judge and finish the run. Raises RunHeld."""
+    figures = manifest.sides["user"]
+    coverage = (figures.num_entities - figures.num_quarantined) / num_before if num_before else None
+    failed = figures.num_quarantined / max(1, figures.num_entities)
+    told = "" if num_before else "no run before"
+    measured = GateFigures("quarantine", "user", failed), GateFigures("coverage", "user", coverage, told=told)
+    manifest.gates = judge(measured, settings.gates)
+    held_by = holding(manifest.gates)
+    manifest.status = "held" if held_by else "success"
+    manifest.save()
+    write_lists_report(manifest, run.report_path)
+    emit("held" if held_by else "finished", run_id=run.run_id)
+    run.finish(is_held=bool(held_by))
+    if held_by:
+        told = "; ".join(map(gate_sentence, held_by))
+        raise RunHeld(
+            f"run {run.run_id} is done but not published: {told}. Look at {run.report_path}; then publish it all the "
+            f"same with `laserbatch runs publish {run.run_id} --workspace {run.root.parent.parent}`, or change the "
+            "limit and give the same command again"
         )
 
-    def _samples(self, run: RunFolder) -> list[SampleText]:
-        columns = (self.tables.items[name].to_pylist() for name in ("item_id", "title"))
-        titles = dict(zip(*columns, strict=True))
-        samples = []
-        for batch in run.iter_knowledge("user", ["entity_id", "items", "route"]):
-            batch = batch.filter(pc.equal(batch["route"], "history"))
-            for row in batch.slice(0, NUM_SAMPLES - len(samples)).to_pylist():
-                user = pc.index(self.user_ids, pa.scalar(row["entity_id"], self.user_ids.type)).as_py()
-                shown = self.catalogue.item_ids.take(pa.array(self.histories[user])).to_pylist()
-                history = "\n".join(str(titles.get(item)) for item in shown)
-                text = ", ".join(str(titles.get(item)) for item in row["items"])
-                spans = [SampleSpan(text, "target")]
-                samples.append(SampleText(row["entity_id"], None, history, text, spans, None))
-            if len(samples) == NUM_SAMPLES:
-                break
-        return samples
 
-
-def _publish(workspace: Workspace, run: RunFolder) -> None:
+def _publish(workspace: Workspace, run: RunFolder, settings: Settings) -> None:
     published = workspace.published()
     if published is not None and published.date > run.date:
         say(f"not published: readers go on seeing the lists of {published.run_id}, of a later date")
+    elif run.run_id in workspace.withdrawn():
+        say(f"not published: run {run.run_id} was taken back; `laserbatch runs publish` changes that")
     elif published is None or published.run_id != run.run_id:
-        workspace.publish(run.run_id)
+        let_readers_see(workspace, run.run_id)
+    deliver(workspace, delivery_uri(workspace, settings.deliver_to))
 
 
-def _collect(workspace: Workspace, keep: int) -> None:
+def _old_runs(workspace: Workspace, keep: int) -> list[RunFolder]:
     published = workspace.pointed_to()
-    for run in [one for one in workspace.dated_runs() if one.run_id != published][: -keep or None]:
-        remove_folder(run.root)
+    return [run for run in workspace.dated_runs() if run.run_id != published][: -keep or None]

@@ -1,8 +1,6 @@
 """A night's stages in order, and what is published when. A night that was killed goes on where it stopped."""
 
 import datetime
-import os
-import socket
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -12,9 +10,9 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal
 
 from laserbatch.jobs.console import progress, say
-from laserbatch.jobs.events import emit, event_log
-from laserbatch.jobs.failures import exit_code_of, line_of
+from laserbatch.jobs.events import emit
 from laserbatch.jobs.gates import gate_sentence, holding, judge, measure
+from laserbatch.jobs.recording import recorded
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.audit import audit_texts, generate_audited
@@ -73,7 +71,7 @@ def run_night(
             publish(night, publishing)
             train_if_due(night, was_finished=True)
         else:
-            with recorded(night):
+            with recorded(night.manifest):
                 _do_stages(night, publishing)
                 train_if_due(night, was_finished=False)
         return night
@@ -151,31 +149,6 @@ def _import_first(night: Night) -> None:
     import sklearn.metrics  # noqa: F401
 
     load_tokenizer(night.settings.model_dir)
-
-
-@contextmanager
-def recorded(night: Night) -> Iterator[None]:
-    """Keep what happens in the block in the run's events; who meets its error is told where to look."""
-    manifest, run = night.manifest, night.run
-    with event_log(run.events_path):
-        emit(
-            "run_begin",
-            run_id=run.run_id,
-            date=str(night.date),
-            version=manifest.laserbatch_version,
-            process=f"pid {os.getpid()} on {socket.gethostname()}",
-            previous_run_id=manifest.previous_run_id,
-            pools=manifest.pools.version,
-        )
-        try:
-            yield
-        except BaseException as error:
-            exit_code = int(exit_code_of(error))
-            emit("failure", error=line_of(error, names_values=False), kind=type(error).__name__, exit_code=exit_code)
-            error.see = {"run_id": run.run_id, "events": str(run.events_path)}
-            if run.report_path.exists():
-                error.see["report"] = str(run.report_path)
-            raise
 
 
 def encode_run(

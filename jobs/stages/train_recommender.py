@@ -14,8 +14,9 @@ from laserbatch.pipeline.distributed.settings import usable_cores
 from laserbatch.pipeline.encoding.vectors import vectors_of
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.histories import Histories
+from laserbatch.pipeline.recommending.card import CODES_NAME, RecommenderCard
 from laserbatch.pipeline.recommending.codes import ItemCodes, made_codes, read_codes
-from laserbatch.pipeline.recommending.models import CODES_NAME, RecommenderCard, load_recommender
+from laserbatch.pipeline.recommending.models import load_recommender
 from laserbatch.pipeline.recommending.settings import CodeMaker, DraftLoss
 from laserbatch.pipeline.recommending.training import RecommenderOptions, train_draft, train_recommender
 from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet

@@ -7,9 +7,8 @@ from threading import Event, Thread
 
 from laserbatch.pipeline.distributed.actors import MOST_STARTING_S, Crew
 from laserbatch.pipeline.distributed.cluster import ray_cluster
-from laserbatch.pipeline.distributed.loading import is_quantised
 from laserbatch.pipeline.distributed.settings import ClusterSettings
-from laserbatch.pipeline.distributed.spec import WorkerSpec
+from laserbatch.pipeline.distributed.spec import TextSpec, WorkerSpec
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.retrieval_pools.draft import draft
 
@@ -51,12 +50,11 @@ class NightWorkers:
 
     def _start(self, spec: WorkerSpec) -> None:
         try:
-            preloads = spec.decoding.engine == "laserbatch" and not is_quantised(spec.model_dir)
-            cluster = ray_cluster(self._settings, preloads, self._workspace, spec.decoding.gpus_a_worker)
+            cluster = ray_cluster(self._settings, spec.loads_quickly, self._workspace, spec.gpus_a_worker)
             layout = self._cluster.enter_context(cluster)
             crew = Crew(spec, layout, self._settings.max_shard_attempts)
             self._cluster.callback(crew.dismiss)
-            if spec.decoding.drafters:
+            if isinstance(spec, TextSpec) and spec.decoding.drafters:
                 draft(None, [], 0)  # compiled here, so that workers find it in numba's cache
             self._started.set_result(crew)
         except BaseException as error:

@@ -8,18 +8,25 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.distributed.cluster import WorkerLayout, cluster_nodes, require_own_gpu, told_nodes
-from laserbatch.pipeline.distributed.loading import TOKEN_FILE, is_quantised, quick_imports, require_same_folder
-from laserbatch.pipeline.distributed.spec import WorkerSpec
+from laserbatch.pipeline.distributed.loading import TOKEN_FILE, quick_imports, require_same_folder
+from laserbatch.pipeline.distributed.spec import ListSpec, WorkerSpec
 from laserbatch.pipeline.errors import RunFailed
-from laserbatch.pipeline.planning.plan import Shard, split_shard
+from laserbatch.pipeline.planning.plan import Shard, read_ids, split_shard
 from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.quarantine import QuarantineRow
 from laserbatch.pipeline.storage.run_folder import RunFolder, ShardRecord
+
+if TYPE_CHECKING:
+    from laserbatch.pipeline.distributed.list_worker import ListWorker
+    from laserbatch.pipeline.distributed.worker import ShardWorker
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +43,11 @@ class ShardAbandoned:
 
     shard: Shard
     reason: str
+
+    def rows(self, run_dir: Path) -> Iterator[QuarantineRow]:
+        """Its rows, for the quarantine."""
+        for entity_id, fingerprint in read_ids(run_dir / self.shard.path):
+            yield QuarantineRow.of(entity_id, self.shard.side, self.reason, fingerprint)
 
 
 def run_shards(
@@ -170,7 +182,7 @@ class Crew:
         """Whether a shard is being written."""
         return any(shard is not None for _, shard in self._asked.values())
 
-    def hand_out(self, shard: Shard, budget: Budget | None) -> None:
+    def hand_out(self, shard: Shard, budget: Budget | int | None) -> None:
         member = self.idle.pop()
         self._asked[member.ask("run", self.spec, shard, budget)] = member, shard
 
@@ -194,7 +206,7 @@ class Crew:
 
     def step_cost(self) -> StepCost:
         """What steps cost here: as the first worker that is ready finds it kept, else measured."""
-        kept = self._ask_one("kept_step_cost")
+        kept = self.ask_one("kept_step_cost")
         return self._measured_step_cost() if kept is None else kept
 
     def _measured_step_cost(self) -> StepCost:
@@ -205,9 +217,9 @@ class Crew:
             self.next_answer()
         for other in self.idle[1:]:
             other.ask("measured_step_cost", False)  # whether one of them is lost shows when it is given a shard
-        return self._ask_one("measured_step_cost", True)
+        return self.ask_one("measured_step_cost", True)
 
-    def _ask_one(self, method: str, *arguments) -> StepCost | None:
+    def ask_one(self, method: str, *arguments) -> Any:
         """What an idle worker answers: the first that becomes ready, where none is; another where it is lost."""
         for _ in range(self.max_attempts):
             while not self.idle:
@@ -220,8 +232,8 @@ class Crew:
                 self.idle.remove(member)
                 self._replace_lost(lost, was_ready=True)
         raise RunFailed(
-            f"{self.max_attempts} workers died while they measured for the draft budget; lower decoding.batch_size if "
-            "memory ran out, or give decoding.max_draft_tokens and decoding.min_acceptance: then nothing is measured"
+            f"{self.max_attempts} workers died while they measured what drafts cost; lower the batch size if memory "
+            "ran out, or give the settings that say how much is drafted: then nothing is measured"
         )
 
     def have(self, num_workers: int) -> None:
@@ -288,7 +300,7 @@ class Crew:
 
 
 class _Worker:
-    """The actor: a `ShardWorker` that Ray can place."""
+    """The actor: a specification's worker that Ray can place."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
@@ -298,14 +310,11 @@ class _Worker:
         require_same_folder(self._spec)
         if self._spec.device == "cuda":
             require_own_gpu(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-        is_ours = self._spec.decoding.engine == "laserbatch" and not is_quantised(self._spec.model_dir)
-        with quick_imports() if is_ours else nullcontext():
-            from laserbatch.pipeline.distributed.worker import ShardWorker  # torch and transformers: seconds
-
-            self._worker = ShardWorker(self._spec)
+        with quick_imports() if self._spec.loads_quickly else nullcontext():
+            self._worker = _loaded(self._spec)
         self._worker.warm_up()
 
-    def run(self, spec: WorkerSpec, shard: Shard, budget: Budget | None) -> ShardRecord:
+    def run(self, spec: WorkerSpec, shard: Shard, budget: Budget | int | None) -> ShardRecord:
         self._worker.turn_to(spec)
         return self._worker.run(shard, budget=budget)
 
@@ -315,9 +324,21 @@ class _Worker:
     def measured_step_cost(self, keeps: bool) -> StepCost:
         return self._worker.engine.measured_step_cost(keeps)
 
+    def tried_drafts(self, shards: Sequence[Shard]) -> dict[int, float]:
+        return self._worker.tried_drafts(shards)
+
     @ray.method(concurrency_group="look")
     def look(self) -> tuple[int, float, int]:
         """Forwards so far, seconds of the costliest step, and finished texts."""
-        if self._worker is None:
-            return 0, 0.0, 0
-        return self._worker.engine.num_forwards, self._worker.engine.costliest_step_s, self._worker.num_texts
+        return (0, 0.0, 0) if self._worker is None else self._worker.progress()
+
+
+def _loaded(spec: WorkerSpec) -> "ShardWorker | ListWorker":
+    """What a specification asks for; torch and transformers, which take seconds, are loaded now."""
+    if isinstance(spec, ListSpec):
+        from laserbatch.pipeline.distributed.list_worker import ListWorker
+
+        return ListWorker(spec)
+    from laserbatch.pipeline.distributed.worker import ShardWorker
+
+    return ShardWorker(spec)

@@ -2,14 +2,12 @@
 
 import gc
 import importlib
-import json
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from pathlib import Path
 from types import ModuleType
 
 from laserbatch.pipeline.distributed.spec import WorkerSpec
@@ -89,11 +87,3 @@ class _Late(ModuleType):
             return getattr(importlib.import_module(self.__name__), name)(*arguments, **options)
 
         return late
-
-
-def is_quantised(model_dir: Path) -> bool:
-    """Whether a package of their own may have to unpack the weights, from which nothing must be hidden."""
-    try:
-        return "quantization_config" in json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False  # who loads the model says what is wrong with it

@@ -1,27 +1,67 @@
 """What a worker is started with; who only hands it out loads no model code."""
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, PromptTemplate
+from laserbatch.pipeline.recommending.settings import RecommendingSettings
 from laserbatch.pipeline.sides import Side
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
-    """What a worker is started with; plain values, so that it can travel to another machine."""
+    """What any worker is started with; plain values, so that it can travel to another machine."""
 
     run_id: str
     run_dir: Path  # plan/ is read and knowledge/ written here
     model_dir: Path
-    decoding: DecodingSettings
     device: str = "auto"
     num_threads: int = 1
     num_workers: int = 1  # that work side by side
+    token: str = ""  # by which workers see that the run's folder is the same as where the run was started
+
+    @property
+    def gpus_a_worker(self) -> int:
+        return 1
+
+    @property
+    def loads_quickly(self) -> bool:
+        """Whether nothing needs what torch and transformers load beside themselves."""
+        return not is_quantised(self.model_dir)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSpec(WorkerSpec):
+    """Of a worker that writes texts."""
+
+    decoding: DecodingSettings
     templates: dict[Side, PromptTemplate]
     max_prompt_tokens: int = KnowledgeSettings().max_prompt_tokens
     step_cost_dir: Path  # where measured costs of steps are kept
     pool_dirs: dict[Side, Path] = field(default_factory=dict)  # frozen pools, where there are any
     pool_versions: dict[Side, str] = field(default_factory=dict)
-    token: str = ""  # by which workers see that the run's folder is the same as where the run was started
+
+    @property
+    def gpus_a_worker(self) -> int:
+        return self.decoding.gpus_a_worker
+
+    @property
+    def loads_quickly(self) -> bool:
+        return self.decoding.engine == "laserbatch" and super().loads_quickly
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListSpec(WorkerSpec):
+    """Of a worker that lists items; `model_dir` is a recommender's folder, `plan/catalogue.parquet` what it lists."""
+
+    options: RecommendingSettings
+
+
+def is_quantised(model_dir: Path) -> bool:
+    """Whether a package of their own may have to unpack the weights, from which nothing must be hidden."""
+    try:
+        return "quantization_config" in json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False  # who loads the model says what is wrong with it

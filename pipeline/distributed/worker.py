@@ -19,7 +19,7 @@ import pyarrow as pa
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.distributed.settings import workers_of_node
-from laserbatch.pipeline.distributed.spec import WorkerSpec
+from laserbatch.pipeline.distributed.spec import TextSpec
 from laserbatch.pipeline.engines.engine import TextEngine
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.answers import require_answer
@@ -48,18 +48,22 @@ class AskedRow:
 class ShardWorker:
     """Generates the knowledge of shards. Raises ModelError, PoolError: the model or a pool cannot be used."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: TextSpec) -> None:
         self.engine = engine_of(spec)
         self._templates = spec.templates
         self._usual_tokens = {side: self.engine.usual_tokens(side) for side in spec.templates}
         self.num_texts = 0  # of all shards
         self.turn_to(spec)
 
-    def turn_to(self, spec: WorkerSpec) -> None:
+    def turn_to(self, spec: TextSpec) -> None:
         """Go on by another specification, of the same model and pools."""
         self.spec, self._provenance = spec, spec.decoding.provenance()
         if spec.decoding.engine != "laserbatch":
             self._provenance |= {"engine": spec.decoding.engine}
+
+    def progress(self) -> tuple[int, float, int]:
+        """Forwards so far, seconds of the costliest step, and finished texts."""
+        return self.engine.num_forwards, self.engine.costliest_step_s, self.num_texts
 
     def warm_up(self) -> None:
         """Write a batch of short texts for each side and keep none: code is loaded before a shard."""
@@ -190,7 +194,7 @@ class ShardWorker:
         }
 
 
-def engine_of(spec: WorkerSpec) -> TextEngine:
+def engine_of(spec: TextSpec) -> TextEngine:
     """The engine that a specification names, loaded; of the other one no code is."""
     given = {name: getattr(spec, name) for name in ("model_dir", "decoding", "device", "num_threads", "pool_dirs",
                                                     "step_cost_dir")}  # fmt: skip

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from laserbatch.pipeline.recommending.code_trees import ROOT, CodeTrees
+from laserbatch.pipeline.recommending.code_trees import BROKEN, ROOT, CodeTrees
 from laserbatch.pipeline.recommending.item_trie import ItemTrie, Path
 
 
@@ -43,6 +43,11 @@ class Found:
     rows: np.ndarray
     scores: np.ndarray
     num_accepted: int
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether all that the model said on the way were numbers."""
+        return bool((self.scores > BROKEN / 2).all())
 
 
 class BeamDrafter:

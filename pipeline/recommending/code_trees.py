@@ -10,6 +10,7 @@ from transformers import DynamicCache
 from laserbatch.pipeline.recommending.item_trie import ItemTrie, Path
 
 ROOT: Path = ()
+BROKEN = -1e30  # stands for log probabilities that are no numbers: beams go on, and their scores tell
 
 
 class CodeTrees:
@@ -68,8 +69,10 @@ class CodeTrees:
                 codes = self._trie.codes[level][list(nodes)]
                 tokens = torch.from_numpy(np.maximum(codes, 0) + self._first_tokens[level]).to(logits.device)
                 own = logits[list(users), list(places)].float().gather(1, tokens)
-                own = own.masked_fill(torch.from_numpy(codes < 0).to(logits.device), -torch.inf)
-                for user, path, row in zip(users, paths, torch.log_softmax(own, -1).cpu().numpy(), strict=True):
+                is_none = torch.from_numpy(codes < 0).to(logits.device)
+                log_p = torch.log_softmax(own.masked_fill(is_none, -torch.inf), -1)
+                log_p = log_p.nan_to_num(BROKEN, neginf=-torch.inf).masked_fill(is_none, -torch.inf)
+                for user, path, row in zip(users, paths, log_p.cpu().numpy(), strict=True):
                     self._log_p[user][path] = row
 
     def _is_asked(self, path: Path, node: int) -> bool:

@@ -1,15 +1,35 @@
-"""Lists of items on disk, a row a user, and as readers want them; those of the night before, which draft tonight's."""
+"""Lists of items on disk: as they are planned, a row a user, and as readers want them."""
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from laserbatch.pipeline.recommending.codes import ItemCodes
+from laserbatch.pipeline.recommending.beams import Found
 from laserbatch.pipeline.storage.run_folder import RunFolder
+
+CATALOGUE_PATH = "plan/catalogue.parquet"  # within a run: `item_id` of what may be listed; rows of it name items
+
+
+@dataclass(frozen=True)
+class ListRow:
+    """A user who gets a list: rows of the catalogue of the history, the oldest first, int64[n], and of likely items."""
+
+    user_id: object
+    history: np.ndarray
+    drafts: np.ndarray
+    fingerprint: str
+
+    @classmethod
+    def of_table(cls, table: pa.Table) -> "list[ListRow]":
+        """The rows of a shard's plan."""
+        histories, drafts = (
+            [np.asarray(one.values, np.int64) for one in table[name].combine_chunks()] for name in ("history", "drafts")
+        )
+        ids, fingerprints = (table[name].to_pylist() for name in ("entity_id", "fingerprint"))
+        return [cls(*row) for row in zip(ids, histories, drafts, fingerprints, strict=True)]
 
 
 def lists_schema(user_type: pa.DataType, item_type: pa.DataType) -> pa.Schema:
@@ -51,25 +71,20 @@ def flat_lists(run: RunFolder, schema: pa.Schema) -> pa.RecordBatchReader:
     return pa.RecordBatchReader.from_batches(flat, batches())
 
 
-@dataclass(frozen=True)
-class ListsBefore:
-    """Last night's lists: of each user, and together of those with the same last item."""
-
-    of_users: dict[object, list[tuple[int, ...]]]
-    of_items: dict[int, list[tuple[int, ...]]]
-
-    @classmethod
-    def of(cls, previous: pa.Table | None, catalogue: ItemCodes) -> "ListsBefore":
-        of_users, counted = {}, {}
-        paths = map(tuple, catalogue.codes.tolist())
-        rows = dict(zip(catalogue.item_ids.to_pylist(), paths, strict=True))
-        number = {item: place for place, item in enumerate(rows)}
-        for row in [] if previous is None else previous.select(["entity_id", "items", "last_item"]).to_pylist():
-            listed = [rows[item] for item in row["items"] if item in rows]
-            of_users[row["entity_id"]] = listed
-            if row["last_item"] in number:
-                counted.setdefault(number[row["last_item"]], Counter()).update(listed)
-        return cls(of_users, {item: [path for path, _ in count.most_common()] for item, count in counted.items()})
-
-    def of_user(self, user_id: object, last_item: int) -> list[tuple[int, ...]]:
-        return list(dict.fromkeys([*self.of_users.get(user_id, ()), *self.of_items.get(last_item, ())]))
+def lists_table(
+    rows: Sequence[tuple[ListRow, Found]], item_ids: pa.Array, schema: pa.Schema, run_id: str, model_id: str
+) -> pa.Table:
+    """What was found for users, as `schema`."""
+    listed = [item_ids.take(pa.array(found.rows)).to_pylist() for _, found in rows]
+    columns = {
+        "entity_id": [row.user_id for row, _ in rows],
+        "items": listed,
+        "scores": [found.scores.tolist() for _, found in rows],
+        "route": ["history"] * len(rows),
+        "last_item": item_ids.take(pa.array([row.history[-1] for row, _ in rows], pa.int64())).to_pylist(),
+        "fingerprint": [row.fingerprint for row, _ in rows],
+        "run_id": [run_id] * len(rows),
+        "model_id": [model_id] * len(rows),
+        "is_stale": [False] * len(rows),
+    }
+    return pa.table(columns, schema=schema)

@@ -1,73 +1,27 @@
-"""Recommenders on disk: a causal model of safetensors over tokens of codes, and `recommender.json` beside it."""
+"""Recommenders in memory: causal models over tokens of codes."""
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from laserbatch.pipeline.errors import ModelError
-from laserbatch.pipeline.recommending.codes import ItemCodes
-from laserbatch.pipeline.storage.atomic import read_json, write_json
-from laserbatch.pipeline.validation import Strict, explain
-
-CARD_NAME, CODES_NAME = "recommender.json", "item_codes.parquet"
-BEGIN = 0  # the token that every history begins with
-
-
-class RecommenderCard(Strict):
-    """What a recommender knows.
-
-    Attributes
-    ----------
-    sizes : codes of each level that it has tokens for; code c of level j is token 1 + sum(sizes[:j]) + c.
-    codes : digest of the items' codes that it was trained on.
-    history : newest items of a user that it is shown.
-    loss : that a draft model learned by, of which target; None: it was trained on the log alone.
-    """
-
-    sizes: tuple[int, ...]
-    codes: str
-    history: int = 20
-    loss: str | None = None
-    target: str | None = None
-    num_histories: int = 0
-    training_seconds: float = 0.0
-
-    @property
-    def first_tokens(self) -> tuple[int, ...]:
-        return tuple(1 + int(before) for before in np.cumsum((0, *self.sizes[:-1])))
-
-    def prompt(self, items: np.ndarray) -> np.ndarray:
-        """Token ids int64 of a history, codes (n, num_levels) of its items, the oldest first."""
-        tokens = items[-self.history :].astype(np.int64) + np.array(self.first_tokens)
-        return np.concatenate(([BEGIN], tokens.ravel()))
+from laserbatch.pipeline.recommending.card import (
+    BEGIN,
+    CARD_NAME,
+    KnownRecommender,
+    RecommenderCard,
+    known_recommender,
+)
+from laserbatch.pipeline.storage.atomic import write_json
 
 
 @dataclass(frozen=True)
-class Recommender:
-    """One in memory. `model_id` : name and digest of its weights."""
+class Recommender(KnownRecommender):
+    """One in memory."""
 
     model: torch.nn.Module
-    card: RecommenderCard
-    model_id: str
-
-    def require(self, codes: ItemCodes) -> None:
-        """Raises ModelError where it was trained on other codes."""
-        if self.card.codes != codes_digest(codes):
-            raise ModelError(f"{self.model_id} was trained on other item codes: train it again, or give those")
-
-    def require_drafts_for(self, target: "Recommender") -> None:
-        """Raises ModelError where its vocabulary is another than its target's."""
-        if (self.card.sizes, self.card.codes) != (target.card.sizes, target.card.codes):
-            raise ModelError(
-                f"the draft model {self.model_id} has another vocabulary of codes {self.card.sizes} than "
-                f"{target.model_id} {target.card.sizes}: a draft model needs its target's codes"
-            )
 
 
 def new_model(sizes: tuple[int, ...], hidden_size: int, num_layers: int, seed: int) -> LlamaForCausalLM:
@@ -90,23 +44,9 @@ def save_recommender(model: LlamaForCausalLM, card: RecommenderCard, folder: Pat
 
 def load_recommender(folder: Path, device: str = "cpu") -> Recommender:
     """Raises ModelError: the folder holds none."""
-    path, weights = folder / CARD_NAME, folder / "model.safetensors"
-    if not path.is_file() or not weights.is_file():
-        raise ModelError(f"{folder} holds no recommender: `laserbatch recommender train --out {folder}` makes one")
-    try:
-        card = RecommenderCard.model_validate(read_json(path))
-    except ValidationError as error:
-        raise ModelError(f"{path}: {explain(error, RecommenderCard)}; train it again") from None
+    known = known_recommender(folder)
     transformers_logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
     )
-    digest = hashlib.sha256(weights.read_bytes()).hexdigest()[:12]
-    return Recommender(model.to(device).eval(), card, f"{folder.resolve().name}-{digest}")
-
-
-def codes_digest(codes: ItemCodes) -> str:
-    """Of the codes of all items by id."""
-    order = np.argsort(np.array([str(one) for one in codes.item_ids.to_pylist()]))
-    named = [str(codes.item_ids[row]) for row in order.tolist()]
-    return hashlib.sha256("\n".join(named).encode() + codes.codes[order].tobytes()).hexdigest()[:16]
+    return Recommender(known.card, known.model_id, model.to(device).eval())

@@ -19,6 +19,10 @@ class RecommendingSettings(Strict):
         None, description="Folder of a small one that drafts for it. null: last night's lists draft."
     )
     num_items: int = Field(20, ge=1, description="Items a user gets.")
-    num_drafted: int = Field(40, ge=1, description="Paths, or listed items, that are drafted for a user.")
+    num_drafted: int | None = Field(
+        None,
+        ge=0,
+        description="Paths, or listed items, drafted for a user. null: what is fastest here, tried each night.",
+    )
     batch_size: int = Field(32, ge=1, description="Users side by side.")
     keep_runs: int = Field(7, ge=1, description="Newest runs that stay; the published one stays too.")

@@ -10,18 +10,12 @@ import torch
 
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.recommending.beams import BeamDrafter, search
+from laserbatch.pipeline.recommending.card import BEGIN, RecommenderCard, codes_digest
 from laserbatch.pipeline.recommending.code_trees import CodeTrees
 from laserbatch.pipeline.recommending.codes import ItemCodes
 from laserbatch.pipeline.recommending.item_trie import ItemTrie
 from laserbatch.pipeline.recommending.losses import NUM_ALIGNED, OF_LISTS, Rows, draft_loss
-from laserbatch.pipeline.recommending.models import (
-    BEGIN,
-    Recommender,
-    RecommenderCard,
-    codes_digest,
-    new_model,
-    save_recommender,
-)
+from laserbatch.pipeline.recommending.models import Recommender, new_model, save_recommender
 from laserbatch.pipeline.recommending.settings import DraftLoss
 
 LEAST_HISTORIES = 20

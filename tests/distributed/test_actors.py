@@ -22,7 +22,8 @@ from laserbatch.pipeline.distributed import settings as distributed_settings
 from laserbatch.pipeline.distributed.actors import ShardAbandoned, run_shards
 from laserbatch.pipeline.distributed.cluster import ray_cluster
 from laserbatch.pipeline.distributed.settings import ClusterSettings, workers_of_node
-from laserbatch.pipeline.distributed.worker import ShardWorker, WorkerSpec
+from laserbatch.pipeline.distributed.spec import TextSpec
+from laserbatch.pipeline.distributed.worker import ShardWorker
 from laserbatch.pipeline.errors import ModelError, RunFailed, WorkspaceError
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.planning.plan import load_plan, read_shard, save_plan
@@ -65,7 +66,7 @@ def planned(world: Path, run_dir: Path):
         batch_size=4,
         run_dir=run_dir,
     )
-    spec = WorkerSpec(
+    spec = TextSpec(
         run_id="2025-03-01-00000000",
         run_dir=run_dir,
         model_dir=settings.model_dir,

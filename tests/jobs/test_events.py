@@ -14,12 +14,12 @@ from night_world import run_here
 
 from laserbatch.jobs.commands.status import workspace_state
 from laserbatch.jobs.events import emit, event_log, read_events
+from laserbatch.jobs.recording import recorded
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import MetricsSettings, Settings
 from laserbatch.jobs.stages import metrics
 from laserbatch.jobs.stages.metrics import NightMetrics, exposition, night_metrics
 from laserbatch.jobs.stages.night import open_night
-from laserbatch.jobs.stages.run_night import recorded
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.manifest import RunManifest, make_run_id
@@ -68,7 +68,7 @@ def test_a_log_that_cannot_be_written_stops_nothing(tmp_path):
 
 
 def test_what_a_library_says_of_the_data_is_not_in_the_events(night):
-    with pytest.raises(ValueError) as raised, recorded(night):
+    with pytest.raises(ValueError) as raised, recorded(night.manifest):
         raise ValueError("could not convert 'a secret of somebody'")
     assert "secret" not in night.run.events_path.read_text()
     assert read_events(night.run.events_path)[-1]["kind"] == "ValueError"
@@ -80,7 +80,7 @@ def test_status_tells_of_a_run_under_way_of_one_that_died_and_of_one_that_failed
         "workspace": "", "state": "idle", "lock": None, "run": None, "published": None
     }  # fmt: skip
     now = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=10)
-    with night.workspace.lock(), recorded(night):
+    with night.workspace.lock(), recorded(night.manifest):
         emit("stage_begin", stage="generate")
         emit("progress", of="generate", done=0, total=40)
         emit("shard_done", side="user", shard="00000", rows=10, done=10, total=40)
@@ -92,7 +92,7 @@ def test_status_tells_of_a_run_under_way_of_one_that_died_and_of_one_that_failed
     assert going["rate"] == pytest.approx(1.0, rel=0.1) and going["left_s"] == pytest.approx(30, rel=0.1)
     died = workspace_state(night.workspace, now)
     assert (died["state"], died["lock"], died["run"]["progress"]) == ("died", None, None)
-    with pytest.raises(RunFailed), recorded(night):
+    with pytest.raises(RunFailed), recorded(night.manifest):
         raise RunFailed("2 of 3 users failed")
     failed = workspace_state(night.workspace, now)
     assert (failed["state"], failed["run"]["failure"]) == ("idle", "2 of 3 users failed")
@@ -167,7 +167,7 @@ def test_no_secret_of_the_environment_or_of_an_address_stands_in_what_a_night_le
     with pytest.raises(RunFailed), night_metrics(settings) as known:
         night = open_night(settings, datetime.date(2025, 3, 1))
         known.manifest = night.manifest
-        with recorded(night), night.stage("generate"):
+        with recorded(night.manifest), night.stage("generate"):
             raise RunFailed("most texts failed")
     write_report(night.manifest, night.run.report_path)
     written = [path for path in settings.workspace.rglob("*") if path.is_file()]

@@ -1,14 +1,19 @@
 """Nightly lists: written, carried over, resumed, held back; nothing that left the catalogue; wrong input is named."""
 
 import json
+import shutil
+from itertools import islice
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+import torch
 from night_world import FIRST_DATE, SECOND_DATE, Done, make_world, run_here, write_config
+from safetensors.torch import load_file, save_file
 
 from laserbatch.jobs.stages import recommend as stage
+from laserbatch.pipeline.distributed.actors import run_shards
 from laserbatch.pipeline.storage.workspace import Workspace
 
 
@@ -65,7 +70,7 @@ def test_everybody_gets_a_list_and_the_unchanged_keep_theirs(world, capfd):
     second = recommend(capfd, world, SECOND_DATE)
     users = json.loads(second.stdout)["users"]
     assert users["carried_over"] > 0 and users["generated"] + users["carried_over"] == users["entities"]
-    fresh = recommend(capfd, world, SECOND_DATE, "--force")
+    fresh = recommend(capfd, world, SECOND_DATE, "--force", num_drafted=20)
     assert lists_of(fresh) == lists_of(second) and json.loads(fresh.stdout)["run_id"].endswith("-2")
     assert (
         json.loads(fresh.stdout)["forwards_saved"] > json.loads(first.stdout)["forwards_saved"]
@@ -97,20 +102,24 @@ def test_what_left_the_catalogue_is_listed_no_more(world, capfd):
 
 def test_a_killed_run_goes_on_with_what_is_finished(world, capfd, monkeypatch):
     whole = lists_of(recommend(capfd, world))
-    written, write = [], stage._Job._write_shard
 
-    def killed(self, run, name, *rest):
-        if len(written) == 1:
-            raise KeyboardInterrupt
-        written.append(name)
-        return write(self, run, name, *rest)
+    def killed(shards, *arguments):
+        yield from islice(run_shards(shards, *arguments), 1)
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(stage, "SHARD_BATCHES", 1)
     with monkeypatch.context() as patched:
-        patched.setattr(stage._Job, "_write_shard", killed)
+        patched.setattr(stage, "run_shards", killed)
         assert recommend(capfd, world, FIRST_DATE, "--force").returncode == 130
+    state = json.loads(run_here(capfd, "status", "--config", str(world[0] / "laserbatch.yaml"), "--json").stdout)
+    assert state["lists"]["state"] == "idle" and "interrupted" in state["lists"]["run"]["failure"]
+    shards = world[0] / "workspace" / "recommendations" / "runs" / state["lists"]["run"]["run_id"] / "shards" / "user"
+    records = {path: path.stat().st_mtime_ns for path in shards.glob("*.json")}
     done = recommend(capfd, world)
     assert done.returncode == 0 and lists_of(done) == whole and json.loads(done.stdout)["run_id"].endswith("-2")
+    assert (
+        len(before) > 1 and before.items() <= {path: path.stat().st_mtime_ns for path in shards.glob("*.json")}.items()
+    )
 
 
 def test_lists_of_somebody_who_is_forgotten_go(world, capfd):
@@ -134,3 +143,21 @@ def test_lists_of_somebody_who_is_forgotten_go(world, capfd):
 def test_what_cannot_be_recommended_from_is_said(options, said, world, capfd):
     done = recommend(capfd, world, **options)
     assert done.returncode == 3 and said in done.stderr and not (world[0] / "workspace").exists()
+
+
+def test_users_whose_numbers_are_broken_keep_the_last_list_as_stale(world, capfd):
+    folder, trained = world
+    before = lists_of(recommend(capfd, world))
+    broken = folder / "broken" / "recommender"
+    shutil.copytree(trained / "recommender", broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.embed_tokens.weight"][1 + 3] = torch.nan  # the fourth code of the first level
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    done = recommend(capfd, world, SECOND_DATE, model=str(broken))
+    assert done.returncode == 4 and "quarantine" in done.stderr and "not published" in done.stderr
+    run = Workspace.open(folder / "workspace" / "recommendations").runs()[-1]
+    failed, lists = run.read_quarantine("user"), pq.read_table(run.lists_path)
+    assert failed.num_rows > 0 and set(failed["reason"].to_pylist()) == {"not-finite"}
+    for user in failed["entity_id"].to_pylist():
+        rows = lists.filter(pc.equal(lists["user_id"], user))
+        assert rows["item_id"].to_pylist() == before.get(user, [])

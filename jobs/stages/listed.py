@@ -1,0 +1,86 @@
+"""What the lists of a night follow from: the catalogue with its codes, what users have done, and what most have."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+
+from laserbatch.jobs.console import say
+from laserbatch.jobs.settings import Settings
+from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.knowledge.histories import Histories
+from laserbatch.pipeline.recommending.card import KnownRecommender
+from laserbatch.pipeline.recommending.codes import ItemCodes
+from laserbatch.pipeline.recommending.lists import lists_schema
+from laserbatch.pipeline.recommending.planned import list_fingerprints
+from laserbatch.pipeline.tables.read import Tables
+
+
+@dataclass
+class Lists:
+    """What the lists of a night follow from. Items are rows of `catalogue`: those that are there and have codes."""
+
+    settings: Settings
+    tables: Tables
+    target: KnownRecommender
+    codes: ItemCodes
+    catalogue: ItemCodes = field(init=False)
+
+    def __post_init__(self) -> None:
+        item_ids = self.tables.items["item_id"].combine_chunks()
+        self.catalogue = self.codes.of_catalogue(item_ids)
+        num_items = self.settings.recommending.num_items
+        if num_unknown := len(item_ids) - len(self.catalogue):
+            say(f"{num_unknown} items that came since the recommender was trained are not listed: they have no codes")
+        if num_items > len(self.catalogue):
+            raise ConfigError(
+                f"recommending.num_items {num_items} is more than the {len(self.catalogue)} items of the "
+                "catalogue that have codes: ask for fewer"
+            )
+
+    @cached_property
+    def user_ids(self) -> pa.Array:
+        return self.tables.users["user_id"].combine_chunks()
+
+    @property
+    def schema(self) -> pa.Schema:
+        return lists_schema(self.user_ids.type, self.catalogue.item_ids.type)
+
+    @cached_property
+    def histories(self) -> list[np.ndarray]:
+        """What each user has done, the oldest first, as many items as the model is shown."""
+        known = Histories(self.tables)
+        places, starts = known.newest(np.arange(len(self.user_ids)), len(self.tables.interactions))
+        rows = self.catalogue.rows_of(self.tables.items["item_id"].combine_chunks())[known.items(places)]
+        found = [rows[start:stop] for start, stop in pairwise(starts)]
+        return [one[one >= 0][-self.target.card.history :] for one in found]
+
+    @cached_property
+    def popular(self) -> tuple[np.ndarray, np.ndarray]:
+        """The items that most histories have, the most of all first, and how many have each."""
+        listed = np.concatenate([np.empty(0, np.int64), *(np.unique(one) for one in self.histories)])
+        counts = np.bincount(listed, minlength=len(self.catalogue))
+        rows = np.argsort(-counts, kind="stable")[: self.settings.recommending.num_items]
+        return rows, counts[rows].astype(float)
+
+    @cached_property
+    def fingerprints(self) -> pa.Array:
+        asked = f"{self.target.model_id} {self.settings.recommending.num_items}"
+        return list_fingerprints(self.catalogue, self.histories, asked, self.popular[0])
+
+    def popular_lists(self, users: np.ndarray, run_id: str) -> pa.Table:
+        """The lists of users without a history."""
+        rows, counts = self.popular
+        user_ids = self.user_ids.take(pa.array(users))
+        shared = {
+            "items": self.catalogue.item_ids.take(pa.array(rows)).to_pylist(), "scores": counts.tolist(),
+            "route": "popular", "last_item": None, "run_id": run_id, "model_id": self.target.model_id,
+            "is_stale": False,
+        }  # fmt: skip
+        own = {"entity_id": user_ids, "fingerprint": self.fingerprints.take(pa.array(users))}
+        columns = [
+            own.get(one.name, pa.repeat(pa.scalar(shared.get(one.name), one.type), len(users))) for one in self.schema
+        ]
+        return pa.table(columns, schema=self.schema)

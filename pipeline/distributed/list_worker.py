@@ -1,0 +1,114 @@
+"""One worker of nightly lists: a recommender, tonight's catalogue as a trie, and one shard of users after another."""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from laserbatch.pipeline.distributed.spec import ListSpec
+from laserbatch.pipeline.planning.plan import Shard
+from laserbatch.pipeline.recommending.beams import BeamDrafter, Found, search
+from laserbatch.pipeline.recommending.card import CODES_NAME
+from laserbatch.pipeline.recommending.code_trees import CodeTrees
+from laserbatch.pipeline.recommending.codes import read_codes
+from laserbatch.pipeline.recommending.drafters import ListedItems, ModelBeams
+from laserbatch.pipeline.recommending.item_trie import ItemTrie
+from laserbatch.pipeline.recommending.lists import CATALOGUE_PATH, ListRow, lists_schema, lists_table
+from laserbatch.pipeline.recommending.models import load_recommender
+from laserbatch.pipeline.storage.manifest import ModelFigures
+from laserbatch.pipeline.storage.parquet import read_parquet
+from laserbatch.pipeline.storage.quarantine import QuarantineRow
+from laserbatch.pipeline.storage.run_folder import RunFolder, ShardInfo, ShardRecord
+from laserbatch.pipeline.storage.stats import DecodingStats
+
+TRIED_BATCHES = 4  # of users, spread over all shards
+TRIED_SHARES = (1.5, 4.0)  # of the length of a list: how many listed items, or how wide a small model's beams
+
+
+class ListWorker:
+    """Lists the items of the users of shards. Raises ModelError, TableError: model or codes cannot be used."""
+
+    def __init__(self, spec: ListSpec) -> None:
+        torch.set_num_threads(spec.num_threads)
+        options = spec.options
+        self._target = load_recommender(spec.model_dir, spec.device)
+        self._small = None if options.draft_model is None else load_recommender(options.draft_model, spec.device)
+        item_ids = read_parquet(spec.run_dir / CATALOGUE_PATH)["item_id"].combine_chunks()
+        self._catalogue = read_codes(spec.model_dir / CODES_NAME).of_catalogue(item_ids)
+        self._trie = ItemTrie.of(self._catalogue)
+        model = self._target.model
+        self._figures = ModelFigures(self._target.model_id, "float32", str(model.device), model.num_parameters())
+        self._num_forwards, self._costliest_step_s, self._num_lists = 0, 0.0, 0
+        self.turn_to(spec)
+
+    def turn_to(self, spec: ListSpec) -> None:
+        """Go on by another specification, of the same model and catalogue."""
+        self._spec = spec
+
+    def progress(self) -> tuple[int, float, int]:
+        """Batches so far, seconds of the costliest, and finished lists."""
+        return self._num_forwards, self._costliest_step_s, self._num_lists
+
+    def warm_up(self) -> None:
+        """List something that nobody keeps: code is loaded before a shard."""
+        self._found([ListRow(None, np.zeros(1, np.int64), (), "")], 1)
+
+    def run(self, shard: Shard, budget: int | None = None) -> ShardRecord:
+        """List the items of one shard's users and write its files; `budget`: how much is drafted."""
+        start_s, size = time.perf_counter(), self._spec.options.batch_size
+        rows = self._read(shard)
+        found = [one for start in range(0, len(rows), size) for one in self._found(rows[start : start + size], budget)]
+        good, quarantined = [], []
+        for row, one in zip(rows, found, strict=True):
+            if one.is_sound:
+                good.append((row, one))
+            else:
+                message = "not-finite: the model's numbers for the user's history are not finite"
+                quarantined.append(QuarantineRow.of(row.user_id, shard.side, message, row.fingerprint))
+        schema = lists_schema(pa.array([row.user_id for row in rows]).type, self._catalogue.item_ids.type)
+        table = lists_table(good, self._catalogue.item_ids, schema, self._spec.run_id, self._target.model_id)
+        num_accepted = sum(one.num_accepted for one in found)
+        num_tokens = self._trie.num_levels * len(found)
+        stats = DecodingStats(
+            num_texts=len(found), num_tokens=num_tokens, num_steps=num_tokens - num_accepted,
+            num_accepted=num_accepted, wall_s=time.perf_counter() - start_s,
+        )  # fmt: skip
+        info = ShardInfo(shard.sha256, shard.group, stats, self._figures, self._spec.num_workers)
+        return RunFolder(self._spec.run_dir).write_shard(shard.side, shard.name, table, quarantined, info)
+
+    def tried_drafts(self, shards: Sequence[Shard]) -> dict[int, float]:
+        """Seconds of some batches, by how much was drafted for them; 0 is plain beams."""
+        options = self._spec.options
+        budgets = [0, *(round(share * options.num_items) for share in TRIED_SHARES)]
+        chosen = [shards[place] for place in np.linspace(0, len(shards) - 1, TRIED_BATCHES).astype(int).tolist()]
+        batches = [self._read(shard)[: options.batch_size] for shard in chosen]
+        seconds = dict.fromkeys(budgets, 0.0)
+        for number, rows in enumerate([batches[-1], *batches]):  # the longest once more, first, which warms up
+            for place in range(len(budgets)):
+                budget = budgets[(number + place) % len(budgets)]
+                start_s = time.perf_counter()
+                self._found(rows, budget)
+                seconds[budget] += (time.perf_counter() - start_s) * (number > 0)
+        return seconds
+
+    def _read(self, shard: Shard) -> list[ListRow]:
+        return ListRow.of_table(read_parquet(self._spec.run_dir / shard.path))
+
+    def _found(self, rows: Sequence[ListRow], budget: int) -> list[Found]:
+        """The lists of a batch of users."""
+        start_s, size, codes = time.perf_counter(), self._spec.options.num_items, self._catalogue.codes
+        prompts = [self._target.card.prompt(codes[row.history]) for row in rows]
+        trees = CodeTrees(self._target.model, self._trie, self._target.card.first_tokens, prompts)
+        drafter = BeamDrafter()
+        if budget and self._small is not None:
+            own = CodeTrees(self._small.model, self._trie, self._small.card.first_tokens, prompts)
+            drafter = ModelBeams(own, self._trie, len(rows), max(budget, size))
+        elif budget:
+            drafter = ListedItems([list(map(tuple, codes[row.drafts].tolist())) for row in rows], self._trie, budget)
+        found = search(trees, self._trie, len(rows), size, drafter)
+        self._num_forwards += trees.num_forwards
+        self._costliest_step_s = max(self._costliest_step_s, time.perf_counter() - start_s)
+        self._num_lists += len(rows)
+        return found

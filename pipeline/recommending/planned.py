@@ -1,0 +1,100 @@
+"""Who gets a new list tonight, and what drafts it: lists of the night before, of the user and of who did alike last."""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from laserbatch.pipeline.recommending.codes import ItemCodes
+
+
+def list_fingerprints(
+    catalogue: ItemCodes, histories: Sequence[np.ndarray], asked: str, popular: np.ndarray
+) -> pa.Array:
+    """Of what each user's list follows from: what is asked of which model, and the history or, without one, what most
+    have. Histories are rows of the catalogue."""
+
+    def of(kind: bytes, rows: np.ndarray) -> str:
+        return hashlib.blake2b(asked.encode() + kind + catalogue.codes[rows].tobytes(), digest_size=16).hexdigest()
+
+    of_popular = of(b" popular ", popular)
+    return pa.array([of(b" history ", one) if len(one) else of_popular for one in histories], pa.string())
+
+
+def kept_lists(previous: pa.Table, user_ids: pa.Array, fingerprints: pa.Array, catalogue: ItemCodes) -> np.ndarray:
+    """Of each user the row of an earlier list that stays: int64[num_users], -1 where it does not.
+
+    It stays where it follows from the same, and all of its items are in the catalogue still.
+    """
+    rows = rows_of(previous, user_ids)
+    same = pc.equal(previous["fingerprint"].combine_chunks().take(pa.array(rows, mask=rows < 0)), fingerprints)
+    same = pc.fill_null(same, False).to_numpy(zero_copy_only=False) & ~pc.fill_null(
+        previous["is_stale"].combine_chunks().take(pa.array(rows, mask=rows < 0)), True
+    ).to_numpy(zero_copy_only=False)
+    stays = (rows >= 0) & same
+    stays[stays] = ~_has_gone(previous, catalogue)[rows[stays]]
+    return np.where(stays, rows, -1)
+
+
+def stale_lists(previous: pa.Table, user_ids: pa.Array, catalogue: ItemCodes) -> pa.Table:
+    """Earlier lists of some users, as stale, of those whose items are all in the catalogue still."""
+    rows = rows_of(previous, user_ids)
+    rows = rows[rows >= 0]
+    rows = rows[~_has_gone(previous, catalogue)[rows]]
+    kept = previous.take(pa.array(rows))
+    place = kept.schema.get_field_index("is_stale")
+    return kept.set_column(place, kept.schema.field(place), pa.repeat(True, len(rows)))
+
+
+def rows_of(previous: pa.Table, user_ids: pa.Array) -> np.ndarray:
+    """Rows of users in earlier lists, int64, -1 where they have none."""
+    rows = pc.index_in(user_ids, value_set=previous["entity_id"].combine_chunks())
+    return pc.fill_null(rows, -1).to_numpy().astype(np.int64)
+
+
+def _has_gone(previous: pa.Table, catalogue: ItemCodes) -> np.ndarray:
+    """Of each earlier list whether one of its items has left the catalogue."""
+    lists = previous["items"].combine_chunks()
+    is_gone = pc.invert(pc.is_in(lists.flatten(), value_set=catalogue.item_ids)).to_numpy(zero_copy_only=False)
+    ends = np.cumsum(pc.list_value_length(lists).to_numpy())
+    return np.diff(np.append(0, np.cumsum(is_gone))[np.append(0, ends)]) > 0
+
+
+def listed_drafts(
+    previous: pa.Table, user_ids: pa.Array, last_items: np.ndarray, catalogue: ItemCodes, most: int
+) -> pa.Array:
+    """Likely items of users, at most so many each, the likeliest first, as lists of rows of the catalogue.
+
+    First the user's own earlier list, then what most lists have of those users whose history ended with the same item.
+
+    Parameters
+    ----------
+    last_items : of each user the row of the history's last item, int64[num_users].
+    """
+    lists = previous["items"].combine_chunks()
+    items = pc.fill_null(pc.index_in(lists.flatten(), value_set=catalogue.item_ids), -1).to_numpy().astype(np.int64)
+    starts = np.append(0, np.cumsum(pc.list_value_length(lists).to_numpy()))
+    groups = _lists_by_last_item(previous, last_items, catalogue, items, np.diff(starts))
+    found, nobody = [], np.empty(0, np.int64)
+    for row, last in zip(rows_of(previous, user_ids).tolist(), last_items.tolist(), strict=True):
+        own = items[starts[row] : starts[row + 1]] if row >= 0 else nobody
+        both = dict.fromkeys([*own.tolist(), *groups.get(last, nobody)[:most].tolist()])
+        both.pop(-1, None)
+        found.append(list(both)[:most])
+    return pa.array(found, pa.list_(pa.int32()))
+
+
+def _lists_by_last_item(
+    previous: pa.Table, wanted: np.ndarray, catalogue: ItemCodes, items: np.ndarray, lengths: np.ndarray
+) -> dict[int, np.ndarray]:
+    """Of each wanted last item the items of all earlier lists of users with it, those first that most lists have."""
+    last = pc.fill_null(pc.index_in(previous["last_item"], value_set=catalogue.item_ids), -1).to_numpy()
+    last = np.repeat(last.astype(np.int64), lengths)
+    asked = np.isin(last, wanted) & (items >= 0)
+    keys, counts = np.unique(last[asked] * len(catalogue) + items[asked], return_counts=True)
+    last, items = np.divmod(keys, len(catalogue))
+    order = np.lexsort((-counts, last))
+    begins = np.flatnonzero(np.diff(last[order], prepend=-1))
+    return dict(zip(last[order][begins].tolist(), np.split(items[order], begins[1:]), strict=True)) if len(keys) else {}
