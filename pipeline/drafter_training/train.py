@@ -1,15 +1,12 @@
 """The one loop that trains every kind of drafter, and the folder that it leaves. Killed at any moment, it goes on."""
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging as transformers_logging
 
@@ -22,11 +19,10 @@ from laserbatch.pipeline.drafter_training.settings import Kind
 from laserbatch.pipeline.drafter_training.small import Loss, Small
 from laserbatch.pipeline.drafter_training.texts import HELD_BACK_EVERY, Target, TrainingText, batches_of, held_back
 from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.learning import CHECKPOINT_NAME, train_steps
 from laserbatch.pipeline.storage.atomic import write_json
 
 LEAST_TEXTS = 20
-CHECKPOINT_NAME = "checkpoint.safetensors"
-WARM_UP = 0.05  # of all steps
 USUAL_WIDTH = 256
 
 
@@ -69,7 +65,6 @@ def train_drafter(
     there = {path.name for path in folder.glob("*")}
     if there and not there & {CARD_NAME, CHECKPOINT_NAME}:
         raise ConfigError(f"{folder} holds other things than a drafter ({min(there)}): give a new folder")
-    start_s = time.perf_counter()
     torch.manual_seed(options.seed)
     transformers_logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
@@ -79,7 +74,19 @@ def train_drafter(
     shown, judging = held_back(texts)
     method, card = _method(kind, target, options)
     folder.mkdir(parents=True, exist_ok=True)
-    seconds = _train(method, target, shown, folder, options, _digest(kind, model_dir, texts, options), tell)
+    seeds = (options.seed + epoch for epoch in range(options.epochs))
+    seconds = train_steps(
+        method.module,
+        [batch for seed in seeds for batch in batches_of(shown, options.batch_size, seed)],
+        lambda batch: method.loss(target.batch(batch)),
+        folder,
+        _digest(kind, model_dir, texts, options),
+        options.learning_rate * USUAL_WIDTH / max(USUAL_WIDTH, target.embed.weight.shape[1]),
+        method.pace,
+        tell,
+        seconds_between_checkpoints=options.seconds_between_checkpoints,
+    )
+    start_s = time.perf_counter()
     found = judged(method, target, judging)
     method.save(folder, model_dir)
     adapter = folder / ADAPTER_NAME if kind == "medusa2" else None
@@ -121,71 +128,6 @@ def small_config(config: AutoConfig, share: float) -> LlamaConfig:
         max_position_embeddings=config.max_position_embeddings, tie_word_embeddings=True,
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id,
     )  # fmt: skip
-
-
-def _train(method: Method, target: Target, texts, folder: Path, options: TrainingOptions, digest: str, tell) -> float:
-    """All steps that are not done yet; returns the seconds that an earlier process took."""
-    rate = options.learning_rate * USUAL_WIDTH / max(USUAL_WIDTH, target.embed.weight.shape[1])
-    groups = [{"params": [each], "pace": method.pace(name)} for name, each in _learned(method).items()]
-    optimizer = torch.optim.AdamW(groups, rate, weight_decay=0.01)
-    seeds = (options.seed + epoch for epoch in range(options.epochs))
-    batches = [batch for seed in seeds for batch in batches_of(texts, options.batch_size, seed)]
-    done, seconds = _resumed(method, optimizer, folder, digest)
-    num_warm = max(1, int(WARM_UP * len(batches)))
-    kept_s = began_s = time.perf_counter()
-    for step in range(done, len(batches)):
-        method.module.train()
-        for group in optimizer.param_groups:
-            left = (len(batches) - step) / len(batches)
-            group["lr"] = group["pace"] * rate * min((step + 1) / num_warm, left)
-        loss = method.loss(target.batch(batches[step]))
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(_learned(method).values(), 1.0)
-        optimizer.step()
-        tell(step + 1, loss.item())
-        if time.perf_counter() - kept_s > options.seconds_between_checkpoints:
-            kept_s = time.perf_counter()
-            facts = {"digest": digest, "step": step + 1, "seconds": seconds + kept_s - began_s}
-            _keep(method, optimizer, folder, facts)
-    return seconds
-
-
-def _learned(method: Method) -> dict[str, torch.nn.Parameter]:
-    return {name: each for name, each in method.module.named_parameters() if each.requires_grad}
-
-
-def _keep(method: Method, optimizer: torch.optim.Optimizer, folder: Path, facts: dict) -> None:
-    """Write a checkpoint, whole or not at all."""
-    tensors = {}
-    for name, parameter in _learned(method).items():
-        tensors[f"value.{name}"] = parameter.detach()
-        for moment, value in optimizer.state[parameter].items():
-            tensors[f"{moment}.{name}"] = value
-    beside = folder / f"{CHECKPOINT_NAME}.new"
-    save_file({name: each.cpu().contiguous() for name, each in tensors.items()}, beside, {"facts": json.dumps(facts)})
-    beside.replace(folder / CHECKPOINT_NAME)
-
-
-def _resumed(method: Method, optimizer: torch.optim.Optimizer, folder: Path, digest: str) -> tuple[int, float]:
-    """Steps and seconds that a checkpoint of the same training has done, which is loaded."""
-    path = folder / CHECKPOINT_NAME
-    if not path.is_file():
-        return 0, 0.0
-    with safe_open(path, "pt") as opened:
-        facts = json.loads(opened.metadata()["facts"])
-    if facts["digest"] != digest:
-        return 0, 0.0
-    tensors = load_file(path)
-    with torch.no_grad():
-        for name, parameter in _learned(method).items():
-            parameter.copy_(tensors[f"value.{name}"])
-            optimizer.state[parameter] = {
-                "step": tensors[f"step.{name}"],
-                "exp_avg": tensors[f"exp_avg.{name}"].to(parameter.device),
-                "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(parameter.device),
-            }
-    return facts["step"], facts["seconds"]
 
 
 def _digest(kind: Kind, model_dir: Path, texts: Sequence[TrainingText], options: TrainingOptions) -> str:

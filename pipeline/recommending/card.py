@@ -1,6 +1,7 @@
 """What a recommender on disk is, without its weights: `recommender.json` beside a causal model of safetensors."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,26 @@ from laserbatch.pipeline.storage.atomic import read_json, sha256_file
 from laserbatch.pipeline.validation import Strict, explain
 
 CARD_NAME, CODES_NAME, WEIGHTS_NAME = "recommender.json", "item_codes.parquet", "model.safetensors"
-BEGIN = 0  # the token that every history begins with
+
+
+class Ranking(Strict):
+    """How well lists of ten items foretell the last item of histories that were not learned from."""
+
+    num_histories: int
+    recall_10: float
+    ndcg_10: float  # with one item to find: 1 / log2(1 + its rank)
+
+    @classmethod
+    def of(cls, lists: Sequence[np.ndarray], answers: Sequence[int]) -> "Ranking":
+        """Of lists of rows of a catalogue, the best first, and the row that was to be foretold by each."""
+        places = [np.flatnonzero(rows[:10] == answer) for rows, answer in zip(lists, answers, strict=True)]
+        ranks = [int(place[0]) + 1 for place in places if len(place)]
+        count = max(1, len(lists))
+        return cls(
+            num_histories=len(lists),
+            recall_10=len(ranks) / count,
+            ndcg_10=float(sum(1 / np.log2(1 + rank) for rank in ranks) / count),
+        )
 
 
 class RecommenderCard(Strict):
@@ -21,28 +41,42 @@ class RecommenderCard(Strict):
 
     Attributes
     ----------
-    sizes : codes of each level that it has tokens for; code c of level j is token 1 + sum(sizes[:j]) + c.
+    sizes : codes of each level that it has tokens for; code c of level j is token begin + 1 + sum(sizes[:j]) + c.
+    begin : the token that every history begins with; those before it are of the language model that it was made of.
     codes : digest of the items' codes that it was trained on.
     history : newest items of a user that it is shown.
     loss : that a draft model learned by, of which target; None: it was trained on the log alone.
+    held_back, popular : how well its lists do, and one list of the items that most histories have.
+    epoch : that did best on what was held back, and is kept.
     """
 
     sizes: tuple[int, ...]
+    begin: int = 0
     codes: str
     history: int = 20
     loss: str | None = None
     target: str | None = None
     num_histories: int = 0
     training_seconds: float = 0.0
+    held_back: Ranking | None = None
+    popular: Ranking | None = None
+    epoch: int | None = None
 
     @property
     def first_tokens(self) -> tuple[int, ...]:
-        return tuple(1 + int(before) for before in np.cumsum((0, *self.sizes[:-1])))
+        return tuple(self.begin + 1 + int(before) for before in np.cumsum((0, *self.sizes[:-1])))
+
+    @property
+    def vocab_size(self) -> int:
+        return self.begin + 1 + sum(self.sizes)
 
     def prompt(self, items: np.ndarray) -> np.ndarray:
         """Token ids int64 of a history, codes (n, num_levels) of its items, the oldest first."""
-        tokens = items[-self.history :].astype(np.int64) + np.array(self.first_tokens)
-        return np.concatenate(([BEGIN], tokens.ravel()))
+        return self.tokens(items[-self.history :])
+
+    def tokens(self, items: np.ndarray) -> np.ndarray:
+        """Likewise of all of them."""
+        return np.concatenate(([self.begin], (items.astype(np.int64) + np.array(self.first_tokens)).ravel()))
 
 
 @dataclass(frozen=True)

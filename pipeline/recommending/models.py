@@ -7,13 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from laserbatch.pipeline.recommending.card import (
-    BEGIN,
-    CARD_NAME,
-    KnownRecommender,
-    RecommenderCard,
-    known_recommender,
-)
+from laserbatch.pipeline.recommending.card import CARD_NAME, KnownRecommender, RecommenderCard, known_recommender
 from laserbatch.pipeline.storage.atomic import write_json
 
 
@@ -24,15 +18,15 @@ class Recommender(KnownRecommender):
     model: torch.nn.Module
 
 
-def new_model(sizes: tuple[int, ...], hidden_size: int, num_layers: int, seed: int) -> LlamaForCausalLM:
-    """An untrained one over codes of levels of some sizes."""
+def new_model(card: RecommenderCard, hidden_size: int, num_layers: int, seed: int) -> LlamaForCausalLM:
+    """An untrained one for a card's tokens."""
     transformers_logging.disable_progress_bar()
     torch.manual_seed(seed)
     num_heads = max(1, hidden_size // 64)
     config = LlamaConfig(
-        vocab_size=1 + sum(sizes), hidden_size=hidden_size, intermediate_size=3 * hidden_size,
+        vocab_size=card.vocab_size, hidden_size=hidden_size, intermediate_size=3 * hidden_size,
         num_hidden_layers=num_layers, num_attention_heads=num_heads, num_key_value_heads=num_heads,
-        max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=BEGIN, eos_token_id=None,
+        max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=card.begin, eos_token_id=None,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
