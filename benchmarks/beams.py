@@ -131,7 +131,8 @@ def methods_of(world: World, models: dict[str, Recommender], size: int) -> dict[
     prompts = [target.card.prompt(world.codes.codes[one]) for one in world.asked]
 
     def trees(model: Recommender, users: Sequence[int]) -> CodeTrees:
-        return CodeTrees(model.model, trie, target.card.first_tokens, [prompts[user] for user in users])
+        own = [model.card.prompt(world.codes.codes[world.asked[user]]) for user in users]
+        return CodeTrees(model.model, trie, model.card.first_tokens, own)
 
     def by(drafter_of: Callable[[Sequence[int]], BeamDrafter]) -> Run:
         return lambda users: search(trees(target, users), trie, len(users), size, drafter_of(users))

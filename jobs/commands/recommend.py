@@ -63,13 +63,16 @@ def train(
     code_maker: CodeMaker = typer.Option("kmeans", help="How codes are made of vectors."),
     draft_for: Path | None = typer.Option(None, help="Train a small model to draft for this folder's recommender."),
     loss: DraftLoss = typer.Option("atspeed_s", help="What the small model learns by."),
+    base: Path | None = typer.Option(
+        None, help="Folder of a language model: its vocabulary is extended by the codes, and a LoRA adapts it."
+    ),
     date: str | None = typer.Option(None, help="Interactions up to the end of this day; without it all."),
-    epochs: int = typer.Option(5, min=1, help="How often it sees each history."),
+    epochs: int = typer.Option(5, min=1, help="How often it sees each history; the best epoch is kept."),
     as_json: bool = JSON,
 ) -> None:
     """Train a recommender on the interactions of the tables, or a small model that drafts for one.
 
-    Nights use it by `recommending.model` and `recommending.draft_model`.
+    Nights use it by `recommending.model` and `recommending.draft_model`. Killed, the same command goes on.
 
     Example: `laserbatch recommender train --out recommender --config laserbatch.yaml`
     """
@@ -79,9 +82,23 @@ def train(
         raise ConfigError("--codes and --draft-for: a small model has the codes of its target, so leave --codes out")
     settings = load_settings(config, {"workspace": workspace})
     day = None if date is None else parse_date(date)
-    card = train_on_tables(settings, out, codes, draft_for, loss, day, epochs, code_maker)
-    told = {"folder": str(out), "histories": card.num_histories, "training_seconds": card.training_seconds}
+    if base is not None and draft_for is not None:
+        raise ConfigError("--base and --draft-for: a small model begins with nothing, so leave --base out")
+    card = train_on_tables(settings, out, codes, draft_for, loss, day, epochs, code_maker, base)
+    told: dict = {"folder": str(out), "histories": card.num_histories, "training_seconds": card.training_seconds}
+    if card.held_back is not None:
+        told["epoch_kept"] = card.epoch
+        told["of_held_back_items"] = {
+            f"{name}_10{of}": round(getattr(one, f"{name}_10"), 4)
+            for of, one in (("", card.held_back), ("_of_the_most_popular", card.popular))
+            for name in ("recall", "ndcg")
+        }
     summary(told, as_json)
+    if card.held_back is not None and card.held_back.recall_10 <= card.popular.recall_10:
+        say(
+            "these lists foretell no more than the most popular items do: train on more interactions, with other codes "
+            "or for another number of epochs, before nights use them"
+        )
     if not as_json:
         key = "model" if draft_for is None else "draft_model"
         say(f"nights use it by `recommending: {{{key}: {out}}}`")

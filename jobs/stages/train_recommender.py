@@ -12,7 +12,6 @@ from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.settings import Settings
 from laserbatch.pipeline.distributed.settings import usable_cores
 from laserbatch.pipeline.encoding.vectors import vectors_of
-from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.histories import Histories
 from laserbatch.pipeline.recommending.card import CODES_NAME, RecommenderCard
 from laserbatch.pipeline.recommending.codes import ItemCodes, made_codes, read_codes
@@ -33,13 +32,14 @@ def train_on_tables(
     date: datetime.date | None,
     epochs: int,
     code_maker: CodeMaker = "kmeans",
+    base: Path | None = None,
 ) -> RecommenderCard:
-    """Train into a folder, with the codes beside the model; `draft_for` names the folder of a target."""
-    if out.is_dir() and any(out.iterdir()) and not (out / CODES_NAME).exists():
-        raise ConfigError(f"{out} holds other things than a recommender: give a new folder")
+    """Train into a folder, with the codes beside the model; `draft_for` names the folder of a target, `base` that of a
+    language model to begin with."""
     torch.set_num_threads(usable_cores())
     tables = read_tables(settings.tables.path, as_of=date)
-    target = None if draft_for is None else load_recommender(draft_for)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = None if draft_for is None else load_recommender(draft_for, device)
     if target is not None:
         codes_file = draft_for / CODES_NAME
     codes = _codes_of_vectors(settings, code_maker) if codes_file is None else read_codes(codes_file)
@@ -51,13 +51,16 @@ def train_on_tables(
     histories = [items[start:stop] for start, stop in pairwise(starts)]
     histories = [one[one >= 0] for one in histories]
     with progress("train recommender") as bar:
+        done = 0
 
         def tell(step: int, num_steps: int, value: float) -> None:
-            bar.advance(1, f"of {num_steps}, loss {value:.3f}")
+            nonlocal done
+            bar.advance(step - done, f"of {num_steps}, loss {value:.3f}")
+            done = step
 
         if target is None:
             options = RecommenderOptions(epochs=epochs, seed=settings.seed)
-            card = train_recommender(codes, histories, out, options, tell)
+            card = train_recommender(codes, histories, out, options, tell, base)
         else:
             options = RecommenderOptions(hidden_size=64, num_layers=1, epochs=epochs, seed=settings.seed)
             card = train_draft(loss, target, codes, histories, out, options, tell)

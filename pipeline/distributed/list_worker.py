@@ -103,7 +103,8 @@ class ListWorker:
         trees = CodeTrees(self._target.model, self._trie, self._target.card.first_tokens, prompts)
         drafter = BeamDrafter()
         if budget and self._small is not None:
-            own = CodeTrees(self._small.model, self._trie, self._small.card.first_tokens, prompts)
+            own_prompts = [self._small.card.prompt(codes[row.history]) for row in rows]
+            own = CodeTrees(self._small.model, self._trie, self._small.card.first_tokens, own_prompts)
             drafter = ModelBeams(own, self._trie, len(rows), max(budget, size))
         elif budget:
             drafter = ListedItems([list(map(tuple, codes[row.drafts].tolist())) for row in rows], self._trie, budget)

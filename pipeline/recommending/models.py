@@ -7,8 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from laserbatch.pipeline.decoding.model.folder import require_whole_files
+from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.recommending.card import CARD_NAME, KnownRecommender, RecommenderCard, known_recommender
 from laserbatch.pipeline.storage.atomic import write_json
+
+LORA_RANK = 16
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,32 @@ def new_model(card: RecommenderCard, hidden_size: int, num_layers: int, seed: in
         max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=card.begin, eos_token_id=None,
     )  # fmt: skip
     return LlamaForCausalLM(config)
+
+
+def extended_model(base: Path, card: RecommenderCard, seed: int) -> tuple[torch.nn.Module, RecommenderCard]:
+    """A language model with a card's tokens behind its own, and a LoRA to be trained; the card as it then is.
+
+    Learned are the LoRA, of all linear layers, and the embeddings. Raises ConfigError: peft is not installed;
+    ModelError: the folder holds no model.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        advice = "pip install 'laserbatch[lora]'"
+        raise ConfigError(f"a language model is adapted by peft, which is not there ({error}): {advice}") from error
+    require_whole_files(base)
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # it tells of how new embeddings begin
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
+    )
+    card = card.model_copy(update={"begin": model.get_input_embeddings().num_embeddings})
+    model.resize_token_embeddings(card.vocab_size)
+    adapted = get_peft_model(model, LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear"))
+    for embeddings in (model.get_input_embeddings(), model.get_output_embeddings()):
+        embeddings.weight.requires_grad_(True)
+    return adapted, card
 
 
 def save_recommender(model: LlamaForCausalLM, card: RecommenderCard, folder: Path) -> None:

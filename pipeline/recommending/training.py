@@ -1,26 +1,29 @@
 """Training of recommenders over codes, and of the small models that draft for them."""
 
-import time
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.learning import CHECKPOINT_NAME, read_facts, save_whole, train_steps
 from laserbatch.pipeline.recommending.beams import BeamDrafter, search
-from laserbatch.pipeline.recommending.card import BEGIN, RecommenderCard, codes_digest
+from laserbatch.pipeline.recommending.card import CARD_NAME, Ranking, RecommenderCard, codes_digest
 from laserbatch.pipeline.recommending.code_trees import CodeTrees
 from laserbatch.pipeline.recommending.codes import ItemCodes
 from laserbatch.pipeline.recommending.item_trie import ItemTrie
 from laserbatch.pipeline.recommending.losses import NUM_ALIGNED, OF_LISTS, Rows, draft_loss
-from laserbatch.pipeline.recommending.models import Recommender, new_model, save_recommender
+from laserbatch.pipeline.recommending.models import Recommender, extended_model, new_model, save_recommender
 from laserbatch.pipeline.recommending.settings import DraftLoss
 
 LEAST_HISTORIES = 20
+HELD_BACK, MOST_HELD_BACK = 0.1, 1000  # of the histories, whose last item is not learned
 LISTS_AT_ONCE = 32
-WARM_UP = 0.05  # of all steps
+BEST_NAME = "best.safetensors"  # weights of the best epoch so far, until the training ends
 NO_LABEL = -100
 
 Tell = Callable[[int, int, float], None]
@@ -40,6 +43,7 @@ class RecommenderOptions:
     num_listed: int = 4000
     num_picked: int = 3
     seed: int = 0
+    seconds_between_checkpoints: float = 60.0
 
 
 def train_recommender(
@@ -48,25 +52,72 @@ def train_recommender(
     folder: Path,
     options: RecommenderOptions | None = None,
     tell: Tell = lambda step, num_steps, loss: None,
+    base: Path | None = None,
 ) -> RecommenderCard:
     """Train one to say the next item's codes behind each item of histories, rows of `codes` the oldest first.
 
-    The same inputs, the same bytes. Raises ConfigError: too few histories have two items.
+    Of some histories the last item is held back; the epoch that is the least surprised by those items is kept. The same
+    inputs, the same bytes, however often it was killed.
+
+    Parameters
+    ----------
+    base : folder of a language model whose vocabulary is extended by the codes, and which a LoRA adapts to them; None:
+        a new model of the options' size.
+
+    Raises ConfigError: too few histories have two items, or the folder holds other things.
     """
     options = options or RecommenderOptions()
-    told = _enough(histories)
+    told = _enough(histories, folder)
     card = RecommenderCard(sizes=codes.sizes, codes=codes_digest(codes), history=options.history)
-    model, start_s = new_model(codes.sizes, options.hidden_size, options.num_layers, options.seed), time.perf_counter()
-    windows = [one[start : start + options.history + 1] for one in told for start in _starts(len(one), options.history)]
+    if base is None:
+        model = new_model(card, options.hidden_size, options.num_layers, options.seed)
+    else:
+        model, card = extended_model(base, card, options.seed)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    is_held = _held_back(len(told), options.seed)
+    asked = [told[number] for number in np.flatnonzero(is_held)]
+    learned = [one[:-1] if held else one for one, held in zip(told, is_held, strict=True)]
+    windows = [one[at : at + options.history + 1] for one in learned for at in _starts(len(one), options.history)]
+    trie = ItemTrie.of(codes)
 
     def loss_of(batch: Sequence[int]) -> torch.Tensor:
-        rows = [_tokens(card, codes, windows[number]) for number in batch]
-        ids = _padded(rows)
-        labels = ids.masked_fill(ids == BEGIN, NO_LABEL)  # which fills rows, too
+        ids = _padded([card.tokens(codes.codes[windows[number]]) for number in batch], card.begin).to(model.device)
+        labels = ids.masked_fill(ids == card.begin, NO_LABEL)  # which fills rows, too
         return model(input_ids=ids, labels=labels, use_cache=False).loss
 
-    _train(model, loss_of, [len(one) for one in windows], options, tell)
-    return _saved(model, card, folder, len(told), start_s)
+    digest = _digest("target" if base is None else str(base), codes, told, options)
+    best = folder / BEST_NAME
+    batches = list(_batches([len(one) for one in windows], options))
+    num_in_epoch = len(batches) // options.epochs
+
+    def after(step: int) -> None:
+        if step % num_in_epoch:
+            return
+        model.eval()
+        surprise, before = _surprise(model, card, codes, trie, asked), read_facts(best)
+        if before.get("digest") != digest or surprise < before["surprise"]:
+            facts = {"digest": digest, "surprise": surprise, "epoch": step // num_in_epoch}
+            save_whole(_weights(model), best, facts)
+
+    seconds = train_steps(
+        model, batches, loss_of, folder, digest, options.learning_rate,
+        tell=lambda step, loss: tell(step, len(batches), loss), after=after,
+        seconds_between_checkpoints=options.seconds_between_checkpoints,
+    )  # fmt: skip
+    model.load_state_dict(load_file(best), strict=False)
+    model = model.merge_and_unload() if base is not None else model
+    popular = np.argsort(-np.bincount(np.concatenate(learned), minlength=len(codes)), kind="stable")
+    answers = [one[-1] for one in asked]
+    card = card.model_copy(
+        update={
+            "num_histories": len(told),
+            "training_seconds": round(seconds, 1),
+            "epoch": read_facts(best)["epoch"],
+            "held_back": Ranking.of(listed(model, card, trie, codes, [one[:-1] for one in asked]), answers),
+            "popular": Ranking.of([popular[:10]] * len(asked), answers),
+        }
+    )
+    return _saved(model, card, folder)
 
 
 def train_draft(
@@ -83,38 +134,65 @@ def train_draft(
     Lists are the target's own, not mixed with the draft's (lambda = 1 in D' of Eq. 3). Raises as `train_recommender`.
     """
     options = options or RecommenderOptions(hidden_size=64, num_layers=1)
-    told, start_s = _enough(histories), time.perf_counter()
+    told = _enough(histories, folder)
     target.require(codes)
     trie, rng = ItemTrie.of(codes), np.random.default_rng(options.seed)
-    card = target.card.model_copy(update={"loss": kind, "target": target.model_id})
-    model = new_model(codes.sizes, options.hidden_size, options.num_layers, options.seed)
+    card = RecommenderCard(
+        sizes=codes.sizes, codes=target.card.codes, history=target.card.history, loss=kind, target=target.model_id
+    )
+    device = target.model.device
+    model = new_model(card, options.hidden_size, options.num_layers, options.seed).to(device)
     lists = []
     if kind in OF_LISTS:
         told = [told[number] for number in rng.permutation(len(told))[: options.num_listed]]
-        lists = listed(target, trie, [card.prompt(codes.codes[one[:-1]]) for one in told])
+        lists = listed(target.model, target.card, trie, codes, [one[:-1] for one in told])
 
-    def loss_of(batch: Sequence[int]) -> torch.Tensor:
+    def loss_of(numbered: tuple[int, Sequence[int]]) -> torch.Tensor:
+        step, batch = numbered
         of_logs = _rows_of(target, model, trie, card, codes, [told[number] for number in batch])
         of_lists = None
         if lists:
+            drawn = np.random.default_rng((options.seed, step))  # by the step, wherever a training goes on
             own = [lists[number] for number in batch]
-            picked = [[*rng.choice(rows, min(options.num_picked, len(rows)), replace=False), rows[-1]] for rows in own]
+            picked = [
+                [*drawn.choice(rows, min(options.num_picked, len(rows)), replace=False), rows[-1]] for rows in own
+            ]
             sequences = [[*told[n][:-1], item] for n, items in zip(batch, picked, strict=True) for item in items]
             of_lists = _rows_of(target, model, trie, card, codes, sequences, [len(items) for items in picked])
         return draft_loss(kind, of_logs, of_lists)
 
-    _train(model, loss_of, [len(one) for one in told], options, tell)
-    return _saved(model, card, folder, len(told), start_s)
+    batches = list(enumerate(_batches([len(one) for one in told], options)))
+    seconds = train_steps(
+        model, batches, loss_of, folder, _digest(f"{kind} {target.model_id}", codes, told, options),
+        options.learning_rate, tell=lambda step, loss: tell(step, len(batches), loss),
+        seconds_between_checkpoints=options.seconds_between_checkpoints,
+    )  # fmt: skip
+    update = {"num_histories": len(told), "training_seconds": round(seconds, 1)}
+    return _saved(model, card.model_copy(update=update), folder)
 
 
-def listed(target: Recommender, trie: ItemTrie, prompts: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The target's best NUM_ALIGNED items of each prompt, rows of `codes`, the best first."""
+def listed(
+    model: torch.nn.Module, card: RecommenderCard, trie: ItemTrie, codes: ItemCodes, histories: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """A model's best NUM_ALIGNED items behind each history, rows of `codes`, the best first."""
     found = []
-    for start in range(0, len(prompts), LISTS_AT_ONCE):
-        part = prompts[start : start + LISTS_AT_ONCE]
-        trees = CodeTrees(target.model, trie, target.card.first_tokens, part)
-        found += [one.rows for one in search(trees, trie, len(part), NUM_ALIGNED, BeamDrafter())]
+    for start in range(0, len(histories), LISTS_AT_ONCE):
+        prompts = [card.prompt(codes.codes[one]) for one in histories[start : start + LISTS_AT_ONCE]]
+        trees = CodeTrees(model, trie, card.first_tokens, prompts)
+        found += [one.rows for one in search(trees, trie, len(prompts), NUM_ALIGNED, BeamDrafter())]
     return found
+
+
+@torch.no_grad()
+def _surprise(model, card: RecommenderCard, codes: ItemCodes, trie: ItemTrie, asked: Sequence[np.ndarray]) -> float:
+    """Mean over histories of -log p of the last item, among the items that there are."""
+    total = 0.0
+    for start in range(0, len(asked), LISTS_AT_ONCE):
+        part = asked[start : start + LISTS_AT_ONCE]
+        logits, labels, allowed = _said_of_last(model, trie, card, codes, part)
+        log_p = torch.log_softmax(logits.masked_fill(~allowed, -torch.inf), -1)
+        total -= float(log_p.gather(2, labels[..., None]).sum())
+    return total / max(1, len(asked))
 
 
 def _rows_of(
@@ -122,50 +200,48 @@ def _rows_of(
     sequences: Sequence[Sequence[int]], counts: Sequence[int] = (),
 ) -> Rows:  # fmt: skip
     """The places of each sequence's last item's codes. `counts` : sequences of each list, whose last is the K-th."""
-    num_levels = codes.codes.shape[1]
-    ids = _padded([_tokens(card, codes, np.asarray(one)[-card.history - 1 :]) for one in sequences], left=True)
-    inputs = {"input_ids": ids, "attention_mask": _seen(ids), "use_cache": False, "logits_to_keep": num_levels + 1}
     with torch.no_grad():
-        p = target.model(**inputs).logits[:, :-1].float()
-    q = model(**inputs).logits[:, :-1].float()
-    labels = ids[:, -num_levels:]
-    allowed = torch.zeros(q.shape, dtype=torch.bool)
-    for number, one in enumerate(sequences):
-        node, last = 0, codes.codes[one[-1]].tolist()
-        for level, code in enumerate(last):
-            children = trie.codes[level][node, : trie.num_children[level][node]]
-            allowed[number, level, torch.from_numpy(children) + card.first_tokens[level]] = True
-            node = int(trie.nodes[level][node, int(np.searchsorted(children, code))])
-    least = torch.zeros(labels.shape)
+        p, _, _ = _said_of_last(target.model, trie, target.card, codes, sequences)
+    q, labels, allowed = _said_of_last(model, trie, card, codes, sequences)
+    least = torch.zeros(labels.shape, device=labels.device)
     if counts:
         own = torch.log_softmax(p.masked_fill(~allowed, -torch.inf), -1).gather(2, labels[..., None])[..., 0]
         ends = np.cumsum(counts) - 1
-        least = own[torch.from_numpy(np.repeat(ends, counts))]
+        least = own[torch.from_numpy(np.repeat(ends, counts)).to(own.device)]
     return Rows(*(each.flatten(0, 1) for each in (p, q)), labels.flatten(), allowed.flatten(0, 1), least.flatten())
 
 
-def _train(model, loss_of, lengths: Sequence[int], options: RecommenderOptions, tell: Tell) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), options.learning_rate, weight_decay=0.01)
-    batches = list(_batches(lengths, options))
-    num_warm = max(1, int(WARM_UP * len(batches)))
-    model.train()
-    for step, batch in enumerate(batches):
-        for group in optimizer.param_groups:
-            group["lr"] = options.learning_rate * min((step + 1) / num_warm, (len(batches) - step) / len(batches))
-        loss = loss_of(batch)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        tell(step + 1, len(batches), loss.item())
-    model.eval()
+def _said_of_last(
+    model, trie: ItemTrie, card: RecommenderCard, codes: ItemCodes, sequences: Sequence[Sequence[int]]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a model says in the places of each sequence's last item's codes: logits (B, num_levels, V), tokens of these
+    codes int64 (B, num_levels), and what a catalogue has there, bool as the logits. Tokens count from the beginning's.
+    """
+    num_levels = codes.codes.shape[1]
+    rows = [card.tokens(codes.codes[np.asarray(one)[-card.history - 1 :]]) for one in sequences]
+    ids = _padded(rows, card.begin, left=True).to(model.device)
+    inputs = {"input_ids": ids, "attention_mask": _seen(ids, card.begin), "logits_to_keep": num_levels + 1}
+    logits = model(**inputs, use_cache=False).logits[:, :-1, card.begin :].float()
+    allowed = np.zeros(logits.shape, bool)
+    for number, one in enumerate(sequences):
+        path = codes.codes[one[-1]].tolist()
+        for level in range(num_levels):
+            node = trie.node_of(tuple(path[:level]))
+            children = trie.codes[level][node, : trie.num_children[level][node]]
+            allowed[number, level, children + card.first_tokens[level] - card.begin] = True
+    return logits, ids[:, -num_levels:] - card.begin, torch.from_numpy(allowed).to(model.device)
 
 
-def _saved(model, card: RecommenderCard, folder: Path, num_histories: int, start_s: float) -> RecommenderCard:
-    seconds = round(time.perf_counter() - start_s, 1)
-    card = card.model_copy(update={"num_histories": num_histories, "training_seconds": seconds})
+def _saved(model, card: RecommenderCard, folder: Path) -> RecommenderCard:
     save_recommender(model, card, folder)
+    for name in (CHECKPOINT_NAME, BEST_NAME):
+        (folder / name).unlink(missing_ok=True)
     return card
+
+
+def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Those that are learned; shared ones once."""
+    return {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
 
 
 def _batches(lengths: Sequence[int], options: RecommenderOptions) -> Iterator[list[int]]:
@@ -176,14 +252,34 @@ def _batches(lengths: Sequence[int], options: RecommenderOptions) -> Iterator[li
         yield from (batches[number] for number in np.random.default_rng(options.seed + epoch).permutation(len(batches)))
 
 
-def _enough(histories: Sequence[np.ndarray]) -> list[np.ndarray]:
+def _enough(histories: Sequence[np.ndarray], folder: Path) -> list[np.ndarray]:
     told = [one for one in histories if len(one) > 1]
     if len(told) < LEAST_HISTORIES:
         raise ConfigError(
             f"{len(told)} users with two items or more are too few to train a recommender on, at least "
             f"{LEAST_HISTORIES} are needed"
         )
+    there = {path.name for path in folder.glob("*")}
+    if there and not there & {CARD_NAME, CHECKPOINT_NAME, BEST_NAME}:
+        raise ConfigError(f"{folder} holds other things than a recommender ({min(there)}): give a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
     return told
+
+
+def _held_back(num_histories: int, seed: int) -> np.ndarray:
+    """bool[num_histories]."""
+    num_held = max(1, min(MOST_HELD_BACK, round(HELD_BACK * num_histories)))
+    is_held = np.zeros(num_histories, bool)
+    is_held[np.random.default_rng(seed).permutation(num_histories)[:num_held]] = True
+    return is_held
+
+
+def _digest(kind: str, codes: ItemCodes, histories: Sequence[np.ndarray], options: RecommenderOptions) -> str:
+    told = asdict(options) | {"seconds_between_checkpoints": None}
+    digest = hashlib.sha256(f"{kind} {sorted(told.items(), key=str)} {codes_digest(codes)}".encode())
+    for one in histories:
+        digest.update(np.asarray(one, np.int64).tobytes() + b"|")
+    return digest.hexdigest()
 
 
 def _starts(length: int, history: int) -> range:
@@ -191,20 +287,16 @@ def _starts(length: int, history: int) -> range:
     return range(0, length - 1, history)
 
 
-def _tokens(card: RecommenderCard, codes: ItemCodes, rows: np.ndarray) -> np.ndarray:
-    return np.concatenate(([BEGIN], (codes.codes[rows].astype(np.int64) + np.array(card.first_tokens)).ravel()))
-
-
-def _padded(rows: Sequence[np.ndarray], left: bool = False) -> torch.Tensor:
-    """int64 (len(rows), longest), with BEGIN where nothing is."""
+def _padded(rows: Sequence[np.ndarray], begin: int, left: bool = False) -> torch.Tensor:
+    """int64 (len(rows), longest), with the token of beginnings where nothing is."""
     longest = max(map(len, rows))
-    ids = np.full((len(rows), longest), BEGIN, np.int64)
+    ids = np.full((len(rows), longest), begin, np.int64)
     for number, row in enumerate(rows):
         ids[number, slice(longest - len(row), longest) if left else slice(0, len(row))] = row
     return torch.from_numpy(ids)
 
 
-def _seen(ids: torch.Tensor) -> torch.Tensor:
-    """Attention mask of rows that are filled on the left: from their last BEGIN on."""
-    is_begin = ids == BEGIN
+def _seen(ids: torch.Tensor, begin: int) -> torch.Tensor:
+    """Attention mask of rows that are filled on the left: from their last beginning on."""
+    is_begin = ids == begin
     return (is_begin.sum(1, keepdim=True) - is_begin.cumsum(1) == 0).long()

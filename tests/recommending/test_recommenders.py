@@ -1,10 +1,14 @@
 """Losses of drafts against plain loops; training that learns, and gives the same bytes again."""
 
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
 from laserbatch.pipeline.errors import ConfigError, ModelError
 from laserbatch.pipeline.recommending.beams import BeamDrafter, search
 from laserbatch.pipeline.recommending.code_trees import CodeTrees
@@ -20,7 +24,14 @@ from laserbatch.pipeline.recommending.losses import (
     word_loss,
 )
 from laserbatch.pipeline.recommending.models import load_recommender
-from laserbatch.pipeline.recommending.training import RecommenderOptions, _starts, train_draft, train_recommender
+from laserbatch.pipeline.recommending.training import (
+    RecommenderOptions,
+    _held_back,
+    _starts,
+    listed,
+    train_draft,
+    train_recommender,
+)
 
 KINDS = ("sft", "wordkd", "tvdkd", "seqkd", "atspeed_s", "atspeed_r")
 
@@ -132,3 +143,81 @@ def test_what_does_not_fit_is_refused(world, tmp_path):
         load_recommender(tmp_path)
     with pytest.raises(ConfigError, match="3 users with two items or more are too few"):
         train_recommender(items, [*histories[:3], histories[3][:1]], tmp_path / "few")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "notes.txt").touch()
+    with pytest.raises(ConfigError, match="holds other things than a recommender"):
+        train_recommender(items, histories, tmp_path / "texts")
+
+
+def test_a_killed_training_goes_on_to_the_same_bytes(world, tmp_path):
+    items, histories, _ = world
+    options = RecommenderOptions(
+        hidden_size=64, num_layers=1, epochs=3, batch_size=16, num_listed=100, seconds_between_checkpoints=0.0
+    )
+
+    def train(kind, folder, tell=lambda *told: None):
+        if kind == "target":
+            return train_recommender(items, histories, folder, options, tell)
+        return train_draft(kind, load_recommender(world[2] / "target"), items, histories, folder, options, tell)
+
+    for kind, last in (("target", 25), ("atspeed_s", 9)):
+        whole = train(kind, tmp_path / kind / "whole")
+
+        def killed(step, num_steps, loss, last=last):
+            if step == last:
+                raise KeyboardInterrupt
+
+        folder, told = tmp_path / kind / "killed", []
+        with pytest.raises(KeyboardInterrupt):
+            train(kind, folder, killed)
+        with pytest.raises(ModelError, match="holds no recommender"):
+            load_recommender(folder)
+        card = train(kind, folder, lambda step, *_, told=told: told.append(step))
+        assert told[0] == last and {path.name for path in folder.iterdir()} == {
+            "config.json", "generation_config.json", "model.safetensors", "recommender.json"
+        }  # fmt: skip
+        assert card.model_copy(update={"training_seconds": whole.training_seconds}) == whole
+        names = [tmp_path / kind / name / "model.safetensors" for name in ("whole", "killed")]
+        assert names[0].read_bytes() == names[1].read_bytes()
+
+
+def test_the_card_tells_how_lists_do_that_were_held_back(world):
+    items, histories, folder = world
+    target, trie = load_recommender(folder / "target"), ItemTrie.of(items)
+    card = target.card
+    asked = [one for one, held in zip(histories, _held_back(len(histories), 0), strict=True) if held]
+    lists = listed(target.model, card, trie, items, [one[:-1] for one in asked])
+    hits = [rows.tolist().index(one[-1]) for one, rows in zip(asked, lists, strict=True) if one[-1] in rows[:10]]
+    assert card.held_back.num_histories == card.popular.num_histories == len(asked) == 30
+    assert card.held_back.recall_10 == len(hits) / 30 > 0.9 > card.popular.recall_10
+    assert card.held_back.ndcg_10 == pytest.approx(sum(1 / np.log2(2 + place) for place in hits) / 30)
+
+
+def test_a_language_model_is_extended_by_codes_and_adapted(world, tmp_path):
+    pytest.importorskip("peft")
+    items, histories, _ = world
+    histories = histories[:150]
+    base = SAMPLE_MODEL
+    options, losses = RecommenderOptions(epochs=5, batch_size=16), []
+    card = train_recommender(
+        items, histories, tmp_path / "target", options, lambda _, __, loss: losses.append(loss), base
+    )
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 2
+    target, trie = load_recommender(tmp_path / "target"), ItemTrie.of(items)
+    before = load_file(base / "model.safetensors")["model.embed_tokens.weight"]
+    assert card.begin == len(before) and target.model.get_input_embeddings().num_embeddings == card.vocab_size
+    assert card.held_back.num_histories == 15 and 0 < card.epoch
+    small = train_draft(
+        "atspeed_s", target, items, histories, tmp_path / "small", replace(options, epochs=2, num_listed=100)
+    )
+    draft = load_recommender(tmp_path / "small")
+    draft.require_drafts_for(target)
+    assert small.begin == 0
+    asked = [items.codes[one[:-1]] for one in histories[:20]]
+
+    def trees(one):
+        return CodeTrees(one.model, trie, one.card.first_tokens, [one.card.prompt(codes) for codes in asked])
+
+    plain = search(trees(target), trie, 20, 3, BeamDrafter())
+    drafted = search(trees(target), trie, 20, 3, ModelBeams(trees(draft), trie, 20, 12))
+    assert [one.rows.tolist() for one in plain] == [one.rows.tolist() for one in drafted]
