@@ -46,6 +46,7 @@ from laserbatch.pipeline.recommending.card import CODES_NAME, KnownRecommender, 
 from laserbatch.pipeline.recommending.codes import ItemCodes, read_codes
 from laserbatch.pipeline.recommending.lists import CATALOGUE_PATH, flat_lists
 from laserbatch.pipeline.recommending.planned import kept_lists, listed_drafts, stale_lists
+from laserbatch.pipeline.recommending.trial import fastest
 from laserbatch.pipeline.storage.atomic import remove_folder
 from laserbatch.pipeline.storage.manifest import (
     BudgetFigures,
@@ -69,7 +70,6 @@ from laserbatch.pipeline.tables.check import check_tables
 SHARD_BATCHES = 8
 NUM_SAMPLES = 3
 LEAST_TRIED = 10  # shards of a night, below which what drafts gain would not repay trying them
-LEAST_GAIN = 1.03  # over plain beams, for anything to be drafted
 
 
 def recommend(settings: Settings, date: datetime.date, force: bool = False) -> RunManifest:
@@ -259,10 +259,8 @@ def _drafted(manifest: RunManifest, settings: Settings, crew: Crew, shards: Sequ
         if wanted is None and len(shards) < LEAST_TRIED:
             wanted, reason = 0, "too few users to repay a trial"
         elif wanted is None:
-            seconds = crew.ask_one("tried_drafts", shards)
-            best = min(seconds, key=seconds.get)
-            gain = seconds[0] / seconds[best]
-            wanted, reason = (best, "the fastest of those tried") if gain >= LEAST_GAIN else (0, "no draft was faster")
+            wanted, gain = fastest(crew.ask_one("tried_drafts", shards))
+            reason = "the fastest of those tried" if wanted else "no draft was faster"
         forecast = BudgetForecast(reason, batch_size=settings.recommending.batch_size, speed_up=gain)
         manifest.budgets = {"user": BudgetFigures(wanted, 0.0, forecast)}
         manifest.save()

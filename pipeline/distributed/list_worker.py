@@ -17,6 +17,7 @@ from laserbatch.pipeline.recommending.drafters import ListedItems, ModelBeams
 from laserbatch.pipeline.recommending.item_trie import ItemTrie
 from laserbatch.pipeline.recommending.lists import CATALOGUE_PATH, ListRow, lists_schema, lists_table
 from laserbatch.pipeline.recommending.models import load_recommender
+from laserbatch.pipeline.recommending.trial import tried_seconds
 from laserbatch.pipeline.storage.manifest import ModelFigures
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
@@ -24,7 +25,6 @@ from laserbatch.pipeline.storage.run_folder import RunFolder, ShardInfo, ShardRe
 from laserbatch.pipeline.storage.stats import DecodingStats
 
 TRIED_BATCHES = 4  # of users, spread over all shards
-TRIED_SHARES = (1.5, 4.0)  # of the length of a list: how many listed items, or how wide a small model's beams
 
 
 class ListWorker:
@@ -81,17 +81,9 @@ class ListWorker:
     def tried_drafts(self, shards: Sequence[Shard]) -> dict[int, float]:
         """Seconds of some batches, by how much was drafted for them; 0 is plain beams."""
         options = self._spec.options
-        budgets = [0, *(round(share * options.num_items) for share in TRIED_SHARES)]
         chosen = [shards[place] for place in np.linspace(0, len(shards) - 1, TRIED_BATCHES).astype(int).tolist()]
         batches = [self._read(shard)[: options.batch_size] for shard in chosen]
-        seconds = dict.fromkeys(budgets, 0.0)
-        for number, rows in enumerate([batches[-1], *batches]):  # the longest once more, first, which warms up
-            for place in range(len(budgets)):
-                budget = budgets[(number + place) % len(budgets)]
-                start_s = time.perf_counter()
-                self._found(rows, budget)
-                seconds[budget] += (time.perf_counter() - start_s) * (number > 0)
-        return seconds
+        return tried_seconds(batches, options.num_items, self._found)
 
     def _read(self, shard: Shard) -> list[ListRow]:
         return ListRow.of_table(read_parquet(self._spec.run_dir / shard.path))

@@ -33,7 +33,7 @@ class CodeTrees:
         self._places: list[dict[Path, int]] = [{} for _ in prompts]  # of paths among a user's nodes
         self._above = np.zeros((len(prompts), 0, 0), bool)  # of nodes, themselves included
         self._log_p: list[dict[Path, np.ndarray]] = [{} for _ in prompts]
-        self.num_forwards = 0
+        self.num_forwards = self.num_tokens = 0  # of prompts and paths, without what fills rows
 
     def log_p(self, user: int, path: Path, node: int) -> np.ndarray | None:
         """Log probabilities float32[width] of what may follow a path, as `ItemTrie.codes` has it; None: not asked.
@@ -113,6 +113,7 @@ class CodeTrees:
         mask = torch.zeros(seen.shape, dtype=dtype, device=device)
         mask.masked_fill_(torch.from_numpy(~seen).to(device), torch.finfo(dtype).min)
         self.num_forwards += 1
+        self.num_tokens += sum(map(len, new)) + (int(self._is_prompt.sum()) if is_first else 0)
         return self._model(
             input_ids=torch.from_numpy(tokens).to(device),
             attention_mask=mask[:, None],
