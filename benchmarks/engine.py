@@ -55,7 +55,7 @@ WRITER_BATCH = {"cpu": 16, "cuda": 128}  # texts of pools are written so many at
 class Scale:
     """How much is measured: prompts by batch size, texts in the pools, repetitions, systems, fixed budgets.
 
-    Prompts are divided as in `night.py`, so that both find the same pool texts.
+    Prompts are divided so that every size finds the same pool texts.
     """
 
     long_prompts: dict[int, int]

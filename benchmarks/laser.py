@@ -29,9 +29,9 @@ from laser_nights import auc_rows, texts_of, write_nights
 from systems import EngineSystem, Pass
 from tasks import TaskSize, tasks_of
 
-from laserbatch.pipeline.decoding.drafters import NoDrafter, RetrievalDrafter
+from laserbatch.pipeline.decoding.drafters import RetrievalDrafter
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
-from laserbatch.pipeline.decoding.verifiers import Greedy, verifier_from
+from laserbatch.pipeline.decoding.verifiers import verifier_from
 
 OURS = "preference"  # one pool, in which the own group's texts count more
 POOLS = ("global", "random", "group", OURS)  # GRP, RRP, CRP of the paper, and ours
@@ -72,7 +72,7 @@ def decoding_rows(model: Path, data: Path, cache: Path, scale: Scale) -> Iterato
             alone, batched, _ = scale.long if task.is_long else scale.short
             for batch, num, pairs in ((1, alone, ALONE), (BATCH, batched, OF_OURS)):
                 engine = engines.of_batch(batch)
-                systems = [Contestant(PLAIN, None, EngineSystem(engine, NoDrafter(), Greedy()))]
+                systems = [Contestant(PLAIN, None, EngineSystem.plain(engine))]
                 for pool, rule in pairs:
                     limits = BUDGET.max_draft_tokens, BUDGET.min_acceptance, engine.num_draft_threads
                     drafter = RetrievalDrafter(pools[pool].pool, WITH_POOL, *limits)

@@ -31,10 +31,9 @@ from systems import EngineSystem, Pass
 from tasks import Task, TaskSize, tasks_of
 from transformers import AutoModelForCausalLM
 
-from laserbatch.pipeline.decoding.drafters import NoDrafter
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.settings import SAMPLING_RULES, Budget, DecodingSettings
-from laserbatch.pipeline.decoding.verifiers import Greedy, verifier_from
+from laserbatch.pipeline.decoding.verifiers import verifier_from
 from laserbatch.pipeline.decoding.verifiers.named import NAMED
 from laserbatch.pipeline.drafter_training.train import TrainingOptions
 
@@ -97,7 +96,7 @@ def deterministic_rows(engine, task: Task, pool, trained, judge, scale: Scale) -
         cells = {(name, "greedy"): settings for name, settings in methods.items()}
         if is_largest and is_first:
             cells |= {("pool", rule): methods["pool"].model_copy(update={"verifier": rule}) for rule in RULES}
-        systems = [Contestant(PLAIN, None, EngineSystem(engine, NoDrafter(), Greedy()))]
+        systems = [Contestant(PLAIN, None, EngineSystem.plain(engine))]
         for (method, rule), settings in cells.items():
             drafter = made(settings, engine, pool.pool, budget)
             groups = pool.groups if "pool" in settings.drafters else None
@@ -131,7 +130,7 @@ def sampled_rows(engine, task: Task, small: Trained, scale: Scale) -> Iterator[d
     batch = engine.settings.batch_size
     sampling = Engine(engine.loaded, DecodingSettings(verifier="greedy", temperature=1.0, batch_size=batch))
     budget = Budget(max(scale.draw_budgets), 0.0)
-    systems, lengths = [Contestant(PLAIN, None, EngineSystem(sampling, NoDrafter(), Greedy()))], {}
+    systems, lengths = [Contestant(PLAIN, None, EngineSystem.plain(sampling))], {}
     for length in scale.draw_lengths:
         for (rule, size), settings in settings_by_rule(small.folder, scale.draw_budgets, length).items():
             runner = EngineSystem(sampling, made(settings, sampling, None, budget), verifier_from(settings), budget)

@@ -27,12 +27,13 @@ from engine_systems import (
     twins_of,
 )
 from roofline import DeviceRates, Roofline, measure_device
-from systems import EngineSystem, Pass, TransformersGenerate
+from systems import MIN_ACCEPTANCE, EngineSystem, Pass, TransformersGenerate
 from tasks import Task, TaskSize, sample_tasks, tasks_of
 from transformers import AutoModelForCausalLM
 
 from laserbatch.pipeline.budget.step_cost import DraftCost, StepCost, StepPoint
 from laserbatch.pipeline.decoding.settings import Budget
+from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText, replay
 
 RATES = DeviceRates(1e10, 1e14)  # multiplying never takes longer
 COST = StepCost(
@@ -126,6 +127,10 @@ def test_every_greedy_system_writes_the_plain_texts(engines, task, cache, tmp_pa
     assert rows["resd", 2]["drafted_per_step"] <= 2 and rows["resd", 2]["accepted_per_step"] > 0
     assert rows["resd", 8]["tokens_per_step"] > rows["resd", 2]["tokens_per_step"] > 1
     assert 0 < rows["resd", 8]["retrieval_share"] < 1
+    (of_resd,) = passes["resd", 8][0]
+    texts = [ReplayText(*one) for one in zip(task.held_out, map(np.int32, of_resd.texts), strict=True)]
+    replayed = replay(pools["global"].pool, texts, DraftOptions(8, MIN_ACCEPTANCE, use_previous=False))
+    assert of_resd.num_accepted == replayed.num_accepted.sum()  # what `pools simulate` counts by, the engine does
     for row in rows.values():
         assert row["tokens_per_step"] == pytest.approx(1 + row["accepted_per_step"], abs=0.2)
     told = repeats_of_plain([{"task": task.name, "batch": 4} | row for row in rows.values()])
@@ -278,7 +283,7 @@ def test_the_roofline_is_the_slower_of_reading_and_multiplying(engines, task):
 
 def test_no_pass_finds_its_prompts_computed(engines, task):
     engine = engines.of_batch(4)
-    system = EngineSystem.of_pool(engine, None, "greedy")
+    system = EngineSystem.plain(engine)
     fed = []
     forward = engine.runner.forward
     engine.runner.forward = lambda feeds, trees: (
