@@ -238,8 +238,7 @@ def train_one_step(interactions: pa.Table, seed: int) -> dict:
     """Embeddings of one step; torch is loaded where a night would load it."""
     from laserbatch.retrieval_pools.routing.lightgcn import train_lightgcn
 
-    trained = train_lightgcn(interactions, seed, max_steps=1)
-    return {"user": trained.users, "item": trained.items}
+    return train_lightgcn(interactions, seed, max_steps=1)
 
 
 def no_workers(workers, spec) -> SimpleNamespace:
