@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import SAMPLE_MODEL, begin, benchmark_parser, finish, write_json
+from common import SAMPLE_MODEL, begin, benchmark_parser, finish, table, write_json
 from engine_passes import Amount, counted, measure
 from engine_pools import GroupedPool, pools_of, unseen_prompts
-from engine_rows import describe_rows, figures_of, repeats_of_plain, row_of, write_plot
+from engine_rows import COLUMNS, described, figures_of, repeats_of_plain, row_of, write_plot
 from engine_systems import (
     ADAPTIVE,
     FIXED_BUDGETS,
@@ -271,7 +271,7 @@ def main() -> None:
             rows += found
             if arguments.json:  # a run that is cut off has what it had measured
                 write_json(arguments.json, {"figures": figures_of(rows, device), **told(), "is_cut_off": True})
-    finish(arguments.json, figures_of(rows, device), [describe_rows(rows)], told())
+    finish(arguments.json, figures_of(rows, device), [table(map(described, rows), COLUMNS)], told())
     if arguments.plot:
         write_plot(rows, arguments.plot)
 

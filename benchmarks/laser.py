@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from common import SAMPLE_MODEL, Figure, Spread, begin, benchmark_parser, finish, scale_of
+from common import SAMPLE_MODEL, Figure, Spread, begin, benchmark_parser, finish, scale_of, table
 from engine_passes import Amount, Repetitions, measure, ratios
 from engine_pools import pools_of, unseen_prompts
 from engine_systems import PLAIN, WITH_POOL, Contestant, Engines
@@ -199,16 +199,13 @@ COLUMNS = {  # of each part's table: head, and what stands below it of a row
 }  # fmt: skip
 
 
-def table(part: str, rows: Sequence[dict], figures: Sequence[Figure]) -> str:
+def told(part: str, rows: Sequence[dict], figures: Sequence[Figure]) -> str:
     """A part's rows, and below them whether they agree with the paper."""
     blank = {"mean_tokens": 0, "share_as_greedy": 0, "cosine": 0}
-    cells = [[form.format_map(blank | row) for form in COLUMNS[part].values()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(COLUMNS[part], *cells, strict=True)]
-    lines = ["  ".join(map(str.ljust, line, widths)) for line in (list(COLUMNS[part]), *cells)]
     unmet = {True: "NOT SHOWN", False: "DISAGREES"}
     verdicts = ["agrees" if one.met else unmet[one.name.endswith("of the interval")] for one in figures]
-    lines += ["", *(f"{said}: {one.name}: {one.measured:.4g}" for said, one in zip(verdicts, figures, strict=True))]
-    return "\n".join([f"Part {part}", "", *lines])
+    lines = (f"{said}: {one.name}: {one.measured:.4g}" for said, one in zip(verdicts, figures, strict=True))
+    return "\n".join([f"Part {part}", "", table([blank | row for row in rows], COLUMNS[part]), "", *lines])
 
 
 def write_plot(rules: Sequence[dict], samplings: Sequence[dict], path: Path) -> None:
@@ -261,8 +258,8 @@ def main() -> None:
         "d": ([row for row in judged if not row["texts"].startswith("sampled")], told_of_forms),
         "e": (overhead, told_of_nights),
     }
-    figures = {part: list(told(rows)) for part, (rows, told) in parts.items()}
-    tables = [table(part, rows, figures[part]) for part, (rows, _) in parts.items()]
+    figures = {part: list(figures_of(rows)) for part, (rows, figures_of) in parts.items()}
+    tables = [told(part, rows, figures[part]) for part, (rows, _) in parts.items()]
     if arguments.plot:
         write_plot(parts["c"][0], parts["a"][0], arguments.plot)
     content = {"model": model.name, **{part: rows for part, (rows, _) in parts.items()}}

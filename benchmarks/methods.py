@@ -15,13 +15,13 @@ in nats: how far a rule leads away from what the model would write.
 
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from common import SAMPLE_MODEL, Figure, begin, benchmark_parser, finish, scale_of
+from common import SAMPLE_MODEL, Figure, begin, benchmark_parser, finish, scale_of, table
 from drafter_methods import LENGTH, Trained, made, settings_by_method, settings_by_rule, trained_drafters
 from engine_passes import Amount, measure
 from engine_pools import pools_of, unseen_prompts
@@ -228,19 +228,13 @@ OF_DRAFTERS = {
 }  # fmt: skip
 
 
-def table(rows: Sequence[dict], columns: Mapping[str, str] = COLUMNS) -> str:
-    cells = [[form.format_map(row) for form in columns.values()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)) for line in (list(columns), *cells))
-
-
 def main() -> None:
     """Measure, print, and write the JSON."""
     arguments = benchmark_parser(__doc__, "model", "data", "threads", "cache").parse_args()
     begin(arguments.threads)
     model = arguments.model if arguments.model.is_dir() else SAMPLE_MODEL
     rows, drafters = measured(model, arguments.data, arguments.cache, scale_of(arguments, FULL, QUICK, SMOKE))
-    tables = [table(rows), table(drafters, OF_DRAFTERS)]
+    tables = [table(rows, COLUMNS), table(drafters, OF_DRAFTERS)]
     content = {"model": model.name, "rows": rows, "drafters": drafters}
     finish(arguments.json, list(figures_of(rows, drafters)), tables, content)
 
