@@ -81,15 +81,6 @@ def show_progress() -> None:
     logging.getLogger("benchmarks").setLevel(logging.INFO)
 
 
-def existing(folders: Sequence[Path]) -> Iterator[Path]:
-    """Those of `folders` that are there; the others are named on standard error."""
-    for folder in folders:
-        if folder.is_dir():
-            yield folder
-        else:
-            print(f"left out, no such folder: {folder.name}", file=sys.stderr)
-
-
 def turns(items: Sequence[Item], seed: int = SEED) -> Iterator[list[Item]]:
     """The items again and again, in an order that is drawn anew each time.
 

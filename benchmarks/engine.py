@@ -1,6 +1,6 @@
 """Tokens per second of every way to draft, under fixed and adaptive budgets, beside transformers; on a CPU or a GPU.
 
-    python benchmarks/engine.py --quick --json engine.json --plot engine.svg
+    python benchmarks/engine.py --quick --json engine.json
     python benchmarks/engine.py --ablations --json engine_ablations.json
     python benchmarks/engine.py --device cuda --geometry 8b-gqa --batch 1 64 256 --json engine_gpu.json
 
@@ -20,7 +20,7 @@ import torch
 from common import SAMPLE_MODEL, begin, benchmark_parser, finish, table, write_json
 from engine_passes import Amount, counted, measure
 from engine_pools import GroupedPool, pools_of, unseen_prompts
-from engine_rows import COLUMNS, described, figures_of, repeats_of_plain, row_of, write_plot
+from engine_rows import COLUMNS, described, figures_of, repeats_of_plain, row_of
 from engine_systems import (
     ADAPTIVE,
     FIXED_BUDGETS,
@@ -204,7 +204,6 @@ def measure_task(
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = benchmark_parser(__doc__, "model", "data", "device", "dtype", "threads", "cache")
-    parser.add_argument("--plot", type=Path, help="draw the speeds here (svg, png or pdf)")
     parser.add_argument("--geometry", choices=GEOMETRIES, help="widen the model to this first (widen.py)")
     parser.add_argument("--peer", choices=VLLM_SYSTEMS, help="this beside our systems instead of transformers' own")
     parser.add_argument("--batch", type=int, nargs="+", help="batch sizes; default: all of the device's")
@@ -239,7 +238,7 @@ def scale_on(device: str, arguments: argparse.Namespace) -> Scale:
 
 
 def main() -> None:
-    """Measure, print, and write the JSON and the chart."""
+    """Measure, print, and write the JSON."""
     arguments = parse_arguments()
     begin(arguments.threads)
     device = arguments.device if arguments.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
@@ -272,8 +271,6 @@ def main() -> None:
             if arguments.json:  # a run that is cut off has what it had measured
                 write_json(arguments.json, {"figures": figures_of(rows, device), **told(), "is_cut_off": True})
     finish(arguments.json, figures_of(rows, device), [table(map(described, rows), COLUMNS)], told())
-    if arguments.plot:
-        write_plot(rows, arguments.plot)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""What the passes of `engine.py` say: rows, the figures that were asked for, a table, a chart. Measures nothing."""
+"""What the passes of `engine.py` say: rows, the figures that were asked for, a table. Measures nothing."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from common import Figure, Spread
 from engine_passes import Counted, Repetitions, over_best, ratios
@@ -169,20 +168,3 @@ def _figures_at(place: tuple[str, int], rows: dict, device: str) -> Iterator[Fig
     if device == "cuda" and task == LONG and batch in ROOFLINE_BATCHES:
         figure = f"{where}: plain, share of the roofline"
         yield Figure.at_least(figure, plain["roofline_share"], LEAST_OF_ROOFLINE)
-
-
-def write_plot(rows: Sequence[dict], path: Path) -> None:
-    """Draw speeds over plain decoding, a panel a task and batch size, as what the file's ending says: svg, png, pdf."""
-    from matplotlib.figure import Figure as Drawing
-
-    places = sorted({(row["task"], row["batch"]) for row in rows})
-    panels = Drawing(figsize=(8, 3 * len(places)), layout="constrained")
-    for place, axes in zip(places, panels.subplots(len(places), squeeze=False)[:, 0], strict=True):
-        found = [row for row in rows if (row["task"], row["batch"]) == place]
-        spreads = [row["ratio_to_plain"] for row in found]
-        middles = [spread.median for spread in spreads]
-        reach = [[one.median - one.min for one in spreads], [one.max - one.median for one in spreads]]
-        axes.barh([f"{row['system']} {_shown_budget(row)}" for row in found], middles, xerr=reach)
-        axes.set_title(f"{place[0]}, batch {place[1]}")
-        axes.set_xlabel("times plain decoding: median and range over repetitions")
-    panels.savefig(path)

@@ -12,7 +12,7 @@ from common import SAMPLE_MODEL, Interval, Spread
 from engine import ASKED, Scale, contestants_at
 from engine_passes import Amount, Counted, counted, measure, over_best, ratios
 from engine_pools import KINDS, like_groups, pools_of, random_groups, unseen_prompts
-from engine_rows import figures_of, repeats_of_plain, row_of, write_plot
+from engine_rows import figures_of, repeats_of_plain, row_of
 from engine_systems import (
     ADAPTIVE,
     ASSISTED,
@@ -338,24 +338,15 @@ def test_figures_take_the_rows_that_were_asked_for():
     assert on_gpu["reki, batch 64: plain, share of the roofline"] is False
 
 
-def test_the_chart_has_a_panel_a_place(tmp_path):
-    rows = [row(PLAIN, None, 1.0), row("laser", ADAPTIVE, 4.25), row("laser", 8, 3.5), row("resd", ADAPTIVE, 2.0)]
-    rows = [one | {"min_acceptance": 0.07} for one in rows]
-    write_plot([*rows, *(one | {"batch": 4} for one in rows)], tmp_path / "out.svg")
-    drawn = (tmp_path / "out.svg").read_text(encoding="utf-8")
-    assert "reki, batch 4" in drawn and "reki, batch 16" in drawn and "laser 8/0.07" in drawn and "laser 8" in drawn
-
-
 def test_the_command_measures_the_sample_model_where_no_other_is(run_benchmark, tmp_path, monkeypatch):
     def short(*asked) -> list[Task]:
         return [replace(task, max_new_tokens=16) for task in tasks_of(*asked)]
 
     monkeypatch.setattr(engine_command, "tasks_of", short)
     words = ["--threads", 1, "--device", "cpu", "--model", tmp_path / "none", "--cache", tmp_path / "cache"]
-    words += ["--task", "sample-items", "--plot", tmp_path / "out.svg"]
+    words += ["--task", "sample-items"]
     content = run_benchmark("engine", "--smoke", *words)
     assert content["model"] == "sample"
     assert {one["system"] for one in content["rows"]} == {PEER, PLAIN, "resd", "laser"}
     assert {one["budget"] for one in content["rows"]} == {None, ADAPTIVE, 8}
     assert next(one for one in content["rows"] if one["system"] == PLAIN)["roofline_share"] > 0
-    assert "</svg>" in (tmp_path / "out.svg").read_text(encoding="utf-8")
