@@ -1,7 +1,6 @@
 """Tokens per second of every way to draft, under fixed and adaptive budgets, beside transformers; on a CPU or a GPU.
 
     python benchmarks/engine.py --quick --json engine.json
-    python benchmarks/engine.py --ablations --json engine_ablations.json
     python benchmarks/engine.py --device cuda --geometry 8b-gqa --batch 1 64 256 --json engine_gpu.json
 
 All systems answer the same held-out prompts in turn, with the same weights; what is compared is the ratio within one
@@ -24,7 +23,6 @@ from engine_rows import COLUMNS, described, figures_of, repeats_of_plain, row_of
 from engine_systems import (
     ADAPTIVE,
     FIXED_BUDGETS,
-    SPECULATIONS,
     Contestant,
     Engines,
     Peers,
@@ -46,6 +44,7 @@ from laserbatch.pipeline.decoding.settings import Budget
 
 logger = logging.getLogger("benchmarks")
 
+ASKED = ("own-text", "resd", "crp", "rrp", "laser")
 SWEPT = ("resd", "laser")  # measured with fixed budgets too, those of FIXED_BUDGETS
 PEER_CONTEXT = 1024  # tokens of a prompt and its answer, at most
 WRITER_BATCH = {"cpu": 16, "cuda": 128}  # texts of pools are written so many at once
@@ -64,7 +63,7 @@ class Scale:
     short: TaskSize
     num_long_repetitions: int
     num_short_repetitions: int
-    systems: tuple[str, ...] = tuple(SPECULATIONS)
+    systems: tuple[str, ...] = ASKED
     fixed_budgets: tuple[int, ...] = FIXED_BUDGETS
     fixed_at: dict[int, tuple[int, ...]] = field(default_factory=dict)  # others at some batch sizes
     only_at: dict[int, tuple[str, ...]] = field(default_factory=dict)  # beside plain, at some batch sizes
@@ -88,10 +87,9 @@ class Scale:
         return self.fixed_at.get(batch, self.fixed_budgets)
 
 
-ASKED = ("own-text", "resd", "crp", "rrp", "laser")
 CPU_FULL = Scale(
     {1: 24, 4: 24, 16: 32}, {1: 96, 4: 128, 16: 128}, TaskSize(32, 200, 0, 128), TaskSize(128, 1000, 0, 512),
-    2, 3, ASKED, max_new_tokens=384, slow_long_prompts=3, slow_short_prompts=24, num_slow_repetitions=3,
+    2, 3, max_new_tokens=384, slow_long_prompts=3, slow_short_prompts=24, num_slow_repetitions=3,
 )  # fmt: skip
 CPU_QUICK = Scale(
     {1: 8, 4: 8, 16: 32}, {1: 24, 4: 32, 16: 64}, TaskSize(16, 100, 16, 64), TaskSize(64, 500, 0, 256),
@@ -208,22 +206,12 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peer", choices=VLLM_SYSTEMS, help="this beside our systems instead of transformers' own")
     parser.add_argument("--batch", type=int, nargs="+", help="batch sizes; default: all of the device's")
     parser.add_argument("--task", nargs="+", help="tasks; default: all")
-    parser.add_argument("--repetitions", type=int, help="default: as the size has it")
-    parser.add_argument(
-        "--ablations",
-        action="store_true",
-        help="every way to draft, verified both ways, each under the budget that it chooses and no other",
-    )
     return parser.parse_args(words)
 
 
 def scale_on(device: str, arguments: argparse.Namespace) -> Scale:
     """How much is measured, as the options have it."""
     scale = SCALES[device][arguments.size]
-    if arguments.ablations:
-        scale = replace(scale, systems=tuple(SPECULATIONS), fixed_budgets=(), fixed_at={}, only_at={})
-    if arguments.repetitions:
-        scale = replace(scale, num_long_repetitions=arguments.repetitions, num_short_repetitions=arguments.repetitions)
     batches = tuple(arguments.batch or BATCHES[device][arguments.size])
     unknown = set(batches) - set(scale.long_prompts)
     if unknown:

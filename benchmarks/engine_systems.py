@@ -61,11 +61,7 @@ SPECULATIONS = {
     "crp": Speculation("group", "greedy"),
     "rrp": Speculation("random", "greedy"),
     "laser": Speculation("preference", "relaxed"),
-    "laser, greedy": Speculation("preference", "greedy"),
-    "own-text, relaxed": Speculation(None, "relaxed"),
     "resd, relaxed": Speculation("global", "relaxed"),
-    "crp, relaxed": Speculation("group", "relaxed"),
-    "rrp, relaxed": Speculation("random", "relaxed"),
 }
 
 
