@@ -1,6 +1,6 @@
 """LASER's experiments in kind (Xi et al., SIGIR 2025), each beside what its paper saw, and whether that is so here.
 
-    python benchmarks/laser.py --quick --json OUT --plot laser.png
+    python benchmarks/laser.py --quick --json OUT
 
     a  knowledge under different samplings (its Table 1): AUC with texts of greedy decoding, of relaxed verification,
        and sampled at two temperatures, beside none
@@ -208,42 +208,9 @@ def told(part: str, rows: Sequence[dict], figures: Sequence[Figure]) -> str:
     return "\n".join([f"Part {part}", "", table([blank | row for row in rows], COLUMNS[part]), "", *lines])
 
 
-def write_plot(rules: Sequence[dict], samplings: Sequence[dict], path: Path) -> None:
-    """Draw c and a as what the file's ending says: png, svg, pdf."""
-    from matplotlib.figure import Figure as Drawing
-
-    drawing = Drawing(figsize=(14, 4), layout="constrained")
-    speeds, lengths, differences = drawing.subplots(1, 3)
-    for number, task in enumerate((LONG, SHORT)):
-        alone, batched = ([row for row in rules if (row["task"], row["batch"]) == (task, b)] for b in (1, BATCH))
-        places = np.arange(len(RULES)) + (number - 0.5) * 0.4
-        spreads = [row["speed"] for row in alone]
-        reach = [[one.median - one.min for one in spreads], [one.max - one.median for one in spreads]]
-        speeds.bar(places, [one.median for one in spreads], 0.4, yerr=reach, capsize=3, label=task)
-        lengths.bar(places, [row["length"] for row in batched], 0.4, label=task)
-    speeds.set_title("c: tokens a second over plain decoding, alone")
-    lengths.set_title(f"c: length over plain texts, batch {BATCH}")
-    for axes in (speeds, lengths):
-        axes.set_xticks(range(len(RULES)), list(RULES))
-        axes.axhline(1, color="grey", linewidth=1)
-        axes.margins(y=0.2)
-        axes.legend(loc="upper left", ncols=2)
-    others = [row for row in samplings if row["texts"] != "greedy"]
-    for place, over in enumerate(row["over_greedy"] for row in others):
-        reach = [[over.value - over.low], [over.high - over.value]]
-        differences.errorbar(over.value, place, xerr=reach, fmt="o", color="C0", capsize=4)
-    differences.axvspan(-MARGIN, MARGIN, color="grey", alpha=0.2)
-    differences.axvline(0, color="grey", linewidth=1)
-    differences.set_yticks(range(len(others)), [row["texts"] for row in others])
-    differences.set_title("a: AUC less that with greedy texts, 95 %")
-    drawing.savefig(path, dpi=110)
-
-
 def main() -> None:
-    """Measure, print, and write the JSON and the chart."""
-    parser = benchmark_parser(__doc__, "model", "data", "threads", "cache")
-    parser.add_argument("--plot", type=Path, help="draw c and a here (png, svg or pdf)")
-    arguments = parser.parse_args()
+    """Measure, print, and write the JSON."""
+    arguments = benchmark_parser(__doc__, "model", "data", "threads", "cache").parse_args()
     begin(arguments.threads)
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
     model = arguments.model if arguments.model.is_dir() else SAMPLE_MODEL
@@ -260,8 +227,6 @@ def main() -> None:
     }
     figures = {part: list(figures_of(rows)) for part, (rows, figures_of) in parts.items()}
     tables = [told(part, rows, figures[part]) for part, (rows, _) in parts.items()]
-    if arguments.plot:
-        write_plot(parts["c"][0], parts["a"][0], arguments.plot)
     content = {"model": model.name, **{part: rows for part, (rows, _) in parts.items()}}
     finish(arguments.json, [one for of_part in figures.values() for one in of_part], tables, content)
 
