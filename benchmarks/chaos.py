@@ -48,7 +48,7 @@ from chaos_nights import (
     simulated_cluster,
     wait_for,
 )
-from common import SEED, Figure, benchmark_parser, finish, scale_of
+from common import SEED, Figure, benchmark_parser, finish, scale_of, table
 
 from laserbatch.jobs.events import read_events
 from laserbatch.pipeline.sides import SIDES
@@ -97,12 +97,6 @@ def main() -> None:
 def told(json_path: Path | None, outcomes: list["Outcome"], num_wanted: int) -> None:
     """Print and write what came of the kills."""
     rows = rows_of(outcomes)
-    lines = [f"{'kind':12} {'stage':12} {'kills':>6} {'survived':>9} {'identical':>10} {'lost':>5} {'doubled':>8}"]
-    lines += [
-        f"{row['kind']:12} {row['stage']:12} {row['kills']:>6} {row['survived']:>9} {row['identical']:>10} "
-        f"{row['lost']:>5} {row['doubled']:>8}"
-        for row in rows
-    ]
     totals = {name: sum(row[name] for row in rows) for name in ("survived", "identical", *NONE_OF)}
     figures = [
         Figure.at_least(f"nights of {len(outcomes)} killed ones that {meaning}", totals[name], len(outcomes))
@@ -111,7 +105,9 @@ def told(json_path: Path | None, outcomes: list["Outcome"], num_wanted: int) -> 
     figures += [Figure.at_most(name, totals[name], 0) for name in NONE_OF]
     content = {"kills": len(outcomes), **totals, "rows": rows, "left_out": num_wanted - len(outcomes)}
     troubles = [outcome.trouble for outcome in outcomes if outcome.trouble]
-    finish(json_path, figures, ["\n".join(lines)], content | {"troubles": troubles})
+    shown = ("kind", "stage", "kills", "survived", "identical", "lost", "doubled")
+    columns = {name: f"{{{name}}}" for name in shown}
+    finish(json_path, figures, [table(rows, columns)], content | {"troubles": troubles})
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -79,15 +79,6 @@ def show_progress() -> None:
     """Log what the benchmarks do, and warnings of everybody else."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("benchmarks").setLevel(logging.INFO)
-
-
-def existing(folders: Sequence[Path]) -> Iterator[Path]:
-    """Those of `folders` that are there; the others are named on standard error."""
-    for folder in folders:
-        if folder.is_dir():
-            yield folder
-        else:
-            print(f"left out, no such folder: {folder.name}", file=sys.stderr)
 
 
 def turns(items: Sequence[Item], seed: int = SEED) -> Iterator[list[Item]]:
@@ -173,6 +164,13 @@ class Figure:
     def __str__(self) -> str:
         verdict = "met    " if self.met else "NOT MET"
         return f"{verdict}  {self.name}: {self.measured:.2f} (wanted {self.comparison} {self.wanted:g})"
+
+
+def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
+    """Rows for a terminal, a line each; `columns` have what stands above, and a format string of what a row has."""
+    cells = [[form.format_map(row) for form in columns.values()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in (list(columns), *cells))
 
 
 def finish(json_path: Path | None, figures: Sequence[Figure], tables: Sequence[str], content: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """What texts are worth to CTR models in the sample world, and our DIN and DCNv2 beside FuxiCTR's on MovieLens 100K.
 
     python benchmarks/ctr.py --quick --json OUT --fuxictr VENV/lib/python3.11/site-packages
-    python benchmarks/ctr.py --rows 20000000 --threads 1 --json OUT
 
 Rows with `features` and with `history` are of `ctr_nights.py`. Rows with `library` are of the same rows, codes, sizes
 and batches, in one process. FuxiCTR is not among our requirements: `pip install fuxictr==2.3.10 pandas polars h5py`
@@ -31,7 +30,6 @@ import pyarrow.parquet as pq
 import torch
 from common import begin, benchmark_parser, jsonable, scale_of, write_json
 from ctr_nights import sample_rows
-from ctr_scale import scale_rows
 from sklearn.metrics import roc_auc_score
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import default_collate
@@ -231,16 +229,10 @@ def run(folder: Path, size: str) -> list[dict]:
 def main() -> None:
     parser = benchmark_parser(__doc__, "data", "threads")
     parser.add_argument("--fuxictr", type=Path, help="folder of packages that has fuxictr, where ours has none")
-    parser.add_argument("--rows", type=int, help="only what a log of so many made-up rows takes: memory, seconds")
     options = parser.parse_args()
     if options.fuxictr is not None:
         sys.path.append(str(options.fuxictr))  # behind ours
     begin(options.threads)
-    if options.rows:
-        rows = scale_rows(options.rows)
-        if options.json:
-            write_json(options.json, {"threads": options.threads, "rows": rows})
-        return
     scale = scale_of(options, full=(400, (40, 30, 20, 10), 5), quick=(200, (30, 15), 2), smoke=(40, (10,), 1))
     rows = sample_rows(*scale)
     if (options.data / "ml-100k").is_dir():

@@ -28,6 +28,7 @@ from common import (
     resampled_totals,
     scale_of,
     show_progress,
+    table,
     turns,
 )
 from corpora import Corpus, CorpusSize, Document, goodreads_corpus, reki_corpus
@@ -326,28 +327,19 @@ def describe_corpus(corpus: Corpus) -> dict:
 
 def describe(content: dict[str, list]) -> list[str]:
     """Tables for a terminal: every drafter, ours over each peer, and what a least support leaves."""
-    head = f"{'corpus':10}{'K':>3}  {'drafter':14}{'AAL':>5} {'(95 %)':14}"
-    times = f"{'median us':>10}{'mean':>8}{'p99':>9}"
-    rows = [f"{head}{times}{'drafted':>9}{'precision':>10}{'build s':>8}{'MB':>7}"]
-    for row in content["rows"]:
-        if "missing" in row:
-            rows.append(f"{row['corpus']:10}{row['k']:3}  {row['drafter']:14}{row['missing']}")
-        else:
-            more = f"{row['drafted']:9.1f}{row['precision']:10.3f}{row['build_s']:8.2f}{row['bytes'] / 1e6:7.1f}"
-            rows.append(_described(row, row["drafter"]) + more)
-    ratios = [head.replace("drafter", "ours / ") + times]
-    ratios += [_described(ratio, ratio["peer"]) for ratio in content["ratios"]]
-    supports = [
-        f"{row['corpus']}, min_support {row['min_support']}: AAL {row['aal']:.2f}, {row['of_all']:.2f} of all"
-        for row in content["min_support"]
+    where = {"corpus": "{corpus}", "K": "{k}"}
+    found = {
+        "AAL": "{aal:.2f}", "(95 %)": "({aal_low:.2f}-{aal_high:.2f})", "median us": "{median_us:.2f}",
+        "mean": "{mean_us:.2f}", "p99": "{p99_us:.2f}",
+    }  # fmt: skip
+    more = {"drafted": "{drafted:.1f}", "precision": "{precision:.3f}", "build s": "{build_s:.2f}", "B": "{bytes:,}"}
+    supported = {"min_support": "{min_support}", "AAL": "{aal:.2f}", "of all": "{of_all:.2f}"}
+    measured = [row for row in content["rows"] if "missing" not in row]
+    tables = [
+        table(measured, where | {"drafter": "{drafter}"} | found | more),
+        table(content["ratios"], where | {"ours /": "{peer}"} | found),
     ]
-    return ["\n".join(lines) for lines in (rows, ratios, supports)]
-
-
-def _described(row: dict, name: str) -> str:
-    interval = f"({row['aal_low']:.2f}-{row['aal_high']:.2f})"
-    times = f"{row['median_us']:10.2f}{row['mean_us']:8.2f}{row['p99_us']:9.2f}"
-    return f"{row['corpus']:10}{row['k']:3}  {name:14}{row['aal']:5.2f} {interval:14}{times}"
+    return tables + ([table(content["min_support"], where | supported)] if content["min_support"] else [])
 
 
 def main() -> None:

@@ -1,7 +1,6 @@
 """Tokens per second of every way to draft, under fixed and adaptive budgets, beside transformers; on a CPU or a GPU.
 
-    python benchmarks/engine.py --quick --json engine.json --plot engine.svg
-    python benchmarks/engine.py --ablations --json engine_ablations.json
+    python benchmarks/engine.py --quick --json engine.json
     python benchmarks/engine.py --device cuda --geometry 8b-gqa --batch 1 64 256 --json engine_gpu.json
 
 All systems answer the same held-out prompts in turn, with the same weights; what is compared is the ratio within one
@@ -17,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import SAMPLE_MODEL, begin, benchmark_parser, finish, write_json
+from common import SAMPLE_MODEL, begin, benchmark_parser, finish, table, write_json
 from engine_passes import Amount, counted, measure
 from engine_pools import GroupedPool, pools_of, unseen_prompts
-from engine_rows import describe_rows, figures_of, repeats_of_plain, row_of, write_plot
+from engine_rows import COLUMNS, described, figures_of, repeats_of_plain, row_of
 from engine_systems import (
     ADAPTIVE,
     FIXED_BUDGETS,
-    SPECULATIONS,
     Contestant,
     Engines,
     Peers,
@@ -46,6 +44,7 @@ from laserbatch.pipeline.decoding.settings import Budget
 
 logger = logging.getLogger("benchmarks")
 
+ASKED = ("own-text", "resd", "crp", "rrp", "laser")
 SWEPT = ("resd", "laser")  # measured with fixed budgets too, those of FIXED_BUDGETS
 PEER_CONTEXT = 1024  # tokens of a prompt and its answer, at most
 WRITER_BATCH = {"cpu": 16, "cuda": 128}  # texts of pools are written so many at once
@@ -55,7 +54,7 @@ WRITER_BATCH = {"cpu": 16, "cuda": 128}  # texts of pools are written so many at
 class Scale:
     """How much is measured: prompts by batch size, texts in the pools, repetitions, systems, fixed budgets.
 
-    Prompts are divided as in `night.py`, so that both find the same pool texts.
+    Prompts are divided so that every size finds the same pool texts.
     """
 
     long_prompts: dict[int, int]
@@ -64,7 +63,7 @@ class Scale:
     short: TaskSize
     num_long_repetitions: int
     num_short_repetitions: int
-    systems: tuple[str, ...] = tuple(SPECULATIONS)
+    systems: tuple[str, ...] = ASKED
     fixed_budgets: tuple[int, ...] = FIXED_BUDGETS
     fixed_at: dict[int, tuple[int, ...]] = field(default_factory=dict)  # others at some batch sizes
     only_at: dict[int, tuple[str, ...]] = field(default_factory=dict)  # beside plain, at some batch sizes
@@ -88,10 +87,9 @@ class Scale:
         return self.fixed_at.get(batch, self.fixed_budgets)
 
 
-ASKED = ("own-text", "resd", "crp", "rrp", "laser")
 CPU_FULL = Scale(
     {1: 24, 4: 24, 16: 32}, {1: 96, 4: 128, 16: 128}, TaskSize(32, 200, 0, 128), TaskSize(128, 1000, 0, 512),
-    2, 3, ASKED, max_new_tokens=384, slow_long_prompts=3, slow_short_prompts=24, num_slow_repetitions=3,
+    2, 3, max_new_tokens=384, slow_long_prompts=3, slow_short_prompts=24, num_slow_repetitions=3,
 )  # fmt: skip
 CPU_QUICK = Scale(
     {1: 8, 4: 8, 16: 32}, {1: 24, 4: 32, 16: 64}, TaskSize(16, 100, 16, 64), TaskSize(64, 500, 0, 256),
@@ -204,27 +202,16 @@ def measure_task(
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = benchmark_parser(__doc__, "model", "data", "device", "dtype", "threads", "cache")
-    parser.add_argument("--plot", type=Path, help="draw the speeds here (svg, png or pdf)")
     parser.add_argument("--geometry", choices=GEOMETRIES, help="widen the model to this first (widen.py)")
     parser.add_argument("--peer", choices=VLLM_SYSTEMS, help="this beside our systems instead of transformers' own")
     parser.add_argument("--batch", type=int, nargs="+", help="batch sizes; default: all of the device's")
     parser.add_argument("--task", nargs="+", help="tasks; default: all")
-    parser.add_argument("--repetitions", type=int, help="default: as the size has it")
-    parser.add_argument(
-        "--ablations",
-        action="store_true",
-        help="every way to draft, verified both ways, each under the budget that it chooses and no other",
-    )
     return parser.parse_args(words)
 
 
 def scale_on(device: str, arguments: argparse.Namespace) -> Scale:
     """How much is measured, as the options have it."""
     scale = SCALES[device][arguments.size]
-    if arguments.ablations:
-        scale = replace(scale, systems=tuple(SPECULATIONS), fixed_budgets=(), fixed_at={}, only_at={})
-    if arguments.repetitions:
-        scale = replace(scale, num_long_repetitions=arguments.repetitions, num_short_repetitions=arguments.repetitions)
     batches = tuple(arguments.batch or BATCHES[device][arguments.size])
     unknown = set(batches) - set(scale.long_prompts)
     if unknown:
@@ -239,7 +226,7 @@ def scale_on(device: str, arguments: argparse.Namespace) -> Scale:
 
 
 def main() -> None:
-    """Measure, print, and write the JSON and the chart."""
+    """Measure, print, and write the JSON."""
     arguments = parse_arguments()
     begin(arguments.threads)
     device = arguments.device if arguments.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
@@ -271,9 +258,7 @@ def main() -> None:
             rows += found
             if arguments.json:  # a run that is cut off has what it had measured
                 write_json(arguments.json, {"figures": figures_of(rows, device), **told(), "is_cut_off": True})
-    finish(arguments.json, figures_of(rows, device), [describe_rows(rows)], told())
-    if arguments.plot:
-        write_plot(rows, arguments.plot)
+    finish(arguments.json, figures_of(rows, device), [table(map(described, rows), COLUMNS)], told())
 
 
 if __name__ == "__main__":

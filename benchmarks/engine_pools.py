@@ -23,6 +23,8 @@ from threadpoolctl import threadpool_limits
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.retrieval_pools.calibration.calibrate import calibrate, num_held_back, spread_positions, with_budgets
 from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText
+from laserbatch.retrieval_pools.index.build import HeldBack
+from laserbatch.retrieval_pools.index.calibration_record import Calibration
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.routing.collaborative import cluster_embeddings, default_num_groups
 from laserbatch.retrieval_pools.settings import PoolSettings
@@ -115,13 +117,7 @@ def _bags(prompts: Sequence[np.ndarray]) -> csr_array:
 
 def calibrated_by(grouped: GroupedPool, prompts: Sequence[np.ndarray], texts: Sequence[Sequence[int]]) -> GroupedPool:
     """The same pool, believing what replays of some prompts' texts say of it."""
-    group_of = (lambda prompt: None) if grouped.groups is None else (lambda prompt: grouped.groups[prompt.tobytes()])
-    replays = [
-        ReplayText(prompt, np.asarray(text, np.int32), None, group_of(prompt))
-        for prompt, text in zip(prompts, texts, strict=True)
-    ]
-    calibration = calibrate(grouped.pool, replays, DRAFT_OPTIONS)
-    calibration = with_budgets(calibration, grouped.pool, replays, DRAFT_OPTIONS)
+    calibration = _replayed(grouped.pool, _documents(prompts, texts, grouped.groups))
     return replace(grouped, pool=grouped.pool.with_calibration(calibration))
 
 
@@ -129,23 +125,22 @@ def _calibrated(
     task: Task, texts: list[np.ndarray], groups: Groups | None, settings: PoolSettings, folder: Path
 ) -> GroupedPool:
     """The pool of all texts, believing what replays say of one without some of them."""
-    documents = [
-        ReplayText(prompt, text, None, groups and groups[prompt.tobytes()])
-        for prompt, text in zip(task.pool_prompts, texts, strict=True)
+    documents = _documents(task.pool_prompts, texts, groups)
+    numbers = spread_positions(len(documents), num_held_back(len(documents), settings.calibration_texts)).tolist()
+    held_back = HeldBack(numbers, lambda others: _replayed(others, [documents[number] for number in numbers]))
+    names = [document.group or "all" for document in documents]
+    pool = build(texts, folder, task.side, names, settings, held_back if len(numbers) > 1 else None)
+    return GroupedPool(pool, groups)
+
+
+def _documents(
+    prompts: Sequence[np.ndarray], texts: Sequence[Sequence[int]], groups: Groups | None
+) -> list[ReplayText]:
+    return [
+        ReplayText(prompt, np.asarray(text, np.int32), None, groups and groups[prompt.tobytes()])
+        for prompt, text in zip(prompts, texts, strict=True)
     ]
-    pool = _built(task, documents, settings, folder / "pool")
-    num_wanted = num_held_back(len(documents), settings.calibration_texts)
-    if num_wanted < 2:
-        return GroupedPool(pool, groups)
-    held_back = set(spread_positions(len(documents), num_wanted).tolist())
-    rest = [document for number, document in enumerate(documents) if number not in held_back]
-    without = _built(task, rest, settings, folder / "without")
-    replayed = [documents[number] for number in sorted(held_back)]
-    calibration = calibrate(without, replayed, DRAFT_OPTIONS)
-    calibration = with_budgets(calibration, without, replayed, DRAFT_OPTIONS)
-    return GroupedPool(pool.with_calibration(calibration), groups)
 
 
-def _built(task: Task, documents: list[ReplayText], settings: PoolSettings, folder: Path) -> Pool:
-    groups = [document.group or "all" for document in documents]
-    return build([document.text_ids for document in documents], folder, task.side, groups, settings)
+def _replayed(pool: Pool, texts: Sequence[ReplayText]) -> Calibration:
+    return with_budgets(calibrate(pool, texts, DRAFT_OPTIONS), pool, texts, DRAFT_OPTIONS)

@@ -1,7 +1,6 @@
-"""What the passes of `engine.py` say: rows, the figures that were asked for, a table, a chart. Measures nothing."""
+"""What the passes of `engine.py` say: rows, the figures that were asked for, a table. Measures nothing."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from common import Figure, Spread
 from engine_passes import Counted, Repetitions, over_best, ratios
@@ -95,23 +94,18 @@ def repeats_of_plain(rows: Sequence[dict]) -> list[dict]:
     ]
 
 
-def describe_rows(rows: list[dict]) -> str:
-    """The rows as a table for a terminal."""
-    head = (
-        f"{'task':17}{'batch':>6}  {'system':27}{'budget':>9}{'tokens/s':>10}{'per step':>10}{'drafted':>9}"
-        f"{'retrieval':>10}{'length':>8}{'counted':>9}  over plain"
-    )
-    lines = [
-        f"{row['task']:17}{row['batch']:6}  {row['system']:27}{_shown_budget(row):>9}{row['tokens_per_s']:10.0f}"
-        f"{row['tokens_per_step']:10.2f}{row['drafted_per_step']:9.1f}{row['retrieval_share']:10.1%}"
-        f"{row['mean_length']:8.0f}{_shown_count(row):>9}  {row['ratio_to_plain']}"
-        for row in rows
-    ]
-    return "\n".join([head, *lines])
+COLUMNS = {
+    "task": "{task}", "batch": "{batch}", "system": "{system}", "budget": "{shown_budget}",
+    "tokens/s": "{tokens_per_s:.0f}", "per step": "{tokens_per_step:.2f}", "drafted": "{drafted_per_step:.1f}",
+    "retrieval": "{retrieval_share:.1%}", "length": "{mean_length:.0f}", "counted": "{counted}",
+    "over plain": "{ratio_to_plain}",
+}  # fmt: skip
 
 
-def _shown_count(row: dict) -> str:
-    return "" if row["counted_to_plain"] is None else f"{row['counted_to_plain'].value:.2f}"
+def described(row: dict) -> dict:
+    """A row with what COLUMNS show of it."""
+    counted = row["counted_to_plain"]
+    return row | {"shown_budget": _shown_budget(row), "counted": "" if counted is None else f"{counted.value:.2f}"}
 
 
 def _shown_budget(row: dict) -> str:
@@ -174,20 +168,3 @@ def _figures_at(place: tuple[str, int], rows: dict, device: str) -> Iterator[Fig
     if device == "cuda" and task == LONG and batch in ROOFLINE_BATCHES:
         figure = f"{where}: plain, share of the roofline"
         yield Figure.at_least(figure, plain["roofline_share"], LEAST_OF_ROOFLINE)
-
-
-def write_plot(rows: Sequence[dict], path: Path) -> None:
-    """Draw speeds over plain decoding, a panel a task and batch size, as what the file's ending says: svg, png, pdf."""
-    from matplotlib.figure import Figure as Drawing
-
-    places = sorted({(row["task"], row["batch"]) for row in rows})
-    panels = Drawing(figsize=(8, 3 * len(places)), layout="constrained")
-    for place, axes in zip(places, panels.subplots(len(places), squeeze=False)[:, 0], strict=True):
-        found = [row for row in rows if (row["task"], row["batch"]) == place]
-        spreads = [row["ratio_to_plain"] for row in found]
-        middles = [spread.median for spread in spreads]
-        reach = [[one.median - one.min for one in spreads], [one.max - one.median for one in spreads]]
-        axes.barh([f"{row['system']} {_shown_budget(row)}" for row in found], middles, xerr=reach)
-        axes.set_title(f"{place[0]}, batch {place[1]}")
-        axes.set_xlabel("times plain decoding: median and range over repetitions")
-    panels.savefig(path)

@@ -61,11 +61,7 @@ SPECULATIONS = {
     "crp": Speculation("group", "greedy"),
     "rrp": Speculation("random", "greedy"),
     "laser": Speculation("preference", "relaxed"),
-    "laser, greedy": Speculation("preference", "greedy"),
-    "own-text, relaxed": Speculation(None, "relaxed"),
     "resd, relaxed": Speculation("global", "relaxed"),
-    "crp, relaxed": Speculation("group", "relaxed"),
-    "rrp, relaxed": Speculation("random", "relaxed"),
 }
 
 
@@ -231,8 +227,7 @@ def _limits(budget: Budget) -> tuple[int, float]:
 
 def plain(engine: Engine, rates: DeviceRates, bytes_per_token: int) -> Contestant:
     """Our engine without drafts, beside the roofline of its device."""
-    system = EngineSystem.of_pool(engine, None, "greedy")
-    return Contestant(PLAIN, None, WatchedSystem(system, engine, rates, bytes_per_token))
+    return Contestant(PLAIN, None, WatchedSystem(EngineSystem.plain(engine), engine, rates, bytes_per_token))
 
 
 def pool_kinds(systems: Sequence[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """LASER's experiments in kind (Xi et al., SIGIR 2025), each beside what its paper saw, and whether that is so here.
 
-    python benchmarks/laser.py --quick --json OUT --plot laser.png
+    python benchmarks/laser.py --quick --json OUT
 
     a  knowledge under different samplings (its Table 1): AUC with texts of greedy decoding, of relaxed verification,
        and sampled at two temperatures, beside none
@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from common import SAMPLE_MODEL, Figure, Spread, begin, benchmark_parser, finish, scale_of
+from common import SAMPLE_MODEL, Figure, Spread, begin, benchmark_parser, finish, scale_of, table
 from engine_passes import Amount, Repetitions, measure, ratios
 from engine_pools import pools_of, unseen_prompts
 from engine_systems import PLAIN, WITH_POOL, Contestant, Engines
@@ -29,9 +29,9 @@ from laser_nights import auc_rows, texts_of, write_nights
 from systems import EngineSystem, Pass
 from tasks import TaskSize, tasks_of
 
-from laserbatch.pipeline.decoding.drafters import NoDrafter, RetrievalDrafter
+from laserbatch.pipeline.decoding.drafters import RetrievalDrafter
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
-from laserbatch.pipeline.decoding.verifiers import Greedy, verifier_from
+from laserbatch.pipeline.decoding.verifiers import verifier_from
 
 OURS = "preference"  # one pool, in which the own group's texts count more
 POOLS = ("global", "random", "group", OURS)  # GRP, RRP, CRP of the paper, and ours
@@ -72,7 +72,7 @@ def decoding_rows(model: Path, data: Path, cache: Path, scale: Scale) -> Iterato
             alone, batched, _ = scale.long if task.is_long else scale.short
             for batch, num, pairs in ((1, alone, ALONE), (BATCH, batched, OF_OURS)):
                 engine = engines.of_batch(batch)
-                systems = [Contestant(PLAIN, None, EngineSystem(engine, NoDrafter(), Greedy()))]
+                systems = [Contestant(PLAIN, None, EngineSystem.plain(engine))]
                 for pool, rule in pairs:
                     limits = BUDGET.max_draft_tokens, BUDGET.min_acceptance, engine.num_draft_threads
                     drafter = RetrievalDrafter(pools[pool].pool, WITH_POOL, *limits)
@@ -199,54 +199,18 @@ COLUMNS = {  # of each part's table: head, and what stands below it of a row
 }  # fmt: skip
 
 
-def table(part: str, rows: Sequence[dict], figures: Sequence[Figure]) -> str:
+def told(part: str, rows: Sequence[dict], figures: Sequence[Figure]) -> str:
     """A part's rows, and below them whether they agree with the paper."""
     blank = {"mean_tokens": 0, "share_as_greedy": 0, "cosine": 0}
-    cells = [[form.format_map(blank | row) for form in COLUMNS[part].values()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(COLUMNS[part], *cells, strict=True)]
-    lines = ["  ".join(map(str.ljust, line, widths)) for line in (list(COLUMNS[part]), *cells)]
     unmet = {True: "NOT SHOWN", False: "DISAGREES"}
     verdicts = ["agrees" if one.met else unmet[one.name.endswith("of the interval")] for one in figures]
-    lines += ["", *(f"{said}: {one.name}: {one.measured:.4g}" for said, one in zip(verdicts, figures, strict=True))]
-    return "\n".join([f"Part {part}", "", *lines])
-
-
-def write_plot(rules: Sequence[dict], samplings: Sequence[dict], path: Path) -> None:
-    """Draw c and a as what the file's ending says: png, svg, pdf."""
-    from matplotlib.figure import Figure as Drawing
-
-    drawing = Drawing(figsize=(14, 4), layout="constrained")
-    speeds, lengths, differences = drawing.subplots(1, 3)
-    for number, task in enumerate((LONG, SHORT)):
-        alone, batched = ([row for row in rules if (row["task"], row["batch"]) == (task, b)] for b in (1, BATCH))
-        places = np.arange(len(RULES)) + (number - 0.5) * 0.4
-        spreads = [row["speed"] for row in alone]
-        reach = [[one.median - one.min for one in spreads], [one.max - one.median for one in spreads]]
-        speeds.bar(places, [one.median for one in spreads], 0.4, yerr=reach, capsize=3, label=task)
-        lengths.bar(places, [row["length"] for row in batched], 0.4, label=task)
-    speeds.set_title("c: tokens a second over plain decoding, alone")
-    lengths.set_title(f"c: length over plain texts, batch {BATCH}")
-    for axes in (speeds, lengths):
-        axes.set_xticks(range(len(RULES)), list(RULES))
-        axes.axhline(1, color="grey", linewidth=1)
-        axes.margins(y=0.2)
-        axes.legend(loc="upper left", ncols=2)
-    others = [row for row in samplings if row["texts"] != "greedy"]
-    for place, over in enumerate(row["over_greedy"] for row in others):
-        reach = [[over.value - over.low], [over.high - over.value]]
-        differences.errorbar(over.value, place, xerr=reach, fmt="o", color="C0", capsize=4)
-    differences.axvspan(-MARGIN, MARGIN, color="grey", alpha=0.2)
-    differences.axvline(0, color="grey", linewidth=1)
-    differences.set_yticks(range(len(others)), [row["texts"] for row in others])
-    differences.set_title("a: AUC less that with greedy texts, 95 %")
-    drawing.savefig(path, dpi=110)
+    lines = (f"{said}: {one.name}: {one.measured:.4g}" for said, one in zip(verdicts, figures, strict=True))
+    return "\n".join([f"Part {part}", "", table([blank | row for row in rows], COLUMNS[part]), "", *lines])
 
 
 def main() -> None:
-    """Measure, print, and write the JSON and the chart."""
-    parser = benchmark_parser(__doc__, "model", "data", "threads", "cache")
-    parser.add_argument("--plot", type=Path, help="draw c and a here (png, svg or pdf)")
-    arguments = parser.parse_args()
+    """Measure, print, and write the JSON."""
+    arguments = benchmark_parser(__doc__, "model", "data", "threads", "cache").parse_args()
     begin(arguments.threads)
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
     model = arguments.model if arguments.model.is_dir() else SAMPLE_MODEL
@@ -261,10 +225,8 @@ def main() -> None:
         "d": ([row for row in judged if not row["texts"].startswith("sampled")], told_of_forms),
         "e": (overhead, told_of_nights),
     }
-    figures = {part: list(told(rows)) for part, (rows, told) in parts.items()}
-    tables = [table(part, rows, figures[part]) for part, (rows, _) in parts.items()]
-    if arguments.plot:
-        write_plot(parts["c"][0], parts["a"][0], arguments.plot)
+    figures = {part: list(figures_of(rows)) for part, (rows, figures_of) in parts.items()}
+    tables = [told(part, rows, figures[part]) for part, (rows, _) in parts.items()]
     content = {"model": model.name, **{part: rows for part, (rows, _) in parts.items()}}
     finish(arguments.json, [one for of_part in figures.values() for one in of_part], tables, content)
 

@@ -15,13 +15,13 @@ in nats: how far a rule leads away from what the model would write.
 
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from common import SAMPLE_MODEL, Figure, begin, benchmark_parser, finish, scale_of
+from common import SAMPLE_MODEL, Figure, begin, benchmark_parser, finish, scale_of, table
 from drafter_methods import LENGTH, Trained, made, settings_by_method, settings_by_rule, trained_drafters
 from engine_passes import Amount, measure
 from engine_pools import pools_of, unseen_prompts
@@ -31,10 +31,9 @@ from systems import EngineSystem, Pass
 from tasks import Task, TaskSize, tasks_of
 from transformers import AutoModelForCausalLM
 
-from laserbatch.pipeline.decoding.drafters import NoDrafter
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.settings import SAMPLING_RULES, Budget, DecodingSettings
-from laserbatch.pipeline.decoding.verifiers import Greedy, verifier_from
+from laserbatch.pipeline.decoding.verifiers import verifier_from
 from laserbatch.pipeline.decoding.verifiers.named import NAMED
 from laserbatch.pipeline.drafter_training.train import TrainingOptions
 
@@ -97,7 +96,7 @@ def deterministic_rows(engine, task: Task, pool, trained, judge, scale: Scale) -
         cells = {(name, "greedy"): settings for name, settings in methods.items()}
         if is_largest and is_first:
             cells |= {("pool", rule): methods["pool"].model_copy(update={"verifier": rule}) for rule in RULES}
-        systems = [Contestant(PLAIN, None, EngineSystem(engine, NoDrafter(), Greedy()))]
+        systems = [Contestant(PLAIN, None, EngineSystem.plain(engine))]
         for (method, rule), settings in cells.items():
             drafter = made(settings, engine, pool.pool, budget)
             groups = pool.groups if "pool" in settings.drafters else None
@@ -131,7 +130,7 @@ def sampled_rows(engine, task: Task, small: Trained, scale: Scale) -> Iterator[d
     batch = engine.settings.batch_size
     sampling = Engine(engine.loaded, DecodingSettings(verifier="greedy", temperature=1.0, batch_size=batch))
     budget = Budget(max(scale.draw_budgets), 0.0)
-    systems, lengths = [Contestant(PLAIN, None, EngineSystem(sampling, NoDrafter(), Greedy()))], {}
+    systems, lengths = [Contestant(PLAIN, None, EngineSystem.plain(sampling))], {}
     for length in scale.draw_lengths:
         for (rule, size), settings in settings_by_rule(small.folder, scale.draw_budgets, length).items():
             runner = EngineSystem(sampling, made(settings, sampling, None, budget), verifier_from(settings), budget)
@@ -229,19 +228,13 @@ OF_DRAFTERS = {
 }  # fmt: skip
 
 
-def table(rows: Sequence[dict], columns: Mapping[str, str] = COLUMNS) -> str:
-    cells = [[form.format_map(row) for form in columns.values()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)) for line in (list(columns), *cells))
-
-
 def main() -> None:
     """Measure, print, and write the JSON."""
     arguments = benchmark_parser(__doc__, "model", "data", "threads", "cache").parse_args()
     begin(arguments.threads)
     model = arguments.model if arguments.model.is_dir() else SAMPLE_MODEL
     rows, drafters = measured(model, arguments.data, arguments.cache, scale_of(arguments, FULL, QUICK, SMOKE))
-    tables = [table(rows), table(drafters, OF_DRAFTERS)]
+    tables = [table(rows, COLUMNS), table(drafters, OF_DRAFTERS)]
     content = {"model": model.name, "rows": rows, "drafters": drafters}
     finish(arguments.json, list(figures_of(rows, drafters)), tables, content)
 

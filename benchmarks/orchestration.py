@@ -32,7 +32,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
-from common import SEED, Figure, benchmark_parser, finish, scale_of
+from common import SEED, Figure, benchmark_parser, finish, scale_of, table
 
 LOADING = threading.Lock()
 KEPT = threading.Semaphore(0)  # sides whose unchanged texts are carried over
@@ -46,6 +46,10 @@ TOKENS_PER_S = 5_000  # that a night is said to generate at
 REPLAYING_SHARE = 1 / 2  # of the nights on which so many change: on each 6 % of the users' texts
 BESIDE = "carry, beside write"
 MOST_SECONDS, MOST_MB, MOST_SHARE, MOST_GROWTH = 60.0, 1536.0, 0.05, 1.5
+COLUMNS = {
+    "entities": "{entities:,}", "changed": "{changed_share:.0%}", "stage": "{stage}", "s": "{seconds:.2f}",
+    "cpu s": "{cpu_seconds:.2f}", "peak MB": "{peak_mb:.0f}",
+}  # fmt: skip
 
 
 def main() -> None:
@@ -58,13 +62,7 @@ def main() -> None:
         return
     sizes = arguments.entities or scale_of(arguments, (200_000, 1_000_000), (20_000,), (2_000,))
     rows = [row for size in sizes for row in measured(size)]
-    lines = [f"{'entities':>9} {'changed':>8}  {'stage':22} {'s':>8} {'cpu s':>8} {'peak MB':>8}"]
-    lines += [
-        f"{row['entities']:>9,} {row['changed_share']:>8.0%}  {row['stage']:22} {row['seconds']:>8.2f} "
-        f"{row['cpu_seconds']:>8.2f} {row['peak_mb']:>8.0f}"
-        for row in rows
-    ]
-    finish(arguments.json, figures_of(rows), ["\n".join(lines)], {"rows": rows})
+    finish(arguments.json, figures_of(rows), [table(rows, COLUMNS)], {"rows": rows})
 
 
 def measured(num_entities: int) -> list[dict]:
@@ -238,8 +236,7 @@ def train_one_step(interactions: pa.Table, seed: int) -> dict:
     """Embeddings of one step; torch is loaded where a night would load it."""
     from laserbatch.retrieval_pools.routing.lightgcn import train_lightgcn
 
-    trained = train_lightgcn(interactions, seed, max_steps=1)
-    return {"user": trained.users, "item": trained.items}
+    return train_lightgcn(interactions, seed, max_steps=1)
 
 
 def no_workers(workers, spec) -> SimpleNamespace:

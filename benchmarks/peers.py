@@ -132,7 +132,7 @@ def serve_ours(
 def of_our_engine(engines: Engines, batch: int, pools: dict[str, GroupedPool]) -> dict[str, EngineSystem]:
     """Plain decoding, and drafts under the budgets that a night would choose."""
     engine = engines.of_batch(batch)
-    systems = {PLAIN: EngineSystem.of_pool(engine, None, "greedy")}
+    systems = {PLAIN: EngineSystem.plain(engine)}
     for name, speculation in SPECULATIONS.items():
         pool = pools[POOL if name == GREEDY else f"{POOL}, relaxed"].pool
         choice = choose_budget(engines.step_cost(batch, pool), batch, pool, WITH_POOL, is_relaxed=name == RELAXED)

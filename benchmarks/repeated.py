@@ -30,7 +30,7 @@ import numpy as np
 import pyarrow as pa
 import yaml
 from chaos_nights import NIGHT, forked_night
-from common import Figure, benchmark_parser, finish, scale_of
+from common import Figure, benchmark_parser, finish, scale_of, table
 from entities import Entity, iter_entities
 from sample_lore import title_themes
 
@@ -52,6 +52,10 @@ SETTINGS = {
     "gates": {"max_failed_share": 1.0, "min_cosine": -1.0, "max_length_factor": 100.0, "max_repetitive_share": 1.0},
 }
 MOST_S = 1800.0  # that a night may take
+COLUMNS = {
+    "chain": "{chain}", "night": "{night}", "side": "{side}", "tokens": "{mean_tokens:.1f}",
+    "repet.": "{repetitive:.1%}", "plain": "{as_plain:.1%}", "a step": "{tokens_per_step:.2f}", "errors": "{told}",
+}  # fmt: skip
 MOST_ADDED = 0.02  # share of texts with an error, that the last nights may have more than plain ones
 
 
@@ -89,7 +93,10 @@ def main() -> None:
             lived = dict(zip(CHAINS, side_by_side.map(partial(live, scale), places, CHAINS.values()), strict=True))
         rows = list(judged(lived))
         aucs = {name: aucs_of(workspace, scale) for name, workspace in lived.items()} if scale.num_seeds else {}
-    finish(arguments.json, figures_of(rows, scale), [table(rows)], {"rows": rows, "auc": aucs})
+    in_order = sorted(rows, key=lambda row: (row.side, row.night, row.chain))
+    finish(
+        arguments.json, figures_of(rows, scale), [table(map(described, in_order), COLUMNS)], {"rows": rows, "auc": aucs}
+    )
 
 
 def live(scale: Scale, place: Path, decoding: dict) -> Workspace:
@@ -207,15 +214,9 @@ def figures_of(rows: list[Row], scale: Scale) -> list[Figure]:
     return figures
 
 
-def table(rows: list[Row]) -> str:
-    lines = [f"{'chain':8} {'night':>5} {'side':5} {'tokens':>7} {'repet.':>7} {'plain':>6} {'a step':>6}  errors"]
-    for row in sorted(rows, key=lambda row: (row.side, row.night, row.chain)):
-        errors = "  ".join(f"{name} {share:.1%}" for name, share in row.errors.items())
-        lines.append(
-            f"{row.chain:8} {row.night:>5} {row.side:5} {row.mean_tokens:>7.1f} {row.repetitive:>7.1%} "
-            f"{row.as_plain:>6.1%} {row.tokens_per_step:>6.2f}  {errors}"
-        )
-    return "\n".join(lines)
+def described(row: Row) -> dict:
+    """What COLUMNS show of a row."""
+    return vars(row) | {"told": "  ".join(f"{name} {share:.1%}" for name, share in row.errors.items())}
 
 
 if __name__ == "__main__":

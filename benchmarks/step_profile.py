@@ -11,6 +11,7 @@ and leaves CUDA graphs out, so the same steps are also timed unwatched, beside t
 import argparse
 import gc
 import itertools
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -28,7 +29,6 @@ from common import (
     Spread,
     begin,
     benchmark_parser,
-    existing,
     finish,
     scale_of,
 )
@@ -250,7 +250,10 @@ def main() -> None:
         scale = replace(scale, batches=tuple(arguments.batches))
     rows: list[dict] = []
     rates = None
-    for model_dir in existing(arguments.model):
+    for model_dir in arguments.model:
+        if not model_dir.is_dir():
+            print(f"left out, no such folder: {model_dir.name}", file=sys.stderr)
+            continue
         if arguments.geometry:
             model_dir = widened(model_dir, arguments.geometry, "bfloat16", REPOSITORY / ".night" / "widened")
         loaded = load_model(model_dir, arguments.dtype, arguments.device)

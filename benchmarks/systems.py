@@ -12,15 +12,13 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter, Observation, drafter_from
+from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter, Observation
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult, StepEvent
-from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
+from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
-from laserbatch.pipeline.decoding.verifiers import Verifier, verifier_from
-from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.pipeline.decoding.verifiers import Greedy, Verifier
 
-MAX_DRAFT_TOKENS = 16
 MIN_ACCEPTANCE = 0.07
 VLLM_SYSTEMS = {
     "vllm": None,
@@ -227,12 +225,9 @@ class EngineSystem:
         self._groups = groups
 
     @classmethod
-    def of_pool(cls, engine: Engine, pool: Pool | None, verifier_name: str) -> "EngineSystem":
-        """As the engine's settings have it, with another verifier; without a pool decoding is plain."""
-        drafter = NoDrafter()
-        if pool is not None:
-            drafter = drafter_from(engine.settings, pool, num_threads=engine.num_draft_threads)
-        return cls(engine, drafter, verifier_from(engine.settings.model_copy(update={"verifier": verifier_name})))
+    def plain(cls, engine: Engine) -> "EngineSystem":
+        """Without drafts, greedily."""
+        return cls(engine, NoDrafter(), Greedy())
 
     def run(self, prompts: Sequence[np.ndarray], batch: int, max_new_tokens: int) -> Pass:
         """Answer all prompts; `batch` is the engine's own and only checked."""
@@ -300,15 +295,3 @@ def generate(
         if isinstance(result, GenerationFailure):
             raise SystemExit(f"prompt {result.request_id} failed: {result.reason}")
         yield result
-
-
-def load_engine(model_dir: Path, batch: int, num_threads: int) -> Engine:
-    """Our engine in float32 on the CPU, with a budget that no measurement decides."""
-    torch.set_num_threads(num_threads)
-    settings = DecodingSettings(
-        dtype="float32",
-        batch_size=batch,
-        max_draft_tokens=MAX_DRAFT_TOKENS,
-        min_acceptance=MIN_ACCEPTANCE,
-    )
-    return Engine.from_pretrained(model_dir, settings, device="cpu")

@@ -28,7 +28,7 @@ from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.tables.read import read_tables
-from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.build import HeldBack, PoolText, build_pool
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.settings import PoolSettings
 
@@ -169,6 +169,7 @@ def build(
     side: str,
     groups: Sequence[str] | None = None,
     settings: PoolSettings | None = None,
+    calibration: HeldBack | None = None,
 ) -> Pool:
     """A pool that lives as long as the process, of one group if `groups` does not name each text's."""
     return build_pool(
@@ -177,5 +178,6 @@ def build(
         side=side,
         tokenizer_hash="benchmark",
         model_id="benchmark",
-        settings=settings or PoolSettings(),
+        settings=settings,
+        calibration=calibration,
     )

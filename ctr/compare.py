@@ -7,8 +7,9 @@ projected by one basis, so that what a seed does to both cancels in their differ
 import datetime
 import logging
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import product
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from laserbatch.ctr.feature_set import FeatureSet
 from laserbatch.ctr.knowledge import FeatureVersions, Knowledge, build_knowledge, seen_as_of
 from laserbatch.ctr.log import EntityTables
 from laserbatch.ctr.metrics import measure
-from laserbatch.ctr.settings import CtrSettings, ModelName
+from laserbatch.ctr.settings import CtrSettings
 from laserbatch.ctr.training import MODEL_TITLES, train_model
 from laserbatch.pipeline.storage.manifest import CtrFigures, CtrScores
 
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 REFERENCES = ("none", "plain")  # variants that a run's own is compared with
 ITEM_RATE = "Item rate"  # no model: each item's share of positives in training, what any model must beat
 RATE_PRIOR = 5  # rows of the mean rate that an item's own are added to
+
+Scores = dict[str, np.ndarray]  # by model as people read it: float32 (num_seeds, num_test)
 
 
 @dataclass(frozen=True)
@@ -71,19 +74,13 @@ def train_ctr(
     with_knowledge = {variant: of_variant for variant, of_variant in features.items() if of_variant is not None}
     knowledge = build_knowledge(tables, data, with_knowledge, as_of, settings)
     rows: list[CtrRow] = []
-    scores: dict[tuple[str, str], list[np.ndarray]] = {}  # by model and variant, of each seed: float32 (num_test,)
+    scores: dict[str, Scores] = {}  # by variant
     for variant in features:
         seen, of_variant = data, knowledge.get(variant)
         if settings.history == "asof" and of_variant is not None:
             seen, of_variant = seen_as_of(tables, data, of_variant, versions[variant])
-        for model in settings.models:
-            for row, of_row in train_seeds(model, variant, data, seen, of_variant, settings):
-                rows.append(row)
-                if variant != "none":
-                    scores.setdefault((row.model, variant), []).append(of_row)
-                logger.info("%s %s seed %d: AUC %.4f in %.1f s", row.model, variant, row.seed, row.auc, row.train_s)
-                if on_fit is not None:
-                    on_fit(row)
+        found, scores[variant] = train_models(variant, data, seen, of_variant, settings, on_fit)
+        rows += found
     split = describe_split(data)
     pairs = _own_with_plain(data, scores)
     return CtrFigures(
@@ -102,24 +99,36 @@ def describe_split(data: CtrData) -> dict[str, int]:
     return split
 
 
-def train_seeds(
-    model: ModelName, variant: str, data: CtrData, seen: CtrData, knowledge: Knowledge | None, settings: CtrSettings
-) -> Iterator[tuple[CtrRow, np.ndarray]]:
-    """A model trained from every seed: its row, and what it says of the test rows, float32 (num_test,)."""
-    for seed in range(settings.seed, settings.seed + settings.num_seeds):
+def train_models(
+    variant: str,
+    data: CtrData,
+    seen: CtrData,
+    knowledge: Knowledge | None,
+    settings: CtrSettings,
+    on_fit: Callable[[CtrRow], None] | None = None,
+) -> tuple[list[CtrRow], Scores]:
+    """Every model trained from every seed, and what they say of the test rows."""
+    rows, scores = [], {}
+    for model, seed in product(settings.models, range(settings.seed, settings.seed + settings.num_seeds)):
         found = train_model(model, seen, knowledge, settings, seed)
         title, judged = MODEL_TITLES[model], _judged(data, found.scores)
         row = CtrRow(title, variant, seed, found.best_epoch, found.train_s, found.validation_auc, **judged)
-        yield row, found.scores
+        rows.append(row)
+        scores.setdefault(title, []).append(found.scores)
+        logger.info("%s %s seed %d: AUC %.4f in %.1f s", title, variant, seed, row.auc, row.train_s)
+        if on_fit is not None:
+            on_fit(row)
+    return rows, {title: np.stack(of_seeds) for title, of_seeds in scores.items()}
 
 
-def _own_with_plain(data: CtrData, scores: dict[tuple[str, str], list[np.ndarray]]) -> dict[str, PairedAuc]:
+def _own_with_plain(data: CtrData, scores: dict[str, Scores]) -> dict[str, PairedAuc]:
     """The run's own texts beside plain ones, by model; empty without both."""
     labels, users = data.labels[data.test], data.users[data.test]
     return {
-        model: pair(labels, users, np.stack(own), np.stack(scores[model, "plain"]))
-        for (model, variant), own in scores.items()
-        if variant not in REFERENCES and (model, "plain") in scores
+        model: pair(labels, users, of_model, scores["plain"][model])
+        for variant, own in scores.items()
+        for model, of_model in own.items()
+        if variant not in REFERENCES and "plain" in scores
     }
 
 

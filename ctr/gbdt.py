@@ -38,11 +38,7 @@ class GbdtColumns:
         return [*range(num_codes), *(first + level for first in firsts for level in levels)]
 
     def __call__(self, rows: np.ndarray) -> np.ndarray:
-        """Columns of some rows: float32 (len(rows), num_columns)."""
-        parts = [self._block(rows[start : start + BLOCK_ROWS]) for start in range(0, max(len(rows), 1), BLOCK_ROWS)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def _block(self, rows: np.ndarray) -> np.ndarray:
+        """Columns of some rows, of which callers ask for BLOCK_ROWS at a time: float32 (len(rows), num_columns)."""
         data, columns = self._data, []
         for fields, numbers in self._sides:
             columns += [field.codes[numbers[rows]] for field in fields]

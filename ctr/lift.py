@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 
-import numpy as np
-
-from laserbatch.ctr.compare import CtrRow, describe_split, item_rate, summarise, train_seeds
-from laserbatch.ctr.dataset import CtrData, build_dataset
+from laserbatch.ctr.compare import CtrRow, Scores, describe_split, item_rate, summarise, train_models
+from laserbatch.ctr.dataset import build_dataset
 from laserbatch.ctr.equivalence import compare_paired, pair
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.feature_set import FeatureSet
@@ -28,8 +26,6 @@ JUDGED_BY = (
     "cold_max_interactions", "equivalence_margin", "confidence",
 )  # fmt: skip
 USE_OF_TEXTS = {"adaptor", "vector_dim", "history"}  # settings that models without texts do not see
-
-Scores = dict[str, np.ndarray]  # by model as people read it: float32 (num_seeds, num_test)
 
 
 @dataclass(frozen=True)
@@ -72,22 +68,12 @@ def train_ways(
     require_one_judgement({name: way.settings for name, way in ways.items()})
     margin = next(iter(ways.values())).settings
 
-    def trained(name: str, data: CtrData, seen: CtrData, knowledge, settings: CtrSettings) -> tuple[list, Scores]:
-        rows, scores = [], {}
-        for model in settings.models:
-            for row, of_row in train_seeds(model, name, data, seen, knowledge, settings):
-                rows.append(row)
-                scores.setdefault(row.model, []).append(of_row)
-                if on_fit is not None:
-                    on_fit(row)
-        return summarise(rows), {model: np.stack(of_seeds) for model, of_seeds in scores.items()}
-
     lifts: dict[str, Lift] = {}
     scores: dict[str, Scores] = {}
     for names in _alike_without_texts(ways):
         settings = ways[names[0]].settings
         data = build_dataset(tables, as_of, settings)
-        none, without = trained("none", data, data, None, settings)
+        none, without = train_models("none", data, data, None, settings, on_fit)
         labels, users = data.labels[data.test], data.users[data.test]
 
         def verdicts(of: Scores, other: Scores, labels=labels, users=users) -> dict[str, CtrVerdict]:
@@ -99,8 +85,8 @@ def train_ways(
             seen, knowledge = data, build_knowledge(tables, data, {name: way.features}, as_of, way.settings)[name]
             if way.versions is not None:
                 seen, knowledge = seen_as_of(tables, data, knowledge, way.versions)
-            rows, scores[name] = trained(name, data, seen, knowledge, way.settings)
-            lifts[name] = Lift(verdicts(scores[name], without), [*none, *rows])
+            rows, scores[name] = train_models(name, data, seen, knowledge, way.settings, on_fit)
+            lifts[name] = Lift(verdicts(scores[name], without), [*summarise(none), *summarise(rows)])
     between = {}
     for one, other in combinations(ways, 2):
         between[one, other] = verdicts(scores[one], scores[other])["all"]

@@ -97,11 +97,11 @@ class ProposerSettings:
     min_acceptance: float = 0.05
 
     @classmethod
-    def read(cls, path: Path | None = None) -> "tuple[ProposerSettings, ...]":
-        """Read a file, or the one that LASERBATCH_DRAFTS names. Raises PoolError: which part of it is wrong."""
-        if path is None and SETTINGS_VARIABLE not in os.environ:
+    def read(cls) -> "tuple[ProposerSettings, ...]":
+        """Read the file that LASERBATCH_DRAFTS names. Raises PoolError: which part of it is wrong."""
+        if SETTINGS_VARIABLE not in os.environ:
             raise PoolError(f"{SETTINGS_VARIABLE} is not set; it names the JSON file that says what to draft from")
-        path = Path(os.environ[SETTINGS_VARIABLE]) if path is None else Path(path)
+        path = Path(os.environ[SETTINGS_VARIABLE])
         try:
             told = json.loads(path.read_text(encoding="utf-8"))
             return tuple(cls._of(one, path.parent) for one in (told if isinstance(told, list) and told else [told]))

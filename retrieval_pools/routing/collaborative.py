@@ -83,8 +83,7 @@ def train_embeddings(interactions: pa.Table, seed: int) -> dict[str, EntityEmbed
     """LightGCN vectors of both sides ("user", "item"), for every id in `interactions`."""
     from laserbatch.retrieval_pools.routing.lightgcn import train_lightgcn  # a loaded router must route without torch
 
-    trained = train_lightgcn(interactions, seed)
-    return {"user": trained.users, "item": trained.items}
+    return train_lightgcn(interactions, seed)
 
 
 def default_num_groups(num_entities: int) -> int:

@@ -6,7 +6,6 @@ It is short because its embeddings only feed k-means. The result depends on the 
 """
 
 import warnings
-from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -25,17 +24,8 @@ MAX_PAIRS_PER_STEP = 1 << 17  # bounds memory on large graphs; smaller ones use 
 PLATEAU_STEPS = 5
 
 
-@dataclass(frozen=True)
-class LightGCNEmbeddings:
-    """Trained embeddings of both sides, ids in ascending order; `losses` is the BPR loss of each step."""
-
-    users: EntityEmbeddings
-    items: EntityEmbeddings
-    losses: tuple[float, ...]
-
-
-def train_lightgcn(interactions: pa.Table, seed: int = 0, max_steps: int = MAX_STEPS) -> LightGCNEmbeddings:
-    """Vectors of every id that occurs, float32 (num_users, DIM) and (num_items, DIM).
+def train_lightgcn(interactions: pa.Table, seed: int = 0, max_steps: int = MAX_STEPS) -> dict[str, EntityEmbeddings]:
+    """Vectors of every id that occurs, by side ("user", "item"), ids in ascending order: float32 (num_ids, DIM).
 
     Training is on implicit feedback: a pair that occurs, however often and in whatever order, is one edge.
 
@@ -49,7 +39,7 @@ def train_lightgcn(interactions: pa.Table, seed: int = 0, max_steps: int = MAX_S
     num_users, num_items = len(users), len(items)
     if num_users == 0:
         empty = np.empty((0, DIM), np.float32)
-        return LightGCNEmbeddings(EntityEmbeddings(users, empty), EntityEmbeddings(items, empty), ())
+        return {"user": EntityEmbeddings(users, empty), "item": EntityEmbeddings(items, empty)}
     pairs = np.unique(user_index * np.int64(num_items) + item_index)  # sorted, each once
     users_of_pairs = torch.from_numpy(pairs // num_items)  # (num_pairs,)
     items_of_pairs = torch.from_numpy(pairs % num_items)
@@ -58,7 +48,7 @@ def train_lightgcn(interactions: pa.Table, seed: int = 0, max_steps: int = MAX_S
     generator = torch.Generator().manual_seed(seed)
     layer_0 = torch.randn(num_users + num_items, DIM, generator=generator) * 0.1
     optimizer = torch.optim.Adam([layer_0], lr=LEARNING_RATE)
-    losses: list[float] = []
+    losses: list[float] = []  # BPR, of each step
     while len(losses) < max_steps and not _on_plateau(losses):
         batch = slice(None)
         if len(pairs) > MAX_PAIRS_PER_STEP:
@@ -74,9 +64,10 @@ def train_lightgcn(interactions: pa.Table, seed: int = 0, max_steps: int = MAX_S
         losses.append(loss.item())
 
     vectors = propagate(adjacency, layer_0, NUM_LAYERS).numpy()
-    return LightGCNEmbeddings(
-        EntityEmbeddings(users, vectors[:num_users]), EntityEmbeddings(items, vectors[num_users:]), tuple(losses)
-    )
+    return {
+        "user": EntityEmbeddings(users, vectors[:num_users]),
+        "item": EntityEmbeddings(items, vectors[num_users:]),
+    }
 
 
 def propagate(adjacency: torch.Tensor, layer_0: torch.Tensor, num_layers: int) -> torch.Tensor:

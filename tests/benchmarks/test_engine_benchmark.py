@@ -12,7 +12,7 @@ from common import SAMPLE_MODEL, Interval, Spread
 from engine import ASKED, Scale, contestants_at
 from engine_passes import Amount, Counted, counted, measure, over_best, ratios
 from engine_pools import KINDS, like_groups, pools_of, random_groups, unseen_prompts
-from engine_rows import figures_of, repeats_of_plain, row_of, write_plot
+from engine_rows import figures_of, repeats_of_plain, row_of
 from engine_systems import (
     ADAPTIVE,
     ASSISTED,
@@ -27,12 +27,13 @@ from engine_systems import (
     twins_of,
 )
 from roofline import DeviceRates, Roofline, measure_device
-from systems import EngineSystem, Pass, TransformersGenerate
+from systems import MIN_ACCEPTANCE, EngineSystem, Pass, TransformersGenerate
 from tasks import Task, TaskSize, sample_tasks, tasks_of
 from transformers import AutoModelForCausalLM
 
 from laserbatch.pipeline.budget.step_cost import DraftCost, StepCost, StepPoint
 from laserbatch.pipeline.decoding.settings import Budget
+from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText, replay
 
 RATES = DeviceRates(1e10, 1e14)  # multiplying never takes longer
 COST = StepCost(
@@ -126,6 +127,10 @@ def test_every_greedy_system_writes_the_plain_texts(engines, task, cache, tmp_pa
     assert rows["resd", 2]["drafted_per_step"] <= 2 and rows["resd", 2]["accepted_per_step"] > 0
     assert rows["resd", 8]["tokens_per_step"] > rows["resd", 2]["tokens_per_step"] > 1
     assert 0 < rows["resd", 8]["retrieval_share"] < 1
+    (of_resd,) = passes["resd", 8][0]
+    texts = [ReplayText(*one) for one in zip(task.held_out, map(np.int32, of_resd.texts), strict=True)]
+    replayed = replay(pools["global"].pool, texts, DraftOptions(8, MIN_ACCEPTANCE, use_previous=False))
+    assert of_resd.num_accepted == replayed.num_accepted.sum()  # what `pools simulate` counts by, the engine does
     for row in rows.values():
         assert row["tokens_per_step"] == pytest.approx(1 + row["accepted_per_step"], abs=0.2)
     told = repeats_of_plain([{"task": task.name, "batch": 4} | row for row in rows.values()])
@@ -278,7 +283,7 @@ def test_the_roofline_is_the_slower_of_reading_and_multiplying(engines, task):
 
 def test_no_pass_finds_its_prompts_computed(engines, task):
     engine = engines.of_batch(4)
-    system = EngineSystem.of_pool(engine, None, "greedy")
+    system = EngineSystem.plain(engine)
     fed = []
     forward = engine.runner.forward
     engine.runner.forward = lambda feeds, trees: (
@@ -333,24 +338,15 @@ def test_figures_take_the_rows_that_were_asked_for():
     assert on_gpu["reki, batch 64: plain, share of the roofline"] is False
 
 
-def test_the_chart_has_a_panel_a_place(tmp_path):
-    rows = [row(PLAIN, None, 1.0), row("laser", ADAPTIVE, 4.25), row("laser", 8, 3.5), row("resd", ADAPTIVE, 2.0)]
-    rows = [one | {"min_acceptance": 0.07} for one in rows]
-    write_plot([*rows, *(one | {"batch": 4} for one in rows)], tmp_path / "out.svg")
-    drawn = (tmp_path / "out.svg").read_text(encoding="utf-8")
-    assert "reki, batch 4" in drawn and "reki, batch 16" in drawn and "laser 8/0.07" in drawn and "laser 8" in drawn
-
-
 def test_the_command_measures_the_sample_model_where_no_other_is(run_benchmark, tmp_path, monkeypatch):
     def short(*asked) -> list[Task]:
         return [replace(task, max_new_tokens=16) for task in tasks_of(*asked)]
 
     monkeypatch.setattr(engine_command, "tasks_of", short)
     words = ["--threads", 1, "--device", "cpu", "--model", tmp_path / "none", "--cache", tmp_path / "cache"]
-    words += ["--task", "sample-items", "--plot", tmp_path / "out.svg"]
+    words += ["--task", "sample-items"]
     content = run_benchmark("engine", "--smoke", *words)
     assert content["model"] == "sample"
     assert {one["system"] for one in content["rows"]} == {PEER, PLAIN, "resd", "laser"}
     assert {one["budget"] for one in content["rows"]} == {None, ADAPTIVE, 8}
     assert next(one for one in content["rows"] if one["system"] == PLAIN)["roofline_share"] > 0
-    assert "</svg>" in (tmp_path / "out.svg").read_text(encoding="utf-8")

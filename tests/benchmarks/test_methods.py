@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common import Spread
+from common import Spread, table
 from drafter_methods import Trained, settings_by_method
-from methods import OF_DRAFTERS, RULES, facts_of, figures_of, own_log_probability, table
+from methods import COLUMNS, OF_DRAFTERS, RULES, facts_of, figures_of, own_log_probability
 
 from laserbatch.pipeline.decoding.drafters.trained import DrafterCard
 from laserbatch.pipeline.decoding.settings import SAMPLING_RULES, DecodingSettings
@@ -49,7 +49,7 @@ def test_what_misses_is_told():
         "reki, 8 draft tokens, 5 deep: tokens a step, rsd over the better of specinfer and k_seq",
         "depth 3: acceptance, hass over eagle",
     ]
-    assert len(table(rows).splitlines()) == 1 + len(rows)
+    assert len(table(rows, COLUMNS).splitlines()) == 1 + len(rows)
 
 
 def test_texts_that_pay_a_training_back_are_those_whose_saved_seconds_make_it_up():

@@ -7,7 +7,6 @@ from ctr_world import AS_OF
 from pydantic import ValidationError
 
 from laserbatch.ctr.dataset import build_dataset
-from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.labels import LabelRule, sample_negatives
 from laserbatch.ctr.log import read_log
 from laserbatch.ctr.settings import CtrSettings
@@ -36,11 +35,6 @@ def test_rules_say_which_rows_are_positives_and_what_is_null_is_unknown(rule, va
 def test_what_is_no_rule_is_refused_where_settings_are_read(rule):
     with pytest.raises(ValidationError, match=r"ctr\.label"):
         CtrSettings(label=rule)
-
-
-def test_a_rule_that_does_not_fit_its_column_is_named():
-    with pytest.raises(CtrError, match="does not fit the column rating, which is of type string"):
-        LabelRule.parse("rating >= 4").labels(pa.array(["good"]))
 
 
 def test_rows_without_a_label_are_left_out_unless_the_rule_asks_for_them(world, caplog):

@@ -6,25 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_replay import NO_TOKENS, grammar_texts
 
 from laserbatch.retrieval_pools.calibration.calibrate import GRID, budget_curve, calibrate, replay_budgets
 from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText, replay
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.calibration_record import DRAFT_TOKENS, MIN_ACCEPTANCES, SIZE_KNOTS
-
-NO_TOKENS = np.empty(0, np.int32)
-
-
-def grammar_texts(num_texts: int, length: int, seed: int) -> list[np.ndarray]:
-    """Texts in which a word's successor is one of two, so that much can be foreseen, and not all."""
-    rng = np.random.default_rng(seed)
-    found = []
-    for _ in range(num_texts):
-        text = [int(rng.integers(0, 20))]
-        for _ in range(length - 1):
-            text.append((3 * text[-1] + int(rng.integers(0, 5) == 0)) % 20)
-        found.append(np.array(text, np.int32))
-    return found
 
 
 @pytest.fixture(scope="module")

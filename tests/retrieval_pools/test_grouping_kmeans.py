@@ -29,11 +29,6 @@ def test_length_of_a_vector_does_not_matter():
     np.testing.assert_array_equal(cluster_embeddings(vectors, 3, 0), cluster_embeddings(vectors * lengths, 3, 0))
 
 
-def test_same_seed_same_groups():
-    vectors = np.random.default_rng(0).standard_normal((400, 16)).astype(np.float32)
-    np.testing.assert_array_equal(cluster_embeddings(vectors, 9, 5), cluster_embeddings(vectors, 9, 5))
-
-
 def test_centres_of_a_large_side_come_from_a_sample(monkeypatch):
     monkeypatch.setattr(collaborative, "MAX_FIT_ROWS", 30)
     vectors, labels = _blobs([10, 40, 25])

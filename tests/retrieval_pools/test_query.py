@@ -2,7 +2,6 @@
 
 import copy
 import math
-import threading
 
 import numpy as np
 import pytest
@@ -278,23 +277,6 @@ def test_arrays_of_any_kind_use_one_compilation(tmp_path):
     assert len(draft_trees.signatures) == 1
     with pytest.raises(ValueError, match="one row of integers"):
         draft(pool, np.array([[1]]), 0)
-
-
-def test_threads_draft_the_same_as_one(tmp_path):
-    rng = np.random.default_rng(0)
-    pool = pool_of(tmp_path / "p", [rng.integers(0, 20, 30).tolist() for _ in range(200)])
-    contexts = [ids(rng.integers(0, 20, 25)) for _ in range(50)]
-
-    def draft_all():
-        return [draft(pool, context, 5, max_nodes=32).token_ids.tolist() for context in contexts]
-
-    expected, results = draft_all(), []
-    threads = [threading.Thread(target=lambda: results.append(draft_all())) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [expected] * 4
 
 
 def test_a_draft_leaves_nothing_behind_for_the_next(tmp_path):

@@ -101,14 +101,6 @@ def test_pool_of_another_depth_and_the_empty_pool_are_left_alone(tmp_path):
         assert num_sorted == 2
 
 
-def test_nothing_of_the_work_is_published(tmp_path):
-    with turns_of(1):
-        build(tmp_path / "p", [([1] * 9, "a", k) for k in range(9)])
-    assert sorted(files(tmp_path / "p")) == [
-        "group_codes.npy", "manifest.json", "order.npy", "starts.npy", "tokens.npy",
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(("num_groups", "dtype"), [(1, "u1"), (256, "u1"), (257, "u2"), (1000, "u2")])
 def test_group_codes_take_one_byte_while_there_are_few_groups(tmp_path, num_groups, dtype):
     texts = [([k % 7, k % 5], str(k), k) for k in range(num_groups)]

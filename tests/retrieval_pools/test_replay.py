@@ -21,17 +21,21 @@ NO_TOKENS = np.empty(0, np.int32)
 TREE = Tree([5, 7, 8, 6, 9], [-1, -1, 0, 1, 2])  # 5 8 9 and 7 6
 
 
-@pytest.fixture(scope="module")
-def texts():
-    """Sixty texts of one grammar: a word's successor is one of two, so that much can be foreseen, and not all."""
-    rng = np.random.default_rng(0)
+def grammar_texts(num_texts: int, length: int, seed: int) -> list[np.ndarray]:
+    """Texts in which a word's successor is one of two, so that much can be foreseen, and not all."""
+    rng = np.random.default_rng(seed)
     found = []
-    for _ in range(60):
+    for _ in range(num_texts):
         text = [int(rng.integers(0, 20))]
-        for _ in range(39):
+        for _ in range(length - 1):
             text.append((3 * text[-1] + int(rng.integers(0, 5) == 0)) % 20)
         found.append(np.array(text, np.int32))
     return found
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return grammar_texts(60, 40, seed=0)
 
 
 @pytest.fixture(scope="module")
