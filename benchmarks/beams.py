@@ -3,12 +3,15 @@
     python benchmarks/beams.py --quick --json OUT
 
 A recommender, and small models that draft for it, one for each way to train them, learn from Amazon Beauty's training
-sequences (`--data`), minutes on two cores, kept in the cache. Test users, whose last item nobody has seen, are answered
-by all in turns: our own batched constrained beam search, `transformers.generate` with beams, strict verification of
-what each small model drafts and of lists that are there already (`lists`: those before the user's last item came), and
-sampled beams with relaxed verification. Rows are `{method, k, batch, speedup, accepted_steps, recall_10, ndcg_10}`:
-`speedup` is users a second over our own plain beams of the same kind, `accepted_steps` the levels of a user that needed
-no forward. Ablations of the drafts' loss: without the density term, without constrained alignment.
+sequences (`--data`), half an hour on two cores, kept in the cache. Test users, whose last item nobody has seen, are
+answered by all in turns: our own batched constrained beam search, `transformers.generate` with beams, strict
+verification of what each small model drafts and of lists that are there already (`lists`: those before the user's last
+item came), the lists as a night drafts them (`nights`: as much as was fastest on other users), and sampled beams with
+relaxed verification. Rows are `{method, k, batch, speedup, accepted_steps, forwards, tokens}`: `speedup` is users a
+second over our own plain beams of the same kind, `accepted_steps` the levels of a user that needed no forward;
+`forwards` of the target over plain ones is what drafts gain where a forward costs the same whatever it holds, `tokens`
+a user where it costs what it holds. How good lists are (`quality`) is of many more users. Ablations: drafts without the
+density term, without constrained alignment; verification without a tree, every path apart.
 """
 
 import hashlib
@@ -26,6 +29,7 @@ from methods import table
 
 from laserbatch.pipeline.recommending import losses
 from laserbatch.pipeline.recommending.beams import BeamDrafter, Found, search
+from laserbatch.pipeline.recommending.card import Ranking
 from laserbatch.pipeline.recommending.code_trees import CodeTrees
 from laserbatch.pipeline.recommending.codes import ItemCodes, read_codes
 from laserbatch.pipeline.recommending.drafters import ListedItems, ModelBeams
@@ -34,9 +38,12 @@ from laserbatch.pipeline.recommending.losses import strict_loss
 from laserbatch.pipeline.recommending.models import Recommender, load_recommender
 from laserbatch.pipeline.recommending.sampled import sampled_search
 from laserbatch.pipeline.recommending.training import RecommenderOptions, train_draft, train_recommender
+from laserbatch.pipeline.recommending.trial import TRIED_SHARES, fastest, tried_seconds
 
-NUM_DRAFTED = 40
-RANKED = 10
+WIDTH = 4  # of small models' beams and of lists before, as a multiple of the length of a list
+QUALITY_OF = 10
+TRIED = 4  # batches of users that are not timed, by which it is chosen how much nights draft
+SAMPLED = ("atspeed_r", "sft")
 KINDS = ("sft", "wordkd", "tvdkd", "seqkd", "atspeed_s", "atspeed_r")
 ABLATIONS = {
     "atspeed_s, no density": lambda rows: strict_loss(rows, is_dense=False),
@@ -46,10 +53,12 @@ ABLATIONS = {
 
 @dataclass(frozen=True)
 class Scale:
-    """Users trained on and asked, list lengths, users side by side, repetitions; epochs of target and drafts."""
+    """Users trained on, asked in time, judged; list lengths, users side by side, repetitions; epochs of target and
+    drafts."""
 
     num_trained: int
     num_users: int
+    num_judged: int
     sizes: tuple[int, ...]
     batches: tuple[int, ...]
     num_repetitions: int
@@ -57,9 +66,9 @@ class Scale:
     num_listed: int
 
 
-FULL = Scale(19_383, 512, (1, 3, 5, 10, 20), (1, 8, 32), 3, (8, 4), 4000)
-QUICK = Scale(19_383, 256, (10,), (1, 32), 2, (3, 1), 600)
-SMOKE = Scale(200, 8, (3,), (4,), 1, (1, 1), 40)
+FULL = Scale(19_383, 128, 4000, (1, 3, 5, 10, 20), (1, 8, 32), 2, (5, 3), 2000)
+QUICK = Scale(4000, 64, 500, (10,), (1, 32), 2, (2, 1), 200)
+SMOKE = Scale(200, 8, 8, (3,), (4,), 1, (1, 1), 40)
 
 
 @dataclass(frozen=True)
@@ -83,7 +92,7 @@ def world_of(data: Path, scale: Scale) -> World:
         parts.setdefault(row["user_id"], {})[row["split"]] = items
     trained = [np.array(one["train"]) for one in parts.values() if len(one["train"]) > 1][: scale.num_trained]
     users = [one for one in parts.values() if one["test"] and len(one["train"]) > 1]
-    chosen = [users[place] for place in np.random.default_rng(0).permutation(len(users))[: scale.num_users]]
+    chosen = [users[place] for place in np.random.default_rng(0).permutation(len(users))[: scale.num_judged]]
     asked = [np.array([*one["train"], *one["valid"]]) for one in chosen]
     return World(codes, ItemTrie.of(codes), trained, asked, np.array([one["test"][0] for one in chosen]))
 
@@ -122,49 +131,77 @@ def replaced_strict_loss(loss: Callable | None) -> Iterator[None]:
         losses.strict_loss = own
 
 
-Run = Callable[[Sequence[int]], list[Found]]  # from places of asked users to their lists
+Run = Callable[[Sequence[int]], tuple[list[Found], CodeTrees | None]]  # from places of asked users to their lists
 
 
-def methods_of(world: World, models: dict[str, Recommender], size: int) -> dict[str, Run]:
+class WithoutATree(CodeTrees):
+    """As dear as if every drafted path were verified by itself: those above it are computed for each once more."""
+
+    def _forward(self, new, num_new: int, is_first: bool) -> torch.Tensor:
+        apart = []
+        for pairs in new:
+            paths = [path for path, _ in pairs]
+            above = {path[:-1] for path in paths}
+            apart.append(sum(len(path) for path in paths if path not in above))
+        return super()._forward(new, max(num_new, *apart), is_first)
+
+
+def methods_of(world: World, models: dict[str, Recommender], size: int, scale: Scale, batch: int) -> dict[str, Run]:
     """What is compared, by name; those that sample end in `sampled`."""
     target, trie = models["target"], world.trie
-    prompts = [target.card.prompt(world.codes.codes[one]) for one in world.asked]
+    width = WIDTH * size
 
-    def trees(model: Recommender, users: Sequence[int]) -> CodeTrees:
+    def trees(model: Recommender, users: Sequence[int], kind: type[CodeTrees] = CodeTrees) -> CodeTrees:
         own = [model.card.prompt(world.codes.codes[world.asked[user]]) for user in users]
-        return CodeTrees(model.model, trie, model.card.first_tokens, own)
+        return kind(model.model, trie, model.card.first_tokens, own)
 
-    def by(drafter_of: Callable[[Sequence[int]], BeamDrafter]) -> Run:
-        return lambda users: search(trees(target, users), trie, len(users), size, drafter_of(users))
-
-    def small(name: str) -> Run:
-        return by(lambda users: ModelBeams(trees(models[name], users), trie, len(users), NUM_DRAFTED))
-
-    def sampled(name: str | None) -> Run:
-        def run(users: Sequence[int]) -> list[Found]:
-            draft = None if name is None else trees(models[name], users)
-            return sampled_search(trees(target, users), trie, size, users, draft, NUM_DRAFTED)
+    def by(drafter_of: Callable[[Sequence[int]], BeamDrafter], kind: type[CodeTrees] = CodeTrees) -> Run:
+        def run(users: Sequence[int]) -> tuple[list[Found], CodeTrees]:
+            own = trees(target, users, kind)
+            return search(own, trie, len(users), size, drafter_of(users)), own
 
         return run
 
-    before = [target.card.prompt(world.codes.codes[one[:-1]]) for one in world.asked]
-    trees_before = CodeTrees(target.model, trie, target.card.first_tokens, before)
-    known = search(trees_before, trie, len(before), NUM_DRAFTED, BeamDrafter())
+    def small(name: str, kind: type[CodeTrees] = CodeTrees) -> Run:
+        return by(lambda users: ModelBeams(trees(models[name], users), trie, len(users), width), kind)
+
+    def sampled(name: str | None) -> Run:
+        def run(users: Sequence[int]) -> tuple[list[Found], CodeTrees]:
+            own, draft = trees(target, users), None if name is None else trees(models[name], users)
+            return sampled_search(own, trie, size, users, draft, width), own
+
+        return run
+
+    known, num_asked = [], min(scale.num_users + TRIED * batch, len(world.asked))
+    for start in range(0, num_asked, 32):
+        before = [target.card.prompt(world.codes.codes[one[:-1]]) for one in world.asked[start : start + 32]]
+        trees_before = CodeTrees(target.model, trie, target.card.first_tokens, before)
+        known += search(trees_before, trie, len(before), width, BeamDrafter())
     lists = [[tuple(world.codes.codes[row].tolist()) for row in one.rows] for one in known]
+
+    def listed(budget: int) -> Run:
+        if budget == 0:
+            return by(lambda users: BeamDrafter())
+        return by(lambda users: ListedItems([lists[user] for user in users], trie, budget))
+
+    apart = [range(start, start + batch) for start in range(scale.num_users, num_asked, batch)]
+    apart = [part for part in apart if part[-1] < len(world.asked)] or [range(min(batch, len(world.asked)))]
+    chosen, _ = fastest(tried_seconds(apart, size, lambda users, budget: listed(budget)(users)))
     found = {
-        "plain": by(lambda users: BeamDrafter()),
-        "transformers": lambda users: by_transformers(world, target, [prompts[user] for user in users], size),
-        "lists": by(lambda users: ListedItems([lists[user] for user in users], trie, NUM_DRAFTED)),
-        "lists, short": by(lambda users: ListedItems([lists[user] for user in users], trie, size + size // 2)),
+        "plain": listed(0),
+        "transformers": lambda users: (by_transformers(world, target, users, size), None),
+        **{f"lists, {share:g} k": listed(round(share * size)) for share in TRIED_SHARES},
+        "nights": listed(chosen),
     }
     found |= {name: small(name) for name in models if name != "target"}
-    found |= {"plain, sampled": sampled(None)} | {f"{name}, sampled": sampled(name) for name in ("atspeed_r", "sft")}
-    return found
+    found |= {"atspeed_s, no tree": small("atspeed_s", WithoutATree)}
+    return found | {"plain, sampled": sampled(None)} | {f"{name}, sampled": sampled(name) for name in SAMPLED}
 
 
 @torch.inference_mode()
-def by_transformers(world: World, target: Recommender, prompts: Sequence[np.ndarray], size: int) -> list[Found]:
+def by_transformers(world: World, target: Recommender, users: Sequence[int], size: int) -> list[Found]:
     """Its own beams, kept to items by `prefix_allowed_tokens_fn`."""
+    prompts = [target.card.prompt(world.codes.codes[world.asked[user]]) for user in users]
     trie, firsts = world.trie, target.card.first_tokens
     longest = max(map(len, prompts))
     ids = torch.zeros((len(prompts), longest), dtype=torch.int64)
@@ -189,63 +226,97 @@ def by_transformers(world: World, target: Recommender, prompts: Sequence[np.ndar
 
 
 def rows_of(world: World, models: dict[str, Recommender], scale: Scale) -> Iterator[dict]:
+    num_asked = min(len(world.asked), scale.num_users)
     for batch in scale.batches:
+        num_timed = num_asked if batch > 8 else max(1, num_asked // 4)  # alone fewer
+        parts = [range(start, min(start + batch, num_timed)) for start in range(0, num_timed, batch)]
         for size in scale.sizes:
-            methods = methods_of(world, models, size)
-            num_asked = min(len(world.asked), 32 + 16 * batch)  # alone fewer
-            parts = [range(start, min(start + batch, num_asked)) for start in range(0, num_asked, batch)]
+            methods = methods_of(world, models, size, scale, batch)
             seconds = {name: [] for name in methods}
             found: dict[str, list[Found]] = {}
+            forwards, tokens = {}, {}
             for run in methods.values():
                 run(parts[0])
             orders = turns(list(methods))
             for _ in range(scale.num_repetitions):
                 for name in next(orders):
                     start_s = time.perf_counter()
-                    found[name] = [one for part in parts for one in methods[name](list(part))]
+                    done = [methods[name](list(part)) for part in parts]
                     seconds[name].append(time.perf_counter() - start_s)
+                    found[name] = [one for lists, _ in done for one in lists]
+                    counted = [trees for _, trees in done if trees is not None]
+                    forwards[name] = sum(one.num_forwards for one in counted) / len(parts) or None
+                    tokens[name] = sum(one.num_tokens for one in counted) / num_timed or None
             for name in methods:
                 lists = found[name]
                 plain = "plain, sampled" if name.endswith("sampled") else "plain"
-                pairs = zip(lists, world.answers[:num_asked], strict=True)
-                ranks = [np.flatnonzero(one.rows[:RANKED] == answer) for one, answer in pairs]
-                hits = [int(rank[0]) for rank in ranks if len(rank)]
                 both = zip(lists, found[plain], strict=True)
                 yield {
                     "method": name, "k": size, "batch": batch,
                     "speedup": Spread.of([a / b for a, b in zip(seconds[plain], seconds[name], strict=True)]),
                     "accepted_steps": float(np.mean([one.num_accepted for one in lists])),
-                    f"recall_{RANKED}": len(hits) / len(lists),
-                    f"ndcg_{RANKED}": float(sum(1 / np.log2(2 + rank) for rank in hits) / len(lists)),
+                    "forwards": forwards[name], "tokens": tokens[name],
                     "users_a_second": Spread.of([len(lists) / s for s in seconds[name]]),
                     "same_as_plain": float(np.mean([np.array_equal(a.rows, b.rows) for a, b in both])),
                 }  # fmt: skip
 
 
-def figures_of(rows: Sequence[dict]) -> Iterator[Figure]:
+def quality_of(world: World, models: dict[str, Recommender], scale: Scale) -> Iterator[dict]:
+    """How good lists are, of all users; those that are verified strictly are plain ones."""
+    methods = methods_of(world, models, QUALITY_OF, scale, 32)
+    parts = [range(start, min(start + 32, len(world.asked))) for start in range(0, len(world.asked), 32)]
+    chosen = ("plain", "atspeed_s", "plain, sampled", *(f"{name}, sampled" for name in SAMPLED))
+    lists = {name: [one.rows for part in parts for one in methods[name](list(part))[0]] for name in chosen}
+    seen = np.bincount(np.concatenate(world.trained), minlength=len(world.codes))
+    lists["most popular items"] = [np.argsort(-seen, kind="stable")[:10]] * len(world.asked)
+    for name, found in lists.items():
+        row = {"method": name, "k": QUALITY_OF, "num_users": len(found)}
+        for cut in (5, 10):
+            ranking = Ranking.of([one[:cut] for one in found], world.answers.tolist())
+            row |= {f"recall_{cut}": ranking.recall_10, f"ndcg_{cut}": ranking.ndcg_10}
+        yield row
+
+
+def figures_of(rows: Sequence[dict], quality: Sequence[dict]) -> Iterator[Figure]:
     """Strict lists are plain ones; what verification gains."""
+    apart = ("plain", "transformers")
+    strict = [row for row in rows if not row["method"].endswith("sampled") and row["method"] not in apart]
+    yield Figure.at_least(
+        "least share of drafted lists that are plain ones", min(r["same_as_plain"] for r in strict), 1
+    )
+    of = {row["method"]: row["recall_10"] for row in quality}
+    yield Figure.at_least("recall@10, strict over plain", of["atspeed_s"] / of["plain"] if of["plain"] else 1.0, 1)
+    yield Figure.at_least("recall@10 of the recommender less that of the most popular items", of["plain"]
+                          - of["most popular items"], 0)  # fmt: skip
     for batch in dict.fromkeys(row["batch"] for row in rows):
-        at = [row for row in rows if row["batch"] == batch]
-        apart = ("plain", "transformers")
-        strict = [row for row in at if not row["method"].endswith("sampled") and row["method"] not in apart]
-        same = min(row["same_as_plain"] for row in strict)
-        yield Figure.at_least(f"batch {batch}: least share of drafted lists that are plain ones", same, 1)
-        best = max(strict, key=lambda row: row["speedup"].median)
-        wanted = 1.9 if batch == 1 else 1.2
-        told = f"batch {batch}: strict over plain, {best['method']}, k {best['k']}"
-        yield Figure.at_least(told, best["speedup"].median, wanted)
-        loose = [row for row in at if row["method"].endswith("sampled") and row["method"] != "plain, sampled"]
-        best = max(loose, key=lambda row: row["speedup"].median)
-        told = f"batch {batch}: relaxed over plain, {best['method']}, k {best['k']}"
-        yield Figure.at_least(told, best["speedup"].median, 2.5)
-        slow = [1 / row["speedup"].median for row in at if row["method"] == "transformers"]
-        yield Figure.at_least(f"batch {batch}: plain over transformers' beams", min(slow), 1)
+        own = [row for row in strict if row["batch"] == batch]
+        nights = [row["speedup"].median for row in own if row["method"] == "nights"]
+        yield Figure.at_least(f"batch {batch}: as nights draft, over plain, at worst", min(nights), 0.97)
+        loose = [row for row in rows if row["batch"] == batch and row["method"].endswith(", sampled")]
+        loose = [row for row in loose if row["method"] != "plain, sampled"]
+        for kind, some, wanted in (("strict", own, 1.9 if batch == 1 else 1.2), ("relaxed", loose, 2.5)):
+            best = max(some, key=lambda row: row["speedup"].median)
+            told = f"batch {batch}: {kind} over plain, {best['method']}, k {best['k']}"
+            yield Figure.at_least(told, best["speedup"].median, wanted)
+            name = "plain" if kind == "strict" else "plain, sampled"
+            fewer = [
+                row["forwards"] / other["forwards"]
+                for row in rows if (row["method"], row["batch"]) == (name, batch)
+                for other in some if other["k"] == row["k"]
+            ]  # fmt: skip
+            yield Figure.at_least(f"batch {batch}: plain forwards over {kind} ones, at best", max(fewer), wanted)
+        slow = [1 / row["speedup"].median for row in rows if (row["batch"], row["method"]) == (batch, "transformers")]
+        yield Figure.at_least(f"batch {batch}: plain over transformers' beams, at worst", min(slow), 1)
 
 
 COLUMNS = {
     "batch": "{batch}", "k": "{k}", "method": "{method}", "users/s over plain": "{speedup}",
-    "accepted": "{accepted_steps:.2f}", "recall": "{recall_10:.3f}", "ndcg": "{ndcg_10:.3f}",
+    "accepted": "{accepted_steps:.2f}", "forwards": "{forwards}", "tokens": "{tokens}",
     "as plain": "{same_as_plain:.0%}",
+}  # fmt: skip
+QUALITY = {
+    "method": "{method}", "users": "{num_users}", "recall@5": "{recall_5:.4f}", "recall@10": "{recall_10:.4f}",
+    "ndcg@5": "{ndcg_5:.4f}", "ndcg@10": "{ndcg_10:.4f}",
 }  # fmt: skip
 
 
@@ -256,12 +327,15 @@ def main() -> None:
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
     world = world_of(arguments.data, scale)
     models = models_of(world, arguments.cache, scale)
-    rows = list(rows_of(world, models, scale))
+    rows, quality = list(rows_of(world, models, scale)), list(quality_of(world, models, scale))
     trained = {
         name: {"training_seconds": one.card.training_seconds, "num_parameters": one.model.num_parameters()}
         for name, one in models.items()
     }
-    finish(arguments.json, list(figures_of(rows)), [table(rows, COLUMNS)], {"trained": trained, "rows": rows})
+    tables = [table(rows, COLUMNS), table(quality, QUALITY)]
+    finish(
+        arguments.json, list(figures_of(rows, quality)), tables, {"trained": trained, "rows": rows, "quality": quality}
+    )
 
 
 if __name__ == "__main__":

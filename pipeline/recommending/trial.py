@@ -1,4 +1,4 @@
-"""How much to draft for lists: what is fastest on some of the users. What a forward of drafts costs is the machine's."""
+"""How much to draft for lists: what is fastest on some of the users, since a forward's price is the machine's."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -206,7 +206,7 @@ def test_a_language_model_is_extended_by_codes_and_adapted(world, tmp_path):
     target, trie = load_recommender(tmp_path / "target"), ItemTrie.of(items)
     before = load_file(base / "model.safetensors")["model.embed_tokens.weight"]
     assert card.begin == len(before) and target.model.get_input_embeddings().num_embeddings == card.vocab_size
-    assert card.held_back.num_histories == 15 and 0 < card.epoch
+    assert card.held_back.num_histories == 15 and card.epoch > 0
     small = train_draft(
         "atspeed_s", target, items, histories, tmp_path / "small", replace(options, epochs=2, num_listed=100)
     )
