@@ -231,6 +231,15 @@ def check_tables(settings: Settings) -> Iterator[Finding]:
         yield Finding("tables", "ok", f"{settings.tables.path} has no fault")
 
 
+def check_recommender(settings: Settings) -> Iterator[Finding]:
+    if settings.recommending.model is None:
+        return
+    from laserbatch.jobs.stages.listed import known_models
+
+    target, codes = known_models(settings.recommending)
+    yield Finding("recommender", "ok", f"{target.model_id}, with codes of {len(codes)} items")
+
+
 def check_ray(settings: Settings) -> Iterator[Finding]:
     from laserbatch.pipeline.distributed.cluster import ray_cluster
 
@@ -248,4 +257,5 @@ CHECKS: list[Check] = [
     check_encoder,
     check_pools,
     check_tables,
+    check_recommender,
 ]

@@ -11,11 +11,10 @@ from laserbatch.jobs.console import print_table, say, summary
 from laserbatch.jobs.formatting import count, counted
 from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings, open_workspace
-from laserbatch.jobs.stages.publishing import deliver, delivery_uri, let_readers_see, use_pools_of
+from laserbatch.jobs.stages.publishing import deliver, delivery_uri, let_readers_see, remove_delivered, use_pools_of
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import leftovers, remove_folder, remove_leftovers, size_bytes
-from laserbatch.pipeline.storage.delivery import Destination
 from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import EXPERIMENTS, Workspace
@@ -196,8 +195,7 @@ def gc(
             uri = delivery_uri(opened, settings.deliver_to)
             if uri and old:
                 deliver(opened, uri)
-                for run_id in Destination.at(uri).remove([run.run_id for run in old]):
-                    say(f"removed from {uri}: {run_id}")
+                remove_delivered(uri, [run.run_id for run in old])
             for one in [*old, *(tried if experiments else ())]:
                 remove_folder(one.root)
             for folder in swept:

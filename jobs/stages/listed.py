@@ -11,11 +11,24 @@ from laserbatch.jobs.console import say
 from laserbatch.jobs.settings import Settings
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.histories import Histories
-from laserbatch.pipeline.recommending.card import KnownRecommender
-from laserbatch.pipeline.recommending.codes import ItemCodes
+from laserbatch.pipeline.recommending.card import CODES_NAME, KnownRecommender, known_recommender
+from laserbatch.pipeline.recommending.codes import ItemCodes, read_codes
 from laserbatch.pipeline.recommending.lists import lists_schema
 from laserbatch.pipeline.recommending.planned import list_fingerprints
+from laserbatch.pipeline.recommending.settings import RecommendingSettings
 from laserbatch.pipeline.tables.read import Tables
+
+
+def known_models(options: RecommendingSettings) -> tuple[KnownRecommender, ItemCodes]:
+    """The recommender that nights list by, which must be set, and the codes that it knows; weights are not loaded.
+
+    Raises ModelError, TableError: a folder is none, or what drafts for it has other codes.
+    """
+    target, codes = known_recommender(options.model), read_codes(options.model / CODES_NAME)
+    target.require(codes)
+    if options.draft_model is not None:
+        known_recommender(options.draft_model).require_drafts_for(target)
+    return target, codes
 
 
 @dataclass
@@ -80,7 +93,5 @@ class Lists:
             "is_stale": False,
         }  # fmt: skip
         own = {"entity_id": user_ids, "fingerprint": self.fingerprints.take(pa.array(users))}
-        columns = [
-            own.get(one.name, pa.repeat(pa.scalar(shared.get(one.name), one.type), len(users))) for one in self.schema
-        ]
+        columns = [own.get(one.name, pa.array([shared.get(one.name)] * len(users), one.type)) for one in self.schema]
         return pa.table(columns, schema=self.schema)

@@ -1,5 +1,6 @@
 """What readers see, here and where it is delivered to, and what the next night drafts from, switched together."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from laserbatch.jobs.console import say
@@ -82,6 +83,13 @@ def deliver(workspace: Workspace, uri: str | None, is_asked: bool = False) -> No
     told = f"{counted(sent.num_files, 'file')} ({sent.num_bytes / 1e6:,.1f} MB) sent" if sent.num_files else "all there"
     say(f"run {run_id} is delivered to {uri}: {told}")
     emit("delivered", run_id=run_id, to=uri, num_files=sent.num_files, num_bytes=sent.num_bytes)
+
+
+def remove_delivered(uri: str | None, run_ids: Sequence[str]) -> None:
+    """Delete runs at a URI that were deleted here."""
+    if uri is not None and run_ids:
+        for run_id in Destination.at(uri).remove(run_ids):
+            say(f"removed from {uri}: {run_id}")
 
 
 def forget_delivered(workspace: Workspace, uri: str | None) -> dict[str, str]:

@@ -24,9 +24,9 @@ from laserbatch.jobs.recording import recorded, stage
 from laserbatch.jobs.report.lists import write_lists_report
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.inputs import changed_inputs, sound_tables
-from laserbatch.jobs.stages.listed import Lists
+from laserbatch.jobs.stages.listed import Lists, known_models
 from laserbatch.jobs.stages.night import describe_machine
-from laserbatch.jobs.stages.publishing import deliver, delivery_uri, let_readers_see, mend_pointer
+from laserbatch.jobs.stages.publishing import deliver, delivery_uri, let_readers_see, mend_pointer, remove_delivered
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.distributed.actors import Crew, ShardAbandoned, run_shards
 from laserbatch.pipeline.distributed.cluster import end_leftovers
@@ -42,8 +42,6 @@ from laserbatch.pipeline.planning.plan import (
     open_plan,
     write_shard_plan,
 )
-from laserbatch.pipeline.recommending.card import CODES_NAME, KnownRecommender, known_recommender
-from laserbatch.pipeline.recommending.codes import ItemCodes, read_codes
 from laserbatch.pipeline.recommending.lists import CATALOGUE_PATH, flat_lists
 from laserbatch.pipeline.recommending.planned import kept_lists, listed_drafts, stale_lists
 from laserbatch.pipeline.recommending.trial import fastest
@@ -82,7 +80,7 @@ def recommend(settings: Settings, date: datetime.date, force: bool = False) -> R
         raise ConfigError("recommending.model names no recommender; `laserbatch recommender train` makes one")
     if settings.tables.path is None:
         raise ConfigError("no input tables: set tables.path in the configuration; `laserbatch init TABLES` writes one")
-    target, catalogue_codes = _known_models(settings)
+    target, catalogue_codes = known_models(settings.recommending)
     check = partial(check_tables, settings.tables.path, None, settings.gates.max_failed_share)
     inputs, tables = sound_tables(settings, date, check)
     lists = Lists(settings, tables, target, catalogue_codes)
@@ -98,19 +96,7 @@ def recommend(settings: Settings, date: datetime.date, force: bool = False) -> R
             with recorded(manifest):
                 _write(workspace, run, manifest, lists)
         _publish(workspace, run, settings)
-        for old in _old_runs(workspace, settings.recommending.keep_runs):
-            remove_folder(old.root)
     return manifest
-
-
-def _known_models(settings: Settings) -> tuple[KnownRecommender, ItemCodes]:
-    """The recommender and the codes that it knows, without its weights."""
-    options = settings.recommending
-    target, codes = known_recommender(options.model), read_codes(options.model / CODES_NAME)
-    target.require(codes)
-    if options.draft_model is not None:
-        known_recommender(options.draft_model).require_drafts_for(target)
-    return target, codes
 
 
 def _opened(
@@ -338,16 +324,17 @@ def _close(run: RunFolder, manifest: RunManifest, settings: Settings, num_before
 
 
 def _publish(workspace: Workspace, run: RunFolder, settings: Settings) -> None:
-    published = workspace.published()
+    """Let readers see a finished run, here and where it is delivered to, and remove runs that are too old."""
+    published, uri = workspace.published(), delivery_uri(workspace, settings.deliver_to)
     if published is not None and published.date > run.date:
         say(f"not published: readers go on seeing the lists of {published.run_id}, of a later date")
     elif run.run_id in workspace.withdrawn():
         say(f"not published: run {run.run_id} was taken back; `laserbatch runs publish` changes that")
     elif published is None or published.run_id != run.run_id:
         let_readers_see(workspace, run.run_id)
-    deliver(workspace, delivery_uri(workspace, settings.deliver_to))
-
-
-def _old_runs(workspace: Workspace, keep: int) -> list[RunFolder]:
-    published = workspace.pointed_to()
-    return [run for run in workspace.dated_runs() if run.run_id != published][: -keep or None]
+    deliver(workspace, uri)
+    kept = workspace.pointed_to()
+    old = [one for one in workspace.dated_runs() if one.run_id != kept][: -settings.recommending.keep_runs]
+    remove_delivered(uri, [one.run_id for one in old])
+    for one in old:
+        remove_folder(one.root)

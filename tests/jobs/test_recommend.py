@@ -47,8 +47,9 @@ def world(trained, tmp_path, capfd):
 
 def recommend(capfd, world, date=FIRST_DATE, *more, **options) -> Done:
     folder, trained = world
+    of_all = {name: options.pop(name) for name in ("deliver_to",) if name in options}
     options = {"model": str(trained / "recommender"), "num_items": 5, "batch_size": 4} | options
-    config = write_config(folder, recommending=options)
+    config = write_config(folder, recommending=options, **of_all)
     return run_here(capfd, "recommend", "--config", str(config), "--date", date, *more, "--json")
 
 
@@ -78,8 +79,10 @@ def test_everybody_gets_a_list_and_the_unchanged_keep_theirs(world, capfd):
     assert (
         json.loads(fresh.stdout)["forwards_saved"] > json.loads(first.stdout)["forwards_saved"]
     )  # last night's drafted
-    older = recommend(capfd, world, "2025-02-27")
+    older = recommend(capfd, world, "2025-02-27", keep_runs=1)
     assert older.returncode == 0 and "readers go on seeing" in older.stderr
+    runs = Workspace.open(world[0] / "workspace" / "recommendations").runs()
+    assert [run.run_id for run in runs] == [json.loads(one.stdout)["run_id"] for one in (second, fresh)]
 
 
 def test_a_small_model_drafts_the_same_lists(world, capfd):
@@ -124,13 +127,21 @@ def test_a_killed_run_goes_on_with_what_is_finished(world, capfd, monkeypatch):
 
 
 def test_lists_of_somebody_who_is_forgotten_go(world, capfd):
+    """Where they were delivered to as well."""
     folder, _ = world
-    done = recommend(capfd, world)
+    there = folder / "bucket"
+    there.mkdir()
+    deliver_to = {"deliver_to": there.as_uri()}
+    done = recommend(capfd, world, **deliver_to)
+    run_id = json.loads((there / "recommendations" / "published.json").read_text())["run_id"]
+    delivered = there / "recommendations" / "runs" / run_id / "lists.parquet"
+    assert pq.read_table(delivered) == pq.read_table(json.loads(done.stdout)["lists"])
     user = next(iter(lists_of(done)))
     forgotten = run_here(capfd, "forget", "--config", str(folder / "laserbatch.yaml"), "--user", str(user), "--json")
     assert forgotten.returncode == 0, forgotten.stderr
     assert user not in lists_of(done) and json.loads(forgotten.stdout)["ids"]["user"]
-    assert recommend(capfd, world).returncode == 0  # finished still
+    assert user not in pq.read_table(delivered)["user_id"].to_pylist()
+    assert recommend(capfd, world, **deliver_to).returncode == 0  # finished still
 
 
 @pytest.mark.parametrize(
