@@ -28,6 +28,7 @@ from common import Figure, Spread, begin, benchmark_parser, finish, scale_of, tu
 from methods import table
 
 from laserbatch.pipeline.recommending import losses
+from laserbatch.pipeline.recommending.baselines import neighbour_lists, popular_list
 from laserbatch.pipeline.recommending.beams import BeamDrafter, Found, search
 from laserbatch.pipeline.recommending.card import Ranking
 from laserbatch.pipeline.recommending.code_trees import CodeTrees
@@ -267,8 +268,8 @@ def quality_of(world: World, models: dict[str, Recommender], scale: Scale) -> It
     parts = [range(start, min(start + 32, len(world.asked))) for start in range(0, len(world.asked), 32)]
     chosen = ("plain", "atspeed_s", "plain, sampled", *(f"{name}, sampled" for name in SAMPLED))
     lists = {name: [one.rows for part in parts for one in methods[name](list(part))[0]] for name in chosen}
-    seen = np.bincount(np.concatenate(world.trained), minlength=len(world.codes))
-    lists["most popular items"] = [np.argsort(-seen, kind="stable")[:10]] * len(world.asked)
+    lists["most popular items"] = [popular_list(world.trained, len(world.codes), 10)] * len(world.asked)
+    lists["neighbours' items"] = neighbour_lists(world.trained, len(world.codes), world.asked, 10)
     for name, found in lists.items():
         row = {"method": name, "k": QUALITY_OF, "num_users": len(found)}
         for cut in (5, 10):
@@ -286,8 +287,8 @@ def figures_of(rows: Sequence[dict], quality: Sequence[dict]) -> Iterator[Figure
     )
     of = {row["method"]: row["recall_10"] for row in quality}
     yield Figure.at_least("recall@10, strict over plain", of["atspeed_s"] / of["plain"] if of["plain"] else 1.0, 1)
-    yield Figure.at_least("recall@10 of the recommender less that of the most popular items", of["plain"]
-                          - of["most popular items"], 0)  # fmt: skip
+    for name in ("most popular items", "neighbours' items"):
+        yield Figure.at_least(f"recall@10 of the recommender less that of {name}", of["plain"] - of[name], 0)
     for batch in dict.fromkeys(row["batch"] for row in rows):
         own = [row for row in strict if row["batch"] == batch]
         nights = [row["speedup"].median for row in own if row["method"] == "nights"]

@@ -88,16 +88,13 @@ def train(
     told: dict = {"folder": str(out), "histories": card.num_histories, "training_seconds": card.training_seconds}
     if card.held_back is not None:
         told["epoch_kept"] = card.epoch
-        told["of_held_back_items"] = {
-            f"{name}_10{of}": round(getattr(one, f"{name}_10"), 4)
-            for of, one in (("", card.held_back), ("_of_the_most_popular", card.popular))
-            for name in ("recall", "ndcg")
-        }
+        names = {"": card.held_back, "_of_neighbours": card.neighbours, "_of_popular_items": card.popular}
+        told["of_held_back_items"] = {f"recall_10{of}": round(one.recall_10, 4) for of, one in names.items()}
     summary(told, as_json)
-    if card.held_back is not None and card.held_back.recall_10 <= card.popular.recall_10:
+    if card.held_back is not None and card.held_back.recall_10 < max(card.popular.recall_10, card.neighbours.recall_10):
         say(
-            "these lists foretell no more than the most popular items do: train on more interactions, with other codes "
-            "or for another number of epochs, before nights use them"
+            "simpler lists foretell more of what was held back than these do: train longer, on more interactions, or "
+            "with other codes, before nights use them"
         )
     if not as_json:
         key = "model" if draft_for is None else "draft_model"

@@ -9,7 +9,7 @@ from laserbatch.jobs.report.blocks import Note, Section, Table
 from laserbatch.jobs.report.page import KeyFigure, render
 from laserbatch.jobs.report.work import gates_section, provenance_section
 from laserbatch.pipeline.storage.atomic import write_text
-from laserbatch.pipeline.storage.manifest import RunManifest
+from laserbatch.pipeline.storage.manifest import RunManifest, SideFigures
 
 NUM_LAST = 5
 
@@ -36,8 +36,9 @@ def write_lists_report(manifest: RunManifest, path: Path) -> None:
     ]
     words = ("User", "Last of the history", "List, the best first")
     shown = Table("Lists", samples, words) if samples else Note("No user with a history is listed.")
+    done = [Note(quality_of(manifest)), Note(drafts_of(figures)), failed]
     sections = [
-        Section("work", "Work", [failed]), gates_section(manifest), Section("lists", "Some lists", [shown]),
+        Section("work", "Work", done), gates_section(manifest), Section("lists", "Some lists", [shown]),
         provenance_section(manifest),
     ]  # fmt: skip
     headline = Markup("<strong>{}</strong> of {} users got a new list").format(
@@ -45,6 +46,31 @@ def write_lists_report(manifest: RunManifest, path: Path) -> None:
     )
     title = f"Lists of {manifest.date.day} {manifest.date:%B %Y}"
     write_text(render(manifest, title, headline, key_figures, sections), path)
+
+
+def quality_of(manifest: RunManifest) -> str:
+    """How well the recommender's lists did when it was trained."""
+    card = manifest.settings.get("recommender", {})
+    if not card.get("held_back"):
+        return "How good its lists are was not measured when the recommender was trained."
+    told = {
+        name: f"{card[key]['recall_10']:.1%}"
+        for name, key in (("its own", "held_back"), ("the items that go with a user's", "neighbours"),
+                          ("the most popular items", "popular"))
+        if card.get(key)
+    }  # fmt: skip
+    held = ", ".join(f"{name} {share}" for name, share in told.items())
+    number = count(card["held_back"]["num_histories"])
+    return f"Of {number} items that were held back when it was trained, lists of ten held: {held}."
+
+
+def drafts_of(figures: SideFigures) -> str:
+    """How much was drafted, and why."""
+    if figures.budget is None:
+        return "No user got a list by the model, so that nothing was drafted."
+    forecast, most = figures.budget.forecast, figures.budget.max_draft_tokens
+    gain = "" if forecast.speed_up is None else f"; the best was {decimal(forecast.speed_up)} times plain beams"
+    return f"Drafted for a user: {count(most) if most else 'nothing'} ({forecast.reason}{gain})."
 
 
 def last_lines(text: str) -> str:

@@ -44,7 +44,7 @@ from laserbatch.pipeline.planning.plan import (
 )
 from laserbatch.pipeline.recommending.lists import CATALOGUE_PATH, flat_lists
 from laserbatch.pipeline.recommending.planned import kept_lists, listed_drafts, stale_lists
-from laserbatch.pipeline.recommending.trial import fastest
+from laserbatch.pipeline.recommending.trial import TRIED_SHARES, fastest
 from laserbatch.pipeline.storage.atomic import remove_folder
 from laserbatch.pipeline.storage.manifest import (
     BudgetFigures,
@@ -65,7 +65,8 @@ from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import RECOMMENDATIONS, Workspace
 from laserbatch.pipeline.tables.check import check_tables
 
-SHARD_BATCHES = 8
+SHARDS = 64  # about, of a night; of these batches each at least, and at most
+SHARD_BATCHES, MOST_BATCHES = 8, 128
 NUM_SAMPLES = 3
 LEAST_TRIED = 10  # shards of a night, below which what drafts gain would not repay trying them
 
@@ -124,6 +125,7 @@ def _opened(
             )
         return manifest
     told = settings.model_dump(mode="json", include={"tables", "recommending"})
+    told["recommender"] = lists.target.card.model_dump(mode="json")
     manifest = RunManifest.create(
         run.manifest_path, date, told, version("laserbatch"), describe_machine(), edition, identity
     )
@@ -178,7 +180,10 @@ def _plan(run: RunFolder, manifest: RunManifest, lists: Lists, previous: pa.Tabl
         users = np.flatnonzero((kept < 0) & (lengths > 0))
         users = users[np.argsort(lengths[users], kind="stable")]
         last = np.array([lists.histories[user][-1] for user in users.tolist()], np.int64)
-        most = max(options.num_drafted or 0, 4 * options.num_items)
+        most = options.num_drafted
+        if most is None:
+            most = round(max(TRIED_SHARES) * options.num_items)
+        most = 0 if options.draft_model is not None else most  # which drafts by itself
         chosen = user_ids.take(pa.array(users))
         rows = pa.table(
             {
@@ -189,7 +194,8 @@ def _plan(run: RunFolder, manifest: RunManifest, lists: Lists, previous: pa.Tabl
                 "group": lists.catalogue.item_ids.take(pa.array(last)).cast(pa.string()),  # whose users' lists draft
             }
         )
-        size = SHARD_BATCHES * options.batch_size
+        num_batches = np.clip(rows.num_rows // (SHARDS * options.batch_size), SHARD_BATCHES, MOST_BATCHES)
+        size = int(num_batches) * options.batch_size
         parts = [rows.slice(start, size) for start in range(0, rows.num_rows, size)]
         shards = tuple(write_shard_plan("user", number, part, run.root, False) for number, part in enumerate(parts))
         bar.advance(len(user_ids))

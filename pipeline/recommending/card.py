@@ -46,7 +46,8 @@ class RecommenderCard(Strict):
     codes : digest of the items' codes that it was trained on.
     history : newest items of a user that it is shown.
     loss : that a draft model learned by, of which target; None: it was trained on the log alone.
-    held_back, popular : how well its lists do, and one list of the items that most histories have.
+    held_back, popular, neighbours : how well its lists do, one list of the most popular items, and lists of the items
+        that go with a user's.
     epoch : that did best on what was held back, and is kept.
     """
 
@@ -60,6 +61,7 @@ class RecommenderCard(Strict):
     training_seconds: float = 0.0
     held_back: Ranking | None = None
     popular: Ranking | None = None
+    neighbours: Ranking | None = None
     epoch: int | None = None
 
     @property

@@ -73,6 +73,8 @@ def listed_drafts(
     ----------
     last_items : of each user the row of the history's last item, int64[num_users].
     """
+    if most == 0:
+        return pa.array([[]] * len(user_ids), pa.list_(pa.int32()))
     lists = previous["items"].combine_chunks()
     items = pc.fill_null(pc.index_in(lists.flatten(), value_set=catalogue.item_ids), -1).to_numpy().astype(np.int64)
     starts = np.append(0, np.cumsum(pc.list_value_length(lists).to_numpy()))

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.learning import CHECKPOINT_NAME, read_facts, save_whole, train_steps
+from laserbatch.pipeline.recommending.baselines import neighbour_lists, popular_list
 from laserbatch.pipeline.recommending.beams import BeamDrafter, search
 from laserbatch.pipeline.recommending.card import CARD_NAME, Ranking, RecommenderCard, codes_digest
 from laserbatch.pipeline.recommending.code_trees import CodeTrees
@@ -106,15 +107,17 @@ def train_recommender(
     )  # fmt: skip
     model.load_state_dict(load_file(best), strict=False)
     model = model.merge_and_unload() if base is not None else model
-    popular = np.argsort(-np.bincount(np.concatenate(learned), minlength=len(codes)), kind="stable")
-    answers = [one[-1] for one in asked]
+    answers, before = [one[-1] for one in asked], [one[:-1] for one in asked]
+    popular = popular_list(learned, len(codes), 10)
+    neighbours = neighbour_lists(learned, len(codes), before, 10)
     card = card.model_copy(
         update={
             "num_histories": len(told),
             "training_seconds": round(seconds, 1),
             "epoch": read_facts(best)["epoch"],
-            "held_back": Ranking.of(listed(model, card, trie, codes, [one[:-1] for one in asked]), answers),
-            "popular": Ranking.of([popular[:10]] * len(asked), answers),
+            "held_back": Ranking.of(listed(model, card, trie, codes, before), answers),
+            "popular": Ranking.of([popular] * len(asked), answers),
+            "neighbours": Ranking.of(neighbours, answers),
         }
     )
     return _saved(model, card, folder)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
 from laserbatch.pipeline.errors import ConfigError, ModelError
+from laserbatch.pipeline.recommending.baselines import neighbour_lists, popular_list
 from laserbatch.pipeline.recommending.beams import BeamDrafter, search
 from laserbatch.pipeline.recommending.code_trees import CodeTrees
 from laserbatch.pipeline.recommending.codes import ItemCodes
@@ -97,6 +98,28 @@ def test_a_recommender_learns_what_comes_next_and_only_says_items(world):
     found = search(trees, trie, len(told), 3, BeamDrafter())
     assert np.mean([one[-1] in list.rows for one, list in zip(told, found, strict=True)]) > 0.8
     assert np.mean([one[-2] + 1 == list.rows[0] for one, list in zip(told, found, strict=True)]) > 0.7
+
+
+def test_baselines_are_their_definitions():
+    rng = np.random.default_rng(1)
+    histories = [rng.integers(0, 12, int(rng.integers(1, 7))) for _ in range(40)]
+    asked = [np.array([3]), np.array([1, 5, 5]), np.array([11, 0])]
+    found, has = (
+        neighbour_lists(histories, 12, asked, 4),
+        np.array([[i in one for i in range(12)] for one in histories]),
+    )
+    for own, items in zip(asked, found, strict=True):
+        cosine = [
+            sum(
+                np.sum(has[:, i] & has[:, j]) / np.sqrt(max(1, has[:, i].sum()) * max(1, has[:, j].sum()))
+                for i in set(own.tolist())
+            )
+            for j in range(12)
+        ]
+        others = [j for j in sorted(range(12), key=lambda j: (-round(cosine[j], 5), j)) if j not in own]
+        assert items.tolist() == [j for j in others if cosine[j] > 0][:4]
+    counts = np.bincount(np.concatenate(histories), minlength=12)
+    assert popular_list(histories, 12, 3).tolist() == sorted(range(12), key=lambda i: -counts[i])[:3]
 
 
 @pytest.mark.parametrize("kind", KINDS)
