@@ -233,8 +233,8 @@ class Crew:
                 self._replace_lost(lost, was_ready=True)
         raise RunFailed(
             f"{self.max_attempts} workers died while they measured what drafts cost; lower decoding.batch_size (of "
-            "lists recommending.batch_size) if memory ran out, or give decoding.max_draft_tokens and decoding.min_acceptance "
-            "(recommending.num_drafted): then nothing is measured"
+            "lists recommending.batch_size) if memory ran out, or give decoding.max_draft_tokens and "
+            "decoding.min_acceptance (recommending.num_drafted): then nothing is measured"
         )
 
     def have(self, num_workers: int) -> None:
