@@ -104,7 +104,8 @@ def models_of(world: World, cache: Path, scale: Scale) -> dict[str, Recommender]
     folder, found = cache / f"beauty-{digest}", {}
     if not (folder / "target" / "recommender.json").exists():
         train_recommender(world.codes, world.trained, folder / "target", RecommenderOptions(epochs=scale.epochs[0]))
-    found["target"] = load_recommender(folder / "target")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found["target"] = load_recommender(folder / "target", device)
     options = RecommenderOptions(hidden_size=64, num_layers=1, epochs=scale.epochs[1], num_listed=scale.num_listed)
     for name in (*KINDS, *ABLATIONS):
         own = folder / name.replace(", ", "-").replace(" ", "-")
@@ -117,7 +118,7 @@ def models_of(world: World, cache: Path, scale: Scale) -> dict[str, Recommender]
             with replaced_strict_loss(ABLATIONS.get(name)):
                 own_options = replace(options, epochs=epochs)
                 train_draft(kind, found["target"], world.codes, world.trained, own, own_options)
-        found[name] = load_recommender(own)
+        found[name] = load_recommender(own, device)
     return found
 
 
@@ -218,10 +219,11 @@ def by_transformers(world: World, target: Recommender, users: Sequence[int], siz
         return (trie.codes[level][node, : trie.num_children[level][node]] + firsts[level]).tolist()
 
     out = target.model.generate(
-        ids, attention_mask=mask, max_new_tokens=trie.num_levels, min_new_tokens=trie.num_levels, num_beams=size,
+        ids.to(target.model.device), attention_mask=mask.to(target.model.device), num_beams=size,
+        max_new_tokens=trie.num_levels, min_new_tokens=trie.num_levels,
         num_return_sequences=size, do_sample=False, length_penalty=0.0, pad_token_id=0, eos_token_id=None,
         prefix_allowed_tokens_fn=allowed, renormalize_logits=True,
-    )[:, longest:].reshape(len(prompts), size, -1)  # fmt: skip
+    )[:, longest:].reshape(len(prompts), size, -1).cpu()  # fmt: skip
     rows = [[trie.node_of(tuple((row - torch.tensor(firsts)).tolist())) for row in one] for one in out]
     return [Found(np.array([-1 if row is None else row for row in one]), np.zeros(size), 0) for one in rows]
 

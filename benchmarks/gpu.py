@@ -76,6 +76,7 @@ STAGES = {
         for batch in ("256", "64")
         for peer in ("vllm", "vllm-ngram")
     ),
+    5: (Part("lists, drafted beams", ("benchmarks/beams.py", "--quick", "--json", RESULT), 500),),
 }
 
 
@@ -174,7 +175,8 @@ def describe(outcomes: Sequence[Outcome]) -> str:
 def main(words: Sequence[str] | None = None) -> int:
     """Run a stage, print its table, keep its JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", type=int, choices=STAGES, required=True, help="1 right, 2 a step, 3 gains, 4 vLLM")
+    stages = "1 right, 2 a step, 3 gains, 4 vLLM, 5 lists"
+    parser.add_argument("--stage", type=int, choices=STAGES, required=True, help=stages)
     parser.add_argument("--json", type=Path, help="write machine, command, every part's outcome and JSON here")
     parser.add_argument("--part", nargs="+", help="only parts whose name begins with one of these")
     arguments = parser.parse_args(words)
