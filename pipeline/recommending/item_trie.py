@@ -56,6 +56,17 @@ class ItemTrie:
         """Paths that were looked for; at most those of all items, and some that no item has."""
         return {(): 0}
 
+    def ways_to(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of items that are all there, codes int (n, num_levels): the node above each code, and the code's place among
+        what may follow that, both int64 (n, num_levels)."""
+        above, places = np.zeros(codes.shape, np.int64), np.zeros(codes.shape, np.int64)
+        node = np.zeros(len(codes), np.int64)
+        for level in range(self.num_levels):
+            above[:, level] = node
+            places[:, level] = (self.codes[level][node] == codes[:, level, None]).argmax(1)
+            node = self.nodes[level][node, places[:, level]]
+        return above, places
+
     def node_of(self, path: Path) -> int | None:
         """The node of a path; None where no item has it."""
         if path not in self._found:

@@ -25,7 +25,6 @@ LEAST_HISTORIES = 20
 HELD_BACK, MOST_HELD_BACK = 0.1, 1000  # of the histories, whose last item is not learned
 LISTS_AT_ONCE = 32
 BEST_NAME = "best.safetensors"  # weights of the best epoch so far, until the training ends
-NO_LABEL = -100
 
 Tell = Callable[[int, int, float], None]
 
@@ -80,11 +79,13 @@ def train_recommender(
     learned = [one[:-1] if held else one for one, held in zip(told, is_held, strict=True)]
     windows = [one[at : at + options.history + 1] for one in learned for at in _starts(len(one), options.history)]
     trie = ItemTrie.of(codes)
+    ways = trie.ways_to(codes.codes)
 
     def loss_of(batch: Sequence[int]) -> torch.Tensor:
-        ids = _padded([card.tokens(codes.codes[windows[number]]) for number in batch], card.begin).to(model.device)
-        labels = ids.masked_fill(ids == card.begin, NO_LABEL)  # which fills rows, too
-        return model(input_ids=ids, labels=labels, use_cache=False).loss
+        some = [windows[number] for number in batch]
+        ids = _padded([card.tokens(codes.codes[one]) for one in some], card.begin).to(model.device)
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        return _catalogue_loss(logits, trie, card, some, ways)
 
     digest = _digest("target" if base is None else str(base), codes, told, options)
     best = folder / BEST_NAME
@@ -184,6 +185,27 @@ def listed(
         trees = CodeTrees(model, trie, card.first_tokens, prompts)
         found += [one.rows for one in search(trees, trie, len(prompts), NUM_ALIGNED, BeamDrafter())]
     return found
+
+
+def _catalogue_loss(
+    logits: torch.Tensor, trie: ItemTrie, card: RecommenderCard, windows: Sequence[np.ndarray],
+    ways: tuple[np.ndarray, np.ndarray],
+) -> torch.Tensor:  # fmt: skip
+    """Cross entropy of a code, over those that a catalogue has there, as beams see them.
+
+    Over all codes a model would first of all learn the catalogue by heart. `logits` (B, T, vocab_size) of windows that
+    are filled on the right, `ways` those of `ItemTrie.ways_to`.
+    """
+    rows = np.repeat(np.arange(len(windows)), [len(one) for one in windows])
+    at = np.concatenate([np.arange(len(one)) for one in windows]) * trie.num_levels
+    items, total = np.concatenate(windows), logits.new_zeros(())
+    for level, (above, places) in enumerate(zip(ways[0].T, ways[1].T, strict=True)):
+        followers = trie.codes[level][above[items]]
+        tokens = torch.from_numpy(np.maximum(followers, 0) + card.first_tokens[level]).to(logits.device)
+        is_none = torch.from_numpy(followers < 0).to(logits.device)
+        own = logits[rows, at + level].float().gather(1, tokens).masked_fill(is_none, -torch.inf)
+        total = total + torch.nn.functional.cross_entropy(own, torch.from_numpy(places[items]).to(logits.device))
+    return total / trie.num_levels
 
 
 @torch.no_grad()
