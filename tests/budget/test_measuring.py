@@ -10,10 +10,10 @@ import pytest
 from tiny_models import plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 
 from laserbatch.pipeline.budget import measuring
-from laserbatch.pipeline.budget.choice import SOURCES
 from laserbatch.pipeline.budget.measuring import KeptCost, measure_step_cost
 from laserbatch.pipeline.budget.step_cost import DraftCost, read_step_cost
 from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.settings import TEXT_SOURCES
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.calibration_record import SIZE_KNOTS
@@ -143,7 +143,7 @@ def test_drafting_is_timed_as_the_engine_drafts_one_call_for_all(tmp_path, monke
     pool = pool_of_random_texts(tmp_path / "pool") if has_pool else None
     monkeypatch.setattr(measuring.RetrievalDrafter, "draft_all", clocked)
     monkeypatch.setattr(measuring.time, "thread_time", lambda: now_s[0])
-    found = measuring._time_drafts(engine, pool, SOURCES)
+    found = measuring._time_drafts(engine, pool, TEXT_SOURCES)
     assert set(calls) == {1, measuring.NUM_DRAFTS}
     assert found.seconds_per_step == pytest.approx(5, abs=2) and found.seconds == pytest.approx(3, abs=2)
     if has_pool:
