@@ -19,12 +19,12 @@ from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.knowledge.templates import PromptTemplate
 from laserbatch.pipeline.planning.drift import history_drift
-from laserbatch.pipeline.planning.failures import failing_still
 from laserbatch.pipeline.planning.plan import CARRIED_SHARD, WAITING_SHARD, Shard, SidePlan, write_shard_plan
 from laserbatch.pipeline.planning.postpone import (
     Chosen,
     Refresh,
     choose,
+    failing_still,
     interactions_of,
     without_evidence,
     write_postponed,
@@ -46,7 +46,6 @@ CHAT_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.*",
     "additional_chat_templates/*.jinja",
 )  # fmt: skip
-DAY_US = 24 * 3600 * 1_000_000
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,11 @@
-"""From a side's tables and records to the columns that `refresh` decides over, and to the file of who waits."""
+"""Who is not asked tonight: of whom a new text waits, as `refresh` decides, and who failed by the same question before.
+
+A row of the earlier quarantine without a text of the model's (a lost worker, a prompt that is too long) says nothing of
+the next try, and costs little or may succeed. Of the others the model would answer the same.
+"""
 
 import datetime
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +22,7 @@ from laserbatch.pipeline.storage.run_folder import POSTPONED, RunFolder
 from laserbatch.pipeline.tables.read import Tables
 
 ROWS_AT_ONCE = 1024 * 1024
+DAYS_BETWEEN_TRIES = 7  # by then other drafts, or a newer parser, may make another text of it, or keep it
 _SEEN = ["run_id", "num_tokens", "num_history", "num_history_dropped"]
 
 
@@ -131,6 +137,30 @@ def write_postponed(folder: RunFolder, side: Side, postponed: pa.Table | None) -
         path.unlink(missing_ok=True)
     else:
         write_parquet(postponed, path)
+
+
+def unusable_texts(previous: RunFolder | None, side: Side, date: datetime.date) -> pa.Table | None:
+    """Rows of a run's quarantine whose text is not asked for again on a date unless it is asked otherwise.
+
+    Everybody has one night of a week to try again, not all the same.
+    """
+    if previous is None:
+        return None
+    rows = previous.read_quarantine(side)
+    rows = rows.filter(pc.and_(rows["text"].is_valid(), rows["fingerprint"].is_valid()))
+    if not len(rows):
+        return rows
+    turns = [zlib.crc32(str(key).encode("utf-8", "backslashreplace")) for key in rows["entity_id"].to_pylist()]
+    return rows.filter(pa.array((np.array(turns) + date.toordinal()) % DAYS_BETWEEN_TRIES != 0))
+
+
+def failing_still(unusable: pa.Table | None, entity_ids: pa.Array, fingerprints: pa.Array) -> np.ndarray:
+    """The row of each entity in `unusable` that has the same fingerprint: int64[n], -1 without one."""
+    if unusable is None or not len(unusable) or unusable["entity_id"].type != entity_ids.type:
+        return np.full(len(entity_ids), -1)
+    rows = pc.index_in(entity_ids, value_set=unusable["entity_id"].combine_chunks())
+    then = unusable["fingerprint"].combine_chunks().take(rows)
+    return pc.if_else(pc.fill_null(pc.equal(then, fingerprints), False), rows, -1).to_numpy(False).astype(np.int64)
 
 
 def _waiting_since(refresh: Refresh, entity_ids: pa.Array) -> pa.Array:
