@@ -11,9 +11,8 @@ from sampling_toy import LEAST_P, NUM_BEFORE, TEMPERATURE, VOCAB, counts_and_exp
 from scipy.stats import chisquare
 
 from laserbatch.pipeline.decoding.drafters.beams import Beams
-from laserbatch.pipeline.decoding.drafters.chains import Chains
+from laserbatch.pipeline.decoding.drafters.drawn import Branching, Chains, StochasticBeams, truncated
 from laserbatch.pipeline.decoding.drafters.growing import DraftModel, GrowingTrees
-from laserbatch.pipeline.decoding.drafters.rsd import Branching, StochasticBeams, truncated
 from laserbatch.pipeline.decoding.model.sampling import SampledLogits
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import TreeBatch

@@ -1,4 +1,4 @@
-"""Rules by which drafted tokens are accepted, a file each."""
+"""Rules by which drafted tokens are accepted."""
 
 from laserbatch.pipeline.decoding.verifiers.greedy import Greedy as Greedy
 from laserbatch.pipeline.decoding.verifiers.named import verifier_from as verifier_from

@@ -4,14 +4,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.decoding.verifiers.conditional import Conditional
 from laserbatch.pipeline.decoding.verifiers.draws import SamplingRule
 from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
 from laserbatch.pipeline.decoding.verifiers.k_seq import k_seq
-from laserbatch.pipeline.decoding.verifiers.loosely import Loosely
 from laserbatch.pipeline.decoding.verifiers.rejection import first_draw, recursive_rejection
 from laserbatch.pipeline.decoding.verifiers.relaxed import Relaxed
-from laserbatch.pipeline.decoding.verifiers.typical import Typical
+from laserbatch.pipeline.decoding.verifiers.unsure import Conditional, Loosely, Typical
 from laserbatch.pipeline.decoding.verifiers.verifier import Verifier
 
 NAMED: Mapping[str, Callable[[DecodingSettings], Verifier]] = {
