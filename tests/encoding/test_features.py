@@ -33,9 +33,10 @@ def knowledge_of(ids, texts):
 
 def written(knowledge, side, encoder, folder, settings=None):
     """The feature table of some knowledge."""
-    write_parquet(knowledge, folder / "knowledge.parquet")
-    paths = [folder / name for name in ("knowledge.parquet", "features.parquet", "centroids.parquet")]
-    return read_parquet(write_features(paths[0], side, lambda: encoder, *paths[1:], settings).files.table.path)
+    run = RunFolder(folder)
+    write_parquet(knowledge, run.knowledge_folder(side) / "00000.parquet")
+    write_features(run, side, lambda: encoder, "", settings or EncodingSettings())
+    return read_parquet(run.features_path(side))
 
 
 @pytest.mark.parametrize("ids", [pa.array(["b", "a", "c"]), pa.array([30, 4, 200], pa.int64())])
