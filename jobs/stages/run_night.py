@@ -242,9 +242,6 @@ def _earlier(previous: RunFolder | None, side: Side, encoder_id: str, max_text_t
         say(f"{side} texts are all encoded again: {error}")
         return None
     before = manifest.features.get(side)
-    if before is not None and not before.codebook:
-        say(f"{side} texts are all encoded again, once: the features of run {previous.run_id} are of an earlier layout")
-        return None
     cut_at = manifest.settings.get("encoding", {}).get("max_text_tokens", max_text_tokens)
     if before is None or before.encoder != encoder_id or cut_at != max_text_tokens:
         return None

@@ -109,7 +109,7 @@ def feature_versions(runs: Sequence[RunFolder], of_plain: bool = False) -> Itera
                 raise WorkspaceError(f"no finished run has features of {side}s. Run `laserbatch nightly` first.")
             newest = list(found.values())[-1]
             found = {run_id: of for run_id, of in found.items() if of.encoder == newest.encoder}
-            others = {run_id for run_id, of in found.items() if not of.codebook or of.codebook != newest.codebook}
+            others = {run_id for run_id, of in found.items() if of.codebook != newest.codebook}
             versions[side] = read_versions({run_id: files[run_id] for run_id in found}, side, scratch, others)
         yield versions
 

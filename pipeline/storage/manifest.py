@@ -197,7 +197,7 @@ class FeatureFigures:
     num_encoded: int  # whose vectors were not known
     num_truncated: int  # of those, texts that lost their end
     encoder: str
-    codebook: str = ""  # cluster ids of runs compare where it is the same; "" before codes had levels
+    codebook: str  # cluster ids of runs compare where it is the same
 
 
 @dataclass(frozen=True)
