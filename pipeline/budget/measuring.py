@@ -205,7 +205,7 @@ class _TimedSteps(Drafter):
         self._rule = verifier_from(engine.settings)
         self._drafts, self._has_asked = _ROUND[0], False
         self._concurrency = Concurrency(batch_size)
-        self.stream = engine.begin(self._requests(), self, self, Budget(MAX_NODES, 0.0), None, self._concurrency)
+        self.stream = engine.begin(self._requests(), self, self, Budget(MAX_NODES, 0.0), self._concurrency)
         self._num_short = 0  # steps in a row of fewer texts than are wanted
 
     def _requests(self) -> Iterator[GenerationRequest]:
