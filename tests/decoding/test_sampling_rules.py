@@ -10,9 +10,8 @@ from packs import chain_tree
 from sampling_toy import LEAST_P, NUM_BEFORE, TEMPERATURE, VOCAB, counts_and_expected, first_tokens
 from scipy.stats import chisquare
 
-from laserbatch.pipeline.decoding.drafters.beams import Beams
-from laserbatch.pipeline.decoding.drafters.drawn import Branching, Chains, StochasticBeams, truncated
 from laserbatch.pipeline.decoding.drafters.growing import DraftModel, GrowingTrees
+from laserbatch.pipeline.decoding.drafters.grown import Beams, Branching, Chains, StochasticBeams, truncated
 from laserbatch.pipeline.decoding.model.sampling import SampledLogits
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import TreeBatch

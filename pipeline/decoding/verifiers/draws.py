@@ -15,7 +15,7 @@ import torch
 from laserbatch.pipeline.decoding.device_memory import to_device
 from laserbatch.pipeline.decoding.model.sampling import SampledLogits, gumbel_noise, uniform_numbers
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
-from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
+from laserbatch.pipeline.decoding.verifiers.relaxed import Greedy
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,8 @@ from functools import partial
 
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.verifiers.draws import SamplingRule
-from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
-from laserbatch.pipeline.decoding.verifiers.k_seq import k_seq
-from laserbatch.pipeline.decoding.verifiers.rejection import first_draw, recursive_rejection
-from laserbatch.pipeline.decoding.verifiers.relaxed import Relaxed
+from laserbatch.pipeline.decoding.verifiers.rejection import first_draw, k_seq, recursive_rejection
+from laserbatch.pipeline.decoding.verifiers.relaxed import Greedy, Relaxed
 from laserbatch.pipeline.decoding.verifiers.unsure import Conditional, Loosely, Typical
 from laserbatch.pipeline.decoding.verifiers.verifier import Verifier
 
