@@ -6,15 +6,15 @@ the next try, and costs little or may succeed. Of the others the model would ans
 
 import datetime
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
-from laserbatch.pipeline.planning.drift import ItemClusters
+from laserbatch.pipeline.planning.drift import ItemClusters, history_drift
 from laserbatch.pipeline.planning.refresh import BUDGET, EVIDENCE, NOT_DUE, Candidates, RefreshSettings, decide
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.parquet import write_parquet
@@ -35,7 +35,7 @@ class Refresh:
     max_tokens : of this side tonight; None: no limit.
     usual_tokens : expected of a text where no earlier one says more.
     waiting : those that the night before has postponed, as `run_folder.POSTPONED`.
-    clusters : of items, where `min_drift` asks for them and they are known.
+    clusters : of items, where `min_drift` asks for them of users and they are known.
     """
 
     settings: RefreshSettings
@@ -68,30 +68,30 @@ def interactions_of(tables: Tables, side: Side) -> np.ndarray:
 
 def choose(
     refresh: Refresh,
-    entity_ids: pa.Array,
+    tables: Tables,
+    side: Side,
+    questions: SideQuestions,
+    previous: PreviousKnowledge,
+    rows: np.ndarray,
     fingerprints: pa.Array,
     before: np.ndarray,
-    num_interactions: np.ndarray,
-    has_history: bool,
-    previous: PreviousKnowledge,
-    drift: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> Chosen:
-    """Decide about entities whose prompt is not that of their text.
+    """Decide about entities of a side whose prompt is not that of their text.
 
     Parameters
     ----------
+    rows : theirs, int64[n].
     fingerprints : of tonight's prompts.
     before : rows of their earlier records, int64[n]; -1 without one.
-    num_interactions : int64[n].
-    has_history : whether texts are about interactions; else their number says nothing of what is new.
-    drift : how far histories have moved, of the numbers of events that texts have seen: float64[n].
     """
+    entity_ids = questions.entities[f"{side}_id"].combine_chunks().take(pa.array(rows))
+    num_interactions = (questions.num_events() if side == "user" else interactions_of(tables, side))[rows]
     has_text = before >= 0
     seen, since = num_interactions.copy(), np.zeros(len(before), np.int32)
     num_tokens = np.full(len(before), float(refresh.usual_tokens))
     if has_text.any():
         last = previous.values(before[has_text], _SEEN)
-        if has_history:
+        if side == "user":  # of items the number of interactions says nothing of what is new
             seen[has_text] = last["num_history"].to_numpy() + last["num_history_dropped"].to_numpy()
         written_on = pc.utf8_slice_codeunits(last["run_id"], 0, 10).cast(pa.date32())
         since[has_text] = written_on.cast(pa.int32()).to_numpy()
@@ -108,7 +108,7 @@ def choose(
         num_seen=seen,
         age_days=np.maximum(today - since, 0).astype(float),
         num_tokens=num_tokens,
-        drift=None if drift is None else drift(seen),
+        drift=None if refresh.clusters is None else history_drift(questions.histories, rows, seen, refresh.clusters),
     )
     decided = decide(candidates, refresh.settings, refresh.max_tokens)
     left = np.flatnonzero(~decided.is_written)
