@@ -37,53 +37,6 @@ class ChosenBudget:
     forecast: BudgetForecast
 
 
-def choose_budget(
-    step_cost: StepCost,
-    batch_size: int,
-    pool=None,
-    sources: Sequence[str] = TEXT_SOURCES,
-    *,
-    share_changed: float = 0.0,
-    is_relaxed: bool = False,
-    max_draft_tokens: int | None = None,
-    min_acceptance: float | None = None,
-) -> ChosenBudget:
-    """The budget that writes the most tokens a second. The same arguments give the same budget.
-
-    With the replays of a calibrated pool, speed is predicted for every budget of their grid and for none. Without them
-    a token is drafted where its acceptance is likelier than what it costs: the threshold is the price of a packed token
-    in plainly decoded ones (the Lagrange multiplier of tokens per second), and twice that where estimates were never
-    checked.
-
-    Parameters
-    ----------
-    step_cost : measured; of its batch sizes the largest that is not above `batch_size` is used.
-    batch_size : sequences written side by side.
-    pool : what is drafted from beside a sequence's own texts, or None.
-    sources : which of "previous", "prompt", "output" and "pool" may be drafted from.
-    share_changed : share of the sequences that have a previous text.
-    is_relaxed : the verifier accepts more than the target's own choice.
-    max_draft_tokens, min_acceptance : a number is kept, and the other one is chosen for it.
-    """
-    if not sources or max_draft_tokens == 0:
-        return ChosenBudget(PLAIN, BudgetForecast("drafting is off"))
-    batch_size = known_batch_size(step_cost, batch_size)
-    cells = _nearest(replayed_cells(pool, sources, share_changed), max_draft_tokens, min_acceptance)
-    if is_relaxed and min_acceptance is None:
-        cells = [cell for cell in cells if cell.min_acceptance <= MOST_RELAXED_ACCEPTANCE]
-    if cells:
-        chosen = _fastest(step_cost, batch_size, cells)
-        gain = chosen.forecast.speed_up
-        if gain < LEAST_GAIN and min_acceptance is None:
-            reason = f"no budget of the replays is worth its cost: the best would be {gain:.2f} times plain"
-            return ChosenBudget(PLAIN, BudgetForecast(reason, step_cost.name, batch_size, 1.0, 0.0, 1.0))
-        return replace(chosen, budget=chosen.budget.with_given(max_draft_tokens, min_acceptance))
-    is_calibrated = pool is not None and "pool" in sources and pool.is_calibrated
-    has_texts = is_calibrated or (pool is not None and pool.manifest.num_texts > 0)
-    trust = 1.0 if is_calibrated else UNCHECKED_TRUST
-    return _worth_its_price(step_cost, batch_size, trust, has_texts, max_draft_tokens, min_acceptance)
-
-
 def budget_step_cost(decoding: DecodingSettings, measure: Callable[[], StepCost]) -> StepCost | None:
     """The configured cost of steps, or the measured one; None where the configuration leaves nothing to choose."""
     is_given = decoding.max_draft_tokens is not None and decoding.min_acceptance is not None
@@ -94,27 +47,47 @@ def budget_step_cost(decoding: DecodingSettings, measure: Callable[[], StepCost]
 
 
 def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, share_changed: float) -> ChosenBudget:
-    """The budget of one side; `pool` or None; `step_cost` None: the configuration leaves nothing to choose."""
+    """The budget of one side that writes the most tokens a second. The same arguments give the same budget.
+
+    With the replays of a calibrated pool, speed is predicted for every budget of their grid and for none. Without them
+    a token is drafted where its acceptance is likelier than what it costs: the threshold is the price of a packed token
+    in plainly decoded ones (the Lagrange multiplier of tokens per second), and twice that where estimates were never
+    checked. Of the configured numbers one is kept, and the other one is chosen for it.
+
+    Parameters
+    ----------
+    pool : what is drafted from beside a sequence's own texts, or None.
+    step_cost : measured; of its batch sizes the largest that is not above the configured one is used. None: the
+        configuration leaves nothing to choose.
+    share_changed : share of the sequences that have a previous text.
+    """
     if decoding.engine == "vllm":
         budget = Budget.of(decoding) if pool is not None and decoding.drafters else PLAIN
         return ChosenBudget(budget, BudgetForecast("vLLM's proposer chooses at every step"))
     if step_cost is None:
         return given_budget(Budget.of(decoding), pool, decoding.drafters, share_changed)
+    batch_size, sources = known_batch_size(step_cost, decoding.batch_size), decoding.drafters
     given = decoding.max_draft_tokens, decoding.min_acceptance
     if not decoding.drafts_from_texts_alone:
         # What was trained knows from held-back texts how often it is right; others were never checked.
         trust = 1.0 if decoding.draft_models or decoding.draft_head else UNCHECKED_TRUST
-        return _worth_its_price(step_cost, known_batch_size(step_cost, decoding.batch_size), trust, True, *given)
-    return choose_budget(
-        step_cost,
-        decoding.batch_size,
-        pool,
-        decoding.drafters,
-        share_changed=share_changed,
-        is_relaxed=decoding.verifier != "greedy",
-        max_draft_tokens=given[0],
-        min_acceptance=given[1],
-    )
+        return _worth_its_price(step_cost, batch_size, trust, True, *given)
+    if not sources or decoding.max_draft_tokens == 0:
+        return ChosenBudget(PLAIN, BudgetForecast("drafting is off"))
+    cells = _nearest(replayed_cells(pool, sources, share_changed), *given)
+    if decoding.verifier != "greedy" and decoding.min_acceptance is None:
+        cells = [cell for cell in cells if cell.min_acceptance <= MOST_RELAXED_ACCEPTANCE]
+    if cells:
+        chosen = _fastest(step_cost, batch_size, cells)
+        gain = chosen.forecast.speed_up
+        if gain < LEAST_GAIN and decoding.min_acceptance is None:
+            reason = f"no budget of the replays is worth its cost: the best would be {gain:.2f} times plain"
+            return ChosenBudget(PLAIN, BudgetForecast(reason, step_cost.name, batch_size, 1.0, 0.0, 1.0))
+        return replace(chosen, budget=chosen.budget.with_given(*given))
+    is_calibrated = pool is not None and "pool" in sources and pool.is_calibrated
+    has_texts = is_calibrated or (pool is not None and pool.manifest.num_texts > 0)
+    trust = 1.0 if is_calibrated else UNCHECKED_TRUST
+    return _worth_its_price(step_cost, batch_size, trust, has_texts, *given)
 
 
 def given_budget(
