@@ -24,9 +24,9 @@ from laserbatch.ctr.settings import CtrSettings
 from laserbatch.ctr.training import MODEL_TITLES, NETWORKS, train_model
 from laserbatch.jobs.settings import PACKAGE_ROOT, load_settings
 from laserbatch.jobs.stages.compare_ctr import compare_ctr, run_variants
-from laserbatch.jobs.stages.feature_versions import earlier_runs, feature_versions
 from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.run_night import run_night
+from laserbatch.pipeline.encoding.versions import feature_versions
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.tables.read import Tables, open_tables
 
@@ -89,7 +89,7 @@ def history_rows(night: Night, tables: Tables, num_seeds: int) -> list[dict]:
         knowledge = build_knowledge(tables, data, features, night.date, settings)[VERIFIER]
         seen = data
         if history == "asof":
-            with feature_versions(earlier_runs(night.workspace, night.run)) as versions:
+            with feature_versions(night.workspace.runs_up_to(night.run)) as versions:
                 seen, knowledge = seen_as_of(tables, data, knowledge, versions)
             texts = knowledge.user.vectors[seen.users[data.train]], knowledge.item.vectors[seen.items[data.train]]
             has_older = (texts[0] != 0).any(axis=1) & (texts[1] != 0).any(axis=1)

@@ -17,7 +17,7 @@ from systems import EngineSystem, TransformersGenerate, Vllm
 from tasks import Task
 from transformers import AutoModelForCausalLM
 
-from laserbatch.pipeline.budget.choice import choose_budget
+from laserbatch.pipeline.budget.choice import side_budget
 from laserbatch.pipeline.budget.measuring import measure_step_cost
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.drafters import NoDrafter, RetrievalDrafter
@@ -186,7 +186,8 @@ def adaptive_budget(step_cost: StepCost, batch: int, pools: dict[str, GroupedPoo
     one = SPECULATIONS[system]
     grouped = pools.get(one.pool_name)
     pool, sources = (None, OWN_TEXT) if grouped is None else (grouped.pool, WITH_POOL)
-    return choose_budget(step_cost, batch, pool, sources, is_relaxed=one.verifier != "greedy").budget
+    decoding = DecodingSettings(batch_size=batch, drafters=sources, verifier=one.verifier)
+    return side_budget(decoding, pool, step_cost, 0.0).budget
 
 
 def speculating(

@@ -27,7 +27,8 @@ from peers_worker import MARK
 from systems import EngineSystem, Pass
 from tasks import Task, TaskSize, own_texts, tasks_of
 
-from laserbatch.pipeline.budget.choice import choose_budget
+from laserbatch.pipeline.budget.choice import side_budget
+from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.retrieval_pools.calibration.calibrate import calibrate
 from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
@@ -135,7 +136,9 @@ def of_our_engine(engines: Engines, batch: int, pools: dict[str, GroupedPool]) -
     systems = {PLAIN: EngineSystem.plain(engine)}
     for name, speculation in SPECULATIONS.items():
         pool = pools[POOL if name == GREEDY else f"{POOL}, relaxed"].pool
-        choice = choose_budget(engines.step_cost(batch, pool), batch, pool, WITH_POOL, is_relaxed=name == RELAXED)
+        verifier = "relaxed" if name == RELAXED else "greedy"
+        decoding = DecodingSettings(batch_size=batch, drafters=WITH_POOL, verifier=verifier)
+        choice = side_budget(decoding, pool, engines.step_cost(batch, pool), 0.0)
         systems[name] = speculating(engine, pools, speculation, ADAPTIVE, choice.budget).runner
     return systems
 

@@ -131,19 +131,23 @@ def timed_steps(
     """Milliseconds of so many steps of a full batch, not watched."""
     batch = engine.settings.batch_size
     ends: list[float] = []
-    num_events = 0
+    land = engine.land
 
-    def count(_) -> None:
-        nonlocal num_events
-        num_events += 1
-        if num_events % batch == 0:
+    def counted(step, stream):
+        live = stream.scheduler.live
+        is_full = len(live) == batch and all(sequence.num_output > 0 for sequence in live)
+        ended = land(step, stream)
+        if is_full:
             ends.append(time.perf_counter())
-            if len(ends) > NUM_WARM_STEPS + num_steps:
-                raise Enough
+        if len(ends) > NUM_WARM_STEPS + num_steps:
+            raise Enough
+        return ended
 
+    engine.land = counted
     requests = [GenerationRequest(str(n), prompts[n % len(prompts)], None, "all", 512) for n in range(batch)]
     with suppress(Enough):
-        next(engine.generate(requests, drafter, verifier, count))
+        next(engine.generate(requests, drafter, verifier))
+    engine.land = land
     return (1e3 * np.diff(ends)[NUM_WARM_STEPS:]).tolist()
 
 

@@ -4,7 +4,7 @@ All hold the same weights and count the same tokens: everything the model wrote,
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter, Observation
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult, StepEvent
+from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget
+from laserbatch.pipeline.decoding.step import Step, Stream
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.pipeline.decoding.verifiers import Greedy, Verifier
 
@@ -235,29 +236,31 @@ class EngineSystem:
         self._engine.forget_prompts()
         return self.timed(prompts, max_new_tokens)
 
-    def timed(
-        self,
-        prompts: Sequence[np.ndarray],
-        max_new_tokens: int,
-        on_event: Callable[[StepEvent], None] | None = None,
-    ) -> Pass:
+    def timed(self, prompts: Sequence[np.ndarray], max_new_tokens: int) -> Pass:
         """The same, with whatever prompts the engine has in its cache."""
         groups = [self._groups[prompt.tobytes()] if self._groups else None for prompt in prompts]
         tree_sizes: list[list[int]] = [[] for _ in prompts]
 
-        def watch(event: StepEvent) -> None:
-            tree_sizes[int(event.request_id)].append(event.num_drafted)
-            if on_event is not None:
-                on_event(event)
+        def watched(step: Step | None, stream: Stream):
+            if step is None:  # no room even for one text, which fails
+                return land(step, stream)
+            before = [one.num_steps for one in step.sequences]
+            ended = land(step, stream)
+            for one, was, size in zip(step.sequences, before, step.trees.sizes.tolist(), strict=True):
+                if one.num_steps > was:
+                    tree_sizes[int(one.request.request_id)].append(size)
+            return ended
 
+        land, self._engine.land = self._engine.land, watched
         self._drafter.seconds = 0.0
         start_s = time.perf_counter()
         results = {
             result.request_id: result
             for result in generate(
-                self._engine, prompts, max_new_tokens, self._drafter, self._verifier, self._budget, groups, watch
+                self._engine, prompts, max_new_tokens, self._drafter, self._verifier, self._budget, groups
             )
         }
+        self._engine.land = land
         wall_s = time.perf_counter() - start_s
         ordered = [results[str(number)] for number in range(len(prompts))]
         text_tokens = [len(result.token_ids) + (result.finish_reason == "end_of_text") for result in ordered]
@@ -282,7 +285,6 @@ def generate(
     verifier: Verifier,
     budget: Budget | None = None,
     groups: Sequence[str | None] | None = None,
-    on_event: Callable[[StepEvent], None] | None = None,
 ) -> Iterator[GenerationResult]:
     """The engine's results on prompts numbered from 0; a prompt that fails ends the benchmark."""
     requests = (
@@ -291,7 +293,7 @@ def generate(
         )
         for number, (prompt, group) in enumerate(zip(prompts, groups or [None] * len(prompts), strict=True))
     )
-    for result in engine.generate(requests, drafter, verifier, on_event, budget):
+    for result in engine.generate(requests, drafter, verifier, budget):
         if isinstance(result, GenerationFailure):
             raise SystemExit(f"prompt {result.request_id} failed: {result.reason}")
         yield result

@@ -45,9 +45,9 @@ def count(value: float | None) -> str:
     return f"{value:,.0f}"
 
 
-def counted(value: float | None, singular: str, plural: str | None = None) -> str:
+def counted(value: float | None, noun: str) -> str:
     """`1 text`, `2,000 texts`."""
-    return f"{count(value)} {singular if value == 1 else plural or singular + 's'}"
+    return f"{count(value)} {noun if value == 1 else noun + 's'}"
 
 
 @_or_dash

@@ -21,7 +21,6 @@ from laserbatch.jobs.settings import (
     variant_names,
 )
 from laserbatch.jobs.stages.compare_ctr import compare_ctr
-from laserbatch.jobs.stages.feature_versions import earlier_runs
 from laserbatch.jobs.stages.night import open_run
 from laserbatch.jobs.stages.train_ctr import (
     FeatureName,
@@ -35,14 +34,11 @@ from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.manifest import CtrFigures
 from laserbatch.pipeline.tables.read import open_tables
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
-
-
-@app.callback()
-def _group() -> None:
-    """Train, judge, ask and compare CTR models on the features of a run."""
-
-
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Train, judge, ask and compare CTR models on the features of a run.",
+)
 TABLES = typer.Option(None, help="Folder or URI of the input tables. Default: the one that the run read.")
 RUN = typer.Option(None, help="A run id. Default: the published run.")
 OF_MODEL = typer.Option(None, help="Whose features it sees. Default: the run that it was trained on.")
@@ -152,7 +148,7 @@ def compare(
     night = open_run(load_settings(config, {"workspace": workspace}), run)
     settings = changed_settings(night.settings.ctr, models, seeds, history)
     later_tables = open_tables(tables or night.settings.tables.path)
-    runs, verifier = earlier_runs(night.workspace, night.run), night.settings.decoding.verifier
+    runs, verifier = night.workspace.runs_up_to(night.run), night.settings.decoding.verifier
     figures = compare_ctr(night.run.root, later_tables, night.date, verifier, settings, runs)
     if as_json:
         summary({"run_id": night.run.run_id, **asdict(figures)}, as_json=True)

@@ -6,10 +6,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from laserbatch.jobs.console import say
 from laserbatch.jobs.settings import Settings
+from laserbatch.jobs.stages.budgets import last_speed
 from laserbatch.jobs.stages.generate import plan_night
 from laserbatch.jobs.stages.inputs import changed_inputs, checked_inputs
 from laserbatch.jobs.stages.night import Night, new_night, newest_edition
@@ -87,7 +89,7 @@ def _planned_side(night: Night, plan: SidePlan, scratch: RunFolder) -> dict[str,
     done = {record.info.planned_sha256 for record in records.values() if record.info is not None}
     pending = [shard for shard in plan.shards if shard.sha256 not in done]
     num_rows = sum(shard.num_rows for shard in pending)
-    mean_tokens, tokens_per_s = _pace(night, side)
+    mean_tokens, tokens_per_s = _mean_tokens(night, side), last_speed(night, [side])
     tokens = None if mean_tokens is None else round(num_rows * mean_tokens)
     return {
         "num_entities": plan.num_entities,
@@ -115,17 +117,7 @@ def _reasons(night: Night, side: Side, shards: list[Shard], scratch: RunFolder) 
     return dict(reasons.most_common())
 
 
-def _pace(night: Night, side: Side) -> tuple[float | None, float | None]:
-    """Mean tokens of the texts that a night builds on, and tokens a second of the last night that wrote some."""
-    run, mean_tokens = night.previous, None
-    if run is not None:
-        parts = [batch["num_tokens"] for batch in run.iter_knowledge(side, ["num_tokens"]) if batch.num_rows]
-        num_texts = sum(map(len, parts))
-        mean_tokens = sum(pc.sum(part).as_py() for part in parts) / num_texts if num_texts else None
-    while run is not None and run.manifest_path.exists():
-        manifest = run.load_manifest()
-        figures = manifest.sides.get(side)
-        if figures is not None and figures.stats.tokens_per_s:
-            return mean_tokens, figures.stats.tokens_per_s
-        run = None if manifest.previous_run_id is None else night.workspace.run(manifest.previous_run_id)
-    return mean_tokens, None
+def _mean_tokens(night: Night, side: Side) -> float | None:
+    """Of the texts that a night builds on."""
+    batches = () if night.previous is None else night.previous.iter_knowledge(side, ["num_tokens"])
+    return pc.mean(pa.chunked_array([batch["num_tokens"] for batch in batches], pa.int32())).as_py()

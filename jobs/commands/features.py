@@ -14,13 +14,12 @@ import typer
 from laserbatch.ctr.errors import CtrError
 from laserbatch.jobs.console import progress, summary
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings, open_workspace
-from laserbatch.jobs.stages.feature_versions import feature_versions
 from laserbatch.jobs.stages.night import open_run
 from laserbatch.pipeline.encoding.exports import FORMATS, SideExport
 from laserbatch.pipeline.encoding.features import changed_rows
 from laserbatch.pipeline.encoding.schema import DAY_US, MOMENT, moments
 from laserbatch.pipeline.encoding.vectors import VectorForm
-from laserbatch.pipeline.encoding.versions import Versions, version_fields
+from laserbatch.pipeline.encoding.versions import Versions, feature_versions, version_fields
 from laserbatch.pipeline.errors import TableError, WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import atomic_folder

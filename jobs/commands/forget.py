@@ -161,11 +161,16 @@ def _opened_receipt(workspace: Workspace, wanted: Ids) -> Receipt:
 
 def _scan(workspace: Workspace, wanted: Ids, receipt: Receipt) -> None:
     """Add to the receipt what is there now of the ids."""
-    holders = set()
-    for name, run in _runs(workspace).items():
-        found, seen = rows_of(run.root, wanted)
+
+    def rows_in(folder: Path) -> dict[str, int]:
+        found, seen = rows_of(folder, wanted)
         for side in SIDES:
             receipt.ids[side] |= {digest(side, key): True for key in seen[side]}
+        return found
+
+    holders = set()
+    for name, run in _runs(workspace).items():
+        found = rows_in(run.root)
         if not found:
             continue
         holders.add(name)
@@ -174,10 +179,7 @@ def _scan(workspace: Workspace, wanted: Ids, receipt: Receipt) -> None:
         elif name not in receipt.removed_runs:
             receipt.removed_runs.append(name)
     for experiment in workspace.experiments():
-        found, seen = rows_of(experiment.root, wanted)
-        for side in SIDES:
-            receipt.ids[side] |= {digest(side, key): True for key in seen[side]}
-        if found and experiment.name not in receipt.removed_experiments:
+        if rows_in(experiment.root) and experiment.name not in receipt.removed_experiments:
             receipt.removed_experiments.append(experiment.name)
     receipt.drafters = sorted({*receipt.drafters, *workspace.drafters.runs()})
     store = PoolStore(workspace.pools_folder)
@@ -230,8 +232,7 @@ def _remove(workspace: Workspace, settings: Settings, wanted: Ids, receipt: Rece
             receipt.pools[name] = "rebuilt" if is_rebuilt else "dropped"
             receipt.save()
     receipt.num_leftovers += remove_leftovers(workspace.root)
-    left = {path: rows for path, rows in rows_of(workspace.root, wanted)[0].items()}
-    if left:
+    if left := rows_of(workspace.root, wanted)[0]:
         raise WorkspaceError(f"{workspace.root} still holds rows of who is to be forgotten: {left}; remove those files")
     uris = [delivery_uri(one, settings.deliver_to) for one in (workspace, *workspace.recommendations())]
     for one, uri in zip((workspace, *workspace.recommendations()), uris, strict=True):

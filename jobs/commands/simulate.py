@@ -171,7 +171,7 @@ def _pace(night: Night, settings: Settings, path: Path | None, batch_size: int |
     if step_cost is None:
         raise ConfigError("no night has measured what a step costs here; give one with --step-cost FILE")
     if batch_size is not None:
-        step_cost.plain_tokens_per_s(batch_size)  # refuses one that was not measured
+        step_cost.plain_seconds(batch_size)  # refuses one that was not measured
     return step_cost, known_batch_size(step_cost, wanted)
 
 
@@ -244,7 +244,7 @@ def _outcomes(
     folder: Path,
 ) -> list[Outcome]:
     """What every trial gives on a side, the configuration first."""
-    num_texts, plain = len(texts.measured), step_cost.plain_tokens_per_s(batch_size)
+    num_texts, plain = len(texts.measured), batch_size / step_cost.plain_seconds(batch_size)
     draws = np.random.default_rng(settings.seed).multinomial(
         num_texts, np.full(num_texts, 1 / num_texts), NUM_RESAMPLES
     )

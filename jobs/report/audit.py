@@ -2,12 +2,15 @@
 
 import difflib
 import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
 from laserbatch.jobs.formatting import count, counted, decimal, percent
 from laserbatch.jobs.report.blocks import Beside, Block, Note, Section, Table
 from laserbatch.jobs.report.sides import SIDE_LABELS
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.storage.manifest import AuditedMean, AuditedText, AuditFigures, SideAudit
+from laserbatch.pipeline.storage.manifest import AuditedText, AuditFigures
 
 PARTS = re.compile(r"\s+|[^\s\w]+|\w+")
 CAPTION = (
@@ -24,7 +27,7 @@ def audit_section(audit: AuditFigures | None) -> Section:
     if audit is None or not audit.sides:
         blocks.append(Note("No text was compared with a plain one." if audit is None else audit.skipped))
     else:
-        rows = [_row(side, found) for side, found in audit.sides.items()]
+        rows = [{"Side": SIDE_LABELS[side]} | audit_row(asdict(found), 1) for side, found in audit.sides.items()]
         blocks.append(Table("Tonight's texts beside plain ones of the same prompts", rows, ("Side",), CAPTION))
         cases = [(side, case) for side, found in audit.sides.items() for case in found.cases]
         blocks += [_case(side, case) for side, case in cases]
@@ -33,21 +36,21 @@ def audit_section(audit: AuditFigures | None) -> Section:
     return Section("audit", "Beside plain texts", blocks)
 
 
-def _row(side: Side, found: SideAudit) -> dict[str, str]:
+def audit_row(found: Mapping[str, Any], digits: int) -> dict[str, str]:
+    """Cells of a `SideAudit` in plain values; `digits` are of percentages."""
+
+    def both(mean: Mapping[str, float], show) -> str:
+        return f"{show(mean['own'])} ({show(mean['plain'])})"
+
     return {
-        "Side": SIDE_LABELS[side],
-        "Pairs": count(found.num_pairs),
-        "Identical": count(found.num_identical),
-        "Length": decimal(found.length_ratio, 3),
-        "Cosine": decimal(found.cosine, 3),
-        "Repeated": _both(found.repetition, lambda share: percent(share, 1)),
-        "Fields": _both(found.fields, lambda share: percent(share, 1)),
-        "Names": _both(found.names, decimal),
+        "Pairs": count(found["num_pairs"]),
+        "Identical": count(found["num_identical"]),
+        "Length": decimal(found["length_ratio"], 3),
+        "Cosine": decimal(found["cosine"], 3),
+        "Repeated": both(found["repetition"], lambda share: percent(share, digits)),
+        "Fields": both(found["fields"], lambda share: percent(share, digits)),
+        "Names": both(found["names"], decimal),
     }
-
-
-def _both(mean: AuditedMean, show) -> str:
-    return f"{show(mean.own)} ({show(mean.plain)})"
 
 
 def _case(side: Side, case: AuditedText) -> Beside:

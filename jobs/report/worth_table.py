@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from laserbatch.jobs.formatting import MISSING, count, decimal, percent, rate
+from laserbatch.jobs.report.audit import audit_row
 from laserbatch.jobs.report.blocks import Table
 
 WORDS = {"equivalent": "as good", "undecided": "?"}  # for verdicts that are no words of their own, or long ones
@@ -32,17 +33,7 @@ def worth_table(told: Mapping[str, Any]) -> Table:
 def audit_table(variants: Sequence[Mapping[str, Any]]) -> Table | None:
     """Texts of each variant beside plain ones of the same prompts; None where none were compared."""
     rows = [
-        {
-            "Variant": one["variant"],
-            "Side": side,
-            "Pairs": count(found["num_pairs"]),
-            "Same": count(found["num_identical"]),
-            "Length": decimal(found["length_ratio"], 3),
-            "Cosine": decimal(found["cosine"], 3),
-            "Repeated": _both(found["repetition"], percent),
-            "Fields": _both(found["fields"], percent),
-            "Names": _both(found["names"], decimal),
-        }
+        {"Variant": one["variant"], "Side": side} | audit_row(found, digits=0)
         for one in variants
         for side, found in one["audit"].items()
     ]
@@ -98,7 +89,3 @@ def _verdict(found: Mapping[str, Any], between: str = "\n") -> str:
 
 def _by_side(values: Mapping[str, float | None], show) -> str:
     return "\n".join(f"{side} {show(value)}" for side, value in values.items()) or MISSING
-
-
-def _both(mean: Mapping[str, float], show) -> str:
-    return f"{show(mean['own'])} ({show(mean['plain'])})"

@@ -27,16 +27,24 @@ def night_tokens(night: Night) -> float | None:
     if settings.max_tokens is not None:
         limits.append(float(settings.max_tokens))
     if settings.max_hours is not None:
-        speed, run_id = None, night.manifest.previous_run_id
-        while speed is None and run_id is not None and night.workspace.run(run_id).manifest_path.exists():
-            earlier = night.workspace.run(run_id).load_manifest()
-            speed = DecodingStats.total(figures.stats for figures in earlier.sides.values()).tokens_per_s or None
-            run_id = earlier.previous_run_id
+        speed = last_speed(night, SIDES)
         if speed is None:
             say("refresh.max_hours does not limit this night: no earlier one says how fast texts are written here")
         else:
             limits.append(settings.max_hours * 3600 * speed)
     return min(limits, default=None)
+
+
+def last_speed(night: Night, sides: Iterable[Side]) -> float | None:
+    """Tokens a second of the newest earlier night that wrote something of some sides; None where there is none."""
+    run_id = night.manifest.previous_run_id
+    while run_id is not None and night.workspace.run(run_id).manifest_path.exists():
+        earlier = night.workspace.run(run_id).load_manifest()
+        stats = DecodingStats.total(earlier.sides[side].stats for side in sides if side in earlier.sides)
+        if stats.tokens_per_s:
+            return stats.tokens_per_s
+        run_id = earlier.previous_run_id
+    return None
 
 
 def night_budgets(night: Night, shards: Iterable[Shard], measure: Callable[[], StepCost]) -> dict[Side, Budget]:

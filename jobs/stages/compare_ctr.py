@@ -22,7 +22,7 @@ from laserbatch.ctr.log import EntityTables
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.events import event_log
-from laserbatch.jobs.stages.feature_versions import TEXTS, earlier_runs, feature_versions
+from laserbatch.pipeline.encoding.versions import feature_versions
 from laserbatch.pipeline.storage.manifest import CtrFigures
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -89,7 +89,7 @@ def judge_first(
         for run in map(workspace.run, run_ids):
             date = datetime.date.fromisoformat(run.date)
             try:
-                figures = compare_ctr(run.root, tables, date, verifier, settings, earlier_runs(workspace, run))
+                figures = compare_ctr(run.root, tables, date, verifier, settings, workspace.runs_up_to(run))
             except NothingToJudge as error:
                 reasons.append(str(error))
                 continue
@@ -127,7 +127,7 @@ def compare_ctr(
     num_trainings = len(variants) * len(settings.models) * settings.num_seeds
     with ExitStack() as opened, progress("train CTR models", num_trainings) as bar:
         versions = {
-            name: opened.enter_context(feature_versions(history, TEXTS["plain" if name == "plain" else "own"]))
+            name: opened.enter_context(feature_versions(history, of_plain=name == "plain"))
             for name, features in variants.items()
             if settings.history == "asof" and features is not None
         }

@@ -28,7 +28,6 @@ from laserbatch.pipeline.distributed.spec import TextSpec
 from laserbatch.pipeline.errors import RunFailed, WorkspaceError
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.planning.drift import ItemClusters
-from laserbatch.pipeline.planning.failures import unusable_texts
 from laserbatch.pipeline.planning.plan import (
     KEPT_SHARD,
     Shard,
@@ -39,7 +38,7 @@ from laserbatch.pipeline.planning.plan import (
     write_shard_plan,
 )
 from laserbatch.pipeline.planning.planner import FIRST_TEXTS, Keep, plan_side, shared_fingerprint
-from laserbatch.pipeline.planning.postpone import Refresh
+from laserbatch.pipeline.planning.postpone import Refresh, unusable_texts
 from laserbatch.pipeline.planning.refresh import BUDGET
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.manifest import ShardRecord, SideFigures, WorkerFigures

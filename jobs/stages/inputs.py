@@ -21,7 +21,8 @@ from laserbatch.jobs.console import say
 from laserbatch.jobs.settings import SAMPLE_MODEL, Settings
 from laserbatch.pipeline.budget.step_cost import read_step_cost
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer, require_whole_files
-from laserbatch.pipeline.errors import ConfigError, ModelError, TableError
+from laserbatch.pipeline.encoding.identity import weights_in
+from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.knowledge.chat_format import LOOKS_LIKE_CONTROL, control_tokens
 from laserbatch.pipeline.knowledge.parsers import load_parser
 from laserbatch.pipeline.knowledge.templates import load_template, template_path
@@ -95,10 +96,8 @@ def _require_files(settings: Settings) -> None:
     require_whole_files(settings.model_dir)
     require_engine(settings)
     require_plain_words(settings)
-    encoder = settings.encoding.encoder
-    if encoder is not None and not Path(encoder, "model.safetensors").is_file():
-        found = ", ".join(sorted(path.name for path in Path(encoder).glob("*"))) or "nothing"
-        raise ModelError(f"the encoder folder {encoder} has no model.safetensors (found {found}); only such are loaded")
+    if settings.encoding.encoder is not None:
+        weights_in(settings.encoding.encoder)
     if settings.decoding.step_cost is not None:
         read_step_cost(settings.decoding.step_cost)
 

@@ -26,13 +26,12 @@ from laserbatch.jobs.stages.train_drafter import train_if_due
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.distributed.cluster import end_leftovers
-from laserbatch.pipeline.encoding.features import FeatureFiles, write_features
+from laserbatch.pipeline.encoding.features import EarlierFeatures, write_features
 from laserbatch.pipeline.encoding.identity import encoder_identity
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import RunFailed, RunHeld, WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.manifest import FeatureFigures, PreviousNight
-from laserbatch.pipeline.storage.parquet import WrittenFile
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 
@@ -181,39 +180,21 @@ def encode_run(
     encoder = cache(partial(load_encoder, settings))
     figures: dict[Side, FeatureFigures] = {}
     for side in sides:
-        knowledge, paths = folder.knowledge_folder(side), (folder.features_path(side), folder.centroids_path(side))
         num_rows = sum(batch.num_rows for batch in folder.iter_knowledge(side, ["entity_id"]))
         with progress(f"encode {side} texts", num_rows) as bar:
             earlier = _earlier(previous, side, encoder_id, settings.max_text_tokens)
-            shared = None
-            if codes_of is not None:
-                table = WrittenFile(codes_of.features_path(side), 0, "")
-                shared = FeatureFiles(table, codes_of.centroids_path(side))
-            write = partial(write_features, knowledge, side, encoder, *paths, settings, codes_of=shared)
+            write = partial(write_features, folder, side, encoder, encoder_id, settings, codes_of=codes_of)
             write = partial(write, on_batch=bar.advance, fields=(fields or {}).get(side, ()))
             try:
-                written = write(earlier)
+                figures[side] = write(earlier)
             except WorkspaceError as error:
                 if earlier is None:
                     raise
                 say(f"{side} texts are all encoded again: {error}")
-                written = write()
-            bar.advance(num_rows - written.num_encoded)
-        if written.num_truncated:
-            say(f"{written.num_truncated} {side} texts are longer than the encoder takes and lost their end")
-        table = written.files.table
-        figures[side] = FeatureFigures(
-            file=table.path.relative_to(folder.root).as_posix(),
-            num_rows=table.num_rows,
-            sha256=table.sha256,
-            dim=written.dim,
-            centroids=written.files.centroids.relative_to(folder.root).as_posix(),
-            num_clusters=written.num_clusters,
-            num_encoded=written.num_encoded,
-            num_truncated=written.num_truncated,
-            encoder=encoder_id,
-            codebook=written.codebook,
-        )
+                figures[side] = write()
+            bar.advance(num_rows - figures[side].num_encoded)
+        if num_truncated := figures[side].num_truncated:
+            say(f"{num_truncated} {side} texts are longer than the encoder takes and lost their end")
     return figures
 
 
@@ -224,7 +205,7 @@ def load_encoder(settings: EncodingSettings) -> "TextEncoder":
     return TextEncoder.load(settings)
 
 
-def _earlier(previous: RunFolder | None, side: Side, encoder_id: str, max_text_tokens: int) -> FeatureFiles | None:
+def _earlier(previous: RunFolder | None, side: Side, encoder_id: str, max_text_tokens: int) -> EarlierFeatures | None:
     """Features of a finished run; None when its encoder was another or cut texts elsewhere, or nothing is known."""
     if previous is None or not previous.centroids_path(side).exists() or not previous.features_path(side).exists():
         return None
@@ -234,14 +215,10 @@ def _earlier(previous: RunFolder | None, side: Side, encoder_id: str, max_text_t
         say(f"{side} texts are all encoded again: {error}")
         return None
     before = manifest.features.get(side)
-    if before is not None and not before.codebook:
-        say(f"{side} texts are all encoded again, once: the features of run {previous.run_id} are of an earlier layout")
-        return None
     cut_at = manifest.settings.get("encoding", {}).get("max_text_tokens", max_text_tokens)
     if before is None or before.encoder != encoder_id or cut_at != max_text_tokens:
         return None
-    table = WrittenFile(previous.features_path(side), before.num_rows, before.sha256)
-    return FeatureFiles(table, previous.centroids_path(side))
+    return EarlierFeatures(previous, before)
 
 
 def _close_failed(night: Night, reason: str) -> None:

@@ -15,8 +15,8 @@ from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.feature_set import FeatureSet, read_feature_set
 from laserbatch.ctr.settings import CtrSettings, ModelName
 from laserbatch.jobs.console import say
-from laserbatch.jobs.stages.feature_versions import TEXTS, earlier_runs, feature_versions
 from laserbatch.jobs.stages.night import Night
+from laserbatch.pipeline.encoding.versions import feature_versions
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import atomic_folder, atomic_path, sha256_file
 from laserbatch.pipeline.storage.parquet import write_parquet
@@ -40,7 +40,7 @@ def train_to_folder(
     from laserbatch.ctr.metrics import measure
     from laserbatch.ctr.training import train_model
 
-    history = earlier_runs(night.workspace, night.run) if settings.history == "asof" and features != "none" else []
+    history = night.workspace.runs_up_to(night.run) if settings.history == "asof" and features != "none" else []
     provenance = _provenance(night, features, tables) | {"history": [run.run_id for run in history]}
     asked = {"model": model, "seed": seed, "settings": settings.model_dump(mode="json"), "provenance": provenance}
     asked_hash = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
@@ -62,7 +62,7 @@ def train_to_folder(
                 _say_missing(side, getattr(knowledge, side))
         seen = data
         if history:
-            with feature_versions(history, TEXTS[features]) as versions:
+            with feature_versions(history, of_plain=features == "plain") as versions:
                 seen, knowledge = seen_as_of(opened, data, knowledge, versions)
         start = _checkpoint(work / CHECKPOINT, asked_hash)
         training = train_model(

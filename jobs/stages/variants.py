@@ -19,10 +19,10 @@ from laserbatch.jobs.formatting import ratio
 from laserbatch.jobs.gates import gate_sentence
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.budgets import kept_step_cost
-from laserbatch.jobs.stages.feature_versions import earlier_runs, feature_versions
 from laserbatch.jobs.stages.night import Night, open_run
 from laserbatch.pipeline.budget.choice import known_batch_size
 from laserbatch.pipeline.budget.step_cost import StepCost
+from laserbatch.pipeline.encoding.versions import feature_versions
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.manifest import RunManifest, SideAudit, settings_hash
@@ -140,7 +140,7 @@ def compare_variants(variants: Sequence[Variant], tables: EntityTables) -> dict[
         for variant in variants:
             run, versions = variant.night.run, None
             if variant.ctr.history == "asof":
-                versions = opened.enter_context(feature_versions(earlier_runs(variant.night.workspace, run)))
+                versions = opened.enter_context(feature_versions(variant.night.workspace.runs_up_to(run)))
             ways[variant.name] = Way(read_feature_set(run.features_path("user").parent), variant.ctr, versions)
         bar = opened.enter_context(progress("train CTR models", num_trainings(ways)))
         lifts = train_ways(

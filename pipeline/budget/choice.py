@@ -12,11 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from laserbatch.pipeline.budget.step_cost import StepCost, read_step_cost
-from laserbatch.pipeline.decoding.settings import SAMPLING_RULES, Budget, DecodingSettings
+from laserbatch.pipeline.decoding.settings import SAMPLING_RULES, TEXT_SOURCES, Budget, DecodingSettings
 from laserbatch.pipeline.storage.manifest import BudgetForecast
 from laserbatch.retrieval_pools.index.calibration_record import MIN_ACCEPTANCES, SIZE_KNOTS, BudgetCell
 
-SOURCES = ("previous", "prompt", "output", "pool")
 PLAIN = Budget(0, 1.0)
 LEAST_GAIN = 1.02  # predicted, below which plain decoding is the safer choice
 AS_GOOD = 0.995  # of the best predicted speed
@@ -38,60 +37,6 @@ class ChosenBudget:
     forecast: BudgetForecast
 
 
-def choose_budget(
-    step_cost: StepCost,
-    batch_size: int,
-    pool=None,
-    sources: Sequence[str] = SOURCES,
-    *,
-    share_changed: float = 0.0,
-    is_relaxed: bool = False,
-    max_draft_tokens: int | None = None,
-    min_acceptance: float | None = None,
-) -> ChosenBudget:
-    """The budget that writes the most tokens a second. The same arguments give the same budget.
-
-    With the replays of a calibrated pool, speed is predicted for every budget of their grid and for none. Without them
-    a token is drafted where its acceptance is likelier than what it costs: the threshold is the price of a packed token
-    in plainly decoded ones (the Lagrange multiplier of tokens per second), and twice that where estimates were never
-    checked.
-
-    Parameters
-    ----------
-    step_cost : measured; of its batch sizes the largest that is not above `batch_size` is used.
-    batch_size : sequences written side by side.
-    pool : what is drafted from beside a sequence's own texts, or None.
-    sources : which of "previous", "prompt", "output" and "pool" may be drafted from.
-    share_changed : share of the sequences that have a previous text.
-    is_relaxed : the verifier accepts more than the target's own choice.
-    max_draft_tokens, min_acceptance : a number is kept, and the other one is chosen for it.
-    """
-    if not sources or max_draft_tokens == 0:
-        return ChosenBudget(PLAIN, BudgetForecast("drafting is off"))
-    batch_size = known_batch_size(step_cost, batch_size)
-    cells = _nearest(replayed_cells(pool, sources, share_changed), max_draft_tokens, min_acceptance)
-    if is_relaxed and min_acceptance is None:
-        cells = [cell for cell in cells if cell.min_acceptance <= MOST_RELAXED_ACCEPTANCE]
-    if cells:
-        chosen = _fastest(step_cost, batch_size, cells)
-        gain = chosen.forecast.speed_up
-        if gain < LEAST_GAIN and min_acceptance is None:
-            reason = f"no budget of the replays is worth its cost: the best would be {gain:.2f} times plain"
-            return ChosenBudget(PLAIN, BudgetForecast(reason, step_cost.name, batch_size, 1.0, 0.0, 1.0))
-    else:
-        is_calibrated = pool is not None and "pool" in sources and pool.is_calibrated
-        has_texts = is_calibrated or (pool is not None and pool.manifest.num_texts > 0)
-        chosen = _worth_its_price(step_cost, batch_size, 1.0 if is_calibrated else UNCHECKED_TRUST, has_texts)
-        if chosen.budget == PLAIN and min_acceptance is None:
-            return chosen
-    return replace(chosen, budget=_with_given(chosen.budget, max_draft_tokens, min_acceptance))
-
-
-def _with_given(budget: Budget, max_draft_tokens: int | None, min_acceptance: float | None) -> Budget:
-    given = {"max_draft_tokens": max_draft_tokens, "min_acceptance": min_acceptance}
-    return replace(budget, **{name: value for name, value in given.items() if value is not None})
-
-
 def budget_step_cost(decoding: DecodingSettings, measure: Callable[[], StepCost]) -> StepCost | None:
     """The configured cost of steps, or the measured one; None where the configuration leaves nothing to choose."""
     is_given = decoding.max_draft_tokens is not None and decoding.min_acceptance is not None
@@ -102,33 +47,51 @@ def budget_step_cost(decoding: DecodingSettings, measure: Callable[[], StepCost]
 
 
 def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, share_changed: float) -> ChosenBudget:
-    """The budget of one side; `pool` or None; `step_cost` None: the configuration leaves nothing to choose."""
+    """The budget of one side that writes the most tokens a second. The same arguments give the same budget.
+
+    With the replays of a calibrated pool, speed is predicted for every budget of their grid and for none. Without them
+    a token is drafted where its acceptance is likelier than what it costs: the threshold is the price of a packed token
+    in plainly decoded ones (the Lagrange multiplier of tokens per second), and twice that where estimates were never
+    checked. Of the configured numbers one is kept, and the other one is chosen for it.
+
+    Parameters
+    ----------
+    pool : what is drafted from beside a sequence's own texts, or None.
+    step_cost : measured; of its batch sizes the largest that is not above the configured one is used. None: the
+        configuration leaves nothing to choose.
+    share_changed : share of the sequences that have a previous text.
+    """
     if decoding.engine == "vllm":
         budget = Budget.of(decoding) if pool is not None and decoding.drafters else PLAIN
         return ChosenBudget(budget, BudgetForecast("vLLM's proposer chooses at every step"))
     if step_cost is None:
         return given_budget(Budget.of(decoding), pool, decoding.drafters, share_changed)
+    batch_size, sources = known_batch_size(step_cost, decoding.batch_size), decoding.drafters
+    given = decoding.max_draft_tokens, decoding.min_acceptance
     if not decoding.drafts_from_texts_alone:
         # What was trained knows from held-back texts how often it is right; others were never checked.
         trust = 1.0 if decoding.draft_models or decoding.draft_head else UNCHECKED_TRUST
-        chosen = _worth_its_price(step_cost, known_batch_size(step_cost, decoding.batch_size), trust, has_texts=True)
-        if chosen.budget == PLAIN and decoding.min_acceptance is None:
-            return chosen
-        return replace(chosen, budget=_with_given(chosen.budget, decoding.max_draft_tokens, decoding.min_acceptance))
-    return choose_budget(
-        step_cost,
-        decoding.batch_size,
-        pool,
-        decoding.drafters,
-        share_changed=share_changed,
-        is_relaxed=decoding.verifier != "greedy",
-        max_draft_tokens=decoding.max_draft_tokens,
-        min_acceptance=decoding.min_acceptance,
-    )
+        return _worth_its_price(step_cost, batch_size, trust, True, *given)
+    if not sources or decoding.max_draft_tokens == 0:
+        return ChosenBudget(PLAIN, BudgetForecast("drafting is off"))
+    cells = _nearest(replayed_cells(pool, sources, share_changed), *given)
+    if decoding.verifier != "greedy" and decoding.min_acceptance is None:
+        cells = [cell for cell in cells if cell.min_acceptance <= MOST_RELAXED_ACCEPTANCE]
+    if cells:
+        chosen = _fastest(step_cost, batch_size, cells)
+        gain = chosen.forecast.speed_up
+        if gain < LEAST_GAIN and decoding.min_acceptance is None:
+            reason = f"no budget of the replays is worth its cost: the best would be {gain:.2f} times plain"
+            return ChosenBudget(PLAIN, BudgetForecast(reason, step_cost.name, batch_size, 1.0, 0.0, 1.0))
+        return replace(chosen, budget=chosen.budget.with_given(*given))
+    is_calibrated = pool is not None and "pool" in sources and pool.is_calibrated
+    has_texts = is_calibrated or (pool is not None and pool.manifest.num_texts > 0)
+    trust = 1.0 if is_calibrated else UNCHECKED_TRUST
+    return _worth_its_price(step_cost, batch_size, trust, has_texts, *given)
 
 
 def given_budget(
-    budget: Budget, pool=None, sources: Sequence[str] = SOURCES, share_changed: float = 0.0
+    budget: Budget, pool=None, sources: Sequence[str] = TEXT_SOURCES, share_changed: float = 0.0
 ) -> ChosenBudget:
     """A budget that somebody gave, with what replays say of the nearest one of their grid."""
     cells = replayed_cells(pool, sources, share_changed)
@@ -144,11 +107,6 @@ def given_budget(
 def known_batch_size(step_cost: StepCost, batch_size: int) -> int:
     """Of the batch sizes that were measured the largest that is not above another one."""
     return max([known for known in step_cost.batch_sizes if known <= batch_size] or step_cost.batch_sizes[:1])
-
-
-def plain_seconds(step_cost: StepCost, batch_size: int) -> float:
-    """A step of a full batch without drafts."""
-    return float(step_cost.seconds(batch_size, np.array([batch_size]))[0])
 
 
 def step_seconds(step_cost: StepCost, batch_size: int, cell: BudgetCell) -> float:
@@ -180,7 +138,7 @@ def _mixed(new: BudgetCell, changed: BudgetCell, share_changed: float) -> Budget
 
 def _fastest(step_cost: StepCost, batch_size: int, cells: Sequence[BudgetCell]) -> ChosenBudget:
     """Of budgets that are as good as the best, the one that drafts least: noise of a measurement decides less often."""
-    plain_s = plain_seconds(step_cost, batch_size)
+    plain_s = step_cost.plain_seconds(batch_size)
     speed_ups = [plain_s * cell.tokens_per_step / step_seconds(step_cost, batch_size, cell) for cell in cells]
     among_best = [pair for pair in zip(cells, speed_ups, strict=True) if pair[1] >= max(speed_ups) * AS_GOOD]
     cell, speed_up = min(among_best, key=lambda pair: pair[0].mean_drafted)
@@ -200,13 +158,20 @@ def _nearest(
     return list(cells)
 
 
-def _worth_its_price(step_cost: StepCost, batch_size: int, trust: float, has_texts: bool) -> ChosenBudget:
+def _worth_its_price(
+    step_cost: StepCost,
+    batch_size: int,
+    trust: float,
+    has_texts: bool,
+    max_draft_tokens: int | None,
+    min_acceptance: float | None,
+) -> ChosenBudget:
     """Draft what is estimated likelier than it costs, whatever the size of the tree up to UNCHECKED_SIZE.
 
     Without a pool's texts drafts may find nothing for whole texts, or one token for one text of a step: the price is
-    then that of whatever number of tokens is the dearest.
+    then that of whatever number of tokens is the dearest. Numbers that are given are kept.
     """
-    plain_s = plain_seconds(step_cost, batch_size)
+    plain_s = step_cost.plain_seconds(batch_size)
     totals = np.arange(1, UNCHECKED_SIZE * batch_size + 1)  # draft tokens of a step
     if has_texts:
         totals = totals[batch_size - 1 :: batch_size]
@@ -217,6 +182,10 @@ def _worth_its_price(step_cost: StepCost, batch_size: int, trust: float, has_tex
     affordable = [least for least in MIN_ACCEPTANCES if least >= price / trust]
     checked = "" if trust == 1.0 else ", and estimates were never checked"
     facts = f"a draft token costs up to {price:.2f} plainly decoded ones{checked}"
-    if not affordable or (looking > MOST_FOR_LOOKING and not has_texts):
-        return ChosenBudget(PLAIN, BudgetForecast(f"not worth drafting: {facts}", step_cost.name, batch_size))
-    return ChosenBudget(Budget(UNCHECKED_SIZE, affordable[0]), BudgetForecast(facts, step_cost.name, batch_size))
+    if affordable and (has_texts or looking <= MOST_FOR_LOOKING):
+        budget = Budget(UNCHECKED_SIZE, affordable[0])
+    else:
+        budget, facts = PLAIN, f"not worth drafting: {facts}"
+    if budget != PLAIN or min_acceptance is not None:
+        budget = budget.with_given(max_draft_tokens, min_acceptance)
+    return ChosenBudget(budget, BudgetForecast(facts, step_cost.name, batch_size))

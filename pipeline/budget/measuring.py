@@ -27,13 +27,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from laserbatch.pipeline.budget.choice import SOURCES
 from laserbatch.pipeline.budget.step_cost import MAX_AGE_DAYS, DraftCost, StepCost, StepPoint, read_step_cost
 from laserbatch.pipeline.decoding.drafters import Drafter, RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.scheduler import Concurrency
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, Sequence
-from laserbatch.pipeline.decoding.settings import Budget
+from laserbatch.pipeline.decoding.settings import TEXT_SOURCES, Budget
 from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, MAX_DEPTH, MAX_NODES, TokenTree
 from laserbatch.pipeline.decoding.verifiers import NodeVerdicts, verifier_from
 from laserbatch.pipeline.errors import ConfigError, RunFailed
@@ -120,7 +119,7 @@ def _processor() -> str:
 def measure_step_cost(
     engine: Engine,
     pool=None,
-    sources: SequenceOf[str] = SOURCES,
+    sources: SequenceOf[str] = TEXT_SOURCES,
     batch_sizes: SequenceOf[int] | None = None,
     most_nodes: int = MAX_NODES,
 ) -> StepCost:
@@ -206,7 +205,7 @@ class _TimedSteps(Drafter):
         self._rule = verifier_from(engine.settings)
         self._drafts, self._has_asked = _ROUND[0], False
         self._concurrency = Concurrency(batch_size)
-        self.stream = engine.begin(self._requests(), self, self, Budget(MAX_NODES, 0.0), None, self._concurrency)
+        self.stream = engine.begin(self._requests(), self, self, Budget(MAX_NODES, 0.0), self._concurrency)
         self._num_short = 0  # steps in a row of fewer texts than are wanted
 
     def _requests(self) -> Iterator[GenerationRequest]:

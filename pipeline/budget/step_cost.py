@@ -17,7 +17,6 @@ EXAMPLE = (
     "steps: [{batch_size: 16, num_tokens: 16, seconds: 0.0043}, {batch_size: 16, num_tokens: 256, seconds: 0.0064}]"
 )
 MAX_AGE_DAYS = 30  # drivers, kernels and neighbours change
-NO_LONGER_KEPT = ("spread", "load")  # which files of earlier versions have
 
 
 class StepPoint(Strict):
@@ -96,9 +95,9 @@ class StepCost(Strict):
         of_one = self.draft.seconds + self.draft.seconds_per_token * np.asarray(mean_drafted)
         return self.draft.seconds_per_step + batch_size * of_one
 
-    def plain_tokens_per_s(self, batch_size: int) -> float:
-        """The same without drafts."""
-        return float(batch_size / self.seconds(batch_size, np.array([batch_size]))[0])
+    def plain_seconds(self, batch_size: int) -> float:
+        """Duration of a step of a full batch without drafts."""
+        return float(self.seconds(batch_size, np.array([batch_size]))[0])
 
     def _points(self, batch_size: int) -> list[StepPoint]:
         points = [point for point in self.steps if point.batch_size == batch_size]
@@ -111,8 +110,6 @@ def read_step_cost(path: Path) -> StepCost:
     Raises ConfigError: the file is not there, is neither, or does not hold what `StepCost` describes.
     """
     data = read_yaml(path, "step cost", f"expected such as `{EXAMPLE}`")
-    if isinstance(data, dict):
-        data = {key: value for key, value in data.items() if key not in NO_LONGER_KEPT}
     try:
         return StepCost.model_validate(data)
     except ValidationError as error:

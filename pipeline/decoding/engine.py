@@ -10,7 +10,7 @@ which the shape of a forward can change).
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -25,13 +25,7 @@ from laserbatch.pipeline.decoding.model.output_head import PenalisedLogits
 from laserbatch.pipeline.decoding.model.runner import ModelRunner
 from laserbatch.pipeline.decoding.model.sampling import SampledLogits
 from laserbatch.pipeline.decoding.scheduler import Concurrency, RequestLimits, Scheduler
-from laserbatch.pipeline.decoding.sequence import (
-    GenerationFailure,
-    GenerationRequest,
-    GenerationResult,
-    Sequence,
-    StepEvent,
-)
+from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult, Sequence
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.decoding.step import Step, Stream, commit, observation_of
 from laserbatch.pipeline.decoding.token_tree import TreeBatch, prune
@@ -90,7 +84,6 @@ class Engine:
         requests: Iterable[GenerationRequest],
         drafter: Drafter | None = None,
         verifier: Verifier | None = None,
-        on_event: Callable[[StepEvent], None] | None = None,
         budget: Budget | None = None,
     ) -> Iterator[GenerationResult | GenerationFailure]:
         """Write the texts of all requests, yielding each as it finishes.
@@ -100,11 +93,10 @@ class Engine:
         requests : pulled lazily, one ahead of the free rows.
         drafter : None decodes plainly, one token a step.
         verifier : None is the one the settings name.
-        on_event : called after each step of each text.
         budget : how much of a draft is verified; None is that of the settings.
         """
         verifier = verifier or verifier_from(self.settings)
-        stream = self.begin(requests, drafter or NoDrafter(), verifier, budget or Budget.of(self.settings), on_event)
+        stream = self.begin(requests, drafter or NoDrafter(), verifier, budget or Budget.of(self.settings))
         scheduler = stream.scheduler
         ended: deque[tuple[Sequence, str | GenerationFailure]] = deque()  # whose results are not yielded yet
         try:
@@ -126,14 +118,13 @@ class Engine:
         drafter: Drafter,
         verifier: Verifier,
         budget: Budget,
-        on_event: Callable[[StepEvent], None] | None = None,
         concurrency: Concurrency | None = None,
     ) -> Stream:
         """A stream of texts as `generate` writes it: its scheduler's `admit`, `launch` and `land`, again and again."""
         shares = drafter.sees != "prompts"
         limits = RequestLimits(self.max_context, self.vocab_size, budget.max_draft_tokens, shares)
         scheduler = Scheduler(requests, self.cache, concurrency or self.concurrency, limits, self.max_prefill_tokens)
-        return Stream(scheduler, drafter, verifier, budget, on_event)
+        return Stream(scheduler, drafter, verifier, budget)
 
     def launch(self, stream: Stream) -> Step | None:
         """Draft and begin the forward, which on CUDA is only queued; None: no room even for one sequence."""
@@ -213,7 +204,7 @@ class Engine:
 
     def _commit(self, step: Step, accepted: list[Acceptance | None], stream: Stream) -> recovery.Outcomes:
         """Keep what was accepted, in the cache and in the texts; of the sequences that ended, what came of them."""
-        outcomes = commit(step, accepted, self.cache, self._is_end, stream.on_event)
+        outcomes = commit(step, accepted, self.cache, self._is_end)
         if stream.drafter.sees != "nothing":
             stream.drafter.observe(observation_of(step, accepted))
         return outcomes | recovery.without_drafts(self, step, accepted, stream)

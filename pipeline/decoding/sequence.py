@@ -61,20 +61,6 @@ class GenerationFailure:
     reason: str
 
 
-@dataclass(frozen=True)
-class StepEvent:
-    """What one step added to one text: int32[a] tokens and their sources, of `num_drafted` drafted.
-
-    `is_last` : the text has ended.
-    """
-
-    request_id: str
-    token_ids: np.ndarray
-    sources: np.ndarray
-    num_drafted: int
-    is_last: bool = False
-
-
 class Sequence:
     """A text being written. Drafters read `prompt_ids`, `output_ids`, `context`, `previous_ids` and `group`."""
 

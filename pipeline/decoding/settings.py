@@ -184,9 +184,13 @@ class Budget:
     def of(cls, settings: DecodingSettings) -> "Budget":
         """The settings' own numbers; where they leave the choice, those of the class, in vLLM of a chain: nothing is
         measured here."""
-        given = {"max_draft_tokens": settings.max_draft_tokens, "min_acceptance": settings.min_acceptance}
         usual = cls(8, 0.05) if settings.engine == "vllm" else cls()
-        return replace(usual, **{name: value for name, value in given.items() if value is not None})
+        return usual.with_given(settings.max_draft_tokens, settings.min_acceptance)
+
+    def with_given(self, max_draft_tokens: int | None, min_acceptance: float | None) -> "Budget":
+        """The same with numbers that somebody gave in place of its own."""
+        given = {"max_draft_tokens": max_draft_tokens, "min_acceptance": min_acceptance}
+        return replace(self, **{name: value for name, value in given.items() if value is not None})
 
     @property
     def min_log_acceptance(self) -> float:

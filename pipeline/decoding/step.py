@@ -1,6 +1,5 @@
 """A step under way, its stream of texts, and how what it accepted becomes part of the cache and of the texts."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -13,7 +12,7 @@ from laserbatch.pipeline.decoding.drafters import Drafter, Observation
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.runner import StepOutput
 from laserbatch.pipeline.decoding.scheduler import Scheduler
-from laserbatch.pipeline.decoding.sequence import Sequence, StepEvent
+from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.pipeline.decoding.verifiers import Verifier
@@ -29,7 +28,6 @@ class Stream:
     drafter: Drafter
     verifier: Verifier
     budget: Budget
-    on_event: Callable[[StepEvent], None] | None
 
 
 @dataclass
@@ -52,13 +50,7 @@ class Step:
         return len(self.trees) + sum(len(feed.chain_ids) for feed in self.feeds)
 
 
-def commit(
-    step: Step,
-    accepted: list[Acceptance | None],
-    cache: KVCache,
-    is_end: np.ndarray,
-    on_event: Callable[[StepEvent], None] | None,
-) -> dict[int, str]:
+def commit(step: Step, accepted: list[Acceptance | None], cache: KVCache, is_end: np.ndarray) -> dict[int, str]:
     """Keep what was accepted; where that is None, nothing. Of the sequences that ended, by `id`, the finish reason.
 
     `is_end` : bool[vocab_size], the end tokens.
@@ -79,15 +71,11 @@ def commit(
             cache.remember_prefix(sequence.row, sequence.prompt_ids[: cache.lengths[sequence.row]])
         if cache.lengths[sequence.row] < len(sequence.context):  # it waits for the rest of a long prompt
             continue
-        drafted = trees.source[trees.nodes_of(i)]
-        num_written, next_token = sequence.num_output, accepted[i].next_token
+        drafted, next_token = trees.source[trees.nodes_of(i)], accepted[i].next_token
         at_end = bool(is_end[next_token])
         sequence.append(token_ids[part], sources[part], None if at_end else next_token, drafted)
-        if has_ended := at_end or sequence.num_left == 0:
+        if at_end or sequence.num_left == 0:
             outcomes[id(sequence)] = "end_of_text" if at_end else "length"
-        if on_event is not None:
-            new = (every[num_written:].copy() for every in (sequence.output_ids, sequence.sources))
-            on_event(StepEvent(sequence.request.request_id, *new, len(drafted), has_ended))
     return outcomes
 
 

@@ -21,15 +21,11 @@ from laserbatch.pipeline.encoding.codebook import Codebook, Level, digests, fit_
 from laserbatch.pipeline.encoding.schema import LEVELS, centroid_schema, days_valid, feature_schema, moments
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.encoding.vectors import VectorForm, vectors_of
+from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import link_file, sha256_file
-from laserbatch.pipeline.storage.parquet import (
-    ROW_GROUP_ROWS,
-    WrittenFile,
-    as_large,
-    iter_parquet,
-    read_parquet,
-    write_parquet,
-)
+from laserbatch.pipeline.storage.manifest import FeatureFigures
+from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, as_large, iter_parquet, read_parquet, write_parquet
+from laserbatch.pipeline.storage.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from laserbatch.pipeline.encoding.encoder import TextEncoder
@@ -38,75 +34,62 @@ MAX_FITTED_ROWS = 50_000  # of more vectors every n-th is taken
 
 
 @dataclass(frozen=True)
-class FeatureFiles:
-    """The features of one side on disk."""
+class EarlierFeatures:
+    """The features of one side of a run that was written before."""
 
-    table: WrittenFile  # of `schema.feature_schema`, in the order of the ids, so that shard order does not show
-    centroids: Path  # the codebook, of `schema.centroid_schema`
-
-
-@dataclass(frozen=True)
-class SideFeatures:
-    """What was written, and what there was to do."""
-
-    files: FeatureFiles
-    dim: int  # of the vectors
-    num_clusters: int  # that somebody is in
-    num_encoded: int = 0  # texts whose vectors were not known
-    num_truncated: int = 0  # of those, texts that lost their end
-    codebook: str = ""  # codes of one codebook may be compared
+    run: RunFolder
+    figures: FeatureFigures
 
 
 def write_features(
-    knowledge: Path,
-    side: str,
+    run: RunFolder,
+    side: Side,
     load_encoder: "Callable[[], TextEncoder]",
-    table: Path,
-    centroids: Path,
-    settings: EncodingSettings | None = None,
-    earlier: FeatureFiles | None = None,
-    codes_of: FeatureFiles | None = None,
+    encoder_id: str,
+    settings: EncodingSettings,
+    earlier: EarlierFeatures | None = None,
+    codes_of: RunFolder | None = None,
     on_batch: Callable[[int], None] = lambda num_texts: None,
     fields: Collection[str] = (),
-) -> SideFeatures:
-    """Write the features of one side. In memory are ids and provenance; texts and vectors a row group at a time.
+) -> FeatureFigures:
+    """Write the features of one side of a run's texts: `schema.feature_schema` in the order of ids, and their codebook.
+
+    In memory are ids and provenance; texts and vectors a row group at a time.
 
     Parameters
     ----------
-    knowledge : folder of the side's knowledge files.
     load_encoder : called where a vector is not known.
-    table, centroids : where to write.
-    earlier : features of the same encoder. The vectors of texts that are among them are taken over, which are bit for
-        bit what encoding again would give; so are their codes, and the codebook goes on from theirs. Where all texts
-        are among them, so are the files.
-    codes_of : features whose codes and codebook are taken as they are: of the run whose plain texts these are.
+    earlier : of the same encoder. The vectors of texts that are among them are taken over, which are bit for bit what
+        encoding again would give; so are their codes, and the codebook goes on from theirs. Where all texts are among
+        them, so are the files.
+    codes_of : the run whose plain texts these are: its codes and codebook are taken as they are.
     on_batch : called with the number of texts that a batch encoded.
     fields : names of the parts of an answer that its vector is of; an answer without them, or none: the whole text.
     """
-    settings = settings or EncodingSettings()
+    knowledge, table, centroids = run.knowledge_folder(side), run.features_path(side), run.centroids_path(side)
+    known = None if earlier is None else earlier.run.features_path(side)
+    with_codes = codes_of or (None if earlier is None else earlier.run)
     rows = read_parquet(knowledge, ["entity_id", "run_id", "fingerprint"])
     id_type, rows = rows.schema.field("entity_id").type, as_large(rows)
     order = pc.sort_indices(rows["entity_id"]).to_numpy()
-    found = np.full(len(order), -1) if earlier is None else _known_rows(rows, order, earlier.table.path, f"{side}_id")
+    found = np.full(len(order), -1) if known is None else _known_rows(rows, order, known, f"{side}_id")
     num_new = int((found < 0).sum())
-    before = None if (codes_of or earlier) is None else _read_codebook((codes_of or earlier).centroids)
+    before = None if with_codes is None else _read_codebook(with_codes.centroids_path(side))
     if codes_of is None and before is not None and not before.is_for(settings.num_clusters, settings.seed):
         before = None
-    encoder = load_encoder() if earlier is None or num_new else None
-    dim = _dim(earlier.table.path) if encoder is None else encoder.dim
+    encoder = load_encoder() if known is None or num_new else None
+    dim = pq.read_schema(known).field("vector").type.list_size if encoder is None else encoder.dim
     schema = feature_schema(side, id_type, dim)
-    if None not in (before, earlier) and not num_new and _holds_all(earlier.table, found, schema):
-        link_file(earlier.table.path, table)
-        link_file(earlier.centroids, centroids)
-        written = FeatureFiles(replace(earlier.table, path=table), centroids)
-        num_clusters = len(read_parquet(table, ["cluster_id"])["cluster_id"].unique())
-        return SideFeatures(written, dim, num_clusters, codebook=before.key)
+    if None not in (before, earlier) and not num_new and _holds_all(earlier, known, found, schema):
+        link_file(known, table)
+        link_file(earlier.run.centroids_path(side), centroids)
+        return replace(earlier.figures, num_encoded=0, num_truncated=0)
     table.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=table.parent, buffering=0) as scratch:
         new = _NewVectors(scratch, dim, num_new)
         num_truncated = _encode(knowledge, order[found < 0], fields, encoder, new, on_batch) if num_new else 0
-        vectors = _Vectors(found, new, None if earlier is None else earlier.table.path)
-        of_new = _codes_before(new, None if before is None else (codes_of or earlier).table.path)
+        vectors = _Vectors(found, new, known)
+        of_new = _codes_before(new, None if before is None else with_codes.features_path(side))
         codebook = before
         if before is None:
             codebook = fit_codebook(vectors.sample(), settings.num_clusters, settings.seed)
@@ -126,9 +109,20 @@ def write_features(
                 since = moments(days_valid(run_ids.combine_chunks()))
                 yield pa.table([*columns, since], schema.names)
 
-        written = FeatureFiles(write_parquet(groups(), table, schema), centroids)
+        written = write_parquet(groups(), table, schema)
     _write_codebook(codebook, centroids, side, dim)
-    return SideFeatures(written, dim, len(clusters_in_use), num_new, num_truncated, codebook.key)
+    return FeatureFigures(
+        file=table.relative_to(run.root).as_posix(),
+        num_rows=written.num_rows,
+        sha256=written.sha256,
+        dim=dim,
+        centroids=centroids.relative_to(run.root).as_posix(),
+        num_clusters=len(clusters_in_use),
+        num_encoded=num_new,
+        num_truncated=num_truncated,
+        encoder=encoder_id,
+        codebook=codebook.key,
+    )
 
 
 class _NewVectors:
@@ -223,10 +217,6 @@ def _write_codebook(codebook: Codebook, path: Path, side: str, dim: int) -> None
     write_parquet(pa.concat_tables(parts), path)
 
 
-def _dim(path: Path) -> int:
-    return pq.read_schema(path).field("vector").type.list_size
-
-
 def changed_rows(table: Path, earlier: Path, id_column: str) -> tuple[np.ndarray, pa.Array]:
     """What of a feature table is not in an earlier one: bool[n], rows of a new text; and the ids that went."""
     rows = as_large(read_parquet(table, [id_column, "run_id", "fingerprint"])).rename_columns({id_column: "entity_id"})
@@ -258,12 +248,12 @@ def _known_rows(rows: pa.Table, order: np.ndarray, earlier: Path, id_column: str
     return found
 
 
-def _holds_all(earlier: WrittenFile, found: np.ndarray, schema: pa.Schema) -> bool:
+def _holds_all(earlier: EarlierFeatures, path: Path, found: np.ndarray, schema: pa.Schema) -> bool:
     """Whether earlier features are those of tonight, row for row and as they were written."""
-    is_whole = earlier.num_rows == len(found) and np.array_equal(found, np.arange(len(found)))
-    found_schema = pq.read_schema(earlier.path)
+    is_whole = earlier.figures.num_rows == len(found) and np.array_equal(found, np.arange(len(found)))
+    found_schema = pq.read_schema(path)
     is_whole = is_whole and (found_schema.names, found_schema.metadata) == (schema.names, schema.metadata)
-    return is_whole and sha256_file(earlier.path) == earlier.sha256
+    return is_whole and sha256_file(path) == earlier.figures.sha256
 
 
 def _encode(

@@ -50,7 +50,7 @@ def find_encoder(settings: EncodingSettings) -> tuple[Path, str]:
     """
     is_bundled = settings.encoder is None
     folder = _minilm_folder() if is_bundled else Path(settings.encoder)
-    digest = _weights_sha256(folder)
+    digest = sha256_file(weights_in(folder))
     if is_bundled and digest != MINILM_SHA256:
         raise ModelError(
             f"{folder}: the SHA-256 of {WEIGHTS_FILE} is {digest}, expected {MINILM_SHA256}; the weights are not "
@@ -71,7 +71,8 @@ def _minilm_folder() -> Path:
     return Path(locations[0]) / "model"
 
 
-def _weights_sha256(folder: Path) -> str:
+def weights_in(folder: Path) -> Path:
+    """The weights' file of an encoder's folder. Raises ModelError where there is none."""
     if not folder.is_dir():
         raise ModelError(
             f"encoder folder {folder} does not exist; expected a folder with config.json and {WEIGHTS_FILE}"
@@ -82,4 +83,4 @@ def _weights_sha256(folder: Path) -> str:
         raise ModelError(
             f"{folder}: no {WEIGHTS_FILE} (found {', '.join(found) or 'nothing'}); only safetensors are loaded"
         )
-    return sha256_file(weights)
+    return weights

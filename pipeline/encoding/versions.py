@@ -4,7 +4,9 @@ A text of the night of a date knows all up to the end of that day, so it is vali
 see the versions that are older than its own day began, and the newest of them is its.
 """
 
-from collections.abc import Collection, Mapping
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -16,7 +18,9 @@ import pyarrow.compute as pc
 from laserbatch.pipeline.encoding.schema import LEVELS, MOMENT, days_valid, moments
 from laserbatch.pipeline.encoding.vectors import VectorForm, vectors_of
 from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.parquet import iter_parquet
+from laserbatch.pipeline.storage.run_folder import RunFolder
 
 _DAY_BITS = 20  # of days since 1970 in a key: up to the year 4840
 
@@ -85,6 +89,29 @@ def version_fields(form: VectorForm, prefix: str = "") -> list[pa.Field]:
     codes = dict.fromkeys(LEVELS, pa.int32())
     fields = {"vector": form.arrow_type, **codes, "run_id": pa.string(), "valid_from": MOMENT}
     return [pa.field(f"{prefix}{name}", kind) for name, kind in fields.items()]
+
+
+@contextmanager
+def feature_versions(runs: Sequence[RunFolder], of_plain: bool = False) -> Iterator[dict[Side, Versions]]:
+    """The versions of both sides in the features of runs, the newest last, that are of the newest one's encoder.
+
+    Codes are told where they are of the newest one's codebook. `of_plain` : of the plain texts that runs have. Raises
+    WorkspaceError where no run has features.
+    """
+    manifests = {run: run.load_manifest() for run in runs}
+    with tempfile.TemporaryFile() as of_users, tempfile.TemporaryFile() as of_items:
+        versions = {}
+        for side, scratch in zip(SIDES, (of_users, of_items), strict=True):
+            files = {run.run_id: (run.plain if of_plain else run).features_path(side) for run in runs}
+            found = {run.run_id: manifest.features.get(side) for run, manifest in manifests.items()}
+            found = {run_id: of for run_id, of in found.items() if of and files[run_id].is_file()}
+            if not found:
+                raise WorkspaceError(f"no finished run has features of {side}s. Run `laserbatch nightly` first.")
+            newest = list(found.values())[-1]
+            found = {run_id: of for run_id, of in found.items() if of.encoder == newest.encoder}
+            others = {run_id for run_id, of in found.items() if of.codebook != newest.codebook}
+            versions[side] = read_versions({run_id: files[run_id] for run_id in found}, side, scratch, others)
+        yield versions
 
 
 def read_versions(

@@ -31,8 +31,6 @@ class ItemClusters:
             return None
         known = read_parquet(run.features_path("item"), ["item_id", "cluster_id"])
         centroids = read_parquet(run.centroids_path("item"))
-        if "level" not in centroids.schema.names:  # of before codes had levels: the next night has them
-            return None
         centroids = centroids.filter(pc.equal(centroids["level"], "cluster_id"))
         if not len(known) or not len(centroids) or known["item_id"].type != items["item_id"].type:
             return None

@@ -5,7 +5,6 @@ Shards follow the order of pool groups: a worker's consecutive texts share draft
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +17,11 @@ from laserbatch.pipeline.knowledge.prompts import LAYOUT_VERSION, NO_TITLE, PART
 from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.knowledge.templates import PromptTemplate
-from laserbatch.pipeline.planning.drift import history_drift
-from laserbatch.pipeline.planning.failures import failing_still
 from laserbatch.pipeline.planning.plan import CARRIED_SHARD, WAITING_SHARD, Shard, SidePlan, write_shard_plan
 from laserbatch.pipeline.planning.postpone import (
-    Chosen,
     Refresh,
     choose,
+    failing_still,
     interactions_of,
     without_evidence,
     write_postponed,
@@ -46,7 +43,6 @@ CHAT_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.*",
     "additional_chat_templates/*.jinja",
 )  # fmt: skip
-DAY_US = 24 * 3600 * 1_000_000
 
 
 @dataclass(frozen=True)
@@ -158,7 +154,7 @@ def plan_side(
     found, quarantined = _without_failing(found, side, ids, None if force else unusable)
     rows, known_by, waiting, postponed, num_tokens = found.changed, found.fingerprints, before[:0], unasked, 0
     if refresh is not None and not force:
-        chosen = _chosen(refresh, tables, side, questions, previous, before, found)
+        chosen = choose(refresh, tables, side, questions, previous, rows, known_by, before[rows])
         postponed = pa.concat_tables([part for part in (unasked, chosen.postponed) if part is not None])
         num_tokens, waiting = chosen.num_tokens, before[rows[~chosen.is_written]]
         rows, known_by = rows[chosen.is_written], known_by.filter(pa.array(chosen.is_written))
@@ -234,24 +230,6 @@ def _without_failing(
         left = found.fingerprints.filter(pa.array(~is_failing))
         found = replace(found, changed=found.changed[~is_failing], fingerprints=left)
     return found, quarantined
-
-
-def _chosen(
-    refresh: Refresh,
-    tables: Tables,
-    side: Side,
-    questions: SideQuestions,
-    previous: PreviousKnowledge,
-    before: np.ndarray,
-    found: _Compared,
-) -> Chosen:
-    """Which of the changed entities are written about tonight; `before` are the rows of all entities' records."""
-    rows, drift = found.changed, None
-    num_events = questions.num_events() if side == "user" else interactions_of(tables, side)
-    ids = questions.entities[f"{side}_id"].combine_chunks().take(pa.array(rows))
-    if refresh.clusters is not None and side == "user":
-        drift = partial(history_drift, questions.histories, rows, clusters=refresh.clusters)
-    return choose(refresh, ids, found.fingerprints, before[rows], num_events[rows], side == "user", previous, drift)
 
 
 def _write_shards(

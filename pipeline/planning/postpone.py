@@ -1,15 +1,20 @@
-"""From a side's tables and records to the columns that `refresh` decides over, and to the file of who waits."""
+"""Who is not asked tonight: of whom a new text waits, as `refresh` decides, and who failed by the same question before.
+
+A row of the earlier quarantine without a text of the model's (a lost worker, a prompt that is too long) says nothing of
+the next try, and costs little or may succeed. Of the others the model would answer the same.
+"""
 
 import datetime
-from collections.abc import Callable
+import zlib
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
-from laserbatch.pipeline.planning.drift import ItemClusters
+from laserbatch.pipeline.planning.drift import ItemClusters, history_drift
 from laserbatch.pipeline.planning.refresh import BUDGET, EVIDENCE, NOT_DUE, Candidates, RefreshSettings, decide
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.parquet import write_parquet
@@ -17,6 +22,7 @@ from laserbatch.pipeline.storage.run_folder import POSTPONED, RunFolder
 from laserbatch.pipeline.tables.read import Tables
 
 ROWS_AT_ONCE = 1024 * 1024
+DAYS_BETWEEN_TRIES = 7  # by then other drafts, or a newer parser, may make another text of it, or keep it
 _SEEN = ["run_id", "num_tokens", "num_history", "num_history_dropped"]
 
 
@@ -29,7 +35,7 @@ class Refresh:
     max_tokens : of this side tonight; None: no limit.
     usual_tokens : expected of a text where no earlier one says more.
     waiting : those that the night before has postponed, as `run_folder.POSTPONED`.
-    clusters : of items, where `min_drift` asks for them and they are known.
+    clusters : of items, where `min_drift` asks for them of users and they are known.
     """
 
     settings: RefreshSettings
@@ -62,30 +68,30 @@ def interactions_of(tables: Tables, side: Side) -> np.ndarray:
 
 def choose(
     refresh: Refresh,
-    entity_ids: pa.Array,
+    tables: Tables,
+    side: Side,
+    questions: SideQuestions,
+    previous: PreviousKnowledge,
+    rows: np.ndarray,
     fingerprints: pa.Array,
     before: np.ndarray,
-    num_interactions: np.ndarray,
-    has_history: bool,
-    previous: PreviousKnowledge,
-    drift: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> Chosen:
-    """Decide about entities whose prompt is not that of their text.
+    """Decide about entities of a side whose prompt is not that of their text.
 
     Parameters
     ----------
+    rows : theirs, int64[n].
     fingerprints : of tonight's prompts.
     before : rows of their earlier records, int64[n]; -1 without one.
-    num_interactions : int64[n].
-    has_history : whether texts are about interactions; else their number says nothing of what is new.
-    drift : how far histories have moved, of the numbers of events that texts have seen: float64[n].
     """
+    entity_ids = questions.entities[f"{side}_id"].combine_chunks().take(pa.array(rows))
+    num_interactions = (questions.num_events() if side == "user" else interactions_of(tables, side))[rows]
     has_text = before >= 0
     seen, since = num_interactions.copy(), np.zeros(len(before), np.int32)
     num_tokens = np.full(len(before), float(refresh.usual_tokens))
     if has_text.any():
         last = previous.values(before[has_text], _SEEN)
-        if has_history:
+        if side == "user":  # of items the number of interactions says nothing of what is new
             seen[has_text] = last["num_history"].to_numpy() + last["num_history_dropped"].to_numpy()
         written_on = pc.utf8_slice_codeunits(last["run_id"], 0, 10).cast(pa.date32())
         since[has_text] = written_on.cast(pa.int32()).to_numpy()
@@ -102,7 +108,7 @@ def choose(
         num_seen=seen,
         age_days=np.maximum(today - since, 0).astype(float),
         num_tokens=num_tokens,
-        drift=None if drift is None else drift(seen),
+        drift=None if refresh.clusters is None else history_drift(questions.histories, rows, seen, refresh.clusters),
     )
     decided = decide(candidates, refresh.settings, refresh.max_tokens)
     left = np.flatnonzero(~decided.is_written)
@@ -131,6 +137,30 @@ def write_postponed(folder: RunFolder, side: Side, postponed: pa.Table | None) -
         path.unlink(missing_ok=True)
     else:
         write_parquet(postponed, path)
+
+
+def unusable_texts(previous: RunFolder | None, side: Side, date: datetime.date) -> pa.Table | None:
+    """Rows of a run's quarantine whose text is not asked for again on a date unless it is asked otherwise.
+
+    Everybody has one night of a week to try again, not all the same.
+    """
+    if previous is None:
+        return None
+    rows = previous.read_quarantine(side)
+    rows = rows.filter(pc.and_(rows["text"].is_valid(), rows["fingerprint"].is_valid()))
+    if not len(rows):
+        return rows
+    turns = [zlib.crc32(str(key).encode("utf-8", "backslashreplace")) for key in rows["entity_id"].to_pylist()]
+    return rows.filter(pa.array((np.array(turns) + date.toordinal()) % DAYS_BETWEEN_TRIES != 0))
+
+
+def failing_still(unusable: pa.Table | None, entity_ids: pa.Array, fingerprints: pa.Array) -> np.ndarray:
+    """The row of each entity in `unusable` that has the same fingerprint: int64[n], -1 without one."""
+    if unusable is None or not len(unusable) or unusable["entity_id"].type != entity_ids.type:
+        return np.full(len(entity_ids), -1)
+    rows = pc.index_in(entity_ids, value_set=unusable["entity_id"].combine_chunks())
+    then = unusable["fingerprint"].combine_chunks().take(rows)
+    return pc.if_else(pc.fill_null(pc.equal(then, fingerprints), False), rows, -1).to_numpy(False).astype(np.int64)
 
 
 def _waiting_since(refresh: Refresh, entity_ids: pa.Array) -> pa.Array:

@@ -5,7 +5,7 @@ in between ends in the same bytes. Whose a row is says `user_id` or `item_id`, o
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +73,7 @@ def forget_in_run(run: RunFolder, files: Mapping[str, int], ids: Ids) -> int:
     for folder in (run, run.plain):
         prefix = "plain/" if folder is not run else ""
         changed = {name.removeprefix(prefix) for name in files if name.startswith("plain/") == bool(prefix)}
-        sums = {
-            name: (sha256_file(folder.root / name), pq.read_metadata(folder.root / name).num_rows) for name in changed
-        }
+        sums = _sums(folder.root, changed)
         for path in [*folder.root.glob("shards/*/*.json"), *folder.root.glob("plan/*.json")]:
             described = read_json(path)
             _update(described, sums)
@@ -94,7 +92,7 @@ def forget_in_run(run: RunFolder, files: Mapping[str, int], ids: Ids) -> int:
         shown = found["cases"]
         found["cases"] = [case for case in shown if str(case["entity_id"]) not in ids[side]]
         num_samples += len(shown) - len(found["cases"])
-    sums = {name: (sha256_file(run.root / name), pq.read_metadata(run.root / name).num_rows) for name in files}
+    sums = _sums(run.root, files)
     _update({name: part for name, part in manifest.items() if name != "plain"}, sums)
     of_plain = {name.removeprefix("plain/"): known for name, known in sums.items() if name.startswith("plain/")}
     _update(manifest.get("plain"), of_plain)
@@ -152,6 +150,11 @@ def _leave_clusters(features: Path, ids: frozenset[str]) -> None:
     column = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), dim)
     place = centroids.schema.get_field_index("vector")
     write_parquet(centroids.set_column(place, centroids.schema.field(place), column), path, centroids.schema)
+
+
+def _sums(root: Path, names: Iterable[str]) -> dict[str, tuple[str, int]]:
+    """Checksum and number of rows of some files below a folder."""
+    return {name: (sha256_file(root / name), pq.read_metadata(root / name).num_rows) for name in names}
 
 
 def _update(described: Any, sums: Mapping[str, tuple[str, int]]) -> None:

@@ -193,11 +193,11 @@ class FeatureFigures:
     sha256: str
     dim: int
     centroids: Inside
-    num_clusters: int
-    num_encoded: int
-    num_truncated: int
+    num_clusters: int  # that somebody is in
+    num_encoded: int  # whose vectors were not known
+    num_truncated: int  # of those, texts that lost their end
     encoder: str
-    codebook: str = ""  # cluster ids of runs compare where it is the same; "" before codes had levels
+    codebook: str  # cluster ids of runs compare where it is the same
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,10 @@ class Workspace:
 
         return sorted((run for run in runs if run.run_id not in taken_back), key=rank)
 
+    def runs_up_to(self, run: RunFolder) -> list[RunFolder]:
+        """Finished runs of earlier dates than a run's, and the run itself."""
+        return [*(other for other in self.dated_runs() if other.date < run.date), run]
+
     def published(self) -> RunFolder | None:
         """The run that readers see; None before the first is published.
 

@@ -9,7 +9,6 @@ from laserbatch.pipeline.budget.choice import (
     MOST_RELAXED_ACCEPTANCE,
     PLAIN,
     budget_step_cost,
-    choose_budget,
     given_budget,
     side_budget,
     step_seconds,
@@ -65,6 +64,12 @@ def larger_is_better(size: int, least: float) -> float:
 def pool_with(new=larger_is_better, changed=None, sources=SOURCES, is_calibrated=True):
     curve = BudgetCurve(sources=sources, new=replayed(new), changed=None if changed is None else replayed(changed))
     return SimpleNamespace(budgets=curve, is_calibrated=is_calibrated)
+
+
+def choose_budget(step_cost, batch_size, pool=None, sources=SOURCES, *, share_changed=0.0, is_relaxed=False, **given):
+    verifier = "relaxed" if is_relaxed else "greedy"
+    decoding = DecodingSettings(batch_size=batch_size, drafters=sources, verifier=verifier, **given)
+    return side_budget(decoding, pool, step_cost, share_changed)
 
 
 def test_free_tokens_are_drafted_to_the_last_and_dear_ones_not_at_all():

@@ -3,17 +3,16 @@
 import json
 import logging
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from tiny_models import plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 
 from laserbatch.pipeline.budget import measuring
-from laserbatch.pipeline.budget.choice import SOURCES
 from laserbatch.pipeline.budget.measuring import KeptCost, measure_step_cost
 from laserbatch.pipeline.budget.step_cost import DraftCost, read_step_cost
 from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.settings import TEXT_SOURCES
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.calibration_record import SIZE_KNOTS
@@ -25,6 +24,21 @@ MODEL = tiny_model()
 def quick(monkeypatch):
     monkeypatch.setattr(measuring, "MAX_ROUNDS", 1)
     monkeypatch.setattr(measuring, "MIN_ROUNDS", 1)
+
+
+def watch(engine, note) -> None:
+    """Have `note` told of each text of each step how many tokens were drafted, and how many were written."""
+    land = engine.land
+
+    def watched(step, stream):
+        before = [one.num_output for one in step.sequences]
+        ended = land(step, stream)
+        for one, was, drafted in zip(step.sequences, before, step.trees.sizes.tolist(), strict=True):
+            if one.num_output > was:
+                note(drafted, one.num_output - was)
+        return ended
+
+    engine.land = watched
 
 
 def drafted(step_cost, batch_size: int) -> list[int]:
@@ -65,11 +79,11 @@ def test_half_of_every_tree_is_accepted(batch_size):
     steps = measuring._TimedSteps(tiny_engine(MODEL, batch_size=batch_size), batch_size)
     num_written: dict[int, list[int]] = {}
 
-    def note(event):
-        if not steps._drafts.is_alone and event.num_drafted == steps._drafts.size:
-            num_written.setdefault(event.num_drafted, []).append(len(event.token_ids))
+    def note(drafted, written):
+        if not steps._drafts.is_alone and drafted == steps._drafts.size:
+            num_written.setdefault(drafted, []).append(written)
 
-    steps.stream = replace(steps.stream, on_event=note)
+    watch(steps._engine, note)
     steps.take_rounds()
     # A few end early, where the model would end the text.
     assert {size: np.median(num_written[size]) for size in (2, 4, 8, 16)} == {2: 2, 4: 3, 8: 5, 16: 9}
@@ -80,7 +94,7 @@ def test_the_first_step_of_every_size_warms_up(monkeypatch):
     monkeypatch.setattr(measuring, "SECONDS", 60.0)
     steps = measuring._TimedSteps(tiny_engine(MODEL, batch_size=1), 1)
     num_steps = Counter()
-    steps.stream = replace(steps.stream, on_event=lambda event: num_steps.update([event.num_drafted]))
+    watch(steps._engine, lambda drafted, written: num_steps.update([drafted]))
     steps.take_rounds()
     num_timed = {drafts: len(seconds) for drafts, seconds in steps.seconds.items()}
     assert num_timed == dict.fromkeys(measuring._ROUND, 3)
@@ -143,7 +157,7 @@ def test_drafting_is_timed_as_the_engine_drafts_one_call_for_all(tmp_path, monke
     pool = pool_of_random_texts(tmp_path / "pool") if has_pool else None
     monkeypatch.setattr(measuring.RetrievalDrafter, "draft_all", clocked)
     monkeypatch.setattr(measuring.time, "thread_time", lambda: now_s[0])
-    found = measuring._time_drafts(engine, pool, SOURCES)
+    found = measuring._time_drafts(engine, pool, TEXT_SOURCES)
     assert set(calls) == {1, measuring.NUM_DRAFTS}
     assert found.seconds_per_step == pytest.approx(5, abs=2) and found.seconds == pytest.approx(3, abs=2)
     if has_pool:

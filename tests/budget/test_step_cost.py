@@ -25,7 +25,7 @@ def test_seconds_are_linear_between_points_flat_before_and_go_on_behind():
 
 def test_tokens_per_second_weigh_what_is_gained_against_what_it_costs():
     cost = StepCost.model_validate(DATA)
-    assert cost.plain_tokens_per_s(8) == pytest.approx(800)
+    assert cost.plain_seconds(8) == pytest.approx(0.01)
     drafted = sums(num_steps=10, num_drafted=20, num_accepted=10)  # 2 drafted: 24 packed tokens; 2 tokens a step
     assert cost.tokens_per_s(8, drafted) == pytest.approx([8 * 2 / 0.02])
     assert cost.tokens_per_s(8, sums(10, 0, 0)) == pytest.approx([800])

@@ -9,9 +9,7 @@ from laserbatch.pipeline.decoding.acceptance import Acceptance
 from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata
 from laserbatch.pipeline.decoding.token_tree import TokenTree
 from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed, Verifier
-from laserbatch.pipeline.decoding.verifiers.conditional import Conditional
-from laserbatch.pipeline.decoding.verifiers.loosely import Loosely
-from laserbatch.pipeline.decoding.verifiers.typical import Typical
+from laserbatch.pipeline.decoding.verifiers.unsure import Conditional, Loosely, Typical
 from laserbatch.retrieval_pools.sources import SOURCE_NAMES
 
 

@@ -220,22 +220,6 @@ def test_streams_of_one_engine_may_take_turns():
         assert result.token_ids.tolist() == expected[number][: 3 + 2 * (number % 4)]
 
 
-def test_events_tell_how_each_text_was_written():
-    texts = plain_texts(MODEL, PROMPTS, 12)
-    told: dict[str, list] = {r.request_id: [] for r in requests_for(PROMPTS)}
-    engine = tiny_engine(MODEL, batch_size=4)
-    found = by_id(
-        engine.generate(
-            requests_for(PROMPTS, 12), OracleDrafter(texts), Greedy(), on_event=lambda e: told[e.request_id].append(e)
-        )
-    )
-    for name, events in told.items():
-        assert np.concatenate([e.token_ids for e in events]).tolist() == texts[int(name)]
-        assert np.concatenate([e.sources for e in events]).tolist() == found[name].sources.tolist()
-        assert sum(e.num_drafted for e in events) == found[name].num_drafted
-        assert [e.is_last for e in events] == [False] * (len(events) - 1) + [True]
-
-
 def test_draft_limits_hold():
     texts = plain_texts(MODEL, PROMPTS, 12)
     engine = tiny_engine(MODEL, max_draft_tokens=3)

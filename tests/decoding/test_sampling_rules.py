@@ -10,18 +10,17 @@ from packs import chain_tree
 from sampling_toy import LEAST_P, NUM_BEFORE, TEMPERATURE, VOCAB, counts_and_expected, first_tokens
 from scipy.stats import chisquare
 
-from laserbatch.pipeline.decoding.drafters.beams import Beams
-from laserbatch.pipeline.decoding.drafters.chains import Chains
 from laserbatch.pipeline.decoding.drafters.growing import DraftModel, GrowingTrees
-from laserbatch.pipeline.decoding.drafters.rsd import Branching, StochasticBeams, truncated
+from laserbatch.pipeline.decoding.drafters.grown import Beams, Branching, Chains, StochasticBeams, truncated
 from laserbatch.pipeline.decoding.model.sampling import SampledLogits
+from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
-from laserbatch.pipeline.decoding.verifiers.draws import Draws, SamplingRule, recursive_rejection
-from laserbatch.pipeline.decoding.verifiers.k_seq import KSeq
-from laserbatch.pipeline.decoding.verifiers.leviathan import Leviathan
-from laserbatch.pipeline.decoding.verifiers.rsd import RecursiveRejection
-from laserbatch.pipeline.decoding.verifiers.specinfer import MultiRound
+from laserbatch.pipeline.decoding.verifiers.draws import Draws, SamplingRule
+from laserbatch.pipeline.decoding.verifiers.named import NAMED
+from laserbatch.pipeline.decoding.verifiers.rejection import recursive_rejection
 
+NAMES = ("leviathan", "specinfer", "k_seq", "rsd")
+LEVIATHAN, SPECINFER, K_SEQ, RSD = (NAMED[name](DecodingSettings()) for name in NAMES)
 NUM_TEXTS = 8_000
 SEEDS = (4, 3)  # of draft models whose draws leave several tokens open, so that wrong rules show
 
@@ -51,13 +50,13 @@ def texts_of(num_texts: int) -> list:
 
 
 GROWTHS = {
-    "chain": (Leviathan(), Chains(1, 2), 1),
-    "chains": (MultiRound(), Chains(3, 2), 1),
-    "chains of two models": (MultiRound(), Chains(4, 2), 2),
-    "k-seq": (KSeq(), Chains(3, 2), 1),
-    "rsd-c": (RecursiveRejection(), Branching((3, 2)), 1),
-    "rsd-c, all tokens": (RecursiveRejection(), Branching((VOCAB, 1)), 1),
-    "rsd-s": (RecursiveRejection(), StochasticBeams(4, 2), 1),
+    "chain": (LEVIATHAN, Chains(1, 2), 1),
+    "chains": (SPECINFER, Chains(3, 2), 1),
+    "chains of two models": (SPECINFER, Chains(4, 2), 2),
+    "k-seq": (K_SEQ, Chains(3, 2), 1),
+    "rsd-c": (RSD, Branching((3, 2)), 1),
+    "rsd-c, all tokens": (RSD, Branching((VOCAB, 1)), 1),
+    "rsd-s": (RSD, StochasticBeams(4, 2), 1),
 }
 
 
@@ -76,23 +75,14 @@ def test_texts_have_the_distribution_of_the_target(name):
     assert np.array_equal(alone, texts[:40])  # its batch does not matter
 
 
-class ResidualForgotten(SamplingRule):
-    """Wrong: a rejected draw is not taken out of what is left."""
-
-    def draw(self, p, draws):
-        return recursive_rejection(p, draws)[0], p
-
-
-class CountedWithReplacement(SamplingRule):
-    """Wrong for draws without replacement: q is not what is left of it."""
-
-    def draw(self, p, draws):
-        return recursive_rejection(p, draws)
+# Wrong: a rejected draw is not taken out of what is left; of draws without replacement q is not what is left of it.
+RESIDUAL_FORGOTTEN = SamplingRule(lambda p, draws: (recursive_rejection(p, draws)[0], p))
+COUNTED_WITH_REPLACEMENT = SPECINFER
 
 
 @pytest.mark.parametrize(
     ("rule", "growth"),
-    [(ResidualForgotten(), Chains(1, 2)), (CountedWithReplacement(), Branching((3, 2))), (KSeq(), Branching((3, 1)))],
+    [(RESIDUAL_FORGOTTEN, Chains(1, 2)), (COUNTED_WITH_REPLACEMENT, Branching((3, 2))), (K_SEQ, Branching((3, 1)))],
 )
 def test_a_wrong_rule_is_caught(rule, growth):
     found, expected = counts_and_expected(first_tokens(drafted(growth, 1), 2, rule.sampled))
@@ -109,7 +99,7 @@ def test_chosen_tokens_beside_drawn_ones_keep_the_distribution():
     trees = TreeBatch.of(arrays)
     shift = trees.starts - drawn.starts
     trees.proposals = type(blended)(blended.nodes + shift[drawn.tree_of[blended.nodes]], blended.rows, blended.log_q)
-    for rule in (MultiRound(), KSeq()):
+    for rule in (SPECINFER, K_SEQ):
         found, expected = counts_and_expected(first_tokens(trees, 2, rule.sampled))
         assert chisquare(found, expected).pvalue > LEAST_P
 
@@ -147,9 +137,9 @@ def test_the_bernoulli_example(p, q):
     left = [max(0, q - p), max(0, p - q)]
     residual = np.array(left[::-1]) / max(sum(left), 1e-12)
     again = min(1 - p, residual[0]) + min(p, residual[1])
-    assert share(RecursiveRejection(), without) == pytest.approx(1, abs=1e-9)
-    assert share(MultiRound(), pairs) == pytest.approx(one + (1 - one) * again if one < 1 else 1, abs=0.01)
-    assert share(KSeq(), pairs) == pytest.approx(k_seq_by_hand(p, q), abs=0.01)
+    assert share(RSD, without) == pytest.approx(1, abs=1e-9)
+    assert share(SPECINFER, pairs) == pytest.approx(one + (1 - one) * again if one < 1 else 1, abs=0.01)
+    assert share(K_SEQ, pairs) == pytest.approx(k_seq_by_hand(p, q), abs=0.01)
 
 
 def k_seq_by_hand(p: float, q: float) -> float:

@@ -15,11 +15,9 @@ from laserbatch.pipeline.decoding.acceptance import Acceptance
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, TreeBatch
 from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed, verifier_from
-from laserbatch.pipeline.decoding.verifiers.conditional import Conditional
-from laserbatch.pipeline.decoding.verifiers.loosely import Loosely
 from laserbatch.pipeline.decoding.verifiers.named import NAMED
 from laserbatch.pipeline.decoding.verifiers.relaxed import largest_beside
-from laserbatch.pipeline.decoding.verifiers.typical import Typical
+from laserbatch.pipeline.decoding.verifiers.unsure import Conditional, Loosely, Typical
 from laserbatch.retrieval_pools.sources import NUM_SOURCES, SOURCE_OUTPUT, SOURCE_POOL
 
 VOCAB = 7

@@ -184,6 +184,7 @@ def features(side: str, num_rows: int) -> dict:
         "num_encoded": num_rows // 2,
         "num_truncated": 0,
         "encoder": "hashed-384",
+        "codebook": "c0" * 32,
     }
 
 

@@ -13,8 +13,7 @@ from night_world import run_here
 from laserbatch.jobs.failures import Terminated
 from laserbatch.jobs.settings import load_settings
 from laserbatch.jobs.stages import run_night
-from laserbatch.jobs.stages.build_pools import build_pools, prepare_pools
-from laserbatch.jobs.stages.kept_pools import describe_fit, kept_routers
+from laserbatch.jobs.stages.build_pools import build_pools, describe_fit, kept_routers, prepare_pools
 from laserbatch.jobs.stages.night import current_pools, open_night
 from laserbatch.jobs.stages.pool_texts import read_run_texts
 from laserbatch.pipeline.sample.world import write_sample_world

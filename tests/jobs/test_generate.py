@@ -24,7 +24,7 @@ from laserbatch.jobs.stages.night import Night, open_night, parse_date
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.knowledge.records import knowledge_schema
-from laserbatch.pipeline.planning import failures
+from laserbatch.pipeline.planning import postpone
 from laserbatch.pipeline.planning.plan import read_shard
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.manifest import ModelFigures, SideFigures
@@ -229,7 +229,7 @@ def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_again_when_it
     night.run.finish()
     Workspace.open(world / "workspace").publish(night.run.run_id)
 
-    monkeypatch.setattr(failures, "DAYS_BETWEEN_TRIES", 1 << 40)  # nobody's turn
+    monkeypatch.setattr(postpone, "DAYS_BETWEEN_TRIES", 1 << 40)  # nobody's turn
     third = opened(world, "2025-03-02")
     write(third)
     after = texts(third.run)
@@ -241,7 +241,7 @@ def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_again_when_it
     third.run.finish()
     Workspace.open(world / "workspace").publish(third.run.run_id)
 
-    monkeypatch.setattr(failures, "DAYS_BETWEEN_TRIES", 1)  # everybody's
+    monkeypatch.setattr(postpone, "DAYS_BETWEEN_TRIES", 1)  # everybody's
     third = opened(world, "2025-03-04")
     write(third)
     after = texts(third.run)

@@ -38,8 +38,8 @@ def test_shares_are_of_the_categorys_whole():
     ("shown", "expected"),
     [
         (formatting.count(12345), "12,345"),
-        (formatting.counted(1, "entity", "entities"), "1 entity"),
-        (formatting.counted(0, "entity", "entities"), "0 entities"),
+        (formatting.counted(1, "text"), "1 text"),
+        (formatting.counted(0, "text"), "0 texts"),
         (formatting.decimal(-0.00004, 4, signed=True), "+0.0000"),
         (formatting.decimal(-0.0004, 4), "−0.0004"),
         (formatting.seconds(0.341), "0.34 s"),

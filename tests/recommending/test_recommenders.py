@@ -242,17 +242,12 @@ def test_the_card_tells_how_lists_do_that_were_held_back(world):
 def test_a_language_model_is_extended_by_codes_and_adapted(world, tmp_path):
     pytest.importorskip("peft")
     items, histories, _ = world
-    histories = histories[:150]
-    base = SAMPLE_MODEL
-    options, losses = RecommenderOptions(epochs=5, batch_size=16), []
-    card = train_recommender(
-        items, histories, tmp_path / "target", options, lambda _, __, loss: losses.append(loss), base
-    )
-    assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
+    options = RecommenderOptions(epochs=7, batch_size=16)
+    card = train_recommender(items, histories, tmp_path / "target", options, base=SAMPLE_MODEL)
     target, trie = load_recommender(tmp_path / "target"), ItemTrie.of(items)
-    before = load_file(base / "model.safetensors")["model.embed_tokens.weight"]
+    before = load_file(SAMPLE_MODEL / "model.safetensors")["model.embed_tokens.weight"]
     assert card.begin == len(before) and target.model.get_input_embeddings().num_embeddings == card.vocab_size
-    assert card.held_back.num_histories == 15 and card.epoch > 0
+    assert card.held_back.recall_10 > 0.8 > card.popular.recall_10
     small = train_draft(
         "atspeed_s", target, items, histories, tmp_path / "small", replace(options, epochs=2, num_listed=100)
     )

@@ -5,14 +5,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from laserbatch.pipeline.decoding.drafters.aligned import AlignedDrafter
-from laserbatch.pipeline.decoding.drafters.beams import Beams
 from laserbatch.pipeline.decoding.drafters.blended import BlendedDrafter
-from laserbatch.pipeline.decoding.drafters.chains import Chains
 from laserbatch.pipeline.decoding.drafters.drafter import Drafter, NoDrafter
 from laserbatch.pipeline.decoding.drafters.growing import DraftModel, Growth, ModelDrafter
+from laserbatch.pipeline.decoding.drafters.grown import Beams, Branching, Chains, StochasticBeams
 from laserbatch.pipeline.decoding.drafters.lookahead import LookaheadDrafter
 from laserbatch.pipeline.decoding.drafters.retrieval import RetrievalDrafter
-from laserbatch.pipeline.decoding.drafters.rsd import Branching, StochasticBeams
 from laserbatch.pipeline.decoding.drafters.small_model import SmallModel
 from laserbatch.pipeline.decoding.drafters.trained import DrafterCard, TrainedHead, read_card
 from laserbatch.pipeline.decoding.kv_cache import UNBOUNDED

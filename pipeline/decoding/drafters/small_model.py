@@ -28,7 +28,9 @@ class SmallModel(DraftModel):
         self._root: torch.Tensor | None = None
 
     def begin(self, sequences: list[Sequence]) -> None:
-        new = [Feed(row, one.context[self._cache.lengths[row] :]) for row, one in self._with_rows(sequences)]
+        rows = [self._rows[id(one)] for one in sequences]
+        pairs = zip(rows, sequences, strict=True)
+        new = [Feed(row, one.context[self._cache.lengths[row] :]) for row, one in pairs]
         output = self._runner.forward(new)
         batch = output.batch
         stays = np.ones(len(batch), bool)
@@ -59,6 +61,3 @@ class SmallModel(DraftModel):
         row = self._rows.pop(id(sequence), None)
         if row is not None:
             self._cache.release(row)
-
-    def _with_rows(self, sequences: list[Sequence]) -> list[tuple[int, Sequence]]:
-        return [(self._rows[id(one)], one) for one in sequences]

@@ -1,7 +1,7 @@
-"""Rules by which drafted tokens are accepted, a file each."""
+"""Rules by which drafted tokens are accepted."""
 
-from laserbatch.pipeline.decoding.verifiers.greedy import Greedy as Greedy
 from laserbatch.pipeline.decoding.verifiers.named import verifier_from as verifier_from
+from laserbatch.pipeline.decoding.verifiers.relaxed import Greedy as Greedy
 from laserbatch.pipeline.decoding.verifiers.relaxed import Relaxed as Relaxed
 from laserbatch.pipeline.decoding.verifiers.verifier import DraftedNodes as DraftedNodes
 from laserbatch.pipeline.decoding.verifiers.verifier import NodeVerdicts as NodeVerdicts

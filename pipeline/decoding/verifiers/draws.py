@@ -6,6 +6,7 @@ tokens that were drawn but through the draws that the rule is shown. A node that
 from a distribution that has this token alone, after all draws of its place.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from laserbatch.pipeline.decoding.device_memory import to_device
 from laserbatch.pipeline.decoding.model.sampling import SampledLogits, gumbel_noise, uniform_numbers
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
-from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
+from laserbatch.pipeline.decoding.verifiers.relaxed import Greedy
 
 
 @dataclass(frozen=True)
@@ -41,19 +42,18 @@ class Draws:
         return replace(self, tokens=torch.where(which, self.tokens, -1))
 
 
+Draw = Callable[[torch.Tensor, Draws], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
 class SamplingRule(Greedy):
-    """Accepts a drafted token where it is the one that `draw` gives."""
+    """Accepts a drafted token where it is the one that `draw` gives.
 
-    def draw(self, p: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which drafted token is the sample, and what it is to be drawn from where none is.
+    `draw` : of the target's distributions (R, vocab_size) and what was drawn after each place, which drafted token is
+        the sample, int64[R], -1 for none; and what it is to be drawn from where none is (R, vocab_size).
+    """
 
-        Parameters
-        ----------
-        p : (R, vocab_size), the target's distributions.
-
-        Returns int64[R], -1 for none, and the residual distributions (R, vocab_size).
-        """
-        raise NotImplementedError
+    draw: Draw
 
     def sampled(self, temperature, rows, seeds, lengths, trees) -> "DrawnLogits":
         """Rows whose argmax is what this rule draws; parameters as `SampledLogits` has them."""
@@ -94,34 +94,3 @@ class DrawnLogits(SampledLogits):
         own = (residual.log() + gumbel_noise(seeds, positions, p.shape[-1])).argmax(-1)
         result = torch.zeros_like(p).scatter_(1, torch.where(drafted >= 0, drafted, own)[:, None], 1.0)
         return result.masked_fill_(~is_finite[:, None], torch.nan)
-
-
-def recursive_rejection(
-    p: torch.Tensor, draws: Draws, without_replacement: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each draw in turn is accepted by its ratio of what is left of p to its own distribution q (RSD, Algorithm 1).
-
-    What is left after a rejection is p - q where that is positive. Of draws without replacement q is what earlier draws
-    of the same place left of it. Parameters and results as `SamplingRule.draw` has them.
-    """
-    drafted = torch.full((len(p),), -1, device=p.device)
-    for number in range(draws.tokens.shape[1]):
-        places = torch.nonzero((draws.tokens[:, number] >= 0) & (drafted < 0))[:, 0]
-        tokens, q = draws.tokens[places, number], draws.distribution(places, number)
-        if without_replacement and number:
-            earlier = draws.tokens[places, :number]
-            is_like = draws.rows[places, :number] == draws.rows[places, number : number + 1]
-            gone = torch.zeros_like(q).scatter_add_(1, earlier.clamp_min(0), (is_like & (earlier >= 0)).float())
-            q = normalised(q.masked_fill(gone > 0, 0.0))
-        left, at = p[places], tokens[:, None]
-        is_accepted = draws.uniform[places, number] * q.gather(1, at)[:, 0] < left.gather(1, at)[:, 0]
-        drafted[places[is_accepted]] = tokens[is_accepted]
-        p = p.index_put((places,), torch.where(is_accepted[:, None], left, normalised((left - q).clamp_min(0), left)))
-    return drafted, p
-
-
-def normalised(weights: torch.Tensor, otherwise: torch.Tensor | None = None) -> torch.Tensor:
-    """Rows that sum to 1; a row of zeros, which rounding can leave, becomes that of `otherwise`."""
-    total = weights.sum(-1, keepdim=True)
-    scaled = weights / total.clamp_min(torch.finfo(weights.dtype).tiny)
-    return scaled if otherwise is None else torch.where(total > 0, scaled, otherwise)

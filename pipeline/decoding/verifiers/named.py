@@ -1,17 +1,13 @@
 """The rules by their names in the configuration."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.decoding.verifiers.conditional import Conditional
-from laserbatch.pipeline.decoding.verifiers.greedy import Greedy
-from laserbatch.pipeline.decoding.verifiers.k_seq import KSeq
-from laserbatch.pipeline.decoding.verifiers.leviathan import Leviathan
-from laserbatch.pipeline.decoding.verifiers.loosely import Loosely
-from laserbatch.pipeline.decoding.verifiers.relaxed import Relaxed
-from laserbatch.pipeline.decoding.verifiers.rsd import RecursiveRejection
-from laserbatch.pipeline.decoding.verifiers.specinfer import MultiRound
-from laserbatch.pipeline.decoding.verifiers.typical import Typical
+from laserbatch.pipeline.decoding.verifiers.draws import SamplingRule
+from laserbatch.pipeline.decoding.verifiers.rejection import first_draw, k_seq, recursive_rejection
+from laserbatch.pipeline.decoding.verifiers.relaxed import Greedy, Relaxed
+from laserbatch.pipeline.decoding.verifiers.unsure import Conditional, Loosely, Typical
 from laserbatch.pipeline.decoding.verifiers.verifier import Verifier
 
 NAMED: Mapping[str, Callable[[DecodingSettings], Verifier]] = {
@@ -22,10 +18,10 @@ NAMED: Mapping[str, Callable[[DecodingSettings], Verifier]] = {
     "typical": lambda settings: Typical(settings.min_probability),
     "aasd": lambda settings: Conditional(beta=settings.min_probability),
     "fly": lambda settings: Loosely(),
-    "leviathan": lambda settings: Leviathan(),
-    "specinfer": lambda settings: MultiRound(),
-    "k_seq": lambda settings: KSeq(),
-    "rsd": lambda settings: RecursiveRejection(),
+    "leviathan": lambda settings: SamplingRule(first_draw),
+    "specinfer": lambda settings: SamplingRule(recursive_rejection),
+    "k_seq": lambda settings: SamplingRule(k_seq),
+    "rsd": lambda settings: SamplingRule(partial(recursive_rejection, without_replacement=True)),
 }
 
 

@@ -1,4 +1,4 @@
-"""LASER's relaxed verification, and either half of it alone."""
+"""Verification without loss; LASER's relaxed one, and either half of it alone."""
 
 import math
 from dataclasses import dataclass
@@ -7,6 +7,14 @@ import numpy as np
 import torch
 
 from laserbatch.pipeline.decoding.verifiers.verifier import NodeVerdicts, is_choice, log_softmax
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """Accept the target's own choice only: the text is that of plain greedy decoding (LASER, Eq. 4)."""
+
+    def __call__(self, logits, choices, nodes) -> NodeVerdicts:
+        return NodeVerdicts(is_choice(choices, nodes), torch.zeros_like(nodes.token_ids, dtype=torch.float32))
 
 
 @dataclass(frozen=True)

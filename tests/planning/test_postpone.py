@@ -5,8 +5,8 @@ import datetime
 import numpy as np
 import pyarrow as pa
 
-from laserbatch.pipeline.planning import failures
-from laserbatch.pipeline.planning.failures import DAYS_BETWEEN_TRIES, failing_still, unusable_texts
+from laserbatch.pipeline.planning import postpone
+from laserbatch.pipeline.planning.postpone import DAYS_BETWEEN_TRIES, failing_still, unusable_texts
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, quarantine_table
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -21,7 +21,7 @@ def quarantined(tmp_path, rows: list[QuarantineRow], kind: pa.DataType) -> RunFo
 
 
 def test_what_failed_without_a_text_is_always_tried_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(failures, "DAYS_BETWEEN_TRIES", 1 << 40)
+    monkeypatch.setattr(postpone, "DAYS_BETWEEN_TRIES", 1 << 40)
     rows = [
         QuarantineRow.of(1, "user", "unparsable: no", "f1", "text"),
         QuarantineRow.of(2, "user", "abandoned: a worker died", "f2"),
@@ -43,7 +43,7 @@ def test_a_text_is_tried_again_once_a_week_and_not_all_on_one_night(tmp_path):
 
 
 def test_only_the_same_question_of_the_same_entity_is_not_asked(tmp_path, monkeypatch):
-    monkeypatch.setattr(failures, "DAYS_BETWEEN_TRIES", 1 << 40)
+    monkeypatch.setattr(postpone, "DAYS_BETWEEN_TRIES", 1 << 40)
     rows = [QuarantineRow.of(n, "user", "unparsable: no", f"f{n}", "text") for n in (5, 3)]
     unusable = unusable_texts(quarantined(tmp_path, rows, pa.int64()), "user", DATE)
     found = failing_still(unusable, pa.array([1, 3, 5, 7]), pa.array(["f3", "f3", "other", "f5"]))
