@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from laserbatch.retrieval_pools.records import BaseModel, Field
+from pydantic import BaseModel, Field
 
 MAX_MATCH_TOKENS = 32
 MAX_CONTEXT_LENGTHS = 8

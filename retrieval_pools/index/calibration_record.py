@@ -4,9 +4,9 @@ Values and their checks only; `calibration/` replays and fits, `drafting/estimat
 """
 
 import numpy as np
+from pydantic import Field
 
 from laserbatch.retrieval_pools.drafting.estimate import COUNT_KNOTS, IDENTITY_CURVES, NUM_PLACES, NUM_TOKEN_KINDS
-from laserbatch.retrieval_pools.records import Field
 from laserbatch.retrieval_pools.settings import Frozen
 from laserbatch.retrieval_pools.sources import NUM_TEXT_SOURCES
 

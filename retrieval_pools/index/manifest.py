@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from pydantic import Field, ValidationError
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.arrays import map_array
 from laserbatch.retrieval_pools.index.calibration_record import Calibration
-from laserbatch.retrieval_pools.records import Field, TypedDict, ValidationError
 from laserbatch.retrieval_pools.settings import DraftSettings, Frozen, PoolSettings
 
 FORMAT_VERSION = 9

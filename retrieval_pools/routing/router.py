@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pydantic import ValidationError
 
 from laserbatch.retrieval_pools.errors import PoolError
-from laserbatch.retrieval_pools.records import ValidationError
 from laserbatch.retrieval_pools.routing.attributes import (
     AttributeColumn,
     AttributeGroups,
