@@ -140,8 +140,9 @@ def _write(workspace: Workspace, run: RunFolder, manifest: RunManifest, lists: L
     """Make the lists that are not there yet, check that nobody is missing, and finish the run."""
     previous, schema = lists.schema.empty_table(), lists.schema
     if manifest.previous_run_id is not None:
-        before = workspace.run(manifest.previous_run_id)
-        previous = pa.Table.from_batches(before.iter_knowledge("user", schema.names)).cast(schema)
+        batches = list(workspace.run(manifest.previous_run_id).iter_knowledge("user", schema.names))
+        if batches:  # none where it was removed since
+            previous = pa.Table.from_batches(batches).cast(schema)
     with stage(manifest, "plan"):
         (run.root / TOKEN_FILE).unlink(missing_ok=True)  # of an attempt that was killed
         write_parquet(pa.table({"item_id": lists.catalogue.item_ids}), run.root / CATALOGUE_PATH)

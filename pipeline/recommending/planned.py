@@ -29,11 +29,10 @@ def kept_lists(previous: pa.Table, user_ids: pa.Array, fingerprints: pa.Array, c
     It stays where it follows from the same, and all of its items are in the catalogue still.
     """
     rows = rows_of(previous, user_ids)
-    same = pc.equal(previous["fingerprint"].combine_chunks().take(pa.array(rows, mask=rows < 0)), fingerprints)
-    same = pc.fill_null(same, False).to_numpy(zero_copy_only=False) & ~pc.fill_null(
-        previous["is_stale"].combine_chunks().take(pa.array(rows, mask=rows < 0)), True
-    ).to_numpy(zero_copy_only=False)
-    stays = (rows >= 0) & same
+    there = pa.array(rows, mask=rows < 0)
+    before, is_stale = (previous[name].combine_chunks().take(there) for name in ("fingerprint", "is_stale"))
+    same = pc.and_not(pc.equal(before, fingerprints), is_stale)
+    stays = (rows >= 0) & pc.fill_null(same, False).to_numpy(zero_copy_only=False)
     stays[stays] = ~_has_gone(previous, catalogue)[rows[stays]]
     return np.where(stays, rows, -1)
 
