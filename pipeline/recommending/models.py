@@ -35,6 +35,21 @@ def new_model(card: RecommenderCard, hidden_size: int, num_layers: int, seed: in
     return LlamaForCausalLM(config)
 
 
+def drop_out(model: LlamaForCausalLM, share: float) -> None:
+    """Have so much of what embeddings, attention and MLPs say be left out while the model is trained."""
+
+    def hook(module: torch.nn.Module, _, said):
+        first = said[0] if isinstance(said, tuple) else said
+        first = torch.nn.functional.dropout(first, share, module.training)
+        return (first, *said[1:]) if isinstance(said, tuple) else first
+
+    for module in [
+        model.model.embed_tokens,
+        *(part for one in model.model.layers for part in (one.self_attn, one.mlp)),
+    ]:
+        module.register_forward_hook(hook)
+
+
 def extended_model(base: Path, card: RecommenderCard, seed: int) -> tuple[torch.nn.Module, RecommenderCard]:
     """A language model with a card's tokens behind its own, and a LoRA to be trained; the card as it then is.
 

@@ -18,7 +18,7 @@ from laserbatch.pipeline.recommending.code_trees import CodeTrees
 from laserbatch.pipeline.recommending.codes import ItemCodes
 from laserbatch.pipeline.recommending.item_trie import ItemTrie
 from laserbatch.pipeline.recommending.losses import NUM_ALIGNED, OF_LISTS, Rows, draft_loss
-from laserbatch.pipeline.recommending.models import Recommender, extended_model, new_model, save_recommender
+from laserbatch.pipeline.recommending.models import Recommender, drop_out, extended_model, new_model, save_recommender
 from laserbatch.pipeline.recommending.settings import DraftLoss
 
 LEAST_HISTORIES = 20
@@ -36,8 +36,9 @@ class RecommenderOptions:
 
     hidden_size: int = 256
     num_layers: int = 4
+    dropout: float = 0.2  # of a new target
     history: int = 20
-    epochs: int = 5
+    epochs: int = 15
     batch_size: int = 64
     learning_rate: float = 2e-3
     num_listed: int = 4000
@@ -71,6 +72,7 @@ def train_recommender(
     card = RecommenderCard(sizes=codes.sizes, codes=codes_digest(codes), history=options.history)
     if base is None:
         model = new_model(card, options.hidden_size, options.num_layers, options.seed)
+        drop_out(model, options.dropout)
     else:
         model, card = extended_model(base, card, options.seed)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -81,7 +83,9 @@ def train_recommender(
     trie = ItemTrie.of(codes)
     ways = trie.ways_to(codes.codes)
 
-    def loss_of(batch: Sequence[int]) -> torch.Tensor:
+    def loss_of(numbered: tuple[int, Sequence[int]]) -> torch.Tensor:
+        step, batch = numbered
+        torch.manual_seed(options.seed + step)  # what is dropped out goes by the step, wherever a training goes on
         some = [windows[number] for number in batch]
         ids = _padded([card.tokens(codes.codes[one]) for one in some], card.begin).to(model.device)
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
@@ -89,7 +93,7 @@ def train_recommender(
 
     digest = _digest("target" if base is None else str(base), codes, told, options)
     best = folder / BEST_NAME
-    batches = list(_batches([len(one) for one in windows], options))
+    batches = list(enumerate(_batches([len(one) for one in windows], options)))
     num_in_epoch = len(batches) // options.epochs
 
     def after(step: int) -> None:
