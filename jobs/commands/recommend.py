@@ -67,7 +67,9 @@ def train(
         None, help="Folder of a language model: its vocabulary is extended by the codes, and a LoRA adapts it."
     ),
     date: str | None = typer.Option(None, help="Interactions up to the end of this day; without it all."),
-    epochs: int = typer.Option(15, min=1, help="How often it sees each history; the best epoch is kept."),
+    epochs: int | None = typer.Option(
+        None, min=1, help="How often it sees each history, the best epoch being kept: 15, a small model 5 times."
+    ),
     as_json: bool = JSON,
 ) -> None:
     """Train a recommender on the interactions of the tables, or a small model that drafts for one.

@@ -30,7 +30,7 @@ def train_on_tables(
     draft_for: Path | None,
     loss: DraftLoss,
     date: datetime.date | None,
-    epochs: int,
+    epochs: int | None,
     code_maker: CodeMaker = "kmeans",
     base: Path | None = None,
 ) -> RecommenderCard:
@@ -59,10 +59,10 @@ def train_on_tables(
             done = step
 
         if target is None:
-            options = RecommenderOptions(epochs=epochs, seed=settings.seed)
+            options = RecommenderOptions(epochs=epochs or 15, seed=settings.seed)
             card = train_recommender(codes, histories, out, options, tell, base)
         else:
-            options = RecommenderOptions(hidden_size=64, num_layers=1, epochs=epochs, seed=settings.seed)
+            options = RecommenderOptions(hidden_size=64, num_layers=1, epochs=epochs or 5, seed=settings.seed)
             card = train_draft(loss, target, codes, histories, out, options, tell)
     table = {"item_id": codes.item_ids, "codes": pa.array(codes.codes.tolist(), pa.list_(pa.int32()))}
     write_parquet(pa.table(table), out / CODES_NAME)
