@@ -24,6 +24,7 @@ from laserbatch.pipeline.recommending.settings import DraftLoss
 LEAST_HISTORIES = 20
 HELD_BACK, MOST_HELD_BACK = 0.1, 1000  # of the histories, whose last item is not learned
 LISTS_AT_ONCE = 32
+NO_LABEL = -100  # where a window has no item
 BEST_NAME = "best.safetensors"  # weights of the best epoch so far, until the training ends
 
 Tell = Callable[[int, int, float], None]
@@ -200,15 +201,17 @@ def _catalogue_loss(
     Over all codes a model would first of all learn the catalogue by heart. `logits` (B, T, vocab_size) of windows that
     are filled on the right, `ways` those of `ItemTrie.ways_to`.
     """
-    rows = np.repeat(np.arange(len(windows)), [len(one) for one in windows])
-    at = np.concatenate([np.arange(len(one)) for one in windows]) * trie.num_levels
-    items, total = np.concatenate(windows), logits.new_zeros(())
-    for level, (above, places) in enumerate(zip(ways[0].T, ways[1].T, strict=True)):
-        followers = trie.codes[level][above[items]]
+    items = np.full((len(windows), logits.shape[1] // trie.num_levels), -1)
+    for row, one in enumerate(windows):
+        items[row, : len(one)] = one
+    total = logits.new_zeros(())
+    for level, said in enumerate(logits.unflatten(1, (-1, trie.num_levels)).unbind(2)):
+        followers = trie.codes[level][ways[0][items, level]]
         tokens = torch.from_numpy(np.maximum(followers, 0) + card.first_tokens[level]).to(logits.device)
         is_none = torch.from_numpy(followers < 0).to(logits.device)
-        own = logits[rows, at + level].float().gather(1, tokens).masked_fill(is_none, -torch.inf)
-        total = total + torch.nn.functional.cross_entropy(own, torch.from_numpy(places[items]).to(logits.device))
+        own = said.float().gather(2, tokens).masked_fill(is_none, -torch.inf)
+        labels = torch.from_numpy(np.where(items < 0, NO_LABEL, ways[1][items, level])).to(logits.device)
+        total = total + torch.nn.functional.cross_entropy(own.flatten(0, 1), labels.flatten(), ignore_index=NO_LABEL)
     return total / trie.num_levels
 
 
