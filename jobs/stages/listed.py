@@ -6,16 +6,20 @@ from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from laserbatch.jobs.console import say
 from laserbatch.jobs.settings import Settings
+from laserbatch.pipeline.encoding.vectors import vectors_of
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.histories import Histories
-from laserbatch.pipeline.recommending.card import CODES_NAME, KnownRecommender, known_recommender
-from laserbatch.pipeline.recommending.codes import ItemCodes, read_codes
+from laserbatch.pipeline.recommending.card import KnownRecommender, codes_of_recommender, known_recommender
+from laserbatch.pipeline.recommending.codes import ItemCodes, with_new_items
 from laserbatch.pipeline.recommending.lists import lists_schema
 from laserbatch.pipeline.recommending.planned import list_fingerprints
 from laserbatch.pipeline.recommending.settings import RecommendingSettings
+from laserbatch.pipeline.storage.parquet import read_parquet
+from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import Tables
 
 
@@ -24,8 +28,8 @@ def known_models(options: RecommendingSettings) -> tuple[KnownRecommender, ItemC
 
     Raises ModelError, TableError: a folder is none, or what drafts for it has other codes.
     """
-    target, codes = known_recommender(options.model), read_codes(options.model / CODES_NAME)
-    target.require(codes)
+    target = known_recommender(options.model)
+    codes = codes_of_recommender(options.model, target)
     if options.draft_model is not None:
         known_recommender(options.draft_model).require_drafts_for(target)
     return target, codes
@@ -43,15 +47,35 @@ class Lists:
 
     def __post_init__(self) -> None:
         item_ids = self.tables.items["item_id"].combine_chunks()
-        self.catalogue = self.codes.of_catalogue(item_ids)
-        num_items = self.settings.recommending.num_items
-        if num_unknown := len(item_ids) - len(self.catalogue):
-            say(f"{num_unknown} items that came since the recommender was trained are not listed: they have no codes")
+        codes, num_items = self.codes, self.settings.recommending.num_items
+        num_new = len(item_ids) - len(codes.of_catalogue(item_ids))
+        if num_new:
+            codes = self._with_new_items(item_ids)
+        self.catalogue = codes.of_catalogue(item_ids)
+        if num_new:
+            num_without = len(item_ids) - len(self.catalogue)
+            say(
+                f"{num_new} items came since the recommender was trained: {num_new - num_without} have codes like "
+                f"those of the most alike item, {num_without} are not listed, for want of a vector or of codes"
+            )
         if num_items > len(self.catalogue):
             raise ConfigError(
                 f"recommending.num_items {num_items} is more than the {len(self.catalogue)} items of the "
                 "catalogue that have codes: ask for fewer"
             )
+
+    def _with_new_items(self, item_ids: pa.Array) -> ItemCodes:
+        """The codes, and those of new items whose vectors the published run of texts has."""
+        if not self.settings.workspace.is_dir():
+            return self.codes
+        run = Workspace.open(self.settings.workspace, create=False).published()
+        if run is None or not run.features_path("item").exists():
+            return self.codes
+        features = read_parquet(run.features_path("item"), ["item_id", "vector"])
+        if features["item_id"].type != item_ids.type:
+            return self.codes
+        features = features.filter(pc.is_in(features["item_id"], value_set=item_ids))
+        return with_new_items(self.codes, features["item_id"].combine_chunks(), vectors_of(features))
 
     @cached_property
     def user_ids(self) -> pa.Array:

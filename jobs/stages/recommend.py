@@ -42,7 +42,7 @@ from laserbatch.pipeline.planning.plan import (
     open_plan,
     write_shard_plan,
 )
-from laserbatch.pipeline.recommending.lists import CATALOGUE_PATH, flat_lists
+from laserbatch.pipeline.recommending.lists import CATALOGUE_PATH, flat_lists, read_catalogue, write_catalogue
 from laserbatch.pipeline.recommending.planned import kept_lists, listed_drafts, stale_lists
 from laserbatch.pipeline.recommending.trial import TRIED_SHARES, fastest
 from laserbatch.pipeline.storage.atomic import remove_folder
@@ -145,7 +145,11 @@ def _write(workspace: Workspace, run: RunFolder, manifest: RunManifest, lists: L
             previous = pa.Table.from_batches(batches).cast(schema)
     with stage(manifest, "plan"):
         (run.root / TOKEN_FILE).unlink(missing_ok=True)  # of an attempt that was killed
-        write_parquet(pa.table({"item_id": lists.catalogue.item_ids}), run.root / CATALOGUE_PATH)
+        catalogue = run.root / CATALOGUE_PATH
+        if catalogue.exists():  # texts, whose vectors new items' codes go by, may have been written since
+            lists.catalogue = read_catalogue(catalogue, lists.target.card.sizes)
+        else:
+            write_catalogue(lists.catalogue, catalogue)
         plan, finished = open_plan(run, "user", lambda: _plan(run, manifest, lists, previous))
     with stage(manifest, "recommend"):
         pending, abandoned = [shard for shard in plan.shards if shard.name not in finished], []

@@ -5,7 +5,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import torch
 
 from laserbatch.jobs.console import progress, say
@@ -13,12 +12,13 @@ from laserbatch.jobs.settings import Settings
 from laserbatch.pipeline.distributed.settings import usable_cores
 from laserbatch.pipeline.encoding.vectors import vectors_of
 from laserbatch.pipeline.knowledge.histories import Histories
-from laserbatch.pipeline.recommending.card import CODES_NAME, RecommenderCard
+from laserbatch.pipeline.recommending.card import CODES_NAME, RecommenderCard, codes_of_recommender
 from laserbatch.pipeline.recommending.codes import ItemCodes, made_codes, read_codes
+from laserbatch.pipeline.recommending.lists import write_catalogue
 from laserbatch.pipeline.recommending.models import load_recommender
 from laserbatch.pipeline.recommending.settings import CodeMaker, DraftLoss
 from laserbatch.pipeline.recommending.training import RecommenderOptions, train_draft, train_recommender
-from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
+from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import read_tables
 
@@ -41,8 +41,11 @@ def train_on_tables(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = None if draft_for is None else load_recommender(draft_for, device)
     if target is not None:
-        codes_file = draft_for / CODES_NAME
-    codes = _codes_of_vectors(settings, code_maker) if codes_file is None else read_codes(codes_file)
+        codes = codes_of_recommender(draft_for, target)
+    elif codes_file is not None:
+        codes = read_codes(codes_file)
+    else:
+        codes = _codes_of_vectors(settings, code_maker)
     rows, known = codes.rows_of(tables.items["item_id"].combine_chunks()), Histories(tables)
     if num_unknown := int((rows < 0).sum()):
         say(f"{num_unknown} of {len(rows)} items have no codes: they are neither learned nor listed")
@@ -64,8 +67,7 @@ def train_on_tables(
         else:
             options = RecommenderOptions(hidden_size=64, num_layers=1, epochs=epochs or 5, seed=settings.seed)
             card = train_draft(loss, target, codes, histories, out, options, tell)
-    table = {"item_id": codes.item_ids, "codes": pa.array(codes.codes.tolist(), pa.list_(pa.int32()))}
-    write_parquet(pa.table(table), out / CODES_NAME)
+    write_catalogue(codes, out / CODES_NAME)
     return card
 
 

@@ -10,12 +10,10 @@ import torch
 from laserbatch.pipeline.distributed.spec import ListSpec
 from laserbatch.pipeline.planning.plan import Shard
 from laserbatch.pipeline.recommending.beams import BeamDrafter, Found, search
-from laserbatch.pipeline.recommending.card import CODES_NAME
 from laserbatch.pipeline.recommending.code_trees import CodeTrees
-from laserbatch.pipeline.recommending.codes import read_codes
 from laserbatch.pipeline.recommending.drafters import ListedItems, ModelBeams
 from laserbatch.pipeline.recommending.item_trie import ItemTrie
-from laserbatch.pipeline.recommending.lists import CATALOGUE_PATH, ListRow, lists_schema, lists_table
+from laserbatch.pipeline.recommending.lists import CATALOGUE_PATH, ListRow, lists_schema, lists_table, read_catalogue
 from laserbatch.pipeline.recommending.models import load_recommender
 from laserbatch.pipeline.recommending.trial import tried_seconds
 from laserbatch.pipeline.storage.manifest import ModelFigures
@@ -35,8 +33,7 @@ class ListWorker:
         options = spec.options
         self._target = load_recommender(spec.model_dir, spec.device)
         self._small = None if options.draft_model is None else load_recommender(options.draft_model, spec.device)
-        item_ids = read_parquet(spec.run_dir / CATALOGUE_PATH)["item_id"].combine_chunks()
-        self._catalogue = read_codes(spec.model_dir / CODES_NAME).of_catalogue(item_ids)
+        self._catalogue = read_catalogue(spec.run_dir / CATALOGUE_PATH, self._target.card.sizes)
         self._trie = ItemTrie.of(self._catalogue)
         model = self._target.model
         self._figures = ModelFigures(self._target.model_id, "float32", str(model.device), model.num_parameters())

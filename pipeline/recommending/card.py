@@ -2,14 +2,14 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from pydantic import ValidationError
 
 from laserbatch.pipeline.errors import ModelError
-from laserbatch.pipeline.recommending.codes import ItemCodes
+from laserbatch.pipeline.recommending.codes import ItemCodes, read_codes
 from laserbatch.pipeline.storage.atomic import read_json, sha256_file
 from laserbatch.pipeline.validation import Strict, explain
 
@@ -112,6 +112,16 @@ def known_recommender(folder: Path) -> KnownRecommender:
     except ValidationError as error:
         raise ModelError(f"{path}: {explain(error, RecommenderCard)}; train it again") from None
     return KnownRecommender(card, f"{folder.resolve().name}-{sha256_file(weights)[:12]}")
+
+
+def codes_of_recommender(folder: Path, known: KnownRecommender) -> ItemCodes:
+    """The item codes beside a recommender, as many of each level as it has tokens for.
+
+    Raises TableError: there are none; ModelError: it was trained on others.
+    """
+    codes = read_codes(folder / CODES_NAME)
+    known.require(codes)
+    return replace(codes, sizes=known.card.sizes)
 
 
 def codes_digest(codes: ItemCodes) -> str:

@@ -17,6 +17,8 @@ from laserbatch.pipeline.storage.parquet import read_parquet
 
 NUM_LEVELS = 4
 CODEBOOK_SIZE = 256
+SPARE_CODES = 4  # of the last level, for items that come later
+MOST_PRODUCTS = 2**24  # of vectors, in memory
 
 
 @dataclass(frozen=True)
@@ -81,12 +83,51 @@ def read_codes(path: Path) -> ItemCodes:
 
 
 def made_codes(item_ids: pa.Array, vectors: np.ndarray, seed: int = 0, maker: CodeMaker = "kmeans") -> ItemCodes:
-    """Of vectors float32 (n, dim), on all levels but the last, which numbers those that are alike in these."""
+    """Of vectors float32 (n, dim), on all levels but the last, which numbers those that are alike in these.
+
+    Its size leaves room for a few more.
+    """
     coarse = _kmeans_codes if maker == "kmeans" else _rqvae_codes
     columns = coarse(vectors.astype(np.float32), NUM_LEVELS - 1, CODEBOOK_SIZE, seed).T
     codes = np.stack([np.unique(column, return_inverse=True)[1].ravel() for column in columns], 1)  # those in use
     codes = np.column_stack((codes, _digits(codes))).astype(np.int32)
-    return ItemCodes(item_ids, codes, tuple((codes.max(0) + 1).tolist()))
+    *sizes, last = (codes.max(0) + 1).tolist()
+    return ItemCodes(item_ids, codes, (*sizes, last + SPARE_CODES))
+
+
+def with_new_items(known: ItemCodes, item_ids: pa.Array, vectors: np.ndarray) -> ItemCodes:
+    """Codes of items that came later too: those of the most alike item that has some, but for the last, which is the
+    first that no item with the others has.
+
+    An item stays without where its most alike one's last codes are used up.
+
+    Parameters
+    ----------
+    item_ids, vectors : of items with and without codes, float32 (n, dim).
+    """
+    rows = known.rows_of(item_ids)
+    has, lacks = np.flatnonzero(rows >= 0), np.flatnonzero(rows < 0)
+    if not len(has):
+        return known
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    unit = vectors / np.maximum(lengths, 1e-12)
+    used: dict[tuple[int, ...], set[int]] = {}
+    for *above, last in known.codes.tolist():
+        used.setdefault(tuple(above), set()).add(last)
+    new_rows, new_codes = [], []
+    size = max(1, MOST_PRODUCTS // len(has))
+    for start in range(0, len(lacks), size):
+        some = lacks[start : start + size]
+        alike = rows[has[(unit[some] @ unit[has].T).argmax(1)]]
+        for row, above in zip(some.tolist(), map(tuple, known.codes[alike, :-1].tolist()), strict=True):
+            last = next((code for code in range(known.sizes[-1]) if code not in used[above]), None)
+            if last is not None:
+                used[above].add(last)
+                new_rows.append(row)
+                new_codes.append((*above, last))
+    new = np.array(new_codes, np.int32).reshape(-1, known.codes.shape[1])
+    new_ids = item_ids.take(pa.array(new_rows, pa.int64()))
+    return ItemCodes(pa.concat_arrays([known.item_ids, new_ids]), np.concatenate((known.codes, new)), known.sizes)
 
 
 def _rqvae_codes(vectors: np.ndarray, num_levels: int, size: int, seed: int) -> np.ndarray:

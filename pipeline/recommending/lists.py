@@ -2,15 +2,30 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from laserbatch.pipeline.recommending.beams import Found
+from laserbatch.pipeline.recommending.codes import ItemCodes
+from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
-CATALOGUE_PATH = "plan/catalogue.parquet"  # within a run: `item_id` of what may be listed; rows of it name items
+CATALOGUE_PATH = "plan/catalogue.parquet"  # within a run: `item_id` and `codes` of what may be listed
+
+
+def write_catalogue(catalogue: ItemCodes, path: Path) -> None:
+    table = {"item_id": catalogue.item_ids, "codes": pa.array(catalogue.codes.tolist(), pa.list_(pa.int32()))}
+    write_parquet(pa.table(table), path)
+
+
+def read_catalogue(path: Path, sizes: tuple[int, ...]) -> ItemCodes:
+    """What `write_catalogue` has written, row by row."""
+    table = read_parquet(path)
+    codes = table["codes"].combine_chunks().flatten().to_numpy().reshape(-1, len(sizes))
+    return ItemCodes(table["item_id"].combine_chunks(), codes, sizes)
 
 
 @dataclass(frozen=True)

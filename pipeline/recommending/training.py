@@ -147,7 +147,7 @@ def train_draft(
     target.require(codes)
     trie, rng = ItemTrie.of(codes), np.random.default_rng(options.seed)
     card = RecommenderCard(
-        sizes=codes.sizes, codes=target.card.codes, history=target.card.history, loss=kind, target=target.model_id
+        sizes=target.card.sizes, codes=target.card.codes, history=target.card.history, loss=kind, target=target.model_id
     )
     device = target.model.device
     model = new_model(card, options.hidden_size, options.num_layers, options.seed).to(device)

@@ -2,9 +2,11 @@
 
 import datetime
 import json
+import re
 import shutil
 from itertools import islice
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -83,6 +85,28 @@ def test_everybody_gets_a_list_and_the_unchanged_keep_theirs(world, capfd):
     assert older.returncode == 0 and "readers go on seeing" in older.stderr
     runs = Workspace.open(world[0] / "workspace" / "recommendations").runs()
     assert [run.run_id for run in runs] == [json.loads(one.stdout)["run_id"] for one in (second, fresh)]
+
+
+def test_new_items_are_listed_by_the_codes_of_the_most_alike(world, capfd):
+    """Vectors are those of the published run of texts."""
+    folder, _ = world
+    alone = recommend(capfd, world, SECOND_DATE)
+    assert "0 have codes like those" in alone.stderr
+    items = read_tables(folder / "tables", as_of=datetime.date.fromisoformat(SECOND_DATE)).items["item_id"]
+    vectors = np.random.default_rng(0).normal(size=(len(items), 8)).astype(np.float32)
+    texts = Workspace.open(folder / "workspace").run("2025-02-28-00000000")
+    column = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), 8)
+    texts.features_path("item").parent.mkdir(parents=True)
+    pq.write_table(pa.table({"item_id": items.combine_chunks(), "vector": column}), texts.features_path("item"))
+    texts.manifest_path.write_text("{}")
+    texts.finish()
+    Workspace.open(folder / "workspace").publish(texts.run_id)
+    done = recommend(capfd, world, SECOND_DATE, "--force", num_items=30)
+    assert done.returncode == 0, done.stderr
+    told = re.search(r"(\d+) items came since the recommender was trained: (\d+) have", done.stderr)
+    assert int(told[2]) > 0
+    known = pq.read_table(folder / "codes.parquet")["item_id"].to_pylist()
+    assert {item for one in lists_of(done).values() for item in one} - set(known)
 
 
 def test_a_small_model_drafts_the_same_lists(world, capfd):

@@ -6,7 +6,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from laserbatch.pipeline.errors import TableError
-from laserbatch.pipeline.recommending.codes import CODEBOOK_SIZE, ItemCodes, made_codes, read_codes
+from laserbatch.pipeline.recommending import codes as codes_module
+from laserbatch.pipeline.recommending.codes import (
+    CODEBOOK_SIZE,
+    SPARE_CODES,
+    ItemCodes,
+    made_codes,
+    read_codes,
+    with_new_items,
+)
 from laserbatch.pipeline.recommending.item_trie import ItemTrie
 
 
@@ -77,6 +85,27 @@ def test_made_codes_are_coarse_to_fine_all_different_and_the_same_again(maker, t
     written = pa.table({"item_id": ids, "codes": found.codes.tolist()})
     pq.write_table(written, tmp_path / "codes.parquet")
     assert np.array_equal(read_codes(tmp_path / "codes.parquet").codes, found.codes)
+
+
+def test_new_items_have_codes_like_the_most_alike_item_until_these_are_used_up(monkeypatch):
+    monkeypatch.setattr(codes_module, "MOST_PRODUCTS", 20)
+    rng = np.random.default_rng(0)
+    vectors = rng.normal(size=(30, 6)).astype(np.float32)
+    vectors[20:] = vectors[rng.integers(0, 3, 10)] * 2 + 0.01  # alike but for their length, many to three
+    ids = pa.array([f"i{number}" for number in range(30)])
+    known = made_codes(ids[:20], vectors[:20])
+    order = rng.permutation(30)
+    found = with_new_items(known, ids.take(pa.array(order)), vectors[order])
+    codes = dict(zip(found.item_ids.to_pylist(), map(tuple, found.codes.tolist()), strict=True))
+    assert list(codes.values())[:20] == list(map(tuple, known.codes.tolist()))
+    assert len(set(codes.values())) == len(codes)
+    unit, left = vectors / np.linalg.norm(vectors, axis=1, keepdims=True), {}
+    for row in [row for row in order.tolist() if row >= 20]:
+        above = tuple(known.codes[int((unit[:20] @ unit[row]).argmax()), :-1].tolist())
+        free = left.setdefault(above, [last for last in range(known.sizes[-1]) if (*above, last) not in
+                                       set(map(tuple, known.codes.tolist()))])  # fmt: skip
+        assert codes.get(f"i{row}") == ((*above, free.pop(0)) if free else None)
+    assert 20 < len(codes) < 30 and known.sizes[-1] == known.codes[:, -1].max() + 1 + SPARE_CODES
 
 
 def test_a_trie_holds_the_items_and_nothing_else():
