@@ -62,7 +62,7 @@ def train(
     ),
     code_maker: CodeMaker = typer.Option("kmeans", help="How codes are made of vectors."),
     draft_for: Path | None = typer.Option(None, help="Train a small model to draft for this folder's recommender."),
-    loss: DraftLoss = typer.Option("atspeed_s", help="What the small model learns by."),
+    loss: DraftLoss = typer.Option("wordkd", help="What the small model learns by."),
     base: Path | None = typer.Option(
         None, help="Folder of a language model: its vocabulary is extended by the codes, and a LoRA adapts it."
     ),

@@ -113,20 +113,23 @@ def train_recommender(
     )  # fmt: skip
     model.load_state_dict(load_file(best), strict=False)
     model = model.merge_and_unload() if base is not None else model
+    told_of = {"num_histories": len(told), "training_seconds": round(seconds, 1), "epoch": read_facts(best)["epoch"]}
+    rankings = _rankings(model, card, trie, codes, learned, asked)
+    return _saved(model, card.model_copy(update=told_of | rankings), folder)
+
+
+def _rankings(
+    model, card: RecommenderCard, trie: ItemTrie, codes: ItemCodes, learned: Sequence[np.ndarray],
+    asked: Sequence[np.ndarray],
+) -> dict[str, Ranking]:  # fmt: skip
+    """How well the last item of asked histories is foretold by the model, and by what it is compared with."""
     answers, before = [one[-1] for one in asked], [one[:-1] for one in asked]
-    popular = popular_list(learned, len(codes), 10)
-    neighbours = neighbour_lists(learned, len(codes), before, 10)
-    card = card.model_copy(
-        update={
-            "num_histories": len(told),
-            "training_seconds": round(seconds, 1),
-            "epoch": read_facts(best)["epoch"],
-            "held_back": Ranking.of(listed(model, card, trie, codes, before), answers),
-            "popular": Ranking.of([popular] * len(asked), answers),
-            "neighbours": Ranking.of(neighbours, answers),
-        }
-    )
-    return _saved(model, card, folder)
+    lists = {
+        "held_back": listed(model, card, trie, codes, before),
+        "popular": [popular_list(learned, len(codes), 10)] * len(asked),
+        "neighbours": neighbour_lists(learned, len(codes), before, 10),
+    }
+    return {name: Ranking.of(found, answers) for name, found in lists.items()}
 
 
 def train_draft(
