@@ -45,12 +45,12 @@ class ListWorker:
         self._spec = spec
 
     def progress(self) -> tuple[int, float, int]:
-        """Batches so far, seconds of the costliest, and finished lists."""
+        """Forwards so far, seconds of the costliest batch, and finished lists."""
         return self._num_forwards, self._costliest_step_s, self._num_lists
 
     def warm_up(self) -> None:
         """List something that nobody keeps: code is loaded before a shard."""
-        self._found([ListRow(None, np.zeros(1, np.int64), (), "")], 1)
+        self._found([ListRow(None, np.zeros(1, np.int64), np.zeros(0, np.int64), "")], 1)
 
     def run(self, shard: Shard, budget: int | None = None) -> ShardRecord:
         """List the items of one shard's users and write its files; `budget`: how much is drafted."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from laserbatch.pipeline.decoding.model.folder import model_identity
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.learning import CHECKPOINT_NAME, read_facts, save_whole, train_steps
 from laserbatch.pipeline.recommending.baselines import neighbour_lists, popular_list
@@ -92,7 +93,7 @@ def train_recommender(
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
         return _catalogue_loss(logits, trie, card, some, ways)
 
-    digest = _digest("target" if base is None else str(base), codes, told, options)
+    digest = _digest("target" if base is None else model_identity(base), codes, told, options)
     best = folder / BEST_NAME
     batches = list(enumerate(_batches([len(one) for one in windows], options)))
     num_in_epoch = len(batches) // options.epochs
