@@ -29,6 +29,10 @@ from common import DEFAULT_MODEL, REPOSITORY, publishable, write_json
 STAGE_S = 520.0  # of a stage, so that it ends within nine minutes
 LAST_LINES = 25
 ON_GPU = "tests/decoding/test_on_gpu.py"
+BESIDE = (
+    "tests/recommending/test_recommenders.py", "tests/drafter_training/test_training.py",
+    "tests/encoding/test_encoder.py", "tests/ctr/test_train.py",
+)  # fmt: skip
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 RESULT = "RESULT"
 MEASURING_MODEL = str(DEFAULT_MODEL)
@@ -54,6 +58,7 @@ STAGES = {
         Part("texts of tiny models", (*PYTEST, ON_GPU, "-k", "greedy_texts"), 180),
         Part("texts of a trained model, graphs", (*PYTEST, ON_GPU, "-k", "trained or graphs"), 180),
         Part("other gpu tests", (*PYTEST, "tests/decoding", "-m", "gpu", "--ignore", ON_GPU), 120),
+        Part("beside the engine", (*PYTEST, "-k", "on_a_device", *BESIDE), 180),
         Part(
             "memory accesses of a small pack",
             (*PYTEST, ON_GPU, "-k", "small_pack"),

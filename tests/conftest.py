@@ -2,7 +2,9 @@
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -42,3 +44,18 @@ def shared_data() -> Path:
 def shared_models() -> Path:
     """Folder of the measuring models (bench-target)."""
     return _folder("LASERBATCH_TEST_MODELS", ROOT.parent / "shared" / "models")
+
+
+@pytest.fixture
+def a_device() -> Iterator[None]:
+    """A CUDA device for what computes on one where there is one; where there is none, one that is pretended."""
+    import torch
+
+    if torch.cuda.is_available():
+        yield
+        return
+    from pretend_cuda import pretend_cuda
+
+    known = {"is_available": lambda: True, "mem_get_info": lambda device=None: (2**34, 2**34)}
+    with pretend_cuda(), mock.patch.multiple(torch.cuda, **known):
+        yield

@@ -68,7 +68,8 @@ class CodeTrees:
                 users, places, paths, nodes = zip(*found, strict=True)
                 codes = self._trie.codes[level][list(nodes)]
                 tokens = torch.from_numpy(np.maximum(codes, 0) + self._first_tokens[level]).to(logits.device)
-                own = logits[list(users), list(places)].float().gather(1, tokens)
+                asked = torch.tensor([users, places]).to(logits.device)
+                own = logits[asked[0], asked[1]].float().gather(1, tokens)
                 is_none = torch.from_numpy(codes < 0).to(logits.device)
                 log_p = torch.log_softmax(own.masked_fill(is_none, -torch.inf), -1)
                 log_p = log_p.nan_to_num(BROKEN, neginf=-torch.inf).masked_fill(is_none, -torch.inf)

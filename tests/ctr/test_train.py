@@ -63,3 +63,16 @@ def test_batches_grow_with_the_rows():
         2048,
         8192,
     ]
+
+
+@pytest.mark.parametrize("name", ["din", "dcnv2"])
+def test_networks_are_trained_on_a_device(name, data, a_device):
+    settings = CtrSettings(max_epochs=1)
+    network = build_network(name, data, None, settings, seed=0)
+    assert next(network.parameters()).is_cuda
+    kept = []
+    fit(network, data, settings, seed=0, on_epoch=kept.append)
+    again = build_network(name, data, None, settings, seed=1)
+    fit(again, data, settings, seed=0, start=kept[-1])
+    found = [predict(each, data, data.test) for each in (network, again)]
+    assert np.isfinite(found[0]).all() and np.array_equal(*found)

@@ -8,14 +8,17 @@ with, and spoils that of the other graphs, as theirs is the same on a GPU.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 from unittest import mock
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils import _device
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
+from transformers import PreTrainedModel
 
-CPU, DEVICE = torch.device("cpu"), torch.device("cuda", 0)
+CPU, META, DEVICE = torch.device("cpu"), torch.device("meta"), torch.device("cuda", 0)
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")  # their results' sizes or values
 
 
@@ -26,19 +29,27 @@ class PretendError(AssertionError):
 class OnDevice(torch.Tensor):
     """A tensor that says it is on the device; `held` is the CPU's that has its numbers."""
 
-    device, is_cuda = DEVICE, True
+    device, is_cuda, is_meta = DEVICE, True, False
 
     @staticmethod
     def __new__(cls, held: torch.Tensor) -> "OnDevice":
         # torch without CUDA has no such device to name, so that for torch itself it is "meta".
-        own = torch.Tensor._make_wrapper_subclass(
-            cls, held.size(), held.stride(), held.storage_offset(), dtype=held.dtype, device="meta"
-        )
+        with torch.inference_mode(False):  # so that what is computed there can be of what was put there before
+            own = torch.Tensor._make_wrapper_subclass(
+                cls, held.size(), held.stride(), held.storage_offset(), dtype=held.dtype, device="meta"
+            )
         own.held = held
         return own
 
     def data_ptr(self) -> int:
         return self.held.data_ptr()
+
+    def tolist(self) -> list:
+        return self.cpu().tolist()
+
+    def __deepcopy__(self, memo: dict) -> "OnDevice":
+        copied = OnDevice(self.held.detach().clone())
+        return nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
@@ -73,11 +84,11 @@ class PretendCuda(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        name = function._opname
         with self:
-            result = function.decompose(*args, **kwargs)
+            result = function.decompose(*args, **kwargs) if name != "native_batch_norm" else NotImplemented
         if result is not NotImplemented:
             return result
-        name = function._opname
         if name in ("is_pinned", "_pin_memory"):
             return self._pinned_already(args[0]) if name == "is_pinned" else self._pin(args[0].clone())
         if kwargs.get("pin_memory"):
@@ -87,10 +98,11 @@ class PretendCuda(TorchDispatchMode):
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         is_on_device = any(isinstance(one, OnDevice) for one in tensors)
         place = torch.device(kwargs["device"] if kwargs.get("device") is not None else DEVICE if is_on_device else CPU)
-        if place.type == "cpu" and not is_on_device:
+        place = DEVICE if place == META else place  # a part of an operation on the device
+        if place.type != "cuda" and not is_on_device:
             return function(*args, **kwargs)
         elsewhere = [tuple(one.shape) for one in tensors if not isinstance(one, OnDevice) and one.dim() > 0]
-        if elsewhere or place.type == "cpu":
+        if elsewhere or place.type != "cuda":
             raise PretendError(f"{function} over both places: {elsewhere} on {place}")
         if name in READS:
             self.wait(str(function))
@@ -105,6 +117,8 @@ class PretendCuda(TorchDispatchMode):
             self.num_launches += 1
         else:
             self.recording.calls.append((function, held_args, held_kwargs, result))
+        if not function._schema.returns:
+            return None
         for place, argument in enumerate(function._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:  # which is what it returns
                 return args[place] if place < len(args) else kwargs[argument.name]
@@ -115,6 +129,7 @@ class PretendCuda(TorchDispatchMode):
         writes = function._opname == "copy_"
         source = args[1] if writes else args[0]
         device = args[0].device if writes else torch.device(kwargs.get("device") or source.device)
+        device = source.device if device == META else device  # as torch itself says of the device's tensors
         if device == source.device:
             return function(*args, **kwargs) if device.type == "cpu" else self._launch(function, args, kwargs)
         if device.type == "cpu":
@@ -190,11 +205,29 @@ def pretend_cuda() -> Iterator[PretendCuda]:
             if any(id(copy) in self.copies for copy in cuda.under_way):
                 cuda.wait("an event")
 
+    _device._device_constructors()  # torch keeps what it finds here first: its own, not the one below
     make = torch.tensor
 
     def literal(data, *, device=None, **kwargs) -> torch.Tensor:
         tensor = make(data, **kwargs)  # made on the device, torch 2.11 for CUDA looks for a driver
         return tensor if device is None else tensor.to(device)
+
+    put = torch.Tensor.to
+
+    def to(tensor: torch.Tensor, *arguments, **named) -> torch.Tensor:
+        device, dtype, is_queued, _ = torch._C._nn._parse_to(*arguments, **named)
+        if device is None or device.type != "cuda" or isinstance(tensor, OnDevice):
+            return put(tensor, *arguments, **named)
+        with torch.no_grad(), cuda:  # a graph of gradients never goes from one place to another here
+            asked = {"device": DEVICE, "dtype": dtype or tensor.dtype, "non_blocking": is_queued}
+            return cuda._copy(torch.ops.aten._to_copy.default, (tensor.detach(),), asked)
+
+    load = PreTrainedModel.from_pretrained.__func__
+
+    @wraps(load)
+    def loaded(cls, *arguments, **named) -> PreTrainedModel:
+        with _disable_current_modes():  # it begins with models that are nowhere ("meta"), and ends on the CPU
+            return load(cls, *arguments, **named)
 
     @contextmanager
     def graph(captured: _Graph, **_) -> Iterator[None]:
@@ -216,9 +249,12 @@ def pretend_cuda() -> Iterator[PretendCuda]:
             device=lambda device: nullcontext(),
             is_current_stream_capturing=lambda: cuda.recording is not None,
             empty_cache=lambda: None,
+            is_bf16_supported=lambda: True,
             _lazy_init=lambda: None,
         ),
         mock.patch.object(torch, "tensor", literal),
+        mock.patch.object(torch.Tensor, "to", to),
+        mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(loaded)),
         cuda,
     ):
         yield cuda

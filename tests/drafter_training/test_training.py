@@ -215,3 +215,19 @@ def test_judgement_counts_chains(texts):
                     break
                 right[depth - 1] += 1
     assert found == pytest.approx(right / asked, abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "medusa2", "eagle", "small"])
+def test_drafters_are_trained_and_draft_on_a_device(kind, texts, tmp_path, a_device):
+    train_drafter(kind, SAMPLE_MODEL, texts[:20], tmp_path / kind, TrainingOptions(epochs=1))
+    named = {"draft_models": [tmp_path / kind]} if kind == "small" else {"draft_head": tmp_path / kind}
+    if kind == "medusa2":
+        named["adapter"] = str(tmp_path / kind / ADAPTER_NAME)
+    settings = DecodingSettings(verifier="greedy", batch_size=4, min_acceptance=0, attention="torch", **named)
+    engine = Engine.from_pretrained("sample", settings, device="cuda")
+    requests = [GenerationRequest(str(n), text.prompt_ids, max_new_tokens=8) for n, text in enumerate(texts[:3])]
+    drafted, plain = (
+        {result.request_id: result.token_ids.tolist() for result in engine.generate(requests, drafter)}
+        for drafter in (drafter_from(settings, models=engine.draft_models), None)
+    )
+    assert drafted == plain

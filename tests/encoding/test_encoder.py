@@ -128,3 +128,11 @@ def test_a_device_that_is_not_there_is_refused(tiny_encoder):
     if not torch.cuda.is_available():
         with pytest.raises(ModelError, match="no CUDA device"):
             load(tiny_encoder, device="cuda")
+
+
+def test_texts_are_encoded_on_a_device_as_here(tiny_encoder, a_device, monkeypatch):
+    monkeypatch.setattr(identity, "num_gpus", lambda: 1)
+    expected = load(tiny_encoder, device="cpu").encode(TEXTS[:9]).vectors
+    encoder = load(tiny_encoder, device="cuda")
+    assert encoder._model.device.type == "cuda"
+    assert np.abs(encoder.encode(TEXTS[:9]).vectors - expected).max() < 1e-5

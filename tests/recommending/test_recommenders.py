@@ -262,3 +262,22 @@ def test_a_language_model_is_extended_by_codes_and_adapted(world, tmp_path):
     plain = search(trees(target), trie, 20, 3, BeamDrafter())
     drafted = search(trees(target), trie, 20, 3, ModelBeams(trees(draft), trie, 20, 12))
     assert [one.rows.tolist() for one in plain] == [one.rows.tolist() for one in drafted]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recommenders_are_trained_and_asked_on_a_device(kind, world, tmp_path, a_device):
+    items, histories, folder = world
+    options = RecommenderOptions(hidden_size=64, num_layers=1, epochs=1, batch_size=16, num_listed=40)
+    if kind == "sft":
+        train_recommender(items, histories[:60], tmp_path / "target", options)
+    target, trie = load_recommender(folder / "target", "cuda"), ItemTrie.of(items)
+    train_draft(kind, target, items, histories[:60], tmp_path / "draft", options)
+    draft = load_recommender(tmp_path / "draft", "cuda")
+    assert target.model.device.type == draft.model.device.type == "cuda"
+    prompts = [target.card.prompt(items.codes[one]) for one in histories[:8]]
+    own = CodeTrees(draft.model, trie, draft.card.first_tokens, prompts)
+    found = []
+    for drafter in (BeamDrafter(), ModelBeams(own, trie, len(prompts), 10)):
+        trees = CodeTrees(target.model, trie, target.card.first_tokens, prompts)
+        found.append([one.rows.tolist() for one in search(trees, trie, len(prompts), 5, drafter)])
+    assert found[0] == found[1]

@@ -7,6 +7,7 @@ another token than the prompt does, up to two such tokens are kept, and drafted 
 import numpy as np
 import torch
 
+from laserbatch.pipeline.decoding.device_memory import to_device
 from laserbatch.pipeline.decoding.drafters.drafter import Drafter, Observation
 from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.token_tree import ROOT, TokenTree
@@ -63,7 +64,7 @@ class AlignedDrafter(Drafter):
         seen = np.flatnonzero(observation.positions < of_prompt - 1)
         for first in range(0, len(seen), ROWS_AT_ONCE):
             part = seen[first : first + ROWS_AT_ONCE]
-            logits = observation.rows.head.logits_of(observation.hidden[torch.from_numpy(part)])
+            logits = observation.rows.head.logits_of(observation.hidden[to_device(part, observation.hidden.device)])
             best = logits.topk(MOST_ALTERNATIVES, -1)
             sequences, places = observation.sequence_of[part], observation.positions[part] + 1
             own = np.array([observation.sequences[i].context[k] for i, k in zip(sequences, places, strict=True)])

@@ -104,18 +104,21 @@ class EagleModel(DraftModel):
         self._last = torch.stack([new[-1] for new in seen])
         for one, last in zip(sequences, self._last, strict=True):
             self._seen[id(one)] = [last[None]]
-        self._found, self._rows_of_trees = output.rows.hidden[batch.wanted], np.arange(len(sequences))
+        self._found = output.rows.hidden[to_device(batch.wanted, self._last.device)]
+        self._rows_of_trees = np.arange(len(sequences))
         self._root = output.rows.of(np.arange(len(sequences)))
 
     def log_q(self, trees: TreeBatch, tree_of: np.ndarray, places: np.ndarray) -> torch.Tensor:
         if len(trees) == 0:
-            return torch.log_softmax(self._root[torch.from_numpy(tree_of)].float(), -1)
+            return torch.log_softmax(self._root[to_device(tree_of, self._root.device)].float(), -1)
         # In a forward's order: of each tree the last token, then its nodes, which go on from what their parents gave.
         roots = trees.starts + np.arange(trees.num_trees)
         features = self._last.new_empty(len(trees) + trees.num_trees, self._last.shape[1])
-        features[torch.from_numpy(roots)] = self._last
+        device = features.device
+        features[to_device(roots, device)] = self._last
         parents = self._rows_of_trees[trees.tree_of] + 1 + trees.parents
-        features[torch.from_numpy(np.arange(len(trees)) + trees.tree_of + 1)] = self._found[torch.from_numpy(parents)]
+        nodes = np.arange(len(trees)) + trees.tree_of + 1
+        features[to_device(nodes, device)] = self._found[to_device(parents, device)]
         self._packed.features = features
         output = self._runner.forward(self._feeds, trees)
         self._found, self._rows_of_trees = output.rows.hidden, roots

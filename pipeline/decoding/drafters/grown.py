@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from laserbatch.pipeline.decoding.device_memory import to_device
 from laserbatch.pipeline.decoding.drafters.growing import DraftModel, GrowingTrees, draft_noise
 from laserbatch.pipeline.decoding.model.sampling import gumbel_noise
 from laserbatch.pipeline.decoding.sequence import Sequence
@@ -78,7 +79,7 @@ class Chains:
             rows[np.argsort(chain % len(models), kind="stable")] = np.arange(len(chain))
             log_q = torch.log_softmax(log_q / temperature, -1)
             noise = draft_noise(sequences, tree_of, depth, chain, log_q)
-            tokens = (log_q[torch.from_numpy(rows)] + noise).argmax(-1).cpu().numpy()
+            tokens = (log_q[to_device(rows, log_q.device)] + noise).argmax(-1).cpu().numpy()
             found, first, of_chain = np.unique(
                 np.stack((tree_of, places, tokens)), axis=1, return_index=True, return_inverse=True
             )

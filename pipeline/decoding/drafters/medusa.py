@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from laserbatch.pipeline.decoding.device_memory import to_device
 from laserbatch.pipeline.decoding.drafters.drafter import Observation
 from laserbatch.pipeline.decoding.drafters.growing import DraftModel
 from laserbatch.pipeline.decoding.sequence import Sequence
@@ -58,9 +59,9 @@ class MedusaModel(DraftModel):
         depths = np.zeros(len(places), np.int64)
         if len(trees):
             depths[places >= 0] = trees.depths[(trees.starts[tree_of] + places)[places >= 0]]
-        found = self._log_q[torch.from_numpy(tree_of), torch.from_numpy(np.minimum(depths, self._log_q.shape[1] - 1))]
-        found[torch.from_numpy(depths >= self._log_q.shape[1])] = -torch.inf
-        return found
+        device, deepest = self._log_q.device, self._log_q.shape[1] - 1
+        found = self._log_q[to_device(tree_of, device), to_device(np.minimum(depths, deepest), device)]
+        return found.masked_fill(to_device(depths > deepest, device)[:, None], -torch.inf)
 
     @torch.inference_mode()
     def observe(self, observation: Observation) -> None:

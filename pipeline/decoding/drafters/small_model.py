@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from laserbatch.pipeline.decoding.batch import Feed
+from laserbatch.pipeline.decoding.device_memory import to_device
 from laserbatch.pipeline.decoding.drafters.growing import DraftModel
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.load import LoadedModel
@@ -44,7 +45,7 @@ class SmallModel(DraftModel):
 
     def log_q(self, trees: TreeBatch, tree_of: np.ndarray, places: np.ndarray) -> torch.Tensor:
         if len(trees) == 0:
-            return torch.log_softmax(self._root[torch.from_numpy(tree_of)].float(), -1)
+            return torch.log_softmax(self._root[to_device(tree_of, self._root.device)].float(), -1)
         output = self._runner.forward(self._feeds, trees)
         return torch.log_softmax(output.rows.of(output.batch.wanted_starts[tree_of] + 1 + places).float(), -1)
 
