@@ -107,16 +107,16 @@ class Watch(logging.Handler):
 
 def write_here(put: Callable[[object, str, object], None] = setattr) -> None:
     """Have texts written in this process instead of by Ray's workers, which would load Python and torch each night."""
-    from laserbatch.jobs.stages import generate
+    from laserbatch.jobs.stages import shards
     from laserbatch.pipeline.distributed.worker import ShardWorker
 
-    def run_shards(shards, crew, choose_budgets, on_first_text=None):
+    def run_shards(pending, crew, choose_budgets, on_first_text=None):
         worker = ShardWorker(replace(crew.spec, device="cpu"))
         budgets = choose_budgets(worker)
-        for shard in shards:
+        for shard in pending:
             yield shard, worker.run(shard, budget=budgets.get(shard.side))
 
-    put(generate, "run_shards", run_shards)
+    put(shards, "run_shards", run_shards)
     without_ray(put)
 
 

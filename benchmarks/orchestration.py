@@ -163,7 +163,7 @@ def watched_night(folder: str, night: str) -> list[dict]:
     rows: list[dict] = []
     with stage("start", rows):
         from laserbatch.jobs.settings import load_settings
-        from laserbatch.jobs.stages import generate, run_night
+        from laserbatch.jobs.stages import generate, run_night, shards
         from laserbatch.jobs.stages.workers import NightWorkers
         from laserbatch.retrieval_pools.routing import router
 
@@ -171,7 +171,7 @@ def watched_night(folder: str, night: str) -> list[dict]:
     whole: list[dict] = []
     with ExitStack() as changed, redirect_stdout(sys.stderr):
         for owner, name, other in (
-            (generate, "run_shards", write_shards),
+            (shards, "run_shards", write_shards),
             (generate, "load_tokenizer", loaded_once),
             (NightWorkers, "start", lambda workers, spec: None),
             (NightWorkers, "crew", no_workers),
@@ -244,7 +244,7 @@ def no_workers(workers, spec) -> SimpleNamespace:
     return SimpleNamespace(spec=spec, layout=SimpleNamespace(num_workers=1, num_threads=1, device="cpu"))
 
 
-def write_shards(shards, crew, *arguments):
+def write_shards(pending, crew, *arguments):
     """Stand in for workers: texts of phrases that an entity's id and the run's choose."""
     spec = crew.spec
     for _ in "user", "item":
@@ -258,7 +258,7 @@ def write_shards(shards, crew, *arguments):
 
     phrase_ids, phrases = vocabulary()
     num_tokens = PHRASE_TOKENS * PHRASES_PER_TEXT
-    for shard in shards:
+    for shard in pending:
         planned = read_parquet(spec.run_dir / shard.path, ["entity_id", "fingerprint", "group"])
         n, seed = planned.num_rows, zlib.crc32(f"{shard.name} {shard.side} {spec.run_id}".encode())
         chosen = np.random.default_rng(seed).integers(NUM_PHRASES, size=n * PHRASES_PER_TEXT)

@@ -136,7 +136,9 @@ class MetricsSettings(Strict):
     """Where the figures of the last night go for Prometheus, after each night however it ended."""
 
     textfile: Path | None = Field(
-        None, description="A file that the node exporter's textfile collector reads: `.../laserbatch.prom`."
+        None,
+        description="A file that the node exporter's textfile collector reads: `.../laserbatch.prom`; beside it "
+        "`.../laserbatch_lists.prom` for lists of items.",
     )
     push_gateway: str | None = Field(
         None, pattern="^https?://", description="URL of a push gateway: `http://pushgateway:9091`."

@@ -11,16 +11,15 @@ import pyarrow.compute as pc
 
 from laserbatch.jobs.console import say
 from laserbatch.jobs.settings import Settings
+from laserbatch.jobs.stages.attempt import newest_attempt
 from laserbatch.jobs.stages.budgets import last_speed
 from laserbatch.jobs.stages.generate import plan_night
-from laserbatch.jobs.stages.inputs import changed_inputs, checked_inputs
-from laserbatch.jobs.stages.night import Night, new_night, newest_edition
-from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.jobs.stages.inputs import checked_inputs
+from laserbatch.jobs.stages.night import Night, new_night
 from laserbatch.pipeline.knowledge.prompts import changed_parts
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.planning.plan import Shard, SidePlan
 from laserbatch.pipeline.sides import SIDES, Side
-from laserbatch.pipeline.storage.manifest import RunManifest, make_run_id
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -40,25 +39,15 @@ def planned_night(settings: Settings, date: datetime.date, force: bool, redo: bo
         root = settings.workspace
         is_there = root.is_file() or (root.is_dir() and any(root.iterdir()))
         workspace = Workspace.open(root, create=False) if is_there else Workspace(Path(scratch) / "workspace")
-        edition = newest_edition(workspace, settings, date)
-        run = workspace.run(make_run_id(date, settings.identity(), edition))
-        manifest = RunManifest.load(run.manifest_path) if run.manifest_path.exists() else None
-        changed = [] if manifest is None else changed_inputs(manifest.inputs, inputs)
-        is_done = run.is_finished or run.is_held
-        if is_done and not (force or (redo and changed)):
-            state = "held back by its gates" if run.is_held else "finished already"
-            return {"run_id": run.run_id, "state": state, "changed_since": changed}
-        is_resumed = manifest is not None and not is_done and manifest.force >= force
-        if is_resumed and changed:
-            raise WorkspaceError(
-                f"run {run.run_id} was started from other inputs ({', '.join(changed)} changed since), so the night "
-                f"would stop; restore them to finish it, or delete {run.root} to start it anew"
-            )
-        if is_resumed:
-            night = Night(settings, workspace, date, run, manifest)
-        else:
-            night = new_night(settings, workspace, date, edition + (manifest is not None))
+        attempt = newest_attempt(workspace, date, settings.identity(), inputs, force, redo)
+        if attempt.is_done:
+            state = "held back by its gates" if attempt.run.is_held else "finished already"
+            return {"run_id": attempt.run.run_id, "state": state, "changed_since": list(attempt.changed)}
+        if attempt.manifest is None:
+            night = new_night(settings, workspace, date, attempt.edition)
             night.manifest.force = force
+        else:
+            night = Night(settings, workspace, date, attempt.run, attempt.manifest)
         night.tables = tables
         folder = RunFolder(Path(scratch) / "run")
         plans = plan_night(night, folder)
@@ -74,7 +63,7 @@ def planned_night(settings: Settings, date: datetime.date, force: bool, redo: bo
         say("money is not predicted: cluster.price_per_hour is not set")
     return {
         "run_id": night.run.run_id,
-        "state": "would go on" if is_resumed else "would begin",
+        "state": "would begin" if attempt.manifest is None else "would go on",
         "built_on": night.manifest.previous_run_id,
         "drafted_from": night.manifest.pools.version,
         **sides,

@@ -21,7 +21,7 @@ from laserbatch.jobs.console import say, summary
 from laserbatch.jobs.events import read_events
 from laserbatch.jobs.formatting import counted
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, Settings, load_settings
-from laserbatch.jobs.stages.publishing import delivery_uri, forget_delivered
+from laserbatch.jobs.stages.publishing import delivery_uri, draw_report, forget_delivered
 from laserbatch.pipeline.errors import PipelineError, WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import (
@@ -199,9 +199,6 @@ def _runs(workspace: Workspace) -> dict[str, RunFolder]:
 
 
 def _remove(workspace: Workspace, settings: Settings, wanted: Ids, receipt: Receipt) -> None:
-    from laserbatch.jobs.report.lists import write_lists_report
-    from laserbatch.jobs.report.page import write_report
-
     receipt.num_leftovers += remove_leftovers(workspace.root)
     workspace.drafters.drop()
     runs = _runs(workspace)
@@ -218,8 +215,7 @@ def _remove(workspace: Workspace, settings: Settings, wanted: Ids, receipt: Rece
         receipt.num_samples += forget_in_run(run, files, wanted)
         _forget_in_events(run.events_path, wanted)
         try:
-            write = write_lists_report if name.startswith(RECOMMENDATIONS) else write_report
-            write(run.load_manifest(), run.report_path)
+            draw_report(run, run.load_manifest())
         except WorkspaceError as error:  # of another version: what it shows is not known
             run.report_path.unlink(missing_ok=True)
             say(f"the report of {name} is removed, since it cannot be drawn anew: {error}")

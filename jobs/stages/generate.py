@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -16,20 +16,19 @@ from laserbatch.jobs.failures import end_at_sigterm
 from laserbatch.jobs.stages.budgets import night_budgets, night_tokens
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, changed_inputs, needs_a_model
 from laserbatch.jobs.stages.night import Night
+from laserbatch.jobs.stages.shards import Finished, gather, hand_out, stats_of
 from laserbatch.jobs.stages.spans import report_samples
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.budget.choice import PLAIN
-from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
-from laserbatch.pipeline.distributed.actors import ShardAbandoned, run_shards
+from laserbatch.pipeline.distributed.actors import ShardAbandoned
 from laserbatch.pipeline.distributed.loading import TOKEN_FILE
 from laserbatch.pipeline.distributed.spec import TextSpec
 from laserbatch.pipeline.errors import RunFailed, WorkspaceError
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.planning.drift import ItemClusters
 from laserbatch.pipeline.planning.plan import (
-    KEPT_SHARD,
     Shard,
     SidePlan,
     drop_plan,
@@ -41,15 +40,12 @@ from laserbatch.pipeline.planning.planner import FIRST_TEXTS, Keep, plan_side, s
 from laserbatch.pipeline.planning.postpone import Refresh, unusable_texts
 from laserbatch.pipeline.planning.refresh import BUDGET
 from laserbatch.pipeline.sides import SIDES, Side
-from laserbatch.pipeline.storage.manifest import ShardRecord, SideFigures, WorkerFigures
+from laserbatch.pipeline.storage.manifest import ShardRecord, SideFigures
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.quarantine import count_reasons
 from laserbatch.pipeline.storage.run_folder import RunFolder
-from laserbatch.pipeline.storage.stats import DecodingStats
 
 MOST_UNUSABLE = 0.5  # of the first texts; where more fail, model and template do not fit each other
-
-Finished = dict[str, ShardRecord]  # shards of a side by name
 
 
 def generate_knowledge(night: Night, workers: NightWorkers) -> None:
@@ -95,8 +91,7 @@ def generate_sample_plainly(
     if pending:
         say(f"generate plain: {sum(shard.num_rows for shard in pending)} sampled texts, to compare with tonight's")
         crew = workers.crew(_Pass(night, folder, _plain(night), workers, is_plain=True)._worker_spec())
-        for _ in run_shards(pending, crew, _plainly):
-            end_at_sigterm()
+        hand_out(crew, pending, {side: {} for side in rows}, "generate audited", _plainly)
 
 
 def _plain(night: Night) -> DecodingSettings:
@@ -246,41 +241,22 @@ class _Pass:
         What is written aside and fails, on a full disk, ends it at the next shard. `on_first_text` begins what would
         take the processor from workers that load their model.
         """
+        night, label = self.night, "generate plain" if self.is_plain else "generate"
 
         def tell_first_text() -> None:
             emit("first_text", of=label)
             on_first_text()
 
-        night, abandoned, num_done = self.night, [], 0
-        label = "generate plain" if self.is_plain else "generate"
-        num_rows = sum(shard.num_rows for shard in pending)
-        say(f"{label}: {num_rows} texts in {len(pending)} shards; starting workers")
+        def check(shard: Shard) -> None:
+            for written in filter(Future.done, aside):
+                written.result()
+            if not self.is_plain:
+                require_usable_texts(night, plans[shard.side], finished[shard.side])
+
         crew = self.workers.crew(self._worker_spec())
-        end_at_sigterm()
-        with progress(label, num_rows) as bar:
-            choose = _plainly if self.is_plain else partial(night_budgets, night, pending)
-            for outcome in run_shards(pending, crew, choose, tell_first_text):
-                for written in filter(Future.done, aside):
-                    written.result()
-                if isinstance(outcome, ShardAbandoned):
-                    abandoned.append(outcome)
-                    emit("shard_abandoned", **_named(outcome.shard), reason=outcome.reason)
-                    bar.advance(outcome.shard.num_rows)
-                    continue
-                shard, record = outcome
-                finished[shard.side][shard.name] = record
-                stats, num_done = record.info.stats, num_done + shard.num_rows
-                counts = {"tokens": stats.num_tokens, "steps": stats.num_steps, "seconds": stats.wall_s}
-                counts |= {"quarantined": record.num_quarantined, "done": num_done, "total": num_rows}
-                emit("shard_done", **_named(shard), **counts)
-                pace = stats.tokens_per_step
-                bar.advance(shard.num_rows, "" if pace is None else f"{pace:.1f} tokens/step")
-                if not self.is_plain:
-                    require_usable_texts(night, plans[shard.side], finished[shard.side])
-        num_workers = min(crew.layout.num_workers, len(pending))
-        night.manifest.workers = WorkerFigures(
-            num_workers, crew.layout.num_threads, crew.layout.device, night.settings.cluster.price_per_hour
-        )
+        choose = _plainly if self.is_plain else partial(night_budgets, night, pending)
+        abandoned = hand_out(crew, pending, finished, label, choose, check, tell_first_text)
+        night.manifest.workers = self.workers.figures(crew, len(pending))
         return abandoned
 
     def _worker_spec(self) -> TextSpec:
@@ -302,18 +278,9 @@ class _Pass:
         )
 
     def _gather(self, plan: SidePlan, finished: Finished, abandoned: Iterable[ShardAbandoned]) -> SideFigures:
-        """Close a side: its quarantine in one file, old texts of who is in it kept, and nobody missing."""
         night, folder, side = self.night, self.folder, plan.side
         entity_ids = night.tables.entities(side)[f"{side}_id"]
-        lost_rows = [row for lost in abandoned if lost.shard.side == side for row in lost.rows(folder.root)]
-        folder.merge_quarantine(side, finished.values(), lost_rows, entity_ids.type)
-        quarantine = folder.read_quarantine(side, ["entity_id", "reason"])
-        num_kept = self._keep_stale(side, quarantine["entity_id"]) if quarantine.num_rows else 0
-        try:
-            folder.require_every_entity(side, entity_ids)
-        except WorkspaceError:
-            drop_plan(folder.root, side)
-            raise
+        reasons, num_kept = gather(folder, side, entity_ids, finished, abandoned, partial(self._stale, side))
         written = [(shard, finished[shard.name]) for shard in plan.shards if shard.name in finished]
         for _, record in written[:1]:
             night.manifest.model = record.info.model
@@ -321,28 +288,26 @@ class _Pass:
             num_entities=plan.num_entities,
             num_generated=sum(record.num_rows for _, record in written),
             num_carried_over=plan.num_carried_over,
-            num_quarantined=quarantine.num_rows,
+            num_quarantined=sum(reasons.values()),
             num_kept=num_kept,
-            quarantine_reasons=count_reasons(quarantine),
+            quarantine_reasons=reasons,
             routes=plan.routes,
             shards=[record for _, record in written],
-            stats=_stats(record for _, record in written),
+            stats=stats_of(record for _, record in written),
             budget=None if self.is_plain else night.manifest.budgets.get(side),
             samples=[] if self.is_plain else report_samples(night, folder, side, plan),
             num_waiting=plan.num_waiting,
             num_unasked=plan.num_unasked,
             postponed=plan.postponed,
-            stats_of_tonight=_stats(record for shard, record in written if shard.is_apart) if self.is_plain else None,
+            stats_of_tonight=stats_of(one for shard, one in written if shard.is_apart) if self.is_plain else None,
         )
 
-    def _keep_stale(self, side: Side, quarantined: pa.ChunkedArray) -> int:
-        """Entities in quarantine keep the text that they had, marked as stale; returns how many had one."""
+    def _stale(self, side: Side, quarantined: pa.ChunkedArray) -> pa.RecordBatchReader | None:
+        """The earlier texts of entities in quarantine, marked as stale; None where there is none."""
         previous = self._previous(side)
         rows = previous.rows_of(quarantined)
         rows = np.sort(rows[rows >= 0])
-        if len(rows):
-            self.folder.write_shard(side, KEPT_SHARD, previous.records(rows, quarantined.type, is_stale=True))
-        return len(rows)
+        return previous.records(rows, quarantined.type, is_stale=True) if len(rows) else None
 
 
 def require_usable_texts(night: Night, plan: SidePlan, finished: Mapping[str, ShardRecord]) -> None:
@@ -367,15 +332,11 @@ def require_usable_texts(night: Night, plan: SidePlan, finished: Mapping[str, Sh
     )
 
 
-def _named(shard: Shard) -> dict[str, object]:
-    return {"side": shard.side, "shard": shard.name, "rows": shard.num_rows}
-
-
 def _told(reasons: dict[str, int]) -> str:
     return ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
 
 
-def _plainly(measure: Callable[[], StepCost]) -> dict[Side, Budget]:
+def _plainly(_) -> dict[Side, Budget]:
     return dict.fromkeys(SIDES, PLAIN)
 
 
@@ -385,9 +346,3 @@ def _written_tonight(night: Night, side: Side) -> pa.Array | None:
     paths = [] if plan is None else [night.run.root / shard.path for shard in plan.shards]
     ids = [read_parquet(path, ["entity_id"])["entity_id"] for path in paths]
     return pa.chunked_array([chunk for part in ids for chunk in part.chunks]).combine_chunks() if ids else None
-
-
-def _stats(records: Iterable[ShardRecord]) -> DecodingStats:
-    # Workers run side by side: of the night's time a shard takes its own divided by their number.
-    infos = (record.info for record in records)
-    return DecodingStats.total(replace(info.stats, wall_s=info.stats.wall_s / info.num_workers) for info in infos)

@@ -1,4 +1,7 @@
-"""Figures of the last night for Prometheus, after each night however it ended: a file for the node exporter, a push."""
+"""Figures of the last night for Prometheus, after each night however it ended: a file for the node exporter, a push.
+
+Those of lists of items are told apart: by `laserbatch_lists` in names and job, and a file of their own.
+"""
 
 import base64
 import datetime
@@ -18,9 +21,10 @@ from laserbatch.jobs.settings import MetricsSettings, Settings
 from laserbatch.pipeline.errors import PipelineError
 from laserbatch.pipeline.storage.atomic import write_text
 from laserbatch.pipeline.storage.manifest import RunManifest
-from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.pipeline.storage.workspace import RECOMMENDATIONS, Workspace
 
 PUSH_TIMEOUT_S = 10.0
+NAME, OF_LISTS = "laserbatch", "laserbatch_lists"
 OUTCOMES = ("generated", "carried_over", "quarantined")
 
 
@@ -36,17 +40,18 @@ class NightMetrics:
 class _Page:
     """Lines of the exposition format, in which a metric's samples stand together behind its help and type."""
 
+    prefix: str = NAME
     lines: list[str] = field(default_factory=list)
 
     def add(self, name: str, about: str, *samples: tuple[Mapping[str, str], float | None]) -> None:
         known = [(labels, value) for labels, value in samples if value is not None and math.isfinite(value)]
         if not known:
             return
-        self.lines += [f"# HELP laserbatch_{name} {about}", f"# TYPE laserbatch_{name} gauge"]
+        name = f"{self.prefix}_{name}"
+        self.lines += [f"# HELP {name} {about}", f"# TYPE {name} gauge"]
         for labels, value in known:
             told = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
-            self.lines.append(f"laserbatch_{name}{{{told}}} {float(value):.17g}" if told else
-                              f"laserbatch_{name} {float(value):.17g}")  # fmt: skip
+            self.lines.append(f"{name}{{{told}}} {float(value):.17g}" if told else f"{name} {float(value):.17g}")
 
 
 def _escaped(text: str) -> str:
@@ -54,7 +59,7 @@ def _escaped(text: str) -> str:
 
 
 @contextmanager
-def night_metrics(settings: Settings) -> Iterator[NightMetrics]:
+def night_metrics(settings: Settings, name: str = NAME) -> Iterator[NightMetrics]:
     """Write the figures when the block ends, with its exit code. That they cannot be written or pushed fails none."""
     night, start_s = NightMetrics(), time.time()
     try:
@@ -64,12 +69,13 @@ def night_metrics(settings: Settings) -> Iterator[NightMetrics]:
         raise
     finally:
         if settings.metrics != MetricsSettings():
-            _publish(settings, exposition(night, Path(settings.workspace), start_s, time.time()))
+            root = settings.workspace / RECOMMENDATIONS if name == OF_LISTS else settings.workspace
+            _publish(settings, name, exposition(night, root, start_s, time.time(), name))
 
 
-def exposition(night: NightMetrics, workspace: Path, start_s: float, end_s: float) -> str:
+def exposition(night: NightMetrics, workspace: Path, start_s: float, end_s: float, name: str = NAME) -> str:
     """The figures in Prometheus' text format."""
-    page, none = _Page(), {}
+    page, none = _Page(name), {}
     page.add("last_exit_code", "Exit code of the last attempt; 0 is a night that ended well.", (none, night.exit_code))
     page.add("last_attempt_timestamp_seconds", "When the last attempt ended.", (none, end_s))
     page.add("last_attempt_seconds", "How long the last attempt took.", (none, end_s - start_s))
@@ -116,25 +122,26 @@ def _successes(workspace: Path) -> tuple[datetime.date | None, float | None]:
     return published, max(finished, default=None)
 
 
-def _publish(settings: Settings, text: str) -> None:
-    if settings.metrics.textfile is not None:
+def _publish(settings: Settings, name: str, text: str) -> None:
+    path = settings.metrics.textfile
+    if path is not None:
         try:
-            write_text(text, settings.metrics.textfile)
+            write_text(text, path.with_stem(path.stem + name.removeprefix(NAME)))
         except OSError as error:
             say(f"the metrics are not written: {error}")
     if settings.metrics.push_gateway is not None:
         try:
-            request = _push_request(settings.metrics.push_gateway, text)
+            request = _push_request(settings.metrics.push_gateway, name, text)
             urllib.request.urlopen(request, timeout=PUSH_TIMEOUT_S).close()
         except (OSError, ValueError, HTTPException) as error:
             say(f"the metrics are not pushed: {type(error).__name__}: {getattr(error, 'reason', error)}")
 
 
-def _push_request(gateway: str, text: str) -> urllib.request.Request:
+def _push_request(gateway: str, name: str, text: str) -> urllib.request.Request:
     """A push; name and password of the address go into a header, where no error names them."""
     url, headers = urlsplit(gateway), {"Content-Type": "text/plain; version=0.0.4"}
     if url.username is not None:
         given = f"{unquote(url.username)}:{unquote(url.password or '')}"
         headers["Authorization"] = f"Basic {base64.b64encode(given.encode()).decode()}"
-    url = url._replace(netloc=url.netloc.rpartition("@")[2], path=f"{url.path.rstrip('/')}/metrics/job/laserbatch")
+    url = url._replace(netloc=url.netloc.rpartition("@")[2], path=f"{url.path.rstrip('/')}/metrics/job/{name}")
     return urllib.request.Request(url.geturl(), text.encode(), headers, method="PUT")

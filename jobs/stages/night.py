@@ -2,13 +2,10 @@
 
 import copy
 import datetime
-import os
-import platform
 from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +14,11 @@ from pydantic import ValidationError
 from laserbatch.jobs.console import say
 from laserbatch.jobs.recording import stage
 from laserbatch.jobs.settings import Settings
-from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, changed_inputs, checked_inputs, needs_a_model
+from laserbatch.jobs.stages.attempt import new_manifest, newest_attempt
+from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, checked_inputs, needs_a_model
 from laserbatch.pipeline.decoding.model.folder import model_identity
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
-from laserbatch.pipeline.gpus import gpu_name
 from laserbatch.pipeline.knowledge.histories import labels_of
 from laserbatch.pipeline.knowledge.templates import Labels, PromptTemplate
 from laserbatch.pipeline.planning.planner import side_routes
@@ -33,7 +30,6 @@ from laserbatch.pipeline.storage.manifest import (
     PoolFigures,
     PoolsUsed,
     RunManifest,
-    make_run_id,
     settings_hash,
 )
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -151,39 +147,32 @@ def open_night(
     workspace = Workspace.open(settings.workspace)
     for receipt in unfinished_receipts(workspace.root):
         say(f"somebody is only half forgotten: give the `laserbatch forget` of {receipt} again")
-    edition = newest_edition(workspace, settings, date)
-    run = workspace.run(make_run_id(date, settings.identity(), edition))
-    manifest = RunManifest.load(run.manifest_path) if run.is_finished or run.manifest_path.exists() else None
-    changed = [] if manifest is None else changed_inputs(manifest.inputs, inputs)
-    is_done = run.is_finished or run.is_held
-    if manifest is not None and (force or (redo and changed) if is_done else force and not manifest.force):
-        edition, manifest = edition + 1, None
-    if manifest is None:
-        night = new_night(settings, workspace, date, edition, after)
+    attempt = newest_attempt(workspace, date, settings.identity(), inputs, force, redo)
+    if attempt.manifest is None:
+        night = new_night(settings, workspace, date, attempt.edition, after)
         warn_of_shared_words(settings)
         if date > datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=1):
             say(f"{date} is in the future: once published, no night of an earlier date is published by itself")
         night.manifest.force, night.manifest.inputs = force, inputs
         night.manifest.save()
-        night.tables = tables
-        return night
-    if not is_done:
-        if changed:
-            raise WorkspaceError(
-                f"run {run.run_id} was started from other inputs ({', '.join(changed)} changed since); "
-                f"restore them to finish it, or delete {run.root} to start it anew"
-            )
-        say(f"going on with run {run.run_id}")
-        pools = manifest.pools.version
-        if pools is not None and not can_be_used(PoolStore(workspace.pools_folder), pools, settings.routing):
-            manifest.pools = PoolsUsed()
-        if manifest.drafter is not None and not workspace.drafters.is_there(manifest.drafter.run_id):
-            say(f"not drafting with the drafter of {manifest.drafter.run_id}, which is gone")
-            manifest.drafter = None
-        manifest.status = "running"
-    night = Night(settings, workspace, date, run, manifest, tuple(changed))
+    else:
+        night = Night(settings, workspace, date, attempt.run, attempt.manifest, attempt.changed)
+        if not attempt.is_done:
+            _go_on(night)
     night.tables = tables
     return night
+
+
+def _go_on(night: Night) -> None:
+    """Take up an unfinished run again, without what it drafted from where that is gone."""
+    say(f"going on with run {night.run.run_id}")
+    manifest, pools = night.manifest, night.manifest.pools.version
+    if pools is not None and not can_be_used(night.pools, pools, night.settings.routing):
+        manifest.pools = PoolsUsed()
+    if manifest.drafter is not None and not night.workspace.drafters.is_there(manifest.drafter.run_id):
+        say(f"not drafting with the drafter of {manifest.drafter.run_id}, which is gone")
+        manifest.drafter = None
+    manifest.status = "running"
 
 
 def new_night(
@@ -194,9 +183,8 @@ def new_night(
     `after` is that of `open_night`.
     """
     named, output = settings.identity(), settings.of_output()
-    run = workspace.run(make_run_id(date, named, edition))
-    machine = describe_machine()
-    manifest = RunManifest.create(run.manifest_path, date, output, version("laserbatch"), machine, edition, named)
+    manifest = new_manifest(workspace, date, output, named, edition)
+    run = workspace.run(manifest.run_id)
     previous = after or previous_run(workspace, run.run_id)
     manifest.previous_run_id = previous.run_id if previous is not None else None
     templates = {side: settings.knowledge.template(side) for side in SIDES}
@@ -231,13 +219,6 @@ def warn_of_shared_words(settings: Settings) -> None:
             "of one can stay in another's: pools.min_support: 5 drafts only what five entities' texts share, "
             "decoding.verifier: greedy only what the model writes anyway"
         )
-
-
-def newest_edition(workspace: Workspace, settings: Settings, date: datetime.date) -> int:
-    """Number of the newest run of a date and these settings; 1 where there is none."""
-    first = make_run_id(date, settings.identity())
-    tails = [run.run_id.removeprefix(f"{first}-") for run in workspace.runs() if run.run_id.startswith(f"{first}-")]
-    return max((int(tail) for tail in tails if tail.isdecimal()), default=1)
 
 
 def previous_run(workspace: Workspace, run_id: str) -> RunFolder | None:
@@ -346,17 +327,6 @@ def describe_pools(pools: PoolVersion | None) -> PoolsUsed:
         for side, pool in pools.pools.items()
     }
     return PoolsUsed(pools.version, **figures)
-
-
-def describe_machine() -> dict[str, Any]:
-    """What a run ran on, for its manifest."""
-    return {
-        "platform": platform.platform(),
-        "num_cpus": os.cpu_count(),
-        "gpu": gpu_name(),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-    }
 
 
 def pools_in_use(workspace: Workspace) -> set[str]:

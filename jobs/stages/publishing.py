@@ -2,17 +2,67 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from laserbatch.jobs.console import say
 from laserbatch.jobs.events import emit
 from laserbatch.jobs.formatting import counted
+from laserbatch.jobs.gates import gate_sentence, holding, judge
 from laserbatch.jobs.report.lists import write_lists_report
 from laserbatch.jobs.report.page import write_report
-from laserbatch.pipeline.errors import ConfigError, PipelineError, WorkspaceError
+from laserbatch.jobs.settings import GateSettings
+from laserbatch.pipeline.errors import ConfigError, PipelineError, RunHeld, WorkspaceError
 from laserbatch.pipeline.storage.delivery import Destination
+from laserbatch.pipeline.storage.manifest import GateFigures, RunManifest
+from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import RECOMMENDATIONS, Workspace
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.store import PoolStore
+
+# When a finished run is published: unless one of a later date is, or it was taken back; whatever is; not by this.
+Publishing = Literal["forwards", "always", "never"]
+
+
+def end_judged(run: RunFolder, manifest: RunManifest, measured: Sequence[GateFigures], limits: GateSettings) -> None:
+    """Judge a run of which everything is written, draw its report and finish it, or hold it back. Raises RunHeld."""
+    manifest.gates = judge(measured, limits)
+    held_by = holding(manifest.gates)
+    manifest.status, manifest.failure = "held" if held_by else "success", None
+    manifest.save()
+    draw_report(run, manifest)
+    emit(manifest.status.replace("success", "finished"), run_id=run.run_id)
+    run.finish(is_held=bool(held_by))
+    if held_by:
+        raise RunHeld(
+            f"run {run.run_id} is done but not published: {'; '.join(map(gate_sentence, held_by))}. Look at "
+            f"{run.report_path}; then publish it all the same with `laserbatch runs publish {run.run_id} --workspace "
+            f"{run.root.parent.parent}`, or change the limit and give the same command again: nothing is written again"
+        )
+
+
+def draw_report(run: RunFolder, manifest: RunManifest) -> None:
+    """Write or replace the page of a run, of texts or of lists."""
+    write = write_lists_report if run.lists_path.exists() else write_report
+    write(manifest, run.report_path)
+
+
+def publish_run(workspace: Workspace, run: RunFolder, publishing: Publishing = "forwards") -> None:
+    """Let readers see a finished run, as far as is asked; says why they do not. May be called again."""
+    try:
+        published = workspace.published()
+    except WorkspaceError as error:
+        say(f"{error} Run {run.run_id} takes its place")
+        published = None
+    if publishing == "never" or (published is not None and published.run_id == run.run_id):
+        return
+    how = f"`laserbatch runs publish {run.run_id}` changes that"
+    if publishing == "forwards" and published is not None and published.date > run.date:
+        say(f"not published: readers go on seeing run {published.run_id}, of a later date; {how}")
+    elif publishing == "forwards" and run.run_id in workspace.withdrawn():
+        say(f"not published: run {run.run_id} was taken back; {how}")
+    else:
+        let_readers_see(workspace, run.run_id)
+        emit("published", run_id=run.run_id)
 
 
 def let_readers_see(workspace: Workspace, run_id: str) -> None:
@@ -25,10 +75,7 @@ def let_readers_see(workspace: Workspace, run_id: str) -> None:
         manifest = run.load_manifest()
         manifest.status = "success"
         manifest.save()
-        if run.lists_path.exists():
-            write_lists_report(manifest, run.report_path)
-        else:
-            write_report(manifest, run.report_path)
+        draw_report(run, manifest)
         run.finish()
     use_pools_of(workspace, run_id)
     workspace.publish(run_id)

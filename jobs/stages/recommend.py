@@ -1,15 +1,13 @@
 """The nightly lists: each user's best items by a recommender over codes, in runs of their own beside those of texts.
 
 A run is a folder as any other, in the workspace `recommendations/` within the workspace. Who has the same history keeps
-the list, unless one of its items has left the catalogue; who has none gets what most others have. The others are given
-to workers in shards; `pipeline/distributed/list_worker.py` is one.
+the list, unless one of its items has left the catalogue, or new ones came and it is its day of the week; who has none
+gets what most others have. The others are given to workers in shards; `pipeline/distributed/list_worker.py` is one.
 """
 
 import datetime
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -17,33 +15,44 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from laserbatch.jobs.console import progress, say
-from laserbatch.jobs.events import emit
-from laserbatch.jobs.failures import end_at_sigterm
-from laserbatch.jobs.gates import gate_sentence, holding, judge
 from laserbatch.jobs.recording import recorded, stage
-from laserbatch.jobs.report.lists import write_lists_report
 from laserbatch.jobs.settings import Settings
-from laserbatch.jobs.stages.inputs import changed_inputs, sound_tables
+from laserbatch.jobs.stages.attempt import new_manifest, newest_attempt
+from laserbatch.jobs.stages.inputs import sound_tables
 from laserbatch.jobs.stages.listed import Lists, known_models
-from laserbatch.jobs.stages.night import describe_machine
-from laserbatch.jobs.stages.publishing import deliver, delivery_uri, let_readers_see, mend_pointer, remove_delivered
+from laserbatch.jobs.stages.metrics import OF_LISTS, NightMetrics, night_metrics
+from laserbatch.jobs.stages.publishing import (
+    deliver,
+    delivery_uri,
+    end_judged,
+    mend_pointer,
+    publish_run,
+    remove_delivered,
+)
+from laserbatch.jobs.stages.shards import Finished, gather, hand_out, stats_of
 from laserbatch.jobs.stages.workers import NightWorkers
-from laserbatch.pipeline.distributed.actors import Crew, ShardAbandoned, run_shards
+from laserbatch.pipeline.distributed.actors import Crew, ShardAbandoned
 from laserbatch.pipeline.distributed.cluster import end_leftovers
 from laserbatch.pipeline.distributed.loading import TOKEN_FILE
 from laserbatch.pipeline.distributed.spec import ListSpec
-from laserbatch.pipeline.errors import ConfigError, RunHeld, WorkspaceError
+from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.planning.plan import (
     CARRIED_SHARD,
-    KEPT_SHARD,
     Shard,
     SidePlan,
     load_plan,
     open_plan,
     write_shard_plan,
 )
-from laserbatch.pipeline.recommending.lists import CATALOGUE_PATH, flat_lists, read_catalogue, write_catalogue
-from laserbatch.pipeline.recommending.planned import kept_lists, listed_drafts, stale_lists
+from laserbatch.pipeline.recommending.lists import (
+    CATALOGUE_PATH,
+    flat_lists,
+    has_new_items,
+    read_catalogue,
+    write_catalogue,
+)
+from laserbatch.pipeline.recommending.planned import due_lists, kept_lists, listed_drafts, stale_lists
+from laserbatch.pipeline.recommending.settings import RecommendingSettings
 from laserbatch.pipeline.recommending.trial import TRIED_SHARES, fastest
 from laserbatch.pipeline.storage.atomic import remove_folder
 from laserbatch.pipeline.storage.manifest import (
@@ -53,15 +62,10 @@ from laserbatch.pipeline.storage.manifest import (
     RunManifest,
     SampleSpan,
     SampleText,
-    ShardRecord,
     SideFigures,
-    WorkerFigures,
-    make_run_id,
 )
 from laserbatch.pipeline.storage.parquet import write_parquet
-from laserbatch.pipeline.storage.quarantine import count_reasons
 from laserbatch.pipeline.storage.run_folder import RunFolder
-from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import RECOMMENDATIONS, Workspace
 from laserbatch.pipeline.tables.check import check_tables
 
@@ -77,6 +81,11 @@ def recommend(settings: Settings, date: datetime.date, force: bool = False) -> R
     Raises ConfigError, ModelError, TableError for what cannot be recommended from, WorkspaceError where an unfinished
     run was started from other inputs, RunHeld where a gate keeps it back.
     """
+    with night_metrics(settings, OF_LISTS) as metrics:
+        return _recommend(settings, date, force, metrics)
+
+
+def _recommend(settings: Settings, date: datetime.date, force: bool, metrics: NightMetrics) -> RunManifest:
     if settings.recommending.model is None:
         raise ConfigError("recommending.model names no recommender; `laserbatch recommender train` makes one")
     if settings.tables.path is None:
@@ -89,47 +98,40 @@ def recommend(settings: Settings, date: datetime.date, force: bool = False) -> R
     with workspace.lock():
         mend_pointer(workspace)
         end_leftovers(workspace.root)
-        manifest = _opened(workspace, settings, lists, date, inputs, force)
+        metrics.manifest = manifest = _opened(workspace, lists, date, inputs, force)
         run = workspace.run(manifest.run_id)
         if run.is_finished:
             say(f"run {run.run_id} is finished already; --force makes every list again")
         else:
             with recorded(manifest):
-                _write(workspace, run, manifest, lists)
+                if run.is_held:
+                    say(f"run {run.run_id} is done already; its gates are judged again")
+                    end_judged(run, manifest, manifest.gates, settings.gates)
+                else:
+                    _write(workspace, run, manifest, lists)
         _publish(workspace, run, settings)
     return manifest
 
 
 def _opened(
-    workspace: Workspace, settings: Settings, lists: Lists, date: datetime.date, inputs: Mapping[str, Any], force: bool
+    workspace: Workspace, lists: Lists, date: datetime.date, inputs: Mapping[str, Any], force: bool
 ) -> RunManifest:
     """The manifest of the newest run of the date, or of another edition where that is finished and `force` asks."""
+    settings = lists.settings
     identity = {
         "tables": settings.tables.model_dump(mode="json", exclude={"path"}),
         "num_items": settings.recommending.num_items,
         "model": lists.target.model_id,
     }
-    edition = 1
-    while workspace.run(make_run_id(date, identity, edition + 1)).manifest_path.exists():
-        edition += 1
-    run = workspace.run(make_run_id(date, identity, edition))
-    if force and (run.is_finished or run.is_held):
-        edition += 1
-        run = workspace.run(make_run_id(date, identity, edition))
-    if run.manifest_path.exists():
-        manifest = RunManifest.load(run.manifest_path)
-        if not run.is_finished and (changed := changed_inputs(manifest.inputs, inputs)):
-            raise WorkspaceError(
-                f"run {run.run_id} was started from other inputs ({', '.join(changed)} changed since); restore them to "
-                f"finish it, or delete {run.root} to start it anew"
-            )
-        return manifest
+    attempt = newest_attempt(workspace, date, identity, inputs, force)
+    if attempt.manifest is not None:
+        if not attempt.is_done:
+            say(f"going on with run {attempt.run.run_id}")
+        return attempt.manifest
     told = settings.model_dump(mode="json", include={"tables", "recommending"})
     told["recommender"] = lists.target.card.model_dump(mode="json")
-    manifest = RunManifest.create(
-        run.manifest_path, date, told, version("laserbatch"), describe_machine(), edition, identity
-    )
-    earlier = [other for other in workspace.dated_runs() if other.date <= run.date and other.run_id != run.run_id]
+    manifest = new_manifest(workspace, date, told, identity, attempt.edition)
+    earlier = [run for run in workspace.dated_runs() if run.date <= str(date) and run.run_id != manifest.run_id]
     manifest.previous_run_id = earlier[-1].run_id if earlier else None
     manifest.force, manifest.inputs = force, dict(inputs)
     manifest.save()
@@ -157,16 +159,15 @@ def _write(workspace: Workspace, run: RunFolder, manifest: RunManifest, lists: L
             abandoned = _hand_out(workspace, run, manifest, lists, pending, finished)
     with stage(manifest, "gather"):
         plan = load_plan(run.root, "user") or plan  # with halves of shards
-        more = [row for lost in abandoned for row in lost.rows(run.root)]
-        run.merge_quarantine("user", finished.values(), more, lists.user_ids.type)
-        failed = run.read_quarantine("user", ["entity_id"])["entity_id"].combine_chunks()
-        stale = stale_lists(previous, failed.cast(lists.user_ids.type), lists.catalogue)
-        if stale.num_rows:
-            run.write_shard("user", KEPT_SHARD, stale)
-        run.require_every_entity("user", pa.chunked_array([lists.user_ids]))
+
+        def stale(failed: pa.ChunkedArray) -> pa.Table:
+            return stale_lists(previous, failed.combine_chunks(), lists.catalogue)
+
+        user_ids = pa.chunked_array([lists.user_ids])
+        reasons, num_kept = gather(run, "user", user_ids, finished, abandoned, stale)
         write_parquet(flat_lists(run, schema), run.lists_path)
-        manifest.sides = {"user": _figures(run, manifest, lists, plan, finished, stale.num_rows)}
-    _close(run, manifest, lists.settings, previous.num_rows)
+        manifest.sides = {"user": _figures(run, manifest, lists, plan, finished, reasons, num_kept)}
+    end_judged(run, manifest, _measured(manifest, previous.num_rows), lists.settings.gates)
 
 
 def _plan(run: RunFolder, manifest: RunManifest, lists: Lists, previous: pa.Table) -> SidePlan:
@@ -177,6 +178,10 @@ def _plan(run: RunFolder, manifest: RunManifest, lists: Lists, previous: pa.Tabl
         kept = np.full(len(user_ids), -1)
         if not manifest.force:
             kept = kept_lists(previous, user_ids, lists.fingerprints, lists.catalogue)
+            has_grown = partial(has_new_items, lists.catalogue, run.root.parent)
+            is_due = due_lists(previous, manifest.date, has_grown)
+            users = np.flatnonzero((kept >= 0) & (lengths > 0))
+            kept[users[is_due[kept[users]]]] = -1
         popular = np.flatnonzero((kept < 0) & (lengths == 0))
         carried = pa.concat_tables(
             [previous.take(pa.array(kept[kept >= 0])), lists.popular_lists(popular, manifest.run_id)]
@@ -210,55 +215,36 @@ def _plan(run: RunFolder, manifest: RunManifest, lists: Lists, previous: pa.Tabl
 
 def _hand_out(
     workspace: Workspace, run: RunFolder, manifest: RunManifest, lists: Lists, pending: Sequence[Shard],
-    finished: dict[str, ShardRecord],
+    finished: Finished,
 ) -> list[ShardAbandoned]:  # fmt: skip
     """Have workers make the lists of shards, which are added to the finished ones; returns those that were given up."""
-    settings, abandoned, num_done = lists.settings, [], 0
-    draft_model = settings.recommending.draft_model
+    options = lists.settings.recommending
+    places = {name: path.resolve() for name in ("model", "draft_model") if (path := getattr(options, name)) is not None}
     spec = ListSpec(
         run_id=run.run_id,
         run_dir=run.root.resolve(),
-        model_dir=settings.recommending.model.resolve(),
-        options=settings.recommending.model_copy(
-            update={"draft_model": None if draft_model is None else draft_model.resolve()}
-        ),
+        model_dir=places["model"],
+        options=options.model_copy(update=places),
     )
-    num_users = sum(shard.num_rows for shard in pending)
-    say(f"recommend: {num_users} lists in {len(pending)} shards; starting workers")
-    with NightWorkers(settings.cluster, workspace.root) as workers, progress("recommend", num_users) as bar:
+
+    with NightWorkers(lists.settings.cluster, workspace.root) as workers:
         crew = workers.crew(spec)
-        end_at_sigterm()
-        num_drafted = _drafted(manifest, settings, crew, pending)
-        for outcome in run_shards(pending, crew, lambda _: {"user": num_drafted}):
-            end_at_sigterm()
-            if isinstance(outcome, ShardAbandoned):
-                abandoned.append(outcome)
-                emit("shard_abandoned", side="user", shard=outcome.shard.name, reason=outcome.reason)
-                continue
-            shard, record = outcome
-            finished[shard.name] = record
-            num_done += shard.num_rows
-            emit("shard_done", side="user", shard=shard.name, rows=shard.num_rows, done=num_done, total=num_users,
-                 quarantined=record.num_quarantined)  # fmt: skip
-            bar.advance(shard.num_rows)
-        workers_used = min(crew.layout.num_workers, len(pending))
-        manifest.workers = WorkerFigures(
-            workers_used, crew.layout.num_threads, crew.layout.device, settings.cluster.price_per_hour
-        )
-    end_at_sigterm()
+        num_drafted = {"user": _drafted(manifest, options, crew, pending)}
+        abandoned = hand_out(crew, pending, {"user": finished}, "recommend", lambda _: num_drafted)
+        manifest.workers = workers.figures(crew, len(pending))
     return abandoned
 
 
-def _drafted(manifest: RunManifest, settings: Settings, crew: Crew, shards: Sequence[Shard]) -> int:
+def _drafted(manifest: RunManifest, options: RecommendingSettings, crew: Crew, shards: Sequence[Shard]) -> int:
     """How much is drafted: that of the manifest, else as configured, else what was fastest when it was tried."""
     if "user" not in manifest.budgets:
-        wanted, reason, gain = settings.recommending.num_drafted, "as recommending.num_drafted says", None
+        wanted, reason, gain = options.num_drafted, "as recommending.num_drafted says", None
         if wanted is None and len(shards) < LEAST_TRIED:
             wanted, reason = 0, "too few users to repay a trial"
         elif wanted is None:
             wanted, gain = fastest(crew.ask_one("tried_drafts", shards))
             reason = "the fastest of those tried" if wanted else "no draft was faster"
-        forecast = BudgetForecast(reason, batch_size=settings.recommending.batch_size, speed_up=gain)
+        forecast = BudgetForecast(reason, batch_size=options.batch_size, speed_up=gain)
         manifest.budgets = {"user": BudgetFigures(wanted, 0.0, forecast)}
         manifest.save()
         told = "" if gain is None else f": the best was {gain:.2f} times plain beams"
@@ -267,28 +253,25 @@ def _drafted(manifest: RunManifest, settings: Settings, crew: Crew, shards: Sequ
 
 
 def _figures(
-    run: RunFolder, manifest: RunManifest, lists: Lists, plan: SidePlan, finished: Mapping[str, ShardRecord],
+    run: RunFolder, manifest: RunManifest, lists: Lists, plan: SidePlan, finished: Finished, reasons: dict[str, int],
     num_kept: int,
 ) -> SideFigures:  # fmt: skip
-    written = [record for name, record in finished.items() if name not in (CARRIED_SHARD, KEPT_SHARD)]
-    by_plan = sum(
-        pc.sum(pc.equal(batch["run_id"], manifest.run_id)).as_py() or 0
-        for batch in run.iter_knowledge("user", ["run_id"])
-    ) - sum(record.num_rows for record in written)  # of users without a history
-    quarantine = run.read_quarantine("user", ["reason"])
+    written = [finished[shard.name] for shard in plan.shards if shard.name in finished]
+    num_written = sum(record.num_rows for record in written)
+    by_plan = -num_written  # lists of users without a history are new too
+    for batch in run.iter_knowledge("user", ["run_id"]):
+        by_plan += pc.sum(pc.equal(batch["run_id"], manifest.run_id)).as_py() or 0
     manifest.model = next((record.info.model for record in written), manifest.model)
     return SideFigures(
         num_entities=plan.num_entities,
-        num_generated=by_plan + sum(record.num_rows for record in written),
+        num_generated=by_plan + num_written,
         num_carried_over=plan.num_carried_over - by_plan,
-        num_quarantined=quarantine.num_rows,
+        num_quarantined=sum(reasons.values()),
         num_kept=num_kept,
-        quarantine_reasons=count_reasons(quarantine),
+        quarantine_reasons=reasons,
         routes=plan.routes,
         shards=written,
-        stats=DecodingStats.total(
-            replace(one.info.stats, wall_s=one.info.stats.wall_s / one.info.num_workers) for one in written
-        ),
+        stats=stats_of(written),
         budget=manifest.budgets.get("user"),
         samples=_samples(run, lists),
     )
@@ -311,38 +294,19 @@ def _samples(run: RunFolder, lists: Lists) -> list[SampleText]:
     return samples
 
 
-def _close(run: RunFolder, manifest: RunManifest, settings: Settings, num_before: int) -> None:
-    """Judge and finish the run. Raises RunHeld."""
+def _measured(manifest: RunManifest, num_before: int) -> list[GateFigures]:
+    """What gates judge of lists; `num_before` are those of the run before."""
     figures = manifest.sides["user"]
     coverage = (figures.num_entities - figures.num_quarantined) / num_before if num_before else None
     failed = figures.num_quarantined / max(1, figures.num_entities)
     told = "" if num_before else "no run before"
-    measured = GateFigures("quarantine", "user", failed), GateFigures("coverage", "user", coverage, told=told)
-    manifest.gates = judge(measured, settings.gates)
-    held_by = holding(manifest.gates)
-    manifest.status = "held" if held_by else "success"
-    manifest.save()
-    write_lists_report(manifest, run.report_path)
-    emit("held" if held_by else "finished", run_id=run.run_id)
-    run.finish(is_held=bool(held_by))
-    if held_by:
-        told = "; ".join(map(gate_sentence, held_by))
-        raise RunHeld(
-            f"run {run.run_id} is done but not published: {told}. Look at {run.report_path}; then publish it all the "
-            f"same with `laserbatch runs publish {run.run_id} --workspace {run.root.parent.parent}`, or change the "
-            "limit and give the same command again"
-        )
+    return [GateFigures("quarantine", "user", failed), GateFigures("coverage", "user", coverage, told=told)]
 
 
 def _publish(workspace: Workspace, run: RunFolder, settings: Settings) -> None:
     """Let readers see a finished run, here and where it is delivered to, and remove runs that are too old."""
-    published, uri = workspace.published(), delivery_uri(workspace, settings.deliver_to)
-    if published is not None and published.date > run.date:
-        say(f"not published: readers go on seeing the lists of {published.run_id}, of a later date")
-    elif run.run_id in workspace.withdrawn():
-        say(f"not published: run {run.run_id} was taken back; `laserbatch runs publish` changes that")
-    elif published is None or published.run_id != run.run_id:
-        let_readers_see(workspace, run.run_id)
+    uri = delivery_uri(workspace, settings.deliver_to)
+    publish_run(workspace, run)
     deliver(workspace, uri)
     kept = workspace.pointed_to()
     old = [one for one in workspace.dated_runs() if one.run_id != kept][: -settings.recommending.keep_runs]

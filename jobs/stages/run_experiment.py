@@ -18,8 +18,9 @@ from laserbatch.jobs.console import say
 from laserbatch.jobs.formatting import count, percent
 from laserbatch.jobs.gates import gate_sentence
 from laserbatch.jobs.settings import MetricsSettings, Settings
+from laserbatch.jobs.stages.attempt import newest_edition
 from laserbatch.jobs.stages.inputs import check_inputs, require_plain_words, require_template_columns
-from laserbatch.jobs.stages.night import newest_edition, open_run
+from laserbatch.jobs.stages.night import open_run
 from laserbatch.jobs.stages.run_night import run_night
 from laserbatch.jobs.stages.variants import Variant, compare_variants, with_adaptor
 from laserbatch.pipeline.drafter_training.settings import DrafterTrainingSettings
@@ -198,7 +199,7 @@ def _tried(folder: ExperimentFolder, name: str, settings: Settings, date: dateti
         }
     )
     workspace = Workspace.open(apart.workspace)
-    edition = newest_edition(workspace, apart, date)
+    edition = newest_edition(workspace, date, apart.identity())
     run = workspace.run(make_run_id(date, apart.identity(), edition))
     if not (run.is_finished or run.is_held):
         workspace.step_costs_folder.mkdir(exist_ok=True)

@@ -7,13 +7,11 @@ from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from laserbatch.jobs.console import progress, say
-from laserbatch.jobs.events import emit
-from laserbatch.jobs.gates import gate_sentence, holding, judge, measure
+from laserbatch.jobs.gates import measure
 from laserbatch.jobs.recording import recorded
-from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.audit import audit_texts, generate_audited
 from laserbatch.jobs.stages.build_pools import collect_pools, prepare_pools
@@ -21,7 +19,7 @@ from laserbatch.jobs.stages.compare_ctr import compare_night
 from laserbatch.jobs.stages.generate import generate_knowledge, generate_plain
 from laserbatch.jobs.stages.metrics import night_metrics
 from laserbatch.jobs.stages.night import Night, open_night, pools_in_use
-from laserbatch.jobs.stages.publishing import deliver, let_readers_see, mend_pointer
+from laserbatch.jobs.stages.publishing import Publishing, deliver, draw_report, end_judged, mend_pointer, publish_run
 from laserbatch.jobs.stages.train_drafter import train_if_due
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
@@ -29,7 +27,7 @@ from laserbatch.pipeline.distributed.cluster import end_leftovers
 from laserbatch.pipeline.encoding.features import EarlierFeatures, write_features
 from laserbatch.pipeline.encoding.identity import encoder_identity
 from laserbatch.pipeline.encoding.settings import EncodingSettings
-from laserbatch.pipeline.errors import RunFailed, RunHeld, WorkspaceError
+from laserbatch.pipeline.errors import RunFailed, WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.manifest import FeatureFigures, PreviousNight
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -37,9 +35,6 @@ from laserbatch.pipeline.storage.workspace import Workspace
 
 if TYPE_CHECKING:
     from laserbatch.pipeline.encoding.encoder import TextEncoder
-
-# When a finished run is published: unless one of a later date is, or it was taken back; whatever is; not by this.
-Publishing = Literal["forwards", "always", "never"]
 
 
 def run_night(
@@ -80,7 +75,8 @@ def _do_stages(night: Night, publishing: Publishing) -> None:
     settings = night.settings
     if night.run.is_held:
         say(f"run {night.run.run_id} is done already; its gates are judged again")
-        _close_judged(night, publishing)
+        close(night)
+        publish(night, publishing)
         return
     with NightWorkers(settings.cluster, night.workspace.root) as workers:
         try:
@@ -97,7 +93,8 @@ def _do_stages(night: Night, publishing: Publishing) -> None:
         night.manifest.ctr = compare_night(night)
     with night.stage("gates"):
         night.manifest.gates = measure(night.manifest, night.run, night.previous)
-    _close_judged(night, publishing)
+    close(night)
+    publish(night, publishing)
 
 
 def encode_beside_pools(night: Night) -> None:
@@ -225,26 +222,12 @@ def _close_failed(night: Night, reason: str) -> None:
     """Keep what there is to look at; nothing is published, and the next attempt goes on from the finished shards."""
     night.manifest.status, night.manifest.failure = "failed", reason
     night.manifest.save()
-    write_report(night.manifest, night.run.report_path)
+    draw_report(night.run, night.manifest)
     say(f"report of the failed night: {night.run.report_path}")
 
 
-def _close_judged(night: Night, publishing: Publishing) -> None:
-    """Finish the run and publish it, or hold it back. Raises RunHeld."""
-    night.manifest.gates = judge(night.manifest.gates, night.settings.gates)
-    held_by = holding(night.manifest.gates)
-    close(night, is_held=bool(held_by))
-    if held_by:
-        raise RunHeld(
-            f"run {night.run.run_id} is done but not published: {'; '.join(map(gate_sentence, held_by))}. Look at "
-            f"{night.run.report_path}; then publish it all the same with `laserbatch runs publish {night.run.run_id}`, "
-            "or change the limit and give the same command again: nothing is generated again"
-        )
-    publish(night, publishing)
-
-
-def close(night: Night, is_held: bool = False) -> None:
-    """Finish the run with its report; of a run that is held back too, which nothing builds on."""
+def close(night: Night) -> None:
+    """Finish the run with its report, or hold it back, so that nothing builds on it. Raises RunHeld."""
     manifest = night.manifest
     if night.previous is not None:
         try:
@@ -253,11 +236,7 @@ def close(night: Night, is_held: bool = False) -> None:
             manifest.previous_night = PreviousNight(earlier.run_id, sides)
         except WorkspaceError as error:
             say(f"not compared with the night before: {error}")
-    manifest.status, manifest.failure = "held" if is_held else "success", None
-    manifest.save()
-    write_report(manifest, night.run.report_path)
-    emit("held" if is_held else "finished", run_id=night.run.run_id)
-    night.run.finish(is_held)
+    end_judged(night.run, manifest, manifest.gates, night.settings.gates)
 
 
 def publish(night: Night, publishing: Publishing = "forwards") -> None:
@@ -266,19 +245,7 @@ def publish(night: Night, publishing: Publishing = "forwards") -> None:
     May be called again: whatever a killed night has left of it is done.
     """
     run, workspace = night.run, night.workspace
-    try:
-        published = workspace.published()
-    except WorkspaceError as error:
-        say(f"{error} Run {run.run_id} takes its place")
-        published = None
-    is_later = published is not None and published.date > run.date
-    if publishing == "forwards" and is_later:
-        say(f"not published: readers go on seeing run {published.run_id}, of a later date; --publish changes that")
-    elif publishing == "forwards" and run.run_id in workspace.withdrawn():
-        say(f"not published: run {run.run_id} was taken back; --publish, or `laserbatch runs publish`, changes that")
-    elif publishing != "never" and (published is None or published.run_id != run.run_id):
-        let_readers_see(workspace, run.run_id)
-        emit("published", run_id=run.run_id)
+    publish_run(workspace, run, publishing)
     in_use = pools_in_use(workspace) | {run.run_id}  # the next night of a backfill drafts from this one's
     collect_pools(night.pools, night.settings.pool_building.keep_versions, in_use)
     if publishing != "never":

@@ -5,11 +5,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from threading import Event, Thread
 
+from laserbatch.jobs.console import say
 from laserbatch.pipeline.distributed.actors import MOST_STARTING_S, Crew
 from laserbatch.pipeline.distributed.cluster import ray_cluster
 from laserbatch.pipeline.distributed.settings import ClusterSettings
 from laserbatch.pipeline.distributed.spec import TextSpec, WorkerSpec
 from laserbatch.pipeline.errors import RunFailed
+from laserbatch.pipeline.storage.manifest import WorkerFigures
 from laserbatch.retrieval_pools.draft import draft
 
 
@@ -42,11 +44,19 @@ class NightWorkers:
         Raises RunFailed: Ray does not start; and what else starting them met.
         """
         self.start(spec)
+        if not self._started.done():
+            say("starting workers")
         if not wait([self._started], timeout=MOST_STARTING_S).done:
             raise RunFailed(f"Ray has not started within {MOST_STARTING_S / 60:.0f} minutes; `laserbatch doctor` tries")
         crew = self._started.result()
         crew.turn_to(spec)
         return crew
+
+    def figures(self, crew: Crew, num_shards: int) -> WorkerFigures:
+        """Who did so many shards, for a manifest."""
+        layout = crew.layout
+        num_workers = min(layout.num_workers, num_shards)
+        return WorkerFigures(num_workers, layout.num_threads, layout.device, self._settings.price_per_hour)
 
     def _start(self, spec: WorkerSpec) -> None:
         try:

@@ -28,6 +28,13 @@ def read_catalogue(path: Path, sizes: tuple[int, ...]) -> ItemCodes:
     return ItemCodes(table["item_id"].combine_chunks(), codes, sizes)
 
 
+def has_new_items(catalogue: ItemCodes, runs: Path, run_id: str) -> bool:
+    """Whether a catalogue has items that a run could not list; of a run that is gone that is not known, and so."""
+    path = runs / run_id / CATALOGUE_PATH
+    known = read_parquet(path, ["item_id"])["item_id"].combine_chunks() if path.exists() else catalogue.item_ids[:0]
+    return not pc.all(pc.is_in(catalogue.item_ids, value_set=known)).as_py()
+
+
 @dataclass(frozen=True)
 class ListRow:
     """A user who gets a list: rows of the catalogue of the history, the oldest first, int64[n], and of likely items."""

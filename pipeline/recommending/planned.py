@@ -1,13 +1,16 @@
 """Who gets a new list tonight, and what drafts it: lists of the night before, of the user and of who did alike last."""
 
+import datetime
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from laserbatch.pipeline.recommending.codes import ItemCodes
+
+DAYS = 7  # within which new items come into everybody's lists
 
 
 def list_fingerprints(
@@ -35,6 +38,18 @@ def kept_lists(previous: pa.Table, user_ids: pa.Array, fingerprints: pa.Array, c
     stays = (rows >= 0) & pc.fill_null(same, False).to_numpy(zero_copy_only=False)
     stays[stays] = ~_has_gone(previous, catalogue)[rows[stays]]
     return np.where(stays, rows, -1)
+
+
+def due_lists(previous: pa.Table, date: datetime.date, has_grown: Callable[[str], bool]) -> np.ndarray:
+    """Of each earlier list, bool, whether it is made anew on a date so that new items can come into it.
+
+    That is on one day of the week, another one for other histories, if the catalogue `has_grown` since the list's run.
+    """
+    digits = pc.utf8_slice_codeunits(previous["fingerprint"], 0, 1).to_pylist()
+    is_day = np.array([int(digit, 16) % DAYS == date.toordinal() % DAYS for digit in digits], bool)
+    grown = [run_id for run_id in pc.unique(previous["run_id"]).to_pylist() if has_grown(run_id)]
+    made_before = pc.is_in(previous["run_id"], value_set=pa.array(grown, pa.string()))
+    return is_day & made_before.to_numpy()
 
 
 def stale_lists(previous: pa.Table, user_ids: pa.Array, catalogue: ItemCodes) -> pa.Table:

@@ -21,7 +21,7 @@ from small_world import World, first_world
 from laserbatch.jobs.gates import _audited, gate_sentence, holding, judge
 from laserbatch.jobs.report.page import render_page
 from laserbatch.jobs.settings import GateSettings, Settings, load_settings
-from laserbatch.jobs.stages import audit, generate
+from laserbatch.jobs.stages import audit, generate, shards
 from laserbatch.jobs.stages.night import Night, parse_date
 from laserbatch.jobs.stages.run_night import run_night
 from laserbatch.jobs.stages.workers import NightWorkers
@@ -40,11 +40,11 @@ ASPECTS = HEAD | {"name": "tastes", "side": "user", "parser": "aspects", "factor
 FREE = HEAD | {"name": "things", "side": "item", "parser": "free"}
 
 
-def written(shards, crew, *_):
+def written(pending, crew, *_):
     """In place of the model."""
     spec, folder = crew.spec, RunFolder(crew.spec.run_dir)
     is_plain = not spec.decoding.drafters
-    for shard in shards:
+    for shard in pending:
         template, records, schema = spec.templates[shard.side], [], None
         for row in read_shard(spec.run_dir / shard.path):
             text = "1. Taste: they like Harbour Lights and Rust & <b>Salt</b>.\n2. Mood: calm, they say."
@@ -78,7 +78,7 @@ class Encoder:
 def patched():
     with pytest.MonkeyPatch.context() as patched:
         write_here(patched)
-        patched.setattr(generate, "run_shards", written)
+        patched.setattr(shards, "run_shards", written)
         patched.setattr(TextEncoder, "load", lambda settings: Encoder())
         yield patched
 
@@ -108,12 +108,12 @@ def lived(settings, patched) -> tuple[Night, list]:
     """A night that was killed while it compared, and given again; and how many texts were written where."""
     asked = []
 
-    def seen(shards, crew, *more):
-        asked.append((crew.spec.run_dir.name, sum(shard.num_rows for shard in shards)))
-        yield from written(shards, crew, *more)
+    def seen(pending, crew, *more):
+        asked.append((crew.spec.run_dir.name, sum(shard.num_rows for shard in pending)))
+        yield from written(pending, crew, *more)
 
     with patched.context() as watched:
-        watched.setattr(generate, "run_shards", seen)
+        watched.setattr(shards, "run_shards", seen)
         with watched.context() as killed, pytest.raises(KeyboardInterrupt):
             killed.setattr(audit, "_audit", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             run_night(settings, DATE)

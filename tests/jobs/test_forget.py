@@ -20,7 +20,7 @@ from small_world import TEMPLATES, World, first_world
 from laserbatch.jobs.cli import main
 from laserbatch.jobs.commands import forget as forgetting
 from laserbatch.jobs.settings import PACKAGE_ROOT
-from laserbatch.jobs.stages import generate
+from laserbatch.jobs.stages import generate, shards
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.encoding.encoder import TextEncoder
 from laserbatch.pipeline.knowledge.records import knowledge_schema
@@ -41,11 +41,11 @@ def token_ids(text: str) -> list[int]:
     return TOKENIZER(text, add_special_tokens=False)["input_ids"]
 
 
-def planted(shards, crew, *_):
+def planted(pending, crew, *_):
     """In place of the model: everybody's text names them, and the planted person's is the secret."""
     spec = crew.spec
     folder = RunFolder(spec.run_dir)
-    for shard in shards:
+    for shard in pending:
         records, failed, schema = [], [], knowledge_schema(pa.string())
         for row in read_shard(spec.run_dir / shard.path):
             text = SECRET if row.entity_id == WHO else f"About {row.entity_id}: the pier at night is calm and long."
@@ -95,7 +95,7 @@ def lived(tmp_path_factory) -> Path:
     (folder / "laserbatch.yaml").write_text(yaml.safe_dump(settings))
     with pytest.MonkeyPatch.context() as patched:
         write_here(patched)
-        patched.setattr(generate, "run_shards", planted)
+        patched.setattr(shards, "run_shards", planted)
         patched.setattr(TextEncoder, "load", lambda settings: Encoder())
         from laserbatch.jobs.settings import load_settings
         from laserbatch.jobs.stages.night import parse_date

@@ -18,7 +18,7 @@ from night_world import FIRST_DATE, SECOND_DATE, make_world, write_config
 
 from benchmarks.chaos_nights import without_ray
 from laserbatch.jobs.settings import PACKAGE_ROOT, load_settings
-from laserbatch.jobs.stages import generate
+from laserbatch.jobs.stages import generate, shards
 from laserbatch.jobs.stages.budgets import night_tokens
 from laserbatch.jobs.stages.night import Night, open_night, parse_date
 from laserbatch.jobs.stages.workers import NightWorkers
@@ -78,7 +78,7 @@ def writer(patched: pytest.MonkeyPatch):
 
     def generated(night: Night, **options) -> Workers:
         workers = Workers(**options)
-        patched.setattr(generate, "run_shards", workers.run_shards)
+        patched.setattr(shards, "run_shards", workers.run_shards)
         generate.generate_knowledge(night, NightWorkers(night.settings.cluster))
         return workers
 
@@ -168,7 +168,7 @@ def test_a_disk_that_is_full_of_what_is_carried_over_ends_the_night_at_the_next_
         raise OSError(errno.ENOSPC, "No space left on device", "carried.parquet")
 
     monkeypatch.setattr(generate.Keep, "write", full)
-    monkeypatch.setattr(generate, "run_shards", workers.run_shards)
+    monkeypatch.setattr(shards, "run_shards", workers.run_shards)
     without_ray(monkeypatch.setattr)
     with pytest.raises(OSError, match=r"No space left on device.*carried\.parquet"):
         generate.generate_knowledge(night, NightWorkers(night.settings.cluster))

@@ -15,7 +15,8 @@ from laserbatch.jobs.stages import publishing
 from laserbatch.jobs.stages import run_night as stages
 from laserbatch.jobs.stages.night import open_night, open_run, previous_run
 from laserbatch.jobs.stages.run_night import close, publish, run_night
-from laserbatch.pipeline.errors import TableError, WorkspaceError
+from laserbatch.pipeline.errors import RunHeld, TableError, WorkspaceError
+from laserbatch.pipeline.storage.manifest import GateFigures
 from laserbatch.pipeline.storage.workspace import Workspace
 
 DAY = datetime.date(2025, 3, 1)
@@ -162,9 +163,14 @@ def test_words_that_users_may_share_are_warned_about_once_a_run(world, capsys):
 @pytest.mark.parametrize("step", ["write_report", "finish", "use", "publish", "collect_pools"])
 def test_a_night_that_was_killed_at_its_end_is_published_by_the_same_command(world, monkeypatch, step):
     night = opened(world)
-    owners = {"use": type(night.pools), "publish": type(night.workspace), "finish": type(night.run)}
+    owners = {
+        "write_report": publishing,
+        "use": type(night.pools),
+        "publish": type(night.workspace),
+        "finish": type(night.run),
+    }
 
-    def killed(*arguments):
+    def killed(*arguments, **named):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
@@ -183,10 +189,12 @@ def test_publishing_a_held_run_goes_on_where_it_was_killed(world, monkeypatch, s
     night = opened(world)
     with night.pools.publish(night.run.run_id, make_current=False):
         pass
-    close(night, is_held=True)
+    night.manifest.gates = [GateFigures("quarantine", "user", 1.0)]
+    with pytest.raises(RunHeld):
+        close(night)
     owners = {"use": type(night.pools), "publish": type(night.workspace), "finish": type(night.run)}
 
-    def killed(*arguments):
+    def killed(*arguments, **named):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:

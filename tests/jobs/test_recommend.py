@@ -16,6 +16,7 @@ from night_world import FIRST_DATE, SECOND_DATE, Done, make_world, run_here, wri
 from safetensors.torch import load_file, save_file
 
 from laserbatch.jobs.stages import recommend as stage
+from laserbatch.jobs.stages import shards as shards_stage
 from laserbatch.pipeline.distributed.actors import run_shards
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import read_tables
@@ -140,7 +141,7 @@ def test_a_killed_run_goes_on_with_what_is_finished(world, capfd, monkeypatch):
 
     monkeypatch.setattr(stage, "SHARD_BATCHES", 1)
     with monkeypatch.context() as patched:
-        patched.setattr(stage, "run_shards", killed)
+        patched.setattr(shards_stage, "run_shards", killed)
         assert recommend(capfd, world, FIRST_DATE, "--force").returncode == 130
     state = json.loads(run_here(capfd, "status", "--config", str(world[0] / "laserbatch.yaml"), "--json").stdout)
     assert state["lists"]["state"] == "idle" and "interrupted" in state["lists"]["run"]["failure"]

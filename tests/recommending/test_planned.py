@@ -1,5 +1,6 @@
 """Which earlier lists stay, and what they draft, against plain loops."""
 
+import datetime
 from collections import Counter
 
 import numpy as np
@@ -7,7 +8,13 @@ import pyarrow as pa
 import pytest
 
 from laserbatch.pipeline.recommending.codes import ItemCodes
-from laserbatch.pipeline.recommending.planned import kept_lists, list_fingerprints, listed_drafts, stale_lists
+from laserbatch.pipeline.recommending.planned import (
+    due_lists,
+    kept_lists,
+    list_fingerprints,
+    listed_drafts,
+    stale_lists,
+)
 
 CODES = np.array([[n // 9, n // 3 % 3, n % 3] for n in range(20)], np.int32)
 ITEMS = ItemCodes(pa.array([f"i{n}" for n in range(20)]), CODES, (3, 3, 3))
@@ -66,3 +73,11 @@ def test_a_fingerprint_is_of_the_history_of_the_model_and_of_what_most_have():
     assert list_fingerprints(ITEMS, histories, "model 10", np.array([6])).to_pylist()[:2] == first[:2]
     assert list_fingerprints(ITEMS, histories, "model 10", np.array([6])).to_pylist()[2] != first[2]
     assert not set(list_fingerprints(ITEMS, histories, "model 20", np.array([5])).to_pylist()) & set(first)
+
+
+def test_within_a_week_each_list_of_before_an_item_came_is_due_once():
+    prints = [f"{n:x}" * 32 for n in range(16)] * 2
+    table = pa.table({"fingerprint": prints, "run_id": ["old"] * 16 + ["new"] * 16})
+    days = [datetime.date(2025, 3, 1) + datetime.timedelta(days=n) for n in range(7)]
+    due = np.array([due_lists(table, day, lambda run_id: run_id == "old") for day in days])
+    assert due[:, :16].sum(0).tolist() == [1] * 16 and due[:, :16].any(1).all() and not due[:, 16:].any()

@@ -1,0 +1,91 @@
+"""Which run a command is at: one that begins, one to go on with, or one that is done. Nothing is written here."""
+
+import datetime
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from laserbatch.jobs.stages.inputs import changed_inputs
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.gpus import gpu_name
+from laserbatch.pipeline.storage.manifest import RunManifest, make_run_id
+from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The newest run of a date and some settings, or the edition after it.
+
+    Attributes
+    ----------
+    manifest : None where the run is to begin.
+    changed : inputs that say something else of the date than when the run began.
+    """
+
+    run: RunFolder
+    edition: int
+    manifest: RunManifest | None
+    changed: tuple[str, ...] = ()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether everything of the run is written; it may be held back."""
+        return self.run.is_finished or self.run.is_held
+
+
+def newest_attempt(
+    workspace: Workspace,
+    date: datetime.date,
+    identity: Mapping[str, Any],
+    inputs: Mapping[str, Mapping[str, Any]],
+    force: bool = False,
+    redo: bool = False,
+) -> Attempt:
+    """Which run is meant: the newest of a date and of the settings that name it, finished or not, or another edition.
+
+    Files of a finished run never change: `force` asks for another edition, and `redo` for one if inputs have changed.
+    Raises WorkspaceError where an unfinished run was started from other inputs.
+    """
+    edition = newest_edition(workspace, date, identity)
+    run = workspace.run(make_run_id(date, identity, edition))
+    is_there = run.is_finished or run.manifest_path.exists()
+    manifest = RunManifest.load(run.manifest_path) if is_there else None
+    found = Attempt(run, edition, manifest)
+    if manifest is None:
+        return found
+    changed = tuple(changed_inputs(manifest.inputs, inputs))
+    begins_anew = force or (redo and changed) if found.is_done else force and not manifest.force
+    if begins_anew:
+        return Attempt(workspace.run(make_run_id(date, identity, edition + 1)), edition + 1, None)
+    if changed and not found.is_done:
+        raise WorkspaceError(
+            f"run {run.run_id} was started from other inputs ({', '.join(changed)} changed since); "
+            f"restore them to finish it, or delete {run.root} to start it anew"
+        )
+    return Attempt(run, edition, manifest, changed)
+
+
+def newest_edition(workspace: Workspace, date: datetime.date, identity: Mapping[str, Any]) -> int:
+    """Number of the newest run of a date and of the settings that name it; 1 where there is none."""
+    first = make_run_id(date, identity)
+    tails = [run.run_id.removeprefix(f"{first}-") for run in workspace.runs() if run.run_id.startswith(f"{first}-")]
+    return max((int(tail) for tail in tails if tail.isdecimal()), default=1)
+
+
+def new_manifest(
+    workspace: Workspace, date: datetime.date, told: Mapping[str, Any], identity: Mapping[str, Any], edition: int
+) -> RunManifest:
+    """That of a run that begins, with the settings that are `told` in it; not saved."""
+    run = workspace.run(make_run_id(date, identity, edition))
+    machine = {
+        "platform": platform.platform(),
+        "num_cpus": os.cpu_count(),
+        "gpu": gpu_name(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
+    return RunManifest.create(run.manifest_path, date, told, version("laserbatch"), machine, edition, identity)

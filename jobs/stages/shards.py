@@ -1,0 +1,96 @@
+"""A run's shards, of texts or of lists: handed to workers, which is told meanwhile, and gathered to a side."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+
+from laserbatch.jobs.console import progress, say
+from laserbatch.jobs.events import emit
+from laserbatch.jobs.failures import end_at_sigterm
+from laserbatch.pipeline.budget.step_cost import StepCost
+from laserbatch.pipeline.distributed.actors import Crew, ShardAbandoned, run_shards
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.planning.plan import KEPT_SHARD, Shard, drop_plan
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.manifest import ShardRecord
+from laserbatch.pipeline.storage.quarantine import count_reasons
+from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.stats import DecodingStats
+
+Finished = dict[str, ShardRecord]  # shards of a side by name
+
+
+def hand_out(
+    crew: Crew,
+    pending: Sequence[Shard],
+    finished: Mapping[Side, Finished],
+    label: str,
+    choose: Callable[[Callable[[], StepCost]], Mapping[Side, Any]],
+    check: Callable[[Shard], object] = lambda shard: None,
+    on_first_text: Callable[[], None] = lambda: None,
+) -> list[ShardAbandoned]:
+    """Have workers do shards, which are added to the finished ones; returns those that were given up.
+
+    `choose` and `on_first_text` are those of `run_shards`. `check` is called with each shard that is finished; what it
+    raises ends the work.
+    """
+    end_at_sigterm()
+    abandoned, num_done, num_rows = [], 0, sum(shard.num_rows for shard in pending)
+    say(f"{label}: {num_rows} to write, in {len(pending)} shards")
+    with progress(label, num_rows) as bar:
+        for outcome in run_shards(pending, crew, choose, on_first_text):
+            if isinstance(outcome, ShardAbandoned):
+                abandoned.append(outcome)
+                emit("shard_abandoned", **_named(outcome.shard), reason=outcome.reason)
+                bar.advance(outcome.shard.num_rows)
+                continue
+            shard, record = outcome
+            finished[shard.side][shard.name] = record
+            stats, num_done = record.info.stats, num_done + shard.num_rows
+            counts = {"tokens": stats.num_tokens, "steps": stats.num_steps, "seconds": stats.wall_s}
+            counts |= {"quarantined": record.num_quarantined, "done": num_done, "total": num_rows}
+            emit("shard_done", **_named(shard), **counts)
+            pace = stats.tokens_per_step
+            bar.advance(shard.num_rows, "" if pace is None else f"{pace:.1f} tokens/step")
+            check(shard)
+    end_at_sigterm()
+    return abandoned
+
+
+def gather(
+    folder: RunFolder,
+    side: Side,
+    entity_ids: pa.ChunkedArray,
+    finished: Finished,
+    abandoned: Iterable[ShardAbandoned],
+    stale_of: Callable[[pa.ChunkedArray], Any],
+) -> tuple[dict[str, int], int]:
+    """Close a side: its quarantine in one file, what there was before of who is in it kept, and nobody missing.
+
+    `stale_of` gives what entities in quarantine had before, as `RunFolder.write_shard` takes it, or None. Returns how
+    many are in quarantine by reason, and how many of them keep something. Raises WorkspaceError where somebody is
+    missing; the side is then planned anew.
+    """
+    rows = [row for lost in abandoned if lost.shard.side == side for row in lost.rows(folder.root)]
+    folder.merge_quarantine(side, finished.values(), rows, entity_ids.type)
+    quarantine = folder.read_quarantine(side, ["entity_id", "reason"])
+    stale = stale_of(quarantine["entity_id"]) if quarantine.num_rows else None
+    num_kept = 0 if stale is None else folder.write_shard(side, KEPT_SHARD, stale).num_rows
+    try:
+        folder.require_every_entity(side, entity_ids)
+    except WorkspaceError:
+        drop_plan(folder.root, side)
+        raise
+    return count_reasons(quarantine), num_kept
+
+
+def stats_of(records: Iterable[ShardRecord]) -> DecodingStats:
+    """Of shards together. Workers run side by side: of the night's time a shard takes its own by their number."""
+    infos = (record.info for record in records)
+    return DecodingStats.total(replace(info.stats, wall_s=info.stats.wall_s / info.num_workers) for info in infos)
+
+
+def _named(shard: Shard) -> dict[str, object]:
+    return {"side": shard.side, "shard": shard.name, "rows": shard.num_rows}
