@@ -24,8 +24,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import torch
-from common import Figure, Spread, begin, benchmark_parser, finish, scale_of, turns
-from methods import table
+from common import Figure, Spread, begin, benchmark_parser, finish, scale_of, table, turns
 
 from laserbatch.pipeline.recommending import losses
 from laserbatch.pipeline.recommending.baselines import neighbour_lists, popular_list

@@ -1,6 +1,9 @@
 """The runner of the GPU's stages: no part stops another, none outlasts its limit, and what each wrote is kept."""
 
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import engine
 import step_profile
@@ -50,3 +53,11 @@ def test_parts_name_files_and_options_that_are_there():
         assert files and all((REPOSITORY / file).is_file() for file in files)
         if words[0] in parsers:
             parsers[words[0]](words[1:])  # ends the test where it does not know an option
+
+
+def test_parts_want_neither_ray_nor_lightgbm():
+    scripts = {Path(part.words[0]).stem for parts in STAGES.values() for part in parts} - {"-m"}
+    absent = "import sys; sys.modules |= dict.fromkeys(('ray', 'lightgbm')); sys.path.insert(0, 'benchmarks')"
+    asked = [sys.executable, "-c", f"{absent}; import {', '.join(sorted(scripts))}"]
+    done = subprocess.run(asked, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0 and "beams" in scripts, done.stderr
