@@ -4,7 +4,9 @@ import datetime
 import json
 import re
 import shutil
+from dataclasses import replace
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -17,9 +19,33 @@ from safetensors.torch import load_file, save_file
 
 from laserbatch.jobs.stages import recommend as stage
 from laserbatch.jobs.stages import shards as shards_stage
+from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.distributed.actors import run_shards
+from laserbatch.pipeline.distributed.cluster import WorkerLayout
+from laserbatch.pipeline.distributed.list_worker import ListWorker
+from laserbatch.pipeline.recommending import planned
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import read_tables
+
+
+@pytest.fixture(autouse=True)
+def lists_are_made_here(request, monkeypatch):
+    """By one worker in this process, but for tests that are marked: Ray's take seconds to start."""
+    if request.node.get_closest_marker("ray"):
+        return
+
+    def crew(_, spec):
+        spec = replace(spec, device="cpu", num_threads=1, num_workers=1)
+        worker = ListWorker(spec)
+        ask_one = lambda method, *asked: getattr(worker, method)(*asked)  # noqa: E731
+        return SimpleNamespace(spec=spec, layout=WorkerLayout(1, 1, 0, "cpu"), run=worker.run, ask_one=ask_one)
+
+    def here(pending, crew, choose, on_first_text):
+        for shard in pending:
+            yield shard, crew.run(shard, choose(None)["user"])
+
+    monkeypatch.setattr(NightWorkers, "crew", crew)
+    monkeypatch.setattr(shards_stage, "run_shards", here)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +77,7 @@ def world(trained, tmp_path, capfd):
 
 def recommend(capfd, world, date=FIRST_DATE, *more, **options) -> Done:
     folder, trained = world
-    of_all = {name: options.pop(name) for name in ("deliver_to",) if name in options}
+    of_all = {name: options.pop(name) for name in ("deliver_to", "gates", "metrics") if name in options}
     options = {"model": str(trained / "recommender"), "num_items": 5, "batch_size": 4} | options
     config = write_config(folder, recommending=options, **of_all)
     return run_here(capfd, "recommend", "--config", str(config), "--date", date, *more, "--json")
@@ -89,20 +115,35 @@ def test_everybody_gets_a_list_and_the_unchanged_keep_theirs(world, capfd):
     assert [run.run_id for run in runs] == [json.loads(one.stdout)["run_id"] for one in (second, fresh)]
 
 
-def test_new_items_are_listed_by_the_codes_of_the_most_alike(world, capfd):
-    """Vectors are those of the published run of texts."""
-    folder, _ = world
-    alone = recommend(capfd, world, SECOND_DATE)
-    assert "0 have codes like those" in alone.stderr
+def publish_vectors(folder) -> pa.ChunkedArray:
+    """Vectors of all items of the second date, as a run of texts leaves them; the items."""
     items = read_tables(folder / "tables", as_of=datetime.date.fromisoformat(SECOND_DATE)).items["item_id"]
     vectors = np.random.default_rng(0).normal(size=(len(items), 8)).astype(np.float32)
-    texts = Workspace.open(folder / "workspace").run("2025-02-28-00000000")
+    workspace = Workspace.open(folder / "workspace")
+    texts = workspace.run("2025-02-28-00000000")
     column = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), 8)
     texts.features_path("item").parent.mkdir(parents=True)
     pq.write_table(pa.table({"item_id": items.combine_chunks(), "vector": column}), texts.features_path("item"))
     texts.manifest_path.write_text("{}")
     texts.finish()
-    Workspace.open(folder / "workspace").publish(texts.run_id)
+    workspace.publish(texts.run_id)
+    return items
+
+
+def test_who_did_nothing_new_gets_a_list_with_new_items_in_time(world, capfd, monkeypatch):
+    recommend(capfd, world)
+    publish_vectors(world[0])
+    monkeypatch.setattr(planned, "DAYS", 1)
+    second, third = (json.loads(recommend(capfd, world, date).stdout) for date in (SECOND_DATE, "2025-03-02"))
+    assert second["users"]["carried_over"] == 0 < third["users"]["carried_over"]
+
+
+def test_new_items_are_listed_by_the_codes_of_the_most_alike(world, capfd):
+    """Vectors are those of the published run of texts."""
+    folder, _ = world
+    alone = recommend(capfd, world, SECOND_DATE)
+    assert "0 have codes like those" in alone.stderr
+    items = publish_vectors(folder)
     done = recommend(capfd, world, SECOND_DATE, "--force", num_items=len(items))
     assert done.returncode == 0, done.stderr
     told = re.search(r"(\d+) items came since the recommender was trained: (\d+) have", done.stderr)
@@ -132,6 +173,7 @@ def test_what_left_the_catalogue_is_listed_no_more(world, capfd):
     assert before.keys() <= after.keys() and gone not in {item for one in after.values() for item in one}
 
 
+@pytest.mark.ray
 def test_a_killed_run_goes_on_with_what_is_finished(world, capfd, monkeypatch):
     whole = lists_of(recommend(capfd, world))
 
@@ -199,3 +241,7 @@ def test_users_whose_numbers_are_broken_keep_the_last_list_as_stale(world, capfd
     for user in failed["entity_id"].to_pylist():
         rows = lists.filter(pc.equal(lists["user_id"], user))
         assert rows["item_id"].to_pylist() == before.get(user, [])
+    told = {"gates": {"max_failed_share": 1.0, "min_coverage": 0.0}, "metrics": {"textfile": str(folder / "laserbatch.prom")}}
+    again = recommend(capfd, world, SECOND_DATE, model=str(broken), **told)
+    assert again.returncode == 0 and "judged again" in again.stderr and run.is_finished
+    assert "laserbatch_lists_last_exit_code 0" in (folder / "laserbatch_lists.prom").read_text()
