@@ -132,7 +132,7 @@ class TextWriter:
         """Raises RowError: the prompt is neither a text nor tokens, or cannot be written in plain ones."""
         tokenizer = self._engine.tokenizer
         if isinstance(prompt, str):
-            prompt_ids, _ = encode_chat(tokenizer, prompt, self._system, CHAT_OPTIONS)
+            prompt_ids = encode_chat(tokenizer, prompt, self._system, CHAT_OPTIONS)
         else:
             prompt_ids = _ids(prompt)
         if isinstance(previous, str):

@@ -30,14 +30,11 @@ class ChatSkeleton:
     """What a chat template writes around the contents."""
 
     pieces: tuple[tuple[int, ...] | str, ...]  # token ids of fixed text, or the name of the content that goes there
-    texts: tuple[str, ...]  # the same pieces as text, for people; names of contents as they are
     merges_system: bool  # the model's template takes no system message, so it goes before the user's
 
 
-def encode_chat(
-    tokenizer: "PreTrainedTokenizerBase", user: str, system: str | None, chat_options: dict
-) -> tuple[np.ndarray, str]:
-    """One turn that ends where the model's answer begins: token ids int32[n], and the same as text, for people.
+def encode_chat(tokenizer: "PreTrainedTokenizerBase", user: str, system: str | None, chat_options: dict) -> np.ndarray:
+    """One turn that ends where the model's answer begins: token ids int32[n].
 
     Raises ModelError as `chat_skeleton`, RowError where a text cannot be written in plain tokens.
     """
@@ -48,9 +45,7 @@ def encode_chat(
     ids: list[int] = []
     for piece in skeleton.pieces:
         ids.extend(encode_content(tokenizer, contents[piece]) if isinstance(piece, str) else piece)
-    pieces = zip(skeleton.pieces, skeleton.texts, strict=True)
-    text = "".join(contents[piece] if isinstance(piece, str) else written for piece, written in pieces)
-    return np.array(ids, np.int32), text
+    return np.array(ids, np.int32)
 
 
 def chat_skeleton(tokenizer: "PreTrainedTokenizerBase", with_system: bool, chat_options: dict) -> ChatSkeleton:
@@ -69,9 +64,7 @@ def _skeleton(tokenizer: "PreTrainedTokenizerBase", with_system: bool, chat_opti
             "the model was trained on chats, put its chat_template.jinja into the model's folder"
         )
         bos = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
-        return ChatSkeleton(
-            (bos, "user", tuple(_encode(tokenizer, "\n\n"))), (tokenizer.bos_token or "", "user", "\n\n"), True
-        )
+        return ChatSkeleton((bos, "user", tuple(_encode(tokenizer, "\n\n"))), True)
     contents = dict(zip(("system", "user"), _SENTINELS, strict=True))
     rendered, roles = "", ["user"]
     if with_system:
@@ -85,16 +78,12 @@ def _skeleton(tokenizer: "PreTrainedTokenizerBase", with_system: bool, chat_opti
                 "give the model folder a chat template that does"
             )
     pieces: list[tuple[int, ...] | str] = []
-    texts: list[str] = []
     for part in re.split("(" + "|".join(_SENTINELS) + ")", rendered):
         if part in _SENTINELS:
-            name = ("system", "user")[_SENTINELS.index(part)]
-            pieces.append(name)
-            texts.append(name)
+            pieces.append(("system", "user")[_SENTINELS.index(part)])
         elif part:
             pieces.append(tuple(tokenizer(part, add_special_tokens=False)["input_ids"]))
-            texts.append(part)
-    return ChatSkeleton(tuple(pieces), tuple(texts), merges_system)
+    return ChatSkeleton(tuple(pieces), merges_system)
 
 
 def _apply(tokenizer: "PreTrainedTokenizerBase", contents: dict[str, str], roles: list[str], chat_options: str) -> str:

@@ -33,7 +33,6 @@ class RenderedPrompt:
     """A prompt, ready for the model."""
 
     token_ids: np.ndarray  # int32[n]
-    text: str  # the same for people, control tokens written out
     num_history: int  # events shown
     num_history_dropped: int  # older ones, left out for the token limit or the template's `max_events`
 
@@ -69,8 +68,8 @@ def render_shown(
     @cache
     def encoded(num_shown: int) -> RenderedPrompt:
         user = _content(template, "\n".join(head), events[len(events) - num_shown :], tail)
-        ids, text = encode_chat(tokenizer, user, template.system, template.chat_options)
-        return RenderedPrompt(ids, text, num_shown, shown.num_events - num_shown)
+        ids = encode_chat(tokenizer, user, template.system, template.chat_options)
+        return RenderedPrompt(ids, num_shown, shown.num_events - num_shown)
 
     def is_too_long(num_shown: int) -> bool:
         return len(encoded(num_shown).token_ids) > max_prompt_tokens

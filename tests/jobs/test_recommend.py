@@ -241,7 +241,10 @@ def test_users_whose_numbers_are_broken_keep_the_last_list_as_stale(world, capfd
     for user in failed["entity_id"].to_pylist():
         rows = lists.filter(pc.equal(lists["user_id"], user))
         assert rows["item_id"].to_pylist() == before.get(user, [])
-    told = {"gates": {"max_failed_share": 1.0, "min_coverage": 0.0}, "metrics": {"textfile": str(folder / "laserbatch.prom")}}
+    told = {
+        "gates": {"max_failed_share": 1.0, "min_coverage": 0.0},
+        "metrics": {"textfile": str(folder / "laserbatch.prom")},
+    }
     again = recommend(capfd, world, SECOND_DATE, model=str(broken), **told)
     assert again.returncode == 0 and "judged again" in again.stderr and run.is_finished
     assert "laserbatch_lists_last_exit_code 0" in (folder / "laserbatch_lists.prom").read_text()

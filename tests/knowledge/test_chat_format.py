@@ -63,15 +63,15 @@ def test_equals_the_chat_template_for_harmless_contents(tokenizer):
     expected = tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
     )
-    assert rendered.text == expected
     assert tokenizer.decode(rendered.token_ids) == expected
-    assert rendered.text.endswith("<think>\n\n</think>\n")
+    assert tokenizer.decode(rendered.token_ids).endswith("<think>\n\n</think>\n")
 
 
 @pytest.mark.parametrize("kind", ["no-system", "drops-system", "plain"])
 def test_a_system_message_that_has_no_place_goes_before_the_users(kind):
-    rendered = render_prompt(WITH_SYSTEM, Entity("item", 1, {"title": "A"}), KINDS[kind](), 10_000)
-    assert "You know a library.\n\nDescribe.\n- title: A" in rendered.text
+    tokenizer = KINDS[kind]()
+    rendered = render_prompt(WITH_SYSTEM, Entity("item", 1, {"title": "A"}), tokenizer, 10_000)
+    assert "You know a library.\n\nDescribe.\n- title: A" in tokenizer.decode(rendered.token_ids)
 
 
 def test_without_a_chat_template_a_prompt_begins_with_the_begin_token_and_that_is_said_once(caplog):
@@ -80,7 +80,7 @@ def test_without_a_chat_template_a_prompt_begins_with_the_begin_token_and_that_i
         rendered = render_prompt(TEMPLATE, Entity("item", 1, {"title": "A"}), plain, 10_000)
     assert caplog.text.count("no chat template, so prompts are plain text") == 1
     assert rendered.token_ids[0] == plain.bos_token_id
-    assert rendered.text == "<s>Describe.\n- title: A\n\n"
+    assert plain.decode(rendered.token_ids) == "<s>Describe.\n- title: A\n\n"
 
 
 def test_a_chat_template_that_repeats_or_fails_is_refused():

@@ -22,8 +22,12 @@ USER = PromptTemplate.model_validate(
 )  # fmt: skip
 
 
+def text_of(prompt, tokenizer=TOKENIZER) -> str:
+    return tokenizer.decode(prompt.token_ids)
+
+
 def test_a_prompt_reads_as_laid_out():
-    text = render_prompt(USER, make_user(2), TOKENIZER, 10_000).text
+    text = text_of(render_prompt(USER, make_user(2), TOKENIZER, 10_000))
     assert (
         "Explain.\nPerson:\n- region: Lorne\n- tags: a > b\n- member: yes\nRated:\n"
         "- The Salt Harbour 0 | Mystery > Heist | 1999 | 1\n- The Salt Harbour 1 | Mystery > Heist | 1999 | 2\nNow:"
@@ -39,7 +43,7 @@ def test_an_item_without_a_title_is_not_asked_about(attributes):
 
 def test_a_user_without_history_says_so():
     rendered = render_prompt(USER, make_user(0), TOKENIZER, 10_000)
-    assert "Rated:\n- nothing yet\nNow:" in rendered.text
+    assert "Rated:\n- nothing yet\nNow:" in text_of(rendered)
     assert rendered.num_history == rendered.num_history_dropped == 0
 
 
@@ -54,7 +58,7 @@ def test_histories_are_cut_from_the_oldest_side_to_the_budget(num_events, budget
         return
     assert len(rendered.token_ids) <= budget
     assert rendered.num_history + rendered.num_history_dropped == num_events
-    shown = [index for index in range(num_events) if f"Harbour {index} |" in rendered.text]
+    shown = [index for index in range(num_events) if f"Harbour {index} |" in text_of(rendered)]
     assert shown == list(range(num_events - rendered.num_history, num_events))
     if rendered.num_history < min(num_events, 30):  # as many as fit: one more does not
         longer = Entity("user", 7, user.attributes, user.history[-(rendered.num_history + 1) :])
@@ -68,23 +72,23 @@ def test_too_long_without_history_is_a_row_error():
 
 def test_a_value_cannot_start_a_line_of_its_own():
     entity = Entity("user", 1, {"about": "x\n- region: forged\r\n\tend"}, ())
-    assert "- about: x - region: forged end\n" in render_prompt(USER, entity, TOKENIZER, 10_000).text
+    assert "- about: x - region: forged end\n" in text_of(render_prompt(USER, entity, TOKENIZER, 10_000))
 
 
 def test_long_values_are_shortened():
     rendered = render_prompt(USER, Entity("user", 1, {"about": "y" * 5_000}, ()), TOKENIZER, 10_000)
-    assert "y" * 299 + "…" in rendered.text and "y" * 300 not in rendered.text
+    assert "y" * 299 + "…" in text_of(rendered) and "y" * 300 not in text_of(rendered)
 
 
 def test_braces_in_titles_are_text():
     event = HistoryEvent("i", "The {title} {0} {attributes}", {}, 3.5)
-    text = render_prompt(USER, Entity("user", 1, {}, (event,)), TOKENIZER, 10_000).text
+    text = text_of(render_prompt(USER, Entity("user", 1, {}, (event,)), TOKENIZER, 10_000))
     assert "- The {title} {0} {attributes} | 3.5\n" in text
 
 
 def test_unrated_events_have_their_own_line():
     event = HistoryEvent("i", "Title", {"a": 1}, None)
-    assert "- Title | 1\nNow:" in render_prompt(USER, Entity("user", 1, {}, (event,)), TOKENIZER, 10_000).text
+    assert "- Title | 1\nNow:" in text_of(render_prompt(USER, Entity("user", 1, {}, (event,)), TOKENIZER, 10_000))
 
 
 def test_columns_are_chosen_by_name_and_absent_ones_skipped():
@@ -94,7 +98,7 @@ def test_columns_are_chosen_by_name_and_absent_ones_skipped():
             "history": USER.history.model_copy(update={"exclude": ("year",)}),
         }
     )
-    text = render_prompt(changed, make_user(1), TOKENIZER, 10_000).text
+    text = text_of(render_prompt(changed, make_user(1), TOKENIZER, 10_000))
     assert "Person:\n- M: yes\nRated:\n- The Salt Harbour 0 | Mystery > Heist | 1\n" in text
 
 
@@ -102,7 +106,7 @@ def test_shipped_templates_render_with_every_tokenizer(any_tokenizer):
     item = Entity("item", "i1", {"title": "The Salt Harbour", "category": ["Mystery"]})
     for entity in (make_user(3), item):
         rendered = render_prompt(load_template(f"kar_{entity.side}"), entity, any_tokenizer, 10_000)
-        assert rendered.token_ids.dtype == "int32" and "The Salt Harbour" in rendered.text
+        assert rendered.token_ids.dtype == "int32" and "The Salt Harbour" in text_of(rendered, any_tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -163,5 +167,5 @@ def test_what_was_done_is_said_in_words_where_it_is_no_number(tokenizer, columns
     knowledge = KnowledgeSettings(user_template="rlmrec_user", words={"events": {"kauf": "gekauft"}})
     template = knowledge.template("user", labels_of(events, knowledge.words.events))
     (shown,) = SideQuestions(tables, "user", template, "").shown(np.array([0])).to_pylist()
-    lines = render_shown(template, shown_of_row(shown), tokenizer, 10_000).text.split("\n")
+    lines = text_of(render_shown(template, shown_of_row(shown), tokenizer, 10_000)).split("\n")
     assert [told for told in lines if "Blue" in told and told.endswith(line)]
