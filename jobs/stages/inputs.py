@@ -40,7 +40,7 @@ ROWS_AT_ONCE = 64 * 1024
 NEEDS_A_MODEL = (
     "the bundled sample model knows only the sample world: what it writes of other tables cannot be parsed. Set "
     "decoding.model to the folder of a chat model with safetensors, for example of `hf download "
-    'Qwen/Qwen2.5-1.5B-Instruct --local-dir qwen` (docs/tables-and-models.md says which sizes fit)'
+    "Qwen/Qwen2.5-1.5B-Instruct --local-dir qwen` (docs/tables-and-models.md says which sizes fit)"
 )
 
 

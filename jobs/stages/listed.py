@@ -87,12 +87,12 @@ class Lists:
 
     @cached_property
     def histories(self) -> list[np.ndarray]:
-        """What each user has done, the oldest first, as many items as the model is shown."""
+        """What each user has done, the oldest first."""
         known = Histories(self.tables)
         places, starts = known.newest(np.arange(len(self.user_ids)), len(self.tables.interactions))
         rows = self.catalogue.rows_of(self.tables.items["item_id"].combine_chunks())[known.items(places)]
         found = [rows[start:stop] for start, stop in pairwise(starts)]
-        return [one[one >= 0][-self.target.card.history :] for one in found]
+        return [one[one >= 0] for one in found]
 
     @cached_property
     def popular(self) -> tuple[np.ndarray, np.ndarray]:
@@ -104,7 +104,8 @@ class Lists:
 
     @cached_property
     def fingerprints(self) -> pa.Array:
-        asked = f"{self.target.model_id} {self.settings.recommending.num_items}"
+        options = self.settings.recommending
+        asked = f"{self.target.model_id} {options.num_items} {options.list_again}"
         return list_fingerprints(self.catalogue, self.histories, asked, self.popular[0])
 
     def popular_lists(self, users: np.ndarray, run_id: str) -> pa.Table:

@@ -120,7 +120,7 @@ def _opened(
     settings = lists.settings
     identity = {
         "tables": settings.tables.model_dump(mode="json", exclude={"path"}),
-        "num_items": settings.recommending.num_items,
+        **settings.recommending.model_dump(include={"num_items", "list_again"}),
         "model": lists.target.model_id,
     }
     attempt = newest_attempt(workspace, date, identity, inputs, force)

@@ -97,8 +97,15 @@ class ListWorker:
             drafter = ModelBeams(own, self._trie, len(rows), max(budget, size))
         elif budget:
             drafter = ListedItems([list(map(tuple, codes[row.drafts].tolist())) for row in rows], self._trie, budget)
-        found = search(trees, self._trie, len(rows), size, drafter)
+        left_out = None if self._spec.options.list_again else [self._had(row, size) for row in rows]
+        found = search(trees, self._trie, len(rows), size, drafter, left_out)
         self._num_forwards += trees.num_forwards
         self._costliest_step_s = max(self._costliest_step_s, time.perf_counter() - start_s)
         self._num_lists += len(rows)
         return found
+
+    def _had(self, row: ListRow, size: int) -> list[np.ndarray] | None:
+        """What is left out for a user's own items; None where too few others are there."""
+        own = np.unique(row.history)
+        enough = len(self._catalogue) - len(own) >= size
+        return self._trie.emptied_by(self._catalogue.codes[own]) if enough else None

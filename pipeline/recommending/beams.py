@@ -29,6 +29,10 @@ class Beams:
     def level(self) -> int:
         return len(self.paths[0])
 
+    def are_done(self, trie: ItemTrie) -> bool:
+        """Whether they are items; or nothing, where nothing is left."""
+        return not self.paths or self.level == trie.num_levels
+
     def prefixes(self, trie: ItemTrie) -> list[tuple[Path, int]]:
         """The paths and all above them with their nodes, those above first."""
         found = dict.fromkeys(path[:length] for length in range(1, self.level + 1) for path in self.paths)
@@ -58,12 +62,19 @@ class BeamDrafter:
         return [[] for _ in users]
 
 
-def next_beams(trees: CodeTrees, trie: ItemTrie, user: int, beams: Beams, size: int) -> Beams | None:
-    """The best `size` paths one level on; None where what follows one of the beams is not known."""
+def next_beams(
+    trees: CodeTrees, trie: ItemTrie, user: int, beams: Beams, size: int, left_out: Sequence[np.ndarray] | None = None
+) -> Beams | None:
+    """The best `size` paths one level on; None where what follows one of the beams is not known.
+
+    `left_out` are nodes of each level that no path leads to, as `ItemTrie.emptied_by` has them.
+    """
     followers = [trees.log_p(user, path, node) for path, node in zip(beams.paths, beams.nodes.tolist(), strict=True)]
     if any(one is None for one in followers):
         return None
     scores = (beams.scores[:, None] + np.stack(followers)).ravel()
+    if left_out is not None:
+        scores[np.isin(trie.nodes[beams.level][beams.nodes].ravel(), left_out[beams.level])] = -np.inf
     known = np.flatnonzero(np.isfinite(scores))
     if len(known) > size:
         least = np.partition(scores[known], -size)[-size]
@@ -75,8 +86,19 @@ def next_beams(trees: CodeTrees, trie: ItemTrie, user: int, beams: Beams, size: 
     return Beams(paths, nodes, scores[chosen])
 
 
-def search(trees: CodeTrees, trie: ItemTrie, num_users: int, size: int, drafter: BeamDrafter) -> list[Found]:
-    """The `size` best items of each user; fewer where the catalogue is smaller."""
+def search(
+    trees: CodeTrees,
+    trie: ItemTrie,
+    num_users: int,
+    size: int,
+    drafter: BeamDrafter,
+    left_out: Sequence[Sequence[np.ndarray] | None] | None = None,
+) -> list[Found]:
+    """The `size` best items of each user; fewer where fewer are there.
+
+    `left_out` are of each user those of `next_beams`.
+    """
+    left_out = left_out or [None] * num_users
     beams = [Beams() for _ in range(num_users)]
     num_forwards = np.zeros(num_users, np.int64)
     live = list(range(num_users))
@@ -88,11 +110,11 @@ def search(trees: CodeTrees, trie: ItemTrie, num_users: int, size: int, drafter:
         trees.add(wanted)
         num_forwards[live] += 1
         for user in live:
-            while beams[user].level < trie.num_levels:
-                found = next_beams(trees, trie, user, beams[user], size)
+            while not beams[user].are_done(trie):
+                found = next_beams(trees, trie, user, beams[user], size, left_out[user])
                 if found is None:
                     break
                 beams[user] = found
-        live = [user for user in live if beams[user].level < trie.num_levels]
+        live = [user for user in live if not beams[user].are_done(trie)]
     accepted = (trie.num_levels - num_forwards).tolist()
     return [Found(one.nodes, one.scores, number) for one, number in zip(beams, accepted, strict=True)]

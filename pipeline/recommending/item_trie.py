@@ -52,6 +52,25 @@ class ItemTrie:
         return tuple((codes >= 0).sum(1) for codes in self.codes)
 
     @cached_property
+    def num_items(self) -> tuple[np.ndarray, ...]:
+        """Of each level but the last, of its nodes: items below, int64[num_nodes]."""
+        found = [self.num_children[-1]]
+        for nodes in self.nodes[-2::-1]:
+            found.append(np.where(nodes >= 0, found[-1][nodes], 0).sum(1))
+        return tuple(reversed(found))
+
+    def emptied_by(self, codes: np.ndarray) -> list[np.ndarray]:
+        """Without some different items, codes int (n, num_levels): of each level from the first on, the nodes that have
+        nothing below them any more, on the last one these items' rows."""
+        above, places = self.ways_to(codes)
+        below = [nodes[above[:, level], places[:, level]] for level, nodes in enumerate(self.nodes)]
+        emptied = []
+        for nodes, num_items in zip(below[:-1], self.num_items[1:], strict=True):
+            nodes, counts = np.unique(nodes, return_counts=True)
+            emptied.append(nodes[counts == num_items[nodes]])
+        return [*emptied, below[-1]]
+
+    @cached_property
     def _found(self) -> dict[Path, int | None]:
         """Paths that were looked for; at most those of all items, and some that no item has."""
         return {(): 0}

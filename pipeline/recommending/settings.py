@@ -19,6 +19,7 @@ class RecommendingSettings(Strict):
         None, description="Folder of a small one that drafts for it. null: last night's lists draft."
     )
     num_items: int = Field(20, ge=1, description="Items a user gets.")
+    list_again: bool = Field(False, description="Whether what a user has had may be listed: songs, food.")
     num_drafted: int | None = Field(
         None,
         ge=0,

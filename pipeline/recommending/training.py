@@ -187,12 +187,13 @@ def train_draft(
 def listed(
     model: torch.nn.Module, card: RecommenderCard, trie: ItemTrie, codes: ItemCodes, histories: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
-    """A model's best NUM_ALIGNED items behind each history, rows of `codes`, the best first."""
+    """A model's best NUM_ALIGNED items behind each history but those in it, rows of `codes`, the best first."""
     found = []
     for start in range(0, len(histories), LISTS_AT_ONCE):
-        prompts = [card.prompt(codes.codes[one]) for one in histories[start : start + LISTS_AT_ONCE]]
-        trees = CodeTrees(model, trie, card.first_tokens, prompts)
-        found += [one.rows for one in search(trees, trie, len(prompts), NUM_ALIGNED, BeamDrafter())]
+        part = histories[start : start + LISTS_AT_ONCE]
+        trees = CodeTrees(model, trie, card.first_tokens, [card.prompt(codes.codes[one]) for one in part])
+        left_out = [trie.emptied_by(codes.codes[np.unique(one)]) for one in part]
+        found += [one.rows for one in search(trees, trie, len(part), NUM_ALIGNED, BeamDrafter(), left_out)]
     return found
 
 

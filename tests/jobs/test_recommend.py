@@ -158,6 +158,17 @@ def test_a_small_model_drafts_the_same_lists(world, capfd):
     assert lists_of(drafted) == alone
 
 
+def test_what_somebody_has_had_is_listed_again_only_where_it_may_be(world, capfd):
+    had = {}
+    for row in pq.read_table(world[1] / "tables" / "interactions.parquet").to_pylist():
+        if str(row["timestamp"])[:10] <= FIRST_DATE:
+            had.setdefault(row["user_id"], set()).add(row["item_id"])
+    found = lists_of(recommend(capfd, world))
+    assert had and not any(had.get(user, set()) & set(items) for user, items in found.items())
+    again = lists_of(recommend(capfd, world, list_again=True))
+    assert any(had.get(user, set()) & set(items) for user, items in again.items())
+
+
 def test_what_left_the_catalogue_is_listed_no_more(world, capfd):
     folder, trained = world
     before = lists_of(recommend(capfd, world))

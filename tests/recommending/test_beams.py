@@ -43,15 +43,15 @@ TARGET, CATALOGUE, PROMPTS = model_of(1), catalogue(60), prompts_of(7)
 TRIE = ItemTrie.of(CATALOGUE)
 
 
-def found_with(size: int, drafter=None, prompts=PROMPTS, trie=TRIE):
+def found_with(size: int, drafter=None, prompts=PROMPTS, trie=TRIE, left_out=None):
     trees = CodeTrees(TARGET, trie, FIRST_TOKENS, prompts)
-    return search(trees, trie, len(prompts), size, drafter or BeamDrafter()), trees.num_forwards
+    return search(trees, trie, len(prompts), size, drafter or BeamDrafter(), left_out), trees.num_forwards
 
 
 @torch.inference_mode()
-def plainly(prompt: np.ndarray, items: ItemCodes, size: int) -> list[tuple[float, int]]:
-    """Beams by whole forwards of each path, the softmax over what items have there."""
-    beams = [(0.0, ())]
+def plainly(prompt: np.ndarray, items: ItemCodes, size: int, own=()) -> list[tuple[float, int]]:
+    """Beams by whole forwards of each path, the softmax over what items have there; none leads to `own` alone."""
+    beams, others = [(0.0, ())], [row for number, row in enumerate(items.codes.tolist()) if number not in own]
     for level in range(4):
         after = []
         for score, path in beams:
@@ -60,6 +60,7 @@ def plainly(prompt: np.ndarray, items: ItemCodes, size: int) -> list[tuple[float
             logits = TARGET(input_ids=torch.tensor([tokens])).logits[0, -1]
             log_p = torch.log_softmax(logits[[FIRST_TOKENS[level] + code for code in followers]], -1).tolist()
             after += [(score + p, (*path, code)) for p, code in zip(log_p, followers, strict=True)]
+        after = [(score, path) for score, path in after if any(tuple(row[: level + 1]) == path for row in others)]
         beams = sorted(after, key=lambda pair: -pair[0])[:size]
     rows = {tuple(row): number for number, row in enumerate(items.codes.tolist())}
     return [(score, rows[path]) for score, path in beams]
@@ -71,6 +72,20 @@ def test_beams_are_those_of_a_plain_loop(size):
         expected = plainly(prompt, CATALOGUE, size)
         assert found.rows.tolist() == [row for _, row in expected]
         np.testing.assert_allclose(found.scores, [score for score, _ in expected], atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 5, 20])
+def test_what_is_left_out_is_not_found_and_nothing_else_is_missed(size):
+    rng = np.random.default_rng(2)
+    own = [rng.choice(60, count, replace=False) for count in (0, 1, 5, 20, 40, 59, 60)]
+    own[1] = np.array([plainly(PROMPTS[1], CATALOGUE, 1)[0][1]])
+    left_out = [TRIE.emptied_by(CATALOGUE.codes[rows]) for rows in own]
+    plain, num_forwards = found_with(size, left_out=left_out)
+    drafted, fewer = found_with(size, small_beams(40, 0.1), left_out=left_out)
+    assert fewer <= num_forwards
+    for prompt, rows, one, other in zip(PROMPTS, own, plain, drafted, strict=True):
+        assert one.rows.tolist() == other.rows.tolist()
+        assert one.rows.tolist() == [row for _, row in plainly(prompt, CATALOGUE, size, set(rows.tolist()))]
 
 
 @torch.inference_mode()
