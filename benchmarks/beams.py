@@ -25,6 +25,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 from common import Figure, Spread, begin, benchmark_parser, finish, scale_of, table, turns
+from sampled_beams import sampled_search
 
 from laserbatch.pipeline.recommending import losses
 from laserbatch.pipeline.recommending.baselines import neighbour_lists, popular_list
@@ -36,7 +37,6 @@ from laserbatch.pipeline.recommending.drafters import ListedItems, ModelBeams
 from laserbatch.pipeline.recommending.item_trie import ItemTrie
 from laserbatch.pipeline.recommending.losses import strict_loss
 from laserbatch.pipeline.recommending.models import Recommender, load_recommender
-from laserbatch.pipeline.recommending.sampled import sampled_search
 from laserbatch.pipeline.recommending.training import RecommenderOptions, train_draft, train_recommender
 from laserbatch.pipeline.recommending.trial import TRIED_SHARES, fastest, tried_seconds
 
