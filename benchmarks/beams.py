@@ -29,11 +29,10 @@ from sampled_beams import sampled_search
 
 from laserbatch.pipeline.recommending import losses
 from laserbatch.pipeline.recommending.baselines import neighbour_lists, popular_list
-from laserbatch.pipeline.recommending.beams import BeamDrafter, Found, search
+from laserbatch.pipeline.recommending.beams import BeamDrafter, Found, ListedItems, ModelBeams, search
 from laserbatch.pipeline.recommending.card import Ranking
 from laserbatch.pipeline.recommending.code_trees import CodeTrees
 from laserbatch.pipeline.recommending.codes import ItemCodes, read_codes
-from laserbatch.pipeline.recommending.drafters import ListedItems, ModelBeams
 from laserbatch.pipeline.recommending.item_trie import ItemTrie
 from laserbatch.pipeline.recommending.losses import strict_loss
 from laserbatch.pipeline.recommending.models import Recommender, load_recommender
