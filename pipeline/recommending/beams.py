@@ -68,10 +68,8 @@ class ModelBeams(BeamDrafter):
         own, drafts = dict(zip(users, beams, strict=True)), {user: [] for user in users}
         asked = {user: one.prefixes(self._trie) for user, one in own.items()}
         for level in range(min(one.level for one in beams), self._trie.num_levels - 1):
-            live = [user for user in users if own[user].level == level]
-            self._trees.add(
-                [asked[user] if user in asked and own[user].level == level else [] for user in range(self._num_users)]
-            )
+            live = {user for user in users if own[user].level == level}
+            self._trees.add([asked[user] if user in live else [] for user in range(self._num_users)])
             for user in live:
                 own[user] = next_beams(self._trees, self._trie, user, own[user], self._size)
                 asked[user] = list(zip(own[user].paths, own[user].nodes.tolist(), strict=True))
@@ -92,11 +90,10 @@ class ListedItems(BeamDrafter):
         return [self._of(self._lists[user], one) for user, one in zip(users, beams, strict=True)]
 
     def _of(self, items: Sequence[Path], beams: Beams) -> list[tuple[Path, int]]:
-        if not items:
-            return []
         kept = set(beams.paths)
         near = [item for item in items if item[: beams.level] in kept][: self._size]
-        paths = dict.fromkeys(item[:level] for level in range(beams.level + 1, len(items[0])) for item in near)
+        levels = range(beams.level + 1, self._trie.num_levels)
+        paths = dict.fromkeys(item[:level] for level in levels for item in near)
         nodes = ((path, self._trie.node_of(path)) for path in paths)
         return [(path, node) for path, node in nodes if node is not None]
 
