@@ -65,9 +65,7 @@ class SideQuestions:
     def shown(self, rows: np.ndarray) -> pa.Table:
         """What is shown of the entities of some rows: `SHOWN_SCHEMA`, for `shown_of_row`."""
         part = self.entities.take(pa.array(rows))
-        history, num_events = pa.nulls(len(rows), pa.string()), np.zeros(len(rows), np.int32)
-        if self._side == "user":
-            num_events = np.diff(self.histories.starts)[rows].astype(np.int32)
+        history, num_events = pa.nulls(len(rows), pa.string()), self.num_events()[rows].astype(np.int32)
         if self._template.history is not None:
             places, starts = self.histories.chosen(rows, self._template.history)
             items = pa.array(self.histories.items(places))
