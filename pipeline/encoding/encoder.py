@@ -43,7 +43,7 @@ class TextEncoder:
         self.dim: int = model.config.hidden_size
 
     @classmethod
-    def load(cls, settings: EncodingSettings | None = None) -> "TextEncoder":
+    def load(cls, settings: EncodingSettings = EncodingSettings()) -> "TextEncoder":
         """Load the encoder that the settings name.
 
         Raises
@@ -51,7 +51,6 @@ class TextEncoder:
         ModelError
             The package or folder is missing, its weights are not the expected ones, or it is not an encoder.
         """
-        settings = settings or EncodingSettings()
         folder, _ = find_encoder(settings)
         device, dtype = device_and_dtype(settings)
         try:
