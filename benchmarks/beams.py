@@ -25,18 +25,17 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 from common import Figure, Spread, begin, benchmark_parser, finish, scale_of, table, turns
+from sampled_beams import sampled_search
 
 from laserbatch.pipeline.recommending import losses
 from laserbatch.pipeline.recommending.baselines import neighbour_lists, popular_list
-from laserbatch.pipeline.recommending.beams import BeamDrafter, Found, search
+from laserbatch.pipeline.recommending.beams import BeamDrafter, Found, ListedItems, ModelBeams, search
 from laserbatch.pipeline.recommending.card import Ranking
 from laserbatch.pipeline.recommending.code_trees import CodeTrees
 from laserbatch.pipeline.recommending.codes import ItemCodes, read_codes
-from laserbatch.pipeline.recommending.drafters import ListedItems, ModelBeams
 from laserbatch.pipeline.recommending.item_trie import ItemTrie
 from laserbatch.pipeline.recommending.losses import strict_loss
 from laserbatch.pipeline.recommending.models import Recommender, load_recommender
-from laserbatch.pipeline.recommending.sampled import sampled_search
 from laserbatch.pipeline.recommending.training import RecommenderOptions, train_draft, train_recommender
 from laserbatch.pipeline.recommending.trial import TRIED_SHARES, fastest, tried_seconds
 

@@ -11,7 +11,7 @@ from typing import Any
 from laserbatch.jobs.stages.inputs import changed_inputs
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.gpus import gpu_name
-from laserbatch.pipeline.storage.manifest import RunManifest, make_run_id
+from laserbatch.pipeline.storage.manifest import RunManifest, make_run_id, settings_hash
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 
@@ -88,4 +88,12 @@ def new_manifest(
         "python": platform.python_version(),
         "torch": version("torch"),
     }
-    return RunManifest.create(run.manifest_path, date, told, version("laserbatch"), machine, edition, identity)
+    return RunManifest(
+        path=run.manifest_path,
+        run_id=run.run_id,
+        date=date,
+        settings=dict(told),
+        settings_hash=settings_hash(identity),
+        laserbatch_version=version("laserbatch"),
+        machine=machine,
+    )

@@ -84,7 +84,7 @@ def generate_sample_plainly(
     """Rows of the night's own plan decoded plainly into another folder, a shard a side; one that is done stays."""
     pending = []
     for side, table in rows.items():
-        shard = write_shard_plan(side, 0, table, folder.root, is_apart=False)
+        shard = write_shard_plan(side, "00000", table, folder.root, is_apart=False)
         done = folder.finished_shards(side).get(shard.name)
         if done is None or done.info.planned_sha256 != shard.sha256:
             pending.append(shard)

@@ -207,7 +207,9 @@ def _plan(run: RunFolder, manifest: RunManifest, lists: Lists, previous: pa.Tabl
         num_batches = np.clip(rows.num_rows // (SHARDS * options.batch_size), SHARD_BATCHES, MOST_BATCHES)
         size = int(num_batches) * options.batch_size
         parts = [rows.slice(start, size) for start in range(0, rows.num_rows, size)]
-        shards = tuple(write_shard_plan("user", number, part, run.root, False) for number, part in enumerate(parts))
+        shards = tuple(
+            write_shard_plan("user", f"{number:05d}", part, run.root, False) for number, part in enumerate(parts)
+        )
         bar.advance(len(user_ids))
     routes = {"history": int((lengths > 0).sum()), "popular": int((lengths == 0).sum())}
     return SidePlan("user", len(user_ids), carried.num_rows, 0, routes, shards)

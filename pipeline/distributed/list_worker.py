@@ -9,9 +9,8 @@ import torch
 
 from laserbatch.pipeline.distributed.spec import ListSpec
 from laserbatch.pipeline.planning.plan import Shard
-from laserbatch.pipeline.recommending.beams import BeamDrafter, Found, search
+from laserbatch.pipeline.recommending.beams import BeamDrafter, Found, ListedItems, ModelBeams, search
 from laserbatch.pipeline.recommending.code_trees import CodeTrees
-from laserbatch.pipeline.recommending.drafters import ListedItems, ModelBeams
 from laserbatch.pipeline.recommending.item_trie import ItemTrie
 from laserbatch.pipeline.recommending.lists import CATALOGUE_PATH, ListRow, lists_schema, lists_table, read_catalogue
 from laserbatch.pipeline.recommending.models import load_recommender

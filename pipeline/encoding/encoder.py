@@ -43,7 +43,7 @@ class TextEncoder:
         self.dim: int = model.config.hidden_size
 
     @classmethod
-    def load(cls, settings: EncodingSettings | None = None) -> "TextEncoder":
+    def load(cls, settings: EncodingSettings = EncodingSettings()) -> "TextEncoder":
         """Load the encoder that the settings name.
 
         Raises
@@ -51,7 +51,6 @@ class TextEncoder:
         ModelError
             The package or folder is missing, its weights are not the expected ones, or it is not an encoder.
         """
-        settings = settings or EncodingSettings()
         folder, _ = find_encoder(settings)
         device, dtype = device_and_dtype(settings)
         try:
@@ -87,19 +86,14 @@ class TextEncoder:
         # Not truncated by the tokenizer, to see which texts are longer; "[SEP]" in a text is text.
         tokenized = self._tokenizer(list(position_of), truncation=False, verbose=False, split_special_tokens=True)
         tokenized = tokenized["input_ids"]
-        is_long = np.array([len(ids) > self._max_text_tokens for ids in tokenized])
-        rows = [self._cut(ids) for ids in tokenized]
+        most = self._max_text_tokens
+        is_long = np.array([len(ids) > most for ids in tokenized])
+        rows = [[*ids[: most - 1], ids[-1]] if len(ids) > most else ids for ids in tokenized]  # all have an end token
         vectors = np.zeros((len(rows), self.dim), np.float32)
         for indices, shape in self._batches([len(ids) for ids in rows]):
             vectors[indices] = self._forward([rows[index] for index in indices], shape)
             on_batch(int(repeats[indices].sum()))
         return Encoding(vectors[row_to_distinct], int(repeats[is_long].sum()))
-
-    def _cut(self, ids: list[int]) -> list[int]:
-        """Drop the end of a text, keeping the end token that every text has."""
-        if len(ids) <= self._max_text_tokens:
-            return ids
-        return [*ids[: self._max_text_tokens - 1], ids[-1]]
 
     def _batches(self, lengths: list[int]) -> Iterator[tuple[np.ndarray, tuple[int, int]]]:
         """Texts of like length together, longest first, and the shape of their forward, which their length decides."""

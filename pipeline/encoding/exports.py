@@ -78,8 +78,8 @@ def write_fuxictr(sides: Sequence[SideExport], folder: Path, place: Path) -> Non
         name, form = f"{one.id_name}.parquet", one.form
         codes = [f"{one.side}_{level}" for level in LEVELS]
         pairs = (batch.select([one.id_name, "vector", *LEVELS]) for batch in form.formed(one.batches))
-        schema = pa.schema([("key", one.schema.field(one.id_name).type), ("value", form.arrow_type)])
-        schema = pa.schema([*schema, *((code, pa.int32()) for code in codes)])
+        fields = {"key": one.schema.field(one.id_name).type, "value": form.arrow_type}
+        schema = pa.schema(fields | dict.fromkeys(codes, pa.int32()))
         write_parquet((batch.rename_columns(schema.names) for batch in pairs), folder / name, schema)
         columns.append(
             {

@@ -24,7 +24,14 @@ from laserbatch.pipeline.encoding.vectors import VectorForm, vectors_of
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import link_file, sha256_file
 from laserbatch.pipeline.storage.manifest import FeatureFigures
-from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, as_large, iter_parquet, read_parquet, write_parquet
+from laserbatch.pipeline.storage.parquet import (
+    ROW_GROUP_ROWS,
+    as_large,
+    iter_parquet,
+    read_parquet,
+    rows_among,
+    write_parquet,
+)
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -231,10 +238,7 @@ def _known_rows(rows: pa.Table, order: np.ndarray, earlier: Path, id_column: str
     The entity, the run that generated it and the prompt that it answers say which text it is.
     """
     ids = as_large(read_parquet(earlier, [id_column]))[id_column].combine_chunks()
-    if ids.type != rows["entity_id"].type:
-        return np.full(len(order), -1)
-    found = pc.index_in(rows["entity_id"].combine_chunks().take(pa.array(order)), value_set=ids)
-    found, start = pc.fill_null(found, -1).to_numpy().astype(np.int64), 0
+    found, start = rows_among(rows["entity_id"].combine_chunks().take(pa.array(order)), ids), 0
     places = np.flatnonzero(found >= 0)
     ascending = found[places]  # both are in the order of ids
     for batch in iter_parquet(earlier, ["run_id", "fingerprint"]):

@@ -19,7 +19,7 @@ from laserbatch.pipeline.encoding.schema import LEVELS, MOMENT, days_valid, mome
 from laserbatch.pipeline.encoding.vectors import VectorForm, vectors_of
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
-from laserbatch.pipeline.storage.parquet import iter_parquet
+from laserbatch.pipeline.storage.parquet import iter_parquet, rows_among
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
 _DAY_BITS = 20  # of days since 1970 in a key: up to the year 4840
@@ -58,7 +58,7 @@ class Versions:
                 f"the log has ids of type {ids.type}, the features of type {self.ids.type}. Write them as the tables "
                 "of users and items have them."
             )
-        entities = pc.fill_null(pc.index_in(ids, value_set=self.ids), -1).to_numpy().astype(np.int64)
+        entities = rows_among(ids, self.ids)
         keys = _keys(self.entities, self.valid_from)
         found = np.searchsorted(keys, _keys(entities, days), side="right") - 1
         is_there = (found >= 0) & (entities >= 0)
@@ -147,7 +147,7 @@ def read_versions(
     all_runs = pa.chunked_array([runs for _, runs, _ in parts]).combine_chunks()
     ids = pc.unique(all_ids)
     ids = ids.take(pc.sort_indices(ids))
-    entities = pc.index_in(all_ids, value_set=ids).to_numpy().astype(np.int64)
+    entities = rows_among(all_ids, ids)
     days = days_valid(all_runs)
     keys = _keys(entities, days)
     order = np.argsort(keys, kind="stable")

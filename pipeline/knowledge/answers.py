@@ -5,6 +5,7 @@ Languages are told by their scripts, and some of Latin script by words that ever
 
 import re
 import unicodedata
+from collections import Counter
 from functools import lru_cache
 
 import numpy as np
@@ -115,13 +116,9 @@ def script_of(text: str) -> str | None:
 
 def scripts_in(text: str) -> dict[str, int]:
     """Letters of each script, by the first word of their Unicode names; those of East Asia count as one."""
-    counts: dict[str, int] = {}
-    for letter in text:
-        if letter.isascii():
-            name = "LATIN" if letter.isalpha() else None
-        else:
-            name = unicodedata.name(letter, "").split(" ")[0].split("-")[0] if letter.isalpha() else None
-            name = "CJK" if name in _CJK else name
+    counts: Counter[str] = Counter()
+    for letter, num in Counter(text).items():
+        name = unicodedata.name(letter, "").split(" ")[0].split("-")[0] if letter.isalpha() else ""
         if name:
-            counts[name] = counts.get(name, 0) + 1
+            counts["CJK" if name in _CJK else name] += num
     return counts

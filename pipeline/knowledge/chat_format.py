@@ -10,6 +10,7 @@ import logging
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SENTINELS = ("lb5e9b71c0x0", "lb5e9b71c0x1")  # system, user
+_SENTINELS = {"system": "lb5e9b71c0x0", "user": "lb5e9b71c0x1"}
 LOOKS_LIKE_CONTROL = re.compile(r"^(<.+>|\[.+\])$", re.DOTALL)
 
 
@@ -38,7 +39,7 @@ def encode_chat(tokenizer: "PreTrainedTokenizerBase", user: str, system: str | N
 
     Raises ModelError as `chat_skeleton`, RowError where a text cannot be written in plain tokens.
     """
-    skeleton = chat_skeleton(tokenizer, system is not None, chat_options)
+    skeleton = chat_skeleton(tokenizer, system is not None, json.dumps(chat_options, sort_keys=True))
     contents = {"user": user, "system": (system or "").strip()}
     if skeleton.merges_system and contents["system"]:
         contents["user"] = f"{contents['system']}\n\n{user}"
@@ -48,16 +49,12 @@ def encode_chat(tokenizer: "PreTrainedTokenizerBase", user: str, system: str | N
     return np.array(ids, np.int32)
 
 
-def chat_skeleton(tokenizer: "PreTrainedTokenizerBase", with_system: bool, chat_options: dict) -> ChatSkeleton:
-    """Skeleton of one turn that ends where the model's answer begins; cached by tokenizer.
+@lru_cache(maxsize=32)
+def chat_skeleton(tokenizer: "PreTrainedTokenizerBase", with_system: bool, chat_options: str) -> ChatSkeleton:
+    """Skeleton of one turn that ends where the model's answer begins; `chat_options` are JSON.
 
     Raises ModelError where the tokenizer's chat template fails, or loses or repeats a content.
     """
-    return _skeleton(tokenizer, with_system, json.dumps(chat_options, sort_keys=True))
-
-
-@lru_cache(maxsize=32)
-def _skeleton(tokenizer: "PreTrainedTokenizerBase", with_system: bool, chat_options: str) -> ChatSkeleton:
     if not tokenizer.chat_template:
         logger.warning(
             "the model's tokenizer has no chat template, so prompts are plain text after its begin-of-text token; if "
@@ -65,29 +62,27 @@ def _skeleton(tokenizer: "PreTrainedTokenizerBase", with_system: bool, chat_opti
         )
         bos = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
         return ChatSkeleton((bos, "user", tuple(_encode(tokenizer, "\n\n"))), True)
-    contents = dict(zip(("system", "user"), _SENTINELS, strict=True))
-    rendered, roles = "", ["user"]
-    if with_system:
-        rendered, roles = _apply(tokenizer, contents, ["system", "user"], chat_options), ["system", "user"]
-    merges_system = not all(rendered.count(contents[role]) == 1 for role in roles) or not with_system
+    rendered = _apply(tokenizer, ["system", "user"], chat_options) if with_system else ""
+    merges_system = any(rendered.count(sentinel) != 1 for sentinel in _SENTINELS.values())
     if merges_system:
-        rendered, roles = _apply(tokenizer, contents, ["user"], chat_options), ["user"]
-        if rendered.count(contents["user"]) != 1:
+        rendered = _apply(tokenizer, ["user"], chat_options)
+        if rendered.count(_SENTINELS["user"]) != 1:
             raise ModelError(
                 "the tokenizer's chat template does not show a user's message exactly once; "
                 "give the model folder a chat template that does"
             )
+    roles = {sentinel: role for role, sentinel in _SENTINELS.items()}
     pieces: list[tuple[int, ...] | str] = []
-    for part in re.split("(" + "|".join(_SENTINELS) + ")", rendered):
-        if part in _SENTINELS:
-            pieces.append(("system", "user")[_SENTINELS.index(part)])
+    for part in re.split("(" + "|".join(roles) + ")", rendered):
+        if part in roles:
+            pieces.append(roles[part])
         elif part:
             pieces.append(tuple(tokenizer(part, add_special_tokens=False)["input_ids"]))
     return ChatSkeleton(tuple(pieces), merges_system)
 
 
-def _apply(tokenizer: "PreTrainedTokenizerBase", contents: dict[str, str], roles: list[str], chat_options: str) -> str:
-    messages = [{"role": role, "content": contents[role]} for role in roles]
+def _apply(tokenizer: "PreTrainedTokenizerBase", roles: list[str], chat_options: str) -> str:
+    messages = [{"role": role, "content": _SENTINELS[role]} for role in roles]
     try:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **json.loads(chat_options)
@@ -106,12 +101,8 @@ def encode_content(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]
         return ids
     # added tokens that are not marked special (Qwen3's <think>) are matched even as plain text: break them inside
     pattern = re.compile("|".join(re.escape(token) for token in sorted(control.values(), key=len, reverse=True)))
-    pieces, start = [], 0
-    for found in pattern.finditer(text):
-        cut = found.start() + 1
-        pieces.append(text[start:cut])
-        start = cut
-    pieces.append(text[start:])
+    cuts = [0, *(found.start() + 1 for found in pattern.finditer(text)), len(text)]
+    pieces = (text[start:stop] for start, stop in pairwise(cuts))
     ids = [token_id for piece in pieces if piece for token_id in _encode(tokenizer, piece)]
     if not control.keys().isdisjoint(ids):
         raise RowError("undecodable: the prompt's text cannot be written without a control token of the model")

@@ -27,6 +27,7 @@ from laserbatch.pipeline.knowledge.prompts import (
 )
 from laserbatch.pipeline.knowledge.templates import Columns, PromptTemplate
 from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.tables.columns import blank
 from laserbatch.pipeline.tables.read import Tables
 
 LABEL_COLUMNS = ("event", "rating")  # of interactions: what a line of history says was done
@@ -53,7 +54,9 @@ class SideQuestions:
         of_lines = pa.array(digests, pa.string()).take(lines.indices)
         histories = self._history_digests(np.arange(start, start + part.num_rows))
         known_by = pc.binary_join_element_wise(self._shared, of_lines, histories, "-")
-        return pc.if_else(self._has_title(part), known_by, pa.scalar(None, pa.string()))
+        if self._side == "user":
+            return known_by
+        return pc.if_else(blank(part["title"].combine_chunks()), pa.scalar(None, pa.string()), known_by)
 
     def num_events(self) -> np.ndarray:
         """Events in the history of each user, shown or not, int64[num_entities]; of items none."""
@@ -62,9 +65,7 @@ class SideQuestions:
     def shown(self, rows: np.ndarray) -> pa.Table:
         """What is shown of the entities of some rows: `SHOWN_SCHEMA`, for `shown_of_row`."""
         part = self.entities.take(pa.array(rows))
-        history, num_events = pa.nulls(len(rows), pa.string()), np.zeros(len(rows), np.int32)
-        if self._side == "user":
-            num_events = np.diff(self.histories.starts)[rows].astype(np.int32)
+        history, num_events = pa.nulls(len(rows), pa.string()), self.num_events()[rows].astype(np.int32)
         if self._template.history is not None:
             places, starts = self.histories.chosen(rows, self._template.history)
             items = pa.array(self.histories.items(places))
@@ -119,12 +120,6 @@ class SideQuestions:
         both = pc.binary_join_element_wise(told, between, rated, "")
         return pc.coalesce(both, told, rated)
 
-    def _has_title(self, part: pa.Table) -> pa.Array:
-        if self._side == "user":
-            return pa.repeat(True, part.num_rows)
-        titles = part["title"].cast(pa.string()).to_pylist()
-        return pa.array([title is not None and bool(title.strip()) for title in titles], pa.bool_())
-
 
 def shown_of_row(row: dict) -> Shown:
     """A row of `SHOWN_SCHEMA` as prompts are rendered from it."""
@@ -167,9 +162,7 @@ def _joined(texts: list[pa.Array], separator: str, num_rows: int) -> pa.Array:
     """Texts side by side as one, nulls left out; null where all are."""
     if not texts:
         return pa.nulls(num_rows, pa.string())
-    is_any = texts[0].is_valid()
-    for some in texts[1:]:
-        is_any = pc.or_(is_any, some.is_valid())
+    is_any = pc.coalesce(*texts).is_valid()
     # Where all are null Arrow would leave out the row itself.
     first = pc.if_else(is_any, texts[0], "")
     joined = pc.binary_join_element_wise(first, *texts[1:], separator, null_handling="skip")

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from laserbatch.pipeline.storage.parquet import iter_parquet
+from laserbatch.pipeline.storage.parquet import iter_parquet, rows_among
 
 RECORD_VERSION = 4
 
@@ -63,17 +63,14 @@ class PreviousKnowledge:
         self._folder = folder
         batches = [] if folder is None else list(iter_parquet(folder, ["entity_id", "fingerprint"]))
         self.num_rows = sum(batch.num_rows for batch in batches)
-        self._entity_ids = pa.chunked_array([batch["entity_id"] for batch in batches]) if batches else None
+        self._entity_ids = pa.chunked_array([batch["entity_id"] for batch in batches] or [pa.nulls(0)])
         kind = pa.large_string()
         self._fingerprints = pa.chunked_array([batch["fingerprint"].cast(kind) for batch in batches], kind)
         self._fingerprints = self._fingerprints.combine_chunks()
 
     def rows_of(self, entity_ids: pa.ChunkedArray) -> np.ndarray:
         """Row of each entity's record, int64[n]; -1 where it has none."""
-        if self._entity_ids is None or self._entity_ids.type != entity_ids.type:
-            return np.full(len(entity_ids), -1)
-        found = pc.index_in(entity_ids, value_set=self._entity_ids.combine_chunks())
-        return pc.fill_null(found, -1).to_numpy().astype(np.int64)
+        return rows_among(entity_ids, self._entity_ids)
 
     def fingerprints(self, rows: np.ndarray) -> pa.Array:
         """What the records of some rows were generated from; null for a row of -1."""

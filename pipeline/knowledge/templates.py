@@ -45,7 +45,12 @@ def _only_fields(pattern: str, allowed: Collection[str]) -> str:
     return pattern
 
 
-Text = Annotated[str, AfterValidator(lambda text: _only_fields(text, WORDS))]  # with `WORDS` in braces
+def _pattern(*fields: str) -> AfterValidator:
+    return AfterValidator(lambda text: _only_fields(text, fields))
+
+
+Text = Annotated[str, _pattern(*WORDS)]  # with `WORDS` in braces
+EventPattern = Annotated[str, _pattern("number", "title", "attributes", "rating")]
 
 
 class Words(Strict):
@@ -103,21 +108,17 @@ class AttributeLines(Columns):
     """The block of the entity's own attributes, one line each."""
 
     heading: Text = ""
-    line: str = "- {label}: {value}"
-
-    @field_validator("line")
-    @classmethod
-    def _line(cls, line: str) -> str:
-        return _only_fields(line, {"label", "value"})
+    line: Annotated[str, _pattern("label", "value")] = "- {label}: {value}"
 
 
 class HistoryLines(Columns):
     """The block of what a user did, one line each, oldest first; `{number}` counts the lines shown from 1."""
 
     heading: Text = ""
-    line: str = "- {title} | {attributes} | {rating}"
-    line_event: str | None = None  # where labels are words, as `{event}`: clicked, passed over; without it `line`
-    line_unrated: str = "- {title} | {attributes}"
+    line: EventPattern = "- {title} | {attributes} | {rating}"
+    # where labels are words, as `{event}`: clicked, passed over; without it `line`
+    line_event: Annotated[str, _pattern("number", "title", "attributes", "event")] | None = None
+    line_unrated: EventPattern = "- {title} | {attributes}"
     separator: str = " | "  # between attribute values; with no attributes the one before them goes too
     none: Text = "- nothing yet"  # stands for an empty history
     ratings: dict[float, str] = Field(default_factory=dict)  # what a rating is shown as: {1: clicked, 0: passed over}
@@ -126,16 +127,6 @@ class HistoryLines(Columns):
     max_days: int | None = Field(None, ge=1)  # before the user's newest event; what is older is left out
     deduplicate: bool = False  # of events with one item the newest alone
     half_life: float | None = Field(None, gt=0)  # events: of the n-th newest 0.5 ^ (n / half_life) are kept
-
-    @field_validator("line", "line_unrated")
-    @classmethod
-    def _line(cls, line: str) -> str:
-        return _only_fields(line, {"number", "title", "attributes", "rating"})
-
-    @field_validator("line_event")
-    @classmethod
-    def _line_event(cls, line: str | None) -> str | None:
-        return line if line is None else _only_fields(line, {"number", "title", "attributes", "event"})
 
     def labelled(self, labels: Labels, words: Words) -> "HistoryLines":
         """The same lines for labels of a kind: numbers, words, or none that would say anything."""

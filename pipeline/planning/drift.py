@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from laserbatch.pipeline.knowledge.histories import Histories
-from laserbatch.pipeline.storage.parquet import read_parquet
+from laserbatch.pipeline.storage.parquet import read_parquet, rows_among
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
 USERS_AT_ONCE = 16 * 1024
@@ -19,7 +19,7 @@ USERS_AT_ONCE = 16 * 1024
 
 @dataclass(frozen=True)
 class ItemClusters:
-    """Clusters of items: `of_items` int64[num_items], -1 without one; `centroids` float32 (num_clusters, dim)."""
+    """Clusters of items: `of_items` int32[num_items], -1 without one; `centroids` float32 (num_clusters, dim)."""
 
     of_items: np.ndarray
     centroids: np.ndarray
@@ -37,9 +37,8 @@ class ItemClusters:
         ids = centroids["code"].to_numpy()
         matrix = np.zeros((ids.max() + 1, centroids["vector"].type.list_size), np.float32)
         matrix[ids] = centroids["vector"].combine_chunks().flatten().to_numpy().reshape(len(ids), -1)
-        place = pc.index_in(items["item_id"], value_set=known["item_id"].combine_chunks())
-        clusters = known["cluster_id"].combine_chunks().take(place.combine_chunks())
-        return cls(pc.fill_null(clusters, -1).to_numpy().astype(np.int64), matrix)
+        rows = rows_among(items["item_id"], known["item_id"])
+        return cls(np.where(rows < 0, -1, known["cluster_id"].to_numpy()[rows]), matrix)
 
 
 def history_drift(histories: Histories, users: np.ndarray, num_seen: np.ndarray, clusters: ItemClusters) -> np.ndarray:

@@ -94,21 +94,19 @@ def open_plan(
     finished = {
         name: record
         for name, record in finished.items()
-        if name in (CARRIED_SHARD, WAITING_SHARD)
-        or (record.info is not None and record.info.planned_sha256 == planned.get(name))
+        if name in BY_PLAN or (record.info is not None and record.info.planned_sha256 == planned.get(name))
     }
     folder.drop_unfinished(side, finished)
     return plan, finished
 
 
-def write_shard_plan(side: Side, number: int, rows: pa.Table, run_dir: Path, is_apart: bool) -> Shard:
+def write_shard_plan(side: Side, name: str, rows: pa.Table, run_dir: Path, is_apart: bool) -> Shard:
     """Write the rows of a shard for `read_shard`.
 
     Parameters
     ----------
     rows : `entity_id`, those of `SHOWN_SCHEMA`, `fingerprint`, `previous_ids` and `group`.
     """
-    name = f"{number:05d}"
     path = f"plan/{side}/{name}.parquet"
     written = write_parquet(rows, run_dir / path)
     return Shard(name, side, rows["group"][0].as_py() or "", len(rows), path, written.sha256, is_apart)
@@ -137,18 +135,15 @@ def split_shard(run_dir: Path, shard: Shard) -> tuple[Shard, Shard]:
     """The halves of a shard of two rows or more, which take its place in the plan, now and for later attempts."""
     table = read_parquet(run_dir / shard.path)
     middle = len(table) // 2
-    halves = []
-    for number, rows in enumerate((table[:middle], table[middle:])):
-        name = f"{shard.name}-{number}"  # in the order of names the halves are where the shard was
-        path = str(Path(shard.path).with_stem(name))
-        sha256 = write_parquet(rows, run_dir / path).sha256
-        group = rows["group"][0].as_py() or ""
-        halves.append(replace(shard, name=name, group=group, num_rows=len(rows), path=path, sha256=sha256))
+    first, second = (
+        write_shard_plan(shard.side, f"{shard.name}-{number}", rows, run_dir, shard.is_apart)
+        for number, rows in enumerate((table[:middle], table[middle:]))
+    )  # in the order of names the halves are where the shard was
     plan = load_plan(run_dir, shard.side)
     if plan is not None:
-        shards = [part for known in plan.shards for part in (halves if known == shard else [known])]
+        shards = [part for known in plan.shards for part in ((first, second) if known == shard else [known])]
         save_plan(replace(plan, shards=tuple(shards)), run_dir)
-    return tuple(halves)
+    return first, second
 
 
 def save_plan(plan: SidePlan, run_dir: Path) -> None:

@@ -60,12 +60,11 @@ class Keep:
         """Write it, once; the shards that were written, by name. A plan is not whole before."""
         self.folder.drop_shard(self.side, WAITING_SHARD)
         carried = self.carried if self._lost_file() else self.carried_file
-        parts = {CARRIED_SHARD: carried}  # of none too: a side then has its schema
-        parts |= {} if self.waiting is None else {WAITING_SHARD: self.waiting}
-        return {
-            name: self.folder.write_shard(self.side, name, records, self.quarantined if name == CARRIED_SHARD else ())
-            for name, records in parts.items()
-        }
+        # Of none too: a side then has its schema.
+        written = {CARRIED_SHARD: self.folder.write_shard(self.side, CARRIED_SHARD, carried, self.quarantined)}
+        if self.waiting is not None:
+            written[WAITING_SHARD] = self.folder.write_shard(self.side, WAITING_SHARD, self.waiting)
+        return written
 
     def _lost_file(self) -> bool:
         """Whether there is no file of just these records, or it is not as it was written."""
@@ -250,7 +249,7 @@ def _write_shards(
         shown = questions.shown(rows[places])
         part = {"entity_id": ids.take(pa.array(places))} | {name: shown[name] for name in shown.column_names}
         part |= {name: values.take(pa.array(places)) for name, values in columns.items()}
-        shards.append(write_shard_plan(side, len(shards), pa.table(part), run_dir, of_apart))
+        shards.append(write_shard_plan(side, f"{len(shards):05d}", pa.table(part), run_dir, of_apart))
     return tuple(shards)
 
 

@@ -17,7 +17,7 @@ from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.planning.drift import ItemClusters, history_drift
 from laserbatch.pipeline.planning.refresh import BUDGET, EVIDENCE, NOT_DUE, Candidates, RefreshSettings, decide
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.storage.parquet import write_parquet
+from laserbatch.pipeline.storage.parquet import rows_among, write_parquet
 from laserbatch.pipeline.storage.run_folder import POSTPONED, RunFolder
 from laserbatch.pipeline.tables.read import Tables
 
@@ -156,21 +156,19 @@ def unusable_texts(previous: RunFolder | None, side: Side, date: datetime.date) 
 
 def failing_still(unusable: pa.Table | None, entity_ids: pa.Array, fingerprints: pa.Array) -> np.ndarray:
     """The row of each entity in `unusable` that has the same fingerprint: int64[n], -1 without one."""
-    if unusable is None or not len(unusable) or unusable["entity_id"].type != entity_ids.type:
+    if unusable is None:
         return np.full(len(entity_ids), -1)
-    rows = pc.index_in(entity_ids, value_set=unusable["entity_id"].combine_chunks())
-    then = unusable["fingerprint"].combine_chunks().take(rows)
-    return pc.if_else(pc.fill_null(pc.equal(then, fingerprints), False), rows, -1).to_numpy(False).astype(np.int64)
+    rows = rows_among(entity_ids, unusable["entity_id"])
+    then = unusable["fingerprint"].combine_chunks().take(pa.array(rows, mask=rows < 0))
+    return np.where(pc.fill_null(pc.equal(then, fingerprints), False), rows, -1)
 
 
 def _waiting_since(refresh: Refresh, entity_ids: pa.Array) -> pa.Array:
     """Since when they wait who have no text: the date of the first night that said so, else tonight's."""
     tonight = pa.scalar(refresh.date, pa.date32())
     waiting = refresh.waiting.filter(pc.invert(refresh.waiting["has_text"]))
-    if not len(waiting) or waiting["entity_id"].type != entity_ids.type:
-        return pa.repeat(tonight, len(entity_ids))
-    place = pc.index_in(entity_ids, value_set=waiting["entity_id"].combine_chunks())
-    return pc.fill_null(waiting["since"].combine_chunks().take(place), tonight)
+    rows = rows_among(entity_ids, waiting["entity_id"])
+    return pc.fill_null(waiting["since"].combine_chunks().take(pa.array(rows, mask=rows < 0)), tonight)
 
 
 def _schema(entity_id_type: pa.DataType) -> pa.Schema:

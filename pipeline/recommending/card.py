@@ -126,6 +126,6 @@ def codes_of_recommender(folder: Path, known: KnownRecommender) -> ItemCodes:
 
 def codes_digest(codes: ItemCodes) -> str:
     """Of the codes of all items by id."""
-    order = np.argsort(np.array([str(one) for one in codes.item_ids.to_pylist()]))
-    named = [str(codes.item_ids[row]) for row in order.tolist()]
-    return hashlib.sha256("\n".join(named).encode() + codes.codes[order].tobytes()).hexdigest()[:16]
+    names = np.array([str(one) for one in codes.item_ids.to_pylist()])
+    order = np.argsort(names)
+    return hashlib.sha256("\n".join(names[order]).encode() + codes.codes[order].tobytes()).hexdigest()[:16]

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.recommending.settings import CodeMaker
-from laserbatch.pipeline.storage.parquet import read_parquet
+from laserbatch.pipeline.storage.parquet import read_parquet, rows_among
 
 NUM_LEVELS = 4
 CODEBOOK_SIZE = 256
@@ -39,7 +39,7 @@ class ItemCodes:
                 f"items have ids of type {item_ids.type}, their codes are of ids of type {self.item_ids.type}: give "
                 "codes of the same ids"
             )
-        return pc.fill_null(pc.index_in(item_ids, value_set=self.item_ids), -1).to_numpy().astype(np.int64)
+        return rows_among(item_ids, self.item_ids)
 
     def of_catalogue(self, item_ids: pa.Array) -> "ItemCodes":
         """Those of the items that are there and have codes."""
@@ -67,7 +67,7 @@ def read_codes(path: Path) -> ItemCodes:
     values = lists.flatten()
     wrong = item_ids.filter(pa.array(lengths != num_levels))
     if len(wrong):
-        raise TableError(f"{path}: {told(wrong)} with another number of codes than {num_levels}: each needs them all")
+        raise TableError(f"{path}: {_told(wrong)} with another number of codes than {num_levels}: each needs them all")
     if values.null_count:
         row = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0]) // num_levels
         raise TableError(f"{path}: item {item_ids[row]} has a null among its codes")
@@ -87,7 +87,9 @@ def made_codes(item_ids: pa.Array, vectors: np.ndarray, seed: int = 0, maker: Co
 
     Its size leaves room for a few more.
     """
-    coarse = _kmeans_codes if maker == "kmeans" else _rqvae_codes
+    coarse = _kmeans_codes
+    if maker == "rqvae":
+        from laserbatch.pipeline.recommending.rqvae import rqvae_codes as coarse  # torch: seconds to load
     columns = coarse(vectors.astype(np.float32), NUM_LEVELS - 1, CODEBOOK_SIZE, seed).T
     codes = np.stack([np.unique(column, return_inverse=True)[1].ravel() for column in columns], 1)  # those in use
     codes = np.column_stack((codes, _digits(codes))).astype(np.int32)
@@ -130,12 +132,6 @@ def with_new_items(known: ItemCodes, item_ids: pa.Array, vectors: np.ndarray) ->
     return ItemCodes(pa.concat_arrays([known.item_ids, new_ids]), np.concatenate((known.codes, new)), known.sizes)
 
 
-def _rqvae_codes(vectors: np.ndarray, num_levels: int, size: int, seed: int) -> np.ndarray:
-    from laserbatch.pipeline.recommending.rqvae import rqvae_codes  # torch: seconds to load
-
-    return rqvae_codes(vectors, num_levels, size, seed)
-
-
 def _kmeans_codes(left: np.ndarray, num_levels: int, size: int, seed: int) -> np.ndarray:
     """Residual k-means: each level's codes are of what the levels before leave."""
     from sklearn.cluster import KMeans
@@ -158,8 +154,8 @@ def _digits(codes: np.ndarray) -> np.ndarray:
     return digits
 
 
-def told(ids: pa.Array, most: int = 3) -> str:
+def _told(ids: pa.Array) -> str:
     """`items 3, 7, 9 and 4 more`."""
-    names = ", ".join(str(one) for one in ids.to_pylist()[:most])
-    more = f" and {len(ids) - most} more" if len(ids) > most else ""
+    names = ", ".join(map(str, ids.to_pylist()[:3]))
+    more = f" and {len(ids) - 3} more" if len(ids) > 3 else ""
     return f"item{'s' if len(ids) > 1 else ''} {names}{more}"

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from laserbatch.pipeline.recommending.codes import ItemCodes
+from laserbatch.pipeline.storage.parquet import rows_among
 
 DAYS = 7  # within which new items come into everybody's lists
 
@@ -31,7 +32,7 @@ def kept_lists(previous: pa.Table, user_ids: pa.Array, fingerprints: pa.Array, c
 
     It stays where it follows from the same, and all of its items are in the catalogue still.
     """
-    rows = rows_of(previous, user_ids)
+    rows = rows_among(user_ids, previous["entity_id"])
     there = pa.array(rows, mask=rows < 0)
     before, is_stale = (previous[name].combine_chunks().take(there) for name in ("fingerprint", "is_stale"))
     same = pc.and_not(pc.equal(before, fingerprints), is_stale)
@@ -54,18 +55,12 @@ def due_lists(previous: pa.Table, date: datetime.date, has_grown: Callable[[str]
 
 def stale_lists(previous: pa.Table, user_ids: pa.Array, catalogue: ItemCodes) -> pa.Table:
     """Earlier lists of some users, as stale, of those whose items are all in the catalogue still."""
-    rows = rows_of(previous, user_ids)
+    rows = rows_among(user_ids, previous["entity_id"])
     rows = rows[rows >= 0]
     rows = rows[~_has_gone(previous, catalogue)[rows]]
     kept = previous.take(pa.array(rows))
     place = kept.schema.get_field_index("is_stale")
     return kept.set_column(place, kept.schema.field(place), pa.repeat(True, len(rows)))
-
-
-def rows_of(previous: pa.Table, user_ids: pa.Array) -> np.ndarray:
-    """Rows of users in earlier lists, int64, -1 where they have none."""
-    rows = pc.index_in(user_ids, value_set=previous["entity_id"].combine_chunks())
-    return pc.fill_null(rows, -1).to_numpy().astype(np.int64)
 
 
 def _has_gone(previous: pa.Table, catalogue: ItemCodes) -> np.ndarray:
@@ -90,11 +85,11 @@ def listed_drafts(
     if most == 0:
         return pa.array([[]] * len(user_ids), pa.list_(pa.int32()))
     lists = previous["items"].combine_chunks()
-    items = pc.fill_null(pc.index_in(lists.flatten(), value_set=catalogue.item_ids), -1).to_numpy().astype(np.int64)
+    items = rows_among(lists.flatten(), catalogue.item_ids)
     starts = np.append(0, np.cumsum(pc.list_value_length(lists).to_numpy()))
     groups = _lists_by_last_item(previous, last_items, catalogue, items, np.diff(starts))
     found, nobody = [], np.empty(0, np.int64)
-    for row, last in zip(rows_of(previous, user_ids).tolist(), last_items.tolist(), strict=True):
+    for row, last in zip(rows_among(user_ids, previous["entity_id"]).tolist(), last_items.tolist(), strict=True):
         own = items[starts[row] : starts[row + 1]] if row >= 0 else nobody
         both = dict.fromkeys([*own.tolist(), *groups.get(last, nobody)[:most].tolist()])
         both.pop(-1, None)
@@ -106,8 +101,7 @@ def _lists_by_last_item(
     previous: pa.Table, wanted: np.ndarray, catalogue: ItemCodes, items: np.ndarray, lengths: np.ndarray
 ) -> dict[int, np.ndarray]:
     """Of each wanted last item the items of all earlier lists of users with it, those first that most lists have."""
-    last = pc.fill_null(pc.index_in(previous["last_item"], value_set=catalogue.item_ids), -1).to_numpy()
-    last = np.repeat(last.astype(np.int64), lengths)
+    last = np.repeat(rows_among(previous["last_item"], catalogue.item_ids), lengths)
     asked = np.isin(last, wanted) & (items >= 0)
     keys, counts = np.unique(last[asked] * len(catalogue) + items[asked], return_counts=True)
     last, items = np.divmod(keys, len(catalogue))

@@ -53,7 +53,7 @@ def train_recommender(
     codes: ItemCodes,
     histories: Sequence[np.ndarray],
     folder: Path,
-    options: RecommenderOptions | None = None,
+    options: RecommenderOptions = RecommenderOptions(),
     tell: Tell = lambda step, num_steps, loss: None,
     base: Path | None = None,
 ) -> RecommenderCard:
@@ -69,7 +69,6 @@ def train_recommender(
 
     Raises ConfigError: too few histories have two items, or the folder holds other things.
     """
-    options = options or RecommenderOptions()
     told = _enough(histories, folder)
     card = RecommenderCard(sizes=codes.sizes, codes=codes_digest(codes), history=options.history)
     if base is None:
@@ -139,14 +138,13 @@ def train_draft(
     codes: ItemCodes,
     histories: Sequence[np.ndarray],
     folder: Path,
-    options: RecommenderOptions | None = None,
+    options: RecommenderOptions = RecommenderOptions(hidden_size=64, num_layers=1),
     tell: Tell = lambda step, num_steps, loss: None,
 ) -> RecommenderCard:
     """Train a small model to draft for a target; the last item of each history is what is to be said.
 
     Lists are the target's own, not mixed with the draft's (lambda = 1 in D' of Eq. 3). Raises as `train_recommender`.
     """
-    options = options or RecommenderOptions(hidden_size=64, num_layers=1)
     told = _enough(histories, folder)
     target.require(codes)
     trie, rng = ItemTrie.of(codes), np.random.default_rng(options.seed)

@@ -70,10 +70,10 @@ def forget_in_run(run: RunFolder, files: Mapping[str, int], ids: Ids) -> int:
         _leave_clusters(features, ids[features.stem])
     for name in files:
         _take_rows_out(run.root / name, run.root, ids)
-    for folder in (run, run.plain):
-        prefix = "plain/" if folder is not run else ""
-        changed = {name.removeprefix(prefix) for name in files if name.startswith("plain/") == bool(prefix)}
-        sums = _sums(folder.root, changed)
+    of_plain = {name.removeprefix("plain/") for name in files if name.startswith("plain/")}
+    of_own = {name for name in files if not name.startswith("plain/")}
+    own_sums, plain_sums = _sums(run.root, of_own), _sums(run.plain.root, of_plain)
+    for folder, sums in ((run, own_sums), (run.plain, plain_sums)):
         for path in [*folder.root.glob("shards/*/*.json"), *folder.root.glob("plan/*.json")]:
             described = read_json(path)
             _update(described, sums)
@@ -92,10 +92,8 @@ def forget_in_run(run: RunFolder, files: Mapping[str, int], ids: Ids) -> int:
         shown = found["cases"]
         found["cases"] = [case for case in shown if str(case["entity_id"]) not in ids[side]]
         num_samples += len(shown) - len(found["cases"])
-    sums = _sums(run.root, files)
-    _update({name: part for name, part in manifest.items() if name != "plain"}, sums)
-    of_plain = {name.removeprefix("plain/"): known for name, known in sums.items() if name.startswith("plain/")}
-    _update(manifest.get("plain"), of_plain)
+    _update({name: part for name, part in manifest.items() if name != "plain"}, own_sums)
+    _update(manifest.get("plain"), plain_sums)
     _write_if_changed(manifest, run.manifest_path)
     return num_samples
 

@@ -323,7 +323,7 @@ class RunManifest:
     status: Literal["running", "failed", "held", "success"] = "running"
     failure: str | None = None
     settings: dict[str, Any]
-    settings_hash: str
+    settings_hash: str  # of those that the run is named after
     laserbatch_version: str
     machine: dict[str, Any]
     force: bool = False
@@ -344,32 +344,6 @@ class RunManifest:
     pools_built: dict[Side, PoolBuilt] = field(default_factory=dict)
     previous_night: PreviousNight | None = None
     stages: dict[str, float] = field(default_factory=dict)  # wall time in seconds, over all attempts
-
-    @classmethod
-    def create(
-        cls,
-        path: Path,
-        date: datetime.date,
-        settings: Mapping,
-        laserbatch_version: str,
-        machine: Mapping,
-        edition: int = 1,
-        identity: Mapping | None = None,
-    ) -> "RunManifest":
-        """A manifest with its head filled in; not saved yet. `settings` and `machine` are plain JSON.
-
-        `identity` is what of the settings the run is named after; None: all.
-        """
-        identity = settings if identity is None else identity
-        return cls(
-            path=path,
-            run_id=make_run_id(date, identity, edition),
-            date=date,
-            settings=dict(settings),
-            settings_hash=settings_hash(identity),
-            laserbatch_version=laserbatch_version,
-            machine=dict(machine),
-        )
 
     @classmethod
     def load(cls, path: Path | str) -> "RunManifest":

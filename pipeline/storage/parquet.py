@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from laserbatch.pipeline.errors import WorkspaceError, first_line
@@ -110,6 +112,16 @@ def _large_type(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_list(kind):
         return pa.large_list(kind.value_type)
     return pa.large_string() if pa.types.is_string(kind) else kind
+
+
+def rows_among(values: pa.Array | pa.ChunkedArray, known: pa.Array | pa.ChunkedArray) -> np.ndarray:
+    """The row of each value among known ones, which are all different: int64[n]; -1 where it is none of them.
+
+    Values of another type than the known ones are none of them.
+    """
+    if values.type != known.type:
+        return np.full(len(values), -1)
+    return pc.fill_null(pc.index_in(values, value_set=known), -1).to_numpy().astype(np.int64)
 
 
 def read_parquet(path: Path | str, columns: Sequence[str] | None = None, schema: pa.Schema | None = None) -> pa.Table:

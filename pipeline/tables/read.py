@@ -7,8 +7,9 @@ Only the columns and rows that are kept are read: the cut by date is applied whi
 import datetime
 import hashlib
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -117,11 +118,8 @@ def open_tables(path: Path | str | None) -> OpenTables:
     path = tables_folder(path)
     users, items = (_read_table(path, table, None) for table in ("users", "items"))
     files = table_files(path, "interactions")
-    try:
-        interactions = ds.dataset([str(file) for file in files], format="parquet")
-    except (pa.ArrowException, OSError) as error:
-        raise FaultyTable(unreadable("interactions", shown_path(files[0]), error)) from None
-    return OpenTables(users, items, interactions)
+    with _naming("interactions", files[0]):
+        return OpenTables(users, items, ds.dataset([str(file) for file in files], format="parquet"))
 
 
 def only_chunk(column: pa.ChunkedArray) -> pa.Array:
@@ -199,9 +197,8 @@ def _coded(column: pa.ChunkedArray) -> pa.DictionaryArray:
 def _read_table(path: Path, name: str, cutoff: pa.Scalar | None) -> pa.Table:
     parts = [_open_part(file, name, cutoff) for file in table_files(path, name)]
     columns = dict.fromkeys(column for part in parts for column in part.schema.names if role_of(name, column))
-    read = partial(_read_column, parts, name)
     for column in sorted(columns, key=lambda column: role_of(name, column) is not ID):  # they take most memory at first
-        values = read(column)
+        values = _read_column(parts, name, column)
         is_coded = name == "interactions" and role_of(name, column) is ID
         columns[column] = _coded(values) if is_coded else values.combine_chunks()
         del values
@@ -228,7 +225,7 @@ class _Part:
 
 
 def _open_part(file: Path, name: str, cutoff: pa.Scalar | None) -> _Part:
-    try:
+    with _naming(name, file):
         with pq.ParquetFile(file) as opened:
             part = _Part(file, opened.metadata, opened.schema_arrow, None)
         for finding in schema_findings(name, shown_path(file), part.schema):
@@ -239,18 +236,14 @@ def _open_part(file: Path, name: str, cutoff: pa.Scalar | None) -> _Part:
         times = part.read(column)
         kept = pc.fill_null(pc.less(times, time_scalar(cutoff, times.type)), name != "interactions")
         return part if pc.all(kept, min_count=0).as_py() else replace(part, kept=kept.combine_chunks())
-    except (pa.ArrowException, OSError) as error:
-        raise FaultyTable(unreadable(name, shown_path(file), error)) from None
 
 
 def _read_column(parts: list[_Part], table: str, name: str) -> pa.ChunkedArray:
     """A column of all files in its plain type; text where none has a value."""
     values = []
     for part in parts:
-        try:
+        with _naming(table, part.path):
             values.append(pa.table({name: role_of(table, name).plain(part.read(name))}))
-        except (pa.ArrowException, OSError) as error:
-            raise FaultyTable(unreadable(table, shown_path(part.path), error)) from None
     try:
         column = pa.concat_tables(values, promote_options="permissive")[name]
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
@@ -269,7 +262,10 @@ def describe(path: Path | str | None) -> dict[str, dict]:
     path, described = tables_folder(path), {}
     for name in TABLE_NAMES:
         files = table_files(path, name)
-        num_rows = sum(_num_rows(file, name) for file in files)
+        num_rows = 0
+        for file in files:
+            with _naming(name, file):
+                num_rows += pq.read_metadata(file).num_rows
         source, sha256 = files[0], sha256_file(files[0])
         if source.parent != path:
             source = source.parent
@@ -279,8 +275,10 @@ def describe(path: Path | str | None) -> dict[str, dict]:
     return described
 
 
-def _num_rows(file: Path, name: str) -> int:
+@contextmanager
+def _naming(table: str, file: Path) -> Iterator[None]:
+    """Have what Arrow or the disk refuses in the block name the file and its table."""
     try:
-        return pq.read_metadata(file).num_rows
+        yield
     except (pa.ArrowException, OSError) as error:
-        raise FaultyTable(unreadable(name, shown_path(file), error)) from None
+        raise FaultyTable(unreadable(table, shown_path(file), error)) from None

@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from laserbatch.pipeline.errors import TableError
-from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.tables.read import OpenTables, end_of
 from laserbatch.pipeline.tables.schema import CREATED_AT, plain_ids, timestamps
@@ -101,8 +100,7 @@ def _known(entities: pa.Table, date: datetime.date) -> pa.Table:
 def _of(tables: OpenTables, ids: dict[str, pa.Array], columns: list[str]) -> Iterator[pa.RecordBatch]:
     """Interactions of some ids, in the order of their files."""
     for batch in tables.interactions.to_batches(columns=columns, batch_size=BATCH_ROWS):
-        for name in (f"{side}_id" for side in SIDES):
-            if name in ids:
-                batch = batch.filter(pc.is_in(plain_ids(batch[name]), value_set=ids[name]))
+        for name, wanted in ids.items():
+            batch = batch.filter(pc.is_in(plain_ids(batch[name]), value_set=wanted))
         if batch.num_rows:
             yield batch

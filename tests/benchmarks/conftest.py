@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "decoding"))  # the slow reference
+for tests in ("decoding", "recommending"):  # the slow reference; a catalogue
+    sys.path.append(str(Path(__file__).resolve().parents[1] / tests))
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 import pytest
+from manifests import manifest_of
 from tiny_encoders import load
 
 from laserbatch.jobs.stages.run_night import encode_run
@@ -14,7 +15,7 @@ from laserbatch.pipeline.encoding.features import write_features
 from laserbatch.pipeline.encoding.schema import check_feature_schema, feature_schema, run_date
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import WorkspaceError
-from laserbatch.pipeline.storage.manifest import FeatureFigures, RunManifest
+from laserbatch.pipeline.storage.manifest import FeatureFigures
 from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
@@ -111,7 +112,7 @@ def test_equal_vectors_keep_their_codes_wherever_centroids_go_and_plain_texts_sh
         table = table.set_column(table.schema.get_field_index("fingerprint"), "fingerprint", fingerprints)
         write_parquet(table, run.root / "knowledge/user/00000.parquet")
         write_parquet(table, run.plain.root / "knowledge/user/00000.parquet")
-        manifest = RunManifest.create(run.manifest_path, datetime.date(2025, 3, 1), {}, "0", {})
+        manifest = manifest_of(run.manifest_path, datetime.date(2025, 3, 1))
         manifest.features = encode_run(run.root, settings, previous=nights[-1] if nights else None)
         manifest.save()
         encode_run(run.plain.root, settings, codes_of=run)
@@ -166,7 +167,7 @@ def test_vectors_and_clusters_of_carried_over_texts_are_taken_over_and_equal_enc
     old, new = RunFolder(tmp_path / "old"), RunFolder(tmp_path / "new")
     carried = knowledge_of(["u2", "u1"], ["quiet", "loud"])
     write_parquet(carried, old.root / "knowledge/user/00000.parquet")
-    manifest = RunManifest.create(old.manifest_path, datetime.date(2025, 3, 1), {}, "0", {})
+    manifest = manifest_of(old.manifest_path, datetime.date(2025, 3, 1))
     manifest.features = encode_run(old.root, settings)
     manifest.save()
     write_parquet(carried, new.root / "knowledge/user/carried.parquet")
@@ -224,7 +225,7 @@ def test_vectors_stream_past_row_groups_and_equal_encoding_all_again(tiny_encode
     ids, texts = [f"u{number:02}" for number in range(20)], [f"a b {'c ' * number}" for number in range(20)]
     old, new = RunFolder(tmp_path / "old"), RunFolder(tmp_path / "new")
     write_parquet(knowledge_of(ids, texts)[::-1], old.root / "knowledge/user/00000.parquet")
-    manifest = RunManifest.create(old.manifest_path, datetime.date(2025, 3, 1), {}, "0", {})
+    manifest = manifest_of(old.manifest_path, datetime.date(2025, 3, 1))
     manifest.features = encode_run(old.root, settings)
     manifest.save()
     write_parquet(knowledge_of(ids, texts), new.root / "knowledge/user/carried.parquet")

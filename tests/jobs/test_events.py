@@ -10,6 +10,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from manifests import manifest_of
 from night_world import run_here
 
 from laserbatch.jobs.commands.status import workspace_state
@@ -22,7 +23,7 @@ from laserbatch.jobs.stages.metrics import NightMetrics, exposition, night_metri
 from laserbatch.jobs.stages.night import open_night
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.sample.world import write_sample_world
-from laserbatch.pipeline.storage.manifest import RunManifest, make_run_id
+from laserbatch.pipeline.storage.manifest import make_run_id
 from laserbatch.pipeline.storage.workspace import Workspace
 
 NOW = datetime.datetime(2025, 3, 2, 2, 0, tzinfo=datetime.UTC)
@@ -35,7 +36,7 @@ class Night:
     def __init__(self, root: Path) -> None:
         self.workspace, self.date = Workspace.open(root), datetime.date(2025, 3, 1)
         self.run = self.workspace.run(make_run_id(self.date, {}))
-        self.manifest = RunManifest.create(self.run.manifest_path, self.date, {}, "0", {})
+        self.manifest = manifest_of(self.run.manifest_path, self.date)
 
 
 @pytest.fixture

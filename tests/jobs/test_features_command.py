@@ -8,19 +8,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from manifests import manifest_of
 from night_world import run_here
 
 from laserbatch.ctr.feature_set import Basis
 from laserbatch.ctr.folder import ModelCard
 from laserbatch.pipeline.encoding.schema import feature_schema
-from laserbatch.pipeline.storage.manifest import FeatureFigures, RunManifest
+from laserbatch.pipeline.storage.manifest import FeatureFigures
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.workspace import Workspace
 
 
 def planted(workspace: Workspace, day: int, of_users: dict[str, int], encoder: str = "e", codebook: str = "c") -> str:
     """A finished run of a day in March: by user the day whose run wrote the text; the same of one item."""
-    manifest = RunManifest.create(workspace.root / "runs", datetime.date(2025, 3, day), {}, "1", {})
+    manifest = manifest_of(workspace.root / "runs", datetime.date(2025, 3, day))
     run = workspace.run(manifest.run_id)
     manifest.path, manifest.status = run.manifest_path, "success"
     for side, written in (("user", of_users), ("item", {"i": day})):

@@ -5,9 +5,9 @@ import json
 
 import pyarrow as pa
 import pytest
+from manifests import manifest_of
 from night_world import run_here
 
-from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
 from laserbatch.pipeline.storage.workspace import Workspace
 
@@ -23,7 +23,7 @@ def run_of(workspace, day, texts=(), is_finished=True, previous=None, failed=(),
     """A run of a day in March; `texts` are (entity, text, fingerprint, the day whose run wrote it)."""
     settings = settings or {}
     root = workspace.root / "runs"
-    manifest = RunManifest.create(root, datetime.date(2025, 3, day), settings, "1", {})
+    manifest = manifest_of(root, datetime.date(2025, 3, day), settings)
     run = workspace.run(manifest.run_id)
     manifest.path, manifest.previous_run_id = run.manifest_path, previous
     manifest.status = "success" if is_finished else "running"

@@ -86,10 +86,10 @@ def test_without_a_chat_template_a_prompt_begins_with_the_begin_token_and_that_i
 def test_a_chat_template_that_repeats_or_fails_is_refused():
     twice = wrap(byte_level(), "{{ messages[0]['content'] }}{{ messages[0]['content'] }}")
     with pytest.raises(ModelError, match="exactly once"):
-        chat_skeleton(twice, False, {})
+        chat_skeleton(twice, False, "{}")
     failing = wrap(byte_level(), "{{ raise_exception('never') }}")
     with pytest.raises(ModelError, match="never"):
-        chat_skeleton(failing, False, {})
+        chat_skeleton(failing, False, "{}")
 
 
 def test_added_tokens_of_other_forms_stay_text_too():

@@ -8,10 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from laserbatch.pipeline.recommending.beams import BeamDrafter, search
+from laserbatch.pipeline.recommending.beams import BeamDrafter, ListedItems, ModelBeams, search
 from laserbatch.pipeline.recommending.code_trees import CodeTrees
 from laserbatch.pipeline.recommending.codes import ItemCodes
-from laserbatch.pipeline.recommending.drafters import ListedItems, ModelBeams
 from laserbatch.pipeline.recommending.item_trie import ItemTrie
 
 SIZES = (5, 4, 6, 3)

@@ -11,10 +11,9 @@ from safetensors.torch import load_file
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
 from laserbatch.pipeline.errors import ConfigError, ModelError
 from laserbatch.pipeline.recommending.baselines import neighbour_lists, popular_list
-from laserbatch.pipeline.recommending.beams import BeamDrafter, search
+from laserbatch.pipeline.recommending.beams import BeamDrafter, ModelBeams, search
 from laserbatch.pipeline.recommending.code_trees import CodeTrees
 from laserbatch.pipeline.recommending.codes import ItemCodes
-from laserbatch.pipeline.recommending.drafters import ModelBeams
 from laserbatch.pipeline.recommending.item_trie import ItemTrie
 from laserbatch.pipeline.recommending.losses import (
     NUM_ALIGNED,

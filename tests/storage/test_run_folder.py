@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 import pyarrow as pa
 import pytest
+from manifests import manifest_of
 
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.atomic import write_json
@@ -16,7 +17,6 @@ from laserbatch.pipeline.storage.manifest import (
     ModelFigures,
     PoolFigures,
     PoolsUsed,
-    RunManifest,
     SampleSpan,
     SampleText,
     SideFigures,
@@ -160,7 +160,7 @@ DATE = datetime.date(2025, 3, 1)
 
 
 def test_a_manifest_comes_back(run):
-    manifest = RunManifest.create(run.manifest_path, DATE, {"b": 1, "a": [2]}, "0.1.0", {"num_cpus": 2})
+    manifest = manifest_of(run.manifest_path, DATE, {"b": 1, "a": [2]})
     counted = DecodingStats(1, 5, 2, num_accepted=3, wall_s=0.5, finish_reasons={"stop": 1})
     info = ShardInfo("ff", "g", counted, ModelFigures("m", "float32", "cpu", 9), 2)
     shard = run.write_shard("user", "00000", knowledge(7), info=info)
@@ -185,7 +185,7 @@ def test_the_run_id_follows_the_settings_not_their_order():
 
 
 def test_a_manifest_of_another_version_is_refused(run):
-    manifest = RunManifest.create(run.manifest_path, DATE, {}, "9", {})
+    manifest = manifest_of(run.manifest_path, DATE)
     manifest.format_version = 9
     manifest.save()
     with pytest.raises(WorkspaceError, match="format version 9"):
@@ -193,7 +193,7 @@ def test_a_manifest_of_another_version_is_refused(run):
 
 
 def test_a_manifest_that_says_something_else_is_refused_by_the_key(run):
-    manifest = RunManifest.create(run.manifest_path, DATE, {}, "9", {})
+    manifest = manifest_of(run.manifest_path, DATE)
     write_json(manifest.as_json() | {"stages": {"encode": "long"}}, run.manifest_path)
     with pytest.raises(WorkspaceError, match=r"manifest\.json is not .*: stages\.encode: .* a valid number"):
         run.load_manifest()
@@ -202,7 +202,7 @@ def test_a_manifest_that_says_something_else_is_refused_by_the_key(run):
 def test_success_needs_a_manifest_and_comes_last(run):
     with pytest.raises(WorkspaceError, match=r"manifest\.json is missing"):
         run.finish()
-    RunManifest.create(run.manifest_path, DATE, {}, "0", {}).save()
+    manifest_of(run.manifest_path, DATE).save()
     assert not run.is_finished
     run.finish()
     assert run.is_finished
