@@ -23,7 +23,7 @@ LAZY_COMMANDS = {
     ),
 }
 
-app = lazy_app(LAZY_COMMANDS, add_completion=False, help="Build, list, choose, remove and simulate retrieval pools.")
+app = lazy_app(LAZY_COMMANDS, add_completion=False)
 
 RUN = typer.Option(None, "--run", help="Run whose texts become the pools; without it the published one.")
 

@@ -19,9 +19,7 @@ from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import EXPERIMENTS, Workspace
 
-app = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="List, compare, publish, take back and remove the runs of nights."
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False)
 COUNTED = ("generated", "carried_over", "quarantined")
 DRY_RUN = typer.Option(False, "--dry-run", help="Remove nothing; say what would be.")
 
