@@ -65,6 +65,10 @@ class ProgressBar:
         if now_s - self._told_s >= PLAIN_LINE_EVERY_S:
             self.tell(notes=now_s - self._noted_s >= EVENT_EVERY_S)
 
+    def reach(self, num_done: int, detail: str) -> None:
+        """As `advance`, to a count."""
+        self.advance(num_done - int(self._terminal.tasks[self._task].completed), detail)
+
     def tell(self, notes: bool = True) -> None:
         """Where it stands, how fast it goes, how long it will take: a line of a log, and where it `notes` an event."""
         self._told_s = time.monotonic()
