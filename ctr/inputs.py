@@ -4,9 +4,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from laserbatch.ctr.adaptors.adaptor import Adaptor
+from laserbatch.ctr.adaptors.adaptor import Adaptor, LinearAdaptor
 from laserbatch.ctr.adaptors.kar import HybridExpertAdaptor
-from laserbatch.ctr.adaptors.linear import LinearAdaptor
 from laserbatch.ctr.adaptors.once import ContentAdaptor
 from laserbatch.ctr.adaptors.rlmrec import ContrastiveAlignment, GenerativeAlignment
 from laserbatch.ctr.adaptors.trawl import ContrastiveAdaptor
