@@ -19,8 +19,7 @@ from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.feature_set import SIDES, Basis, FeatureSet, SideVectors, align, check_provenance, fit_basis
 from laserbatch.ctr.log import BATCH_ROWS, EntityTables
 from laserbatch.ctr.settings import CtrSettings
-
-DAY_US = 86_400_000_000
+from laserbatch.pipeline.encoding.schema import DAY_US
 
 logger = logging.getLogger(__name__)
 

@@ -26,6 +26,7 @@ from laserbatch.pipeline.storage.workspace import RECOMMENDATIONS, Workspace
 PUSH_TIMEOUT_S = 10.0
 NAME, OF_LISTS = "laserbatch", "laserbatch_lists"
 OUTCOMES = ("generated", "carried_over", "quarantined")
+ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 
 @dataclass
@@ -50,12 +51,8 @@ class _Page:
         name = f"{self.prefix}_{name}"
         self.lines += [f"# HELP {name} {about}", f"# TYPE {name} gauge"]
         for labels, value in known:
-            told = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+            told = ",".join(f'{key}="{text.translate(ESCAPES)}"' for key, text in labels.items())
             self.lines.append(f"{name}{{{told}}} {float(value):.17g}" if told else f"{name} {float(value):.17g}")
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 
 @contextmanager

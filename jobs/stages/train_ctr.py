@@ -57,9 +57,12 @@ def train_to_folder(
         found = features_of(night, features)
         variants = {} if found is None else {features: found}
         knowledge = build_knowledge(opened, data, variants, night.date, settings).get(features)
-        if knowledge is not None:
-            for side in SIDES:
-                _say_missing(side, getattr(knowledge, side))
+        for side in SIDES if knowledge is not None else ():
+            vectors = getattr(knowledge, side)
+            if vectors.num_missing:
+                say(f"{vectors.num_missing} {side}s have no features; they get a learned default")
+            if vectors.num_foreign:
+                say(f"{vectors.num_foreign} features are of ids that are no {side}s of the tables; they are not used")
         seen = data
         if history:
             with feature_versions(history, of_plain=features == "plain") as versions:
@@ -79,13 +82,6 @@ def train_to_folder(
         card.write(folder, training, metrics)
     shutil.rmtree(work, ignore_errors=True)
     return json.loads((out / "metrics.json").read_text(encoding="utf-8"))
-
-
-def _say_missing(side: str, vectors) -> None:
-    if vectors.num_missing:
-        say(f"{vectors.num_missing} {side}s have no features; they get a learned default")
-    if vectors.num_foreign:
-        say(f"{vectors.num_foreign} features are of ids that are no {side}s of the tables; they are not used")
 
 
 def features_of(night: Night, features: FeatureName) -> FeatureSet | None:
