@@ -160,7 +160,7 @@ def predict_pairs(model: Path, night: Night, tables: str, pairs: Path, out: Path
     Without a timestamp a pair is asked for after all that the tables hold. Returns the number of pairs.
     """
     from laserbatch.ctr.folder import ModelCard, score
-    from laserbatch.ctr.log import labelled_log, numbers_of, to_us
+    from laserbatch.ctr.log import ids_of, labelled_log, numbers_of, to_us
 
     card, features, opened = _opened(ModelCard.read(model), night, tables)
     try:
@@ -171,8 +171,8 @@ def predict_pairs(model: Path, night: Night, tables: str, pairs: Path, out: Path
         if column not in asked.column_names:
             raise CtrError(f"{pairs} has no column {column}; expected user_id, item_id and perhaps timestamp")
     numbers = [
-        numbers_of(asked[f"{side}_id"].combine_chunks(), entities[f"{side}_id"].combine_chunks(), side, str(pairs))
-        for side, entities in (("user", opened.users), ("item", opened.items))
+        numbers_of(asked[f"{side}_id"].combine_chunks(), known, side, str(pairs))
+        for side, known in ids_of(opened).items()
     ]
     log = labelled_log(opened, card.as_of, card.settings)
     times_us = np.full(len(asked), log.times_us[-1] + 1)
