@@ -10,7 +10,7 @@ import typer
 from laserbatch.jobs.console import print_table, say, summary
 from laserbatch.jobs.formatting import count, counted
 from laserbatch.jobs.report.blocks import Table
-from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings, open_workspace
+from laserbatch.jobs.settings import CONFIG, DRY_RUN, JSON, WORKSPACE, load_settings, open_workspace
 from laserbatch.jobs.stages.publishing import deliver, delivery_uri, let_readers_see, remove_delivered, use_pools_of
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES
@@ -20,7 +20,6 @@ from laserbatch.pipeline.storage.workspace import EXPERIMENTS, Workspace
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 COUNTED = ("generated", "carried_over", "quarantined")
-DRY_RUN = typer.Option(False, "--dry-run", help="Remove nothing; say what would be.")
 
 
 @app.command(name="list")

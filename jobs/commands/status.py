@@ -81,10 +81,9 @@ def _lives(pid: int) -> bool:
 
 
 def _touched(run: RunFolder) -> float:
+    told = [path for path in (run.events_path, run.manifest_path) if path.exists()]
     with suppress(OSError):
-        return max(path.stat().st_mtime for path in (run.events_path, run.manifest_path) if path.exists())
-    with suppress(OSError, ValueError):
-        return run.root.stat().st_mtime
+        return max(path.stat().st_mtime for path in told or [run.root])
     return 0.0
 
 
