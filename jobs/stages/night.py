@@ -12,9 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from laserbatch.jobs.console import say
-from laserbatch.jobs.recording import stage
 from laserbatch.jobs.settings import NOT_OF_OUTPUT, Settings
-from laserbatch.jobs.stages.attempt import new_manifest, newest_attempt
+from laserbatch.jobs.stages.attempt import new_manifest, newest_attempt, stage
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, checked_inputs, needs_a_model
 from laserbatch.pipeline.decoding.model.folder import model_identity
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings

@@ -14,10 +14,10 @@ from night_world import run_here
 
 from laserbatch.jobs.commands.status import workspace_state
 from laserbatch.jobs.events import emit, event_log, read_events
-from laserbatch.jobs.recording import recorded
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import MetricsSettings, Settings
 from laserbatch.jobs.stages import metrics
+from laserbatch.jobs.stages.attempt import recorded
 from laserbatch.jobs.stages.metrics import NightMetrics, exposition, night_metrics
 from laserbatch.jobs.stages.night import open_night
 from laserbatch.pipeline.errors import RunFailed
