@@ -177,6 +177,13 @@ def test_no_secret_of_the_environment_or_of_an_address_stands_in_what_a_night_le
     assert "hunter2" not in told.out + told.err and not [path for path in written if b"hunter2" in path.read_bytes()]
 
 
+def test_status_of_a_run_of_which_nothing_is_written_yet(night):
+    empty = night.workspace.run(make_run_id(night.date + datetime.timedelta(days=1), {}))
+    empty.root.mkdir(parents=True)
+    told = workspace_state(night.workspace, NOW)
+    assert told["state"] == "idle" and told["run"]["is_finished"] is False
+
+
 def test_status_of_the_command_line_is_one_object(night, capfd):
     done = run_here(capfd, "status", "--workspace", str(night.workspace.root), "--json")
     assert json.loads(done.stdout)["state"] == "idle"
