@@ -170,7 +170,7 @@ def _compared(configs, frameworks, workspace, run, models, seeds, history, table
 def print_worth(told: Mapping[str, Any]) -> None:
     """Show several variants beside each other on the terminal."""
     print_table(worth_table(told))
-    for line in filter(None, [between_line(told)]):
+    if line := between_line(told):
         stdout.print(line, markup=False, soft_wrap=True)
 
 
