@@ -161,15 +161,13 @@ def _power(
 
 def _seeds_needed(spread: _Spread, margin: float, confidence: float) -> int | None:
     """Seeds with which, on the same test rows, the power is as wanted; None where no number of them is enough."""
-    for num_seeds in range(2, MAX_SEEDS_ADVISED + 1):
-        if _power(spread, margin, confidence, num_seeds) >= WANTED_POWER:
-            return num_seeds
-    return None
+    tried = range(2, MAX_SEEDS_ADVISED + 1)
+    return next((num for num in tried if _power(spread, margin, confidence, num) >= WANTED_POWER), None)
 
 
 def _rows_needed(spread: _Spread, num_rows: int, margin: float, confidence: float) -> int | None:
     """Test rows, of more users of the same kind, with which the power is as wanted; None as above."""
-    for num in num_rows * 2 ** np.arange(-3, 10, 0.25):
-        if _power(spread, margin, confidence, growth=num / num_rows) >= WANTED_POWER:
-            return int(np.ceil(num))
+    for growth in 2 ** np.arange(-3, 10, 0.25):
+        if _power(spread, margin, confidence, growth=growth) >= WANTED_POWER:
+            return int(np.ceil(num_rows * growth))
     return None

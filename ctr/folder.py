@@ -91,9 +91,7 @@ class ModelCard:
                     f"{folder} is a model of format {card['format_version']}; expected {FORMAT_VERSION}: train it again"
                 )
             path = folder / "basis.safetensors"
-            basis = load_file(path) if path.is_file() else None
-            if basis is not None:
-                basis = Basis(**basis)
+            basis = Basis(**load_file(path)) if path.is_file() else None
             return cls(
                 card["model"],
                 CtrSettings.model_validate(card["settings"]),

@@ -4,12 +4,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from laserbatch.ctr.adaptors.adaptor import Adaptor
+from laserbatch.ctr.adaptors.adaptor import Adaptor, LinearAdaptor
 from laserbatch.ctr.adaptors.kar import HybridExpertAdaptor
-from laserbatch.ctr.adaptors.linear import LinearAdaptor
 from laserbatch.ctr.adaptors.once import ContentAdaptor
 from laserbatch.ctr.adaptors.rlmrec import ContrastiveAlignment, GenerativeAlignment
 from laserbatch.ctr.adaptors.trawl import ContrastiveAdaptor
+from laserbatch.ctr.dataset import ModelRows
 from laserbatch.ctr.feature_set import SideVectors
 from laserbatch.ctr.fields import NUM_RESERVED, Field
 from laserbatch.ctr.knowledge import Knowledge
@@ -29,17 +29,10 @@ ADAPTORS: dict[str, type[Adaptor]] = {
 class RowInputs(nn.Module):
     """What every network sees of a row besides its history: fields, cluster ids, what was before, adapted texts."""
 
-    def __init__(
-        self,
-        user_fields: tuple[Field, ...],
-        item_fields: tuple[Field, ...],
-        num_past: int,
-        knowledge: Knowledge | None,
-        settings: CtrSettings,
-    ) -> None:
+    def __init__(self, rows: ModelRows, knowledge: Knowledge | None, settings: CtrSettings) -> None:
         super().__init__()
         self.knowledge = None
-        ids = user_fields[0], item_fields[0]
+        user_fields, item_fields = rows.user_fields, rows.item_fields
         if knowledge is not None:
             user_fields += _cluster_fields(knowledge.user)
             item_fields += _cluster_fields(knowledge.item)
@@ -47,10 +40,10 @@ class RowInputs(nn.Module):
         self.item_embedding = EntityEmbedding(item_fields, settings.embedding_dim)
         if knowledge is not None:
             vectors = knowledge.user.vectors, knowledge.item.vectors
-            self.knowledge = ADAPTORS[settings.adaptor](vectors, ids)
+            self.knowledge = ADAPTORS[settings.adaptor](vectors, (user_fields[0], item_fields[0]))
         self.item_dim = self.item_embedding.out_dim
         knowledge_dim = 0 if self.knowledge is None else self.knowledge.out_dim
-        self.out_dim = self.user_embedding.out_dim + self.item_dim + num_past + knowledge_dim
+        self.out_dim = self.user_embedding.out_dim + self.item_dim + rows.past.shape[1] + knowledge_dim
 
     def forward(self, batch: Batch, target: torch.Tensor) -> torch.Tensor:
         """A batch and its embedded targets (batch, item_dim) -> (batch, out_dim)."""

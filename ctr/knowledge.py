@@ -16,11 +16,10 @@ import pyarrow as pa
 
 from laserbatch.ctr.dataset import CtrData
 from laserbatch.ctr.errors import CtrError
-from laserbatch.ctr.feature_set import SIDES, Basis, FeatureSet, SideVectors, align, check_provenance, fit_basis
-from laserbatch.ctr.log import BATCH_ROWS, EntityTables
+from laserbatch.ctr.feature_set import Basis, FeatureSet, SideVectors, align, check_provenance, fit_basis
+from laserbatch.ctr.log import BATCH_ROWS, EntityTables, ids_of
 from laserbatch.ctr.settings import CtrSettings
-
-DAY_US = 86_400_000_000
+from laserbatch.pipeline.encoding.schema import DAY_US
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +71,7 @@ def build_knowledge(
 
 def align_sides(tables: EntityTables, features: FeatureSet) -> dict[str, SideVectors]:
     """Features of both sides in the order of the entity tables. Raises CtrError as `align` does."""
-    ids = {side: getattr(tables, f"{side}s")[f"{side}_id"].combine_chunks() for side in SIDES}
-    return {side: align(features[side], side, ids[side]) for side in SIDES}
+    return {side: align(features[side], side, ids) for side, ids in ids_of(tables).items()}
 
 
 def seen_as_of(
@@ -87,8 +85,7 @@ def seen_as_of(
     days = data.times_us[data.train] // DAY_US
     numbers, fields, extra, num_without = {}, {}, {}, {}
     for side, of_data in (("user", data.users), ("item", data.items)):
-        of_rows, of_side = of_data[data.train], versions[side]
-        ids = getattr(tables, f"{side}s")[f"{side}_id"].combine_chunks()
+        of_rows, of_side, ids = of_data[data.train], versions[side], ids_of(tables)[side]
         found = np.empty(len(of_rows), np.int64)
         for start in range(0, len(of_rows), BATCH_ROWS):
             part = slice(start, start + BATCH_ROWS)

@@ -64,7 +64,7 @@ def read_log(tables: EntityTables, label: str) -> Log:
     num_rows, num_read, num_unlabelled, num_left = source.count_rows(), 0, 0, 0
     users, items = np.empty(num_rows, np.int32), np.empty(num_rows, np.int32)
     times_us, labels = np.empty(num_rows, np.int64), np.ones(num_rows, np.float32)
-    known = {side: getattr(tables, f"{side}s")[f"{side}_id"].combine_chunks() for side in SIDES}
+    known = ids_of(tables)
     columns = dict.fromkeys(["user_id", "item_id", "timestamp", *([rule.column] if rule.column else [])])
     for batch in source.to_batches(columns=list(columns), batch_size=BATCH_ROWS, batch_readahead=1):
         if rule.column is not None:
@@ -90,6 +90,11 @@ def read_log(tables: EntityTables, label: str) -> Log:
     users, items, times_us, labels = (column[:num_read] for column in (users, items, times_us, labels))
     order = np.lexsort((labels, items, users, times_us))
     return Log(users[order], items[order], times_us[order], labels[order])
+
+
+def ids_of(tables: EntityTables) -> dict[str, pa.Array]:
+    """Ids of the entities of both sides, in the order of their tables."""
+    return {side: getattr(tables, f"{side}s")[f"{side}_id"].combine_chunks() for side in SIDES}
 
 
 def to_us(times: pa.Array) -> np.ndarray:

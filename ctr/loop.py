@@ -89,8 +89,7 @@ def fit(
             progress.epoch += 1
             if found > progress.best_auc:
                 progress.best_epoch, progress.best_auc = progress.epoch, found
-                best = {f"best.{name}": value.clone() for name, value in model.state_dict().items()}
-                progress.tensors = best
+                progress.tensors = {f"best.{name}": value.clone() for name, value in model.state_dict().items()}
             if on_epoch is not None:
                 progress.tensors = {**progress.tensors, **_state(model, optimizers, order)}
                 on_epoch(progress)

@@ -71,15 +71,10 @@ def _fit_adaptor(adaptor: Adaptor, data: CtrData, seed: int) -> None:
 
 
 def build_network(
-    name: ModelName,
-    data: ModelRows,
-    knowledge: Knowledge | None,
-    settings: CtrSettings,
-    seed: int,
+    name: ModelName, data: ModelRows, knowledge: Knowledge | None, settings: CtrSettings, seed: int
 ) -> torch.nn.Module:
     """A network with seeded weights, on the GPU where there is one."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        inputs = RowInputs(data.user_fields, data.item_fields, data.past.shape[1], knowledge, settings)
-        network = NETWORKS[name](inputs, settings)
+        network = NETWORKS[name](RowInputs(data, knowledge, settings), settings)
     return network.to("cuda" if torch.cuda.is_available() else "cpu")

@@ -32,7 +32,7 @@ COMMANDS = {
         "Run a whole night: generate, encode, compare, publish, build pools, report.",
     ),
     "backfill": LazyCommand(
-        "backfill:backfill",
+        "nightly:backfill",
         "Run the nights of a range of dates, each from the one before it; finished ones are left as they are.",
     ),
     "experiment": LazyCommand(

@@ -65,6 +65,10 @@ class ProgressBar:
         if now_s - self._told_s >= PLAIN_LINE_EVERY_S:
             self.tell(notes=now_s - self._noted_s >= EVENT_EVERY_S)
 
+    def reach(self, num_done: int, detail: str) -> None:
+        """As `advance`, to a count."""
+        self.advance(num_done - int(self._terminal.tasks[self._task].completed), detail)
+
     def tell(self, notes: bool = True) -> None:
         """Where it stands, how fast it goes, how long it will take: a line of a log, and where it `notes` an event."""
         self._told_s = time.monotonic()
@@ -168,14 +172,15 @@ class LazyCommand:
     """A command whose module is imported when it is run: `--help` and completion do not wait for torch and Ray."""
 
     target: str  # "module:name" in `commands/`, of a function or of a Typer app with commands of its own
-    short_help: str  # the first line of the command's own help
+    short_help: str  # the first line of the command's own help; of an app all of it
 
     def load(self, name: str):
         """The command itself, as Typer makes it."""
         module, attribute = self.target.split(":")
         found = getattr(import_module(f"laserbatch.jobs.commands.{module}"), attribute)
         if isinstance(found, typer.Typer):
-            command = typer.main.get_command(found)
+            command = typer.main.get_group(found)
+            command.help = self.short_help
         else:
             alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
             alone.command(name)(found)

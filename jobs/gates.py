@@ -280,10 +280,8 @@ def _vectors(run: RunFolder, side: Side, wanted: pa.Array, most_groups: int | No
 def repeated_shares(token_ids: pa.ChunkedArray) -> np.ndarray:
     """Of each text the share of its n-grams that stand in it before: float64[n]; 0 of a text without one."""
     lists = token_ids.combine_chunks()
-    offsets = lists.offsets.to_numpy()
-    flat = lists.values.to_numpy().astype(np.uint64)[offsets[0] if len(offsets) else 0 :]
-    offsets = offsets - (offsets[0] if len(offsets) else 0)
-    lengths = np.diff(offsets)
+    flat, lengths = lists.flatten().to_numpy().astype(np.uint64), pc.list_value_length(lists).to_numpy()
+    offsets = np.cumsum(lengths) - lengths
     num_ngrams = np.maximum(lengths - NGRAM + 1, 0)
     if not num_ngrams.sum():
         return np.zeros(len(lengths))

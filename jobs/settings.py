@@ -54,6 +54,8 @@ CONFIGS = typer.Option(
 FRAMEWORKS = typer.Option([], "--framework", help="A framework of prompts, such as kar; give it again for another.")
 WORKSPACE = typer.Option(None, "--workspace", "-w", help="Workspace folder; without it the configuration's.")
 JSON = typer.Option(False, "--json", help="Print the result as JSON.")
+DRY_RUN = typer.Option(False, "--dry-run", help="Remove nothing; say what would be.")
+NOT_OF_OUTPUT = ("workspace", "deliver_to", "cluster", "metrics", "gates", "recommending")  # changes no file of a run
 _PATH_KEYS = (
     (None, "workspace"),
     ("tables", "path"),
@@ -173,14 +175,10 @@ class Settings(Strict):
     _folder: Path | None = None  # of the configuration file
 
     @model_validator(mode="after")
-    def _has_plain_texts_to_compare(self) -> "Settings":
-        if self.decoding.engine == "vllm" and self.night.compare_with_plain:
-            raise ValueError("night.compare_with_plain with decoding.engine vllm: its texts are plain ones, say false")
-        return self
-
-    @model_validator(mode="after")
-    def _can_train_a_drafter(self) -> "Settings":
+    def _go_together(self) -> "Settings":
         decoding = self.decoding
+        if decoding.engine == "vllm" and self.night.compare_with_plain:
+            raise ValueError("night.compare_with_plain with decoding.engine vllm: its texts are plain ones, say false")
         for name, is_given in (
             ("engine vllm", decoding.engine == "vllm"),
             ("an adapter", decoding.adapter is not None),
@@ -209,7 +207,7 @@ class Settings(Strict):
     def of_output(self) -> dict[str, Any]:
         """All that may change what a run writes; where it runs and writes, what it keeps and who may see it are not."""
         housekeeping = {"memory_mb", "keep_versions"}
-        elsewhere = dict.fromkeys(("workspace", "deliver_to", "cluster", "metrics", "gates", "recommending"), True)
+        elsewhere = dict.fromkeys(NOT_OF_OUTPUT, True)
         return self.model_dump(mode="json", exclude=elsewhere | {"pool_building": housekeeping})
 
     def identity(self) -> dict[str, Any]:

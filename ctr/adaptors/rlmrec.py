@@ -20,8 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from laserbatch.ctr.adaptors.adaptor import has_text, info_nce
-from laserbatch.ctr.adaptors.linear import LinearAdaptor
+from laserbatch.ctr.adaptors.adaptor import LinearAdaptor, has_text, info_nce
 from laserbatch.ctr.fields import NUM_RESERVED, Field
 from laserbatch.retrieval_pools.routing.lightgcn import bpr_loss, normalised_adjacency, propagate
 

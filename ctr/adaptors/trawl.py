@@ -16,8 +16,7 @@ from scipy import sparse
 from torch import nn
 from torch.nn import functional as F
 
-from laserbatch.ctr.adaptors.adaptor import has_text, info_nce
-from laserbatch.ctr.adaptors.linear import LinearAdaptor
+from laserbatch.ctr.adaptors.adaptor import LinearAdaptor, has_text, info_nce
 from laserbatch.ctr.fields import Field
 
 NUM_NEIGHBOURS = 20  # of an item, the most frequent ones

@@ -34,11 +34,7 @@ from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.manifest import CtrFigures
 from laserbatch.pipeline.tables.read import open_tables
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    help="Train, judge, ask and compare CTR models on the features of a run.",
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False)
 TABLES = typer.Option(None, help="Folder or URI of the input tables. Default: the one that the run read.")
 RUN = typer.Option(None, help="A run id. Default: the published run.")
 OF_MODEL = typer.Option(None, help="Whose features it sees. Default: the run that it was trained on.")
@@ -174,7 +170,7 @@ def _compared(configs, frameworks, workspace, run, models, seeds, history, table
 def print_worth(told: Mapping[str, Any]) -> None:
     """Show several variants beside each other on the terminal."""
     print_table(worth_table(told))
-    for line in filter(None, [between_line(told)]):
+    if line := between_line(told):
         stdout.print(line, markup=False, soft_wrap=True)
 
 

@@ -18,7 +18,7 @@ from laserbatch.pipeline.tables.read import describe
 from laserbatch.pipeline.tables.schema import require_only_tables
 from laserbatch.pipeline.tables.source import source_files
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Sample, import and check input tables.")
+app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 NUM_LINES_OF_FINDINGS = 200
 

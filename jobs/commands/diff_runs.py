@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from laserbatch.pipeline.knowledge.prompts import changed_parts
+from laserbatch.pipeline.knowledge.records import knowledge_schema
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
@@ -87,16 +88,11 @@ class _Texts:
 
     def __init__(self, run: RunFolder, side: Side) -> None:
         self._run, self._side = run, side
-        columns = {"entity_id": [], "fingerprint": [], "run_id": []}
-        for batch in run.iter_knowledge(side, list(columns)):
-            for name, parts in columns.items():
-                parts.append(batch[name])
-        ids = columns["entity_id"]
-        self.ids = pa.chunked_array(ids) if ids else pa.chunked_array([], pa.string())
-        self.fingerprints = pa.chunked_array(columns["fingerprint"], pa.string())
-        origins = pa.chunked_array(columns["run_id"], pa.string())
+        batches = list(run.iter_knowledge(side, ["entity_id", "fingerprint", "run_id"]))
+        table = pa.Table.from_batches(batches) if batches else knowledge_schema(pa.string()).empty_table()
+        self.ids, self.fingerprints = table["entity_id"], table["fingerprint"]
         # The same text has the same origin: the run that wrote it and what it was asked.
-        self.written_by = pc.binary_join_element_wise(origins, self.fingerprints, " ")
+        self.written_by = pc.binary_join_element_wise(table["run_id"], self.fingerprints, " ")
 
     def texts(self, rows: np.ndarray) -> pa.ChunkedArray:
         """Texts of some rows, in the order of `rows`."""

@@ -170,12 +170,11 @@ def check_workspace(settings: Settings) -> Iterator[Finding]:
     free = shutil.disk_usage(folder).free
     inodes = os.statvfs(folder)
     used = max((size_bytes(run.root) for run in Workspace(settings.workspace).runs()[-1:]), default=0)
+    level, mend = "ok", None
     if free < max(LEAST_FREE_BYTES, 2 * used) or (inodes.f_files and inodes.f_favail < 10_000):
-        mend = "Make room: `laserbatch runs gc` removes old runs, `laserbatch pools gc` old pools"
         level = "fault" if free < LEAST_FREE_BYTES / 20 else "warning"
-        yield Finding("disk", level, f"{free / 1e9:.1f} GB are free at {folder}", mend)
-    else:
-        yield Finding("disk", "ok", f"{free / 1e9:.1f} GB are free at {folder}")
+        mend = "Make room: `laserbatch runs gc` removes old runs, `laserbatch pools gc` old pools"
+    yield Finding("disk", level, f"{free / 1e9:.1f} GB are free at {folder}", mend)
     try:
         with NamedTemporaryFile(dir=folder, prefix=".doctor-", suffix=".tmp") as probe:
             fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -14,11 +14,7 @@ from laserbatch.pipeline.errors import ConfigError
 
 USUAL = DrafterTrainingSettings()
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    help="Train drafters on a run's own texts; list those that nights trained.",
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
 @app.command()

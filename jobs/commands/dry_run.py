@@ -6,9 +6,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from laserbatch.jobs.console import say
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.attempt import newest_attempt
@@ -16,6 +13,7 @@ from laserbatch.jobs.stages.budgets import last_speed
 from laserbatch.jobs.stages.generate import plan_night
 from laserbatch.jobs.stages.inputs import checked_inputs
 from laserbatch.jobs.stages.night import Night, new_night
+from laserbatch.jobs.stages.variants import means
 from laserbatch.pipeline.knowledge.prompts import changed_parts
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.planning.plan import Shard, SidePlan
@@ -78,8 +76,9 @@ def _planned_side(night: Night, plan: SidePlan, scratch: RunFolder) -> dict[str,
     done = {record.info.planned_sha256 for record in records.values() if record.info is not None}
     pending = [shard for shard in plan.shards if shard.sha256 not in done]
     num_rows = sum(shard.num_rows for shard in pending)
-    mean_tokens, tokens_per_s = _mean_tokens(night, side), last_speed(night, [side])
+    mean_tokens = None if night.previous is None else means(night.previous, side, ["num_tokens"])[0]
     tokens = None if mean_tokens is None else round(num_rows * mean_tokens)
+    tokens_per_s = last_speed(night, [side])
     return {
         "num_entities": plan.num_entities,
         "num_carried_over": plan.num_carried_over,
@@ -104,9 +103,3 @@ def _reasons(night: Night, side: Side, shards: list[Shard], scratch: RunFolder) 
         for old, new in zip(before, rows["fingerprint"].to_pylist(), strict=True):
             reasons[NEW if old is None else "+".join(changed_parts(old, new)) or FORCED] += 1
     return dict(reasons.most_common())
-
-
-def _mean_tokens(night: Night, side: Side) -> float | None:
-    """Of the texts that a night builds on."""
-    batches = () if night.previous is None else night.previous.iter_knowledge(side, ["num_tokens"])
-    return pc.mean(pa.chunked_array([batch["num_tokens"] for batch in batches], pa.int32())).as_py()

@@ -54,13 +54,11 @@ def experiment(
     Example: `laserbatch experiment --config now.yaml --config shorter.yaml`
     """
     overrides = {"workspace": workspace, "cluster.ray_address": ray_address}
-    configs = config or list(filter(None, [config_here()]))
-    loaded = [load_settings(path, overrides) for path in configs] or [load_settings(None, overrides)]
+    loaded = [load_settings(path, overrides) for path in config or [config_here()]]
     names = variant_names(config, framework)
-    settings = dict(zip(names, loaded, strict=False))
     if framework:
-        settings = {one: settings_of_framework(loaded[0], one) for one in names}
-    first = next(iter(settings.values()))
+        loaded = [settings_of_framework(loaded[0], one) for one in names]
+    settings, first = dict(zip(names, loaded, strict=True)), loaded[0]
     for one, of_variant in settings.items():
         if of_variant.tables.path != first.tables.path:
             raise ConfigError(

@@ -28,9 +28,7 @@ from laserbatch.pipeline.tables.columns import schema_findings
 from laserbatch.pipeline.tables.findings import FaultyTable
 from laserbatch.pipeline.tables.schema import plain_ids, timestamps
 
-app = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="Join features to a log by time; export them to other tools."
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False)
 Format = StrEnum("Format", {name: name for name in FORMATS})
 FLOAT16 = typer.Option(False, "--float16", help="Write vectors in half precision.")
 BASIS = typer.Option(None, "--basis", help="A folder of `laserbatch ctr train`: vectors are reduced as that model's.")

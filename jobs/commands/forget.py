@@ -20,7 +20,7 @@ import typer
 from laserbatch.jobs.console import say, summary
 from laserbatch.jobs.events import read_events
 from laserbatch.jobs.formatting import counted
-from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, Settings, load_settings
+from laserbatch.jobs.settings import CONFIG, DRY_RUN, JSON, WORKSPACE, Settings, load_settings
 from laserbatch.jobs.stages.publishing import delivery_uri, draw_report, forget_delivered
 from laserbatch.pipeline.errors import PipelineError, WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
@@ -80,7 +80,7 @@ def forget(
     user: list[str] = typer.Option([], "--user", help="Id of a user; may be given several times."),
     item: list[str] = typer.Option([], "--item", help="Id of an item; may be given several times."),
     ids: Path | None = typer.Option(None, "--ids", help="A file of users' ids, one a line, UTF-8."),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Remove nothing; say what would be."),
+    dry_run: bool = DRY_RUN,
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     as_json: bool = JSON,

@@ -9,7 +9,7 @@ import typer
 from laserbatch.jobs.console import LazyCommand, lazy_app, print_table, say, summary
 from laserbatch.jobs.formatting import count, counted, percent
 from laserbatch.jobs.report.blocks import Table
-from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, Settings, load_settings
+from laserbatch.jobs.settings import CONFIG, DRY_RUN, JSON, WORKSPACE, Settings, load_settings
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.manifest import PoolManifest
@@ -23,7 +23,7 @@ LAZY_COMMANDS = {
     ),
 }
 
-app = lazy_app(LAZY_COMMANDS, add_completion=False, help="Build, list, choose, remove and simulate retrieval pools.")
+app = lazy_app(LAZY_COMMANDS, add_completion=False)
 
 RUN = typer.Option(None, "--run", help="Run whose texts become the pools; without it the published one.")
 
@@ -125,7 +125,7 @@ def gc(
     keep: int | None = typer.Option(
         None, min=1, help="Newest versions that stay, the current one among them; without it pool_building's."
     ),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Remove nothing; say what would be."),
+    dry_run: bool = DRY_RUN,
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     as_json: bool = JSON,

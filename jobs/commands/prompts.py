@@ -28,11 +28,6 @@ NUM_SAMPLED = 200  # entities a side, spread evenly over its table
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
-@app.callback()
-def _group() -> None:
-    """Show what prompts spend their tokens on, and what shorter ones would save."""
-
-
 @dataclass(frozen=True)
 class PromptPart:
     """A part of a side's prompts, in tokens a prompt."""

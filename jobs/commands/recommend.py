@@ -10,12 +10,7 @@ from laserbatch.jobs.stages.night import parse_date
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.recommending.settings import CodeMaker, DraftLoss
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Train recommenders and what drafts for them.")
-
-
-@app.callback()
-def _of_recommenders() -> None:
-    """Train recommenders and what drafts for them."""
+app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
 def recommend(

@@ -1,6 +1,6 @@
 """`laserbatch runs ...`: what nights have left, which one readers see, and how old ones are removed."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,20 +10,16 @@ import typer
 from laserbatch.jobs.console import print_table, say, summary
 from laserbatch.jobs.formatting import count, counted
 from laserbatch.jobs.report.blocks import Table
-from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings, open_workspace
+from laserbatch.jobs.settings import CONFIG, DRY_RUN, JSON, WORKSPACE, load_settings, open_workspace
 from laserbatch.jobs.stages.publishing import deliver, delivery_uri, let_readers_see, remove_delivered, use_pools_of
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import leftovers, remove_folder, remove_leftovers, size_bytes
-from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import EXPERIMENTS, Workspace
 
-app = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="List, compare, publish, take back and remove the runs of nights."
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False)
 COUNTED = ("generated", "carried_over", "quarantined")
-DRY_RUN = typer.Option(False, "--dry-run", help="Remove nothing; say what would be.")
 
 
 @app.command(name="list")
@@ -237,17 +233,11 @@ def kept_runs(workspace: Workspace, keep: int, also_unfinished: bool = False) ->
     published = workspace.pointed_to()
     kept |= {published: "published"} if published in runs else {}
     for run_id in {*unfinished, published} & runs.keys():
-        built_on = _manifest_or_none(runs[run_id])
-        if built_on is not None and built_on.previous_run_id in runs:
-            kept.setdefault(built_on.previous_run_id, f"run {run_id} is built on it")
+        with suppress(WorkspaceError):
+            built_on = runs[run_id].load_manifest().previous_run_id
+            if built_on in runs:
+                kept.setdefault(built_on, f"run {run_id} is built on it")
     return dict(sorted(kept.items()))
-
-
-def _manifest_or_none(run: RunFolder) -> RunManifest | None:
-    try:
-        return run.load_manifest()
-    except WorkspaceError:
-        return None
 
 
 def _described(workspace: Workspace, run: RunFolder) -> dict[str, Any]:

@@ -29,7 +29,10 @@ def status(
     Example: `laserbatch status --config laserbatch.yaml`
     """
     state = workspace_state(open_workspace(config, workspace), datetime.datetime.now(datetime.UTC))
-    summary(state if as_json else _told(state), as_json)
+    if not as_json:
+        lists = state["lists"]
+        state = _told(state) | ({"lists of items": _told(lists)} if lists is not None else {})
+    summary(state, as_json)
 
 
 def workspace_state(workspace: Workspace, now: datetime.datetime) -> dict[str, Any]:
@@ -78,10 +81,9 @@ def _lives(pid: int) -> bool:
 
 
 def _touched(run: RunFolder) -> float:
+    told = [path for path in (run.events_path, run.manifest_path) if path.exists()]
     with suppress(OSError):
-        return max(path.stat().st_mtime for path in (run.events_path, run.manifest_path) if path.exists())
-    with suppress(OSError, ValueError):
-        return run.root.stat().st_mtime
+        return max(path.stat().st_mtime for path in told or [run.root])
     return 0.0
 
 
@@ -145,15 +147,7 @@ def _iso(seconds_since_1970: float) -> str:
     return datetime.datetime.fromtimestamp(seconds_since_1970, datetime.UTC).isoformat(timespec="seconds")
 
 
-def _told(state: dict[str, Any]) -> dict[str, Any]:
-    """The state as lines for a person."""
-    told = _told_of(state)
-    if state["lists"] is not None:
-        told["lists of items"] = _told_of(state["lists"])
-    return told
-
-
-def _told_of(state: dict[str, Any]) -> dict[str, str]:
+def _told(state: dict[str, Any]) -> dict[str, str]:
     """The state as lines for a person."""
     run, published = state["run"], state["published"]
     told = {"workspace": state["workspace"], "state": state["state"]}

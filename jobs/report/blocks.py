@@ -32,7 +32,12 @@ class Bar:
     text: str
     told: str
     colour: str
-    is_dark: bool = False
+
+    @property
+    def is_dark(self) -> bool:
+        """Whether text on it is to be light."""
+        red, green, blue = (int(self.colour[place : place + 2], 16) for place in (1, 3, 5))
+        return 0.299 * red + 0.587 * green + 0.114 * blue < 140
 
 
 @dataclass(frozen=True)
@@ -136,18 +141,7 @@ def stacked_shares(
         whole = sum(one.values[place] or 0 for one in series) or 1
         shares = [(one.values[place] or 0) / whole for one in series]
         rows[category] = [
-            Bar(
-                share,
-                percent(share) if share > LEAST_NAMED else "",
-                f"{one.name} {percent(share)}",
-                one.colour,
-                _is_dark(one.colour),
-            )
+            Bar(share, percent(share) if share > LEAST_NAMED else "", f"{one.name} {percent(share)}", one.colour)
             for one, share in zip(series, shares, strict=True)
         ]
     return Figure(title, rows, measured, caption, series, is_stacked=True)
-
-
-def _is_dark(colour: str) -> bool:
-    red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
-    return 0.299 * red + 0.587 * green + 0.114 * blue < 140

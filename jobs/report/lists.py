@@ -11,7 +11,7 @@ from laserbatch.jobs.report.work import gates_section, provenance_section
 from laserbatch.pipeline.storage.atomic import write_text
 from laserbatch.pipeline.storage.manifest import RunManifest, SideFigures
 
-NUM_LAST = 5
+NUM_LAST = 5  # titles of a history that are shown
 
 
 def write_lists_report(manifest: RunManifest, path: Path) -> None:
@@ -31,7 +31,11 @@ def write_lists_report(manifest: RunManifest, path: Path) -> None:
     rows = [{"Reason": reason, "Users": count(number)} for reason, number in figures.quarantine_reasons.items()]
     failed = Table("Users in quarantine", rows, ("Reason",)) if rows else Note("Nobody is in quarantine.")
     samples = [
-        {"User": str(one.entity_id), "Last of the history": last_lines(one.prompt), "List, the best first": one.text}
+        {
+            "User": str(one.entity_id),
+            "Last of the history": ", ".join(one.prompt.splitlines()[-NUM_LAST:]),
+            "List, the best first": one.text,
+        }
         for one in figures.samples
     ]
     words = ("User", "Last of the history", "List, the best first")
@@ -71,8 +75,3 @@ def drafts_of(figures: SideFigures) -> str:
     forecast, most = figures.budget.forecast, figures.budget.max_draft_tokens
     gain = "" if forecast.speed_up is None else f"; the best was {decimal(forecast.speed_up)} times plain beams"
     return f"Drafted for a user: {count(most) if most else 'nothing'} ({forecast.reason}{gain})."
-
-
-def last_lines(text: str) -> str:
-    """The last few titles of a history, in a line."""
-    return ", ".join(text.splitlines()[-NUM_LAST:])

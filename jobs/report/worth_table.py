@@ -17,11 +17,12 @@ def worth_table(told: Mapping[str, Any]) -> Table:
     for one in variants:
         per_hour = one["lift_per_hour"]
         money, num_kept, num_failed = one["money_per_million"], one["num_kept"], one["num_quarantined"]
+        tokens = (f"{side} {decimal(mean, 0)}" for side, mean in one["tokens_per_text"].items())
         rows.append(
             {"Variant": one["variant"]}
-            | {_title(model): _verdict(found) for model, found in one["lift"].items()}
+            | {"All" if model == "all" else model: _verdict(found) for model, found in one["lift"].items()}
             | {
-                "Tokens a text": _by_side(one["tokens_per_text"], lambda mean: decimal(mean, 0)),
+                "Tokens a text": "\n".join(tokens) or MISSING,
                 "Texts": f"{count(sum(num_kept.values()))}\n{count(sum(num_failed.values()))} failed",
                 "A million": f"{count(one['seconds_per_million'])} s" + (f"\n{rate(money)}" if money else ""),
                 "Lift an hour": rate(None if per_hour is None else THOUSANDTHS * per_hour),
@@ -76,16 +77,8 @@ def _caption(told: Mapping[str, Any]) -> str:
     return " ".join(lines)
 
 
-def _title(model: str) -> str:
-    return "All" if model == "all" else model
-
-
 def _verdict(found: Mapping[str, Any], between: str = "\n") -> str:
     parts = [decimal(found["mean_difference"], 4, signed=True)]
     if found["low"] is not None:
         parts.append(f"±{decimal(found['high'] - found['mean_difference'], 4)}")
     return between.join([*parts, WORDS.get(found["verdict"], found["verdict"])])
-
-
-def _by_side(values: Mapping[str, float | None], show) -> str:
-    return "\n".join(f"{side} {show(value)}" for side, value in values.items()) or MISSING

@@ -1,13 +1,18 @@
-"""Which run a command is at: one that begins, one to go on with, or one that is done. Nothing is written here."""
+"""Attempts at a run: which run a command is at, begun, gone on with or done, and what happens to it, recorded."""
 
 import datetime
 import os
 import platform
-from collections.abc import Mapping
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
+from laserbatch.jobs.events import emit, event_log
+from laserbatch.jobs.failures import exit_code_of, line_of
 from laserbatch.jobs.stages.inputs import changed_inputs
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.gpus import gpu_name
@@ -97,3 +102,40 @@ def new_manifest(
         laserbatch_version=version("laserbatch"),
         machine=machine,
     )
+
+
+@contextmanager
+def recorded(manifest: RunManifest) -> Iterator[None]:
+    """Keep what happens in the block in the run's events; who meets its error is told where to look."""
+    run = RunFolder(manifest.path.parent)
+    with event_log(run.events_path):
+        emit(
+            "run_begin",
+            run_id=run.run_id,
+            date=str(manifest.date),
+            version=manifest.laserbatch_version,
+            process=f"pid {os.getpid()} on {socket.gethostname()}",
+            previous_run_id=manifest.previous_run_id,
+            pools=manifest.pools.version,
+        )
+        try:
+            yield
+        except BaseException as error:
+            exit_code = int(exit_code_of(error))
+            emit("failure", error=line_of(error, names_values=False), kind=type(error).__name__, exit_code=exit_code)
+            error.see = {"run_id": run.run_id, "events": str(run.events_path)}
+            if run.report_path.exists():
+                error.see["report"] = str(run.report_path)
+            raise
+
+
+@contextmanager
+def stage(manifest: RunManifest, name: str) -> Iterator[None]:
+    """Time a stage into the manifest, which is saved when it ends well."""
+    start_s = time.perf_counter()
+    emit("stage_begin", stage=name)
+    yield
+    took_s = time.perf_counter() - start_s
+    emit("stage_end", stage=name, seconds=took_s)
+    manifest.add_stage(name, took_s)
+    manifest.save()

@@ -111,7 +111,7 @@ def compare_ctr(
     tables: EntityTables,
     as_of: datetime.date,
     verifier: str,
-    settings: CtrSettings | None = None,
+    settings: CtrSettings,
     history: Sequence[RunFolder] = (),
 ) -> CtrFigures:
     """Compare CTR models without knowledge, with plainly decoded knowledge where the run has it, and with the run's.
@@ -122,8 +122,7 @@ def compare_ctr(
     """
     from laserbatch.ctr.compare import CtrRow, train_ctr  # with torch and scikit-learn, which take seconds to load
 
-    settings = settings or CtrSettings()
-    variants = run_variants(RunFolder(Path(run_dir)), verifier)
+    variants = run_variants(RunFolder(run_dir), verifier)
     num_trainings = len(variants) * len(settings.models) * settings.num_seeds
     with ExitStack() as opened, progress("train CTR models", num_trainings) as bar:
         versions = {

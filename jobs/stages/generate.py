@@ -343,6 +343,5 @@ def _plainly(_) -> dict[Side, Budget]:
 def _written_tonight(night: Night, side: Side) -> pa.Array | None:
     """Ids of the entities that the night itself generates; None where there are none."""
     plan = load_plan(night.run.root, side)
-    paths = [] if plan is None else [night.run.root / shard.path for shard in plan.shards]
-    ids = [read_parquet(path, ["entity_id"])["entity_id"] for path in paths]
-    return pa.chunked_array([chunk for part in ids for chunk in part.chunks]).combine_chunks() if ids else None
+    parts = [read_parquet(night.run.root / shard.path, ["entity_id"]) for shard in (plan.shards if plan else ())]
+    return pa.concat_tables(parts)["entity_id"].combine_chunks() if parts else None

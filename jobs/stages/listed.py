@@ -35,6 +35,15 @@ def known_models(options: RecommendingSettings) -> tuple[KnownRecommender, ItemC
     return target, codes
 
 
+def known_histories(tables: Tables, codes: ItemCodes) -> list[np.ndarray]:
+    """What each user has done, the oldest first: rows of the codes, without items that have none."""
+    known = Histories(tables)
+    places, starts = known.newest(np.arange(tables.users.num_rows), tables.interactions.num_rows)
+    rows = codes.rows_of(tables.items["item_id"].combine_chunks())[known.items(places)]
+    found = [rows[start:stop] for start, stop in pairwise(starts)]
+    return [one[one >= 0] for one in found]
+
+
 @dataclass
 class Lists:
     """What the lists of a night follow from. Items are rows of `catalogue`: those that are there and have codes."""
@@ -88,11 +97,7 @@ class Lists:
     @cached_property
     def histories(self) -> list[np.ndarray]:
         """What each user has done, the oldest first."""
-        known = Histories(self.tables)
-        places, starts = known.newest(np.arange(len(self.user_ids)), len(self.tables.interactions))
-        rows = self.catalogue.rows_of(self.tables.items["item_id"].combine_chunks())[known.items(places)]
-        found = [rows[start:stop] for start, stop in pairwise(starts)]
-        return [one[one >= 0] for one in found]
+        return known_histories(self.tables, self.catalogue)
 
     @cached_property
     def popular(self) -> tuple[np.ndarray, np.ndarray]:

@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from laserbatch.jobs.console import say
 from laserbatch.jobs.failures import exit_code_of
+from laserbatch.jobs.formatting import ratio
 from laserbatch.jobs.settings import MetricsSettings, Settings
 from laserbatch.pipeline.errors import PipelineError
 from laserbatch.pipeline.storage.atomic import write_text
@@ -26,6 +27,15 @@ from laserbatch.pipeline.storage.workspace import RECOMMENDATIONS, Workspace
 PUSH_TIMEOUT_S = 10.0
 NAME, OF_LISTS = "laserbatch", "laserbatch_lists"
 OUTCOMES = ("generated", "carried_over", "quarantined")
+OF_SIDES = (
+    ("quarantine_share", "Share of a side's entities that could not be done.",
+     lambda figures: ratio(figures.num_quarantined, figures.num_entities) or 0.0),
+    ("tokens", "Tokens written.", lambda figures: figures.stats.num_tokens),
+    ("tokens_per_second", "Tokens written a second of writing.", lambda figures: figures.stats.tokens_per_s),
+    ("tokens_per_step", "Tokens a step of verification, the bonus token counted.",
+     lambda figures: figures.stats.tokens_per_step),
+)  # fmt: skip
+ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 
 @dataclass
@@ -50,12 +60,8 @@ class _Page:
         name = f"{self.prefix}_{name}"
         self.lines += [f"# HELP {name} {about}", f"# TYPE {name} gauge"]
         for labels, value in known:
-            told = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+            told = ",".join(f'{key}="{text.translate(ESCAPES)}"' for key, text in labels.items())
             self.lines.append(f"{name}{{{told}}} {float(value):.17g}" if told else f"{name} {float(value):.17g}")
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 
 @contextmanager
@@ -93,16 +99,8 @@ def exposition(night: NightMetrics, workspace: Path, start_s: float, end_s: floa
         for outcome in OUTCOMES
     )
     page.add("entities", "Entities of the last run, by what became of them.", *entities)
-    shares = (
-        ({"side": side}, figures.num_quarantined / figures.num_entities if figures.num_entities else 0.0)
-        for side, figures in sides
-    )
-    page.add("quarantine_share", "Share of a side's entities that could not be done.", *shares)
-    page.add("tokens", "Tokens written.", *(({"side": side}, figures.stats.num_tokens) for side, figures in sides))
-    speeds = (({"side": side}, figures.stats.tokens_per_s) for side, figures in sides)
-    page.add("tokens_per_second", "Tokens written a second of writing.", *speeds)
-    steps = (({"side": side}, figures.stats.tokens_per_step) for side, figures in sides)
-    page.add("tokens_per_step", "Tokens a step of verification, the bonus token counted.", *steps)
+    for name, about, value in OF_SIDES:
+        page.add(name, about, *(({"side": side}, value(figures)) for side, figures in sides))
     stages = (({"stage": name}, seconds) for name, seconds in night.manifest.stages.items())
     page.add("stage_seconds", "Wall time by stage, over all attempts at the run.", *stages)
     return "\n".join([*page.lines, ""])

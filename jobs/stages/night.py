@@ -12,9 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from laserbatch.jobs.console import say
-from laserbatch.jobs.recording import stage
-from laserbatch.jobs.settings import Settings
-from laserbatch.jobs.stages.attempt import new_manifest, newest_attempt
+from laserbatch.jobs.settings import NOT_OF_OUTPUT, Settings
+from laserbatch.jobs.stages.attempt import new_manifest, newest_attempt, stage
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, checked_inputs, needs_a_model
 from laserbatch.pipeline.decoding.model.folder import model_identity
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
@@ -245,10 +244,8 @@ def _settings_of(manifest: RunManifest, here: Settings) -> Settings:
     if settings_hash(here.identity()) == manifest.settings_hash:
         return here
     building = here.pool_building.model_dump() | manifest.settings.get("pool_building", {})
-    of_here = ("workspace", "deliver_to", "cluster", "metrics", "gates", "recommending")
-    elsewhere = {name: getattr(here, name) for name in of_here}
-    ours = elsewhere | {"pool_building": building}
-    told = copy.deepcopy(manifest.settings) | ours
+    elsewhere = {name: getattr(here, name) for name in NOT_OF_OUTPUT}
+    told = copy.deepcopy(manifest.settings) | elsewhere | {"pool_building": building}
     try:
         return Settings.model_validate(_without_unknown(told, manifest.run_id))
     except ValidationError as error:
@@ -287,24 +284,22 @@ def current_pools(
     when they were built to give more away, are damaged or of another format: a night is then slower, not late.
     """
     try:
-        whole = {known.version for known in store.list() if known.problem is None}
-        version = wanted if wanted in whole else store.current_version()
+        known = {one.version: one for one in store.list()}
+        version = wanted if wanted in known and known[wanted].problem is None else store.current_version()
         if version is not None and version[:10] > str(date):
-            versions = (known.version for known in store.list() if known.version not in held)
-            version = max((version for version in versions if version[:10] <= str(date)), default=None)
+            version = max((one for one in known if one not in held and one[:10] <= str(date)), default=None)
     except PoolError as error:
         say(f"drafting from no pools: {error}")
         return None
     if version is None or not can_be_used(store, version, routing):
         return None
-    current = next(known for known in store.list() if known.version == version)
-    if any(pool.settings.min_support < min_support for pool in current.pools.values()):
+    if any(pool.settings.min_support < min_support for pool in known[version].pools.values()):
         say(
             f"not drafting from the pools {version}, built with a lower pools.min_support than {min_support}; "
             "those that are built from this run will have it"
         )
         return None
-    return current
+    return known[version]
 
 
 def can_be_used(store: PoolStore, version: str, routing: RoutingSettings) -> bool:

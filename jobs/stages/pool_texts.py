@@ -137,7 +137,10 @@ def calibrate_side(night: Night, side: Side, run_texts: RunTexts, routes: Routes
         return None
     drafted_from = _drafted_from(night, side, tokenizer_hash(night.settings.model_dir))
     if drafted_from is not None:
-        known = _kept(drafted_from.manifest.calibration, num_written(night, side))
+        known = drafted_from.manifest.calibration
+        if known is not None:
+            num_changed = known.num_texts_changed + num_written(night, side)
+            known = known.model_copy(update={"num_texts_changed": num_changed})
         holds_on = _holds_on(known, run_texts, drafted_from, options)
         if holds_on and known.budgets.changed is not None:
             return known
@@ -163,13 +166,6 @@ def calibrate_side(night: Night, side: Side, run_texts: RunTexts, routes: Routes
 def _calibrated(night: Night, pool: Pool, texts: list[ReplayText], options: DraftOptions) -> Calibration:
     calibration = with_budgets(calibrate(pool, texts, options), pool, texts, options)
     return calibration.model_copy(update={"replayed_run": night.run.run_id})
-
-
-def _kept(calibration: Calibration | None, num_changed: int) -> Calibration | None:
-    """A calibration after so many more texts were written."""
-    if calibration is None:
-        return None
-    return calibration.model_copy(update={"num_texts_changed": calibration.num_texts_changed + num_changed})
 
 
 def _holds_on(known: Calibration | None, run_texts: RunTexts, pool: Pool, options: DraftOptions) -> bool:

@@ -15,9 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from laserbatch.jobs.console import progress, say
-from laserbatch.jobs.recording import recorded, stage
 from laserbatch.jobs.settings import Settings
-from laserbatch.jobs.stages.attempt import new_manifest, newest_attempt
+from laserbatch.jobs.stages.attempt import new_manifest, newest_attempt, recorded, stage
 from laserbatch.jobs.stages.inputs import sound_tables
 from laserbatch.jobs.stages.listed import Lists, known_models
 from laserbatch.jobs.stages.metrics import OF_LISTS, NightMetrics, night_metrics
@@ -159,12 +158,11 @@ def _write(workspace: Workspace, run: RunFolder, manifest: RunManifest, lists: L
             abandoned = _hand_out(workspace, run, manifest, lists, pending, finished)
     with stage(manifest, "gather"):
         plan = load_plan(run.root, "user") or plan  # with halves of shards
-
-        def stale(failed: pa.ChunkedArray) -> pa.Table:
-            return stale_lists(previous, failed.combine_chunks(), lists.catalogue)
-
         user_ids = pa.chunked_array([lists.user_ids])
-        reasons, num_kept = gather(run, "user", user_ids, finished, abandoned, stale)
+        reasons, num_kept = gather(
+            run, "user", user_ids, finished, abandoned,
+            lambda failed: stale_lists(previous, failed.combine_chunks(), lists.catalogue),
+        )  # fmt: skip
         write_parquet(flat_lists(run, schema), run.lists_path)
         manifest.sides = {"user": _figures(run, manifest, lists, plan, finished, reasons, num_kept)}
     end_judged(run, manifest, _measured(manifest, previous.num_rows), lists.settings.gates)

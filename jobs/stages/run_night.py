@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.gates import measure
-from laserbatch.jobs.recording import recorded
 from laserbatch.jobs.settings import Settings
+from laserbatch.jobs.stages.attempt import recorded
 from laserbatch.jobs.stages.audit import audit_texts, generate_audited
 from laserbatch.jobs.stages.build_pools import collect_pools, prepare_pools
 from laserbatch.jobs.stages.compare_ctr import compare_night

@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from laserbatch.ctr.errors import CtrError
-from laserbatch.ctr.feature_set import FeatureSet, read_feature_set
+from laserbatch.ctr.feature_set import FeatureSet, check_provenance, read_feature_set
+from laserbatch.ctr.log import ids_of, labelled_log, numbers_of, split_by_time, to_us
 from laserbatch.ctr.settings import CtrSettings, ModelName
 from laserbatch.jobs.console import say
 from laserbatch.jobs.stages.night import Night
@@ -57,9 +58,12 @@ def train_to_folder(
         found = features_of(night, features)
         variants = {} if found is None else {features: found}
         knowledge = build_knowledge(opened, data, variants, night.date, settings).get(features)
-        if knowledge is not None:
-            for side in SIDES:
-                _say_missing(side, getattr(knowledge, side))
+        for side in SIDES if knowledge is not None else ():
+            vectors = getattr(knowledge, side)
+            if vectors.num_missing:
+                say(f"{vectors.num_missing} {side}s have no features; they get a learned default")
+            if vectors.num_foreign:
+                say(f"{vectors.num_foreign} features are of ids that are no {side}s of the tables; they are not used")
         seen = data
         if history:
             with feature_versions(history, of_plain=features == "plain") as versions:
@@ -79,13 +83,6 @@ def train_to_folder(
         card.write(folder, training, metrics)
     shutil.rmtree(work, ignore_errors=True)
     return json.loads((out / "metrics.json").read_text(encoding="utf-8"))
-
-
-def _say_missing(side: str, vectors) -> None:
-    if vectors.num_missing:
-        say(f"{vectors.num_missing} {side}s have no features; they get a learned default")
-    if vectors.num_foreign:
-        say(f"{vectors.num_foreign} features are of ids that are no {side}s of the tables; they are not used")
 
 
 def features_of(night: Night, features: FeatureName) -> FeatureSet | None:
@@ -140,12 +137,11 @@ def trained_on(model: Path) -> dict[str, Any]:
 
 def evaluate_folder(model: Path, night: Night, tables: str) -> dict[str, Any]:
     """Judge a model on the rows of tables after its date that are no validation rows."""
-    from laserbatch.ctr.feature_set import check_provenance
     from laserbatch.ctr.folder import ModelCard, score
-    from laserbatch.ctr.log import labelled_log, split_by_time
     from laserbatch.ctr.metrics import measure
 
-    card, features, opened = _opened(ModelCard.read(model), night, tables)
+    card = ModelCard.read(model)
+    features, opened = _opened(card, night, tables)
     if features is not None:
         check_provenance(features, card.as_of)
     log = labelled_log(opened, card.as_of, card.settings)
@@ -164,9 +160,9 @@ def predict_pairs(model: Path, night: Night, tables: str, pairs: Path, out: Path
     Without a timestamp a pair is asked for after all that the tables hold. Returns the number of pairs.
     """
     from laserbatch.ctr.folder import ModelCard, score
-    from laserbatch.ctr.log import labelled_log, numbers_of, to_us
 
-    card, features, opened = _opened(ModelCard.read(model), night, tables)
+    card = ModelCard.read(model)
+    features, opened = _opened(card, night, tables)
     try:
         asked = pq.read_table(pairs)
     except (OSError, pa.ArrowException) as error:
@@ -175,8 +171,8 @@ def predict_pairs(model: Path, night: Night, tables: str, pairs: Path, out: Path
         if column not in asked.column_names:
             raise CtrError(f"{pairs} has no column {column}; expected user_id, item_id and perhaps timestamp")
     numbers = [
-        numbers_of(asked[f"{side}_id"].combine_chunks(), entities[f"{side}_id"].combine_chunks(), side, str(pairs))
-        for side, entities in (("user", opened.users), ("item", opened.items))
+        numbers_of(asked[f"{side}_id"].combine_chunks(), known, side, str(pairs))
+        for side, known in ids_of(opened).items()
     ]
     log = labelled_log(opened, card.as_of, card.settings)
     times_us = np.full(len(asked), log.times_us[-1] + 1)
@@ -188,7 +184,7 @@ def predict_pairs(model: Path, night: Night, tables: str, pairs: Path, out: Path
 
 
 def _opened(card, night: Night, tables: str):
-    """A model's card, the features of a run as it wants them, and the tables."""
+    """The features of a run as it wants them, and the tables."""
     features, known = card.provenance["features"], card.provenance.get("encoders", {})
     for side, of_side in night.manifest.features.items():
         if known.get(side, of_side.encoder) != of_side.encoder:
@@ -196,4 +192,4 @@ def _opened(card, night: Night, tables: str):
                 f"the features of {side}s of run {night.run.run_id} are of the encoder {of_side.encoder}, the model "
                 f"was trained with {known[side]}; give a run of that one"
             )
-    return card, features_of(night, features), open_tables(tables)
+    return features_of(night, features), open_tables(tables)

@@ -7,7 +7,7 @@ in turns, on this machine: it is kept where that is faster by more than noise.
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ from laserbatch.pipeline.drafter_training.settings import Kind
 from laserbatch.pipeline.errors import PipelineError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.drafters import DrafterTrial, DrafterUsed
+from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.retrieval_pools.errors import PoolError
 
 if TYPE_CHECKING:
@@ -59,12 +60,9 @@ def train_on_runs(
     texts = texts_of_runs(night, num_texts, but or {})
     say(f"training a drafter ({kind}) on {counted(len(texts), 'text')} of {night.run.run_id} and before")
     with progress(f"train {kind}", num_steps(len(texts), options)) as bar:
-        done = 0
 
         def tell(step: int, loss: float) -> None:
-            nonlocal done
-            bar.advance(step - done, f"loss {loss:.3f}")
-            done = step
+            bar.reach(step, f"loss {loss:.3f}")
 
         return train_drafter(kind, night.settings.model_dir, texts, folder, options, tell)
 
@@ -154,15 +152,7 @@ def _is_due(night: Night) -> bool:
     return len(later) >= night.settings.drafter_training.every_nights
 
 
-@dataclass(frozen=True)
-class Pace:
-    """Of the same texts, by whatever they were drafted with."""
-
-    tokens_per_s: float
-    tokens_per_step: float
-
-
-def _tried(night: Night, folder: Path, rows: Rows) -> dict[Shape | None, Pace]:
+def _tried(night: Night, folder: Path, rows: Rows) -> dict[Shape | None, DecodingStats]:
     """How rows are written as the night drafted (None), and with a drafter's folder in each of SHAPES."""
     from laserbatch.pipeline.engines.own import OwnEngine
 
@@ -176,21 +166,15 @@ def _tried(night: Night, folder: Path, rows: Rows) -> dict[Shape | None, Pace]:
         night.settings.model_dir, night.decoding, "auto", usable_cores(), 1, 1, night.pool_folders(), folder
     )
     seconds = {shape: [] for shape in ways}
-    counts = {}
+    results = {}
     for repetition in range(-1, NUM_REPETITIONS):  # the first has code compiled
         for shape, (decoding, of_side) in ways.items():
             engine.draft_with(decoding)
             start_s = time.perf_counter()
-            counts[shape] = [one for side in SIDES for one in _written(engine, side, rows[side], decoding, of_side)]
+            results[shape] = [one for side in SIDES for one in _written(engine, side, rows[side], decoding, of_side)]
             if repetition >= 0:
                 seconds[shape].append(time.perf_counter() - start_s)
-    found = {}
-    for shape, results in counts.items():
-        num_steps, num_accepted = (sum(getattr(one, name) for one in results) for name in ("num_steps", "num_accepted"))
-        num_tokens = sum(len(one.token_ids) for one in results)
-        pace = num_tokens / statistics.median(seconds[shape])
-        found[shape] = Pace(pace, (num_accepted + num_steps) / max(1, num_steps))
-    return found
+    return {shape: DecodingStats.of(one, statistics.median(seconds[shape])) for shape, one in results.items()}
 
 
 def _written(

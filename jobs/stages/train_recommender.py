@@ -1,17 +1,15 @@
 """Recommenders trained on what users of the tables did, and small models that draft for them."""
 
 import datetime
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.settings import Settings
+from laserbatch.jobs.stages.listed import known_histories
 from laserbatch.pipeline.distributed.settings import usable_cores
 from laserbatch.pipeline.encoding.vectors import vectors_of
-from laserbatch.pipeline.knowledge.histories import Histories
 from laserbatch.pipeline.recommending.card import CODES_NAME, RecommenderCard, codes_of_recommender
 from laserbatch.pipeline.recommending.codes import ItemCodes, made_codes, read_codes
 from laserbatch.pipeline.recommending.lists import write_catalogue
@@ -46,20 +44,13 @@ def train_on_tables(
         codes = read_codes(codes_file)
     else:
         codes = _codes_of_vectors(settings, code_maker)
-    rows, known = codes.rows_of(tables.items["item_id"].combine_chunks()), Histories(tables)
-    if num_unknown := int((rows < 0).sum()):
-        say(f"{num_unknown} of {len(rows)} items have no codes: they are neither learned nor listed")
-    places, starts = known.newest(np.arange(tables.users.num_rows), tables.interactions.num_rows)
-    items = rows[known.items(places)]
-    histories = [items[start:stop] for start, stop in pairwise(starts)]
-    histories = [one[one >= 0] for one in histories]
+    item_ids, histories = tables.items["item_id"].combine_chunks(), known_histories(tables, codes)
+    if num_unknown := len(item_ids) - len(codes.of_catalogue(item_ids)):
+        say(f"{num_unknown} of {len(item_ids)} items have no codes: they are neither learned nor listed")
     with progress("train recommender") as bar:
-        done = 0
 
         def tell(step: int, num_steps: int, value: float) -> None:
-            nonlocal done
-            bar.advance(step - done, f"of {num_steps}, loss {value:.3f}")
-            done = step
+            bar.reach(step, f"of {num_steps}, loss {value:.3f}")
 
         if target is None:
             options = RecommenderOptions(epochs=epochs or 15, seed=settings.seed)

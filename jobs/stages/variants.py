@@ -189,7 +189,7 @@ def _worth(variant: Variant, step_cost: StepCost | None) -> dict[str, Any]:
         "workspace": str(night.workspace.root),
         "adaptor": variant.ctr.adaptor,
         "templates": {side: night.settings.knowledge.template_of(side) for side in SIDES},
-        "tokens_per_text": {side: _means(night.run, side, ["num_tokens"])[0] for side in sides},
+        "tokens_per_text": {side: means(night.run, side, ["num_tokens"])[0] for side in sides},
         "num_kept": {side: of.num_generated + of.num_carried_over for side, of in sides.items()},
         "num_quarantined": {side: of.num_quarantined for side, of in sides.items()},
         "seconds_per_million": seconds,
@@ -218,7 +218,7 @@ def cost_of_a_million(night: Night, step_cost: StepCost | None = None) -> float 
         if step_cost is None or workers is None:
             each = ratio(figures.stats.wall_s, figures.stats.num_texts)
         else:
-            counts = _means(night.run, side, ("num_steps", "num_drafted", "num_prompt_tokens"))
+            counts = means(night.run, side, ("num_steps", "num_drafted", "num_prompt_tokens"))
             batch_size = known_batch_size(step_cost, night.settings.decoding.batch_size)
             each = None if None in counts else step_cost.text_seconds(batch_size, *counts) / workers.num_workers
         if each is None:
@@ -227,7 +227,7 @@ def cost_of_a_million(night: Night, step_cost: StepCost | None = None) -> float 
     return MILLION * total / num_entities if num_entities else None
 
 
-def _means(run: RunFolder, side: str, columns: Sequence[str]) -> list[float | None]:
-    """Means over the texts of a side."""
+def means(run: RunFolder, side: str, columns: Sequence[str]) -> list[float | None]:
+    """Means over the texts of a side; None of none."""
     batches = list(run.iter_knowledge(side, list(columns)))
     return [pc.mean(pa.chunked_array([batch[name] for batch in batches], pa.int32())).as_py() for name in columns]

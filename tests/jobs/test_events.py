@@ -15,10 +15,10 @@ from night_world import run_here
 
 from laserbatch.jobs.commands.status import workspace_state
 from laserbatch.jobs.events import emit, event_log, read_events
-from laserbatch.jobs.recording import recorded
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import MetricsSettings, Settings
 from laserbatch.jobs.stages import metrics
+from laserbatch.jobs.stages.attempt import recorded
 from laserbatch.jobs.stages.metrics import NightMetrics, exposition, night_metrics
 from laserbatch.jobs.stages.night import open_night
 from laserbatch.pipeline.errors import RunFailed
@@ -176,6 +176,13 @@ def test_no_secret_of_the_environment_or_of_an_address_stands_in_what_a_night_le
     told = capfd.readouterr()
     assert "not pushed" in told.err
     assert "hunter2" not in told.out + told.err and not [path for path in written if b"hunter2" in path.read_bytes()]
+
+
+def test_status_of_a_run_of_which_nothing_is_written_yet(night):
+    empty = night.workspace.run(make_run_id(night.date + datetime.timedelta(days=1), {}))
+    empty.root.mkdir(parents=True)
+    told = workspace_state(night.workspace, NOW)
+    assert told["state"] == "idle" and told["run"]["is_finished"] is False
 
 
 def test_status_of_the_command_line_is_one_object(night, capfd):

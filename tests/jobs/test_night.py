@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from night_world import run_here
 
-from laserbatch.jobs.commands import backfill as backfilling
+from laserbatch.jobs.commands import nightly as nights
 from laserbatch.jobs.settings import load_settings
 from laserbatch.jobs.stages import publishing
 from laserbatch.jobs.stages import run_night as stages
@@ -134,7 +134,7 @@ def test_a_backfill_goes_from_each_night_to_the_next_and_publishes_its_last_when
         night = open_night(settings, date, redo=redo, after=after)
         return night if night.run.is_finished else done(night, publishing)
 
-    monkeypatch.setattr(backfilling, "run_night", night)
+    monkeypatch.setattr(nights, "run_night", night)
     arguments = ("backfill", "--config", str(world / "laserbatch.yaml"), "--from", "2025-03-01", "--to", "2025-03-04")
     stopped = run_here(capfd, *arguments, "--json")
     assert stopped.returncode == 3 and json.loads(stopped.stdout)["error"] == "the night of 2025-03-03: no"
