@@ -23,18 +23,18 @@ from engine_rows import COLUMNS, described, figures_of, repeats_of_plain, row_of
 from engine_systems import (
     ADAPTIVE,
     FIXED_BUDGETS,
+    PLAIN,
     Contestant,
     Engines,
     Peers,
     VllmPeer,
     adaptive_budget,
-    plain,
     pool_kinds,
     relaxed_pools,
     speculating,
     twins_of,
 )
-from roofline import DeviceRates, measure_device
+from roofline import DeviceRates, WatchedPlain, measure_device
 from systems import MIN_ACCEPTANCE, VLLM_SYSTEMS
 from tasks import Task, TaskSize, tasks_of
 from widen import DTYPES, GEOMETRIES, widened
@@ -142,7 +142,7 @@ def contestants_at(
     systems = [system for system in scale.systems if only is None or system in only]
     engine = engines.of_batch(batch)
     found = [one for one in peers.at_batch(batch) if only is None or one.system in only]
-    found.append(plain(engine, rates, engines.bytes_per_token))
+    found.append(Contestant(PLAIN, None, WatchedPlain(engine, rates)))
     for system in systems:
         settled = adaptive_budget(step_cost, batch, pools, system)
         found.append(speculating(engine, pools, system, ADAPTIVE, settled))

@@ -160,7 +160,7 @@ def host_parts(
     ScriptedForward(engine, {start.tobytes(): text for start, text in zip(begun, whole, strict=True)}, end_id=0)
     drafter = drafter_of(pool, draft_size, num_threads)
     with mock.patch.object(acceptance, "judge_rows", judge_scripted):
-        row = profile(engine, drafter, begun, scale.num_steps, is_plain=True)
+        row = profile(engine, drafter, begun, scale.num_steps, Greedy())
     parts = {part: row["parts_ms"][part] for part in HOST_PARTS}
     parts["packing"] += row["parts_ms"]["other model"]  # buffers, as nothing else is left of the model
     return {

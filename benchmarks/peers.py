@@ -22,13 +22,11 @@ from pathlib import Path
 import numpy as np
 from common import Figure, Spread, begin, benchmark_parser, finish, scale_of, turns
 from engine_pools import GroupedPool, pools_of, unseen_prompts
-from engine_systems import ADAPTIVE, PLAIN, WITH_POOL, Engines, relaxed_pools, speculating
+from engine_systems import ADAPTIVE, PLAIN, Engines, adaptive_budget, relaxed_pools, speculating
 from peers_worker import MARK
 from systems import EngineSystem, Pass
 from tasks import Task, TaskSize, own_texts, tasks_of
 
-from laserbatch.pipeline.budget.choice import side_budget
-from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.retrieval_pools.calibration.calibrate import calibrate
 from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
@@ -135,11 +133,8 @@ def of_our_engine(engines: Engines, batch: int, pools: dict[str, GroupedPool]) -
     engine = engines.of_batch(batch)
     systems = {PLAIN: EngineSystem.plain(engine)}
     for name, speculation in SPECULATIONS.items():
-        pool = pools[POOL if name == GREEDY else f"{POOL}, relaxed"].pool
-        verifier = "relaxed" if name == RELAXED else "greedy"
-        decoding = DecodingSettings(batch_size=batch, drafters=WITH_POOL, verifier=verifier)
-        choice = side_budget(decoding, pool, engines.step_cost(batch, pool), 0.0)
-        systems[name] = speculating(engine, pools, speculation, ADAPTIVE, choice.budget).runner
+        budget = adaptive_budget(engines.step_cost(batch, pools[POOL].pool), batch, pools, speculation)
+        systems[name] = speculating(engine, pools, speculation, ADAPTIVE, budget).runner
     return systems
 
 
