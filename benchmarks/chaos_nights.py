@@ -161,11 +161,6 @@ class Cluster:
 
 
 @contextmanager
-def no_cluster():
-    yield Cluster()
-
-
-@contextmanager
 def simulated_cluster(mark: str):
     """Two nodes of a CPU each, by a process of their own."""
     command = [sys.executable, __file__]

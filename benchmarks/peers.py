@@ -29,7 +29,7 @@ from tasks import Task, TaskSize, own_texts, tasks_of
 
 from laserbatch.retrieval_pools.calibration.calibrate import calibrate
 from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText
-from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.build import HeldBack, PoolText, build_pool
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.index.store import PoolStore
 from laserbatch.retrieval_pools.integrations.vllm import SETTINGS_VARIABLE
@@ -116,12 +116,11 @@ def serve_ours(
 ) -> Served:
     """A vLLM with our proposer: a pool of answers, calibrated by some of them."""
     names = {"side": task.side, "tokenizer_hash": tokenizer_hash(model), "model_id": model.name}
-    held_back = list(zip(task.pool_prompts, texts, strict=True))[::4]
-    others = build_pool([PoolText(row, "") for k, row in enumerate(texts) if k % 4], folder / "others", **names)
+    held_back = [ReplayText(*one) for one in zip(task.pool_prompts[::4], texts[::4], strict=True)]
     options = DraftOptions(max_nodes=MAX_DRAFT_TOKENS, min_acceptance=0.01, use_previous=False)
-    calibration = calibrate(others, [ReplayText(*one) for one in held_back], options)
+    by = HeldBack(range(0, len(texts), 4), lambda others: calibrate(others, held_back, options))
     with PoolStore(folder / "pools").publish("v1") as version:
-        build_pool([PoolText(row, "") for row in texts], version / task.side, calibration=calibration, **names)
+        build_pool([PoolText(row) for row in texts], version / task.side, calibration=by, **names)
     settings = {"pools": "pools", "side": task.side, "step_cost": str(cost)}
     (folder / "drafts.json").write_text(json.dumps(settings))
     os.environ[SETTINGS_VARIABLE] = str(folder / "drafts.json")  # `speculative_config` looks at it too

@@ -86,10 +86,8 @@ def measure_drafts(pool: str, texts: str) -> dict:
     opened = Pool.open(pool, max_resident_bytes=1 << 40)
     open_s = time.perf_counter() - start_s
     draft_us, accepted = [], []
-    for number, row in enumerate(rows):
-        for step in pool_steps(
-            opened, ReplayText(row.prompt_ids, row.text_ids, None, f"g{number % NUM_GROUPS}"), DRAFTS
-        ):
+    for row in rows:
+        for step in pool_steps(opened, row, DRAFTS):
             draft_us.append(step.draft_us)
             accepted.append(len(step.path))
     return {
