@@ -174,14 +174,14 @@ def describe(outcomes: Sequence[Outcome]) -> str:
     return "\n".join([*lines, *(f"{one.outcome:10}{one.seconds:6.0f} s  {one.name}" for one in outcomes)])
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Run a stage, print its table, keep its JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     stages = "1 right, 2 a step, 3 gains, 4 vLLM, 5 lists"
     parser.add_argument("--stage", type=int, choices=STAGES, required=True, help=stages)
     parser.add_argument("--json", type=Path, help="write machine, command, every part's outcome and JSON here")
     parser.add_argument("--part", nargs="+", help="only parts whose name begins with one of these")
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args()
     parts = STAGES[arguments.stage]
     if arguments.part:
         parts = [part for part in parts if part.name.startswith(tuple(arguments.part))]

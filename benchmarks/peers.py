@@ -183,9 +183,9 @@ def figures_of(rows: Sequence[dict]) -> Iterator[Figure]:
             yield Figure.at_least(f"{where}: our relaxed decoding over vLLM plain, tokens a second", over, wanted)
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Write the pools' texts, measure what steps cost, then all systems."""
-    arguments = benchmark_parser(__doc__, "data", "model", "threads", "cache").parse_args(words)
+    arguments = benchmark_parser(__doc__, "data", "model", "threads", "cache").parse_args()
     begin(arguments.threads)
     environment = ON_A_CPU | dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), str(arguments.threads))
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
