@@ -111,17 +111,6 @@ def kernel_system(problem: Problem, **blocks) -> Callable[[], torch.Tensor]:
     return lambda: triton_attention(*arguments, shape=shape, **blocks)
 
 
-def padded(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Slots int64[batch, width], queries (batch, num_heads, num_new, head_dim), bool (batch, num_new, width).
-
-    What a sequence has less than the longest repeats its last slot, and is not seen.
-    """
-    group, device = one_group(problem.metadata), problem.query.device
-    slots, sees = (torch.from_numpy(array).to(device) for array in (group.slots, group.sees))
-    queries = problem.query.view(len(slots), -1, NUM_HEADS, HEAD_DIM).transpose(1, 2)
-    return slots, queries, sees
-
-
 def one_group(metadata: AttentionMetadata) -> Group:
     """All sequences, padded to the longest."""
     on_host = AttentionMetadata(**{name: tensor.cpu().numpy() for name, tensor in vars(metadata).items()})
@@ -129,15 +118,11 @@ def one_group(metadata: AttentionMetadata) -> Group:
     return group
 
 
-def packed_again(out: torch.Tensor) -> torch.Tensor:
-    """(batch, num_heads, num_new, head_dim) as (num_tokens, num_heads, head_dim)."""
-    return out.transpose(1, 2).reshape(-1, NUM_HEADS, HEAD_DIM)
-
-
 def sdpa_system(problem: Problem, gathers: bool) -> Callable[[], torch.Tensor]:
     """torch's attention with a padded mask, query heads folded; keys gathered in each call, or contiguous before it."""
-    slots, queries, sees = padded(problem)
-    batch, folded = problem.num_sequences, NUM_HEADS // NUM_KV_HEADS
+    group, batch, folded = one_group(problem.metadata), problem.num_sequences, NUM_HEADS // NUM_KV_HEADS
+    slots, sees = (torch.from_numpy(array).to(problem.query.device) for array in (group.slots, group.sees))
+    queries = problem.query.view(batch, -1, NUM_HEADS, HEAD_DIM).transpose(1, 2)
     num_new = queries.shape[2]
     folded_queries = queries.reshape(batch, NUM_KV_HEADS, folded * num_new, HEAD_DIM).contiguous()
     mask = torch.where(sees, 0.0, torch.finfo(torch.bfloat16).min).to(torch.bfloat16)[:, None].repeat(1, 1, folded, 1)
@@ -150,7 +135,7 @@ def sdpa_system(problem: Problem, gathers: bool) -> Callable[[], torch.Tensor]:
     def run() -> torch.Tensor:
         keys, values = contiguous or (gather(problem.keys), gather(problem.values))
         out = F.scaled_dot_product_attention(folded_queries, keys, values, attn_mask=mask)
-        return packed_again(out.view(batch, NUM_HEADS, num_new, HEAD_DIM))
+        return out.view(batch, NUM_HEADS, num_new, HEAD_DIM).transpose(1, 2).reshape(-1, NUM_HEADS, HEAD_DIM)
 
     return run
 
@@ -245,21 +230,22 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--blocks", action="store_true", help="the kernel alone, under block sizes of a grid")
     options = parser.parse_args(words)
     on_cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if on_cuda else "cpu")
     if not on_cuda and options.size != "smoke":
         print("attention.py: this machine has no CUDA device, nothing was timed; --smoke shows that it runs")
         return 1
     scale = scale_of(options, FULL, QUICK, SMOKE)
     heads = {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM, "dtype": "bfloat16"}
     if options.blocks:
-        scale = SMOKE if options.size == "smoke" else BLOCKS
-        found = measure_blocks(scale, torch.device("cuda" if on_cuda else "cpu"), blocks_grid())
+        scale = scale_of(options, BLOCKS, BLOCKS, SMOKE)
+        found = measure_blocks(scale, device, blocks_grid())
         if options.json:
             write_json(options.json, {"context": scale.context, **heads, **found})
         return 0
     rows = []
     for batch in scale.batches:
         for tree in scale.trees:
-            problem = make_problem(batch, tree, scale.context, torch.device("cuda" if on_cuda else "cpu"))
+            problem = make_problem(batch, tree, scale.context, device)
             for name in SYSTEMS:
                 rows.append({"batch": batch, "tree": tree, **measure(problem, name, scale)})
                 print(describe(rows[-1]), flush=True)

@@ -29,7 +29,7 @@ import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,7 +43,6 @@ from chaos_nights import (
     is_mapped,
     marked,
     named,
-    no_cluster,
     ray_night,
     simulated_cluster,
     wait_for,
@@ -68,6 +67,7 @@ SETTINGS = {
 }
 NUM_USERS, NUM_ITEMS = 10, 14
 MOST_LINGER_S = 60.0  # that processes of a night may take to end when the command after a kill is done
+FILE_KINDS = ("driver", "sigterm")
 RAY_KINDS = ("driver-ray", "actor", "raylet", "gcs", "node")
 RAY_MOMENTS = {"start": 1.5, "first step": 0.5, "first shard": 0.3}  # seconds after each that a death may come
 NONE_OF = ("lost", "doubled", "hung", "left")  # ids, ids, nights, and processes or files that a dead night left
@@ -76,15 +76,13 @@ NONE_OF = ("lost", "doubled", "hung", "left")  # ids, ids, nights, and processes
 def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--kills", type=int, help="how many nights are killed")
-    parser.add_argument("--kinds", nargs="*", help="only these kinds of death")
     parser.add_argument("--minutes", type=float, help="after which no further night is killed")
-    parser.add_argument("--seed", type=int, default=SEED)
     arguments = parser.parse_args()
     num_kills = arguments.kills or scale_of(arguments, 40, 6, 2)
     with tempfile.TemporaryDirectory(prefix="laserbatch-chaos-") as folder:
         chaos = Chaos(Path(folder))
         chaos.prepare()
-        kills = drawn(chaos.operations, num_kills, arguments.kinds, random.Random(arguments.seed))
+        kills = drawn(chaos.operations, num_kills, random.Random(SEED))
         outcomes, end_s = [], time.monotonic() + 60 * (arguments.minutes or float("inf"))
         for number, kill in enumerate(kills, 1):
             if time.monotonic() > end_s:
@@ -140,26 +138,22 @@ class Outcome:
         return f"-> {self.exit_codes}, {same}, {self.num_left} left {self.trouble}"
 
 
-def drawn(operations: list[str], num_kills: int, kinds: list[str] | None, order: random.Random) -> list[Kill]:
+def drawn(operations: list[str], num_kills: int, order: random.Random) -> list[Kill]:
     """Deaths, spread over kinds and stages; `operations` names the stage of each of the night's operations."""
     by_stage = defaultdict(list)
     for number, stage in enumerate(operations, 1):
         by_stage[stage].append(number)
-    of_files = [kind for kind in ("driver", "sigterm") if not kinds or kind in kinds]
-    with_ray = [kind for kind in RAY_KINDS if not kinds or kind in kinds]
-    num_ray = num_kills * bool(with_ray)
-    if of_files and with_ray:  # each kind at each moment, where 40 are killed
-        num_ray = min(num_kills, max(num_kills * 3 // 8, len(with_ray)))
+    num_ray = min(num_kills, max(num_kills * 3 // 8, len(RAY_KINDS)))  # each kind at each moment, where 40 are killed
     found = []
     for number in range(num_ray):
-        kind = with_ray[number % len(with_ray)]
+        kind = RAY_KINDS[number % len(RAY_KINDS)]
         moments = [moment for moment in RAY_MOMENTS if moment != "start" or kind not in ("actor", "node")]
-        moment = moments[(number // len(with_ray)) % len(moments)]
+        moment = moments[(number // len(RAY_KINDS)) % len(moments)]
         found.append(Kill(kind, moment, delay_s=order.uniform(0, RAY_MOMENTS[moment])))
     stages = [stage for stage in by_stage for _ in range(2 if stage == "generate" else 1)]
     for number in range(num_kills - num_ray):
         stage = stages[number % len(stages)]
-        found.append(Kill(of_files[number % len(of_files)], stage, order.choice(by_stage[stage])))
+        found.append(Kill(FILE_KINDS[number % len(FILE_KINDS)], stage, order.choice(by_stage[stage])))
     return found
 
 
@@ -220,7 +214,7 @@ class Chaos:
         if kill.operation:
             number = signal.SIGTERM if kill.kind == "sigterm" else signal.SIGKILL
             return [forked_night(place, SECOND_DATE, (kill.operation, number)), forked_night(place, SECOND_DATE)], 0
-        with simulated_cluster(mark) if kill.kind == "node" else no_cluster() as cluster:
+        with simulated_cluster(mark) if kill.kind == "node" else nullcontext(Cluster()) as cluster:
             first = ray_night(place, mark, cluster.address, lambda night: self._kill(kill, night, place, mark, cluster))
             if kill.kind == "node":  # what is left of it ends when the cluster does
                 return [first], 0

@@ -130,6 +130,11 @@ def without_ray(put: Callable[[object, str, object], None]) -> None:
     put(NightWorkers, "crew", lambda self, spec: SimpleNamespace(spec=spec, layout=layout))
 
 
+def night_command(date: str) -> list[str]:
+    """The command of a night, in a folder that has its configuration."""
+    return [*NIGHT, "nightly", "--config", "laserbatch.yaml", "--date", date]
+
+
 def ray_night(
     place: Path,
     mark: str,
@@ -137,9 +142,7 @@ def ray_night(
     meanwhile: Callable[[subprocess.Popen], None] = lambda night: None,
 ) -> int | None:
     """A night whose texts Ray's workers write, by the command line; its exit code, None: it hung."""
-    command = [*NIGHT, "nightly", "--config", "laserbatch.yaml", "--date", SECOND_DATE] + (
-        ["--ray-address", address] if address else []
-    )
+    command = [*night_command(SECOND_DATE), *(["--ray-address", address] if address else [])]
     with open(place / "said.txt", "a") as said:
         environment = os.environ | {MARK: mark}
         night = subprocess.Popen(command, cwd=place, env=environment, stdout=said, stderr=said, start_new_session=True)
@@ -158,11 +161,6 @@ class Cluster:
 
     address: str | None = None
     raylets: list[int] = field(default_factory=list)
-
-
-@contextmanager
-def no_cluster():
-    yield Cluster()
 
 
 @contextmanager

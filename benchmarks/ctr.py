@@ -29,7 +29,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 from common import begin, benchmark_parser, jsonable, scale_of, write_json
-from ctr_nights import sample_rows
+from ctr_nights import mean_and_std, sample_rows
 from sklearn.metrics import roc_auc_score
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import default_collate
@@ -217,10 +217,8 @@ def run(folder: Path, size: str) -> list[dict]:
     for name in (*MODELS, "gbdt"):
         found = [train_model(name, with_past, None, settings, seed).scores for seed in range(num_seeds)]
         judged = [measure(labels, scores, users, is_cold) for scores in found]
-        aucs = [one.auc for one in judged]
         rows.append({
-            "model": name, "features": "none", "dataset": "ml-100k", "auc_mean": statistics.fmean(aucs),
-            "auc_std": statistics.stdev(aucs) if num_seeds > 1 else None,
+            "model": name, "features": "none", "dataset": "ml-100k", **mean_and_std([one.auc for one in judged]),
             "logloss_mean": statistics.fmean(one.logloss for one in judged), "seeds": num_seeds,
         })  # fmt: skip
     return rows

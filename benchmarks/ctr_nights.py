@@ -8,7 +8,7 @@ import datetime
 import itertools
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from laserbatch.ctr.knowledge import Knowledge, build_knowledge, seen_as_of
 from laserbatch.ctr.loop import predict
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.ctr.training import MODEL_TITLES, NETWORKS, train_model
-from laserbatch.jobs.settings import PACKAGE_ROOT, load_settings
+from laserbatch.jobs.settings import PACKAGE_ROOT, Settings, load_settings
 from laserbatch.jobs.stages.compare_ctr import compare_ctr, run_variants
 from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.run_night import run_night
@@ -31,6 +31,7 @@ from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.tables.read import Tables, open_tables
 
 WORLD_SEED = 7  # on which nothing was trained or chosen
+NUM_ASKED = 40  # ratings that each user is asked for, to judge models by
 VERIFIER = "relaxed"
 
 
@@ -45,16 +46,26 @@ def sample_rows(num_users: int, days_before: Sequence[int], num_seeds: int) -> l
 
 def write_nights(folder: Path, num_users: int, days_before: Sequence[int]) -> Night:
     """The nights in a workspace; the last one, which has plain texts too."""
-    write_sample_world(folder / "tables", num_users, num_users * 3 // 4, seed=WORLD_SEED, num_asked=40)
-    write_here()
-    places = {"workspace": str(folder / "workspace"), "tables.path": str(folder / "tables")}
+    settings_of = sample_nights(folder, num_users, WORLD_SEED)
     budget = {"decoding.max_draft_tokens": 16, "decoding.min_acceptance": 0.07, "decoding.verifier": VERIFIER}
     night = None
     for days in (*days_before, 0):
         last = {"night.compare_with_plain": not days, "night.train_ctr": False}
-        settings = load_settings(PACKAGE_ROOT / "configs" / "demo.yaml", places | budget | last)
-        night = run_night(settings, LAST_DATE - datetime.timedelta(days=days))
+        night = run_night(settings_of(budget | last), LAST_DATE - datetime.timedelta(days=days))
     return night
+
+
+def sample_nights(folder: Path, num_users: int, seed: int) -> Callable[[dict[str, object]], Settings]:
+    """A sample world whose nights this process writes itself: their settings, by what is not as the demo has it."""
+    write_sample_world(folder / "tables", num_users, num_users * 3 // 4, seed=seed, num_asked=NUM_ASKED)
+    write_here()
+    places = {"workspace": str(folder / "workspace"), "tables.path": str(folder / "tables")}
+    return lambda options: load_settings(PACKAGE_ROOT / "configs" / "demo.yaml", places | options)
+
+
+def mean_and_std(aucs: Sequence[float]) -> dict[str, float | None]:
+    """Of seeds; one alone has no deviation."""
+    return {"auc_mean": statistics.fmean(aucs), "auc_std": statistics.stdev(aucs) if len(aucs) > 1 else None}
 
 
 def feature_rows(night: Night, tables: Tables, num_seeds: int) -> list[dict]:
@@ -101,8 +112,7 @@ def history_rows(night: Night, tables: Tables, num_seeds: int) -> list[dict]:
             found = [_judged(model, data, knowledge, settings, seed) for seed in range(num_seeds)]
             aucs, losses, of_training = zip(*found, strict=True)
             row = {"model": model, "history": history, "trained_on": trained_on, "features": VERIFIER}
-            row |= {"dataset": "sample world"}
-            row |= {"auc_mean": statistics.fmean(aucs), "auc_std": statistics.stdev(aucs) if num_seeds > 1 else None}
+            row |= {"dataset": "sample world"} | mean_and_std(aucs)
             row |= {"logloss_mean": statistics.fmean(losses), "train_auc_mean": statistics.fmean(of_training)}
             rows.append(row | {"train_rows": len(data.train), "test_rows": len(judged), "seeds": num_seeds})
     return rows
@@ -120,8 +130,9 @@ def adaptor_rows(night: Night, tables: Tables, num_seeds: int) -> list[dict]:
         row = {"model": model, "adaptor": adaptor, "features": VERIFIER, "dataset": "sample world"}
         row |= {"validation_auc_mean": statistics.fmean(one.validation_auc for one in found)}
         aucs = [float(roc_auc_score(data.labels[data.test], one.scores)) for one in found]
-        row |= {"auc_mean": statistics.fmean(aucs), "auc_std": statistics.stdev(aucs) if num_seeds > 1 else None}
-        rows.append(row | {"train_s": statistics.median(one.train_s for one in found), "seeds": num_seeds})
+        rows.append(
+            row | mean_and_std(aucs) | {"train_s": statistics.median(one.train_s for one in found), "seeds": num_seeds}
+        )
     return rows
 
 

@@ -23,18 +23,18 @@ from engine_rows import COLUMNS, described, figures_of, repeats_of_plain, row_of
 from engine_systems import (
     ADAPTIVE,
     FIXED_BUDGETS,
+    PLAIN,
     Contestant,
     Engines,
     Peers,
     VllmPeer,
     adaptive_budget,
-    plain,
     pool_kinds,
     relaxed_pools,
     speculating,
     twins_of,
 )
-from roofline import DeviceRates, measure_device
+from roofline import DeviceRates, WatchedPlain, measure_device
 from systems import MIN_ACCEPTANCE, VLLM_SYSTEMS
 from tasks import Task, TaskSize, tasks_of
 from widen import DTYPES, GEOMETRIES, widened
@@ -71,7 +71,7 @@ class Scale:
     slow_long_prompts: int | None = None  # of batch 1, that `Contestant.is_slow` write; None: all
     slow_short_prompts: int | None = None
     num_slow_repetitions: int | None = None  # of these systems at any batch size
-    batches: tuple[int, ...] = ()  # those that are measured, of the ones that prompts are given for
+    batches: tuple[int, ...] = ()  # those that are measured, of the ones that prompts are given for; (): all
 
     def amount_at(self, task: Task, batch: int) -> Amount:
         """How much of a task is measured; passes over short texts are short."""
@@ -81,10 +81,6 @@ class Scale:
         return Amount(
             num_prompts, num_repetitions, num_slow or num_prompts, self.num_slow_repetitions or num_repetitions
         )
-
-    def budgets_at(self, batch: int) -> tuple[int, ...]:
-        """The fixed budgets."""
-        return self.fixed_at.get(batch, self.fixed_budgets)
 
 
 CPU_FULL = Scale(
@@ -105,14 +101,12 @@ CUDA_QUICK = Scale(
     {1: 2, 8: 16, 32: 48, 64: 96, 128: 192, 256: 384},
     {1: 8, 8: 32, 32: 96, 64: 192, 128: 384, 256: 768},
     TaskSize(512, 400, 0, 128), TaskSize(2048, 4000, 0, 512), 2, 2, ("resd", "laser"), (8, 16, 32),
-    only_at=dict.fromkeys((1, 32, 64, 256), ("resd", "laser")),
+    only_at=dict.fromkeys((1, 32, 64, 256), ("resd", "laser")), batches=(1, 32, 64, 256),
 )  # fmt: skip
 SMOKE = Scale(
     dict.fromkeys((1, 4, 16), 2), dict.fromkeys((1, 4, 16), 2), TaskSize(3, 50, 0, 2), TaskSize(3, 50, 0, 2), 1, 1,
-    ("resd", "laser"), (8,),
+    ("resd", "laser"), (8,), batches=(4,),
 )  # fmt: skip
-BATCHES = {"cpu": {"full": (1, 4, 16), "quick": (1, 4, 16), "smoke": (4,)}}
-BATCHES["cuda"] = {"full": tuple(CUDA_FULL.long_prompts), "quick": (1, 32, 64, 256), "smoke": (4,)}
 SCALES = {
     "cpu": {"full": CPU_FULL, "quick": CPU_QUICK, "smoke": SMOKE},
     "cuda": {"full": CUDA_FULL, "quick": CUDA_QUICK, "smoke": SMOKE},
@@ -142,11 +136,11 @@ def contestants_at(
     systems = [system for system in scale.systems if only is None or system in only]
     engine = engines.of_batch(batch)
     found = [one for one in peers.at_batch(batch) if only is None or one.system in only]
-    found.append(plain(engine, rates, engines.bytes_per_token))
+    found.append(Contestant(PLAIN, None, WatchedPlain(engine, rates)))
     for system in systems:
         settled = adaptive_budget(step_cost, batch, pools, system)
         found.append(speculating(engine, pools, system, ADAPTIVE, settled))
-        for size in scale.budgets_at(batch) if system in SWEPT else ():
+        for size in scale.fixed_at.get(batch, scale.fixed_budgets) if system in SWEPT else ():
             found.append(speculating(engine, pools, system, size, Budget(size, MIN_ACCEPTANCE)))
     return found
 
@@ -212,7 +206,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 def scale_on(device: str, arguments: argparse.Namespace) -> Scale:
     """How much is measured, as the options have it."""
     scale = SCALES[device][arguments.size]
-    batches = tuple(arguments.batch or BATCHES[device][arguments.size])
+    batches = tuple(arguments.batch or scale.batches or scale.long_prompts)
     unknown = set(batches) - set(scale.long_prompts)
     if unknown:
         there = ", ".join(map(str, scale.long_prompts))

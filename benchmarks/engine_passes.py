@@ -192,12 +192,8 @@ def _steps(tree_sizes: Sequence[Sequence[int]], batch: int) -> Iterator[tuple[li
 
 def _step_seconds(step_cost: StepCost, num_live: int, num_drafted: int, drafts: bool) -> float:
     """Between the cost's batch sizes linear, at the same draft tokens of a text."""
-    known = step_cost.batch_sizes
-    nearest = {max([size for size in known if size <= num_live] or known[:1])}
-    nearest |= {min([size for size in known if size >= num_live] or known[-1:])}
-    seconds = []
-    for size in sorted(nearest):
-        of_one = num_drafted / num_live
+    of_one, seconds = num_drafted / num_live, []
+    for size in step_cost.batch_sizes:
         step_s = float(step_cost.seconds(size, np.array([size * (1 + of_one)]))[0])
         seconds.append(step_s + (float(step_cost.draft_seconds(size, np.array(of_one))) if drafts else 0.0))
-    return float(np.interp(num_live, sorted(nearest), seconds))
+    return float(np.interp(num_live, step_cost.batch_sizes, seconds))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from engine_pools import GroupedPool, calibrated_by
-from roofline import DeviceRates, WatchedSystem
+from roofline import WatchedPlain
 from systems import EngineSystem, TransformersGenerate, Vllm
 from tasks import Task
 from transformers import AutoModelForCausalLM
@@ -74,7 +74,7 @@ class Contestant:
 
     system: str
     budget: str | int | None
-    runner: TransformersGenerate | Vllm | EngineSystem | WatchedSystem
+    runner: TransformersGenerate | Vllm | EngineSystem | WatchedPlain
     settled: Budget | None = None
 
     @property
@@ -100,11 +100,6 @@ class Engines:
         self._dtype = dtype
         self._engine: Engine | None = None
         self._step_costs: dict[int, StepCost] = {}
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Of the KV cache."""
-        return self._loaded.bytes_per_token
 
     @property
     def tokenizer(self):
@@ -175,7 +170,7 @@ def relaxed_pools(
             continue
         grouped = found[one.pool_name] = pools[one.pool]
         if task.earlier_prompts:
-            night = _drafting(writer, grouped.pool, WITH_POOL, grouped.groups, Budget(), one.verifier)
+            night = drafting(writer, grouped.pool, WITH_POOL, grouped.groups, Budget(), one.verifier)
             texts = night.timed(task.earlier_prompts, task.max_new_tokens).texts
             found[one.pool_name] = calibrated_by(grouped, task.earlier_prompts, texts)
     return found
@@ -185,7 +180,7 @@ def adaptive_budget(step_cost: StepCost, batch: int, pools: dict[str, GroupedPoo
     """What one of SPECULATIONS chooses at a batch size."""
     one = SPECULATIONS[system]
     grouped = pools.get(one.pool_name)
-    pool, sources = (None, OWN_TEXT) if grouped is None else (grouped.pool, WITH_POOL)
+    pool, sources = drafted_from(grouped)
     decoding = DecodingSettings(batch_size=batch, drafters=sources, verifier=one.verifier)
     return side_budget(decoding, pool, step_cost, 0.0).budget
 
@@ -196,14 +191,20 @@ def speculating(
     """One of SPECULATIONS under a budget, which `settled` says in full."""
     speculation = SPECULATIONS[system]
     grouped = pools.get(speculation.pool_name)
-    pool, sources = (None, OWN_TEXT) if grouped is None else (grouped.pool, WITH_POOL)
-    runner = _drafting(engine, pool, sources, grouped and grouped.groups, settled, speculation.verifier)
+    pool, sources = drafted_from(grouped)
+    runner = drafting(engine, pool, sources, grouped and grouped.groups, settled, speculation.verifier)
     return Contestant(system, budget, runner, settled)
 
 
-def _drafting(
+def drafted_from(grouped: GroupedPool | None) -> tuple[Pool | None, tuple[str, ...]]:
+    """The pool, if there is one, and the sources by name."""
+    return (None, OWN_TEXT) if grouped is None else (grouped.pool, WITH_POOL)
+
+
+def drafting(
     engine: Engine, pool: Pool | None, sources: tuple[str, ...], groups, budget: Budget, verifier_name: str
 ) -> EngineSystem:
+    """Our engine with drafts from texts, under a budget and a rule."""
     drafter = NoDrafter()
     if budget.max_draft_tokens:
         limits = budget.max_draft_tokens, budget.min_acceptance
@@ -217,18 +218,9 @@ def twins_of(contestants: Sequence[Contestant]) -> dict[tuple, tuple]:
 
     They are one program, which is to be measured once: twice it would differ from itself by chance.
     """
-    fixed = {(one.system, _limits(one.settled)): one.key for one in contestants if isinstance(one.budget, int)}
-    found = {one.key: fixed.get((one.system, _limits(one.settled))) for one in contestants if one.budget == ADAPTIVE}
+    fixed = {(one.system, one.settled): one.key for one in contestants if isinstance(one.budget, int)}
+    found = {one.key: fixed.get((one.system, one.settled)) for one in contestants if one.budget == ADAPTIVE}
     return {key: twin for key, twin in found.items() if twin is not None}
-
-
-def _limits(budget: Budget) -> tuple[int, float]:
-    return budget.max_draft_tokens, budget.min_acceptance
-
-
-def plain(engine: Engine, rates: DeviceRates, bytes_per_token: int) -> Contestant:
-    """Our engine without drafts, beside the roofline of its device."""
-    return Contestant(PLAIN, None, WatchedSystem(EngineSystem.plain(engine), engine, rates, bytes_per_token))
 
 
 def pool_kinds(systems: Sequence[str]) -> list[str]:

@@ -4,6 +4,7 @@ A night has no such objects: `pipeline/knowledge/questions.py` says the same of 
 """
 
 import math
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -25,8 +26,9 @@ from laserbatch.pipeline.knowledge.prompts import (
     value_text,
 )
 from laserbatch.pipeline.knowledge.templates import HistoryLines, PromptTemplate
+from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.tables.read import Tables
+from laserbatch.pipeline.tables.read import Tables, read_tables
 
 ROWS_AT_ONCE = 4096
 
@@ -83,6 +85,14 @@ def _known(values: dict[str, object]) -> dict[str, object]:
         for name, value in values.items()
         if name != "created_at" and value is not None and not (isinstance(value, float) and math.isnan(value))
     }
+
+
+def world_entities(seed: int, num_users: int, num_items: int) -> tuple[list[Entity], list[Entity]]:
+    """Users and items of a sample world, as known at the end of its last day."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_sample_world(folder, num_users=num_users, num_items=num_items, future_days=0, seed=seed)
+        tables = read_tables(folder, LAST_DATE)
+        return list(iter_entities(tables, "user")), list(iter_entities(tables, "item"))
 
 
 def render_prompt(template: PromptTemplate, entity: Entity, tokenizer, max_prompt_tokens: int) -> RenderedPrompt:

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 import yaml
-from chaos_nights import FIRST_DATE, NIGHT, SECOND_DATE
+from chaos_nights import FIRST_DATE, SECOND_DATE, night_command
 from common import Figure, Spread, benchmark_parser, finish, scale_of, turns
 
 from laserbatch.pipeline.sample.world import write_sample_world
@@ -56,14 +56,9 @@ def prepare(folder: Path) -> None:
 
 def done(folder: Path, date: str) -> None:
     """Run a night to its end."""
-    said = subprocess.run(night(date), cwd=folder, capture_output=True, text=True)
+    said = subprocess.run(night_command(date), cwd=folder, capture_output=True, text=True)
     if said.returncode:
         sys.exit(f"the night of {date} ended with {said.returncode}: {said.stderr}")
-
-
-def night(date: str) -> list[str]:
-    """The command of a night."""
-    return [*NIGHT, "nightly", "--config", "laserbatch.yaml", "--date", date]
 
 
 def second_night(folder: Path, measures: bool) -> dict[str, float]:
@@ -73,7 +68,9 @@ def second_night(folder: Path, measures: bool) -> dict[str, float]:
     if measures:
         shutil.rmtree(folder / "workspace" / "step-costs", ignore_errors=True)
     begun = time.time()
-    command = subprocess.Popen(night(SECOND_DATE), cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = subprocess.Popen(
+        night_command(SECOND_DATE), cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     found: dict[str, float] = {}
     while "first text" not in found and command.poll() is None and time.time() - begun < MOST_S:
         time.sleep(0.05)

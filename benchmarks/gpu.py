@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -105,13 +105,14 @@ def run_part(part: Part, limit_s: float) -> Outcome:
         return Outcome(part.name, "", "not here", 0.0, [f"{part.needs} is not installed"])
     with tempfile.TemporaryDirectory() as folder:
         result_path, log_path = Path(folder, "result.json"), Path(folder, "log.txt")
+        python_path = str(REPOSITORY), os.environ.get("PYTHONPATH")
         words = [str(result_path) if word == RESULT else word for word in part.words]
         start_s = time.perf_counter()
         with open(log_path, "wb") as log:
             process = subprocess.Popen(
                 [*part.before, sys.executable, *words],
                 cwd=REPOSITORY,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), *_python_path()]))},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, python_path))},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -127,10 +128,6 @@ def run_part(part: Part, limit_s: float) -> Outcome:
         command = shlex.join([*part.before, "python", *map(publishable, part.words)])
         seconds = time.perf_counter() - start_s
         return Outcome(part.name, command, outcome, seconds, lines, _read(result_path))
-
-
-def _python_path() -> list[str]:
-    return os.environ.get("PYTHONPATH", "").split(os.pathsep)
 
 
 def _kill_group(process: subprocess.Popen) -> None:
@@ -177,14 +174,14 @@ def describe(outcomes: Sequence[Outcome]) -> str:
     return "\n".join([*lines, *(f"{one.outcome:10}{one.seconds:6.0f} s  {one.name}" for one in outcomes)])
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Run a stage, print its table, keep its JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     stages = "1 right, 2 a step, 3 gains, 4 vLLM, 5 lists"
     parser.add_argument("--stage", type=int, choices=STAGES, required=True, help=stages)
     parser.add_argument("--json", type=Path, help="write machine, command, every part's outcome and JSON here")
     parser.add_argument("--part", nargs="+", help="only parts whose name begins with one of these")
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args()
     parts = STAGES[arguments.stage]
     if arguments.part:
         parts = [part for part in parts if part.name.startswith(tuple(arguments.part))]
@@ -196,7 +193,7 @@ def main(words: Sequence[str] | None = None) -> int:
         outcomes.append(outcome)
         print(f"{outcome.outcome}: {outcome.name}, {outcome.seconds:.0f} s", file=sys.stderr, flush=True)
         if arguments.json:
-            write_json(arguments.json, {"stage": arguments.stage, "parts": [asdict(one) for one in outcomes]})
+            write_json(arguments.json, {"stage": arguments.stage, "parts": outcomes})
     print(describe(outcomes))
     return 0 if all(one.outcome in ("ok", "not here") for one in outcomes) else 1
 

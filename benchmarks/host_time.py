@@ -51,6 +51,7 @@ JUDGED, JUDGED_BATCH = "7b-mha", 64
 GPU, BYTES_PER_S, FLOPS_PER_S = "H200", 4.8e12, 989e12  # as its maker gives them; bfloat16, dense
 BYTES_PER_NUMBER = 2
 LONG, SHORT = "reki", "goodreads-items"
+DRAFT_THREADS = 2  # that draft side by side
 LEAST_REST = 120  # tokens of a text that are still to be written when it begins
 
 
@@ -160,7 +161,7 @@ def host_parts(
     ScriptedForward(engine, {start.tobytes(): text for start, text in zip(begun, whole, strict=True)}, end_id=0)
     drafter = drafter_of(pool, draft_size, num_threads)
     with mock.patch.object(acceptance, "judge_rows", judge_scripted):
-        row = profile(engine, drafter, begun, scale.num_steps, is_plain=True)
+        row = profile(engine, drafter, begun, scale.num_steps, Greedy())
     parts = {part: row["parts_ms"][part] for part in HOST_PARTS}
     parts["packing"] += row["parts_ms"]["other model"]  # buffers, as nothing else is left of the model
     return {
@@ -325,9 +326,7 @@ def _measured(row: dict) -> str:
 
 def main() -> None:
     """Measure, print, and write the JSON."""
-    parser = benchmark_parser(__doc__, "data", "model")
-    parser.add_argument("--draft-threads", type=int, default=2, help="threads that draft side by side")
-    arguments = parser.parse_args()
+    arguments = benchmark_parser(__doc__, "data", "model").parse_args()
     begin(num_threads=1)
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
     loaded = load_model(arguments.model, "float32", "cpu")
@@ -337,10 +336,10 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         pools = {task: build(corpus.pool, Path(folder) / task, corpus.side) for task, corpus in corpora.items()}
-        rows = measure(loaded, corpora[LONG], pools[LONG], scale, arguments.draft_threads)
-        streams = measure_streams(loaded, corpora, pools, scale, arguments.draft_threads)
+        rows = measure(loaded, corpora[LONG], pools[LONG], scale, DRAFT_THREADS)
+        streams = measure_streams(loaded, corpora, pools, scale, DRAFT_THREADS)
     rates = {"gpu": GPU, "bytes_per_s": BYTES_PER_S, "flops_per_s": FLOPS_PER_S}
-    content = {"rates": rates, "draft_threads": arguments.draft_threads, "rows": rows, "streams": streams}
+    content = {"rates": rates, "draft_threads": DRAFT_THREADS, "rows": rows, "streams": streams}
     finish(arguments.json, [*figures_of(rows), *figures_of(streams)], [], content)
 
 

@@ -24,14 +24,12 @@ import numpy as np
 from common import SAMPLE_MODEL, Figure, Spread, begin, benchmark_parser, finish, scale_of, table
 from engine_passes import Amount, Repetitions, measure, ratios
 from engine_pools import pools_of, unseen_prompts
-from engine_systems import PLAIN, WITH_POOL, Contestant, Engines
+from engine_systems import PLAIN, WITH_POOL, Contestant, Engines, drafting
 from laser_nights import auc_rows, texts_of, write_nights
 from systems import EngineSystem, Pass
 from tasks import TaskSize, tasks_of
 
-from laserbatch.pipeline.decoding.drafters import RetrievalDrafter
-from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
-from laserbatch.pipeline.decoding.verifiers import verifier_from
+from laserbatch.pipeline.decoding.settings import Budget
 
 OURS = "preference"  # one pool, in which the own group's texts count more
 POOLS = ("global", "random", "group", OURS)  # GRP, RRP, CRP of the paper, and ours
@@ -74,10 +72,7 @@ def decoding_rows(model: Path, data: Path, cache: Path, scale: Scale) -> Iterato
                 engine = engines.of_batch(batch)
                 systems = [Contestant(PLAIN, None, EngineSystem.plain(engine))]
                 for pool, rule in pairs:
-                    limits = BUDGET.max_draft_tokens, BUDGET.min_acceptance, engine.num_draft_threads
-                    drafter = RetrievalDrafter(pools[pool].pool, WITH_POOL, *limits)
-                    verifier = verifier_from(DecodingSettings(verifier=RULES[rule]))
-                    runner = EngineSystem(engine, drafter, verifier, BUDGET, pools[pool].groups)
+                    runner = drafting(engine, pools[pool].pool, WITH_POOL, pools[pool].groups, BUDGET, RULES[rule])
                     systems.append(Contestant(pool, rule, runner, BUDGET))
                 amount = Amount(num, scale.num_repetitions, num, scale.num_repetitions)
                 passes = measure(systems, task.held_out, batch, MAX_NEW_TOKENS, amount, num_warm_up=1)

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import torch
-from chaos_nights import write_here
 from common import SAMPLE_MODEL, SEED, Interval
+from ctr_nights import mean_and_std, sample_nights
 from entities import iter_entities, render_prompt
 from sklearn.metrics import log_loss, roc_auc_score
 from systems import TransformersGenerate
@@ -27,12 +27,11 @@ from laserbatch.ctr.feature_set import read_feature_set
 from laserbatch.ctr.knowledge import Knowledge, align_sides, build_knowledge
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.ctr.training import train_model
-from laserbatch.jobs.settings import PACKAGE_ROOT, load_settings
 from laserbatch.jobs.stages import build_pools, night
 from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.run_night import encode_run, run_night
 from laserbatch.pipeline.decoding.drafters import RetrievalDrafter
-from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
+from laserbatch.pipeline.sample.world import LAST_DATE
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -41,7 +40,6 @@ from laserbatch.pipeline.tables.read import open_tables
 
 FIRST_DATE = LAST_DATE - datetime.timedelta(days=30)
 WORLD_SEED = 11  # on which nothing was trained or chosen
-NUM_ASKED = 40  # ratings that each user is asked for, to judge models by
 SAMPLED_AT_ONCE = 64
 TEMPERATURES = (0.5, 1.0)
 SHARED = {
@@ -64,20 +62,17 @@ def write_nights(folder: Path, num_users: int) -> tuple[dict[str, Night], list[d
     Grouping is fitting the routers and asking them; pools are index and replays; generation is a worker's, who has its
     model already, and drafting is part of it.
     """
-    write_sample_world(folder / "tables", num_users, num_users * 3 // 4, seed=WORLD_SEED, num_asked=NUM_ASKED)
-    write_here()
+    settings_of = sample_nights(folder, num_users, WORLD_SEED)
     seconds, nights, rows = Counter(), {}, []
     watch(seconds, "routing", night, "side_routes")
     watch(seconds, "grouping", build_pools, "fit_routers")
     watch(seconds, "grouping", build_pools, "side_routes")
     watch(seconds, "drafting", RetrievalDrafter, "draft_all")
-    places = {"workspace": str(folder / "workspace"), "tables.path": str(folder / "tables")}
     for name, of_night in NIGHTS.items():
-        options, as_demo = places | SHARED | of_night, PACKAGE_ROOT / "configs" / "demo.yaml"
-        greedily = load_settings(as_demo, options | {"decoding.verifier": "greedy"})
-        first = run_night(greedily, FIRST_DATE, publishing="never")
+        greedily = SHARED | of_night | {"decoding.verifier": "greedy"}
+        first = run_night(settings_of(greedily), FIRST_DATE, publishing="never")
         seconds.clear()
-        settings = load_settings(as_demo, options)
+        settings = settings_of(SHARED | of_night)
         nights[name] = run_night(settings, LAST_DATE, force=True, publishing="never", after=first.run)
         manifest = nights[name].manifest
         stats = DecodingStats.total(figures.stats for figures in manifest.sides.values())
@@ -176,8 +171,7 @@ def auc_rows(of_night: Night, texts: Mapping[str, RunFolder], num_seeds: int, ma
         for model, of_model in scores[name, form].items():
             aucs = [roc_auc_score(labels, one) for one in of_model]
             losses = [log_loss(labels, np.clip(one, 1e-7, 1 - 1e-7)) for one in of_model]
-            row[model] = {"auc_mean": statistics.fmean(aucs), "auc_std": statistics.stdev(aucs)}
-            row[model]["logloss_mean"] = statistics.fmean(losses)
+            row[model] = mean_and_std(aucs) | {"logloss_mean": statistics.fmean(losses)}
         row["over_none"] = over((name, form), ("none", "both"))
         row["over_greedy"] = over((name, form), ("greedy", form))
         if name != "none":

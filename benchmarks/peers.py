@@ -22,16 +22,14 @@ from pathlib import Path
 import numpy as np
 from common import Figure, Spread, begin, benchmark_parser, finish, scale_of, turns
 from engine_pools import GroupedPool, pools_of, unseen_prompts
-from engine_systems import ADAPTIVE, PLAIN, WITH_POOL, Engines, relaxed_pools, speculating
+from engine_systems import ADAPTIVE, PLAIN, Engines, adaptive_budget, relaxed_pools, speculating
 from peers_worker import MARK
 from systems import EngineSystem, Pass
 from tasks import Task, TaskSize, own_texts, tasks_of
 
-from laserbatch.pipeline.budget.choice import side_budget
-from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.retrieval_pools.calibration.calibrate import calibrate
 from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText
-from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.build import HeldBack, PoolText, build_pool
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.index.store import PoolStore
 from laserbatch.retrieval_pools.integrations.vllm import SETTINGS_VARIABLE
@@ -118,12 +116,11 @@ def serve_ours(
 ) -> Served:
     """A vLLM with our proposer: a pool of answers, calibrated by some of them."""
     names = {"side": task.side, "tokenizer_hash": tokenizer_hash(model), "model_id": model.name}
-    held_back = list(zip(task.pool_prompts, texts, strict=True))[::4]
-    others = build_pool([PoolText(row, "") for k, row in enumerate(texts) if k % 4], folder / "others", **names)
+    held_back = [ReplayText(*one) for one in zip(task.pool_prompts[::4], texts[::4], strict=True)]
     options = DraftOptions(max_nodes=MAX_DRAFT_TOKENS, min_acceptance=0.01, use_previous=False)
-    calibration = calibrate(others, [ReplayText(*one) for one in held_back], options)
+    by = HeldBack(range(0, len(texts), 4), lambda others: calibrate(others, held_back, options))
     with PoolStore(folder / "pools").publish("v1") as version:
-        build_pool([PoolText(row, "") for row in texts], version / task.side, calibration=calibration, **names)
+        build_pool([PoolText(row) for row in texts], version / task.side, calibration=by, **names)
     settings = {"pools": "pools", "side": task.side, "step_cost": str(cost)}
     (folder / "drafts.json").write_text(json.dumps(settings))
     os.environ[SETTINGS_VARIABLE] = str(folder / "drafts.json")  # `speculative_config` looks at it too
@@ -135,11 +132,8 @@ def of_our_engine(engines: Engines, batch: int, pools: dict[str, GroupedPool]) -
     engine = engines.of_batch(batch)
     systems = {PLAIN: EngineSystem.plain(engine)}
     for name, speculation in SPECULATIONS.items():
-        pool = pools[POOL if name == GREEDY else f"{POOL}, relaxed"].pool
-        verifier = "relaxed" if name == RELAXED else "greedy"
-        decoding = DecodingSettings(batch_size=batch, drafters=WITH_POOL, verifier=verifier)
-        choice = side_budget(decoding, pool, engines.step_cost(batch, pool), 0.0)
-        systems[name] = speculating(engine, pools, speculation, ADAPTIVE, choice.budget).runner
+        budget = adaptive_budget(engines.step_cost(batch, pools[POOL].pool), batch, pools, speculation)
+        systems[name] = speculating(engine, pools, speculation, ADAPTIVE, budget).runner
     return systems
 
 
@@ -189,9 +183,9 @@ def figures_of(rows: Sequence[dict]) -> Iterator[Figure]:
             yield Figure.at_least(f"{where}: our relaxed decoding over vLLM plain, tokens a second", over, wanted)
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Write the pools' texts, measure what steps cost, then all systems."""
-    arguments = benchmark_parser(__doc__, "data", "model", "threads", "cache").parse_args(words)
+    arguments = benchmark_parser(__doc__, "data", "model", "threads", "cache").parse_args()
     begin(arguments.threads)
     environment = ON_A_CPU | dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), str(arguments.threads))
     scale = scale_of(arguments, FULL, QUICK, SMOKE)

@@ -30,13 +30,10 @@ from common import (
     scale_of,
     show_progress,
 )
-from entities import iter_entities
-from pool_scale_worker import TextFile
+from entities import world_entities
+from pool_scale_worker import TextFile, memory_mb_of
 from sample_texts import write_user_text
 from transformers import AutoTokenizer
-
-from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
-from laserbatch.pipeline.tables.read import read_tables
 
 logger = logging.getLogger("benchmarks")
 
@@ -62,9 +59,7 @@ def grammar_lines(num_users: int) -> list[list[np.ndarray]]:
     """Token ids of every line of the users' texts: `lines[k]` has the k-th line of each."""
     tokenizer = AutoTokenizer.from_pretrained(SAMPLE_MODEL)
     rng = np.random.default_rng(SEED)
-    with tempfile.TemporaryDirectory() as folder:
-        write_sample_world(folder, num_users=num_users, num_items=1_000, future_days=0, seed=SEED)
-        users = list(iter_entities(read_tables(Path(folder), LAST_DATE), "user"))
+    users, _ = world_entities(SEED, num_users, 1_000)
     texts = [write_user_text(user, user.history[-MAX_HISTORY:], rng).split("\n")[:MAX_LINES] for user in users]
     return [
         [np.asarray(ids, np.int32) for ids in tokenizer([text[k] + "\n" for text in texts]).input_ids]
@@ -175,16 +170,6 @@ def watched(task: dict) -> dict:
     for line in process.stdout.read().splitlines():
         result |= json.loads(line)
     return result | {"peak_own_mb": own_mb, "peak_mb": with_files_mb}
-
-
-def memory_mb_of(pid: int) -> tuple[float, float]:
-    """Memory of a process now: its own, and the mapped files that the kernel may take back; 0 when it has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0.0, 0.0
-    found = {line.split(":")[0]: int(line.split()[1]) / 1024 for line in lines if line.startswith("Rss")}
-    return found.get("RssAnon", 0.0), found.get("RssFile", 0.0) + found.get("RssShmem", 0.0)
 
 
 def require_same_files(one: Path, other: Path) -> None:

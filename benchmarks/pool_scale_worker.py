@@ -4,6 +4,7 @@ It imports little, since its memory is measured too.
 """
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -58,7 +59,7 @@ def measure_build(texts: str, out: str, memory_mb: int | None, previous: str | N
         pool = build_pool(few, Path(folder, "one"), **options)
         build_pool([PoolText(few[0].token_ids[1:]), *few[::2]], Path(folder, "two"), previous=pool, **options)
     older = Pool.open(previous) if previous else None
-    print(json.dumps({"before_own_mb": own_memory_mb()}), flush=True)
+    print(json.dumps({"before_own_mb": memory_mb_of(os.getpid())[0]}), flush=True)
     num_sorted = []
     rows = (PoolText(text, f"g{number % NUM_GROUPS}") for number, text in enumerate(TextFile(Path(texts))))
     start_s = time.perf_counter()
@@ -86,10 +87,8 @@ def measure_drafts(pool: str, texts: str) -> dict:
     opened = Pool.open(pool, max_resident_bytes=1 << 40)
     open_s = time.perf_counter() - start_s
     draft_us, accepted = [], []
-    for number, row in enumerate(rows):
-        for step in pool_steps(
-            opened, ReplayText(row.prompt_ids, row.text_ids, None, f"g{number % NUM_GROUPS}"), DRAFTS
-        ):
+    for row in rows:
+        for step in pool_steps(opened, row, DRAFTS):
             draft_us.append(step.draft_us)
             accepted.append(len(step.path))
     return {
@@ -102,10 +101,14 @@ def measure_drafts(pool: str, texts: str) -> dict:
     }
 
 
-def own_memory_mb() -> float:
-    """What this process holds in memory, mapped files left out."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon"))
+def memory_mb_of(pid: int) -> tuple[float, float]:
+    """Memory of a process now: its own, and the mapped files that the kernel may take back; 0 when it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0, 0.0
+    found = {line.split(":")[0]: int(line.split()[1]) / 1024 for line in lines if line.startswith("Rss")}
+    return found.get("RssAnon", 0.0), found.get("RssFile", 0.0) + found.get("RssShmem", 0.0)
 
 
 if __name__ == "__main__":

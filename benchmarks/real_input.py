@@ -219,15 +219,12 @@ def _spread(row: dict, name: str) -> str:
 
 def main() -> None:
     """Run both inputs, print, and write the JSON."""
-    parser = benchmark_parser(__doc__, "model", "data")
-    parser.add_argument("--work", type=Path, help="keep tables and workspaces here; default: a temporary folder")
-    arguments = parser.parse_args()
+    arguments = benchmark_parser(__doc__, "model", "data").parse_args()
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
-    with tempfile.TemporaryDirectory() as temporary:
-        work = arguments.work or Path(temporary)
+    with tempfile.TemporaryDirectory() as work:
         runs = [
-            run_movielens(arguments.data, arguments.model, work / "movielens", scale),
-            run_goodreads(arguments.data, arguments.model, work / "goodreads", scale),
+            run_movielens(arguments.data, arguments.model, Path(work, "movielens"), scale),
+            run_goodreads(arguments.data, arguments.model, Path(work, "goodreads"), scale),
         ]
     print("\n".join(describe(run) for run in runs))
     if arguments.json:

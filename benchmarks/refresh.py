@@ -7,7 +7,7 @@ and `pipeline.planning.refresh` decides, as a night does. The last weeks of the 
 text is taken for 200 tokens.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -73,8 +73,7 @@ def live(first_day: int, users: np.ndarray, days: np.ndarray, settings: RefreshS
 
 
 def main() -> None:
-    parser = benchmark_parser(__doc__, "data")
-    arguments = parser.parse_args()
+    arguments = benchmark_parser(__doc__, "data").parse_args()
     num_nights = scale_of(arguments, full=120, quick=14, smoke=5)
     users, days = read_events(arguments.data)
     first_day = days.max() - num_nights + 1
@@ -107,7 +106,7 @@ def main() -> None:
     lines.append(
         f"a new template, a fifth of the users a night beside the usual: {template[:6]} ..., nobody waits after {done}"
     )
-    content = {"num_nights": num_nights, "num_users": num_users, "rows": [asdict(row) for row in rows]}
+    content = {"num_nights": num_nights, "num_users": num_users, "rows": rows}
     content["new_template"] = {"texts": template, "stale_share": stale, "nights": done}
     finish(arguments.json, figures, ["\n".join(lines)], content)
 

@@ -49,7 +49,7 @@ class Roofline:
     seconds: float = 0.0
 
     @classmethod
-    def of_engine(cls, engine: Engine, rates: DeviceRates, bytes_per_token: int) -> "Roofline":
+    def of_engine(cls, engine: Engine, rates: DeviceRates) -> "Roofline":
         """For an engine's model; embeddings are looked up, which costs next to nothing."""
         model = engine.runner.model
         head = model.get_output_embeddings().weight
@@ -57,7 +57,7 @@ class Roofline:
         num_all = sum(parameter.numel() for parameter in model.parameters())
         num_body = num_all - embeddings.numel() - (0 if head is embeddings else head.numel())
         num_bytes = (num_body + head.numel()) * head.element_size()
-        return cls(rates, num_body, head.numel(), num_bytes, bytes_per_token)
+        return cls(rates, num_body, head.numel(), num_bytes, engine.loaded.bytes_per_token)
 
     def add(self, num_tokens: int, num_logits: int, num_cached: int) -> None:
         """Count a forward of `num_tokens`, `num_logits` of them with logits, over `num_cached` cached ones."""
@@ -82,26 +82,23 @@ class Roofline:
             del engine.runner.forward  # the method of its class again
 
 
-class WatchedSystem:
-    """A system of an engine whose share of the roofline is kept for every run.
+class WatchedPlain:
+    """Plain decoding by an engine, whose share of the roofline is kept for every run.
 
     Attributes
     ----------
     shares : least time over real time.
     """
 
-    def __init__(self, system: EngineSystem, engine: Engine, rates: DeviceRates, bytes_per_token: int) -> None:
-        self._system, self._engine = system, engine
-        self._rates, self._bytes_per_token = rates, bytes_per_token
+    def __init__(self, engine: Engine, rates: DeviceRates) -> None:
+        self._engine, self._rates, self._system = engine, rates, EngineSystem.plain(engine)
         self.shares: list[float] = []
 
     def run(self, prompts: Sequence[np.ndarray], batch: int, max_new_tokens: int) -> Pass:
         """The system's own run."""
-        assert batch == self._engine.settings.batch_size
-        roofline = Roofline.of_engine(self._engine, self._rates, self._bytes_per_token)
-        self._engine.forget_prompts()
+        roofline = Roofline.of_engine(self._engine, self._rates)
         with roofline.watching(self._engine):
-            found = self._system.timed(prompts, max_new_tokens)
+            found = self._system.run(prompts, batch, max_new_tokens)
         self.shares.append(roofline.seconds / found.wall_s)
         return found
 

@@ -49,6 +49,10 @@ PREFILL_TOKENS = 8192  # in a step: the first texts must not end before the last
 NUM_WARM_STEPS = 3  # of a full batch, before steps are counted: the first ones compile, or are captured
 LEAST_OF_ROOFLINE, ROOFLINE_BATCHES = 0.75, (1, 64, 256)  # of plain decoding, asked for on a GPU
 MOST_HOST_SHARE, HOST_BATCH = 0.15, 64
+HEAD = (
+    f"{'model':13}{'kind':12}{'batch':>6}{'nodes':>7}{'step ms':>9}{'of least':>9}{'watched':>9}{'host':>6}"
+    "  share of each part, %"
+)
 
 
 @dataclass(frozen=True)
@@ -81,16 +85,27 @@ def engine_of(loaded: LoadedModel, batch: int, num_draft_tokens: int, **options)
     return engine
 
 
-def profile(engine: Engine, drafter: Drafter, prompts: Sequence[np.ndarray], num_steps: int, is_plain: bool) -> dict:
+def requests_of(engine: Engine, prompts: Sequence[np.ndarray]) -> list[GenerationRequest]:
+    """As many texts as the engine writes at once."""
+    numbers = range(engine.settings.batch_size)
+    return [GenerationRequest(str(number), prompts[number % len(prompts)], None, "all", 512) for number in numbers]
+
+
+def is_full(engine: Engine, live: Sequence) -> bool:
+    """Whether a step's live texts are a full batch, none of them within its prompt."""
+    return len(live) == engine.settings.batch_size and all(sequence.num_output > 0 for sequence in live)
+
+
+def profile(
+    engine: Engine, drafter: Drafter, prompts: Sequence[np.ndarray], num_steps: int, verifier: Verifier
+) -> dict:
     """Mean times of the steps of one full batch, by part."""
-    batch = engine.settings.batch_size
     num_full = itertools.count()
     counts: list[np.ndarray] = []  # of the live texts before each counted step and at last: drafted and all tokens
-    with watched(engine, drafter) as spans:
+    with watched(engine) as spans:
 
         def keeps(live) -> bool:
-            full = len(live) == batch and all(sequence.num_output > 0 for sequence in live)
-            kept = full and next(num_full) >= NUM_WARM_STEPS
+            kept = is_full(engine, live) and next(num_full) >= NUM_WARM_STEPS
             if kept:
                 counts.append(np.sum([(sequence.num_drafted, sequence.num_output) for sequence in live], 0))
             if len(counts) > num_steps:
@@ -98,13 +113,11 @@ def profile(engine: Engine, drafter: Drafter, prompts: Sequence[np.ndarray], num
             return kept
 
         spans.keeps = keeps
-        requests = (
-            GenerationRequest(str(number), prompts[number % len(prompts)], None, "all", 512) for number in range(batch)
-        )
         with suppress(Enough):
-            for _ in engine.generate(requests, drafter, Greedy() if is_plain else Relaxed()):
+            for _ in engine.generate(requests_of(engine, prompts), drafter, verifier):
                 pass
-    return _row(engine, spans, *((counts[-1] - counts[0]) / (batch * spans.num_steps)).tolist())
+    num_text_steps = engine.settings.batch_size * spans.num_steps
+    return _row(engine, spans, *((counts[-1] - counts[0]) / num_text_steps).tolist())
 
 
 class Enough(Exception):
@@ -129,33 +142,23 @@ def timed_steps(
     engine: Engine, drafter: Drafter, prompts: Sequence[np.ndarray], num_steps: int, verifier: Verifier
 ) -> list[float]:
     """Milliseconds of so many steps of a full batch, not watched."""
-    batch = engine.settings.batch_size
     ends: list[float] = []
     land = engine.land
 
     def counted(step, stream):
-        live = stream.scheduler.live
-        is_full = len(live) == batch and all(sequence.num_output > 0 for sequence in live)
+        counts = is_full(engine, stream.scheduler.live)
         ended = land(step, stream)
-        if is_full:
+        if counts:
             ends.append(time.perf_counter())
         if len(ends) > NUM_WARM_STEPS + num_steps:
             raise Enough
         return ended
 
     engine.land = counted
-    requests = [GenerationRequest(str(n), prompts[n % len(prompts)], None, "all", 512) for n in range(batch)]
     with suppress(Enough):
-        next(engine.generate(requests, drafter, verifier))
+        next(engine.generate(requests_of(engine, prompts), drafter, verifier))
     engine.land = land
     return (1e3 * np.diff(ends)[NUM_WARM_STEPS:]).tolist()
-
-
-def least_ms(engine: Engine, rates: DeviceRates, bytes_per_token: int, num_tokens: int, num_cached: int) -> float:
-    """Milliseconds that a forward over so many tokens, all with logits, takes at least."""
-    roofline = Roofline.of_engine(engine, rates, bytes_per_token)
-    roofline.add(num_tokens, num_tokens, num_cached)
-    return 1e3 * roofline.seconds
 
 
 def measure_model(loaded: LoadedModel, name: str, rates: DeviceRates, scale: Scale) -> list[dict]:
@@ -179,15 +182,16 @@ def measure_model(loaded: LoadedModel, name: str, rates: DeviceRates, scale: Sca
                 drafter = drafter_from(engine.settings, pool, num_threads=threads) if num_nodes else NoDrafter()
                 verifier = Relaxed() if num_nodes else Greedy()
                 times = timed_steps(engine, drafter, prompts, scale.num_steps, verifier)
-                row = profile(engine, drafter, prompts, scale.num_steps, num_nodes == 0)
+                row = profile(engine, drafter, prompts, scale.num_steps, verifier)
                 num_cached = sum(len(prompts[n % len(prompts)]) for n in range(batch))
                 num_cached += round(batch * row["tokens_a_step"] * (NUM_WARM_STEPS + scale.num_steps / 2))
                 num_tokens = round(batch * (1 + row["drafted_tokens_a_text"]))
-                least = least_ms(engine, rates, loaded.bytes_per_token, num_tokens, num_cached)
+                least = Roofline.of_engine(engine, rates)
+                least.add(num_tokens, num_tokens, num_cached)  # all with logits
                 unwatched = Spread.of(times)
                 row |= {
                     "unwatched_ms": unwatched,
-                    "roofline_share": least / unwatched.median,
+                    "roofline_share": 1e3 * least.seconds / unwatched.median,
                     "host_share_unwatched": row["host_share"] * row["step_ms"] / unwatched.median,
                 }
                 del engine, drafter
@@ -215,14 +219,6 @@ def figures_of(rows: Sequence[dict]) -> list[Figure]:
             share = row["host_share_unwatched"]
             found.append(Figure.at_most(f"{where}: host's share of a step", share, MOST_HOST_SHARE))
     return found
-
-
-def describe_head() -> str:
-    """The table's head."""
-    return (
-        f"{'model':13}{'kind':12}{'batch':>6}{'nodes':>7}{'step ms':>9}{'of least':>9}{'watched':>9}{'host':>6}"
-        "  share of each part, %"
-    )
 
 
 def describe_row(row: dict) -> str:
@@ -263,9 +259,7 @@ def main() -> None:
         loaded = load_model(model_dir, arguments.dtype, arguments.device)
         if rates is None:
             rates = measure_device(loaded.device, loaded.model.dtype)
-            print(
-                f"{rates.bytes_per_s / 1e9:.0f} GB/s, {rates.flops_per_s / 1e12:.1f} TFLOP/s", describe_head(), sep="\n"
-            )
+            print(f"{rates.bytes_per_s / 1e9:.0f} GB/s, {rates.flops_per_s / 1e12:.1f} TFLOP/s", HEAD, sep="\n")
         rows += measure_model(loaded, model_dir.name, rates, scale)
     on_gpu = torch.cuda.is_available() and arguments.device != "cpu"
     finish(arguments.json, figures_of(rows) if on_gpu else [], [], {"device_rates": rates, "rows": rows})

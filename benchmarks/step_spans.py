@@ -79,8 +79,8 @@ class Spans:
 
 
 @contextmanager
-def watched(engine: Engine, drafter) -> Iterator[Spans]:
-    """Watch an engine and a drafter until the block ends."""
+def watched(engine: Engine) -> Iterator[Spans]:
+    """Watch an engine until the block ends."""
     spans = Spans(engine.device)
     undo: list[Callable[[], None]] = []
 
@@ -106,9 +106,6 @@ def watched(engine: Engine, drafter) -> Iterator[Spans]:
         finally:
             spans.end_step(are_kept.pop())
 
-    for name in ("draft", "draft_batch"):
-        if hasattr(drafter, name):
-            watch(drafter, name, "draft")
     watch(engine, "_trees", "draft")
     replace(engine, "launch", launched)
     replace(engine, "land", landed)

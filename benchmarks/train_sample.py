@@ -9,7 +9,6 @@ weights are not reproduced bit for bit.
 import argparse
 import itertools
 import json
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from entities import Entity, iter_entities, render_prompt
+from entities import Entity, render_prompt, world_entities
 from sample_exercises import (
     Example,
     batches,
@@ -37,9 +36,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
-
-from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
-from laserbatch.pipeline.tables.read import read_tables
 
 FIRST_TRAINING_SEED = 1_000
 HELD_OUT_SEED = 0
@@ -72,14 +68,6 @@ RATE = 2e-3  # Muon's, for the matrices
 DECAY_SHARE = 0.4  # of the schedule: its last part, in which the rate falls to 0
 IGNORED = -100
 FRAMEWORKS = tuple(WRITERS)
-
-
-def world_entities(seed: int, num_users: int, num_items: int) -> tuple[list[Entity], list[Entity]]:
-    """Users and items of a sample world, as known at the end of its last day."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_sample_world(folder, num_users=num_users, num_items=num_items, future_days=0, seed=seed)
-        tables = read_tables(folder, LAST_DATE)
-        return list(iter_entities(tables, "user")), list(iter_entities(tables, "item"))
 
 
 def train_tokenizer() -> PreTrainedTokenizerFast:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from laserbatch.pipeline.budget.step_cost import StepCost, read_step_cost
-from laserbatch.pipeline.decoding.settings import SAMPLING_RULES, TEXT_SOURCES, Budget, DecodingSettings
+from laserbatch.pipeline.decoding.settings import SAMPLING_RULES, Budget, DecodingSettings
 from laserbatch.pipeline.storage.manifest import BudgetForecast
 from laserbatch.retrieval_pools.index.calibration_record import MIN_ACCEPTANCES, SIZE_KNOTS, BudgetCell
 
@@ -85,23 +85,19 @@ def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, sh
             return ChosenBudget(PLAIN, BudgetForecast(reason, step_cost.name, batch_size, 1.0, 0.0, 1.0))
         return replace(chosen, budget=chosen.budget.with_given(*given))
     is_calibrated = pool is not None and "pool" in sources and pool.is_calibrated
-    has_texts = is_calibrated or (pool is not None and pool.manifest.num_texts > 0)
+    has_texts = pool is not None and pool.manifest.num_texts > 0
     trust = 1.0 if is_calibrated else UNCHECKED_TRUST
     return _worth_its_price(step_cost, batch_size, trust, has_texts, *given)
 
 
-def given_budget(
-    budget: Budget, pool=None, sources: Sequence[str] = TEXT_SOURCES, share_changed: float = 0.0
-) -> ChosenBudget:
+def given_budget(budget: Budget, pool, sources: Sequence[str], share_changed: float) -> ChosenBudget:
     """A budget that somebody gave, with what replays say of the nearest one of their grid."""
+    forecast = BudgetForecast("given in the configuration")
     cells = replayed_cells(pool, sources, share_changed)
-    if not cells or budget.max_draft_tokens == 0:
-        return ChosenBudget(budget, BudgetForecast("given in the configuration"))
-    (cell,) = _nearest(cells, budget.max_draft_tokens, budget.min_acceptance)
-    pace, drafted = cell.tokens_per_step, cell.mean_drafted
-    return ChosenBudget(
-        budget, BudgetForecast("given in the configuration", tokens_per_step=pace, mean_drafted=drafted)
-    )
+    if cells and budget.max_draft_tokens:
+        (cell,) = _nearest(cells, budget.max_draft_tokens, budget.min_acceptance)
+        forecast = replace(forecast, tokens_per_step=cell.tokens_per_step, mean_drafted=cell.mean_drafted)
+    return ChosenBudget(budget, forecast)
 
 
 def known_batch_size(step_cost: StepCost, batch_size: int) -> int:

@@ -32,7 +32,7 @@ from laserbatch.pipeline.decoding.drafters import Drafter, RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.scheduler import Concurrency
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, Sequence
-from laserbatch.pipeline.decoding.settings import TEXT_SOURCES, Budget
+from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, MAX_DEPTH, MAX_NODES, TokenTree
 from laserbatch.pipeline.decoding.verifiers import NodeVerdicts, verifier_from
 from laserbatch.pipeline.errors import ConfigError, RunFailed
@@ -118,9 +118,9 @@ def _processor() -> str:
 
 def measure_step_cost(
     engine: Engine,
-    pool=None,
-    sources: SequenceOf[str] = TEXT_SOURCES,
-    batch_sizes: SequenceOf[int] | None = None,
+    pool,
+    sources: SequenceOf[str],
+    batch_sizes: SequenceOf[int],
     most_nodes: int = MAX_NODES,
 ) -> StepCost:
     """Time the engine's steps. Nothing else may generate with it meanwhile.
@@ -128,17 +128,13 @@ def measure_step_cost(
     Parameters
     ----------
     pool, sources : what drafting is timed with.
-    batch_sizes : 1, 2, 4, ... and the engine's own by default. Where the KV cache holds fewer sequences, steps of as
-        many as it holds are timed instead.
+    batch_sizes : where the KV cache holds fewer sequences, steps of as many as it holds are timed instead.
     most_nodes : of the trees that are timed.
 
     Raises
     ------
     RunFailed : the engine cannot write the texts whose steps are timed.
     """
-    if batch_sizes is None:
-        largest = engine.settings.batch_size
-        batch_sizes = sorted({*(1 << power for power in range(largest.bit_length())), largest})
     points: dict[tuple[int, int], StepPoint] = {}
     for wanted in batch_sizes:
         batch_size, seconds = _time_steps(engine, wanted, most_nodes)
@@ -194,7 +190,7 @@ _ROUND = (*map(_Drafts, SIZE_KNOTS), _Drafts(1, is_alone=True))
 class _TimedSteps(Drafter):
     """Requests, drafter and verifier of a measurement in one, and the seconds of its steps."""
 
-    def __init__(self, engine: Engine, batch_size: int, most_nodes: int = MAX_NODES) -> None:
+    def __init__(self, engine: Engine, batch_size: int, most_nodes: int) -> None:
         self.batch_size = batch_size
         self.seconds: dict[_Drafts, list[float]] = {drafts: [] for drafts in _ROUND if drafts.size <= most_nodes}
         self._round = list(self.seconds)

@@ -100,7 +100,7 @@ class KVCache:
         None while there is none free, or no room for what is expected of all. `num_shared` is less than the text's
         length: its last token is always computed, for its logits; without `shares` it is 0.
         """
-        shared, slots = self._longest_prefix(token_ids[:-1]) if shares else (0, _NO_SLOTS)
+        shared, slots = self.longest_prefix(token_ids[:-1]) if shares else (0, _NO_SLOTS)
         num_held = int((self._row_counts[slots] > 0).sum())
         if self._live.all() or not self._expects_room(num_expected - num_held):
             return None
@@ -116,9 +116,11 @@ class KVCache:
         self._remember(row, token_ids[:shared], slots.copy())
         return RowLease(row, shared)
 
-    def longest_prefix(self, token_ids: np.ndarray) -> int:
-        """How many leading tokens are cached."""
-        return self._longest_prefix(token_ids)[0]
+    def longest_prefix(self, token_ids: np.ndarray) -> tuple[int, np.ndarray]:
+        """How many leading tokens of a text are cached, and their slots; a live row's where it has as many."""
+        live, ended = self._prefixes.longest(token_ids), self._ended.longest(token_ids)
+        num_shared, donor = ended if ended[0] > live[0] else live
+        return (num_shared, donor.slots[:num_shared]) if num_shared >= MIN_SHARED_TOKENS else (0, _NO_SLOTS)
 
     def slots_of(self, row: int) -> np.ndarray:
         """Slots of a row's committed tokens in text order: int32 view."""
@@ -228,12 +230,6 @@ class KVCache:
             return True
         rest = np.maximum(self._expected - self.lengths, MIN_EXPECTED_REST)[self._live].sum()
         return self.num_committed_slots + int(rest) + num_tokens <= self.max_tokens
-
-    def _longest_prefix(self, token_ids: np.ndarray) -> tuple[int, np.ndarray]:
-        """Longest cached prefix of a text, and its slots; a live row's where it is as long."""
-        live, ended = self._prefixes.longest(token_ids), self._ended.longest(token_ids)
-        num_shared, donor = ended if ended[0] > live[0] else live
-        return (num_shared, donor.slots[:num_shared]) if num_shared >= MIN_SHARED_TOKENS else (0, _NO_SLOTS)
 
     def _remember(self, row: int, token_ids: np.ndarray, slots: np.ndarray) -> None:
         self._prefixes.put(row, token_ids, _Prefix(np.array(token_ids, np.int32), slots))

@@ -199,7 +199,7 @@ class Scheduler:
             return False
         token_ids = sequence.context[:-1]
         gain = self._within_prompts.longest(token_ids)[0] - MIN_SHARED_TOKENS
-        return gain >= 0 and gain >= self._cache.longest_prefix(token_ids)
+        return gain >= 0 and gain >= self._cache.longest_prefix(token_ids)[0]
 
     def _why_refused(self, sequence: Sequence) -> str | None:
         """Why a sequence can never be done; None: it can."""

@@ -5,7 +5,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -175,13 +175,11 @@ def _mark_of(workspace: Path) -> str:
     return f"{found.st_dev}-{found.st_ino} {workspace.resolve()}"
 
 
-@contextmanager
-def _without_onlookers() -> Iterator[None]:
+def _without_onlookers() -> AbstractContextManager:
     """Have Ray start no process that only looks on (dashboard, autoscaler, copier of logs): each loads for a second."""
     onlookers = ("start_api_server", "start_monitor", "start_log_monitor")
     nothing = {name: lambda node, **options: None for name in onlookers}
-    with mock.patch.multiple(ray._private.node.Node, create=True, **nothing):
-        yield
+    return mock.patch.multiple(ray._private.node.Node, create=True, **nothing)
 
 
 def _root_reason(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from laserbatch.pipeline.recommending.beams import BeamDrafter, Found, ListedIte
 from laserbatch.pipeline.recommending.code_trees import CodeTrees
 from laserbatch.pipeline.recommending.item_trie import ItemTrie
 from laserbatch.pipeline.recommending.lists import CATALOGUE_PATH, ListRow, lists_schema, lists_table, read_catalogue
-from laserbatch.pipeline.recommending.models import load_recommender
+from laserbatch.pipeline.recommending.models import Recommender, load_recommender
 from laserbatch.pipeline.recommending.trial import tried_seconds
 from laserbatch.pipeline.storage.manifest import ModelFigures
 from laserbatch.pipeline.storage.parquet import read_parquet
@@ -87,13 +87,14 @@ class ListWorker:
     def _found(self, rows: Sequence[ListRow], budget: int) -> list[Found]:
         """The lists of a batch of users."""
         start_s, size, codes = time.perf_counter(), self._spec.options.num_items, self._catalogue.codes
-        prompts = [self._target.card.prompt(codes[row.history]) for row in rows]
-        trees = CodeTrees(self._target.model, self._trie, self._target.card.first_tokens, prompts)
-        drafter = BeamDrafter()
+
+        def trees_of(model: Recommender) -> CodeTrees:
+            prompts = [model.card.prompt(codes[row.history]) for row in rows]
+            return CodeTrees(model.model, self._trie, model.card.first_tokens, prompts)
+
+        trees, drafter = trees_of(self._target), BeamDrafter()
         if budget and self._small is not None:
-            own_prompts = [self._small.card.prompt(codes[row.history]) for row in rows]
-            own = CodeTrees(self._small.model, self._trie, self._small.card.first_tokens, own_prompts)
-            drafter = ModelBeams(own, self._trie, len(rows), max(budget, size))
+            drafter = ModelBeams(trees_of(self._small), self._trie, len(rows), max(budget, size))
         elif budget:
             drafter = ListedItems([list(map(tuple, codes[row.drafts].tolist())) for row in rows], self._trie, budget)
         left_out = None if self._spec.options.list_again else [self._had(row, size) for row in rows]

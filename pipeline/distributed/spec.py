@@ -28,8 +28,11 @@ class WorkerSpec:
 
     @property
     def loads_quickly(self) -> bool:
-        """Whether nothing needs what torch and transformers load beside themselves."""
-        return not is_quantised(self.model_dir)
+        """Whether nothing needs what torch and transformers load beside themselves, as packages that unpack weights."""
+        try:
+            return "quantization_config" not in json.loads((self.model_dir / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return True  # who loads the model says what is wrong with it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +60,3 @@ class ListSpec(WorkerSpec):
     """Of a worker that lists items; `model_dir` is a recommender's folder, `plan/catalogue.parquet` what it lists."""
 
     options: RecommendingSettings
-
-
-def is_quantised(model_dir: Path) -> bool:
-    """Whether a package of their own may have to unpack the weights, from which nothing must be hidden."""
-    try:
-        return "quantization_config" in json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False  # who loads the model says what is wrong with it

@@ -76,11 +76,11 @@ class Eagle(Method):
 
     def loss(self, batch: Batch) -> torch.Tensor:
         wanted, is_known = batch.features[:, 1:], batch.is_token
-        p = torch.softmax(self._logits(wanted), -1)
+        p = torch.softmax(self._target.logits_of(wanted), -1)
         likeliest = p.topk(NUM_LIKELIEST, -1)
         total = wanted.new_zeros(())
         for found in self._steps_of(batch, self._num_steps):
-            log_q = torch.log_softmax(self._logits(found), -1)
+            log_q = torch.log_softmax(self._target.logits_of(found), -1)
             of_features = F.smooth_l1_loss(found, wanted, reduction="none").mean(-1)
             loss = of_features - CLASS_WEIGHT * (p * log_q).sum(-1)
             if self._distils:
@@ -91,7 +91,7 @@ class Eagle(Method):
     def said(self, batch: Batch, num_depths: int) -> Iterator[torch.Tensor]:
         last = batch.tokens.shape[1] - 1
         for depth, found in enumerate(self._steps_of(batch, num_depths)):
-            yield torch.log_softmax(self._logits(found[:, depth:last]), -1)
+            yield torch.log_softmax(self._target.logits_of(found[:, depth:last]), -1)
 
     def _steps_of(self, batch: Batch, num_steps: int) -> Iterator[torch.Tensor]:
         """Features (B, T, hidden_size) of the next tokens, of each step from those that the step before has said."""
@@ -102,6 +102,3 @@ class Eagle(Method):
                 found = self.module(embeddings, features, positions[None])
                 yield found
                 features = torch.cat((batch.features[:, :1], found[:, :-1].detach()), 1)
-
-    def _logits(self, features: torch.Tensor) -> torch.Tensor:
-        return self._target.logits_of(features.flatten(0, 1)).float().unflatten(0, features.shape[:2])

@@ -14,7 +14,7 @@ from torch import nn
 from laserbatch.pipeline.decoding.drafters.medusa import MedusaHeads
 from laserbatch.pipeline.decoding.model.output_head import OutputHead
 from laserbatch.pipeline.drafter_training.method import Method, save_weights
-from laserbatch.pipeline.drafter_training.texts import Batch, Target, features_of
+from laserbatch.pipeline.drafter_training.texts import Batch, Target
 from laserbatch.pipeline.errors import ConfigError
 
 DECAY = 0.8  # the loss of head k counts 0.8^k
@@ -49,7 +49,7 @@ class Medusa(Method):
         states = self.heads(features)
         for depth in range(1, min(num_depths, self._num_heads) + 1):
             own = states[:, : batch.tokens.shape[1] - depth, depth - 1]
-            yield torch.log_softmax(self._logits_of(own.flatten(0, 1)).unflatten(0, own.shape[:2]), -1)
+            yield torch.log_softmax(self._logits_of(own), -1)
 
 
 class Medusa2(Medusa):
@@ -74,18 +74,10 @@ class Medusa2(Medusa):
         return ADAPTER_PACE if "lora" in name else 1.0
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        features = self._features(batch)
-        log_p, log_own = (
-            torch.log_softmax(self._logits_of(each[:, :-1].flatten(0, 1)).float(), -1)
-            for each in (batch.features, features)
-        )
-        moved = (log_p.exp() * (log_p - log_own)).sum(-1)[batch.is_token.flatten()].mean()
+        features = batch.features_by(self._body)
+        log_p, log_own = (torch.log_softmax(self._logits_of(each[:, :-1]), -1) for each in (batch.features, features))
+        moved = (log_p.exp() * (log_p - log_own)).sum(-1)[batch.is_token].mean()
         return moved + HEADS_WEIGHT * self._loss_of(batch, features)
 
     def said(self, batch: Batch, num_depths: int) -> Iterator[torch.Tensor]:
-        return self._said_of(batch, self._features(batch), num_depths)
-
-    def _features(self, batch: Batch) -> torch.Tensor:
-        """As those of a batch, of the adapted target."""
-        ids, mask = torch.cat((batch.prompts, batch.tokens), 1), torch.cat((batch.is_prompt, batch.is_token), 1)
-        return features_of(self._body, ids, mask)[:, batch.prompts.shape[1] - 1 :]
+        return self._said_of(batch, batch.features_by(self._body), num_depths)

@@ -47,13 +47,9 @@ class Small(Method):
 
     def _p(self, batch: Batch) -> torch.Tensor:
         """The target's of each token, likewise."""
-        states = batch.features[:, :-1]
-        return torch.softmax(self._target.logits_of(states.flatten(0, 1)).float(), -1).unflatten(0, states.shape[:2])
+        return torch.softmax(self._target.logits_of(batch.features[:, :-1]), -1)
 
     def _log_q(self, batch: Batch) -> torch.Tensor:
         """Of each token by what is before it: (B, T, vocab_size)."""
-        ids, mask = torch.cat((batch.prompts, batch.tokens), 1), torch.cat((batch.is_prompt, batch.is_token), 1)
-        positions = (mask.cumsum(1) - 1).clamp_min(0)
-        inputs = {"input_ids": ids, "attention_mask": mask.long(), "position_ids": positions, "use_cache": False}
-        logits = self.module(**inputs, logits_to_keep=batch.tokens.shape[1] + 1).logits  # behind the prompts
+        logits = self.module(**batch.inputs, logits_to_keep=batch.tokens.shape[1] + 1).logits  # behind the prompts
         return torch.log_softmax(logits[:, :-1].float(), -1)

@@ -21,19 +21,35 @@ class TrainingText:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """B texts of at most T tokens, and the target's states.
+class Padded:
+    """B texts of at most T tokens.
 
-    `tokens` int64 (B, T) and `is_token` bool (B, T). `features` (B, T + 1, hidden_size): the target's last hidden
-    states, of which number i chose token i: that of the prompt's last token first. `prompts` int64 (B, P), padded on
-    the left, `is_prompt` bool (B, P).
+    `tokens` int64 (B, T) and `is_token` bool (B, T). `prompts` int64 (B, P), padded on the left, `is_prompt` bool
+    (B, P).
     """
 
     tokens: torch.Tensor
     is_token: torch.Tensor
-    features: torch.Tensor
     prompts: torch.Tensor
     is_prompt: torch.Tensor
+
+    @property
+    def inputs(self) -> dict[str, torch.Tensor | bool]:
+        """Of a model of transformers: each prompt and its text."""
+        ids, mask = torch.cat((self.prompts, self.tokens), 1), torch.cat((self.is_prompt, self.is_token), 1)
+        positions = (mask.cumsum(1) - 1).clamp_min(0)
+        return {"input_ids": ids, "attention_mask": mask.long(), "position_ids": positions, "use_cache": False}
+
+    def features_by(self, body: torch.nn.Module) -> torch.Tensor:
+        """Last hidden states float32 (B, T + 1, hidden_size), of which number i chooses token i."""
+        return body(**self.inputs).last_hidden_state.float()[:, self.prompts.shape[1] - 1 :]
+
+
+@dataclass(frozen=True)
+class Batch(Padded):
+    """Texts with `features`, the target's states as `features_by` has them."""
+
+    features: torch.Tensor
 
 
 def held_back(texts: Sequence[TrainingText]) -> tuple[list[TrainingText], list[TrainingText]]:
@@ -57,35 +73,28 @@ class Target:
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model.eval().requires_grad_(False)
         self.embed = model.get_input_embeddings()
-        head = OutputHead(model)
-        self.logits_of, self._body = head.logits_of, head.body
+        self._head = OutputHead(model)
         self.device = self.embed.weight.device
 
     @torch.no_grad()
     def batch(self, texts: Sequence[TrainingText]) -> Batch:
         """Some texts with their states."""
         texts = [TrainingText(text.prompt_ids, text.token_ids[:MOST_TOKENS]) for text in texts]
-        prompts, is_prompt = _padded([text.prompt_ids for text in texts], left=True)
-        tokens, is_token = _padded([text.token_ids for text in texts], left=False)
-        ids, mask = torch.cat((prompts, tokens), 1).to(self.device), torch.cat((is_prompt, is_token), 1).to(self.device)
-        features = features_of(self._body, ids, mask)[:, prompts.shape[1] - 1 :]
-        moved = (each.to(self.device) for each in (tokens, is_token, prompts, is_prompt))
-        tokens, is_token, prompts, is_prompt = moved
-        return Batch(tokens, is_token, features, prompts, is_prompt)
+        tokens = _padded([text.token_ids for text in texts], False, self.device)
+        prompts = _padded([text.prompt_ids for text in texts], True, self.device)
+        padded = Padded(*tokens, *prompts)
+        return Batch(**vars(padded), features=padded.features_by(self._head.body))
+
+    def logits_of(self, states: torch.Tensor) -> torch.Tensor:
+        """float32 (..., vocab_size) of last hidden states (..., hidden_size)."""
+        return self._head.logits_of(states.flatten(0, -2)).float().unflatten(0, states.shape[:-1])
 
 
-def features_of(body: torch.nn.Module, ids: torch.Tensor, is_token: torch.Tensor) -> torch.Tensor:
-    """Last hidden states float32 (B, n, hidden_size) of ids, int64 (B, n), that are padded on either side."""
-    positions = (is_token.cumsum(1) - 1).clamp_min(0)
-    inputs = {"input_ids": ids, "attention_mask": is_token.long(), "position_ids": positions}
-    return body(**inputs, use_cache=False).last_hidden_state.float()
-
-
-def _padded(rows: Sequence[np.ndarray], left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _padded(rows: Sequence[np.ndarray], left: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """int64 and bool (len(rows), longest)."""
     longest = max(map(len, rows))
     ids, is_real = np.zeros((len(rows), longest), np.int64), np.zeros((len(rows), longest), bool)
     for number, row in enumerate(rows):
         place = slice(longest - len(row), longest) if left else slice(0, len(row))
         ids[number, place], is_real[number, place] = row, True
-    return torch.from_numpy(ids), torch.from_numpy(is_real)
+    return torch.from_numpy(ids).to(device), torch.from_numpy(is_real).to(device)

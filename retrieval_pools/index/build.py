@@ -106,7 +106,11 @@ def build_pool(
     out_dir = Path(out_dir)
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise PoolError(f"{out_dir} is there already; a pool is never changed. Give another folder or remove it.")
-    with staged_folder(out_dir) as folder, _scratch(folder) as scratch:
+    with (
+        staged_folder(out_dir) as folder,
+        tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as in_folder,  # which is removed earlier
+    ):
+        scratch = Path(in_folder)
         laid = lay_end_to_end(texts, array_path(folder, "tokens"), with_entities=settings.min_support > 1)
         order, num_sorted = _order(laid, settings.index_depth, previous, building.memory_bytes)
         _write_arrays(order, laid, settings, folder, scratch)
@@ -136,13 +140,6 @@ def build_pool(
         sync(out_dir.parent)
     on_sorted(num_sorted)
     return Pool.open(out_dir)
-
-
-@contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
-    """A folder in another, which may be removed earlier."""
-    with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as scratch:
-        yield Path(scratch)
 
 
 def _order(

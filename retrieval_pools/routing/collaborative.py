@@ -66,10 +66,9 @@ class CollaborativeGroups:
             return cls.none_of(ids)
         if embeddings is None:
             path = settings.embeddings_of(side)
-            if path is not None:
-                embeddings = read_embeddings(path, side, ids)
-            else:
-                embeddings = train_embeddings(interactions, seed)[side]
+            embeddings = (
+                train_embeddings(interactions, seed)[side] if path is None else read_embeddings(path, side, ids)
+            )
         embedded_ids = normalised_ids(embeddings.ids, f"{side}_id", "embeddings")
         check_same_kind(embedded_ids, ids, "embeddings", "entities")
         warm_ids = warm_ids.filter(pc.is_in(warm_ids, value_set=embedded_ids))

@@ -8,8 +8,8 @@ OPERATIONS = ["start", "plan", "plan", "generate", "encode", "pools", "pools", "
 
 
 def test_deaths_are_spread_over_kinds_and_stages_and_are_the_same_for_a_seed():
-    kills = drawn(OPERATIONS, 40, None, random.Random(1))
-    assert len(kills) == 40 and kills == drawn(OPERATIONS, 40, None, random.Random(1))
+    kills = drawn(OPERATIONS, 40, random.Random(1))
+    assert len(kills) == 40 and kills == drawn(OPERATIONS, 40, random.Random(1))
     assert {kill.kind for kill in kills} == {"driver", "sigterm", *RAY_KINDS}
     of_files = [kill for kill in kills if kill.operation]
     assert {kill.stage for kill in of_files} == set(OPERATIONS)

@@ -22,11 +22,10 @@ from engine_systems import (
     Contestant,
     Engines,
     Peers,
-    plain,
     relaxed_pools,
     twins_of,
 )
-from roofline import DeviceRates, Roofline, measure_device
+from roofline import DeviceRates, Roofline, WatchedPlain, measure_device
 from systems import MIN_ACCEPTANCE, EngineSystem, Pass, TransformersGenerate
 from tasks import Task, TaskSize, sample_tasks, tasks_of
 from transformers import AutoModelForCausalLM
@@ -160,7 +159,7 @@ def test_a_peer_without_memory_is_left_out_and_the_rest_is_measured(engines, tas
             if max_new_tokens == task.max_new_tokens:
                 raise torch.OutOfMemoryError("full")
 
-    contestants = [Contestant(PEER, None, Full()), plain(engines.of_batch(1), RATES, engines.bytes_per_token)]
+    contestants = [Contestant(PEER, None, Full()), Contestant(PLAIN, None, WatchedPlain(engines.of_batch(1), RATES))]
     asked = (task.held_out, 1, task.max_new_tokens)
     passes = measure(contestants, *asked, Amount(1, 2, 1, 2), num_warm_up=1)
     assert list(passes) == [(PLAIN, None)] and len(passes[PLAIN, None]) == 2
@@ -270,10 +269,10 @@ def test_the_roofline_is_the_slower_of_reading_and_multiplying(engines, task):
     roofline.add(num_tokens=100, num_logits=0, num_cached=0)  # reads 200 bytes, multiplies 10,000 times
     assert roofline.seconds == pytest.approx(13.0)
     engine = engines.of_batch(1)
-    real = Roofline.of_engine(engine, RATES, engines.bytes_per_token)
+    real = Roofline.of_engine(engine, RATES)
     assert real.num_head_weights == 2371 * 192
     assert real.weight_bytes == 4 * (real.num_body_weights + real.num_head_weights)
-    watched = plain(engine, RATES, engines.bytes_per_token).runner
+    watched = WatchedPlain(engine, RATES)
     runs = [watched.run(task.held_out[:2], 1, 24) for _ in range(2)]
     assert runs[0].texts == runs[1].texts
     least_s = runs[0].num_tokens * real.weight_bytes / RATES.bytes_per_s  # a forward a token, and the cache beside it

@@ -52,7 +52,7 @@ def test_time_of_an_inner_part_is_not_its_outer_ones():
 def test_parts_make_up_the_step_and_the_engine_is_left_as_it_was(loaded):
     before = text_of(engine_of(loaded, 2, 0))
     engine = engine_of(loaded, 2, 0)
-    row = profile(engine, NoDrafter(), prompts_of(loaded.tokenizer, 2), num_steps=3, is_plain=True)
+    row = profile(engine, NoDrafter(), prompts_of(loaded.tokenizer, 2), 3, Greedy())
     assert (row["num_steps"], row["batch"], row["drafted_tokens_a_text"]) == (3, 2, 0)
     assert set(row["parts_ms"]) == set(PARTS)
     assert sum(row["parts_ms"].values()) == pytest.approx(row["step_ms"])
@@ -69,7 +69,7 @@ def test_steps_of_the_kernel_are_the_models_time_not_packing(loaded):
     runner = engine.runner = ModelRunner(loaded.model, engine.cache, engine.device)
     runner.buffered = BufferedForward(runner.head, engine.cache, engine.device, reference_attention)
     runner.buffered._captures = True
-    row = profile(engine, NoDrafter(), prompts_of(loaded.tokenizer, 2), num_steps=3, is_plain=True)
+    row = profile(engine, NoDrafter(), prompts_of(loaded.tokenizer, 2), 3, Greedy())
     assert runner.buffered is not None and runner.buffered._captures and "run" not in vars(runner.buffered)
     assert all(row["parts_ms"][part] > 0 for part in MODEL_PARTS)
     assert row["parts_ms"]["packing"] < 0.2 * row["step_ms"]
@@ -77,7 +77,7 @@ def test_steps_of_the_kernel_are_the_models_time_not_packing(loaded):
 
 def test_steps_that_are_not_kept_are_not_counted(loaded):
     engine = engine_of(loaded, 2, 0)
-    with watched(engine, NoDrafter()) as spans:
+    with watched(engine) as spans:
         spans.keeps = lambda live: False
         text_of(engine)
     assert spans.num_steps == 0 and not spans.seconds

@@ -63,7 +63,7 @@ def larger_is_better(size: int, least: float) -> float:
 
 def pool_with(new=larger_is_better, changed=None, sources=SOURCES, is_calibrated=True):
     curve = BudgetCurve(sources=sources, new=replayed(new), changed=None if changed is None else replayed(changed))
-    return SimpleNamespace(budgets=curve, is_calibrated=is_calibrated)
+    return SimpleNamespace(budgets=curve, is_calibrated=is_calibrated, manifest=SimpleNamespace(num_texts=9))
 
 
 def choose_budget(step_cost, batch_size, pool=None, sources=SOURCES, *, share_changed=0.0, is_relaxed=False, **given):
@@ -154,7 +154,7 @@ def test_numbers_that_are_given_are_kept():
         assert least is None or chosen.min_acceptance == least
     assert choose_budget(cost(FREE), 1, pool_with(), max_draft_tokens=0).budget == PLAIN
     assert choose_budget(cost(FREE), 1, pool_with(), sources=()).budget == PLAIN
-    given = given_budget(Budget(16, 0.07), pool_with())
+    given = given_budget(Budget(16, 0.07), pool_with(), SOURCES, 0.0)
     assert given.budget == Budget(16, 0.07)
     assert given.forecast.tokens_per_step == pytest.approx(larger_is_better(16, 0.07))
 
@@ -162,7 +162,7 @@ def test_numbers_that_are_given_are_kept():
 def test_where_nothing_was_replayed_only_what_is_likelier_than_its_price_is_drafted():
     cheap = choose_budget(cost({1: 0.01, 65: 0.01 * (1 + 64 * 0.04)}), 1)  # a token costs 0.04 steps
     assert cheap.budget == Budget(16, 0.1)  # twice that, on the grid
-    calibrated = SimpleNamespace(budgets=None, is_calibrated=True)
+    calibrated = SimpleNamespace(budgets=None, is_calibrated=True, manifest=SimpleNamespace(num_texts=9))
     sure = choose_budget(cost({1: 0.01, 65: 0.01 * (1 + 64 * 0.04)}), 1, calibrated)
     assert sure.budget.min_acceptance == 0.05
     assert choose_budget(cost(STEEP), 1).budget == PLAIN

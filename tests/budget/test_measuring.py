@@ -13,6 +13,7 @@ from laserbatch.pipeline.budget.measuring import KeptCost, measure_step_cost
 from laserbatch.pipeline.budget.step_cost import DraftCost, read_step_cost
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.settings import TEXT_SOURCES
+from laserbatch.pipeline.decoding.token_tree import MAX_NODES
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.calibration_record import SIZE_KNOTS
@@ -52,7 +53,7 @@ def all_sizes(batch_size: int) -> list[int]:
 
 def test_every_size_is_timed_at_every_batch_size_and_the_engine_writes_on():
     engine = tiny_engine(MODEL, batch_size=6)
-    step_cost = measure_step_cost(engine)
+    step_cost = measure_step_cost(engine, None, TEXT_SOURCES, [1, 2, 4, 6])
     assert step_cost.batch_sizes == (1, 2, 4, 6)
     assert all(drafted(step_cost, batch_size) == all_sizes(batch_size) for batch_size in step_cost.batch_sizes)
     for batch_size in step_cost.batch_sizes:
@@ -68,7 +69,7 @@ def test_every_size_is_timed_at_every_batch_size_and_the_engine_writes_on():
 
 def test_a_cache_that_holds_fewer_texts_is_timed_with_as_many_as_it_holds():
     engine = tiny_engine(MODEL, batch_size=8, max_cache_tokens=3 * 256)
-    step_cost = measure_step_cost(engine, batch_sizes=[8])
+    step_cost = measure_step_cost(engine, None, TEXT_SOURCES, [8])
     (batch_size,) = step_cost.batch_sizes  # three whole texts, or the prompts of six: fewer than eight
     assert 3 <= batch_size <= 6
     assert engine.cache.num_live_rows == 0
@@ -76,7 +77,7 @@ def test_a_cache_that_holds_fewer_texts_is_timed_with_as_many_as_it_holds():
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_half_of_every_tree_is_accepted(batch_size):
-    steps = measuring._TimedSteps(tiny_engine(MODEL, batch_size=batch_size), batch_size)
+    steps = measuring._TimedSteps(tiny_engine(MODEL, batch_size=batch_size), batch_size, MAX_NODES)
     num_written: dict[int, list[int]] = {}
 
     def note(drafted, written):
@@ -92,7 +93,7 @@ def test_half_of_every_tree_is_accepted(batch_size):
 def test_the_first_step_of_every_size_warms_up(monkeypatch):
     monkeypatch.setattr(measuring, "MAX_ROUNDS", 3)
     monkeypatch.setattr(measuring, "SECONDS", 60.0)
-    steps = measuring._TimedSteps(tiny_engine(MODEL, batch_size=1), 1)
+    steps = measuring._TimedSteps(tiny_engine(MODEL, batch_size=1), 1, MAX_NODES)
     num_steps = Counter()
     watch(steps._engine, lambda drafted, written: num_steps.update([drafted]))
     steps.take_rounds()
@@ -104,7 +105,7 @@ def test_the_first_step_of_every_size_warms_up(monkeypatch):
 def test_an_engine_that_cannot_write_the_texts_says_why():
     engine = tiny_engine(MODEL, max_cache_tokens=100)
     with pytest.raises(RunFailed, match=r"steps cannot be timed: too-long: .*give decoding\.max_draft_tokens"):
-        measure_step_cost(engine, batch_sizes=[1])
+        measure_step_cost(engine, None, TEXT_SOURCES, [1])
 
 
 def test_a_busy_machine_does_not_make_drafts_look_dear(monkeypatch):
@@ -122,7 +123,7 @@ def test_a_busy_machine_does_not_make_drafts_look_dear(monkeypatch):
     monkeypatch.setattr(Engine, "launch", launched)
     monkeypatch.setattr(measuring.time, "thread_time", lambda: computed_s[0])
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: passed_s[0])
-    found = measure_step_cost(tiny_engine(MODEL, batch_size=4), sources=(), batch_sizes=[4])
+    found = measure_step_cost(tiny_engine(MODEL, batch_size=4), None, (), [4])
     num_tokens = np.array([4, 20, 68])
     assert found.seconds(4, num_tokens).tolist() == pytest.approx((1 + num_tokens / 1000).tolist())
 
@@ -136,7 +137,7 @@ def pool_of_random_texts(folder):
 def test_drafting_is_timed_with_the_pool(tmp_path):
     engine = tiny_engine(MODEL)
     pool = pool_of_random_texts(tmp_path / "pool")
-    draft = measure_step_cost(engine, pool, batch_sizes=[1]).draft
+    draft = measure_step_cost(engine, pool, TEXT_SOURCES, [1]).draft
     assert max(vars(draft).values()) > 0  # which of them is left to chance where other processes disturb the clock
     assert measure_step_cost(engine, pool, (), [1]).draft == DraftCost()
 
@@ -168,7 +169,7 @@ def test_a_cost_is_kept_for_the_same_machine_and_model(tmp_path):
     engine = tiny_engine(MODEL, batch_size=2)
     kept = KeptCost(tmp_path, engine, 0)
     assert kept.read() is None
-    first = kept.write(measure_step_cost(engine, batch_sizes=[2]))
+    first = kept.write(measure_step_cost(engine, None, TEXT_SOURCES, [2]))
     assert KeptCost(tmp_path, engine, 0).read() == first
     assert read_step_cost(kept.path) == first  # as `pools simulate --step-cost` reads it
     others = [
@@ -185,7 +186,7 @@ def test_a_cost_is_kept_for_the_same_machine_and_model(tmp_path):
 def test_a_file_that_is_damaged_old_or_of_something_else_is_measured_again(tmp_path, spoil, caplog):
     engine = tiny_engine(MODEL, batch_size=1)
     kept = KeptCost(tmp_path, engine, 0)
-    kept.write(measure_step_cost(engine))
+    kept.write(measure_step_cost(engine, None, TEXT_SOURCES, [1]))
     other = {"another": {"name": "another machine"}, "old": {"measured_on": "2024-02-01"}}
     if spoil in other:
         spoil = json.dumps(json.loads(kept.path.read_text()) | other[spoil])

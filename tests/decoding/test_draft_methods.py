@@ -34,8 +34,8 @@ def like(model, noise: float, seed: int = 1):
     return other
 
 
-DRAFT_MODELS = DraftModels(tuple(prepare_model(like(MODEL, 0.15, seed)) for seed in (1, 2)))
-ONE_MODEL = DraftModels(DRAFT_MODELS.small[:1])
+DRAFT_MODELS = DraftModels(tuple(prepare_model(like(MODEL, 0.15, seed)) for seed in (1, 2)), (None, None))
+ONE_MODEL = DraftModels(DRAFT_MODELS.small[:1], (None,))
 
 
 def drafter_of(models: DraftModels = DraftModels(), pool=None, **settings) -> Drafter:
@@ -109,7 +109,7 @@ def previous_texts() -> list[np.ndarray]:
 
 
 def test_a_drafter_that_is_the_target_is_always_right():
-    models = DraftModels((prepare_model(copy.deepcopy(MODEL)),))
+    models = DraftModels((prepare_model(copy.deepcopy(MODEL)),), (None,))
     engine = tiny_engine(MODEL, batch_size=4, verifier="greedy")
     for result in engine.generate(requests_for(PROMPTS, MAX_NEW), drafter_of(models, drafters=(), draft_length=4)):
         is_cut = result.finish_reason == "length"

@@ -79,7 +79,7 @@ def test_slots_hold_their_texts_and_nothing_leaks(data):
             else:
                 shared = data.draw(st.integers(0, len(TEMPLATE)))
                 text = TEMPLATE[:shared] + data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
-            cached = cache.longest_prefix(np.array(text[:-1], np.int32))
+            cached = cache.longest_prefix(np.array(text[:-1], np.int32))[0]
             lease = cache.acquire(np.array(text, np.int32), data.draw(st.integers(1, 60)))
             if lease is None:
                 assert live, "an empty cache has room"
@@ -161,8 +161,8 @@ def test_least_recently_used_prompt_goes_first():
         cache.release(admit(cache, prompt, 20)[0])
     cache.release(admit(cache, [*prompts[0], 1], 21)[0])  # the first is used again
     admit(cache, prompts[2], 20)
-    assert cache.longest_prefix(np.array(prompts[0], np.int32)) == 20
-    assert cache.longest_prefix(np.array(prompts[1], np.int32)) == 0
+    assert cache.longest_prefix(np.array(prompts[0], np.int32))[0] == 20
+    assert cache.longest_prefix(np.array(prompts[1], np.int32))[0] == 0
 
 
 def test_ended_prompts_make_room_before_memory_grows():

@@ -137,7 +137,7 @@ def test_step_costs_are_timed_on_a_device(monkeypatch):
     monkeypatch.setattr(measuring, "_ROUND", measuring._ROUND[:2])
     with pretend_cuda() as cuda, KERNEL:
         engine = engine_on_device(tiny_model())
-        cost = measuring.measure_step_cost(engine, sources=(), batch_sizes=(2,))
+        cost = measuring.measure_step_cost(engine, None, (), (2,))
         assert cuda.num_replays > len(cost.steps) == 2
 
 

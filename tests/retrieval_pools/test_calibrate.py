@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from entities import world_entities
 from hypothesis import given
 from hypothesis import strategies as st
 from sample_exercises import make_example
-from train_sample import world_entities
 
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, load_tokenizer
 from laserbatch.retrieval_pools.calibration.calibrate import (

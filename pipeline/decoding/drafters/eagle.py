@@ -16,9 +16,7 @@ from laserbatch.pipeline.decoding.attention.interface import ATTENTION_NAME, Ste
 from laserbatch.pipeline.decoding.batch import Batch, Feed
 from laserbatch.pipeline.decoding.device_memory import to_device
 from laserbatch.pipeline.decoding.drafters.drafter import Observation
-from laserbatch.pipeline.decoding.drafters.growing import DraftModel
-from laserbatch.pipeline.decoding.kv_cache import KVCache
-from laserbatch.pipeline.decoding.model.runner import ModelRunner
+from laserbatch.pipeline.decoding.drafters.growing import CachedModel
 from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 
@@ -62,8 +60,8 @@ class _PackedHead:
             return self._head(self._embed(token_ids), self.features[None], position_ids)[0]
 
 
-class EagleModel(DraftModel):
-    """A head of a target, for the texts that it writes, with a KV cache of its own.
+class EagleModel(CachedModel):
+    """A head of a target, for the texts that it writes.
 
     Parameters
     ----------
@@ -74,37 +72,22 @@ class EagleModel(DraftModel):
 
     def __init__(self, head: EagleHead, embed, logits_of, max_rows: int, max_tokens: int, log_acceptance=None) -> None:
         self._packed = _PackedHead(head, embed, logits_of)
-        self._cache = KVCache(max_rows, max_tokens)
-        self._runner = ModelRunner(self._packed, self._cache, head.join.weight.device)
-        self.log_acceptance = log_acceptance or self.log_acceptance
-        self._rows: dict[int, int] = {}  # by the sequences' `id`
-        self._seen: dict[int, list[torch.Tensor]] = {}  # likewise, features that are not in the cache yet
-        self._feeds: list[Feed] = []
+        super().__init__(self._packed, head.join.weight.device, max_rows, max_tokens, log_acceptance)
+        self._seen: dict[int, list[torch.Tensor]] = {}  # by `id`, features that are not in the cache yet
 
     def has_room(self, sequence: Sequence) -> bool:
-        if id(sequence) not in self._seen:
-            return False
-        if id(sequence) not in self._rows:
-            lease = self._cache.acquire(sequence.context[-1:], sequence.num_left, shares=False)
-            if lease is None:
-                return False
-            self._rows[id(sequence)] = lease.row
-        return True
+        own = sequence.context[-1:], sequence.num_left
+        return id(sequence) in self._seen and self._has_row(sequence, *own, shares=False)
 
     def begin(self, sequences: list[Sequence]) -> None:
         seen = [torch.cat(self._seen[id(one)]) for one in sequences]
         feeds = [Feed(self._rows[id(one)], one.context[-len(new) :]) for one, new in zip(sequences, seen, strict=True)]
         self._packed.features = torch.cat(seen)
-        output = self._runner.forward(feeds)
-        batch = output.batch
-        stays = np.ones(len(batch), bool)
-        stays[batch.offsets + batch.num_chain - 1] = False  # the last is fed again, with the tree below it
-        self._cache.commit(batch.rows, batch.num_chain - 1, batch.slot_mapping[stays])
-        self._feeds = [Feed(feed.row, feed.chain_ids[-1:]) for feed in feeds]
+        output = self._read(feeds)
         self._last = torch.stack([new[-1] for new in seen])
         for one, last in zip(sequences, self._last, strict=True):
             self._seen[id(one)] = [last[None]]
-        self._found = output.rows.hidden[to_device(batch.wanted, self._last.device)]
+        self._found = output.rows.hidden[to_device(output.batch.wanted, self._last.device)]
         self._rows_of_trees = np.arange(len(sequences))
         self._root = output.rows.of(np.arange(len(sequences)))
 
@@ -138,6 +121,4 @@ class EagleModel(DraftModel):
 
     def forget(self, sequence: Sequence) -> None:
         self._seen.pop(id(sequence), None)
-        row = self._rows.pop(id(sequence), None)
-        if row is not None:
-            self._cache.release(row)
+        super().forget(sequence)

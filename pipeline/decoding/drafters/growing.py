@@ -6,7 +6,10 @@ from typing import Literal, Protocol
 import numpy as np
 import torch
 
+from laserbatch.pipeline.decoding.batch import Feed
 from laserbatch.pipeline.decoding.drafters.drafter import Drafter, Observation
+from laserbatch.pipeline.decoding.kv_cache import KVCache
+from laserbatch.pipeline.decoding.model.runner import ModelRunner, StepOutput
 from laserbatch.pipeline.decoding.model.sampling import gumbel_noise
 from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.token_tree import Proposals, TreeBatch
@@ -47,6 +50,44 @@ class DraftModel:
 
     def forget(self, sequence: Sequence) -> None:
         """It has ended."""
+
+
+class CachedModel(DraftModel):
+    """One with a KV cache of its own, and rows of it for the sequences that it drafts for.
+
+    A row holds what the sequence's text is but for the last token, which every forward computes anew with the tree.
+    """
+
+    def __init__(self, model, device: torch.device, max_rows: int, max_tokens: int, log_acceptance=None) -> None:
+        self.log_acceptance = log_acceptance or self.log_acceptance
+        self._cache = KVCache(max_rows, max_tokens)
+        self._runner = ModelRunner(model, self._cache, device)
+        self._rows: dict[int, int] = {}  # by the sequences' `id`
+        self._feeds: list[Feed] = []  # the last tokens
+
+    def _has_row(self, sequence: Sequence, token_ids: np.ndarray, num_expected: int, shares: bool = True) -> bool:
+        """Whether the sequence has a row, or can have one: see `KVCache.acquire`."""
+        if id(sequence) not in self._rows:
+            lease = self._cache.acquire(token_ids, num_expected, shares)
+            if lease is None:
+                return False
+            self._rows[id(sequence)] = lease.row
+        return True
+
+    def _read(self, feeds: list[Feed]) -> StepOutput:
+        """A forward of new tokens, of which all stay but each feed's last."""
+        output = self._runner.forward(feeds)
+        batch = output.batch
+        stays = np.ones(len(batch), bool)
+        stays[batch.offsets + batch.num_chain - 1] = False
+        self._cache.commit(batch.rows, batch.num_chain - 1, batch.slot_mapping[stays])
+        self._feeds = [Feed(feed.row, feed.chain_ids[-1:]) for feed in feeds]
+        return output
+
+    def forget(self, sequence: Sequence) -> None:
+        row = self._rows.pop(id(sequence), None)
+        if row is not None:
+            self._cache.release(row)
 
 
 class Growth(Protocol):

@@ -25,9 +25,9 @@ class DraftModels:
     """What was trained to draft for a target, loaded; each small model's cache holds `max_tokens`."""
 
     small: tuple[LoadedModel, ...] = ()
+    cards: tuple[DrafterCard | None, ...] = ()  # of the small ones
     head: TrainedHead | None = None
     max_tokens: int = UNBOUNDED
-    cards: tuple[DrafterCard | None, ...] = ()
 
     @classmethod
     def load(cls, settings: DecodingSettings, target: LoadedModel, max_tokens: int) -> "DraftModels":
@@ -42,14 +42,13 @@ class DraftModels:
                 )
             small.append(loaded)
         head = None if settings.draft_head is None else TrainedHead(settings.draft_head, target)
-        return cls(tuple(small), head, max_tokens, tuple(read_card(folder) for folder in settings.draft_models))
+        return cls(tuple(small), tuple(map(read_card, settings.draft_models)), head, max_tokens)
 
     def of_texts(self, settings: DecodingSettings) -> list[tuple[DraftModel, int]]:
         """Each with its source, and with nothing known of any text."""
         limits = settings.batch_size, self.max_tokens
         models: list[tuple[DraftModel, int]] = []
-        for number, loaded in enumerate(self.small):
-            card = self.cards[number] if number < len(self.cards) else None
+        for loaded, card in zip(self.small, self.cards, strict=True):
             models.append((SmallModel(loaded, *limits, card and card.log_acceptance), SOURCE_MODEL))
         if self.head is not None:
             models.append((self.head.draft_model(*limits), SOURCE_HEAD))
