@@ -239,7 +239,9 @@ def _drafted(manifest: RunManifest, options: RecommendingSettings, crew: Crew, s
     """How much is drafted: that of the manifest, else as configured, else what was fastest when it was tried."""
     if "user" not in manifest.budgets:
         wanted, reason, gain = options.num_drafted, "as recommending.num_drafted says", None
-        if wanted is None and len(shards) < LEAST_TRIED:
+        if wanted is None and options.draft_model is None and manifest.previous_run_id is None:
+            wanted, reason = 0, "there is no list of an earlier night"
+        elif wanted is None and len(shards) < LEAST_TRIED:
             wanted, reason = 0, "too few users to repay a trial"
         elif wanted is None:
             wanted, gain = fastest(crew.ask_one("tried_drafts", shards))
