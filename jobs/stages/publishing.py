@@ -35,9 +35,14 @@ def end_judged(run: RunFolder, manifest: RunManifest, measured: Sequence[GateFig
     if held_by:
         raise RunHeld(
             f"run {run.run_id} is done but not published: {'; '.join(map(gate_sentence, held_by))}. Look at "
-            f"{run.report_path}; then publish it all the same with `laserbatch runs publish {run.run_id} --workspace "
-            f"{run.root.parent.parent}`, or change the limit and give the same command again: nothing is written again"
+            f"{run.report_path}; then publish it all the same with {command_to_publish(run)}, or "
+            f"change the limit and give the same command again: nothing is written again"
         )
+
+
+def command_to_publish(run: RunFolder) -> str:
+    """The command a message names; lists and experiments lie in workspaces of their own, so it says which."""
+    return f"`laserbatch runs publish {run.run_id} --workspace {run.root.parent.parent}`"
 
 
 def draw_report(run: RunFolder, manifest: RunManifest) -> None:
@@ -55,7 +60,7 @@ def publish_run(workspace: Workspace, run: RunFolder, publishing: Publishing = "
         published = None
     if publishing == "never" or (published is not None and published.run_id == run.run_id):
         return
-    how = f"`laserbatch runs publish {run.run_id}` changes that"
+    how = f"{command_to_publish(run)} changes that"
     if publishing == "forwards" and published is not None and published.date > run.date:
         say(f"not published: readers go on seeing run {published.run_id}, of a later date; {how}")
     elif publishing == "forwards" and run.run_id in workspace.withdrawn():
@@ -118,14 +123,14 @@ def deliver(workspace: Workspace, uri: str | None, is_asked: bool = False) -> No
             raise ConfigError("deliver_to is the workspace itself; give another place")
         there = str(destination.published().get("run_id", ""))
         if not is_asked and there[:10] > run.date and there not in workspace.withdrawn():
-            told = f"go on seeing run {there}, of a later date; `laserbatch runs publish {run_id}` changes that"
+            told = f"go on seeing run {there}, of a later date; {command_to_publish(run)} changes that"
             say(f"not delivered: readers at {uri} {told}")
             return
         sent = destination.deliver(run)
     except PipelineError as error:
         raise WorkspaceError(
             f"run {run_id} is published here, but not delivered to {uri}; the night's command, given again, or "
-            f"`laserbatch runs publish {run_id}` delivers it later. {error}"
+            f"{command_to_publish(workspace.run(run_id))} delivers it later. {error}"
         ) from None
     told = f"{counted(sent.num_files, 'file')} ({sent.num_bytes / 1e6:,.1f} MB) sent" if sent.num_files else "all there"
     say(f"run {run_id} is delivered to {uri}: {told}")

@@ -1,4 +1,4 @@
-"""A run's shards, of texts or of lists: handed to workers, which is told meanwhile, and gathered to a side."""
+"""A run's shards, of texts or of lists: handed to workers, with progress shown, and gathered to a side."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
