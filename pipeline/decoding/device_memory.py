@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,17 @@ from laserbatch.pipeline.errors import ModelError
 
 CACHE_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of the memory that is free after loading; others want some of a machine's
 MIN_CACHE_TOKENS = 2048  # of KV cache, without which loading is not worth while: one text or two
+OUT_OF_MEMORY = re.compile(r"CUDA[^\n]*out of memory|_STATUS_ALLOC_FAILED|can't allocate memory")
+CUDA_ERROR = re.compile(r"CUDA (driver )?error: |Triton Error \[CUDA\]: ")
+# CUDA refuses such a call and computes on; after any other error the process's context can no longer be used.
+REFUSED_CALL = re.compile(
+    r"captur|kernel image|invalid (configuration )?argument|out of resource|too many resources|invalid device"
+    r"|STATUS_NOT_SUPPORTED|STATUS_INVALID_VALUE"
+)
+
+
+class DeviceLost(RuntimeError):
+    """A CUDA error after which every further call of this process fails: only a new process can go on."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +128,24 @@ def cache_bound(device: torch.device, bytes_per_token: int, num_sharing: int = 1
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, torch's of any device included."""
+    """Whether an error says that memory ran out: that of any device, in PyTorch, cuBLAS or Triton."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)) is not None
+
+
+def is_device_lost(error: BaseException | None) -> bool:
+    """Whether an error, or one that it was raised from, says that this process can no longer use its CUDA device.
+
+    Illegal accesses, failed launches and uncorrectable memory errors do; a lack of memory and refused calls do not.
+    """
+    while error is not None:
+        is_cuda = isinstance(error, torch.AcceleratorError) or CUDA_ERROR.search(str(error)) is not None
+        is_refused = is_out_of_memory(error) or REFUSED_CALL.search(str(error)) is not None
+        if isinstance(error, DeviceLost) or (is_cuda and not is_refused):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

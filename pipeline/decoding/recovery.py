@@ -8,7 +8,7 @@ import logging
 import torch
 
 from laserbatch.pipeline.decoding.acceptance import Acceptance
-from laserbatch.pipeline.decoding.device_memory import is_out_of_memory
+from laserbatch.pipeline.decoding.device_memory import DeviceLost, is_device_lost, is_out_of_memory
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, Sequence
 from laserbatch.pipeline.decoding.step import Step, Stream
@@ -21,7 +21,11 @@ Outcomes = dict[int, str | GenerationFailure]  # of the sequences that ended, by
 
 
 def recover(engine, step: Step, stream: Stream, error: Exception) -> Outcomes:
-    """A step failed: where memory ran out, fewer sequences go on; else those fail that cannot be run alone."""
+    """A step failed: where memory ran out, fewer sequences go on; else those fail that cannot be run alone.
+
+    Raises DeviceLost: no step can be run any more, whatever the sequence.
+    """
+    require_device(error)
     scheduler = stream.scheduler
     if is_out_of_memory(error) and len(scheduler.live) > 1:
         scheduler.preempt(len(scheduler.live) // 2)
@@ -67,10 +71,17 @@ def _one_by_one(engine, steps: list[Step], stream: Stream) -> Outcomes:
             engine._forward(step)
             accepted = engine._verify(step, stream.verifier)
         except Exception as error:
+            require_device(error)
             outcomes |= _failed(step.sequences[0], f"model-error: {type(error).__name__}: {first_line(error)}")
             continue
         outcomes |= engine._commit(step, accepted, stream)
     return outcomes
+
+
+def require_device(error: Exception) -> None:
+    """Raises DeviceLost: the error leaves no device to go on with, so that no text is to blame for it."""
+    if is_device_lost(error):
+        raise DeviceLost(f"the CUDA device cannot be used by this process any more: {first_line(error)}") from error
 
 
 def _failed(sequence: Sequence, reason: str) -> Outcomes:

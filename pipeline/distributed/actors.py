@@ -16,6 +16,7 @@ import ray
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.distributed.cluster import WorkerLayout, cluster_nodes, require_own_gpu, told_nodes
+from laserbatch.pipeline.distributed.device_loss import ends_process_if_device_is_lost
 from laserbatch.pipeline.distributed.loading import TOKEN_FILE, quick_imports, require_same_folder
 from laserbatch.pipeline.distributed.spec import ListSpec, WorkerSpec
 from laserbatch.pipeline.errors import RunFailed
@@ -58,10 +59,10 @@ def run_shards(
 ) -> Iterator[tuple[Shard, ShardRecord] | ShardAbandoned]:
     """Hand out shards to workers as they become free; yield each one's outcome as it comes.
 
-    A worker that dies, or that computes nothing for long, is replaced and its shard goes to the front of the queue.
-    After the crew's `max_attempts` of these the shard is halved in the plan, and its halves likewise, until the row
-    that workers die on is alone and given up. An error that a worker reports (a model that cannot be loaded, say) ends
-    the run: it would meet every shard.
+    A worker that dies, or that computes nothing for long, is replaced and its shard goes to the front of the queue; a
+    worker whose GPU is lost ends itself. After the crew's `max_attempts` of these the shard is halved in the plan, and
+    its halves likewise, until the row that workers die on is alone and given up. An error that a worker reports (a
+    model that cannot be loaded, say) ends the run: it would meet every shard.
 
     `choose_budgets`, called once with what has workers say what steps cost, says how much each side drafts. A side that
     is missing drafts what the settings say. `on_first_text` is called when any of the shards' texts is finished.
@@ -311,22 +312,26 @@ class _Worker:
         require_same_folder(self._spec)
         if self._spec.device == "cuda":
             require_own_gpu(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-        with quick_imports() if self._spec.loads_quickly else nullcontext():
-            self._worker = _loaded(self._spec)
-        self._worker.warm_up()
+        with ends_process_if_device_is_lost():
+            with quick_imports() if self._spec.loads_quickly else nullcontext():
+                self._worker = _loaded(self._spec)
+            self._worker.warm_up()
 
     def run(self, spec: WorkerSpec, shard: Shard, budget: Budget | int | None) -> ShardRecord:
         self._worker.turn_to(spec)
-        return self._worker.run(shard, budget=budget)
+        with ends_process_if_device_is_lost():
+            return self._worker.run(shard, budget=budget)
 
     def kept_step_cost(self) -> StepCost | None:
         return self._worker.engine.kept_step_cost()
 
     def measured_step_cost(self, keeps: bool) -> StepCost:
-        return self._worker.engine.measured_step_cost(keeps)
+        with ends_process_if_device_is_lost():
+            return self._worker.engine.measured_step_cost(keeps)
 
     def tried_drafts(self, shards: Sequence[Shard]) -> dict[int, float]:
-        return self._worker.tried_drafts(shards)
+        with ends_process_if_device_is_lost():
+            return self._worker.tried_drafts(shards)
 
     @ray.method(concurrency_group="look")
     def look(self) -> tuple[int, float, int]:

@@ -8,10 +8,12 @@ It knows no tables, templates or runs. docs/ray-data.md says how it is used.
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 from pydantic import ValidationError
 
@@ -19,6 +21,7 @@ from laserbatch.pipeline.budget.choice import budget_step_cost, side_budget
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
+from laserbatch.pipeline.distributed.device_loss import ends_process_if_device_is_lost
 from laserbatch.pipeline.distributed.settings import usable_cores
 from laserbatch.pipeline.engines.own import OwnEngine
 from laserbatch.pipeline.errors import ConfigError, RowError
@@ -94,8 +97,14 @@ class TextWriter:
 
         A row that cannot be written has an `error` that begins with a stable word and an empty text; others go on.
 
-        Raises KeyError where there is no column `prompt`.
+        Raises KeyError where there is no column `prompt`, and DeviceLost after a CUDA error that leaves this process no
+        device; an actor of Ray ends its process instead, so that another one writes the batch.
         """
+        is_actor = ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
+        with ends_process_if_device_is_lost() if is_actor else nullcontext():
+            return self._written(batch)
+
+    def _written(self, batch: Batch) -> Batch:
         if self._budget is None:
             self._budget = self._chosen_budget("previous" in batch)
         num_rows = len(batch["prompt"])

@@ -9,10 +9,12 @@ from transformers import AutoConfig
 
 from laserbatch.pipeline.decoding import device_memory
 from laserbatch.pipeline.decoding.device_memory import (
+    DeviceLost,
     Memory,
     cache_bound,
     cache_bytes_per_token,
     host_memory,
+    is_device_lost,
     is_out_of_memory,
     memory_of,
     num_stored_values,
@@ -137,9 +139,60 @@ def test_engines_of_a_machine_share_its_memory_but_no_gpu(monkeypatch, device, n
     assert cache_bound(torch.device(device), 64, num_sharing) == expected
 
 
-def test_out_of_memory_is_told_from_other_errors():
+def test_a_host_allocation_that_torch_refuses_is_out_of_memory():
     with pytest.raises(RuntimeError) as refused:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert is_out_of_memory(refused.value)
-    assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert not is_out_of_memory(RuntimeError("shapes differ")) and not is_out_of_memory(ValueError())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported later"),
+        RuntimeError("CUDA driver error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+    ids=str,
+)
+def test_every_form_of_out_of_memory_counts_and_loses_no_device(error):
+    assert is_out_of_memory(error) and not is_device_lost(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        torch.AcceleratorError("unspecified launch failure"),
+        RuntimeError("CUDA error: uncorrectable ECC error encountered"),
+        RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be reported later"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(handle)`"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        DeviceLost("as the engine says it"),
+    ],
+    ids=str,
+)
+def test_errors_after_which_a_process_cannot_use_its_device(error):
+    assert is_device_lost(error) and not is_out_of_memory(error)
+    with pytest.raises(ModelError) as raised:
+        raise ModelError("the weights cannot be loaded") from error
+    assert is_device_lost(raised.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError(),
+        RuntimeError("shapes differ"),
+        RuntimeError("out of memory, says a model's own code"),
+        torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing"),
+        torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device"),
+        RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
+        RuntimeError("Triton Error [CUDA]: invalid argument"),
+    ],
+    ids=str,
+)
+def test_other_errors_are_neither(error):
+    assert not is_out_of_memory(error) and not is_device_lost(error)

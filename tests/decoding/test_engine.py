@@ -1,3 +1,4 @@
+import itertools
 import json
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from tiny_models import (
     tiny_prompts,
 )
 
+from laserbatch.pipeline.decoding.device_memory import DeviceLost
 from laserbatch.pipeline.decoding.drafters import Drafter
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
@@ -141,6 +143,38 @@ def test_a_sequence_that_breaks_the_model_fails_alone(drafter):
     assert failure.reason == "model-error: RuntimeError: out of memory, say"
     assert {int(i): r.token_ids.tolist() for i, r in found.items()} == dict(enumerate(texts))
     assert engine.cache.num_live_rows == 0
+
+
+@pytest.mark.parametrize("num_good", [1, 6])
+def test_a_lost_device_ends_the_stream_and_fails_no_text(num_good):
+    """Every later call fails too, so that no text may be tried alone."""
+    engine = tiny_engine(MODEL, batch_size=4)
+    forward, num_forwards = engine.runner.forward, itertools.count(1)
+
+    def broken(*step):
+        if next(num_forwards) > num_good:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return forward(*step)
+
+    engine.runner.forward = broken
+    found = []
+    with pytest.raises(DeviceLost, match="illegal memory access"):
+        found.extend(engine.generate(requests_for(PROMPTS, 12), PromptLookupDrafter(), Greedy()))
+    assert next(num_forwards) == num_good + 2, "a forward was tried again"
+    assert not any(isinstance(one, GenerationFailure) for one in found)
+    assert engine.cache.num_live_rows == 0
+
+
+def test_a_device_that_is_lost_while_texts_are_tried_alone_ends_the_stream():
+    engine = tiny_engine(MODEL, batch_size=4)
+    errors = iter([RuntimeError("shapes differ"), torch.AcceleratorError("CUDA error: unspecified launch failure")])
+
+    def broken(*step):
+        raise next(errors)
+
+    engine.runner.forward = broken
+    with pytest.raises(DeviceLost, match="unspecified launch failure"):
+        list(engine.generate(requests_for(PROMPTS, 12)))
 
 
 def test_logits_that_are_not_finite_fail_alone():

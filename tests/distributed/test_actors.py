@@ -128,6 +128,45 @@ def test_a_killed_workers_shard_is_done_again_by_another_under_the_budget_that_w
     assert texts(tmp_path / "killed") == texts(tmp_path / "calm")
 
 
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_worker_whose_gpu_is_lost_ends_its_process_and_no_text_is_lost(cluster, world, tmp_path, monkeypatch):
+    calm_shards, calm = planned(world, tmp_path / "calm")
+    alone = ShardWorker(calm)
+    for shard in calm_shards:
+        alone.run(shard)
+    ended = tmp_path / "ended"
+
+    class Failing(actors._Worker):
+        """In the first process that gets so far, the sixth forward of a shard and all later ones fail."""
+
+        def run(self, spec, shard, budget):
+            runner, num_forwards = self._worker.engine.engine.runner, 0
+            forward = runner.forward
+
+            def failing(*step):
+                nonlocal num_forwards
+                num_forwards += 1
+                if num_forwards == 6 and not ended.exists():
+                    ended.write_text(str(os.getpid()))
+                if ended.exists() and ended.read_text() == str(os.getpid()):
+                    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+                return forward(*step)
+
+            runner.forward = failing
+            return super().run(spec, shard, budget)
+
+    monkeypatch.setattr(actors, "_Worker", Failing)
+    shards, spec = planned(world, tmp_path / "lost")
+    with hired(spec, cluster, 3) as crew:
+        outcomes = list(run_shards(shards, crew))
+        assert crew.num_lost == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(ended.read_text()), 0)
+    assert sum(record.num_quarantined for _, record in outcomes) == 0
+    assert texts(tmp_path / "lost") == texts(tmp_path / "calm")
+
+
 def test_a_worker_that_does_not_see_the_runs_folder_says_so_with_its_host(world, tmp_path, monkeypatch):
     """On another machine, say, where the folder is missing or an old copy."""
     monkeypatch.setattr(loading, "MOST_UNSEEN_S", 0.3)

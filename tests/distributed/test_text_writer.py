@@ -1,12 +1,15 @@
 """Texts of prompts for Ray Data: the same as the engine's own, whatever shares a batch, and under a real Ray."""
 
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
+from ray import cloudpickle
 
+from laserbatch.pipeline.decoding.device_memory import DeviceLost
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
 from laserbatch.pipeline.decoding.sequence import GenerationRequest
@@ -90,3 +93,44 @@ def test_under_ray_data_as_the_page_has_it(plain, pools):
     finally:
         ray.shutdown()
     assert [texts[prompt] for prompt in PROMPTS] == [text for *_, text in plain]
+
+
+class FailingOnce(TextWriter):
+    """The first process that writes loses its GPU."""
+
+    def __init__(self, ended: Path, **options) -> None:
+        super().__init__(**options)
+        if not ended.exists():
+            ended.touch()
+            self._engine.engine.runner.forward = lost_device
+
+
+def lost_device(*_):
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_an_actor_whose_gpu_is_lost_ends_and_another_writes_its_batch(plain, tmp_path):
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    try:
+        written = ray.data.from_items([{"prompt": prompt} for prompt in PROMPTS]).map_batches(
+            FailingOnce,
+            fn_constructor_kwargs={"ended": tmp_path / "ended", "model": "sample", "device": "cpu"} | FIXED,
+            compute=ray.data.ActorPoolStrategy(size=1),
+            num_cpus=1,
+        )
+        texts = {row["prompt"]: row["text"] for row in written.take_all()}
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+        ray.shutdown()
+    assert (tmp_path / "ended").exists()
+    assert [texts[prompt] for prompt in PROMPTS] == [text for *_, text in plain]
+
+
+def test_outside_ray_a_lost_gpu_is_an_error_of_the_caller(monkeypatch):
+    write = TextWriter(device="cpu", **FIXED)
+    monkeypatch.setattr(write._engine.engine.runner, "forward", lost_device)
+    with pytest.raises(DeviceLost, match="illegal memory access"):
+        write({"prompt": np.array(PROMPTS[:1], object)})

@@ -13,7 +13,7 @@ import torch
 from laserbatch.pipeline.decoding.attention.interface import EagerAttention, StepPlan, planned
 from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata, attention_metadata
 from laserbatch.pipeline.decoding.batch import Batch, Feed
-from laserbatch.pipeline.decoding.device_memory import is_out_of_memory, to_device
+from laserbatch.pipeline.decoding.device_memory import is_device_lost, is_out_of_memory, to_device
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.cuda_graphs import BufferedForward, kernel_for
 from laserbatch.pipeline.decoding.model.output_head import HiddenRows, OutputHead, StepLogits
@@ -73,7 +73,7 @@ class ModelRunner:
             try:
                 return StepOutput(self.buffered.run(batch, metadata), batch)
             except Exception as error:
-                if is_out_of_memory(error) or self._attention == "triton":
+                if is_out_of_memory(error) or is_device_lost(error) or self._attention == "triton":
                     raise
                 logger.warning("the attention kernel failed (%s); attention is torch's from here on", error)
                 self.buffered = None
