@@ -8,6 +8,7 @@ A text depends on its own request alone: not on what shares its batch, nor on th
 which the shape of a forward can change).
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -31,9 +32,12 @@ from laserbatch.pipeline.decoding.step import Step, Stream, commit, observation_
 from laserbatch.pipeline.decoding.token_tree import TreeBatch, prune
 from laserbatch.pipeline.decoding.verifiers import Verifier, verifier_from
 
+logger = logging.getLogger(__name__)
+
 # Prompt tokens of one step. A CPU computes them fastest in parts of this size (per token 2 times faster than 2048), and
 # such a part takes about as long as the step's drafts of a batch of 16: what decodes meanwhile goes at half speed.
 PREFILL_TOKENS = {"cpu": 256, "cuda": 2048}
+MIN_WARM_UP_TOKENS = 32  # of the longest text that is expected; fewer steps do not repay captures before them
 MOST_DRAFT_THREADS = 4  # two were measured (`benchmarks/drafting.py`: two thirds of the time of one), more were not
 
 
@@ -55,7 +59,7 @@ class Engine:
         self.max_prefill_tokens = PREFILL_TOKENS["cuda" if self.device.type == "cuda" else "cpu"]
         self.runner = ModelRunner(loaded.model, self.cache, self.device, self.settings.attention)
         self.num_forwards = 0  # of all streams
-        self.costliest_step_s = 0.0  # from a forward's begin to its commit
+        self.costliest_step_s = 0.0  # launch and landing, without what the caller does between them
         self.draft_models = DraftModels()
         self._is_end = np.zeros(self.vocab_size, bool)
         self._is_end[list(self.end_ids)] = True
@@ -94,11 +98,16 @@ class Engine:
         drafter : None decodes plainly, one token a step.
         verifier : None is the one the settings name.
         budget : how much of a draft is verified; None is that of the settings.
+
+        Raises
+        ------
+        DeviceLost : a CUDA error after which this process can compute nothing more; no text is failed for it.
         """
         verifier = verifier or verifier_from(self.settings)
         stream = self.begin(requests, drafter or NoDrafter(), verifier, budget or Budget.of(self.settings))
         scheduler = stream.scheduler
         ended: deque[tuple[Sequence, str | GenerationFailure]] = deque()  # whose results are not yielded yet
+        is_warm = self.device.type != "cuda"
         try:
             while True:
                 if not scheduler.live:  # no step to hand them over behind
@@ -106,6 +115,10 @@ class Engine:
                 yield from scheduler.admit()
                 if not scheduler.live:
                     return
+                # The first step makes the cache's memory. A stream that never fills the batch is not worth it.
+                if not is_warm and self.cache.layers and len(scheduler.live) == self.concurrency.limit:
+                    self._warm_up(stream)
+                    is_warm = True
                 step = self.launch(stream)
                 yield from self._results(ended)
                 ended += self.land(step, stream)
@@ -126,6 +139,24 @@ class Engine:
         scheduler = Scheduler(requests, self.cache, concurrency or self.concurrency, limits, self.max_prefill_tokens)
         return Stream(scheduler, drafter, verifier, budget)
 
+    def _warm_up(self, stream: Stream) -> None:
+        """Capture the steps of a full batch, over a cache that has room for what its texts may become."""
+        live = stream.scheduler.live
+        expected = [self.concurrency.expected_output(one) for one in live]
+        if self.runner.buffered is None or max(expected) < MIN_WARM_UP_TOKENS:
+            return
+        max_draft_tokens = 0 if isinstance(stream.drafter, NoDrafter) else stream.budget.max_draft_tokens
+        ends = [one.num_prompt + new + max_draft_tokens for one, new in zip(live, expected, strict=True)]
+        longest = max(len(one.context) for one in live)
+        self.num_forwards += 1  # another stream's step, if one is under way, is overtaken
+        try:
+            self.cache.grow_to(sum(ends) + self.max_prefill_tokens)
+            self.runner.buffered.warm_up(len(live), max_draft_tokens, longest, max(longest, *ends))
+        except Exception as error:
+            recovery.require_device(error)
+            logger.warning("no steps were captured before the first text: %s", error)
+            torch.cuda.empty_cache()
+
     def launch(self, stream: Stream) -> Step | None:
         """Draft and begin the forward, which on CUDA is only queued; None: no room even for one sequence."""
         step = self._draft(stream)
@@ -134,22 +165,24 @@ class Engine:
                 return None
             stream.scheduler.preempt(1)
             step = self._draft(stream)
+        began_s = time.perf_counter()
         try:
             self._forward(step)
         except Exception as error:
             step.error = error
+        step.launch_s = time.perf_counter() - began_s
         return step
 
     def land(self, step: Step | None, stream: Stream) -> list[tuple[Sequence, str | GenerationFailure]]:
         """Verify and commit. The sequences that ended, live no more, each with its finish reason or failure."""
-        scheduler = stream.scheduler
+        scheduler, began_s = stream.scheduler, time.perf_counter()
         outcomes = recovery.fail_alone(self.cache, scheduler.live[0]) if step is None else self._outcomes(step, stream)
         ended = [(one, outcomes[id(one)]) for one in scheduler.live if id(one) in outcomes]
         for sequence, _ in ended:
             scheduler.finish(sequence)
             stream.drafter.forget(sequence)
         if step is not None:
-            self.costliest_step_s = max(self.costliest_step_s, time.perf_counter() - step.began_s)
+            self.costliest_step_s = max(self.costliest_step_s, step.launch_s + time.perf_counter() - began_s)
         return ended
 
     def _outcomes(self, step: Step, stream: Stream) -> recovery.Outcomes:
@@ -188,7 +221,7 @@ class Engine:
     def _forward(self, step: Step) -> None:
         """Run the model, or on CUDA have it run; the output holds until the next forward of any stream."""
         self.num_forwards += 1
-        step.number, step.began_s = self.num_forwards, time.perf_counter()
+        step.number = self.num_forwards
         step.output = self.runner.forward(step.feeds, step.trees)
 
     def _verify(self, step: Step, verifier: Verifier) -> list[Acceptance | None]:

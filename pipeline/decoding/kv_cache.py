@@ -133,6 +133,13 @@ class KVCache:
             self._forget_first()
         return self.num_free >= num_tokens or self._grow(num_tokens - self.num_free)
 
+    def grow_to(self, num_tokens: int) -> None:
+        """Have so many slots now, as far as bound and device allow it: later growth moves keys, which voids graphs."""
+        bound = self.max_tokens
+        missing = min(num_tokens, bound) - self.capacity
+        if missing > 0 and not self._grow(missing):
+            self.max_tokens = bound  # less may still be had, when it is needed
+
     def reserve(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Free slots, int64[sum of counts]: for the next forward to write, free until committed.
 

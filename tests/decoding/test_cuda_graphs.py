@@ -1,6 +1,9 @@
 """Forwards over ragged index arrays, padded and not, captured and not, against those over groups and masks."""
 
+import gc
+import json
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +25,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata, LaunchShape
 from laserbatch.pipeline.decoding.batch import Feed
 from laserbatch.pipeline.decoding.kv_cache import KVCache
-from laserbatch.pipeline.decoding.model.cuda_graphs import TOKEN_BUCKETS, Bucket, BufferedForward, kernel_for
+from laserbatch.pipeline.decoding.model import cuda_graphs
+from laserbatch.pipeline.decoding.model.cuda_graphs import (
+    MAX_PROMPT_BUCKET,
+    TOKEN_BUCKETS,
+    Bucket,
+    BufferedForward,
+    kernel_for,
+    likely_steps,
+)
 from laserbatch.pipeline.decoding.model.load import prepare_model
 from laserbatch.pipeline.decoding.model.runner import ModelRunner
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
@@ -139,29 +150,171 @@ def test_masked_attention_of_these_tests_equals_the_slow_one(architecture):
 class CountingForward(BufferedForward):
     """Captures a bucket as a call that is made again."""
 
-    num_captured = num_replayed = 0
-
     def _capture(self, bucket: Bucket, shape: LaunchShape) -> None:
         bucket.graph = lambda: self._forward(bucket.buffers, shape)
-        self.num_captured += 1
 
     def _replay(self, bucket: Bucket) -> torch.Tensor:
-        self.num_replayed += 1
         return bucket.graph()
 
 
+class OutOfMemoryForward(CountingForward):
+    """Captures run out of memory as long as `num_missing` is above 0."""
+
+    num_missing = 0
+
+    def _capture(self, bucket: Bucket, shape: LaunchShape) -> None:
+        if self.num_missing:
+            self.num_missing -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        super()._capture(bucket, shape)
+
+
+def stepping(model, kind):
+    """A runner that captures by `kind`, and a function that takes a step of one token."""
+    runner = buffered_runner(model, masked_attention, kind, captures=True)
+    feed = Feed(runner.cache.acquire(np.array([1, 2], np.int32), 60).row, np.array([1], np.int32))
+    return runner, lambda: runner.forward([feed]).logits.clone()
+
+
+def counts(forward: BufferedForward) -> tuple[int, int, int, int]:
+    return forward.num_captures, forward.num_failed_captures, forward.num_replays, forward.num_eager_steps
+
+
 def test_captured_steps_are_dropped_when_the_store_has_grown():
-    model = prepared()
-    runner = buffered_runner(model, masked_attention, CountingForward, captures=True)
-    counting = runner.buffered
-    row = runner.cache.acquire(np.array([1, 2], np.int32), 60).row
-    feed = Feed(row, np.array([1], np.int32))
-    first = [runner.forward([feed]).logits.clone() for _ in range(3)][-1]
-    assert (counting.num_captured, counting.num_replayed) == (1, 2)
+    """Memory of other strides may need other kernels, which an eager step compiles before the next capture."""
+    runner, step = stepping(prepared(), CountingForward)
+    first = [step() for _ in range(3)][-1]
+    assert counts(runner.buffered) == (1, 0, 2, 1)
     assert runner.cache.make_room(runner.cache.capacity + 1)
-    again = runner.forward([feed]).logits
-    assert (counting.num_captured, counting.num_replayed) == (2, 3)
-    torch.testing.assert_close(again, first)
+    for expected in ((1, 0, 2, 2), (2, 0, 3, 2), (2, 0, 4, 2)):
+        torch.testing.assert_close(step(), first)
+        assert counts(runner.buffered) == expected
+
+
+def test_a_cache_of_another_capacity_at_the_same_addresses_voids_a_graph():
+    runner, step = stepping(prepared(), CountingForward)
+    [step() for _ in range(3)]
+    assert counts(runner.buffered) == (1, 0, 2, 1)
+    runner.cache.capacity -= 1  # of the same tensors
+    step()
+    assert counts(runner.buffered) == (1, 0, 2, 2)
+
+
+def test_tensors_that_the_head_allocated_anew_void_a_graph():
+    runner, step = stepping(prepared(), CountingForward)
+    tables = [torch.zeros(1)]
+    runner.head.static_tensors = lambda: tables
+    [step() for _ in range(3)]
+    tables[:] = [torch.zeros(1)]
+    step()
+    assert counts(runner.buffered) == (1, 0, 2, 2)
+
+
+def test_a_first_step_that_fails_is_not_taken_for_one_that_has_compiled():
+    runner, step = stepping(prepared(), CountingForward)
+    forward, errors = runner.buffered._forward, [torch.OutOfMemoryError("CUDA out of memory")]
+
+    def failing_once(buffers, shape):
+        if errors:
+            raise errors.pop()
+        return forward(buffers, shape)
+
+    runner.buffered._forward = failing_once
+    with pytest.raises(torch.OutOfMemoryError):
+        step()
+    step()
+    assert runner.buffered.num_captures == 0
+    step()
+    assert runner.buffered.num_captures == 1
+
+
+def test_a_capture_without_memory_drops_all_graphs_and_is_tried_again_later(monkeypatch, caplog):
+    monkeypatch.setattr(cuda_graphs, "RETRY_STEPS", 3)
+    runner, step = stepping(prepared(), OutOfMemoryForward)
+    forward = runner.buffered
+    first = [step() for _ in range(2)][-1]
+    (captured,) = forward.buckets.values()
+    other = runner.cache.acquire(np.array([3, 4], np.int32), 60).row
+    pair = [Feed(row, np.array([1], np.int32)) for row in (0, other)]
+    forward.num_missing = 1
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            runner.forward(pair)
+    assert counts(forward) == (1, 1, 1, 3) and captured.graph is None
+    assert [message.partition("; ")[2] for message in caplog.messages] == ["the next capture is after 3 steps"]
+    for expected in ((1, 1, 1, 4), (1, 1, 1, 5), (2, 1, 2, 5)):
+        torch.testing.assert_close(step(), first)
+        assert counts(forward) == expected
+
+
+def test_captures_that_run_out_of_memory_again_and_again_are_given_up(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "RETRY_STEPS", 1)
+    runner, step = stepping(prepared(), OutOfMemoryForward)
+    runner.buffered.num_missing = 9
+    [step() for _ in range(20)]
+    assert counts(runner.buffered) == (0, cuda_graphs.MAX_OUT_OF_MEMORY, 0, 20)
+
+
+def test_no_garbage_is_collected_in_a_capture():
+    class Looking(CountingForward):
+        def _capture(self, bucket, shape):
+            assert not gc.isenabled()
+            super()._capture(bucket, shape)
+
+    runner, step = stepping(prepared(), Looking)
+    [step() for _ in range(2)]
+    assert gc.isenabled() and counts(runner.buffered) == (1, 0, 1, 1)
+
+
+def test_buckets_that_were_not_used_for_the_longest_time_are_dropped(monkeypatch):
+    runner = buffered_runner(prepared(), masked_attention, CountingForward, captures=True)
+    forward, shapes = runner.buffered, [LaunchShape(parts, 1) for parts in (1, 2, 4)]
+    monkeypatch.setattr(cuda_graphs, "MAX_BUCKETS", 2)
+    for number in (0, 1, 0, 2):
+        forward._bucket(8, shapes[number])
+    assert list(forward.buckets) == [(8, shapes[0]), (8, shapes[2])]
+    monkeypatch.setattr(cuda_graphs, "MAX_BUFFER_BYTES", 1)
+    forward._bucket(16, shapes[0])
+    assert list(forward.buckets) == [(16, shapes[0])]
+
+
+@pytest.mark.parametrize("corpus", ["reki", "goodreads"])
+def test_padding_of_published_texts_steps_is_small(corpus):
+    """Steps of a batch of 64 with 8 drafts each, by size and wanted logits: of `host_time.stream_turn`."""
+    steps = json.loads((Path(__file__).parent / "step_sizes.json").read_text())[corpus]
+    padded_tokens = BufferedForward._padded_tokens
+    bucketed = [(n, padded_tokens(None, n, wanted), count) for n, wanted, count in steps]
+    num_tokens, num_padded = (sum(one[place] * one[2] for one in bucketed if one[1] is not None) for place in (0, 1))
+    assert num_padded / num_tokens - 1 <= 0.08
+    assert sum(count for _, padded, count in bucketed if padded is None) < 0.01 * sum(one[2] for one in bucketed)
+
+
+def test_likely_steps_are_all_sizes_of_a_full_batch_those_of_the_longest_texts_first():
+    assert likely_steps(64, 0, 300, 700) == [(64, LaunchShape(4, 1)), (64, LaunchShape(2, 1))]
+    sizes = [size for size, _ in likely_steps(64, 8, 600, 700)]
+    assert sizes == list(range(64, 577, 64))
+    assert likely_steps(20, 1, 9, 9) == [
+        (num, LaunchShape(1, tile)) for num, tile in ((24, 1), (24, 4), (32, 4), (48, 4))
+    ]
+    assert likely_steps(4096, 0, 9, 9) == []
+
+
+def test_what_was_captured_before_is_replayed_by_the_first_step_of_its_size():
+    runner, step = stepping(prepared(), CountingForward)
+    first, forward = step(), runner.buffered
+    expected = [(num, LaunchShape(1, tile)) for num, tile in ((1, 1), (2, 4), (4, 4))]
+    forward.warm_up(1, 3, 3, 30)
+    assert list(forward.buckets) == expected and all(bucket.graph for bucket in forward.buckets.values())
+    num_eager = forward.num_eager_steps
+    torch.testing.assert_close(step(), first)
+    tree = TreeBatch.of([random_tree(np.random.default_rng(0), 3, VOCAB)])
+    feed = Feed(0, np.array([1], np.int32))
+    plain = ModelRunner(runner.model, KVCache(6), CPU)
+    assert plain.cache.acquire(np.array([1, 2], np.int32), 60).row == 0
+    torch.testing.assert_close(runner.forward([feed], tree).logits, plain.forward([feed], tree).logits)
+    assert forward.num_eager_steps == num_eager
+    forward.warm_up(1, 3, 3, 30)
+    assert forward.num_eager_steps == num_eager, "what is captured was captured again"
 
 
 def test_a_step_whose_memory_was_given_back_is_not_captured():
@@ -174,10 +327,10 @@ def test_a_step_whose_memory_was_given_back_is_not_captured():
     first = [runner.forward([feed]).logits.clone() for _ in range(2)][-1]
     given_back = runner.cache.layers  # held, so that the next memory lies elsewhere
     runner.cache.drop_unused()
-    assert given_back and not runner.cache.layers and counting.num_captured == 1
-    for num_captured in (1, 2):
+    assert given_back and not runner.cache.layers and counting.num_captures == 1
+    for num_captures in (1, 2):
         torch.testing.assert_close(runner.forward([feed]).logits, first)
-        assert counting.num_captured == num_captured
+        assert counting.num_captures == num_captures
 
 
 class RefusesDeviceReads(TorchDispatchMode):
@@ -220,7 +373,7 @@ def test_without_a_device_capture_fails_once_and_steps_go_on(caplog):
     capturing = buffered_runner(model, masked_attention, captures=True)
     with caplog.at_level(logging.WARNING):
         assert_equal_logits([buffered_runner(model, reference_attention), capturing], num_steps=12)
-    assert sum("CUDA graphs cannot be captured" in message for message in caplog.messages) == 1
+    assert sum("a CUDA graph cannot be captured" in message for message in caplog.messages) == 1
 
 
 @pytest.mark.parametrize("fault", ["raises", "is wrong"])
@@ -238,14 +391,15 @@ def test_a_kernel_that_fails_is_given_up_with_a_warning(caplog, fault):
     assert sum("the attention kernel failed" in message for message in caplog.messages) == 1
 
 
-def test_prompts_and_large_steps_are_not_padded():
+def test_large_steps_are_not_padded_and_those_of_prompts_are_large_sooner():
     model = prepared()
     runner = buffered_runner(model, reference_attention)
     row = runner.cache.acquire(np.arange(90, dtype=np.int32), 100).row
     runner.forward([Feed(row, np.arange(80, dtype=np.int32))])
-    assert not runner.buffered.buckets
-    most = TOKEN_BUCKETS[-1]
-    assert [runner.buffered._padded_tokens(size, size) for size in (most, most + 1)] == [most, None]
+    assert [size for size, _ in runner.buffered.buckets] == [128]
+    padded_tokens, largest = runner.buffered._padded_tokens, TOKEN_BUCKETS[-1]
+    assert [padded_tokens(size, size) for size in (largest, largest + 1)] == [largest, None]
+    assert [padded_tokens(size, 1) for size in (MAX_PROMPT_BUCKET, MAX_PROMPT_BUCKET + 1)] == [MAX_PROMPT_BUCKET, None]
 
 
 def test_a_kernel_is_only_used_where_it_can_be():

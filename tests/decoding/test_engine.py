@@ -145,6 +145,22 @@ def test_a_sequence_that_breaks_the_model_fails_alone(drafter):
     assert engine.cache.num_live_rows == 0
 
 
+def test_what_the_caller_does_between_texts_is_no_part_of_a_step(monkeypatch):
+    now_s = [0.0]
+    monkeypatch.setattr("laserbatch.pipeline.decoding.engine.time.perf_counter", lambda: now_s[0])
+    engine = tiny_engine(MODEL, batch_size=2)
+    forward = engine.runner.forward
+
+    def clocked(*step):
+        now_s[0] += 3.0
+        return forward(*step)
+
+    engine.runner.forward = clocked
+    for _ in engine.generate(requests_for(PROMPTS, 5)):
+        now_s[0] += 100.0
+    assert engine.costliest_step_s == 3.0
+
+
 @pytest.mark.parametrize("num_good", [1, 6])
 def test_a_lost_device_ends_the_stream_and_fails_no_text(num_good):
     """Every later call fails too, so that no text may be tried alone."""

@@ -124,6 +124,57 @@ def test_a_step_within_a_long_prompt_waits_once_too():
     assert [num_waits for num_waits, _ in steps] == [1] * 8
 
 
+LONG_TEXTS = [np.arange(start, start + 9, dtype=np.int32) for start in (20, 40, 60)]
+
+
+def endless_engine() -> Engine:
+    """No token ends a text before its limit."""
+    engine = engine_on_device(tiny_model())
+    engine._is_end[:] = False
+    return engine
+
+
+def test_the_steps_of_a_full_batch_are_captured_before_they_are_needed():
+    with pretend_cuda() as cuda, KERNEL:
+        engine = endless_engine()
+        steps = watch_steps(engine, cuda)
+        results = list(engine.generate(requests_for(LONG_TEXTS, 40)))
+        capacity = engine.cache.capacity
+    assert [len(result.token_ids) for result in results] == [40] * 3
+    assert capacity >= 3 * (9 + 40)
+    assert steps == [(steps[0][0], False)] + [(1, True)] * 39, "all but the prompts are replayed"
+
+
+@pytest.mark.parametrize("prompts, num_new", [(LONG_TEXTS[:2], 40), (LONG_TEXTS, 20)])
+def test_a_stream_of_few_steps_captures_nothing_before_it_is_needed(prompts, num_new):
+    with pretend_cuda() as cuda, KERNEL:
+        engine = endless_engine()
+        steps = watch_steps(engine, cuda)
+        list(engine.generate(requests_for(prompts, num_new)))
+    assert [is_replayed for _, is_replayed in steps[:4]] == [False, False, True, True]
+
+
+def test_a_stream_goes_on_where_memory_runs_out_before_its_first_text(caplog):
+    with pretend_cuda() as cuda, KERNEL, caplog.at_level(logging.WARNING):
+        engine = endless_engine()
+        steps = watch_steps(engine, cuda)
+        forward, is_warming, failed = engine.runner.buffered._forward, [], []
+
+        def failing(*arguments):
+            if is_warming:
+                failed.append(is_warming.pop())
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return forward(*arguments)
+
+        grow_to = engine.cache.grow_to
+        engine.cache.grow_to = lambda num_tokens: grow_to(num_tokens) or is_warming.append(True)
+        engine.runner.buffered._forward = failing
+        results = list(engine.generate(requests_for(LONG_TEXTS, 40)))
+    assert failed and [len(result.token_ids) for result in results] == [40] * 3
+    assert [is_replayed for _, is_replayed in steps[:4]] == [False, False, True, True]
+    assert ["no steps were captured before the first text" in message for message in caplog.messages] == [True]
+
+
 def test_drafts_take_several_threads_beside_a_device_and_one_beside_torchs(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     assert tiny_engine(tiny_model()).num_draft_threads == 1

@@ -1,18 +1,22 @@
 """A model's forward through static buffers, with a kernel's attention; on CUDA small steps are replayed as CUDA graphs.
 
-A step of few tokens is padded to a bucket, whose buffers stay where they are. On CUDA a bucket's first step runs
-eagerly, its second is captured, and later ones are replayed, up to hidden states. Large steps, and those that want few
-of their logits (prompts), run eagerly in buffers of their own. The path is the same without capture.
+A step of up to 2,048 tokens is padded to a bucket, whose buffers stay where they are. On CUDA a bucket's first step
+runs eagerly, its second is captured, and later ones are replayed, up to hidden states. Larger steps, and large ones
+that are mostly prompts, run eagerly in buffers of their own. The path is the same without capture.
 
 Capture and replay (`_capture`, `_replay`) have not been run on a GPU yet. What goes wrong there must not stop a night:
-the kernel is compared with torch's attention once for each kind of layer, and a capture that fails leaves eager steps.
+the kernel is compared with torch's attention once for each kind of layer, and a capture that fails leaves eager steps:
+where memory ran out for a while, else for good.
 """
 
+import gc
 import importlib.util
 import logging
-from collections.abc import Callable
-from contextlib import nullcontext
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -20,14 +24,22 @@ import torch
 from laserbatch.pipeline.decoding.attention.interface import CheckedKernel, EagerAttention, StepPlan, planned
 from laserbatch.pipeline.decoding.attention.metadata import PART_KEYS, AttentionMetadata, LaunchShape
 from laserbatch.pipeline.decoding.batch import Batch
+from laserbatch.pipeline.decoding.device_memory import is_out_of_memory
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.output_head import HiddenRows, OutputHead, StepLogits
 from laserbatch.pipeline.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
-TOKEN_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-LEAST_WANTED = 0.5  # share of a step's tokens whose logits are wanted, below which it is taken for prompts
+# Padding is at most 64 tokens up to 1,024 and 128 above: 4 to 8 % of the tokens of a batch of 64 that drafts 8 each.
+TOKEN_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 1024, 64), *range(1024, 2049, 128))
+MAX_PROMPT_BUCKET = 1024  # tokens of a step that is mostly prompts, above which its computation hides its launches
+MIN_WANTED = 0.5  # share of a step's tokens whose logits are wanted, below which it is mostly prompts
+MAX_BUCKETS = 96  # graphs and buffers that are kept, of the last steps
+MAX_BUFFER_BYTES = 256 << 20  # of their buffers together, on the host and again on the device
+MAX_OUT_OF_MEMORY = 3  # captures that ran out of memory, after which there is no further one
+RETRY_STEPS = 500  # eager steps after a capture that ran out of memory
+MAX_WARM_UP_CAPTURES = 24  # of 50 to 150 ms each
 ALIGNMENT = 16  # bytes; Triton compiles a kernel anew for pointers that are less aligned
 
 
@@ -61,6 +73,7 @@ class StepBuffers:
             start = -(-end // ALIGNMENT) * ALIGNMENT
             end = start + np.dtype(dtype).itemsize * count
             places[name] = slice(start, end)
+        self.num_bytes = end
         on_cuda = device.type == "cuda"
         self._host = torch.zeros(end, dtype=torch.uint8, pin_memory=on_cuda)
         self._device = torch.zeros(end, dtype=torch.uint8, device=device)
@@ -72,10 +85,18 @@ class StepBuffers:
         self.token_ids, self.positions, self.slot_mapping = map(views.pop, ("token_ids", "positions", "slot_mapping"))
         self.metadata = AttentionMetadata(positions=views.pop("metadata_positions"), **views)
 
+    def fill_padding(self, scratch_slot: int) -> None:
+        """A step of one token that no text has, whose keys nobody reads."""
+        zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
+        slot, until_one = np.full(1, scratch_slot, np.int32), np.arange(2, dtype=np.int32)
+        token = SimpleNamespace(token_ids=zero, positions=zero, slot_mapping=slot)
+        self.fill(
+            token, AttentionMetadata(slot, until_one, zero, until_one, one, zero.astype(np.int64), zero), scratch_slot
+        )
+
     def fill(self, batch: Batch, metadata: AttentionMetadata, scratch_slot: int) -> None:
         """Write a batch's numbers and padding, and send them to the device; what `scratch_slot` holds is never read."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        self.wait()
         self._put("token_ids", batch.token_ids, 0)
         self._put("positions", batch.positions, 0)
         self._put("slot_mapping", batch.slot_mapping, scratch_slot)
@@ -92,6 +113,11 @@ class StepBuffers:
             self._copied.record()
         self.eager = EagerAttention(metadata, self._device.device)
 
+    def wait(self) -> None:
+        """Until the numbers are on the device, so that others may be written."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
     def _put(self, name: str, values: np.ndarray, padding: int) -> None:
         array = self._arrays[name]
         array[: len(values)] = values
@@ -100,10 +126,13 @@ class StepBuffers:
 
 @dataclass
 class Bucket:
-    """Buffers of steps of one size, and on CUDA their captured graph and the hidden states that it leaves."""
+    """Buffers of steps of one size, and on CUDA their captured graph and the hidden states that it leaves.
+
+    `signature` : that of the memory over which the newest eager step ran; None before the first.
+    """
 
     buffers: StepBuffers
-    has_run: bool = False
+    signature: tuple | None = None
     graph: "torch.cuda.CUDAGraph | None" = None
     hidden: torch.Tensor | None = None
 
@@ -112,26 +141,58 @@ class BufferedForward:
     """Runs batches through one model, whose layers call our attention, over one cache.
 
     `kernel` : attention as `attention.metadata` has it, with a further argument `shape`.
+
+    Attributes
+    ----------
+    num_captures, num_failed_captures, num_replays, num_eager_steps : so far; a captured step is replayed at once.
     """
 
     def __init__(
         self, head: OutputHead, cache: KVCache, device: torch.device, kernel: Callable[..., torch.Tensor]
     ) -> None:
-        self.buckets: dict[tuple[int, LaunchShape], Bucket] = {}
+        self.buckets: dict[tuple[int, LaunchShape], Bucket] = {}  # the one that was used last is the last
+        self.num_captures = self.num_failed_captures = self.num_replays = self.num_eager_steps = 0
         self._head = head
         self._cache = cache
         self._device = device
         self._kernel = kernel
         self._captures = device.type == "cuda"
+        self._num_out_of_memory = 0  # captures
+        self._num_pausing = 0  # eager steps before the next capture
         self._checked: set[tuple] = set()  # kinds of layers of which the kernel was compared with torch's attention
-        self._memory: list[int] = []  # where the cache's layers lay when graphs were captured
 
     @torch.inference_mode()
     def run(self, batch: Batch, metadata: AttentionMetadata) -> StepLogits:
         """Logits of the batch's wanted tokens, in their order. Valid until the next step."""
-        # Triton launches on the current device, and streams and events are made there: let it be the model's.
-        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+        with self._on_device():
             return HiddenRows(self._head, self._run(batch, metadata), batch.wanted)
+
+    @torch.inference_mode()
+    def warm_up(self, num_sequences: int, max_draft_tokens: int, min_keys: int, max_keys: int) -> None:
+        """Capture the steps that a full batch will probably take, before they are needed; on CUDA only.
+
+        Call it when the cache has its memory and a step has compared the kernel. The output of that step is void then.
+
+        Parameters
+        ----------
+        max_draft_tokens : of each sequence.
+        min_keys, max_keys : length of the longest sequence now and at its end.
+        """
+        likely = likely_steps(num_sequences, max_draft_tokens, min_keys, max_keys)[:MAX_WARM_UP_CAPTURES]
+        with self._on_device():
+            for num_tokens, shape in likely:
+                bucket = self._bucket(num_tokens, shape)
+                if bucket.graph is None or bucket.signature != self._signature():
+                    bucket.buffers.fill_padding(self._cache.scratch_slot)
+                    for _ in range(2):  # eagerly, then captured
+                        if not self._captures or self._num_pausing:
+                            return
+                        self._run_bucket(bucket, shape)
+                    bucket.buffers.wait()  # now, not in a step
+
+    def _on_device(self) -> AbstractContextManager:
+        """Triton launches on the current device, and streams and events are made there: let it be the model's."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _run(self, batch: Batch, metadata: AttentionMetadata) -> torch.Tensor:
         """What `_forward` gives, maybe with padding behind it."""
@@ -141,43 +202,80 @@ class BufferedForward:
         if num_padded is None:
             buffers = StepBuffers(num_tokens, num_sequences, len(metadata.slots), self._device)
             buffers.fill(batch, metadata, self._cache.scratch_slot)
+            self.num_eager_steps += 1
             return self._forward(buffers, shape)
-        bucket = self.buckets.get((num_padded, shape))
-        if bucket is None:
-            # A sequence has a token at least, so there are never more sequences than tokens.
-            most_sequences = min(num_padded, self._cache.max_rows)
-            num_slots = most_sequences * shape.num_parts * PART_KEYS
-            bucket = Bucket(StepBuffers(num_padded, most_sequences, num_slots, self._device))
-            self.buckets[num_padded, shape] = bucket
+        bucket = self._bucket(num_padded, shape)
         bucket.buffers.fill(batch, metadata, self._cache.scratch_slot)
         return self._run_bucket(bucket, shape)
 
     def _padded_tokens(self, num_tokens: int, num_wanted: int) -> int | None:
         """The bucket's number of tokens, None where a step is better run as it is."""
-        if num_wanted < LEAST_WANTED * num_tokens:
+        if num_tokens > MAX_PROMPT_BUCKET and num_wanted < MIN_WANTED * num_tokens:
             return None
-        return next((size for size in TOKEN_BUCKETS if size >= num_tokens), None)
+        return bucket_of(num_tokens)
+
+    def _bucket(self, num_padded: int, shape: LaunchShape) -> Bucket:
+        """The bucket of a size and shape, which is the last to be dropped now."""
+        bucket = self.buckets.pop((num_padded, shape), None)
+        if bucket is None:
+            # A sequence has a token at least, so there are never more sequences than tokens.
+            max_sequences = min(num_padded, self._cache.max_rows)
+            num_slots = max_sequences * shape.num_parts * PART_KEYS
+            bucket = Bucket(StepBuffers(num_padded, max_sequences, num_slots, self._device))
+            num_bytes = sum((other.buffers.num_bytes for other in self.buckets.values()), bucket.buffers.num_bytes)
+            while self.buckets and (len(self.buckets) >= MAX_BUCKETS or num_bytes > MAX_BUFFER_BYTES):
+                num_bytes -= self.buckets.pop(next(iter(self.buckets))).buffers.num_bytes
+        self.buckets[num_padded, shape] = bucket
+        return bucket
+
+    def _signature(self) -> tuple:
+        """What a captured launch has taken over of memory outside its bucket: if it differs, the launch is void."""
+        cached = [t for layer in self._cache.layers.values() for t in (layer.keys, layer.values)]
+        tensors = [*cached, *getattr(self._head, "static_tensors", list)()]
+        # Other memory may lie at the same addresses: the capacity says how far one head's keys are from the next one's.
+        return (self._cache.capacity, *(tensor.data_ptr() for tensor in tensors))
 
     def _run_bucket(self, bucket: Bucket, shape: LaunchShape) -> torch.Tensor:
         """What `_forward` gives for a filled bucket."""
-        is_first, bucket.has_run = not bucket.has_run, True
-        memory = [t.data_ptr() for layer in self._cache.layers.values() for t in (layer.keys, layer.values)]
-        # The first run compiles kernels, which a capture must not. Without memory (it was given back) a capture would
-        # make the cache anew, and empty it at each replay.
-        if is_first or not memory or not self._captures:
-            return self._forward(bucket.buffers, shape)
-        if memory != self._memory:  # the cache has grown: what was captured reads freed memory
-            self._memory = memory
+        # An eager step compiles kernels, which a capture must not, also for memory of other strides. Without memory (it
+        # was given back) a capture would make the cache anew, and empty it at each replay.
+        if bucket.signature != self._signature():
+            bucket.graph = bucket.hidden = None
+            return self._run_eagerly(bucket, shape)
+        if bucket.graph is None:
+            self._num_pausing = max(0, self._num_pausing - 1)
+            if not self._captures or self._num_pausing or not self._try_capture(bucket, shape):
+                return self._run_eagerly(bucket, shape)
+        self.num_replays += 1
+        return self._replay(bucket)
+
+    def _run_eagerly(self, bucket: Bucket, shape: LaunchShape) -> torch.Tensor:
+        self.num_eager_steps += 1
+        hidden = self._forward(bucket.buffers, shape)
+        bucket.signature = self._signature()  # as the step has left it: a first one makes the cache's memory
+        return hidden
+
+    def _try_capture(self, bucket: Bucket, shape: LaunchShape) -> bool:
+        """Capture a bucket's graph; whether that succeeded."""
+        try:
+            with _no_garbage_collection():
+                self._capture(bucket, shape)
+            self.num_captures += 1
+            return True
+        except Exception as error:
+            self.num_failed_captures += 1
+            # Where torch cannot end the capture, its error hides the one that was the reason.
+            is_memory = any(one is not None and is_out_of_memory(one) for one in (error, error.__context__))
+            self._num_out_of_memory += is_memory
+            self._captures = is_memory and self._num_out_of_memory < MAX_OUT_OF_MEMORY
+            plan = f"the next capture is after {RETRY_STEPS} steps" if self._captures else "steps run without graphs"
+            logger.warning("a CUDA graph cannot be captured (%s); %s", error, plan)
+        if is_memory:
+            self._num_pausing = RETRY_STEPS
             for other in self.buckets.values():
                 other.graph = other.hidden = None
-        if bucket.graph is None:
-            try:
-                self._capture(bucket, shape)
-            except Exception as error:
-                self._captures = False
-                logger.warning("CUDA graphs cannot be captured (%s); steps run without them", error)
-                return self._forward(bucket.buffers, shape)
-        return self._replay(bucket)
+            torch.cuda.empty_cache()
+        return False
 
     def _capture(self, bucket: Bucket, shape: LaunchShape) -> None:
         """Record the step's launches; nothing is computed yet, and only calls of this thread are refused meanwhile.
@@ -202,6 +300,40 @@ class BufferedForward:
         attention = CheckedKernel(self._kernel, buffers.metadata, shape, buffers.eager, self._checked)
         with planned(StepPlan(self._cache, buffers.slot_mapping, attention)):
             return self._head.hidden_of(buffers.token_ids[None], buffers.positions[None])
+
+
+def bucket_of(num_tokens: int) -> int | None:
+    """The tokens that a step is padded to; None: it is larger than any bucket."""
+    place = bisect_left(TOKEN_BUCKETS, num_tokens)
+    return TOKEN_BUCKETS[place] if place < len(TOKEN_BUCKETS) else None
+
+
+def likely_steps(
+    num_sequences: int, max_draft_tokens: int, min_keys: int, max_keys: int
+) -> list[tuple[int, LaunchShape]]:
+    """Padded sizes and shapes of a full batch's steps with drafts of any mean size; those of the longest texts first.
+
+    `min_keys`, `max_keys` : length of the longest sequence in the first step and in the last.
+    """
+    largest = bucket_of(num_sequences * (1 + max_draft_tokens)) or TOKEN_BUCKETS[-1]
+    numbers = [num_sequences, *(size for size in TOKEN_BUCKETS if num_sequences < size <= largest)]
+    lengths = [max_keys]
+    while lengths[-1] > min_keys:
+        lengths.append(max(min_keys, lengths[-1] // 2))
+    steps = [(bucket_of(num), LaunchShape.of(keys, num, num_sequences)) for keys in lengths for num in numbers]
+    return list(dict.fromkeys(step for step in steps if step[0] is not None))
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Python's collector could destroy a dropped graph or event, which CUDA refuses in a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def kernel_for(choice: str, device: torch.device) -> Callable[..., torch.Tensor] | None:
