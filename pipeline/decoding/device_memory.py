@@ -51,14 +51,18 @@ def num_stored_values(files: list[Path]) -> int:
 
 def cache_bytes_per_token(config, dtype: torch.dtype) -> int:
     """Estimate of a token's keys and values in all layers, from a transformers configuration."""
-    text = config.get_text_config()
-    layers = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers  # heads may differ by layer
     num_values = 0
-    for layer in layers:
+    for layer in _layer_configs(config):
         num_heads = getattr(layer, "num_attention_heads", None) or 1
         head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // num_heads
         num_values += 2 * head_dim * (getattr(layer, "num_key_value_heads", None) or num_heads)
     return num_values * dtype.itemsize
+
+
+def _layer_configs(config) -> list:
+    """Of each layer the configuration, since heads may differ by layer."""
+    text = config.get_text_config()
+    return getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
 
 
 def require_memory(folder: Path, weights_bytes: int, cache_bytes: int, memory: Memory) -> None:
@@ -117,13 +121,37 @@ def _numbers(file: Path) -> dict[str, int]:
     return found
 
 
-def cache_bound(device: torch.device, bytes_per_token: int, num_sharing: int = 1) -> int:
+def step_bytes(config, num_decoding: int, num_tokens: int, num_parts: int) -> int:
+    """Estimate of the memory that steps take beside weights and caches, from a transformers configuration.
+
+    Parameters
+    ----------
+    num_decoding : tokens of the largest step of drafts, of which the attention has a partial result for each part.
+    num_tokens : of the largest step, prompts included.
+    num_parts : into which the attention cuts the keys of a sequence.
+    """
+    partial_values, hidden, intermediate = 0, config.get_text_config().hidden_size, 0
+    for layer in _layer_configs(config):
+        num_heads = getattr(layer, "num_attention_heads", None) or 1
+        head_dim = getattr(layer, "head_dim", None) or hidden // num_heads
+        partial_values = max(partial_values, num_heads * (head_dim + 1))
+        intermediate = max(intermediate, int(np.max(getattr(layer, "intermediate_size", None) or 4 * hidden)))
+    partial_results = num_decoding * partial_values * num_parts * 4
+    activations = num_tokens * (4 * hidden + 3 * intermediate) * 4
+    return partial_results + 2 * activations  # of eager steps, and of captured ones, which have memory of their own
+
+
+def cache_bound(device: torch.device, bytes_per_token: int, num_sharing: int = 1, reserved_bytes: int = 0) -> int:
     """Tokens that the cache may hold on a device, from the memory that is free now.
 
-    `num_sharing` : engines of one machine, which take equal parts of its memory. A GPU is never shared.
+    Parameters
+    ----------
+    bytes_per_token : of all caches that hold the same tokens.
+    num_sharing : engines of one machine, which take equal parts of its memory. A GPU is never shared.
+    reserved_bytes : that the engine will need beside caches.
     """
     on_cuda = device.type == "cuda"
-    free_bytes = memory_of(device).free_bytes // (1 if on_cuda else num_sharing)
+    free_bytes = memory_of(device).free_bytes // (1 if on_cuda else num_sharing) - reserved_bytes
     return max(1, int(free_bytes * CACHE_SHARE["cuda" if on_cuda else "cpu"]) // max(1, bytes_per_token))
 
 

@@ -12,15 +12,18 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from laserbatch.pipeline.decoding import recovery
 from laserbatch.pipeline.decoding.acceptance import Acceptance, verify
-from laserbatch.pipeline.decoding.device_memory import cache_bound
+from laserbatch.pipeline.decoding.attention.metadata import PART_KEYS
+from laserbatch.pipeline.decoding.device_memory import cache_bound, step_bytes
 from laserbatch.pipeline.decoding.drafters import Drafter, DraftModels, NoDrafter
-from laserbatch.pipeline.decoding.kv_cache import KVCache
+from laserbatch.pipeline.decoding.kv_cache import UNBOUNDED, KVCache
+from laserbatch.pipeline.decoding.model.cuda_graphs import TOKEN_BUCKETS
 from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
 from laserbatch.pipeline.decoding.model.output_head import PenalisedLogits
 from laserbatch.pipeline.decoding.model.runner import ModelRunner
@@ -37,14 +40,25 @@ logger = logging.getLogger(__name__)
 # Prompt tokens of one step. A CPU computes them fastest in parts of this size (per token 2 times faster than 2048), and
 # such a part takes about as long as the step's drafts of a batch of 16: what decodes meanwhile goes at half speed.
 PREFILL_TOKENS = {"cpu": 256, "cuda": 2048}
+RESERVED_CONTEXT = 8192  # tokens of the longest text for which the attention's partial results have memory reserved
 MIN_WARM_UP_TOKENS = 32  # of the longest text that is expected; fewer steps do not repay captures before them
 MOST_DRAFT_THREADS = 4  # two were measured (`benchmarks/drafting.py`: two thirds of the time of one), more were not
 
 
 class Engine:
-    """A loaded model with its KV cache; `num_sharing` engines of this machine share its main memory."""
+    """A loaded model with its KV cache; `num_sharing` engines of this machine share its main memory.
 
-    def __init__(self, loaded: LoadedModel, settings: DecodingSettings | None = None, num_sharing: int = 1) -> None:
+    What is drafted with is loaded before, so that the cache's bound leaves room for it; a token takes memory in each of
+    their caches.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        settings: DecodingSettings | None = None,
+        num_sharing: int = 1,
+        draft_models: DraftModels | None = None,
+    ) -> None:
         self.settings = settings or DecodingSettings()
         self.loaded = loaded
         self.tokenizer = loaded.tokenizer
@@ -53,14 +67,18 @@ class Engine:
         self.end_ids = loaded.end_ids
         self.vocab_size = loaded.vocab_size
         self.device = loaded.device
-        max_tokens = self.settings.max_cache_tokens or cache_bound(self.device, loaded.bytes_per_token, num_sharing)
+        self.max_prefill_tokens = PREFILL_TOKENS["cuda" if self.device.type == "cuda" else "cpu"]
+        draft_models = draft_models or DraftModels()
+        bytes_per_token = loaded.bytes_per_token + draft_models.bytes_per_token
+        max_tokens = self.settings.max_cache_tokens or cache_bound(
+            self.device, bytes_per_token, num_sharing, self._reserved_bytes()
+        )
+        self.draft_models = replace(draft_models, max_tokens=max_tokens)
         self.cache = KVCache(self.settings.batch_size, max_tokens)
         self.concurrency = Concurrency(self.settings.batch_size)
-        self.max_prefill_tokens = PREFILL_TOKENS["cuda" if self.device.type == "cuda" else "cpu"]
         self.runner = ModelRunner(loaded.model, self.cache, self.device, self.settings.attention)
         self.num_forwards = 0  # of all streams
         self.costliest_step_s = 0.0  # launch and landing, without what the caller does between them
-        self.draft_models = DraftModels()
         self._is_end = np.zeros(self.vocab_size, bool)
         self._is_end[list(self.end_ids)] = True
 
@@ -74,14 +92,27 @@ class Engine:
         """
         settings = settings or DecodingSettings()
         loaded = load_model(model_dir, settings.dtype, device, settings.adapter)
-        engine = cls(loaded, settings, num_sharing)
-        engine.draft_models = DraftModels.load(settings, loaded, engine.cache.max_tokens)
-        return engine
+        draft_models = DraftModels.load(settings, loaded, UNBOUNDED)  # the engine bounds their caches
+        return cls(loaded, settings, num_sharing, draft_models)
 
     @property
     def num_draft_threads(self) -> int:
         """Threads that a drafter should take: on a CPU torch's stay busy for a while, and others gain nothing."""
         return min(MOST_DRAFT_THREADS, torch.get_num_threads()) if self.device.type == "cuda" else 1
+
+    @property
+    def token_buckets(self) -> tuple[int, ...]:
+        """The sizes to which steps are padded, ascending; none where they are not."""
+        return () if self.runner.buffered is None else TOKEN_BUCKETS
+
+    def _reserved_bytes(self) -> int:
+        """Memory of a GPU that steps take; of a CPU's the cache leaves half anyway."""
+        if self.device.type != "cuda":
+            return 0
+        num_decoding = self.settings.batch_size * (1 + Budget.of(self.settings).max_draft_tokens)
+        num_parts = -(-min(self.max_context, RESERVED_CONTEXT) // PART_KEYS)
+        num_tokens = num_decoding + self.max_prefill_tokens
+        return step_bytes(self.loaded.model.config, num_decoding, num_tokens, num_parts)
 
     def generate(
         self,

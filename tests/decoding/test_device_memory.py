@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from tiny_models import byte_tokenizer, tiny_model
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig
 
 from laserbatch.pipeline.decoding import device_memory
 from laserbatch.pipeline.decoding.device_memory import (
@@ -19,6 +19,7 @@ from laserbatch.pipeline.decoding.device_memory import (
     memory_of,
     num_stored_values,
     require_memory,
+    step_bytes,
 )
 from laserbatch.pipeline.decoding.model import load
 from laserbatch.pipeline.decoding.model.load import load_model, require_room
@@ -130,6 +131,24 @@ def test_weights_keep_their_own_type_on_a_gpu(folder, monkeypatch):
 def test_the_cache_may_take_part_of_what_is_free():
     cpu = torch.device("cpu")
     assert 0 < cache_bound(cpu, 1 << 20) < memory_of(cpu).free_bytes / (1 << 20)
+
+
+def test_a_cache_leaves_what_the_engine_reserves(monkeypatch):
+    monkeypatch.setattr(device_memory, "memory_of", lambda device: Memory("cuda", 1000 * 64, 2000 * 64))
+    assert cache_bound(torch.device("cuda"), 64, reserved_bytes=250 * 64) == 600
+    assert cache_bound(torch.device("cuda"), 64, reserved_bytes=2000 * 64) == 1
+
+
+def test_steps_of_an_8_b_model_take_what_its_sizes_say():
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    num_bytes = step_bytes(LlamaConfig(**sizes), num_decoding=576, num_tokens=2624, num_parts=32)
+    partial_results, activations = 576 * 32 * 129 * 32 * 4, 2624 * (4 * 4096 + 3 * 14336) * 4
+    assert num_bytes == partial_results + 2 * activations == 1_551_106_048
+
+
+@pytest.mark.parametrize("architecture", ["gpt_neox", "gemma3n_text", "gemma4_text", "gpt_oss"])
+def test_steps_of_other_models_take_memory_too(architecture):
+    assert step_bytes(tiny_model(architecture).config, 1, 1, 1) > 0
 
 
 @pytest.mark.parametrize(("device", "num_sharing", "expected"), [("cpu", 1, 500), ("cpu", 4, 125), ("cuda", 4, 800)])

@@ -58,6 +58,17 @@ def engine_of(folder, **options) -> Engine:
     return engine
 
 
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_the_memory_of_a_token_is_that_of_the_heads_cache(kind, tmp_path):
+    engine = engine_of(written_head(tmp_path / kind, kind))
+    drafter = drafter_from(engine.settings, models=engine.draft_models)
+    list(engine.generate(requests_for(PROMPTS[:2], 4), drafter))
+    (model,) = drafter._models
+    found = model._cache.bytes_per_token() if kind == "eagle" else 0
+    assert engine.draft_models.bytes_per_token == found
+    assert (found > 0) == (kind == "eagle")
+
+
 @pytest.mark.parametrize("kind", ["medusa", "eagle", "hass"])
 def test_greedy_texts_are_plain_ones(kind, tmp_path):
     folder = written_head(tmp_path / kind, kind)

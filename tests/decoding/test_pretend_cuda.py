@@ -12,9 +12,12 @@ from test_cuda_graphs import masked_attention
 from tiny_models import OracleDrafter, plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 
 from laserbatch.pipeline.budget import measuring
+from laserbatch.pipeline.decoding import device_memory
 from laserbatch.pipeline.decoding.device_memory import to_device
+from laserbatch.pipeline.decoding.drafters import DraftModels
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model import runner
+from laserbatch.pipeline.decoding.model.cuda_graphs import TOKEN_BUCKETS
 from laserbatch.pipeline.decoding.model.load import prepare_model
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed
@@ -175,6 +178,19 @@ def test_a_stream_goes_on_where_memory_runs_out_before_its_first_text(caplog):
     assert ["no steps were captured before the first text" in message for message in caplog.messages] == [True]
 
 
+def test_the_cache_leaves_memory_to_draft_models_and_to_steps(monkeypatch):
+    memory = device_memory.Memory("cuda:0", 10**9, 2 * 10**9)
+    monkeypatch.setattr(device_memory, "memory_of", lambda device: memory)
+    settings = DecodingSettings(batch_size=3, max_draft_tokens=5)
+    with pretend_cuda(), KERNEL:
+        target, small = (prepare_model(move(tiny_model())) for _ in range(2))
+        engine = Engine(target, settings, draft_models=DraftModels((small,), (None,)))
+    config = target.model.config
+    reserved = device_memory.step_bytes(config, 3 * 6, 3 * 6 + 2048, 1)  # of 128 positions: a part
+    expected = int((10**9 - reserved) * 0.8) // (2 * target.bytes_per_token)
+    assert engine.cache.max_tokens == engine.draft_models.max_tokens == expected
+
+
 def test_drafts_take_several_threads_beside_a_device_and_one_beside_torchs(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     assert tiny_engine(tiny_model()).num_draft_threads == 1
@@ -188,8 +204,11 @@ def test_step_costs_are_timed_on_a_device(monkeypatch):
     monkeypatch.setattr(measuring, "_ROUND", measuring._ROUND[:2])
     with pretend_cuda() as cuda, KERNEL:
         engine = engine_on_device(tiny_model())
-        cost = measuring.measure_step_cost(engine, None, (), (2,))
+        cost = measuring.measure_step_cost(engine, None, (), (3,))
         assert cuda.num_replays > len(cost.steps) == 2
+    assert [point.num_tokens for point in cost.steps] == [4, 8], "of 3 and 6 tokens, padded"
+    assert cost.padded_to == TOKEN_BUCKETS
+    assert cost.seconds(3, np.array([5]))[0] == cost.seconds(3, np.array([8]))[0]
 
 
 def test_what_a_gpu_would_refuse_is_refused():

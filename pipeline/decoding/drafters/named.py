@@ -44,6 +44,12 @@ class DraftModels:
         head = None if settings.draft_head is None else TrainedHead(settings.draft_head, target)
         return cls(tuple(small), tuple(map(read_card, settings.draft_models)), head, max_tokens)
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Memory of a token in all of their KV caches."""
+        of_head = 0 if self.head is None else self.head.bytes_per_token
+        return of_head + sum(loaded.bytes_per_token for loaded in self.small)
+
     def of_texts(self, settings: DecodingSettings) -> list[tuple[DraftModel, int]]:
         """Each with its source, and with nothing known of any text."""
         limits = settings.batch_size, self.max_tokens

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig
 
+from laserbatch.pipeline.decoding.device_memory import cache_bytes_per_token
 from laserbatch.pipeline.decoding.drafters.eagle import EagleHead, EagleModel
 from laserbatch.pipeline.decoding.drafters.growing import DraftModel
 from laserbatch.pipeline.decoding.drafters.medusa import MedusaHeads, MedusaModel
@@ -86,6 +87,12 @@ class TrainedHead:
             raise ModelError(f"{folder / WEIGHTS_NAME}: {first_line(error)}; train it again") from error
         weight = target.model.get_input_embeddings().weight
         self._head.to(device=weight.device, dtype=weight.dtype).eval().requires_grad_(False)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Memory of a token in the KV cache of its layer; 0 without one."""
+        dtype = next(self._head.parameters()).dtype
+        return cache_bytes_per_token(LlamaConfig(**self.card.layer), dtype) if self.card.layer else 0
 
     def draft_model(self, max_rows: int, max_tokens: int) -> DraftModel:
         """With nothing known of any text."""
