@@ -44,7 +44,7 @@ from laserbatch.retrieval_pools.sources import SOURCE_POOL, SOURCE_TARGET
 
 logger = logging.getLogger(__name__)
 
-VERSION = 8  # of how steps are measured
+VERSION = 9  # of how steps are measured
 PROMPT_TOKENS = 320
 NEW_TOKENS = 256  # then a text starts again; drafts deeper than what is left of it are cut, and not timed
 MIN_ROUNDS, MAX_ROUNDS = 3, 15  # each two steps of every size, of which the second is timed
@@ -140,11 +140,13 @@ def measure_step_cost(
         batch_size, seconds = _time_steps(engine, wanted, most_nodes)
         for num_drafted, duration in seconds.items():
             num_tokens = batch_size + num_drafted
+            num_tokens = next((size for size in engine.token_buckets if size >= num_tokens), num_tokens)
             point = StepPoint(batch_size=batch_size, num_tokens=num_tokens, seconds=duration)
             points.setdefault((batch_size, num_tokens), point)
     return StepCost(
         name=f"measured: {engine.model_id} on {engine.device.type}",
         steps=tuple(points.values()),
+        padded_to=engine.token_buckets,
         draft=_time_drafts(engine, pool, sources) if sources else DraftCost(),
         measured_on=datetime.date.today(),
     )

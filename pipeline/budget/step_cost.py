@@ -17,6 +17,7 @@ EXAMPLE = (
     "steps: [{batch_size: 16, num_tokens: 16, seconds: 0.0043}, {batch_size: 16, num_tokens: 256, seconds: 0.0064}]"
 )
 MAX_AGE_DAYS = 30  # drivers, kernels and neighbours change
+ROUNDING = 1e-6  # of a mean number of tokens, which must not lift a step to the next size
 
 
 class StepPoint(Strict):
@@ -36,10 +37,16 @@ class DraftCost(Strict):
 
 
 class StepCost(Strict):
-    """Step durations by batch size and packed tokens: linear between points, flat before the first, and going on."""
+    """Step durations by batch size and packed tokens: linear between points, flat before the first, and going on.
+
+    Where the engine pads steps, a step costs what one of the size that it is padded to costs.
+    """
 
     name: str = Field("step cost of a file", description="What was measured: shown beside every figure.")
     steps: tuple[StepPoint, ...] = Field(min_length=1, description="At least two points of each batch size.")
+    padded_to: tuple[int, ...] = Field(
+        (), description="Ascending numbers of tokens to which the engine pads a step; a larger step is not padded."
+    )
     draft: DraftCost = Field(DraftCost(), description="Of drafting; nothing where it was not measured.")
     measured_on: datetime.date | None = Field(None, description="The day of the measurement.")
 
@@ -61,6 +68,18 @@ class StepCost(Strict):
 
     def seconds(self, batch_size: int, num_tokens: np.ndarray) -> np.ndarray:
         """Duration of steps of so many packed tokens; raises ConfigError where the batch size was not measured."""
+        return self._on_curve(batch_size, self._padded(np.asarray(num_tokens, float)))
+
+    def _padded(self, num_tokens: np.ndarray) -> np.ndarray:
+        """The sizes to which steps are padded."""
+        if not self.padded_to:
+            return num_tokens
+        place = np.searchsorted(self.padded_to, num_tokens - ROUNDING)
+        sizes = np.array(self.padded_to, float)
+        return np.where(place < len(sizes), sizes[np.minimum(place, len(sizes) - 1)], num_tokens)
+
+    def _on_curve(self, batch_size: int, num_tokens: np.ndarray) -> np.ndarray:
+        """Duration of steps that are not padded any more."""
         points = self._points(batch_size)
         if not points:
             known = ", ".join(map(str, self.batch_sizes))
@@ -70,7 +89,7 @@ class StepCost(Strict):
         x = np.array([point.num_tokens for point in points], float)
         y = np.array([point.seconds for point in points])
         slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
-        return np.interp(num_tokens, x, y) + max(slope, 0.0) * np.maximum(np.asarray(num_tokens) - x[-1], 0.0)
+        return np.interp(num_tokens, x, y) + max(slope, 0.0) * np.maximum(num_tokens - x[-1], 0.0)
 
     def tokens_per_s(self, batch_size: int, sums: "Tally") -> np.ndarray:
         """Tokens written a second by a full batch; prompts are not counted, only the steps that write."""
@@ -87,7 +106,7 @@ class StepCost(Strict):
         tokens = np.array([batch_size * (1 + drafted)])
         step = self.seconds(batch_size, tokens)[0] + self.draft_seconds(batch_size, drafted) * (num_drafted > 0)
         most = max(point.num_tokens for point in self._points(batch_size))
-        of_token = np.diff(self.seconds(batch_size, np.array([most, most + 1])))[0]
+        of_token = np.diff(self._on_curve(batch_size, np.array([most, most + 1])))[0]
         return float(num_steps * step / batch_size + num_prompt_tokens * of_token)
 
     def draft_seconds(self, batch_size: int, mean_drafted: np.ndarray) -> np.ndarray:

@@ -205,6 +205,19 @@ def test_trees_of_a_batch_are_taken_as_they_fall_beside_others_of_the_mean_size(
     assert step_seconds(cost(GEMV, 16), 16, cell) == pytest.approx(0.03)
 
 
+def test_drafts_that_fill_a_steps_padding_are_free_and_the_next_ones_pay_for_a_bucket():
+    steps = [StepPoint(batch_size=20, num_tokens=number, seconds=number / 1000) for number in (24, 64)]
+    padded = StepCost(steps=steps, padded_to=(24, 64))
+
+    def seconds(mean: float) -> float:
+        cell = BudgetCell(max_draft_tokens=1, min_acceptance=0.1, tokens_per_step=1.0, size_shares=shares(mean))
+        return step_seconds(padded, 20, cell)
+
+    assert padded.plain_seconds(20) == pytest.approx(0.024)
+    assert seconds(0.15) == pytest.approx(0.024)
+    assert seconds(0.5) == pytest.approx(0.064)
+
+
 def test_settings_without_numbers_are_the_usual_budget():
     assert Budget.of(DecodingSettings()) == Budget()
     assert Budget.of(DecodingSettings(max_draft_tokens=3, min_acceptance=0.5)) == Budget(3, 0.5)

@@ -23,6 +23,19 @@ def test_seconds_are_linear_between_points_flat_before_and_go_on_behind():
     assert cost.seconds(8, np.array([4, 8, 16, 24, 40, 48])) == pytest.approx([0.01, 0.01, 0.015, 0.02, 0.06, 0.08])
 
 
+def test_a_padded_step_costs_what_its_bucket_costs():
+    cost = StepCost.model_validate(DATA | {"padded_to": [8, 24, 40]})
+    steps = np.array([4, 8, 8.0000001, 9, 24, 25, 40, 48])
+    assert cost.seconds(8, steps) == pytest.approx([0.01, 0.01, 0.01, 0.02, 0.02, 0.06, 0.06, 0.08])
+    assert cost.plain_seconds(8) == pytest.approx(0.01)
+
+
+def test_a_prompts_tokens_cost_the_slope_of_the_curve_though_steps_are_padded():
+    steps = [(4, 4, 0.1), (4, 64, 0.7)]
+    data = {"steps": [{"batch_size": b, "num_tokens": n, "seconds": s} for b, n, s in steps], "padded_to": [4, 64, 128]}
+    assert StepCost.model_validate(data).text_seconds(4, 10, 0, 50) == pytest.approx(10 * 0.1 / 4 + 50 * 0.01)
+
+
 def test_tokens_per_second_weigh_what_is_gained_against_what_it_costs():
     cost = StepCost.model_validate(DATA)
     assert cost.plain_seconds(8) == pytest.approx(0.01)
