@@ -76,7 +76,7 @@ class ShardWorker:
 
     def run(self, shard: Shard, budget: Budget | None = None) -> ShardRecord:
         """Generate one shard and write its files, drafting by a budget; None is that of the settings."""
-        start_s = time.perf_counter()
+        start_s, graphs_before = time.perf_counter(), Counter(self.engine.graph_counts)
         records: dict[str, dict[str, Any]] = {}
         results: list[GenerationResult] = []
         quarantined: list[QuarantineRow] = []
@@ -105,7 +105,8 @@ class ShardWorker:
         ordered = [records[key] for key in rows if key in records]  # plan order, not the order of finishing
         entity_id_type = pa.array([row.entity_id for row in planned]).type
         table = pa.Table.from_pylist(ordered, schema=knowledge_schema(entity_id_type))
-        stats = DecodingStats.of(results, time.perf_counter() - start_s, num_rewritten, dict(repairs))
+        graph_counts = dict(Counter(self.engine.graph_counts) - graphs_before)
+        stats = DecodingStats.of(results, time.perf_counter() - start_s, num_rewritten, dict(repairs), graph_counts)
         logger.info("%s %s: %d texts, %d quarantined", shard.side, shard.name, len(ordered), len(quarantined))
         info = ShardInfo(
             planned_sha256=shard.sha256,

@@ -26,6 +26,11 @@ class TextEngine(Protocol):
     @property
     def costliest_step_s(self) -> float: ...
 
+    @property
+    def graph_counts(self) -> dict[str, int]:
+        """Captures of CUDA graphs, failed captures, replayed and eager steps so far, by name; empty without graphs."""
+        ...
+
     def generate(
         self,
         side: Side,

@@ -21,6 +21,7 @@ from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.index.pool import Pool
 
 WARM_UP_PROMPT_TOKENS, WARM_UP_NEW_TOKENS = 64, 8
+GRAPH_COUNTS = ("captures", "failed_captures", "replays", "eager_steps")
 USUAL_SHARE = 0.99  # of a pool's texts
 RESIDENT_SHARE = 0.25  # of the free memory: a larger pool is read from the disk as drafts need it
 
@@ -70,6 +71,11 @@ class OwnEngine:
     @property
     def costliest_step_s(self) -> float:
         return self.engine.costliest_step_s
+
+    @property
+    def graph_counts(self) -> dict[str, int]:
+        buffered = self.engine.runner.buffered
+        return {} if buffered is None else {name: getattr(buffered, f"num_{name}") for name in GRAPH_COUNTS}
 
     def generate(
         self,

@@ -113,6 +113,10 @@ class VllmEngine:
             num_parameters=num_stored_values(find_weights(model_dir)),
         )
 
+    @property
+    def graph_counts(self) -> dict[str, int]:
+        return {}  # vLLM does not say
+
     def generate(
         self,
         side: Side,

@@ -21,6 +21,7 @@ class DecodingStats:
     wall_s : seconds that a worker spent; of a run, those of each shard divided by how many worked side by side.
     drafted_by_source, accepted_by_source : draft tokens by the name of their source.
     repairs : texts by how they were mended before they could be parsed.
+    graph_counts : on a GPU, captures of CUDA graphs, failed captures, replayed steps and eager steps.
     """
 
     num_texts: int = 0
@@ -34,10 +35,16 @@ class DecodingStats:
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     finish_reasons: dict[str, int] = field(default_factory=dict)
     repairs: dict[str, int] = field(default_factory=dict)
+    graph_counts: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, results: Sequence[Any], wall_s: float, num_rewritten: int = 0, repairs: dict[str, int] | None = None
+        cls,
+        results: Sequence[Any],
+        wall_s: float,
+        num_rewritten: int = 0,
+        repairs: dict[str, int] | None = None,
+        graph_counts: dict[str, int] | None = None,
     ) -> "DecodingStats":
         """Of the engine's results for the texts of one shard."""
 
@@ -57,6 +64,7 @@ class DecodingStats:
             accepted_by_source=by_source("accepted_by_source"),
             finish_reasons=dict(Counter(result.finish_reason for result in results)),
             repairs=repairs or {},
+            graph_counts=graph_counts or {},
         )
 
     @classmethod

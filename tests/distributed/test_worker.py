@@ -105,6 +105,26 @@ def test_a_relaxed_text_that_ran_on_is_written_again_as_a_greedy_one(tmp_path, m
     assert ([row["text"] for row in rows] == [row["text"] for row in greedy_rows]) == ran_on
 
 
+def test_a_shards_counts_of_graphs_are_its_own(tmp_path):
+    write_sample_world(tmp_path / "tables", num_users=4, num_items=20)
+    shards, spec = planned(tmp_path / "tables", tmp_path / "run")
+    one = ShardWorker(spec)
+    assert one.run(shards[0]).info.stats.graph_counts == {}, "there are none on a CPU"
+    buffered = SimpleNamespace(num_captures=3, num_failed_captures=1, num_replays=0, num_eager_steps=5)
+    runner, forward = one.engine.engine.runner, one.engine.engine.runner.forward
+
+    def counted(*step):
+        buffered.num_replays += 1
+        runner.buffered = None
+        output = forward(*step)
+        runner.buffered = buffered
+        return output
+
+    runner.forward, runner.buffered = counted, buffered
+    first, second = (one.run(shards[1]).info.stats.graph_counts for _ in range(2))
+    assert first == second == {"replays": first["replays"]} and first["replays"] > 1
+
+
 def test_a_step_cost_is_measured_for_the_nights_batch_and_kept_by_one_worker(tmp_path, monkeypatch):
     write_sample_world(tmp_path / "tables", num_users=4, num_items=20)
     _, spec = planned(tmp_path / "tables", tmp_path / "run")
