@@ -153,6 +153,9 @@ class Engine:
                 step = self.launch(stream)
                 yield from self._results(ended)
                 ended += self.land(step, stream)
+        except Exception as error:  # of a draft model, say
+            recovery.require_device(error)
+            raise
         finally:
             scheduler.close()
 

@@ -80,6 +80,8 @@ def _one_by_one(engine, steps: list[Step], stream: Stream) -> Outcomes:
 
 def require_device(error: Exception) -> None:
     """Raises DeviceLost: the error leaves no device to go on with, so that no text is to blame for it."""
+    if isinstance(error, DeviceLost):
+        raise error
     if is_device_lost(error):
         raise DeviceLost(f"the CUDA device cannot be used by this process any more: {first_line(error)}") from error
 

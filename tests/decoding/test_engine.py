@@ -181,6 +181,15 @@ def test_a_lost_device_ends_the_stream_and_fails_no_text(num_good):
     assert engine.cache.num_live_rows == 0
 
 
+def test_a_drafter_that_loses_the_device_ends_the_stream():
+    class Broken(Drafter):
+        def draft_all(self, sequences, max_depths):
+            raise torch.AcceleratorError("CUDA error: misaligned address")
+
+    with pytest.raises(DeviceLost, match="misaligned address"):
+        list(tiny_engine(MODEL, batch_size=4).generate(requests_for(PROMPTS, 12), Broken()))
+
+
 def test_a_device_that_is_lost_while_texts_are_tried_alone_ends_the_stream():
     engine = tiny_engine(MODEL, batch_size=4)
     errors = iter([RuntimeError("shapes differ"), torch.AcceleratorError("CUDA error: unspecified launch failure")])

@@ -192,6 +192,27 @@ def test_admission_counts_what_is_expected_of_live_rows():
     assert cache.acquire(prompts[2], 100) is not None
 
 
+def test_memory_that_is_had_early_is_bounded_and_its_refusal_lowers_no_bound(monkeypatch):
+    cache = KVCache(4, 3000)
+    row, _ = admit(cache, TEMPLATE)
+    cache.grow_to(2000)
+    held = cache.capacity
+    assert 2000 <= held <= 3000
+    cache.grow_to(1000)
+    assert cache.capacity == held
+
+    def refuse(self, capacity):
+        raise torch.OutOfMemoryError("no more")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(KVCache, "_resize", refuse)
+        cache.grow_to(1 << 30)
+    assert (cache.capacity, cache.max_tokens) == (held, 3000)
+    cache.grow_to(1 << 30)
+    assert cache.capacity == 3000
+    check(cache, {row: TEMPLATE})
+
+
 def test_growth_that_the_device_refuses_lowers_the_bound(monkeypatch, caplog):
     cache = KVCache(4)
     row, _ = admit(cache, TEMPLATE)
