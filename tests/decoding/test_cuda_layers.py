@@ -123,13 +123,11 @@ def pretend_cuda_check(model):
     """The check of a model on CUDA, by interpreted kernels where there is no CUDA."""
     from laserbatch.pipeline.decoding.model import checks
 
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, 96, n).astype(np.int32) for n in checks._PROMPT_LENGTHS]
-    tree, paths = checks.probe_tree(prompts, 96)
+    probes = [checks.Probe.of(0, 96)]
     model.set_attn_implementation("eager")
-    plain = [checks._last_logits(model, path, DEVICE) for path in paths]
+    plain = checks.plain_logits(model, probes, DEVICE)
     model.set_attn_implementation(checks.ATTENTION_NAME)
-    checks._add_cuda_layers(model, DEVICE, prompts, tree, plain, "triton")
+    checks._add_cuda_layers(model, DEVICE, probes, plain, 1e-3, "triton")
     return model
 
 
