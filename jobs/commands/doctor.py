@@ -82,7 +82,8 @@ def examine(settings: Settings, checks: list[Check]) -> list[Finding]:
             findings.append(Finding(about, "fault", str(error)))
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
-            findings.append(Finding(about, "fault", told, "Check that path, and that it may be read and written"))
+            mend = "Check that path, and that it may be read and written"
+            findings.append(Finding(about, "fault", told, None if isinstance(error, RuntimeError) else mend))
     return findings
 
 
@@ -108,7 +109,8 @@ def check_gpu(settings: Settings) -> Iterator[Finding]:
 
     device_file = next((path for path in GPU_DRIVERS if Path(path).exists()), None)
     if device_file is None:
-        yield Finding("GPU", "ok", "no driver of one is here: texts are written by the CPU")
+        writers = "the CPU" if settings.cluster.ray_address is None else "the nodes of the Ray cluster"
+        yield Finding("GPU", "ok", f"no driver of one is here: texts are written by {writers}")
         return
     import torch
 
@@ -158,13 +160,13 @@ def check_kernels(settings: Settings) -> Iterator[Finding]:
         mend = "Use Triton where it runs: its kernel takes no padding, and small steps are CUDA graphs"
         yield Finding("attention", "warning", f"torch's, over padded masks ({reason})", mend)
     elif not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        mend = "Install gcc, or name a compiler in CC"
-        yield Finding("attention", "fault", "Triton compiles its launchers with a C compiler, and there is none", mend)
+        found = "Triton needs a C compiler, and there is none: attention will be torch's, over padded masks"
+        yield Finding("attention", "warning", found, "Install gcc, or name a compiler in CC")
     else:
         yield Finding("attention", "ok", "Triton's kernel, small steps as CUDA graphs")
     config = read_config(settings.model_dir)
     config = config.get("text_config", config) | config
-    own = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    own = str(config.get("dtype") or config.get("torch_dtype") or "that of the weights")
     dtype, reason = (own, "the model's own") if decoding.dtype == "auto" else (decoding.dtype, "decoding.dtype")
     if dtype == "float32":
         mend = "Set decoding.dtype: bfloat16, unless texts have to be those of a CPU"
@@ -207,6 +209,9 @@ def fitting_engine(settings: Settings, num_values: int, file_bytes: int) -> Find
     from laserbatch.pipeline.gpus import num_gpus
 
     decoding, config, number = settings.decoding, read_config(settings.model_dir), num_gpus()
+    if not number and settings.cluster.ray_address is not None:
+        found = "not known here: run `laserbatch doctor` on a node of the Ray cluster that writes texts"
+        return Finding("fitting engine", "ok", found)
     quantization = quantization_of(config)
     bytes_per_value = {"float32": 4, "bfloat16": 2}.get(decoding.dtype)
     own_options = [f"decoding.{name}" for name in ("temperature", "adapter", "draft_models", "draft_head")

@@ -150,11 +150,17 @@ def test_gpu_that_other_processes_use_is_warned_of(world, gpus):
     assert ("GPU", "warning") in levels(found) and "nvidia-smi" in found[-1].mend
 
 
-def test_gpu_that_cannot_compute_is_a_fault_and_the_next_is_examined(world, gpus):
+def test_gpu_that_cannot_compute_is_a_fault_and_the_next_is_examined(world, gpus, monkeypatch):
+    def refuse(device):
+        raise RuntimeError("The NVIDIA driver is too old")
+
     gpus["error"] = "CUDA error: no kernel image is available for execution on the device\nCompile with ..."
     found = [finding for finding in of_gpu(write_config(world), doctor.check_gpu) if finding.level == "fault"]
     assert [finding.found[:20] for finding in found] == ["GPU 0 cannot compute", "GPU 1 cannot compute"]
     assert "Compile with" not in found[0].found
+    monkeypatch.setattr(torch.cuda, "get_device_properties", refuse)
+    (found,) = [one for one in of_gpu(write_config(world), doctor.check_memory_and_model) if one.level == "fault"]
+    assert "driver is too old" in found.found and found.mend is None
     gpus["number"] = 0
     assert "torch sees no GPU" in of_gpu(write_config(world), doctor.check_gpu)[-1].found
 
@@ -171,7 +177,7 @@ def test_attention_and_dtype_of_a_gpu_are_told(world, gpus, monkeypatch):
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)
     found = of_gpu(write_config(world, "b.yaml", decoding={"dtype": "bfloat16"}), doctor.check_kernels)
-    assert [(finding.about, finding.level) for finding in found] == [("attention", "fault"), ("dtype", "warning")]
+    assert [(finding.about, finding.level) for finding in found] == [("attention", "warning"), ("dtype", "warning")]
 
     def broken(choice, device):
         raise ImportError("libtriton.so: undefined symbol")
@@ -203,6 +209,13 @@ def test_the_engine_that_fits_is_advised_and_another_is_no_fault(
     found = findings(config, doctor.check_memory_and_model)["fitting engine"]
     assert found.level == level
     assert found.mend is None if advice is None else advice in found.mend
+
+
+def test_nothing_is_said_of_the_machines_of_a_cluster(world, monkeypatch):
+    monkeypatch.setattr(gpus_module, "GPU_DRIVERS", ())
+    config = write_config(world, "cluster.yaml", cluster={"ray_address": "auto"})
+    found = findings(config, doctor.check_gpu, doctor.check_memory_and_model)
+    assert "not known here" in found["fitting engine"].found and "Ray cluster" in found["GPU"].found
 
 
 def test_experts_and_quantisation_of_a_model_are_read_from_its_configuration():
