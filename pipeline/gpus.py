@@ -1,8 +1,20 @@
 """Which GPUs torch can use here; it takes seconds to load, and is not where there is no driver of any."""
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA's, that of Windows' Linux, AMD's
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as torch describes it; `capability` is NVIDIA's compute capability."""
+
+    name: str
+    free_bytes: int
+    total_bytes: int
+    capability: tuple[int, int]
 
 
 def num_gpus() -> int:
@@ -12,6 +24,26 @@ def num_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def try_gpu(number: int) -> Gpu:
+    """Compute a sum on a GPU and describe it. Raises RuntimeError, torch's own: the GPU cannot be used."""
+    import torch
+
+    torch.ones(1, device=f"cuda:{number}").add(1).tolist()  # no kernel for this GPU, exclusive mode, a fault: raises
+    return Gpu(
+        torch.cuda.get_device_name(number),
+        *torch.cuda.mem_get_info(number),
+        torch.cuda.get_device_capability(number),
+    )
+
+
+def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    """The version of NVIDIA's driver; None where its file is not there."""
+    if not path.is_file():
+        return None
+    found = re.search(r"\s(\d+\.[\d.]+)\s", path.read_text(encoding="ascii"))
+    return found and found[1]
 
 
 def gpu_name() -> str | None:

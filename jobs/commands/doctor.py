@@ -7,9 +7,12 @@ import fcntl
 import os
 import platform
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Literal
@@ -20,11 +23,13 @@ from rich.text import Text
 
 from laserbatch.jobs.console import ExitCode, stdout, summary, visible
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, Settings, load_settings
-from laserbatch.pipeline.errors import PipelineError
+from laserbatch.pipeline.errors import PipelineError, first_line
 from laserbatch.pipeline.storage.atomic import size_bytes
 from laserbatch.retrieval_pools.errors import PoolError
 
 LEAST_FREE_BYTES = 2 * 10**9  # of a disk, below which a night is likely to fill it
+MIN_FREE_SHARE = 0.9  # of a GPU's memory; below it another process uses the GPU, and vLLM by default does not start
+MAX_IMPORT_S = 180.0
 STYLES = {"ok": "green", "warning": "yellow", "fault": "bold red"}
 
 
@@ -77,7 +82,8 @@ def examine(settings: Settings, checks: list[Check]) -> list[Finding]:
             findings.append(Finding(about, "fault", str(error)))
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
-            findings.append(Finding(about, "fault", told, "Check that path, and that it may be read and written"))
+            mend = "Check that path, and that it may be read and written"
+            findings.append(Finding(about, "fault", told, None if isinstance(error, RuntimeError) else mend))
     return findings
 
 
@@ -99,35 +105,138 @@ def check_versions(settings: Settings) -> Iterator[Finding]:
 
 
 def check_gpu(settings: Settings) -> Iterator[Finding]:
-    from laserbatch.pipeline.gpus import GPU_DRIVERS, num_gpus
+    from laserbatch.pipeline.gpus import GPU_DRIVERS, driver_version, num_gpus, try_gpu
 
-    driver = next((path for path in GPU_DRIVERS if Path(path).exists()), None)
-    if driver is None:
-        yield Finding("GPU", "ok", "no driver of one is here: texts are written by the CPU")
+    device_file = next((path for path in GPU_DRIVERS if Path(path).exists()), None)
+    if device_file is None:
+        writers = "the CPU" if settings.cluster.ray_address is None else "the nodes of the Ray cluster"
+        yield Finding("GPU", "ok", f"no driver of one is here: texts are written by {writers}")
         return
     import torch
 
+    built = torch.version.cuda or torch.version.hip or "no GPU"
+    versions = f"driver {driver_version() or f'at {device_file}'}, torch {torch.__version__} built for {built}"
     number = num_gpus()
     if not number:
-        built = torch.version.cuda or torch.version.hip or "no GPU"
-        told = f"a driver is here ({driver}), but torch {torch.__version__} (built for {built}) sees no GPU"
         mend = "Install the torch build that the driver takes (`nvidia-smi` names it), or unset CUDA_VISIBLE_DEVICES"
-        yield Finding("GPU", "fault", told, mend)
+        yield Finding("GPU", "fault", f"{versions}: torch sees no GPU", mend)
         return
+    yield Finding("GPU", "ok", versions)
     for device in range(number):
-        free, whole = torch.cuda.mem_get_info(device)
-        level = "ok" if free > 0.5 * whole else "warning"
-        mend = None if level == "ok" else "Another program holds the rest: end it, or set CUDA_VISIBLE_DEVICES"
-        name = torch.cuda.get_device_name(device)
-        yield Finding("GPU", level, f"{name}, {free / 1e9:.1f} of {whole / 1e9:.1f} GB free", mend)
+        try:
+            gpu = try_gpu(device)
+        except RuntimeError as error:
+            mend = "Look at `nvidia-smi`; leave this GPU out of CUDA_VISIBLE_DEVICES, or install a torch build for it"
+            yield Finding("GPU", "fault", f"GPU {device} cannot compute: {first_line(error)}", mend)
+            continue
+        found = f"{gpu.name}, {gpu.free_bytes / 1e9:.1f} of {gpu.total_bytes / 1e9:.1f} GB free"
+        if gpu.free_bytes < MIN_FREE_SHARE * gpu.total_bytes:
+            mend = "Another process uses the rest (`nvidia-smi` names it): end it, or set CUDA_VISIBLE_DEVICES"
+            yield Finding("GPU", "warning", found, mend)
+        else:
+            yield Finding("GPU", "ok", found)
+
+
+def check_kernels(settings: Settings) -> Iterator[Finding]:
+    """With which attention and in which type laserbatch's engine computes on a GPU."""
+    from laserbatch.pipeline.decoding.model.folder import read_config
+    from laserbatch.pipeline.gpus import num_gpus
+
+    decoding = settings.decoding
+    if decoding.engine != "laserbatch" or not num_gpus():
+        return
+    import torch
+
+    from laserbatch.pipeline.decoding.model.cuda_graphs import kernel_for
+
+    try:
+        kernel = kernel_for(decoding.attention, torch.device("cuda"))
+    except (ImportError, OSError, RuntimeError) as error:
+        mend = "Install the Triton that this torch names, or set decoding.attention: torch, which is slower"
+        yield Finding("attention", "fault", f"Triton cannot be imported: {first_line(error)}", mend)
+        return
+    if kernel is None:
+        reason = "decoding.attention says so" if decoding.attention == "torch" else "Triton is not installed"
+        mend = "Use Triton where it runs: its kernel takes no padding, and small steps are CUDA graphs"
+        yield Finding("attention", "warning", f"torch's, over padded masks ({reason})", mend)
+    elif not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        found = "Triton needs a C compiler, and there is none: attention will be torch's, over padded masks"
+        yield Finding("attention", "warning", found, "Install gcc, or name a compiler in CC")
+    else:
+        yield Finding("attention", "ok", "Triton's kernel, small steps as CUDA graphs")
+    config = read_config(settings.model_dir)
+    config = config.get("text_config", config) | config
+    own = str(config.get("dtype") or config.get("torch_dtype") or "that of the weights")
+    dtype, reason = (own, "the model's own") if decoding.dtype == "auto" else (decoding.dtype, "decoding.dtype")
+    if dtype == "float32":
+        mend = "Set decoding.dtype: bfloat16, unless texts have to be those of a CPU"
+        yield Finding("dtype", "warning", f"float32 ({reason}), which takes twice the memory of bfloat16", mend)
+    elif dtype == "bfloat16" and torch.cuda.get_device_capability() < (8, 0):
+        mend = "Use a GPU of compute capability 8.0 or above, or decoding.dtype: float32"
+        yield Finding("dtype", "warning", f"bfloat16 ({reason}), for which this GPU has no fast products", mend)
+    else:
+        yield Finding("dtype", "ok", f"{dtype} ({reason})")
 
 
 def check_engine(settings: Settings) -> Iterator[Finding]:
     from laserbatch.jobs.stages.inputs import require_engine
 
     require_engine(settings)
-    if settings.decoding.engine == "vllm":
-        yield Finding("engine", "ok", "vLLM is installed: texts are written with it, and verified greedily")
+    if settings.decoding.engine != "vllm":
+        return
+    # In a process of its own: on a CPU vLLM crashes where numba has been loaded before.
+    importing = [sys.executable, "-c", "import vllm; print(vllm.__version__)"]
+    try:
+        imported = subprocess.run(importing, capture_output=True, text=True, timeout=MAX_IMPORT_S, check=False)
+    except subprocess.TimeoutExpired:
+        yield Finding("engine", "warning", f"importing vLLM takes more than {MAX_IMPORT_S:.0f} seconds")
+        return
+    if imported.returncode:
+        reason = (imported.stderr.strip() or f"exit code {imported.returncode}").splitlines()[-1]
+        mend = "Install it with the torch that it names, in an environment of its own (docs/vllm.md)"
+        yield Finding("engine", "fault", f"vLLM is installed and cannot be imported: {reason}", mend)
+    else:
+        found = f"vLLM {imported.stdout.split()[-1]} imports: texts are written with it, and verified greedily"
+        yield Finding("engine", "ok", found)
+
+
+def fitting_engine(settings: Settings, num_values: int, file_bytes: int) -> Finding:
+    """Which engine fits the configured model and this machine; a warning where another one is configured."""
+    import torch
+
+    from laserbatch.pipeline.decoding.model.folder import is_mixture_of_experts, quantization_of, read_config
+    from laserbatch.pipeline.engine_choice import choose_engine, vllm_advice
+    from laserbatch.pipeline.gpus import num_gpus
+
+    decoding, config, number = settings.decoding, read_config(settings.model_dir), num_gpus()
+    if not number and settings.cluster.ray_address is not None:
+        found = "not known here: run `laserbatch doctor` on a node of the Ray cluster that writes texts"
+        return Finding("fitting engine", "ok", found)
+    quantization = quantization_of(config)
+    bytes_per_value = {"float32": 4, "bfloat16": 2}.get(decoding.dtype)
+    own_options = [f"decoding.{name}" for name in ("temperature", "adapter", "draft_models", "draft_head")
+                   if getattr(decoding, name)]  # fmt: skip
+    choice = choose_engine(
+        num_parameters=num_values,
+        weights_bytes=num_values * bytes_per_value if bytes_per_value and not quantization else file_bytes,
+        quantization=quantization,
+        is_mixture_of_experts=is_mixture_of_experts(config),
+        verifier=decoding.verifier,
+        device_type="cuda" if number else "cpu",
+        device_bytes=min((torch.cuda.get_device_properties(i).total_memory for i in range(number)), default=0),
+        num_gpus=number,
+        own_options=own_options,
+    )
+    name = {"laserbatch": "laserbatch's own engine", "vllm": "vLLM"}[choice.engine]
+    found = f"{name} fits this model and machine: {choice.reason}"
+    if decoding.engine == choice.engine and decoding.gpus_a_worker >= choice.tensor_parallel_size:
+        return Finding("fitting engine", "ok", found)
+    mend = "set decoding.engine: laserbatch"
+    if choice.engine == "vllm":
+        mend = "" if decoding.engine == "vllm" or find_spec("vllm") else "install vLLM and "
+        mend += vllm_advice(choice.tensor_parallel_size, own_options)
+        mend += "" if decoding.verifier == "greedy" else "; it verifies greedily"
+    return Finding("fitting engine", "warning", found, mend[0].upper() + mend[1:])
 
 
 def check_memory_and_model(settings: Settings) -> Iterator[Finding]:
@@ -148,6 +257,7 @@ def check_memory_and_model(settings: Settings) -> Iterator[Finding]:
     if load_tokenizer(folder).chat_template is None:
         mend = "Most models that are made to answer have one: take the -Instruct model, or copy its chat_template"
         yield Finding("model", "warning", "its tokenizer has no chat template: prompts go in as plain text", mend)
+    yield fitting_engine(settings, num_values, num_bytes)
     memory = host_memory()
     if num_gpus():
         return  # each GPU holds the weights of one worker, which refuses what does not fit it
@@ -250,6 +360,7 @@ def check_ray(settings: Settings) -> Iterator[Finding]:
 CHECKS: list[Check] = [
     check_versions,
     check_gpu,
+    check_kernels,
     check_engine,
     check_memory_and_model,
     check_workspace,

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from laserbatch.pipeline.engine_choice import num_gpus_for, vllm_advice
 from laserbatch.pipeline.errors import ModelError
 
 CACHE_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of the memory that is free after loading; others want some of a machine's
@@ -73,7 +74,10 @@ def require_memory(folder: Path, weights_bytes: int, cache_bytes: int, memory: M
     needed = weights_bytes + cache_bytes
     if needed <= memory.free_bytes:
         return
-    advice = "use a quantised checkpoint (fp8, int8, int4) or a smaller model; none is split over several GPUs"
+    advice = "use a quantised checkpoint (fp8, int8, int4) or a smaller model"
+    if memory.name.startswith("cuda"):
+        split = vllm_advice(max(2, num_gpus_for(weights_bytes, memory.total_bytes)))
+        advice += f", or split it over several GPUs: {split}"
     if needed <= memory.total_bytes:
         advice = "end what holds the rest, name another GPU in CUDA_VISIBLE_DEVICES, or start fewer workers"
     needed_gb, weights_gb, cache_gb, total_gb, free_gb = (

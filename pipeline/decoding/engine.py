@@ -19,7 +19,7 @@ import torch
 
 from laserbatch.pipeline.decoding import recovery
 from laserbatch.pipeline.decoding.acceptance import Acceptance, verify
-from laserbatch.pipeline.decoding.attention.metadata import PART_KEYS
+from laserbatch.pipeline.decoding.attention.metadata import MAX_PARTS, PART_KEYS
 from laserbatch.pipeline.decoding.device_memory import cache_bound, step_bytes
 from laserbatch.pipeline.decoding.drafters import Drafter, DraftModels, NoDrafter
 from laserbatch.pipeline.decoding.kv_cache import UNBOUNDED, KVCache
@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 # Prompt tokens of one step. A CPU computes them fastest in parts of this size (per token 2 times faster than 2048), and
 # such a part takes about as long as the step's drafts of a batch of 16: what decodes meanwhile goes at half speed.
 PREFILL_TOKENS = {"cpu": 256, "cuda": 2048}
-RESERVED_CONTEXT = 8192  # tokens of the longest text for which the attention's partial results have memory reserved
 MIN_WARM_UP_TOKENS = 32  # of the longest text that is expected; fewer steps do not repay captures before them
 MOST_DRAFT_THREADS = 4  # two were measured (`benchmarks/drafting.py`: two thirds of the time of one), more were not
 
@@ -110,7 +109,7 @@ class Engine:
         if self.device.type != "cuda":
             return 0
         num_decoding = self.settings.batch_size * (1 + Budget.of(self.settings).max_draft_tokens)
-        num_parts = -(-min(self.max_context, RESERVED_CONTEXT) // PART_KEYS)
+        num_parts = min(-(-self.max_context // PART_KEYS), MAX_PARTS)
         num_tokens = num_decoding + self.max_prefill_tokens
         return step_bytes(self.loaded.model.config, num_decoding, num_tokens, num_parts)
 

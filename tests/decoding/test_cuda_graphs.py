@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from tiny_models import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from laserbatch.pipeline.decoding.attention.interface import planned
 from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata, LaunchShape
 from laserbatch.pipeline.decoding.batch import Feed
 from laserbatch.pipeline.decoding.kv_cache import KVCache
@@ -85,7 +87,7 @@ def is_interpreted() -> bool:
 
 def buffered_runner(model, attention, kind=BufferedForward, captures=False) -> ModelRunner:
     runner = ModelRunner(model, KVCache(6), CPU)
-    runner.buffered = kind(runner.head, runner.cache, CPU, attention)
+    runner.buffered = kind(runner.head, runner.cache, CPU, lambda: attention)
     runner.buffered._captures = captures
     return runner
 
@@ -200,14 +202,21 @@ def test_a_cache_of_another_capacity_at_the_same_addresses_voids_a_graph():
     assert counts(runner.buffered) == (1, 0, 2, 2)
 
 
-def test_tensors_that_the_head_allocated_anew_void_a_graph():
+def test_tables_that_the_layers_allocated_anew_void_a_graph():
     runner, step = stepping(prepared(), CountingForward)
-    tables = [torch.zeros(1)]
-    runner.head.static_tensors = lambda: tables
+
+    def hidden_of(token_ids, positions, plan):
+        with planned(plan):
+            return runner.head.hidden_of(token_ids[None], positions[None])
+
+    tables, covered = [torch.zeros(1)], []
+    runner.buffered._layers = SimpleNamespace(static_tensors=tables, cover=covered.append, hidden_of=hidden_of)
     [step() for _ in range(3)]
     tables[:] = [torch.zeros(1)]
     step()
     assert counts(runner.buffered) == (1, 0, 2, 2)
+    runner.buffered.warm_up(1, 0, 3, 30)
+    assert covered[-1] == 30 and counts(runner.buffered) == (2, 0, 4, 2)
 
 
 def test_a_first_step_that_fails_is_not_taken_for_one_that_has_compiled():

@@ -62,7 +62,13 @@ def test_model_larger_than_a_gpu_is_refused_with_both_figures(tmp_path):
         require_memory(tmp_path, 140 * GB, GB, gpu)
     message = str(refused.value)
     assert "it needs 141.0 GB (weights 140.0 GB, the least cache 1.0 GB), of 80.0 GB there are 79.0 GB free" in message
-    assert "quantised checkpoint" in message and "none is split over several GPUs" in message
+    assert "quantised checkpoint" in message
+    assert "set decoding.engine: vllm with decoding.vllm: {tensor_parallel_size: 4} (docs/vllm.md)" in message
+
+
+def test_model_larger_than_main_memory_is_not_advised_to_use_gpus(tmp_path):
+    with pytest.raises(ModelError, match=r"or a smaller model$"):
+        require_memory(tmp_path, 140 * GB, GB, Memory("cpu", free_bytes=79 * GB, total_bytes=80 * GB))
 
 
 def test_gpu_that_others_hold_is_refused_where_the_rest_is_too_small(tmp_path):

@@ -1,4 +1,6 @@
+import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from laserbatch.pipeline.decoding import engine as engine_module
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model import checks
+from laserbatch.pipeline.decoding.model import runner as runner_module
 from laserbatch.pipeline.decoding.model.load import load_model, prepare_model
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.verifiers import Greedy
@@ -226,3 +229,48 @@ def test_draft_models_are_loaded_before_the_cache_is_bounded(monkeypatch):
     engine = Engine.from_pretrained("sample", DecodingSettings(draft_models=["sample"]), device="cpu")
     assert calls == ["load", 2 * engine.loaded.bytes_per_token]
     assert engine.cache.max_tokens == engine.draft_models.max_tokens == 5000
+
+
+@pytest.mark.parametrize(("num_spoiled", "is_refused"), [(2, False), (3, True)])
+def test_rounding_that_spoils_a_few_texts_does_not_refuse_a_model(monkeypatch, num_spoiled, is_refused):
+    """Of five probes; what is wrong for every text is wrong for most of them."""
+    packed_logits, num_rounded = checks._packed_logits, itertools.count()
+
+    def spoiled(runner, probe):
+        logits = packed_logits(runner, probe)
+        is_spoiled = runner.model.dtype == torch.bfloat16 and next(num_rounded) < num_spoiled
+        return [2 * one for one in logits] if is_spoiled else logits
+
+    monkeypatch.setattr(checks, "_packed_logits", spoiled)
+    model = tiny_model("llama").to(torch.bfloat16)
+    if is_refused:
+        with pytest.raises(ModelError, match="other logits packed than alone"):
+            prepare_model(model)
+    else:
+        prepare_model(model)
+    assert next(num_rounded) == 5
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "smollm3"])
+def test_a_wrong_mask_is_noticed_in_bfloat16_as_in_float32(monkeypatch, architecture):
+    """A tree node that sees one node too many moves logits no further than rounding to bfloat16 does."""
+    attention_metadata = runner_module.attention_metadata
+
+    def wrong(batch, cache):
+        metadata = attention_metadata(batch, cache)
+        return replace(metadata, ancestors=np.where(metadata.ancestors > 0, metadata.ancestors | 1, 0))
+
+    monkeypatch.setattr(runner_module, "attention_metadata", wrong)
+    monkeypatch.setattr(checks, "_ROUNDED_TOLERANCE", np.inf)
+    with pytest.raises(ModelError, match="other logits packed than alone"):
+        prepare_model(tiny_model(architecture).to(torch.bfloat16))
+
+
+def test_the_float32_part_of_a_model_leaves_it_as_it_was():
+    model = tiny_model("gemma3_text", num_hidden_layers=6, layer_types=["sliding_attention"] * 5 + ["full_attention"])
+    model = model.to(torch.bfloat16)
+    part = checks._first_layers_in_float32(model)
+    assert part.dtype == torch.float32 and part.config.num_hidden_layers == 6
+    longer = tiny_model("llama", num_hidden_layers=7).to(torch.bfloat16)
+    assert len(checks._first_layers_in_float32(longer).model.layers) == 4
+    assert len(longer.model.layers) == longer.config.num_hidden_layers == 7 and longer.dtype == torch.bfloat16

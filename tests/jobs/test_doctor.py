@@ -1,14 +1,21 @@
 """`laserbatch doctor`: what it finds where all is well and where it is not, and that it says how to mend that."""
 
 import json
+import subprocess
 from collections import namedtuple
 
 import pytest
+import torch
 from night_world import make_world, run_here, write_config
 
 from laserbatch.jobs.commands import doctor
 from laserbatch.jobs.settings import load_settings
 from laserbatch.jobs.stages import inputs
+from laserbatch.pipeline import gpus as gpus_module
+from laserbatch.pipeline.decoding.model import cuda_graphs
+from laserbatch.pipeline.decoding.model.folder import is_mixture_of_experts, quantization_of
+
+GB = 10**9
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +79,161 @@ def test_a_full_disk_and_versions_of_another_time_are_told(world, monkeypatch):
     assert any(fault.startswith("ray is 0.0.1; ray>=") for fault in faults)
 
 
-@pytest.mark.parametrize("is_there", [False, True])
-def test_an_engine_that_is_not_installed_is_told(world, monkeypatch, is_there):
-    monkeypatch.setattr(inputs, "find_spec", lambda name: object() if is_there else None)
+@pytest.mark.parametrize(
+    ("is_installed", "returncode", "level", "said"),
+    [
+        (False, 0, "fault", "not installed"),
+        (True, 1, "fault", "cannot be imported: ImportError: libcudart"),
+        (True, 0, "ok", "vLLM 0.20.2 imports"),
+    ],
+)
+def test_vllm_that_is_not_installed_or_cannot_be_imported_is_told(
+    world, monkeypatch, is_installed, returncode, level, said
+):
+    done = subprocess.CompletedProcess((), returncode, "0.20.2\n", "Traceback\nImportError: libcudart.so.12\n")
+    monkeypatch.setattr(inputs, "find_spec", lambda name: object() if is_installed else None)
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *arguments, **options: done)
     found = findings(write_config(world, "vllm.yaml", decoding={"engine": "vllm"}), doctor.check_engine)["engine"]
-    assert (found.level == "ok") == is_there and "vLLM" in found.found.replace("vllm", "vLLM")
+    assert found.level == level and said in found.found
+
+
+@pytest.fixture
+def gpus(monkeypatch, tmp_path):
+    """Two GPUs that are not there, whose memory and failures a test may change."""
+    found = {"free": 84 * GB, "total": 85 * GB, "capability": (9, 0), "error": None, "number": 2}
+    driver = tmp_path / "nvidiactl"
+    driver.touch()
+
+    def add(tensor, other):
+        if found["error"]:
+            raise RuntimeError(found["error"])
+        return tensor
+
+    properties = namedtuple("properties", "total_memory")
+    make = torch.ones
+    monkeypatch.setattr(gpus_module, "GPU_DRIVERS", (str(driver),))
+    monkeypatch.setattr(torch, "ones", lambda size, device: make(size))
+    monkeypatch.setattr(torch.Tensor, "add", add)
+    for name, value in {
+        "device_count": lambda: found["number"],
+        "mem_get_info": lambda device=None: (found["free"], found["total"]),
+        "get_device_name": lambda device=None: "NVIDIA H100",
+        "get_device_capability": lambda device=None: found["capability"],
+        "get_device_properties": lambda device: properties(found["total"]),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    return found
+
+
+def of_gpu(config, *checks):
+    checks = checks or (doctor.check_gpu, doctor.check_kernels, doctor.check_memory_and_model)
+    return doctor.examine(load_settings(config), list(checks))
+
+
+def levels(found):
+    return {(finding.about, finding.level) for finding in found}
+
+
+def test_a_machine_with_gpus_has_no_fault(world, gpus):
+    pytest.importorskip("triton")
+    found = of_gpu(write_config(world))
+    assert {level for _, level in levels(found)} == {"ok"}
+    told = "\n".join(finding.found for finding in found)
+    assert told.count("NVIDIA H100, 84.0 of 85.0 GB free") == 2 and "driver" in told
+    assert "Triton's kernel, small steps as CUDA graphs" in told and "bfloat16 (the model's own)" in told
+    assert "laserbatch's own engine fits this model and machine: the model fits one GPU" in told
+
+
+def test_gpu_that_other_processes_use_is_warned_of(world, gpus):
+    gpus["free"] = 60 * GB
+    found = of_gpu(write_config(world), doctor.check_gpu)
+    assert ("GPU", "warning") in levels(found) and "nvidia-smi" in found[-1].mend
+
+
+def test_gpu_that_cannot_compute_is_a_fault_and_the_next_is_examined(world, gpus, monkeypatch):
+    def refuse(device):
+        raise RuntimeError("The NVIDIA driver is too old")
+
+    gpus["error"] = "CUDA error: no kernel image is available for execution on the device\nCompile with ..."
+    found = [finding for finding in of_gpu(write_config(world), doctor.check_gpu) if finding.level == "fault"]
+    assert [finding.found[:20] for finding in found] == ["GPU 0 cannot compute", "GPU 1 cannot compute"]
+    assert "Compile with" not in found[0].found
+    monkeypatch.setattr(torch.cuda, "get_device_properties", refuse)
+    (found,) = [one for one in of_gpu(write_config(world), doctor.check_memory_and_model) if one.level == "fault"]
+    assert "driver is too old" in found.found and found.mend is None
+    gpus["number"] = 0
+    assert "torch sees no GPU" in of_gpu(write_config(world), doctor.check_gpu)[-1].found
+
+
+def test_attention_and_dtype_of_a_gpu_are_told(world, gpus, monkeypatch):
+    pytest.importorskip("triton")
+    found = of_gpu(
+        write_config(world, "t.yaml", decoding={"attention": "torch", "dtype": "bfloat16"}), doctor.check_kernels
+    )
+    assert [(finding.about, finding.level) for finding in found] == [("attention", "warning"), ("dtype", "ok")]
+    found = of_gpu(write_config(world, "f.yaml", decoding={"dtype": "float32"}), doctor.check_kernels)
+    assert found[-1].level == "warning" and "Set decoding.dtype: bfloat16" in found[-1].mend
+    gpus["capability"] = (7, 5)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    found = of_gpu(write_config(world, "b.yaml", decoding={"dtype": "bfloat16"}), doctor.check_kernels)
+    assert [(finding.about, finding.level) for finding in found] == [("attention", "warning"), ("dtype", "warning")]
+
+    def broken(choice, device):
+        raise ImportError("libtriton.so: undefined symbol")
+
+    monkeypatch.setattr(cuda_graphs, "kernel_for", broken)
+    found = of_gpu(write_config(world), doctor.check_kernels)
+    assert "undefined symbol" in found[0].found and "decoding.attention: torch" in found[0].mend
+
+
+@pytest.mark.parametrize(
+    ("changed", "decoding", "level", "advice"),
+    [
+        ({}, {}, "ok", None),
+        ({"total": 10**6, "free": 10**6}, {}, "warning", "tensor_parallel_size: "),
+        ({}, {"verifier": "greedy"}, "warning", "Install vLLM and set decoding.engine: vllm"),
+        ({}, {"verifier": "greedy", "temperature": 0.5}, "ok", None),
+        ({}, {"engine": "vllm"}, "ok", None),
+        ({"total": 3 * 10**6}, {"engine": "vllm"}, "warning", "Set decoding.engine: vllm with decoding.vllm: {tensor_"),
+        ({"number": 0}, {"engine": "vllm"}, "warning", "Set decoding.engine: laserbatch"),
+        ({"number": 0}, {"verifier": "greedy"}, "ok", None),
+    ],
+)
+def test_the_engine_that_fits_is_advised_and_another_is_no_fault(
+    world, gpus, monkeypatch, changed, decoding, level, advice
+):
+    gpus |= changed
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    config = write_config(world, "fit.yaml", decoding=decoding)
+    found = findings(config, doctor.check_memory_and_model)["fitting engine"]
+    assert found.level == level
+    assert found.mend is None if advice is None else advice in found.mend
+
+
+def test_nothing_is_said_of_the_machines_of_a_cluster(world, monkeypatch):
+    monkeypatch.setattr(gpus_module, "GPU_DRIVERS", ())
+    config = write_config(world, "cluster.yaml", cluster={"ray_address": "auto"})
+    found = findings(config, doctor.check_gpu, doctor.check_memory_and_model)
+    assert "not known here" in found["fitting engine"].found and "Ray cluster" in found["GPU"].found
+
+
+def test_experts_and_quantisation_of_a_model_are_read_from_its_configuration():
+    assert is_mixture_of_experts({"num_local_experts": 8})
+    assert is_mixture_of_experts({"text_config": {"num_experts": 64}})
+    assert not is_mixture_of_experts({"num_experts": 0, "n_routed_experts": None, "num_experts_per_tok": 2})
+    assert quantization_of({"quantization_config": {"quant_method": "fp8"}}) == "fp8" and quantization_of({}) is None
+
+
+@pytest.mark.parametrize(
+    ("kernel_module", "expected"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n", "550.54.15"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.183.01  Release Build\n", "535.183.01"),
+        ("", None),
+    ],
+)
+def test_version_of_the_driver(tmp_path, kernel_module, expected):
+    (tmp_path / "version").write_text(kernel_module)
+    assert gpus_module.driver_version(tmp_path / "version") == expected
+    assert gpus_module.driver_version(tmp_path / "none") is None

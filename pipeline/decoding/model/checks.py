@@ -5,13 +5,17 @@ attention function, and a small packed tree forward must give the logits of plai
 probe runs what the engine will run, linear layers in their layout included, and past windows that are shortened for it.
 """
 
+import copy
+import importlib.util
 import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import nn
 
 from laserbatch.pipeline.decoding.attention.interface import ATTENTION_NAME, TOLERANCE, relative_error
 from laserbatch.pipeline.decoding.batch import Feed
@@ -27,6 +31,9 @@ logger = logging.getLogger(__name__)
 _POSITION_DEPENDENT_ROPE = ("dynamic", "longrope")  # take the longest position of the whole batch
 # Kernels of packed weights may round otherwise with another number of tokens, whatever the type of activations.
 _QUANTISED_TOLERANCE = 0.05
+_NUM_ROUNDED_PROBES = 5  # where results are rounded to fewer bits than float32's
+_ROUNDED_TOLERANCE = 0.25  # of a model in bfloat16 or float16 whose first layers were checked in float32
+_MIN_CHECKED_LAYERS = 4  # some models differ in every fourth layer
 _PACKED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _PROBE_WINDOW = 8  # windows are cut to it while the probe runs
 _PROMPT_LENGTHS, _FIRST_PARTS = (21, 6), (13, 2)  # the first is fed in two parts, each longer than the window
@@ -62,38 +69,135 @@ def check_equivalence(model, device: torch.device, vocab_size: int) -> int:
     """Compare a packed forward of two sequences and a tree with plain causal runs; returns KV bytes per token.
 
     The model is made ready on the way: switched to our attention, its linear layers laid out for a CPU and, where that
-    computes the same, fused there (its attribute `fused`).
+    computes the same, fused: there (its attribute `fused`) or on CUDA (its attribute `cuda_layers`).
 
     Raises ModelError: a layer did not call our attention function, or the logits differ.
     """
     name = model.config.model_type
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ModelError(f"{name} cannot be packed: it does not take the positions of its tokens")
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, vocab_size, n).astype(np.int32) for n in _PROMPT_LENGTHS]
-    parents = np.array([-1, -1, 0, 1, 1, 4], np.int32)
-    drafted = rng.integers(0, vocab_size, len(parents)).astype(np.int32)
-    tree = TokenTree(drafted, parents, np.zeros(len(parents), np.float32), np.zeros(len(parents), np.uint8))
-    paths = [np.append(prompts[0], drafted[[1, 4, 5]]), np.append(prompts[0], drafted[[0, 2]]), prompts[1]]
+    is_exact, is_quantised = model.dtype == torch.float32, quantization_of(model.config) is not None
+    probes = [Probe.of(seed, vocab_size) for seed in range(1 if is_exact else _NUM_ROUNDED_PROBES)]
     with _short_windows(model):
-        try:
-            plain = [_last_logits(model, path, device) for path in paths]
-            model.set_attn_implementation(ATTENTION_NAME)
-        except ModelError as error:
-            raise ModelError(f"{name} cannot be packed: {error}") from error
-        except Exception as error:
-            raise ModelError(f"{name} cannot be run: {first_line(error)}") from error
-        if quantization_of(model.config) is None and relayout_linear_layers(model):
-            from laserbatch.pipeline.decoding.model.fused_model import FusedModel  # numba takes a while to import
+        part = None if is_exact or is_quantised else _first_layers_in_float32(model)
+        if part is None:
+            return _make_ready(model, device, probes, _QUANTISED_TOLERANCE if is_quantised else TOLERANCE[model.dtype])
+        _make_ready(part, device, probes[:1], TOLERANCE[torch.float32])
+        serves_cuda = getattr(part, "cuda_layers", None) is not None
+        del part
+        return _make_ready(model, device, probes, _ROUNDED_TOLERANCE, serves_cuda)
 
-            model.fused = FusedModel.of(model)
-            if model.fused is not None:
-                try:
-                    return _compare(model, device, prompts, tree, plain)
-                except ModelError as error:
-                    logger.warning("%s is computed by transformers' layers, not by fused ones: %s", name, error)
-                    model.fused = None
-        return _compare(model, device, prompts, tree, plain)
+
+def _first_layers_in_float32(model) -> nn.Module | None:
+    """A float32 copy of a model's first layers, all kinds of them; None if the model cannot be cut.
+
+    Bfloat16 alone moves the logits of real models by 0.1, as far as a wrong mask does: what a model computes is
+    compared in float32, of as many layers as memory allows for any model that fits at all.
+    """
+    text = model.config.get_text_config()
+    lists = [
+        (owner, name, layers)
+        for owner in model.modules()
+        for name, layers in owner.named_children()
+        if isinstance(layers, nn.ModuleList) and len(layers) == text.num_hidden_layers
+    ]
+    if len(lists) != 1:
+        return None
+    owner, name, layers = lists[0]
+    kinds = list(getattr(text, "layer_types", None) or [""])
+    num_layers = min(len(layers), max(_MIN_CHECKED_LAYERS, *(kinds.index(kind) + 1 for kind in kinds)))
+    setattr(owner, name, layers[:num_layers])
+    try:
+        part = copy.deepcopy(model).float()
+        config = part.config.get_text_config()
+        config.num_hidden_layers = num_layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:num_layers]
+        part.config.dtype = config.dtype = torch.float32
+        _last_logits(part, np.arange(4, dtype=np.int32), part.device)
+        return part
+    except Exception as error:
+        logger.info("%s is not checked in float32: %s", model.config.model_type, first_line(error))
+        return None
+    finally:
+        setattr(owner, name, layers)
+
+
+def _make_ready(model, device: torch.device, probes: list["Probe"], tolerance: float, tries_cuda: bool = True) -> int:
+    """Switch to our attention and the fastest layers that compute what the model's own do; KV bytes per token.
+
+    Raises ModelError: the logits differ by more than the tolerance.
+    """
+    name = model.config.model_type
+    try:
+        plain = plain_logits(model, probes, device)
+        model.set_attn_implementation(ATTENTION_NAME)
+    except ModelError as error:
+        raise ModelError(f"{name} cannot be packed: {error}") from error
+    except Exception as error:
+        raise ModelError(f"{name} cannot be run: {first_line(error)}") from error
+    is_quantised = quantization_of(model.config) is not None
+    if not is_quantised and relayout_linear_layers(model):
+        from laserbatch.pipeline.decoding.model.fused_model import FusedModel  # numba takes a while to import
+
+        model.fused = FusedModel.of(model)
+        if model.fused is not None:
+            try:
+                return _compare(model, device, probes, plain, tolerance)
+            except ModelError as error:
+                logger.warning("%s is computed by transformers' layers, not by fused ones: %s", name, error)
+                model.fused = None
+    num_bytes = _compare(model, device, probes, plain, tolerance)
+    if device.type == "cuda" and tries_cuda and not is_quantised:
+        _add_cuda_layers(model, device, probes, plain, tolerance)
+    return num_bytes
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Two random prompts with a tree of drafts below the first, and the texts whose last logits are compared."""
+
+    prompts: list[np.ndarray]
+    tree: TokenTree
+    paths: list[np.ndarray]
+
+    @classmethod
+    def of(cls, seed: int, vocab_size: int) -> "Probe":
+        rng = np.random.default_rng(seed)
+        prompts = [rng.integers(0, vocab_size, n).astype(np.int32) for n in _PROMPT_LENGTHS]
+        parents = np.array([-1, -1, 0, 1, 1, 4], np.int32)
+        drafted = rng.integers(0, vocab_size, len(parents)).astype(np.int32)
+        tree = TokenTree(drafted, parents, np.zeros(len(parents), np.float32), np.zeros(len(parents), np.uint8))
+        paths = [np.append(prompts[0], drafted[[1, 4, 5]]), np.append(prompts[0], drafted[[0, 2]]), prompts[1]]
+        return cls(prompts, tree, paths)
+
+
+def plain_logits(model, probes: list[Probe], device: torch.device) -> list[list[torch.Tensor]]:
+    """Logits (vocab_size,) behind each path of each probe, by the model's own attention and cache."""
+    return [[_last_logits(model, path, device) for path in probe.paths] for probe in probes]
+
+
+def _add_cuda_layers(
+    model,
+    device: torch.device,
+    probes: list[Probe],
+    plain: list[list[torch.Tensor]],
+    tolerance: float,
+    attention: str = "auto",
+) -> None:
+    """Set the attribute `cuda_layers` where our layers serve the model and compute what its own do."""
+    if importlib.util.find_spec("triton") is None:
+        return
+    from laserbatch.pipeline.decoding.model.cuda_layers import CudaLayers
+
+    model.cuda_layers = CudaLayers.of(model)
+    if model.cuda_layers is None:
+        return
+    try:
+        _compare(model, device, probes, plain, tolerance, attention)
+    except ModelError as error:
+        logger.warning("%s is computed by transformers' layers, not by fused ones: %s", model.config.model_type, error)
+        model.cuda_layers = None
 
 
 @torch.inference_mode()
@@ -122,35 +226,61 @@ def _short_windows(model) -> Iterator[None]:
             owner.sliding_window = window
 
 
-def _compare(model, device: torch.device, prompts: list[np.ndarray], tree: TokenTree, plain: list[torch.Tensor]) -> int:
-    """The packed run of `check_equivalence`, and its comparison with the plain one."""
+def _compare(
+    model,
+    device: torch.device,
+    probes: list[Probe],
+    plain: list[list[torch.Tensor]],
+    tolerance: float,
+    attention: str = "torch",
+) -> int:
+    """The packed runs of `check_equivalence`, and their comparison with the plain ones; returns KV bytes per token.
+
+    Rounding may spoil the logits of one text, and a broken mask spoils most: the median error over probes is judged.
+    """
     name = model.config.model_type
-    try:
+    errors = []
+    for probe, expected in zip(probes, plain, strict=True):
         cache = KVCache(2)
-        runner = ModelRunner(model, cache, device)
-        rows = [cache.acquire(prompt, 32).row for prompt in prompts]
-        parts = list(zip(rows, prompts, _FIRST_PARTS, strict=True))
-        first = runner.forward([Feed(row, prompt[:size]) for row, prompt, size in parts])
-        cache.commit(rows, first.batch.sizes, first.batch.slot_mapping)
-        second = [Feed(row, prompt[size:]) for row, prompt, size in parts]
-        out = runner.forward(second, TreeBatch.of([tree]).spread([0], 2))
-    except ModelError as error:
-        raise ModelError(f"{name} cannot be packed: {error}") from error
-    except Exception as error:
-        raise ModelError(f"{name} cannot be run packed: {first_line(error)}") from error
-    seen, num_layers = runner.last_plan.layers_seen, model.config.get_text_config().num_hidden_layers
+        runner = ModelRunner(model, cache, device, attention)
+        try:
+            packed = _packed_logits(runner, probe)
+        except ModelError as error:
+            raise ModelError(f"{name} cannot be packed: {error}") from error
+        except Exception as error:
+            raise ModelError(f"{name} cannot be run packed: {first_line(error)}") from error
+        _require_all_layers(runner, attention)
+        errors.append([relative_error(*pair) for pair in zip(packed, expected, strict=True)])
+    error = float(np.median(errors, axis=0).max())
+    if not error <= tolerance:
+        raise ModelError(f"{name} gives other logits packed than alone (relative error {error:.1e}); not supported")
+    return cache.bytes_per_token()
+
+
+def _packed_logits(runner: ModelRunner, probe: Probe) -> list[torch.Tensor]:
+    """Logits behind each path of a probe, whose prompts are fed in two parts."""
+    cache = runner.cache
+    rows = [cache.acquire(prompt, 32).row for prompt in probe.prompts]
+    parts = list(zip(rows, probe.prompts, _FIRST_PARTS, strict=True))
+    first = runner.forward([Feed(row, prompt[:size]) for row, prompt, size in parts])
+    cache.commit(rows, first.batch.sizes, first.batch.slot_mapping)
+    second = [Feed(row, prompt[size:]) for row, prompt, size in parts]
+    out = runner.forward(second, TreeBatch.of([probe.tree]).spread([0], 2))
+    logits = out.logits
+    return [logits[6], logits[3], logits[out.batch.wanted_starts[1]]]
+
+
+def _require_all_layers(runner: ModelRunner, attention: str) -> None:
+    """Raises ModelError: not every layer attended once in the last forward, or the kernel that was asked for failed."""
+    config = runner.model.config
+    if attention != "torch" and runner.buffered is None:
+        raise ModelError("the attention kernel failed")
+    plan = runner.last_plan if runner.buffered is None else runner.buffered.last_plan
+    seen, num_layers = plan.layers_seen, config.get_text_config().num_hidden_layers
     if len(set(seen)) < len(seen):
-        raise ModelError(f"{name} cannot be packed: a layer attends more than once in a forward")
+        raise ModelError(f"{config.model_type} cannot be packed: a layer attends more than once in a forward")
     if sorted(seen) != list(range(num_layers)):
         raise ModelError(
-            f"{name} cannot be packed: {len(seen)} of its {num_layers} layers use transformers' attention interface; "
-            "every layer must"
+            f"{config.model_type} cannot be packed: {len(seen)} of its {num_layers} layers use transformers' attention "
+            "interface; every layer must"
         )
-    logits = out.logits
-    packed = [logits[6], logits[3], logits[out.batch.wanted_starts[1]]]
-    tolerance = _QUANTISED_TOLERANCE if quantization_of(model.config) else TOLERANCE[logits.dtype]
-    for expected, found in zip(plain, packed, strict=True):
-        error = relative_error(found, expected)
-        if not error <= tolerance:
-            raise ModelError(f"{name} gives other logits packed than alone (relative error {error:.1e}); not supported")
-    return cache.bytes_per_token()

@@ -17,17 +17,21 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from laserbatch.pipeline.decoding.attention.interface import CheckedKernel, EagerAttention, StepPlan, planned
-from laserbatch.pipeline.decoding.attention.metadata import PART_KEYS, AttentionMetadata, LaunchShape
+from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata, LaunchShape
 from laserbatch.pipeline.decoding.batch import Batch
 from laserbatch.pipeline.decoding.device_memory import is_out_of_memory
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.output_head import HiddenRows, OutputHead, StepLogits
 from laserbatch.pipeline.errors import ModelError
+
+if TYPE_CHECKING:  # Triton may not be installed
+    from laserbatch.pipeline.decoding.model.cuda_layers import CudaLayers
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +144,8 @@ class Bucket:
 class BufferedForward:
     """Runs batches through one model, whose layers call our attention, over one cache.
 
-    `kernel` : attention as `attention.metadata` has it, with a further argument `shape`.
+    `make_kernel` gives for each step the attention of its layers, as `attention.metadata` has it, with a further
+    argument `shape`. `layers` : what computes hidden states in the place of the model's own layers; None: these.
 
     Attributes
     ----------
@@ -148,14 +153,21 @@ class BufferedForward:
     """
 
     def __init__(
-        self, head: OutputHead, cache: KVCache, device: torch.device, kernel: Callable[..., torch.Tensor]
+        self,
+        head: OutputHead,
+        cache: KVCache,
+        device: torch.device,
+        make_kernel: Callable[[], Callable[..., torch.Tensor]],
+        layers: "CudaLayers | None" = None,
     ) -> None:
         self.buckets: dict[tuple[int, LaunchShape], Bucket] = {}  # the one that was used last is the last
         self.num_captures = self.num_failed_captures = self.num_replays = self.num_eager_steps = 0
         self._head = head
         self._cache = cache
         self._device = device
-        self._kernel = kernel
+        self._make_kernel = make_kernel
+        self._layers = layers
+        self.last_plan: StepPlan | None = None  # of the newest forward that was not a replay, for checks
         self._captures = device.type == "cuda"
         self._num_out_of_memory = 0  # captures
         self._num_pausing = 0  # eager steps before the next capture
@@ -180,6 +192,8 @@ class BufferedForward:
         """
         likely = likely_steps(num_sequences, max_draft_tokens, min_keys, max_keys)[:MAX_WARM_UP_CAPTURES]
         with self._on_device():
+            if self._layers is not None:
+                self._layers.cover(max_keys)  # tables that grow later would void the graphs
             for num_tokens, shape in likely:
                 bucket = self._bucket(num_tokens, shape)
                 if bucket.graph is None or bucket.signature != self._signature():
@@ -197,6 +211,8 @@ class BufferedForward:
     def _run(self, batch: Batch, metadata: AttentionMetadata) -> torch.Tensor:
         """What `_forward` gives, maybe with padding behind it."""
         num_tokens, num_sequences = len(batch), len(batch.feeds)
+        if self._layers is not None:
+            self._layers.cover(int(batch.positions.max()))
         shape = LaunchShape.of(int(np.diff(metadata.cu_seqlens_k).max()), num_tokens, num_sequences)
         num_padded = self._padded_tokens(num_tokens, len(batch.wanted))
         if num_padded is None:
@@ -220,7 +236,7 @@ class BufferedForward:
         if bucket is None:
             # A sequence has a token at least, so there are never more sequences than tokens.
             max_sequences = min(num_padded, self._cache.max_rows)
-            num_slots = max_sequences * shape.num_parts * PART_KEYS
+            num_slots = max_sequences * shape.max_keys
             bucket = Bucket(StepBuffers(num_padded, max_sequences, num_slots, self._device))
             num_bytes = sum((other.buffers.num_bytes for other in self.buckets.values()), bucket.buffers.num_bytes)
             while self.buckets and (len(self.buckets) >= MAX_BUCKETS or num_bytes > MAX_BUFFER_BYTES):
@@ -231,7 +247,7 @@ class BufferedForward:
     def _signature(self) -> tuple:
         """What a captured launch has taken over of memory outside its bucket: if it differs, the launch is void."""
         cached = [t for layer in self._cache.layers.values() for t in (layer.keys, layer.values)]
-        tensors = [*cached, *getattr(self._head, "static_tensors", list)()]
+        tensors = cached if self._layers is None else [*cached, *self._layers.static_tensors]
         # Other memory may lie at the same addresses: the capacity says how far one head's keys are from the next one's.
         return (self._cache.capacity, *(tensor.data_ptr() for tensor in tensors))
 
@@ -297,8 +313,11 @@ class BufferedForward:
 
     def _forward(self, buffers: StepBuffers, shape: LaunchShape) -> torch.Tensor:
         """Hidden states of the tokens in filled buffers."""
-        attention = CheckedKernel(self._kernel, buffers.metadata, shape, buffers.eager, self._checked)
-        with planned(StepPlan(self._cache, buffers.slot_mapping, attention)):
+        attention = CheckedKernel(self._make_kernel(), buffers.metadata, shape, buffers.eager, self._checked)
+        plan = self.last_plan = StepPlan(self._cache, buffers.slot_mapping, attention)
+        if self._layers is not None:
+            return self._layers.hidden_of(buffers.token_ids, buffers.positions, plan)
+        with planned(plan):
             return self._head.hidden_of(buffers.token_ids[None], buffers.positions[None])
 
 
@@ -336,8 +355,8 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def kernel_for(choice: str, device: torch.device) -> Callable[..., torch.Tensor] | None:
-    """The attention kernel that the setting `decoding.attention` asks for; None is torch's padded attention.
+def kernel_for(choice: str, device: torch.device) -> Callable[[], Callable[..., torch.Tensor]] | None:
+    """What makes the attention kernel of a step by the setting `decoding.attention`; None: attention is torch's.
 
     Raises ModelError: "triton" was asked for, and there is no CUDA device or no triton.
     """
@@ -348,8 +367,8 @@ def kernel_for(choice: str, device: torch.device) -> Callable[..., torch.Tensor]
             logger.warning("triton is not installed: attention is torch's, over padded masks; pip install triton")
             return None
         raise ModelError("decoding.attention is triton, which is not installed; install triton or use auto or torch")
-    from laserbatch.pipeline.decoding.attention.triton_attention import INTERPRETED, triton_attention
+    from laserbatch.pipeline.decoding.attention.triton_attention import INTERPRETED, attention_of_step
 
     if device.type != "cuda" and not INTERPRETED:
         raise ModelError("decoding.attention is triton, which needs CUDA; use auto or torch, or set TRITON_INTERPRET=1")
-    return triton_attention
+    return attention_of_step

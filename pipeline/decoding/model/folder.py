@@ -11,6 +11,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 SAMPLE_MODEL = Path(__file__).resolve().parents[3] / "models" / "sample"
 _HASHED_BYTES = 1 << 20  # of each end of a weights file
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # by architecture
 _MOST_NAMED = 3
 # Each with its neutral value, beside null.
 REFUSED = {
@@ -120,13 +122,32 @@ def model_identity(folder: Path, adapter: str | Path | None = None) -> str:
 
 
 def quantization_of(config) -> str | None:
-    """The method by which a configuration says its weights are stored in fewer bits; None for plain weights."""
-    found = getattr(config, "quantization_config", None)
+    """The method by which a configuration says its weights are stored in fewer bits; None for plain weights.
+
+    `config` : of transformers, or the content of a config.json.
+    """
+    get = config.get if isinstance(config, dict) else partial(getattr, config)
+    found = get("quantization_config", None)
     if not found:
         return None
     method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
     # Older configurations of bitsandbytes name no method.
     return "bitsandbytes" if method is None else str(getattr(method, "value", method))
+
+
+def is_mixture_of_experts(config: Mapping[str, Any]) -> bool:
+    """Whether the content of a config.json names more than one expert, in any of its sections."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and is_mixture_of_experts(value):
+            return True
+        if key in _NUM_EXPERTS and isinstance(value, int) and value > 1:
+            return True
+    return False
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of a folder's config.json; raises ModelError where it is no JSON object."""
+    return _read(folder / "config.json")
 
 
 def num_parameters_of(config) -> int:

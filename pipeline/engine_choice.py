@@ -1,0 +1,84 @@
+"""Which engine fits a model and a machine: laserbatch's own or vLLM (`decoding.engine`).
+
+A decision by figures alone, which `laserbatch doctor` and the refusal of a model that is too large share. This file
+knows no configuration, loads no engine and changes nothing: the user sets `decoding.engine`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+MAX_OWN_PARAMETERS = 15e9  # of a model on one GPU; models that are called 14 B have up to 14.8 billion
+MAX_WEIGHTS_SHARE = 0.85  # of a GPU's memory; the KV cache and activations need the rest
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """The engine that fits, why it does, and how many GPUs of one node hold the weights."""
+
+    engine: Literal["laserbatch", "vllm"]
+    reason: str
+    tensor_parallel_size: int = 1
+
+
+def choose_engine(
+    *,
+    num_parameters: int,
+    weights_bytes: int,
+    quantization: str | None,
+    is_mixture_of_experts: bool,
+    verifier: str,
+    device_type: str,
+    device_bytes: int,
+    num_gpus: int,
+    own_options: Sequence[str] = (),
+) -> EngineChoice:
+    """Choose the engine for a model on a machine.
+
+    Parameters
+    ----------
+    weights_bytes : size of the weights in the type that they are computed in.
+    quantization : the method by which the weights are stored in fewer bits, as `quantization_of` names it.
+    device_type : "cpu" or "cuda".
+    device_bytes, num_gpus : total memory of one GPU, and GPUs of the machine; not read on a CPU.
+    own_options : options in use that vLLM refuses, such as `temperature`.
+    """
+    if device_type != "cuda":
+        return EngineChoice("laserbatch", "there is no GPU, and on a CPU it decodes faster than vLLM")
+    size = num_gpus_for(weights_bytes, device_bytes)
+    if size > 1:
+        reason = f"the weights take {weights_bytes / 1e9:.1f} GB, too much for one GPU of {device_bytes / 1e9:.1f} GB"
+        if size > num_gpus:
+            reason += f"; {size} GPUs of this size hold them, and this machine has {num_gpus}"
+        return EngineChoice("vllm", reason, size)
+    if quantization is not None:
+        return EngineChoice("vllm", f"the weights are quantised ({quantization}), and vLLM has fast kernels for them")
+    if is_mixture_of_experts:
+        return EngineChoice("vllm", "the model is a mixture of experts, and vLLM has fused kernels for experts")
+    if num_parameters > MAX_OWN_PARAMETERS:
+        reason = f"the model has {num_parameters / 1e9:.1f} B parameters, and laserbatch's engine is for up to 14 B"
+        return EngineChoice("vllm", reason)
+    if own_options:
+        return EngineChoice("laserbatch", f"the model fits one GPU, and vLLM refuses {', '.join(own_options)}")
+    if verifier == "greedy":
+        reason = "greedy verification writes the same texts in both, and vLLM's layers are fused for GPUs"
+        return EngineChoice("vllm", reason)
+    return EngineChoice("laserbatch", f"the model fits one GPU, and vLLM has no rule {verifier} (it verifies greedily)")
+
+
+def num_gpus_for(num_bytes: int, device_bytes: int) -> int:
+    """GPUs that so many bytes of weights have to be split over: a power of two, since heads are split evenly."""
+    size = 1
+    while num_bytes > size * MAX_WEIGHTS_SHARE * device_bytes:
+        size *= 2
+    return size
+
+
+def vllm_advice(tensor_parallel_size: int = 1, own_options: Sequence[str] = ()) -> str:
+    """What to set to write texts with vLLM."""
+    advice = "set decoding.engine: vllm"
+    if tensor_parallel_size > 1:
+        advice += f" with decoding.vllm: {{tensor_parallel_size: {tensor_parallel_size}}}"
+    if own_options:
+        advice += f", without {', '.join(own_options)}"
+    return f"{advice} (docs/vllm.md)"
