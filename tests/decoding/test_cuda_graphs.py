@@ -430,6 +430,24 @@ def test_models_run_through_the_kernel(architecture):
     assert runner.buffered.buckets
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_the_kernel_runs_steps_that_are_captured_before_they_are_needed(architecture):
+    """A step of padding alone, over one part of the keys and over several."""
+    if not is_interpreted():
+        pytest.skip("triton was imported before TRITON_INTERPRET=1 was set")
+    model = prepared(architecture)
+    runner = ModelRunner(model, KVCache(6), CPU, "triton")
+    made = vars(runner.buffered)
+    runner.buffered = CountingForward(runner.head, runner.cache, CPU, made["_make_kernel"], made["_layers"])
+    runner.buffered._captures = True
+    feed = Feed(runner.cache.acquire(np.array([1, 2], np.int32), 60).row, np.array([1], np.int32))
+    first = runner.forward([feed]).logits.clone()
+    runner.buffered.warm_up(1, 3, 200, 700)
+    assert {shape.num_parts for _, shape in runner.buffered.buckets} == {1, 2, 4}
+    assert runner.buffered.num_captures == 9
+    torch.testing.assert_close(runner.forward([feed]).logits, first)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss"])
