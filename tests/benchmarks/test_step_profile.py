@@ -67,7 +67,7 @@ def test_steps_of_the_kernel_are_the_models_time_not_packing(loaded):
     engine = engine_of(loaded, 2, 0)
     engine.cache = KVCache(2)
     runner = engine.runner = ModelRunner(loaded.model, engine.cache, engine.device)
-    runner.buffered = BufferedForward(runner.head, engine.cache, engine.device, reference_attention)
+    runner.buffered = BufferedForward(runner.head, engine.cache, engine.device, lambda: reference_attention)
     runner.buffered._captures = True
     row = profile(engine, NoDrafter(), prompts_of(loaded.tokenizer, 2), 3, Greedy())
     assert runner.buffered is not None and runner.buffered._captures and "run" not in vars(runner.buffered)
