@@ -9,7 +9,7 @@ import pytest
 import torch
 from pretend_cuda import DEVICE, PretendError, move, pretend_cuda
 from test_cuda_graphs import masked_attention
-from tiny_models import OracleDrafter, plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
+from tiny_models import NonsenseDrafter, OracleDrafter, plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 
 from laserbatch.pipeline.budget import measuring
 from laserbatch.pipeline.decoding.device_memory import to_device
@@ -83,6 +83,24 @@ def test_every_rule_judges_on_the_device(verifier):
     expected = texts_of(tiny_engine(tiny_model(), batch_size=3))
     with pretend_cuda() as cuda, KERNEL:
         engine = engine_on_device(tiny_model())
+        steps = watch_steps(engine, cuda)
+        assert texts_of(engine) == expected
+    assert {num_waits for num_waits, _ in steps[1:]} == {1}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_sampling_and_a_repetition_penalty_wait_no_more(temperature):
+    model, prompts = tiny_model(), tiny_prompts(NUM_PROMPTS)
+    model.generation_config.repetition_penalty = 1.3
+    settings = {"verifier": "greedy", "temperature": temperature}
+
+    def texts_of(engine: Engine) -> list[tuple[str, list[int]]]:
+        results = engine.generate(requests_for(prompts, NUM_NEW), NonsenseDrafter())
+        return sorted((result.request_id, result.token_ids.tolist()) for result in results)
+
+    expected = texts_of(tiny_engine(model, batch_size=3, **settings))
+    with pretend_cuda() as cuda, KERNEL:
+        engine = engine_on_device(model, **settings)
         steps = watch_steps(engine, cuda)
         assert texts_of(engine) == expected
     assert {num_waits for num_waits, _ in steps[1:]} == {1}
