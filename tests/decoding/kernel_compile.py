@@ -11,10 +11,21 @@ from triton.compiler import ASTSource, CompiledKernel
 from laserbatch.pipeline.decoding.attention.metadata import PART_KEYS
 from laserbatch.pipeline.decoding.attention.triton_attention import block_keys
 from laserbatch.pipeline.decoding.attention.triton_kernel import attend, combine
+from laserbatch.pipeline.decoding.model.layer_kernels import gate, rms_norm, rotate_and_store
 
-POINTERS = {"ancestors_ptr": "*i64", "log_sum_ptr": "*fp32", "parts_ptr": "*fp32"}
+INDEX_POINTERS = (
+    "slots_ptr",
+    "cu_seqlens_k_ptr",
+    "num_committed_ptr",
+    "cu_seqlens_q_ptr",
+    "num_chain_ptr",
+    "positions_ptr",
+)
+POINTERS = dict.fromkeys(INDEX_POINTERS, "*i32") | {
+    "ancestors_ptr": "*i64", "log_sum_ptr": "*fp32", "parts_ptr": "*fp32",
+}  # fmt: skip
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # that one block of threads can have
-NUMBERS = {"scale": "fp32", "softcap": "fp32"}
+NUMBERS = {"scale": "fp32", "softcap": "fp32", "epsilon": "fp32", "update_epsilon": "fp32"}
 
 
 def compile_kernel(kernel, architecture: int, dtype: str, **constants) -> CompiledKernel:
@@ -25,15 +36,15 @@ def compile_kernel(kernel, architecture: int, dtype: str, **constants) -> Compil
         if name.isupper():
             signature[name] = "constexpr"
             continue
-        if name in ("query_ptr", "key_ptr", "value_ptr", "sink_ptr", "out_ptr"):
-            signature[name] = f"*{dtype}"
+        if kernel is rotate_and_store and name in INDEX_POINTERS:
+            signature[name] = "*i64"
         elif name.endswith("_ptr"):
-            signature[name] = POINTERS.get(name, "*i32")
+            signature[name] = POINTERS.get(name, f"*{dtype}")
         else:
             signature[name] = NUMBERS.get(name, "i32")
         if name.endswith("_ptr") or "stride" in name:
             attributes[(i,)] = [["tt.divisibility", 16]]
-    if constants["NUM_PARTS"] > 1 and kernel is attend:
+    if constants.get("NUM_PARTS", 1) > 1 and kernel is attend:
         signature["out_ptr"] = "*fp32"
     places = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=attributes)
@@ -53,6 +64,7 @@ def main() -> None:
                 attend,
                 architecture,
                 {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype],
+                SEQUENCES_BLOCK=256,
                 NUM_PARTS=num_parts,
                 PART=PART_KEYS,
                 FOLDED=4,
@@ -70,10 +82,15 @@ def main() -> None:
             shared_bytes = compiled.metadata.shared
             assert shared_bytes <= SHARED_BYTES[architecture], f"{shared_bytes} bytes of shared memory at width {dim}"
             print(f"attend sm_{architecture} {dtype} {len(compiled.asm['cubin'])} bytes, {shared_bytes} shared")
-        compiled = compile_kernel(
-            combine, architecture, "bf16", NUM_PARTS=4, HAS_SINKS=True, VALUE_DIM=128, VALUE_BLOCK=128
+        others = (
+            (combine, {"NUM_PARTS": 32, "HAS_SINKS": True, "VALUE_DIM": 128, "VALUE_BLOCK": 128}),
+            (rms_norm, {"SIZE": 4096, "BLOCK": 4096, "HAS_UPDATE": True, "NORMS_UPDATE": True, "ADDS_ONE": True}),
+            (rotate_and_store, {"HEAD_DIM": 128, "HALF_BLOCK": 64, "HEADS": 4, "HAS_NORM": True, "ADDS_ONE": False}),
+            (gate, {"SIZE": 14336, "BLOCK": 1024, "IS_GELU": True}),
         )
-        print(f"combine sm_{architecture} {len(compiled.asm['cubin'])} bytes")
+        for kernel, constants in others:
+            compiled = compile_kernel(kernel, architecture, "bf16", **constants)
+            print(f"{kernel.__name__} sm_{architecture} {len(compiled.asm['cubin'])} bytes")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
+from laserbatch.pipeline.decoding.model import checks
+
 CPU, META, DEVICE = torch.device("cpu"), torch.device("meta"), torch.device("cuda", 0)
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")  # their results' sizes or values
 
@@ -260,6 +262,7 @@ def pretend_cuda() -> Iterator[PretendCuda]:
         mock.patch.object(torch, "tensor", literal),
         mock.patch.object(torch.Tensor, "to", to),
         mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(loaded)),
+        mock.patch.object(checks, "_add_cuda_layers"),  # Triton's kernels cannot be run on tensors that pretend
         cuda,
     ):
         yield cuda

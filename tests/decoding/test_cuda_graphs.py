@@ -74,7 +74,7 @@ def is_interpreted() -> bool:
 
 def buffered_runner(model, attention, kind=BufferedForward, captures=False) -> ModelRunner:
     runner = ModelRunner(model, KVCache(6), CPU)
-    runner.buffered = kind(runner.head, runner.cache, CPU, attention)
+    runner.buffered = kind(runner.head, runner.cache, CPU, lambda: attention)
     runner.buffered._captures = captures
     return runner
 

@@ -21,7 +21,9 @@ from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed
 
 NUM_NEW = 16
 NUM_PROMPTS = 5
-KERNEL = mock.patch.object(runner, "kernel_for", lambda choice, device: None if choice == "torch" else masked_attention)
+KERNEL = mock.patch.object(
+    runner, "kernel_for", lambda choice, device: None if choice == "torch" else lambda: masked_attention
+)
 
 
 def engine_on_device(model, max_prefill_tokens: int | None = None, **settings) -> Engine:

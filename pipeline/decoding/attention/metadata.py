@@ -26,8 +26,9 @@ import torch
 from laserbatch.pipeline.decoding.batch import Batch
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 
-PART_KEYS = 256
-MOST_TILE_TOKENS = 64
+PART_KEYS = 256  # keys of a part, as long as there are no more than MAX_PARTS
+MAX_PARTS = 32  # with 8 key-value heads, two programs for each multiprocessor of an H100 at batch 1
+MAX_TILE_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -81,20 +82,32 @@ def attention_metadata(batch: Batch, cache: KVCache) -> AttentionMetadata:
 class LaunchShape:
     """What the Triton kernel's launch depends on beside tensors: steps of one shape can replay a captured launch.
 
-    `num_parts`: into how many parts of PART_KEYS keys the longest sequence is cut, a power of two, maybe more than
-    needed; 1 takes all keys in one go, however many. `tile_tokens`: a sequence's tokens that go together, a power of 4.
+    `num_parts` : into how many parts the keys of a sequence are cut, a power of two; 1 takes all keys in one go.
+    `tile_tokens` : tokens of a sequence that go together, a power of 4.
+    `part_keys` : keys of a part, a power of two.
     """
 
     num_parts: int
     tile_tokens: int
+    part_keys: int = PART_KEYS
+
+    @property
+    def max_keys(self) -> int:
+        """Keys of the longest sequence that the shape serves."""
+        return self.num_parts * self.part_keys
 
     @classmethod
     def of(cls, max_keys: int, num_tokens: int, num_sequences: int) -> "LaunchShape":
-        """For sequences of up to `max_keys` keys, new tokens included."""
-        num_parts = 1
-        while num_parts * PART_KEYS < max_keys:
-            num_parts *= 2
+        """For sequences of up to `max_keys` keys, new tokens included.
+
+        Prompts have tiles enough to occupy the device, so their keys are not cut: partial results of each token, head
+        and part would take gigabytes of memory.
+        """
         tile_tokens = 1
-        while tile_tokens < MOST_TILE_TOKENS and tile_tokens * num_sequences < num_tokens:
+        while tile_tokens < MAX_TILE_TOKENS and tile_tokens * num_sequences < num_tokens:
             tile_tokens *= 4
-        return cls(num_parts, tile_tokens)
+        covered_keys = PART_KEYS
+        while covered_keys < max_keys:
+            covered_keys *= 2
+        num_parts = 1 if tile_tokens == MAX_TILE_TOKENS else min(covered_keys // PART_KEYS, MAX_PARTS)
+        return cls(num_parts, tile_tokens, covered_keys // num_parts)

@@ -4,12 +4,14 @@ Nothing is read from the device, so that a captured launch can be replayed on ne
 tokens cost programs that end at once.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
 
-from laserbatch.pipeline.decoding.attention.metadata import PART_KEYS, AttentionMetadata, LaunchShape
+from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata, LaunchShape
 from laserbatch.pipeline.decoding.attention.triton_kernel import attend, combine
 
 
@@ -38,10 +40,12 @@ def triton_attention(
     sinks: torch.Tensor | None = None,
     shape: LaunchShape | None = None,
     blocks: Blocks = DEFAULT_BLOCKS,
+    scratch: "Scratch | None" = None,
 ) -> torch.Tensor:
     """The contract of `metadata`, fused. The last dimension of query, keys and values must be contiguous.
 
     `shape` : None reads the longest sequence's length from the device, which waits for it.
+    `scratch` : memory shared by the layers of a step; the result is overwritten by the next layer's.
 
     Returns
     -------
@@ -54,11 +58,7 @@ def triton_attention(
         max_keys = int((metadata.cu_seqlens_k[1:] - metadata.cu_seqlens_k[:-1]).max())
         shape = LaunchShape.of(max_keys, num_tokens, num_sequences)
     assert query.stride(2) == keys.stride(2) == values.stride(2) == 1, "a head's dimensions are not contiguous"
-    out = query.new_zeros(num_tokens, num_heads, value_dim)
-    parts, log_sums = out, out
-    if shape.num_parts > 1:
-        parts = query.new_empty(num_tokens, num_heads, shape.num_parts, value_dim, dtype=torch.float32)
-        log_sums = query.new_empty(num_tokens, num_heads, shape.num_parts, dtype=torch.float32)
+    out, parts, log_sums = (scratch or Scratch()).tensors(query, value_dim, shape.num_parts)
     sinks_or_any = out if sinks is None else sinks
     num_rows = block_rows(shape, num_folded, blocks)
     num_tiles = num_tokens // (num_rows // num_folded) + num_sequences
@@ -74,7 +74,8 @@ def triton_attention(
         *(metadata.ancestors, metadata.positions, num_sequences, num_heads),
         *(*query.stride()[:2], keys.stride(1), keys.stride(0), values.stride(1), values.stride(0)),
         *(scale, softcap or 0.0, window or 0),
-        PART=PART_KEYS,
+        SEQUENCES_BLOCK=sequences_block(num_sequences),
+        PART=shape.part_keys if shape.num_parts > 1 else 0,
         FOLDED=num_folded,
         HEAD_DIM=head_dim,
         HEAD_BLOCK=_block(head_dim),
@@ -92,6 +93,48 @@ def triton_attention(
             parts, log_sums, sinks_or_any, out, metadata.cu_seqlens_q, num_sequences, num_heads, **whole
         )
     return out
+
+
+def attention_of_step() -> Callable[..., torch.Tensor]:
+    """`triton_attention` for the layers of one step, which share their scratch memory."""
+    return partial(triton_attention, scratch=Scratch())
+
+
+class Scratch:
+    """Results and partial results of attention, allocated by the first layer of a step and shared by the others."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def tensors(
+        self, query: torch.Tensor, value_dim: int, num_parts: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The result (num_tokens, num_heads, value_dim), zero where it is padding; of parts, float32 results and sums.
+
+        With one part the result stands for these two.
+        """
+        key = (*query.shape[:2], value_dim, num_parts, query.dtype)
+        if key not in self._tensors:
+            out = query.new_zeros(*query.shape[:2], value_dim)
+            parts = log_sums = out
+            if num_parts > 1:
+                parts = query.new_empty(*query.shape[:2], num_parts, value_dim, dtype=torch.float32)
+                log_sums = query.new_empty(*query.shape[:2], num_parts, dtype=torch.float32)
+            self._tensors[key] = out, parts, log_sums
+        return self._tensors[key]
+
+
+def scratch_bytes(num_tokens: int, num_heads: int, value_dim: int, num_parts: int) -> int:
+    """Bytes of partial results of a step: float32 results and sums; none with one part."""
+    return 0 if num_parts == 1 else 4 * num_tokens * num_heads * num_parts * (value_dim + 1)
+
+
+def sequences_block(num_sequences: int) -> int:
+    """Sequences that a program reads at once: a power of 4, so that few kernels are compiled."""
+    block = 16
+    while block < num_sequences:
+        block *= 4
+    return block
 
 
 def block_rows(shape: LaunchShape, num_folded: int, blocks: Blocks = DEFAULT_BLOCKS) -> int:

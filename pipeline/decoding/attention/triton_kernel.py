@@ -25,16 +25,16 @@ def attend(
     num_sequences, num_heads,
     query_stride_token, query_stride_head, key_stride_slot, key_stride_head, value_stride_slot, value_stride_head,
     scale, softcap, window,
-    NUM_PARTS: tl.constexpr, PART: tl.constexpr, FOLDED: tl.constexpr,
+    SEQUENCES_BLOCK: tl.constexpr, NUM_PARTS: tl.constexpr, PART: tl.constexpr, FOLDED: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, IN_FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """A tile of one sequence's new tokens, in one key-value head, over one part of the keys."""
     BLOCK_TOKENS: tl.constexpr = BLOCK_ROWS // FOLDED
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1).to(tl.int64)
     part = tl.program_id(2)
-    sequence, query_start, num_new, first = _own_tile(cu_seqlens_q_ptr, num_sequences, BLOCK_TOKENS)
+    sequence, query_start, num_new, first = _own_tile(cu_seqlens_q_ptr, num_sequences, SEQUENCES_BLOCK, BLOCK_TOKENS)
     if first >= num_new:
         return
 
@@ -42,7 +42,7 @@ def attend(
     new = first + row // FOLDED
     real = (row < BLOCK_TOKENS * FOLDED) & (new < num_new)
     token = (query_start + new).to(tl.int64)
-    head = (kv_head * FOLDED + row % FOLDED).to(tl.int64)
+    head = kv_head * FOLDED + row % FOLDED
     place = token * num_heads + head
 
     committed = tl.load(num_committed_ptr + sequence)
@@ -104,22 +104,17 @@ def attend(
 
 
 @triton.jit
-def _own_tile(cu_seqlens_q_ptr, num_sequences, BLOCK_TOKENS: tl.constexpr):
+def _own_tile(cu_seqlens_q_ptr, num_sequences, SEQUENCES_BLOCK: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
     """The program's sequence, the batch's number of its first new token, how many it has, and the tile's first of them.
 
-    Sequence b has the tiles from query_starts[b] // BLOCK_TOKENS + b on, as many as it can need.
+    Sequence b has the tiles from query_starts[b] // BLOCK_TOKENS + b on, as many as it can need. All sequences are
+    read at once: a binary search would wait for memory once for each of its steps.
     """
     tile = tl.program_id(0)
-    low = 0
-    high = num_sequences
-    while low < high:
-        middle = (low + high) // 2
-        first_tile = tl.load(cu_seqlens_q_ptr + middle) // BLOCK_TOKENS + middle
-        if first_tile <= tile:
-            low = middle + 1
-        else:
-            high = middle
-    sequence = low - 1
+    each = tl.arange(0, SEQUENCES_BLOCK)
+    exists = each < num_sequences
+    first_tile = tl.load(cu_seqlens_q_ptr + each, mask=exists, other=0) // BLOCK_TOKENS + each
+    sequence = tl.sum((exists & (first_tile <= tile)).to(tl.int32), 0) - 1
     query_start = tl.load(cu_seqlens_q_ptr + sequence)
     num_new = tl.load(cu_seqlens_q_ptr + sequence + 1) - query_start
     return sequence, query_start, num_new, (tile - query_start // BLOCK_TOKENS - sequence) * BLOCK_TOKENS

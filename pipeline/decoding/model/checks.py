@@ -5,6 +5,7 @@ attention function, and a small packed tree forward must give the logits of plai
 probe runs what the engine will run, linear layers in their layout included, and past windows that are shortened for it.
 """
 
+import importlib.util
 import inspect
 import logging
 from collections.abc import Iterator
@@ -62,7 +63,7 @@ def check_equivalence(model, device: torch.device, vocab_size: int) -> int:
     """Compare a packed forward of two sequences and a tree with plain causal runs; returns KV bytes per token.
 
     The model is made ready on the way: switched to our attention, its linear layers laid out for a CPU and, where that
-    computes the same, fused there (its attribute `fused`).
+    computes the same, fused: there (its attribute `fused`) or on CUDA (its attribute `cuda_layers`).
 
     Raises ModelError: a layer did not call our attention function, or the logits differ.
     """
@@ -71,10 +72,7 @@ def check_equivalence(model, device: torch.device, vocab_size: int) -> int:
         raise ModelError(f"{name} cannot be packed: it does not take the positions of its tokens")
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, vocab_size, n).astype(np.int32) for n in _PROMPT_LENGTHS]
-    parents = np.array([-1, -1, 0, 1, 1, 4], np.int32)
-    drafted = rng.integers(0, vocab_size, len(parents)).astype(np.int32)
-    tree = TokenTree(drafted, parents, np.zeros(len(parents), np.float32), np.zeros(len(parents), np.uint8))
-    paths = [np.append(prompts[0], drafted[[1, 4, 5]]), np.append(prompts[0], drafted[[0, 2]]), prompts[1]]
+    tree, paths = probe_tree(prompts, vocab_size)
     with _short_windows(model):
         try:
             plain = [_last_logits(model, path, device) for path in paths]
@@ -93,7 +91,36 @@ def check_equivalence(model, device: torch.device, vocab_size: int) -> int:
                 except ModelError as error:
                     logger.warning("%s is computed by transformers' layers, not by fused ones: %s", name, error)
                     model.fused = None
-        return _compare(model, device, prompts, tree, plain)
+        num_bytes = _compare(model, device, prompts, tree, plain)
+        if device.type == "cuda" and quantization_of(model.config) is None:
+            _add_cuda_layers(model, device, prompts, tree, plain)
+        return num_bytes
+
+
+def probe_tree(prompts: list[np.ndarray], vocab_size: int) -> tuple[TokenTree, list[np.ndarray]]:
+    """A tree below the first prompt, and the texts whose last logits `_compare` looks at."""
+    parents = np.array([-1, -1, 0, 1, 1, 4], np.int32)
+    drafted = np.random.default_rng(1).integers(0, vocab_size, len(parents)).astype(np.int32)
+    tree = TokenTree(drafted, parents, np.zeros(len(parents), np.float32), np.zeros(len(parents), np.uint8))
+    return tree, [np.append(prompts[0], drafted[[1, 4, 5]]), np.append(prompts[0], drafted[[0, 2]]), prompts[1]]
+
+
+def _add_cuda_layers(
+    model, device: torch.device, prompts: list, tree: TokenTree, plain: list[torch.Tensor], attention: str = "auto"
+) -> None:
+    """Set the attribute `cuda_layers` where our layers serve the model and compute what its own do."""
+    if importlib.util.find_spec("triton") is None:
+        return
+    from laserbatch.pipeline.decoding.model.cuda_layers import CudaLayers
+
+    model.cuda_layers = CudaLayers.of(model)
+    if model.cuda_layers is None:
+        return
+    try:
+        _compare(model, device, prompts, tree, plain, attention)
+    except ModelError as error:
+        logger.warning("%s is computed by transformers' layers, not by fused ones: %s", model.config.model_type, error)
+        model.cuda_layers = None
 
 
 @torch.inference_mode()
@@ -122,12 +149,19 @@ def _short_windows(model) -> Iterator[None]:
             owner.sliding_window = window
 
 
-def _compare(model, device: torch.device, prompts: list[np.ndarray], tree: TokenTree, plain: list[torch.Tensor]) -> int:
-    """The packed run of `check_equivalence`, and its comparison with the plain one."""
+def _compare(
+    model,
+    device: torch.device,
+    prompts: list[np.ndarray],
+    tree: TokenTree,
+    plain: list[torch.Tensor],
+    attention: str = "torch",
+) -> int:
+    """The packed run of `check_equivalence`, and its comparison with the plain one; returns KV bytes per token."""
     name = model.config.model_type
     try:
         cache = KVCache(2)
-        runner = ModelRunner(model, cache, device)
+        runner = ModelRunner(model, cache, device, attention)
         rows = [cache.acquire(prompt, 32).row for prompt in prompts]
         parts = list(zip(rows, prompts, _FIRST_PARTS, strict=True))
         first = runner.forward([Feed(row, prompt[:size]) for row, prompt, size in parts])
@@ -138,7 +172,10 @@ def _compare(model, device: torch.device, prompts: list[np.ndarray], tree: Token
         raise ModelError(f"{name} cannot be packed: {error}") from error
     except Exception as error:
         raise ModelError(f"{name} cannot be run packed: {first_line(error)}") from error
-    seen, num_layers = runner.last_plan.layers_seen, model.config.get_text_config().num_hidden_layers
+    if attention != "torch" and runner.buffered is None:
+        raise ModelError("the attention kernel failed")
+    plan = runner.last_plan if runner.buffered is None else runner.buffered.last_plan
+    seen, num_layers = plan.layers_seen, model.config.get_text_config().num_hidden_layers
     if len(set(seen)) < len(seen):
         raise ModelError(f"{name} cannot be packed: a layer attends more than once in a forward")
     if sorted(seen) != list(range(num_layers)):

@@ -13,16 +13,20 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from laserbatch.pipeline.decoding.attention.interface import CheckedKernel, EagerAttention, StepPlan, planned
-from laserbatch.pipeline.decoding.attention.metadata import PART_KEYS, AttentionMetadata, LaunchShape
+from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata, LaunchShape
 from laserbatch.pipeline.decoding.batch import Batch
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.output_head import HiddenRows, OutputHead, StepLogits
 from laserbatch.pipeline.errors import ModelError
+
+if TYPE_CHECKING:  # Triton may not be installed
+    from laserbatch.pipeline.decoding.model.cuda_layers import CudaLayers
 
 logger = logging.getLogger(__name__)
 
@@ -111,17 +115,25 @@ class Bucket:
 class BufferedForward:
     """Runs batches through one model, whose layers call our attention, over one cache.
 
-    `kernel` : attention as `attention.metadata` has it, with a further argument `shape`.
+    `make_kernel` gives for each step the attention of its layers, as `attention.metadata` has it, with a further
+    argument `shape`. `layers` : what computes hidden states in the place of the model's own layers; None: these.
     """
 
     def __init__(
-        self, head: OutputHead, cache: KVCache, device: torch.device, kernel: Callable[..., torch.Tensor]
+        self,
+        head: OutputHead,
+        cache: KVCache,
+        device: torch.device,
+        make_kernel: Callable[[], Callable[..., torch.Tensor]],
+        layers: "CudaLayers | None" = None,
     ) -> None:
         self.buckets: dict[tuple[int, LaunchShape], Bucket] = {}
         self._head = head
         self._cache = cache
         self._device = device
-        self._kernel = kernel
+        self._make_kernel = make_kernel
+        self._layers = layers
+        self.last_plan: StepPlan | None = None  # of the newest forward that was not a replay, for checks
         self._captures = device.type == "cuda"
         self._checked: set[tuple] = set()  # kinds of layers of which the kernel was compared with torch's attention
         self._memory: list[int] = []  # where the cache's layers lay when graphs were captured
@@ -136,6 +148,8 @@ class BufferedForward:
     def _run(self, batch: Batch, metadata: AttentionMetadata) -> torch.Tensor:
         """What `_forward` gives, maybe with padding behind it."""
         num_tokens, num_sequences = len(batch), len(batch.feeds)
+        if self._layers is not None:
+            self._layers.cover(int(batch.positions.max()))
         shape = LaunchShape.of(int(np.diff(metadata.cu_seqlens_k).max()), num_tokens, num_sequences)
         num_padded = self._padded_tokens(num_tokens, len(batch.wanted))
         if num_padded is None:
@@ -146,7 +160,7 @@ class BufferedForward:
         if bucket is None:
             # A sequence has a token at least, so there are never more sequences than tokens.
             most_sequences = min(num_padded, self._cache.max_rows)
-            num_slots = most_sequences * shape.num_parts * PART_KEYS
+            num_slots = most_sequences * shape.max_keys
             bucket = Bucket(StepBuffers(num_padded, most_sequences, num_slots, self._device))
             self.buckets[num_padded, shape] = bucket
         bucket.buffers.fill(batch, metadata, self._cache.scratch_slot)
@@ -162,6 +176,7 @@ class BufferedForward:
         """What `_forward` gives for a filled bucket."""
         is_first, bucket.has_run = not bucket.has_run, True
         memory = [t.data_ptr() for layer in self._cache.layers.values() for t in (layer.keys, layer.values)]
+        memory += [] if self._layers is None else [t.data_ptr() for t in self._layers.static_tensors]
         # The first run compiles kernels, which a capture must not. Without memory (it was given back) a capture would
         # make the cache anew, and empty it at each replay.
         if is_first or not memory or not self._captures:
@@ -199,13 +214,16 @@ class BufferedForward:
 
     def _forward(self, buffers: StepBuffers, shape: LaunchShape) -> torch.Tensor:
         """Hidden states of the tokens in filled buffers."""
-        attention = CheckedKernel(self._kernel, buffers.metadata, shape, buffers.eager, self._checked)
-        with planned(StepPlan(self._cache, buffers.slot_mapping, attention)):
+        attention = CheckedKernel(self._make_kernel(), buffers.metadata, shape, buffers.eager, self._checked)
+        plan = self.last_plan = StepPlan(self._cache, buffers.slot_mapping, attention)
+        if self._layers is not None:
+            return self._layers.hidden_of(buffers.token_ids, buffers.positions, plan)
+        with planned(plan):
             return self._head.hidden_of(buffers.token_ids[None], buffers.positions[None])
 
 
-def kernel_for(choice: str, device: torch.device) -> Callable[..., torch.Tensor] | None:
-    """The attention kernel that the setting `decoding.attention` asks for; None is torch's padded attention.
+def kernel_for(choice: str, device: torch.device) -> Callable[[], Callable[..., torch.Tensor]] | None:
+    """What makes the attention kernel of a step by the setting `decoding.attention`; None: attention is torch's.
 
     Raises ModelError: "triton" was asked for, and there is no CUDA device or no triton.
     """
@@ -216,8 +234,8 @@ def kernel_for(choice: str, device: torch.device) -> Callable[..., torch.Tensor]
             logger.warning("triton is not installed: attention is torch's, over padded masks; pip install triton")
             return None
         raise ModelError("decoding.attention is triton, which is not installed; install triton or use auto or torch")
-    from laserbatch.pipeline.decoding.attention.triton_attention import INTERPRETED, triton_attention
+    from laserbatch.pipeline.decoding.attention.triton_attention import INTERPRETED, attention_of_step
 
     if device.type != "cuda" and not INTERPRETED:
         raise ModelError("decoding.attention is triton, which needs CUDA; use auto or torch, or set TRITON_INTERPRET=1")
-    return triton_attention
+    return attention_of_step

@@ -16,10 +16,10 @@ from laserbatch.pipeline.decoding.attention.interface import StepPlan
 from laserbatch.pipeline.decoding.attention.numba_attention import LOG2E, SUMS, power_of_two
 from laserbatch.pipeline.decoding.batch import Batch
 from laserbatch.pipeline.decoding.model.cpu_linear import compiled_size
+from laserbatch.pipeline.decoding.model.known_models import is_of_kind
 
 KNOWN_KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3")
-KNOWN_PARTS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
-OTHER_PARTS = ("Embedding", "ModuleList", "SiLU", "SiLUActivation", "OneDnnLinear", "PartOfLinear")
+OTHER_PARTS = ("OneDnnLinear", "PartOfLinear")
 FIRST_POSITIONS = 1024
 # As Python divides, a loop looks for zeros and is not computed in vectors.
 _COMPILED = {"cache": True, "nogil": True, "fastmath": SUMS, "error_model": "numpy"}
@@ -70,13 +70,7 @@ class FusedModel:
     @classmethod
     def of(cls, model: nn.Module) -> "FusedModel | None":
         """A model with the weights of another; None where that is of no known kind or not laid out for a CPU."""
-        kind = type(model).__name__.removesuffix("ForCausalLM")
-        parts = {*OTHER_PARTS, *(f"{kind}{part}" for part in KNOWN_PARTS)}
-        is_known = kind in KNOWN_KINDS and all(
-            type(module).__name__ in parts and not module._forward_hooks and not module._forward_pre_hooks
-            for module in model.modules()
-        )
-        return cls(model) if is_known else None
+        return cls(model) if is_of_kind(model, KNOWN_KINDS, OTHER_PARTS) else None
 
     def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits (n, vocab_size) of hidden states (n, hidden_size)."""

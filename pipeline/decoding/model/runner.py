@@ -59,8 +59,9 @@ class ModelRunner:
         self.fused = getattr(model, "fused", None)  # takes the forwards without a kernel, where there is one
         self.head = self.fused if model is self.fused else OutputHead(model)
         self._attention = attention
-        kernel = kernel_for(attention, device)  # takes the forwards, where there is one
-        self.buffered = None if kernel is None else BufferedForward(self.head, cache, device, kernel)
+        make_kernel = kernel_for(attention, device)  # takes the forwards, where there is one
+        layers = getattr(model, "cuda_layers", None)
+        self.buffered = None if make_kernel is None else BufferedForward(self.head, cache, device, make_kernel, layers)
 
     def forward(self, feeds: list[Feed], trees: TreeBatch | None = None) -> StepOutput:
         """Run the model over all feeds at once. Nothing is committed: the caller commits the slots it keeps.

@@ -1,0 +1,191 @@
+"""The layers of a plain model on CUDA in ten launches each, where transformers' own take about forty.
+
+Four matrix products over joined weights, attention (two launches), and the kernels of `layer_kernels` between them:
+add and normalise; rotate and store into the cache; gate. A model of a known kind is computed so, with the same
+weights; `checks` compares the result with the model's own before the engine believes it. Import it only where Triton
+can be imported.
+
+Libraries were considered first. liger-kernel (0.8.5) copies strided operands, which the parts of a joined product are,
+has no store into slots, and would serve the norm alone; flashinfer-python builds its kernels with nvcc at run time.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import nn
+
+from laserbatch.pipeline.decoding.attention.interface import StepPlan
+from laserbatch.pipeline.decoding.model import layer_kernels
+from laserbatch.pipeline.decoding.model.known_models import is_of_kind
+
+KNOWN_KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3")
+OTHER_PARTS = ("Linear", "GELUTanh", "Gemma3TextModel", "Gemma3TextScaledWordEmbedding")
+FIRST_POSITIONS = 4096  # that the rotary tables cover at first
+GATE_BLOCK = 1024  # channels of one program
+HEADS_BLOCK = 4  # heads of one program
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """Weight and epsilon of an RMSNorm."""
+
+    weight: torch.Tensor
+    epsilon: float
+
+    @classmethod
+    def of(cls, module: nn.Module | None) -> "_Norm | None":
+        if module is None:
+            return None
+        return cls(module.weight.detach(), getattr(module, "variance_epsilon", None) or module.eps)
+
+
+class _Layer:
+    """Weights and sizes of a decoder layer. Its own projections become views of the joined ones."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.number, self.scale, self.head_dim = attention.layer_idx, attention.scaling, attention.head_dim
+        self.num_heads = attention.q_proj.out_features // self.head_dim
+        self.num_kv_heads = attention.k_proj.out_features // self.head_dim
+        self.qkv = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.gate_up = _joined(mlp.gate_proj, mlp.up_proj)
+        self.attention_output = (attention.o_proj.weight, attention.o_proj.bias)
+        self.mlp_output = (mlp.down_proj.weight, mlp.down_proj.bias)
+        self.query_norm, self.key_norm = (_Norm.of(getattr(attention, name, None)) for name in ("q_norm", "k_norm"))
+        self.norm = _Norm.of(layer.input_layernorm)
+        # Gemma 3 normalises what attention and MLP add to the residual stream.
+        before_mlp = getattr(layer, "pre_feedforward_layernorm", None)
+        self.mlp_norm = _Norm.of(before_mlp or layer.post_attention_layernorm)
+        self.attention_output_norm = _Norm.of(layer.post_attention_layernorm if before_mlp is not None else None)
+        self.mlp_output_norm = _Norm.of(getattr(layer, "post_feedforward_layernorm", None))
+        self.rotary_type = getattr(attention, "layer_type", None) if before_mlp is not None else None
+        self._window_owner = attention.config if type(layer).__name__.startswith("Mistral") else attention
+
+    @property
+    def window(self) -> int | None:
+        return getattr(self._window_owner, "sliding_window", None)
+
+
+class CudaLayers:
+    """The decoder of a causal language model of transformers, from token ids to hidden states."""
+
+    def __init__(self, model: nn.Module) -> None:
+        body = model.model
+        self._embedding, self._rotary = body.embed_tokens, body.rotary_emb
+        self._layers = [_Layer(layer) for layer in body.layers]
+        self._last_norm = _Norm.of(body.norm)
+        self._adds_one = type(body.norm).__name__.startswith("Gemma")
+        self._is_gelu = type(body.layers[0].mlp.act_fn).__name__ == "GELUTanh"
+        self._tables: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._num_positions = 0
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "CudaLayers | None":
+        """Layers with the weights of a model; None if the model is of no known kind."""
+        if not is_of_kind(model, KNOWN_KINDS, OTHER_PARTS):
+            return None
+        attention = model.model.layers[0].self_attn
+        has_softcap = getattr(attention, "attn_logit_softcapping", None) is not None
+        return None if has_softcap or attention.head_dim % 2 else cls(model)
+
+    @property
+    def static_tensors(self) -> list[torch.Tensor]:
+        """Tensors that a captured step reads and that `cover` may replace."""
+        return [table for tables in self._tables.values() for table in tables]
+
+    def cover(self, max_position: int) -> None:
+        """Grow the rotary tables to cover `max_position`."""
+        if max_position < self._num_positions:
+            return
+        self._num_positions = max(FIRST_POSITIONS, 2 * max_position)
+        weight = self._embedding.weight
+        positions = torch.arange(self._num_positions, device=weight.device)[None]
+        for rotary_type in {layer.rotary_type for layer in self._layers}:
+            arguments = () if rotary_type is None else (rotary_type,)
+            tables = self._rotary(weight, positions, *arguments)  # cosine and sine, both halves alike
+            self._tables[rotary_type] = tuple(table[0, :, : table.shape[2] // 2].contiguous() for table in tables)
+
+    def hidden_of(self, token_ids: torch.Tensor, positions: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+        """Hidden states of a step's tokens after the last norm.
+
+        Parameters
+        ----------
+        token_ids, positions : int64[num_tokens] on the device; `cover` was called for all positions.
+        plan : where keys and values are stored, and what attends.
+
+        Returns
+        -------
+        (num_tokens, hidden_size)
+        """
+        hidden = self._embedding(token_ids)
+        normed = torch.empty_like(hidden)
+        update, update_norm = None, None
+        for layer in self._layers:
+            self._normalise(hidden, update, update_norm, layer.norm, normed)
+            update = F.linear(self._attended(layer, normed, positions, plan), *layer.attention_output)
+            self._normalise(hidden, update, layer.attention_output_norm, layer.mlp_norm, normed)
+            update = F.linear(self._gated(F.linear(normed, *layer.gate_up)), *layer.mlp_output)
+            update_norm = layer.mlp_output_norm
+        self._normalise(hidden, update, update_norm, self._last_norm, normed)
+        return normed
+
+    def _normalise(self, hidden, update, update_norm: _Norm | None, norm: _Norm, out) -> None:
+        """Add the update, after its own norm if it has one, to `hidden`; write the norm of that to `out`."""
+        size = hidden.shape[1]
+        block = triton.next_power_of_2(size)
+        layer_kernels.rms_norm[(len(hidden),)](
+            hidden, hidden if update is None else update, (update_norm or norm).weight, norm.weight, out,
+            (update_norm or norm).epsilon, norm.epsilon,
+            SIZE=size, BLOCK=block, HAS_UPDATE=update is not None, NORMS_UPDATE=update_norm is not None,
+            ADDS_ONE=self._adds_one, num_warps=min(16, max(1, block // 512)),
+        )  # fmt: skip
+
+    def _attended(self, layer: _Layer, normed: torch.Tensor, positions: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+        """Result of attention: (num_tokens, num_heads * head_dim)."""
+        num_tokens, num_all = len(normed), layer.num_heads + 2 * layer.num_kv_heads
+        qkv = F.linear(normed, *layer.qkv).view(num_tokens, num_all, layer.head_dim)
+        memory = plan.cache.layers.get(layer.number)
+        if memory is None:
+            nothing = qkv.new_empty(layer.num_kv_heads, 0, layer.head_dim)
+            memory = plan.cache.write(layer.number, plan.slot_mapping[:0], nothing, nothing)
+        cos, sin = self._tables[layer.rotary_type]
+        norms = layer.query_norm or layer.norm, layer.key_norm or layer.norm
+        layer_kernels.rotate_and_store[(num_tokens, triton.cdiv(num_all, HEADS_BLOCK))](
+            qkv, norms[0].weight, norms[1].weight, positions, plan.slot_mapping, cos, sin, memory.keys, memory.values,
+            layer.num_heads, layer.num_kv_heads, memory.keys.stride(1), memory.keys.stride(0),
+            memory.values.stride(1), memory.values.stride(0), norms[0].epsilon,
+            HEAD_DIM=layer.head_dim, HALF_BLOCK=triton.next_power_of_2(layer.head_dim // 2), HEADS=HEADS_BLOCK,
+            HAS_NORM=layer.query_norm is not None, ADDS_ONE=self._adds_one, num_warps=HEADS_BLOCK,
+        )  # fmt: skip
+        plan.layers_seen.append(layer.number)
+        query = qkv[:, : layer.num_heads]
+        out = plan.attention(query, memory.keys, memory.values, layer.scale, layer.window, None, None)
+        return out.view(num_tokens, -1)
+
+    def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """(num_tokens, size) of the gate and what it gates, (num_tokens, 2 * size)."""
+        num_tokens, size = len(gate_up), gate_up.shape[1] // 2
+        out = gate_up.new_empty(num_tokens, size)
+        layer_kernels.gate[(num_tokens, triton.cdiv(size, GATE_BLOCK))](
+            gate_up, out, SIZE=size, BLOCK=GATE_BLOCK, IS_GELU=self._is_gelu
+        )
+        return out
+
+
+@torch.no_grad()
+def _joined(*layers: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight and bias of linear layers with the same input as one product; the layers keep views of them."""
+    parts = [layer.out_features for layer in layers]
+    joined = []
+    for name in ("weight", "bias"):
+        own = [getattr(layer, name) for layer in layers]
+        if own[0] is None:
+            joined.append(None)
+            continue
+        whole = torch.cat(own)
+        for layer, view in zip(layers, whole.split(parts), strict=True):
+            setattr(layer, name, nn.Parameter(view, requires_grad=False))
+        joined.append(whole)
+    return tuple(joined)

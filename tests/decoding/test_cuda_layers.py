@@ -1,0 +1,227 @@
+"""Our layers for CUDA against transformers' own: on a GPU where there is one, else through Triton's interpreter."""
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from test_cuda_graphs import assert_equal_logits, is_interpreted
+from tiny_models import (
+    OracleDrafter,
+    perturb_constants,
+    plain_texts,
+    requests_for,
+    tiny_engine,
+    tiny_model,
+    tiny_prompts,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from laserbatch.pipeline.decoding.batch import Feed
+from laserbatch.pipeline.decoding.kv_cache import KVCache
+from laserbatch.pipeline.decoding.model.load import prepare_model
+from laserbatch.pipeline.decoding.model.runner import ModelRunner
+from laserbatch.pipeline.decoding.verifiers import Greedy
+
+pytest.importorskip("triton", reason="triton is not installed; it comes with torch for CUDA and with the dev extra")
+from laserbatch.pipeline.decoding.model import layer_kernels
+from laserbatch.pipeline.decoding.model.cuda_layers import CudaLayers
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.skipif(
+    DEVICE.type == "cpu" and not is_interpreted(), reason="no CUDA, and triton was imported before TRITON_INTERPRET=1"
+)
+SERVED = {
+    "llama with biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
+    "mistral": {},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    "qwen3": {"num_key_value_heads": 1},
+    "gemma3_text": {},
+}
+
+
+def prepared(name: str, dtype: torch.dtype = torch.float32):
+    """A model whose own layers are transformers', and our layers with its weights."""
+    model = tiny_model(name.split()[0], **SERVED.get(name, {}))
+    perturb_constants(model)
+    layers = CudaLayers.of(model.to(DEVICE, dtype))
+    prepare_model(model)
+    return model, layers
+
+
+def runner_with(model, layers: CudaLayers | None, attention: str = "triton") -> ModelRunner:
+    runner = ModelRunner(model, KVCache(6), DEVICE, attention)
+    runner.fused = None
+    if layers is not None:
+        runner.buffered._layers = layers
+    return runner
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_they_compute_what_transformers_does(name):
+    model, layers = prepared(name)
+    ours = runner_with(model, layers)
+    theirs = runner_with(model, None, "torch")
+    assert_equal_logits([theirs, ours], num_steps=2, tolerance=2e-4)
+    assert ours.buffered is not None, "the kernels failed"
+    for number, memory in theirs.cache.layers.items():
+        own = ours.cache.layers[number]
+        torch.testing.assert_close(own.keys[:, :-1], memory.keys[:, :-1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(own.values[:, :-1], memory.values[:, :-1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
+def test_they_round_where_transformers_does(name):
+    """Most hidden states are the same bits. Triton's interpreter cuts bfloat16 off instead of rounding it."""
+    model, layers = prepared(name, torch.bfloat16 if DEVICE.type == "cuda" else torch.float16)
+    hidden = []
+    for own in (None, layers):
+        runner = runner_with(model, own)
+        row = runner.cache.acquire(np.arange(20, dtype=np.int32), 60).row
+        output = runner.forward([Feed(row, np.arange(20, dtype=np.int32))])
+        assert runner.buffered is not None
+        hidden.append(output.rows.hidden[:20].float())
+    error = (hidden[0] - hidden[1]).norm() / hidden[0].norm()
+    assert error < 0.01
+    assert (hidden[0] == hidden[1]).float().mean() > 0.5
+
+
+@pytest.mark.parametrize("name", ["gemma2", "phi3", "qwen3_moe", "gpt_neox"])
+def test_other_models_keep_their_own_layers(name):
+    assert CudaLayers.of(tiny_model(name)) is None
+
+
+def test_projections_share_their_memory_with_the_joined_ones():
+    model, layers = prepared("qwen2")
+    attention = model.model.layers[0].self_attn
+    joined = layers._layers[0].qkv[0].untyped_storage().data_ptr()
+    for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+        # On a CPU linear layers were laid out anew after they had been joined.
+        assert DEVICE.type == "cpu" or projection.weight.untyped_storage().data_ptr() == joined
+
+
+def test_layers_that_compute_something_else_are_not_believed(caplog):
+    model = tiny_model("llama").to(DEVICE)
+    gate = CudaLayers._gated
+
+    def doubled(self, gate_up):
+        return 2 * gate(self, gate_up)
+
+    with mock.patch.object(CudaLayers, "_gated", doubled):
+        model = pretend_cuda_check(model)
+    assert model.cuda_layers is None
+    assert "gives other logits" in caplog.text
+
+
+def test_layers_that_compute_the_same_are_used():
+    model = pretend_cuda_check(tiny_model("llama").to(DEVICE))
+    assert isinstance(model.cuda_layers, CudaLayers)
+    assert ModelRunner(model, KVCache(2), DEVICE, "triton").buffered._layers is model.cuda_layers
+
+
+def pretend_cuda_check(model):
+    """The check of a model on CUDA, by interpreted kernels where there is no CUDA."""
+    from laserbatch.pipeline.decoding.model import checks
+
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 96, n).astype(np.int32) for n in checks._PROMPT_LENGTHS]
+    tree, paths = checks.probe_tree(prompts, 96)
+    model.set_attn_implementation("eager")
+    plain = [checks._last_logits(model, path, DEVICE) for path in paths]
+    model.set_attn_implementation(checks.ATTENTION_NAME)
+    checks._add_cuda_layers(model, DEVICE, prompts, tree, plain, "triton")
+    return model
+
+
+def test_a_step_is_captured_anew_when_the_rotary_tables_have_grown():
+    layers = CudaLayers.of(tiny_model("gemma3_text", max_position_embeddings=20_000).to(DEVICE))
+    layers.cover(3)
+    before = [(table.data_ptr(), table.clone()) for table in layers.static_tensors]
+    assert len(before) == 4  # two kinds of layers
+    layers.cover(4095)
+    assert [table.data_ptr() for table in layers.static_tensors] == [address for address, _ in before]
+    held = layers.static_tensors
+    layers.cover(4096)
+    for (address, table), grown in zip(before, layers.static_tensors, strict=True):
+        assert grown.data_ptr() != address
+        torch.testing.assert_close(grown[: len(table)], table)
+    assert held
+
+
+class CountsOperations(TorchDispatchMode):
+    """Operations of torch that launch something on a device; views and empty tensors do not."""
+
+    VIEWS = ("view", "_unsafe_view", "transpose", "t", "slice", "select", "expand", "detach", "empty", "new_empty",
+             "empty_like", "split", "as_strided", "unsqueeze", "squeeze", "permute", "alias")  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function._opname not in self.VIEWS
+        return function(*args, **(kwargs or {}))
+
+
+class CountsLaunches:
+    """Stands for a kernel and counts its launches; computes nothing."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options) -> None:
+            self.count += 1
+
+        return launch
+
+
+@pytest.mark.parametrize(("name", "most"), [("llama", 325), ("qwen3", 325), ("gemma3_text", 327)])
+def test_launches_of_a_step_of_32_layers(name, most, monkeypatch):
+    model = tiny_model(name, num_hidden_layers=32, layer_types=None).to(DEVICE)
+    layers = CudaLayers.of(model)
+    prepare_model(model)
+    counters = [CountsLaunches() for _ in range(5)]
+    from laserbatch.pipeline.decoding.attention import triton_attention as launcher
+
+    places = [(layer_kernels, "rms_norm"), (layer_kernels, "rotate_and_store"), (layer_kernels, "gate"),
+              (launcher, "attend"), (launcher, "combine")]  # fmt: skip
+    for (module, kernel), counter in zip(places, counters, strict=True):
+        monkeypatch.setattr(module, kernel, counter)
+    runner = runner_with(model, layers)
+    runner.buffered._checked = AllKinds()
+    prompt = np.arange(90, dtype=np.int32) % 90
+    row = runner.cache.acquire(prompt, 600).row
+    for _ in range(4):  # until its keys are more than one part
+        batch = runner.forward([Feed(row, prompt)]).batch
+        runner.cache.commit([row], batch.sizes, batch.slot_mapping)
+    for counter in counters:
+        counter.count = 0
+    operations = CountsOperations()
+    forward = runner.buffered._forward
+
+    def counted(buffers, shape):
+        with operations:
+            return forward(buffers, shape)
+
+    runner.buffered._forward = counted
+    runner.forward([Feed(row, prompt[:1])])
+    assert runner.buffered is not None
+    assert counters[-1].count == 32, "keys were not cut into parts"
+    num_launches = operations.count + sum(counter.count for counter in counters)
+    assert 32 * 9 < num_launches <= most
+
+
+class AllKinds(set):
+    def __contains__(self, kind) -> bool:
+        return True
+
+
+def test_the_engine_writes_the_texts_of_generate_with_them():
+    model, prompts = tiny_model("qwen3").to(DEVICE), tiny_prompts(4)
+    texts = plain_texts(model, prompts, 8)
+    engine = tiny_engine(model, attention="triton", batch_size=3)
+    engine.runner.buffered._layers = CudaLayers.of(model)
+    results = {r.request_id: r for r in engine.generate(requests_for(prompts, 8), OracleDrafter(texts), Greedy())}
+    assert [results[str(i)].token_ids.tolist() for i in range(4)] == texts
+    assert engine.runner.buffered is not None
