@@ -5,7 +5,8 @@ which are read the fastest: a row goes on behind its last slot, or in a block of
 writes is kept only once it is committed: committing an accepted branch keeps its slots, those of the rejected nodes are
 free again. A prompt's prefix is computed once: sequences that share it name the same slots, which are counted, not
 copied. Prompts of sequences that ended stay shareable until their place is needed, those that ended first going first
-(what a later one shared with them stays with it). Memory grows by doubling, up to a bound.
+(what a later one shared with them stays with it). Memory grows by doubling, up to a bound, and shrinks to what live
+rows hold when a forward runs out of memory.
 """
 
 import itertools
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from laserbatch.pipeline.decoding.device_memory import is_out_of_memory
+from laserbatch.pipeline.decoding.device_memory import is_out_of_memory, to_device
 from laserbatch.pipeline.decoding.prefix_index import PrefixIndex
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ MIN_SHARED_TOKENS = 8  # a shorter common prefix costs more to share than to com
 GROWTH_STEP = 1024  # capacities are multiples of this, below the bound
 BLOCK_SLOTS = 64  # a row that cannot go on behind its last slot looks for so many free ones that lie together
 MIN_EXPECTED_REST = 16  # tokens that a live sequence is expected to need still, at least
+SHRUNK_SHARE = 0.75  # of the bound on slots, that stays when a forward has run out of memory
 UNBOUNDED = 1 << 60
 
 
@@ -68,7 +70,6 @@ class KVCache:
         self.max_tokens = max_tokens
         self.lengths = np.zeros(max_rows, np.int64)  # number of committed tokens of each row
         self.num_committed_slots = 0  # that live rows hold, a shared one counted once
-        self._table = np.zeros((max_rows, 0), np.int32)  # of each row, its slots in text order
         self._live = np.zeros(max_rows, bool)
         self._expected = np.zeros(max_rows, np.int64)  # length that each live row is expected to reach
         self._prefixes: PrefixIndex[_Prefix] = PrefixIndex()  # of live rows, by row
@@ -79,9 +80,11 @@ class KVCache:
         """No slot is there any more, and nothing is held in one."""
         self.capacity = self.num_free = 0
         self.layers: dict[int, LayerMemory] = {}
+        self._table = np.zeros((self.max_rows, 0), np.int32)  # of each row, its slots in text order
         self._row_counts = np.zeros(0, np.int32)  # live rows that hold each slot
         self._prefix_counts = np.zeros(0, np.int32)  # remembered prefixes that hold each slot
         self._is_free = np.zeros(1, bool)  # of each slot, whether nobody holds it; the scratch slot is never free
+        self._num_free_of = np.zeros(0, np.int64)  # free slots of each block of BLOCK_SLOTS
         self._reserved = np.empty(0, np.int64)  # not free for as long as a forward runs
         self._ended: PrefixIndex[_Prefix] = PrefixIndex()  # of rows that ended
 
@@ -158,14 +161,13 @@ class KVCache:
             alone[np.unique(starts, return_index=True)[1]] = True
             goes_on &= alone
         if goes_on.all():
-            self._is_free[slots] = False
+            self._take(slots)
         else:
-            self._is_free[slots[np.repeat(goes_on, counts)]] = False
+            self._take(slots[np.repeat(goes_on, counts)])
             for i in np.flatnonzero(~goes_on).tolist():
                 own = self._new_run(int(counts[i]))
                 slots[first[i] : first[i] + counts[i]] = own
-                self._is_free[own] = False
-        self.num_free -= total
+                self._take(own)
         self._reserved = slots
         return slots
 
@@ -210,10 +212,29 @@ class KVCache:
         while self._ended:
             self._forget_first()
 
-    def drop_unused(self) -> None:
-        """Give all memory back if no live row has a token in it: after a first forward that it was too much for."""
-        if not self._row_counts.any():
+    @torch.inference_mode()
+    def shrink(self, min_tokens: int = 0) -> None:
+        """Give memory back that live rows do not need, after a forward that ran out of it.
+
+        Ended prompts are forgotten, and slots of live rows move to the beginning of the memory. The bound on slots
+        sinks, so that later growth leaves room for forwards; but not below `min_tokens`. Slots that a caller still has
+        of a forward are void.
+        """
+        self._give_back_reserved()
+        self.forget_ended()
+        least = max(int(SHRUNK_SHARE * self.max_tokens), self.num_committed_slots, min_tokens)
+        self.max_tokens = min(self.max_tokens, least)
+        capacity = min(-(-self.num_committed_slots // GROWTH_STEP) * GROWTH_STEP, self.max_tokens)
+        if capacity == 0:
             self._forget_slots()
+        elif capacity < self.capacity:
+            try:
+                self._move_below(capacity)
+                self._cut(capacity)
+            except Exception as error:  # both leave a cache that is whole
+                if not is_out_of_memory(error):
+                    raise
+                logger.warning("the KV cache cannot give memory back: there is none for a copy of a layer's")
 
     @torch.inference_mode()  # as the forwards that write here
     def write(self, layer: int, index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> LayerMemory:
@@ -228,8 +249,7 @@ class KVCache:
 
     def bytes_per_token(self) -> int:
         """Memory of one slot over all layers that were written so far."""
-        tensors = [t for cache in self.layers.values() for t in (cache.keys, cache.values)]
-        return sum(t[:, 0].numel() * t.element_size() for t in tensors)
+        return sum(tensor[:, 0].numel() * tensor.element_size() for tensor in self._tensors())
 
     def _expects_room(self, num_tokens: int) -> bool:
         """Whether so many more tokens fit beside what the live rows are expected to grow to."""
@@ -253,18 +273,29 @@ class KVCache:
         self._reserved = self._reserved[:0]
 
     def _push(self, slots: np.ndarray) -> None:
+        """Slots that nobody holds any more are free."""
         self._is_free[slots] = True
+        np.add.at(self._num_free_of, slots // BLOCK_SLOTS, 1)
         self.num_free += len(slots)
+
+    def _take(self, slots: np.ndarray) -> None:
+        """Free slots are free no more."""
+        self._is_free[slots] = False
+        np.subtract.at(self._num_free_of, slots // BLOCK_SLOTS, 1)
+        self.num_free -= len(slots)
 
     def _new_run(self, num_tokens: int) -> np.ndarray:
         """Free slots for so many tokens, int64: one after another in free blocks, or the first that there are."""
-        blocks = self._is_free[: self.capacity // BLOCK_SLOTS * BLOCK_SLOTS].reshape(-1, BLOCK_SLOTS).all(1)
         num_blocks = -(-num_tokens // BLOCK_SLOTS)
-        free_before = np.append(0, np.cumsum(blocks))
-        found = np.flatnonzero(free_before[num_blocks:] - free_before[: len(free_before) - num_blocks] == num_blocks)
-        if len(found):
-            return found[0] * BLOCK_SLOTS + np.arange(num_tokens)
-        return np.flatnonzero(self._is_free)[:num_tokens]
+        free = np.flatnonzero(self._num_free_of == BLOCK_SLOTS)
+        last = free[num_blocks - 1 :]
+        runs = np.flatnonzero(last - free[: len(last)] == num_blocks - 1)  # in `free`, their first blocks
+        if len(runs):
+            return free[runs[0]] * BLOCK_SLOTS + np.arange(num_tokens)
+        blocks = np.flatnonzero(self._num_free_of)
+        blocks = blocks[: np.searchsorted(np.cumsum(self._num_free_of[blocks]), num_tokens) + 1]
+        slots = (blocks[:, None] * BLOCK_SLOTS + np.arange(BLOCK_SLOTS)).ravel()
+        return slots[self._is_free[np.minimum(slots, self.capacity)]][:num_tokens]
 
     def _widen_table(self, width: int) -> None:
         held = self._table.shape[1]
@@ -288,6 +319,8 @@ class KVCache:
             self._is_free, self._row_counts, self._prefix_counts = (
                 np.pad(array, (0, new)) for array in (self._is_free, self._row_counts, self._prefix_counts)
             )
+            num_new_blocks = -(-capacity // BLOCK_SLOTS) - len(self._num_free_of)
+            self._num_free_of = np.pad(self._num_free_of, (0, num_new_blocks))
             self._push(np.arange(self.capacity, capacity))
             self.capacity = capacity
             return True
@@ -304,3 +337,36 @@ class KVCache:
                     grown = old.new_zeros(old.shape[0], capacity + 1, old.shape[2])
                     grown[:, : old.shape[1]] = old
                     setattr(cache, name, grown)
+
+    def _move_below(self, capacity: int) -> None:
+        """Move what is held in slots from `capacity` on to free ones below it, of which there are enough."""
+        sources = capacity + np.flatnonzero(~self._is_free[capacity : self.capacity])
+        targets = np.flatnonzero(self._is_free[:capacity])[: len(sources)]
+        if tensors := self._tensors():
+            old, new = to_device(np.stack((sources, targets)), tensors[0].device)
+            for tensor in tensors:
+                tensor.index_copy_(1, new, tensor.index_select(1, old))
+        moved = np.arange(self.capacity, dtype=np.int32)
+        moved[capacity:] = 0  # what rows of the table still name behind their ends
+        moved[sources] = targets
+        self._table = moved[self._table]
+        for prefix in self._prefixes.values():
+            prefix.slots = moved[prefix.slots]
+        for counts in (self._row_counts, self._prefix_counts):
+            counts[targets], counts[sources] = counts[sources], 0
+        self._take(targets)
+        self._push(sources)
+
+    def _cut(self, capacity: int) -> None:
+        """Drop the slots from `capacity` on, which are free; a layer that finds no memory for its copy stays larger."""
+        self._take(np.arange(capacity, self.capacity))
+        self._is_free = self._is_free[: capacity + 1]
+        self._num_free_of = self._num_free_of[: -(-capacity // BLOCK_SLOTS)]
+        self._row_counts, self._prefix_counts = self._row_counts[:capacity], self._prefix_counts[:capacity]
+        self.capacity = capacity
+        for cache in self.layers.values():  # one tensor at a time, so that little is held twice
+            cache.keys = cache.keys[:, : capacity + 1].clone()
+            cache.values = cache.values[:, : capacity + 1].clone()
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [tensor for cache in self.layers.values() for tensor in (cache.keys, cache.values)]

@@ -4,12 +4,14 @@ Of an `engine` its memory is asked for, and the hops of a step after the draft: 
 """
 
 import logging
+import traceback
 
 import torch
 
 from laserbatch.pipeline.decoding.acceptance import Acceptance
 from laserbatch.pipeline.decoding.device_memory import DeviceLost, is_device_lost, is_out_of_memory
 from laserbatch.pipeline.decoding.kv_cache import KVCache
+from laserbatch.pipeline.decoding.scheduler import Scheduler
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, Sequence
 from laserbatch.pipeline.decoding.step import Step, Stream
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
@@ -27,11 +29,13 @@ def recover(engine, step: Step, stream: Stream, error: Exception) -> Outcomes:
     """
     require_device(error)
     scheduler = stream.scheduler
-    if is_out_of_memory(error) and len(scheduler.live) > 1:
-        scheduler.preempt(len(scheduler.live) // 2)
-        engine.cache.drop_unused()
-        torch.cuda.empty_cache()
-        return {}
+    if is_out_of_memory(error):
+        is_alone = len(scheduler.live) == 1
+        if not is_alone:
+            scheduler.preempt(len(scheduler.live) // 2)
+        _give_memory_back(engine, step, scheduler, error)
+        if not is_alone:
+            return {}
     logger.warning("a step of %d sequences failed (%s); trying them one at a time", len(step.sequences), error)
     whole = zip(step.sequences, step.feeds, step.trees, strict=True)
     return _one_by_one(engine, [Step([one], [feed], TreeBatch.of([tree])) for one, feed, tree in whole], stream)
@@ -84,6 +88,17 @@ def require_device(error: Exception) -> None:
         raise error
     if is_device_lost(error):
         raise DeviceLost(f"the CUDA device cannot be used by this process any more: {first_line(error)}") from error
+
+
+def _give_memory_back(engine, step: Step, scheduler: Scheduler, error: Exception) -> None:
+    """Free the activations of the forward that failed, graphs, and what the KV cache holds beyond live sequences."""
+    step.output = None
+    traceback.clear_frames(error.__traceback__)
+    if engine.runner.buffered is not None:
+        engine.runner.buffered.drop_graphs()
+    engine.cache.shrink(scheduler.max_tokens_of_a_text())
+    engine.num_forwards += 1  # the slots of a step that another stream has launched were moved: it is done anew
+    torch.cuda.empty_cache()
 
 
 def _failed(sequence: Sequence, reason: str) -> Outcomes:

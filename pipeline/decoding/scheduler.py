@@ -150,6 +150,10 @@ class Scheduler:
         self._concurrency.lower(len(self.live))
         return youngest
 
+    def max_tokens_of_a_text(self) -> int:
+        """Slots that the longest of the texts under way may come to need, draft included."""
+        return max(map(self._most_tokens, (*self.live, *self._waiting)), default=0)
+
     def finish(self, sequence: Sequence) -> None:
         """A live sequence has ended."""
         self._leave(sequence)

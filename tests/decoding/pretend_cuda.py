@@ -217,7 +217,8 @@ def pretend_cuda() -> Iterator[PretendCuda]:
     put = torch.Tensor.to
 
     def to(tensor: torch.Tensor, *arguments, **named) -> torch.Tensor:
-        device, dtype, is_queued, _ = torch._C._nn._parse_to(*arguments, **named)
+        parsed = {name: value for name, value in named.items() if name != "copy"}
+        device, dtype, is_queued, _ = torch._C._nn._parse_to(*arguments, **parsed)
         if device is None or device.type != "cuda" or isinstance(tensor, OnDevice):
             return put(tensor, *arguments, **named)
         with torch.no_grad(), cuda:  # a graph of gradients never goes from one place to another here
@@ -228,8 +229,12 @@ def pretend_cuda() -> Iterator[PretendCuda]:
 
     @wraps(load)
     def loaded(cls, *arguments, **named) -> PreTrainedModel:
+        device = named.pop("device_map", {"": CPU})[""]
         with _disable_current_modes():  # it begins with models that are nowhere ("meta"), and ends on the CPU
-            return load(cls, *arguments, **named)
+            found = load(cls, *arguments, **named)
+        if device.type == "cuda":
+            move(found[0] if isinstance(found, tuple) else found)
+        return found
 
     @contextmanager
     def graph(captured: _Graph, **_) -> Iterator[None]:

@@ -335,7 +335,7 @@ def test_a_step_whose_memory_was_given_back_is_not_captured():
     feed = Feed(row, np.array([1], np.int32))
     first = [runner.forward([feed]).logits.clone() for _ in range(2)][-1]
     given_back = runner.cache.layers  # held, so that the next memory lies elsewhere
-    runner.cache.drop_unused()
+    runner.cache.shrink()
     assert given_back and not runner.cache.layers and counting.num_captures == 1
     for num_captures in (1, 2):
         torch.testing.assert_close(runner.forward([feed]).logits, first)

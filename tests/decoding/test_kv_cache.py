@@ -1,4 +1,5 @@
 from collections import Counter
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -6,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laserbatch.pipeline.decoding.kv_cache import GROWTH_STEP, MIN_SHARED_TOKENS, UNBOUNDED, KVCache
+from laserbatch.pipeline.decoding import kv_cache
+from laserbatch.pipeline.decoding.kv_cache import BLOCK_SLOTS, GROWTH_STEP, MIN_SHARED_TOKENS, UNBOUNDED, KVCache
 
 TEMPLATE = list(range(50, 70))
 
@@ -59,6 +61,9 @@ def check(cache: KVCache, live: dict[int, list[int]]) -> None:
     assert Counter(dict(enumerate(cache._prefix_counts.tolist()))) == remembered
     free = np.flatnonzero(cache._is_free).tolist() + cache._reserved.tolist()
     assert sorted([*free, *(holders.keys() | remembered.keys())]) == list(range(cache.capacity))
+    assert cache.num_free == int(cache._is_free.sum()) and len(cache._is_free) == cache.capacity + 1
+    by_block = np.add.reduceat(cache._is_free, range(0, cache.capacity, BLOCK_SLOTS)) if cache.capacity else []
+    assert cache._num_free_of.tolist() == list(by_block)
     assert cache.num_live_rows == len(live) and cache.num_committed_slots == len(holders)
     assert cache.capacity <= cache.max_tokens
 
@@ -71,7 +76,7 @@ def test_slots_hold_their_texts_and_nothing_leaks(data):
     live: dict[int, list[int]] = {}
     waiting: list[list[int]] = []
     for _ in range(data.draw(st.integers(1, 30))):
-        actions = ["admit", "return", "step", "step", "step", "preempt", "leave", "retry", "forget"]
+        actions = ["admit", "return", "step", "step", "step", "preempt", "leave", "retry", "forget", "shrink"]
         action = data.draw(st.sampled_from(actions))
         if action in ("admit", "return"):
             if action == "return" and waiting:
@@ -126,6 +131,10 @@ def test_slots_hold_their_texts_and_nothing_leaks(data):
         elif action == "forget":
             cache.forget_ended()
             assert not cache._ended
+        elif action == "shrink":
+            with mock.patch.object(kv_cache, "GROWTH_STEP", 8):
+                cache.shrink(cache.max_tokens)
+            assert cache.capacity <= -(-cache.num_committed_slots // 8) * 8
         check(cache, live)
     for row in list(live):
         cache.release(row)
@@ -229,3 +238,88 @@ def test_growth_that_the_device_refuses_lowers_the_bound(monkeypatch, caplog):
     assert not cache.make_room(1600) and cache.max_tokens == cache.capacity == held
     assert "cannot be had" in caplog.text
     check(cache, {row: TEMPLATE})
+
+
+def slow_new_run(is_free: np.ndarray, num_tokens: int) -> list[int]:
+    """The first free blocks that lie together, where there are enough, or the first free slots."""
+    free = np.flatnonzero(is_free).tolist()
+    blocks = [
+        at for at in range(0, len(is_free) - BLOCK_SLOTS + 1, BLOCK_SLOTS) if is_free[at : at + BLOCK_SLOTS].all()
+    ]
+    for start in blocks:
+        if all(start + at in blocks for at in range(0, num_tokens, BLOCK_SLOTS)):
+            return list(range(start, start + num_tokens))
+    return free[:num_tokens]
+
+
+@given(st.data())
+def test_new_runs_are_those_of_a_search_through_all_slots(data):
+    cache = KVCache(1, max_tokens=data.draw(st.sampled_from([1, 63, 64, 65, 300, 700])))
+    assert cache.make_room(cache.max_tokens)
+    for start, length in data.draw(st.lists(st.tuples(st.integers(0, 699), st.integers(1, 150)), max_size=8)):
+        taken = np.arange(start, min(start + length, cache.capacity))
+        cache._take(taken[cache._is_free[taken]])
+    while cache.num_free:
+        num_tokens = data.draw(st.integers(1, cache.num_free))
+        found = cache._new_run(num_tokens)
+        assert found.tolist() == slow_new_run(cache._is_free[: cache.capacity], num_tokens)
+        cache._take(found)
+
+
+def bytes_of(cache: KVCache) -> int:
+    return sum(t.untyped_storage().nbytes() for memory in cache.layers.values() for t in (memory.keys, memory.values))
+
+
+def test_a_shrunk_cache_holds_the_memory_of_its_live_rows_alone():
+    cache = KVCache(4, max_tokens=20 * GROWTH_STEP)
+    texts = [[1000 * i + j for j in range(2000)] for i in range(4)]
+    rows = [admit(cache, text, 2100)[0] for text in texts]
+    for row in rows[:3]:  # the last lies at the end
+        cache.release(row)
+    held, per_token = bytes_of(cache), cache.bytes_per_token()
+    assert held >= 8000 * per_token
+    cache.shrink()
+    assert cache.capacity == 2 * GROWTH_STEP and bytes_of(cache) == (2 * GROWTH_STEP + 1) * per_token
+    assert cache.max_tokens == 15 * GROWTH_STEP
+    check(cache, {rows[3]: texts[3]})
+    cache.release(rows[3])
+    cache.shrink()
+    assert cache.capacity == bytes_of(cache) == 0
+
+
+def test_the_bound_sinks_no_lower_than_a_text_needs():
+    cache = KVCache(4, max_tokens=1000)
+    cache.shrink(min_tokens=900)
+    assert cache.max_tokens == 900
+    cache.shrink(min_tokens=2000)
+    assert cache.max_tokens == 900
+    cache.shrink()
+    assert cache.max_tokens == 675
+
+
+@pytest.mark.parametrize("num_copied", [0, 1, 2, 3, 5])
+def test_a_cache_is_whole_where_there_is_no_memory_to_shrink_it(monkeypatch, num_copied):
+    """Two layers of two tensors: each is copied in part where slots move, and as a whole where it is cut."""
+    cache = KVCache(2)
+    first, _ = admit(cache, [*range(900)], 1000)
+    other = [*range(5000, 5600)]
+    second, _ = admit(cache, other, 700)
+    cache.release(first)
+    copies = iter(range(100))
+
+    def scarce(original):
+        def copy(*arguments, **options):
+            if next(copies) >= num_copied:
+                raise torch.OutOfMemoryError("no more")
+            return original(*arguments, **options)
+
+        return copy
+
+    with monkeypatch.context() as patch:
+        for name in ("index_select", "clone"):
+            patch.setattr(torch.Tensor, name, scarce(getattr(torch.Tensor, name)))
+        cache.shrink()
+    check(cache, {second: other})
+    assert cache.make_room(2000)  # and grows
+    write_all(cache, second, [*other, *range(9000, 9900)])
+    check(cache, {second: [*other, *range(9000, 9900)]})

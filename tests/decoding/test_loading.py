@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_pretend_cuda import KERNEL
 from tiny_models import IN_USE, VOCAB, byte_tokenizer, plain_texts, requests_for, tiny_model, tiny_prompts
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from laserbatch.pipeline.decoding import engine as engine_module
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.model import checks
+from laserbatch.pipeline.decoding.model import checks, load
 from laserbatch.pipeline.decoding.model import runner as runner_module
 from laserbatch.pipeline.decoding.model.load import load_model, prepare_model
 from laserbatch.pipeline.decoding.settings import DecodingSettings
@@ -106,6 +107,37 @@ def test_tied_weights_are_not_missing(folder):
     tiny_model(vocab_size=257, tie_word_embeddings=True).save_pretrained(folder)
     assert "lm_head.weight" not in load_file(folder / "model.safetensors")
     load_model(folder)
+
+
+@pytest.mark.parametrize("architecture, changes", [("llama", {"tie_word_embeddings": True}), ("gemma3_text", {}),
+                                                   ("gpt_neox", {}), ("mixtral", {})])  # fmt: skip
+def test_weights_that_go_straight_to_a_device_are_the_same(folder, monkeypatch, architecture, changes):
+    """Buffers that no file has and tied weights included; the device is this CPU."""
+    tiny_model(architecture, vocab_size=257, **changes).save_pretrained(folder)
+    plain = load_model(folder, "bfloat16", "cpu").model
+    monkeypatch.setattr(load, "loads_onto", lambda target: True)
+    placed = load_model(folder, "bfloat16", "cpu").model
+    tensors, expected = (dict((*one.named_parameters(), *one.named_buffers())) for one in (placed, plain))
+    assert tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("has_accelerate", [True, False])
+def test_weights_go_straight_to_a_gpu_where_accelerate_is_installed(folder, monkeypatch, a_device, has_accelerate):
+    read, asked = AutoModelForCausalLM.from_pretrained, []
+
+    def watched(*arguments, **named):
+        asked.append(named.get("device_map"))
+        return read(*arguments, **named)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", watched)
+    monkeypatch.setattr(load, "is_accelerate_available", lambda: has_accelerate)
+    settings = DecodingSettings(batch_size=2, dtype="float32", max_cache_tokens=1024)
+    with KERNEL:
+        engine = Engine.from_pretrained(folder, settings, device="cuda")
+        prompts = tiny_prompts(3)
+        found = {r.request_id: r.token_ids.tolist() for r in engine.generate(requests_for(prompts, 8), None, Greedy())}
+    assert asked == [{"": torch.device("cuda")} if has_accelerate else None] and engine.device.type == "cuda"
+    assert [found[str(i)] for i in range(3)] == plain_texts(tiny_model(vocab_size=257), prompts, 8)
 
 
 def test_model_with_code_of_its_own_is_refused(folder):

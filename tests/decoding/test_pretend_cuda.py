@@ -1,5 +1,6 @@
 """What the engine asks of a CUDA device, on a pretended one: where tensors lie, what is waited for and captured."""
 
+import itertools
 import logging
 from dataclasses import replace
 from unittest import mock
@@ -9,7 +10,7 @@ import pytest
 import torch
 from pretend_cuda import DEVICE, PretendError, move, pretend_cuda
 from test_cuda_graphs import masked_attention
-from tiny_models import OracleDrafter, plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
+from tiny_models import NonsenseDrafter, OracleDrafter, plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 
 from laserbatch.pipeline.budget import measuring
 from laserbatch.pipeline.decoding import device_memory
@@ -88,6 +89,24 @@ def test_every_rule_judges_on_the_device(verifier):
     expected = texts_of(tiny_engine(tiny_model(), batch_size=3))
     with pretend_cuda() as cuda, KERNEL:
         engine = engine_on_device(tiny_model())
+        steps = watch_steps(engine, cuda)
+        assert texts_of(engine) == expected
+    assert {num_waits for num_waits, _ in steps[1:]} == {1}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_sampling_and_a_repetition_penalty_wait_no_more(temperature):
+    model, prompts = tiny_model(), tiny_prompts(NUM_PROMPTS)
+    model.generation_config.repetition_penalty = 1.3
+    settings = {"verifier": "greedy", "temperature": temperature}
+
+    def texts_of(engine: Engine) -> list[tuple[str, list[int]]]:
+        results = engine.generate(requests_for(prompts, NUM_NEW), NonsenseDrafter())
+        return sorted((result.request_id, result.token_ids.tolist()) for result in results)
+
+    expected = texts_of(tiny_engine(model, batch_size=3, **settings))
+    with pretend_cuda() as cuda, KERNEL:
+        engine = engine_on_device(model, **settings)
         steps = watch_steps(engine, cuda)
         assert texts_of(engine) == expected
     assert {num_waits for num_waits, _ in steps[1:]} == {1}
@@ -178,6 +197,27 @@ def test_a_stream_goes_on_where_memory_runs_out_before_its_first_text(caplog):
     assert failed and [len(result.token_ids) for result in results] == [40] * 3
     assert [is_replayed for _, is_replayed in steps[:4]] == [False, False, True, True]
     assert ["no steps were captured before the first text" in message for message in caplog.messages] == [True]
+
+
+def test_a_step_without_memory_drops_the_graphs_and_texts_go_on():
+    with pretend_cuda(), KERNEL:
+        engine = endless_engine()
+        forward, shrink, num_forwards, graphs = engine.runner.forward, engine.cache.shrink, itertools.count(), []
+
+        def failing_once(*step):
+            if next(num_forwards) == 9:
+                graphs.append({bucket.graph is None for bucket in engine.runner.buffered.buckets.values()})
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return forward(*step)
+
+        def shrunk(*arguments):
+            graphs.append({bucket.graph is None for bucket in engine.runner.buffered.buckets.values()})
+            shrink(*arguments)
+
+        engine.runner.forward, engine.cache.shrink = failing_once, shrunk
+        results = list(engine.generate(requests_for(LONG_TEXTS, 40)))
+    assert [len(result.token_ids) for result in results] == [40] * 3
+    assert False in graphs[0] and graphs[1:] == [{True}]
 
 
 def test_the_cache_leaves_memory_to_draft_models_and_to_steps(monkeypatch):

@@ -9,6 +9,7 @@ from tiny_models import requests_for
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.model import load
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, num_parameters_of, quantization_of
 from laserbatch.pipeline.decoding.model.load import load_model, resolve_dtype
 from laserbatch.pipeline.decoding.settings import DecodingSettings
@@ -113,6 +114,16 @@ def test_quantised_checkpoint_loads_unmodified_and_writes(quantised):
     prompts = [engine.tokenizer(text, return_tensors="np").input_ids[0] for text in ("A film about", "The user likes")]
     results = list(engine.generate(requests_for(prompts, 12)))
     assert len(results) == 2 and all(len(result.token_ids) for result in results)
+
+
+def test_packed_weights_that_go_straight_to_a_device_are_the_same(quantised, monkeypatch):
+    """The device is this CPU."""
+    _, _, folder = quantised
+    expected = logits_of(AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="eager").eval())
+    monkeypatch.setattr(load, "loads_onto", lambda target: True)
+    loaded = load_model(folder, device="cpu").model
+    loaded.set_attn_implementation("eager")
+    assert torch.equal(logits_of(loaded), expected)
 
 
 def test_quantised_logits_are_near_the_plain_ones(quantised):

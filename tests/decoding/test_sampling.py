@@ -12,6 +12,7 @@ from tiny_models import NonsenseDrafter, OracleDrafter, requests_for, tiny_model
 
 from laserbatch.pipeline.decoding.drafters import NoDrafter
 from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.model import sampling
 from laserbatch.pipeline.decoding.model.load import prepare_model
 from laserbatch.pipeline.decoding.model.sampling import SampledLogits, gumbel_noise
 from laserbatch.pipeline.decoding.settings import DecodingSettings
@@ -26,6 +27,25 @@ def test_noise_is_gumbel_noise():
     assert noise.var() == pytest.approx(np.pi**2 / 6, abs=0.03)
     counts, _ = np.histogram(np.exp(-np.exp(-noise)), bins=50, range=(0, 1))
     assert chisquare(counts).pvalue > LEAST_P
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 7])
+def test_noise_in_parts_is_that_of_all_rows_at_once(monkeypatch, num_rows):
+    seeds, positions = torch.arange(7)[:num_rows] * 3 - 5, torch.arange(7)[:num_rows] % 3
+    at_once = -torch.log(-torch.log(sampling._uniform(seeds, positions, torch.arange(1, 301)))).float()
+    assert torch.equal(gumbel_noise(seeds, positions, 300), at_once)
+    sizes = []
+    uniform = sampling._uniform
+
+    def watched(*arguments):
+        found = uniform(*arguments)
+        sizes.append(found.numel() * found.element_size())
+        return found
+
+    monkeypatch.setattr(sampling, "_uniform", watched)
+    monkeypatch.setattr(sampling, "MAX_NOISE_BYTES", 2 * 300 * 8)
+    assert torch.equal(gumbel_noise(seeds, positions, 300), at_once)
+    assert len(sizes) == (num_rows + 1) // 2 and max(sizes, default=0) <= 2 * 300 * 8
 
 
 def test_noise_is_a_text_s_and_a_position_s_own():

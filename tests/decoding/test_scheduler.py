@@ -145,6 +145,25 @@ def test_a_forward_that_runs_out_of_memory_is_done_by_fewer(caplog):
     assert caplog.text.count("going on with") == 1
 
 
+def test_preempted_texts_give_memory_back_to_the_forwards_of_the_others(monkeypatch):
+    """The forwards of four texts fail until the cache holds less; none is lost, and the bound stays below."""
+    monkeypatch.setattr("laserbatch.pipeline.decoding.kv_cache.GROWTH_STEP", 16)
+    engine = tiny_engine(MODEL, batch_size=4, max_cache_tokens=240, max_draft_tokens=4)
+    held_tokens = []
+
+    def need_memory(module, arguments):
+        held_tokens.append(max((one.keys.shape[1] for one in engine.cache.layers.values()), default=0))
+        if held_tokens[-1] > 185:
+            raise torch.OutOfMemoryError("CUDA out of memory, say")
+
+    engine.runner.model.get_input_embeddings().register_forward_pre_hook(need_memory)
+    found = texts_of(engine.generate(requests_for(PROMPTS, MAX_NEW), OracleDrafter(EXPECTED), Greedy()))
+    assert found == dict(enumerate(EXPECTED))
+    failed = [at for at, held in enumerate(held_tokens) if held > 185]
+    assert failed and all(held_tokens[at + 1] <= 185 for at in failed)
+    assert engine.cache.max_tokens <= 180
+
+
 def refuse_large_tensors(monkeypatch, most_bytes: int) -> list[tuple]:
     """Have the caches find no memory for a larger tensor; the sizes that were refused, as they happen."""
     zeros = torch.Tensor.new_zeros

@@ -67,8 +67,8 @@ class AlignedDrafter(Drafter):
             logits = observation.rows.head.logits_of(observation.hidden[to_device(part, observation.hidden.device)])
             best = logits.topk(MOST_ALTERNATIVES, -1)
             sequences, places = observation.sequence_of[part], observation.positions[part] + 1
-            own = np.array([observation.sequences[i].context[k] for i, k in zip(sequences, places, strict=True)])
-            least = logits.gather(1, torch.from_numpy(own).to(logits.device, torch.int64)[:, None])
+            own = [int(observation.sequences[i].context[k]) for i, k in zip(sequences, places, strict=True)]
+            least = logits.gather(1, to_device(np.array(own), logits.device)[:, None])
             sooner = torch.where(best.values > least, best.indices, -1).cpu().numpy()
             for i, place, tokens in zip(sequences.tolist(), places.tolist(), sooner, strict=True):
                 one = observation.sequences[i]

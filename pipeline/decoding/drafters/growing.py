@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from laserbatch.pipeline.decoding.batch import Feed
+from laserbatch.pipeline.decoding.device_memory import to_device
 from laserbatch.pipeline.decoding.drafters.drafter import Drafter, Observation
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.runner import ModelRunner, StepOutput
@@ -181,4 +182,11 @@ def draft_noise(sequences: list[Sequence], tree_of: np.ndarray, depth: int, tags
     """Gumbel noise of drafts by text, position and tag int64[n] below MOST_TAGS: as `like` float32 (n, vocab_size)."""
     seeds = np.array([one.request.seed for one in sequences])[tree_of] ^ DRAFT_SEED
     positions = (np.array([len(one.context) for one in sequences])[tree_of] + depth) * MOST_TAGS + tags
-    return gumbel_noise(*torch.from_numpy(np.stack((seeds, positions))).to(like.device), like.shape[-1])
+    return gumbel_noise(*to_device(np.stack((seeds, positions)), like.device), like.shape[-1])
+
+
+def on_host(*tensors: torch.Tensor) -> list[np.ndarray]:
+    """Tensors of one shape in one copy, which waits for the device once; float64 holds every token id."""
+    found = torch.stack([tensor.double() for tensor in tensors]).cpu().numpy()
+    names = (str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+    return [array.astype(name) for array, name in zip(found, names, strict=True)]

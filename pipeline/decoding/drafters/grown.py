@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from laserbatch.pipeline.decoding.device_memory import to_device
-from laserbatch.pipeline.decoding.drafters.growing import DraftModel, GrowingTrees, draft_noise
+from laserbatch.pipeline.decoding.drafters.growing import DraftModel, GrowingTrees, draft_noise, on_host
 from laserbatch.pipeline.decoding.model.sampling import gumbel_noise
 from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
@@ -39,7 +39,7 @@ class Beams:
             log_q = models[0].log_q(trees.batch(), tree_of, places)
             if temperature:
                 log_q = torch.log_softmax(log_q / temperature + self._noise(sequences, tree_of, depth, log_q), -1)
-            values, tokens = (found.cpu().numpy() for found in log_q.topk(min(self.width, log_q.shape[-1]), -1))
+            values, tokens = on_host(*log_q.topk(min(self.width, log_q.shape[-1]), -1))
             scores = path[:, None] + models[0].log_acceptance(depth, values)
             chosen = best_of_trees(tree_of, scores, self.width)
             parents = chosen // scores.shape[1]
@@ -52,7 +52,7 @@ class Beams:
     def _noise(sequences: list[Sequence], tree_of: np.ndarray, depth: int, log_q: torch.Tensor) -> torch.Tensor:
         """The noise that the target's tokens at that depth have."""
         own = [(sequences[tree].request.seed, len(sequences[tree].context) + depth) for tree in tree_of.tolist()]
-        return gumbel_noise(*torch.tensor(own, device=log_q.device).T, log_q.shape[-1])
+        return gumbel_noise(*to_device(np.ascontiguousarray(np.array(own).T), log_q.device), log_q.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -124,15 +124,15 @@ class StochasticBeams:
         phi = psi = np.zeros(len(sequences))  # of the beam: log probability, and perturbed and truncated
         for depth in range(self.length):
             log_q = torch.log_softmax(models[0].log_q(trees.batch(), tree_of, places) / temperature, -1)
-            of_path = torch.from_numpy(phi).to(log_q.device)[:, None] + log_q.double()
+            phi, psi = to_device(np.stack((phi, psi)), log_q.device)
+            of_path = phi[:, None] + log_q.double()
             perturbed = of_path + draft_noise(sequences, tree_of, depth, places + 1, log_q)
             best = perturbed.topk(min(self.width, log_q.shape[-1]), -1)
-            scores = truncated(torch.from_numpy(psi).to(log_q.device)[:, None], best.values).cpu().numpy()
+            scores = truncated(psi[:, None], best.values)
+            scores, of_best, tokens = on_host(scores, of_path.gather(1, best.indices), best.indices)
             chosen = best_of_trees(tree_of, scores, self.width)
             rows = chosen // scores.shape[1]
-            tokens = best.indices.cpu().numpy().ravel()[chosen]
-            phi = of_path.gather(1, best.indices).cpu().numpy().ravel()[chosen]
-            psi = scores.ravel()[chosen]
+            phi, psi, tokens = (found.ravel()[chosen] for found in (of_best, scores, tokens))
             tree_of, above = tree_of[rows], places[rows]
             places = trees.add(tree_of, above, tokens, np.zeros(len(chosen)))
             trees.drawn(tree_of, places, rows, log_q)

@@ -204,6 +204,11 @@ class BufferedForward:
                         self._run_bucket(bucket, shape)
                     bucket.buffers.wait()  # now, not in a step
 
+    def drop_graphs(self) -> None:
+        """Free the memory of all graphs; they are captured again when they are needed."""
+        for bucket in self.buckets.values():
+            bucket.graph = bucket.hidden = None
+
     def _on_device(self) -> AbstractContextManager:
         """Triton launches on the current device, and streams and events are made there: let it be the model's."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
@@ -288,8 +293,7 @@ class BufferedForward:
             logger.warning("a CUDA graph cannot be captured (%s); %s", error, plan)
         if is_memory:
             self._num_pausing = RETRY_STEPS
-            for other in self.buckets.values():
-                other.graph = other.hidden = None
+            self.drop_graphs()
             torch.cuda.empty_cache()
         return False
 

@@ -15,6 +15,7 @@ from laserbatch.pipeline.decoding.device_memory import to_device
 from laserbatch.pipeline.decoding.model.output_head import StepLogits
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 
+MAX_NOISE_BYTES = 64 << 20  # of a temporary; the noise of 1,024 rows of 128,000 tokens at once takes five of 1 GB
 _GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # of SplitMix64, as int64
 
 
@@ -55,18 +56,23 @@ class SampledLogits:
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Standard Gumbel numbers by seed and position, int64[n] each, and token: float32 (n, vocab_size)."""
-    return -torch.log(-torch.log(_uniform(seeds, positions, torch.arange(1, vocab_size + 1)))).float()
+    noise = torch.empty((len(seeds), vocab_size), device=seeds.device)
+    tokens = torch.arange(1, vocab_size + 1, device=seeds.device)
+    num_rows = max(1, MAX_NOISE_BYTES // (vocab_size * torch.float64.itemsize))
+    for part in (slice(first, first + num_rows) for first in range(0, len(seeds), num_rows)):
+        noise[part] = -torch.log(-torch.log(_uniform(seeds[part], positions[part], tokens)))
+    return noise
 
 
 def uniform_numbers(seeds: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
     """Numbers between 0 and 1, by seed and position, int64[n] each; none of Gumbel noise's: float64 (n, count)."""
-    return _uniform(seeds, positions, -torch.arange(1, count + 1))
+    return _uniform(seeds, positions, -torch.arange(1, count + 1, device=seeds.device))
 
 
 def _uniform(seeds: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """By seed, position and number: float64 (n, len(numbers)), neither 0 nor 1."""
     rows = _scrambled(_scrambled(seeds) + positions * _GOLDEN)
-    bits = _scrambled(rows[:, None] + numbers.to(rows.device) * _GOLDEN)
+    bits = _scrambled(rows[:, None] + numbers * _GOLDEN)
     return ((bits >> 11 & (1 << 53) - 1).double() + 0.5) / (1 << 53)
 
 
