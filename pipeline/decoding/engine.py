@@ -21,7 +21,7 @@ from laserbatch.pipeline.decoding.device_memory import cache_bound
 from laserbatch.pipeline.decoding.drafters import Drafter, DraftModels, NoDrafter
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
-from laserbatch.pipeline.decoding.model.output_head import PenalisedLogits
+from laserbatch.pipeline.decoding.model.output_head import ContextIds, PenalisedLogits
 from laserbatch.pipeline.decoding.model.runner import ModelRunner
 from laserbatch.pipeline.decoding.model.sampling import SampledLogits
 from laserbatch.pipeline.decoding.scheduler import Concurrency, RequestLimits, Scheduler
@@ -54,6 +54,7 @@ class Engine:
         self.concurrency = Concurrency(self.settings.batch_size)
         self.max_prefill_tokens = PREFILL_TOKENS["cuda" if self.device.type == "cuda" else "cpu"]
         self.runner = ModelRunner(loaded.model, self.cache, self.device, self.settings.attention)
+        self._context_ids = ContextIds(self.settings.batch_size, self.device)
         self.num_forwards = 0  # of all streams
         self.costliest_step_s = 0.0  # from a forward's begin to its commit
         self.draft_models = DraftModels()
@@ -195,7 +196,7 @@ class Engine:
         """Accept drafts. Like the forward before it this changes nothing, so that both can be tried again."""
         rows, penalty = step.output.rows, self.loaded.repetition_penalty
         if penalty != 1.0:
-            rows = PenalisedLogits(penalty, rows, [sequence.context for sequence in step.sequences], step.trees)
+            rows = PenalisedLogits(penalty, rows, self._context_ids.of(step.sequences), step.trees)
         if self.settings.temperature:
             drawn = [(one.request.seed, len(one.context)) for one in step.sequences]
             sampled = getattr(verifier, "sampled", SampledLogits)
