@@ -25,7 +25,7 @@ from laserbatch.pipeline.decoding.drafters import Drafter, DraftModels, NoDrafte
 from laserbatch.pipeline.decoding.kv_cache import UNBOUNDED, KVCache
 from laserbatch.pipeline.decoding.model.cuda_graphs import TOKEN_BUCKETS
 from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
-from laserbatch.pipeline.decoding.model.output_head import PenalisedLogits
+from laserbatch.pipeline.decoding.model.output_head import ContextIds, PenalisedLogits
 from laserbatch.pipeline.decoding.model.runner import ModelRunner
 from laserbatch.pipeline.decoding.model.sampling import SampledLogits
 from laserbatch.pipeline.decoding.scheduler import Concurrency, RequestLimits, Scheduler
@@ -76,6 +76,7 @@ class Engine:
         self.cache = KVCache(self.settings.batch_size, max_tokens)
         self.concurrency = Concurrency(self.settings.batch_size)
         self.runner = ModelRunner(loaded.model, self.cache, self.device, self.settings.attention)
+        self._context_ids = ContextIds(self.settings.batch_size, self.device)
         self.num_forwards = 0  # of all streams
         self.costliest_step_s = 0.0  # launch and landing, without what the caller does between them
         self._is_end = np.zeros(self.vocab_size, bool)
@@ -261,7 +262,7 @@ class Engine:
         """Accept drafts. Like the forward before it this changes nothing, so that both can be tried again."""
         rows, penalty = step.output.rows, self.loaded.repetition_penalty
         if penalty != 1.0:
-            rows = PenalisedLogits(penalty, rows, [sequence.context for sequence in step.sequences], step.trees)
+            rows = PenalisedLogits(penalty, rows, self._context_ids.of(step.sequences), step.trees)
         if self.settings.temperature:
             drawn = [(one.request.seed, len(one.context)) for one in step.sequences]
             sampled = getattr(verifier, "sampled", SampledLogits)

@@ -1,5 +1,6 @@
 import json
 import shutil
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,9 +20,12 @@ from tiny_models import (
 )
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from laserbatch.pipeline.decoding.device_memory import to_device
 from laserbatch.pipeline.decoding.drafters import NoDrafter
+from laserbatch.pipeline.decoding.model import output_head
 from laserbatch.pipeline.decoding.model.folder import REFUSED, SAMPLE_MODEL, model_identity, repetition_penalty_of
-from laserbatch.pipeline.decoding.model.output_head import PenalisedLogits
+from laserbatch.pipeline.decoding.model.output_head import ContextIds, PenalisedLogits
+from laserbatch.pipeline.decoding.sequence import GenerationRequest, Sequence
 from laserbatch.pipeline.decoding.token_tree import TokenTree, TreeBatch
 from laserbatch.pipeline.decoding.verifiers import Greedy
 from laserbatch.pipeline.errors import ModelError
@@ -29,18 +33,65 @@ from laserbatch.pipeline.errors import ModelError
 VOCAB = 9
 
 
-@pytest.mark.parametrize("batch_size", [4, 9])
-def test_texts_under_a_repetition_penalty_are_those_of_generate(batch_size):
+@pytest.mark.parametrize("batch_size, max_cache_tokens", [(4, None), (9, None), (9, 110)])
+def test_texts_under_a_repetition_penalty_are_those_of_generate(batch_size, max_cache_tokens):
     model, prompts = tiny_model("qwen2"), tiny_prompts()
     without = plain_texts(model, prompts, 24)
     model.generation_config.repetition_penalty = 1.3
     expected = plain_texts(model, prompts, 24)
     assert sum(one != other for one, other in zip(expected, without, strict=True)) > 4
-    engine = tiny_engine(model, batch_size=batch_size, max_prefill_tokens=9)
+    engine = tiny_engine(model, batch_size=batch_size, max_prefill_tokens=9, max_cache_tokens=max_cache_tokens)
+    engine.concurrency.expected_output = lambda sequence: 1  # more are admitted than the cache holds
     for drafter in (NoDrafter(), NonsenseDrafter(), OracleDrafter(expected)):
         results = list(engine.generate(requests_for(prompts, 24), drafter, Greedy()))
         assert {int(r.request_id): r.token_ids.tolist() for r in results} == dict(enumerate(expected))
     assert sum(r.num_accepted for r in results) > sum(r.num_steps for r in results) / 2, "the drafts were right"
+
+
+def padded(contexts: list[np.ndarray]) -> np.ndarray:
+    """Behind its end each repeats its first token."""
+    longest = max(map(len, contexts))
+    return np.stack([[*context, *[context[0]] * (longest - len(context))] for context in contexts]).astype(np.int64)
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_contexts_on_the_device_are_those_of_the_sequences_and_only_what_is_new_is_sent(data):
+    """Sequences come, grow, change rows and end, in any order."""
+    num_rows, rng = 3, np.random.default_rng(data.draw(st.integers(0, 99)))
+    context_ids, live, waiting, sent = ContextIds(num_rows, torch.device("cpu")), [], [], []
+    known: dict[tuple[int, int], int] = {}  # of a row and its sequence, tokens that were sent
+
+    def watched(array, device):
+        sent.append(len(array))
+        return to_device(array, device)
+
+    with mock.patch.object(output_head, "to_device", watched):
+        for action in data.draw(st.lists(st.sampled_from(["come", "come", "return", "wait", "grow"]), max_size=20)):
+            rows = sorted(set(range(num_rows)) - {one.row for one in live})
+            if action == "come" and rows:
+                prompt = rng.integers(0, VOCAB, rng.integers(1, 9)).astype(np.int32)
+                live.append(Sequence(GenerationRequest("", prompt), 100))
+                live[-1].row = data.draw(st.sampled_from(rows))
+            elif action == "return" and rows and waiting:
+                live.append(waiting.pop())
+                live[-1].row = data.draw(st.sampled_from(rows))
+            elif action == "wait" and live:
+                waiting.append(live.pop(data.draw(st.integers(0, len(live) - 1))))
+            elif action == "grow" and live:
+                one = data.draw(st.sampled_from(live))
+                one.append(rng.integers(0, VOCAB, 3).astype(np.int32), np.zeros(3, np.uint8), int(rng.integers(VOCAB)))
+            step = [one for one in live if rng.random() < 0.8]
+            if not step:
+                continue
+            sent.clear()
+            assert context_ids.of(step).tolist() == padded([one.context for one in step]).tolist()
+            num_new = 0
+            for one in step:
+                num_new += len(one.context) - known.get((one.row, id(one)), 0)
+                known = {key: count for key, count in known.items() if key[0] != one.row}
+                known[one.row, id(one)] = len(one.context)
+            assert sum(sent) <= 2 * num_new + 3 * len(step)
 
 
 @settings(max_examples=30)
@@ -57,7 +108,10 @@ def test_each_node_is_penalised_for_its_own_path(forest, seed):
     contexts = [np.array(context, np.int32) for _, context in forest]
     num_rows = sum(len(draft) + 1 for draft in drafts)
     logits = torch.from_numpy(np.random.default_rng(seed).normal(size=(num_rows, VOCAB)).astype(np.float32))
-    rows = PenalisedLogits(1.7, HeldLogits(logits), contexts, TreeBatch.of(drafts))
+    rows = PenalisedLogits(1.7, HeldLogits(logits), torch.from_numpy(padded(contexts)), TreeBatch.of(drafts))
+    unchanged = logits.clone()
+    rows.of(np.arange(num_rows))
+    assert torch.equal(logits, unchanged)
     found = rows.of(np.arange(num_rows)[::-1].copy())
     paths = []
     for draft, context in zip(drafts, contexts, strict=True):

@@ -1,5 +1,6 @@
 """What the engine asks of a CUDA device, on a pretended one: where tensors lie, what is waited for and captured."""
 
+import copy
 import itertools
 import logging
 from dataclasses import replace
@@ -10,12 +11,14 @@ import pytest
 import torch
 from pretend_cuda import DEVICE, PretendError, move, pretend_cuda
 from test_cuda_graphs import masked_attention
+from test_draft_methods import like
+from test_heads import written_head
 from tiny_models import NonsenseDrafter, OracleDrafter, plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 
 from laserbatch.pipeline.budget import measuring
 from laserbatch.pipeline.decoding import device_memory
 from laserbatch.pipeline.decoding.device_memory import to_device
-from laserbatch.pipeline.decoding.drafters import DraftModels
+from laserbatch.pipeline.decoding.drafters import DraftModels, drafter_from
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model import runner
 from laserbatch.pipeline.decoding.model.cuda_graphs import TOKEN_BUCKETS
@@ -120,6 +123,54 @@ def test_attention_without_a_kernel_waits_once_too():
         steps = watch_steps(engine, cuda)
         assert len(list(engine.generate(requests_for(prompts, NUM_NEW), OracleDrafter(drafted)))) == NUM_PROMPTS
     assert set(steps) == {(1, False)}
+
+
+@pytest.mark.parametrize("kind", ["small", "eagle"])
+def test_what_small_models_draft_is_computed_by_graphs_that_wait_once_a_level(kind, tmp_path):
+    """Each level of a tree is a forward of the draft model, and its likeliest tokens come to the host."""
+    model, prompts, num_new, length = tiny_model(), tiny_prompts(2), 10, 3
+    expected = plain_texts(model, prompts, num_new)
+    small = like(model, 0.15)
+    settings = {"verifier": "greedy", "drafters": (), "draft_width": 2, "draft_length": length}
+    if kind == "small":
+        settings["draft_models"] = ["unused"]
+    else:
+        settings["draft_head"] = written_head(tmp_path, kind)
+    launches, by_round = {}, []
+    with pretend_cuda() as cuda, KERNEL:
+        for attention, num_rounds in (("torch", 1), ("auto", 3)):
+            engine = engine_on_device(copy.deepcopy(model), attention=attention, **settings)
+            models = DraftModels.load(DecodingSettings(draft_head=settings.get("draft_head")), engine.loaded, 1 << 20)
+            if kind == "small":
+                models = DraftModels((prepare_model(move(copy.deepcopy(small))),), (None,))
+            drafter = drafter_from(engine.settings, models=models)
+            drafts = watch_drafts(drafter, cuda)
+            for _ in range(num_rounds):
+                start = len(drafts)
+                results = engine.generate(requests_for(prompts, num_new), drafter)
+                texts = {result.request_id: result.token_ids.tolist() for result in results}
+                assert [texts[str(i)] for i in range(len(prompts))] == expected
+                by_round.append([token_ids for token_ids, _, _ in drafts[start:]])
+            steps = [draft for draft in drafts if draft[0]][1:]  # the first compares the kernel
+            num_waits = [waits for _, waits, _ in steps]
+            assert np.median(num_waits) == min(num_waits) == length
+            launches[attention] = min(num_launches for _, _, num_launches in steps)  # once all sizes are captured
+    assert all(drafts == by_round[0] for drafts in by_round) and any(by_round[0])
+    assert launches["auto"] < 0.25 * launches["torch"], launches
+
+
+def watch_drafts(drafter, cuda) -> list[tuple[list[int], int, int]]:
+    """Of each step's drafts from now on: their tokens, and how often the host waits and launches for them."""
+    drafts, draft_all = [], drafter.draft_all
+
+    def watched(*arguments):
+        before = cuda.num_waits, cuda.num_launches
+        trees = draft_all(*arguments)
+        drafts.append((trees.token_ids.tolist(), cuda.num_waits - before[0], cuda.num_launches - before[1]))
+        return trees
+
+    drafter.draft_all = watched
+    return drafts
 
 
 def test_a_text_is_handed_over_while_the_device_computes_the_next_step():

@@ -12,11 +12,12 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from laserbatch.pipeline.decoding.attention.interface import ATTENTION_NAME, StepPlan, planned
-from laserbatch.pipeline.decoding.batch import Batch, Feed
+from laserbatch.pipeline.decoding.attention.interface import ATTENTION_NAME
+from laserbatch.pipeline.decoding.batch import Feed
 from laserbatch.pipeline.decoding.device_memory import to_device
 from laserbatch.pipeline.decoding.drafters.drafter import Observation
 from laserbatch.pipeline.decoding.drafters.growing import CachedModel
+from laserbatch.pipeline.decoding.model.cuda_graphs import TOKEN_BUCKETS
 from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 
@@ -43,21 +44,28 @@ class EagleHead(nn.Module):
 
 
 class _PackedHead:
-    """A head as `ModelRunner` calls it; `features` (num_tokens, hidden_size) are those of the next forward's tokens."""
+    """A head in the two parts that `ModelRunner` calls: hidden states, and their logits.
 
-    features: torch.Tensor
+    Features of a forward's tokens are not an argument of it. Those of a step that may be captured lie at one place,
+    where a replay reads them; what padding reads there is never used.
+    """
 
     def __init__(self, head: EagleHead, embed, logits_of) -> None:
         head.config._attn_implementation = ATTENTION_NAME
-        self.fused, self._head, self._embed, self.logits_of = self, head, embed, logits_of
+        self._head, self._embed, self.logits_of = head, embed, logits_of
+        self._features = self._static = head.join.weight.new_zeros(TOKEN_BUCKETS[-1], head.config.hidden_size)
 
-    def hidden_of(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
-        """Features of the next tokens of a step: (num_tokens, hidden_size)."""
-        token_ids, position_ids = (
-            to_device(each.astype(np.int64), self.features.device)[None] for each in (batch.token_ids, batch.positions)
-        )
-        with planned(plan):
-            return self._head(self._embed(token_ids), self.features[None], position_ids)[0]
+    def take(self, features: torch.Tensor) -> None:
+        """Those of the next forward's tokens: (num_tokens, hidden_size)."""
+        self._features = features
+        if len(features) <= len(self._static):
+            self._static[: len(features)] = features
+            self._features = self._static
+
+    def hidden_of(self, token_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Features of a step's next tokens, padding included: (num_tokens, hidden_size) for ids (1, num_tokens)."""
+        features = self._features[None, : token_ids.shape[1]]
+        return self._head(self._embed(token_ids), features, position_ids)[0]
 
 
 class EagleModel(CachedModel):
@@ -70,9 +78,18 @@ class EagleModel(CachedModel):
 
     sees = "texts"
 
-    def __init__(self, head: EagleHead, embed, logits_of, max_rows: int, max_tokens: int, log_acceptance=None) -> None:
+    def __init__(
+        self,
+        head: EagleHead,
+        embed,
+        logits_of,
+        max_rows: int,
+        max_tokens: int,
+        log_acceptance=None,
+        attention: str = "torch",
+    ) -> None:
         self._packed = _PackedHead(head, embed, logits_of)
-        super().__init__(self._packed, head.join.weight.device, max_rows, max_tokens, log_acceptance)
+        super().__init__(self._packed, head.join.weight.device, max_rows, max_tokens, log_acceptance, attention)
         self._seen: dict[int, list[torch.Tensor]] = {}  # by `id`, features that are not in the cache yet
 
     def has_room(self, sequence: Sequence) -> bool:
@@ -82,7 +99,7 @@ class EagleModel(CachedModel):
     def begin(self, sequences: list[Sequence]) -> None:
         seen = [torch.cat(self._seen[id(one)]) for one in sequences]
         feeds = [Feed(self._rows[id(one)], one.context[-len(new) :]) for one, new in zip(sequences, seen, strict=True)]
-        self._packed.features = torch.cat(seen)
+        self._packed.take(torch.cat(seen))
         output = self._read(feeds)
         self._last = torch.stack([new[-1] for new in seen])
         for one, last in zip(sequences, self._last, strict=True):
@@ -102,7 +119,7 @@ class EagleModel(CachedModel):
         parents = self._rows_of_trees[trees.tree_of] + 1 + trees.parents
         nodes = np.arange(len(trees)) + trees.tree_of + 1
         features[to_device(nodes, device)] = self._found[to_device(parents, device)]
-        self._packed.features = features
+        self._packed.take(features)
         output = self._runner.forward(self._feeds, trees)
         self._found, self._rows_of_trees = output.rows.hidden, roots
         return torch.log_softmax(output.rows.of(roots[tree_of] + 1 + places).float(), -1)

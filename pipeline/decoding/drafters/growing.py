@@ -56,13 +56,17 @@ class DraftModel:
 class CachedModel(DraftModel):
     """One with a KV cache of its own, and rows of it for the sequences that it drafts for.
 
+    `attention` : as `decoding.attention`; on CUDA a kernel, whose steps are replayed as CUDA graphs of this model.
+
     A row holds what the sequence's text is but for the last token, which every forward computes anew with the tree.
     """
 
-    def __init__(self, model, device: torch.device, max_rows: int, max_tokens: int, log_acceptance=None) -> None:
+    def __init__(
+        self, model, device: torch.device, max_rows: int, max_tokens: int, log_acceptance=None, attention: str = "torch"
+    ) -> None:
         self.log_acceptance = log_acceptance or self.log_acceptance
         self._cache = KVCache(max_rows, max_tokens)
-        self._runner = ModelRunner(model, self._cache, device)
+        self._runner = ModelRunner(model, self._cache, device, attention)
         self._rows: dict[int, int] = {}  # by the sequences' `id`
         self._feeds: list[Feed] = []  # the last tokens
 

@@ -55,9 +55,10 @@ class DraftModels:
         limits = settings.batch_size, self.max_tokens
         models: list[tuple[DraftModel, int]] = []
         for loaded, card in zip(self.small, self.cards, strict=True):
-            models.append((SmallModel(loaded, *limits, card and card.log_acceptance), SOURCE_MODEL))
+            log_acceptance = card and card.log_acceptance
+            models.append((SmallModel(loaded, *limits, log_acceptance, settings.attention), SOURCE_MODEL))
         if self.head is not None:
-            models.append((self.head.draft_model(*limits), SOURCE_HEAD))
+            models.append((self.head.draft_model(*limits, settings.attention), SOURCE_HEAD))
         return models
 
 

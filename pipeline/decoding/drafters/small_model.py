@@ -14,8 +14,10 @@ from laserbatch.pipeline.decoding.token_tree import TreeBatch
 class SmallModel(CachedModel):
     """A loaded model."""
 
-    def __init__(self, loaded: LoadedModel, max_rows: int, max_tokens: int, log_acceptance=None) -> None:
-        super().__init__(loaded.model, loaded.device, max_rows, max_tokens, log_acceptance)
+    def __init__(
+        self, loaded: LoadedModel, max_rows: int, max_tokens: int, log_acceptance=None, attention: str = "torch"
+    ) -> None:
+        super().__init__(loaded.model, loaded.device, max_rows, max_tokens, log_acceptance, attention)
         self.max_context = loaded.max_context
         self._root: torch.Tensor | None = None
 

@@ -94,14 +94,14 @@ class TrainedHead:
         dtype = next(self._head.parameters()).dtype
         return cache_bytes_per_token(LlamaConfig(**self.card.layer), dtype) if self.card.layer else 0
 
-    def draft_model(self, max_rows: int, max_tokens: int) -> DraftModel:
-        """With nothing known of any text."""
+    def draft_model(self, max_rows: int, max_tokens: int, attention: str) -> DraftModel:
+        """With nothing known of any text; `attention` as `decoding.attention`."""
         model = self._target.model
         logits_of = (getattr(model, "fused", None) or OutputHead(model)).logits_of
         if isinstance(self._head, MedusaHeads):
             return MedusaModel(self._head, logits_of, self.card.log_acceptance)
         embed = model.get_input_embeddings()
-        return EagleModel(self._head, embed, logits_of, max_rows, max_tokens, self.card.log_acceptance)
+        return EagleModel(self._head, embed, logits_of, max_rows, max_tokens, self.card.log_acceptance, attention)
 
 
 def new_head(card: DrafterCard, hidden_size: int) -> nn.Module:

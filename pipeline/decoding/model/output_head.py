@@ -6,7 +6,7 @@ or capping of logits is written again. A model that cannot be taken apart so is 
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from laserbatch.pipeline.decoding.device_memory import to_device
+from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 
 
@@ -80,40 +81,82 @@ class _GivenStates(nn.Module):
         return _States(last_hidden_state=inputs_embeds)
 
 
+class ContextIds:
+    """Token ids of live sequences' contexts on a device, by row of the KV cache: a step sends those alone that are new.
+
+    Behind its end a context repeats its first token.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._device = device
+        self._ids = torch.zeros((num_rows, 0), dtype=torch.int64, device=device)
+        self._lengths = np.zeros(num_rows, np.int64)  # tokens of each row that are there
+        self._owners: list[Sequence | None] = [None] * num_rows  # of each row
+
+    @torch.inference_mode()
+    def of(self, sequences: SequenceOf[Sequence]) -> torch.Tensor:
+        """Their contexts, prompt and committed tokens: int64 (num_sequences, longest context)."""
+        rows = np.array([one.row for one in sequences])
+        lengths = np.array([len(one.context) for one in sequences])
+        is_begun = np.array([self._owners[one.row] is not one for one in sequences])
+        known = np.where(is_begun, 0, self._lengths[rows])
+        self._widen(int(lengths.max()))
+        width, counts = self._ids.shape[1], lengths - known
+        places = np.arange(counts.sum()) + np.repeat(rows * width + known - (np.cumsum(counts) - counts), counts)
+        new = [one.context[start:] for one, start in zip(sequences, known.tolist(), strict=True)]
+        firsts = np.array([one.context[0] for one in sequences])
+        sent = rows, rows[is_begun], firsts[is_begun], places, np.concatenate(new)
+        parts = to_device(np.concatenate(sent, dtype=np.int64), self._device).split([len(part) for part in sent])
+        self._ids.index_copy_(0, parts[1], parts[2][:, None].expand(-1, width))
+        self._ids.view(-1).index_copy_(0, *parts[3:])
+        self._lengths[rows] = lengths
+        for one in sequences:
+            self._owners[one.row] = one
+        return self._ids.index_select(0, parts[0])[:, : int(lengths.max())]
+
+    def _widen(self, width: int) -> None:
+        num_rows, held = self._ids.shape
+        if width > held:
+            ids = self._ids.new_zeros(num_rows, max(width, 2 * held))
+            ids[:] = self._ids[:, :1] if held else 0
+            ids[:, :held] = self._ids
+            self._ids = ids
+
+
 class PenalisedLogits:
     """Rows of a step: logits of what a row's path has already are divided by a penalty, negative ones multiplied.
 
-    A path is the context (int32, prompt and committed tokens), the ancestors and the node itself. There is a row of
-    each sequence after its last committed token, then one after each node of its tree.
+    A path is the context, the ancestors and the node itself. There is a row of each sequence after its last committed
+    token, then one after each node of its tree.
+
+    Parameters
+    ----------
+    context_ids : as `ContextIds` gives them.
     """
 
-    def __init__(self, penalty: float, rows: HiddenRows, contexts: Sequence[np.ndarray], trees: TreeBatch) -> None:
-        self._penalty, self._rows = penalty, rows
+    def __init__(self, penalty: float, rows: HiddenRows, context_ids: torch.Tensor, trees: TreeBatch) -> None:
+        self._penalty, self._rows, self._context_ids = penalty, rows, context_ids
         self.device, self.num_rows = rows.device, rows.num_rows
-        # What is shorter repeats its first token, which is penalised once all the same.
-        context_ids = np.empty((len(contexts), max(map(len, contexts))), np.int64)
-        for own, context in zip(context_ids, contexts, strict=True):
-            own[: len(context)], own[len(context) :] = context, context[0]
-        self._context_of = np.repeat(np.arange(len(contexts)), trees.sizes + 1)  # of each row
-        self._path_ids = np.repeat(context_ids[self._context_of, :1], trees.sizes.max(), axis=1)
+        self._context_of = np.repeat(np.arange(len(context_ids)), trees.sizes + 1)  # of each row
+        self._path_ids = np.full((self.num_rows, trees.sizes.max()), -1)  # -1: none
         if len(trees):
             number = np.arange(trees.sizes.max())
             is_above = (trees.ancestors[:, None] >> number) & 1 > 0
             nodes = np.minimum(trees.starts[trees.tree_of, None] + number, len(trees) - 1)
             rows_of_nodes = np.arange(len(trees)) + trees.tree_of + 1
-            unpenalised = self._path_ids[rows_of_nodes]
-            self._path_ids[rows_of_nodes] = np.where(is_above, trees.token_ids[nodes], unpenalised)
-        self._context_ids = to_device(context_ids, self.device)
+            self._path_ids[rows_of_nodes] = np.where(is_above, trees.token_ids[nodes], -1)
 
     @torch.inference_mode()
     def of(self, rows: np.ndarray) -> torch.Tensor:
         """Logits of some rows, int64[n]: float32 (n, vocab_size), as `generate` has them."""
-        logits = self._rows.of(rows).float()
+        logits = self._rows.of(rows).to(torch.float32, copy=True)
         of_context = self._context_ids.index_select(0, to_device(self._context_of[rows], self.device))
-        token_ids = torch.cat((of_context, to_device(self._path_ids[rows], self.device)), 1)
+        of_path = to_device(self._path_ids[rows], self.device)
+        # What is named twice is penalised once all the same.
+        token_ids = torch.cat((of_context, torch.where(of_path < 0, of_context[:, :1], of_path)), 1)
         scores = logits.gather(1, token_ids)
         scores = torch.where(scores < 0, scores * self._penalty, scores / self._penalty)
-        return logits.scatter(1, token_ids, scores)
+        return logits.scatter_(1, token_ids, scores)
 
 
 class StepLogits(Protocol):

@@ -42,7 +42,7 @@ class StepOutput:
 class ModelRunner:
     """Runs batches through a transformers model whose attention is ours, over one KV cache.
 
-    `model` : that, or something that is its own attribute `fused` and has the calls of a `FusedModel`.
+    `model` : that, or something that has the calls of an `OutputHead`.
 
     `attention` : "torch", "triton" or "auto", as `decoding.attention`.
 
@@ -57,7 +57,7 @@ class ModelRunner:
         self.device = device
         self.last_plan: StepPlan | None = None  # of the newest forward without a kernel, for checks
         self.fused = getattr(model, "fused", None)  # takes the forwards without a kernel, where there is one
-        self.head = self.fused if model is self.fused else OutputHead(model)
+        self.head = model if hasattr(model, "hidden_of") else OutputHead(model)
         self._attention = attention
         make_kernel = kernel_for(attention, device)  # takes the forwards, where there is one
         layers = getattr(model, "cuda_layers", None)
