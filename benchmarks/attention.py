@@ -92,10 +92,10 @@ def make_problem(batch: int, tree: int, context: int, device: torch.device) -> P
         ancestors=tensor(np.concatenate((np.zeros((batch, 1), np.int64), masks), 1).reshape(-1), np.int64),
         positions=tensor(positions.reshape(-1)),
     )
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator(device).manual_seed(SEED)
     shapes = ((batch * (1 + tree), NUM_HEADS), (NUM_KV_HEADS, int(sizes.sum())), (NUM_KV_HEADS, int(sizes.sum())))
     query, keys, values = (
-        torch.randn(*shape, HEAD_DIM, generator=generator).to(device, torch.bfloat16) for shape in shapes
+        torch.randn(*shape, HEAD_DIM, generator=generator, device=device).to(torch.bfloat16) for shape in shapes
     )
     exact = (tensor.float() for tensor in (query, keys, values))
     expected = torch_attention(*exact, [one_group(metadata)], HEAD_DIM**-0.5, None, None, None).to(query.dtype)
