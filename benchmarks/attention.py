@@ -16,6 +16,7 @@ Nobody has run this on a GPU yet: no result of it is published.
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import product
 
 import numpy as np
@@ -51,14 +52,20 @@ SMOKE = Scale((1, 3), (0, 5), 2, context=40)
 
 @dataclass(frozen=True)
 class Problem:
-    """One layer's attention in one step: queries, the store's keys and values, what is seen, and the right result."""
+    """One layer's attention in one step: queries, the store's keys and values, and what is seen."""
 
     query: torch.Tensor  # (num_tokens, num_heads, head_dim)
     keys: torch.Tensor  # (num_kv_heads, num_slots, head_dim)
     values: torch.Tensor
     metadata: AttentionMetadata
     max_keys: int
-    expected: torch.Tensor
+
+    @cached_property
+    def expected(self) -> torch.Tensor:
+        """The right result, by torch in float32."""
+        exact = (tensor.float() for tensor in (self.query, self.keys, self.values))
+        found = torch_attention(*exact, [one_group(self.metadata)], HEAD_DIM**-0.5, None, None, None)
+        return found.to(self.query.dtype)
 
     @property
     def num_sequences(self) -> int:
@@ -92,14 +99,12 @@ def make_problem(batch: int, tree: int, context: int, device: torch.device) -> P
         ancestors=tensor(np.concatenate((np.zeros((batch, 1), np.int64), masks), 1).reshape(-1), np.int64),
         positions=tensor(positions.reshape(-1)),
     )
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator(device).manual_seed(SEED)
     shapes = ((batch * (1 + tree), NUM_HEADS), (NUM_KV_HEADS, int(sizes.sum())), (NUM_KV_HEADS, int(sizes.sum())))
     query, keys, values = (
-        torch.randn(*shape, HEAD_DIM, generator=generator).to(device, torch.bfloat16) for shape in shapes
+        torch.randn(*shape, HEAD_DIM, generator=generator, device=device).to(torch.bfloat16) for shape in shapes
     )
-    exact = (tensor.float() for tensor in (query, keys, values))
-    expected = torch_attention(*exact, [one_group(metadata)], HEAD_DIM**-0.5, None, None, None).to(query.dtype)
-    return Problem(query, keys, values, metadata, int(sizes.max()), expected)
+    return Problem(query, keys, values, metadata, int(sizes.max()))
 
 
 def kernel_system(problem: Problem, **blocks) -> Callable[[], torch.Tensor]:

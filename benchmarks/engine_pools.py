@@ -75,7 +75,7 @@ def pools_of(engine: Engine, task: Task, cache: Path, folder: Path, kinds: Seque
     texts = own_texts(engine, task, cache)
     groupings = {None: None, "like": like_groups(task), "random": random_groups(task)}
     return {
-        kind: _calibrated(task, texts, groupings[KINDS[kind][1]], PoolSettings(**KINDS[kind][0]), folder / kind)
+        kind: calibrated_pool(task, texts, groupings[KINDS[kind][1]], PoolSettings(**KINDS[kind][0]), folder / kind)
         for kind in kinds
     }
 
@@ -121,7 +121,7 @@ def calibrated_by(grouped: GroupedPool, prompts: Sequence[np.ndarray], texts: Se
     return replace(grouped, pool=grouped.pool.with_calibration(calibration))
 
 
-def _calibrated(
+def calibrated_pool(
     task: Task, texts: list[np.ndarray], groups: Groups | None, settings: PoolSettings, folder: Path
 ) -> GroupedPool:
     """The pool of all texts, believing what replays say of one without some of them."""

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from common import (
     DEFAULT_MODEL,
-    REPOSITORY,
     SAMPLE_MODEL,
     Figure,
     Spread,
@@ -35,7 +34,7 @@ from common import (
 from roofline import DeviceRates, Roofline, measure_device
 from step_spans import HOST_PARTS, PARTS, Spans, watched
 from tasks import TaskSize, build, sample_tasks
-from widen import GEOMETRIES, widened
+from widen import GEOMETRIES, load_widened
 
 from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter, drafter_from
 from laserbatch.pipeline.decoding.engine import Engine
@@ -255,12 +254,13 @@ def main() -> None:
             print(f"left out, no such folder: {model_dir.name}", file=sys.stderr)
             continue
         if arguments.geometry:
-            model_dir = widened(model_dir, arguments.geometry, "bfloat16", REPOSITORY / ".night" / "widened")
-        loaded = load_model(model_dir, arguments.dtype, arguments.device)
+            loaded = load_widened(model_dir, arguments.geometry, arguments.dtype, arguments.device)
+        else:
+            loaded = load_model(model_dir, arguments.dtype, arguments.device)
         if rates is None:
             rates = measure_device(loaded.device, loaded.model.dtype)
             print(f"{rates.bytes_per_s / 1e9:.0f} GB/s, {rates.flops_per_s / 1e12:.1f} TFLOP/s", HEAD, sep="\n")
-        rows += measure_model(loaded, model_dir.name, rates, scale)
+        rows += measure_model(loaded, loaded.model_id if arguments.geometry else model_dir.name, rates, scale)
     on_gpu = torch.cuda.is_available() and arguments.device != "cpu"
     finish(arguments.json, figures_of(rows) if on_gpu else [], [], {"device_rates": rates, "rows": rows})
 

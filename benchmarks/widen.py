@@ -2,8 +2,8 @@
 
 Drafts are accepted as often as with the small model, and a forward reads and multiplies as much as the large one does;
 most of the numbers are zeros, which costs a processor the same time but less power. Logits are equal but for rounding
-(of the scaled weights too, in bfloat16, unless their scale is a power of two). All of the larger model's weights are in
-memory while they are written: 16 GB of an 8 B model in bfloat16.
+(of the scaled weights too, in bfloat16, unless their scale is a power of two). `widened_on` makes the larger model on a
+device; `widen` writes a folder, for which all weights are in main memory: 16 GB of an 8 B model in bfloat16.
 
 Every tensor of the larger model is zero but for the small one's values at chosen rows and columns. Hidden channels,
 heads and the MLP's units are padded at the end; layers that are added have zero projections into the stream. What
@@ -29,8 +29,10 @@ import numpy as np
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from laserbatch.pipeline.decoding.model.folder import find_weights
+from laserbatch.pipeline.decoding.model.folder import find_weights, load_tokenizer
+from laserbatch.pipeline.decoding.model.load import LoadedModel, prepare_model
 from laserbatch.pipeline.errors import ModelError
 
 MODEL_TYPES = ("llama", "qwen2")
@@ -215,10 +217,15 @@ class Widening:
 
 
 def _fill(tensor: torch.Tensor, values: torch.Tensor, rows: Placement, columns: Placement | None) -> None:
+    """Copy the source's values to their places; both tensors are on one device."""
+    sources, targets = (torch.as_tensor(places, device=tensor.device) for places in (rows.sources, rows.targets))
     if columns is None:
-        tensor[rows.targets] = values[rows.sources]
-    else:
-        tensor[np.ix_(rows.targets, columns.targets)] = values[np.ix_(rows.sources, columns.sources)]
+        tensor[targets] = values[sources]
+        return
+    column_sources, column_targets = (
+        torch.as_tensor(places, device=tensor.device) for places in (columns.sources, columns.targets)
+    )
+    tensor[targets[:, None], column_targets] = values[sources[:, None], column_sources]
 
 
 def read_source(folder: Path) -> tuple[dict, Geometry]:
@@ -273,6 +280,46 @@ def widened_config(config: dict, widening: Widening, dtype: str) -> dict:
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """All of the source's tensors: it is the small one."""
     return {name: tensor for file in find_weights(folder) for name, tensor in load_file(file).items()}
+
+
+@torch.no_grad()
+def widened_on(source_dir: Path, geometry: Geometry, dtype: str, device: torch.device | str) -> torch.nn.Module:
+    """The larger model, made in the memory of the device that runs it; nothing is written.
+
+    Parameters
+    ----------
+    dtype : a name of DTYPES.
+
+    Raises
+    ------
+    ModelError : the source cannot be widened.
+    ValueError : it does not fit the geometry.
+    """
+    config, source = read_source(source_dir)
+    widening = Widening(source, geometry)
+    large_config = AutoConfig.for_model(**widened_config(config, widening, dtype))
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(large_config, dtype=DTYPES[dtype], attn_implementation="eager").eval()
+        empty = dict(model.named_parameters())
+        weights = {name: tensor.to(device) for name, tensor in read_weights(source_dir).items()}
+        for name, tensor in widening.tensors(weights):
+            empty.pop(name).copy_(tensor)
+    assert not empty, f"nothing was written to {', '.join(empty)}"
+    model.generation_config.eos_token_id = config["eos_token_id"]
+    return model
+
+
+def load_widened(source_dir: Path, geometry: str, dtype: str = "auto", device: str = "auto") -> LoadedModel:
+    """The source in a named geometry, ready for the engine; "auto" is bfloat16 on CUDA and float32 on a CPU.
+
+    Raises
+    ------
+    ModelError : the source cannot be widened, or the engine cannot run it.
+    """
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    dtype = ("bfloat16" if device.startswith("cuda") else "float32") if dtype == "auto" else dtype
+    model = widened_on(source_dir, GEOMETRIES[geometry], dtype, device)
+    return prepare_model(model, load_tokenizer(source_dir), f"{source_dir.name}-{geometry}-{dtype}")
 
 
 def widen(source_dir: Path, out_dir: Path, geometry: Geometry, dtype: str, shard_bytes: int = SHARD_BYTES) -> None:

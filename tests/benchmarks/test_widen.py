@@ -10,7 +10,7 @@ import torch
 from common import DEFAULT_MODEL, SAMPLE_MODEL
 from systems import generate
 from transformers import AutoConfig, AutoModelForCausalLM
-from widen import GEOMETRIES, Geometry, read_source, widen
+from widen import GEOMETRIES, Geometry, load_widened, read_source, widen, widened_on
 from widen import widened as widened_folder
 
 from laserbatch.pipeline.decoding.drafters import NoDrafter
@@ -72,6 +72,20 @@ def test_our_engine_writes_the_same_texts(widened):
     source, out = widened
     prompts = prompts_of(source)
     assert texts_of(out, prompts) == texts_of(source, prompts)
+
+
+def test_a_model_made_on_its_device_is_the_one_that_is_written(widened):
+    source, out = widened
+    made = widened_on(source, TINY, "float32", "cpu")
+    written = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    expected = dict(written.named_parameters())
+    assert expected.keys() == dict(made.named_parameters()).keys()
+    assert all(torch.equal(expected[name], found) for name, found in made.named_parameters())
+    assert made.config.rms_norm_eps == written.config.rms_norm_eps
+    engine = Engine(load_widened(source, "tiny", device="cpu"), DecodingSettings(dtype="float32", batch_size=4))
+    prompts = prompts_of(source)
+    texts = {one.request_id: one.token_ids.tolist() for one in generate(engine, prompts, 48, NoDrafter(), Greedy())}
+    assert [texts[str(number)] for number in range(len(prompts))] == texts_of(source, prompts)
 
 
 def test_the_folder_is_a_model_in_shards_with_its_tokenizer(widened):

@@ -1,0 +1,44 @@
+"""Other block sizes of the attention kernel for a whole process: a pytest plugin (`-p block_override`), and a call.
+
+`BENCHMARK_BLOCKS='{"num_stages": 1}'` changes these fields of every default of `triton_attention.py`. A kernel that is
+right with one stage and wrong with three has a fault in its pipelining.
+"""
+
+import inspect
+import json
+import os
+from dataclasses import replace
+
+VARIABLE = "BENCHMARK_BLOCKS"
+
+
+def override_blocks() -> None:
+    """Apply the variable, where it is set.
+
+    Raises
+    ------
+    RuntimeError : the kernel's module has no default of this kind any more.
+    """
+    changes = json.loads(os.environ.get(VARIABLE) or "{}")
+    if not changes:
+        return
+    from laserbatch.pipeline.decoding.attention import triton_attention as launcher
+
+    num_changed = 0
+    for name, value in list(vars(launcher).items()):
+        if isinstance(value, launcher.Blocks):
+            setattr(launcher, name, replace(value, **changes))
+            num_changed += 1
+        elif inspect.isfunction(value) and value.__module__ == launcher.__name__ and value.__defaults__:
+            defaults = value.__defaults__
+            value.__defaults__ = tuple(
+                replace(one, **changes) if isinstance(one, launcher.Blocks) else one for one in defaults
+            )
+            num_changed += value.__defaults__ != defaults
+    if not num_changed:
+        raise RuntimeError(f"{launcher.__name__} has no default blocks that {VARIABLE} could change")
+
+
+def pytest_configure(config) -> None:
+    """Called by pytest in its own process and in every worker of xdist."""
+    override_blocks()

@@ -1,0 +1,243 @@
+"""Items of `gpu_phases.py` with texts: what drafts gain over plain decoding, and transformers on the same weights.
+
+Prompts and pools are those that `pool_texts.py` wrote. Systems take turns: in each round every system answers the same
+prompts once, so that a ratio is one of the same minute. A round that would not end in time is left out.
+"""
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from common import turns
+from engine_systems import WITH_POOL, drafting
+from gpu_phases import Bench, memory_now, release_memory
+from gpu_steps import StepClock
+from pool_texts import SavedTask, read_task
+from systems import MIN_ACCEPTANCE, EngineSystem, Pass, TransformersGenerate
+from widen import GEOMETRIES, widened_on
+
+from laserbatch.pipeline.budget.choice import side_budget
+from laserbatch.pipeline.budget.measuring import measure_step_cost
+from laserbatch.pipeline.decoding.drafters import RetrievalDrafter
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
+from laserbatch.retrieval_pools.index.pool import Pool
+
+WARM_TOKENS = 24
+MAX_COST_NODES = 16  # of the trees that the chosen budget's steps are timed with
+MAX_COST_S = 15.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Prompts, tokens and systems of an item: (verifier, draft tokens) beside plain decoding, and rounds."""
+
+    num_prompts: int
+    max_new_tokens: int
+    systems: tuple[tuple[str, int], ...]
+    num_rounds: int
+
+
+GREEDY_RELAXED_64 = (("greedy", 4), ("greedy", 8), ("relaxed", 4), ("relaxed", 8), ("relaxed", 16))
+PLANS = {
+    ("reki", 64): Plan(128, 192, GREEDY_RELAXED_64, 2),
+    ("reki", 1): Plan(4, 192, (("greedy", 16), ("relaxed", 16), ("relaxed", 32)), 1),
+    ("reki", 256): Plan(384, 96, (("greedy", 2), ("greedy", 4), ("relaxed", 2), ("relaxed", 4), ("relaxed", 8)), 1),
+    ("reki", 32): Plan(64, 192, (("greedy", 4), ("greedy", 8), ("relaxed", 8)), 1),
+    ("goodreads-items", 64): Plan(256, 128, (("relaxed", 4), ("relaxed", 8)), 2),
+    ("goodreads-items", 1): Plan(8, 128, (("relaxed", 8), ("relaxed", 16)), 1),
+    ("goodreads-items", 32): Plan(128, 128, (("relaxed", 4), ("relaxed", 8)), 1),
+    ("goodreads-items", 256): Plan(320, 128, (("relaxed", 2), ("relaxed", 4)), 1),
+}
+SMOKE = Plan(2, 8, (("greedy", 4), ("relaxed", 4)), 1)
+PEER_AMOUNT = {1: (2, 96), 64: (64, 128)}  # prompts and tokens
+
+_texts: dict[str, tuple[SavedTask, dict]] = {}  # of this process
+
+
+def texts_of(bench: Bench, name: str) -> tuple[SavedTask, dict]:
+    """A task and its pools, built once in a process."""
+    if name not in _texts:
+        if bench.options.texts is None:
+            raise FileNotFoundError("--texts is missing: a folder that pool_texts.py wrote")
+        saved = read_task(bench.options.texts, name)
+        start_s = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            pools = saved.pools(Path(folder))
+        seconds = time.perf_counter() - start_s
+        bench.rows.add("f", f"pools/{name}", seconds=seconds, num_texts=len(saved.pool_texts))
+        _texts[name] = saved, pools
+    return _texts[name]
+
+
+class PassWatch:
+    """Seconds of the steps that hold prompts and of those that do not, and the tokens that the latter write."""
+
+    def __init__(self) -> None:
+        self.prompt_s = self.decode_s = 0.0
+        self.num_decoded = self.num_steps = 0
+
+    @contextmanager
+    def watching(self, engine: Engine) -> Iterator[None]:
+        """Watch an engine within the block."""
+        launch, land = engine.launch, engine.land
+        state: dict = {}
+
+        def launched(stream):
+            live = list(stream.scheduler.live)
+            state.update(start_s=time.perf_counter(), live=live, before=[one.num_output for one in live])
+            return launch(stream)
+
+        def landed(step, stream):
+            ended = land(step, stream)
+            seconds = time.perf_counter() - state["start_s"]
+            self.num_steps += 1
+            if all(state["before"]):
+                self.decode_s += seconds
+                self.num_decoded += sum(one.num_output for one in state["live"]) - sum(state["before"])
+            else:
+                self.prompt_s += seconds
+            return ended
+
+        engine.launch, engine.land = launched, landed
+        try:
+            yield
+        finally:
+            del engine.launch, engine.land
+
+
+def run_pass(bench: Bench, engine: Engine, system: EngineSystem, prompts, max_new_tokens: int) -> tuple[Pass, dict]:
+    """One system's texts for all prompts, and the values of its row."""
+    watch, clock = PassWatch(), StepClock()
+    with watch.watching(engine), clock.watching(engine):
+        found = system.run(prompts, engine.settings.batch_size, max_new_tokens)
+    return found, {
+        "wall_s": found.wall_s,
+        "num_texts": len(found.texts),
+        "num_tokens": found.num_tokens,
+        "tokens_per_s": found.tokens_per_s,
+        "tokens_per_step": found.tokens_per_step,
+        "num_steps": watch.num_steps,
+        "drafted_per_step": found.num_drafted / found.num_steps,
+        "draft_ms_a_step": 1e3 * found.drafting_s / max(1, watch.num_steps),
+        "prompt_s": watch.prompt_s,
+        "decode_tokens_per_s": watch.num_decoded / watch.decode_s if watch.decode_s else 0.0,
+        "decode_tokens": watch.num_decoded,
+        "captures": clock.num_captures,
+        "replays": clock.num_replays,
+        **memory_now(bench.device),
+    }
+
+
+def measure_systems(
+    bench: Bench, item: str, engine: Engine, systems: dict[str, EngineSystem], prompts, plan: Plan, extra: dict
+) -> None:
+    """Rounds of all systems after a short one that compiles and captures; a row for each pass."""
+    warm = prompts[: engine.settings.batch_size]
+    for system in systems.values():
+        system.run(warm, engine.settings.batch_size, min(WARM_TOKENS, plan.max_new_tokens))
+    plain_texts: tuple = ()
+    orders = turns([name for name in systems if name != "plain"])
+    for number in range(plan.num_rounds):
+        start_s = time.monotonic()
+        for name in ("plain", *next(orders)):  # first, so that a round that is cut off has ratios
+            found, values = run_pass(bench, engine, systems[name], prompts, plan.max_new_tokens)
+            plain_texts = plain_texts or found.texts
+            same = sum(text == other for text, other in zip(found.texts, plain_texts, strict=True))
+            values |= {"system": name, "round": number, "equal_to_plain": same / len(plain_texts), **extra}
+            bench.rows.add("f", item, **values)
+            print(f"{item}: {name} {values['tokens_per_s']:.0f} tokens/s", flush=True)
+        round_s = time.monotonic() - start_s
+        if time.monotonic() + 1.1 * round_s > bench.options.end_s:
+            return
+
+
+def measure_gains(bench: Bench, item: str, name: str, batch_word: str) -> None:
+    """Plain decoding beside drafts of fixed sizes."""
+    batch = int(batch_word)
+    plan = SMOKE if bench.options.smoke else PLANS[name, batch]
+    saved, pools = texts_of(bench, name)
+    prompts = saved.task.held_out[: plan.num_prompts]
+    engine = bench.engine(batch)
+    systems = {"plain": EngineSystem.plain(engine)}
+    for verifier, size in plan.systems:
+        grouped, budget = pools[verifier], Budget(size, MIN_ACCEPTANCE)
+        systems[f"{verifier} K{size}"] = drafting(engine, grouped.pool, WITH_POOL, grouped.groups, budget, verifier)
+    measure_systems(bench, item, engine, systems, prompts, plan, {"task": name, "batch": batch})
+
+
+def measure_chosen(bench: Bench, item: str, name: str, batch_word: str) -> None:
+    """Plain decoding beside the budgets that measured step costs choose."""
+    batch = int(batch_word)
+    plan = SMOKE if bench.options.smoke else dataclasses.replace(PLANS[name, batch], num_rounds=2)
+    saved, pools = texts_of(bench, name)
+    engine = bench.engine(batch)
+    start_s = time.perf_counter()
+    max_nodes = 1 if bench.options.smoke else MAX_COST_NODES
+    cost = measure_step_cost(engine, pools["relaxed"].pool, WITH_POOL, [batch], max_nodes)
+    cost_s = time.perf_counter() - start_s
+    bench.rows.add("f", item, task=name, batch=batch, cost_s=cost_s, steps=[point.model_dump() for point in cost.steps])
+    if cost_s > MAX_COST_S:
+        print(f"{item}: measuring the cost of steps took {cost_s:.0f} s", flush=True)
+    systems = {"plain": EngineSystem.plain(engine)}
+    budgets = {}
+    for verifier in ("relaxed", "greedy"):
+        grouped = pools[verifier]
+        decoding = DecodingSettings(batch_size=batch, drafters=WITH_POOL, verifier=verifier)
+        budget = side_budget(decoding, grouped.pool, cost, 0.0).budget
+        chosen = f"chosen {verifier}"
+        budgets[chosen] = [budget.max_draft_tokens, budget.min_acceptance]
+        systems[chosen] = drafting(engine, grouped.pool, WITH_POOL, grouped.groups, budget, verifier)
+    extra = {"task": name, "batch": batch, "budgets": budgets}
+    measure_systems(bench, item, engine, systems, saved.task.held_out[: plan.num_prompts], plan, extra)
+
+
+def measure_peers(bench: Bench, item: str, batch_word: str) -> None:
+    """`transformers.generate` on weights of its own, as it comes: eager launches and a growing cache."""
+    batch = int(batch_word)
+    saved = read_task(bench.options.texts, "reki")
+    num_prompts, max_new_tokens = (2, 4) if bench.options.smoke else PEER_AMOUNT[batch]
+    bench.__dict__.pop("loaded", None)  # our model is not needed any more where this comes last
+    release_memory(bench.device)
+    model = widened_on(bench.options.model, GEOMETRIES[bench.options.geometry], bench.dtype, bench.device)
+    model.set_attn_implementation("sdpa")
+    peer = TransformersGenerate(model)
+    prompts = saved.task.held_out[:num_prompts]
+    peer.run(prompts[:batch], batch, 4)
+    found = peer.run(prompts, batch, max_new_tokens)
+    values = {"tokens_per_s": found.tokens_per_s, "num_tokens": found.num_tokens, "wall_s": found.wall_s}
+    step_ms = 1e3 * found.wall_s / max(1, max(found.text_tokens) * -(-num_prompts // batch))
+    bench.rows.add("p", item, batch=batch, step_ms=step_ms, **values, **memory_now(bench.device))
+
+
+def measure_drafts(bench: Bench, item: str) -> None:
+    """Build every pool and draft from it, which compiles what later processes read from the compiler's cache."""
+    start_s = time.perf_counter()
+    for name in ("reki", "goodreads-items"):
+        saved, pools = texts_of(bench, name)
+        for verifier, grouped in pools.items():
+            num_drafted = _drafts_from(grouped.pool, saved, grouped.groups)
+            bench.rows.add("drafts", item, task=name, verifier=verifier, num_drafted=num_drafted)
+    bench.rows.add("drafts", item, seconds=time.perf_counter() - start_s)
+
+
+def _drafts_from(pool: Pool, saved: SavedTask, groups) -> int:
+    """Draft tokens of a few texts of the pool, halfway through."""
+    from laserbatch.pipeline.decoding.sequence import GenerationRequest, Sequence
+
+    sequences = []
+    for prompt, text in list(zip(saved.task.pool_prompts, saved.pool_texts, strict=True))[:4]:
+        group = groups and groups[prompt.tobytes()]
+        request = GenerationRequest("0", prompt, None, group, len(text) + 8)
+        sequence = Sequence(request, len(text) + 8)
+        half = text[: max(1, len(text) // 2)]
+        sequence.append(half, np.zeros(len(half), np.uint8), None)
+        sequences.append(sequence)
+    num_threads = 4 if torch.cuda.is_available() else 1
+    drafter = RetrievalDrafter(pool, WITH_POOL, 8, MIN_ACCEPTANCE, num_threads)
+    return len(drafter.draft_all(sequences, [8] * len(sequences)))

@@ -1,0 +1,222 @@
+"""The measurements of `gpu_first.py` that need the large model: a list of items, each with rows of its own.
+
+    python benchmarks/gpu_phases.py --out DIR steps/64/0 steps/64/8 gains/reki/64
+
+Rows are appended to `rows.jsonl` as they come, and so is when an item begins and ends: whoever started this process
+sees at which item it ended and can go on with the next. The model is made where it runs, once per process. An item
+that fails writes a row that says why; a CUDA error ends the process, since nothing after it can be believed.
+
+Items: `rates`, `gemms`, `steps/BATCH/NODES[/unfused]`, `attention/CONTEXT`, `gains/TASK/BATCH`, `chosen/TASK/BATCH`,
+`peers/BATCH`, `drafts` (pools are built and asked for drafts once, which compiles them; no model is loaded).
+"""
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from block_override import override_blocks
+from common import DEFAULT_MODEL, begin, jsonable
+from gpu_rows import FATAL_STATUS, Rows
+from roofline import DeviceRates, measure_device
+from widen import GEOMETRIES, load_widened
+
+from laserbatch.pipeline.decoding.device_memory import is_out_of_memory
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.model.load import LoadedModel
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+
+FUSED = ("fused", "cuda_layers")  # attributes of a model: on a CPU, on CUDA
+SMALL_CACHE_TOKENS = 150_000  # tried where memory ran out
+FATAL_WORDS = ("CUDA error", "illegal memory access", "unspecified launch failure", "device-side assert")
+
+
+@dataclass
+class Bench:
+    """What items share: the options, the model on its device, and the rows' file."""
+
+    options: argparse.Namespace
+    rows: Rows
+    max_cache_tokens: int | None
+
+    @cached_property
+    def device(self) -> torch.device:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    @cached_property
+    def dtype(self) -> str:
+        return "bfloat16" if self.device.type == "cuda" else "float32"
+
+    @cached_property
+    def loaded(self) -> LoadedModel:
+        """The large model, checked; its row says what loading took."""
+        start_s = time.perf_counter()
+        loaded = load_widened(self.options.model, self.options.geometry, self.dtype, self.device.type)
+        num_billions = loaded.num_parameters / 1e9
+        facts = {"load_s": time.perf_counter() - start_s, "billion_parameters": num_billions, "dtype": self.dtype}
+        self.rows.add("load", "model", **facts, fused=fused_name(loaded.model), **memory_now(self.device))
+        return loaded
+
+    @cached_property
+    def rates(self) -> DeviceRates:
+        """Of this device; read from the rows where they are there."""
+        for row in self.rows.read():
+            if row.get("phase") == "load" and "bytes_per_s" in row:
+                return DeviceRates(row["bytes_per_s"], row["flops_per_s"])
+        return measure_device(self.device, getattr(torch, self.dtype))
+
+    def engine(self, batch: int, loaded: LoadedModel | None = None, **options) -> Engine:
+        """A new engine; the one before must not be held any more."""
+        release_memory(self.device)
+        settings = DecodingSettings(
+            dtype=self.dtype,
+            batch_size=batch,
+            attention=self.options.attention or ("triton" if self.device.type == "cuda" else "auto"),
+            max_cache_tokens=self.max_cache_tokens,
+            **options,
+        )
+        if self.options.no_fused:
+            set_fused(self.loaded.model, dict.fromkeys(FUSED))
+        engine = Engine(loaded or self.loaded, settings)
+        buffered = engine.runner.buffered
+        if buffered is not None and self.options.no_graphs:
+            buffered._captures = False
+        return engine
+
+
+def fused_of(model) -> dict[str, object]:
+    """The layers that compute in the place of the model's own, by attribute."""
+    return {name: getattr(model, name, None) for name in FUSED}
+
+
+def set_fused(model, layers: dict[str, object]) -> None:
+    """Give the model these layers; new engines use them."""
+    for name, value in layers.items():
+        if hasattr(model, name):
+            setattr(model, name, value)
+
+
+def fused_name(model) -> str:
+    """What computes the model's layers, for a row."""
+    return next((type(layers).__name__ for layers in fused_of(model).values() if layers is not None), "none")
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back what nothing refers to."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def memory_now(device: torch.device) -> dict[str, float]:
+    """Gigabytes that torch holds on the device now and held at most."""
+    if device.type != "cuda":
+        return {}
+    return {"memory_gb": torch.cuda.memory_allocated() / 1e9, "peak_gb": torch.cuda.max_memory_allocated() / 1e9}
+
+
+def run_item(bench: Bench, item: str) -> None:
+    """Run one item; its rows are written by whoever measures."""
+    kind, *words = item.split("/")
+    if kind == "rates":
+        rates = bench.rates
+        bench.rows.add("load", item, **jsonable({**vars(rates)}))
+    elif kind == "gemms":
+        from gpu_steps import measure_gemms
+
+        measure_gemms(bench, item)
+    elif kind == "steps":
+        from gpu_steps import measure_steps
+
+        measure_steps(bench, item, int(words[0]), int(words[1]), fused="unfused" not in words)
+    elif kind == "attention":
+        from gpu_steps import measure_attention
+
+        measure_attention(bench, item, int(words[0]))
+    elif kind in ("gains", "chosen", "peers", "drafts"):
+        import gpu_gains
+
+        getattr(gpu_gains, f"measure_{kind}")(bench, item, *words)
+    else:
+        raise SystemExit(f"no item {item}")
+
+
+def is_fatal(error: BaseException) -> bool:
+    """Whether the CUDA context is lost: whatever comes after it fails too, or is wrong."""
+    if is_out_of_memory(error) or "out of memory" in str(error):
+        return False
+    return any(words in str(error) for words in FATAL_WORDS)
+
+
+def attempt(bench: Bench, item: str) -> None:
+    """Run an item, with a smaller cache where memory runs out; a failure becomes a row."""
+    for max_cache_tokens in (bench.max_cache_tokens, SMALL_CACHE_TOKENS):
+        bench.max_cache_tokens = max_cache_tokens
+        try:
+            run_item(bench, item)
+            return
+        except (Exception, SystemExit) as error:
+            told = "".join(traceback.format_exception(error))
+            print(told, file=sys.stderr, flush=True)
+            if is_fatal(error):
+                bench.rows.add(phase_of(item), item, failed=str(error)[:400], traceback=told[-1500:])
+                sys.stderr.flush()
+                os._exit(FATAL_STATUS)  # without CUDA's clean-up, which can hang
+            ran_out = is_out_of_memory(error) or "out of memory" in str(error)
+            if not ran_out or max_cache_tokens == SMALL_CACHE_TOKENS:
+                reason = "does not fit" if ran_out else str(error)[:400]
+                bench.rows.add(phase_of(item), item, failed=reason, traceback=told[-1500:])
+                return
+        release_memory(bench.device)
+
+
+def phase_of(item: str) -> str:
+    """The phase that an item's rows belong to."""
+    kind = item.split("/")[0]
+    phases = {"steps": "c", "attention": "e", "gains": "f", "chosen": "f", "peers": "p", "drafts": "drafts"}
+    return phases.get(kind, "load")
+
+
+def main(words: list[str] | None = None) -> None:
+    """Run the items in their order."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("items", nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="folder of the small model")
+    parser.add_argument("--texts", type=Path, help="folder that pool_texts.py wrote")
+    parser.add_argument("--geometry", choices=GEOMETRIES, default="8b-gqa")
+    parser.add_argument("--attention", help="decoding.attention; default: triton on CUDA")
+    parser.add_argument("--no-fused", action="store_true", help="transformers' layers instead of fused ones")
+    parser.add_argument("--no-graphs", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--max-cache-tokens", type=int)
+    parser.add_argument("--profile", action="store_true", help="profile a step of some items")
+    parser.add_argument("--compile-only", help="I/N: this share of the attention kernels, compiled and not timed")
+    parser.add_argument("--until", type=float, default=float("inf"), help="seconds that are left")
+    parser.add_argument("--smoke", action="store_true", help="few and short steps")
+    parser.add_argument("--crash-at", help="for tests: end at this item as a crash would")
+    options = parser.parse_args(words)
+    options.end_s = time.monotonic() + options.until
+    begin(min(4, os.cpu_count() or 1))
+    override_blocks()
+    rows = Rows(options.out / "rows.jsonl")
+    bench = Bench(options, rows, options.max_cache_tokens)
+    for item in options.items:
+        if not options.compile_only:
+            rows.mark("begin", item)
+        if item == options.crash_at:
+            os._exit(139)
+        attempt(bench, item)
+        if not options.compile_only:
+            rows.mark("end", item)
+    print(json.dumps({"done": options.items}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

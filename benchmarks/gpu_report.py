@@ -1,0 +1,191 @@
+"""What the rows of `gpu_first.py` say: the table that it ends with, beside predictions, and the figures asked for."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from common import Figure
+
+# Milliseconds of a step predicted for an H100 and 8 B parameters, by batch and draft tokens: transformers' layers, and
+# fused layers with finer buckets. +-20 %.
+PREDICTED_MS = {
+    (1, 0): 8.4, (32, 0): 9.7, (64, 0): 11.1, (256, 0): 20.2, (1, 16): 8.7, (32, 16): 27.4, (64, 16): 40.5,
+    (64, 8): 29.1, (256, 4): 57.0,
+}  # fmt: skip
+PREDICTED_FUSED_MS = {(1, 0): 6.2, (64, 0): 8.3, (256, 0): 16.1, (64, 8): 19.4, (32, 16): 21.5}
+PREDICTED_GAINS = {  # of whole texts over plain decoding, by batch and system
+    1: {"greedy K4": 3.9, "greedy K8": 5.8, "relaxed K4": 4.4, "relaxed K8": 7.6},
+    32: {"greedy K4": 3.8, "greedy K8": 4.5, "relaxed K4": 4.2, "relaxed K8": 5.8},
+    64: {"greedy K4": 3.1, "greedy K8": 2.9, "relaxed K4": 3.5, "relaxed K8": 3.7},
+    256: {"greedy K4": 1.4, "greedy K8": 1.3, "relaxed K4": 1.6, "relaxed K8": 1.7},
+}
+WANTED_ROOFLINE = {1: 0.75, 64: 0.75, 256: 0.70}
+MAX_HOST_SHARE = 0.15
+WANTED_GAINS = {
+    "reki": {1: 5.0, 32: 3.5, 64: 2.5, 256: 1.4},
+    "goodreads-items": {1: 3.0, 32: 2.2, 64: 1.7, 256: 1.0},
+}
+WANTED_GREEDY_SHARE = 0.6  # of the relaxed gain
+WANTED_CHOSEN = 0.98  # of plain decoding
+NUM_KERNELS = 12
+
+Gains = dict[tuple[str, int], dict[str, list[float]]]  # by task and batch, then system: ratios to plain, by round
+
+
+def gains_of(rows: Sequence[dict], quantity: str = "tokens_per_s") -> Gains:
+    """Ratios to plain decoding within each round of each item."""
+    rounds: dict[tuple, dict[str, float]] = defaultdict(dict)
+    for row in rows:
+        if row.get("phase") == "f" and "system" in row:
+            rounds[row["item"], row["task"], row["batch"], row["round"]][row["system"]] = row[quantity]
+    found: Gains = defaultdict(lambda: defaultdict(list))
+    for (_, task, batch, _), speeds in rounds.items():
+        for system, speed in speeds.items():
+            if system != "plain" and speeds.get("plain"):
+                found[task, batch][system].append(speed / speeds["plain"])
+    return found
+
+
+def figures_of(rows: Sequence[dict]) -> Iterator[Figure]:
+    """The figures whose rows are there."""
+    for row in rows:
+        if row.get("phase") != "c" or row.get("nodes") != 0 or "roofline_share" not in row or "unfused" in row["item"]:
+            continue
+        where = f"plain, batch {row['batch']}"
+        if row["batch"] in WANTED_ROOFLINE:
+            wanted = WANTED_ROOFLINE[row["batch"]]
+            yield Figure.at_least(f"{where}: share of the roofline", row["roofline_share"], wanted)
+        yield Figure.at_most(f"{where}: host's share of a step", row["host_share"], MAX_HOST_SHARE)
+    for (task, batch), systems in sorted(gains_of(rows).items()):
+        best = {
+            verifier: max((statistics.median(v) for name, v in systems.items() if name.startswith(verifier)), default=0)
+            for verifier in ("relaxed", "greedy")
+        }
+        where = f"{task}, batch {batch}"
+        if best["relaxed"] and batch in WANTED_GAINS.get(task, {}):
+            yield Figure.at_least(f"{where}: relaxed over plain", best["relaxed"], WANTED_GAINS[task][batch])
+        if best["relaxed"] > 1 and best["greedy"]:
+            share = (best["greedy"] - 1) / (best["relaxed"] - 1)
+            yield Figure.at_least(f"{where}: greedy gain over relaxed gain", share, WANTED_GREEDY_SHARE)
+        for name, values in systems.items():
+            if name.startswith("chosen"):
+                yield Figure.at_least(f"{where}: {name} over plain", statistics.median(values), WANTED_CHOSEN)
+
+
+def report(rows: Sequence[dict]) -> str:
+    """All tables and figures; what failed comes last."""
+    parts = [_load(rows), _steps(rows), _profiles(rows), _attention(rows), _gains(rows), _peers(rows), _tests(rows)]
+    figures = sorted(figures_of(rows), key=lambda one: one.met)
+    parts.append("\n".join(map(str, figures)))
+    parts.append("\n".join(f"FAILED {row['item']}: {row['failed']}" for row in rows if "failed" in row))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _load(rows: Sequence[dict]) -> str:
+    lines = []
+    for row in rows:
+        if row.get("phase") == "probe":
+            lines.append("probe: " + ", ".join(f"{k} {v}" for k, v in row.items() if k not in ("phase", "item")))
+        if row.get("phase") == "load" and "load_s" in row:
+            lines.append(f"model loaded in {row['load_s']:.1f} s, fused layer: {row['fused']}")
+        if row.get("phase") == "load" and "bytes_per_s" in row:
+            lines.append(f"{row['bytes_per_s'] / 1e12:.2f} TB/s, {row['flops_per_s'] / 1e12:.0f} TFLOP/s")
+        if row.get("phase") == "drafts" and "seconds" in row:
+            lines.append(f"pools and drafts compiled in {row['seconds']:.0f} s")
+    gemms = [row for row in rows if "gemms_a_layer" in row]
+    lines += [
+        f"GEMMs alone, {row['gemms_a_layer']} a layer, {row['rows']:5} rows: layers {row['layers_ms']:.2f} ms, "
+        f"head {row['head_ms']:.2f} ms"
+        for row in gemms
+    ]
+    return "\n".join(lines)
+
+
+def _steps(rows: Sequence[dict]) -> str:
+    lines = []
+    for row in rows:
+        if row.get("phase") != "c" or "step_ms" not in row:
+            continue
+        key, step_ms = (row["batch"], row["nodes"]), row["step_ms"]
+        line = f"{row['item']:24}{step_ms['median']:8.2f} ms ({step_ms['min']:.2f} to {step_ms['max']:.2f})"
+        if "host_share" in row:
+            predicted = f"{PREDICTED_MS.get(key, 0):.1f}", f"{PREDICTED_FUSED_MS.get(key, 0):.1f}"
+            line += (
+                f"  least {row['least_ms']:.2f}  roofline {row['roofline_share']:.2f}  host {row['host_share']:.0%}"
+                f"  predicted {' / fused '.join(predicted)}  {row['fused']} {row['attention']}"
+                f"  captures {row['captures']} replays {row['replays']}{'' if row['replays'] else ' NO GRAPHS'}"
+            )
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _profiles(rows: Sequence[dict]) -> str:
+    lines = []
+    for row in rows:
+        if row.get("phase") == "d" and "kernels" in row:
+            lines.append(
+                f"{row['item']}: {row['launches']} launches, {row['total_us'] / 1000:.2f} ms of kernels, "
+                f"{row['wall_us'] / 1000:.2f} ms watched"
+            )
+            lines += [f"  {us:9.0f} us {count:5} x {name[:90]}" for name, count, us in row["kernels"][:NUM_KERNELS]]
+    return "\n".join(lines)
+
+
+def _attention(rows: Sequence[dict]) -> str:
+    """Of each problem the default's time and the three fastest settings."""
+    problems: dict[tuple, list[dict]] = defaultdict(list)
+    for row in rows:
+        if row.get("phase") == "e" and "us" in row and row.get("right"):
+            problems[row["context"], row["batch"], row["tree"]].append(row)
+    lines = []
+    for (context, batch, tree), found in problems.items():
+        default = next((row for row in found if row["blocks"] is None), None)
+        told = default and f"{default['us']['median']:.1f} us, {default['kv_gb_per_s']:.0f} GB/s"
+        lines.append(f"attention, context {context}, batch {batch}, tree {tree}: default {told}")
+        for row in sorted(found, key=lambda one: one["us"]["median"])[:3]:
+            blocks = row["blocks"] and " ".join(f"{name} {value}" for name, value in row["blocks"].items())
+            lines.append(f"  {row['us']['median']:8.1f} us  {row['kv_gb_per_s']:6.0f} GB/s  {blocks or 'default'}")
+    wrong = [row for row in rows if row.get("phase") == "e" and ("failed" in row or row.get("right") is False)]
+    lines += [f"attention, WRONG or not run: {row}"[:300] for row in wrong[:8]]
+    return "\n".join(lines)
+
+
+def _gains(rows: Sequence[dict]) -> str:
+    whole, decode = gains_of(rows), gains_of(rows, "decode_tokens_per_s")
+    lines = []
+    for row in rows:
+        if row.get("phase") != "f" or "system" not in row:
+            continue
+        where = row["task"], row["batch"]
+        over = whole[where].get(row["system"], [1.0])
+        while_decoding = decode[where].get(row["system"], [1.0])
+        predicted = PREDICTED_GAINS.get(row["batch"], {}).get(row["system"]) if row["task"] == "reki" else None
+        lines.append(
+            f"{row['task']:16}{row['batch']:4}  {row['system']:16} round {row['round']}"
+            f"{row['tokens_per_s']:9.0f} tokens/s"
+            f"  x{statistics.median(over):.2f} ({min(over):.2f} to {max(over):.2f})"
+            f"  decoding alone x{statistics.median(while_decoding):.2f}  {row['tokens_per_step']:.2f} tokens a step"
+            f"  drafting {row['draft_ms_a_step']:.2f} ms  as plain {row['equal_to_plain']:.0%}"
+            f"  captures {row['captures']}{f'  predicted x{predicted}' if predicted else ''}"
+            f"{'  budget ' + str(row['budgets'].get(row['system'])) if row['system'].startswith('chosen') else ''}"
+        )
+    return "\n".join(lines)
+
+
+def _peers(rows: Sequence[dict]) -> str:
+    return "\n".join(
+        f"transformers.generate, batch {row['batch']}: {row['tokens_per_s']:.0f} tokens/s, "
+        f"{row['step_ms']:.1f} ms a step"
+        for row in rows
+        if row.get("phase") == "p" and "tokens_per_s" in row
+    )
+
+
+def _tests(rows: Sequence[dict]) -> str:
+    lines = []
+    for row in rows:
+        if row.get("phase") in ("a", "beside") and "outcome" in row:
+            counts = ", ".join(f"{row[name]} {name}" for name in ("passed", "failed_tests", "skipped") if name in row)
+            lines.append(f"{row['item']}: {row['outcome'].upper()}  {counts}  {row['seconds']:.0f} s")
+            lines += [f"  {line}" for line in row.get("red", [])[:12]]
+    return "\n".join(lines)
