@@ -148,7 +148,8 @@ class KVCache:
 
         Raises MemoryError: there are not as many, which `make_room` would have said.
         """
-        total = int(np.sum(counts))
+        counts = np.asarray(counts)
+        total = int(counts.sum())
         if not self.make_room(total):
             raise MemoryError(f"the KV cache of {self.max_tokens} tokens has no room for {total} more")
         self._widen_table(1)
@@ -160,14 +161,10 @@ class KVCache:
             alone = np.zeros(len(rows), bool)
             alone[np.unique(starts, return_index=True)[1]] = True
             goes_on &= alone
-        if goes_on.all():
-            self._take(slots)
-        else:
-            self._take(slots[np.repeat(goes_on, counts)])
-            for i in np.flatnonzero(~goes_on).tolist():
-                own = self._new_run(int(counts[i]))
-                slots[first[i] : first[i] + counts[i]] = own
-                self._take(own)
+        is_placed = np.repeat(goes_on, counts)
+        self._take(slots[is_placed])
+        if not goes_on.all():
+            slots[~is_placed] = self._take_runs(counts[~goes_on])
         self._reserved = slots
         return slots
 
@@ -284,10 +281,27 @@ class KVCache:
         np.subtract.at(self._num_free_of, slots // BLOCK_SLOTS, 1)
         self.num_free -= len(slots)
 
+    def _take_runs(self, counts: np.ndarray) -> np.ndarray:
+        """Slots of new runs of so many tokens each, int64[sum of counts], free no more."""
+        free = self._free_blocks()
+        if len(counts) <= len(free) and counts.max() <= BLOCK_SLOTS:  # as below, all at once
+            starts = free[: len(counts)] * BLOCK_SLOTS
+            slots = np.arange(counts.sum()) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
+            self._take(slots)
+            return slots
+        runs = []
+        for count in counts.tolist():
+            runs.append(self._new_run(count))
+            self._take(runs[-1])
+        return np.concatenate(runs)
+
+    def _free_blocks(self) -> np.ndarray:
+        return np.flatnonzero(self._num_free_of == BLOCK_SLOTS)
+
     def _new_run(self, num_tokens: int) -> np.ndarray:
         """Free slots for so many tokens, int64: one after another in free blocks, or the first that there are."""
         num_blocks = -(-num_tokens // BLOCK_SLOTS)
-        free = np.flatnonzero(self._num_free_of == BLOCK_SLOTS)
+        free = self._free_blocks()
         last = free[num_blocks - 1 :]
         runs = np.flatnonzero(last - free[: len(last)] == num_blocks - 1)  # in `free`, their first blocks
         if len(runs):

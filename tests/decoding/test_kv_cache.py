@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laserbatch.pipeline.decoding import kv_cache
-from laserbatch.pipeline.decoding.kv_cache import BLOCK_SLOTS, GROWTH_STEP, MIN_SHARED_TOKENS, UNBOUNDED, KVCache
+from laserbatch.pipeline.decoding.kv_cache import GROWTH_STEP, MIN_SHARED_TOKENS, UNBOUNDED, KVCache
 
 TEMPLATE = list(range(50, 70))
 
@@ -62,12 +62,13 @@ def check(cache: KVCache, live: dict[int, list[int]]) -> None:
     free = np.flatnonzero(cache._is_free).tolist() + cache._reserved.tolist()
     assert sorted([*free, *(holders.keys() | remembered.keys())]) == list(range(cache.capacity))
     assert cache.num_free == int(cache._is_free.sum()) and len(cache._is_free) == cache.capacity + 1
-    by_block = np.add.reduceat(cache._is_free, range(0, cache.capacity, BLOCK_SLOTS)) if cache.capacity else []
+    by_block = np.add.reduceat(cache._is_free, range(0, cache.capacity, kv_cache.BLOCK_SLOTS)) if cache.capacity else []
     assert cache._num_free_of.tolist() == list(by_block)
     assert cache.num_live_rows == len(live) and cache.num_committed_slots == len(holders)
     assert cache.capacity <= cache.max_tokens
 
 
+@mock.patch.object(kv_cache, "BLOCK_SLOTS", 4)
 @given(st.data())
 def test_slots_hold_their_texts_and_nothing_leaks(data):
     """Random admissions, steps of several rows, preemptions and ends, against a dictionary of lists."""
@@ -105,7 +106,9 @@ def test_slots_hold_their_texts_and_nothing_leaks(data):
                 with pytest.raises(MemoryError):
                     cache.reserve(rows, counts)
                 continue
+            expected = slow_reserve(cache, rows, counts)
             reserved = cache.reserve(rows, counts)
+            assert reserved.tolist() == expected
             assert len(set(reserved.tolist())) == len(reserved) == sum(counts)
             slots = np.split(reserved, np.cumsum(counts)[:-1])
             kept_slots = []
@@ -240,14 +243,34 @@ def test_growth_that_the_device_refuses_lowers_the_bound(monkeypatch, caplog):
     check(cache, {row: TEMPLATE})
 
 
+def slow_reserve(cache: KVCache, rows: list[int], counts: list[int]) -> list[int]:
+    """A row goes on behind its last slot, where that is free and no row before it does; the others begin new runs."""
+    is_free, starts, slots = cache._is_free.copy(), [], []
+    for row, count in zip(rows, counts, strict=True):
+        start = cache.slots_of(row)[-1] + 1 if cache.lengths[row] else cache.capacity
+        own = list(range(start, start + count))
+        goes_on = start not in starts and own[-1] < cache.capacity and bool(cache._is_free[own].all())
+        starts.append(start)
+        slots.append(own if goes_on else None)
+        if goes_on:
+            is_free[own] = False
+    for i, own in enumerate(slots):
+        if own is None:
+            slots[i] = slow_new_run(is_free[: cache.capacity], counts[i])
+            is_free[slots[i]] = False
+    return [slot for own in slots for slot in own]
+
+
 def slow_new_run(is_free: np.ndarray, num_tokens: int) -> list[int]:
     """The first free blocks that lie together, where there are enough, or the first free slots."""
     free = np.flatnonzero(is_free).tolist()
     blocks = [
-        at for at in range(0, len(is_free) - BLOCK_SLOTS + 1, BLOCK_SLOTS) if is_free[at : at + BLOCK_SLOTS].all()
+        at
+        for at in range(0, len(is_free) - kv_cache.BLOCK_SLOTS + 1, kv_cache.BLOCK_SLOTS)
+        if is_free[at : at + kv_cache.BLOCK_SLOTS].all()
     ]
     for start in blocks:
-        if all(start + at in blocks for at in range(0, num_tokens, BLOCK_SLOTS)):
+        if all(start + at in blocks for at in range(0, num_tokens, kv_cache.BLOCK_SLOTS)):
             return list(range(start, start + num_tokens))
     return free[:num_tokens]
 
