@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # Triton may not be installed
 logger = logging.getLogger(__name__)
 
 # Padding is at most 64 tokens up to 1,024 and 128 above: 4 to 8 % of the tokens of a batch of 64 that drafts 8 each.
-TOKEN_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 1024, 64), *range(1024, 2049, 128))
+TOKEN_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, 1024, 64), *range(1024, 2049, 128))
 MAX_PROMPT_BUCKET = 1024  # tokens of a step that is mostly prompts, above which its computation hides its launches
 MIN_WANTED = 0.5  # share of a step's tokens whose logits are wanted, below which it is mostly prompts
 MAX_BUCKETS = 96  # graphs and buffers that are kept, of the last steps
