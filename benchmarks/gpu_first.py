@@ -23,7 +23,7 @@ from common import DEFAULT_DATA, DEFAULT_MODEL
 from gpu_measure import ITEM_S, LADDER, compile_attention, measure, phases_words
 from gpu_report import report
 from gpu_run import Deadline, Run, tail_of, wait_for
-from gpu_tests import BESIDE, DEVICE_TESTS, SHORT_TESTS, run_correctness, run_tests
+from gpu_tests import BESIDE, BESIDE_TESTS, DEVICE_TESTS, SHORT_TESTS, run_correctness, run_tests
 
 STEPS = ("64/0", "1/0", "256/0", "64/8", "1/16", "256/4", "32/0", "32/16", "64/16", "64/0/unfused", "1/0/unfused")
 SMOKE_ITEMS = (
@@ -109,7 +109,7 @@ def run_phases(run: Run) -> int:
         compile_attention(run, PHASE_ITEMS["e"])
         measure(run, PHASE_ITEMS["e"])
     if "beside" in phases and run.deadline.limit(90) and not options.smoke:
-        run_tests(run, "beside", BESIDE, run.deadline.limit(90), "-k", "on_a_device", phase="beside")
+        run_tests(run, "beside", BESIDE, run.deadline.limit(90), "-k", BESIDE_TESTS, phase="beside")
     if drafts is not None and not later:
         without_drafts(run, [], drafts)
     wrong = [row for row in run.rows.read() if "failed" in row or row.get("outcome") in ("failed", "timed out")]

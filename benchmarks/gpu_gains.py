@@ -46,9 +46,9 @@ class Plan:
 GREEDY_RELAXED_64 = (("greedy", 4), ("greedy", 8), ("relaxed", 4), ("relaxed", 8), ("relaxed", 16))
 PLANS = {
     ("reki", 64): Plan(128, 192, GREEDY_RELAXED_64, 2),
-    ("reki", 1): Plan(4, 192, (("greedy", 16), ("relaxed", 16), ("relaxed", 32)), 1),
-    ("reki", 256): Plan(384, 96, (("greedy", 2), ("greedy", 4), ("relaxed", 2), ("relaxed", 4), ("relaxed", 8)), 1),
-    ("reki", 32): Plan(64, 192, (("greedy", 4), ("greedy", 8), ("relaxed", 8)), 1),
+    ("reki", 1): Plan(4, 192, (("greedy", 16), ("relaxed", 16), ("relaxed", 32)), 2),
+    ("reki", 256): Plan(384, 96, (("greedy", 2), ("greedy", 4), ("relaxed", 2), ("relaxed", 4), ("relaxed", 8)), 2),
+    ("reki", 32): Plan(64, 192, (("greedy", 4), ("greedy", 8), ("relaxed", 8)), 2),
     ("goodreads-items", 64): Plan(256, 128, (("relaxed", 4), ("relaxed", 8)), 2),
     ("goodreads-items", 1): Plan(8, 128, (("relaxed", 8), ("relaxed", 16)), 1),
     ("goodreads-items", 32): Plan(128, 128, (("relaxed", 4), ("relaxed", 8)), 1),

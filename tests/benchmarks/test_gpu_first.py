@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from common import REPOSITORY, SAMPLE_MODEL
-from gpu_report import figures_of, report
+from gpu_report import figures_of, gains_of, report
 from gpu_rows import FATAL_STATUS, Rows
 from gpu_run import MIN_PHASE_S, RESERVE_S, Deadline, Run
 from pool_texts import SCHEMA, read_task, write_task
@@ -274,6 +274,9 @@ def test_figures_and_table_say_what_is_met():
         "reki, batch 64: greedy gain over relaxed gain": False,
         "reki, batch 64: chosen relaxed over plain": False,
     }
+    first = [row | {"captures": 20, "tokens_per_s": 100} for row in rows if row["round"] == 0]
+    assert gains_of([*first, *rows[4:]])["reki", 64]["relaxed K4"] == [3.0]
+    assert gains_of(first)["reki", 64]["relaxed K4"] == [1.0]
     assert "FAILED b: why" in report([{"phase": "c", "item": "b", "failed": "why"}])
 
 
