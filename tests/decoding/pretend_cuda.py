@@ -262,7 +262,8 @@ def pretend_cuda() -> Iterator[PretendCuda]:
         mock.patch.object(torch, "tensor", literal),
         mock.patch.object(torch.Tensor, "to", to),
         mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(loaded)),
-        mock.patch.object(checks, "_add_cuda_layers"),  # Triton's kernels cannot be run on tensors that pretend
+        # Triton's kernels cannot be run on tensors that pretend, nor can a module's tensors be replaced by others.
+        mock.patch.multiple(checks, _add_cuda_layers=mock.DEFAULT, _first_layers_in_float32=lambda model: None),
         cuda,
     ):
         yield cuda

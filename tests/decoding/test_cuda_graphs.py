@@ -301,7 +301,7 @@ def test_padding_of_published_texts_steps_is_small(corpus):
 def test_likely_steps_are_all_sizes_of_a_full_batch_those_of_the_longest_texts_first():
     assert likely_steps(64, 0, 300, 700) == [(64, LaunchShape(4, 1)), (64, LaunchShape(2, 1))]
     sizes = [size for size, _ in likely_steps(64, 8, 600, 700)]
-    assert sizes == list(range(64, 577, 64))
+    assert sizes == [64, 96, *range(128, 577, 64)]
     assert likely_steps(20, 1, 9, 9) == [
         (num, LaunchShape(1, tile)) for num, tile in ((24, 1), (24, 4), (32, 4), (48, 4))
     ]
@@ -405,7 +405,7 @@ def test_large_steps_are_not_padded_and_those_of_prompts_are_large_sooner():
     runner = buffered_runner(model, reference_attention)
     row = runner.cache.acquire(np.arange(90, dtype=np.int32), 100).row
     runner.forward([Feed(row, np.arange(80, dtype=np.int32))])
-    assert [size for size, _ in runner.buffered.buckets] == [128]
+    assert [size for size, _ in runner.buffered.buckets] == [96]
     padded_tokens, largest = runner.buffered._padded_tokens, TOKEN_BUCKETS[-1]
     assert [padded_tokens(size, size) for size in (largest, largest + 1)] == [largest, None]
     assert [padded_tokens(size, 1) for size in (MAX_PROMPT_BUCKET, MAX_PROMPT_BUCKET + 1)] == [MAX_PROMPT_BUCKET, None]
