@@ -52,7 +52,7 @@ def prepared(name: str, dtype: torch.dtype = torch.float32):
 def runner_with(model, layers: CudaLayers | None, attention: str = "triton") -> ModelRunner:
     runner = ModelRunner(model, KVCache(6), DEVICE, attention)
     runner.fused = None
-    if layers is not None:
+    if runner.buffered is not None:
         runner.buffered._layers = layers
     return runner
 
