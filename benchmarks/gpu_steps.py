@@ -31,7 +31,7 @@ PROMPT_TOKENS, SMOKE_PROMPT_TOKENS = 570, 20
 NUM_WARM, NUM_TIMED, NUM_EAGER = 6, 30, 8
 MAX_NEW_TOKENS = 160  # no text ends before its steps are timed
 PREFILL_TOKENS = 8192
-PROFILED = {(64, 0), (64, 8), (1, 0)}  # batch and draft tokens
+PROFILED = {(64, 0), (64, 8), (1, 0), (256, 0), (256, 4)}  # batch and draft tokens
 EAGER = {(64, 0)}  # also timed without CUDA graphs
 NUM_KERNELS = 40
 GEMM_ROWS = (1, 32, 64, 256, 320, 576, 1088)
@@ -39,8 +39,7 @@ GEMM_USED_SHARE = 16  # as in roofline.py: zeros are multiplied at a higher cloc
 BATCHES = {600: (1, 64, 256), 4000: (1, 64)}  # of the attention items, by context
 TREES = (0, 8)
 BLOCKS = (  # keys, rows, warps, stages
-    (32, 64, 4, 2), (32, 64, 4, 4), (32, 64, 4, 5), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 8, 3),
-    (32, 16, 4, 4), (64, 16, 4, 3), (128, 64, 8, 2),
+    (64, 64, 4, 3), (64, 64, 4, 5), (32, 64, 4, 7), (32, 64, 4, 3),
 )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def compile_kernel(kernel, architecture: int, dtype: str, **constants) -> Compil
             signature[name] = NUMBERS.get(name, "i32")
         if name.endswith("_ptr") or "stride" in name:
             attributes[(i,)] = [["tt.divisibility", 16]]
-    if constants.get("NUM_PARTS", 1) > 1 and kernel is attend:
+    if constants.get("IS_CUT") and kernel is attend:
         signature["out_ptr"] = "*fp32"
     places = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=attributes)
@@ -64,8 +64,7 @@ def main() -> None:
                 architecture,
                 {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype],
                 SEQUENCES_BLOCK=256,
-                NUM_PARTS=num_parts,
-                PART=256,
+                IS_CUT=num_parts > 1,
                 FOLDED=4,
                 HEAD_DIM=dim,
                 HEAD_BLOCK=dim,

@@ -64,7 +64,6 @@ def triton_attention(
     num_rows = block_rows(shape, num_folded, blocks)
     num_tiles = num_tokens // (num_rows // num_folded) + num_sequences
     whole = {
-        "NUM_PARTS": shape.num_parts,
         "VALUE_DIM": value_dim,
         "VALUE_BLOCK": _block(value_dim),
         "HAS_SINKS": sinks is not None,
@@ -72,11 +71,11 @@ def triton_attention(
     attend[(num_tiles, num_kv_heads, shape.num_parts)](
         *(query, keys, values, sinks_or_any, parts, log_sums),
         *(metadata.slots, metadata.cu_seqlens_k, metadata.num_committed, metadata.cu_seqlens_q, metadata.num_chain),
-        *(metadata.ancestors, metadata.positions, num_sequences, num_heads),
+        *(metadata.ancestors, metadata.positions, num_sequences, num_heads, shape.num_parts, shape.part_keys),
         *(*query.stride()[:2], keys.stride(1), keys.stride(0), values.stride(1), values.stride(0)),
         *(scale, softcap or 0.0, window or 0),
         SEQUENCES_BLOCK=sequences_block(num_sequences),
-        PART=shape.part_keys if shape.num_parts > 1 else 0,
+        IS_CUT=shape.num_parts > 1,
         FOLDED=num_folded,
         HEAD_DIM=head_dim,
         HEAD_BLOCK=_block(head_dim),
@@ -92,7 +91,10 @@ def triton_attention(
     if shape.num_parts > 1:
         heads = max(1, COMBINED_RESULTS // shape.num_parts)
         combine[(num_tokens, triton.cdiv(num_heads, heads))](
-            *(parts, log_sums, sinks_or_any, out, metadata.cu_seqlens_q, num_sequences, num_heads), HEADS=heads, **whole
+            *(parts, log_sums, sinks_or_any, out, metadata.cu_seqlens_q, num_sequences, num_heads),
+            NUM_PARTS=shape.num_parts,
+            HEADS=heads,
+            **whole,
         )
     return out
 

@@ -16,16 +16,16 @@ import triton.language as tl
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["num_sequences"])
+@triton.jit(do_not_specialize=["num_sequences", "num_parts", "part_keys"])
 def attend(
     query_ptr, key_ptr, value_ptr, sink_ptr,
     out_ptr,  # (N, num_heads, value_dim), or of parts: (N, num_heads, num_parts, value_dim) in float32
     log_sum_ptr,  # (N, num_heads, num_parts) float32, of parts only
     slots_ptr, cu_seqlens_k_ptr, num_committed_ptr, cu_seqlens_q_ptr, num_chain_ptr, ancestors_ptr, positions_ptr,
-    num_sequences, num_heads,
+    num_sequences, num_heads, num_parts, part_keys,
     query_stride_token, query_stride_head, key_stride_slot, key_stride_head, value_stride_slot, value_stride_head,
     scale, softcap, window,
-    SEQUENCES_BLOCK: tl.constexpr, NUM_PARTS: tl.constexpr, PART: tl.constexpr, FOLDED: tl.constexpr,
+    SEQUENCES_BLOCK: tl.constexpr, IS_CUT: tl.constexpr, FOLDED: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, IN_FLOAT32: tl.constexpr,
@@ -48,16 +48,18 @@ def attend(
     committed = tl.load(num_committed_ptr + sequence)
     chain = tl.load(num_chain_ptr + sequence)
     # The keys that any of the tile's tokens may see. A token sees none of the new ones behind it.
-    begin = part * PART
+    begin = 0
+    if IS_CUT:
+        begin = part * part_keys
     if HAS_WINDOW:
         # A chain token's position is its place in the text; a tree node's is no lower than the chain's end.
         begin = tl.maximum(begin, committed + tl.minimum(first, chain) - window + 1)
     end = committed + tl.minimum(first + BLOCK_TOKENS, num_new)
-    if NUM_PARTS > 1:
-        end = tl.minimum(end, (part + 1) * PART)
+    if IS_CUT:
+        end = tl.minimum(end, (part + 1) * part_keys)
         if begin >= end:
             nothing = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-            tl.store(log_sum_ptr + place * NUM_PARTS + part, nothing, mask=real)
+            tl.store(log_sum_ptr + place * num_parts + part, nothing, mask=real)
             return
 
     dim = tl.arange(0, HEAD_BLOCK)
@@ -100,8 +102,8 @@ def attend(
     result = weighted / tl.where(seen, total, 1.0)[:, None]
     log_sum = tl.where(seen, highest + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
     out_place = place
-    if NUM_PARTS > 1:
-        out_place = place * NUM_PARTS + part
+    if IS_CUT:
+        out_place = place * num_parts + part
         tl.store(log_sum_ptr + out_place, log_sum, mask=real)
     elif HAS_SINKS:
         result = result * _share_beside_sink(sink_ptr + head, real, log_sum)[:, None]
