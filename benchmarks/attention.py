@@ -111,7 +111,7 @@ def kernel_system(problem: Problem, **blocks) -> Callable[[], torch.Tensor]:
     """The Triton kernel, reading keys where they lie."""
     from laserbatch.pipeline.decoding.attention.triton_attention import triton_attention
 
-    shape = LaunchShape.of(problem.max_keys, len(problem.query), problem.num_sequences)
+    shape = LaunchShape.of(problem.max_keys, len(problem.query), problem.num_sequences, len(problem.keys))
     arguments = (problem.query, problem.keys, problem.values, problem.metadata, HEAD_DIM**-0.5)
     return lambda: triton_attention(*arguments, shape=shape, **blocks)
 

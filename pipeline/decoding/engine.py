@@ -19,7 +19,7 @@ import torch
 
 from laserbatch.pipeline.decoding import recovery
 from laserbatch.pipeline.decoding.acceptance import Acceptance, verify
-from laserbatch.pipeline.decoding.attention.metadata import MAX_PARTS, PART_KEYS
+from laserbatch.pipeline.decoding.attention.metadata import LaunchShape
 from laserbatch.pipeline.decoding.device_memory import cache_bound, step_bytes
 from laserbatch.pipeline.decoding.drafters import Drafter, DraftModels, NoDrafter
 from laserbatch.pipeline.decoding.kv_cache import UNBOUNDED, KVCache
@@ -109,8 +109,9 @@ class Engine:
         """Memory of a GPU that steps take; of a CPU's the cache leaves half anyway."""
         if self.device.type != "cuda":
             return 0
-        num_decoding = self.settings.batch_size * (1 + Budget.of(self.settings).max_draft_tokens)
-        num_parts = min(-(-self.max_context // PART_KEYS), MAX_PARTS)
+        batch_size = self.settings.batch_size
+        num_decoding = batch_size * (1 + Budget.of(self.settings).max_draft_tokens)
+        num_parts = LaunchShape.of(self.max_context, num_decoding, batch_size, num_kv_heads=1).num_parts
         num_tokens = num_decoding + self.max_prefill_tokens
         return step_bytes(self.loaded.model.config, num_decoding, num_tokens, num_parts)
 

@@ -8,7 +8,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from laserbatch.pipeline.decoding.attention.metadata import PART_KEYS
 from laserbatch.pipeline.decoding.attention.triton_attention import block_keys
 from laserbatch.pipeline.decoding.attention.triton_kernel import attend, combine
 from laserbatch.pipeline.decoding.model.layer_kernels import gate, rms_norm, rotate_and_store
@@ -66,7 +65,7 @@ def main() -> None:
                 {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype],
                 SEQUENCES_BLOCK=256,
                 NUM_PARTS=num_parts,
-                PART=PART_KEYS,
+                PART=256,
                 FOLDED=4,
                 HEAD_DIM=dim,
                 HEAD_BLOCK=dim,
@@ -83,7 +82,7 @@ def main() -> None:
             assert shared_bytes <= SHARED_BYTES[architecture], f"{shared_bytes} bytes of shared memory at width {dim}"
             print(f"attend sm_{architecture} {dtype} {len(compiled.asm['cubin'])} bytes, {shared_bytes} shared")
         others = (
-            (combine, {"NUM_PARTS": 32, "HAS_SINKS": True, "VALUE_DIM": 128, "VALUE_BLOCK": 128}),
+            (combine, {"NUM_PARTS": 4, "HEADS": 8, "HAS_SINKS": True, "VALUE_DIM": 128, "VALUE_BLOCK": 128}),
             (rms_norm, {"SIZE": 4096, "BLOCK": 4096, "HAS_UPDATE": True, "NORMS_UPDATE": True, "ADDS_ONE": True}),
             (rotate_and_store, {"HEAD_DIM": 128, "HALF_BLOCK": 64, "HEADS": 4, "HAS_NORM": True, "ADDS_ONE": False}),
             (gate, {"SIZE": 14336, "BLOCK": 1024, "IS_GELU": True}),

@@ -299,11 +299,11 @@ def test_padding_of_published_texts_steps_is_small(corpus):
 
 
 def test_likely_steps_are_all_sizes_of_a_full_batch_those_of_the_longest_texts_first():
-    assert likely_steps(64, 0, 300, 700) == [(64, LaunchShape(4, 1)), (64, LaunchShape(2, 1))]
+    assert likely_steps(64, 0, 300, 700) == [(64, LaunchShape(2, 1, 512)), (64, LaunchShape(2, 1, 256))]
     sizes = [size for size, _ in likely_steps(64, 8, 600, 700)]
     assert sizes == [64, 96, *range(128, 577, 64)]
     assert likely_steps(20, 1, 9, 9) == [
-        (num, LaunchShape(1, tile)) for num, tile in ((24, 1), (24, 4), (32, 4), (48, 4))
+        (num, LaunchShape(4, tile, 64)) for num, tile in ((24, 1), (24, 4), (32, 4), (48, 4))
     ]
     assert likely_steps(4096, 0, 9, 9) == []
 
@@ -311,7 +311,7 @@ def test_likely_steps_are_all_sizes_of_a_full_batch_those_of_the_longest_texts_f
 def test_what_was_captured_before_is_replayed_by_the_first_step_of_its_size():
     runner, step = stepping(prepared(), CountingForward)
     first, forward = step(), runner.buffered
-    expected = [(num, LaunchShape(1, tile)) for num, tile in ((1, 1), (2, 4), (4, 4))]
+    expected = [(num, LaunchShape(8, tile, 32)) for num, tile in ((1, 1), (2, 4), (4, 4))]
     forward.warm_up(1, 3, 3, 30)
     assert list(forward.buckets) == expected and all(bucket.graph for bucket in forward.buckets.values())
     num_eager = forward.num_eager_steps
@@ -432,7 +432,7 @@ def test_models_run_through_the_kernel(architecture):
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_the_kernel_runs_steps_that_are_captured_before_they_are_needed(architecture):
-    """A step of padding alone, over one part of the keys and over several."""
+    """A step of padding alone, over few parts of the keys and over many."""
     if not is_interpreted():
         pytest.skip("triton was imported before TRITON_INTERPRET=1 was set")
     model = prepared(architecture)
@@ -443,7 +443,7 @@ def test_the_kernel_runs_steps_that_are_captured_before_they_are_needed(architec
     feed = Feed(runner.cache.acquire(np.array([1, 2], np.int32), 60).row, np.array([1], np.int32))
     first = runner.forward([feed]).logits.clone()
     runner.buffered.warm_up(1, 3, 200, 700)
-    assert {shape.num_parts for _, shape in runner.buffered.buckets} == {1, 2, 4}
+    assert {shape.num_parts for _, shape in runner.buffered.buckets} == {8, 16, 32}
     assert runner.buffered.num_captures == 9
     torch.testing.assert_close(runner.forward([feed]).logits, first)
 

@@ -279,7 +279,7 @@ def test_the_cache_leaves_memory_to_draft_models_and_to_steps(monkeypatch):
         target, small = (prepare_model(move(tiny_model())) for _ in range(2))
         engine = Engine(target, settings, draft_models=DraftModels((small,), (None,)))
     config = target.model.config
-    reserved = device_memory.step_bytes(config, 3 * 6, 3 * 6 + 2048, 1)  # of 128 positions: a part
+    reserved = device_memory.step_bytes(config, 3 * 6, 3 * 6 + 2048, 8)  # of 128 positions: 8 parts
     expected = int((10**9 - reserved) * 0.8) // (2 * target.bytes_per_token)
     assert engine.cache.max_tokens == engine.draft_models.max_tokens == expected
 

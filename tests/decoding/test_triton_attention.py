@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from packs import Pack, random_pack
 from reference import reference_attention as slow_attention
 
-from laserbatch.pipeline.decoding.attention.metadata import PART_KEYS, LaunchShape
+from laserbatch.pipeline.decoding.attention.metadata import LaunchShape
 
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch for CUDA and with the dev extra")
 from laserbatch.pipeline.decoding.attention import metadata
@@ -41,21 +41,24 @@ def assert_equal_to_the_slow_one(pack: Pack, shape: LaunchShape | None = None, *
     torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
-@pytest.fixture(params=[PART_KEYS, 32], ids=["one-part", "many-parts"])
+WHOLE, CUT = 0, 1024  # MIN_PROGRAMS: keys are never cut, or as those of few sequences are
+
+
+@pytest.fixture(params=[WHOLE, CUT], ids=["one-part", "many-parts"])
 def part_keys(request, monkeypatch) -> int:
-    """Short parts, so that small packs have several."""
-    monkeypatch.setattr(metadata, "PART_KEYS", request.param)
+    """Whether the keys of a sequence are cut into parts."""
+    monkeypatch.setattr(metadata, "MIN_PROGRAMS", request.param)
     return request.param
 
 
 @pytest.mark.parametrize(
     "part_keys, dtype, num_heads, num_kv_heads",
     [
-        (PART_KEYS, torch.float32, 2, 2),
-        (PART_KEYS, torch.bfloat16, 7, 1),
-        (32, torch.float32, 7, 1),
-        (32, torch.float16, 4, 2),
-        (32, torch.bfloat16, 2, 2),
+        (WHOLE, torch.float32, 2, 2),
+        (WHOLE, torch.bfloat16, 7, 1),
+        (CUT, torch.float32, 7, 1),
+        (CUT, torch.float16, 4, 2),
+        (CUT, torch.bfloat16, 2, 2),
     ],
     indirect=["part_keys"],
     ids=str,
@@ -67,13 +70,13 @@ def test_kernel_in_every_type_and_head_grouping(part_keys, dtype, num_heads, num
 @pytest.mark.parametrize(
     "part_keys, window, softcap, has_sinks",
     [  # every two of them together at least once
-        (PART_KEYS, None, 2.0, False),
-        (PART_KEYS, 1, None, True),
-        (PART_KEYS, 7, 2.0, True),
-        (32, None, None, True),
-        (32, None, 2.0, True),
-        (32, 1, 2.0, False),
-        (32, 7, None, False),
+        (WHOLE, None, 2.0, False),
+        (WHOLE, 1, None, True),
+        (WHOLE, 7, 2.0, True),
+        (CUT, None, None, True),
+        (CUT, None, 2.0, True),
+        (CUT, 1, 2.0, False),
+        (CUT, 7, None, False),
     ],
     indirect=["part_keys"],
 )
@@ -84,7 +87,7 @@ def test_kernel_with_window_softcap_and_sinks(part_keys, window, softcap, has_si
 
 
 @pytest.mark.parametrize(
-    "part_keys, head_dim, value_dim", [(32, 8, 8), (32, 24, 12), (PART_KEYS, 40, 64)], indirect=["part_keys"]
+    "part_keys, head_dim, value_dim", [(CUT, 8, 8), (CUT, 24, 12), (WHOLE, 40, 64)], indirect=["part_keys"]
 )
 def test_head_dimensions_that_are_no_power_of_two(part_keys, head_dim, value_dim):
     assert_equal_to_the_slow_one(random_pack(SHORTER, 2, 1, head_dim, value_dim, device=DEVICE))
@@ -143,20 +146,13 @@ def test_a_result_does_not_depend_on_what_shares_the_pack(part_keys):
 def test_launch_shapes_are_few():
     counts = np.random.default_rng(0).integers(1, 2000, (500, 3)).tolist()
     shapes = {LaunchShape.of(*count) for count in counts}
-    assert len(shapes) <= 16
-    assert LaunchShape.of(1, 1, 1) == LaunchShape(1, 1)
-    assert LaunchShape.of(700, 320, 64) == LaunchShape(4, 16)
-    assert LaunchShape.of(100_000, 64, 64) == LaunchShape(32, 1, 4096)
-
-
-def test_partial_results_take_little_memory_whatever_the_context():
-    """Of prompts nothing is split; of long texts parts grow longer, not more."""
-    prompt = LaunchShape.of(131_072, 2048, 4)
-    assert prompt.num_parts == 1 and prompt.max_keys == 131_072
-    for max_keys in (8192, 32_768, 131_072):
-        shape = LaunchShape.of(max_keys, 256, 256)
-        assert shape.num_parts <= 32 and shape.max_keys >= max_keys
-        assert launcher.scratch_bytes(256, 32, 128, shape.num_parts) <= 140e6
+    assert len(shapes) <= 20
+    assert LaunchShape.of(1, 1, 1) == LaunchShape(8, 1, 32)
+    assert LaunchShape.of(600, 1, 1) == LaunchShape(32, 1, 32)
+    assert LaunchShape.of(700, 192, 33) == LaunchShape(2, 16, 512)
+    assert LaunchShape.of(700, 192, 33, num_kv_heads=32) == LaunchShape(1, 16, 1024)
+    assert LaunchShape.of(700, 256, 256) == LaunchShape(1, 1, 1024)
+    assert LaunchShape.of(100_000, 4, 4) == LaunchShape(32, 1, 4096)
     assert [block_rows(LaunchShape(1, tokens), 4) for tokens in (1, 4, 16, 64)] == [16, 16, 64, 64]
     assert block_rows(LaunchShape(1, 1), 71) == 128
 

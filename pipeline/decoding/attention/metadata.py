@@ -26,8 +26,10 @@ import torch
 from laserbatch.pipeline.decoding.batch import Batch
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 
-PART_KEYS = 256  # keys of a part, as long as there are no more than MAX_PARTS
-MAX_PARTS = 32  # with 8 key-value heads, two programs for each multiprocessor of an H100 at batch 1
+MIN_COVERED_KEYS = 256  # of the longest sequence of a shape
+MIN_PART_KEYS = 32
+MAX_PARTS = 32
+MIN_PROGRAMS = 1024  # below which keys are cut: an H100 runs some 500 programs of the kernel at once
 MAX_TILE_TOKENS = 64
 
 
@@ -89,7 +91,7 @@ class LaunchShape:
 
     num_parts: int
     tile_tokens: int
-    part_keys: int = PART_KEYS
+    part_keys: int = 256
 
     @property
     def max_keys(self) -> int:
@@ -97,17 +99,21 @@ class LaunchShape:
         return self.num_parts * self.part_keys
 
     @classmethod
-    def of(cls, max_keys: int, num_tokens: int, num_sequences: int) -> "LaunchShape":
+    def of(cls, max_keys: int, num_tokens: int, num_sequences: int, num_kv_heads: int = 8) -> "LaunchShape":
         """For sequences of up to `max_keys` keys, new tokens included.
 
-        Prompts have tiles enough to occupy the device, so their keys are not cut: partial results of each token, head
-        and part would take gigabytes of memory.
+        Keys are cut where sequences and heads alone do not occupy the device: partial results are written and read
+        again, which for a tree of 8 nodes takes a third as long as the attention itself. Prompts are never cut.
         """
         tile_tokens = 1
         while tile_tokens < MAX_TILE_TOKENS and tile_tokens * num_sequences < num_tokens:
             tile_tokens *= 4
-        covered_keys = PART_KEYS
+        covered_keys = MIN_COVERED_KEYS
         while covered_keys < max_keys:
             covered_keys *= 2
-        num_parts = 1 if tile_tokens == MAX_TILE_TOKENS else min(covered_keys // PART_KEYS, MAX_PARTS)
+        num_parts, max_parts = 1, min(MAX_PARTS, covered_keys // MIN_PART_KEYS)
+        rounded_sequences = 1 << (num_sequences - 1).bit_length()  # so that shapes are few
+        if tile_tokens < MAX_TILE_TOKENS:
+            while num_parts < max_parts and num_parts * rounded_sequences * num_kv_heads < MIN_PROGRAMS:
+                num_parts *= 2
         return cls(num_parts, tile_tokens, covered_keys // num_parts)

@@ -72,7 +72,18 @@ def attend(
     highest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     weighted = tl.zeros([BLOCK_ROWS, VALUE_BLOCK], tl.float32)
-    for start in range(begin, end, BLOCK_KEYS):
+    # Whole blocks of committed keys are seen by all of the tile's tokens; a mask costs as much as the products.
+    masked_begin = begin
+    if not HAS_WINDOW:
+        masked_begin += tl.maximum(tl.minimum(end, committed) - begin, 0) // BLOCK_KEYS * BLOCK_KEYS
+    for start in range(begin, masked_begin, BLOCK_KEYS):
+        slot = tl.load(own_slots_ptr + start + tl.arange(0, BLOCK_KEYS)).to(tl.int64)
+        keys = _load_rows(key_ptr, slot * key_stride_slot + kv_head * key_stride_head, None, dim, HEAD_DIM, IN_FLOAT32)
+        value_place = slot * value_stride_slot + kv_head * value_stride_head
+        values = _load_rows(value_ptr, value_place, None, value_dim, VALUE_DIM, IN_FLOAT32)
+        scores = _scores(query, keys, scale, softcap, HAS_SOFTCAP)
+        highest, total, weighted = _with_keys(highest, total, weighted, scores, values)
+    for start in range(masked_begin, end, BLOCK_KEYS):
         key = start + tl.arange(0, BLOCK_KEYS)
         exists = key < end
         slot = tl.load(own_slots_ptr + key, mask=exists, other=0).to(tl.int64)
@@ -80,11 +91,9 @@ def attend(
         keys = _load_rows(key_ptr, key_place, exists, dim, HEAD_DIM, IN_FLOAT32)
         value_place = slot * value_stride_slot + kv_head * value_stride_head
         values = _load_rows(value_ptr, value_place, exists, value_dim, VALUE_DIM, IN_FLOAT32)
-        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
-        if HAS_SOFTCAP:
-            scores = _softcapped(scores, softcap)
+        scores = _scores(query, keys, scale, softcap, HAS_SOFTCAP)
         sees = _sees(key, exists, position, ancestors, committed + chain, key_positions_ptr, window, HAS_WINDOW)
-        scores = tl.where(sees & real[:, None], scores * _LOG2E, float("-inf"))  # in powers of two from here on
+        scores = tl.where(sees & real[:, None], scores, float("-inf"))
         highest, total, weighted = _with_keys(highest, total, weighted, scores, values)
 
     seen = total > 0
@@ -123,16 +132,25 @@ def _own_tile(cu_seqlens_q_ptr, num_sequences, SEQUENCES_BLOCK: tl.constexpr, BL
 @triton.jit
 def _load_rows(ptr, place, exists, dim, DIM: tl.constexpr, IN_FLOAT32: tl.constexpr):
     """Vectors of DIM numbers that begin at `place`: (rows, block of DIM), zeros where there are none."""
-    rows = tl.load(ptr + place[:, None] + dim[None, :], mask=exists[:, None] & (dim < DIM)[None, :], other=0.0)
+    places = ptr + place[:, None] + dim[None, :]
+    if exists is not None:
+        rows = tl.load(places, mask=exists[:, None] & (dim < DIM)[None, :], other=0.0)
+    elif dim.shape[0] == DIM:
+        rows = tl.load(places)
+    else:
+        rows = tl.load(places, mask=(dim < DIM)[None, :], other=0.0)
     if IN_FLOAT32:
         rows = rows.to(tl.float32)
     return rows
 
 
 @triton.jit
-def _softcapped(scores, softcap):
-    """softcap * tanh(scores / softcap), by exp: it may overflow to infinity, which gives the right 1."""
-    return softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
+def _scores(query, keys, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Scores in powers of two: (rows, keys)."""
+    scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    if HAS_SOFTCAP:  # softcap * tanh(scores / softcap), by exp: it may overflow to infinity, which gives the right 1
+        return softcap * _LOG2E * (1.0 - 2.0 / (tl.exp(2.0 * scores * scale / softcap) + 1.0))
+    return scores * (scale * _LOG2E)
 
 
 @triton.jit
@@ -172,26 +190,32 @@ def _share_beside_sink(sink_ptr, exists, log_sum):
 def combine(
     parts_ptr, log_sum_ptr, sink_ptr, out_ptr, cu_seqlens_q_ptr, num_sequences, num_heads,
     NUM_PARTS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
-    """One token's head: its parts' results, weighted by their share of the softmax's sum."""
+    """Some heads of a token: their parts' results, weighted by their share of the softmax's sum."""
     token = tl.program_id(0)
-    head = tl.program_id(1)
     if token >= tl.load(cu_seqlens_q_ptr + num_sequences):  # padding: its parts were never written
         return
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    exists = head < num_heads
     place = token.to(tl.int64) * num_heads + head
-    part = tl.arange(0, NUM_PARTS)
+    part_place = place[:, None] * NUM_PARTS + tl.arange(0, NUM_PARTS)[None, :]
     value_dim = tl.arange(0, VALUE_BLOCK)
     in_value = value_dim < VALUE_DIM
-    log_sums = tl.load(log_sum_ptr + place * NUM_PARTS + part)
-    highest = tl.max(log_sums, 0)
-    shares = tl.exp2(log_sums - highest)  # a token sees itself, so one part at least is finite
+    log_sums = tl.load(log_sum_ptr + part_place, mask=exists[:, None], other=0.0)
+    highest = tl.max(log_sums, 1)
+    shares = tl.exp2(log_sums - highest[:, None])  # a token sees itself, so one part at least is finite
     parts = tl.load(
-        parts_ptr + (place * NUM_PARTS + part)[:, None] * VALUE_DIM + value_dim[None, :],
-        mask=(log_sums > float("-inf"))[:, None] & in_value[None, :],
+        parts_ptr + part_place[:, :, None] * VALUE_DIM + value_dim[None, None, :],
+        mask=(exists[:, None] & (log_sums > float("-inf")))[:, :, None] & in_value[None, None, :],
         other=0.0,
     )
-    total = tl.sum(shares, 0)
-    result = tl.sum(parts * shares[:, None], 0) / total
+    total = tl.sum(shares, 1)
+    result = tl.sum(parts * shares[:, :, None], 1) / total[:, None]
     if HAS_SINKS:
-        result = result * _share_beside_sink(sink_ptr + head, True, highest + tl.log2(total))
-    tl.store(out_ptr + place * VALUE_DIM + value_dim, result.to(out_ptr.dtype.element_ty), mask=in_value)
+        result = result * _share_beside_sink(sink_ptr + head, exists, highest + tl.log2(total))[:, None]
+    tl.store(
+        out_ptr + place[:, None] * VALUE_DIM + value_dim[None, :],
+        result.to(out_ptr.dtype.element_ty),
+        mask=exists[:, None] & in_value[None, :],
+    )

@@ -190,7 +190,8 @@ class BufferedForward:
         max_draft_tokens : of each sequence.
         min_keys, max_keys : length of the longest sequence now and at its end.
         """
-        likely = likely_steps(num_sequences, max_draft_tokens, min_keys, max_keys)[:MAX_WARM_UP_CAPTURES]
+        likely = likely_steps(num_sequences, max_draft_tokens, min_keys, max_keys, self._num_kv_heads)
+        likely = likely[:MAX_WARM_UP_CAPTURES]
         with self._on_device():
             if self._layers is not None:
                 self._layers.cover(max_keys)  # tables that grow later would void the graphs
@@ -209,6 +210,11 @@ class BufferedForward:
         for bucket in self.buckets.values():
             bucket.graph = bucket.hidden = None
 
+    @property
+    def _num_kv_heads(self) -> int:
+        """Key-value heads of the first layer that attended; 8 before there was one."""
+        return next((len(layer.keys) for layer in self._cache.layers.values()), 8)
+
     def _on_device(self) -> AbstractContextManager:
         """Triton launches on the current device, and streams and events are made there: let it be the model's."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
@@ -218,7 +224,7 @@ class BufferedForward:
         num_tokens, num_sequences = len(batch), len(batch.feeds)
         if self._layers is not None:
             self._layers.cover(int(batch.positions.max()))
-        shape = LaunchShape.of(int(np.diff(metadata.cu_seqlens_k).max()), num_tokens, num_sequences)
+        shape = LaunchShape.of(int(np.diff(metadata.cu_seqlens_k).max()), num_tokens, num_sequences, self._num_kv_heads)
         num_padded = self._padded_tokens(num_tokens, len(batch.wanted))
         if num_padded is None:
             buffers = StepBuffers(num_tokens, num_sequences, len(metadata.slots), self._device)
@@ -332,7 +338,7 @@ def bucket_of(num_tokens: int) -> int | None:
 
 
 def likely_steps(
-    num_sequences: int, max_draft_tokens: int, min_keys: int, max_keys: int
+    num_sequences: int, max_draft_tokens: int, min_keys: int, max_keys: int, num_kv_heads: int = 8
 ) -> list[tuple[int, LaunchShape]]:
     """Padded sizes and shapes of a full batch's steps with drafts of any mean size; those of the longest texts first.
 
@@ -343,7 +349,8 @@ def likely_steps(
     lengths = [max_keys]
     while lengths[-1] > min_keys:
         lengths.append(max(min_keys, lengths[-1] // 2))
-    steps = [(bucket_of(num), LaunchShape.of(keys, num, num_sequences)) for keys in lengths for num in numbers]
+    limits = num_sequences, num_kv_heads
+    steps = [(bucket_of(num), LaunchShape.of(keys, num, *limits)) for keys in lengths for num in numbers]
     return list(dict.fromkeys(step for step in steps if step[0] is not None))
 
 
