@@ -79,6 +79,11 @@ class Sequence:
         self._length = self.num_prompt
 
     @property
+    def length(self) -> int:
+        """Tokens of the context."""
+        return self._length
+
+    @property
     def context(self) -> np.ndarray:
         """int32 view: prompt, then output so far."""
         return self._tokens[: self._length]
@@ -103,7 +108,7 @@ class Sequence:
     @property
     def num_left(self) -> int:
         """Tokens that may still be written."""
-        return self.max_new_tokens - self.num_output
+        return self.max_new_tokens - (self._length - self.num_prompt)
 
     def append(
         self, token_ids: np.ndarray, sources: np.ndarray, next_token: int | None, drafted: np.ndarray = _NOTHING

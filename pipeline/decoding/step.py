@@ -17,7 +17,7 @@ from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.pipeline.decoding.verifiers import Verifier
 
-_NO_NODES = np.empty(0, np.int64)
+_NO_NODES, _NOTHING = np.empty(0, np.int64), ()
 
 
 @dataclass(frozen=True)
@@ -63,17 +63,31 @@ def commit(step: Step, accepted: list[Acceptance | None], cache: KVCache, is_end
         is_kept = batch.kept(sound, nodes)
         counts = np.add.reduceat(is_kept, batch.offsets, dtype=np.int64)[sound]
         cache.commit(batch.rows[sound], counts, batch.slot_mapping[is_kept])
-    parts = [slice(*ends) for ends in pairwise(accumulate(lengths, initial=0))]  # of each path, of the tokens
-    num_committed = batch.num_committed[sound].tolist()
-    for i, part, num_before in zip(sound.tolist(), parts, num_committed, strict=True):
+    # Lists of Python's numbers: a step of many sequences spends its time on the host in this loop.
+    numbers, next_tokens = sound.tolist(), [accepted[i].next_token for i in sound.tolist()]
+    of_sequences = zip(
+        numbers,
+        pairwise(accumulate(lengths, initial=0)),  # of each path, its part of the tokens
+        next_tokens,
+        is_end[next_tokens].tolist(),
+        batch.num_committed[sound].tolist(),
+        cache.lengths[batch.rows[sound]].tolist(),
+        trees.starts[sound].tolist(),
+        trees.sizes[sound].tolist(),
+        strict=True,
+    )
+    for i, (start, end), next_token, at_end, num_before, num_cached, first_node, num_nodes in of_sequences:
         sequence = step.sequences[i]
         if num_before < sequence.num_prompt:  # it was within its prompt
-            cache.remember_prefix(sequence.row, sequence.prompt_ids[: cache.lengths[sequence.row]])
-        if cache.lengths[sequence.row] < len(sequence.context):  # it waits for the rest of a long prompt
+            cache.remember_prefix(sequence.row, sequence.prompt_ids[:num_cached])
+        if num_cached < sequence.length:  # it waits for the rest of a long prompt
             continue
-        drafted, next_token = trees.source[trees.nodes_of(i)], accepted[i].next_token
-        at_end = bool(is_end[next_token])
-        sequence.append(token_ids[part], sources[part], None if at_end else next_token, drafted)
+        new_token = None if at_end else next_token
+        if num_nodes:
+            drafted = trees.source[first_node : first_node + num_nodes]
+            sequence.append(token_ids[start:end], sources[start:end], new_token, drafted)
+        else:
+            sequence.append(_NOTHING, _NOTHING, new_token)
         if at_end or sequence.num_left == 0:
             outcomes[id(sequence)] = "end_of_text" if at_end else "length"
     return outcomes
