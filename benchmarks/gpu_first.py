@@ -54,7 +54,7 @@ def probe(run: Run) -> bool:
     code = (
         "import json, os, sys, torch, triton, numpy, transformers\n"
         "from importlib.metadata import version\n"
-        "names = ('torch', 'triton', 'numpy', 'numba', 'pyarrow', 'transformers', 'pydantic')\n"
+        "names = ('torch', 'triton', 'numpy', 'numba', 'pyarrow', 'transformers', 'accelerate', 'pydantic')\n"
         "facts = {n: version(n) for n in names} | {'python': sys.version.split()[0], 'cores': os.cpu_count()}\n"
         "facts['cuda'] = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None\n"
         "print('PROBE ' + json.dumps(facts), flush=True)\n"

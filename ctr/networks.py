@@ -57,9 +57,9 @@ class DIN(nn.Module):
         table, (items, liked) = self.inputs.item_embedding.table(batch.items, batch.liked)
         target = F.embedding(items, table)  # v_A, (batch, item_dim)
         weights = self.activation_unit(F.embedding(liked, table), target, batch.rows).squeeze(1)
-        interest = F.embedding_bag(  # v_U(A) = sum_j a(e_j, v_A) e_j, Eq. 3
-            liked, table, batch.offsets, mode="sum", per_sample_weights=weights
-        )
+        # v_U(A) = sum_j a(e_j, v_A) e_j, Eq. 3. In float32, under autocast too: CUDA has no gradient of a bag's weights
+        # in bfloat16, and weights and table must be of one type.
+        interest = F.embedding_bag(liked, table.float(), batch.offsets, mode="sum", per_sample_weights=weights.float())
         return self.mlp(torch.cat([self.inputs(batch, target), interest], dim=1)).squeeze(1)
 
 

@@ -41,8 +41,9 @@ class Adaptor(nn.Module):
         vectors, codes = self.get_buffer(f"vectors_{side}"), self.get_buffer(f"ids_{side}")
         found, first = np.unique(codes.cpu().numpy(), return_index=True)
         is_known = found >= NUM_RESERVED
+        known, rows = (torch.from_numpy(of[is_known]).long().to(vectors.device) for of in (found, first))
         texts = vectors.new_zeros(self.num_ids[side], self.in_dim)
-        texts[found[is_known]] = vectors[first[is_known]]
+        texts[known] = vectors[rows]
         return texts
 
     def fit_positives(self, users: torch.Tensor, items: torch.Tensor) -> None:

@@ -103,7 +103,7 @@ def normalised_adjacency(users: torch.Tensor, items: torch.Tensor, num_users: in
     """
     num_nodes, by_item = num_users + num_items, torch.argsort(items, stable=True)
     degrees = torch.cat([torch.bincount(users, minlength=num_users), torch.bincount(items, minlength=num_items)])
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), degrees.cumsum(0)])
+    starts = torch.cat([degrees.new_zeros(1), degrees.cumsum(0)])
     degrees = degrees.to(torch.float32)
     weights = (degrees[users] * degrees[items + num_users]).rsqrt()
     columns = torch.cat([(items + num_users).to(torch.int32), users[by_item].to(torch.int32)])

@@ -5,14 +5,16 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from ctr_world import AS_OF
+from ctr_world import AS_OF, make_features
 from sklearn.metrics import roc_auc_score
 
 from laserbatch.ctr.dataset import build_dataset
+from laserbatch.ctr.inputs import ADAPTORS
+from laserbatch.ctr.knowledge import build_knowledge
 from laserbatch.ctr.layers import EntityEmbedding
 from laserbatch.ctr.loop import default_batch_size, fit, predict
 from laserbatch.ctr.settings import CtrSettings
-from laserbatch.ctr.training import build_network
+from laserbatch.ctr.training import build_network, train_model
 
 SETTINGS = CtrSettings(max_epochs=6, learning_rate=0.02, patience=1)
 
@@ -76,3 +78,19 @@ def test_networks_are_trained_on_a_device(name, data, a_device):
     fit(again, data, settings, seed=0, start=kept[-1])
     found = [predict(each, data, data.test) for each in (network, again)]
     assert np.isfinite(found[0]).all() and np.array_equal(*found)
+
+
+def test_din_without_fields_of_several_values_is_trained_on_a_device(data, a_device):
+    """Its item embeddings are float32 under autocast, and the weights of the history bfloat16."""
+    single = tuple(field for field in data.item_fields if field.codes.shape[1] == 1)
+    network = build_network("din", dataclasses.replace(data, item_fields=single), None, SETTINGS, seed=0)
+    assert not network.inputs.item_embedding.has_bags
+    fit(network, data, CtrSettings(max_epochs=1), seed=0)
+
+
+@pytest.mark.parametrize("adaptor", ADAPTORS)
+def test_adaptors_are_trained_on_a_device(adaptor, world, data, a_device):
+    settings = CtrSettings(max_epochs=1, adaptor=adaptor)
+    knowledge = build_knowledge(world, data, {"relaxed": make_features(world)}, AS_OF, settings)["relaxed"]
+    training = train_model("din", data, knowledge, settings, seed=0)
+    assert next(training.model.parameters()).is_cuda and np.isfinite(training.scores).all()

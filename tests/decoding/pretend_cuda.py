@@ -1,9 +1,10 @@
 """A CUDA device that is not there: tensors that say they are on one and are computed by this CPU.
 
-What only a GPU would complain of is an error here: an operation over tensors of both places, pinned memory that is
-overwritten while a copy of it may be under way, and in a capture whatever a CUDA graph cannot record. How often the
-host waits for the device is counted. A replayed graph computes what it recorded in the memory that it was recorded
-with, and spoils that of the other graphs, as theirs is the same on a GPU.
+What only a GPU would complain of is an error here: an operation over tensors of both places, one that CUDA does not
+implement for a type, pinned memory that is overwritten while a copy of it may be under way, and in a capture whatever a
+CUDA graph cannot record. How often the host waits for the device is counted. A replayed graph computes what it recorded
+in the memory that it was recorded with, and spoils that of the other graphs, as theirs is the same on a GPU. Under
+autocast products are computed in its type, as torch's own autocast does on tensors of a real device.
 """
 
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -21,6 +23,7 @@ from transformers import PreTrainedModel
 from laserbatch.pipeline.decoding.model import checks
 
 CPU, META, DEVICE = torch.device("cpu"), torch.device("meta"), torch.device("cuda", 0)
+PRODUCTS = ("linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "einsum", "prelu")  # that autocast casts
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")  # their results' sizes or values
 
 
@@ -36,9 +39,10 @@ class OnDevice(torch.Tensor):
     @staticmethod
     def __new__(cls, held: torch.Tensor) -> "OnDevice":
         # torch without CUDA has no such device to name, so that for torch itself it is "meta".
+        place = held if held.layout == torch.strided else torch.empty(held.size(), device="meta")  # sparse: no strides
         with torch.inference_mode(False):  # so that what is computed there can be of what was put there before
             own = torch.Tensor._make_wrapper_subclass(
-                cls, held.size(), held.stride(), held.storage_offset(), dtype=held.dtype, device="meta"
+                cls, held.size(), place.stride(), place.storage_offset(), dtype=held.dtype, device="meta"
             )
         own.held = held
         return own
@@ -97,8 +101,10 @@ class PretendCuda(TorchDispatchMode):
             return self._pin(function(*args, **{**kwargs, "pin_memory": False}))
         if name in ("copy_", "_to_copy"):
             return self._copy(function, args, kwargs)
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        tensors = _tensors((args, kwargs))
         is_on_device = any(isinstance(one, OnDevice) for one in tensors)
+        if name == "_embedding_bag_per_sample_weights_backward" and is_on_device and args[0].dtype == torch.bfloat16:
+            raise NotImplementedError(f"{name} of bfloat16, which CUDA does not implement")
         place = torch.device(kwargs["device"] if kwargs.get("device") is not None else DEVICE if is_on_device else CPU)
         place = DEVICE if place == META else place  # a part of an operation on the device
         if place.type != "cuda" and not is_on_device:
@@ -156,6 +162,19 @@ class PretendCuda(TorchDispatchMode):
 
     def _pinned_already(self, tensor: torch.Tensor) -> bool:
         return not isinstance(tensor, OnDevice) and tensor.untyped_storage().data_ptr() in self._pinned
+
+
+class _Autocast(TorchFunctionMode):
+    """`torch.autocast("cuda", ...)` of what is on the pretended device, which torch's own does not see there."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function.__name__ in PRODUCTS and torch.is_autocast_enabled("cuda"):
+            dtype = torch.get_autocast_dtype("cuda")
+            args, kwargs = tree_map(
+                lambda one: one.to(dtype) if isinstance(one, OnDevice) and one.dtype == torch.float32 else one,
+                (args, kwargs or {}),
+            )
+        return function(*args, **(kwargs or {}))
 
 
 class _Graph:
@@ -264,6 +283,7 @@ def pretend_cuda() -> Iterator[PretendCuda]:
         mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(loaded)),
         # Triton's kernels cannot be run on tensors that pretend, nor can a module's tensors be replaced by others.
         mock.patch.multiple(checks, _add_cuda_layers=mock.DEFAULT, _first_layers_in_float32=lambda model: None),
+        _Autocast(),
         cuda,
     ):
         yield cuda

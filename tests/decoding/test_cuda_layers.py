@@ -72,7 +72,10 @@ def test_they_compute_what_transformers_does(name):
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
 def test_they_round_where_transformers_does(name):
-    """Most hidden states are the same bits. Triton's interpreter cuts bfloat16 off instead of rounding it."""
+    """In the interpreter most hidden states are the same bits; it cuts bfloat16 off, so that they are float16 there.
+
+    On a GPU joined products take other kernels of cuBLAS, which add in another order.
+    """
     model, layers = prepared(name, torch.bfloat16 if DEVICE.type == "cuda" else torch.float16)
     hidden = []
     for own in (None, layers):
@@ -82,8 +85,8 @@ def test_they_round_where_transformers_does(name):
         assert runner.buffered is not None
         hidden.append(output.rows.hidden[:20].float())
     error = (hidden[0] - hidden[1]).norm() / hidden[0].norm()
-    assert error < 0.01
-    assert (hidden[0] == hidden[1]).float().mean() > 0.5
+    assert error < (0.03 if DEVICE.type == "cuda" else 0.01)
+    assert DEVICE.type == "cuda" or (hidden[0] == hidden[1]).float().mean() > 0.5
 
 
 @pytest.mark.parametrize("name", ["gemma2", "phi3", "qwen3_moe", "gpt_neox"])
@@ -92,12 +95,15 @@ def test_other_models_keep_their_own_layers(name):
 
 
 def test_projections_share_their_memory_with_the_joined_ones():
-    model, layers = prepared("qwen2")
+    model = tiny_model("qwen2", **SERVED["qwen2"]).to(DEVICE)
+    layers = CudaLayers.of(model)
+    if DEVICE.type == "cuda":
+        prepare_model(model)  # joins them again, and keeps what it joined last
+        layers = model.cuda_layers
     attention = model.model.layers[0].self_attn
     joined = layers._layers[0].qkv[0].untyped_storage().data_ptr()
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
-        # On a CPU linear layers were laid out anew after they had been joined.
-        assert DEVICE.type == "cpu" or projection.weight.untyped_storage().data_ptr() == joined
+        assert projection.weight.untyped_storage().data_ptr() == joined
 
 
 def test_layers_that_compute_something_else_are_not_believed(caplog):

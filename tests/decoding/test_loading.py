@@ -1,6 +1,7 @@
 import itertools
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from laserbatch.pipeline.decoding import engine as engine_module
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.model import checks, load
+from laserbatch.pipeline.decoding.model import checks
 from laserbatch.pipeline.decoding.model import runner as runner_module
 from laserbatch.pipeline.decoding.model.load import load_model, prepare_model
 from laserbatch.pipeline.decoding.settings import DecodingSettings
@@ -115,14 +116,14 @@ def test_weights_that_go_straight_to_a_device_are_the_same(folder, monkeypatch, 
     """Buffers that no file has and tied weights included; the device is this CPU."""
     tiny_model(architecture, vocab_size=257, **changes).save_pretrained(folder)
     plain = load_model(folder, "bfloat16", "cpu").model
-    monkeypatch.setattr(load, "loads_onto", lambda target: True)
+    direct = partial(AutoModelForCausalLM.from_pretrained, device_map={"": torch.device("cpu")})
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", direct)
     placed = load_model(folder, "bfloat16", "cpu").model
     tensors, expected = (dict((*one.named_parameters(), *one.named_buffers())) for one in (placed, plain))
     assert tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("has_accelerate", [True, False])
-def test_weights_go_straight_to_a_gpu_where_accelerate_is_installed(folder, monkeypatch, a_device, has_accelerate):
+def test_weights_go_straight_to_a_gpu(folder, monkeypatch, a_device):
     read, asked = AutoModelForCausalLM.from_pretrained, []
 
     def watched(*arguments, **named):
@@ -130,13 +131,12 @@ def test_weights_go_straight_to_a_gpu_where_accelerate_is_installed(folder, monk
         return read(*arguments, **named)
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", watched)
-    monkeypatch.setattr(load, "is_accelerate_available", lambda: has_accelerate)
     settings = DecodingSettings(batch_size=2, dtype="float32", max_cache_tokens=1024)
     with KERNEL:
         engine = Engine.from_pretrained(folder, settings, device="cuda")
         prompts = tiny_prompts(3)
         found = {r.request_id: r.token_ids.tolist() for r in engine.generate(requests_for(prompts, 8), None, Greedy())}
-    assert asked == [{"": torch.device("cuda")} if has_accelerate else None] and engine.device.type == "cuda"
+    assert asked == [{"": torch.device("cuda")}] and engine.device.type == "cuda"
     assert [found[str(i)] for i in range(3)] == plain_texts(tiny_model(vocab_size=257), prompts, 8)
 
 

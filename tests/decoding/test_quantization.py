@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from tiny_models import requests_for
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.model import load
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, num_parameters_of, quantization_of
 from laserbatch.pipeline.decoding.model.load import load_model, resolve_dtype
 from laserbatch.pipeline.decoding.settings import DecodingSettings
@@ -120,7 +120,8 @@ def test_packed_weights_that_go_straight_to_a_device_are_the_same(quantised, mon
     """The device is this CPU."""
     _, _, folder = quantised
     expected = logits_of(AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="eager").eval())
-    monkeypatch.setattr(load, "loads_onto", lambda target: True)
+    direct = partial(AutoModelForCausalLM.from_pretrained, device_map={"": torch.device("cpu")})
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", direct)
     loaded = load_model(folder, device="cpu").model
     loaded.set_attn_implementation("eager")
     assert torch.equal(logits_of(loaded), expected)

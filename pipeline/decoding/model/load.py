@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import is_accelerate_available
 from transformers.utils import logging as transformers_logging
 
 from laserbatch.pipeline.decoding.device_memory import (
@@ -94,14 +93,13 @@ def load_model(
     require_room(path, weights, config, weights_dtype, target)
     tokenizer = load_tokenizer(path)
     transformers_logging.disable_progress_bar()
-    placed = {"device_map": {"": target}} if loads_onto(target) else {}
+    # Weights go from their files to a GPU one by one, so that main memory holds few of them.
+    placed = {} if target.type == "cpu" else {"device_map": {"": target}}
     try:
         model, loading_info = AutoModelForCausalLM.from_pretrained(
             path, dtype=weights_dtype, attn_implementation="eager", use_safetensors=True, output_loading_info=True,
             ignore_mismatched_sizes=True, **placed, **local,
         )  # fmt: skip
-        if not placed:
-            model = model.to(target)
     except Exception as error:
         advice = "" if quantization is None else (
             f"; they are quantised with {quantization}: install the library that it needs (the extra `quantized` has "
@@ -172,16 +170,6 @@ def require_room(path: Path, weights: list[Path], config, dtype: torch.dtype | s
         num_bytes = num_values * kept.itemsize
     cache_bytes = MIN_CACHE_TOKENS * cache_bytes_per_token(config, kept)
     require_memory(path, num_bytes, cache_bytes, memory_of(target))
-    if target.type != "cpu" and not loads_onto(target):
-        require_memory(path, num_bytes, 0, memory_of(torch.device("cpu")))
-
-
-def loads_onto(target: torch.device) -> bool:
-    """Whether weights go from their files to a device tensor by tensor, so that main memory holds few of them.
-
-    transformers needs accelerate for that; without it the whole model is in main memory first.
-    """
-    return target.type != "cpu" and is_accelerate_available()
 
 
 def end_tokens(generation, tokenizer, vocab_size: int) -> tuple[int, ...]:
