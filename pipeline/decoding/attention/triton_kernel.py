@@ -6,8 +6,7 @@ so that a key is loaded once for all of them, and walks over its part of the seq
 log-sum-exp (flash-decoding). Parts are cut at fixed lengths: what a sequence gets does not depend on what shares its
 batch.
 
-Tested through Triton's interpreter on a CPU, and compiled for compute capabilities 8.0 and 9.0. They have not been run
-on a GPU yet: block sizes are chosen by reasoning, not by measurement.
+Tested through Triton's interpreter on a CPU, and on an NVIDIA H200 (`docs/gpu.md`), where block sizes were measured.
 """
 
 import triton

@@ -4,9 +4,9 @@ A step of up to 2,048 tokens is padded to a bucket, whose buffers stay where the
 runs eagerly, its second is captured, and later ones are replayed, up to hidden states. Larger steps, and large ones
 that are mostly prompts, run eagerly in buffers of their own. The path is the same without capture.
 
-Capture and replay (`_capture`, `_replay`) have not been run on a GPU yet. What goes wrong there must not stop a night:
-the kernel is compared with torch's attention once for each kind of layer, and a capture that fails leaves eager steps:
-where memory ran out for a while, else for good.
+Capture and replay (`_capture`, `_replay`) have run on an NVIDIA H200 (`docs/gpu.md`). What goes wrong there must not
+stop a night: the kernel is compared with torch's attention once for each kind of layer, and a capture that fails leaves
+eager steps: where memory ran out for a while, else for good.
 """
 
 import gc

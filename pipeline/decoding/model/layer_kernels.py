@@ -1,7 +1,7 @@
 """Triton kernels of what a decoder layer computes between its matrix products; `cuda_layers` launches them.
 
 Each reads and writes its operands once. Sums are taken in float32, and results are rounded where transformers' layers
-round them. Tested through Triton's interpreter on a CPU.
+round them. Tested through Triton's interpreter on a CPU, and on an NVIDIA H200 (`docs/gpu.md`).
 """
 
 import triton
