@@ -1,10 +1,18 @@
-"""What the rows of `gpu_first.py` say: the table that it ends with, beside predictions, and the figures asked for."""
+"""What the rows of `gpu_first.py` say: the table that it ends with, beside predictions, and the figures asked for.
 
+    python benchmarks/gpu_report.py RUN/rows.jsonl [RUN/rows.jsonl ...] --json results/gpu_first.json
+
+Of several runs every row is kept with its run's number; the table and the figures are those of the newest rows.
+"""
+
+import argparse
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from common import Figure
+from common import Figure, write_json
+from gpu_rows import Rows
 
 # Milliseconds of a step predicted for an H100 and 8 B parameters, by batch and draft tokens: transformers' layers, and
 # fused layers with finer buckets. +-20 %.
@@ -202,3 +210,39 @@ def _tests(rows: Sequence[dict]) -> str:
             lines.append(f"{row['item']}: {row['outcome'].upper()}  {counts}  {row['seconds']:.0f} s")
             lines += [f"  {line}" for line in row.get("red", [])[:12]]
     return "\n".join(lines)
+
+
+def newest(runs: Sequence[Sequence[dict]]) -> list[dict]:
+    """The rows of each phase and item that the last of the runs that measured it has."""
+    by_item: dict[tuple, list[dict]] = {}
+    for rows in runs:
+        own: dict[tuple, list[dict]] = defaultdict(list)
+        for row in rows:
+            if "phase" in row and row.get("failed") not in ("no time left", "the deadline"):
+                own[row["phase"], row["item"]].append(row)
+        by_item |= own
+    return [row for rows in by_item.values() for row in rows]
+
+
+def main() -> None:
+    """Print the report of some runs, and write all their rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", type=Path, nargs="+", help="rows.jsonl of each run, the oldest first")
+    parser.add_argument("--json", type=Path, required=True)
+    arguments = parser.parse_args()
+    runs = [Rows(path).read() for path in arguments.rows]
+    found = newest(runs)
+    print(report(found))
+    figures = list(figures_of(found))
+    content = {
+        "command": "python benchmarks/gpu_first.py --call 1, then --call 2 twice (docs/gpu.md)",
+        "machine": next(row for row in found if row["phase"] == "probe"),
+        "met": all(one.met for one in figures),
+        "figures": figures,
+        "rows": [{"run": number, **row} for number, rows in enumerate(runs, 1) for row in rows if "phase" in row],
+    }
+    write_json(arguments.json, content)
+
+
+if __name__ == "__main__":
+    main()
