@@ -66,8 +66,20 @@ def measure(
     prompts = prompts[: amount.num_prompts]
     parts = [(number, [prompt]) for number, prompt in enumerate(prompts)] if batch == 1 else [(0, prompts)]
     passes: dict[tuple, Repetitions] = {one.key: [] for one in contestants}
+
+    def run(one: Contestant, part: Sequence, num_tokens: int) -> Pass | None:
+        """A contestant's pass; None for a peer without memory, which has no passes from then on."""
+        try:
+            return one.runner.run(part, batch, num_tokens)
+        except torch.OutOfMemoryError:
+            if not one.is_peer:
+                raise
+            logger.warning("%s: no memory at batch %d", one.system, batch)
+            del passes[one.key]
+            return None
+
     for one in contestants:
-        one.runner.run(prompts[:num_warm_up], batch, WARM_UP_TOKENS)  # compiles and touches everything once
+        run(one, prompts[:num_warm_up], WARM_UP_TOKENS)  # compiles and touches everything once
     orders = turns(contestants)
     for repetition in range(amount.num_repetitions):
         written: dict[tuple, list[Pass]] = {key: [] for key in passes}
@@ -75,13 +87,8 @@ def measure(
             for one in next(orders):
                 if one.key not in passes or not amount.includes(one, repetition, number):
                     continue
-                try:
-                    written[one.key].append(one.runner.run(part, batch, max_new_tokens))
-                except torch.OutOfMemoryError:
-                    if not one.is_peer:
-                        raise
-                    logger.warning("%s: no memory at batch %d", one.system, batch)
-                    del passes[one.key]
+                if (found := run(one, part, max_new_tokens)) is not None:
+                    written[one.key].append(found)
         for key in passes:
             if written[key]:
                 passes[key].append(tuple(written[key]))

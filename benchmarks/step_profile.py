@@ -181,6 +181,9 @@ def measure_model(loaded: LoadedModel, name: str, rates: DeviceRates, scale: Sca
                 drafter = drafter_from(engine.settings, pool, num_threads=threads) if num_nodes else NoDrafter()
                 verifier = Relaxed() if num_nodes else Greedy()
                 times = timed_steps(engine, drafter, prompts, scale.num_steps, verifier)
+                if not times:
+                    print(f"{name}, {kind}, batch {batch}: left out, the KV cache holds no full batch", flush=True)
+                    continue
                 row = profile(engine, drafter, prompts, scale.num_steps, verifier)
                 num_cached = sum(len(prompts[n % len(prompts)]) for n in range(batch))
                 num_cached += round(batch * row["tokens_a_step"] * (NUM_WARM_STEPS + scale.num_steps / 2))

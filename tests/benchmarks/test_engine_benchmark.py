@@ -153,10 +153,11 @@ def test_prompt_lookup_counts_its_own_forwards(task):
     assert 0 < drafted.num_accepted <= drafted.num_drafted
 
 
-def test_a_peer_without_memory_is_left_out_and_the_rest_is_measured(engines, task):
+@pytest.mark.parametrize("fails_warming_up", [False, True])
+def test_a_peer_without_memory_is_left_out_and_the_rest_is_measured(engines, task, fails_warming_up):
     class Full:
         def run(self, prompts, batch, max_new_tokens):
-            if max_new_tokens == task.max_new_tokens:
+            if fails_warming_up or max_new_tokens == task.max_new_tokens:
                 raise torch.OutOfMemoryError("full")
 
     contestants = [Contestant(PEER, None, Full()), Contestant(PLAIN, None, WatchedPlain(engines.of_batch(1), RATES))]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from common import SAMPLE_MODEL
 from reference import reference_attention
-from step_profile import engine_of, profile, prompts_of
+from step_profile import engine_of, profile, prompts_of, timed_steps
 from step_spans import MODEL_PARTS, PARTS, Spans, watched
 
 from laserbatch.pipeline.decoding.drafters import NoDrafter
@@ -81,6 +81,12 @@ def test_steps_that_are_not_kept_are_not_counted(loaded):
         spans.keeps = lambda live: False
         text_of(engine)
     assert spans.num_steps == 0 and not spans.seconds
+
+
+def test_a_batch_that_the_cache_never_holds_is_left_out(loaded):
+    prompts = prompts_of(loaded.tokenizer, 4)
+    engine = engine_of(loaded, 4, 0, max_cache_tokens=int(2.2 * (len(prompts[0]) + 512)))
+    assert timed_steps(engine, NoDrafter(), prompts, 6, Greedy()) == []
 
 
 def test_command_writes_every_row(run_benchmark):

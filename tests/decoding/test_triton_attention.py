@@ -168,3 +168,17 @@ def test_kernels_compile_for_gpus_that_are_not_here(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(done.stdout.splitlines()) == 16
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="memory that is never touched is free on a CPU alone")
+def test_heads_that_lie_more_than_2_31_numbers_apart():
+    """As those of a cache that fills a large GPU with few layers."""
+    pack = random_pack([(9, 1, 2)], 3, 3, dtype=torch.float16)
+    stride = 1 << 30  # of a head: that of the third begins at 2^31
+    far = []
+    for tensor in (pack.keys, pack.values):
+        memory = torch.empty(2 * stride + tensor.numel(), dtype=tensor.dtype)
+        far.append(memory.as_strided(tensor.shape, (stride, *tensor.stride()[1:])).copy_(tensor))
+    found = triton_attention(pack.query, *far, pack.metadata, 0.3)
+    expected = triton_attention(pack.query, pack.keys, pack.values, pack.metadata, 0.3)
+    assert torch.equal(found, expected)
