@@ -61,7 +61,7 @@ def choose_engine(
     if own_options:
         return EngineChoice("laserbatch", f"the model fits one GPU, and vLLM refuses {', '.join(own_options)}")
     if verifier == "greedy":
-        reason = "greedy verification writes the same texts in both, and vLLM's layers are fused for GPUs"
+        reason = "greedy verification writes the same texts in both, and vLLM's kernels for GPUs are the work of many"
         return EngineChoice("vllm", reason)
     return EngineChoice("laserbatch", f"the model fits one GPU, and vLLM has no rule {verifier} (it verifies greedily)")
 

@@ -430,12 +430,11 @@ def test_models_run_through_the_kernel(architecture):
     assert runner.buffered.buckets
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-def test_the_kernel_runs_steps_that_are_captured_before_they_are_needed(architecture):
+def test_the_kernel_runs_steps_that_are_captured_before_they_are_needed():
     """A step of padding alone, over few parts of the keys and over many."""
     if not is_interpreted():
         pytest.skip("triton was imported before TRITON_INTERPRET=1 was set")
-    model = prepared(architecture)
+    model = prepared()
     runner = ModelRunner(model, KVCache(6), CPU, "triton")
     made = vars(runner.buffered)
     runner.buffered = CountingForward(runner.head, runner.cache, CPU, made["_make_kernel"], made["_layers"])

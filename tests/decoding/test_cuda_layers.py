@@ -222,10 +222,10 @@ class AllKinds(set):
 
 
 def test_the_engine_writes_the_texts_of_generate_with_them():
-    model, prompts = tiny_model("qwen3").to(DEVICE), tiny_prompts(4)
-    texts = plain_texts(model, prompts, 8)
-    engine = tiny_engine(model, attention="triton", batch_size=3)
+    model, prompts = tiny_model("qwen3").to(DEVICE), tiny_prompts(3)
+    texts = plain_texts(model, prompts, 6)
+    engine = tiny_engine(model, attention="triton", batch_size=2)
     engine.runner.buffered._layers = CudaLayers.of(model)
-    results = {r.request_id: r for r in engine.generate(requests_for(prompts, 8), OracleDrafter(texts), Greedy())}
-    assert [results[str(i)].token_ids.tolist() for i in range(4)] == texts
+    results = {r.request_id: r for r in engine.generate(requests_for(prompts, 6), OracleDrafter(texts), Greedy())}
+    assert [results[str(i)].token_ids.tolist() for i in range(3)] == texts
     assert engine.runner.buffered is not None
