@@ -239,8 +239,10 @@ class Engine:
 
     def _trees(self, sequences: list[Sequence], drafter: Drafter, budget: Budget) -> TreeBatch:
         """The drafter's trees, cut to the budget: draft tokens, room left, estimated acceptance."""
+        if budget.max_draft_tokens == 0:
+            return TreeBatch.empty(len(sequences))
         places = [place for place, sequence in enumerate(sequences) if sequence.num_left > 1]
-        if not places or budget.max_draft_tokens == 0:
+        if not places:
             return TreeBatch.empty(len(sequences))
         drafting = [sequences[place] for place in places]
         max_depths = [sequence.num_left - 1 for sequence in drafting]  # the step's last token is the target's own
