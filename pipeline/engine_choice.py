@@ -44,7 +44,9 @@ def choose_engine(
     own_options : options in use that vLLM refuses, such as `temperature`.
     """
     if device_type != "cuda":
-        return EngineChoice("laserbatch", "there is no GPU, and on a CPU it has every verifier and in float32 decodes faster than vLLM")
+        return EngineChoice(
+            "laserbatch", "there is no GPU, and on a CPU it has every verifier and in float32 decodes faster than vLLM"
+        )
     size = num_gpus_for(weights_bytes, device_bytes)
     if size > 1:
         reason = f"the weights take {weights_bytes / 1e9:.1f} GB, too much for one GPU of {device_bytes / 1e9:.1f} GB"

@@ -10,6 +10,7 @@ which the shape of a forward can change).
 
 import logging
 import time
+import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -20,7 +21,7 @@ import torch
 from laserbatch.pipeline.decoding import recovery
 from laserbatch.pipeline.decoding.acceptance import Acceptance, verify
 from laserbatch.pipeline.decoding.attention.metadata import LaunchShape
-from laserbatch.pipeline.decoding.device_memory import cache_bound, step_bytes
+from laserbatch.pipeline.decoding.device_memory import cache_bound, is_out_of_memory, step_bytes
 from laserbatch.pipeline.decoding.drafters import Drafter, DraftModels, NoDrafter
 from laserbatch.pipeline.decoding.kv_cache import UNBOUNDED, KVCache
 from laserbatch.pipeline.decoding.model.cuda_graphs import TOKEN_BUCKETS
@@ -34,6 +35,7 @@ from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.decoding.step import Step, Stream, commit, observation_of
 from laserbatch.pipeline.decoding.token_tree import TreeBatch, prune
 from laserbatch.pipeline.decoding.verifiers import Verifier, verifier_from
+from laserbatch.pipeline.errors import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +81,7 @@ class Engine:
         self._context_ids = ContextIds(self.settings.batch_size, self.device)
         self.num_forwards = 0  # of all streams
         self.costliest_step_s = 0.0  # launch and landing, without what the caller does between them
+        self._has_lacked_drafts = False  # since a draft model found no memory
         self._is_end = np.zeros(self.vocab_size, bool)
         self._is_end[list(self.end_ids)] = True
 
@@ -246,8 +249,19 @@ class Engine:
             return TreeBatch.empty(len(sequences))
         drafting = [sequences[place] for place in places]
         max_depths = [sequence.num_left - 1 for sequence in drafting]  # the step's last token is the target's own
+        try:
+            drafted = drafter.draft_all(drafting, max_depths)
+        except Exception as error:  # a draft model runs forwards and has a cache of its own
+            if not is_out_of_memory(error):
+                raise
+            if not self._has_lacked_drafts:
+                logger.warning("steps are taken without drafts where memory is short: %s", first_line(error))
+            self._has_lacked_drafts = True
+            traceback.clear_frames(error.__traceback__)
+            torch.cuda.empty_cache()
+            return TreeBatch.empty(len(sequences))
         trees = prune(
-            drafter.draft_all(drafting, max_depths),
+            drafted,
             max_nodes=budget.max_draft_tokens,
             max_depths=max_depths,
             min_log_acceptance=budget.min_log_acceptance,

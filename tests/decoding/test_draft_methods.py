@@ -1,6 +1,7 @@
 """Every way to draft, in the engine: drafts change how fast a text comes, and not which."""
 
 import copy
+import itertools
 from itertools import pairwise
 
 import numpy as np
@@ -18,6 +19,7 @@ from laserbatch.pipeline.decoding.model.load import prepare_model
 from laserbatch.pipeline.decoding.sequence import GenerationRequest, Sequence
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import ROOT, TokenTree, TreeBatch
+from laserbatch.pipeline.decoding.verifiers import Greedy
 from laserbatch.retrieval_pools.sources import SOURCE_LOOKAHEAD, SOURCE_MODEL, SOURCE_POOL
 
 MODEL, PROMPTS, MAX_NEW = tiny_model(), tiny_prompts(), 24
@@ -114,6 +116,25 @@ def test_a_drafter_that_is_the_target_is_always_right():
     for result in engine.generate(requests_for(PROMPTS, MAX_NEW), drafter_of(models, drafters=(), draft_length=4)):
         is_cut = result.finish_reason == "length"
         assert result.num_accepted >= result.num_drafted - 4 * (not is_cut)
+
+
+@pytest.mark.parametrize("method", ["begin", "log_q"])
+@pytest.mark.parametrize("error", [MemoryError("no room"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_steps_without_memory_for_a_draft_model_are_taken_without_drafts(monkeypatch, caplog, method, error):
+    called, num_calls = getattr(SmallModel, method), itertools.count()
+
+    def starved(*arguments):
+        if next(num_calls) % 7 == 1:
+            raise error
+        return called(*arguments)
+
+    monkeypatch.setattr(SmallModel, method, starved)
+    engine = tiny_engine(MODEL, batch_size=4)
+    found = engine.generate(requests_for(PROMPTS, MAX_NEW), METHODS["chain"](), Greedy())
+    results = {one.request_id: one for one in found}
+    assert [results[str(number)].token_ids.tolist() for number in range(len(PROMPTS))] == PLAIN
+    assert sum(one.num_accepted for one in results.values()) > 0
+    assert caplog.text.count("steps are taken without drafts where memory is short") == 1
 
 
 @torch.inference_mode()
