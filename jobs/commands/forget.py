@@ -35,6 +35,7 @@ from laserbatch.pipeline.storage.atomic import (
 from laserbatch.pipeline.storage.forgetting import RECEIPTS, Ids, forget_in_run, is_of, rows_of, unfinished_receipts
 from laserbatch.pipeline.storage.parquet import iter_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.scratch import remove_dead_scratch
 from laserbatch.pipeline.storage.workspace import RECOMMENDATIONS, Workspace
 from laserbatch.pipeline.tables.schema import TABLE_NAMES, table_files, tables_folder
 from laserbatch.retrieval_pools.errors import PoolError
@@ -67,7 +68,7 @@ class Receipt:
     not_reached: list[str] = field(default_factory=list)  # where runs were delivered before `deliver_to` was what it is
     drafters: list[str] = field(default_factory=list)  # trained on texts of whomever: all of them
     num_samples: int = 0  # of reports
-    num_leftovers: int = 0  # of killed writers
+    num_leftovers: int = 0  # of killed writers, in the workspace and in the temporary folder of this machine
 
     def as_json(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "path"}
@@ -199,7 +200,7 @@ def _runs(workspace: Workspace) -> dict[str, RunFolder]:
 
 
 def _remove(workspace: Workspace, settings: Settings, wanted: Ids, receipt: Receipt) -> None:
-    receipt.num_leftovers += remove_leftovers(workspace.root)
+    receipt.num_leftovers += remove_leftovers(workspace.root) + remove_dead_scratch()
     workspace.drafters.drop()
     runs = _runs(workspace)
     for name in receipt.removed_runs:
@@ -303,4 +304,5 @@ def _warn(wanted: Ids, still_there: Mapping[str, list[str]] | None) -> None:
         )
     if wanted["item"]:
         say("titles of items stay in users' plans, samples and texts, where a history shows them, until those change")
+    say("of temporary folders that killed processes left, those of this machine alone are removed")
     say("copies elsewhere (exports, backups, snapshots, versions that a bucket keeps, trained models) are not touched")
