@@ -3,7 +3,6 @@
 import datetime
 from collections import Counter
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from laserbatch.jobs.console import say
@@ -20,6 +19,7 @@ from laserbatch.pipeline.planning.plan import Shard, SidePlan
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.scratch import ScratchFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 
 NEW, FORCED = "new", "forced"  # reasons to write about an entity that are no part of a fingerprint
@@ -33,7 +33,7 @@ def planned_night(settings: Settings, date: datetime.date, force: bool, redo: bo
     None stands where nothing is known to predict from. Raises as `open_night` does.
     """
     inputs, tables = checked_inputs(settings, date)
-    with TemporaryDirectory(prefix="laserbatch-") as scratch:
+    with ScratchFolder("dry-run") as scratch:
         root = settings.workspace
         is_there = root.is_file() or (root.is_dir() and any(root.iterdir()))
         workspace = Workspace.open(root, create=False) if is_there else Workspace(Path(scratch) / "workspace")

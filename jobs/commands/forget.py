@@ -7,7 +7,7 @@ stopped, and the receipt is whole. It holds neither a text nor an id: ids stand 
 import datetime
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -32,10 +32,12 @@ from laserbatch.pipeline.storage.atomic import (
     write_json,
     write_text,
 )
+from laserbatch.pipeline.storage.delivery import known_places
 from laserbatch.pipeline.storage.forgetting import RECEIPTS, Ids, forget_in_run, is_of, rows_of, unfinished_receipts
 from laserbatch.pipeline.storage.parquet import iter_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
-from laserbatch.pipeline.storage.workspace import RECOMMENDATIONS, Workspace
+from laserbatch.pipeline.storage.scratch import remove_dead_scratch
+from laserbatch.pipeline.storage.workspace import EXPERIMENTS, RECOMMENDATIONS, Workspace
 from laserbatch.pipeline.tables.schema import TABLE_NAMES, table_files, tables_folder
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.store import PoolStore
@@ -64,10 +66,10 @@ class Receipt:
     removed_experiments: list[str] = field(default_factory=list)
     pools: dict[str, str] = field(default_factory=dict)
     delivered: dict[str, str] = field(default_factory=dict)  # run -> "sent again", "as it was" or "removed"
-    not_reached: list[str] = field(default_factory=list)  # where runs were delivered before `deliver_to` was what it is
+    not_reached: list[str] = field(default_factory=list)  # where runs were delivered to and `deliver_to` does not name
     drafters: list[str] = field(default_factory=list)  # trained on texts of whomever: all of them
     num_samples: int = 0  # of reports
-    num_leftovers: int = 0  # of killed writers
+    num_leftovers: int = 0  # of killed writers, in the workspace and in the temporary folder of this machine
 
     def as_json(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "path"}
@@ -105,6 +107,7 @@ def forget(
             others.enter_context(other.lock())
         receipt = _opened_receipt(opened, wanted)
         _scan(opened, wanted, receipt)
+        receipt.not_reached = _places_not_reached(opened, settings, receipt.not_reached)
         if not dry_run:
             receipt.save()
             _remove(opened, settings, wanted, receipt)
@@ -138,7 +141,10 @@ def forget(
             say(f"nothing of {counted(len(keys), side)} is in {opened.root}: {', '.join(keys)}")
     _warn(wanted, still_there)
     for place in receipt.not_reached:
-        say(f"WARNING: runs were delivered to {place} too: deliver_to does not name it, and nothing is removed there")
+        say(
+            f"WARNING: runs were delivered to {place} too: deliver_to does not name it, and nothing is removed there. "
+            "Delete it, or give this command again with deliver_to set to it"
+        )
 
 
 def digest(side: Side, entity_id: str) -> str:
@@ -191,6 +197,23 @@ def _scan(workspace: Workspace, wanted: Ids, receipt: Receipt) -> None:
             receipt.pools[known.version] = "rebuild" if is_kept else "drop"
 
 
+def _places_not_reached(workspace: Workspace, settings: Settings, known: Sequence[str]) -> list[str]:
+    """Where runs were delivered to by any command, lists and experiments' too, and nothing is removed now.
+
+    Read before anything is removed: a place of an experiment, or of a run's events, is known by its files alone; of a
+    command that was killed meanwhile by its receipt (`known`).
+    """
+    reached = [workspace, *workspace.recommendations()]
+    variants = [Workspace(path.parent) for path in workspace.root.glob(f"{EXPERIMENTS}/*/*/workspace.json")]
+    places = {*known}
+    for one in (*reached, *variants):
+        places |= known_places(one.root)
+        for run in one.runs():  # of nights before places had a file of their own
+            places |= {event["to"] for event in read_events(run.events_path) if event["event"] == "delivered"}
+    uris = [delivery_uri(one, settings.deliver_to) for one in reached]
+    return sorted({place.rstrip("/") for place in places} - {uri.rstrip("/") for uri in uris if uri})
+
+
 def _runs(workspace: Workspace) -> dict[str, RunFolder]:
     """All runs by their name; those of lists are named with their folder."""
     runs = {run.run_id: run for run in workspace.runs()}
@@ -199,7 +222,7 @@ def _runs(workspace: Workspace) -> dict[str, RunFolder]:
 
 
 def _remove(workspace: Workspace, settings: Settings, wanted: Ids, receipt: Receipt) -> None:
-    receipt.num_leftovers += remove_leftovers(workspace.root)
+    receipt.num_leftovers += remove_leftovers(workspace.root) + remove_dead_scratch()
     workspace.drafters.drop()
     runs = _runs(workspace)
     for name in receipt.removed_runs:
@@ -233,8 +256,6 @@ def _remove(workspace: Workspace, settings: Settings, wanted: Ids, receipt: Rece
     uris = [delivery_uri(one, settings.deliver_to) for one in (workspace, *workspace.recommendations())]
     for one, uri in zip((workspace, *workspace.recommendations()), uris, strict=True):
         receipt.delivered |= forget_delivered(one, uri)
-    events = [event for run in runs.values() for event in read_events(run.events_path)]
-    receipt.not_reached = sorted({one["to"] for one in events if one["event"] == "delivered"} - {*uris})
     receipt.is_done = True
     receipt.save()
 
@@ -303,4 +324,5 @@ def _warn(wanted: Ids, still_there: Mapping[str, list[str]] | None) -> None:
         )
     if wanted["item"]:
         say("titles of items stay in users' plans, samples and texts, where a history shows them, until those change")
+    say("of temporary folders that killed processes left, those of this machine alone are removed")
     say("copies elsewhere (exports, backups, snapshots, versions that a bucket keeps, trained models) are not touched")

@@ -28,6 +28,7 @@ from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.scratch import ScratchFolder
 from laserbatch.retrieval_pools.calibration.calibrate import calibrate, num_held_back, with_budgets
 from laserbatch.retrieval_pools.calibration.replay import ReplayText, Tally, replay
 from laserbatch.retrieval_pools.index.build import build_pool
@@ -128,7 +129,7 @@ def simulate(
     night = open_run(given, run)
     settings = night.settings if config is None else given
     cost, batch_size = _pace(night, settings, step_cost, batch_size)
-    with tempfile.TemporaryDirectory(prefix="laserbatch-simulation-") as folder:
+    with ScratchFolder("simulation") as folder:
         divided = [divided_texts(night, settings, side, num_texts, Path(folder)) for side in SIDES]
         texts = [one for one in divided if one is not None]
         if not texts:

@@ -1,4 +1,4 @@
-"""`laserbatch status`: what a workspace is doing, or did last. It reads files and takes no lock."""
+"""`laserbatch status`: what a workspace is doing, or did last. It reads files, waits for no lock and keeps none."""
 
 import datetime
 import os
@@ -13,6 +13,7 @@ from laserbatch.jobs.events import read_events
 from laserbatch.jobs.formatting import count, rate, seconds
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, open_workspace
 from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.storage.lock_probe import has_shared_locks, probe_lock
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 
@@ -38,36 +39,52 @@ def status(
 def workspace_state(workspace: Workspace, now: datetime.datetime) -> dict[str, Any]:
     """What there is to say at a moment; times are ISO 8601 (UTC), ages in seconds.
 
-    `state` is "running", "idle", or "died": the last attempt is gone and said no end. `run` is the run that is under
-    way or was last, None before the first; of a running one `progress` has what is being counted. `lists`
-    says the same of the nightly lists, None where there are none.
+    `state` is "running", "idle", "died": the last attempt is gone and said no end, or "unknown": a process of another
+    host took the lock, and the file system does not tell whether it still holds it. `lock` is None where nobody holds
+    it, else its `holder`, `since` when, and whether that `is_certain`. `run` is the run that is under way or was last,
+    None before the first; of one that is running, or may be, `progress` has what is being counted, with the time it
+    was `told`. `lists` says the same of the nightly lists, None where there are none.
     """
     return _state(workspace, now) | {"lists": next((_state(one, now) for one in workspace.recommendations()), None)}
 
 
 def _state(workspace: Workspace, now: datetime.datetime) -> dict[str, Any]:
-    holder, since = _holder(workspace)
+    lock = _lock(workspace)
     run = max(workspace.runs(), key=_touched, default=None)
+    without_lock = "died" if run is not None and _died(run) else "idle"
+    with_lock = "running" if lock is not None and lock["is_certain"] else "unknown"
     return {
         "workspace": str(workspace.root),
-        "state": "running" if holder else "died" if run is not None and _died(run) else "idle",
-        "lock": {"holder": holder, "since": since} if holder else None,
-        "run": None if run is None else _run_state(run, now, is_running=holder is not None),
+        "state": without_lock if lock is None else with_lock,
+        "lock": lock,
+        "run": None if run is None else _run_state(run, now, is_running=lock is not None),
         "published": _published(workspace, now),
     }
 
 
-def _holder(workspace: Workspace) -> tuple[str | None, str | None]:
-    """Who holds the lock and since when, as the lock's file says; a holder of this machine that is gone is none."""
+def _lock(workspace: Workspace) -> dict[str, Any] | None:
+    """Who holds the lock, since when, and whether that is certain; None where nobody does.
+
+    The kernel says whether it is held, the file by whom. Where the file system has no lock to ask for, or locks on each
+    host for itself, a process of this host is looked for by its id, and of another host nothing is known.
+    """
     path = workspace.root / "LOCK"
     try:
         told, since = path.read_text(errors="replace").strip("\0 \n"), path.stat().st_mtime
     except OSError:
-        return None, None
-    found = _HOLDER.fullmatch(told)
-    if found is None or (found[2] == socket.gethostname() and not _lives(int(found[1]))):
-        return None, None
-    return told, _iso(since)
+        return None
+    found, probed = _HOLDER.fullmatch(told), probe_lock(path)
+    if probed == "held":
+        holder = told if found is not None else "a process that has not said its name"
+        return {"holder": holder, "since": _iso(since), "is_certain": True}
+    if found is None:
+        return None
+    is_of_here = found[2] == socket.gethostname()
+    if probed == "free" and (is_of_here or has_shared_locks(path)):
+        return None
+    if is_of_here and not _lives(int(found[1])):
+        return None
+    return {"holder": told, "since": _iso(since), "is_certain": is_of_here}
 
 
 def _lives(pid: int) -> bool:
@@ -105,6 +122,7 @@ def _run_state(run: RunFolder, now: datetime.datetime, is_running: bool) -> dict
     begun, failed = last.get("run_begin"), last.get("failure")
     state: dict[str, Any] = {"run_id": run.run_id, "date": run.date, "is_finished": run.is_finished}
     state["since"] = begun["time"] if begun else None
+    state["last_event"] = events[-1]["time"] if events else None
     state["failure"] = failed.get("error") if failed and not run.is_finished else None
     stage = last.get("stage_begin")
     state["stage"] = stage["stage"] if stage and not run.is_finished else None
@@ -153,6 +171,11 @@ def _told(state: dict[str, Any]) -> dict[str, str]:
     told = {"workspace": state["workspace"], "state": state["state"]}
     if state["state"] == "died":
         told["state"] = "the last attempt died; the same command goes on with what is finished"
+    if state["state"] == "unknown":
+        told["state"] = (
+            "not known: a process of another host took the lock, and this file system does not tell whether it lives. "
+            "See when the last event was"
+        )
     if state["lock"]:
         told["lock"] = f"{state['lock']['holder']}, since {state['lock']['since']}"
     if run is not None:
@@ -172,6 +195,8 @@ def _told(state: dict[str, Any]) -> dict[str, str]:
             told["workers lost"] = count(run["num_workers_lost"])
         if run["failure"]:
             told["failure"] = run["failure"]
+        if run["last_event"]:
+            told["last event"] = run["last_event"]
         told["events"] = run["events"]
     if published is None:
         told["published"] = "nothing yet"

@@ -5,7 +5,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import typer
 from rich.panel import Panel
@@ -28,6 +27,7 @@ from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.manifest import SampleSpan
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.scratch import ScratchFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import Tables, read_tables
@@ -120,7 +120,7 @@ def write_one(night: Night, side: Side) -> TriedEntity:
 
     decoding, version = night.decoding, night.manifest.pools.version
     (entity_id,) = night.tables.entities(side)[f"{side}_id"].to_pylist()
-    with TemporaryDirectory(prefix="laserbatch-try-") as scratch:
+    with ScratchFolder("try") as scratch:
         folder = RunFolder(Path(scratch))
         plan, spec = plan_one(night, folder, side)
         if not plan.shards:

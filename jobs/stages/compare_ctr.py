@@ -26,6 +26,7 @@ from laserbatch.pipeline.encoding.versions import feature_versions
 from laserbatch.pipeline.storage.manifest import CtrFigures
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.pipeline.tables.fetched import copy_of, remove_copies, use_copy
 from laserbatch.pipeline.tables.read import open_tables
 
 if TYPE_CHECKING:
@@ -54,10 +55,12 @@ def compare_night(night: "Night") -> CtrFigures:
         and run.date < of_night.date
         and run.plain.features_path("user").exists() == wanted
     ]
+    copy = copy_of(night.settings.tables.path) if night.settings.tables.path is not None else None
     asked = {
         "workspace": str(night.workspace.root),
         "run_ids": [run.run_id for run in [of_night, *stand_ins][:MOST_TRIED]],
         "tables": str(night.settings.tables.path),
+        "copy": None if copy is None else str(copy),  # of tables at a URI: the night has brought them already
         "verifier": night.settings.decoding.verifier,
         "settings": night.settings.ctr.model_dump(mode="json"),
     }
@@ -149,12 +152,19 @@ def _answer() -> None:
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # rather this process than the night
     asked = json.loads(sys.stdin.readline())
-    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
+
+    def end(exit_code: int) -> None:
+        remove_copies()  # os._exit runs no clean-up, and they hold users and their interactions
+        os._exit(exit_code)
+
+    threading.Thread(target=lambda: (sys.stdin.read(), end(1)), daemon=True).start()
+    if asked["copy"] is not None:
+        use_copy(asked["tables"], Path(asked["copy"]))
     workspace, settings = Workspace.open(asked["workspace"]), CtrSettings.model_validate(asked["settings"])
     with event_log(workspace.run(asked["run_ids"][0]).events_path):
         figures = judge_first(workspace, asked["run_ids"], asked["tables"], asked["verifier"], settings)
     print(FIGURES.dump_json(figures).decode(), flush=True)
-    os._exit(0)  # the thread still reads
+    end(0)  # the thread still reads
 
 
 if __name__ == "__main__":

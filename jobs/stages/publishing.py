@@ -12,7 +12,7 @@ from laserbatch.jobs.report.lists import write_lists_report
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import GateSettings
 from laserbatch.pipeline.errors import ConfigError, PipelineError, RunHeld, WorkspaceError
-from laserbatch.pipeline.storage.delivery import Destination
+from laserbatch.pipeline.storage.delivery import Destination, remember_place
 from laserbatch.pipeline.storage.manifest import GateFigures, RunManifest
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import RECOMMENDATIONS, Workspace
@@ -126,6 +126,7 @@ def deliver(workspace: Workspace, uri: str | None, is_asked: bool = False) -> No
             told = f"go on seeing run {there}, of a later date; {command_to_publish(run)} changes that"
             say(f"not delivered: readers at {uri} {told}")
             return
+        remember_place(workspace.root, uri)
         sent = destination.deliver(run)
     except PipelineError as error:
         raise WorkspaceError(

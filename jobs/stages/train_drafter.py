@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from laserbatch.jobs.console import progress, say
@@ -26,6 +25,7 @@ from laserbatch.pipeline.drafter_training.settings import Kind
 from laserbatch.pipeline.errors import PipelineError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.drafters import DrafterTrial, DrafterUsed
+from laserbatch.pipeline.storage.scratch import ScratchFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.retrieval_pools.errors import PoolError
 
@@ -88,7 +88,7 @@ def _texts_of_run(night: Night, side: Side, num_wanted: int) -> "dict[str | int,
     from laserbatch.pipeline.drafter_training.texts import TrainingText
 
     rows = planned_rows(night, side, num_wanted)
-    with TemporaryDirectory(prefix="laserbatch-texts-") as scratch:
+    with ScratchFolder("texts") as scratch:
         run_texts = read_run_texts(night.run, side, Path(scratch)) if rows else None
         written = {} if run_texts is None else run_texts.of_entities([row.entity_id for row in rows])
         return {

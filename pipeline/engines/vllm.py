@@ -11,7 +11,6 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.errors import ModelError, first_line
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.manifest import ModelFigures
+from laserbatch.pipeline.storage.scratch import ScratchFolder
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.integrations import vllm_steps
 from laserbatch.retrieval_pools.routing.route_table import write_routes
@@ -85,7 +85,7 @@ class VllmEngine:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         set_environment(device, num_threads, num_sharing)
-        self._folder = tempfile.TemporaryDirectory(prefix="laserbatch-vllm-")
+        self._folder = ScratchFolder("vllm")  # routes: token ids of prompts and of earlier texts
         arguments = engine_arguments(model_dir, decoding, device)
         speculative = None
         budget = Budget.of(decoding)
@@ -183,6 +183,7 @@ class VllmEngine:
         except Exception:
             # It cannot be used again. Without this process the shard goes to another worker, by halves where need be.
             logger.exception("vLLM's engine failed: this worker ends")
+            self._folder.remove()  # os._exit runs no clean-up
             os._exit(1)
         self.num_forwards += 1
         self.costliest_step_s = max(self.costliest_step_s, time.perf_counter() - began_s)
@@ -217,7 +218,7 @@ class VllmEngine:
             )
 
     def _routes(self, side: Side) -> Path:
-        return Path(self._folder.name) / side / "routes.parquet"
+        return self._folder.path / side / "routes.parquet"
 
     def _write_settings(self, pool_dirs: Mapping[Side, Path], cost: Path, budget: Budget) -> None:
         """The file that the proposer reads: both sides' pools, each with routes that every shard writes anew."""
@@ -228,7 +229,7 @@ class VllmEngine:
             one = {"pools": str(folder.parent.parent), "version": folder.parent.name, "side": side}
             one |= {"routes": str(self._routes(side)), "step_cost": str(cost), "min_acceptance": budget.min_acceptance}
             told.append(one)
-        path = Path(self._folder.name) / "drafts.json"
+        path = self._folder.path / "drafts.json"
         path.write_text(json.dumps(told), encoding="utf-8")
         os.environ["LASERBATCH_DRAFTS"] = str(path)
 

@@ -1,9 +1,12 @@
-"""Files and folders that appear whole or not at all: the one way anything is written to disk.
+"""Files and folders that appear whole or not at all, and replace earlier ones in one step.
 
 Into a temporary name beside the target, synced, then renamed over it. A process that dies in between leaves at most a
-`.tmp` name, which readers never look at.
+`.tmp` name, which readers never look at. Where the file system cannot exchange two folders, the earlier folder has a
+`.replaced` name for a moment; after a death in that moment the next writer puts it back.
 """
 
+import ctypes
+import errno
 import hashlib
 import json
 import os
@@ -16,6 +19,9 @@ from pathlib import Path
 from laserbatch.pipeline.errors import PipelineError, WorkspaceError
 
 TEMPORARY_SUFFIX = ".tmp"
+REPLACED_SUFFIX = ".replaced"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
+_CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY)
 
 
 def _temporary_beside(path: Path) -> Path:
@@ -79,8 +85,11 @@ def atomic_folder(path: Path | str, overwrite: bool = False) -> Iterator[Path]:
     Raises PipelineError where `path` is not empty and `overwrite` False, a file, or the current folder.
     """
     path = Path(path)
+    if path.is_symlink():
+        path = path.resolve()  # what the link names is replaced, and the link stays
     if Path.cwd().is_relative_to(path.resolve()):
         raise PipelineError(f"{path} is the folder that this command runs in, or above it. Give another folder.")
+    restore_replaced(path)
     if path.exists() and not path.is_dir():
         raise PipelineError(f"{path} is a file; expected a folder to write to, or none. Give another path.")
     if path.is_dir() and any(path.iterdir()) and not overwrite:
@@ -95,17 +104,54 @@ def atomic_folder(path: Path | str, overwrite: bool = False) -> Iterator[Path]:
                 for name in files:
                     _sync(Path(folder, name))
                 _sync(Path(folder))
-            if path.is_dir():
-                replaced = _temporary_beside(path)
-                os.replace(path, replaced)  # two renames: a death between them leaves the old one under its .tmp name
+            if not path.is_dir():
                 os.replace(temporary, path)
-                shutil.rmtree(replaced)
+            elif _exchange(temporary, path):
+                _sync(path.parent)
+                shutil.rmtree(temporary)  # now the earlier one
             else:
+                replaced = temporary.with_suffix(REPLACED_SUFFIX)
+                os.replace(path, replaced)
                 os.replace(temporary, path)
+                _sync(path.parent)
+                shutil.rmtree(replaced)
             _sync(path.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two folders in one step; False where this system or the file system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _CANNOT_EXCHANGE:
+        return False
+    raise OSError(number, os.strerror(number), str(other))
+
+
+def replaced_folders(path: Path) -> list[Path]:
+    """Earlier folders of a path that a killed writer has moved out of the way and not yet deleted."""
+    start = f".{path.name}."
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    return sorted(one for one in beside if one.name.startswith(start) and one.suffix == REPLACED_SUFFIX)
+
+
+def restore_replaced(path: Path) -> None:
+    """Put back the folder that a killed writer moved out of the way; delete those whose successor is there.
+
+    Call it only while no other process writes `path`.
+    """
+    found = replaced_folders(path)
+    if found and not path.exists():
+        os.replace(found.pop(), path)
+    for one in found:
+        shutil.rmtree(one)
 
 
 def remove_folder(path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laserbatch.pipeline.errors import WorkspaceError
-from laserbatch.pipeline.storage.atomic import sha256_file, write_json
+from laserbatch.pipeline.storage.atomic import read_json, sha256_file, write_json
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.uris import ADVICE, BLOCK_BYTES, filesystem_of, naming_uri
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
 FOLDERS = ("knowledge", "features", "quarantine", "postponed")  # of a run, beside single files: what readers want
+PLACES = "delivered-to.json"  # of a workspace: every URI that a run of it was sent to, whichever command sent it
 NUM_AT_ONCE = 8  # files on their way
 
 
@@ -141,6 +142,24 @@ class Destination:
             while block := file.read(BLOCK_BYTES):
                 digest.update(block)
         return digest.hexdigest()
+
+
+def known_places(root: Path) -> set[str]:
+    """URIs that runs of the workspace at `root` were sent to, or began to be. Raises WorkspaceError: file damaged."""
+    path = root / PLACES
+    if not path.exists():
+        return set()
+    places = read_json(path, f', or write {{"places": ["s3://...", ...]}} with every place that {root} delivered to')
+    if not isinstance(places.get("places"), list) or not all(isinstance(one, str) for one in places["places"]):
+        raise WorkspaceError(f'{path}: "places" is not a list of URIs; write every place that {root} delivered to')
+    return set(places["places"])
+
+
+def remember_place(root: Path, uri: str) -> None:
+    """Record that a run of the workspace at `root` is going to be sent to a URI; call it before anything is sent."""
+    places = known_places(root)
+    if uri.rstrip("/") not in places:
+        write_json({"places": sorted({*places, uri.rstrip("/")})}, root / PLACES)
 
 
 def _described(run: RunFolder) -> dict[str, tuple[int, str]]:

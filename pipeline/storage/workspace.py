@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ WORKSPACE_VERSION = 1
 EXPERIMENTS = "experiments"  # folder of a workspace
 RECOMMENDATIONS = "recommendations"  # likewise, a workspace of its own
 MOST_REMEMBERED = 100  # of the runs that were published before
+NUM_TRIES, RETRY_AFTER_S = 5, 0.02  # of the lock, while it is held
 _VERSION_TEXT = f'{{"format_version": {WORKSPACE_VERSION}}}'
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -236,7 +238,7 @@ class Workspace:
         descriptor = os.open(self.root / "LOCK", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _take(descriptor)
             except BlockingIOError:
                 holder = _holder(descriptor) or "another process"
                 raise WorkspaceBusy(
@@ -284,6 +286,15 @@ class ExperimentFolder:
     def lock(self) -> AbstractContextManager[None]:
         """Hold it for writing, as a workspace is held."""
         return Workspace(self.root).lock()
+
+
+def _take(descriptor: int) -> None:
+    """Lock a file for writing. Raises BlockingIOError where it stays held: `status` holds it for a moment to look."""
+    for _ in range(NUM_TRIES - 1):
+        with suppress(BlockingIOError):
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(RETRY_AFTER_S)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _holder(descriptor: int) -> str:

@@ -1,18 +1,18 @@
-"""Tables that lie at a URI: their files are brought here once a process, before the first is read.
+"""Tables that lie at a URI: their files are brought here once a command, before the first is read.
 
 Everything then reads local files, with the memory and the speed that it has there. The copy lies in the temporary
-folder of the machine (TMPDIR) and goes when the process ends.
+folder of the machine (TMPDIR) and goes when the process ends; that of a killed process goes with the next command.
 """
 
-import tempfile
-from functools import cache
 from pathlib import Path, PurePosixPath
 
 from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.storage.scratch import ScratchFolder
 from laserbatch.pipeline.storage.uris import BLOCK_BYTES, filesystem_of, is_uri, naming_uri, without_credentials
 
 _URIS: dict[Path, str] = {}  # folder of a copy -> where it is from
-_KEPT: list[tempfile.TemporaryDirectory] = []  # until the process ends
+_COPIES: dict[str, Path] = {}  # URI -> folder of its whole copy
+_MADE: list[ScratchFolder] = []  # by this process, which removes them when it ends
 
 
 def local_tables(path: Path | str, names: tuple[str, ...]) -> Path:
@@ -20,7 +20,29 @@ def local_tables(path: Path | str, names: tuple[str, ...]) -> Path:
 
     Raises TableError where the files cannot be fetched, or changed meanwhile.
     """
-    return _fetched(without_credentials(path), names) if is_uri(path) else Path(path)
+    if not is_uri(path):
+        return Path(path)
+    uri = without_credentials(path)
+    if uri not in _COPIES:
+        _COPIES[uri] = _fetched(uri, names)
+    return _COPIES[uri]
+
+
+def copy_of(path: Path | str) -> Path | None:
+    """The folder of the copy that this process has of the tables at a URI; None for a local folder or no copy."""
+    return _COPIES.get(without_credentials(path)) if is_uri(path) else None
+
+
+def use_copy(path: Path | str, folder: Path) -> None:
+    """Read the tables at a URI from the copy of another process, which goes on living meanwhile and removes it."""
+    uri = without_credentials(path)
+    _COPIES[uri], _URIS[folder] = folder, uri
+
+
+def remove_copies() -> None:
+    """Delete the copies that this process has made, for a process that ends by `os._exit`; may be called again."""
+    for made in _MADE:
+        made.remove()
 
 
 def shown_path(path: Path) -> str:
@@ -32,7 +54,6 @@ def shown_path(path: Path) -> str:
     return str(path)
 
 
-@cache
 def _fetched(uri: str, names: tuple[str, ...]) -> Path:
     import pyarrow.fs as pafs
 
@@ -50,8 +71,8 @@ def _fetched(uri: str, names: tuple[str, ...]) -> Path:
 
     with naming_uri(uri, TableError):
         files = listed()
-        _KEPT.append(tempfile.TemporaryDirectory(prefix="laserbatch-tables-"))
-        folder = Path(_KEPT[-1].name)
+        _MADE.append(ScratchFolder("tables"))
+        folder = _MADE[-1].path
         _URIS[folder] = uri
         for name, (num_bytes, _) in files.items():
             target = folder / name

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.storage.atomic import replaced_folders
 from laserbatch.pipeline.tables.fetched import local_tables, shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding
 
@@ -44,7 +45,10 @@ def tables_folder(path: Path | str | None) -> Path:
     if not path.is_dir():
         found = f"{path} is not a folder" if path.exists() else f"{path} is not there"
         expected = "a folder with the tables users, items and interactions"
-        raise FaultyTable(Finding("missing-table", "tables", found, expected, "check the path"))
+        advice = "check the path"
+        if left := replaced_folders(path):
+            advice = f"a command that replaced them was killed: give it again, or move {left[-1]} to {path}"
+        raise FaultyTable(Finding("missing-table", "tables", found, expected, advice))
     return path
 
 

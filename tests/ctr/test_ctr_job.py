@@ -17,6 +17,8 @@ from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.pipeline.tables.fetched import remove_copies
+from laserbatch.pipeline.tables.schema import tables_folder
 
 SETTINGS = CtrSettings(models=("gbdt",), num_seeds=2)
 
@@ -75,6 +77,25 @@ def test_a_comparison_that_the_kernel_kills_stops_no_night_and_says_why(night, m
     killed = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
     monkeypatch.setattr("laserbatch.jobs.stages.compare_ctr.CHILD", killed)
     assert "killed by SIGKILL, as the kernel does where memory runs short" in compare_night(night).skipped
+
+
+@pytest.mark.parametrize("is_here", [False, True])
+def test_a_comparison_leaves_no_copy_of_tables_at_a_uri(night, tmp_path, monkeypatch, is_here):
+    """Not in the process of its own, which `os._exit` ends; a copy that the night has is read, and stays."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    uri = (tmp_path / "tables").as_uri()
+    night.settings = Settings(ctr=SETTINGS, tables={"path": uri})
+    before = []
+    if is_here:
+        before = [tables_folder(uri)]
+        for file in (tmp_path / "tables").glob("*.parquet"):
+            file.unlink()  # so that a second copy could not be made
+    assert compare_night(night).judged_run_id == "2025-03-01-00000001"
+    assert list(scratch.glob("laserbatch*")) == before
+    remove_copies()
 
 
 @pytest.mark.parametrize("error", [MemoryError("no 3 GB"), RuntimeError("CUDA out of memory"), CtrError("too few")])

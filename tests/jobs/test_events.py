@@ -2,17 +2,20 @@
 
 import base64
 import datetime
+import fcntl
 import json
 import logging
 import os
 import re
 import socket
+import threading
 from pathlib import Path
 
 import pytest
 from manifests import manifest_of
 from night_world import run_here
 
+from laserbatch.jobs.commands import status
 from laserbatch.jobs.commands.status import workspace_state
 from laserbatch.jobs.events import emit, event_log, read_events
 from laserbatch.jobs.report.page import write_report
@@ -102,8 +105,44 @@ def test_status_tells_of_a_run_under_way_of_one_that_died_and_of_one_that_failed
 def test_a_lock_that_a_dead_process_left_is_nobodys(night):
     (night.workspace.root / "LOCK").write_text(f"pid {2**22 + 1} on {socket.gethostname()}")
     assert workspace_state(night.workspace, NOW)["state"] == "idle"
-    (night.workspace.root / "LOCK").write_text("pid 1 on another-machine")
-    assert workspace_state(night.workspace, NOW)["state"] == "running"
+
+
+def test_a_night_that_died_on_another_host_is_not_running(night, monkeypatch):
+    """As a pod's: the name of its host never comes again."""
+    lock = night.workspace.root / "LOCK"
+    with recorded(night.manifest):
+        emit("stage_begin", stage="generate")
+    lock.write_text("pid 1 on another-machine")
+    died = workspace_state(night.workspace, NOW)
+    assert (died["state"], died["lock"], died["run"]["stage"]) == ("died", None, "generate")
+
+    monkeypatch.setattr(status, "has_shared_locks", lambda path: False)  # "free" here says nothing of other hosts
+    unknown = workspace_state(night.workspace, NOW)
+    assert unknown["state"] == "unknown" and unknown["lock"]["is_certain"] is False
+    assert unknown["lock"]["holder"] == "pid 1 on another-machine" and unknown["run"]["last_event"]
+    assert status._told(unknown)["state"].startswith("not known: a process of another host")
+    monkeypatch.setattr(status, "probe_lock", lambda path: "unknown")  # a file system without flock
+    assert workspace_state(night.workspace, NOW)["state"] == "unknown"
+
+
+def test_a_lock_that_is_held_is_running_whoever_the_file_names(night):
+    """Of another host, of another container with this host's name, or of a writer that has not said who it is."""
+    lock = night.workspace.root / "LOCK"
+    with night.workspace.lock():
+        for told in ("pid 1 on another-machine", f"pid {2**22 + 1} on {socket.gethostname()}", ""):
+            lock.write_text(told)
+            state = workspace_state(night.workspace, NOW)
+            assert state["state"] == "running" and state["lock"]["is_certain"]
+    assert workspace_state(night.workspace, NOW)["state"] == "idle"
+
+
+def test_looking_at_the_lock_refuses_no_night(night):
+    """A look holds the lock for a moment; a night that begins in that moment tries again."""
+    descriptor = os.open(night.workspace.root / "LOCK", os.O_RDONLY | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    threading.Timer(0.03, os.close, [descriptor]).start()
+    with night.workspace.lock():
+        pass
 
 
 def test_figures_are_written_whatever_came_of_the_night(tmp_path, night):

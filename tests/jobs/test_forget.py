@@ -272,6 +272,41 @@ def test_the_same_command_goes_on_where_it_was_killed(folder, capfd, monkeypatch
         assert contents(place / "workspace") == contents(undisturbed / "workspace")
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("runs", "publish", "{first}"),
+        ("runs", "rollback"),
+        ("nightly", "--date", "2025-03-02"),
+        ("backfill", "--from", "2025-03-02", "--to", "2025-03-02", "--publish"),
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_every_place_that_a_command_delivered_to_is_named(folder, capfd, monkeypatch, command):
+    """Also after the run whose events may tell of it is gone, and by a dry run."""
+    monkeypatch.setattr(forgetting, "_rebuilt", lambda *_: False)
+    config, first = folder / "laserbatch.yaml", RunFolder(min((folder / "workspace" / "runs").glob("2025-03-01-*")))
+    settings = yaml.safe_load(config.read_text())
+    there, now = folder / "there", folder / "now"
+    config.write_text(yaml.safe_dump(settings | {"deliver_to": there.as_uri() + "/"}))
+    done = run_here(capfd, *(part.format(first=first.run_id) for part in command), "--config", str(config))
+    assert done.returncode == 0, done.stderr
+    assert WHO.encode() in b"".join(path.read_bytes() for path in there.rglob("user/*.parquet"))
+    assert forget(folder, capfd, "--user", WHO, "--dry-run")["not_reached"] == []
+    config.write_text(yaml.safe_dump(settings | {"deliver_to": now.as_uri()}))
+    for events in (folder / "workspace").rglob("events.jsonl"):
+        events.unlink()
+    for options in (("--dry-run",), ()):
+        told = forget(folder, capfd, "--user", WHO, *options)
+        assert told["not_reached"] == [there.as_uri()]
+        assert f"WARNING: runs were delivered to {there.as_uri()} too" in told["said"]
+    config.write_text(yaml.safe_dump(settings | {"deliver_to": there.as_uri()}))
+    told = forget(folder, capfd, "--user", WHO)
+    assert told["not_reached"] == [now.as_uri()]  # where the last command sent the published run
+    assert "sent again" in told["delivered"].values()
+    assert WHO.encode() not in b"".join(path.read_bytes() for path in there.rglob("*") if path.is_file())
+
+
 def contents(workspace: Path) -> dict[str, bytes]:
     files = (path for path in workspace.rglob("*") if path.is_file() and path.parent.name != "forgotten")
     return {path.relative_to(workspace).as_posix(): path.read_bytes() for path in files}

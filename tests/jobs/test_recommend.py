@@ -221,6 +221,9 @@ def test_lists_of_somebody_who_is_forgotten_go(world, capfd):
     assert user not in lists_of(done) and json.loads(forgotten.stdout)["ids"]["user"]
     assert user not in pq.read_table(delivered)["user_id"].to_pylist()
     assert recommend(capfd, world, **deliver_to).returncode == 0  # finished still
+    write_config(folder)
+    told = run_here(capfd, "forget", "--config", str(folder / "laserbatch.yaml"), "--user", "u0", "--dry-run", "--json")
+    assert json.loads(told.stdout)["not_reached"] == [f"{there.as_uri()}/recommendations"]
 
 
 @pytest.mark.parametrize(

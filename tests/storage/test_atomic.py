@@ -20,6 +20,8 @@ from laserbatch.pipeline.storage.atomic import (
     write_json,
     write_text,
 )
+from laserbatch.pipeline.tables.findings import FaultyTable
+from laserbatch.pipeline.tables.schema import tables_folder
 
 
 def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_else(tmp_path):
@@ -67,6 +69,57 @@ def test_a_folder_is_replaced_only_when_asked_and_only_when_it_is_complete(tmp_p
         write_text("3", folder / "sub" / "b")
     assert [path.name for path in target.iterdir()] == ["sub"]
     assert os.listdir(tmp_path) == ["tables"]
+
+
+KILLED_WHILE_REPLACING = """
+import os, signal, sys
+from laserbatch.pipeline.storage import atomic
+target, num_done, can_exchange = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "True"
+if not can_exchange:
+    atomic._exchange = lambda one, other: False
+seen = 0
+def watch(event, arguments):
+    global seen
+    if event in ("os.rename", "shutil.rmtree", "os.remove", "os.rmdir") and os.path.dirname(target) in str(arguments[0]):
+        seen += 1
+        if seen > num_done:
+            os.kill(os.getpid(), signal.SIGKILL)
+with atomic.atomic_folder(target, overwrite=True) as folder:
+    (folder / "a").write_text("new")
+    sys.addaudithook(watch)
+"""
+
+
+@pytest.mark.parametrize(("can_exchange", "num_done"), [(True, 0), (False, 0), (False, 1), (False, 2)])
+def test_a_kill_while_a_folder_is_replaced_leaves_the_earlier_or_the_new_one(tmp_path, can_exchange, num_done):
+    target = tmp_path / "tables"
+    with atomic_folder(target) as folder:
+        write_text("old", folder / "a")
+    command = [sys.executable, "-c", KILLED_WHILE_REPLACING, str(target), str(num_done), str(can_exchange)]
+    process = subprocess.run(command, check=False)
+    assert process.returncode == -signal.SIGKILL
+    if (can_exchange, num_done) == (False, 1):  # the one moment in which nothing is at the path
+        remove_leftovers(tmp_path)  # as a night does
+        with pytest.raises(FaultyTable, match=r"was killed: give it again, or move .*\.replaced to"):
+            tables_folder(target)
+        with pytest.raises(PipelineError, match="not empty"), atomic_folder(target):
+            pass
+        assert (target / "a").read_text() == "old"
+    assert (target / "a").read_text() == ("new" if can_exchange or num_done == 2 else "old")
+    with atomic_folder(target, overwrite=True) as folder:
+        write_text("newest", folder / "a")
+    remove_leftovers(tmp_path)
+    assert os.listdir(tmp_path) == ["tables"] and (target / "a").read_text() == "newest"
+
+
+def test_a_link_to_a_folder_stays_one_when_the_folder_is_replaced(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "tables").symlink_to(tmp_path / "disk")
+    for text in ("1", "2"):
+        with atomic_folder(tmp_path / "tables", overwrite=True) as folder:
+            write_text(text, folder / "a")
+    assert (tmp_path / "tables").is_symlink() and (tmp_path / "disk" / "a").read_text() == "2"
+    assert sorted(os.listdir(tmp_path)) == ["disk", "tables"]
 
 
 def test_damaged_json_is_named(tmp_path):

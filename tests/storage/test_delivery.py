@@ -8,7 +8,7 @@ from destinations import bucket, place  # noqa: F401 (fixtures)
 from laserbatch.jobs.settings import Settings, load_settings
 from laserbatch.jobs.stages.publishing import deliver, forget_delivered
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
-from laserbatch.pipeline.storage.delivery import Destination
+from laserbatch.pipeline.storage.delivery import PLACES, Destination, known_places
 from laserbatch.pipeline.storage.uris import filesystem_of
 from laserbatch.pipeline.storage.workspace import Workspace
 
@@ -75,6 +75,25 @@ def test_a_killed_delivery_shows_readers_the_run_before_and_goes_on(workspace, p
     assert sent[-1].endswith("_SUCCESS")
     deliver(workspace, place)  # everything is there
     assert len(sent) == len(WANTED)
+
+
+def test_a_place_is_known_before_anything_is_sent_there(workspace, place, monkeypatch):  # noqa: F811
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Destination, "_put", killed)
+    with pytest.raises(KeyboardInterrupt):
+        deliver(workspace, f"{place}/")
+    assert known_places(workspace.root) == {place}
+
+
+def test_a_damaged_file_of_places_is_refused_by_name(workspace, place):  # noqa: F811
+    (workspace.root / PLACES).write_text('{"places": "s3://b/p"}')
+    with pytest.raises(WorkspaceError, match=f'{PLACES}: "places" is not a list of URIs'):
+        deliver(workspace, place)
+    (workspace.root / PLACES).write_text("{")
+    with pytest.raises(WorkspaceError, match=f"{PLACES} is damaged.*write .*every place"):
+        known_places(workspace.root)
 
 
 def test_readers_go_back_only_where_somebody_asks_or_a_run_was_taken_back(workspace, place, tmp_path):  # noqa: F811

@@ -1,0 +1,74 @@
+"""Temporary folders with rows of people in them (TMPDIR), which a process that is killed leaves to the next to remove.
+
+A folder is locked (flock) for as long as its process lives, so a folder that can be locked belongs to a process that is
+gone. A file system without flock keeps such folders: then nothing tells whose they are.
+"""
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+PREFIX = "laserbatch-scratch-"
+MIN_AGE_S = 60  # a younger folder may belong to a process that has made it and not locked it yet
+
+
+class ScratchFolder:
+    """A new folder in the temporary folder; it goes with `remove`, at the end of a `with` block, or with the process.
+
+    Folders of dead processes are removed before it is made, so that at most those of the last command are there.
+    """
+
+    def __init__(self, purpose: str) -> None:
+        remove_dead_scratch()
+        self._folder = tempfile.TemporaryDirectory(prefix=f"{PREFIX}{purpose}-", ignore_cleanup_errors=True)
+        self.path = Path(self._folder.name)
+        self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        with suppress(OSError):  # then other processes cannot lock it either, and leave it alone
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+
+    def remove(self) -> None:
+        """Delete the folder; may be called again."""
+        self._folder.cleanup()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def dead_scratch() -> list[Path]:
+    """Scratch folders in the temporary folder whose process is gone."""
+    return [path for path in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")) if _is_dead(path)]
+
+
+def remove_dead_scratch() -> int:
+    """Delete the scratch folders of processes that are gone; returns how many."""
+    found = dead_scratch()
+    for path in found:
+        shutil.rmtree(path, ignore_errors=True)
+    return sum(not path.exists() for path in found)
+
+
+def _is_dead(path: Path) -> bool:
+    """False also where it cannot be known: another user's folder, or a file system without flock."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        if time.time() - os.fstat(descriptor).st_mtime < MIN_AGE_S:
+            return False
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
