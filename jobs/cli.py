@@ -72,9 +72,9 @@ app = lazy_app(
     rich_markup_mode="markdown",
     help="Nightly LLM knowledge for recommender systems, by retrieval speculative decoding.\n\n"
     "Exit codes: 0 done, 1 unexpected error, 2 wrong usage, 3 bad input or configuration, or no room on the disk, "
-    "4 a night is held back by a gate, or most of its first texts failed, 5 the workspace is in use, 130 interrupted, "
-    "141 nobody reads what is printed, 143 ended by SIGTERM. With --json a failure is an object too: error, kind, "
-    "exit_code, and where there is one its report.",
+    "4 a night is held back by a gate, or most of its first texts failed, or an id to forget is found nowhere, 5 the "
+    "workspace is in use, 130 interrupted, 141 nobody reads what is printed, 143 ended by SIGTERM. With --json a "
+    "failure is an object too: error, kind, exit_code, and where there is one its report.",
 )
 
 

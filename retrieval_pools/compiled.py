@@ -7,10 +7,16 @@ draft's time.
 """
 
 import hashlib
+import logging
 import operator
+import os
+import stat
+import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+import numba
 import numpy as np
 from llvmlite import ir
 from numba import from_dtype, njit, types
@@ -20,6 +26,8 @@ from numba.core.datamodel import models, register_default
 from numba.core.typing import Signature, signature
 from numba.extending import intrinsic, lower_builtin
 from numba.np.arrayobj import getitem_array_tuple, getitem_arraynd_intp, populate_array, setitem_array
+
+logger = logging.getLogger(__name__)
 
 _HERE = Path(__file__).parent
 _SOURCES = sorted(path for pattern in ("*.py", "index/*.py", "drafting/*.py") for path in _HERE.glob(pattern))
@@ -34,11 +42,50 @@ def cached(**options) -> Callable[[Callable], Callable]:
     """
 
     def compile_when_called(function: Callable) -> Callable:
-        compiled = njit(cache=True, **options)(function)
+        compiled = kept_on_disk(**options)(function)
         compiled._cache._cache_file._source_stamp = _STAMP
         return compiled
 
     return compile_when_called
+
+
+def kept_on_disk(**options) -> Callable[[Callable], Callable]:
+    """`numba.njit` with these options and `cache=True`, also where numba finds no folder that it may write.
+
+    In a container with a read-only root and no HOME neither the folder of the package nor the user's cache may be
+    written, and numba raises. The machine code then goes to a temporary folder, for this process and those it starts.
+    """
+
+    def compile_when_called(function: Callable) -> Callable:
+        try:
+            return njit(cache=True, **options)(function)
+        except RuntimeError as error:
+            if "no locator available" not in str(error):
+                raise
+        folder = str(_temporary_cache())
+        os.environ["NUMBA_CACHE_DIR"] = numba.config.CACHE_DIR = folder
+        logger.warning(
+            "neither the folder of the package nor the cache of the user may be written: numba's machine code goes to "
+            "%s; set NUMBA_CACHE_DIR to a folder that stays, so that it is not compiled again",
+            folder,
+        )
+        return njit(cache=True, **options)(function)
+
+    return compile_when_called
+
+
+def _temporary_cache() -> Path:
+    """A temporary folder that this user alone may write, the same one in every process where that is possible.
+
+    What lies in it is run, so a folder of that name which somebody else has made, or may write, is not used.
+    """
+    folder = Path(tempfile.gettempdir(), f"laserbatch-numba-{os.getuid()}")
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+        return folder
+    return Path(tempfile.mkdtemp(prefix="laserbatch-numba-"))
 
 
 # Parts of a cached function. The first are compiled into their callers, since handing the arrays on costs more than

@@ -17,7 +17,8 @@ from typing import Any
 import pyarrow.compute as pc
 import typer
 
-from laserbatch.jobs.console import say, summary
+from laserbatch.jobs.commands.id_file import read_ids
+from laserbatch.jobs.console import ExitCode, say, summary
 from laserbatch.jobs.events import read_events
 from laserbatch.jobs.formatting import counted
 from laserbatch.jobs.settings import CONFIG, DRY_RUN, JSON, WORKSPACE, Settings, load_settings
@@ -50,6 +51,7 @@ class Receipt:
     Attributes
     ----------
     ids : digest of an id -> whether anything of it was found.
+    nowhere : digests of ids that are neither in the workspace, nor in the input tables, nor in an earlier receipt.
     rows : run -> file -> rows removed from it.
     removed_runs : unfinished ones, whose nights are begun anew.
     removed_experiments : those whose sample or texts hold somebody, whole.
@@ -61,6 +63,7 @@ class Receipt:
     laserbatch_version: str
     ids: dict[Side, dict[str, bool]]
     is_done: bool = False
+    nowhere: dict[Side, list[str]] = field(default_factory=dict)
     rows: dict[str, dict[str, int]] = field(default_factory=dict)
     removed_runs: list[str] = field(default_factory=list)
     removed_experiments: list[str] = field(default_factory=list)
@@ -81,7 +84,9 @@ class Receipt:
 def forget(
     user: list[str] = typer.Option([], "--user", help="Id of a user; may be given several times."),
     item: list[str] = typer.Option([], "--item", help="Id of an item; may be given several times."),
-    ids: Path | None = typer.Option(None, "--ids", help="A file of users' ids, one a line, UTF-8."),
+    ids: Path | None = typer.Option(
+        None, "--ids", help="A file of users' ids: one a line, or a CSV whose header names a column user_id; UTF-8."
+    ),
     dry_run: bool = DRY_RUN,
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
@@ -91,13 +96,13 @@ def forget(
 
     Texts, vectors, plans, quarantine and reports' samples of every run go; pools that held them are rebuilt or dropped,
     drafters that nights trained, unfinished runs and experiments removed. Killed, the same command goes on. Take the
-    ids out of your input tables first: who is in them is written about again the next night.
+    ids out of your input tables first: who is in them is written about again the next night. Where an id is nowhere
+    (neither in the workspace, nor in the input tables, nor in an earlier receipt), the exit code is 4.
 
     Example: `laserbatch forget --config laserbatch.yaml --user u123 --user u456`
     """
     settings = load_settings(config, {"workspace": workspace})
-    lines = ids.read_text("utf-8-sig").split("\n") if ids is not None else []
-    users = {*user, *(line.removesuffix("\r") for line in lines if line.strip())}
+    users = {*user, *(read_ids(ids) if ids is not None else ())}
     wanted: Ids = {"user": frozenset(users), "item": frozenset(item)}
     if not any(wanted.values()):
         raise typer.BadParameter("give --user ID, --item ID or --ids FILE with at least one id")
@@ -108,15 +113,19 @@ def forget(
         receipt = _opened_receipt(opened, wanted)
         _scan(opened, wanted, receipt)
         receipt.not_reached = _places_not_reached(opened, settings, receipt.not_reached)
+        in_tables = _in_tables(settings, wanted)
+        unknown = {
+            side: [key for key in sorted(keys) if not receipt.ids[side][digest(side, key)]]
+            for side, keys in wanted.items()
+        }
+        nowhere = _nowhere(opened, unknown, in_tables or {})
+        receipt.nowhere = {side: [digest(side, key) for key in keys] for side, keys in nowhere.items() if keys}
         if not dry_run:
             receipt.save()
             _remove(opened, settings, wanted, receipt)
-    unknown = {
-        side: [key for key in sorted(keys) if not receipt.ids[side][digest(side, key)]] for side, keys in wanted.items()
-    }
-    still_there = _in_tables(settings, wanted)
+    still_there = None if in_tables is None else _by_table(in_tables)
     if as_json:
-        told = receipt.as_json() | {"receipt": str(receipt.path), "dry_run": dry_run}
+        told = receipt.as_json() | {"receipt": str(receipt.path), "dry_run": dry_run, "nowhere": nowhere}
         summary(told | {"unknown": unknown, "still_in_tables": still_there}, as_json=True)
     else:
         summary(
@@ -145,6 +154,16 @@ def forget(
             f"WARNING: runs were delivered to {place} too: deliver_to does not name it, and nothing is removed there. "
             "Delete it, or give this command again with deliver_to set to it"
         )
+    for side, keys in nowhere.items():
+        if keys:
+            say(
+                f"WARNING: {counted(len(keys), f'{side} id')} found nowhere, neither here nor in the input tables: "
+                f"{', '.join(map(repr, keys[:5]))}{', ...' if len(keys) > 5 else ''}. Nothing was removed for "
+                "them, and the receipt says so. Check how the tables write the ids; an id that has blanks or quotes "
+                f"at its ends is given with --{side}"
+            )
+    if any(nowhere.values()):
+        raise typer.Exit(ExitCode.RUN_FAILED)
 
 
 def digest(side: Side, entity_id: str) -> str:
@@ -290,12 +309,39 @@ def _forget_in_events(path: Path, wanted: Ids) -> None:
         write_text("".join(kept), path)
 
 
-def _in_tables(settings: Settings, wanted: Ids) -> dict[str, list[str]] | None:
-    """By input table, the ids that are still in it; None where the tables are not known or cannot be read."""
+def _nowhere(
+    workspace: Workspace, unknown: Mapping[Side, list[str]], in_tables: Mapping[tuple[str, Side], set[str]]
+) -> dict[Side, list[str]]:
+    """Those of the ids that the workspace does not hold which no input table has, and no receipt says were removed."""
+    removed = {side: set() for side in SIDES}
+    for path in (workspace.root / RECEIPTS).glob("*.json"):
+        for side, ids in read_json(path)["ids"].items():
+            removed[side] |= {key for key, was_found in ids.items() if was_found}
+    there = {side: {key for (_, of), keys in in_tables.items() if of == side for key in keys} for side in SIDES}
+    return {
+        side: [key for key in keys if key not in there[side] and digest(side, key) not in removed[side]]
+        for side, keys in unknown.items()
+    }
+
+
+def _by_table(in_tables: Mapping[tuple[str, Side], set[str]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for (table, _), keys in in_tables.items():
+        found[table] = sorted({*found.get(table, []), *keys})
+    return found
+
+
+def _in_tables(settings: Settings, wanted: Ids) -> dict[tuple[str, Side], set[str]] | None:
+    """By input table and side, the ids that are still in it; None where the tables are not known or cannot be read."""
     if settings.tables.path is None:
         return None
-    found: dict[str, list[str]] = {}
-    columns = [("users", "user"), ("items", "item"), ("interactions", "user"), ("interactions", "item")]
+    found: dict[tuple[str, Side], set[str]] = {}
+    columns: list[tuple[str, Side]] = [
+        ("users", "user"),
+        ("items", "item"),
+        ("interactions", "user"),
+        ("interactions", "item"),
+    ]
     try:
         folder = tables_folder(settings.tables.path)
         for table, side in columns:
@@ -306,7 +352,7 @@ def _in_tables(settings: Settings, wanted: Ids) -> dict[str, list[str]] | None:
                 for key in batch.column(0).filter(is_of(batch.column(0), wanted[side])).unique().to_pylist()
             }  # fmt: skip
             if keys:
-                found[table] = sorted({*found.get(table, []), *keys})
+                found[table, side] = keys
     except PipelineError as error:
         say(f"the input tables could not be looked into: {error}")
         return None

@@ -14,7 +14,7 @@ from laserbatch.jobs.formatting import count, decimal
 from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.report.sides import side_warnings
 from laserbatch.jobs.settings import CONFIG, JSON, PACKAGE_ROOT, WORKSPACE, load_settings
-from laserbatch.jobs.stages.night import Night, parse_date
+from laserbatch.jobs.stages.night import Night, parse_night
 from laserbatch.jobs.stages.publishing import deliver, let_readers_see
 from laserbatch.jobs.stages.run_night import run_night
 from laserbatch.pipeline.errors import ConfigError, PipelineError, TableError
@@ -35,7 +35,9 @@ def nightly(
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     date: str = typer.Option(..., help="The night: what was known at the end of this day is used."),
-    force: bool = typer.Option(False, help="Generate unchanged entities too, in a run of its own."),
+    force: bool = typer.Option(
+        False, help="Generate unchanged entities too, in a run of its own; accept also a date after tomorrow."
+    ),
     redo: bool = typer.Option(
         False, help="Do a finished date whose tables changed since again, in a run of its own; the unchanged is kept."
     ),
@@ -54,10 +56,11 @@ def nightly(
     Example: `laserbatch nightly --config laserbatch.yaml --date 2025-03-01`
     """
     settings = load_settings(config, {"workspace": workspace, "cluster.ray_address": ray_address})
+    night_date = parse_night(date, force)
     if dry_run:
-        summary(planned_night(settings, parse_date(date), force, redo), as_json)
+        summary(planned_night(settings, night_date, force, redo), as_json)
         return
-    night = run_night(settings, parse_date(date), force, redo, "always" if publish else "forwards")
+    night = run_night(settings, night_date, force, redo, "always" if publish else "forwards")
     summary(
         {
             "run_id": night.run.run_id,
@@ -83,6 +86,7 @@ def backfill(
         False, "--publish", help="Publish the last night, whatever its date, when all are done."
     ),
     redo: bool = typer.Option(False, help="Do finished nights whose tables changed since again, in runs of their own."),
+    force: bool = typer.Option(False, help="Accept dates after tomorrow; nothing else changes."),
     ray_address: str | None = typer.Option(None, help="Use this Ray cluster; without it a local one a night."),
     as_json: bool = JSON,
 ) -> None:
@@ -94,7 +98,7 @@ def backfill(
     Example: `laserbatch backfill --config laserbatch.yaml --from 2025-02-01 --to 2025-02-14`
     """
     settings = load_settings(config, {"workspace": workspace, "cluster.ray_address": ray_address})
-    start, end = parse_date(first), parse_date(last)
+    start, end = parse_night(first, force), parse_night(last, force)
     if end < start:
         raise ConfigError(f"--from {start} is after --to {end}; give the earlier date first")
     num_nights, before = (end - start).days + 1, None

@@ -6,7 +6,7 @@ import typer
 
 from laserbatch.jobs.console import say, summary
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings
-from laserbatch.jobs.stages.night import parse_date
+from laserbatch.jobs.stages.night import parse_date, parse_night
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.recommending.settings import CodeMaker, DraftLoss
 
@@ -17,7 +17,9 @@ def recommend(
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     date: str = typer.Option(..., help="What was known at the end of this day is used."),
-    force: bool = typer.Option(False, help="Make lists of unchanged users too, in a run of its own."),
+    force: bool = typer.Option(
+        False, help="Make lists of unchanged users too, in a run of its own; accept also a date after tomorrow."
+    ),
     as_json: bool = JSON,
 ) -> None:
     """List the best items of every user, and publish them as Parquet: user_id, rank, item_id, score.
@@ -29,7 +31,7 @@ def recommend(
     from laserbatch.jobs.stages.recommend import recommend
 
     settings = load_settings(config, {"workspace": workspace})
-    manifest = recommend(settings, parse_date(date), force)
+    manifest = recommend(settings, parse_night(date, force), force)
     figures, folder = manifest.sides["user"], manifest.path.parent
     names = ("entities", "generated", "carried_over", "quarantined")
     stats = figures.stats

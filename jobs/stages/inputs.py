@@ -37,6 +37,7 @@ from laserbatch.pipeline.validation import line_of, nearest
 from laserbatch.retrieval_pools.routing.embeddings import id_column, read_embeddings
 
 ROWS_AT_ONCE = 64 * 1024
+DAY_US = 24 * 3600 * 10**6
 NEEDS_A_MODEL = (
     "the bundled sample model knows only the sample world: what it writes of other tables cannot be parsed. Set "
     "decoding.model to the folder of a chat model with safetensors, for example of `hf download "
@@ -84,11 +85,40 @@ def sound_tables(
             f"neither a user nor an item of {settings.tables.path} is known at the end of {date}: every created_at is "
             "later; give a later --date, or correct created_at"
         )
+    if told := stale_log(tables.interactions["timestamp"], date):
+        say(f"WARNING: {settings.tables.path}: {told}")
     inputs = describe(settings.tables.path)
     for name in sc.TABLE_NAMES:
         inputs[name]["known_sha256"] = _content_sha256(getattr(tables, name))
     tables.let_go()
     return inputs, tables
+
+
+def stale_log(times: pa.ChunkedArray, date: datetime.date) -> str | None:
+    """What is to be said of a log whose newest interaction is older than twice the usual gap; None of any other.
+
+    Parameters
+    ----------
+    times : timestamp[us, UTC] of the interactions that are known at the end of the date.
+
+    The gap is the median number of days between two days (UTC) with interactions, one after the other.
+    """
+    found: list[np.ndarray] = []
+    for start in range(0, len(times), ROWS_AT_ONCE):
+        part = times.slice(start, ROWS_AT_ONCE).drop_null().cast(pa.int64()).to_numpy()
+        found.append(np.unique(part // DAY_US))
+    days = np.unique(np.concatenate(found)) if found else np.zeros(0, np.int64)
+    if len(days) < 2:
+        return None  # there is no usual gap
+    newest = datetime.date(1970, 1, 1) + datetime.timedelta(days=int(days[-1]))
+    age_days, gap_days = (date - newest).days, float(np.median(np.diff(days)))
+    if age_days <= 2 * gap_days:
+        return None
+    return (
+        f"the newest interaction known on {date} is of {newest}, {age_days:,} days before, while days with "
+        f"interactions are usually {gap_days:g} day{'s' * (gap_days != 1)} apart. Check that interactions "
+        "are still exported"
+    )
 
 
 def _require_files(settings: Settings) -> None:

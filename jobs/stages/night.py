@@ -120,6 +120,21 @@ def parse_date(text: str) -> datetime.date:
     return date
 
 
+def parse_night(text: str, force: bool = False) -> datetime.date:
+    """The date of a run that may be published, from the command line.
+
+    Once a date of the future is published, the nights of all dates before it are not. So ConfigError is raised for a
+    date after tomorrow, unless `force` accepts it. Tomorrow is accepted, since the date may have begun elsewhere.
+    """
+    date, today = parse_date(text), datetime.date.today()
+    if not force and date > today + datetime.timedelta(days=1):
+        raise ConfigError(
+            f"the date {date} is after tomorrow (today is {today} by this machine's clock): once it is published, no "
+            "night of an earlier date is. Correct the date, or accept it with --force"
+        )
+    return date
+
+
 def open_night(
     settings: Settings,
     date: datetime.date,

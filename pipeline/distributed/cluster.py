@@ -2,7 +2,9 @@
 
 import logging
 import os
+import shutil
 import signal
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -19,6 +21,8 @@ from laserbatch.pipeline.gpus import num_gpus
 
 PRELOADED = "laserbatch.pipeline.distributed.preloaded"
 MARK = "LASERBATCH_WORKSPACE"  # in the environment of every process of Ray that a night has started
+MAX_TEMP_BYTES = 38  # of Ray's temporary folder: a socket's path, 69 bytes longer, may have 107
+SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # where Ray's own files go when TMPDIR is too long for sockets
 WORKERS_A_NODE = 8  # without GPUs, by default: of the largest node, which others follow
 
 
@@ -110,14 +114,16 @@ def ray_cluster(
     bear the mark of a `workspace`, by which `end_leftovers` finds those that a killed night could not end.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    started = not ray.is_initialized()
+    started, short_folder = not ray.is_initialized(), None
     if started and settings.ray_address is None:
         here = Node(usable_cores(), num_gpus())
         layout = worker_layout(settings, [here], gpus_a_worker)
         preloads &= layout.num_workers == here.num_cpus  # Ray starts a process a core
         preloads &= is_tried("ray")
+        short_folder = _short_folder()
         with _without_onlookers() if is_tried("ray") else nullcontext(), _marked(workspace):
             ray.init(
+                _temp_dir=short_folder,
                 address="local",
                 num_cpus=here.num_cpus,
                 num_gpus=here.num_gpus,
@@ -138,6 +144,25 @@ def ray_cluster(
     finally:
         if started:
             ray.shutdown()
+        if short_folder is not None:
+            shutil.rmtree(short_folder, ignore_errors=True)
+
+
+def _short_folder() -> str | None:
+    """A new folder for Ray's own files where the usual one is too long for the paths of its sockets, else None.
+
+    Batch systems set such a TMPDIR. Raises ConfigError where no short folder may be written either.
+    """
+    usual = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    if len(os.fsencode(usual)) <= MAX_TEMP_BYTES:
+        return None
+    for folder in SHORT_FOLDERS:
+        with suppress(OSError):
+            return tempfile.mkdtemp(prefix="laserbatch-ray-", dir=folder)
+    raise ConfigError(
+        f"the temporary folder {usual} has more than the {MAX_TEMP_BYTES} bytes that leave room for the paths of Ray's "
+        f"sockets, and none of {', '.join(SHORT_FOLDERS)} may be written; set RAY_TMPDIR to a shorter folder"
+    )
 
 
 def end_leftovers(workspace: Path) -> int:

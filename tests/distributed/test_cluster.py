@@ -92,6 +92,48 @@ def test_libraries_of_other_versions_are_left_as_they_are(monkeypatch):
         assert {name: sys.modules.get(name) for name in before} == before
 
 
+@pytest.mark.parametrize("name", ["TMPDIR", "RAY_TMPDIR"])
+def test_a_temporary_folder_too_long_for_sockets_is_not_rays(name, monkeypatch, tmp_path):
+    monkeypatch.delenv("TMPDIR", raising=False)
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setattr(ray, "init", lambda **options: begun.append(options["_temp_dir"]))
+    monkeypatch.setattr(cluster, "cluster_nodes", lambda: [Node(2)])
+    begun = []
+    for folder in ("/" + 37 * "a", "/" + 19 * "ä"):
+        monkeypatch.setenv(name, folder)
+        with ray_cluster(ClusterSettings()):
+            pass
+        monkeypatch.setenv(name, folder + "a")
+        with ray_cluster(ClusterSettings()):
+            if len(os.fsencode(folder)) == 38:
+                assert Path(begun[-1]).is_dir() and len(begun[-1]) <= 38
+    assert begun[0] is None and begun[1] and not Path(begun[1]).exists()  # removed with Ray
+    assert begun[2] and begun[3]  # 39 bytes, though 20 letters
+    monkeypatch.setattr(cluster, "SHORT_FOLDERS", (str(tmp_path / "nowhere"),))
+    with pytest.raises(ConfigError, match="set RAY_TMPDIR to a shorter folder"), ray_cluster(ClusterSettings()):
+        pass
+
+
+IN_A_LONG_TMPDIR = """
+import ray
+from laserbatch.pipeline.distributed.cluster import ray_cluster
+from laserbatch.pipeline.distributed.settings import ClusterSettings
+with ray_cluster(ClusterSettings(num_workers=1)):
+    print(ray.get(ray.remote(lambda: 7).remote()))
+"""
+
+
+@pytest.mark.ray
+def test_ray_starts_where_a_batch_system_has_a_long_tmpdir(tmp_path):
+    folder = tmp_path / "a_rather_long_folder_name_of_a_batch_system" / "slurm_jobdir" / "1355700" / "batch.t0016"
+    folder.mkdir(parents=True)
+    kept = {name: value for name, value in os.environ.items() if name != "RAY_TMPDIR"}
+    command = [sys.executable, "-c", IN_A_LONG_TMPDIR]
+    ran = subprocess.run(command, env=kept | {"TMPDIR": str(folder)}, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == ["7"]
+
+
 TOKEN = """Failed to connect to GCS. Last connection error: Traceback (most recent call last):
   File "node.py", line 996, in _init_gcs_client
 ray.exceptions.AuthenticationError: RPC error: InvalidAuthToken: Authentication token is missing or incorrect. Note: ...

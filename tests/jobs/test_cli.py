@@ -1,5 +1,6 @@
 """The command line as a user meets it: help, examples, and one clear line for each kind of bad input."""
 
+import datetime
 import errno
 import json
 import os
@@ -198,6 +199,24 @@ def test_a_configuration_that_is_a_folder_is_refused(run, tmp_path):
     done = run("pools", "list", "--config", str(tmp_path))
     assert (done.returncode, len(done.stderr.splitlines())) == (3, 1)
     assert "cannot be read (Is a directory)" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["nightly --date", "nightly --dry-run --date", "recommend --date", "backfill"])
+def test_a_date_after_tomorrow_is_refused_without_force(tmp_path, run, command):
+    config = write_config(tmp_path, tables={"path": "nowhere"})
+
+    def done_for(num_days: int, *options: str):
+        date = str(datetime.date.today() + datetime.timedelta(days=num_days))
+        dates = ["--from", "2025-03-01", "--to", date] if command == "backfill" else [date]
+        done = run(*command.split(), *dates, "--config", str(config), *options)
+        assert done.returncode == 3
+        return date, done.stderr
+
+    date, said = done_for(2)
+    assert f"the date {date} is after tomorrow (today is {datetime.date.today()} by this machine's clock)" in said
+    assert "--force" in said and not (tmp_path / "workspace").exists()
+    for _, said in (done_for(1), done_for(2, "--force")):  # accepted: the next fault is met
+        assert "after tomorrow" not in said and "laserbatch: " in said
 
 
 def test_a_workspace_below_a_file_is_refused(world, nightly):

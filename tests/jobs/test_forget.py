@@ -316,12 +316,21 @@ def test_ids_come_from_a_file_and_unknown_ones_are_told(folder, capfd, monkeypat
     monkeypatch.setattr(forgetting, "_rebuilt", lambda *_: False)
     (folder / "ids.txt").write_text(f"{WHO}\r\nnobody\n\n", "utf-8-sig")
     before = contents(folder / "workspace")
-    assert forget(folder, capfd, "--user", "nobody", "--item", "7")["unknown"] == {"user": ["nobody"], "item": ["7"]}
+    told = forget(folder, capfd, "--user", "nobody", "--item", "7", code=4)
+    assert told["unknown"] == told["nowhere"] == {"user": ["nobody"], "item": ["7"]}
+    receipt = json.loads(Path(told["receipt"]).read_text())
+    assert receipt["is_done"] and receipt["nowhere"] == {side: [*ids] for side, ids in receipt["ids"].items()}
+    assert "2 ids" not in told["said"] and "1 user id found nowhere" in told["said"] and "'nobody'" in told["said"]
     assert {name: held for name, held in contents(folder / "workspace").items() if "torn" not in name} == {
         name: held for name, held in before.items() if "torn" not in name
     }
-    told = forget(folder, capfd, "--ids", str(folder / "ids.txt"))
+    told = forget(folder, capfd, "--ids", str(folder / "ids.txt"), "--dry-run", code=4)
+    assert told["nowhere"]["user"] == ["nobody"] and told["rows"]
+    told = forget(folder, capfd, "--ids", str(folder / "ids.txt"), code=4)
     assert told["unknown"]["user"] == ["nobody"] and told["rows"]
+    shutil.rmtree(folder / "tables")
+    told = forget(folder, capfd, "--user", WHO)  # an earlier receipt says that it was removed
+    assert told["unknown"]["user"] == [WHO] and not told["nowhere"]["user"]
     assert forget(folder, capfd, code=2)["kind"]
     told = forget(folder, capfd, "--item", "i0")
     assert told["rows"] and "titles of items stay" in told["said"]

@@ -12,7 +12,7 @@ from transformers import AddedToken, AutoTokenizer
 
 from laserbatch.jobs.report.page import render_page
 from laserbatch.jobs.settings import load_settings
-from laserbatch.jobs.stages.inputs import _content_sha256, check_inputs
+from laserbatch.jobs.stages.inputs import _content_sha256, check_inputs, stale_log
 from laserbatch.jobs.stages.night import open_night
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
 from laserbatch.pipeline.errors import ConfigError, TableError, WorkspaceError
@@ -166,3 +166,32 @@ def test_a_date_before_all_that_interactions_are_about_opens(world):
     table = pq.read_table(path)
     pq.write_table(table.filter(pc.not_equal(table["user_id"], ids["user"])), path)
     assert opened(world).tables.interactions.num_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("ages", "told"),
+    [
+        ([2, 3, 4, 5], None),
+        ([3, 4, 5, 9], "3 days before, while days with interactions are usually 1 day apart"),
+        ([14, 21, 28], None),
+        ([15, 22, 29], "15 days before, while days with interactions are usually 7 days apart"),
+        ([1500, 1501, 1502], "1,500 days before"),
+        ([700], None),  # nothing says what is usual
+        ([], None),
+    ],
+)
+def test_a_log_whose_newest_interaction_is_older_than_twice_the_usual_gap_is_said(ages, told):
+    moments = [datetime.datetime(2025, 3, 1, 23, 59) - datetime.timedelta(days=age) for age in ages for _ in range(2)]
+    times = pa.chunked_array([moments[:3], [*moments[3:], None]], pa.timestamp("us", "UTC"))
+    said = stale_log(times, DATE)
+    assert (said is None) == (told is None) and (told or "") in (said or "")
+
+
+def test_a_night_says_that_the_log_has_stopped_and_opens(world, capsys):
+    newest = pc.max(pq.read_table(world / "tables" / "interactions.parquet")["timestamp"]).as_py().date()
+    assert open_night(load_settings(world / "laserbatch.yaml"), newest).date == newest
+    assert "the newest interaction" not in capsys.readouterr().err
+    late = newest + datetime.timedelta(days=205)
+    assert open_night(load_settings(world / "laserbatch.yaml"), late).date == late
+    said = capsys.readouterr().err
+    assert f"WARNING: {world}/tables: the newest interaction known on {late} is of {newest}, 205 days before" in said

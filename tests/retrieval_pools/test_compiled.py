@@ -1,5 +1,6 @@
 """Machine code that is kept on disk: found again, and made anew when a file that it was made of has changed."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,12 +26,17 @@ def more(x):
 """
 
 
-def test_a_change_in_a_callees_file_is_seen(tmp_path):
-    package = tmp_path / "package"
+def made_package(folder: Path) -> Path:
+    package = folder / "package"
     (package / "index").mkdir(parents=True)
     source = Path(__file__).resolve().parents[2] / "retrieval_pools" / "compiled.py"
     (package / "compiled.py").write_bytes(source.read_bytes())
     (package / "index" / "caller.py").write_text(CALLER)
+    return package
+
+
+def test_a_change_in_a_callees_file_is_seen(tmp_path):
+    package = made_package(tmp_path)
 
     def run(added):
         (package / "index" / "callee.py").write_text(CALLEE.format(added))
@@ -40,3 +46,28 @@ def test_a_change_in_a_callees_file_is_seen(tmp_path):
     assert run(10) == ["11", "0"]
     assert run(10) == ["11", "1"]
     assert run(20) == ["21", "0"]
+
+
+def test_where_no_folder_may_be_written_machine_code_goes_to_a_temporary_one_and_this_is_said_once(tmp_path):
+    """As in a container with a read-only root and without HOME; a file at its place keeps root out of a folder too."""
+    package = made_package(tmp_path)
+    (package / "index" / "callee.py").write_text(CALLEE.format(10))
+    (package / "index" / "caller.py").write_text(CALLER + "\n@cached()\ndef other(x):\n    return more(x)\n")
+    (package / "index" / "__pycache__").write_text("")
+    (tmp_path / "tmp").mkdir()
+    kept = {name: value for name, value in os.environ.items() if name not in ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR")}
+    environment = kept | {"HOME": "/proc/none", "TMPDIR": str(tmp_path / "tmp")}
+
+    def run():
+        command = [sys.executable, "-c", PROGRAM]
+        ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        assert ran.stderr.count("machine code goes to") == 1, ran.stderr
+        assert "NUMBA_CACHE_DIR" in ran.stderr
+        return ran.stdout.split()
+
+    assert run() == ["11", "0"]
+    assert run() == ["11", "1"]
+    (folder,) = (tmp_path / "tmp").iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)  # others may have written what would be run
+    assert run() == ["11", "0"]

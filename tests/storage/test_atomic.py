@@ -80,7 +80,8 @@ if not can_exchange:
 seen = 0
 def watch(event, arguments):
     global seen
-    if event in ("os.rename", "shutil.rmtree", "os.remove", "os.rmdir") and os.path.dirname(target) in str(arguments[0]):
+    is_change = event in ("os.rename", "shutil.rmtree", "os.remove", "os.rmdir")
+    if is_change and os.path.dirname(target) in str(arguments[0]):
         seen += 1
         if seen > num_done:
             os.kill(os.getpid(), signal.SIGKILL)

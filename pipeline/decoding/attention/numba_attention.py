@@ -14,6 +14,7 @@ import torch
 from numba import njit, prange
 
 from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata
+from laserbatch.retrieval_pools.compiled import kept_on_disk
 
 TILE_ROWS = 64  # tokens x query heads of a task, at most: its scores stay in a core's cache
 LEAST_SCORES = 3_000  # for each thread; fewer are sooner computed than divided
@@ -84,7 +85,7 @@ def _num_threads() -> int:
     return numba.config.NUMBA_NUM_THREADS
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@kept_on_disk(nogil=True, parallel=True)
 def _attend(
     query, keys, values, slots, cu_seqlens_k, num_committed, cu_seqlens_q, num_chain, ancestors, positions,
     sequences, first, last, scale, window, result,
