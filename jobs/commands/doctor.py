@@ -23,7 +23,7 @@ from rich.text import Text
 
 from laserbatch.jobs.console import ExitCode, stdout, summary, visible
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, Settings, load_settings
-from laserbatch.pipeline.errors import PipelineError, first_line
+from laserbatch.pipeline.errors import ModelError, PipelineError, first_line
 from laserbatch.pipeline.storage.atomic import size_bytes
 from laserbatch.retrieval_pools.errors import PoolError
 
@@ -242,7 +242,7 @@ def fitting_engine(settings: Settings, num_values: int, file_bytes: int) -> Find
 def check_memory_and_model(settings: Settings) -> Iterator[Finding]:
     from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, needs_a_model
     from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
-    from laserbatch.pipeline.decoding.model.folder import find_weights, load_tokenizer
+    from laserbatch.pipeline.decoding.model.folder import find_weights, load_tokenizer, require_described_weights
     from laserbatch.pipeline.distributed.cluster import Node, worker_layout
     from laserbatch.pipeline.distributed.settings import usable_cores
     from laserbatch.pipeline.gpus import num_gpus
@@ -251,7 +251,16 @@ def check_memory_and_model(settings: Settings) -> Iterator[Finding]:
     weights = find_weights(folder)
     num_values = num_stored_values(weights)
     num_bytes = sum(path.stat().st_size for path in weights)
-    yield Finding("model", "ok", f"{folder}: {len(weights)} safetensors files, {num_values / 1e6:,.1f} M values")
+    files = f"{folder}: {len(weights)} safetensors files, {num_values / 1e6:,.1f} M values"
+    try:
+        num_rows = require_described_weights(folder)
+    except ModelError as error:
+        yield Finding("model", "fault", str(error))
+        return
+    compared = (
+        "" if num_rows else "; tensors were not compared with config.json (quantised, or unknown to transformers)"
+    )
+    yield Finding("model", "ok", files + compared)
     if settings.tables.path is not None and needs_a_model(settings):
         yield Finding("model", "warning", NEEDS_A_MODEL)
     if load_tokenizer(folder).chat_template is None:

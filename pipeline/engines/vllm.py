@@ -23,7 +23,13 @@ import torch
 
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
-from laserbatch.pipeline.decoding.model.folder import find_weights, folder_rules, load_tokenizer, model_identity
+from laserbatch.pipeline.decoding.model.folder import (
+    find_weights,
+    folder_rules,
+    load_tokenizer,
+    model_identity,
+    require_described_weights,
+)
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.errors import ModelError, first_line
@@ -82,6 +88,7 @@ class VllmEngine:
     ) -> None:
         self.tokenizer, self.num_forwards, self.costliest_step_s = load_tokenizer(model_dir), 0, 0.0
         self._rules = folder_rules(model_dir)
+        require_described_weights(model_dir)  # vLLM's loaders skip biases that a configuration does not describe
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         set_environment(device, num_threads, num_sharing)

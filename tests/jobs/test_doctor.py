@@ -1,6 +1,7 @@
 """`laserbatch doctor`: what it finds where all is well and where it is not, and that it says how to mend that."""
 
 import json
+import shutil
 import subprocess
 from collections import namedtuple
 
@@ -13,7 +14,7 @@ from laserbatch.jobs.settings import load_settings
 from laserbatch.jobs.stages import inputs
 from laserbatch.pipeline import gpus as gpus_module
 from laserbatch.pipeline.decoding.model import cuda_graphs
-from laserbatch.pipeline.decoding.model.folder import is_mixture_of_experts, quantization_of
+from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, is_mixture_of_experts, quantization_of
 
 GB = 10**9
 
@@ -58,6 +59,25 @@ def test_every_fault_is_told_with_how_to_mend_it_and_the_code_is_3(world, tmp_pa
         ("recommender: ", "`laserbatch recommender train"),
     ):
         assert [line for line in lines if about in line and advice in line], (about, lines)
+
+
+@pytest.fixture
+def sample_copy(tmp_path):
+    return shutil.copytree(SAMPLE_MODEL, tmp_path / "model")
+
+
+def model_faults(world, folder):
+    settings = load_settings(write_config(world, "model.yaml", decoding={"model": str(folder)}))
+    found = doctor.examine(settings, [doctor.check_memory_and_model])
+    return [finding.found for finding in found if finding.about == "model" and finding.level == "fault"]
+
+
+def test_weights_that_the_configuration_does_not_describe_are_a_fault(world, sample_copy):
+    assert model_faults(world, sample_copy) == []
+    config = json.loads((sample_copy / "config.json").read_text())
+    (sample_copy / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    (fault,) = model_faults(world, sample_copy)
+    assert "does not describe: model.layers.3.input_layernorm.weight" in fault and "correct config.json" in fault
 
 
 def test_a_folder_that_cannot_be_locked_is_told(world, monkeypatch):

@@ -22,6 +22,8 @@ from laserbatch.pipeline.decoding.device_memory import (
 from laserbatch.pipeline.decoding.model.adapters import merge_adapter
 from laserbatch.pipeline.decoding.model.checks import check_equivalence, refuse_by_config
 from laserbatch.pipeline.decoding.model.folder import (
+    HARMLESS_WEIGHTS,
+    QUANTIZED_EXTRAS,
     SAMPLE_MODEL,
     find_weights,
     load_tokenizer,
@@ -106,7 +108,7 @@ def load_model(
             "torchao and compressed-tensors), or use the unquantised checkpoint"
         )  # fmt: skip
         raise ModelError(f"the weights in {path} cannot be loaded: {first_line(error)}{advice}") from error
-    require_whole_weights(path, loading_info)
+    require_whole_weights(path, loading_info, harmless=HARMLESS_WEIGHTS if quantization is None else QUANTIZED_EXTRAS)
     if adapter is not None:
         model = merge_adapter(model, adapter)
     return prepare_model(model, tokenizer, model_id)
