@@ -242,7 +242,12 @@ def fitting_engine(settings: Settings, num_values: int, file_bytes: int) -> Find
 def check_memory_and_model(settings: Settings) -> Iterator[Finding]:
     from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, needs_a_model
     from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
-    from laserbatch.pipeline.decoding.model.folder import find_weights, load_tokenizer, require_described_weights
+    from laserbatch.pipeline.decoding.model.folder import (
+        find_weights,
+        load_tokenizer,
+        require_described_weights,
+        require_token_rows,
+    )
     from laserbatch.pipeline.distributed.cluster import Node, worker_layout
     from laserbatch.pipeline.distributed.settings import usable_cores
     from laserbatch.pipeline.gpus import num_gpus
@@ -263,7 +268,15 @@ def check_memory_and_model(settings: Settings) -> Iterator[Finding]:
     yield Finding("model", "ok", files + compared)
     if settings.tables.path is not None and needs_a_model(settings):
         yield Finding("model", "warning", NEEDS_A_MODEL)
-    if load_tokenizer(folder).chat_template is None:
+    tokenizer = load_tokenizer(folder)
+    try:
+        warning = require_token_rows(folder, tokenizer, num_rows) if num_rows else None
+    except ModelError as error:
+        yield Finding("model", "fault", str(error))
+        return
+    if warning:
+        yield Finding("model", "warning", warning)
+    if tokenizer.chat_template is None:
         mend = "Most models that are made to answer have one: take the -Instruct model, or copy its chat_template"
         yield Finding("model", "warning", "its tokenizer has no chat template: prompts go in as plain text", mend)
     yield fitting_engine(settings, num_values, num_bytes)

@@ -163,6 +163,23 @@ def test_weights_are_compared_without_being_read(folder, architecture):
     assert require_described_weights(folder) == 257
 
 
+def test_tokens_without_rows_in_the_embedding_are_refused_unless_no_prompt_holds_them(folder, caplog):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    tokenizer.save_pretrained(folder)
+    load_model(folder)
+    assert "no row for control tokens that no prompt holds: '<pad>' (257)" in caplog.text
+    tokenizer.chat_template = "<pad>{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ModelError, match=r"of 257 rows, has no row for: '<pad>' \(257\); copy the tokenizer"):
+        load_model(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["Heat", "crime"])
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ModelError, match=r"has no row for: 'Heat' \(257\), 'crime' \(258\); "):
+        load_model(folder)
+
+
 def test_tied_weights_are_not_missing(folder):
     tiny_model(vocab_size=257, tie_word_embeddings=True).save_pretrained(folder)
     assert "lm_head.weight" not in load_file(folder / "model.safetensors")

@@ -28,6 +28,7 @@ _HASHED_BYTES = 1 << 20  # of each end of a weights file
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # by architecture
 _MOST_NAMED = 3
+_CONTROL_FORM = re.compile(r"^(<.+>|\[.+\])$", re.DOTALL)  # as `knowledge.chat_format`, which engines do not import
 # Tensors that change no logit: buffers that a model computes itself, and heads for values (reinforcement learning) or
 # for several tokens at once. transformers names more of them by architecture, and reads a tied output layer.
 HARMLESS_WEIGHTS = re.compile(
@@ -246,6 +247,38 @@ def require_described_weights(folder: Path) -> int | None:
         transformers_logging.set_verbosity(verbosity)
     require_whole_weights(folder, loading_info)
     return int(model.get_input_embeddings().num_embeddings)
+
+
+def require_token_rows(folder: Path, tokenizer: "PreTrainedTokenizerBase", num_rows: int) -> str | None:
+    """Refuse a tokenizer that makes tokens for which the embedding has no row: a prompt with one cannot be run.
+
+    Returns
+    -------
+    warning : names such tokens that no prompt holds (control tokens that the chat template does not write, as a padding
+        token); None where there are none.
+
+    Raises
+    ------
+    ModelError : naming the first tokens that texts or the chat template make.
+    """
+    rowless = {token_id: token for token, token_id in tokenizer.get_vocab().items() if token_id >= num_rows}
+    added, template = tokenizer.added_tokens_decoder, str(tokenizer.chat_template or "")
+    written = [
+        token_id
+        for token_id, token in sorted(rowless.items())
+        if token_id == tokenizer.bos_token_id
+        or token in template
+        or not (token_id in added and (added[token_id].special or _CONTROL_FORM.match(added[token_id].content)))
+    ]
+    shown = ", ".join(f"{rowless[i]!r} ({i})" for i in (written or sorted(rowless))[:_MOST_NAMED])
+    shown += f" and {num - _MOST_NAMED} more" if (num := len(written or rowless)) > _MOST_NAMED else ""
+    if written:
+        raise ModelError(
+            f"the tokenizer in {folder} makes tokens that the embedding, of {num_rows} rows, has no row for: {shown}; "
+            "copy the tokenizer that was saved with these weights, remove the added tokens from it, or save the model "
+            "after model.resize_token_embeddings(len(tokenizer)) and train the new rows"
+        )
+    return f"the embedding has no row for control tokens that no prompt holds: {shown}" if rowless else None
 
 
 def repetition_penalty_of(config: Mapping[str, Any], source: str | Path) -> float:

@@ -31,6 +31,7 @@ from laserbatch.pipeline.decoding.model.folder import (
     num_parameters_of,
     quantization_of,
     repetition_penalty_of,
+    require_token_rows,
     require_whole_weights,
 )
 from laserbatch.pipeline.errors import ModelError, first_line
@@ -111,6 +112,8 @@ def load_model(
     require_whole_weights(path, loading_info, harmless=HARMLESS_WEIGHTS if quantization is None else QUANTIZED_EXTRAS)
     if adapter is not None:
         model = merge_adapter(model, adapter)
+    if warning := require_token_rows(path, tokenizer, model.get_input_embeddings().num_embeddings):
+        logger.warning("%s", warning)
     return prepare_model(model, tokenizer, model_id)
 
 
