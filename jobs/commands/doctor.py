@@ -268,7 +268,7 @@ def check_memory_and_model(settings: Settings) -> Iterator[Finding]:
     yield Finding("model", "ok", files + compared)
     if settings.tables.path is not None and needs_a_model(settings):
         yield Finding("model", "warning", NEEDS_A_MODEL)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, settings.decoding.adapter)
     try:
         warning = require_token_rows(folder, tokenizer, num_rows) if num_rows else None
     except ModelError as error:
@@ -329,6 +329,7 @@ def check_encoder(settings: Settings) -> Iterator[Finding]:
 
 
 def check_pools(settings: Settings) -> Iterator[Finding]:
+    from laserbatch.pipeline.decoding.model.folder import tokenizer_folder
     from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
     from laserbatch.retrieval_pools.index.store import PoolStore
 
@@ -337,7 +338,7 @@ def check_pools(settings: Settings) -> Iterator[Finding]:
     if current is None:
         yield Finding("pools", "ok", "none yet: the first night drafts from each text's own prompt and output")
         return
-    expected = tokenizer_hash(settings.model_dir)
+    expected = tokenizer_hash(tokenizer_folder(settings.model_dir, settings.decoding.adapter))
     for side in store.verify(current):
         try:
             store.open(current, side, expected)

@@ -114,18 +114,40 @@ def model_id_of(path: Path, weights: list[Path], adapter: str | Path | None = No
     return f"{name}-{digest.hexdigest()[:12]}"
 
 
-def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a model folder.
+def tokenizer_folder(folder: Path, adapter: str | Path | None = None) -> Path:
+    """The folder whose tokenizer is used: the adapter's where it holds one, as PEFT saves it, else the model's."""
+    own = adapter is not None and any((Path(adapter) / name).is_file() for name in _TOKENIZER_FILES)
+    return Path(adapter) if own and adapter is not None else folder
+
+
+def load_tokenizer(folder: Path, adapter: str | Path | None = None) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a model folder, or of an adapter that has its own; also an adapter's own chat template is used.
 
     Raises ModelError: the folder is no model folder, or its tokenizer cannot be read.
     """
     find_weights(folder)
+    template = None if adapter is None else _chat_template(Path(adapter))
+    model_folder, folder = folder, tokenizer_folder(folder, adapter)
     from transformers import AutoTokenizer  # here: it takes seconds to load, and who only asks of files needs it not
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ModelError(f"the tokenizer in {folder} cannot be read: {first_line(error)}") from error
+    if folder != model_folder and template is None and not tokenizer.chat_template:
+        template = load_tokenizer(model_folder).chat_template  # an adapter's tokenizer that was saved without one
+    if template is not None:
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def _chat_template(adapter: Path) -> str | None:
+    """The chat template that an adapter's folder holds; None where it has none."""
+    if (file := adapter / "chat_template.jinja").is_file():
+        return file.read_text(encoding="utf-8")
+    file = adapter / "tokenizer_config.json"
+    found = _read(file).get("chat_template") if file.is_file() else None
+    return found if isinstance(found, str) else None
 
 
 def model_identity(folder: Path, adapter: str | Path | None = None) -> str:

@@ -94,7 +94,7 @@ def load_model(
         )
     weights_dtype = resolve_dtype(dtype, target, quantization)
     require_room(path, weights, config, weights_dtype, target)
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, adapter)
     transformers_logging.disable_progress_bar()
     # Weights go from their files to a GPU one by one, so that main memory holds few of them.
     placed = {} if target.type == "cpu" else {"device_map": {"": target}}
