@@ -292,12 +292,12 @@ def write_shards(pending, crew, *arguments):
         yield shard, RunFolder(spec.run_dir).write_shard(shard.side, shard.name, table, (), info)
 
 
-def loaded_once(model_dir: Path) -> None:
+def loaded_once(model_dir: Path, adapter: str | None = None) -> None:
     """Load a tokenizer, or wait until it is loaded: a night's texts take longer."""
     from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 
     with LOADING:
-        load_tokenizer(model_dir)
+        load_tokenizer(model_dir, adapter)
 
 
 def plain(kind: pa.DataType, value: object) -> pa.Scalar:

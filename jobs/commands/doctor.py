@@ -23,7 +23,7 @@ from rich.text import Text
 
 from laserbatch.jobs.console import ExitCode, stdout, summary, visible
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, Settings, load_settings
-from laserbatch.pipeline.errors import PipelineError, first_line
+from laserbatch.pipeline.errors import ModelError, PipelineError, first_line
 from laserbatch.pipeline.storage.atomic import size_bytes
 from laserbatch.retrieval_pools.errors import PoolError
 
@@ -242,7 +242,12 @@ def fitting_engine(settings: Settings, num_values: int, file_bytes: int) -> Find
 def check_memory_and_model(settings: Settings) -> Iterator[Finding]:
     from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, needs_a_model
     from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
-    from laserbatch.pipeline.decoding.model.folder import find_weights, load_tokenizer
+    from laserbatch.pipeline.decoding.model.folder import (
+        find_weights,
+        load_tokenizer,
+        require_described_weights,
+        require_token_rows,
+    )
     from laserbatch.pipeline.distributed.cluster import Node, worker_layout
     from laserbatch.pipeline.distributed.settings import usable_cores
     from laserbatch.pipeline.gpus import num_gpus
@@ -251,10 +256,27 @@ def check_memory_and_model(settings: Settings) -> Iterator[Finding]:
     weights = find_weights(folder)
     num_values = num_stored_values(weights)
     num_bytes = sum(path.stat().st_size for path in weights)
-    yield Finding("model", "ok", f"{folder}: {len(weights)} safetensors files, {num_values / 1e6:,.1f} M values")
+    files = f"{folder}: {len(weights)} safetensors files, {num_values / 1e6:,.1f} M values"
+    try:
+        num_rows = require_described_weights(folder)
+    except ModelError as error:
+        yield Finding("model", "fault", str(error))
+        return
+    compared = (
+        "" if num_rows else "; tensors were not compared with config.json (quantised, or unknown to transformers)"
+    )
+    yield Finding("model", "ok", files + compared)
     if settings.tables.path is not None and needs_a_model(settings):
         yield Finding("model", "warning", NEEDS_A_MODEL)
-    if load_tokenizer(folder).chat_template is None:
+    tokenizer = load_tokenizer(folder, settings.decoding.adapter)
+    try:
+        warning = require_token_rows(folder, tokenizer, num_rows) if num_rows else None
+    except ModelError as error:
+        yield Finding("model", "fault", str(error))
+        return
+    if warning:
+        yield Finding("model", "warning", warning)
+    if tokenizer.chat_template is None:
         mend = "Most models that are made to answer have one: take the -Instruct model, or copy its chat_template"
         yield Finding("model", "warning", "its tokenizer has no chat template: prompts go in as plain text", mend)
     yield fitting_engine(settings, num_values, num_bytes)
@@ -307,6 +329,7 @@ def check_encoder(settings: Settings) -> Iterator[Finding]:
 
 
 def check_pools(settings: Settings) -> Iterator[Finding]:
+    from laserbatch.pipeline.decoding.model.folder import tokenizer_folder
     from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
     from laserbatch.retrieval_pools.index.store import PoolStore
 
@@ -315,7 +338,7 @@ def check_pools(settings: Settings) -> Iterator[Finding]:
     if current is None:
         yield Finding("pools", "ok", "none yet: the first night drafts from each text's own prompt and output")
         return
-    expected = tokenizer_hash(settings.model_dir)
+    expected = tokenizer_hash(tokenizer_folder(settings.model_dir, settings.decoding.adapter))
     for side in store.verify(current):
         try:
             store.open(current, side, expected)

@@ -65,7 +65,7 @@ def report(
     settings = load_settings(config)
     tables = read_tables(settings.tables.path, as_of=parse_date(date) if date else None)
     require_plain_words(settings)
-    tokenizer = load_tokenizer(settings.model_dir)
+    tokenizer = load_tokenizer(settings.model_dir, settings.decoding.adapter)
     labels = labels_of(tables.interactions, settings.knowledge.words.events)
     reports = []
     for side in SIDES:

@@ -191,7 +191,7 @@ def _unfounded(
 
     `planned` are the rows that both lists of `texts` answer, in their order.
     """
-    tokenizer, prompts = load_tokenizer(night.settings.model_dir), []
+    tokenizer, prompts = load_tokenizer(night.settings.model_dir, night.settings.decoding.adapter), []
     for row in planned.drop_columns(["previous_ids"]).to_pylist():
         prompt = render_shown(template, shown_of_row(row), tokenizer, night.settings.knowledge.max_prompt_tokens)
         prompts.append(pa.array([tokenizer.decode(prompt.token_ids.tolist())]))

@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 from laserbatch.jobs.console import say
 from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.pool_texts import RunTexts, calibrate_side, read_run_texts
+from laserbatch.pipeline.decoding.model.folder import tokenizer_folder
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
@@ -179,7 +180,7 @@ def collect_pools(store: PoolStore, keep: int, in_use: Collection[str], dry_run:
 
 def _build(night: Night, side: Side, version: str, run_texts: RunTexts, router: Router, folder: Path) -> PoolBuilt:
     start_s = time.perf_counter()
-    hash_of_tokenizer = tokenizer_hash(night.settings.model_dir)
+    hash_of_tokenizer = tokenizer_hash(tokenizer_folder(night.settings.model_dir, night.settings.decoding.adapter))
     previous = _previous_pool(night, side, hash_of_tokenizer)
     routes = side_routes(router, night.tables, side)
     num_sorted: list[int] = []

@@ -128,7 +128,9 @@ class _Pass:
         with ThreadPoolExecutor(1) as aside:
             kept = {side: aside.submit(keep.write) for side, keep in self._kept.items()}
             if pending:
-                load = partial(aside.submit, load_tokenizer, self.night.settings.model_dir)  # seconds, for later stages
+                settings = self.night.settings
+                folders = settings.model_dir, settings.decoding.adapter
+                load = partial(aside.submit, load_tokenizer, *folders)  # seconds, for later stages
                 abandoned = self._write(pending, plans, finished, kept.values(), load)
             for side, written in kept.items():
                 finished[side] |= written.result()

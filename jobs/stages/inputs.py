@@ -20,7 +20,7 @@ from laserbatch.ctr.labels import LabelRule
 from laserbatch.jobs.console import say
 from laserbatch.jobs.settings import SAMPLE_MODEL, Settings
 from laserbatch.pipeline.budget.step_cost import read_step_cost
-from laserbatch.pipeline.decoding.model.folder import load_tokenizer, require_whole_files
+from laserbatch.pipeline.decoding.model.folder import load_tokenizer, require_whole_files, tokenizer_folder
 from laserbatch.pipeline.encoding.identity import weights_in
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.knowledge.chat_format import LOOKS_LIKE_CONTROL, control_tokens
@@ -190,7 +190,7 @@ def require_plain_words(settings: Settings) -> None:
 
     Values of tables may: they are written in plain tokens, whatever they look like.
     """
-    tokens, knowledge = _control_texts(settings.model_dir), settings.knowledge
+    tokens, knowledge = _control_texts(settings), settings.knowledge
     for side in SIDES:
         path = template_path(knowledge.template_of(side), knowledge.template_dir)
         told = load_template(knowledge.template_of(side), knowledge.template_dir).model_dump(mode="json")
@@ -207,13 +207,14 @@ def require_plain_words(settings: Settings) -> None:
 _CONTROL = "%s, a control token of the model: its chat template writes those"
 
 
-def _control_texts(folder: Path) -> set[str]:
+def _control_texts(settings: Settings) -> set[str]:
     """What stands for control tokens in a model's tokenizer, by its file where it can be: loading it takes seconds."""
     try:
+        folder = tokenizer_folder(settings.model_dir, settings.decoding.adapter)
         added = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
         told = {token["content"] for token in added if token["special"] or LOOKS_LIKE_CONTROL.match(token["content"])}
     except (OSError, ValueError, KeyError, TypeError):  # a tokenizer of another kind, or a damaged one
-        told = set(control_tokens(load_tokenizer(folder)).values())
+        told = set(control_tokens(load_tokenizer(settings.model_dir, settings.decoding.adapter)).values())
     return told - {""}
 
 

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from laserbatch.jobs.stages.budgets import budget_of
 from laserbatch.jobs.stages.night import Night
-from laserbatch.pipeline.decoding.model.folder import load_tokenizer
+from laserbatch.pipeline.decoding.model.folder import load_tokenizer, tokenizer_folder
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.prompts import render_shown
@@ -135,7 +135,9 @@ def calibrate_side(night: Night, side: Side, run_texts: RunTexts, routes: Routes
     settings, options = night.settings.pools, draft_options(night.settings.decoding, drafted_with(night, side))
     if not settings.calibration_texts:
         return None
-    drafted_from = _drafted_from(night, side, tokenizer_hash(night.settings.model_dir))
+    drafted_from = _drafted_from(
+        night, side, tokenizer_hash(tokenizer_folder(night.settings.model_dir, night.settings.decoding.adapter))
+    )
     if drafted_from is not None:
         known = drafted_from.manifest.calibration
         if known is not None:
@@ -233,7 +235,11 @@ def planned_rows(night: Night, side: Side, num_wanted: int) -> list[AskedRow]:
     starts = np.cumsum([0, *(shard.num_rows for shard in plan.shards)])
     positions = spread_positions(int(starts[-1]), num_wanted, night.settings.seed)
     shard_of = np.searchsorted(starts, positions, side="right") - 1
-    knowledge, tokenizer, rows = night.settings.knowledge, load_tokenizer(night.settings.model_dir), []
+    knowledge, tokenizer, rows = (
+        night.settings.knowledge,
+        load_tokenizer(night.settings.model_dir, night.settings.decoding.adapter),
+        [],
+    )
     template = night.template(side)
     for number in np.unique(shard_of):
         shard_rows = read_shard(night.run.root / plan.shards[number].path)

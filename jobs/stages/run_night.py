@@ -144,7 +144,7 @@ def _import_first(night: Night) -> None:
     import sklearn.linear_model
     import sklearn.metrics  # noqa: F401
 
-    load_tokenizer(night.settings.model_dir)
+    load_tokenizer(night.settings.model_dir, night.settings.decoding.adapter)
 
 
 def encode_run(

@@ -26,7 +26,10 @@ def report_samples(night: Night, folder: RunFolder, side: Side, plan: SidePlan) 
     wanted = night.settings.night.num_report_samples
     if not plan.shards or not wanted:
         return []
-    tokenizer, knowledge = load_tokenizer(night.settings.model_dir), night.settings.knowledge
+    tokenizer, knowledge = (
+        load_tokenizer(night.settings.model_dir, night.settings.decoding.adapter),
+        night.settings.knowledge,
+    )
     template = night.template(side)
     stride = max(1, len(plan.shards) // wanted)
     samples = []

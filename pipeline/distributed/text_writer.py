@@ -18,7 +18,7 @@ import torch
 from pydantic import ValidationError
 
 from laserbatch.pipeline.budget.choice import budget_step_cost, side_budget
-from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
+from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, tokenizer_folder
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.distributed.device_loss import ends_process_if_device_is_lost
@@ -82,7 +82,9 @@ class TextWriter:
         self._system, self._side, self._budget, self._pool = system, side, None, None
         folder = SAMPLE_MODEL if str(model) == "sample" else Path(model)
         if pools is not None:
-            self._pool = open_pool(pools, side, version, tokenizer_hash=tokenizer_hash(folder)).pool
+            self._pool = open_pool(
+                pools, side, version, tokenizer_hash=tokenizer_hash(tokenizer_folder(folder, self._settings.adapter))
+            ).pool
         num_threads = num_threads or torch.get_num_threads()
         self._engine = OwnEngine(
             folder, self._settings, device, num_threads,

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from laserbatch.pipeline.decoding.model.folder import require_whole_weights
+from laserbatch.pipeline.decoding.model.folder import OUTSIDE_LAYERS, require_whole_weights
 from laserbatch.pipeline.encoding.identity import device_and_dtype, encoder_identity, find_encoder
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import ModelError
@@ -63,7 +63,7 @@ class TextEncoder:
             )  # fmt: skip
         except Exception as error:
             raise ModelError(f"{folder}: not an encoder that transformers can load: {error}") from error
-        require_whole_weights(folder, loading_info, unused=("pooler.",))
+        require_whole_weights(folder, loading_info, unused=("pooler.",), harmless=OUTSIDE_LAYERS)
         if tokenizer.pad_token_id is None:
             raise ModelError(
                 f"{folder}: its tokenizer has no padding token; expected an encoder such as BERT or MiniLM"

@@ -11,6 +11,7 @@ from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.device_memory import host_memory
 from laserbatch.pipeline.decoding.drafters import DraftModels, drafter_from
 from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.model.folder import tokenizer_folder
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import TEXT_SOURCES, Budget, DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import MAX_NODES
@@ -50,7 +51,7 @@ class OwnEngine:
         self.engine = Engine.from_pretrained(model_dir, decoding, device, num_sharing)
         self.tokenizer = self.engine.tokenizer
         self._decoding, self._num_workers, self._step_cost_dir = decoding, num_workers, step_cost_dir
-        expected = tokenizer_hash(model_dir)
+        expected = tokenizer_hash(tokenizer_folder(model_dir, decoding.adapter))
         self._pools: dict[Side, Pool] = {
             side: Pool.open(path, expected, max_resident_bytes=int(RESIDENT_SHARE * host_memory().free_bytes))
             for side, path in pool_dirs.items()

@@ -22,7 +22,14 @@ import torch
 
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
-from laserbatch.pipeline.decoding.model.folder import find_weights, folder_rules, load_tokenizer, model_identity
+from laserbatch.pipeline.decoding.model.folder import (
+    find_weights,
+    folder_rules,
+    load_tokenizer,
+    model_identity,
+    require_described_weights,
+    require_token_rows,
+)
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.errors import ModelError, first_line
@@ -82,6 +89,11 @@ class VllmEngine:
     ) -> None:
         self.tokenizer, self.num_forwards, self.costliest_step_s = load_tokenizer(model_dir), 0, 0.0
         self._rules = folder_rules(model_dir)
+        num_rows = require_described_weights(
+            model_dir
+        )  # vLLM's loaders skip biases that a configuration does not describe
+        if num_rows and (warning := require_token_rows(model_dir, self.tokenizer, num_rows)):
+            logger.warning("%s", warning)
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         set_environment(device, num_threads, num_sharing)

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from laserbatch.pipeline.decoding.model.folder import model_identity
+from laserbatch.pipeline.decoding.model.folder import model_identity, tokenizer_folder
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.knowledge.prompts import LAYOUT_VERSION, NO_TITLE, PARTS, digest
 from laserbatch.pipeline.knowledge.questions import SideQuestions
@@ -80,8 +80,10 @@ def shared_fingerprint(
     So a chat template that writes today's date does not ask everybody anew each day.
     """
     paths = [path for pattern in CHAT_FILES for path in sorted(model_dir.glob(pattern))]
+    if decoding.adapter is not None:  # its own chat template and tokenizer are used
+        paths += [path for pattern in CHAT_FILES for path in sorted(Path(decoding.adapter).glob(pattern))]
     chat_files = [(path.name, sha256_file(path)) for path in paths]
-    chat = [tokenizer_hash(model_dir), chat_files, max_prompt_tokens]
+    chat = [tokenizer_hash(tokenizer_folder(model_dir, decoding.adapter)), chat_files, max_prompt_tokens]
     shared = {
         "template": [LAYOUT_VERSION, template.model_dump(mode="json", exclude_defaults=True)],
         "prompt": chat,

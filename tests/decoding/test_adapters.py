@@ -9,9 +9,19 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from laserbatch.pipeline.decoding.model.adapters import find_adapter, merge_adapter
-from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, model_id_of, model_identity
+from laserbatch.pipeline.decoding.model.folder import (
+    SAMPLE_MODEL,
+    load_tokenizer,
+    model_id_of,
+    model_identity,
+    tokenizer_folder,
+)
 from laserbatch.pipeline.decoding.model.load import load_model
+from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.errors import ModelError
+from laserbatch.pipeline.knowledge.chat_format import encode_chat
+from laserbatch.pipeline.knowledge.templates import load_template
+from laserbatch.pipeline.planning.planner import shared_fingerprint
 
 RANK, ALPHA = 4, 8
 TARGETS = ("self_attn.q_proj", "mlp.down_proj")
@@ -51,6 +61,39 @@ def write_adapter(folder, tensors, **changes):
 @pytest.fixture
 def adapter(tmp_path):
     return write_adapter(tmp_path / "style", adapter_tensors(base_model()))
+
+
+def test_tokenizer_and_chat_template_of_an_adapter_are_used(adapter):
+    assert load_tokenizer(SAMPLE_MODEL, adapter).chat_template == load_tokenizer(SAMPLE_MODEL).chat_template
+    assert tokenizer_folder(SAMPLE_MODEL, adapter) == SAMPLE_MODEL
+    decoding = DecodingSettings(adapter=str(adapter))
+    template = load_template("kar_item")
+    before = shared_fingerprint(template, 1024, decoding, SAMPLE_MODEL)
+    assert "librarian" not in load_tokenizer(SAMPLE_MODEL, adapter).chat_template
+    own = "{{ bos_token }}Answer as a librarian.{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    (adapter / "tokenizer_config.json").write_text(json.dumps({"chat_template": own}))
+    assert load_tokenizer(SAMPLE_MODEL, adapter).chat_template == own
+    (adapter / "chat_template.jinja").write_text(f"{own}:")
+    found = load_tokenizer(SAMPLE_MODEL, adapter)
+    assert found.chat_template == f"{own}:"
+    assert "librarian" in found.decode(encode_chat(found, "Alien", None, {}))
+    after = shared_fingerprint(template, 1024, decoding, SAMPLE_MODEL)
+    assert [old == new for old, new in zip(before.split("-"), after.split("-"), strict=True)] == [
+        True,
+        False,
+        True,
+        True,
+    ]
+
+
+def test_tokenizer_of_an_adapter_is_used_with_the_chat_template_of_the_model_where_it_has_none(adapter):
+    tokenizer = load_tokenizer(SAMPLE_MODEL)
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    tokenizer.add_special_tokens({"pad_token": "<|style|>"})
+    tokenizer.save_pretrained(adapter)
+    found = load_tokenizer(SAMPLE_MODEL, adapter)
+    assert (found.chat_template, found.pad_token) == (template, "<|style|>")
+    assert tokenizer_folder(SAMPLE_MODEL, adapter) == adapter
 
 
 def logits_of(model) -> torch.Tensor:

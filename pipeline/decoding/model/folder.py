@@ -10,6 +10,7 @@ fingerprints; a neutral value is as none.
 import copy
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,17 @@ _HASHED_BYTES = 1 << 20  # of each end of a weights file
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # by architecture
 _MOST_NAMED = 3
+_CONTROL_FORM = re.compile(r"^(<.+>|\[.+\])$", re.DOTALL)  # as `knowledge.chat_format`, which engines do not import
+# Tensors that change no logit: buffers that a model computes itself, and heads for values (reinforcement learning) or
+# for several tokens at once. transformers names more of them by architecture, and reads a tied output layer.
+HARMLESS_WEIGHTS = re.compile(
+    r"(^|\.)(?:(original_)?inv_freq|(cos|sin)_cached|masked_bias|(attn|attention)\.bias|position_ids|"
+    r"(v_head|mtp|mtp_layers)\..*)$"
+)
+# Scales of an fp8 KV cache, beside quantised weights; our cache is not quantised.
+QUANTIZED_EXTRAS = re.compile(r"\.([kqv]_scale|[kqv]_zero_point|[kqv]_proj\.output_(scale|zero_point))$")
+# An encoder's folder may hold heads for other tasks; what stands in a numbered layer is the encoder's own.
+OUTSIDE_LAYERS = re.compile(r"^(?!.*(^|\.)(layers?|h|blocks?)\.\d+\.)")
 # Each with its neutral value, beside null.
 REFUSED = {
     "min_length": 0, "min_new_tokens": 0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0,
@@ -102,18 +114,40 @@ def model_id_of(path: Path, weights: list[Path], adapter: str | Path | None = No
     return f"{name}-{digest.hexdigest()[:12]}"
 
 
-def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a model folder.
+def tokenizer_folder(folder: Path, adapter: str | Path | None = None) -> Path:
+    """The folder whose tokenizer is used: the adapter's where it holds one, as PEFT saves it, else the model's."""
+    own = adapter is not None and any((Path(adapter) / name).is_file() for name in _TOKENIZER_FILES)
+    return Path(adapter) if own and adapter is not None else folder
+
+
+def load_tokenizer(folder: Path, adapter: str | Path | None = None) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a model folder, or of an adapter that has its own; also an adapter's own chat template is used.
 
     Raises ModelError: the folder is no model folder, or its tokenizer cannot be read.
     """
     find_weights(folder)
+    template = None if adapter is None else _chat_template(Path(adapter))
+    model_folder, folder = folder, tokenizer_folder(folder, adapter)
     from transformers import AutoTokenizer  # here: it takes seconds to load, and who only asks of files needs it not
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ModelError(f"the tokenizer in {folder} cannot be read: {first_line(error)}") from error
+    if folder != model_folder and template is None and not tokenizer.chat_template:
+        template = load_tokenizer(model_folder).chat_template  # an adapter's tokenizer that was saved without one
+    if template is not None:
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def _chat_template(adapter: Path) -> str | None:
+    """The chat template that an adapter's folder holds; None where it has none."""
+    if (file := adapter / "chat_template.jinja").is_file():
+        return file.read_text(encoding="utf-8")
+    file = adapter / "tokenizer_config.json"
+    found = _read(file).get("chat_template") if file.is_file() else None
+    return found if isinstance(found, str) else None
 
 
 def model_identity(folder: Path, adapter: str | Path | None = None) -> str:
@@ -163,30 +197,110 @@ def num_parameters_of(config) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def require_whole_weights(folder: Path, loading_info: dict, unused: tuple[str, ...] = ()) -> None:
-    """Refuse a model some of whose weights are missing, or have another shape than its configuration says.
+def require_whole_weights(
+    folder: Path, loading_info: dict, unused: tuple[str, ...] = (), harmless: re.Pattern[str] = HARMLESS_WEIGHTS
+) -> None:
+    """Refuse a model whose weights are not those that its configuration describes.
 
-    transformers fills what is missing with random numbers.
+    transformers fills what is missing with random numbers, and ignores what the configuration does not describe.
 
     Parameters
     ----------
     loading_info : of `from_pretrained(output_loading_info=True, ignore_mismatched_sizes=True)`.
     unused : beginnings of names that may be missing, since nothing reads them.
+    harmless : names of tensors that the files may hold and the model does not read; `HARMLESS_WEIGHTS` are always so.
 
     Raises
     ------
     ModelError : naming the first of them.
     """
+    copying = "copy the whole checkpoint again, or correct config.json"
     missing = sorted(name for name in loading_info["missing_keys"] if not name.startswith(unused))
     others = [f"{name} {tuple(found)} where config.json says {tuple(expected)}"
               for name, found, expected in sorted(loading_info["mismatched_keys"])]  # fmt: skip
-    for names, problem in ((missing, "lack"), (others, "have other shapes than expected:")):
+    unread = sorted(name for name in loading_info["unexpected_keys"]
+                    if not (HARMLESS_WEIGHTS.search(name) or harmless.search(name)))  # fmt: skip
+    tied = f"{copying} (tie_word_embeddings says whether the output layer has weights)"
+    described = (
+        f"{copying}, which describes another model than these weights (num_hidden_layers says how many layers there "
+        "are, attention_bias and mlp_bias whether they have biases; a base model's config.json does not fit every "
+        "fine-tune of it); remove the tensors from the file if they belong to no model"
+    )
+    for names, problem, advice in (
+        (missing, "lack", tied),
+        (others, "have other shapes than expected:", tied),
+        (unread, "hold tensors that config.json does not describe:", described),
+    ):
         if names:
             more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-            raise ModelError(
-                f"the weights in {folder} {problem} {', '.join(names[:_MOST_NAMED])}{more}; copy the whole checkpoint "
-                "again, or correct config.json (tie_word_embeddings says whether the output layer has weights)"
-            )
+            raise ModelError(f"the weights in {folder} {problem} {', '.join(names[:_MOST_NAMED])}{more}; {advice}")
+
+
+def require_described_weights(folder: Path) -> int | None:
+    """Compare the names and shapes of a folder's tensors with its configuration; reads no values of them.
+
+    Returns
+    -------
+    num_rows : rows of the embedding; None where nothing was compared, because the weights are quantised (libraries
+        rename their tensors) or transformers does not know the model.
+
+    Raises
+    ------
+    ModelError : as `require_whole_weights`.
+    """
+    if quantization_of(read_config(folder)) is not None:
+        return None
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    local = {"local_files_only": True, "trust_remote_code": False}
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # its own table of the tensors
+    transformers_logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(folder, **local)
+        model, loading_info = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, device_map={"": "meta"}, use_safetensors=True, output_loading_info=True,
+            ignore_mismatched_sizes=True, **local,
+        )  # fmt: skip
+    except Exception:  # transformers may raise anything; an engine that loads the model says what hinders it
+        return None
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    require_whole_weights(folder, loading_info)
+    return int(model.get_input_embeddings().num_embeddings)
+
+
+def require_token_rows(folder: Path, tokenizer: "PreTrainedTokenizerBase", num_rows: int) -> str | None:
+    """Refuse a tokenizer that makes tokens for which the embedding has no row: a prompt with one cannot be run.
+
+    Returns
+    -------
+    warning : names such tokens that no prompt holds (control tokens that the chat template does not write, as a padding
+        token); None where there are none.
+
+    Raises
+    ------
+    ModelError : naming the first tokens that texts or the chat template make.
+    """
+    rowless = {token_id: token for token, token_id in tokenizer.get_vocab().items() if token_id >= num_rows}
+    added, template = tokenizer.added_tokens_decoder, str(tokenizer.chat_template or "")
+    written = [
+        token_id
+        for token_id, token in sorted(rowless.items())
+        if token_id == tokenizer.bos_token_id
+        or token in template
+        or not (token_id in added and (added[token_id].special or _CONTROL_FORM.match(added[token_id].content)))
+    ]
+    shown = ", ".join(f"{rowless[i]!r} ({i})" for i in (written or sorted(rowless))[:_MOST_NAMED])
+    shown += f" and {num - _MOST_NAMED} more" if (num := len(written or rowless)) > _MOST_NAMED else ""
+    if written:
+        raise ModelError(
+            f"the tokenizer in {folder} makes tokens that the embedding, of {num_rows} rows, has no row for: {shown}; "
+            "copy the tokenizer that was saved with these weights, remove the added tokens from it, or save the model "
+            "after model.resize_token_embeddings(len(tokenizer)) and train the new rows"
+        )
+    return f"the embedding has no row for control tokens that no prompt holds: {shown}" if rowless else None
 
 
 def repetition_penalty_of(config: Mapping[str, Any], source: str | Path) -> float:

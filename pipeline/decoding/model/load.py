@@ -22,6 +22,8 @@ from laserbatch.pipeline.decoding.device_memory import (
 from laserbatch.pipeline.decoding.model.adapters import merge_adapter
 from laserbatch.pipeline.decoding.model.checks import check_equivalence, refuse_by_config
 from laserbatch.pipeline.decoding.model.folder import (
+    HARMLESS_WEIGHTS,
+    QUANTIZED_EXTRAS,
     SAMPLE_MODEL,
     find_weights,
     load_tokenizer,
@@ -29,6 +31,7 @@ from laserbatch.pipeline.decoding.model.folder import (
     num_parameters_of,
     quantization_of,
     repetition_penalty_of,
+    require_token_rows,
     require_whole_weights,
 )
 from laserbatch.pipeline.errors import ModelError, first_line
@@ -91,7 +94,7 @@ def load_model(
         )
     weights_dtype = resolve_dtype(dtype, target, quantization)
     require_room(path, weights, config, weights_dtype, target)
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, adapter)
     transformers_logging.disable_progress_bar()
     # Weights go from their files to a GPU one by one, so that main memory holds few of them.
     placed = {} if target.type == "cpu" else {"device_map": {"": target}}
@@ -106,9 +109,11 @@ def load_model(
             "torchao and compressed-tensors), or use the unquantised checkpoint"
         )  # fmt: skip
         raise ModelError(f"the weights in {path} cannot be loaded: {first_line(error)}{advice}") from error
-    require_whole_weights(path, loading_info)
+    require_whole_weights(path, loading_info, harmless=HARMLESS_WEIGHTS if quantization is None else QUANTIZED_EXTRAS)
     if adapter is not None:
         model = merge_adapter(model, adapter)
+    if warning := require_token_rows(path, tokenizer, model.get_input_embeddings().num_embeddings):
+        logger.warning("%s", warning)
     return prepare_model(model, tokenizer, model_id)
 
 
