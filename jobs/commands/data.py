@@ -50,8 +50,9 @@ def import_(
 ) -> None:
     """Make tables from any Parquet or CSV files by a column mapping, and check them.
 
-    OUT appears whole or not at all. --overwrite replaces a folder of tables, and nothing else. Exit code 3 when a file
-    cannot be read, or the result has faults (it is kept).
+    A TSV has no quoted fields unless the mapping sets `csv: {quote: '"'}` for it; quoted fields over several lines
+    are counted and shown. OUT appears whole or not at all. --overwrite replaces a folder of tables, and nothing else.
+    Exit code 3 when a file cannot be read, or the result has faults (it is kept).
 
     Example: laserbatch data import exports/ tables/ --mapping mapping.yaml
     """
@@ -59,8 +60,13 @@ def import_(
     parts = [part for part in (loaded.users, loaded.items, loaded.interactions) if part is not None]
     target = _replaceable(out, [source, *(path for part in parts for path in source_files(part, source))])
     with atomic_folder(target, overwrite) as folder, progress("importing rows") as bar:
-        dropped = import_mapped(loaded, source, folder, bar.advance)
-    _report_check(out, as_json, {"rows left out": dropped} if dropped else {}, config_here())
+        notes: list[str] = []
+        dropped = import_mapped(loaded, source, folder, bar.advance, notes.append)
+    if not as_json:
+        for note in notes:
+            say(note)
+    written = ({"rows left out": dropped} if dropped else {}) | ({"notes": notes} if as_json and notes else {})
+    _report_check(out, as_json, written, config_here())
 
 
 @app.command()

@@ -45,15 +45,20 @@ def load_mapping(path: Path | str) -> ImportMapping:
 
 
 def import_mapped(
-    mapping: ImportMapping, source: Path | str, out: Path | str, progress: Progress | None = None
+    mapping: ImportMapping,
+    source: Path | str,
+    out: Path | str,
+    progress: Progress | None = None,
+    note: Callable[[str], object] = lambda text: None,
 ) -> dict[str, int]:
     """Make the three tables from the files of a folder.
 
-    `progress` is called with the number of rows that were read, and their table. Returns how many rows the mapping's
+    `progress` is called with the number of rows that were read, and their table; `note` with each sentence about what
+    was read and leaves a doubt. Returns how many rows the mapping's
     rules left out, by table and rule: "interactions of unknown user_id". Raises TableError, which names file, column,
     row and value, where a file or column is not there, or a value cannot be converted.
     """
-    work = _Import(mapping, Path(source), Path(out), progress)
+    work = _Import(mapping, Path(source), Path(out), progress, note)
     known = {"item_id": work.write("items", mapping.items, work.entity_columns)["item_id"]}
     if mapping.users is not None:
         known = {"user_id": work.write("users", mapping.users, work.entity_columns)["user_id"]} | known
@@ -72,6 +77,7 @@ class _Import:
     source: Path
     out: Path
     progress: Progress | None
+    note: Callable[[str], object]
     dropped: Counter[str] = field(default_factory=Counter)
 
     def write(
@@ -81,7 +87,7 @@ class _Import:
         ids: dict[str, list[pa.Array]] = {}
 
         def batches() -> Iterator[tuple[Path, pa.RecordBatch]]:
-            for batch in read_source(wanted, self.source, table):
+            for batch in read_source(wanted, self.source, table, self.note):
                 rows = pa.RecordBatch.from_pydict(columns_of(batch, table, wanted))
                 rows = self._with_known(self._without_blanks(rows, wanted, table), wanted, known or {}, batch.file)
                 for column in ID_COLUMNS.values():

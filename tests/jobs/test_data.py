@@ -116,6 +116,13 @@ def test_rows_that_an_import_leaves_out_are_said(run, tmp_path, exports):
     assert json.loads(result.stdout)["rows left out"] == {"interactions of unknown item_id": 1}
 
 
+def test_doubts_of_an_import_are_said(run, tmp_path, exports):
+    (exports / "items.csv").write_text('id,title\ni1,"Heat\nthe film"\n')
+    arguments = ["import", exports, tmp_path / "out", "--mapping", exports / "mapping.yaml", "--overwrite"]
+    assert "1 quoted field over several lines" in json.loads(run(*arguments, "--json").stdout)["notes"][0]
+    assert "1 quoted field over several lines" in run(*arguments).output
+
+
 def test_check_goes_by_the_configuration_that_is_named(run, tmp_path):
     write_sample_world(tmp_path / "tables", num_users=20, num_items=20)
     config = tmp_path / "laserbatch.yaml"
