@@ -14,7 +14,7 @@ from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.atomic import atomic_folder
 from laserbatch.pipeline.tables.findings import count_faults
 from laserbatch.pipeline.tables.mapping import import_mapped, load_mapping
-from laserbatch.pipeline.tables.read import describe
+from laserbatch.pipeline.tables.read import describe, find_exact_copies
 from laserbatch.pipeline.tables.schema import require_only_tables
 from laserbatch.pipeline.tables.source import source_files
 
@@ -106,9 +106,12 @@ def _report_check(path: Path | str, as_json: bool, written: dict | None = None, 
 
     `written` is what else there is to say of tables that were just written, whose rows are counted, faults or not.
     """
-    findings = check_inputs(path, load_settings(config))
+    settings = load_settings(config)
+    findings = check_inputs(path, settings)
     num_faults = count_faults(findings)
     outcome: dict = {"path": str(path), "num_faults": num_faults}
+    if not num_faults and not settings.tables.keep_duplicates and (num_copies := find_exact_copies(path).sum()):
+        outcome["exact copies of interactions, left out by runs"] = int(num_copies)
     outcome["num_warnings"] = sum(finding.is_warning for finding in findings)
     if not num_faults or written is not None:
         outcome |= {f"num_{name}": entry["num_rows"] for name, entry in describe(path).items()}

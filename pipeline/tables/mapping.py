@@ -13,11 +13,13 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.tables.columns import blank
+from laserbatch.pipeline.tables.read import find_exact_copies
 from laserbatch.pipeline.tables.schema import CREATED_AT, ID_COLUMNS
 from laserbatch.pipeline.tables.settings import (
     EntityMapping,
@@ -63,6 +65,8 @@ def import_mapped(
     if mapping.users is not None:
         known = {"user_id": work.write("users", mapping.users, work.entity_columns)["user_id"]} | known
     written = work.write("interactions", mapping.interactions, work.interaction_columns, known)
+    if not mapping.interactions.keep_duplicates:
+        work.drop_copies()
     if mapping.users is None:
         users = written["user_id"].drop_null()
         write_parquet(pa.table({"user_id": users.take(pc.sort_indices(users))}), Path(out, "users.parquet"))
@@ -109,6 +113,25 @@ class _Import:
         others = (_alike(rows, file, first.schema, first_file, table) for file, rows in parts)
         write_parquet(chain([first], others), self.out / f"{table}.parquet", first.schema)
         return {column: pc.unique(pa.chunked_array(seen)) for column, seen in ids.items()}
+
+    def drop_copies(self) -> None:
+        """Write the interactions again without rows that are exact copies of an earlier one, where there are any."""
+        is_copy = find_exact_copies(self.out)
+        if not is_copy.any():
+            return
+        path = self.out / "interactions.parquet"
+        whole = path.rename(path.with_name("interactions.with_copies"))
+
+        def kept() -> Iterator[pa.RecordBatch]:
+            first_row = 0
+            with pq.ParquetFile(whole) as file:
+                for batch in file.iter_batches():
+                    part = slice(first_row, first_row := first_row + batch.num_rows)
+                    yield batch.filter(pa.array(~is_copy[part]))
+
+        write_parquet(kept(), path, pq.read_schema(whole))
+        whole.unlink()
+        self.dropped["interactions that are exact copies of another"] = int(is_copy.sum())
 
     def entity_columns(self, batch: SourceBatch, table: str, wanted: EntityMapping) -> dict[str, pa.Array]:
         """The columns of users or items."""

@@ -23,6 +23,11 @@ class TablesSettings(Strict):
         description="Folder with users, items and interactions, or its URI (s3://bucket/prefix); needed but for the "
         "demo.",
     )
+    keep_duplicates: bool = Field(
+        False,
+        description="Keep interactions that are exact copies of another one: same user, item, time, event and rating. "
+        "By default the first of them is kept, and the others are counted.",
+    )
 
     @field_validator("path", mode="before")
     @classmethod
@@ -181,6 +186,7 @@ class InteractionMapping(SourceFiles):
     timestamp: Time
     rating: str | None = None
     event: str | None = None
+    keep_duplicates: bool = False  # whether rows that are exact copies of another one are kept
     drop_unknown: bool = False  # whether rows of users or items that are in no table are left out
 
 
