@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from laserbatch.pipeline.storage.uris import is_uri, without_credentials
+from laserbatch.pipeline.tables.time_formats import format_fault
 from laserbatch.pipeline.validation import Strict
 
 IdType = Literal["keep", "string", "int64"]
@@ -67,6 +68,8 @@ class SourceTime(Strict):
             raise ValueError(
                 f"{unit!r} is not a time unit; expected s, ms, us, ns, iso, or a format like %d/%m/%Y %H:%M"
             )
+        if "%" in unit and (fault := format_fault(unit)):
+            raise ValueError(f"the format {unit!r} cannot be used: {fault}")
         return unit
 
 

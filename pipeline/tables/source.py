@@ -31,6 +31,7 @@ from laserbatch.pipeline.tables.schema import (
 )
 from laserbatch.pipeline.tables.schema import timestamps as known_times
 from laserbatch.pipeline.tables.settings import CsvFormat, SourceColumn, SourceFiles, SourceTime
+from laserbatch.pipeline.tables.time_formats import ZONES_EXPECTED, parse_times
 from laserbatch.pipeline.validation import nearest
 
 BATCH_ROWS = 128 * 1024
@@ -313,7 +314,8 @@ def to_time(column: pa.Array, unit: str) -> pa.Array:
     """The column as timestamp[us, UTC]; ConversionFault for what cannot be read so.
 
     Timestamps and dates are taken as they are; numbers, and text that holds numbers, count `unit`s ("s", "ms", "us",
-    "ns") since 1970; "iso" is text like 2024-05-31T23:59:00Z (no zone: UTC); else `unit` is a strptime format.
+    "ns") since 1970; "iso" is text like 2024-05-31T23:59:00Z (no zone: UTC); else `unit` is a strptime format, as
+    `time_formats` reads it.
     """
     column = plain_column(column)
     if pt.is_timestamp(column.type) or pt.is_date(column.type):
@@ -325,9 +327,9 @@ def to_time(column: pa.Array, unit: str) -> pa.Array:
     text = pc.utf8_trim_whitespace(to_type(column, pa.string()))
     if unit == "iso":
         return _each(text, column, _from_iso, "an ISO 8601 time such as 2024-05-31T23:59:00Z")
-    return _each(
-        text, column, lambda values: pc.strptime(values, unit, "us").cast(TIMESTAMP_TYPE), f"a time of the form {unit}"
-    )
+    zone = f", {ZONES_EXPECTED}" if "%z" in unit.lower() else ""
+    expected = f"an existing day and time of the form {unit}{zone}"
+    return _each(text, column, lambda values: parse_times(values, unit), expected)
 
 
 def _has_fractions(column: pa.Array) -> bool:
