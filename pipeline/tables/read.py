@@ -25,14 +25,15 @@ from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import sha256_file
 from laserbatch.pipeline.storage.parquet import map_table
-from laserbatch.pipeline.tables.columns import ID, role_of, schema_findings
+from laserbatch.pipeline.tables.columns import CREATED, ID, IN_RANGE, TIME, role_of, schema_findings
 from laserbatch.pipeline.tables.fetched import shown_path
-from laserbatch.pipeline.tables.findings import FaultyTable, unreadable
+from laserbatch.pipeline.tables.findings import FaultyTable, Findings, unreadable
 from laserbatch.pipeline.tables.schema import (
     CREATED_AT,
     ID_COLUMNS,
     TABLE_NAMES,
     TIMESTAMP_TYPE,
+    require_seconds,
     table_files,
     tables_folder,
     time_scalar,
@@ -287,8 +288,20 @@ def _open_part(file: Path, name: str, cutoff: pa.Scalar | None) -> _Part:
         if cutoff is None or column not in part.schema.names or pt.is_null(part.schema.field(column).type):
             return part
         times = part.read(column)
+        _require_times(name, part, column, times)
         kept = pc.fill_null(pc.less(times, time_scalar(cutoff, times.type)), name != "interactions")
         return part if pc.all(kept, min_count=0).as_py() else replace(part, kept=kept.combine_chunks())
+
+
+def _require_times(table: str, part: _Part, column: str, values: pa.ChunkedArray) -> None:
+    """Refuse integers that are no seconds, before the cut by date leaves them out, or keeps them."""
+    if pt.is_integer(values.type):
+        try:
+            require_seconds(values)
+        except pa.ArrowInvalid:
+            findings = Findings()
+            IN_RANGE.check(table, column, shown_path(part.path), 0, values.combine_chunks(), findings)
+            raise FaultyTable(findings.to_list()[0]) from None
 
 
 def _read_column(parts: list[_Part], table: str, name: str) -> pa.ChunkedArray:
@@ -296,7 +309,10 @@ def _read_column(parts: list[_Part], table: str, name: str) -> pa.ChunkedArray:
     values = []
     for part in parts:
         with _naming(table, part.path):
-            values.append(pa.table({name: role_of(table, name).plain(part.read(name))}))
+            read = part.read(name)
+            if role_of(table, name) in (TIME, CREATED):
+                _require_times(table, part, name, read)
+            values.append(pa.table({name: role_of(table, name).plain(read)}))
     try:
         column = pa.concat_tables(values, promote_options="permissive")[name]
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:

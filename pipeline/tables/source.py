@@ -19,9 +19,11 @@ import pyarrow.parquet as pq
 import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError, first_line
-from laserbatch.pipeline.tables.columns import ATTRIBUTE, EARLIEST_S, ID, LATEST_S
+from laserbatch.pipeline.tables.columns import ATTRIBUTE, ID
 from laserbatch.pipeline.tables.findings import shown_value
 from laserbatch.pipeline.tables.schema import (
+    EARLIEST_S,
+    LATEST_S,
     PATH_TYPE,
     TIMESTAMP_TYPE,
     UNITS_PER_SECOND,
