@@ -19,6 +19,7 @@ from laserbatch.ctr.feature_set import SIDES
 from laserbatch.ctr.labels import LabelRule, sample_negatives
 from laserbatch.ctr.settings import CtrSettings
 
+EARLIEST_S, LATEST_S = -2_208_988_800, 7_258_118_400  # 1900 and 2200; milliseconds are beyond
 BATCH_ROWS = 1 << 20  # of interactions that are read at once
 SPLIT_TRAIN_SHARE = 0.5  # of what comes after the date, with `history: split`
 
@@ -102,6 +103,13 @@ def to_us(times: pa.Array) -> np.ndarray:
     if times.null_count:
         raise CtrError(f"{times.null_count} rows have no timestamp")
     if pa.types.is_integer(times.type):
+        for time in pc.min_max(times).as_py().values():
+            if time is not None and not EARLIEST_S <= time <= LATEST_S:
+                raise CtrError(
+                    f"interactions have the timestamp {time}; expected integers that are seconds since 1970, between "
+                    "1900 and 2200. Divide milliseconds by 1000, or name the unit in the mapping of `laserbatch data "
+                    "import`"
+                )
         return times.cast(pa.int64()).to_numpy() * 1_000_000
     return times.cast(pa.timestamp("us", times.type.tz)).cast(pa.int64()).to_numpy()
 

@@ -14,7 +14,7 @@ from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.atomic import atomic_folder
 from laserbatch.pipeline.tables.findings import count_faults
 from laserbatch.pipeline.tables.mapping import import_mapped, load_mapping
-from laserbatch.pipeline.tables.read import describe
+from laserbatch.pipeline.tables.read import describe, find_exact_copies
 from laserbatch.pipeline.tables.schema import require_only_tables
 from laserbatch.pipeline.tables.source import source_files
 
@@ -50,8 +50,9 @@ def import_(
 ) -> None:
     """Make tables from any Parquet or CSV files by a column mapping, and check them.
 
-    OUT appears whole or not at all. --overwrite replaces a folder of tables, and nothing else. Exit code 3 when a file
-    cannot be read, or the result has faults (it is kept).
+    A TSV has no quoted fields unless the mapping sets `csv: {quote: '"'}` for it; quoted fields over several lines
+    are counted and shown. OUT appears whole or not at all. --overwrite replaces a folder of tables, and nothing else.
+    Exit code 3 when a file cannot be read, or the result has faults (it is kept).
 
     Example: laserbatch data import exports/ tables/ --mapping mapping.yaml
     """
@@ -59,8 +60,13 @@ def import_(
     parts = [part for part in (loaded.users, loaded.items, loaded.interactions) if part is not None]
     target = _replaceable(out, [source, *(path for part in parts for path in source_files(part, source))])
     with atomic_folder(target, overwrite) as folder, progress("importing rows") as bar:
-        dropped = import_mapped(loaded, source, folder, bar.advance)
-    _report_check(out, as_json, {"rows left out": dropped} if dropped else {}, config_here())
+        notes: list[str] = []
+        dropped = import_mapped(loaded, source, folder, bar.advance, notes.append)
+    if not as_json:
+        for note in notes:
+            say(note)
+    written = ({"rows left out": dropped} if dropped else {}) | ({"notes": notes} if as_json and notes else {})
+    _report_check(out, as_json, written, config_here())
 
 
 @app.command()
@@ -100,9 +106,12 @@ def _report_check(path: Path | str, as_json: bool, written: dict | None = None, 
 
     `written` is what else there is to say of tables that were just written, whose rows are counted, faults or not.
     """
-    findings = check_inputs(path, load_settings(config))
+    settings = load_settings(config)
+    findings = check_inputs(path, settings)
     num_faults = count_faults(findings)
     outcome: dict = {"path": str(path), "num_faults": num_faults}
+    if not num_faults and not settings.tables.keep_duplicates and (num_copies := find_exact_copies(path).sum()):
+        outcome["exact copies of interactions, left out by runs"] = int(num_copies)
     outcome["num_warnings"] = sum(finding.is_warning for finding in findings)
     if not num_faults or written is not None:
         outcome |= {f"num_{name}": entry["num_rows"] for name, entry in describe(path).items()}

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from enum import StrEnum
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +27,12 @@ from laserbatch.pipeline.storage.atomic import atomic_folder
 from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, iter_parquet, write_parquet
 from laserbatch.pipeline.tables.columns import schema_findings
 from laserbatch.pipeline.tables.findings import FaultyTable
-from laserbatch.pipeline.tables.schema import plain_ids, timestamps
+from laserbatch.pipeline.tables.schema import UNITS_PER_SECOND, plain_ids
+from laserbatch.pipeline.tables.source import ConversionFault, to_time
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 Format = StrEnum("Format", {name: name for name in FORMATS})
+TimeUnit = StrEnum("TimeUnit", {name: name for name in UNITS_PER_SECOND})
 FLOAT16 = typer.Option(False, "--float16", help="Write vectors in half precision.")
 BASIS = typer.Option(None, "--basis", help="A folder of `laserbatch ctr train`: vectors are reduced as that model's.")
 
@@ -42,6 +45,7 @@ def asof(
     workspace: Path | None = WORKSPACE,
     float16: bool = FLOAT16,
     basis: Path | None = BASIS,
+    unit: TimeUnit = typer.Option(TimeUnit.s, help="Unit of `timestamp` since 1970, where it holds integers."),
     as_json: bool = JSON,
 ) -> None:
     """Join to each row of a log the newest features that are older than it, of all finished runs.
@@ -68,8 +72,10 @@ def asof(
         with progress("join features") as bar:
 
             def joined() -> Iterator[pa.RecordBatch]:
-                for batch in (first, *batches):
-                    days = _days(batch["timestamp"])
+                first_row = 0
+                for batch in chain([first], batches):
+                    days = _days(batch["timestamp"], unit, interactions, first_row)
+                    first_row += batch.num_rows
                     columns = list(batch.columns)
                     for side, found in versions.items():
                         rows = found.of(plain_ids(batch[f"{side}_id"]), days)
@@ -178,6 +184,17 @@ def _kept(path: Path, is_wanted: np.ndarray | None) -> Iterator[pa.RecordBatch]:
         start += batch.num_rows
 
 
-def _days(times: pa.Array) -> np.ndarray:
-    """Days since 1970 (UTC) of moments: int64[n]; of a missing one 0, which is before every version."""
-    return pc.fill_null(timestamps(times).cast(pa.int64()), 0).to_numpy() // DAY_US
+def _days(times: pa.Array, unit: str, file: Path, first_row: int) -> np.ndarray:
+    """Days since 1970 (UTC) of moments: int64[n]; of a missing one 0, which is before every version.
+
+    Integers count units of `unit`. Raises TableError where one is no time between 1900 and 2200, since times of another
+    unit would be joined with features that know what came after them.
+    """
+    try:
+        return pc.fill_null(to_time(times, unit).cast(pa.int64()), 0).to_numpy() // DAY_US
+    except ConversionFault as fault:
+        raise TableError(
+            f"{file}, column timestamp, row {first_row + fault.row}: found {fault.value!r}, expected a time between "
+            f"1900 and 2200; integers are read as {unit} since 1970. If they are of another unit, set --unit "
+            f"({', '.join(UNITS_PER_SECOND)}). Rows are counted from 0 over all files in name order."
+        ) from None

@@ -63,7 +63,8 @@ def report(
     Example: `laserbatch prompts report --config laserbatch.yaml`
     """
     settings = load_settings(config)
-    tables = read_tables(settings.tables.path, as_of=parse_date(date) if date else None)
+    as_of = parse_date(date) if date else None
+    tables = read_tables(settings.tables.path, as_of=as_of, keep_duplicates=settings.tables.keep_duplicates)
     require_plain_words(settings)
     tokenizer = load_tokenizer(settings.model_dir, settings.decoding.adapter)
     labels = labels_of(tables.interactions, settings.knowledge.words.events)

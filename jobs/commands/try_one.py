@@ -80,7 +80,7 @@ def try_one(
     settings = load_settings(config, {"workspace": workspace})
     side: Side = "item" if item is not None else "user"
     night_date = parse_date(date) if date else None
-    tables = read_tables(settings.tables.path, as_of=night_date)
+    tables = read_tables(settings.tables.path, as_of=night_date, keep_duplicates=settings.tables.keep_duplicates)
     require_template_columns(settings.tables.path, settings, side)
     require_plain_words(settings)
     alone = with_one(tables, side, user if item is None else item)

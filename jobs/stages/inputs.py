@@ -74,7 +74,7 @@ def sound_tables(
     """
     with ThreadPoolExecutor(1) as aside:  # what is read of faulty tables is not looked at
         scratch = settings.workspace if settings.workspace.is_dir() else None
-        reading = aside.submit(read_tables, settings.tables.path, date, scratch)
+        reading = aside.submit(read_tables, settings.tables.path, date, scratch, settings.tables.keep_duplicates)
         findings = check(lambda: _ids_before(date, reading))
     require_sound(findings, settings.tables.path)
     for warning in findings:

@@ -60,7 +60,9 @@ class Night:
     @cached_property
     def tables(self) -> Tables:
         """The input tables as they were known at the end of the night's date."""
-        return read_tables(self.settings.tables.path, as_of=self.date)
+        return read_tables(
+            self.settings.tables.path, as_of=self.date, keep_duplicates=self.settings.tables.keep_duplicates
+        )
 
     def pool_folders(self) -> dict[Side, Path]:
         """The pools that it drafts from, of the sides that have one."""

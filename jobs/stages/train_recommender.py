@@ -35,7 +35,7 @@ def train_on_tables(
     """Train into a folder, with the codes beside the model; `draft_for` names the folder of a target, `base` that of a
     language model to begin with."""
     torch.set_num_threads(usable_cores())
-    tables = read_tables(settings.tables.path, as_of=date)
+    tables = read_tables(settings.tables.path, as_of=date, keep_duplicates=settings.tables.keep_duplicates)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = None if draft_for is None else load_recommender(draft_for, device)
     if target is not None:

@@ -17,9 +17,7 @@ import pyarrow.types as pt
 from laserbatch.pipeline.tables import schema as sc
 from laserbatch.pipeline.tables.findings import Finding, Findings
 
-# Times outside 1900 to 2200 are in another unit: milliseconds read as seconds are tens of thousands of years away.
-EARLIEST_S, LATEST_S = -2_208_988_800, 7_258_118_400
-# Nearer ones may be meant, but seconds read as milliseconds are in January 1970, and so is an unknown time that is 0.
+# Seconds that are read as milliseconds are in January 1970, and so is an unknown time that is 0.
 YEAR_S = 365 * 86_400
 MAX_ID = pa.scalar(2**63 - 1, pa.uint64())
 
@@ -94,7 +92,7 @@ def _seconds(values: pa.Array) -> pa.Array:
 
 def _out_of_range(values: pa.Array) -> pa.Array:
     seconds = _seconds(values)
-    return pc.or_(pc.less(seconds, EARLIEST_S), pc.greater(seconds, LATEST_S))
+    return pc.or_(pc.less(seconds, sc.EARLIEST_S), pc.greater(seconds, sc.LATEST_S))
 
 
 def _odd(values: pa.Array) -> pa.Array:
@@ -115,9 +113,12 @@ _UTF8 = Rule("bad-text", "the text is not UTF-8:", "text in UTF-8",
              "write the column again, from text that was read in its own encoding", _not_utf8)  # fmt: skip
 _TIME_EXPECTED = "a timestamp, or int64 unix seconds"
 _KNOWN_TIME = Rule("bad-timestamp", "the time is null:", _TIME_EXPECTED, "correct it, or drop the row", pc.is_null)
+IN_RANGE = Rule(
+    "bad-timestamp", "the time is out of range:", "a time between 1900 and 2200; integers are seconds since 1970",
+    "divide milliseconds by 1000, or name the unit in `laserbatch data import`", _out_of_range,
+)  # fmt: skip
 _TIME_RULES = (
-    Rule("bad-timestamp", "the time is out of range:", "a time between 1900 and 2200; integers are seconds since 1970",
-         "divide milliseconds by 1000, or name the unit in `laserbatch data import`", _out_of_range),
+    IN_RANGE,
     Rule("odd-timestamp", "the time is before 1971 or more than a year ahead:", "a time of this age",
          "name the right unit in `laserbatch data import`, or let it be if it is meant", _odd, True),
 )  # fmt: skip

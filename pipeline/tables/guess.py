@@ -135,9 +135,10 @@ def _attributes(source: SourceTable, used: set[str]) -> dict:
 
 
 def _time_unit(source: SourceTable, column: str) -> str:
-    value = next((value for value in source.head[column].to_pylist() if value is not None), 0)
+    values = [value for value in source.head[column].to_pylist() if value is not None]
+    value = values[0] if values else 0
     try:
-        number = float(value)
+        number = max(map(float, values), default=0)  # the first may be 0, where a time is not known
     except (TypeError, ValueError):
         parts = re.fullmatch(r"\d{1,2}\.\d{1,2}\.\d{4}( \d{1,2}:\d{2})?(:\d{2})?", str(value).strip())
         return "iso" if parts is None else "%d.%m.%Y" + " %H:%M" * bool(parts[1]) + ":%S" * bool(parts[2])

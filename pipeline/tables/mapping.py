@@ -13,11 +13,13 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.tables.columns import blank
+from laserbatch.pipeline.tables.read import find_exact_copies
 from laserbatch.pipeline.tables.schema import CREATED_AT, ID_COLUMNS
 from laserbatch.pipeline.tables.settings import (
     EntityMapping,
@@ -45,19 +47,26 @@ def load_mapping(path: Path | str) -> ImportMapping:
 
 
 def import_mapped(
-    mapping: ImportMapping, source: Path | str, out: Path | str, progress: Progress | None = None
+    mapping: ImportMapping,
+    source: Path | str,
+    out: Path | str,
+    progress: Progress | None = None,
+    note: Callable[[str], object] = lambda text: None,
 ) -> dict[str, int]:
     """Make the three tables from the files of a folder.
 
-    `progress` is called with the number of rows that were read, and their table. Returns how many rows the mapping's
+    `progress` is called with the number of rows that were read, and their table; `note` with each sentence about what
+    was read and leaves a doubt. Returns how many rows the mapping's
     rules left out, by table and rule: "interactions of unknown user_id". Raises TableError, which names file, column,
     row and value, where a file or column is not there, or a value cannot be converted.
     """
-    work = _Import(mapping, Path(source), Path(out), progress)
+    work = _Import(mapping, Path(source), Path(out), progress, note)
     known = {"item_id": work.write("items", mapping.items, work.entity_columns)["item_id"]}
     if mapping.users is not None:
         known = {"user_id": work.write("users", mapping.users, work.entity_columns)["user_id"]} | known
     written = work.write("interactions", mapping.interactions, work.interaction_columns, known)
+    if not mapping.interactions.keep_duplicates:
+        work.drop_copies()
     if mapping.users is None:
         users = written["user_id"].drop_null()
         write_parquet(pa.table({"user_id": users.take(pc.sort_indices(users))}), Path(out, "users.parquet"))
@@ -72,6 +81,7 @@ class _Import:
     source: Path
     out: Path
     progress: Progress | None
+    note: Callable[[str], object]
     dropped: Counter[str] = field(default_factory=Counter)
 
     def write(
@@ -81,7 +91,7 @@ class _Import:
         ids: dict[str, list[pa.Array]] = {}
 
         def batches() -> Iterator[tuple[Path, pa.RecordBatch]]:
-            for batch in read_source(wanted, self.source, table):
+            for batch in read_source(wanted, self.source, table, self.note):
                 rows = pa.RecordBatch.from_pydict(columns_of(batch, table, wanted))
                 rows = self._with_known(self._without_blanks(rows, wanted, table), wanted, known or {}, batch.file)
                 for column in ID_COLUMNS.values():
@@ -103,6 +113,25 @@ class _Import:
         others = (_alike(rows, file, first.schema, first_file, table) for file, rows in parts)
         write_parquet(chain([first], others), self.out / f"{table}.parquet", first.schema)
         return {column: pc.unique(pa.chunked_array(seen)) for column, seen in ids.items()}
+
+    def drop_copies(self) -> None:
+        """Write the interactions again without rows that are exact copies of an earlier one, where there are any."""
+        is_copy = find_exact_copies(self.out)
+        if not is_copy.any():
+            return
+        path = self.out / "interactions.parquet"
+        whole = path.rename(path.with_name("interactions.with_copies"))
+
+        def kept() -> Iterator[pa.RecordBatch]:
+            first_row = 0
+            with pq.ParquetFile(whole) as file:
+                for batch in file.iter_batches():
+                    part = slice(first_row, first_row := first_row + batch.num_rows)
+                    yield batch.filter(pa.array(~is_copy[part]))
+
+        write_parquet(kept(), path, pq.read_schema(whole))
+        whole.unlink()
+        self.dropped["interactions that are exact copies of another"] = int(is_copy.sum())
 
     def entity_columns(self, batch: SourceBatch, table: str, wanted: EntityMapping) -> dict[str, pa.Array]:
         """The columns of users or items."""

@@ -6,6 +6,7 @@ Only the columns and rows that are kept are read: the cut by date is applied whi
 
 import datetime
 import hashlib
+import logging
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,20 +25,22 @@ from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import sha256_file
 from laserbatch.pipeline.storage.parquet import map_table
-from laserbatch.pipeline.tables.columns import ID, role_of, schema_findings
+from laserbatch.pipeline.tables.columns import CREATED, ID, IN_RANGE, TIME, role_of, schema_findings
 from laserbatch.pipeline.tables.fetched import shown_path
-from laserbatch.pipeline.tables.findings import FaultyTable, unreadable
+from laserbatch.pipeline.tables.findings import FaultyTable, Findings, unreadable
 from laserbatch.pipeline.tables.schema import (
     CREATED_AT,
     ID_COLUMNS,
     TABLE_NAMES,
     TIMESTAMP_TYPE,
+    require_seconds,
     table_files,
     tables_folder,
     time_scalar,
 )
 
 ROWS_AT_ONCE = 1024 * 1024
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,16 +73,29 @@ class Tables:
             mapped.madvise(mmap.MADV_DONTNEED)
 
 
-def read_tables(path: Path | str | None, as_of: datetime.date | None = None, scratch: Path | None = None) -> Tables:
+def read_tables(
+    path: Path | str | None,
+    as_of: datetime.date | None = None,
+    scratch: Path | None = None,
+    keep_duplicates: bool = False,
+) -> Tables:
     """Read the tables of a folder, as known at the end of a day (UTC).
 
     Kept are entities created before its end or with no `created_at`, and interactions before it between such; without a
-    day all. Interactions lie in files without a name in the folder `scratch`, mapped; None: in memory.
+    day all. Of interactions that are equal in all read columns the first is kept, unless `keep_duplicates`; the
+    number of the others is logged as a warning. Interactions lie in files without a name in the folder `scratch`,
+    mapped; None: in memory.
     Raises TableError where a table or column is missing, has a wrong type, or its file cannot be read.
     """
     path, cutoff = tables_folder(path), None if as_of is None else end_of(as_of)
     users, items = (_read_table(path, table, cutoff) for table in ("users", "items"))
     interactions = _by_time(_read_table(path, "interactions", cutoff))
+    if not keep_duplicates and (is_copy := exact_copies(interactions)).any():
+        logger.warning(
+            "%d of %d interactions are exact copies of another and are left out; set `tables.keep_duplicates: true` in "
+            "the configuration to keep them", is_copy.sum(), len(is_copy),
+        )  # fmt: skip
+        interactions = interactions.filter(pa.array(~is_copy)).combine_chunks()
     logged_ids = {name: only_chunk(interactions[name]).dictionary for name in ID_COLUMNS.values()}
     tables = Tables(users, items, interactions, logged_ids=logged_ids)
     # Who left the tables may stay in the log, and an interaction may precede its entity's own created_at.
@@ -162,6 +178,44 @@ def _by_time(interactions: pa.Table) -> pa.Table:
     return pa.table(columns, names)
 
 
+def find_exact_copies(path: Path | str) -> np.ndarray:
+    """Which interactions of a folder are exact copies of an earlier one, bool[n], in the order of its files."""
+    interactions = _read_table(tables_folder(path), "interactions", None)
+    user, item = (_codes(only_chunk(interactions[f"{side}_id"])) for side in SIDES)
+    order = np.lexsort((item, user, only_chunk(interactions["timestamp"]).cast(pa.int64()).fill_null(0).to_numpy()))
+    is_copy = np.zeros(len(order), bool)
+    is_copy[order] = exact_copies(interactions.take(pa.array(order)))
+    return is_copy
+
+
+def exact_copies(interactions: pa.Table) -> np.ndarray:
+    """Which rows are equal to an earlier one in every column, bool[n], of rows in order of time, user, item."""
+    is_copy = np.zeros(interactions.num_rows, bool)
+    if interactions.num_rows < 2:
+        return is_copy
+    times = only_chunk(interactions["timestamp"]).cast(pa.int64())
+    times = (times.fill_null(np.iinfo(np.int64).max) if times.null_count else times).to_numpy()
+    is_alike = times[1:] == times[:-1]
+    for side in SIDES:
+        codes = _codes(only_chunk(interactions[f"{side}_id"]))
+        is_alike &= codes[1:] == codes[:-1]
+    others = [name for name in interactions.column_names if name not in ("timestamp", *ID_COLUMNS.values())]
+    if not others or not is_alike.any():
+        is_copy[1:] = is_alike
+        return is_copy
+    # Rows of one moment, user and item are next to each other, but those of one rating and event need not be.
+    run = np.concatenate([[0], np.cumsum(~is_alike)])
+    rows = np.flatnonzero(np.append(is_alike, False) | np.append(False, is_alike))
+    keys = [run[rows]]
+    for name in others:
+        values = interactions[name].take(pa.array(rows)).combine_chunks()
+        values = values.dictionary_decode() if pt.is_dictionary(values.type) else values
+        keys.append(values.dictionary_encode(null_encoding="encode").indices.to_numpy())
+    _, firsts = np.unique(np.stack(keys, axis=1), axis=0, return_index=True)  # the first of equal ones
+    is_copy[np.delete(rows, firsts)] = True
+    return is_copy
+
+
 def _sorted_within(times: np.ndarray, user: np.ndarray, item: np.ndarray) -> np.ndarray:
     """The order by time, user, item of rows that come in order of time; int64[n]."""
     if not len(times):
@@ -234,8 +288,20 @@ def _open_part(file: Path, name: str, cutoff: pa.Scalar | None) -> _Part:
         if cutoff is None or column not in part.schema.names or pt.is_null(part.schema.field(column).type):
             return part
         times = part.read(column)
+        _require_times(name, part, column, times)
         kept = pc.fill_null(pc.less(times, time_scalar(cutoff, times.type)), name != "interactions")
         return part if pc.all(kept, min_count=0).as_py() else replace(part, kept=kept.combine_chunks())
+
+
+def _require_times(table: str, part: _Part, column: str, values: pa.ChunkedArray) -> None:
+    """Refuse integers that are no seconds, before the cut by date leaves them out, or keeps them."""
+    if pt.is_integer(values.type):
+        try:
+            require_seconds(values)
+        except pa.ArrowInvalid:
+            findings = Findings()
+            IN_RANGE.check(table, column, shown_path(part.path), 0, values.combine_chunks(), findings)
+            raise FaultyTable(findings.to_list()[0]) from None
 
 
 def _read_column(parts: list[_Part], table: str, name: str) -> pa.ChunkedArray:
@@ -243,7 +309,10 @@ def _read_column(parts: list[_Part], table: str, name: str) -> pa.ChunkedArray:
     values = []
     for part in parts:
         with _naming(table, part.path):
-            values.append(pa.table({name: role_of(table, name).plain(part.read(name))}))
+            read = part.read(name)
+            if role_of(table, name) in (TIME, CREATED):
+                _require_times(table, part, name, read)
+            values.append(pa.table({name: role_of(table, name).plain(read)}))
     try:
         column = pa.concat_tables(values, promote_options="permissive")[name]
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:

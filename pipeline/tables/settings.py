@@ -7,9 +7,10 @@ import codecs
 from pathlib import Path, PurePath
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from laserbatch.pipeline.storage.uris import is_uri, without_credentials
+from laserbatch.pipeline.tables.time_formats import format_fault
 from laserbatch.pipeline.validation import Strict
 
 IdType = Literal["keep", "string", "int64"]
@@ -22,6 +23,11 @@ class TablesSettings(Strict):
         None,
         description="Folder with users, items and interactions, or its URI (s3://bucket/prefix); needed but for the "
         "demo.",
+    )
+    keep_duplicates: bool = Field(
+        False,
+        description="Keep interactions that are exact copies of another one: same user, item, time, event and rating. "
+        "By default the first of them is kept, and the others are counted.",
     )
 
     @field_validator("path", mode="before")
@@ -62,6 +68,8 @@ class SourceTime(Strict):
             raise ValueError(
                 f"{unit!r} is not a time unit; expected s, ms, us, ns, iso, or a format like %d/%m/%Y %H:%M"
             )
+        if "%" in unit and (fault := format_fault(unit)):
+            raise ValueError(f"the format {unit!r} cannot be used: {fault}")
         return unit
 
 
@@ -74,12 +82,61 @@ Column = Annotated[SourceColumn, BeforeValidator(_by_name)]
 Time = Annotated[SourceTime, BeforeValidator(_by_name)]
 
 
+def _known_encoding(encoding: str) -> str:
+    try:
+        return codecs.lookup(encoding).name
+    except LookupError:
+        raise ValueError("expected an encoding that Python knows, such as utf-8, latin-1 or cp1252") from None
+
+
+Encoding = Annotated[str, AfterValidator(_known_encoding)]
+
+
+class CsvFormat(Strict):
+    """How the CSV files of one table are written."""
+
+    delimiter: str | None = Field(None, min_length=1)  # None: tab for .tsv, else comma
+    quote: str | None = (
+        None  # one character; null or "": no field is quoted. Default: none where the delimiter is a tab
+    )
+    escape: str | None = Field(None, min_length=1, max_length=1)  # the character before one that is meant as it is
+    null_values: list[str] = Field([])  # fields that mean that nothing is known, besides the empty one
+    encoding: Encoding | None = None  # None: utf-8
+
+    @field_validator("quote")
+    @classmethod
+    def _is_one_character(cls, quote: str | None) -> str | None:
+        if quote and (len(quote) > 1 or not quote.isascii()):
+            raise ValueError("expected one ASCII character, such as '\"', or null where no field is quoted")
+        return quote or None
+
+    @field_validator("escape")
+    @classmethod
+    def _is_ascii(cls, escape: str | None) -> str | None:
+        if escape and not escape.isascii():
+            raise ValueError("expected one ASCII character, such as \\")
+        return escape
+
+    @model_validator(mode="after")
+    def _can_be_read(self) -> "CsvFormat":
+        for value in self.null_values if self.escape else ():
+            if value.startswith(self.escape):
+                raise ValueError(
+                    f"the null value {value!r} begins with the `escape`, which is taken away before null values are "
+                    "looked for; leave out `escape`, or export nulls as empty fields"
+                )
+        if len(self.delimiter or "") > 1 and (self.quote or self.escape):
+            raise ValueError("`quote` and `escape` need a `delimiter` of one character; leave them out, or convert")
+        return self
+
+
 class SourceFiles(Strict):
     """The files of one table: Parquet by their suffix, anything else is read as CSV."""
 
     files: str  # a name or a pattern inside the source folder
-    delimiter: str | None = Field(None, min_length=1)  # of a CSV; None: tab for .tsv, else comma
-    encoding: str = "utf-8"
+    csv: CsvFormat = CsvFormat()
+    delimiter: str | None = Field(None, min_length=1)  # short for `csv.delimiter`
+    encoding: Encoding | None = None  # short for `csv.encoding`
     column_names: list[str] | None = None  # of a CSV without a header line
     drop_without: list[str] = Field([])  # rows in which one of these columns of the table is null or blank are left out
 
@@ -91,13 +148,23 @@ class SourceFiles(Strict):
             raise ValueError("expected a file name or a pattern inside the source folder, such as events/*.csv")
         return files
 
-    @field_validator("encoding")
-    @classmethod
-    def _is_encoding(cls, encoding: str) -> str:
-        try:
-            return codecs.lookup(encoding).name
-        except LookupError:
-            raise ValueError("expected an encoding that Python knows, such as utf-8, latin-1 or cp1252") from None
+    @model_validator(mode="after")
+    def _is_said_once(self) -> "SourceFiles":
+        for key in ("delimiter", "encoding"):
+            values = {getattr(self, key), getattr(self.csv, key)} - {None}
+            if len(values) > 1:
+                raise ValueError(f"`{key}` and `csv.{key}` differ; keep the one in `csv`")
+        if len(self.delimiter or "") > 1 and (self.csv.quote or self.csv.escape):
+            raise ValueError("`quote` and `escape` need a `delimiter` of one character; leave them out, or convert")
+        return self
+
+    def csv_format(self, path: PurePath) -> CsvFormat:
+        """How a CSV file is read, with the defaults for its name filled in."""
+        delimiter = self.csv.delimiter or self.delimiter or ("\t" if ".tsv" in path.suffixes else ",")
+        is_quoted = delimiter != "\t" and len(delimiter) == 1
+        quote = self.csv.quote if "quote" in self.csv.model_fields_set else '"' if is_quoted else None
+        encoding = self.csv.encoding or self.encoding or "utf-8"
+        return self.csv.model_copy(update={"delimiter": delimiter, "quote": quote, "encoding": encoding})
 
 
 class EntityMapping(SourceFiles):
@@ -122,6 +189,7 @@ class InteractionMapping(SourceFiles):
     timestamp: Time
     rating: str | None = None
     event: str | None = None
+    keep_duplicates: bool = False  # whether rows that are exact copies of another one are kept
     drop_unknown: bool = False  # whether rows of users or items that are in no table are left out
 
 

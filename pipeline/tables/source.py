@@ -9,6 +9,7 @@ import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,9 +19,11 @@ import pyarrow.parquet as pq
 import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError, first_line
-from laserbatch.pipeline.tables.columns import ATTRIBUTE, EARLIEST_S, ID, LATEST_S
+from laserbatch.pipeline.tables.columns import ATTRIBUTE, ID
 from laserbatch.pipeline.tables.findings import shown_value
 from laserbatch.pipeline.tables.schema import (
+    EARLIEST_S,
+    LATEST_S,
     PATH_TYPE,
     TIMESTAMP_TYPE,
     UNITS_PER_SECOND,
@@ -29,7 +32,8 @@ from laserbatch.pipeline.tables.schema import (
     plain_type,
 )
 from laserbatch.pipeline.tables.schema import timestamps as known_times
-from laserbatch.pipeline.tables.settings import SourceColumn, SourceFiles, SourceTime
+from laserbatch.pipeline.tables.settings import CsvFormat, SourceColumn, SourceFiles, SourceTime
+from laserbatch.pipeline.tables.time_formats import ZONES_EXPECTED, parse_times
 from laserbatch.pipeline.validation import nearest
 
 BATCH_ROWS = 128 * 1024
@@ -127,8 +131,13 @@ def source_files(files: SourceFiles, source: Path) -> list[Path]:
     return sorted(path for path in source.glob(files.files) if path.is_file())
 
 
-def read_source(files: SourceFiles, source: Path, table: str) -> Iterator[SourceBatch]:
-    """The rows of a table's source files, in name order. Raises TableError for a file that is not there or not one."""
+def read_source(
+    files: SourceFiles, source: Path, table: str, note: Callable[[str], object] = lambda text: None
+) -> Iterator[SourceBatch]:
+    """The rows of a table's source files, in name order. Raises TableError for a file that is not there or not one.
+
+    `note` is called with what the quotes of a CSV file leave in doubt: fields over several lines, quotes kept as text.
+    """
     paths = source_files(files, source)
     if not paths:
         found = f"no file {source / files.files}" if source.is_dir() else f"{source} is not a folder"
@@ -136,14 +145,14 @@ def read_source(files: SourceFiles, source: Path, table: str) -> Iterator[Source
     for path in paths:
         first_row = 0
         try:
-            for rows in _parquet(path) if path.suffix == ".parquet" else _csv(path, files):
+            for rows in _parquet(path) if path.suffix == ".parquet" else _csv(path, files, note):
                 if rows.num_rows:
                     yield SourceBatch(path, first_row, rows)
                     first_row += rows.num_rows
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise TableError(
-                f"{path} cannot be read: {first_line(error)}. Check `delimiter`, `encoding` and `column_names`, and "
-                "that every quote is closed."
+                f"{path} cannot be read: {first_line(error)}. Check `csv` (`delimiter`, `quote`, `escape`, "
+                "`encoding`) and `column_names` in the mapping, and that every quote is closed."
             ) from None
 
 
@@ -152,54 +161,127 @@ def _parquet(path: Path) -> Iterator[pa.RecordBatch]:
         yield from file.iter_batches(BATCH_ROWS)
 
 
-def _csv(path: Path, files: SourceFiles) -> Iterator[pa.RecordBatch]:
+def _csv(path: Path, files: SourceFiles, note: Callable[[str], object]) -> Iterator[pa.RecordBatch]:
     """A CSV as text columns: nothing is guessed, so the zip code 01234 stays one."""
-    delimiter = files.delimiter or ("\t" if ".tsv" in path.suffixes else ",")
+    form = files.csv_format(path)
+    delimiter = form.delimiter
     is_long = len(delimiter) > 1  # MovieLens' `::`
     if is_long:
         with pa.input_stream(str(path)) as raw:
-            held = pa.py_buffer(raw.read().replace(delimiter.encode(files.encoding), b"\x1f"))
+            held = pa.py_buffer(raw.read().replace(delimiter.encode(form.encoding), b"\x1f"))
         delimiter = "\x1f"
 
     def opened() -> pa.NativeFile:
         return pa.BufferReader(held) if is_long else pa.input_stream(str(path))
 
-    names = files.column_names or _header(opened(), delimiter, files.encoding)
-    read = pacsv.ReadOptions(encoding=files.encoding, column_names=files.column_names)
-    quote = False if is_long else '"'
-    parse = pacsv.ParseOptions(delimiter=delimiter, quote_char=quote, newlines_in_values=not is_long)
-    text = pacsv.ConvertOptions(
-        column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=True, null_values=[""]
+    form = form.model_copy(update={"delimiter": delimiter})
+    names = files.column_names
+    if names is None:
+        with _lines(opened(), form.encoding) as lines:
+            names = next(_python_reader(lines, form), [])
+    read = pacsv.ReadOptions(encoding=form.encoding, column_names=files.column_names)
+    parse = pacsv.ParseOptions(
+        delimiter=delimiter,
+        quote_char=form.quote or False,
+        escape_char=form.escape or False,
+        newlines_in_values=bool(form.quote or form.escape),
     )
+    text = pacsv.ConvertOptions(
+        column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=True, null_values=["", *form.null_values]
+    )
+    over_lines, with_quotes = _Doubt(), _Doubt()
     num_rows, last = 0, None
     with pacsv.open_csv(opened(), read_options=read, parse_options=parse, convert_options=text) as reader:
         for rows in reader:
+            for name, column in zip(rows.schema.names, rows.columns, strict=True):
+                if form.quote:
+                    over_lines.add(name, num_rows, column, r"[\r\n]")
+                elif not is_long:
+                    with_quotes.add(name, num_rows, column, r'(?s)^".*"$')
             num_rows, last = num_rows + rows.num_rows, rows if rows.num_rows else last
             yield rows
-    if last is not None and quote:
-        _require_closed_quote(path, files.encoding, num_rows - 1, last)
+    if over_lines.num:
+        _require_closed_quote(path, form, num_rows - 1, last)
+        _require_sound_quotes(path, form)
+        note(
+            f"{path}: {over_lines.num:,} quoted field{'s' * (over_lines.num > 1)} over several lines, "
+            f"{over_lines.shown()}. If quotes are plain text in this file, set `csv: {{quote: null}}` in the mapping."
+        )
+    if with_quotes.num:
+        note(
+            f"{path}: {with_quotes.num:,} field{'s' * (with_quotes.num > 1)} in quotes, which were kept as text, "
+            f"{with_quotes.shown()}. If the quotes enclose fields, set `csv: {{quote: '\"'}}` in the mapping."
+        )
 
 
-def _require_closed_quote(path: Path, encoding: str, row: int, last: pa.RecordBatch) -> None:
+@dataclass
+class _Doubt:
+    """How many fields of a file look like something, and the first of them."""
+
+    num: int = 0
+    first: tuple[str, int, str] = ("", 0, "")  # column, row, value
+
+    def add(self, name: str, first_row: int, column: pa.Array, pattern: str) -> None:
+        """Count the fields of a column that match a pattern."""
+        is_match = pc.fill_null(pc.match_substring_regex(column, pattern), False)
+        if is_match.true_count:
+            row = pc.index(is_match, True).as_py()
+            if not self.num or first_row + row < self.first[1]:
+                self.first = (name, first_row + row, column[row].as_py())
+            self.num += is_match.true_count
+
+    def shown(self) -> str:
+        """Where the first one is, and how it begins."""
+        name, row, value = self.first
+        return f"first in column {name}, row {row}: {value[:60]!r}{' ...' * (len(value) > 60)}"
+
+
+def _require_closed_quote(path: Path, form: CsvFormat, row: int, last: pa.RecordBatch) -> None:
     """Refuse a file whose last value begins with a quote and holds all lines that follow: Arrow takes it as it is."""
     value = last.column(last.num_columns - 1)[-1].as_py() if last.num_columns else None
     if value is None or "\n" not in value:
         return
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 64))
-        tail = file.read().decode(encoding, errors="ignore").rstrip("\r\n")
-    if not tail.endswith('"'):
+        tail = file.read().decode(form.encoding, errors="ignore").rstrip("\r\n")
+    if not tail.endswith(form.quote):
         raise TableError(
             f"{path}, column {last.schema.names[-1]}, row {row}: the quote before {value[:40]!r} is never closed, so "
             "the rows behind it are part of it; close it, or double it where it is meant"
         )
 
 
-def _header(raw: pa.NativeFile, delimiter: str, encoding: str) -> list[str]:
+def _require_sound_quotes(path: Path, form: CsvFormat) -> None:
+    """Refuse a file in which a field goes on after its closing quote: the quote before it was probably plain text."""
+    limit = csv.field_size_limit(2**31 - 1)
+    try:
+        with _lines(pa.input_stream(str(path)), form.encoding) as lines:
+            reader, before = _python_reader(lines, form), 0
+            try:
+                for _ in reader:
+                    before = reader.line_num
+            except csv.Error as error:
+                raise TableError(
+                    f"{path}, line {before + 1}: a field in quotes goes on after its closing quote ({error}). "
+                    "Double each quote that is part of a text, or, if quotes are plain text in this file, set "
+                    "`csv: {quote: null}` in the mapping."
+                ) from None
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _lines(raw: pa.NativeFile, encoding: str) -> io.TextIOWrapper:
     if codecs.lookup(encoding).name == "utf-8":
         encoding = "utf-8-sig"  # what Excel writes begins with a mark that is part of no name
-    with raw, io.TextIOWrapper(raw, encoding=encoding, newline="") as lines:
-        return next(csv.reader(lines, delimiter=delimiter), [])
+    return io.TextIOWrapper(raw, encoding=encoding, newline="")
+
+
+def _python_reader(lines: io.TextIOWrapper, form: CsvFormat) -> Any:
+    """Python's reader of the same format, which is slow, and strict about quotes."""
+    quoting = csv.QUOTE_MINIMAL if form.quote else csv.QUOTE_NONE
+    return csv.reader(
+        lines, delimiter=form.delimiter, quotechar=form.quote, escapechar=form.escape, quoting=quoting, strict=True
+    )
 
 
 class ConversionFault(Exception):
@@ -234,7 +316,8 @@ def to_time(column: pa.Array, unit: str) -> pa.Array:
     """The column as timestamp[us, UTC]; ConversionFault for what cannot be read so.
 
     Timestamps and dates are taken as they are; numbers, and text that holds numbers, count `unit`s ("s", "ms", "us",
-    "ns") since 1970; "iso" is text like 2024-05-31T23:59:00Z (no zone: UTC); else `unit` is a strptime format.
+    "ns") since 1970; "iso" is text like 2024-05-31T23:59:00Z (no zone: UTC); else `unit` is a strptime format, as
+    `time_formats` reads it.
     """
     column = plain_column(column)
     if pt.is_timestamp(column.type) or pt.is_date(column.type):
@@ -246,9 +329,9 @@ def to_time(column: pa.Array, unit: str) -> pa.Array:
     text = pc.utf8_trim_whitespace(to_type(column, pa.string()))
     if unit == "iso":
         return _each(text, column, _from_iso, "an ISO 8601 time such as 2024-05-31T23:59:00Z")
-    return _each(
-        text, column, lambda values: pc.strptime(values, unit, "us").cast(TIMESTAMP_TYPE), f"a time of the form {unit}"
-    )
+    zone = f", {ZONES_EXPECTED}" if "%z" in unit.lower() else ""
+    expected = f"an existing day and time of the form {unit}{zone}"
+    return _each(text, column, lambda values: parse_times(values, unit), expected)
 
 
 def _has_fractions(column: pa.Array) -> bool:

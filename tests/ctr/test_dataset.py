@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from laserbatch.ctr.dataset import LOG_SCALE, PRIOR_ROWS, build_dataset, rows_before
 from laserbatch.ctr.errors import CtrError
-from laserbatch.ctr.log import Log, read_log
+from laserbatch.ctr.log import Log, read_log, to_us
 from laserbatch.ctr.settings import CtrSettings
 
 PRIOR = 0.3
@@ -80,3 +80,10 @@ def test_interactions_that_cannot_be_read_are_named(world, interactions, message
     tables = type("Tables", (), {"users": world.users, "items": world.items, "interactions": pa.table(interactions)})
     with pytest.raises(CtrError, match=message):
         read_log(tables, "rating >= 4")
+
+
+def test_integer_times_that_are_no_seconds_are_refused():
+    now = 1_740_787_200
+    assert to_us(pa.array([now])).tolist() == [now * 10**6]
+    with pytest.raises(CtrError, match=r"timestamp 1740787200000; expected integers that are seconds"):
+        to_us(pa.array([now, now * 1000]))

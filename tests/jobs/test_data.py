@@ -116,6 +116,13 @@ def test_rows_that_an_import_leaves_out_are_said(run, tmp_path, exports):
     assert json.loads(result.stdout)["rows left out"] == {"interactions of unknown item_id": 1}
 
 
+def test_doubts_of_an_import_are_said(run, tmp_path, exports):
+    (exports / "items.csv").write_text('id,title\ni1,"Heat\nthe film"\n')
+    arguments = ["import", exports, tmp_path / "out", "--mapping", exports / "mapping.yaml", "--overwrite"]
+    assert "1 quoted field over several lines" in json.loads(run(*arguments, "--json").stdout)["notes"][0]
+    assert "1 quoted field over several lines" in run(*arguments).output
+
+
 def test_check_goes_by_the_configuration_that_is_named(run, tmp_path):
     write_sample_world(tmp_path / "tables", num_users=20, num_items=20)
     config = tmp_path / "laserbatch.yaml"
@@ -125,3 +132,12 @@ def test_check_goes_by_the_configuration_that_is_named(run, tmp_path):
     assert [finding["kind"] for finding in json.loads(result.stdout)["findings"]] == ["one-class"]
     config.write_text("knowledge: {user_template: kar_item}\n")
     assert "is for items; name one for users" in str(run("check", tmp_path / "tables", "--config", config).exception)
+
+
+def test_check_counts_exact_copies_of_interactions(run, tmp_path):
+    write_sample_world(tmp_path / "tables", num_users=20, num_items=20)
+    path = tmp_path / "tables" / "interactions.parquet"
+    whole = pq.read_table(path)
+    pq.write_table(pa.concat_tables([whole, whole.slice(0, 3)]), path)
+    outcome = json.loads(run("check", tmp_path / "tables", "--json").stdout)
+    assert outcome["exact copies of interactions, left out by runs"] == 3

@@ -195,6 +195,22 @@ def test_rows_are_left_out_by_stated_rules_and_counted(tmp_path, source):
         import_mapped(ImportMapping.model_validate(data), source, tmp_path / "out")
 
 
+def test_exact_copies_of_an_interaction_are_left_out_and_counted_unless_they_are_to_be_kept(tmp_path, source):
+    line = "bob,1,2025-03-01T12:00:00+02:00,4.5\n"
+    (source / "log" / "a.csv").write_text(line + "bob,1,2025-03-01T12:00:00+02:00,4\n" + line)
+    (source / "log" / "b.csv").write_text("bob,1,2025-03-01T10:00:00Z,4.50\n")
+    data = yaml.safe_load(MAPPING)
+    dropped = import_mapped(ImportMapping.model_validate(data), source, tmp_path / "out")
+    assert dropped["interactions that are exact copies of another"] == 2
+    assert read_tables(tmp_path / "out", keep_duplicates=True).interactions["rating"].to_pylist() == [4.5, 4.0]
+    assert [path.name for path in sorted((tmp_path / "out").iterdir())] == [
+        "interactions.parquet", "items.parquet", "users.parquet"
+    ]  # fmt: skip
+    data["interactions"]["keep_duplicates"] = True
+    assert not import_mapped(ImportMapping.model_validate(data), source, tmp_path / "kept").get("interactions that are")
+    assert pq.read_metadata(tmp_path / "kept" / "interactions.parquet").num_rows == 4
+
+
 def test_a_forgotten_unit_is_named_with_the_value_of_the_source(tmp_path, source):
     data = yaml.safe_load(MAPPING)
     data["interactions"]["timestamp"] = "when"
@@ -323,6 +339,72 @@ def test_movielens_repacked_as_parquet(tmp_path, shared_data):
         {"item_id": 1, "title": "Toy Story", "year": 1995, "genres": ["Animation", "Children's", "Comedy"]}
     ]
     assert str(tables.interactions["timestamp"][0].as_py()) == "1997-09-20 03:05:10+00:00"
+
+
+QUOTED = {"items": {"files": "items.tsv", "id": "id", "title": "title"},
+          "interactions": {"files": "log.csv", "user_id": "user", "item_id": "item", "timestamp": "time"}}  # fmt: skip
+OPEN_QUOTE = 'id\tgenre\ttitle\nt1\tDrama\t"Great" Cats\nt2\tNews\t"Fixer Upper\nt3\tDrama\tRan\nt4\tDrama\tAlien"s\n'
+
+
+def imported_titles(tmp_path: Path, text: str, file: str = "items.tsv", **csv_options) -> tuple[list, list[str]]:
+    """The titles of an items file, and the notes of its import."""
+    (tmp_path / file).write_text(text, newline="")
+    (tmp_path / "log.csv").write_text("user,item,time\nu1,t1,5\n")
+    items, notes = QUOTED["items"] | {"files": file, "csv": csv_options}, []
+    import_mapped(
+        ImportMapping.model_validate(QUOTED | {"items": items}), tmp_path, tmp_path / "out", None, notes.append
+    )
+    return read_tables(tmp_path / "out").items["title"].to_pylist(), notes
+
+
+def test_a_tsv_has_no_quoted_fields(tmp_path):
+    titles, notes = imported_titles(tmp_path, OPEN_QUOTE)
+    assert titles == ['"Great" Cats', '"Fixer Upper', "Ran", 'Alien"s']
+    assert notes == []
+    assert imported_titles(tmp_path, OPEN_QUOTE.replace("\t", ","), "items.csv", quote=None)[0] == titles
+    assert imported_titles(tmp_path, OPEN_QUOTE, "items.csv", delimiter="\t")[0] == titles
+
+
+def test_fields_of_a_tsv_that_look_quoted_are_counted_and_read_so_when_asked(tmp_path):
+    text = 'id\ttitle\nt1\t"Heat, ""the"" film"\nt2\tRan\n'
+    titles, (note,) = imported_titles(tmp_path, text)
+    assert titles == ['"Heat, ""the"" film"', "Ran"]
+    assert re.search(r"items\.tsv: 1 field in quotes.*column title, row 0.*csv: \{quote: '\"'\}", note)
+    assert imported_titles(tmp_path, text, quote='"') == (['Heat, "the" film', "Ran"], [])
+
+
+def test_a_quoted_field_over_several_lines_is_counted_and_shown(tmp_path):
+    text = 'id,title\nt1,Ran\nt2,"Heat\nthe film"\nt3,"A\r\nB"\n'
+    titles, (note,) = imported_titles(tmp_path, text, "items.csv")
+    assert titles == ["Ran", "Heat\nthe film", "A\r\nB"]
+    assert re.search(r"2 quoted fields over several lines, first in column title, row 1: 'Heat\\nthe film'", note)
+
+
+def test_a_field_that_goes_on_after_its_closing_quote_is_refused_where_rows_are_in_it(tmp_path):
+    with pytest.raises(TableError, match=r"items\.csv, line 2: .*closing quote.*csv: \{quote: null\}"):
+        imported_titles(tmp_path, 'id,title\nt1,"Fixer Upper\nt2,Ran\nt3,Alien"s\nt4,Last\n', "items.csv")
+
+
+def test_escapes_and_null_values_of_a_csv_are_as_the_mapping_says(tmp_path):
+    text = "id,title\nt1,'Heat, \\'the\\' film'\nt2,NULL\n"
+    options = {"quote": "'", "escape": "\\", "null_values": ["NULL"]}
+    assert imported_titles(tmp_path, text, "items.csv", **options)[0] == ["Heat, 'the' film", None]
+    assert imported_titles(tmp_path, "id;title\nt1;\\N\n", "items.csv", delimiter=";", null_values=["\\N"])[0] == [None]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quote": "''"}, "csv.quote: expected one ASCII character"),
+        ({"escape": "\\", "null_values": ["\\N"]}, "begins with the `escape`"),
+        ({"delimiter": "::", "quote": '"'}, "need a `delimiter` of one character"),
+        ({"encoding": "utf-9"}, "encoding that Python knows"),
+        ({"sep": ";"}, "csv.sep: no such key"),
+    ],
+)
+def test_a_csv_format_that_cannot_be_read_is_refused(tmp_path, options, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        mapping_of(tmp_path, yaml.safe_dump(QUOTED | {"items": QUOTED["items"] | {"csv": options}}))
 
 
 cell = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=6)

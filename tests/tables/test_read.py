@@ -13,7 +13,7 @@ from sound_world import DAY_1, DAY_1_S, replaced, sound_world, write_world
 
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.tables.check import check_tables
-from laserbatch.pipeline.tables.read import describe, read_tables
+from laserbatch.pipeline.tables.read import describe, find_exact_copies, read_tables
 from laserbatch.pipeline.tables.schema import TIMESTAMP_TYPE, attribute_columns
 
 text_ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
@@ -65,13 +65,13 @@ def test_ids_come_back_as_they_went_in_and_days_are_cut_at_their_end(tmp_path_fa
     known = [id_ for id_, moment in zip(ids, created, strict=True) if moment is None or moment < 86_400]
     assert tables.items["item_id"].to_pylist() == known
     assert tables.items["item_id"].type == kind
-    kept = sorted((moment, ids[index]) for index, moment in rows if moment < 86_400 and ids[index] in known)
+    kept = {(moment, ids[index]) for index, moment in rows if moment < 86_400 and ids[index] in known}
     assert [
         (int(row["timestamp"].timestamp()) - DAY_1_S, row["item_id"]) for row in tables.interactions.to_pylist()
-    ] == kept
+    ] == sorted(kept)  # exact copies are left out
     everything = read_tables(path)
     assert everything.items["item_id"].to_pylist() == ids
-    assert everything.interactions.num_rows == num
+    assert everything.interactions.num_rows == len(set(rows))
 
 
 @pytest.mark.parametrize("is_sorted", [True, False])
@@ -190,9 +190,55 @@ def test_events_are_text_in_whatever_encoding_and_a_file_may_be_without_any(tmp_
     for name, events in kinds.items():
         pq.write_table(world.append_column("event", events), path / "interactions" / f"{name}.parquet")
     assert not [str(one) for one in check_tables(path)]
-    told = read_tables(path).interactions
+    told = read_tables(path, keep_duplicates=True).interactions
     assert sorted(told["event"].to_pylist(), key=str) == [None] * 4 + ["click"] * 4 + ["view"]
-    assert read_tables(path, DAY_1.date()).interactions["event"].to_pylist().count("click") == 4
+    assert read_tables(path, DAY_1.date(), keep_duplicates=True).interactions["event"].to_pylist().count("click") == 4
     pq.write_table(world.append_column("event", pa.array([1, 2, 3])), path / "interactions" / "0.parquet")
     with pytest.raises(TableError, match=r"interactions.event .*int64; expected a string; write its codes as words"):
         read_tables(path)
+
+
+def test_exact_copies_of_an_interaction_are_left_out_and_counted(tmp_path, caplog):
+    events = {
+        "user_id": ["u1", "u2", "u1", "u1", "u1", "u1"],
+        "item_id": [1] * 6,
+        "timestamp": [DAY_1_S] * 5 + [DAY_1_S + 1],
+        "rating": [1.0, 1.0, None, 1.0, None, 1.0],
+        "event": ["view", "view", "view", "view", "buy", "view"],
+    }
+    write_world(tmp_path, interactions=pa.table(events))
+    assert find_exact_copies(tmp_path).tolist() == [False, False, False, True, False, False]
+    kept = read_tables(tmp_path).interactions.select(["user_id", "rating", "event"]).to_pylist()
+    assert [tuple(row.values()) for row in kept] == [
+        ("u1", 1.0, "view"),
+        ("u1", None, "view"),
+        ("u1", None, "buy"),
+        ("u2", 1.0, "view"),
+        ("u1", 1.0, "view"),
+    ]
+    assert "1 of 6 interactions are exact copies" in caplog.text
+    assert read_tables(tmp_path, keep_duplicates=True).interactions.num_rows == 6
+
+
+@given(rows=st.lists(st.tuples(*[st.integers(0, 1)] * 3, st.sampled_from([None, 1.0, 2.0])), max_size=12))
+def test_exact_copies_are_those_that_a_set_finds(tmp_path_factory, rows):
+    folder = tmp_path_factory.mktemp("copies")
+    schema = pa.schema(
+        [("user_id", pa.int64()), ("item_id", pa.int64()), ("timestamp", pa.int64()), ("rating", pa.float64())]
+    )
+    pq.write_table(
+        pa.Table.from_pylist([dict(zip(schema.names, row, strict=True)) for row in rows], schema),
+        folder / "interactions.parquet",
+    )
+    assert find_exact_copies(folder).tolist() == [row in rows[:number] for number, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("as_of", [None, DAY_1.date()])
+def test_milliseconds_in_one_file_of_a_table_are_refused_and_named(tmp_path, as_of):
+    path = write_world(tmp_path, interactions=None)
+    (path / "interactions").mkdir()
+    for name, factor in (("0", 1), ("1", 1000)):
+        events = {"user_id": ["u1"] * 2, "item_id": [1, 2], "timestamp": [DAY_1_S, DAY_1_S * factor]}
+        pq.write_table(pa.table(events), path / "interactions" / f"{name}.parquet")
+    with pytest.raises(TableError, match=r"interactions\.timestamp \(.*1\.parquet, row 1\): the time is out of range"):
+        read_tables(path, as_of)
