@@ -193,7 +193,8 @@ def _unfounded(
     """
     tokenizer, prompts = load_tokenizer(night.settings.model_dir, night.settings.decoding.adapter), []
     for row in planned.drop_columns(["previous_ids"]).to_pylist():
-        prompt = render_shown(template, shown_of_row(row), tokenizer, night.settings.knowledge.max_prompt_tokens)
+        most = night.settings.knowledge.max_prompt_tokens
+        prompt = render_shown(template, shown_of_row(row), tokenizer, most, night.date)
         prompts.append(pa.array([tokenizer.decode(prompt.token_ids.tolist())]))
     found = [
         [unfounded(names_in(text), [prompt]) for text, prompt in zip(part, prompts, strict=True)] for part in texts

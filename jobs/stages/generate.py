@@ -274,6 +274,7 @@ class _Pass:
             decoding=decoding,
             templates={side: night.template(side) for side in SIDES},
             max_prompt_tokens=settings.knowledge.max_prompt_tokens,
+            date=night.date,
             step_cost_dir=night.workspace.step_costs_folder.resolve(),
             pool_dirs=pool_dirs,
             pool_versions={side: version for side in pool_dirs},

@@ -245,7 +245,7 @@ def planned_rows(night: Night, side: Side, num_wanted: int) -> list[AskedRow]:
         shard_rows = read_shard(night.run.root / plan.shards[number].path)
         for row in (shard_rows[position - starts[number]] for position in positions[shard_of == number]):
             try:
-                prompt = render_shown(template, row.shown, tokenizer, knowledge.max_prompt_tokens)
+                prompt = render_shown(template, row.shown, tokenizer, knowledge.max_prompt_tokens, night.date)
             except RowError:
                 continue
             rows.append(AskedRow(row.entity_id, prompt.token_ids, row.previous_ids, row.group))

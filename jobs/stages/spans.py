@@ -37,7 +37,7 @@ def report_samples(night: Night, folder: RunFolder, side: Side, plan: SidePlan) 
         path = folder.knowledge_folder(side) / f"{shard.name}.parquet"
         for record in read_parquet(path).slice(0, 1).to_pylist() if path.exists() else []:
             planned = next(row for row in read_shard(folder.root / shard.path) if row.entity_id == record["entity_id"])
-            rendered = render_shown(template, planned.shown, tokenizer, knowledge.max_prompt_tokens)
+            rendered = render_shown(template, planned.shown, tokenizer, knowledge.max_prompt_tokens, night.date)
             samples.append(
                 SampleText(
                     entity_id=record["entity_id"],

@@ -1,5 +1,6 @@
 """What a worker is started with; who only hands it out loads no model code."""
 
+import datetime
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +43,7 @@ class TextSpec(WorkerSpec):
     decoding: DecodingSettings
     templates: dict[Side, PromptTemplate]
     max_prompt_tokens: int = KnowledgeSettings().max_prompt_tokens
+    date: datetime.date | None = None  # of the night, for chat templates that print today's date; None: the clock's
     step_cost_dir: Path  # where measured costs of steps are kept
     pool_dirs: dict[Side, Path] = field(default_factory=dict)  # frozen pools, where there are any
     pool_versions: dict[Side, str] = field(default_factory=dict)

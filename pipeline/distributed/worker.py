@@ -72,7 +72,7 @@ class ShardWorker:
     def rendered(self, side: Side, row: PlannedRow) -> RenderedPrompt:
         """The prompt of a planned row; raises RowError where it has none."""
         tokenizer, most = self.engine.tokenizer, self.spec.max_prompt_tokens
-        return render_shown(self._templates[side], row.shown, tokenizer, most)
+        return render_shown(self._templates[side], row.shown, tokenizer, most, self.spec.date)
 
     def run(self, shard: Shard, budget: Budget | None = None) -> ShardRecord:
         """Generate one shard and write its files, drafting by a budget; None is that of the settings."""

@@ -5,6 +5,7 @@ skeleton, whose control tokens are meant; contents are tokenised apart from it, 
 tokenizer; one without a chat template gets the contents as plain text after its begin-of-text token.
 """
 
+import datetime
 import json
 import logging
 import re
@@ -34,12 +35,20 @@ class ChatSkeleton:
     merges_system: bool  # the model's template takes no system message, so it goes before the user's
 
 
-def encode_chat(tokenizer: "PreTrainedTokenizerBase", user: str, system: str | None, chat_options: dict) -> np.ndarray:
+def encode_chat(
+    tokenizer: "PreTrainedTokenizerBase",
+    user: str,
+    system: str | None,
+    chat_options: dict,
+    date: datetime.date | None = None,
+) -> np.ndarray:
     """One turn that ends where the model's answer begins: token ids int32[n].
+
+    `date` is what a chat template that prints today's date prints; None leaves it to the clock.
 
     Raises ModelError as `chat_skeleton`, RowError where a text cannot be written in plain tokens.
     """
-    skeleton = chat_skeleton(tokenizer, system is not None, json.dumps(chat_options, sort_keys=True))
+    skeleton = chat_skeleton(tokenizer, system is not None, json.dumps(chat_options, sort_keys=True), date)
     contents = {"user": user, "system": (system or "").strip()}
     if skeleton.merges_system and contents["system"]:
         contents["user"] = f"{contents['system']}\n\n{user}"
@@ -50,7 +59,9 @@ def encode_chat(tokenizer: "PreTrainedTokenizerBase", user: str, system: str | N
 
 
 @lru_cache(maxsize=32)
-def chat_skeleton(tokenizer: "PreTrainedTokenizerBase", with_system: bool, chat_options: str) -> ChatSkeleton:
+def chat_skeleton(
+    tokenizer: "PreTrainedTokenizerBase", with_system: bool, chat_options: str, date: datetime.date | None = None
+) -> ChatSkeleton:
     """Skeleton of one turn that ends where the model's answer begins; `chat_options` are JSON.
 
     Raises ModelError where the tokenizer's chat template fails, or loses or repeats a content.
@@ -62,10 +73,10 @@ def chat_skeleton(tokenizer: "PreTrainedTokenizerBase", with_system: bool, chat_
         )
         bos = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
         return ChatSkeleton((bos, "user", tuple(_encode(tokenizer, "\n\n"))), True)
-    rendered = _apply(tokenizer, ["system", "user"], chat_options) if with_system else ""
+    rendered = _apply(tokenizer, ["system", "user"], chat_options, date) if with_system else ""
     merges_system = any(rendered.count(sentinel) != 1 for sentinel in _SENTINELS.values())
     if merges_system:
-        rendered = _apply(tokenizer, ["user"], chat_options)
+        rendered = _apply(tokenizer, ["user"], chat_options, date)
         if rendered.count(_SENTINELS["user"]) != 1:
             raise ModelError(
                 "the tokenizer's chat template does not show a user's message exactly once; "
@@ -81,12 +92,26 @@ def chat_skeleton(tokenizer: "PreTrainedTokenizerBase", with_system: bool, chat_
     return ChatSkeleton(tuple(pieces), merges_system)
 
 
-def _apply(tokenizer: "PreTrainedTokenizerBase", roles: list[str], chat_options: str) -> str:
+def _strftime_macro(date: datetime.date) -> str:
+    """A Jinja macro in place of the function `strftime_now`, of a date; transformers lets no function be passed."""
+    midnight = datetime.datetime.combine(date, datetime.time())
+    codes = [*(f"%-{code}" for code in "dmHIMSjy"), *(f"%{code}" for code in "aAbBcdDeFfGHIjmMpSTuUVwWxXyYzZ%")]
+    values = (f" | replace({json.dumps(code)}, {json.dumps(midnight.strftime(code))})" for code in codes)
+    return (
+        "{%- macro strftime_now(format) -%}{{ format" + "".join(values) + " }}{%- endmacro %}\n"
+    )  # trim_blocks drops the line's end
+
+
+def _apply(
+    tokenizer: "PreTrainedTokenizerBase", roles: list[str], chat_options: str, date: datetime.date | None
+) -> str:
     messages = [{"role": role, "content": _SENTINELS[role]} for role in roles]
     try:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **json.loads(chat_options)
-        )
+        options = {} if date is None else {"date_string": date.strftime("%d %b %Y")}  # Llama's variable
+        options |= json.loads(chat_options)
+        if date is not None and "strftime_now" in (template := tokenizer.get_chat_template()):
+            options["chat_template"] = _strftime_macro(date) + template
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
     except Exception as error:  # a chat template is a program of the model's and may raise anything
         if "system" in roles:
             return ""  # many templates refuse a system message

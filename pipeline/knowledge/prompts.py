@@ -4,6 +4,7 @@ What all entities share comes first; long histories are cut from their oldest si
 become tokens is `chat_format`; what is asked is `templates`.
 """
 
+import datetime
 import hashlib
 import json
 from bisect import bisect_left
@@ -47,13 +48,18 @@ class Shown:
 
 
 def render_shown(
-    template: PromptTemplate, shown: Shown, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int
+    template: PromptTemplate,
+    shown: Shown,
+    tokenizer: "PreTrainedTokenizerBase",
+    max_prompt_tokens: int,
+    date: datetime.date | None = None,
 ) -> RenderedPrompt:
     """Render a prompt, keeping as much of the newest history as the budget allows.
 
     Parameters
     ----------
     max_prompt_tokens : most tokens of the whole prompt, chat template included.
+    date : of the night, which a chat template that prints today's date prints; None leaves it to the clock.
 
     Raises
     ------
@@ -68,7 +74,7 @@ def render_shown(
     @cache
     def encoded(num_shown: int) -> RenderedPrompt:
         user = _content(template, "\n".join(head), events[len(events) - num_shown :], tail)
-        ids = encode_chat(tokenizer, user, template.system, template.chat_options)
+        ids = encode_chat(tokenizer, user, template.system, template.chat_options, date)
         return RenderedPrompt(ids, num_shown, shown.num_events - num_shown)
 
     def is_too_long(num_shown: int) -> bool:

@@ -1,5 +1,6 @@
 """One worker's record of a text, without Ray."""
 
+import datetime
 import json
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from laserbatch.pipeline.distributed import worker
 from laserbatch.pipeline.distributed.worker import ShardWorker, sound_text
 from laserbatch.pipeline.engines import own
 from laserbatch.pipeline.errors import RowError
+from laserbatch.pipeline.planning.plan import read_shard
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -35,6 +37,20 @@ def test_a_worker_that_was_warmed_up_writes_the_same_texts(tmp_path):
             read_parquet(RunFolder(tmp_path / name).knowledge_folder("item")).drop_columns(["run_id"]).to_pylist()
         )
     assert written[0] == written[1] and len(written[0]) > 0
+
+
+def test_a_chat_template_that_prints_today_prints_the_date_of_the_run_whatever_the_clock_says(tmp_path):
+    write_sample_world(tmp_path / "tables", num_users=4, num_items=20)
+    shards, spec = planned(tmp_path / "tables", tmp_path / "run")
+    worker = ShardWorker(replace(spec, date=datetime.date(2025, 3, 1)))
+    tokenizer = worker.engine.tokenizer
+    tokenizer.chat_template = (
+        "Today is {{ strftime_now('%Y-%m-%d') }}.{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    )
+    row = next(iter(read_shard(spec.run_dir / shards[0].path)))
+    assert tokenizer.decode(worker.rendered("item", row).token_ids).startswith("Today is 2025-03-01.")
+    worker.turn_to(replace(spec, date=datetime.date(2025, 3, 2)))
+    assert tokenizer.decode(worker.rendered("item", row).token_ids).startswith("Today is 2025-03-02.")
 
 
 @pytest.mark.parametrize("finish_reason", ["end_of_text", "length"])
