@@ -32,6 +32,7 @@ from laserbatch.pipeline.tables.settings import (
 from laserbatch.pipeline.tables.source import SourceBatch, read_source
 from laserbatch.pipeline.validation import explain, nearest, read_yaml
 
+NUM_EXAMPLES = 3
 Progress = Callable[[int, str], object]
 ColumnsOf = Callable[[SourceBatch, str, Any], dict[str, pa.Array]]  # of a batch for a table, as its mapping says
 
@@ -65,12 +66,23 @@ def import_mapped(
     if mapping.users is not None:
         known = {"user_id": work.write("users", mapping.users, work.entity_columns)["user_id"]} | known
     written = work.write("interactions", mapping.interactions, work.interaction_columns, known)
+    work.require_known(mapping.interactions)
     if not mapping.interactions.keep_duplicates:
         work.drop_copies()
     if mapping.users is None:
         users = written["user_id"].drop_null()
         write_parquet(pa.table({"user_id": users.take(pc.sort_indices(users))}), Path(out, "users.parquet"))
     return dict(work.dropped)
+
+
+@dataclass
+class _Unknown:
+    """How many interactions are of ids that no table lists, with examples of those and of the listed ones."""
+
+    known: list
+    examples: list = field(default_factory=list)
+    num_rows: int = 0
+    num_unknown: int = 0
 
 
 @dataclass
@@ -83,6 +95,7 @@ class _Import:
     progress: Progress | None
     note: Callable[[str], object]
     dropped: Counter[str] = field(default_factory=Counter)
+    unknown: dict[str, "_Unknown"] = field(default_factory=dict)  # by column of interactions
 
     def write(
         self, table: str, wanted: SourceFiles, columns_of: ColumnsOf, known: Mapping[str, pa.Array] | None = None
@@ -184,8 +197,27 @@ class _Import:
                     f"Set `ids: {{{column}: {ids.type}}}` in the mapping."
                 )
             if wanted.drop_unknown:
-                rows = self._kept(rows, pc.is_in(rows[column], ids), f"interactions of unknown {column}")
+                is_known = pc.is_in(rows[column], ids)
+                unknown = self.unknown.setdefault(column, _Unknown(ids.slice(0, NUM_EXAMPLES).to_pylist()))
+                unknown.num_rows += len(is_known)
+                unknown.num_unknown += len(is_known) - is_known.true_count
+                if len(unknown.examples) < NUM_EXAMPLES:
+                    others = pc.unique(rows[column].filter(pc.invert(is_known))).slice(0, NUM_EXAMPLES).to_pylist()
+                    unknown.examples = list(dict.fromkeys([*unknown.examples, *others]))[:NUM_EXAMPLES]
+                rows = self._kept(rows, is_known, f"interactions of unknown {column}")
         return rows
+
+    def require_known(self, wanted: InteractionMapping) -> None:
+        """Raise TableError where more interactions than the mapping allows are of ids that are in no table."""
+        for column, unknown in self.unknown.items():
+            if unknown.num_unknown > wanted.max_unknown_share * unknown.num_rows:
+                raise TableError(
+                    f"table interactions: {unknown.num_unknown:,} of {unknown.num_rows:,} rows are of a {column} that "
+                    f"is in no table, such as {', '.join(map(repr, unknown.examples))}; the table that lists them has "
+                    f"ids such as {', '.join(map(repr, unknown.known))}. Write the ids alike; or, if so many shall be "
+                    f"left out, set `max_unknown_share` (now {wanted.max_unknown_share:g}) under `interactions` in the "
+                    "mapping."
+                )
 
     def _kept(self, rows: pa.RecordBatch, mask: pa.Array, rule: str) -> pa.RecordBatch:
         kept = rows.filter(mask)

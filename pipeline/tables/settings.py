@@ -191,6 +191,7 @@ class InteractionMapping(SourceFiles):
     event: str | None = None
     keep_duplicates: bool = False  # whether rows that are exact copies of another one are kept
     drop_unknown: bool = False  # whether rows of users or items that are in no table are left out
+    max_unknown_share: float = Field(0.5, ge=0, le=1)  # of the rows, that `drop_unknown` may leave out for one column
 
 
 class IdTypes(Strict):

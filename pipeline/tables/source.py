@@ -41,6 +41,7 @@ _TYPES = {"string": pa.string(), "int64": pa.int64(), "float64": pa.float64(), "
 _EXPECTED = {pa.int64(): "an integer below 2**63", pa.float64(): "a number", pa.bool_(): "true or false"}
 _ZONE_PATTERN = r":\d{2}(\.\d+)?\s*(Z|[+-]\d{2}(:?\d{2})?)$"
 ALL_UNITS = f"{', '.join(UNITS_PER_SECOND)}, iso, or a format like %d/%m/%Y"
+MAX_EXACT = {pa.float16(): 2**11, pa.float32(): 2**24, pa.float64(): 2**53}  # whole numbers that floats hold exactly
 _NO_TEXT = pa.scalar(None, pa.string())
 
 
@@ -63,13 +64,18 @@ class SourceBatch:
     def ids(self, name: str, wanted: str) -> pa.Array:
         """A column of ids; `wanted` as in `settings.IdTypes`."""
         column = self._column(name)
+        stored = plain_type(column.type)
+        is_long = pt.is_decimal(stored) and stored.scale == 0 and wanted == "string"  # it may have 38 digits
+        if (pt.is_floating(stored) or pt.is_decimal(stored)) and not is_long:  # pandas has floats where one is missing
+            whole = self._converted(name, _whole_numbers)
+            return whole.cast(pa.string()) if wanted == "string" else whole
         kind = _TYPES[wanted] if wanted != "keep" else id_type(column.type)
         if kind is None:
             raise TableError(
                 f"{self.file}, column {name}: ids of type {column.type}; expected {ID.expected}. Set `ids` in the "
                 "mapping to what they shall become, string or int64."
             )
-        return self.typed(name, kind)
+        return self._converted(name, lambda values: _without_exponents(to_type(values, kind)))
 
     def attribute(self, wanted: SourceColumn) -> pa.Array:
         """A column as the mapping of an attribute says."""
@@ -299,6 +305,30 @@ def to_type(column: pa.Array, kind: pa.DataType, expected: str | None = None) ->
         return column
     trimmed = pc.utf8_trim_whitespace(column) if column.type == pa.string() else column
     return _each(trimmed, column, lambda values: values.cast(kind), expected or _EXPECTED.get(kind, f"a {kind}"))
+
+
+def _whole_numbers(column: pa.Array) -> pa.Array:
+    """Ids that are floats or decimals as int64; ConversionFault for one with a fraction, or too large to be exact."""
+    column = plain_column(column)
+
+    def convert(values: pa.Array) -> pa.Array:
+        whole = values.cast(pa.int64())
+        if pt.is_floating(values.type) and pc.any(pc.greater(pc.abs(whole), MAX_EXACT[values.type])).as_py():
+            raise pa.ArrowInvalid("not exact")
+        return whole
+
+    limit = f" of at most {MAX_EXACT[column.type]:,}, which floats hold exactly" if pt.is_floating(column.type) else ""
+    return _each(column, column, convert, f"an id: a whole number{limit}, or text; export larger ids as text")
+
+
+def _without_exponents(ids: pa.Array) -> pa.Array:
+    """The ids; ConversionFault for text such as 1.23e+11, which a spreadsheet makes of a long number."""
+    if ids.type == pa.string():
+        is_cut = pc.fill_null(pc.match_substring_regex(ids, r"^\s*\d\.\d+[eE]\+\d+\s*$"), False)
+        if is_cut.true_count:
+            row = pc.index(is_cut, True).as_py()
+            raise ConversionFault(row, ids[row].as_py(), "an id with all of its digits; export the column as text")
+    return ids
 
 
 def to_path(column: pa.Array, separator: str) -> pa.Array:

@@ -211,6 +211,57 @@ def test_exact_copies_of_an_interaction_are_left_out_and_counted_unless_they_are
     assert pq.read_metadata(tmp_path / "kept" / "interactions.parquet").num_rows == 4
 
 
+LONG_IDS = [123456789012, 98765, 345678901234]
+WITH_LONG_IDS = {
+    "ids": {"user_id": "string"},
+    "users": {"files": "users.csv", "id": "id"},
+    "items": {"files": "items.csv", "id": "id", "title": "title"},
+    "interactions": {"files": "log.parquet", "user_id": "u", "item_id": "i", "timestamp": "t", "drop_unknown": True},
+}
+
+
+def import_of_log(folder: Path, user_ids: pa.Array, **changed) -> dict[str, int]:
+    """Import three users, an item, and interactions of some ids; what was left out."""
+    (folder / "users.csv").write_text("id\n" + "".join(f"{one}\n" for one in LONG_IDS))
+    (folder / "items.csv").write_text("id,title\ni1,Heat\n")
+    num = len(user_ids)
+    pq.write_table(pa.table({"u": user_ids, "i": ["i1"] * num, "t": list(range(1, num + 1))}), folder / "log.parquet")
+    return import_mapped(ImportMapping.model_validate(WITH_LONG_IDS | changed), folder, folder / "out")
+
+
+@pytest.mark.parametrize("kind", [pa.float64(), pa.decimal128(24, 2)])
+def test_whole_numbers_that_are_stored_as_floats_are_the_ids_that_they_are(tmp_path, kind):
+    ids = pa.array(LONG_IDS).cast(kind)
+    assert sum(import_of_log(tmp_path, ids).values()) == 0
+    assert read_tables(tmp_path / "out").interactions["user_id"].to_pylist() == list(map(str, LONG_IDS))
+    import_of_log(tmp_path, ids, users=None)
+    assert read_tables(tmp_path / "out").users["user_id"].to_pylist() == sorted(map(str, LONG_IDS))
+    import_of_log(tmp_path, pa.array(LONG_IDS).cast(kind), users=None, ids={})
+    assert read_tables(tmp_path / "out").users["user_id"].to_pylist() == sorted(LONG_IDS)
+
+
+@pytest.mark.parametrize("value", [1.5, 2.0**60])
+def test_floats_that_are_no_exact_whole_numbers_are_no_ids(tmp_path, value):
+    with pytest.raises(TableError, match=r"log\.parquet, column u, row 1: .*expected an id: a whole number"):
+        import_of_log(tmp_path, pa.array([1.0, value]))
+
+
+def test_an_id_in_scientific_notation_is_refused(tmp_path):
+    with pytest.raises(TableError, match=r"row 0: found '1\.23457E\+11', expected an id with all of its digits"):
+        import_of_log(tmp_path, pa.array(["1.23457E+11"]), users=None)
+
+
+def test_an_import_stops_where_most_interactions_are_of_ids_in_no_table(tmp_path):
+    ids = pa.array(["98765", "123456789012.0", "98765.0", "345678901234.0", "1.0"])
+    with pytest.raises(TableError) as caught:
+        import_of_log(tmp_path, ids)
+    assert "4 of 5 rows are of a user_id" in str(caught.value)
+    assert "'123456789012.0', '98765.0', '345678901234.0'; " in str(caught.value)
+    assert "'123456789012', '98765', '345678901234'. " in str(caught.value)
+    allowed = WITH_LONG_IDS["interactions"] | {"max_unknown_share": 0.8}
+    assert import_of_log(tmp_path, ids, interactions=allowed)["interactions of unknown user_id"] == 4
+
+
 def test_a_forgotten_unit_is_named_with_the_value_of_the_source(tmp_path, source):
     data = yaml.safe_load(MAPPING)
     data["interactions"]["timestamp"] = "when"
