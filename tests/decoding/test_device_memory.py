@@ -51,7 +51,8 @@ def test_file_that_is_no_safetensors_is_named(tmp_path, content):
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma4_text"])  # whose layers have heads of two sizes
 def test_estimate_of_the_cache_is_what_the_engine_finds(architecture, folder):
-    tiny_model(architecture, vocab_size=260, vocab_size_per_layer_input=260, num_kv_shared_layers=0).save_pretrained(folder)
+    sizes = {"vocab_size": 260, "vocab_size_per_layer_input": 260, "num_kv_shared_layers": 0}
+    tiny_model(architecture, **sizes).save_pretrained(folder)
     loaded = load_model(folder, device="cpu")
     assert cache_bytes_per_token(loaded.model.config, torch.float32) == loaded.bytes_per_token
 
