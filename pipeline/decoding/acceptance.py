@@ -8,7 +8,6 @@ bonus token: so relaxed lengths do not drift.
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +23,8 @@ CHUNK_ROWS = {"cpu": 256, "cuda": 1024}
 ROUND_LOGITS = 1 << 18  # on a CPU this many numbers are computed and read in the time that a further round takes
 
 
-class Acceptance(NamedTuple):
+@dataclass(frozen=True)
+class Acceptance:
     """The outcome of one verify step for one sequence.
 
     `nodes` int64[num_accepted], the accepted path from the root; `next_token`, the target's choice after it.

@@ -103,7 +103,8 @@ class LaunchShape:
         """For sequences of up to `max_keys` keys, new tokens included.
 
         Keys are cut where sequences and heads alone do not occupy the device: partial results are written and read
-        again, which for a tree of 8 nodes takes a third as long as the attention itself. Prompts are never cut.
+        again, which took more than half as long as the attention itself for trees of 8 at batch 64 on an H200. Prompts
+        are never cut.
         """
         tile_tokens = 1
         while tile_tokens < MAX_TILE_TOKENS and tile_tokens * num_sequences < num_tokens:

@@ -73,7 +73,7 @@ def attend(
     highest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     weighted = tl.zeros([BLOCK_ROWS, VALUE_BLOCK], tl.float32)
-    # Whole blocks of committed keys are seen by all of the tile's tokens; a mask costs as much as the products.
+    # Whole blocks of committed keys are seen by all of the tile's tokens: they need no mask.
     masked_begin = begin
     if not HAS_WINDOW:
         masked_begin += tl.maximum(tl.minimum(end, committed) - begin, 0) // BLOCK_KEYS * BLOCK_KEYS

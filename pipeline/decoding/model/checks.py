@@ -92,7 +92,7 @@ def _first_layers_in_float32(model) -> nn.Module | None:
     """A float32 copy of a model's first layers, all kinds of them; None if the model cannot be cut.
 
     Bfloat16 alone moves the logits of real models by 0.1, as far as a wrong mask does: what a model computes is
-    compared in float32, of as many layers as memory allows for any model that fits at all.
+    compared in float32, over few layers, so that the copy takes little memory.
     """
     text = model.config.get_text_config()
     lists = [
