@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from laserbatch.jobs.stages import recommend as stage
 from laserbatch.jobs.stages import shards as shards_stage
 from laserbatch.jobs.stages.workers import NightWorkers
-from laserbatch.pipeline.distributed.actors import run_shards
 from laserbatch.pipeline.distributed.cluster import WorkerLayout
 from laserbatch.pipeline.distributed.list_worker import ListWorker
 from laserbatch.pipeline.recommending import planned
@@ -31,9 +30,11 @@ from laserbatch.pipeline.tables.read import read_tables
 @pytest.fixture(autouse=True)
 def lists_are_made_here(request, monkeypatch):
     """By one worker in this process, but for tests that are marked: Ray's take seconds to start."""
-    if request.node.get_closest_marker("ray"):
-        return
+    if not request.node.get_closest_marker("ray"):
+        make_lists_here(monkeypatch)
 
+
+def make_lists_here(patched: pytest.MonkeyPatch) -> None:
     def crew(_, spec):
         spec = replace(spec, device="cpu", num_threads=1, num_workers=1)
         worker = ListWorker(spec)
@@ -44,8 +45,8 @@ def lists_are_made_here(request, monkeypatch):
         for shard in pending:
             yield shard, crew.run(shard, choose(None)["user"])
 
-    monkeypatch.setattr(NightWorkers, "crew", crew)
-    monkeypatch.setattr(shards_stage, "run_shards", here)
+    patched.setattr(NightWorkers, "crew", crew)
+    patched.setattr(shards_stage, "run_shards", here)
 
 
 @pytest.fixture(scope="module")
@@ -185,15 +186,16 @@ def test_what_left_the_catalogue_is_listed_no_more(world, capfd):
 
 
 @pytest.mark.ray
-def test_a_killed_run_goes_on_with_what_is_finished(world, capfd, monkeypatch):
-    whole = lists_of(recommend(capfd, world))
-
-    def killed(shards, *arguments):
-        yield from islice(run_shards(shards, *arguments), 1)
-        raise KeyboardInterrupt
-
+def test_rays_workers_go_on_with_what_a_killed_run_finished(world, capfd, monkeypatch):
     monkeypatch.setattr(stage, "SHARD_BATCHES", 1)
     with monkeypatch.context() as patched:
+        make_lists_here(patched)
+        whole, here = lists_of(recommend(capfd, world)), shards_stage.run_shards
+
+        def killed(shards, *arguments):
+            yield from islice(here(shards, *arguments), 2)
+            raise KeyboardInterrupt
+
         patched.setattr(shards_stage, "run_shards", killed)
         assert recommend(capfd, world, FIRST_DATE, "--force").returncode == 130
     state = json.loads(run_here(capfd, "status", "--config", str(world[0] / "laserbatch.yaml"), "--json").stdout)
