@@ -219,7 +219,7 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
     kinds: dict[str, dict[str, str | None]] = {}  # of each file, by column
     num_rows = 0
     for part in typed_parts(listing.files, table):
-        name = part.path.relative_to(path).as_posix()
+        name = part.name_in(path)
         try:
             file = part.open()
         except (pa.ArrowException, OSError) as error:

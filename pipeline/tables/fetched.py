@@ -45,9 +45,18 @@ def remove_copies() -> None:
         made.remove()
 
 
+def scratch_for(folder: Path) -> Path:
+    """A temporary folder for what is made of the files of a folder, whose name it has in messages."""
+    _MADE.append(ScratchFolder("tables"))
+    made = _MADE[-1].path / folder.name
+    made.mkdir()
+    _URIS[made] = shown_path(folder)
+    return made
+
+
 def shown_path(path: Path) -> str:
     """What a message calls a file or folder: of a fetched one its URI."""
-    for folder, uri in _URIS.items():
+    for folder, uri in list(_URIS.items()):  # a thread may add one meanwhile
         if path.is_relative_to(folder):
             within = path.relative_to(folder).as_posix()
             return uri if within == "." else f"{uri.partition('?')[0].rstrip('/')}/{within}"

@@ -1,8 +1,8 @@
 """Which files of a folder hold the rows of a table, and which columns the names of its folders hold.
 
-Sub-folders and Hive partitions (`date=2025-02-28/`) are read. A folder that its writer has not finished is refused, and
-so is one that holds files of several versions. Every other file is left out and named. Of a file at most the first four
-bytes are read here.
+Sub-folders and Hive partitions (`date=2025-02-28/`) are read; of a table with several versions the current one
+(`versioned.py`). A folder that its writer has not finished is refused. Every other file is left out and named. Of a
+file at most the first four bytes are read here.
 """
 
 import json
@@ -14,6 +14,7 @@ from urllib.parse import unquote
 
 from laserbatch.pipeline.tables.fetched import shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding
+from laserbatch.pipeline.tables.versioned import current_rows, format_of, versions_refused
 
 NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 MAX_NAMED = 10
@@ -33,9 +34,6 @@ _HALF_WRITTEN = re.compile(
     r".*\.(parquet|parq|pq|csv|tsv)\.(?=[a-z0-9]*[A-Z])[A-Za-z0-9]{6,8}"
 )
 _BOOKKEEPING = re.compile(rf"{SUCCESS}|_(common_)?metadata|_(started|committed)_.*|.*_\$folder\$")  # holds no rows
-_ICEBERG = re.compile(r"version-hint\.text|.*\.metadata\.json(\.gz)?")
-_HIVE_TRANSACTION = re.compile(r"(base|delta|delete_delta)_\d{7,}(_.*)?")
-EXPORT = "write its current rows as plain Parquet with the engine that wrote it, and give that folder"
 
 
 @dataclass(frozen=True)
@@ -79,6 +77,8 @@ def list_folder(
     partition is no sound one.
     """
     left_out: dict[Path, str] = {}
+    if format_of(folder):
+        return Listing([ListedFile(current_rows(folder, table))], {})
 
     def files_under(at: Path, partitions: dict[str, str | None]) -> list[ListedFile]:
         level = _read_level(at, folder, table)
@@ -231,7 +231,7 @@ def _removed_by_commits(folder: Path, table: str) -> set[str]:
             raise _unfinished(table, f"{shown_path(path)} has no _committed_ file: its job has not ended", path)
     for path in sorted(folder.glob("_committed_*")):
         try:
-            removed |= set(json.loads(path.read_bytes() or b"{}").get("removed", ()))
+            removed |= set(json.loads(path.read_bytes()).get("removed", ()))
         except (ValueError, AttributeError):
             raise _unfinished(table, f"{shown_path(path)} is no whole JSON object", path) from None
     return removed
@@ -285,30 +285,7 @@ def _bad_partition(table: str, found: str, expected: str, advice: str) -> Faulty
 
 
 def _require_plain(folders: Iterable[Path], table: str) -> None:
-    """Refuse folders in which a format keeps the files of several versions, which only its own log tells apart."""
+    """Refuse folders in which a format keeps the files of several versions."""
     for folder in folders:
-        if kind := format_of(folder):
-            raise FaultyTable(
-                Finding(
-                    "versioned-table", table, f"{shown_path(folder)} is {kind} table, with files of several versions",
-                    "a folder of plain Parquet files, or the folder of a Delta or Iceberg table as a whole", EXPORT,
-                )
-            )  # fmt: skip
-
-
-def format_of(folder: Path) -> str | None:
-    """The format that keeps several versions of a table in a folder, with its article; None of plain files."""
-    inside = {path.name for path in folder.iterdir()}
-    if "_delta_log" in inside:
-        return "a Delta"
-    if any(_ICEBERG.fullmatch(path.name) for path in folder.glob("metadata/*")):
-        return "an Iceberg"
-    if ".hoodie" in inside:
-        return "a Hudi"
-    if "_spark_metadata" in inside:
-        return "a Structured Streaming"
-    if {"snapshot", "manifest", "schema"} <= inside:
-        return "a Paimon"
-    if "_versions" in inside:
-        return "a Lance"
-    return "a transactional Hive" if any(_HIVE_TRANSACTION.fullmatch(name) for name in inside) else None
+        if format_of(folder):
+            raise versions_refused(folder, table)

@@ -32,6 +32,10 @@ class TablePart:
     table: str
     partitions: dict[str, pa.Scalar]
 
+    def name_in(self, root: Path) -> str:
+        """Its path within the folder of the tables; of a current version (`versioned.py`) as if it lay there."""
+        return self.path.relative_to(root if self.path.is_relative_to(root) else self.path.parents[1]).as_posix()
+
     def schema(self) -> pa.Schema:
         """Its columns, those of its folders last."""
         return self.schema_of(pq.read_schema(self.path))

@@ -366,18 +366,18 @@ def describe(path: Path | str | None) -> dict[str, dict]:
     """
     path, described = tables_folder(path), {}
     for name in TABLE_NAMES:
-        files = [part.path for part in table_parts(path, name)]
+        parts = table_parts(path, name)
         num_rows = 0
-        for file in files:
-            with _naming(name, file):
-                num_rows += pq.read_metadata(file).num_rows
-        source, sha256 = files[0], sha256_file(files[0])
-        if source.parent != path:
-            above = path if source.is_relative_to(path) else source.parent.parent  # of a copy of the current version
-            source = next(folder for folder in source.parents if folder.parent == above)
-            lines = "".join(f"{sha256_file(file)}  {file.relative_to(source).as_posix()}\n" for file in files)
-            sha256 = hashlib.sha256(lines.encode()).hexdigest()
-        described[name] = {"path": source.name, "num_rows": num_rows, "sha256": sha256}
+        for part in parts:
+            with _naming(name, part.path):
+                num_rows += pq.read_metadata(part.path).num_rows
+        top, *within = Path(parts[0].name_in(path)).parts
+        sha256 = sha256_file(parts[0].path)
+        if within:
+            names = (part.name_in(path).removeprefix(f"{top}/") for part in parts)
+            lines = (f"{sha256_file(part.path)}  {of_part}\n" for part, of_part in zip(parts, names, strict=True))
+            sha256 = hashlib.sha256("".join(lines).encode()).hexdigest()
+        described[name] = {"path": top, "num_rows": num_rows, "sha256": sha256}
     return described
 
 

@@ -1,6 +1,7 @@
 """Folders as exporters leave them: read with the columns of their names, or refused; what is left out is named."""
 
 import os
+import re
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -10,6 +11,7 @@ from sound_world import sound_world, write_world
 
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.tables.check import check_tables
+from laserbatch.pipeline.tables.layout import list_pattern
 from laserbatch.pipeline.tables.mapping import import_mapped
 from laserbatch.pipeline.tables.parts import partition_type
 from laserbatch.pipeline.tables.read import describe, iter_rows, open_tables, read_tables
@@ -122,6 +124,49 @@ def test_what_is_left_out_is_named(folder):
     assert read_tables(folder.parent).interactions.num_rows == 3
     (folder / "date=1" / "part-0.parquet").unlink()
     assert "is empty: " in str(next(finding for finding in check_tables(folder.parent)))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("_temporary/0", "_temporary holds"), (".spark-staging-1/x", "staging-1 holds"), (".hive-staging_1/x", "holds"),
+     ("__magic_job-1/x", "holds"), ("+tmp/x", "holds"), ("date=1/_temporary/0/x", "date=1/_temporary holds"),
+     ("part-1.parquet.tmp", "not yet written"), ("part-1.parquet._COPYING_", "not yet written"),
+     (".part-0-0.inprogress.5f-a", "not yet written"), (".part-1.parquet.Ab12Cd", "not yet written"),
+     ("part-1.parquet_.gstmp", "not yet written"), ("date=1/part-1.parquet.crdownload", "not yet written"),
+     (".part-1.parquet.crc", "checksum of a file that is not there"), (".part-0.parquet.crc", "does not fit"),
+     ("_started_12", "has no _committed_"), ("_committed_12", "no whole JSON"), ("date=2/_SUCCESS", "date=1 has no"),
+     ("../users/_SUCCESS", "interactions has no _SUCCESS, which .*users beside it has"), ("@link", "not there")],
+)  # fmt: skip
+def test_what_is_not_finished_is_refused(folder, name, message):
+    put(EVENTS, folder / "part-0.parquet")
+    for date in (1, 2):
+        put(EVENTS, folder / f"date={date}" / "part-0.parquet")
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    if name == "@link":
+        (folder / "part-9.parquet").symlink_to(folder / "gone.parquet")
+    else:
+        (folder / name).write_bytes(b"crc\0\0\0\2\0abcd" if name.endswith(".crc") else b"")
+    findings = [finding for finding in check_tables(folder.parent) if finding.kind == "unfinished"]
+    assert len(findings) == 1 and re.search(message, str(findings[0]))
+    with pytest.raises(TableError, match="wait until its writer has ended"):
+        list_pattern(folder.parent, "interactions/**/*", "interactions")
+    with pytest.raises(TableError, match="wait until its writer has ended"):
+        list_pattern(folder.parent, "interactions", "interactions")
+
+
+def test_what_finished_writers_leave_beside_their_files_is_no_fault(folder):
+    put(EVENTS, folder / "part-0.parquet")
+    put(EVENTS, folder / "part-tid-1-old.parquet")
+    num_sums = -(-(folder / "part-0.parquet").stat().st_size // 512)
+    (folder / ".part-0.parquet.crc").write_bytes(b"crc\0\0\0\2\0" + b"sums" * num_sums)
+    for name in ("_SUCCESS", "../users/_SUCCESS", "_started_12", ".hive-staging_hive_1/-ext-1/empty/"):
+        path = folder / name
+        path.mkdir(parents=True) if name.endswith("/") else path.parent.mkdir(exist_ok=True)
+        path.is_dir() or path.touch()
+    (folder / "_committed_12").write_text('{"added": [], "removed": ["part-tid-1-old.parquet"]}')
+    replaced, hidden = warnings_of(folder)
+    assert "replaced by a later commit" in replaced + hidden and "hive-staging" in replaced + hidden
+    assert read_tables(folder.parent).interactions.num_rows == 3
 
 
 def test_an_import_reads_a_folder_with_its_partitions_and_names_what_it_leaves_out(tmp_path):
