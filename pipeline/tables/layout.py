@@ -84,7 +84,8 @@ def list_folder(
         level = _read_level(at, folder, table)
         left_out.update(level.left_out)
         found = [ListedFile(path, partitions) for path in level.files if has_rows(path)]
-        left_out.update({path: "is not Parquet" for path in level.files if not has_rows(path)})
+        reason = "is not Parquet" if has_rows is is_parquet else "is neither Parquet nor CSV"
+        left_out.update({path: reason for path in level.files if not has_rows(path)})
         with_rows = []
         for sub in level.folders:
             if below := files_under(sub, partitions | _partition(sub, partitions, table)):
@@ -174,10 +175,10 @@ def _read_level(folder: Path, root: Path, table: str) -> _Level:
     _require_plain([folder], table)
     folders, files, left_out = [], [], {}
     for path in sorted(folder.iterdir()):
-        is_hidden = path.name.startswith(".") or (path.name.startswith("_") and "=" not in path.name)
+        is_hidden = _is_hidden(path.name)
         if not path.exists():
             raise _unfinished(table, f"{shown_path(path)} is a link to a file that is not there", path)
-        elif path.is_symlink() and path.resolve().is_relative_to(root.resolve()):
+        elif path.is_symlink() and _is_read_anyway(path.resolve(), root.resolve()):
             left_out[path] = "is a link to another part of the table"
         elif path.is_dir():
             is_staging = _STAGING.fullmatch(path.name) is not None
@@ -202,6 +203,15 @@ def _read_level(folder: Path, root: Path, table: str) -> _Level:
     removed = _removed_by_commits(folder, table)
     left_out |= {path: "was replaced by a later commit (`_committed_...`)" for path in files if path.name in removed}
     return _Level(folders, [path for path in files if path.name not in removed], left_out)
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or (name.startswith("_") and "=" not in name)
+
+
+def _is_read_anyway(path: Path, root: Path) -> bool:
+    """Whether a file or folder lies under a root, and in no hidden folder there."""
+    return path.is_relative_to(root) and not any(map(_is_hidden, path.relative_to(root).parts))
 
 
 def _is_checksum(path: Path) -> bool:

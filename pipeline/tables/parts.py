@@ -56,8 +56,7 @@ class TablePart:
             if name in columns:
                 self._require_equal(name, columns[name], first_row)
             elif name in names:
-                num = rows.num_rows
-                columns[name] = pa.repeat(value, num) if value.is_valid else pa.nulls(num, value.type)
+                columns[name] = _repeated(value, rows.num_rows)
         fields = self.schema_of(rows.schema)
         return pa.record_batch([columns[name] for name in names], schema=pa.schema([fields.field(n) for n in names]))
 
@@ -121,7 +120,11 @@ class PartFile:
         """A whole column."""
         if name not in self._part.partitions:
             return self._file.read([name])[name]
-        batches = [batch.column(0) for batch in self.iter_batches(columns=[name])]
+        if name in self.doubled:
+            batches = [batch.column(0) for batch in self.iter_batches(columns=[name])]
+        else:
+            starts, value = range(0, self.metadata.num_rows, BATCH_ROWS), self._part.partitions[name]
+            batches = [_repeated(value, min(BATCH_ROWS, self.metadata.num_rows - start)) for start in starts]
         return pa.chunked_array(batches, self.schema_arrow.field(name).type)
 
 
@@ -161,6 +164,10 @@ def dataset_of(parts: Sequence[TablePart]) -> ds.Dataset:
                 values &= ds.field(name) == value if value.is_valid else ds.field(name).is_null()
         fragments.append(form.make_fragment(str(part.path), local, values))
     return ds.FileSystemDataset(fragments, parts[0].schema(), form, local)
+
+
+def _repeated(value: pa.Scalar, num_rows: int) -> pa.Array:
+    return pa.repeat(value, num_rows) if value.is_valid else pa.nulls(num_rows, value.type)
 
 
 def _is_day(text: str) -> bool:

@@ -11,6 +11,7 @@ import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from laserbatch.pipeline.tables.schema import (
     ID_COLUMNS,
     TABLE_NAMES,
     TIMESTAMP_TYPE,
+    list_table,
     require_seconds,
     table_parts,
     tables_folder,
@@ -132,12 +134,23 @@ class OpenTables:
 
 
 def open_tables(path: Path | str | None) -> OpenTables:
-    """The tables of a folder, of all days. Raises TableError as `read_tables` does."""
+    """The tables of a folder, of all days. Raises TableError as `read_tables` does.
+
+    Files that are left out are named in the log, once a process.
+    """
     path = tables_folder(path)
     users, items = (_read_table(path, table, None) for table in ("users", "items"))
+    for table in TABLE_NAMES:
+        for sentence in name_left_out(list_table(path, table).left_out):
+            _warn_once(f"table {table}: {sentence}")
     parts = table_parts(path, "interactions")
     with _naming("interactions", parts[0].path):
         return OpenTables(users, items, dataset_of(parts))
+
+
+@cache
+def _warn_once(sentence: str) -> None:
+    logger.warning("%s", sentence)
 
 
 def iter_column(path: Path, table: str, column: str) -> Iterator[pa.Array]:
@@ -159,7 +172,7 @@ def iter_rows(path: Path, table: str) -> Iterator[pa.RecordBatch]:
         listing = list_folder(path, table)
         parts = typed_parts(listing.files, table)
         for sentence in name_left_out(listing.left_out):
-            logger.warning("%s: %s", path, sentence)
+            _warn_once(f"{path}: {sentence}")
     first: pa.Schema | None = None
     for part in parts:
         with _naming(table, part.path), part.open() as opened:

@@ -19,7 +19,7 @@ import pyarrow.types as pt
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.storage.atomic import replaced_folders
 from laserbatch.pipeline.tables.fetched import local_tables, shown_path
-from laserbatch.pipeline.tables.findings import FaultyTable, Finding
+from laserbatch.pipeline.tables.findings import FaultyTable, Finding, unreadable
 from laserbatch.pipeline.tables.layout import ListedFile, Listing, list_folder, name_left_out
 from laserbatch.pipeline.tables.parts import TablePart, typed_parts
 
@@ -77,7 +77,11 @@ def list_table(root: Path | str, table: str) -> Listing:
     # Spark and others make a folder named users.parquet.
     folders = [path for path in (folder, file) if path.is_dir()]
     others = [root / f"{name}{suffix}" for name in TABLE_NAMES if name != table for suffix in ("", ".parquet")]
-    listings = [list_folder(path, table, siblings=[other for other in others if other.is_dir()]) for path in folders]
+    siblings = [other for other in others if other.is_dir()]
+    try:
+        listings = [list_folder(path, table, siblings=siblings) for path in folders]
+    except OSError as error:
+        raise FaultyTable(unreadable(table, shown_path(folders[0]), error)) from None
     with_rows = [Listing([ListedFile(file)], {})] if file.is_file() else []
     with_rows += [listing for listing in listings if listing.files]
     if len(with_rows) > 1:

@@ -107,7 +107,7 @@ def test_names_of_partitions_that_cannot_be_read_are_refused(folder, name, messa
     assert finding.kind == "bad-partition" and message in str(finding)
 
 
-def test_what_is_left_out_is_named(folder):
+def test_what_is_left_out_is_named(folder, caplog):
     put(EVENTS, folder / "date=1" / "part-0.parquet")
     put(EVENTS, folder / "_old" / "part-0.parquet")
     put(EVENTS, folder / ".part-1.parquet")
@@ -120,6 +120,8 @@ def test_what_is_left_out_is_named(folder):
     said = " | ".join(warnings_of(folder))
     for name in ("_old", ".part-1.parquet", "part-0.parquet.bak", "part-2.parquet", "part-3.csv.gz", "newest"):
         assert os.fspath(folder / name) in said
+    assert open_tables(folder.parent).interactions.count_rows() == 3
+    assert all(sentence in caplog.text for sentence in said.split(" | "))
     assert "_SUCCESS" not in said and "_common_metadata" not in said and "$folder$" not in said
     assert read_tables(folder.parent).interactions.num_rows == 3
     (folder / "date=1" / "part-0.parquet").unlink()
@@ -166,6 +168,15 @@ def test_what_finished_writers_leave_beside_their_files_is_no_fault(folder):
     (folder / "_committed_12").write_text('{"added": [], "removed": ["part-tid-1-old.parquet"]}')
     replaced, hidden = warnings_of(folder)
     assert "replaced by a later commit" in replaced + hidden and "hive-staging" in replaced + hidden
+    assert read_tables(folder.parent).interactions.num_rows == 3
+
+
+def test_links_are_followed_to_where_nothing_is_read_otherwise(folder, tmp_path):
+    put(EVENTS.slice(0, 2), folder / "..2025_03_01" / "part-0.parquet")  # as Kubernetes mounts volumes
+    (folder / "part-0.parquet").symlink_to(folder / "..2025_03_01" / "part-0.parquet")
+    put(EVENTS.slice(2), tmp_path / "elsewhere" / "x.parquet")
+    (folder / "date=1").symlink_to(tmp_path / "elsewhere")
+    assert [text.count("2025_03_01") for text in warnings_of(folder)] == [1]
     assert read_tables(folder.parent).interactions.num_rows == 3
 
 
