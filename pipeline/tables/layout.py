@@ -142,7 +142,8 @@ def unnamed_files(source: Path, listings: Iterable[Listing]) -> dict[Path, str]:
     folders = {folder for path in listed for folder in _folders(path.parent, source)}
     for folder in sorted(folders):
         for path in sorted(folder.iterdir()):
-            is_silent = _BOOKKEEPING.fullmatch(path.name) or _is_checksum(path)
+            # The mapping itself may lie there.
+            is_silent = _BOOKKEEPING.fullmatch(path.name) or _is_checksum(path) or path.suffix in (".yaml", ".yml")
             if path not in listed and path not in folders and not is_silent:
                 left_out.setdefault(path, "is not named by `files` of the mapping")
     return left_out

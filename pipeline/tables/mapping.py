@@ -62,10 +62,6 @@ def import_mapped(
     rules left out, by table and rule: "interactions of unknown user_id". Raises TableError, which names file, column,
     row and value, where a file or column is not there, or a value cannot be converted.
     """
-    listings = [list_source(part, Path(source), table) for table, part in mapping.tables().items()]
-    others = unnamed_files(Path(source), listings).items()
-    for sentence in name_left_out({path: reason for path, reason in others if path.resolve() != Path(out).resolve()}):
-        note(sentence)
     work = _Import(mapping, Path(source), Path(out), progress, note)
     known = {"item_id": work.write("items", mapping.items, work.entity_columns)["item_id"]}
     if mapping.users is not None:
@@ -77,6 +73,10 @@ def import_mapped(
     if mapping.users is None:
         users = written["user_id"].drop_null()
         write_parquet(pa.table({"user_id": users.take(pc.sort_indices(users))}), Path(out, "users.parquet"))
+    listings = [list_source(part, Path(source), table) for table, part in mapping.tables().items()]
+    others = unnamed_files(Path(source), listings).items()
+    for sentence in name_left_out({path: reason for path, reason in others if path.resolve() != Path(out).resolve()}):
+        note(sentence)
     return dict(work.dropped)
 
 

@@ -89,6 +89,8 @@ def list_table(root: Path | str, table: str) -> Listing:
         raise FaultyTable(Finding("missing-table", table, found, "one of them", "remove the other"))
     if not with_rows:
         found = f"{shown_path(folders[-1])} holds no .parquet files" if folders else "the table is missing"
+        if not folders and (near := sorted(path.name for path in root.glob(f"*{table}*"))):
+            found += f"; like it are named {', '.join(near)}"
         found = "; ".join([found, *(text for listing in listings for text in name_left_out(listing.left_out))])
         at = shown_path(root / table)
         expected = f"{at}.parquet or {at}/*.parquet"

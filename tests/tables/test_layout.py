@@ -171,6 +171,13 @@ def test_what_finished_writers_leave_beside_their_files_is_no_fault(folder):
     assert read_tables(folder.parent).interactions.num_rows == 3
 
 
+def test_of_a_missing_table_files_of_like_names_are_shown(folder):
+    folder.rmdir()
+    (folder.parent / "interactions.parquet._COPYING_").touch()
+    (finding,) = check_tables(folder.parent)
+    assert "the table is missing; like it are named interactions.parquet._COPYING_" in finding.found
+
+
 def test_links_are_followed_to_where_nothing_is_read_otherwise(folder, tmp_path):
     put(EVENTS.slice(0, 2), folder / "..2025_03_01" / "part-0.parquet")  # as Kubernetes mounts volumes
     (folder / "part-0.parquet").symlink_to(folder / "..2025_03_01" / "part-0.parquet")
