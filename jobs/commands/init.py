@@ -19,7 +19,7 @@ import yaml
 
 from laserbatch.jobs.console import say, summary
 from laserbatch.jobs.settings import JSON, PACKAGE_ROOT, load_settings
-from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, check_inputs
+from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, check_inputs, say_left_out
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.knowledge.domains import Domain, domain_of, domains
 from laserbatch.pipeline.knowledge.histories import event_text
@@ -29,6 +29,8 @@ from laserbatch.pipeline.storage.atomic import write_text
 from laserbatch.pipeline.storage.uris import is_uri
 from laserbatch.pipeline.tables.findings import count_faults
 from laserbatch.pipeline.tables.guess import guess_mapping, read_sources
+from laserbatch.pipeline.tables.personal import personal_data
+from laserbatch.pipeline.tables.read import open_tables
 from laserbatch.pipeline.tables.schema import REQUIRED_COLUMNS, table_files
 
 ROWS_SEEN = 65_536  # interactions that a guess looks at
@@ -59,7 +61,11 @@ def init(
         domain = domains()["sample"] if is_sample_world(tables) else domain_of((), items)
         guessed = _guessed(domain, None if first is None else pa.Table.from_batches([first]), {})
         write_text(_configuration(tables if is_uri(tables) else source.resolve(), "", guessed), out)
-        num_faults = count_faults(check_inputs(tables, load_settings(out)))
+        settings = load_settings(out)
+        num_faults = count_faults(check_inputs(tables, settings))
+        if not num_faults:
+            opened = open_tables(tables)
+            say_left_out(settings, personal_data(opened.users, opened.items))
         said = {"configuration": str(out), "tables": "in the input schema already", "num_faults": num_faults}
         if not is_sample_world(tables):
             said["model"] = NEEDS_A_MODEL

@@ -16,6 +16,7 @@ from laserbatch.pipeline.storage.drafters import DrafterUsed
 from laserbatch.pipeline.storage.stats import DecodingStats
 
 MANIFEST_VERSION = 1
+LEFT_OUT = "left_out_of_prompts"  # key of an input table: its columns that look like personal data, and why
 
 
 def _inside(path: str) -> str:
