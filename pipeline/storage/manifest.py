@@ -183,6 +183,7 @@ class SideFigures:
     num_unasked: int = 0  # without a text, for want of interactions or of a place in the budget
     postponed: dict[str, int] = field(default_factory=dict)  # reason -> entities, of both
     stats_of_tonight: DecodingStats | None = None  # of plain decoding: of the entities that the night wrote about
+    num_shorter: int = 0  # lists of items with fewer than were asked for, since their users have had the others
 
 
 @dataclass(frozen=True)
