@@ -47,56 +47,61 @@ class _Kind:
 
 _EMAIL = (
     r"e_?mails?|mails?|courriel|correos?|correo_electronico|correio|posta_elettronica|(e_?)?mail_?(address|adresse)|"
-    r"(adresse|direccion|indirizzo|endereco)_(de_)?(e_?mail|courriel|correo)"
+    r"(adresse|direccion|indirizzo|endereco)_(de_)?(e_?mail|courriel|correo)|почта|邮箱"
 )
 _SECRETS = (
-    r"pass_?words?|passwor[dt]|passwd|pwd|pass_?(phrase|code)|kennwort|mot_de_passe|mdp|contrasena|senha|wachtwoord|"
-    r"(api|access|private|secret|encryption|ssh|session|client)_?(key|secret)|"
+    r"pass_?words?|passwor[dt]|passwd|pwd|pw|pass_?(phrase|code)|kennwort|mot_de_passe|mdp|contrasena|senha|wachtwoord|haslo|losenord|пароль|密码|"
+    r"(api|auth|access|private|secret|encryption|ssh|session|client)_?(key|secret)|"
     r"(auth|access|refresh|session|bearer|id|csrf|api|reset|fcm|push)_?tokens?|jwt|totp_?secret"
 )
-_LIKELY_SECRETS = r"tokens?|secret|credentials?|otp|salt|hash|digest|security_(question|answer)"
+_LIKELY_SECRETS = (
+    r"tokens?|secret|credentials?|t?otp|salt|hash|digest|(security|secret)_(question|answer)|recovery_codes?"
+)
 _BANK = (
-    r"iban|bank_?account|(account|konto|acct)_?(number|no|nr|nummer)|(credit|debit)_?card|(card|cc)_?(number|no|num)|"
+    r"iban|bank_?account|(account|konto|acct)_?(number|no|nr|nummer)|(credit|debit|payment)_?card|(card|cc)_?(number|no|num)|"
     r"ccn|cvv2?|cvc2?|kredit_?karten?_?(nummer|nr)?|carte_(bancaire|bleue|de_credit)|tarjeta(_de)?_credito|sort_code|bic|"
     r"swift(_code)?|routing_number|last_?4"
 )
 _NETWORK = (
-    r"ip|ipv[46]|ip_?addr(ess)?|remote_addr|adresse_ip|direccion_ip|mac_?addr(ess)?|device_?(id|uuid|token|fingerprint)"
+    r"ip|ipv[46]|ip_?addr(ess)?|remote_addr|hostname|adresse_ip|direccion_ip|mac_?addr(ess)?|device_?(id|uuid|token|fingerprint)"
     r"|im[es]i|idf[av]|gaid|aaid|udid|msisdn|(advertising|ad|android|cookie|session|visitor|browser)_?id|cookie|"
     r"fingerprint|user_?agent|[ug]uid"
 )
 _PHONE = (
     r"(tele)?(ph|f)on[eo]?s?|tel|(tele)?fax|mobile|mobile?_?phone|mobil|movil|celular|cell(phone|ulare)?|handy|whatsapp|"
-    r"rufnummer|(telefon|handy|mobil|mobilfunk|fax)_?(nummer|nr)|phone_?(number|no)|contact_(number|no|num)"
+    r"rufnummer|((mobil_?)?telefon|handy|mobil|mobilfunk|fax)_?(nummer|nr)?|telefoon(nummer)?|phone_?(number|no)|"
+    r"contact_(number|no|num)|телефон|电话|手机号?|電話(番号)?"
 )
 _NAME = (
     r"(first|last|full|given|family|middle|maiden|sur|fore|nick|user|screen|display|real|legal|birth|holder)_?names?|"
-    r"[fl]name|vorname|(nach|familien|geburts|benutzer|nutzer)_?name|prenom|apellidos?|cognome|sobrenome|nickname|"
-    r"voornaam|achternaam|nom_(de_famille|complet)|nombre_completo"
+    r"[fl]name|vorname|(nach|familien|geburts|benutzer|nutzer|kunden)_?name|emergency_contact|prenom|apellidos?|cognome|sobrenome|nickname|"
+    r"voornaam|achternaam|nom_(de_famille|complet|utilisateur)|nom(br)?e_completo|nazwisko|imie|f[oø]r(nam[en]|navn)|"
+    r"ef?ter(namn|navn)|фамилия|имя|姓名|氏名"
 )
 _ADDRESS = (
-    r"address(es)?|addr|adresse|anschrift|adres|direccion|indirizzo|endereco|strasse|stra?at|street(_name)?|rue|calle|"
-    r"address_?line(_?\d)?|house_?(number|no)|haus_?(nummer|nr)|zip|(zip|post|postal)_?code|plz|postleitzahl|"
-    r"code_postal|codigo_postal|cep"
+    r"address(es)?|addr|((privat|wohn|heim|post|rechnungs|liefer)_?)?adresse|anschrift|adres|direccion|indirizzo|endereco|strasse|stra?at|street(_name)?|rue|calle|"
+    r"address_?line(_?\d)?|house_?(number|no)|haus_?(nummer|nr)|huisnummer|apartment|zip|postal|pin_?code|(zip|post|postal)_?code|plz|postleitzahl|"
+    r"code_postal|codigo_postal|cep|адрес|地址|住所"
 )
-_PLACE = r"lat|lon|lng|latitude|longitude|gps|geo_?(location|hash|point|coordinates?)|coordinates?|lat_?lo?ng?"
+_PLACE = r"lat|lon|lng|latitude?|longitude?|gps|geo_?(location|hash|point|coordinates?)|coord(inate)?s?|lat_?lo?ng?"
 _IDENTITY = (
-    r"ssn|social_?security|social_?insurance|sozialversicherungs_?(nummer|nr)|national_?(id|insurance)|passport|reisepass|"
+    r"ssn|social_?(security|insurance)|securite_sociale|seguridad_social|(id|identity)_(card|number)|nino|personnummer|"
+    r"cedula|cnpj|rfc|vat_(id|number|no)|sozialversicherungs_?(nummer|nr)|national_?(id|insurance)|passport|reisepass|"
     r"passeport|pasaporte|(personal)?ausweis(_?(nummer|nr))?|driv(er|ers|ing)_?licen[cs]e|tax_?(id|number|no|code)|"
     r"steuer_?(id|nummer|nr)|nif|dni|curp|cpf|bsn|aadhaa?r|pesel|codice_fiscale|licen[cs]e_plate|kennzeichen"
 )
 _BIRTH = (
     r"birth_?(date|day)|b_?day|date_?(of_?)?birth|dob|geburts_?(datum|tag)|geb_?datum|fecha_(de_)?nac(imiento)?|"
-    r"date_(de_)?naissance|data_(di_)?nascita|data_(de_)?nascimento|geboorte_?datum|born(_on)?"
+    r"date_(de_)?naissance|data_(di_)?nascita|data_(de_)?nascimento|geboorte_?datum|born(_on)?|дата_рождения|生日|生年月日"
 )
 _PRESENCE = (
     r"(last|latest|letzter?|derniere?|ultim[oa]|prev(ious)?)_?(log_?in|log_?on|sign_?in|seen|active|activity|access|visit"
     r"|connexion|connection|anmeldung|besuch|acceso|accesso|acesso)"
 )
 _SENSITIVE = (
-    r"religion|ethnicity|ethnic_(group|origin)|race|sexual_?orientation|sexuality|"
-    r"political_?(party|affiliation|views?|orientation)|disabilit(y|ies)|diagnos[ei]s|medical_(condition|history)|"
-    r"blood_type|criminal_record|union_member(ship)?"
+    r"religion|ethnicity|ethnic_(group|origin)|race|caste|sexual_?(orientation|preference)|sexuality|"
+    r"political_?(party|affiliation|views?|orientation)|disabilit(y|ies)|diagnos[ei]s|(medical|health)_(conditions?|history)|"
+    r"blood_(type|group)|criminal_(record|history)|union_member(ship)?"
 )
 _PROFILE = (
     r"(facebook|twitter|instagram|linkedin|telegram|skype|discord|github|google|wechat|tiktok)_?"
@@ -104,15 +109,8 @@ _PROFILE = (
 )
 _KINDS = (
     _Kind("e-mail addresses", _EMAIL, of_items=_EMAIL),
-    _Kind(
-        "secrets",
-        rf"{_SECRETS}|tokens?|secret|credentials?|otp|salt|hash|digest|security_(question|answer)",
-        "pin",
-        _SECRETS,
-    ),
-    _Kind(
-        "bank details", rf"{_BANK}|bic|swift(_code)?|routing_number|last_?4", of_items=r"iban|bank_?account|cvv2?|cvc2?"
-    ),
+    _Kind("secrets", rf"{_SECRETS}|{_LIKELY_SECRETS}", "pin", of_items=_SECRETS),
+    _Kind("bank details", _BANK, of_items=r"iban|bank_?account|cvv2?|cvc2?"),
     _Kind("numbers of papers of identity", _IDENTITY),
     _Kind("network or device identifiers", _NETWORK),
     _Kind("phone numbers", _PHONE),
@@ -129,7 +127,10 @@ _BEHIND = (
     r"(_?(numbers?|num|no|nr|nummer|id|ids|address|adresse|hash|hashed|digest|md5|sha\d*|bcrypt|encrypted|enc|value|text|"
     r"raw|primary|secondary|home|work|private|current|normali[sz]ed|clean|masked|e164|at|on|date|time|ts|timestamp|utc|\d))*"
 )
-_PERSON = r"(user|users|customer|client|member|person|contact|account|kunden?|profile|my|subscriber|reader|listener)"
+_PERSON = (
+    r"(users?|customer|client|member|person|contact|account|kunden?|profile|my|subscriber|reader|listener|patient|employee|"
+    r"student|guest|owner|spouse|child|mother|father|parent)"
+)
 _IS_FLAG = (
     r"(has|have|is|was|num|n|count|nb|number_of|no_of|total|days_since|since|wants?|accepts?|allows?|opt|uses?)_.*"
 )
@@ -154,7 +155,7 @@ _FORMS = {
     "phone": r"(tel:)?\+[1-9][\d\s().\-/]{6,18}\d|0\d([ .\-]\d{2}){4}",
     "card": r"\d{13,19}|\d{4}([ -]\d{4}){3}|\d{4}[ -]\d{6}[ -]\d{5}",
     "local": (
-        r"(1[ .-]?)?\(?[2-9]\d{2}\)?[ .\-]{0,2}[2-9]\d{2}[ .\-]?\d{4}|\d{3}-\d{4}|0\d{8,13}|"
+        r"(1[ .-]?)?\(?[2-9]\d{2}\)?[ .\-]{0,2}[2-9]\d{2}[ .\-]?\d{4}|\d{3}-\d{4}|0\d{8,13}|[1-9]\d{10,11}|"
         r"(?!\d{2}[./-]\d{2}[./-]\d{2,4}$)\(?0\d{1,5}\)?[ ./\-]{1,3}\d[\d \-]{3,12}"
     ),
 }  # fmt: skip

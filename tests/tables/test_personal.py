@@ -1,16 +1,24 @@
 """Which columns look like personal data or secrets, and that no prompt shows them unless they are named."""
 
+import datetime
 import hashlib
 import uuid
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from laserbatch.jobs.commands.nightly import left_out_columns
 from laserbatch.jobs.commands.try_one import with_one
 from laserbatch.jobs.settings import Settings
-from laserbatch.jobs.stages.inputs import left_out_of_prompts, require_template_columns
+from laserbatch.jobs.stages.inputs import (
+    changed_inputs,
+    checked_inputs,
+    left_out_of_prompts,
+    require_template_columns,
+)
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.questions import SideQuestions, shown_of_row
 from laserbatch.pipeline.sides import SIDES
@@ -33,13 +41,18 @@ lat lon lng latitude longitude geohash gps
 ip ip_address IPAddress last_ip ipv6 device_id deviceId mac_address imei idfa user_agent uuid cookie_id session_id
 last_login lastLogin last_login_at last_seen last_active letzter_Login dernière_connexion
 religion ethnicity race sexual_orientation facebook_id linkedin_url
+E-Mail-Adresse telephone_number Mobiltelefon telefoonnummer hashed_password pw_hash auth_key customerName Kundenname
+patient_name nome_completo addressLine1 Privatadresse shipping_zip pin_code latitud lat_long coords client_ip
+numero_de_telephone numero_securite_sociale Kreditkartennummer card_last4 пароль 电话 姓名
 """.split()  # noqa: SIM905 (a word a column)
 
 ORDINARY_NAMES = """
 age age_band gender occupation city country region state language plan company_name plan_name city_name favorite_genre
 email_opt_in email_verified email_domain has_phone is_mobile phone_model mobile_os device_type token_count login_count
 num_orders birth_year about bio signup_channel name_of_plan passion ship_country trip_type relationship template latest
-tell zipper mailing_list_topics hashtags
+tell zipper mailing_list_topics hashtags ip_country email_frequency last_purchase last_order_date credit_score
+nationality salary interests team_name device_name postcard_fan phonetics mailman namespace region_code
+favourite_street_food
 """.split()  # noqa: SIM905 (a word a column)
 
 ITEM_NAMES = """
@@ -195,3 +208,11 @@ def test_what_prompts_leave_out_is_said_with_the_line_that_shows_it(world):
         'configuration: `personal_attributes: ["users.zip_code"]`'
     )
     assert "e-mail addresses, by 67% of its values" in str(note) and api_key.table == "items"
+
+
+def test_a_night_says_what_prompts_leave_out_and_its_manifest_keeps_it(world, capfd):
+    inputs, _ = checked_inputs(Settings(tables={"path": world}), datetime.date(2025, 3, 1))
+    assert set(inputs["users"]["left_out_of_prompts"]) == {"zip_code", "note"}
+    assert "warning: users.note: the column looks like e-mail addresses" in capfd.readouterr().err
+    assert left_out_columns(SimpleNamespace(inputs=inputs)) == ["users.note", "users.zip_code", "items.api_key"]
+    assert changed_inputs({name: {"sha256": of["sha256"]} for name, of in inputs.items()}, inputs) == []
