@@ -194,6 +194,8 @@ def _configuration(tables: Path | str, note: str, guessed: Mapping[str, Guessed]
         section, key = option.split(".")[0], option.split(".")[-1]
         before, begin, rest = options.partition(f"\n{section}:\n")
         value = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
-        line = f"{key}: {value.removesuffix('...' + chr(10)).strip()}  # guessed: {why}".replace("\\", r"\\")
+        line = f"{key}: {value.removesuffix('...' + chr(10)).strip()}  # guessed: {' '.join(why.split())}".replace(
+            "\\", r"\\"
+        )
         options = before + begin + re.sub(rf"^( +){key}: .*$", rf"\g<1>{line}", rest, count=1, flags=re.MULTILINE)
     return head + options

@@ -77,7 +77,7 @@ class GuessedMapping:
                 yield f"{pad}{_flow(key)}: {_flow(value)}{comment}"
             if key == "attributes" and len(path) == 1:
                 for column, why in self.left_out.get(path[0], {}).items():
-                    yield f"{pad}  # {_flow(column)}: {_flow(column)}  # left out: {why}"
+                    yield f"{pad}  # {_flow(column)}: {_flow(column)}  # left out: {' '.join(why.split())}"
 
 
 def _flow(value: object) -> str:
@@ -132,6 +132,11 @@ def guess_mapping(sources: list[SourceTable]) -> GuessedMapping:
     title = guess_title(items, {of_item.id.value})
     _add_entities(guessed, "items", items, {"id": of_item.id, "title": title})
     _add_log(guessed, log, of_user, of_item)
+    for side, join, entities in (("user", of_user, users), ("item", of_item, items)):
+        is_known = entities is not None and None not in (join.of_log.value, join.id.value)
+        if is_known and log.is_text(join.of_log.value) != entities.is_text(join.id.value):
+            guessed.mapping.setdefault("ids", {})[f"{side}_id"] = "string"
+            guessed.reasons["ids", f"{side}_id"] = "guessed: numbers in one of the files, text in the other"
     for source in sources:
         if source not in (log, items, users):
             guessed.notes.append(f"{source.name} is not used")

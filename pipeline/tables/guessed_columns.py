@@ -63,6 +63,10 @@ class SourceTable:
         """Some values of a column that are there."""
         return sc.plain_column(self.head[column].slice(0, NUM_ROWS)).drop_null().to_pylist()
 
+    def is_text(self, column: str) -> bool:
+        """Whether a column is read as text."""
+        return sc.is_text(sc.plain_type(self.head[column].type))
+
     def is_id(self, column: str) -> bool:
         """Whether a column can be an id: text or whole numbers, another one in each row."""
         values, kind = self._ids(column), self.head[column].type
@@ -149,7 +153,7 @@ def guess_title(items: SourceTable, taken: Iterable[str]) -> Guess:
     for place, name in enumerate(items.named(TITLE, taken)):
         values = items.values(name)
         num_rows = min(items.head.num_rows, NUM_ROWS)
-        is_text = sc.is_text(sc.plain_type(items.head[name].type)) and not all(_is_number(one) for one in values)
+        is_text = items.is_text(name) and not all(_is_number(one) for one in values)
         share = len(set(values)) / len(values) if is_text and values else 0.0
         if share > MIN_TITLED_SHARE and len(values) >= MIN_TITLED_SHARE * num_rows and not re.search(r"_?id$", name):
             is_whole = re.fullmatch(WHOLE_TITLE, name, re.IGNORECASE) is not None
