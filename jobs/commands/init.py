@@ -82,6 +82,7 @@ def init(
     guessed = _guessed(domain_of((of_items.stem, items["id"]), of_items.head.column_names), head, events)
     if "knowledge.words.item" not in guessed:
         guessed |= _nouns(items["id"], of_items.stem)
+    guessed |= {"knowledge.paths": paths} if (paths := _paths(mapping)) else {}
     command = f"laserbatch data import {tables} {out.with_name('tables')} --mapping {mapping_path}"
     head = "# Guessed from the names of files and columns: read it, correct it, then run\n#   " + command + "\n"
     head += "# configs/import_example.yaml explains every key.\n"
@@ -100,6 +101,7 @@ def _guessed(domain: Domain | None, rows: pa.Table | None, named: Mapping[str, A
         usual = dict(Words())
         guessed = {f"knowledge.words.{key}": word for key, word in domain.words if word != usual[key]}
         guessed |= {f"knowledge.{key}": list(getattr(domain, key)) for key in ("user_factors", "item_factors")}
+        guessed |= {"knowledge.paths": list(domain.paths)} if domain.paths else {}
     known: dict[str, pa.ChunkedArray] = {}
     for column, kind in (("event", pa.string()), ("rating", pa.float64())):
         name = named.get(column, None if named else column)
@@ -138,6 +140,12 @@ def _nouns(id_column: str, stem: str) -> dict[str, str]:
         return {}
     plural = stem.lower() if stem.lower() != noun and stem.lower().startswith(noun[:-1]) else f"{noun}s"
     return {"knowledge.words.item": noun, "knowledge.words.items": plural}
+
+
+def _paths(mapping: Mapping[str, Any]) -> list[str]:
+    """Attributes that the mapping splits at `>`, which stands between the levels of a path."""
+    attributes = {**mapping.get("users", {}).get("attributes", {}), **mapping["items"]["attributes"]}
+    return [name for name, source in attributes.items() if isinstance(source, dict) and ">" in source["separator"]]
 
 
 def _is_in_schema(folder: str) -> bool:
