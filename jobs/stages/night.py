@@ -20,6 +20,7 @@ from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.pipeline.knowledge.histories import labels_of
 from laserbatch.pipeline.knowledge.templates import Labels, PromptTemplate
+from laserbatch.pipeline.knowledge.values import RULES_VERSION
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.drafters import DrafterUsed
@@ -205,6 +206,7 @@ def new_night(
     manifest.previous_run_id = previous.run_id if previous is not None else None
     templates = {side: settings.knowledge.template(side) for side in SIDES}
     manifest.asked = {side: AskedBy(template.framework, template.identity) for side, template in templates.items()}
+    manifest.value_rules = RULES_VERSION
     night = Night(settings, workspace, date, run, manifest)
     wanted = None if after is None else after.run_id
     held = {run.run_id for run in workspace.runs() if run.is_held}
