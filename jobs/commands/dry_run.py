@@ -16,14 +16,17 @@ from laserbatch.jobs.stages.generate import plan_night
 from laserbatch.jobs.stages.inputs import checked_inputs
 from laserbatch.jobs.stages.night import Night, new_night
 from laserbatch.jobs.stages.variants import means
+from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.knowledge.prompts import changed_parts
+from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.knowledge.values import RULES_VERSION
 from laserbatch.pipeline.planning.column_changes import (
+    ITEM_ATTRIBUTES,
     MAX_COMPARED,
     attributes_of,
     changed_columns,
-    changed_items,
+    changed_in_histories,
     shown_in_plan,
 )
 from laserbatch.pipeline.planning.plan import Shard, SidePlan
@@ -152,11 +155,13 @@ def _most_changed(
     pairs = [(before[key][part], now[key][part]) for key in before if key in now]
     if not pairs:
         return {}
-    columns = night.template(side).attributes
+    template = night.template(side)
     if part == "history":
-        found = {"attributes of items in histories": ("are shown differently", changed_items(pairs))}
+        texts_of = SideQuestions(night.tables, side, template, "").item_texts
+        found = changed_in_histories(pairs, template.history.separator, texts_of)
+        found = {f"items.{name}" if name != ITEM_ATTRIBUTES else name: change for name, change in found.items()}
     else:
-        found = changed_columns([tuple(attributes_of(lines, columns) for lines in pair) for pair in pairs])
+        found = changed_columns([tuple(attributes_of(lines, template.attributes) for lines in pair) for pair in pairs])
     share, about = len(keys) / len(pairs), "about " * (len(pairs) < len(keys))
     return {
         name: f"{what} ({about}{round(num * share):,} of {num_before:,} {side}s)"
@@ -167,7 +172,10 @@ def _most_changed(
 
 def _say_why(night: Night, sides: dict[str, dict[str, Any]]) -> None:
     """Say what makes a night write about most entities anew, before it costs anything."""
-    before = night.previous.load_manifest()
+    try:
+        before = night.previous.load_manifest()
+    except WorkspaceError:
+        before = night.manifest  # nothing is known of the prompts before
     if before.value_rules != RULES_VERSION:
         say(
             f"this version of laserbatch writes values into prompts by other rules than that of {before.run_id} did: "

@@ -6,7 +6,7 @@ last two parts are digests of what is shown, not of the values, so that another 
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
@@ -83,6 +83,18 @@ class SideQuestions:
         names = _shown_names(items, columns, ("item_id", "title"))
         texts = [_mapped(items[name], lambda value, name=name: value_text(value, columns, name)) for name in names]
         return pc.fill_null(title, ""), _joined(texts, columns.separator, items.num_rows)
+
+    def item_texts(self, titles: Collection[str]) -> dict[str, dict[str, str]]:
+        """What histories show of the items of some titles, as prompts have these: by title, texts by column."""
+        columns, items = self._template.history, self._tables.items
+        is_wanted = pc.is_in(self._events[0], value_set=pa.array(titles, pa.string()))
+        part, found = items.filter(is_wanted), self._events[0].filter(is_wanted).to_pylist()
+        texts: dict[str, dict[str, str]] = {title: {} for title in found}
+        for name in _shown_names(items, columns, ("item_id", "title")):
+            shown = _mapped(part[name], lambda value, name=name: value_text(value, columns, name)).to_pylist()
+            for title, text in zip(found, shown, strict=True):
+                texts[title] |= {} if text is None else {name: text}
+        return texts
 
     @cached_property
     def _event_digests(self) -> np.ndarray:

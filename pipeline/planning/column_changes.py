@@ -7,7 +7,7 @@ import json
 import re
 import string
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from laserbatch.pipeline.storage.parquet import iter_parquet
 MAX_COMPARED = 1000  # entities a side
 ANOTHER_ORDER = "all attributes"
 _SAME_WORDS = {"yes": "true", "no": "false", "1": "true", "0": "false"}
+ITEM_ATTRIBUTES = "attributes of items"
+ItemTexts = Mapping[str, Mapping[str, str]]
 Pairs = Sequence[tuple[Mapping[str, str], Mapping[str, str]]]  # of an entity, its attributes by name: before, now
 
 
@@ -72,7 +74,7 @@ def changed_columns(pairs: Pairs) -> dict[str, tuple[str, int]]:
         if before == now and list(before) != list(now):
             counts[ANOTHER_ORDER, "stand in another order"] += 1
     for (new, old), num in renamed.most_common():
-        if num > 0.5 * counts[new, "is new"] and num > 0.5 * counts[old, "is gone"]:
+        if 2 * num > counts[new, "is new"] > 0 and 2 * num > counts[old, "is gone"] > 0:
             del counts[new, "is new"], counts[old, "is gone"]
             counts[new, f"was called {old}"] = num
     found: dict[str, tuple[str, int]] = {}
@@ -81,13 +83,30 @@ def changed_columns(pairs: Pairs) -> dict[str, tuple[str, int]]:
     return found
 
 
-def changed_items(pairs: Iterable[tuple[str | None, str | None]]) -> int:
-    """Number of pairs of histories, as plans have them, in which an item is shown otherwise than before."""
-    num = 0
-    for before, now in pairs:
-        shown = [{title: attributes for title, attributes, _ in json.loads(events or "[]")} for events in (before, now)]
-        num += any(title in shown[0] and shown[0][title] != shown[1][title] for title in shown[1])
-    return num
+def changed_in_histories(
+    pairs: Iterable[tuple[str | None, str | None]], separator: str, texts_of: Callable[[set[str]], ItemTexts]
+) -> dict[str, tuple[str, int]]:
+    """As `changed_columns`, of columns of items that pairs of histories, as plans have them, show of the same titles.
+
+    Parameters
+    ----------
+    separator : between the attributes of an item.
+    texts_of : what tonight's histories show of the items of some titles: by title, texts by column.
+    """
+    changed: list[dict[str, str]] = []  # of each pair: what was shown, by title, of items that are shown differently
+    for histories in pairs:
+        before, now = ({title: shown or "" for title, shown, _ in json.loads(one or "[]")} for one in histories)
+        changed.append({title: before[title] for title in now if before.get(title, now[title]) != now[title]})
+    texts, counts = texts_of({title for one in changed for title in one}), Counter()
+    for one in changed:
+        columns = set()
+        for title, shown in one.items():
+            known = f"{separator}{shown}{separator}"
+            new = {name for name, text in texts.get(title, {}).items() if f"{separator}{text}{separator}" not in known}
+            columns |= new or {ITEM_ATTRIBUTES}
+        counts.update(columns)
+    became = {ITEM_ATTRIBUTES: "are gone from histories, or stand in another order there"}
+    return {name: (became.get(name, "is shown differently in histories"), num) for name, num in counts.most_common()}
 
 
 def _is_alike(before: str, now: str) -> bool:

@@ -125,7 +125,12 @@ def test_histories_show_items_and_ratings_by_the_same_rules():
         "rating": pa.array([4.1, 1234567], pa.float32()),
     }
     tables = Tables(pa.table({"user_id": [7]}), items, pa.table(events))
-    (row,) = SideQuestions(tables, "user", TEMPLATE, "").shown(np.array([0])).to_pylist()
+    questions = SideQuestions(tables, "user", TEMPLATE, "")
+    (row,) = questions.shown(np.array([0])).to_pylist()
+    assert questions.item_texts(["Ran", "Amé"]) == {
+        "Ran": {"price": "2"},
+        "Amé": {"genres": "a, b", "price": "98765001"},
+    }
     assert shown_of_row(row).events == [("Amé", "a, b | 98765001", "4.1"), ("Ran", "2", "1234567")]
 
 

@@ -5,7 +5,13 @@ import json
 import pytest
 
 from laserbatch.pipeline.knowledge.templates import AttributeLines
-from laserbatch.pipeline.planning.column_changes import ANOTHER_ORDER, attributes_of, changed_columns, changed_items
+from laserbatch.pipeline.planning.column_changes import (
+    ANOTHER_ORDER,
+    ITEM_ATTRIBUTES,
+    attributes_of,
+    changed_columns,
+    changed_in_histories,
+)
 
 
 @pytest.mark.parametrize(
@@ -14,6 +20,7 @@ from laserbatch.pipeline.planning.column_changes import ANOTHER_ORDER, attribute
         ({"a": "1"}, {"a": "1", "b": "2"}, {"b": "is new"}),
         ({"a": "1", "b": "2"}, {"a": "1"}, {"b": "is gone"}),
         ({"genre": "War"}, {"GENRE": "War"}, {"GENRE": "was called genre"}),
+        ({"a": "1", "b": "1"}, {"c": "1"}, {"b": "is gone", "c": "was called a"}),
         ({"a": "1", "b": "2"}, {"a": "1", "c": "3"}, {"b": "is gone", "c": "is new"}),
         ({"a": "Oslo"}, {"a": "Rome"}, {"a": "has other values"}),
         ({"a": "9.87654e+07"}, {"a": "98765400"}, {"a": "has the same values, written differently"}),
@@ -42,8 +49,15 @@ def test_attributes_are_read_off_lines_by_the_template():
     assert attributes_of("calm", AttributeLines(line="{value}")) == attributes_of(None, AttributeLines()) == {}
 
 
-def test_histories_are_compared_by_the_items_that_both_show():
-    before = json.dumps([["Ran", "war", "5"], ["Heat", "crime", "1"]])
-    newer, other = json.dumps([["Heat", "crime", "2"], ["Big", "x", "1"]]), json.dumps([["Heat", "crime | new", "1"]])
-    assert changed_items([(before, newer), (before, None), (None, newer)]) == 0
-    assert changed_items([(before, other), (before, newer)]) == 1
+def test_columns_of_items_are_named_that_histories_show_differently():
+    def changes(before, now, **texts):
+        pair = tuple(None if one is None else json.dumps([[*event, "5"] for event in one]) for one in (before, now))
+        found = changed_in_histories([pair, pair], " | ", lambda titles: {title: texts for title in titles})
+        return {name: num for name, (_, num) in found.items()}
+
+    before = [["Ran", "war | 1985"], ["Heat", "crime"]]
+    assert changes(before, [["Heat", "crime"], ["Big", None]]) == changes(before, None) == changes(None, before) == {}
+    assert changes(before, [["Ran", "war | 1986"]], genre="war", year="1986") == {"year": 2}
+    assert changes(before, [["Heat", "crime | x | y"]], a="crime", tags="x | y") == {"tags": 2}
+    assert changes(before, [["Ran", "war"]], genre="war") == {ITEM_ATTRIBUTES: 2}
+    assert changes([["Ran", None]], [["Ran", "war"]], genre="war") == {"genre": 2}
