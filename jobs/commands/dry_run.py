@@ -14,13 +14,11 @@ from laserbatch.jobs.stages.attempt import newest_attempt
 from laserbatch.jobs.stages.budgets import last_speed
 from laserbatch.jobs.stages.generate import plan_night
 from laserbatch.jobs.stages.inputs import checked_inputs
-from laserbatch.jobs.stages.night import Night, new_night
+from laserbatch.jobs.stages.night import Night, new_night, say_other_prompts
 from laserbatch.jobs.stages.variants import means
-from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.knowledge.prompts import changed_parts
 from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
-from laserbatch.pipeline.knowledge.values import RULES_VERSION
 from laserbatch.pipeline.planning.column_changes import (
     ITEM_ATTRIBUTES,
     MAX_COMPARED,
@@ -65,8 +63,7 @@ def planned_night(settings: Settings, date: datetime.date, force: bool, redo: bo
         folder = RunFolder(Path(scratch) / "run")
         plans = plan_night(night, folder)
         sides = {f"{side}s": _planned_side(night, plans[side], folder) for side in SIDES}
-        if night.previous is not None:
-            _say_why(night, sides)
+        _say_why(night, sides)
     hours = [side["predicted_hours"] for side in sides.values() if side["num_to_write"]]
     total = sum(hours) if None not in hours else None
     price = settings.cluster.price_per_hour
@@ -172,20 +169,8 @@ def _most_changed(
 
 def _say_why(night: Night, sides: dict[str, dict[str, Any]]) -> None:
     """Say what makes a night write about most entities anew, before it costs anything."""
-    try:
-        before = night.previous.load_manifest()
-    except WorkspaceError:
-        before = night.manifest  # nothing is known of the prompts before
-    if before.value_rules != RULES_VERSION:
-        say(
-            f"this version of laserbatch writes values into prompts by other rules than that of {before.run_id} did: "
-            "numbers in full, lists as sets with commas (knowledge.paths names paths), columns in the order of their "
-            "names. Entities whose prompt changes by that are written once; docs/own-prompts.md has the rules"
-        )
+    say_other_prompts(night)
     for side, asked in night.manifest.asked.items():
-        earlier = before.asked.get(side, asked).template
-        if earlier != asked.template:
-            say(f"{side}s are asked by the template {asked.template}, in {before.run_id} by {earlier}")
         for name, what in sides[f"{side}s"].get("changed_columns", {}).items():
             say(f"WARNING: {side}s: {name} {what}")
         if "changed_columns" in sides[f"{side}s"]:

@@ -19,8 +19,7 @@ import pyarrow.types as pt
 from laserbatch.pipeline.knowledge.templates import Columns
 
 RULES_VERSION = 2  # of what follows; manifests hold it. Fingerprints do not: they are of the texts
-# Beyond these bounds a number is written with an exponent, as JavaScript does.
-SMALLEST_PLAIN, LARGEST_PLAIN = 1e-7, 1e21
+SMALLEST_PLAIN, LARGEST_PLAIN = 1e-12, 1e21  # a number beyond these is written with an exponent
 PATH, SET = " > ", ", "
 SUBSECOND_DIGITS = {"s": 0, "ms": 3, "us": 6, "ns": 9}
 _QUOTED = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""

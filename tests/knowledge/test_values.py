@@ -46,7 +46,7 @@ AS_STORED = [
     (pa.array([98765432.0, 3.0, -0.0, float("nan")], pa.float32()), NUMBERS),
     (pa.array([Decimal("98765432"), Decimal("3"), Decimal("0"), None], pa.decimal128(12, 4)), NUMBERS),
     (pa.array([Decimal("98765432"), Decimal("3"), Decimal("0"), None], pa.decimal256(50, 2)), NUMBERS),
-    (pa.array([0.1, 1e-7, 1e20, 2.5e-8, 1e300]), ["0.1", "0.0000001", "1" + "0" * 20, "2.5e-8", "1e+300"]),
+    (pa.array([0.1, 1e-9, 1e20, 2.5e-13, 1e300]), ["0.1", "0.000000001", "1" + "0" * 20, "2.5e-13", "1e+300"]),
     (pa.array([0.1, 16777217.5, 1 / 3], pa.float32()), ["0.1", "16777218", "0.33333334"]),
     (pa.array(np.array([0.1, 2.5], np.float16)), ["0.1", "2.5"]),
     (pa.array([Decimal("1.50"), Decimal("-0.05")], pa.decimal128(10, 2)), ["1.5", "-0.05"]),
