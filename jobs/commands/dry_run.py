@@ -151,6 +151,7 @@ def _most_changed(
     now = shown_in_plan(scratch.root, side, before)
     pairs = [(before[key][part], now[key][part]) for key in before if key in now]
     if not pairs:
+        say(f"{side}s: how their {part} changed is not known: the runs that wrote their texts are gone, or their plans")
         return {}
     template = night.template(side)
     if part == "history":

@@ -117,4 +117,5 @@ def _is_alike(before: str, now: str) -> bool:
     try:
         return Decimal(first) == Decimal(second)
     except InvalidOperation:
-        return sorted(re.split(r" > |, ", first)) == sorted(re.split(r" > |, ", second))
+        between = r"\s*[>,|;]\s*"
+        return sorted(re.split(between, first)) == sorted(re.split(between, second))

@@ -1,6 +1,7 @@
 """`nightly --dry-run`: the plan of a night by reason, and what it would take, with nothing written."""
 
 import json
+import shutil
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -86,3 +87,9 @@ def test_texts_of_prompts_by_earlier_rules_are_said_to_be_written_once(folder, c
     done = run_here(capfd, "nightly", "--config", str(folder / "laserbatch.yaml"), "--date", "2025-03-04", "--dry-run")
     assert "writes values into prompts by other rules than that of 2025-03-02" in done.stderr
     assert "items are asked by the template brief_item@1, in 2025-03-02" in done.stderr
+    for plan in (folder / "workspace" / "runs").glob("*/plan/item"):
+        shutil.rmtree(plan)
+    items = pq.read_table(folder / "tables" / "items.parquet")
+    pq.write_table(items.append_column("price", pa.array([1.5, 2.0, 3.0])), folder / "tables" / "items.parquet")
+    done = run_here(capfd, "nightly", "--config", str(folder / "laserbatch.yaml"), "--date", "2025-03-04", "--dry-run")
+    assert "items: how their attributes changed is not known" in done.stderr and done.returncode == 0

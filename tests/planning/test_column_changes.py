@@ -26,6 +26,7 @@ from laserbatch.pipeline.planning.column_changes import (
         ({"a": "9.87654e+07"}, {"a": "98765400"}, {"a": "has the same values, written differently"}),
         ({"a": "yes"}, {"a": "True"}, {"a": "has the same values, written differently"}),
         ({"a": "War > Film"}, {"a": "Film, War"}, {"a": "has the same values, written differently"}),
+        ({"a": "War|Film"}, {"a": "Film|War"}, {"a": "has the same values, written differently"}),
         ({"a": "1", "b": "2"}, {"b": "2", "a": "1"}, {ANOTHER_ORDER: "stand in another order"}),
         ({"a": "1"}, {"a": "1"}, {}),
     ],
