@@ -92,6 +92,7 @@ def init(
     guessed = _guessed(domain_of((of_items.stem, item_id), of_items.head.column_names), head, events)
     if "knowledge.words.item" not in guessed:
         guessed |= _nouns(item_id, of_items.stem)
+    guessed |= {"knowledge.paths": (paths, "the mapping splits them at >")} if (paths := _paths(mapping)) else {}
     command = f"laserbatch data import {tables} {out.with_name('tables')} --mapping {mapping_path}"
     head = (
         "# Guessed from names of files and columns and from first rows: read it, correct it, then run\n#   " + command
@@ -117,6 +118,7 @@ def _guessed(domain: Domain | None, rows: pa.Table | None, named: Mapping[str, A
         usual, why = dict(Words()), "from the names of files and columns"
         guessed = {f"knowledge.words.{key}": (word, why) for key, word in domain.words if word != usual[key]}
         guessed |= {f"knowledge.{key}": (list(getattr(domain, key)), why) for key in ("user_factors", "item_factors")}
+        guessed |= {"knowledge.paths": (list(domain.paths), why)} if domain.paths else {}
     known: dict[str, pa.ChunkedArray] = {}
     for column, kind in (("event", pa.string()), ("rating", pa.float64())):
         name = named.get(column, None if named else column)
@@ -175,6 +177,14 @@ def _nouns(id_column: str, stem: str) -> dict[str, Guessed]:
     plural = stem.lower() if stem.lower() != noun and stem.lower().startswith(noun[:-1]) else f"{noun}s"
     why = "from the names of the id and of the file"
     return {"knowledge.words.item": (noun, why), "knowledge.words.items": (plural, why)}
+
+
+def _paths(mapping: Mapping[str, Any]) -> list[str]:
+    """Attributes that the mapping splits at `>`, which stands between the levels of a path."""
+    attributes = {**mapping.get("users", {}).get("attributes", {}), **mapping["items"]["attributes"]}
+    return [
+        name for name, source in attributes.items() if isinstance(source, dict) and ">" in source.get("separator", "")
+    ]
 
 
 def _is_in_schema(folder: str) -> bool:

@@ -43,7 +43,9 @@ def nightly(
     ),
     publish: bool = typer.Option(False, "--publish", help="Publish it also where a run of a later date is published."),
     dry_run: bool = typer.Option(
-        False, "--dry-run", help="Print what would be written and why, with predicted tokens, hours and money."
+        False,
+        "--dry-run",
+        help="Print what would be written and why, columns that changed for most, predicted tokens, hours and money.",
     ),
     ray_address: str | None = typer.Option(None, help="Use this Ray cluster; without it a local one is started."),
     as_json: bool = JSON,

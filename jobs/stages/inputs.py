@@ -194,11 +194,15 @@ def check_inputs(
     return findings
 
 
+def _attributes_of(path: Path | str, table: str) -> list[str]:
+    return sc.attribute_columns(sc.table_parts(path, table)[0].schema(), table)
+
+
 def require_template_columns(path: Path | str, settings: Settings, side: Side) -> None:
-    """Raise ConfigError where a template is for the other side, or names a column that the tables do not have."""
+    """Raise ConfigError where a template is for the other side, or it or `paths` names a column that no table has."""
     for named in settings.knowledge.personal_attributes:
         table, _, column = named.partition(".")
-        known = sc.attribute_columns(sc.table_parts(path, table)[0].schema(), table)
+        known = _attributes_of(path, table)
         if column not in known:
             raise ConfigError(
                 f"knowledge.personal_attributes names {named}, but the {table} table has no attribute {column!r}; "
@@ -213,12 +217,18 @@ def require_template_columns(path: Path | str, settings: Settings, side: Side) -
         )
     if template.parser_path is not None:
         load_parser(template.parser_path)
+    known = [name for table in sc.ENTITY_TABLES.values() for name in _attributes_of(path, table)]
+    for column in settings.knowledge.paths:
+        if column not in known:
+            raise ConfigError(
+                f"knowledge.paths: neither users nor items have an attribute {column!r}; {nearest(column, known)}"
+            )
     blocks = {"attributes": (template.attributes, side)}
     if template.history is not None:
         blocks["history"] = (template.history, "item")
     for block, (columns, of_side) in blocks.items():
         table = sc.ENTITY_TABLES[of_side]
-        known = sc.attribute_columns(sc.table_parts(path, table)[0].schema(), table)
+        known = _attributes_of(path, table)
         known += ["title"] if block == "attributes" and side == "item" else []
         for column in columns.missing(known):
             raise ConfigError(
@@ -282,7 +292,8 @@ def changed_inputs(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Ma
 
 
 def _content_sha256(table: pa.Table) -> str:
-    """Of a table's columns and values, whatever its file and its chunks are like."""
+    """Of a table's columns and values, whatever its file, its chunks and the order of its columns are like."""
+    table = table.select(sorted(table.column_names))
     digest, codes = hashlib.sha256(str(table.schema.remove_metadata()).encode()), {}
     for place, (name, kind) in enumerate(zip(table.column_names, table.schema.types, strict=True)):
         if pt.is_dictionary(kind):  # ids: those that a row has, and which of these each has

@@ -17,15 +17,9 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from laserbatch.pipeline.knowledge.histories import Histories, event_text
-from laserbatch.pipeline.knowledge.prompts import (
-    DIGEST_BYTES,
-    Shown,
-    attribute_line,
-    plain_text,
-    rating_text,
-    value_text,
-)
-from laserbatch.pipeline.knowledge.templates import Columns, PromptTemplate
+from laserbatch.pipeline.knowledge.prompts import DIGEST_BYTES, Shown, attribute_line, rating_text
+from laserbatch.pipeline.knowledge.templates import Columns, HistoryLines, PromptTemplate
+from laserbatch.pipeline.knowledge.values import plain_text, python_values, value_text
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.tables.columns import blank
 from laserbatch.pipeline.tables.read import Tables
@@ -87,8 +81,20 @@ class SideQuestions:
         columns, items = self._template.history, self._tables.items
         title = _mapped(items["title"], lambda value: plain_text(str(value), columns.max_value_chars))
         names = _shown_names(items, columns, ("item_id", "title"), self._tables.personal.get("item", ()))
-        texts = [_mapped(items[name], lambda value: value_text(value, columns)) for name in names]
+        texts = [_mapped(items[name], lambda value, name=name: value_text(value, columns, name)) for name in names]
         return pc.fill_null(title, ""), _joined(texts, columns.separator, items.num_rows)
+
+    def item_texts(self, titles: Collection[str]) -> dict[str, dict[str, str]]:
+        """What histories show of the items of some titles, as prompts have these: by title, texts by column."""
+        columns, items = self._template.history, self._tables.items
+        is_wanted = pc.is_in(self._events[0], value_set=pa.array(titles, pa.string()))
+        part, found = items.filter(is_wanted), self._events[0].filter(is_wanted).to_pylist()
+        texts: dict[str, dict[str, str]] = {title: {} for title in found}
+        for name in _shown_names(items, columns, ("item_id", "title"), self._tables.personal.get("item", ())):
+            shown = _mapped(part[name], lambda value, name=name: value_text(value, columns, name)).to_pylist()
+            for title, text in zip(found, shown, strict=True):
+                texts[title] |= {} if text is None else {name: text}
+        return texts
 
     @cached_property
     def _event_digests(self) -> np.ndarray:
@@ -118,7 +124,8 @@ class SideQuestions:
     def _labels(self, places: np.ndarray) -> pa.Array:
         """What is said of the events of some places, string[n]: the event, the rating, both; null where neither is."""
         lines, (events, ratings) = self._template.history, (self.histories.values(n, places) for n in LABEL_COLUMNS)
-        rated = _mapped(ratings.cast(pa.float64()), lambda value: lines.ratings.get(value) or rating_text(value))
+        kind = {pa.null(): pa.float64(), pa.bool_(): pa.int8()}.get(ratings.type, ratings.type)
+        rated = _mapped(ratings.cast(kind), lambda value: _rating_label(value, lines))
         if events.null_count == len(events):
             return rated
         told = _mapped(events.cast(pa.string()), lambda event: event_text(event, lines.events))
@@ -133,6 +140,7 @@ def shown_of_row(row: dict) -> Shown:
     return Shown(row["attributes"], events, row["num_events"])
 
 
+_BETWEEN_PARTS = "\x1f"  # the unit separator, which no text of a list should have
 _NOTHING = b"\xff"  # no attribute is shown: no text has this byte
 
 
@@ -141,21 +149,28 @@ def _shown_names(table: pa.Table, columns: Columns, left_out: tuple[str, ...], p
     return columns.shown(dict.fromkeys(names), personal)
 
 
-def _mapped(column: pa.ChunkedArray | pa.Array, show: Callable[[object], str]) -> pa.Array:
-    """The text of each value; null where there is none, or no number."""
+def _mapped(column: pa.ChunkedArray | pa.Array, show: Callable[[object], str | None]) -> pa.Array:
+    """The text of each distinct value, made once; null where there is none."""
     values = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    if pt.is_list(values.type) and not values.flatten().null_count:
-        values = pc.binary_join(values, " > ")  # of which `value_text` makes the same as of the list
+    if pt.is_list(values.type) and not pc.any(_is_undecided(values.flatten())).as_py():
+        joined = pc.binary_join(values, _BETWEEN_PARTS)  # so that lists, too, become text once for each distinct one
+        return _mapped(joined, lambda text: show(text.split(_BETWEEN_PARTS)))
     try:
         encoded = values.dictionary_encode()
     except pa.ArrowNotImplementedError:
-        return pa.array([None if _is_nothing(value) else show(value) for value in values.to_pylist()], pa.string())
-    shown = [None if _is_nothing(value) else show(value) for value in encoded.dictionary.to_pylist()]
+        return pa.array([None if value is None else show(value) for value in python_values(values)], pa.string())
+    shown = [None if value is None else show(value) for value in python_values(encoded.dictionary)]
     return pa.array(shown, pa.string()).take(encoded.indices)
 
 
-def _is_nothing(value: object) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value))
+def _is_undecided(parts: pa.Array) -> pa.Array:
+    """Whether each part of a list is null, or has what stands between parts."""
+    return pc.fill_null(pc.match_substring(parts, _BETWEEN_PARTS), True)
+
+
+def _rating_label(rating: float, lines: HistoryLines) -> str | None:
+    text = None if math.isnan(rating) else rating_text(rating)
+    return text and (lines.ratings.get(float(text)) or text)
 
 
 def _joined(texts: list[pa.Array], separator: str, num_rows: int) -> pa.Array:

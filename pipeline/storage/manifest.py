@@ -339,6 +339,7 @@ class RunManifest:
     sides: dict[Side, SideFigures] = field(default_factory=dict)
     plain: dict[Side, SideFigures] = field(default_factory=dict)
     features: dict[Side, FeatureFigures] = field(default_factory=dict)
+    value_rules: int = 1  # `RULES_VERSION` of how values read in prompts; 1: of a laserbatch that did not say
     asked: dict[Side, AskedBy] = field(default_factory=dict)  # none: of a laserbatch that did not say
     audit: AuditFigures | None = None  # None: not done yet
     gates: list[GateFigures] = field(default_factory=list)

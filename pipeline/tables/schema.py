@@ -5,9 +5,9 @@
     interactions  user_id, item_id, timestamp, rating?, event?
 
 Each table is `<name>.parquet` or a folder `<name>/` of Parquet files, also in sub-folders and Hive partitions. Ids are
-strings or integers; an attribute is any scalar column, or a list of strings (a category path, broad to narrow). When
-read, columns take plain types: string, int64 ids, times in UTC, lists of strings. What a column may hold is said in
-`columns.py`, what a folder may hold in `layout.py`.
+strings or integers; an attribute is any scalar column, or a list of strings (a set, or a path such as a
+category's, broad to narrow). When read, columns take plain types: string, int64 ids, times in UTC, lists of strings.
+What a column may hold is said in `columns.py`, what a folder may hold in `layout.py`.
 """
 
 from pathlib import Path
