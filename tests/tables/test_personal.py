@@ -181,7 +181,7 @@ def test_prompts_leave_personal_data_out_until_it_is_named(world):
     listed = ["users.zip_code", "users.note", "items.api_key"]
     settings = Settings(tables={"path": world}, knowledge={"personal_attributes": listed})
     assert prompt_parts(world, settings) == [
-        "- zip_code: 1\n- note: -\n- age: 20", "De Niro | k", "- title: Heat\n- name: De Niro\n- api_key: k",
+        "- age: 20\n- zip_code: 1\n- note: -", "De Niro | k", "- title: Heat\n- name: De Niro\n- api_key: k",
     ]  # fmt: skip
     require_template_columns(world, settings, "user")
     wrong = Settings(knowledge={"personal_attributes": ["users.zipcode"]})
@@ -195,7 +195,7 @@ def test_a_template_that_names_a_column_shows_it(world):
         "attributes: {columns: ['*', note]}\n"
     )
     settings = Settings(knowledge={"template_dir": world, "user_template": "mine"})
-    assert prompt_parts(world, settings)[0] == "- note: -\n- age: 20"
+    assert prompt_parts(world, settings)[0] == "- age: 20\n- note: -"
     left_out = left_out_of_prompts(settings, read_tables(world).personal)
     assert [finding.column for finding in left_out] == ["api_key", "zip_code"]
 
