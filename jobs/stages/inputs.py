@@ -54,8 +54,9 @@ def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, d
     """Check all that a run of this date reads; returns the manifest's `inputs`, and the tables as known on the date.
 
     `inputs` has by table, and as `user_embeddings` and `item_embeddings` where they are configured, the file's name,
-    rows and SHA-256; of a table also the SHA-256 of what of it is known on the date (`known_sha256`), of embeddings how
-    many ids are of no entity that is known then. Raises ConfigError, ModelError, TableError or PoolError, which name
+    rows and SHA-256; of a table also the SHA-256 of what of it is known on the date (`known_sha256`), of interactions
+    how many were left out as exact copies (`num_copies`), of embeddings how many ids are of no entity that is known
+    then. Raises ConfigError, ModelError, TableError or PoolError, which name
     all faults of settings and templates, of a model's files, of the tables, or of a file of embeddings.
     """
     if settings.tables.path is None:
@@ -88,6 +89,7 @@ def sound_tables(
     if told := stale_log(tables.interactions["timestamp"], date):
         say(f"WARNING: {settings.tables.path}: {told}")
     inputs = describe(settings.tables.path)
+    inputs["interactions"]["num_copies"] = tables.num_copies
     for name in sc.TABLE_NAMES:
         inputs[name]["known_sha256"] = _content_sha256(getattr(tables, name))
     tables.let_go()

@@ -53,7 +53,7 @@ def train_to_folder(
         raise CtrError(f"{out} is there already, and of another training; give another folder, or remove it")
     work = out.with_name(f".{out.name}.unfinished")
     try:
-        opened = open_tables(tables)
+        opened = open_tables(tables, night.settings.tables.keep_duplicates)
         data = build_dataset(opened, night.date, settings)
         found = features_of(night, features)
         variants = {} if found is None else {features: found}
@@ -95,6 +95,7 @@ def features_of(night: Night, features: FeatureName) -> FeatureSet | None:
 
 def _provenance(night: Night, features: FeatureName, tables: str) -> dict[str, Any]:
     found: dict[str, Any] = {"run_id": night.run.run_id, "features": features, "tables": str(tables)}
+    found["keep_duplicates"] = night.settings.tables.keep_duplicates
     found["inputs"] = {name: of["sha256"] for name, of in describe(tables).items()}
     if features != "none":
         run = night.run.plain if features == "plain" else night.run
@@ -192,4 +193,4 @@ def _opened(card, night: Night, tables: str):
                 f"the features of {side}s of run {night.run.run_id} are of the encoder {of_side.encoder}, the model "
                 f"was trained with {known[side]}; give a run of that one"
             )
-    return features_of(night, features), open_tables(tables)
+    return features_of(night, features), open_tables(tables, card.provenance.get("keep_duplicates", False))

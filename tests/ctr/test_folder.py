@@ -13,6 +13,7 @@ from sklearn.metrics import roc_auc_score
 from laserbatch.ctr.dataset import build_dataset
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.settings import CtrSettings
+from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.train_ctr import CHECKPOINT, evaluate_folder, predict_pairs, train_to_folder
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
@@ -38,7 +39,8 @@ def night(world, tmp_path):
     for side, table in features.items():
         pq.write_table(table, run.features_path(side))
     encoders = {side: SimpleNamespace(encoder="minilm") for side in features}
-    return SimpleNamespace(run=run, date=AS_OF, manifest=SimpleNamespace(features=encoders), tables=str(tables))
+    manifest = SimpleNamespace(features=encoders)
+    return SimpleNamespace(run=run, date=AS_OF, manifest=manifest, tables=str(tables), settings=Settings())
 
 
 def train(night, out, model="dcnv2", features="own", settings=SETTINGS):

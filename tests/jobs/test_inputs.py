@@ -130,7 +130,9 @@ def test_a_night_says_the_warnings_and_opens(world, capsys):
         opened(world)  # more than a 20th
     with (world / "laserbatch.yaml").open("a") as config:
         config.write("gates: {max_failed_share: 0.1}\n")
-    opened(world)
+    log = pq.read_table(world / "tables" / "interactions.parquet")
+    pq.write_table(pa.concat_tables([log.slice(0, 2), log]), world / "tables" / "interactions.parquet")
+    assert opened(world).manifest.inputs["interactions"]["num_copies"] == 2
     assert "warning: items.title (items.parquet, 2 rows, first row 0): the title is empty" in capsys.readouterr().err
 
 

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sound_world import DAY_1, DAY_1_S, replaced, sound_world, write_world
 
+from laserbatch.ctr.log import read_log
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.tables.check import check_tables
-from laserbatch.pipeline.tables.read import describe, find_exact_copies, read_tables
+from laserbatch.pipeline.tables.read import describe, find_exact_copies, open_tables, read_tables
 from laserbatch.pipeline.tables.schema import TIMESTAMP_TYPE, attribute_columns
 
 text_ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
@@ -218,6 +219,31 @@ def test_exact_copies_of_an_interaction_are_left_out_and_counted(tmp_path, caplo
     ]
     assert "1 of 6 interactions are exact copies" in caplog.text
     assert read_tables(tmp_path, keep_duplicates=True).interactions.num_rows == 6
+
+
+@pytest.mark.parametrize(("keep", "label", "num_left"), [(False, "all", 3), (False, "is_new", 4), (True, "all", 6)])
+def test_who_streams_interactions_leaves_out_the_copies_that_nights_do(tmp_path, caplog, keep, label, num_left):
+    """Whichever file they are in, in whatever order of columns and of whatever row number."""
+    write_world(tmp_path, interactions=None)
+    rows = pa.table(
+        {
+            "__index_level_0__": range(6),
+            "user_id": ["u1", "u1", "u2", "u1", "u1", "u2"],
+            "item_id": [1, 1, 1, 1, 1, 1],
+            "timestamp": [DAY_1_S, DAY_1_S, DAY_1_S, DAY_1_S, DAY_1_S, DAY_1_S + 1],
+            "is_new": [True, True, True, True, False, True],
+            "tags": [[], [], [], [], [], ["a"]],
+        }
+    )
+    (tmp_path / "interactions").mkdir()
+    pq.write_table(rows.slice(0, 2), tmp_path / "interactions" / "0.parquet")
+    pq.write_table(rows.slice(2).select(rows.column_names[::-1]), tmp_path / "interactions" / "1.parquet")
+    opened = open_tables(tmp_path, keep)
+    assert len(read_log(opened, label).users) == num_left
+    assert keep or f"{6 - num_left} of 6 interactions are exact copies" in caplog.text
+    assert sum(batch.num_rows for batch in opened.interactions.to_batches(["tags"])) == (6 if keep else 3)
+    read = read_tables(tmp_path, keep_duplicates=keep)
+    assert (read.interactions.num_rows, read.num_copies) == ((6, 0) if keep else (3, 3))
 
 
 @given(rows=st.lists(st.tuples(*[st.integers(0, 1)] * 3, st.sampled_from([None, 1.0, 2.0])), max_size=12))
