@@ -29,7 +29,7 @@ from laserbatch.pipeline.tables.settings import (
     SourceColumn,
     SourceFiles,
 )
-from laserbatch.pipeline.tables.source import SourceBatch, read_source
+from laserbatch.pipeline.tables.source import FLOAT_ID, WHOLE_ID, SourceBatch, read_source
 from laserbatch.pipeline.validation import explain, nearest, read_yaml
 
 NUM_EXAMPLES = 3
@@ -62,10 +62,12 @@ def import_mapped(
     row and value, where a file or column is not there, or a value cannot be converted.
     """
     work = _Import(mapping, Path(source), Path(out), progress, note)
-    known = {"item_id": work.write("items", mapping.items, work.entity_columns)["item_id"]}
-    if mapping.users is not None:
-        known = {"user_id": work.write("users", mapping.users, work.entity_columns)["user_id"]} | known
-    written = work.write("interactions", mapping.interactions, work.interaction_columns, known)
+    written = work.write_all()
+    if whole := work.whole_ids():
+        work = _Import(mapping, Path(source), Path(out), progress, note, whole)
+        written = work.write_all()
+        for column in whole:
+            note(f"{column}: ids such as 123.0 were read as the whole numbers that they are, such as 123")
     work.require_known(mapping.interactions)
     if not mapping.interactions.keep_duplicates:
         work.drop_copies()
@@ -83,6 +85,25 @@ class _Unknown:
     examples: list = field(default_factory=list)
     num_rows: int = 0
     num_unknown: int = 0
+    num_near: int = 0  # that differ from a listed one only in case, leading zeros or a `.0`
+    near: str = ""  # the first of them, and what it is like
+    plain_known: pa.Array | None = None  # all listed ones, as `_plain` has them; made when it is needed
+
+
+    def add_near(self, others: pa.Array, known: pa.Array) -> None:
+        """Count ids of rows, of which none is listed, that are written almost as a listed one."""
+        if self.plain_known is None:
+            self.plain_known = _plain(known)
+        places = pc.index_in(_plain(others), self.plain_known)
+        self.num_near += len(places) - places.null_count
+        if not self.near and places.null_count < len(places):
+            row = pc.index(pc.is_valid(places), True).as_py()
+            self.near = f"{others[row].as_py()!r} and {known[places[row].as_py()].as_py()!r}"
+
+
+def _plain(ids: pa.Array) -> pa.Array:
+    without_point = pc.replace_substring_regex(pc.utf8_lower(ids), r"(\d)\.0+$", r"\1")
+    return pc.replace_substring_regex(without_point, r"^0+(\d)", r"\1")
 
 
 @dataclass
@@ -94,8 +115,39 @@ class _Import:
     out: Path
     progress: Progress | None
     note: Callable[[str], object]
+    whole: frozenset[str] = frozenset()  # columns of ids in which 123.0 is 123
     dropped: Counter[str] = field(default_factory=Counter)
+    forms: dict[tuple[str, Path], Counter] = field(default_factory=dict)  # how ids of a column are written in a file
     unknown: dict[str, "_Unknown"] = field(default_factory=dict)  # by column of interactions
+
+    def write_all(self) -> dict[str, pa.Array]:
+        """Write the three tables, users only if they are mapped; returns the ids of interactions by column."""
+        known = {"item_id": self.write("items", self.mapping.items, self.entity_columns)["item_id"]}
+        if self.mapping.users is not None:
+            known = {"user_id": self.write("users", self.mapping.users, self.entity_columns)["user_id"]} | known
+        return self.write("interactions", self.mapping.interactions, self.interaction_columns, known)
+
+    def whole_ids(self) -> frozenset[str]:
+        """Columns of ids that are whole numbers in all files, in one or more of them written as 123.0 throughout."""
+        found = frozenset()
+        for column in ID_COLUMNS.values():
+            forms = [form for (of_column, _), form in self.forms.items() if of_column == column]
+            is_sure = all(form["ids"] in (form["whole"], form["float"]) for form in forms)
+            found |= {column} if is_sure and any(form["float"] for form in forms) else set()
+        return found
+
+    def ids_of(self, batch: SourceBatch, column: str, source: str) -> pa.Array:
+        """The ids of a batch for a column of the tables, from one of the source."""
+        ids = batch.ids(source, getattr(self.mapping.ids, column), column in self.whole)
+        form, distinct = self.forms.setdefault((column, batch.file), Counter()), pc.unique(ids.drop_null())
+        if distinct.type == pa.string():
+            distinct = distinct.filter(pc.invert(blank(distinct)))
+            for name, pattern in (("whole", WHOLE_ID), ("float", FLOAT_ID)):
+                form[name] += pc.match_substring_regex(distinct, pattern).true_count
+        else:
+            form["whole"] += len(distinct)
+        form["ids"] += len(distinct)
+        return ids
 
     def write(
         self, table: str, wanted: SourceFiles, columns_of: ColumnsOf, known: Mapping[str, pa.Array] | None = None
@@ -149,7 +201,7 @@ class _Import:
     def entity_columns(self, batch: SourceBatch, table: str, wanted: EntityMapping) -> dict[str, pa.Array]:
         """The columns of users or items."""
         id_column = ID_COLUMNS[table]
-        columns = {id_column: batch.ids(wanted.id, getattr(self.mapping.ids, id_column))}
+        columns = {id_column: self.ids_of(batch, id_column, wanted.id)}
         taken = {wanted.id, wanted.created_at and wanted.created_at.column}
         if isinstance(wanted, ItemMapping):
             columns["title"] = batch.typed(wanted.title, pa.string())
@@ -170,8 +222,8 @@ class _Import:
     def interaction_columns(self, batch: SourceBatch, table: str, wanted: InteractionMapping) -> dict[str, pa.Array]:
         """The columns of interactions."""
         columns = {
-            "user_id": batch.ids(wanted.user_id, self.mapping.ids.user_id),
-            "item_id": batch.ids(wanted.item_id, self.mapping.ids.item_id),
+            "user_id": self.ids_of(batch, "user_id", wanted.user_id),
+            "item_id": self.ids_of(batch, "item_id", wanted.item_id),
             "timestamp": batch.timed(wanted.timestamp),
         }
         kinds = {"rating": (wanted.rating, pa.float64()), "event": (wanted.event, pa.string())}
@@ -204,12 +256,19 @@ class _Import:
                 if len(unknown.examples) < NUM_EXAMPLES:
                     others = pc.unique(rows[column].filter(pc.invert(is_known))).slice(0, NUM_EXAMPLES).to_pylist()
                     unknown.examples = list(dict.fromkeys([*unknown.examples, *others]))[:NUM_EXAMPLES]
+                if ids.type == pa.string() and is_known.true_count < len(is_known):
+                    unknown.add_near(rows[column].filter(pc.invert(is_known)), ids)
                 rows = self._kept(rows, is_known, f"interactions of unknown {column}")
         return rows
 
     def require_known(self, wanted: InteractionMapping) -> None:
         """Raise TableError where more interactions than the mapping allows are of ids that are in no table."""
         for column, unknown in self.unknown.items():
+            if unknown.num_near:
+                self.note(
+                    f"table interactions: {unknown.num_near:,} rows of a {column} that is in no table are left out, but "
+                    f"a listed one differs only in case, leading zeros or a `.0`: {unknown.near}. Write the ids alike"
+                )
             if unknown.num_unknown > wanted.max_unknown_share * unknown.num_rows:
                 raise TableError(
                     f"table interactions: {unknown.num_unknown:,} of {unknown.num_rows:,} rows are of a {column} that "

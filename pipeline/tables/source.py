@@ -42,6 +42,9 @@ _EXPECTED = {pa.int64(): "an integer below 2**63", pa.float64(): "a number", pa.
 _ZONE_PATTERN = r":\d{2}(\.\d+)?\s*(Z|[+-]\d{2}(:?\d{2})?)$"
 ALL_UNITS = f"{', '.join(UNITS_PER_SECOND)}, iso, or a format like %d/%m/%Y"
 MAX_EXACT = {pa.float16(): 2**11, pa.float32(): 2**24, pa.float64(): 2**53}  # whole numbers that floats hold exactly
+WHOLE_ID = r"^-?(0|[1-9]\d*)$"
+FLOAT_ID = r"^-?(0|[1-9]\d*)\.0+$"  # as pandas writes whole numbers where one is missing
+_CUT_ID = r"^-?\d([.,]\d+[eE]\+?|[eE]\+)\d+$|^-?\d{1,3}(,\d{3})+$"  # as a spreadsheet shows a long number
 _NO_TEXT = pa.scalar(None, pa.string())
 
 
@@ -61,8 +64,11 @@ class SourceBatch:
         """A column as timestamp[us, UTC]."""
         return self._converted(time.column, lambda column: to_time(column, time.unit))
 
-    def ids(self, name: str, wanted: str) -> pa.Array:
-        """A column of ids; `wanted` as in `settings.IdTypes`."""
+    def ids(self, name: str, wanted: str, is_whole: bool = False) -> pa.Array:
+        """A column of ids without blanks around them; `wanted` as in `settings.IdTypes`.
+
+        `is_whole`: text such as 123.0 is the whole number, as it is where `wanted` is int64.
+        """
         column = self._column(name)
         stored = plain_type(column.type)
         is_long = pt.is_decimal(stored) and stored.scale == 0 and wanted == "string"  # it may have 38 digits
@@ -75,7 +81,15 @@ class SourceBatch:
                 f"{self.file}, column {name}: ids of type {column.type}; expected {ID.expected}. Set `ids` in the "
                 "mapping to what they shall become, string or int64."
             )
-        return self._converted(name, lambda values: _without_exponents(to_type(values, kind)))
+
+
+        def convert(values: pa.Array) -> pa.Array:
+            values = plain_column(values)
+            if values.type == pa.string():
+                values = _whole_texts(_uncut(values), is_whole or kind == pa.int64())
+            return to_type(values, kind)
+
+        return self._converted(name, convert)
 
     def attribute(self, wanted: SourceColumn) -> pa.Array:
         """A column as the mapping of an attribute says."""
@@ -321,14 +335,23 @@ def _whole_numbers(column: pa.Array) -> pa.Array:
     return _each(column, column, convert, f"an id: a whole number{limit}, or text; export larger ids as text")
 
 
-def _without_exponents(ids: pa.Array) -> pa.Array:
-    """The ids; ConversionFault for text such as 1.23e+11, which a spreadsheet makes of a long number."""
-    if ids.type == pa.string():
-        is_cut = pc.fill_null(pc.match_substring_regex(ids, r"^\s*\d\.\d+[eE]\+\d+\s*$"), False)
-        if is_cut.true_count:
-            row = pc.index(is_cut, True).as_py()
-            raise ConversionFault(row, ids[row].as_py(), "an id with all of its digits; export the column as text")
+def _uncut(ids: pa.Array) -> pa.Array:
+    """Trimmed ids; ConversionFault for text such as 1.23E+11 or 123,456, which spreadsheets make of long numbers."""
+    ids = pc.utf8_trim_whitespace(ids)
+    is_cut = pc.fill_null(pc.match_substring_regex(ids, _CUT_ID), False)
+    if is_cut.true_count:
+        row = pc.index(is_cut, True).as_py()
+        raise ConversionFault(row, ids[row].as_py(), "an id with all of its digits alone; export the column as text")
     return ids
+
+
+def _whole_texts(ids: pa.Array, is_wanted: bool) -> pa.Array:
+    """The ids, those such as 123.0 as 123; ConversionFault for one of them that is too large to be exact."""
+    is_float = pc.fill_null(pc.match_substring_regex(ids, FLOAT_ID), False) if is_wanted else None
+    if is_float is None or not is_float.true_count:
+        return ids
+    _whole_numbers(pc.if_else(is_float, ids, _NO_TEXT).cast(pa.float64()))
+    return pc.if_else(is_float, pc.replace_substring_regex(ids, r"\.0+$", ""), ids)
 
 
 def to_path(column: pa.Array, separator: str) -> pa.Array:

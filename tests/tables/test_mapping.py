@@ -251,6 +251,60 @@ def test_an_id_in_scientific_notation_is_refused(tmp_path):
         import_of_log(tmp_path, pa.array(["1.23457E+11"]), users=None)
 
 
+@pytest.mark.parametrize(
+    ("users", "log", "users_read", "log_read"),
+    [
+        (["12", "7", "300"], ["12.0", "7.0"], ["12", "300", "7"], ["12", "7"]),
+        (["12.0", "7.0"], ["12", " 7 "], ["12", "7"], ["12", "7"]),
+        (["1.0", "1.10"], ["1.0", "1.10"], ["1.0", "1.10"], ["1.0", "1.10"]),
+        (["1.0", "1.10"], ["1.0", "1.0"], ["1.0", "1.10"], ["1.0", "1.0"]),
+        (["1.0", "a"], ["1.0", "a"], ["1.0", "a"], ["1.0", "a"]),
+        (["1", "1.0"], ["1", "1.0"], ["1", "1.0"], ["1", "1.0"]),
+        (["00123", "123"], ["123", "00123"], ["00123", "123"], ["123", "00123"]),
+    ],
+)
+def test_text_with_a_point_and_zero_is_a_whole_number_where_all_of_a_column_is(
+    tmp_path, users, log, users_read, log_read
+):
+    notes = import_of_texts(tmp_path, users, log)
+    tables = read_tables(tmp_path / "out")
+    assert sorted(tables.users["user_id"].to_pylist()) == users_read
+    assert tables.interactions["user_id"].to_pylist() == log_read
+    assert bool(notes) == (users_read != sorted(users)) == any("such as 123.0 were read" in note for note in notes) or (
+        log_read != log and "such as 123.0 were read" in notes[0]
+    )
+
+
+def import_of_texts(folder: Path, users: list[str], log: list[str], **changed) -> list[str]:
+    """Import users and a log with such ids in CSV files; what was noted."""
+    (folder / "users.csv").write_text("id\n" + "".join(f'"{one}"\n' for one in users))
+    (folder / "items.csv").write_text("id,title\ni1,Heat\n")
+    (folder / "log.csv").write_text("u,i,t\n" + "".join(f'"{one}",i1,{n}\n' for n, one in enumerate(log)))
+    data, notes = WITH_LONG_IDS | {"interactions": WITH_LONG_IDS["interactions"] | {"files": "log.csv"}} | changed, []
+    import_mapped(ImportMapping.model_validate(data), folder, folder / "out", note=notes.append)
+    return notes
+
+
+def test_text_ids_become_numbers_by_the_rules_of_floats(tmp_path):
+    import_of_texts(tmp_path, ["12", "0007"], ["12.0", "7.00"], ids={"user_id": "int64"})
+    assert read_tables(tmp_path / "out").interactions["user_id"].to_pylist() == [12, 7]
+    for text, said in (
+        ("1.10", "an integer"),
+        ("18014398509481984.0", "which floats hold exactly"),
+        ("1E+11", "all of its digits"),
+        ("1.2e11", "all of its digits"),
+        ("1,23457E+11", "all of its digits"),
+        ("123,456", "all of its digits"),
+    ):
+        with pytest.raises(TableError, match=f"column u, row 1: found .*{said}"):
+            import_of_texts(tmp_path, ["12"], ["12", text], ids={"user_id": "int64"})
+
+
+def test_unknown_ids_that_are_almost_known_are_named(tmp_path):
+    (note,) = import_of_texts(tmp_path, ["00123", "ab", "7"], ["7", "7", "7", "123", "AB", "x"])
+    assert "2 rows of a user_id that is in no table are left out" in note and "'123' and '00123'" in note
+
+
 def test_an_import_stops_where_most_interactions_are_of_ids_in_no_table(tmp_path):
     ids = pa.array(["98765", "123456789012.0", "98765.0", "345678901234.0", "1.0"])
     with pytest.raises(TableError) as caught:
