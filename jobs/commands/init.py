@@ -74,7 +74,8 @@ def init(
     mapping_path = out.with_name("mapping.yaml")
     if mapping_path.exists() and not overwrite:
         raise ConfigError(f"{mapping_path} is there already; pass --overwrite to replace it")
-    sources = read_sources(source)
+    notes: list[str] = []
+    sources = read_sources(source, notes.append)
     mapping = guess_mapping(sources)
     events, items = (mapping[name] for name in ("interactions", "items"))
     (head,) = (one.head for one in sources if one.name == events["files"])
@@ -88,8 +89,11 @@ def init(
     write_text(head + yaml.safe_dump(mapping, sort_keys=False, allow_unicode=True), mapping_path)
     note = f"# Made from {tables} by: {command}\n"
     write_text(_configuration(out.resolve().with_name("tables"), note, guessed), out)
+    for doubt in notes if not as_json else ():
+        say(doubt)
     say("the mapping is a guess from names; read it before you import")
     said = {"configuration": str(out), "mapping": str(mapping_path), "model": NEEDS_A_MODEL}
+    said |= {"notes": notes} if as_json and notes else {}
     summary(said | {"next": f"{command}, then laserbatch try --config {out}"}, as_json)
 
 

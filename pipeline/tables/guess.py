@@ -2,13 +2,15 @@
 
 import codecs
 import re
-from collections.abc import Container
+from collections.abc import Callable, Container
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 
 from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.tables.columns import is_unnamed
 from laserbatch.pipeline.tables.settings import SourceFiles
 from laserbatch.pipeline.tables.source import read_source
 
@@ -47,15 +49,19 @@ class SourceTable:
         return next((column for column in free if re.search(pattern, column, re.IGNORECASE)), None)
 
 
-def read_sources(folder: Path) -> list[SourceTable]:
-    """Every Parquet or CSV file of a folder (of a folder of Parquet files, one), with its first rows."""
+def read_sources(folder: Path, note: Callable[[str], object] = lambda text: None) -> list[SourceTable]:
+    """Every Parquet or CSV file of a folder (of a folder of Parquet files, one), with its first rows.
+
+    `note` is called with what the quotes of these leave in doubt.
+    """
     sources = []
     for path in sorted(folder.iterdir()):
         is_file = path.is_file() and path.suffix in (".parquet", ".csv", ".tsv")
         if is_file or any(path.glob("*.parquet")):
             options = _csv_options(path) if is_file and path.suffix != ".parquet" else {}
             files = SourceFiles(files=path.name if is_file else f"{path.name}/*.parquet", **options)
-            first = next(read_source(files, folder, path.stem), None)
+            with closing(read_source(files, folder, path.stem, note)) as batches:
+                first = next(batches, None)
             if first is not None:
                 head = pa.Table.from_batches([first.rows]).slice(0, NUM_ROWS)
                 sources.append(SourceTable(files.files, head, options))
@@ -72,7 +78,7 @@ def _csv_options(path: Path) -> dict[str, str]:
     try:
         codecs.getincrementaldecoder("utf-8")().decode(start)
     except UnicodeDecodeError:
-        options["encoding"] = "cp1252"
+        options["encoding"] = "utf-16" if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "cp1252"
     header = start.split(b"\n", 1)[0].decode("latin-1")
     delimiter = max((usual, ",", ";", "\t", "|"), key=header.count)
     return options | ({"delimiter": delimiter} if delimiter != usual else {})
@@ -125,7 +131,7 @@ def guess_mapping(sources: list[SourceTable]) -> dict:
 def _attributes(source: SourceTable, used: set[str]) -> dict:
     attributes: dict = {}
     for column in source.head.column_names:
-        if column in used:
+        if column in used or is_unnamed(column):
             continue
         values = [value for value in source.head[column].to_pylist() if isinstance(value, str) and value]
         in_most = (mark for mark in PATH_SEPARATORS if sum(mark in value for value in values) > len(values) / 2)

@@ -18,9 +18,9 @@ from pydantic import ValidationError
 
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.storage.parquet import write_parquet
-from laserbatch.pipeline.tables.columns import blank
+from laserbatch.pipeline.tables.columns import blank, is_unnamed
 from laserbatch.pipeline.tables.read import find_exact_copies
-from laserbatch.pipeline.tables.schema import CREATED_AT, ID_COLUMNS
+from laserbatch.pipeline.tables.schema import CREATED_AT, ID_COLUMNS, is_text
 from laserbatch.pipeline.tables.settings import (
     EntityMapping,
     ImportMapping,
@@ -61,13 +61,19 @@ def import_mapped(
     rules left out, by table and rule: "interactions of unknown user_id". Raises TableError, which names file, column,
     row and value, where a file or column is not there, or a value cannot be converted.
     """
-    work = _Import(mapping, Path(source), Path(out), progress, note)
+    notes: dict[str, None] = {}
+    work = _Import(mapping, Path(source), Path(out), progress, notes.setdefault)
     written = work.write_all()
     if whole := work.whole_ids():
-        work = _Import(mapping, Path(source), Path(out), progress, note, whole)
+        work = _Import(mapping, Path(source), Path(out), progress, notes.setdefault, whole)
         written = work.write_all()
-        for column in whole:
-            note(f"{column}: ids such as 123.0 were read as the whole numbers that they are, such as 123")
+        for column in sorted(whole):
+            work.note(f"{column}: ids such as 123.0 were read as the whole numbers that they are, such as 123")
+    for column, num_rows in work.trimmed.items():
+        work.note(f"{column}: blanks around the ids of {num_rows:,} rows were taken off")
+    for text in notes:
+        note(text)
+    work.note = note
     work.require_known(mapping.interactions)
     if not mapping.interactions.keep_duplicates:
         work.drop_copies()
@@ -88,7 +94,6 @@ class _Unknown:
     num_near: int = 0  # that differ from a listed one only in case, leading zeros or a `.0`
     near: str = ""  # the first of them, and what it is like
     plain_known: pa.Array | None = None  # all listed ones, as `_plain` has them; made when it is needed
-
 
     def add_near(self, others: pa.Array, known: pa.Array) -> None:
         """Count ids of rows, of which none is listed, that are written almost as a listed one."""
@@ -118,6 +123,7 @@ class _Import:
     whole: frozenset[str] = frozenset()  # columns of ids in which 123.0 is 123
     dropped: Counter[str] = field(default_factory=Counter)
     forms: dict[tuple[str, Path], Counter] = field(default_factory=dict)  # how ids of a column are written in a file
+    trimmed: Counter[str] = field(default_factory=Counter)  # rows whose id had blanks around it, by column
     unknown: dict[str, "_Unknown"] = field(default_factory=dict)  # by column of interactions
 
     def write_all(self) -> dict[str, pa.Array]:
@@ -138,7 +144,9 @@ class _Import:
 
     def ids_of(self, batch: SourceBatch, column: str, source: str) -> pa.Array:
         """The ids of a batch for a column of the tables, from one of the source."""
-        ids = batch.ids(source, getattr(self.mapping.ids, column), column in self.whole)
+        ids, stored = batch.ids(source, getattr(self.mapping.ids, column), column in self.whole), batch.rows[source]
+        if is_text(stored.type) and (num := pc.sum(pc.not_equal(stored, pc.utf8_trim_whitespace(stored))).as_py()):
+            self.trimmed[column] += num
         form, distinct = self.forms.setdefault((column, batch.file), Counter()), pc.unique(ids.drop_null())
         if distinct.type == pa.string():
             distinct = distinct.filter(pc.invert(blank(distinct)))
@@ -208,7 +216,13 @@ class _Import:
             taken.add(wanted.title)
         attributes = wanted.attributes
         if attributes is None:
-            attributes = {name: SourceColumn(column=name) for name in batch.rows.schema.names if name not in taken}
+            others = [name for name in batch.rows.schema.names if name not in taken]
+            for name in filter(is_unnamed, others):
+                self.note(
+                    f"table {table}: the column {name!r} has no name of its own, as row numbers that pandas writes or "
+                    "a delimiter at the end of lines, and is left out; list it under `attributes` to keep it"
+                )
+            attributes = {name: SourceColumn(column=name) for name in others if not is_unnamed(name)}
         for name, source in attributes.items():
             if name in columns or name == CREATED_AT:
                 advice = "name the `attributes` that you want" if wanted.attributes is None else "name it otherwise"
@@ -266,8 +280,8 @@ class _Import:
         for column, unknown in self.unknown.items():
             if unknown.num_near:
                 self.note(
-                    f"table interactions: {unknown.num_near:,} rows of a {column} that is in no table are left out, but "
-                    f"a listed one differs only in case, leading zeros or a `.0`: {unknown.near}. Write the ids alike"
+                    f"table interactions: {unknown.num_near:,} rows of a {column} that is in no table are left out, "
+                    f"but a listed one differs only in case, leading zeros or a `.0`: {unknown.near}. Write them alike"
                 )
             if unknown.num_unknown > wanted.max_unknown_share * unknown.num_rows:
                 raise TableError(

@@ -15,6 +15,7 @@ from sound_world import DAY_1
 
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.tables.check import check_tables
+from laserbatch.pipeline.tables.guess import read_sources
 from laserbatch.pipeline.tables.mapping import import_mapped, load_mapping
 from laserbatch.pipeline.tables.read import read_tables
 from laserbatch.pipeline.tables.settings import ImportMapping
@@ -252,27 +253,25 @@ def test_an_id_in_scientific_notation_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("users", "log", "users_read", "log_read"),
+    ("users", "log", "is_read_as_number"),
     [
-        (["12", "7", "300"], ["12.0", "7.0"], ["12", "300", "7"], ["12", "7"]),
-        (["12.0", "7.0"], ["12", " 7 "], ["12", "7"], ["12", "7"]),
-        (["1.0", "1.10"], ["1.0", "1.10"], ["1.0", "1.10"], ["1.0", "1.10"]),
-        (["1.0", "1.10"], ["1.0", "1.0"], ["1.0", "1.10"], ["1.0", "1.0"]),
-        (["1.0", "a"], ["1.0", "a"], ["1.0", "a"], ["1.0", "a"]),
-        (["1", "1.0"], ["1", "1.0"], ["1", "1.0"], ["1", "1.0"]),
-        (["00123", "123"], ["123", "00123"], ["00123", "123"], ["123", "00123"]),
+        (["12", "7", "300"], ["12.0", "7.0"], True),
+        (["12.0", "7.0"], ["12", " 7 "], True),
+        (["1.0", "1.10"], ["1.0", "1.10"], False),
+        (["1.0", "1.10"], ["1.0", "1.0"], False),
+        (["1.0", "a"], ["1.0", "a"], False),
+        (["1", "1.0"], ["1", "1.0"], False),
+        (["00123", "123"], ["123", "00123"], False),
     ],
 )
-def test_text_with_a_point_and_zero_is_a_whole_number_where_all_of_a_column_is(
-    tmp_path, users, log, users_read, log_read
-):
+def test_text_with_a_point_and_zero_is_a_whole_number_where_all_of_a_column_is(tmp_path, users, log, is_read_as_number):
     notes = import_of_texts(tmp_path, users, log)
     tables = read_tables(tmp_path / "out")
-    assert sorted(tables.users["user_id"].to_pylist()) == users_read
-    assert tables.interactions["user_id"].to_pylist() == log_read
-    assert bool(notes) == (users_read != sorted(users)) == any("such as 123.0 were read" in note for note in notes) or (
-        log_read != log and "such as 123.0 were read" in notes[0]
-    )
+    for read, written in ((tables.users, users), (tables.interactions, log)):
+        expected = [one.strip().removesuffix(".0" if is_read_as_number else "") for one in written]
+        assert read["user_id"].to_pylist() == expected
+    assert any("ids such as 123.0 were read as the whole numbers" in note for note in notes) == is_read_as_number
+    assert any("blanks around the ids of 1 rows" in note for note in notes) == (" 7 " in log)
 
 
 def import_of_texts(folder: Path, users: list[str], log: list[str], **changed) -> list[str]:
@@ -451,9 +450,10 @@ QUOTED = {"items": {"files": "items.tsv", "id": "id", "title": "title"},
 OPEN_QUOTE = 'id\tgenre\ttitle\nt1\tDrama\t"Great" Cats\nt2\tNews\t"Fixer Upper\nt3\tDrama\tRan\nt4\tDrama\tAlien"s\n'
 
 
-def imported_titles(tmp_path: Path, text: str, file: str = "items.tsv", **csv_options) -> tuple[list, list[str]]:
-    """The titles of an items file, and the notes of its import."""
-    (tmp_path / file).write_text(text, newline="")
+def imported_titles(tmp_path: Path, text: str | None, file: str = "items.tsv", **csv_options) -> tuple[list, list[str]]:
+    """The titles of an items file, written with a text unless it is there, and the notes of its import."""
+    if text is not None:
+        (tmp_path / file).write_text(text, newline="")
     (tmp_path / "log.csv").write_text("user,item,time\nu1,t1,5\n")
     items, notes = QUOTED["items"] | {"files": file, "csv": csv_options}, []
     import_mapped(
@@ -488,6 +488,64 @@ def test_a_quoted_field_over_several_lines_is_counted_and_shown(tmp_path):
 def test_a_field_that_goes_on_after_its_closing_quote_is_refused_where_rows_are_in_it(tmp_path):
     with pytest.raises(TableError, match=r"items\.csv, line 2: .*closing quote.*csv: \{quote: null\}"):
         imported_titles(tmp_path, 'id,title\nt1,"Fixer Upper\nt2,Ran\nt3,Alien"s\nt4,Last\n', "items.csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('id,title\nt1,"Ran"\nt2,"Great" Cats\n', r"""items\.csv, line 3: 't2,"Great" Cats': .*csv: \{quote: null\}"""),
+        ('id,title\nt1,"He said \\"hi\\" to"\n', r"""line 2: .*backslash stands before quotes.*escape: "\\\\"\}"""),
+        ('id,title\nt1,"said \\"a, b\\" c"\n', r"line 2: .*escape: "),  # too many fields as Arrow splits it
+        ('id,title\nt1,"a ""b"" c" d\n', r"line 2: .*goes on after its closing quote"),
+        ('id,"ti" tle\nt1,Ran\n', r"line 1: .*goes on after its closing quote"),
+        ("id,title\nt1,Ran\nt2,He\0at\n", r"column 'title', row 1: the text holds a zero byte"),
+        ("id,title\nt1,Ran\nt2\n", r"Row #3: Expected 2 columns, got 1: t2"),
+        ("id,title\nt1,Ran,\n", r"Row #2: Expected 2 columns, got 3: t1,Ran,"),
+        ("id,title,title\nt1,Ran,Heat\n", r"2 columns 'title'; rename or drop all but one"),
+        ("id,title\n", r"its source files have no rows"),
+    ],
+)
+def test_a_csv_that_would_lose_something_is_refused_by_its_place(tmp_path, text, said):
+    with pytest.raises(TableError, match=said):
+        imported_titles(tmp_path, text, "items.csv")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "place", "wanted"),
+    [
+        ("latin-1", "line 3: ", "cp1252"),
+        ("utf-16", "line 1: ", "utf-16"),
+        ("utf-16-le", "looks like UTF-16", "utf-16-le"),
+    ],
+)
+def test_a_file_in_another_encoding_is_refused_with_the_line_to_write(tmp_path, encoding, place, wanted):
+    text = "id,title\nt1,Ran\nt2,Déjà vu\n"
+    (tmp_path / "items.csv").write_bytes(text.encode(encoding))
+    with pytest.raises(TableError, match=rf"items\.csv.*{place}.*csv: \{{encoding: {wanted}\}}"):
+        imported_titles(tmp_path, None, "items.csv")
+    assert imported_titles(tmp_path, None, "items.csv", encoding=wanted)[0] == ["Ran", "Déjà vu"]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_line_ends_and_unnamed_columns_are_no_part_of_the_rows(tmp_path, end):
+    """Row numbers of pandas, and a delimiter at the end of lines."""
+    lines = [",id,title,", '0,t1,"5"" screen",', "1,t2,5 screen,", ""]
+    titles, notes = imported_titles(tmp_path, "\ufeff" + end.join(lines), "items.csv")
+    assert titles == ['5" screen', "5 screen"]
+    assert read_tables(tmp_path / "out").items.column_names == ["item_id", "title"]
+    assert len(notes) == 1 and "the column '' has no name of its own" in notes[0]
+
+
+def test_what_quotes_leave_in_doubt_is_said_of_the_first_rows_too(tmp_path):
+    (tmp_path / "a.csv").write_text('id,title\nt1,"Heat\nthe film"\nt2,"Great" Cats\n')
+    notes: list[str] = []
+    assert read_sources(tmp_path, notes.append)[0].head.num_rows == 2
+    assert "1 quoted field over several lines" in notes[0] and "a.csv, line 4: 't2" in notes[1]
+
+
+def test_a_quoted_field_behind_a_blank_is_said(tmp_path):
+    titles, (note,) = imported_titles(tmp_path, 'id,title\nt1, "Heat"\nt2,Ran\n', "items.csv")
+    assert titles == [' "Heat"', "Ran"] and "1 field in quotes behind a blank" in note
 
 
 def test_escapes_and_null_values_of_a_csv_are_as_the_mapping_says(tmp_path):
