@@ -22,6 +22,7 @@ from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import atomic_folder, atomic_path, sha256_file
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.tables.read import describe, open_tables
+from laserbatch.pipeline.tables.time_units import in_unit, span_of, unit_of
 
 FeatureName = Literal["own", "plain", "none"]
 CHECKPOINT = "checkpoint.safetensors"
@@ -178,7 +179,10 @@ def predict_pairs(model: Path, night: Night, tables: str, pairs: Path, out: Path
     log = labelled_log(opened, card.as_of, card.settings)
     times_us = np.full(len(asked), log.times_us[-1] + 1)
     if "timestamp" in asked.column_names:
-        times_us = to_us(asked["timestamp"].combine_chunks())
+        times = asked["timestamp"].combine_chunks()
+        if (span := span_of(times)) is not None and (unit := unit_of(*span)):
+            times = in_unit(times, unit)
+        times_us = to_us(times)
     scores = score(model, card, opened, features, log, *numbers, times_us)
     write_parquet(asked.append_column("score", pa.array(scores.astype(np.float32))), out)
     return len(asked)

@@ -4,7 +4,6 @@ import codecs
 import csv
 import io
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -18,6 +17,7 @@ from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.tables.settings import CsvFormat
 
 CHUNK_BYTES = 1 << 24
+_COMPRESSED = (".bz2", ".gz", ".lz4", ".zst")  # which Arrow unpacks by their suffix
 _SHOWN = 60  # characters of a value
 
 
@@ -101,18 +101,20 @@ def _marked_encoding(start: bytes) -> str | None:
 
 def encoding_fault(path: Path, encoding: str) -> str | None:
     """Where a file is not of an encoding, and what to do; None if it is."""
-    decoder, line, start = codecs.getincrementaldecoder(encoding)(), 1, None
+    decoder, line, start = codecs.getincrementaldecoder(encoding)(), 1, b""
     try:
         with pa.input_stream(str(path)) as raw:
             while chunk := raw.read(CHUNK_BYTES):
-                start = chunk[:4] if start is None else start
+                start = start or chunk[:4]
                 line += decoder.decode(chunk).count("\n")
         decoder.decode(b"", final=True)
         return None
     except UnicodeDecodeError as error:
         line += error.object[: error.start].count(b"\n")
         found = error.object[max(0, error.start - 20) : error.end + 20]
-    known = _marked_encoding(start or b"") or "cp1252"
+    if b"\0" in found and _marked_encoding(start) is None:
+        return zero_bytes(path, f"line {line}")
+    known = _marked_encoding(start) or "cp1252"
     advice = f"Set `csv: {{encoding: {known}}}` in the mapping"
     advice += "" if known == "utf-16" else ", or whichever encoding it was written in (latin-1, gb18030, ...)"
     return f"{path}, line {line}: {found!r} is not {encoding}. {advice}."
@@ -177,9 +179,8 @@ def unclosed_quote(path: Path, form: CsvFormat, row: int, last: pa.RecordBatch) 
     value = last.column(last.num_columns - 1)[-1].as_py() if last.num_columns else None
     if value is None or "\n" not in value:
         return None
-    with suppress(ValueError):
-        pa.Codec.detect(str(path))
-        return None  # compressed: its last bytes are no text, and a strict reader will say it
+    if path.suffix in _COMPRESSED:
+        return None  # its last bytes are no text; a strict reader will say it
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 64))
         tail = file.read().decode(form.encoding, errors="ignore").rstrip("\r\n")

@@ -13,6 +13,7 @@ from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.tables.columns import is_unnamed
 from laserbatch.pipeline.tables.settings import SourceFiles
 from laserbatch.pipeline.tables.source import read_source
+from laserbatch.pipeline.tables.time_units import other_reading, span_of
 
 # English and German, and some of French and Spanish.
 _ID = r"(_?(id|no|key|code|nr|nummer))?$"
@@ -148,4 +149,7 @@ def _time_unit(source: SourceTable, column: str) -> str:
     except (TypeError, ValueError):
         parts = re.fullmatch(r"\d{1,2}\.\d{1,2}\.\d{4}( \d{1,2}:\d{2})?(:\d{2})?", str(value).strip())
         return "iso" if parts is None else "%d.%m.%Y" + " %H:%M" * bool(parts[1]) + ":%S" * bool(parts[2])
+    span = span_of(source.head[column])
+    if span is not None and (other_reading(*span) or "").startswith("dates"):
+        return "%Y%m%d"
     return next((unit for unit, bound in (("s", 1e11), ("ms", 1e14), ("us", 1e17)) if number < bound), "ns")

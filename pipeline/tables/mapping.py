@@ -20,7 +20,7 @@ from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.tables.columns import blank, is_unnamed
 from laserbatch.pipeline.tables.read import find_exact_copies
-from laserbatch.pipeline.tables.schema import CREATED_AT, ID_COLUMNS, is_text
+from laserbatch.pipeline.tables.schema import CREATED_AT, ID_COLUMNS
 from laserbatch.pipeline.tables.settings import (
     EntityMapping,
     ImportMapping,
@@ -28,8 +28,10 @@ from laserbatch.pipeline.tables.settings import (
     ItemMapping,
     SourceColumn,
     SourceFiles,
+    SourceTime,
 )
 from laserbatch.pipeline.tables.source import FLOAT_ID, WHOLE_ID, SourceBatch, read_source
+from laserbatch.pipeline.tables.time_units import NAMES, other_reading, shown_span, unit_of
 from laserbatch.pipeline.validation import explain, nearest, read_yaml
 
 NUM_EXAMPLES = 3
@@ -69,8 +71,6 @@ def import_mapped(
         written = work.write_all()
         for column in sorted(whole):
             work.note(f"{column}: ids such as 123.0 were read as the whole numbers that they are, such as 123")
-    for column, num_rows in work.trimmed.items():
-        work.note(f"{column}: blanks around the ids of {num_rows:,} rows were taken off")
     for text in notes:
         note(text)
     work.note = note
@@ -91,7 +91,7 @@ class _Unknown:
     examples: list = field(default_factory=list)
     num_rows: int = 0
     num_unknown: int = 0
-    num_near: int = 0  # that differ from a listed one only in case, leading zeros or a `.0`
+    num_near: int = 0  # that differ from a listed one only in case, blanks around it, leading zeros or a `.0`
     near: str = ""  # the first of them, and what it is like
     plain_known: pa.Array | None = None  # all listed ones, as `_plain` has them; made when it is needed
 
@@ -106,8 +106,18 @@ class _Unknown:
             self.near = f"{others[row].as_py()!r} and {known[places[row].as_py()].as_py()!r}"
 
 
+@dataclass
+class _Times:
+    """The numbers of a column of times: the first file, their unit, the least and the greatest."""
+
+    file: Path
+    unit: str
+    low: int
+    high: int
+
+
 def _plain(ids: pa.Array) -> pa.Array:
-    without_point = pc.replace_substring_regex(pc.utf8_lower(ids), r"(\d)\.0+$", r"\1")
+    without_point = pc.replace_substring_regex(pc.utf8_lower(pc.utf8_trim_whitespace(ids)), r"(\d)\.0+$", r"\1")
     return pc.replace_substring_regex(without_point, r"^0+(\d)", r"\1")
 
 
@@ -123,7 +133,7 @@ class _Import:
     whole: frozenset[str] = frozenset()  # columns of ids in which 123.0 is 123
     dropped: Counter[str] = field(default_factory=Counter)
     forms: dict[tuple[str, Path], Counter] = field(default_factory=dict)  # how ids of a column are written in a file
-    trimmed: Counter[str] = field(default_factory=Counter)  # rows whose id had blanks around it, by column
+    times: dict[tuple[str, str], "_Times"] = field(default_factory=dict)  # by table and column of the source
     unknown: dict[str, "_Unknown"] = field(default_factory=dict)  # by column of interactions
 
     def write_all(self) -> dict[str, pa.Array]:
@@ -144,9 +154,7 @@ class _Import:
 
     def ids_of(self, batch: SourceBatch, column: str, source: str) -> pa.Array:
         """The ids of a batch for a column of the tables, from one of the source."""
-        ids, stored = batch.ids(source, getattr(self.mapping.ids, column), column in self.whole), batch.rows[source]
-        if is_text(stored.type) and (num := pc.sum(pc.not_equal(stored, pc.utf8_trim_whitespace(stored))).as_py()):
-            self.trimmed[column] += num
+        ids = batch.ids(source, getattr(self.mapping.ids, column), column in self.whole)
         form, distinct = self.forms.setdefault((column, batch.file), Counter()), pc.unique(ids.drop_null())
         if distinct.type == pa.string():
             distinct = distinct.filter(pc.invert(blank(distinct)))
@@ -156,6 +164,38 @@ class _Import:
             form["whole"] += len(distinct)
         form["ids"] += len(distinct)
         return ids
+
+    def times_of(self, batch: SourceBatch, table: str, wanted: SourceTime) -> pa.Array:
+        """The times of a batch; numbers without a unit are in the one that the first batch leaves, all of them."""
+        name, span = wanted.column, batch.numbers(wanted.column)
+        if span is None:
+            return batch.timed(name, wanted.unit or "s")
+        times = self.times.setdefault((table, name), _Times(batch.file, wanted.unit or unit_of(*span) or "s", *span))
+        times.low, times.high = min(times.low, span[0]), max(times.high, span[1])
+        if wanted.unit is None and times.unit != "s" and unit_of(*span) != times.unit:
+            raise TableError(
+                f"{batch.file}, column {name}: the numbers from {span[0]} to {span[1]} are not all "
+                f"{NAMES[times.unit]} since 1970 between 1990 and tomorrow, as those before them are; set the `unit` "
+                "of the column in the mapping"
+            )
+        return batch.timed(name, times.unit)
+
+    def judge_times(self, table: str) -> None:
+        """Say which units were inferred. Raises TableError where numbers that were read as seconds look like dates."""
+        for (of_table, name), times in self.times.items():
+            if of_table != table:
+                continue
+            if times.unit == "s" and (reading := other_reading(times.low, times.high)):
+                raise TableError(
+                    f"{times.file}, column {name}: the numbers from {times.low} to {times.high} look like {reading}, "
+                    'and are no seconds since 1970. Set the `unit` of dates to "%Y%m%d" in the mapping, and export '
+                    "days as dates"
+                )
+            if times.unit in NAMES and times.unit != "s":
+                self.note(
+                    f"table {table}: {name} was read as {NAMES[times.unit]} since 1970 "
+                    f"({shown_span(times.low, times.high, times.unit)}); `unit` in the mapping says otherwise"
+                )
 
     def write(
         self, table: str, wanted: SourceFiles, columns_of: ColumnsOf, known: Mapping[str, pa.Array] | None = None
@@ -185,6 +225,7 @@ class _Import:
             )
         others = (_alike(rows, file, first.schema, first_file, table) for file, rows in parts)
         write_parquet(chain([first], others), self.out / f"{table}.parquet", first.schema)
+        self.judge_times(table)
         return {column: pc.unique(pa.chunked_array(seen)) for column, seen in ids.items()}
 
     def drop_copies(self) -> None:
@@ -230,7 +271,7 @@ class _Import:
                 raise ConfigError(f"the mapping makes an attribute of {table}.{name}, which is none; {advice}.")
             columns[name] = batch.attribute(source)
         if wanted.created_at is not None:
-            columns[CREATED_AT] = batch.timed(wanted.created_at)
+            columns[CREATED_AT] = self.times_of(batch, table, wanted.created_at)
         return columns
 
     def interaction_columns(self, batch: SourceBatch, table: str, wanted: InteractionMapping) -> dict[str, pa.Array]:
@@ -238,7 +279,7 @@ class _Import:
         columns = {
             "user_id": self.ids_of(batch, "user_id", wanted.user_id),
             "item_id": self.ids_of(batch, "item_id", wanted.item_id),
-            "timestamp": batch.timed(wanted.timestamp),
+            "timestamp": self.times_of(batch, table, wanted.timestamp),
         }
         kinds = {"rating": (wanted.rating, pa.float64()), "event": (wanted.event, pa.string())}
         return columns | {name: batch.typed(of, kind) for name, (of, kind) in kinds.items() if of is not None}
@@ -281,7 +322,8 @@ class _Import:
             if unknown.num_near:
                 self.note(
                     f"table interactions: {unknown.num_near:,} rows of a {column} that is in no table are left out, "
-                    f"but a listed one differs only in case, leading zeros or a `.0`: {unknown.near}. Write them alike"
+                    "but a listed one differs only in case, blanks around it, leading zeros or a `.0`: "
+                    f"{unknown.near}. Write them alike"
                 )
             if unknown.num_unknown > wanted.max_unknown_share * unknown.num_rows:
                 raise TableError(

@@ -39,6 +39,7 @@ from laserbatch.pipeline.tables.schema import (
     tables_folder,
     time_scalar,
 )
+from laserbatch.pipeline.tables.time_units import in_unit, integer_times
 
 ROWS_AT_ONCE = 1024 * 1024
 logger = logging.getLogger(__name__)
@@ -127,12 +128,17 @@ class OpenInteractions:
     folder: Path
     files: ds.Dataset
     keeps_duplicates: bool
+    units: dict[str, str]  # of integer times that are no seconds
     copies: dict[tuple[str, ...], np.ndarray] = field(default_factory=dict)  # which rows are, by the columns compared
 
     @property
     def schema(self) -> pa.Schema:
-        """That of the first file."""
-        return self.files.schema
+        """That of the first file, with integer times that are no seconds as timestamps."""
+        fields = [
+            field.with_type(pa.timestamp(self.units[field.name], tz="UTC")) if field.name in self.units else field
+            for field in self.files.schema
+        ]
+        return pa.schema(fields)
 
     def count_rows(self) -> int:
         """Rows in the files, copies too."""
@@ -145,6 +151,9 @@ class OpenInteractions:
         """
         is_copy, first_row = self._copies(tuple(sorted(columns))), 0
         for batch in self.files.to_batches(columns=list(columns), **options):
+            for name, unit in self.units.items():
+                if name in batch.schema.names:
+                    batch = batch.set_column(batch.schema.names.index(name), name, in_unit(batch[name], unit))
             part = slice(first_row, first_row := first_row + batch.num_rows)
             yield batch if is_copy is None or not is_copy[part].any() else batch.filter(pa.array(~is_copy[part]))
 
@@ -175,7 +184,12 @@ def open_tables(path: Path | str | None, keep_duplicates: bool = False) -> OpenT
     files = table_files(path, "interactions")
     with _naming("interactions", files[0]):
         opened = ds.dataset([str(file) for file in files], format="parquet")
-    return OpenTables(users, items, OpenInteractions(path, opened, keep_duplicates))
+    units, findings = integer_times("interactions", files)
+    for finding in findings:
+        if not finding.is_warning:
+            raise FaultyTable(finding)
+        logger.warning("%s", finding)
+    return OpenTables(users, items, OpenInteractions(path, opened, keep_duplicates, units))
 
 
 def _warn_of_copies(is_copy: np.ndarray) -> int:
@@ -311,11 +325,14 @@ def _coded(column: pa.ChunkedArray) -> pa.DictionaryArray:
     return pa.DictionaryArray.from_arrays(codes, distinct)
 
 
-def _read_table(
-    path: Path, name: str, cutoff: pa.Scalar | None, wanted: Collection[str] | None = None
-) -> pa.Table:
+def _read_table(path: Path, name: str, cutoff: pa.Scalar | None, wanted: Collection[str] | None = None) -> pa.Table:
     """The columns that have a role, or those of the `wanted` ones that are there."""
-    parts = [_open_part(file, name, cutoff) for file in table_files(path, name)]
+    files = table_files(path, name)
+    units, findings = integer_times(name, files)
+    for finding in findings:
+        if not finding.is_warning:
+            raise FaultyTable(finding)
+    parts = [_open_part(file, name, cutoff, units) for file in files]
     columns = dict.fromkeys(
         column for part in parts for column in part.schema.names
         if (role_of(name, column) if wanted is None else column in wanted)
@@ -337,20 +354,21 @@ class _Part:
     metadata: pq.FileMetaData
     schema: pa.Schema
     kept: pa.Array | None
+    units: dict[str, str]  # of integer times that are no seconds
 
     def read(self, name: str) -> pa.ChunkedArray:
         """A column, as it is in the file; null where it has none."""
         if name not in self.schema.names:
             return pa.chunked_array([pa.nulls(self.metadata.num_rows if self.kept is None else self.kept.true_count)])
         with pq.ParquetFile(self.path, metadata=self.metadata, pre_buffer=False) as opened:
-            values = opened.read([name])[name]
+            values = in_unit(opened.read([name])[name], self.units.get(name, "s"))
         return values if self.kept is None else values.filter(self.kept)
 
 
-def _open_part(file: Path, name: str, cutoff: pa.Scalar | None) -> _Part:
+def _open_part(file: Path, name: str, cutoff: pa.Scalar | None, units: dict[str, str]) -> _Part:
     with _naming(name, file):
         with pq.ParquetFile(file) as opened:
-            part = _Part(file, opened.metadata, opened.schema_arrow, None)
+            part = _Part(file, opened.metadata, opened.schema_arrow, None, units)
         for finding in schema_findings(name, shown_path(file), part.schema):
             raise FaultyTable(finding)
         column = "timestamp" if name == "interactions" else CREATED_AT

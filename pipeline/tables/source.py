@@ -37,8 +37,9 @@ from laserbatch.pipeline.tables.schema import (
     plain_type,
 )
 from laserbatch.pipeline.tables.schema import timestamps as known_times
-from laserbatch.pipeline.tables.settings import CsvFormat, SourceColumn, SourceFiles, SourceTime
+from laserbatch.pipeline.tables.settings import CsvFormat, SourceColumn, SourceFiles
 from laserbatch.pipeline.tables.time_formats import ZONES_EXPECTED, parse_times
+from laserbatch.pipeline.tables.time_units import span_of
 from laserbatch.pipeline.validation import nearest
 
 BATCH_ROWS = 128 * 1024
@@ -65,12 +66,16 @@ class SourceBatch:
         """A column as int64, float64, bool or string."""
         return self._converted(name, lambda column: to_type(column, kind))
 
-    def timed(self, time: SourceTime) -> pa.Array:
-        """A column as timestamp[us, UTC]."""
-        return self._converted(time.column, lambda column: to_time(column, time.unit))
+    def timed(self, name: str, unit: str) -> pa.Array:
+        """A column as timestamp[us, UTC]; `unit` as `to_time` takes it."""
+        return self._converted(name, lambda column: to_time(column, unit))
+
+    def numbers(self, name: str) -> tuple[int, int] | None:
+        """The least and the greatest number of a column; None where it holds no numbers."""
+        return span_of(plain_column(self._column(name)))
 
     def ids(self, name: str, wanted: str, is_whole: bool = False) -> pa.Array:
-        """A column of ids without blanks around them; `wanted` as in `settings.IdTypes`.
+        """A column of ids; `wanted` as in `settings.IdTypes`.
 
         `is_whole`: text such as 123.0 is the whole number, as it is where `wanted` is int64.
         """
@@ -90,7 +95,9 @@ class SourceBatch:
         def convert(values: pa.Array) -> pa.Array:
             values = plain_column(values)
             if values.type == pa.string():
-                values = _whole_texts(_uncut(values), is_whole or kind == pa.int64())
+                values = _uncut(values)
+                values = pc.utf8_trim_whitespace(values) if kind == pa.int64() else values
+                values = _whole_texts(values) if is_whole or kind == pa.int64() else values
             return to_type(values, kind)
 
         return self._converted(name, convert)
@@ -274,19 +281,18 @@ def _whole_numbers(column: pa.Array) -> pa.Array:
 
 
 def _uncut(ids: pa.Array) -> pa.Array:
-    """Trimmed ids; ConversionFault for text such as 1.23E+11 or 123,456, which spreadsheets make of long numbers."""
-    ids = pc.utf8_trim_whitespace(ids)
-    is_cut = pc.fill_null(pc.match_substring_regex(ids, _CUT_ID), False)
+    """The ids; ConversionFault for text such as 1.23E+11 or 123,456, which spreadsheets make of long numbers."""
+    is_cut = pc.fill_null(pc.match_substring_regex(pc.utf8_trim_whitespace(ids), _CUT_ID), False)
     if is_cut.true_count:
         row = pc.index(is_cut, True).as_py()
         raise ConversionFault(row, ids[row].as_py(), "an id with all of its digits alone; export the column as text")
     return ids
 
 
-def _whole_texts(ids: pa.Array, is_wanted: bool) -> pa.Array:
+def _whole_texts(ids: pa.Array) -> pa.Array:
     """The ids, those such as 123.0 as 123; ConversionFault for one of them that is too large to be exact."""
-    is_float = pc.fill_null(pc.match_substring_regex(ids, FLOAT_ID), False) if is_wanted else None
-    if is_float is None or not is_float.true_count:
+    is_float = pc.fill_null(pc.match_substring_regex(ids, FLOAT_ID), False)
+    if not is_float.true_count:
         return ids
     _whole_numbers(pc.if_else(is_float, ids, _NO_TEXT).cast(pa.float64()))
     return pc.if_else(is_float, pc.replace_substring_regex(ids, r"\.0+$", ""), ids)
