@@ -56,8 +56,8 @@ def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, d
     `inputs` has by table, and as `user_embeddings` and `item_embeddings` where they are configured, the file's name,
     rows and SHA-256; of a table also the SHA-256 of what of it is known on the date (`known_sha256`), of interactions
     how many were left out as exact copies (`num_copies`) and how old the newest is (`age`, a `LogAge`), of embeddings
-    how many ids are of no entity that is known then. Raises ConfigError, ModelError, TableError or PoolError, which name
-    all faults of settings and templates, of a model's files, of the tables, or of a file of embeddings.
+    how many ids are of no entity that is known then. Raises ConfigError, ModelError, TableError or PoolError, which
+    name all faults of settings and templates, of a model's files, of the tables, or of a file of embeddings.
     """
     if settings.tables.path is None:
         raise ConfigError("no input tables: set tables.path in the configuration; `laserbatch init TABLES` writes one")
