@@ -3,6 +3,7 @@
 import codecs
 import csv
 import io
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -18,6 +19,7 @@ from laserbatch.pipeline.tables.settings import CsvFormat
 
 CHUNK_BYTES = 1 << 24
 _COMPRESSED = (".bz2", ".gz", ".lz4", ".zst")  # which Arrow unpacks by their suffix
+_DATABASE_NULLS = ["\\N", "NULL"]
 _SHOWN = 60  # characters of a value
 
 
@@ -53,24 +55,45 @@ class Doubts:
     form: CsvFormat
     over_lines: _Doubt = field(default_factory=_Doubt)
     kept_quotes: _Doubt = field(default_factory=_Doubt)
+    nulls: _Doubt = field(default_factory=_Doubt)  # what databases write for nothing, read as text
 
     def add(self, rows: pa.RecordBatch, first_row: int) -> None:
-        """Look at some rows. Raises TableError where a name or a value holds a zero byte."""
+        """Look at some rows.
+
+        Raises TableError where a name or a value holds a zero byte, or a row repeats the header.
+        """
+        is_header = _is_header(rows)
+        if is_header.true_count:
+            row = first_row + pc.index(is_header, True).as_py()
+            raise TableError(
+                f"{self.path}, row {row}: the row repeats the names of the columns, as where files were joined, or as "
+                "a header does where the mapping sets `column_names`. Take it out, or leave out `column_names`."
+            )
         for name, column in zip(rows.schema.names, rows.columns, strict=True):
-            zeros = _Doubt()
-            zeros.add(name, first_row, column, pc.match_substring(column, "\0"))
-            if zeros.num or "\0" in name:
-                raise TableError(zero_bytes(self.path, f"column {name!r}, row {zeros.first[1]}"))
+            held = column.buffers()[2]  # of strings; most batches have nothing to look for, as their bytes say
+            held = b"" if held is None else held.to_pybytes()
+            if b"\0" in held or "\0" in name:
+                zeros = _Doubt()
+                zeros.add(name, first_row, column, pc.match_substring(column, "\0"))
+                if zeros.num or "\0" in name:
+                    raise TableError(zero_bytes(self.path, f"column {name!r}, row {zeros.first[1]}"))
+            self.nulls.add(name, first_row, column, pc.is_in(column, pa.array(_DATABASE_NULLS)))
             if self.form.quote:
-                quote = f"\\x{ord(self.form.quote):02x}"
-                self.over_lines.add(name, first_row, column, pc.match_substring_regex(column, r"[\r\n]"))
-                pattern = rf"(?s)^[ \t]+{quote}.*{quote}[ \t]*$"
-                self.kept_quotes.add(name, first_row, column, pc.match_substring_regex(column, pattern))
+                if b"\n" in held or b"\r" in held:
+                    self.over_lines.add(name, first_row, column, pc.match_substring_regex(column, r"[\r\n]"))
+                if pc.any(pc.or_(pc.starts_with(column, " "), pc.starts_with(column, "\t"))).as_py():
+                    quote = f"\\x{ord(self.form.quote):02x}"
+                    pattern = rf"(?s)^[ \t]+{quote}.*{quote}[ \t]*$"
+                    self.kept_quotes.add(name, first_row, column, pc.match_substring_regex(column, pattern))
             elif len(self.form.delimiter) == 1 and self.form.delimiter != "\x1f":
                 self.kept_quotes.add(name, first_row, column, pc.match_substring_regex(column, r'(?s)^".*"$'))
 
     def notes(self) -> Iterator[str]:
         """A sentence for each kind of doubt."""
+        if self.nulls.num:
+            option = f"`csv: {{null_values: {json.dumps(_DATABASE_NULLS)}}}`"
+            advice = f"If they mean that nothing is known, set {option} in the mapping."
+            yield f"{self.path}: {self.nulls.shown('field kept as text')}. {advice}"
         if self.over_lines.num:
             shown = self.over_lines.shown("quoted field over several lines")
             advice = "If quotes are plain text in this file, set `csv: {quote: null}` in the mapping."
@@ -82,6 +105,16 @@ class Doubts:
         elif self.kept_quotes.num:
             shown = self.kept_quotes.shown("field in quotes, which were kept as text")
             yield f"{self.path}: {shown}. If the quotes enclose fields, set `csv: {{quote: '\"'}}` in the mapping."
+
+
+def _is_header(rows: pa.RecordBatch) -> pa.Array:
+    """Whether each row holds nothing but the names of the columns: bool[n]."""
+    found = pa.array(np.full(rows.num_rows, rows.num_columns > 1))
+    for name, column in zip(rows.schema.names, rows.columns, strict=True):
+        found = pc.and_(found, pc.fill_null(pc.equal(column, name), not name))
+        if not found.true_count:
+            break
+    return found
 
 
 def zero_bytes(path: Path, place: str) -> str:

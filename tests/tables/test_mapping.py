@@ -542,6 +542,7 @@ def test_a_field_that_goes_on_after_its_closing_quote_is_refused_where_rows_are_
         ("id,title\nt1,Ran,\n", r"Row #2: Expected 2 columns, got 3: t1,Ran,"),
         ("id,title,title\nt1,Ran,Heat\n", r"2 columns 'title'; rename or drop all but one"),
         ("id,title\n", r"its source files have no rows"),
+        ("id,title,\nt1,Ran,\nid,title,\nt2,Heat,\n", r"items\.csv, row 1: the row repeats the names of the columns"),
     ],
 )
 def test_a_csv_that_would_lose_something_is_refused_by_its_place(tmp_path, text, said):
@@ -580,6 +581,14 @@ def test_what_quotes_leave_in_doubt_is_said_of_the_first_rows_too(tmp_path):
     notes: list[str] = []
     assert read_sources(tmp_path, notes.append)[0].head.num_rows == 2
     assert "1 quoted field over several lines" in notes[0] and "a.csv, line 4: 't2" in notes[1]
+
+
+def test_what_databases_write_for_nothing_is_said_unless_the_mapping_says_what_it_is(tmp_path):
+    text = "id\ttitle\tyear\nt1\tRan\t\\N\nt2\tNULL\t1995\n"
+    titles, (note,) = imported_titles(tmp_path, text)
+    assert titles == ["Ran", "NULL"] and r"2 fields kept as text, first in column year, row 0: '\\N'" in note
+    assert r'csv: {null_values: ["\\N", "NULL"]}' in note
+    assert imported_titles(tmp_path, text, null_values=["\\N", "NULL"]) == (["Ran", None], [])
 
 
 def test_a_quoted_field_behind_a_blank_is_said(tmp_path):
