@@ -36,6 +36,10 @@ def unit_of(low: int, high: int) -> str | None:
 
 def other_reading(low: int, high: int) -> str | None:
     """What integers are that would be moments of 1970 as seconds: dates written as numbers, or days; else None."""
+    if low >= 1_900 and high <= 2_100:
+        return "years"
+    if low >= 190_001 and high <= 210_012 and all(1 <= one % 100 <= 12 for one in (low, high)):
+        return "months such as 202405"
     if low >= 19_000_101 and high <= 21_001_231 and all(map(_is_date, (low, high))):
         return "dates such as 20240531"
     if low >= 7_305 and high < 60_000:  # days since 1970 from 1990 on, and a spreadsheet's since 1900 up to 2064
