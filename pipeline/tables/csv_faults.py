@@ -55,6 +55,7 @@ class Doubts:
     form: CsvFormat
     over_lines: _Doubt = field(default_factory=_Doubt)
     kept_quotes: _Doubt = field(default_factory=_Doubt)
+    single_quotes: _Doubt = field(default_factory=_Doubt)  # around all values of a column
     nulls: _Doubt = field(default_factory=_Doubt)  # what databases write for nothing, read as text
 
     def add(self, rows: pa.RecordBatch, first_row: int) -> None:
@@ -81,6 +82,11 @@ class Doubts:
             if self.form.quote:
                 if b"\n" in held or b"\r" in held:
                     self.over_lines.add(name, first_row, column, pc.match_substring_regex(column, r"[\r\n]"))
+                if (
+                    rows.num_rows > 1
+                    and pc.all(pc.and_(pc.starts_with(column, "'"), pc.ends_with(column, "'"))).as_py()
+                ):
+                    self.single_quotes.add(name, first_row, column, pc.is_valid(column))
                 if pc.any(pc.or_(pc.starts_with(column, " "), pc.starts_with(column, "\t"))).as_py():
                     quote = f"\\x{ord(self.form.quote):02x}"
                     pattern = rf"(?s)^[ \t]+{quote}.*{quote}[ \t]*$"
@@ -94,6 +100,9 @@ class Doubts:
             option = f"`csv: {{null_values: {json.dumps(_DATABASE_NULLS)}}}`"
             advice = f"If they mean that nothing is known, set {option} in the mapping."
             yield f"{self.path}: {self.nulls.shown('field kept as text')}. {advice}"
+        if self.single_quotes.num:
+            advice = 'If the quotes enclose fields, set `csv: {quote: "\'"}` in the mapping.'
+            yield f"{self.path}: {self.single_quotes.shown('field in single quotes, kept as text')}. {advice}"
         if self.over_lines.num:
             shown = self.over_lines.shown("quoted field over several lines")
             advice = "If quotes are plain text in this file, set `csv: {quote: null}` in the mapping."

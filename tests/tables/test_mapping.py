@@ -342,6 +342,8 @@ def import_of_times(source: Path, out: Path, first: list, second: list, **stated
         ([1740787200], [1740787200000], None, r"b\.csv, column when, row 0: found '1740787200000', expected .* in s"),
         ([20240531], [20240601], None, r"a\.csv, column when: the numbers from 20240531 to 20240601 look like dates"),
         ([45443, 45444], ["45443.5"], None, r"from 45443 to 45444 look like days"),
+        ([2019], [2024], None, "from 2019 to 2024 look like years"),
+        ([202312], [202405], None, "from 202312 to 202405 look like months"),
         ([638500000000000000], [], None, r"row 0: found '638500000000000000', expected"),  # ticks of .NET
         (["2025-03-01"], [], None, r"found '2025-03-01', expected .* in s since 1970, or another `unit`: s, ms,"),
     ],
@@ -589,6 +591,13 @@ def test_what_databases_write_for_nothing_is_said_unless_the_mapping_says_what_i
     assert titles == ["Ran", "NULL"] and r"2 fields kept as text, first in column year, row 0: '\\N'" in note
     assert r'csv: {null_values: ["\\N", "NULL"]}' in note
     assert imported_titles(tmp_path, text, null_values=["\\N", "NULL"]) == (["Ran", None], [])
+
+
+def test_a_column_in_single_quotes_is_said(tmp_path):
+    text = "id,title\nt1,'Ran'\nt2,'Heat'\n"
+    titles, (note,) = imported_titles(tmp_path, text, "items.csv")
+    assert titles == ["'Ran'", "'Heat'"] and "2 fields in single quotes" in note
+    assert imported_titles(tmp_path, text, "items.csv", quote="'") == (["Ran", "Heat"], [])
 
 
 def test_a_quoted_field_behind_a_blank_is_said(tmp_path):
