@@ -162,6 +162,25 @@ def encoding_fault(path: Path, encoding: str) -> str | None:
     return f"{path}, line {line}: {found!r} is not {encoding}. {advice}."
 
 
+def encoding_doubt(path: Path, encoding: str) -> str | None:
+    """What is said of a file that is sound UTF-8 beyond ASCII, but is read as another encoding."""
+    if codecs.lookup(encoding).name.startswith("utf"):
+        return None
+    decoder, is_ascii = codecs.getincrementaldecoder("utf-8")(), True
+    try:
+        with pa.input_stream(str(path)) as raw:
+            while chunk := raw.read(CHUNK_BYTES):
+                is_ascii &= chunk.isascii()
+                decoder.decode(chunk)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return None
+    return None if is_ascii else (
+        f"{path} is read as {encoding}, but is UTF-8 from its first to its last byte; take `encoding` out of the "
+        "mapping if its letters come out wrong"
+    )  # fmt: skip
+
+
 def quote_fault(path: Path, form: CsvFormat, is_sure: bool = False) -> str | None:
     """Where a field goes on after its closing quote, or a quote is never closed: Arrow reads both.
 

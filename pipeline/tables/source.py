@@ -19,6 +19,7 @@ from laserbatch.pipeline.errors import TableError, first_line
 from laserbatch.pipeline.tables.columns import ATTRIBUTE, ID
 from laserbatch.pipeline.tables.csv_faults import (
     Doubts,
+    encoding_doubt,
     encoding_fault,
     open_lines,
     python_reader,
@@ -237,7 +238,7 @@ def _csv(path: Path, files: SourceFiles, note: Callable[[str], object]) -> Itera
                 num_rows, last = num_rows + rows.num_rows, rows if rows.num_rows else last
                 yield rows
     except GeneratorExit:  # who looks at the first rows alone is told of what those leave in doubt
-        for doubt in (*doubts.notes(), form.quote and quote_fault(path, form)):
+        for doubt in (*doubts.notes(), encoding_doubt(path, form.encoding), form.quote and quote_fault(path, form)):
             if doubt:
                 note(doubt)
         raise
@@ -245,8 +246,9 @@ def _csv(path: Path, files: SourceFiles, note: Callable[[str], object]) -> Itera
         fault = unclosed_quote(path, form, num_rows - 1, last)
         if fault := fault or quote_fault(path, form, is_sure=doubts.over_lines.num > 0):
             raise TableError(fault)
-    for doubt in doubts.notes():
-        note(doubt)
+    for doubt in (*doubts.notes(), encoding_doubt(path, form.encoding)):
+        if doubt:
+            note(doubt)
 
 
 class ConversionFault(Exception):

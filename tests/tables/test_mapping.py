@@ -494,7 +494,7 @@ OPEN_QUOTE = 'id\tgenre\ttitle\nt1\tDrama\t"Great" Cats\nt2\tNews\t"Fixer Upper\
 def imported_titles(tmp_path: Path, text: str | None, file: str = "items.tsv", **csv_options) -> tuple[list, list[str]]:
     """The titles of an items file, written with a text unless it is there, and the notes of its import."""
     if text is not None:
-        (tmp_path / file).write_text(text, newline="")
+        (tmp_path / file).write_text(text, "utf-8", newline="")
     (tmp_path / "log.csv").write_text("user,item,time\nu1,t1,5\n")
     items, notes = QUOTED["items"] | {"files": file, "csv": csv_options}, []
     import_mapped(
@@ -565,7 +565,9 @@ def test_a_file_in_another_encoding_is_refused_with_the_line_to_write(tmp_path, 
     (tmp_path / "items.csv").write_bytes(text.encode(encoding))
     with pytest.raises(TableError, match=rf"items\.csv.*{place}.*csv: \{{encoding: {wanted}\}}"):
         imported_titles(tmp_path, None, "items.csv")
-    assert imported_titles(tmp_path, None, "items.csv", encoding=wanted)[0] == ["Ran", "Déjà vu"]
+    assert imported_titles(tmp_path, None, "items.csv", encoding=wanted) == (["Ran", "Déjà vu"], [])
+    titles, (note,) = imported_titles(tmp_path, text, "items.csv", encoding="latin-1")
+    assert titles[1] != "Déjà vu" and "but is UTF-8 from its first to its last byte" in note
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
