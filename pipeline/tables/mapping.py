@@ -112,6 +112,7 @@ class _Times:
 
     file: Path
     unit: str
+    is_inferred: bool
     low: int
     high: int
 
@@ -170,9 +171,10 @@ class _Import:
         name, span = wanted.column, batch.numbers(wanted.column)
         if span is None:
             return batch.timed(name, wanted.unit or "s")
-        times = self.times.setdefault((table, name), _Times(batch.file, wanted.unit or unit_of(*span) or "s", *span))
+        unit = wanted.unit or unit_of(*span) or "s"
+        times = self.times.setdefault((table, name), _Times(batch.file, unit, wanted.unit is None, *span))
         times.low, times.high = min(times.low, span[0]), max(times.high, span[1])
-        if wanted.unit is None and times.unit != "s" and unit_of(*span) != times.unit:
+        if times.is_inferred and times.unit != "s" and unit_of(*span) != times.unit:
             raise TableError(
                 f"{batch.file}, column {name}: the numbers from {span[0]} to {span[1]} are not all "
                 f"{NAMES[times.unit]} since 1970 between 1990 and tomorrow, as those before them are; set the `unit` "
@@ -191,7 +193,7 @@ class _Import:
                     'and are no seconds since 1970. Set the `unit` of dates to "%Y%m%d" in the mapping, and export '
                     "days as dates"
                 )
-            if times.unit in NAMES and times.unit != "s":
+            if times.is_inferred and times.unit != "s":
                 self.note(
                     f"table {table}: {name} was read as {NAMES[times.unit]} since 1970 "
                     f"({shown_span(times.low, times.high, times.unit)}); `unit` in the mapping says otherwise"

@@ -363,6 +363,9 @@ def test_a_unit_that_is_not_stated_is_the_one_that_values_leave(tmp_path, source
 def test_dates_that_are_written_as_numbers_are_read_by_their_format_and_never_as_seconds(tmp_path, source):
     times, notes = import_of_times(source, tmp_path / "out", [20240531], [20240601], unit="%Y%m%d")
     assert (times, notes) == (["2024-05-31 00:00", "2024-06-01 00:00"], [])
+    times = [1717113600000, 1717200000000]
+    read = import_of_times(source, tmp_path / "out", times[:1], times[1:], unit="ms")
+    assert read == (["2024-05-31 00:00", "2024-06-01 00:00"], [])
     with pytest.raises(TableError, match="look like dates such as 20240531"):
         import_of_times(source, tmp_path / "out", [20240531], [20240601], unit="s")
 
