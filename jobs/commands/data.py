@@ -16,7 +16,7 @@ from laserbatch.pipeline.tables.findings import count_faults
 from laserbatch.pipeline.tables.mapping import import_mapped, load_mapping
 from laserbatch.pipeline.tables.read import describe, find_exact_copies
 from laserbatch.pipeline.tables.schema import require_only_tables
-from laserbatch.pipeline.tables.source import source_files
+from laserbatch.pipeline.tables.source import list_source
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -30,6 +30,8 @@ def check(
     as_json: bool = JSON,
 ) -> None:
     """Check that tables can be used, as `nightly` does, and name table, column, row and value of all that is wrong.
+
+    Files of a table's folder that are left out (hidden, empty, no Parquet) are named in a warning.
 
     Exit code 0 when nothing is, or there are only warnings; 3 otherwise.
 
@@ -51,14 +53,15 @@ def import_(
     """Make tables from any Parquet or CSV files by a column mapping, and check them.
 
     A TSV has no quoted fields unless the mapping sets `csv: {quote: '"'}` for it; quoted fields over several lines
-    are counted and shown. OUT appears whole or not at all. --overwrite replaces a folder of tables, and nothing else.
+    are counted and shown, and files that are left out are named. OUT appears whole or not at all. --overwrite replaces
+    a folder of tables, and nothing else.
     Exit code 3 when a file cannot be read, or the result has faults (it is kept).
 
     Example: laserbatch data import exports/ tables/ --mapping mapping.yaml
     """
     loaded = load_mapping(mapping)
-    parts = [part for part in (loaded.users, loaded.items, loaded.interactions) if part is not None]
-    target = _replaceable(out, [source, *(path for part in parts for path in source_files(part, source))])
+    read = [file.path for table, part in loaded.tables().items() for file in list_source(part, source, table).files]
+    target = _replaceable(out, [source, *read])
     with atomic_folder(target, overwrite) as folder, progress("importing rows") as bar:
         notes: list[str] = []
         dropped = import_mapped(loaded, source, folder, bar.advance, notes.append)

@@ -13,7 +13,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import typer
 import yaml
 
@@ -29,7 +28,7 @@ from laserbatch.pipeline.storage.atomic import write_text
 from laserbatch.pipeline.storage.uris import is_uri
 from laserbatch.pipeline.tables.findings import count_faults
 from laserbatch.pipeline.tables.guess import guess_mapping, read_sources
-from laserbatch.pipeline.tables.schema import REQUIRED_COLUMNS, table_files
+from laserbatch.pipeline.tables.schema import REQUIRED_COLUMNS, table_parts
 
 ROWS_SEEN = 65_536  # interactions that a guess looks at
 MOST_TOLD = 20  # kinds of events whose words are written down, to be corrected
@@ -54,8 +53,8 @@ def init(
     if not is_uri(tables) and not source.is_dir():
         raise TableError(f"{tables} is not a folder; expected one with your tables")
     if _is_in_schema(tables):
-        items = pq.read_schema(table_files(tables, "items")[0]).names
-        first = next(pq.ParquetFile(table_files(tables, "interactions")[0]).iter_batches(ROWS_SEEN), None)
+        items = table_parts(tables, "items")[0].schema().names
+        first = next(table_parts(tables, "interactions")[0].open().iter_batches(ROWS_SEEN), None)
         domain = domains()["sample"] if is_sample_world(tables) else domain_of((), items)
         guessed = _guessed(domain, None if first is None else pa.Table.from_batches([first]), {})
         write_text(_configuration(tables if is_uri(tables) else source.resolve(), "", guessed), out)
@@ -146,7 +145,7 @@ def _nouns(id_column: str, stem: str) -> dict[str, str]:
 
 def _is_in_schema(folder: str) -> bool:
     try:
-        found = {name: pq.read_schema(table_files(folder, name)[0]).names for name in REQUIRED_COLUMNS}
+        found = {name: table_parts(folder, name)[0].schema().names for name in REQUIRED_COLUMNS}
     except TableError:
         return False
     return all(set(columns) <= set(found[name]) for name, columns in REQUIRED_COLUMNS.items())

@@ -153,7 +153,7 @@ def require_template_columns(path: Path | str, settings: Settings, side: Side) -
         blocks["history"] = (template.history, "item")
     for block, (columns, of_side) in blocks.items():
         table = sc.ENTITY_TABLES[of_side]
-        known = sc.attribute_columns(pq.read_schema(sc.table_files(path, table)[0]), table)
+        known = sc.attribute_columns(sc.table_parts(path, table)[0].schema(), table)
         known += ["title"] if block == "attributes" and side == "item" else []
         for column in columns.missing(known):
             raise ConfigError(

@@ -18,7 +18,6 @@ from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.tables.settings import CsvFormat
 
 CHUNK_BYTES = 1 << 24
-_COMPRESSED = (".bz2", ".gz", ".lz4", ".zst")  # which Arrow unpacks by their suffix
 _DATABASE_NULLS = ["\\N", "NULL"]
 _SHOWN = 60  # characters of a value
 
@@ -240,12 +239,11 @@ def unclosed_quote(path: Path, form: CsvFormat, row: int, last: pa.RecordBatch) 
     value = last.column(last.num_columns - 1)[-1].as_py() if last.num_columns else None
     if value is None or "\n" not in value:
         return None
-    if path.suffix in _COMPRESSED:
-        return None  # its last bytes are no text; a strict reader will say it
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 64))
-        tail = file.read().decode(form.encoding, errors="ignore").rstrip("\r\n")
-    if tail.endswith(form.quote):
+    tail = b""
+    with pa.input_stream(str(path)) as file:  # which unpacks what is compressed
+        while block := file.read(CHUNK_BYTES):
+            tail = (tail + block)[-64:]
+    if tail.decode(form.encoding, errors="ignore").rstrip("\r\n").endswith(form.quote):
         return None
     return (
         f"{path}, column {last.schema.names[-1]}, row {row}: the quote before {value[:40]!r} is never closed, so the "

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.tables.columns import is_unnamed
+from laserbatch.pipeline.tables.layout import is_parquet, is_parquet_or_csv, list_pattern
 from laserbatch.pipeline.tables.settings import SourceFiles
 from laserbatch.pipeline.tables.source import read_source
 from laserbatch.pipeline.tables.time_units import other_reading, span_of
@@ -51,16 +52,19 @@ class SourceTable:
 
 
 def read_sources(folder: Path, note: Callable[[str], object] = lambda text: None) -> list[SourceTable]:
-    """Every Parquet or CSV file of a folder (of a folder of Parquet files, one), with its first rows.
+    """Every Parquet or CSV file of a folder, and every folder of such in it as one, with its first rows.
 
     `note` is called with what the quotes of these leave in doubt.
     """
     sources = []
     for path in sorted(folder.iterdir()):
-        is_file = path.is_file() and path.suffix in (".parquet", ".csv", ".tsv")
-        if is_file or any(path.glob("*.parquet")):
-            options = _csv_options(path) if is_file and path.suffix != ".parquet" else {}
-            files = SourceFiles(files=path.name if is_file else f"{path.name}/*.parquet", **options)
+        is_hidden = path.name.startswith((".", "_"))
+        if not is_hidden and path.stat().st_size and (path.is_dir() or is_parquet_or_csv(path)):
+            listed = list_pattern(folder, path.name, path.stem).files
+            if not listed:
+                continue
+            options = {} if is_parquet(listed[0].path) else _csv_options(listed[0].path)
+            files = SourceFiles(files=path.name, **options)
             with closing(read_source(files, folder, path.stem, note)) as batches:
                 first = next(batches, None)
             if first is not None:
@@ -73,9 +77,9 @@ def read_sources(folder: Path, note: Callable[[str], object] = lambda text: None
 
 def _csv_options(path: Path) -> dict[str, str]:
     """Delimiter and encoding of a CSV where they are not the usual ones, by its first bytes."""
-    with path.open("rb") as file:
+    with pa.input_stream(str(path)) as file:  # which unpacks what is compressed
         start = file.read(SNIFFED_BYTES)
-    options, usual = {}, "\t" if path.suffix == ".tsv" else ","
+    options, usual = {}, "\t" if ".tsv" in path.suffixes else ","
     try:
         codecs.getincrementaldecoder("utf-8")().decode(start)
     except UnicodeDecodeError:

@@ -1,0 +1,75 @@
+"""CSV files of any format, read as text in batches; what is in doubt is counted, shown or refused (`csv_faults.py`)."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv as pacsv
+
+from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.tables.csv_faults import (
+    Doubts,
+    encoding_doubt,
+    encoding_fault,
+    open_lines,
+    python_reader,
+    quote_fault,
+    unclosed_quote,
+)
+from laserbatch.pipeline.tables.settings import CsvFormat, SourceFiles
+
+
+def read_csv(path: Path, files: SourceFiles, note: Callable[[str], object]) -> Iterator[pa.RecordBatch]:
+    """A CSV as text columns: nothing is guessed, so the zip code 01234 stays one."""
+    form = files.csv_format(path)
+    delimiter = form.delimiter
+    is_long = len(delimiter) > 1  # MovieLens' `::`
+    if is_long:
+        with pa.input_stream(str(path)) as raw:
+            held = pa.py_buffer(raw.read().replace(delimiter.encode(form.encoding), b"\x1f"))
+        delimiter = "\x1f"
+
+    def opened() -> pa.NativeFile:
+        return pa.BufferReader(held) if is_long else pa.input_stream(str(path))
+
+    form = form.model_copy(update={"delimiter": delimiter})
+    names = files.column_names
+    if names is None:
+        with open_lines(opened(), form.encoding) as lines:
+            names = next(python_reader(lines, form), [])
+    read = pacsv.ReadOptions(encoding=form.encoding, column_names=files.column_names)
+    parse = pacsv.ParseOptions(
+        delimiter=delimiter,
+        quote_char=form.quote or False,
+        escape_char=form.escape or False,
+        newlines_in_values=bool(form.quote or form.escape),
+    )
+    text = pacsv.ConvertOptions(
+        column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=True, null_values=["", *form.null_values]
+    )
+    doubts, num_rows, last = Doubts(path, form), 0, None
+    try:
+        with pacsv.open_csv(opened(), read_options=read, parse_options=parse, convert_options=text) as reader:
+            for rows in reader:
+                doubts.add(rows, num_rows)
+                num_rows, last = num_rows + rows.num_rows, rows if rows.num_rows else last
+                yield rows
+    except GeneratorExit:  # who looks at the first rows alone is told of what those leave in doubt
+        for doubt in (*doubts.notes(), encoding_doubt(path, form.encoding), form.quote and quote_fault(path, form)):
+            if doubt:
+                note(doubt)
+        raise
+    if form.quote and last is not None:
+        fault = unclosed_quote(path, form, num_rows - 1, last)
+        if fault := fault or quote_fault(path, form, is_sure=doubts.over_lines.num > 0):
+            raise TableError(fault)
+    for doubt in (*doubts.notes(), encoding_doubt(path, form.encoding)):
+        if doubt:
+            note(doubt)
+
+
+def csv_fault(path: Path, form: CsvFormat, error: Exception) -> str | None:
+    """Why a CSV cannot be read, where its encoding or its quotes say so."""
+    if isinstance(error, UnicodeDecodeError) or "UTF8" in str(error):
+        return encoding_fault(path, form.encoding)
+    return quote_fault(path, form) if form.quote and not isinstance(error, OSError) else None
