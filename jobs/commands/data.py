@@ -8,13 +8,14 @@ import typer
 
 from laserbatch.jobs.console import ExitCode, progress, say, summary
 from laserbatch.jobs.settings import CONFIG, JSON, config_here, load_settings
-from laserbatch.jobs.stages.inputs import check_inputs
+from laserbatch.jobs.stages.inputs import check_inputs, left_out_of_prompts
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.atomic import atomic_folder
 from laserbatch.pipeline.tables.findings import count_faults
 from laserbatch.pipeline.tables.mapping import import_mapped, load_mapping
-from laserbatch.pipeline.tables.read import describe, find_exact_copies
+from laserbatch.pipeline.tables.personal import personal_data
+from laserbatch.pipeline.tables.read import describe, find_exact_copies, open_tables
 from laserbatch.pipeline.tables.schema import require_only_tables
 from laserbatch.pipeline.tables.source import list_source
 
@@ -112,6 +113,9 @@ def _report_check(path: Path | str, as_json: bool, written: dict | None = None, 
     settings = load_settings(config)
     findings = check_inputs(path, settings)
     num_faults = count_faults(findings)
+    if not num_faults:
+        tables = open_tables(path)
+        findings += left_out_of_prompts(settings, personal_data(tables.users, tables.items))
     outcome: dict = {"path": str(path), "num_faults": num_faults}
     if not num_faults and not settings.tables.keep_duplicates and (num_copies := find_exact_copies(path).sum()):
         outcome["exact copies of interactions, left out by runs"] = int(num_copies)

@@ -30,6 +30,7 @@ from laserbatch.pipeline.knowledge.templates import load_template, template_path
 from laserbatch.pipeline.sample.world import is_sample_world
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import sha256_file
+from laserbatch.pipeline.storage.manifest import LEFT_OUT
 from laserbatch.pipeline.tables import schema as sc
 from laserbatch.pipeline.tables.check import IdsBefore, check_tables, require_sound
 from laserbatch.pipeline.tables.findings import Finding
@@ -63,7 +64,40 @@ def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, d
         raise ConfigError("no input tables: set tables.path in the configuration; `laserbatch init TABLES` writes one")
     _require_files(settings)
     inputs, tables = sound_tables(settings, date, partial(check_inputs, settings.tables.path, settings))
+    for finding in say_left_out(settings, tables.personal):
+        inputs[finding.table].setdefault(LEFT_OUT, {})[finding.column] = finding.found
     return inputs | _described_embeddings(settings, tables), tables
+
+
+def say_left_out(settings: Settings, personal: Mapping[Side, Mapping[str, str]]) -> list[Finding]:
+    """Print and return the warnings of `left_out_of_prompts`."""
+    findings = left_out_of_prompts(settings, personal)
+    for finding in findings:
+        say(str(finding))
+    return findings
+
+
+def left_out_of_prompts(settings: Settings, personal: Mapping[Side, Mapping[str, str]]) -> list[Finding]:
+    """A warning for each attribute that prompts would show, did it not look like personal data or secrets.
+
+    `personal` is that of `tables.personal.personal_data`.
+    """
+    shown_without: dict[tuple[str, str], str] = {}
+    for side in SIDES:
+        template = settings.asked.template(side)
+        blocks = [(template.attributes, side), *([(template.history, "item")] if template.history else [])]
+        for columns, of_side in blocks:
+            found = personal.get(of_side, {})
+            for name in set(columns.shown(dict.fromkeys(found))) - set(columns.shown(dict.fromkeys(found), found)):
+                shown_without[sc.ENTITY_TABLES[of_side], name] = found[name]
+    return [
+        Finding(
+            "personal-data", table, f"the column looks like {looks_like}, so prompts leave it out",
+            "nothing that tells who somebody is", "if prompts shall show it, add to `knowledge` in the configuration: "
+            f"`personal_attributes: [{json.dumps(f'{table}.{name}', ensure_ascii=False)}]`", name, is_warning=True,
+        )
+        for (table, name), looks_like in sorted(shown_without.items())
+    ]  # fmt: skip
 
 
 def sound_tables(
@@ -139,6 +173,14 @@ def check_inputs(
 
 def require_template_columns(path: Path | str, settings: Settings, side: Side) -> None:
     """Raise ConfigError where a template is for the other side, or names a column that the tables do not have."""
+    for named in settings.knowledge.personal_attributes:
+        table, _, column = named.partition(".")
+        known = sc.attribute_columns(sc.table_parts(path, table)[0].schema(), table)
+        if column not in known:
+            raise ConfigError(
+                f"knowledge.personal_attributes names {named}, but the {table} table has no attribute {column!r}; "
+                f"{nearest(column, known)}"
+            )
     name = settings.knowledge.template_of(side)
     template = settings.asked.template(side)
     if template.side != side:

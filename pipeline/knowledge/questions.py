@@ -6,7 +6,7 @@ last two parts are digests of what is shown, not of the values, so that another 
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
@@ -49,7 +49,7 @@ class SideQuestions:
     def fingerprints(self, start: int, stop: int) -> pa.Array:
         """Fingerprints of the entities of some rows, by `prompts.PARTS`; null where an item has no title."""
         part = self.entities.slice(start, stop - start)
-        lines = _attribute_lines(part, self._template, self._side).dictionary_encode("encode")
+        lines = self._attribute_lines(part).dictionary_encode("encode")
         digests = [_digest(_NOTHING if line is None else line.encode()) for line in lines.dictionary.to_pylist()]
         of_lines = pa.array(digests, pa.string()).take(lines.indices)
         histories = self._history_digests(np.arange(start, start + part.num_rows))
@@ -73,7 +73,7 @@ class SideQuestions:
             events = list(zip(titles, attributes, self._labels(places).to_pylist(), strict=True))
             bounds = pairwise(starts.tolist())
             history = pa.array([json.dumps(events[first:last], ensure_ascii=False) for first, last in bounds])
-        columns = [_attribute_lines(part, self._template, self._side), history, pa.array(num_events)]
+        columns = [self._attribute_lines(part), history, pa.array(num_events)]
         return pa.table(columns, SHOWN_SCHEMA)
 
     @cached_property
@@ -86,7 +86,7 @@ class SideQuestions:
         """Of each item what a line of history shows: title, and attributes or null."""
         columns, items = self._template.history, self._tables.items
         title = _mapped(items["title"], lambda value: plain_text(str(value), columns.max_value_chars))
-        names = _shown_names(items, columns, ("item_id", "title"))
+        names = _shown_names(items, columns, ("item_id", "title"), self._tables.personal.get("item", ()))
         texts = [_mapped(items[name], lambda value: value_text(value, columns)) for name in names]
         return pc.fill_null(title, ""), _joined(texts, columns.separator, items.num_rows)
 
@@ -97,6 +97,12 @@ class SideQuestions:
         texts = zip(titles.to_pylist(), attributes.to_pylist(), strict=True)
         # A title has no line break.
         return _as_rows(title if rest is None else f"{title}\n{rest}" for title, rest in texts)
+
+    def _attribute_lines(self, part: pa.Table) -> pa.Array:
+        columns, personal = self._template.attributes, self._tables.personal.get(self._side, ())
+        names = _shown_names(part, columns, (f"{self._side}_id",), personal)
+        lines = [_mapped(part[name], lambda value, name=name: attribute_line(name, value, columns)) for name in names]
+        return _joined(lines, "\n", part.num_rows)
 
     def _history_digests(self, rows: np.ndarray) -> pa.Array:
         if self._template.history is None:
@@ -130,15 +136,9 @@ def shown_of_row(row: dict) -> Shown:
 _NOTHING = b"\xff"  # no attribute is shown: no text has this byte
 
 
-def _attribute_lines(part: pa.Table, template: PromptTemplate, side: Side) -> pa.Array:
-    columns = template.attributes
-    names = _shown_names(part, columns, (f"{side}_id",))
-    lines = [_mapped(part[name], lambda value, name=name: attribute_line(name, value, columns)) for name in names]
-    return _joined(lines, "\n", part.num_rows)
-
-
-def _shown_names(table: pa.Table, columns: Columns, left_out: tuple[str, ...]) -> list[str]:
-    return columns.shown({name: None for name in table.column_names if name not in (*left_out, "created_at")})
+def _shown_names(table: pa.Table, columns: Columns, left_out: tuple[str, ...], personal: Collection[str]) -> list[str]:
+    names = [name for name in table.column_names if name not in (*left_out, "created_at")]
+    return columns.shown(dict.fromkeys(names), personal)
 
 
 def _mapped(column: pa.ChunkedArray | pa.Array, show: Callable[[object], str]) -> pa.Array:

@@ -84,7 +84,8 @@ class Labels:
 class Columns(Strict):
     """Which attribute columns are shown, and under what names.
 
-    A column that is null in a row is skipped. "*" is every column of the table.
+    A column that is null in a row is skipped. "*", alone or among the names, is every column of the table that does not
+    look like personal data; one that does is shown if it is named.
     """
 
     columns: Literal["*"] | tuple[str, ...] = "*"
@@ -93,14 +94,22 @@ class Columns(Strict):
     optional: tuple[str, ...] = ()  # named above, but a table may be without them
     max_value_chars: int = Field(300, ge=1)
 
-    def shown(self, attributes: dict[str, object]) -> list[str]:
-        """Names of the columns to show, in the order to show them."""
-        names = list(attributes) if self.columns == "*" else [name for name in self.columns if name in attributes]
+    def shown(self, attributes: dict[str, object], personal: Collection[str] = ()) -> list[str]:
+        """Names of the columns to show, in the order to show them; `personal` are those that must be named for it."""
+        if "*" in self.columns:
+            names = [name for name in attributes if name not in personal or name in self.named]
+        else:
+            names = [name for name in self.columns if name in attributes]
         return [name for name in names if name not in self.exclude]
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The columns that `columns` names."""
+        return () if self.columns == "*" else tuple(name for name in self.columns if name != "*")
 
     def missing(self, known: Collection[str]) -> list[str]:
         """Columns that are named here, not optional, and not among those of a table."""
-        named = [*([] if self.columns == "*" else self.columns), *self.exclude, *self.labels]
+        named = [*self.named, *self.exclude, *self.labels]
         return [name for name in dict.fromkeys(named) if name not in known and name not in self.optional]
 
 
@@ -216,6 +225,21 @@ class PromptTemplate(Strict):
             changes["history"] = history.model_copy(update=filled(history, ("heading", "none")))
         return self.model_copy(update=changes)
 
+    def showing(self, personal_attributes: Collection[str]) -> "PromptTemplate":
+        """The same template that also shows these columns, `users.zip_code`, where it shows all ordinary ones."""
+
+        def named_in(columns: Columns, table: str) -> Columns:
+            names = [name.removeprefix(f"{table}.") for name in personal_attributes if name.startswith(f"{table}.")]
+            is_all = "*" in columns.columns
+            return (
+                columns.model_copy(update={"columns": ("*", *columns.named, *names)}) if is_all and names else columns
+            )
+
+        changes = {"attributes": named_in(self.attributes, f"{self.side}s")}
+        if self.history is not None:
+            changes["history"] = named_in(self.history, "items")
+        return self.model_copy(update=changes)
+
     @property
     def identity(self) -> str:
         """`name@version`, as records carry it."""
@@ -246,6 +270,11 @@ class KnowledgeSettings(Strict):
     item_factors: tuple[str, ...] | None = Field(
         None, description="What of an item matters to them, likewise; templates of your own have theirs."
     )
+    personal_attributes: tuple[Annotated[str, Field(pattern=r"^(users|items)\..+")], ...] = Field(
+        (),
+        description="Columns that prompts show although they look like personal data or secrets, such as "
+        "users.zip_code. All others that do are left out, with a warning.",
+    )
     max_prompt_tokens: int = Field(
         1024,
         ge=16,
@@ -263,7 +292,8 @@ class KnowledgeSettings(Strict):
         """
         name, factors = self.template_of(side), self.user_factors if side == "user" else self.item_factors
         is_own = template_path(name, self.template_dir).parent != SHIPPED_TEMPLATES
-        return load_template(name, self.template_dir).worded(self.words, labels, None if is_own else factors)
+        template = load_template(name, self.template_dir).worded(self.words, labels, None if is_own else factors)
+        return template.showing(self.personal_attributes)
 
 
 def template_path(name: str, folder: str | Path | None = None) -> Path:

@@ -59,13 +59,13 @@ def read_csv(path: Path, files: SourceFiles, note: Callable[[str], object]) -> I
             if doubt:
                 note(doubt)
         raise
+    for doubt in (*doubts.notes(), encoding_doubt(path, form.encoding)):
+        if doubt:
+            note(doubt)
     if form.quote and last is not None:
         fault = unclosed_quote(path, form, num_rows - 1, last)
         if fault := fault or quote_fault(path, form, is_sure=doubts.over_lines.num > 0):
             raise TableError(fault)
-    for doubt in (*doubts.notes(), encoding_doubt(path, form.encoding)):
-        if doubt:
-            note(doubt)
 
 
 def csv_fault(path: Path, form: CsvFormat, error: Exception) -> str | None:

@@ -8,7 +8,7 @@ import datetime
 import hashlib
 import logging
 import mmap
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -31,6 +31,7 @@ from laserbatch.pipeline.tables.fetched import shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, Findings, unreadable
 from laserbatch.pipeline.tables.layout import list_folder, name_left_out
 from laserbatch.pipeline.tables.parts import TablePart, dataset_of, typed_parts
+from laserbatch.pipeline.tables.personal import personal_data
 from laserbatch.pipeline.tables.schema import (
     CREATED_AT,
     ID_COLUMNS,
@@ -59,6 +60,7 @@ class Tables:
     scratch: tuple[mmap.mmap, ...] = ()  # what interactions lie in, where that is a file
     logged_ids: dict[str, pa.Array] = field(default_factory=dict)  # by column, also of those who left the tables
     num_copies: int = 0  # interactions that were left out as exact copies of another one
+    personal: Mapping[Side, Mapping[str, str]] = field(default_factory=dict)  # as `personal_data` of whole tables
 
     def entities(self, side: Side) -> pa.Table:
         """The users or the items."""
@@ -102,7 +104,9 @@ def read_tables(
         num_copies = _warn_of_copies(is_copy)
         interactions = interactions.filter(pa.array(~is_copy)).combine_chunks()
     logged_ids = {name: only_chunk(interactions[name]).dictionary for name in ID_COLUMNS.values()}
-    tables = Tables(users, items, interactions, logged_ids=logged_ids, num_copies=num_copies)
+    tables = Tables(
+        users, items, interactions, logged_ids=logged_ids, num_copies=num_copies, personal=personal_data(users, items)
+    )
     # Who left the tables may stay in the log, and an interaction may precede its entity's own created_at.
     for side in SIDES if cutoff is not None else ():
         kind = tables.interactions.schema.field(f"{side}_id").type.value_type
