@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.tables.csv_faults import kind_of_bytes
 from laserbatch.pipeline.tables.schema import id_type, plain_ids
 
 HEADER = "user_id"
@@ -130,6 +131,8 @@ def _of_parquet(path: Path) -> tuple[list[tuple[int, str]], str]:
 
 def _text(path: Path) -> str:
     held = path.read_bytes()
+    if (kind := kind_of_bytes(held)) is not None:
+        raise ConfigError(f"{path} is no text, but {kind}; {_EXPECTED}")
     encoding = next((name for mark, name in _BYTE_ORDER_MARKS if held.startswith(mark)), "utf-8")
     try:
         text = held.decode(encoding)

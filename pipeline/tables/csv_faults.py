@@ -18,6 +18,11 @@ from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.tables.settings import CsvFormat
 
 CHUNK_BYTES = 1 << 24
+_MARKS = (
+    (b"PK\x03\x04", "a spreadsheet (.xlsx, .ods) or a zip archive"), (b"\xd0\xcf\x11\xe0", "a spreadsheet (.xls)"),
+    (b"\x1f\x8b", "compressed by gzip, so that its name has to end in .gz"), (b"PAR1", "Parquet, as its name must say"),
+    (b"SQLite f", "a database of SQLite"), (b"ORC", "ORC"), (b"Obj\x01", "Avro"),
+)  # fmt: skip
 _DATABASE_NULLS = ["\\N", "NULL"]
 _SHOWN = 60  # characters of a value
 
@@ -129,11 +134,18 @@ def zero_bytes(path: Path, place: str) -> str:
     """What is said of a file with zero bytes: of UTF-16 that is read as something else, or of one that is damaged."""
     with pa.input_stream(str(path)) as raw:
         start = raw.read(1024)
+    if (kind := kind_of_bytes(start)) is not None:
+        return f"{path} is no text, but {kind}. Export it as CSV or Parquet."
     odd, even = start[1::2].count(0), start[::2].count(0)
     if max(odd, even) > len(start) // 4:
         encoding = _marked_encoding(start) or ("utf-16-le" if odd > even else "utf-16-be")
         return f"{path} looks like UTF-16; set `csv: {{encoding: {encoding}}}` in the mapping."
     return f"{path}, {place}: the text holds a zero byte. Take it out, or export the file again."
+
+
+def kind_of_bytes(start: bytes) -> str | None:
+    """What a file is that begins with some bytes, if it is a known one that is no text."""
+    return next((kind for mark, kind in _MARKS if start.startswith(mark)), None)
 
 
 def _marked_encoding(start: bytes) -> str | None:
@@ -146,13 +158,15 @@ def encoding_fault(path: Path, encoding: str) -> str | None:
     try:
         with pa.input_stream(str(path)) as raw:
             while chunk := raw.read(CHUNK_BYTES):
-                start = start or chunk[:4]
+                start = start or chunk[:8]
                 line += decoder.decode(chunk).count("\n")
         decoder.decode(b"", final=True)
         return None
     except UnicodeDecodeError as error:
         line += error.object[: error.start].count(b"\n")
         found = error.object[max(0, error.start - 20) : error.end + 20]
+    if (kind := kind_of_bytes(start)) is not None:
+        return f"{path} is no text, but {kind}. Export it as CSV or Parquet."
     if b"\0" in found and _marked_encoding(start) is None:
         return zero_bytes(path, f"line {line}")
     known = _marked_encoding(start) or "cp1252"

@@ -97,7 +97,7 @@ class _Unknown:
     examples: list = field(default_factory=list)
     num_rows: int = 0
     num_unknown: int = 0
-    num_near: int = 0  # that differ from a listed one only in case, blanks around it, leading zeros or a `.0`
+    num_near: int = 0  # that differ from a listed one only in case, blanks, quotes, leading zeros or a `.0`
     near: str = ""  # the first of them, and what it is like
     plain_known: pa.Array | None = None  # all listed ones, as `_plain` has them; made when it is needed
 
@@ -124,8 +124,15 @@ class _Times:
 
 
 def _plain(ids: pa.Array) -> pa.Array:
-    without_point = pc.replace_substring_regex(pc.utf8_lower(pc.utf8_trim_whitespace(ids)), r"(\d)\.0+$", r"\1")
-    return pc.replace_substring_regex(without_point, r"^0+(\d)", r"\1")
+    plain = pc.utf8_lower(pc.utf8_trim_whitespace(ids))
+    for pattern in (
+        r'^="(.*)"$',
+        r"^'(.*)$",
+        r"^(.*\d)\.0+$",
+        r"^0+(\d.*)$",
+    ):  # the first two as spreadsheets have them
+        plain = pc.replace_substring_regex(plain, pattern, r"\1")
+    return plain
 
 
 @dataclass
@@ -330,7 +337,7 @@ class _Import:
             if unknown.num_near:
                 self.note(
                     f"table interactions: {unknown.num_near:,} rows of a {column} that is in no table are left out, "
-                    "but a listed one differs only in case, blanks around it, leading zeros or a `.0`: "
+                    "but a listed one differs only in case, blanks, quotes, leading zeros or a `.0`: "
                     f"{unknown.near}. Write them alike"
                 )
             if unknown.num_unknown > wanted.max_unknown_share * unknown.num_rows:

@@ -52,6 +52,7 @@ def test_ids_are_read_without_what_surrounds_them(held, ids, tmp_path):
         (b'""\n', "line 1: the id is empty"),
         (b"u1\ncaf\xe9\n", "line 2: not UTF-8"),
         ("u1\n".encode("utf-16-le"), "holds zero bytes"),
+        (b"PK\x03\x04\x14\0", "is no text, but a spreadsheet"),
         (b"u1,\nu2,x\n", "line 1: 'u1,' holds several fields"),
         (b'{"user_id": "u1"}\nu2\n', "line 2: not JSON"),
         (b'{"user_id": "u1"}\n{"user_id": 1.5}\n', "line 2: {'user_id': 1.5} has no user_id"),

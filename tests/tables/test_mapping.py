@@ -303,9 +303,9 @@ ALLOWED = WITH_LONG_IDS["interactions"] | {"files": "log.csv", "max_unknown_shar
 
 def test_unknown_ids_that_are_almost_known_are_named(tmp_path):
     (note,) = import_of_texts(
-        tmp_path, ["00123", "ab", "7"], ["7", "7", "7", "123", "AB", "x", " 7"], interactions=ALLOWED
+        tmp_path, ["00123", "ab", "7"], ["7", "7", "7", "123", "AB", "x", " 7", "'7"], interactions=ALLOWED
     )
-    assert "3 rows of a user_id that is in no table are left out" in note and "'123' and '00123'" in note
+    assert "4 rows of a user_id that is in no table are left out" in note and "'123' and '00123'" in note
 
 
 def test_an_import_stops_where_most_interactions_are_of_ids_in_no_table(tmp_path):
@@ -596,6 +596,12 @@ def test_what_databases_write_for_nothing_is_said_unless_the_mapping_says_what_i
     assert titles == ["Ran", "NULL"] and r"2 fields kept as text, first in column year, row 0: '\\N'" in note
     assert r'csv: {null_values: ["\\N", "NULL"]}' in note
     assert imported_titles(tmp_path, text, null_values=["\\N", "NULL"]) == (["Ran", None], [])
+
+
+def test_a_spreadsheet_is_no_csv(tmp_path):
+    (tmp_path / "items.csv").write_bytes(b"PK\x03\x04\x14\0\x06\0\x08\0\xe9\xff, title\n")
+    with pytest.raises(TableError, match=r"items\.csv is no text, but a spreadsheet \(\.xlsx, "):
+        imported_titles(tmp_path, None, "items.csv")
 
 
 def test_a_column_in_single_quotes_is_said(tmp_path):
