@@ -7,7 +7,7 @@ what was known at the end of that day, so only what comes later may judge.
 import datetime
 import logging
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 
 class EntityTables(Protocol):
-    """What is needed of the input tables; interactions may be a data set of Parquet files, which is streamed."""
+    """What is needed of the input tables; interactions are a table, or are streamed by methods as a data set has."""
 
     users: pa.Table
     items: pa.Table
-    interactions: pa.Table | ds.Dataset
+    interactions: Any  # with `schema`, `count_rows` and `to_batches`, unless it is a pa.Table
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def read_log(tables: EntityTables, label: str) -> Log:
             f"{', '.join(source.schema.names)}. Name another as ctr.label (of events those that count, such as `event "
             "== 'purchase'`), or set it to `all`: every interaction is a positive then, and negatives are sampled"
         )
-    source = source if isinstance(source, ds.Dataset) else ds.dataset(source)
+    source = ds.dataset(source) if isinstance(source, pa.Table) else source
     num_rows, num_read, num_unlabelled, num_left = source.count_rows(), 0, 0, 0
     users, items = np.empty(num_rows, np.int32), np.empty(num_rows, np.int32)
     times_us, labels = np.empty(num_rows, np.int64), np.ones(num_rows, np.float32)

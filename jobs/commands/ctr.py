@@ -143,7 +143,7 @@ def compare(
     config = config[0] if config else config_here()
     night = open_run(load_settings(config, {"workspace": workspace}), run)
     settings = changed_settings(night.settings.ctr, models, seeds, history)
-    later_tables = open_tables(tables or night.settings.tables.path)
+    later_tables = open_tables(tables or night.settings.tables.path, night.settings.tables.keep_duplicates)
     runs, verifier = night.workspace.runs_up_to(night.run), night.settings.decoding.verifier
     figures = compare_ctr(night.run.root, later_tables, night.date, verifier, settings, runs)
     if as_json:
@@ -164,7 +164,8 @@ def _compared(configs, frameworks, workspace, run, models, seeds, history, table
         loaded = [load_settings(config, {"workspace": workspace}) for config in configs]
         variants = of_configs(dict(zip(names, loaded, strict=True)))
     variants = [replace(one, ctr=changed_settings(one.ctr, models, seeds, history)) for one in variants]
-    return compare_variants(variants, open_tables(tables or variants[0].night.settings.tables.path))
+    of_first = variants[0].night.settings.tables
+    return compare_variants(variants, open_tables(tables or of_first.path, of_first.keep_duplicates))
 
 
 def print_worth(told: Mapping[str, Any]) -> None:

@@ -262,9 +262,7 @@ def check_memory_and_model(settings: Settings) -> Iterator[Finding]:
     except ModelError as error:
         yield Finding("model", "fault", str(error))
         return
-    compared = (
-        "" if num_rows else "; tensors were not compared with config.json (quantised, or unknown to transformers)"
-    )
+    compared = "" if num_rows else "; tensors were not compared with config.json (unknown to transformers, or packed)"
     yield Finding("model", "ok", files + compared)
     if settings.tables.path is not None and needs_a_model(settings):
         yield Finding("model", "warning", NEEDS_A_MODEL)

@@ -72,7 +72,7 @@ def experiment(
     elif before is not None and before.exists():
         day = parse_date(read_json(before)["asked"]["date"])
     else:
-        day = day_of_share(open_tables(first.tables.path), SHARE_BEFORE)
+        day = day_of_share(open_tables(first.tables.path, first.tables.keep_duplicates), SHARE_BEFORE)
     asked = Experiment(settings, day, users, items or ITEMS_A_USER * users)
     told = run_experiment(opened, name or asked.default_name, asked)
     if as_json:

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import typer
 
 from laserbatch.ctr.errors import CtrError
-from laserbatch.jobs.console import progress, summary
+from laserbatch.jobs.console import progress, say, summary
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings, open_workspace
 from laserbatch.jobs.stages.night import open_run
 from laserbatch.pipeline.encoding.exports import FORMATS, SideExport
@@ -28,8 +28,10 @@ from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, iter_parquet, wr
 from laserbatch.pipeline.tables.columns import schema_findings
 from laserbatch.pipeline.tables.conversion import ConversionFault, to_time
 from laserbatch.pipeline.tables.findings import FaultyTable
+from laserbatch.pipeline.tables.layout import list_folder
 from laserbatch.pipeline.tables.read import iter_rows
 from laserbatch.pipeline.tables.schema import UNITS_PER_SECOND, plain_ids
+from laserbatch.pipeline.tables.time_units import integer_times
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 Format = StrEnum("Format", {name: name for name in FORMATS})
@@ -46,7 +48,9 @@ def asof(
     workspace: Path | None = WORKSPACE,
     float16: bool = FLOAT16,
     basis: Path | None = BASIS,
-    unit: TimeUnit = typer.Option(TimeUnit.s, help="Unit of `timestamp` since 1970, where it holds integers."),
+    unit: TimeUnit | None = typer.Option(
+        None, help="Unit of `timestamp` since 1970, if it holds integers. Default: the one that all values leave, or s."
+    ),
     as_json: bool = JSON,
 ) -> None:
     """Join to each row of a log the newest features that are older than it, of all finished runs.
@@ -66,6 +70,7 @@ def asof(
         asked = pa.schema([field for field in first.schema if field.name in ("user_id", "item_id", "timestamp")])
         for finding in schema_findings("interactions", str(interactions), asked):
             raise FaultyTable(finding)
+        unit = _unit(interactions, unit)
         added = [field for side in SIDES for field in version_fields(forms[side], f"{side}_")]
         for name in {field.name for field in added} & set(first.schema.names):
             raise TableError(f"{interactions} has a column {name!r} already, which is to be added. Rename or drop it.")
@@ -183,6 +188,21 @@ def _kept(path: Path, is_wanted: np.ndarray | None) -> Iterator[pa.RecordBatch]:
         kept = None if is_wanted is None else pa.array(is_wanted[start : start + batch.num_rows])
         yield batch if kept is None else batch.filter(kept)
         start += batch.num_rows
+
+
+def _unit(interactions: Path, stated: str | None) -> str:
+    """The unit of a log's integer times; what is not stated is inferred from all files, and said."""
+    if stated is not None:
+        return stated
+    files = [interactions]
+    if interactions.is_dir():
+        files = [file.path for file in list_folder(interactions, "interactions").files]
+    units, findings = integer_times("interactions", files)
+    for finding in findings:
+        if not finding.is_warning:
+            raise FaultyTable(finding)
+        say(str(finding))
+    return units.get("timestamp", "s")
 
 
 def _days(times: pa.Array, unit: str, file: Path, first_row: int) -> np.ndarray:

@@ -85,7 +85,9 @@ def forget(
     user: list[str] = typer.Option([], "--user", help="Id of a user; may be given several times."),
     item: list[str] = typer.Option([], "--item", help="Id of an item; may be given several times."),
     ids: Path | None = typer.Option(
-        None, "--ids", help="A file of users' ids: one a line, or a CSV whose header names a column user_id; UTF-8."
+        None,
+        "--ids",
+        help="A file of users' ids: one a line, or the column user_id of a CSV, JSON lines or Parquet.",
     ),
     dry_run: bool = DRY_RUN,
     config: Path | None = CONFIG,
@@ -102,7 +104,7 @@ def forget(
     Example: `laserbatch forget --config laserbatch.yaml --user u123 --user u456`
     """
     settings = load_settings(config, {"workspace": workspace})
-    users = {*user, *(read_ids(ids) if ids is not None else ())}
+    users = {*user, *(read_ids(ids, say) if ids is not None else ())}
     wanted: Ids = {"user": frozenset(users), "item": frozenset(item)}
     if not any(wanted.values()):
         raise typer.BadParameter("give --user ID, --item ID or --ids FILE with at least one id")

@@ -1,4 +1,4 @@
-"""A file of ids, an id a line or the column `user_id` of a CSV, as editors, spreadsheets and databases write it.
+"""A file of ids, as editors, spreadsheets and databases write it: an id a line, a CSV, JSON lines or Parquet.
 
 It knows no workspace: whether somebody has an id is for the caller to find out. A file whose form leaves open what its
 ids are is refused by line.
@@ -6,11 +6,18 @@ ids are is refused by line.
 
 import codecs
 import csv
+import json
 import re
 import unicodedata
+from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.tables.csv_faults import kind_of_bytes
+from laserbatch.pipeline.tables.schema import id_type, plain_ids
 
 HEADER = "user_id"
 _DELIMITERS = "\t,;"
@@ -24,16 +31,36 @@ _BYTE_ORDER_MARKS = (  # UTF-32's first, since UTF-16's is the begin of it
 _EXPECTED = "expected an id a line, or a CSV whose header names a column user_id, in UTF-8"
 
 
-def read_ids(path: Path) -> set[str]:
+def read_ids(path: Path, note: Callable[[str], object] = lambda text: None) -> set[str]:
     """The ids of a file, without blanks, invisible characters and quotes around them; empty lines are none.
 
-    UTF-16 and UTF-32 are read where the file begins with their byte order mark. Raises ConfigError, which names the
-    line, where a line holds several fields, an open quote or a control character, or the file is no such text.
+    UTF-16 and UTF-32 are read where the file begins with their byte order mark. `note` is called with what was taken
+    for an id. Raises ConfigError, which names the line, where a line holds several fields, an open quote or a control
+    character, or the file is no such text.
     """
+    if path.suffix == ".parquet" or path.read_bytes()[:4] == b"PAR1":
+        found, taken = _of_parquet(path)
+    else:
+        found, taken = _of_text(path)
+    for number, key in found:
+        if not key:
+            raise ConfigError(f"{path}, line {number}: the id is empty; {_EXPECTED}")
+        if any(unicodedata.category(letter) == "Cc" for letter in key):
+            raise ConfigError(f"{path}, line {number}: {key!r} holds a control character; {_EXPECTED}")
+    ids = {key for _, key in found}
+    if ids:
+        note(f"{path}: read as ids: {taken}; {len(ids):,} in all, the first {found[0][1]!r}")
+    return ids
+
+
+def _of_text(path: Path) -> tuple[list[tuple[int, str]], str]:
+    """The ids of a text with their lines, and what was taken for one."""
     lines = [_trimmed(line) for line in re.split(r"\r\n|\r|\n", _text(path))]
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line]
     if not numbered:
-        return set()
+        return [], ""
+    if (found := _of_json(path, numbered)) is not None:
+        return found, f"the {HEADER} or the value of each JSON line"
     delimiter = _delimiter(numbered[0][1])
     if delimiter is not None or _unquoted(numbered[0][1]) == HEADER:
         rows = [(number, _fields(path, number, line, delimiter or ",")) for number, line in numbered]
@@ -42,19 +69,70 @@ def read_ids(path: Path) -> set[str]:
             if len(row) != len(names):
                 raise ConfigError(f"{path}, line {number}: {len(row)} fields, but the header has {len(names)}")
         column = names.index(HEADER)
-        found = [(number, row[column]) for number, row in rows]
-    else:
-        found = [(number, _one_id(path, number, line)) for number, line in numbered]
-    for number, key in found:
-        if not key:
-            raise ConfigError(f"{path}, line {number}: the id is empty; {_EXPECTED}")
-        if any(unicodedata.category(letter) == "Cc" for letter in key):
-            raise ConfigError(f"{path}, line {number}: {key!r} holds a control character; {_EXPECTED}")
-    return {key for _, key in found}
+        return [(number, row[column]) for number, row in rows], f"the column {HEADER}"
+    if (found := _only_column(path, numbered)) is not None:
+        return found, "the only column that holds anything, from the first line on"
+    return [(number, _one_id(path, number, line)) for number, line in numbered], "a line each"
+
+
+def _only_column(path: Path, numbered: list[tuple[int, str]]) -> list[tuple[int, str]] | None:
+    """The ids of a CSV without a header of which all other columns are empty; None of another file."""
+    first = numbered[0][1]
+    for delimiter in _DELIMITERS:
+        if delimiter in first and first.startswith(delimiter) != first.endswith(delimiter):
+            rows = [(number, _fields(path, number, line, delimiter)) for number, line in numbered]
+            columns = {column for _, row in rows for column, field in enumerate(row) if field}
+            if len(columns) == 1 and len({len(row) for _, row in rows}) == 1:
+                return [(number, row[min(columns)]) for number, row in rows]
+    return None
+
+
+def _of_json(path: Path, numbered: list[tuple[int, str]]) -> list[tuple[int, str]] | None:
+    """The ids of JSON lines, or of one JSON list; None where the file does not begin as one."""
+    first = numbered[0][1]
+    if first[0] not in "{[":
+        return None
+    values: list[tuple[int, object]] = []
+    try:
+        if first[0] == "[":
+            values = [(numbered[0][0], value) for value in json.loads("\n".join(line for _, line in numbered))]
+        else:
+            for number, line in numbered:
+                values.append((number, json.loads(line)))
+    except ValueError as error:
+        if not values:
+            return None  # an id that begins so
+        number = numbered[len(values)][0]
+        raise ConfigError(f"{path}, line {number}: not JSON, as the lines before it ({error}); {_EXPECTED}") from None
+    found = []
+    for number, value in values:
+        key = value.get(HEADER) if isinstance(value, dict) else value
+        if isinstance(key, bool) or not isinstance(key, str | int):
+            raise ConfigError(f"{path}, line {number}: {value!r} has no {HEADER} that is a text or a whole number")
+        found.append((number, _trimmed(str(key))))
+    return found
+
+
+def _of_parquet(path: Path) -> tuple[list[tuple[int, str]], str]:
+    """The ids of a Parquet file with their rows, counted from 1, and what was taken for one."""
+    try:
+        schema = pq.read_schema(path)
+        name = HEADER if HEADER in schema.names else schema.names[0]
+        if name != HEADER and len(schema.names) > 1:
+            raise ConfigError(f"{path} has no column {HEADER}, but several: {', '.join(schema.names)}")
+        if id_type(schema.field(name).type) is None:
+            raise ConfigError(f"{path}, column {name}: {schema.field(name).type} is no id; expected text or integers")
+        keys = plain_ids(pq.read_table(path, columns=[name])[name]).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise ConfigError(f"{path} cannot be read as Parquet: {error}") from None
+    ids = [(row, "" if key is None else _trimmed(str(key))) for row, key in enumerate(keys, 1)]
+    return ids, f"the column {name}"
 
 
 def _text(path: Path) -> str:
     held = path.read_bytes()
+    if (kind := kind_of_bytes(held)) is not None:
+        raise ConfigError(f"{path} is no text, but {kind}; {_EXPECTED}")
     encoding = next((name for mark, name in _BYTE_ORDER_MARKS if held.startswith(mark)), "utf-8")
     try:
         text = held.decode(encoding)

@@ -82,7 +82,8 @@ def init(
     mapping_path = out.with_name("mapping.yaml")
     if mapping_path.exists() and not overwrite:
         raise ConfigError(f"{mapping_path} is there already; pass --overwrite to replace it")
-    sources = read_sources(source)
+    notes: list[str] = []
+    sources = read_sources(source, notes.append)
     guess = guess_mapping(sources)
     mapping = guess.mapping
     events, items = (mapping[name] for name in ("interactions", "items"))
@@ -101,11 +102,12 @@ def init(
     write_text(head + guess.as_yaml(), mapping_path)
     note = f"# Made from {tables} by: {command}\n"
     write_text(_configuration(out.resolve().with_name("tables"), note, guessed), out)
-    for told in guess.notes:
+    notes += guess.notes
+    for told in notes:
         say(told)
     say(f"the mapping is a guess, which says at each line what it rests on; read {mapping_path} before you import")
     said = {"configuration": str(out), "mapping": str(mapping_path), "model": NEEDS_A_MODEL}
-    said |= {"notes": guess.notes} if as_json and guess.notes else {}
+    said |= {"notes": notes} if as_json and notes else {}
     has_gaps = any(reason.startswith("no guess") for reason in guess.reasons.values())
     fill = f"fill in what {mapping_path} has no guess for, then " if has_gaps else ""
     summary(said | {"next": f"{fill}{command}, then laserbatch try --config {out}"}, as_json)

@@ -1,6 +1,9 @@
 """`laserbatch prompts`: what prompts are made of, and what shorter ones would save."""
 
+import datetime
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +21,7 @@ from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.chat_format import encode_content
 from laserbatch.pipeline.knowledge.histories import labels_of
-from laserbatch.pipeline.knowledge.prompts import Shown, render_shown
+from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, Shown, render_shown
 from laserbatch.pipeline.knowledge.questions import SideQuestions, shown_of_row
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.tables.read import read_tables
@@ -69,6 +72,8 @@ def report(
     say_left_out(settings, tables.personal)
     tokenizer = load_tokenizer(settings.model_dir, settings.decoding.adapter)
     labels = labels_of(tables.interactions, settings.knowledge.words.events)
+    newest = pc.max(tables.interactions["timestamp"]).as_py()
+    day = as_of or (newest.date() if newest else datetime.date.today())  # a chat template may print the night's
     reports = []
     for side in SIDES:
         require_template_columns(settings.tables.path, settings, side)
@@ -77,7 +82,9 @@ def report(
         num_rows = questions.entities.num_rows
         rows = np.unique(np.linspace(0, num_rows - 1, min(num_rows, NUM_SAMPLED)).astype(np.int64))
         shown = [shown_of_row(row) for row in questions.shown(rows).to_pylist()]
-        reports.append(_report(template, shown, questions.entities, tokenizer, settings.knowledge.max_prompt_tokens))
+        render = partial(render_shown, template, tokenizer=tokenizer, date=day,
+                         max_prompt_tokens=settings.knowledge.max_prompt_tokens)  # fmt: skip
+        reports.append(_report(template, shown, questions.entities, tokenizer, render))
     if as_json:
         summary({"sides": [asdict(one) for one in reports]}, as_json=True)
         return
@@ -85,14 +92,16 @@ def report(
         _print(one)
 
 
-def _report(template, shown: list[Shown], entities: pa.Table, tokenizer, max_prompt_tokens: int) -> PromptReport:
+def _report(
+    template, shown: list[Shown], entities: pa.Table, tokenizer, render: Callable[[Shown], RenderedPrompt]
+) -> PromptReport:
     def size(of: Shown) -> int:
-        return len(render_shown(template, of, tokenizer, max_prompt_tokens).token_ids)
+        return len(render(of).token_ids)
 
     sizes, kept, halves, by_part = [], [], [], {}
     for one in shown:
         try:
-            rendered = render_shown(template, one, tokenizer, max_prompt_tokens)
+            rendered = render(one)
         except RowError:  # too long or without a title: a night says so
             continue
         events = one.events[len(one.events) - rendered.num_history :]

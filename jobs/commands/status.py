@@ -13,6 +13,7 @@ from laserbatch.jobs.events import read_events
 from laserbatch.jobs.formatting import count, rate, seconds
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, open_workspace
 from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.storage.delivery import last_deliveries
 from laserbatch.pipeline.storage.lock_probe import has_shared_locks, probe_lock
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -43,7 +44,8 @@ def workspace_state(workspace: Workspace, now: datetime.datetime) -> dict[str, A
     host took the lock, and the file system does not tell whether it still holds it. `lock` is None where nobody holds
     it, else its `holder`, `since` when, and whether that `is_certain`. `run` is the run that is under way or was last,
     None before the first; of one that is running, or may be, `progress` has what is being counted, with the time it
-    was `told`. `lists` says the same of the nightly lists, None where there are none.
+    was `told`. `delivered` has by place what was sent there last, by whichever command, if anything was.
+    `lists` says the same of the nightly lists, None where there are none.
     """
     return _state(workspace, now) | {"lists": next((_state(one, now) for one in workspace.recommendations()), None)}
 
@@ -59,7 +61,7 @@ def _state(workspace: Workspace, now: datetime.datetime) -> dict[str, Any]:
         "lock": lock,
         "run": None if run is None else _run_state(run, now, is_running=lock is not None),
         "published": _published(workspace, now),
-    }
+    } | ({"delivered": delivered} if (delivered := _delivered(workspace)) else {})
 
 
 def _lock(workspace: Workspace) -> dict[str, Any] | None:
@@ -161,6 +163,13 @@ def _published(workspace: Workspace, now: datetime.datetime) -> dict[str, Any] |
     return {"run_id": run.run_id, "date": run.date, "at": _iso(since), "age_s": now.timestamp() - since}
 
 
+def _delivered(workspace: Workspace) -> list[dict[str, Any]]:
+    try:
+        return last_deliveries(workspace.root)
+    except WorkspaceError as error:
+        return [{"error": str(error)}]
+
+
 def _iso(seconds_since_1970: float) -> str:
     return datetime.datetime.fromtimestamp(seconds_since_1970, datetime.UTC).isoformat(timespec="seconds")
 
@@ -202,4 +211,8 @@ def _told(state: dict[str, Any]) -> dict[str, str]:
         told["published"] = "nothing yet"
     else:
         told["published"] = published.get("error") or f"{published['run_id']}, {seconds(published['age_s'])} ago"
+    for place in state.get("delivered", ()):
+        since = f", sent at {place['at']}" if place.get("at") else ""
+        line = place.get("error") or f"{place['to']}: {place['run_id'] or 'no whole run yet'}{since}"
+        told["delivered"] = "; ".join(filter(None, [told.get("delivered"), line]))
     return told

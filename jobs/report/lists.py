@@ -6,7 +6,7 @@ from markupsafe import Markup
 
 from laserbatch.jobs.formatting import count, decimal, rate, ratio, seconds
 from laserbatch.jobs.report.blocks import Note, Section, Table
-from laserbatch.jobs.report.page import KeyFigure, render
+from laserbatch.jobs.report.page import KeyFigure, log_warnings, render
 from laserbatch.jobs.report.work import gates_section, provenance_section
 from laserbatch.pipeline.storage.atomic import write_text
 from laserbatch.pipeline.storage.manifest import RunManifest, SideFigures
@@ -50,7 +50,7 @@ def write_lists_report(manifest: RunManifest, path: Path) -> None:
         count(figures.num_generated), count(figures.num_entities)
     )
     title = f"Lists of {manifest.date.day} {manifest.date:%B %Y}"
-    write_text(render(manifest, title, headline, key_figures, sections), path)
+    write_text(render(manifest, title, headline, key_figures, sections, log_warnings(manifest)), path)
 
 
 def quality_of(manifest: RunManifest) -> str:

@@ -9,6 +9,7 @@ from markupsafe import Markup
 
 from laserbatch.jobs.formatting import SOURCE_LABELS, count, counted, decimal, rate, seconds, times
 from laserbatch.jobs.gates import age_of_judged, gate_sentence, holding
+from laserbatch.jobs.log_age import recorded_age
 from laserbatch.jobs.report.audit import audit_section
 from laserbatch.jobs.report.blocks import Section
 from laserbatch.jobs.report.ctr_table import ALL_MODELS, ctr_section, own_gains
@@ -196,10 +197,17 @@ def _warnings(manifest: RunManifest, sides: list[Side]) -> list[str]:
     done = "Not published" if manifest.status == "held" else "Published all the same"
     found = [f"{done}: {gate_sentence(gate)}." for gate in holding(manifest.gates)]
     found += [f"{gate_sentence(gate)}." for gate in manifest.gates if (gate.gate, gate.verdict) == ("AUC", "warns")]
+    found += log_warnings(manifest)
     found += [f"{side.label}: {warning}." for side in sides for warning in side_warnings(side.figures)]
     for table, told in manifest.inputs.items():
         found += [f"{table}.{column}: {why}." for column, why in told.get(LEFT_OUT, {}).items()]
     return [manifest.failure, *found] if manifest.status == "failed" and manifest.failure else found
+
+
+def log_warnings(manifest: RunManifest) -> list[str]:
+    """That the newest interaction is older than usual, if it is."""
+    age = recorded_age(manifest.inputs)
+    return [] if age is None or not age.is_stale else [f"{str(age)[0].upper()}{str(age)[1:]}."]
 
 
 def _facts(manifest: RunManifest) -> list[str]:

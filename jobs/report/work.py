@@ -37,6 +37,8 @@ def work_section(manifest: RunManifest, sides: list[Side]) -> Section:
     blocks: list[Block] = [Note(f"{side.label}: there were no entities.") for side in sides if side not in busy]
     if not sides:
         blocks.append(Note("No side was finished in this run."))
+    if num_copies := manifest.inputs.get("interactions", {}).get("num_copies"):
+        blocks.append(Note(f"Interactions left out as exact copies of another one: {count(num_copies)}."))
     if busy:
         blocks.append(
             stacked_shares(

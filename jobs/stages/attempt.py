@@ -13,6 +13,7 @@ from typing import Any
 
 from laserbatch.jobs.events import emit, event_log
 from laserbatch.jobs.failures import exit_code_of, line_of
+from laserbatch.jobs.log_age import recorded_age
 from laserbatch.jobs.stages.inputs import changed_inputs
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.gpus import gpu_name
@@ -118,6 +119,8 @@ def recorded(manifest: RunManifest) -> Iterator[None]:
             previous_run_id=manifest.previous_run_id,
             pools=manifest.pools.version,
         )
+        if (age := recorded_age(manifest.inputs)) is not None:
+            emit("interactions", newest=age.newest, age_days=age.age_days, is_stale=age.is_stale)
         try:
             yield
         except BaseException as error:

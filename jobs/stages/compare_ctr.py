@@ -60,6 +60,7 @@ def compare_night(night: "Night") -> CtrFigures:
         "workspace": str(night.workspace.root),
         "run_ids": [run.run_id for run in [of_night, *stand_ins][:MOST_TRIED]],
         "tables": str(night.settings.tables.path),
+        "keep_duplicates": night.settings.tables.keep_duplicates,
         "copy": None if copy is None else str(copy),  # of tables at a URI: the night has brought them already
         "verifier": night.settings.decoding.verifier,
         "settings": night.settings.ctr.model_dump(mode="json"),
@@ -83,12 +84,17 @@ def compare_night(night: "Night") -> CtrFigures:
 
 
 def judge_first(
-    workspace: Workspace, run_ids: Sequence[str], tables_path: str, verifier: str, settings: CtrSettings
+    workspace: Workspace,
+    run_ids: Sequence[str],
+    tables_path: str,
+    verifier: str,
+    settings: CtrSettings,
+    keep_duplicates: bool = False,
 ) -> CtrFigures:
     """The comparison of the first of some runs, or of the next one that can be judged; or why there is none."""
     reasons, asked_on = [], RunFolder(Path(run_ids[0])).date
     try:
-        tables = open_tables(tables_path)  # models are judged on what came after the date
+        tables = open_tables(tables_path, keep_duplicates)  # models are judged on what came after the date
         for run in map(workspace.run, run_ids):
             date = datetime.date.fromisoformat(run.date)
             try:
@@ -162,7 +168,9 @@ def _answer() -> None:
         use_copy(asked["tables"], Path(asked["copy"]))
     workspace, settings = Workspace.open(asked["workspace"]), CtrSettings.model_validate(asked["settings"])
     with event_log(workspace.run(asked["run_ids"][0]).events_path):
-        figures = judge_first(workspace, asked["run_ids"], asked["tables"], asked["verifier"], settings)
+        figures = judge_first(
+            workspace, asked["run_ids"], asked["tables"], asked["verifier"], settings, asked["keep_duplicates"]
+        )
     print(FIGURES.dump_json(figures).decode(), flush=True)
     end(0)  # the thread still reads
 

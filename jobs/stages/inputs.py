@@ -18,6 +18,7 @@ import pyarrow.types as pt
 
 from laserbatch.ctr.labels import LabelRule
 from laserbatch.jobs.console import say
+from laserbatch.jobs.log_age import log_age
 from laserbatch.jobs.settings import SAMPLE_MODEL, Settings
 from laserbatch.pipeline.budget.step_cost import read_step_cost
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer, require_whole_files, tokenizer_folder
@@ -38,7 +39,6 @@ from laserbatch.pipeline.validation import line_of, nearest
 from laserbatch.retrieval_pools.routing.embeddings import id_column, read_embeddings
 
 ROWS_AT_ONCE = 64 * 1024
-DAY_US = 24 * 3600 * 10**6
 NEEDS_A_MODEL = (
     "the bundled sample model knows only the sample world: what it writes of other tables cannot be parsed. Set "
     "decoding.model to the folder of a chat model with safetensors, for example of `hf download "
@@ -55,9 +55,10 @@ def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, d
     """Check all that a run of this date reads; returns the manifest's `inputs`, and the tables as known on the date.
 
     `inputs` has by table, and as `user_embeddings` and `item_embeddings` where they are configured, the file's name,
-    rows and SHA-256; of a table also the SHA-256 of what of it is known on the date (`known_sha256`), of embeddings how
-    many ids are of no entity that is known then. Raises ConfigError, ModelError, TableError or PoolError, which name
-    all faults of settings and templates, of a model's files, of the tables, or of a file of embeddings.
+    rows and SHA-256; of a table also the SHA-256 of what of it is known on the date (`known_sha256`), of interactions
+    how many were left out as exact copies (`num_copies`) and how old the newest is (`age`, a `LogAge`), of embeddings
+    how many ids are of no entity that is known then. Raises ConfigError, ModelError, TableError or PoolError, which
+    name all faults of settings and templates, of a model's files, of the tables, or of a file of embeddings.
     """
     if settings.tables.path is None:
         raise ConfigError("no input tables: set tables.path in the configuration; `laserbatch init TABLES` writes one")
@@ -119,40 +120,16 @@ def sound_tables(
             f"neither a user nor an item of {settings.tables.path} is known at the end of {date}: every created_at is "
             "later; give a later --date, or correct created_at"
         )
-    if told := stale_log(tables.interactions["timestamp"], date):
-        say(f"WARNING: {settings.tables.path}: {told}")
     inputs = describe(settings.tables.path)
+    inputs["interactions"]["num_copies"] = tables.num_copies
+    if (age := log_age(tables.interactions["timestamp"], date)) is not None:
+        inputs["interactions"]["age"] = age.as_json()
+        if age.is_stale:
+            say(f"WARNING: {settings.tables.path}: {age}")
     for name in sc.TABLE_NAMES:
         inputs[name]["known_sha256"] = _content_sha256(getattr(tables, name))
     tables.let_go()
     return inputs, tables
-
-
-def stale_log(times: pa.ChunkedArray, date: datetime.date) -> str | None:
-    """What is to be said of a log whose newest interaction is older than twice the usual gap; None of any other.
-
-    Parameters
-    ----------
-    times : timestamp[us, UTC] of the interactions that are known at the end of the date.
-
-    The gap is the median number of days between two days (UTC) with interactions, one after the other.
-    """
-    found: list[np.ndarray] = []
-    for start in range(0, len(times), ROWS_AT_ONCE):
-        part = times.slice(start, ROWS_AT_ONCE).drop_null().cast(pa.int64()).to_numpy()
-        found.append(np.unique(part // DAY_US))
-    days = np.unique(np.concatenate(found)) if found else np.zeros(0, np.int64)
-    if len(days) < 2:
-        return None  # there is no usual gap
-    newest = datetime.date(1970, 1, 1) + datetime.timedelta(days=int(days[-1]))
-    age_days, gap_days = (date - newest).days, float(np.median(np.diff(days)))
-    if age_days <= 2 * gap_days:
-        return None
-    return (
-        f"the newest interaction known on {date} is of {newest}, {age_days:,} days before, while days with "
-        f"interactions are usually {gap_days:g} day{'s' * (gap_days != 1)} apart. Check that interactions "
-        "are still exported"
-    )
 
 
 def _require_files(settings: Settings) -> None:

@@ -12,7 +12,7 @@ from laserbatch.jobs.report.lists import write_lists_report
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import GateSettings
 from laserbatch.pipeline.errors import ConfigError, PipelineError, RunHeld, WorkspaceError
-from laserbatch.pipeline.storage.delivery import Destination, remember_place
+from laserbatch.pipeline.storage.delivery import Destination, record_delivery, remember_place
 from laserbatch.pipeline.storage.manifest import GateFigures, RunManifest
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import RECOMMENDATIONS, Workspace
@@ -133,6 +133,7 @@ def deliver(workspace: Workspace, uri: str | None, is_asked: bool = False) -> No
             f"run {run_id} is published here, but not delivered to {uri}; the night's command, given again, or "
             f"{command_to_publish(workspace.run(run_id))} delivers it later. {error}"
         ) from None
+    record_delivery(workspace.root, uri, run_id)
     told = f"{counted(sent.num_files, 'file')} ({sent.num_bytes / 1e6:,.1f} MB) sent" if sent.num_files else "all there"
     say(f"run {run_id} is delivered to {uri}: {told}")
     emit("delivered", run_id=run_id, to=uri, num_files=sent.num_files, num_bytes=sent.num_bytes)

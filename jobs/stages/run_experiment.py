@@ -126,7 +126,8 @@ def run_experiment(workspace: Workspace, name: str, experiment: Experiment) -> d
         result, runs = folder.root / "comparison.json", {one.name: one.night.run.run_id for one in variants}
         told = read_json(result) if result.exists() else {}
         if told.get("runs") != runs:
-            told = {"runs": runs} | compare_variants(variants, open_tables(folder.tables_folder))
+            keep_duplicates = variants[0].night.settings.tables.keep_duplicates
+            told = {"runs": runs} | compare_variants(variants, open_tables(folder.tables_folder, keep_duplicates))
             write_json(told, result)
         return {"experiment": name, "folder": str(folder.root), "sample": sample, **told, "failed": failed}
 
@@ -153,9 +154,8 @@ def _sampled(folder: ExperimentFolder, experiment: Experiment) -> dict[str, Any]
                 require_template_columns(source, of_variant, side)
             require_plain_words(of_variant)
         with atomic_folder(folder.tables_folder, overwrite=True) as made:
-            sample = write_sample(
-                open_tables(source), made, experiment.date, experiment.num_users, experiment.num_items
-            )
+            opened = open_tables(source, first.tables.keep_duplicates)
+            sample = write_sample(opened, made, experiment.date, experiment.num_users, experiment.num_items)
             _require_judges(made, experiment)
     except BaseException:
         remove_folder(folder.root)
@@ -176,7 +176,7 @@ def _require_judges(tables: Path, experiment: Experiment) -> None:
     require_one_judgement({name: of_variant.ctr for name, of_variant in experiment.settings.items()})
     for of_variant in experiment.settings.values():
         try:
-            build_dataset(open_tables(tables), experiment.date, of_variant.ctr)
+            build_dataset(open_tables(tables, of_variant.tables.keep_duplicates), experiment.date, of_variant.ctr)
         except CtrError as error:
             raise CtrError(
                 f"the sample of {experiment.num_users} users could not judge what is written about it, so nothing was: "

@@ -21,6 +21,7 @@ from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import atomic_folder, atomic_path, sha256_file
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.tables.read import describe, iter_rows, open_tables
+from laserbatch.pipeline.tables.time_units import in_unit, span_of, unit_of
 
 FeatureName = Literal["own", "plain", "none"]
 CHECKPOINT = "checkpoint.safetensors"
@@ -52,7 +53,7 @@ def train_to_folder(
         raise CtrError(f"{out} is there already, and of another training; give another folder, or remove it")
     work = out.with_name(f".{out.name}.unfinished")
     try:
-        opened = open_tables(tables)
+        opened = open_tables(tables, night.settings.tables.keep_duplicates)
         data = build_dataset(opened, night.date, settings)
         found = features_of(night, features)
         variants = {} if found is None else {features: found}
@@ -94,6 +95,7 @@ def features_of(night: Night, features: FeatureName) -> FeatureSet | None:
 
 def _provenance(night: Night, features: FeatureName, tables: str) -> dict[str, Any]:
     found: dict[str, Any] = {"run_id": night.run.run_id, "features": features, "tables": str(tables)}
+    found["keep_duplicates"] = night.settings.tables.keep_duplicates
     found["inputs"] = {name: of["sha256"] for name, of in describe(tables).items()}
     if features != "none":
         run = night.run.plain if features == "plain" else night.run
@@ -176,7 +178,10 @@ def predict_pairs(model: Path, night: Night, tables: str, pairs: Path, out: Path
     log = labelled_log(opened, card.as_of, card.settings)
     times_us = np.full(len(asked), log.times_us[-1] + 1)
     if "timestamp" in asked.column_names:
-        times_us = to_us(asked["timestamp"].combine_chunks())
+        times = asked["timestamp"].combine_chunks()
+        if (span := span_of(times)) is not None and (unit := unit_of(*span)):
+            times = in_unit(times, unit)
+        times_us = to_us(times)
     scores = score(model, card, opened, features, log, *numbers, times_us)
     write_parquet(asked.append_column("score", pa.array(scores.astype(np.float32))), out)
     return len(asked)
@@ -191,4 +196,4 @@ def _opened(card, night: Night, tables: str):
                 f"the features of {side}s of run {night.run.run_id} are of the encoder {of_side.encoder}, the model "
                 f"was trained with {known[side]}; give a run of that one"
             )
-    return features_of(night, features), open_tables(tables)
+    return features_of(night, features), open_tables(tables, card.provenance.get("keep_duplicates", False))

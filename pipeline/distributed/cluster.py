@@ -2,9 +2,7 @@
 
 import logging
 import os
-import shutil
 import signal
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -18,6 +16,7 @@ from laserbatch.pipeline.distributed.loading import is_tried
 from laserbatch.pipeline.distributed.settings import ClusterSettings, usable_cores
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.gpus import num_gpus
+from laserbatch.pipeline.storage.scratch import RAY_PREFIX, ScratchFolder, remove_dead_scratch
 
 PRELOADED = "laserbatch.pipeline.distributed.preloaded"
 MARK = "LASERBATCH_WORKSPACE"  # in the environment of every process of Ray that a night has started
@@ -120,10 +119,11 @@ def ray_cluster(
         layout = worker_layout(settings, [here], gpus_a_worker)
         preloads &= layout.num_workers == here.num_cpus  # Ray starts a process a core
         preloads &= is_tried("ray")
+        remove_dead_scratch(SHORT_FOLDERS, RAY_PREFIX)  # of nights that were killed
         short_folder = _short_folder()
         with _without_onlookers() if is_tried("ray") else nullcontext(), _marked(workspace):
             ray.init(
-                _temp_dir=short_folder,
+                _temp_dir=None if short_folder is None else str(short_folder.path),
                 address="local",
                 num_cpus=here.num_cpus,
                 num_gpus=here.num_gpus,
@@ -145,10 +145,10 @@ def ray_cluster(
         if started:
             ray.shutdown()
         if short_folder is not None:
-            shutil.rmtree(short_folder, ignore_errors=True)
+            short_folder.remove()
 
 
-def _short_folder() -> str | None:
+def _short_folder() -> ScratchFolder | None:
     """A new folder for Ray's own files where the usual one is too long for the paths of its sockets, else None.
 
     Batch systems set such a TMPDIR. Raises ConfigError where no short folder may be written either.
@@ -158,7 +158,7 @@ def _short_folder() -> str | None:
         return None
     for folder in SHORT_FOLDERS:
         with suppress(OSError):
-            return tempfile.mkdtemp(prefix="laserbatch-ray-", dir=folder)
+            return ScratchFolder("ray", folder, RAY_PREFIX)
     raise ConfigError(
         f"the temporary folder {usual} has more than the {MAX_TEMP_BYTES} bytes that leave room for the paths of Ray's "
         f"sockets, and none of {', '.join(SHORT_FOLDERS)} may be written; set RAY_TMPDIR to a shorter folder"

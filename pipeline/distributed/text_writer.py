@@ -6,6 +6,7 @@
 It knows no tables, templates or runs. docs/ray-data.md says how it is used.
 """
 
+import datetime
 import hashlib
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -52,6 +53,8 @@ class TextWriter:
     pools : a workspace's `pools` folder; None drafts from each text's own prompt, output and previous text.
     side, version : of the pools; None, the current version.
     system : a system message for all prompts.
+    date : what a chat template that prints today's date prints, such as "2025-03-01"; None, the day on which this
+        object is made. Give it where texts are to be the same on another day.
     device : "auto", "cpu" or "cuda".
     num_threads : of a worker on a CPU; None, as many as Ray gave it.
     decoding : options of `decoding:` in the configuration, by name. What they leave open of the budget is chosen by
@@ -71,6 +74,7 @@ class TextWriter:
         system: str | None = None,
         device: str = "auto",
         num_threads: int | None = None,
+        date: datetime.date | str | None = None,
         **decoding: Any,
     ) -> None:
         try:
@@ -80,6 +84,10 @@ class TextWriter:
         if self._settings.engine != "laserbatch":
             raise ConfigError("TextWriter writes with our engine; docs/ray-data.md has Ray Data LLM for vLLM")
         self._system, self._side, self._budget, self._pool = system, side, None, None
+        try:
+            self._date = datetime.date.fromisoformat(str(date)) if date is not None else datetime.date.today()
+        except ValueError:
+            raise ConfigError(f"TextWriter: {date!r} is not a date; expected one such as 2025-03-01") from None
         folder = SAMPLE_MODEL if str(model) == "sample" else Path(model)
         if pools is not None:
             self._pool = open_pool(
@@ -143,7 +151,7 @@ class TextWriter:
         """Raises RowError: the prompt is neither a text nor tokens, or cannot be written in plain ones."""
         tokenizer = self._engine.tokenizer
         if isinstance(prompt, str):
-            prompt_ids = encode_chat(tokenizer, prompt, self._system, CHAT_OPTIONS)
+            prompt_ids = encode_chat(tokenizer, prompt, self._system, CHAT_OPTIONS, self._date)
         else:
             prompt_ids = _ids(prompt)
         if isinstance(previous, str):

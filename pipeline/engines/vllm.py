@@ -89,9 +89,8 @@ class VllmEngine:
     ) -> None:
         self.tokenizer, self.num_forwards, self.costliest_step_s = load_tokenizer(model_dir), 0, 0.0
         self._rules = folder_rules(model_dir)
-        num_rows = require_described_weights(
-            model_dir
-        )  # vLLM's loaders skip biases that a configuration does not describe
+        # vLLM's loaders skip biases that a configuration does not describe
+        num_rows = require_described_weights(model_dir)
         if num_rows and (warning := require_token_rows(model_dir, self.tokenizer, num_rows)):
             logger.warning("%s", warning)
         if device == "auto":

@@ -5,6 +5,7 @@ run are there, each read back and compared, before the pointer is put as the las
 or the other. A delivery that was killed goes on: what is there with the same bytes stays.
 """
 
+import datetime
 import hashlib
 import json
 import shutil
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
 FOLDERS = ("knowledge", "features", "quarantine", "postponed")  # of a run, beside single files: what readers want
-PLACES = "delivered-to.json"  # of a workspace: every URI that a run of it was sent to, whichever command sent it
+PLACES = "delivered-to.json"  # of a workspace: every URI that a run of it was sent to, and the last one there
 NUM_AT_ONCE = 8  # files on their way
 
 
@@ -146,20 +147,41 @@ class Destination:
 
 def known_places(root: Path) -> set[str]:
     """URIs that runs of the workspace at `root` were sent to, or began to be. Raises WorkspaceError: file damaged."""
-    path = root / PLACES
-    if not path.exists():
-        return set()
-    places = read_json(path, f', or write {{"places": ["s3://...", ...]}} with every place that {root} delivered to')
-    if not isinstance(places.get("places"), list) or not all(isinstance(one, str) for one in places["places"]):
-        raise WorkspaceError(f'{path}: "places" is not a list of URIs; write every place that {root} delivered to')
-    return set(places["places"])
+    return set(_record(root)["places"])
 
 
 def remember_place(root: Path, uri: str) -> None:
     """Record that a run of the workspace at `root` is going to be sent to a URI; call it before anything is sent."""
-    places = known_places(root)
-    if uri.rstrip("/") not in places:
-        write_json({"places": sorted({*places, uri.rstrip("/")})}, root / PLACES)
+    record, uri = _record(root), uri.rstrip("/")
+    if uri not in record["places"]:
+        write_json(record | {"places": sorted({*record["places"], uri})}, root / PLACES)
+
+
+def record_delivery(root: Path, uri: str, run_id: str) -> None:
+    """Record that readers at a URI see a run of the workspace at `root` from now on, whichever command sent it."""
+    record, now = _record(root), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    last = record.get("last", {}) | {uri.rstrip("/"): {"run_id": run_id, "at": now}}
+    write_json(record | {"last": dict(sorted(last.items()))}, root / PLACES)
+
+
+def last_deliveries(root: Path) -> list[dict[str, str | None]]:
+    """By place, in order, what readers see there: `to`, `run_id`, and `at`; both None where no delivery was completed.
+
+    Raises WorkspaceError as `known_places` does.
+    """
+    record = _record(root)
+    unknown = {"run_id": None, "at": None}
+    return [{"to": uri} | record.get("last", {}).get(uri, unknown) for uri in sorted(record["places"])]
+
+
+def _record(root: Path) -> dict:
+    path = root / PLACES
+    if not path.exists():
+        return {"places": []}
+    record = read_json(path, f', or write {{"places": ["s3://...", ...]}} with every place that {root} delivered to')
+    if not isinstance(record.get("places"), list) or not all(isinstance(one, str) for one in record["places"]):
+        raise WorkspaceError(f'{path}: "places" is not a list of URIs; write every place that {root} delivered to')
+    return record
 
 
 def _described(run: RunFolder) -> dict[str, tuple[int, str]]:

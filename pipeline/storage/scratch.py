@@ -9,10 +9,12 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 PREFIX = "laserbatch-scratch-"
+RAY_PREFIX = "laserbatch-ray-"  # of Ray's own files, whose paths must be short
 MIN_AGE_S = 60  # a younger folder may belong to a process that has made it and not locked it yet
 
 
@@ -20,11 +22,13 @@ class ScratchFolder:
     """A new folder in the temporary folder; it goes with `remove`, at the end of a `with` block, or with the process.
 
     Folders of dead processes are removed before it is made, so that at most those of the last command are there.
+    `within` is another folder to make it in, and `prefix` what its name begins with there.
     """
 
-    def __init__(self, purpose: str) -> None:
+    def __init__(self, purpose: str, within: str | None = None, prefix: str | None = None) -> None:
         remove_dead_scratch()
-        self._folder = tempfile.TemporaryDirectory(prefix=f"{PREFIX}{purpose}-", ignore_cleanup_errors=True)
+        prefix = prefix or f"{PREFIX}{purpose}-"
+        self._folder = tempfile.TemporaryDirectory(prefix=prefix, dir=within, ignore_cleanup_errors=True)
         self.path = Path(self._folder.name)
         self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         with suppress(OSError):  # then other processes cannot lock it either, and leave it alone
@@ -44,14 +48,15 @@ class ScratchFolder:
         self.remove()
 
 
-def dead_scratch() -> list[Path]:
-    """Scratch folders in the temporary folder whose process is gone."""
-    return [path for path in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")) if _is_dead(path)]
+def dead_scratch(within: Sequence[str] = (), prefix: str = PREFIX) -> list[Path]:
+    """Scratch folders whose process is gone, in the temporary folder or in others."""
+    folders = map(Path, within or [tempfile.gettempdir()])
+    return [path for folder in folders for path in sorted(folder.glob(f"{prefix}*")) if _is_dead(path)]
 
 
-def remove_dead_scratch() -> int:
+def remove_dead_scratch(within: Sequence[str] = (), prefix: str = PREFIX) -> int:
     """Delete the scratch folders of processes that are gone; returns how many."""
-    found = dead_scratch()
+    found = dead_scratch(within, prefix)
     for path in found:
         shutil.rmtree(path, ignore_errors=True)
     return sum(not path.exists() for path in found)

@@ -5,8 +5,8 @@ Every file is read once, in batches; only the entities' ids are held in memory. 
 """
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ from laserbatch.pipeline.tables.schema import (
     tables_folder,
     time_scalar,
 )
+from laserbatch.pipeline.tables.time_units import in_unit, integer_times
 
 BATCH_ROWS = 256 * 1024
 NUM_FINDINGS_IN_ERROR = 3
@@ -95,6 +96,7 @@ class _Part:
     file: PartFile | None = None
     schema: pa.Schema = pa.schema([])  # noqa: RUF009 (it is immutable)
     usable: frozenset[str] = frozenset()
+    units: Mapping[str, str] = field(default_factory=dict)  # of integer times that are no seconds
 
     def ruled_columns(self) -> list[str]:
         """The usable columns whose values have rules."""
@@ -213,6 +215,9 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
     except FaultyTable as error:
         findings.add(error.finding)
         return
+    units, of_times = integer_times(table, [file.path for file in listing.files])
+    for finding in of_times:
+        findings.add(finding)
     for found in name_left_out(listing.left_out):
         expected, advice = "only Parquet files with rows", "move them away, or write them as the others are"
         findings.add(Finding("left-out", table, found, expected, advice, is_warning=True))
@@ -239,7 +244,7 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
         for difference in _differences(table, name, kinds):
             findings.add(difference)
         usable = frozenset(file.schema_arrow.names).difference(fault.column for fault in faults)
-        yield _Part(table, name, file, file.schema_arrow, usable)
+        yield _Part(table, name, file, file.schema_arrow, usable, units)
     if num_rows == 0:
         findings.add(Finding("empty-table", table, "the table has no rows", "at least one", "write the table again"))
 
@@ -279,6 +284,7 @@ def _checked_batches(
     try:
         for batch in part.file.iter_batches(rows_at_once, columns=columns):
             values = {name: _decoded(batch.column(name)) for name in batch.schema.names}
+            values |= {name: in_unit(values[name], unit) for name, unit in part.units.items() if name in values}
             for column, array in values.items():
                 role = RATING_OF_EVENT if column == "rating" and "event" in values else role_of(part.table, column)
                 for rule in role.rules:

@@ -5,6 +5,7 @@ rows, files and tables are in `check.py`.
 """
 
 import datetime
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -39,6 +40,11 @@ class Rule:
         advice = self.advice.format(column=column)
         finding = Finding(self.kind, table, self.found, self.expected, advice, column, file, is_warning=self.is_warning)
         findings.add_rows(finding, rows, first_row, values)
+
+
+def is_unnamed(column: str) -> bool:
+    """Whether a column has no name of its own: pandas' row numbers, or what a delimiter at the end of lines makes."""
+    return re.fullmatch(r"\s*|Unnamed: \d+|__index_level_\d+__", column) is not None
 
 
 def blank(values: pa.Array) -> pa.Array:

@@ -25,6 +25,9 @@ _EXPECTED = {pa.int64(): "an integer below 2**63", pa.float64(): "a number", pa.
 _ZONE_PATTERN = r":\d{2}(\.\d+)?\s*(Z|[+-]\d{2}(:?\d{2})?)$"
 ALL_UNITS = f"{', '.join(UNITS_PER_SECOND)}, iso, or a format like %d/%m/%Y"
 MAX_EXACT = {pa.float16(): 2**11, pa.float32(): 2**24, pa.float64(): 2**53}  # whole numbers that floats hold exactly
+WHOLE_ID = r"^-?(0|[1-9]\d*)$"
+FLOAT_ID = r"^-?(0|[1-9]\d*)\.0+$"  # as pandas writes whole numbers where one is missing
+_CUT_ID = r"^-?\d([.,]\d+[eE]\+?|[eE]\+)\d+$|^-?\d{1,3}(,\d{3})+$"  # as a spreadsheet shows a long number
 NO_TEXT = pa.scalar(None, pa.string())
 
 
@@ -59,14 +62,22 @@ def whole_numbers(column: pa.Array) -> pa.Array:
     return _each(column, column, convert, f"an id: a whole number{limit}, or text; export larger ids as text")
 
 
-def without_exponents(ids: pa.Array) -> pa.Array:
-    """The ids; ConversionFault for text such as 1.23e+11, which a spreadsheet makes of a long number."""
-    if ids.type == pa.string():
-        is_cut = pc.fill_null(pc.match_substring_regex(ids, r"^\s*\d\.\d+[eE]\+\d+\s*$"), False)
-        if is_cut.true_count:
-            row = pc.index(is_cut, True).as_py()
-            raise ConversionFault(row, ids[row].as_py(), "an id with all of its digits; export the column as text")
+def uncut(ids: pa.Array) -> pa.Array:
+    """The ids; ConversionFault for text such as 1.23E+11 or 123,456, which spreadsheets make of long numbers."""
+    is_cut = pc.fill_null(pc.match_substring_regex(pc.utf8_trim_whitespace(ids), _CUT_ID), False)
+    if is_cut.true_count:
+        row = pc.index(is_cut, True).as_py()
+        raise ConversionFault(row, ids[row].as_py(), "an id with all of its digits alone; export the column as text")
     return ids
+
+
+def whole_texts(ids: pa.Array) -> pa.Array:
+    """The ids, those such as 123.0 as 123; ConversionFault for one of them that is too large to be exact."""
+    is_float = pc.fill_null(pc.match_substring_regex(ids, FLOAT_ID), False)
+    if not is_float.true_count:
+        return ids
+    whole_numbers(pc.if_else(is_float, ids, NO_TEXT).cast(pa.float64()))
+    return pc.if_else(is_float, pc.replace_substring_regex(ids, r"\.0+$", ""), ids)
 
 
 def to_path(column: pa.Array, separator: str) -> pa.Array:

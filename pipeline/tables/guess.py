@@ -2,16 +2,16 @@
 
 import codecs
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
 import yaml
 
 from laserbatch.pipeline.errors import TableError
-from laserbatch.pipeline.tables.columns import ATTRIBUTE
+from laserbatch.pipeline.tables.columns import ATTRIBUTE, is_unnamed
 from laserbatch.pipeline.tables.guessed_columns import (
     TIME,
     TITLE,
@@ -87,8 +87,11 @@ def _flow(value: object) -> str:
     return dumped.removesuffix("...\n").strip()
 
 
-def read_sources(folder: Path) -> list[SourceTable]:
-    """Every Parquet or CSV file of a folder, and every folder of such in it as one, with its first rows."""
+def read_sources(folder: Path, note: Callable[[str], object] = lambda text: None) -> list[SourceTable]:
+    """Every Parquet or CSV file of a folder, and every folder of such in it as one, with its first rows.
+
+    `note` is called with what the quotes of these leave in doubt.
+    """
     sources = []
     for path in sorted(folder.iterdir()):
         is_hidden = path.name.startswith((".", "_"))
@@ -98,10 +101,15 @@ def read_sources(folder: Path) -> list[SourceTable]:
                 continue
             options = {} if is_parquet(listed[0].path) else _csv_options(listed[0].path)
             files = SourceFiles(files=path.name, **options)
-            batches = list(islice(read_source(files, folder, path.stem), 2))
-            if batches:
-                head = pa.Table.from_batches([batches[0].rows])
-                sources.append(SourceTable(files.files, head, options, is_whole=len(batches) == 1))
+            with closing(read_source(files, folder, path.stem, note)) as batches:
+                first, is_whole = next(batches, None), False
+                try:
+                    is_whole = next(batches, None) is None
+                except TableError as error:  # which the mapping may mend
+                    note(str(error))
+            if first is not None:
+                head = pa.Table.from_batches([first.rows])
+                sources.append(SourceTable(files.files, head, options, is_whole))
     if not sources:
         raise TableError(f"{folder} holds no Parquet or CSV file with rows; expected users, items and interactions")
     return sources
@@ -115,7 +123,7 @@ def _csv_options(path: Path) -> dict[str, str]:
     try:
         codecs.getincrementaldecoder("utf-8")().decode(start)
     except UnicodeDecodeError:
-        options["encoding"] = "cp1252"
+        options["encoding"] = "utf-16" if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "cp1252"
     header = start.split(b"\n", 1)[0].decode("latin-1")
     delimiter = max((usual, ",", ";", "\t", "|"), key=header.count)
     return options | ({"delimiter": delimiter} if delimiter != usual else {})
@@ -194,6 +202,7 @@ def _add_entities(guessed: GuessedMapping, table: str, source: SourceTable, colu
         name: f"of type {source.head[name].type}, not {ATTRIBUTE.expected}"
         for name in names if not ATTRIBUTE.accepts(source.head[name].type)
     }  # fmt: skip
+    left_out |= dict.fromkeys(filter(is_unnamed, names), "it has no name of its own, as row numbers of pandas")
     usable = [name for name in names if name not in left_out]
     personal = personal_columns(source.head, "user" if table == "users" else "item", usable)
     left_out |= {name: f"looks like {looks_like}" for name, looks_like in personal.items()}

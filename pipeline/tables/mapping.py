@@ -18,7 +18,8 @@ from pydantic import ValidationError
 
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.storage.parquet import write_parquet
-from laserbatch.pipeline.tables.columns import blank
+from laserbatch.pipeline.tables.columns import blank, is_unnamed
+from laserbatch.pipeline.tables.conversion import FLOAT_ID, WHOLE_ID
 from laserbatch.pipeline.tables.layout import name_left_out, unnamed_files
 from laserbatch.pipeline.tables.read import find_exact_copies
 from laserbatch.pipeline.tables.schema import CREATED_AT, ID_COLUMNS
@@ -29,8 +30,10 @@ from laserbatch.pipeline.tables.settings import (
     ItemMapping,
     SourceColumn,
     SourceFiles,
+    SourceTime,
 )
 from laserbatch.pipeline.tables.source import SourceBatch, list_source, read_source
+from laserbatch.pipeline.tables.time_units import NAMES, other_reading, shown_span, unit_of
 from laserbatch.pipeline.validation import explain, nearest, read_yaml
 
 NUM_EXAMPLES = 3
@@ -62,11 +65,17 @@ def import_mapped(
     rules left out, by table and rule: "interactions of unknown user_id". Raises TableError, which names file, column,
     row and value, where a file or column is not there, or a value cannot be converted.
     """
-    work = _Import(mapping, Path(source), Path(out), progress, note)
-    known = {"item_id": work.write("items", mapping.items, work.entity_columns)["item_id"]}
-    if mapping.users is not None:
-        known = {"user_id": work.write("users", mapping.users, work.entity_columns)["user_id"]} | known
-    written = work.write("interactions", mapping.interactions, work.interaction_columns, known)
+    notes: dict[str, None] = {}
+    work = _Import(mapping, Path(source), Path(out), progress, notes.setdefault)
+    written = work.write_all()
+    if whole := work.whole_ids():
+        work = _Import(mapping, Path(source), Path(out), progress, notes.setdefault, whole)
+        written = work.write_all()
+        for column in sorted(whole):
+            work.note(f"{column}: ids such as 123.0 were read as the whole numbers that they are, such as 123")
+    for text in notes:
+        note(text)
+    work.note = note
     work.require_known(mapping.interactions)
     if not mapping.interactions.keep_duplicates:
         work.drop_copies()
@@ -88,6 +97,42 @@ class _Unknown:
     examples: list = field(default_factory=list)
     num_rows: int = 0
     num_unknown: int = 0
+    num_near: int = 0  # that differ from a listed one only in case, blanks, quotes, leading zeros or a `.0`
+    near: str = ""  # the first of them, and what it is like
+    plain_known: pa.Array | None = None  # all listed ones, as `_plain` has them; made when it is needed
+
+    def add_near(self, others: pa.Array, known: pa.Array) -> None:
+        """Count ids of rows, of which none is listed, that are written almost as a listed one."""
+        if self.plain_known is None:
+            self.plain_known = _plain(known)
+        places = pc.index_in(_plain(others), self.plain_known)
+        self.num_near += len(places) - places.null_count
+        if not self.near and places.null_count < len(places):
+            row = pc.index(pc.is_valid(places), True).as_py()
+            self.near = f"{others[row].as_py()!r} and {known[places[row].as_py()].as_py()!r}"
+
+
+@dataclass
+class _Times:
+    """The numbers of a column of times: the first file, their unit, the least and the greatest."""
+
+    file: Path
+    unit: str
+    is_inferred: bool
+    low: int
+    high: int
+
+
+def _plain(ids: pa.Array) -> pa.Array:
+    plain = pc.utf8_lower(pc.utf8_trim_whitespace(ids))
+    for pattern in (
+        r'^="(.*)"$',
+        r"^'(.*)$",
+        r"^(.*\d)\.0+$",
+        r"^0+(\d.*)$",
+    ):  # the first two as spreadsheets have them
+        plain = pc.replace_substring_regex(plain, pattern, r"\1")
+    return plain
 
 
 @dataclass
@@ -99,8 +144,73 @@ class _Import:
     out: Path
     progress: Progress | None
     note: Callable[[str], object]
+    whole: frozenset[str] = frozenset()  # columns of ids in which 123.0 is 123
     dropped: Counter[str] = field(default_factory=Counter)
+    forms: dict[tuple[str, Path], Counter] = field(default_factory=dict)  # how ids of a column are written in a file
+    times: dict[tuple[str, str], "_Times"] = field(default_factory=dict)  # by table and column of the source
     unknown: dict[str, "_Unknown"] = field(default_factory=dict)  # by column of interactions
+
+    def write_all(self) -> dict[str, pa.Array]:
+        """Write the three tables, users only if they are mapped; returns the ids of interactions by column."""
+        known = {"item_id": self.write("items", self.mapping.items, self.entity_columns)["item_id"]}
+        if self.mapping.users is not None:
+            known = {"user_id": self.write("users", self.mapping.users, self.entity_columns)["user_id"]} | known
+        return self.write("interactions", self.mapping.interactions, self.interaction_columns, known)
+
+    def whole_ids(self) -> frozenset[str]:
+        """Columns of ids that are whole numbers in all files, in one or more of them written as 123.0 throughout."""
+        found = frozenset()
+        for column in ID_COLUMNS.values():
+            forms = [form for (of_column, _), form in self.forms.items() if of_column == column]
+            is_sure = all(form["ids"] in (form["whole"], form["float"]) for form in forms)
+            found |= {column} if is_sure and any(form["float"] for form in forms) else set()
+        return found
+
+    def ids_of(self, batch: SourceBatch, column: str, source: str) -> pa.Array:
+        """The ids of a batch for a column of the tables, from one of the source."""
+        ids = batch.ids(source, getattr(self.mapping.ids, column), column in self.whole)
+        form, distinct = self.forms.setdefault((column, batch.file), Counter()), pc.unique(ids.drop_null())
+        if distinct.type == pa.string():
+            distinct = distinct.filter(pc.invert(blank(distinct)))
+            for name, pattern in (("whole", WHOLE_ID), ("float", FLOAT_ID)):
+                form[name] += pc.match_substring_regex(distinct, pattern).true_count
+        else:
+            form["whole"] += len(distinct)
+        form["ids"] += len(distinct)
+        return ids
+
+    def times_of(self, batch: SourceBatch, table: str, wanted: SourceTime) -> pa.Array:
+        """The times of a batch; numbers without a unit are in the one that the first batch leaves, all of them."""
+        name, span = wanted.column, batch.numbers(wanted.column)
+        if span is None:
+            return batch.timed(name, wanted.unit or "s")
+        unit = wanted.unit or unit_of(*span) or "s"
+        times = self.times.setdefault((table, name), _Times(batch.file, unit, wanted.unit is None, *span))
+        times.low, times.high = min(times.low, span[0]), max(times.high, span[1])
+        if times.is_inferred and times.unit != "s" and unit_of(*span) != times.unit:
+            raise TableError(
+                f"{batch.file}, column {name}: the numbers from {span[0]} to {span[1]} are not all "
+                f"{NAMES[times.unit]} since 1970 between 1990 and tomorrow, as those before them are; set the `unit` "
+                "of the column in the mapping"
+            )
+        return batch.timed(name, times.unit)
+
+    def judge_times(self, table: str) -> None:
+        """Say which units were inferred. Raises TableError where numbers that were read as seconds look like dates."""
+        for (of_table, name), times in self.times.items():
+            if of_table != table:
+                continue
+            if times.unit == "s" and (reading := other_reading(times.low, times.high)):
+                raise TableError(
+                    f"{times.file}, column {name}: the numbers from {times.low} to {times.high} look like {reading}, "
+                    'and are no seconds since 1970. Set the `unit` of dates to "%Y%m%d" in the mapping, and export '
+                    "days as dates"
+                )
+            if times.is_inferred and times.unit != "s":
+                self.note(
+                    f"table {table}: {name} was read as {NAMES[times.unit]} since 1970 "
+                    f"({shown_span(times.low, times.high, times.unit)}); `unit` in the mapping says otherwise"
+                )
 
     def write(
         self, table: str, wanted: SourceFiles, columns_of: ColumnsOf, known: Mapping[str, pa.Array] | None = None
@@ -130,6 +240,7 @@ class _Import:
             )
         others = (_alike(rows, file, first.schema, first_file, table) for file, rows in parts)
         write_parquet(chain([first], others), self.out / f"{table}.parquet", first.schema)
+        self.judge_times(table)
         return {column: pc.unique(pa.chunked_array(seen)) for column, seen in ids.items()}
 
     def drop_copies(self) -> None:
@@ -154,14 +265,20 @@ class _Import:
     def entity_columns(self, batch: SourceBatch, table: str, wanted: EntityMapping) -> dict[str, pa.Array]:
         """The columns of users or items."""
         id_column = ID_COLUMNS[table]
-        columns = {id_column: batch.ids(wanted.id, getattr(self.mapping.ids, id_column))}
+        columns = {id_column: self.ids_of(batch, id_column, wanted.id)}
         taken = {wanted.id, wanted.created_at and wanted.created_at.column}
         if isinstance(wanted, ItemMapping):
             columns["title"] = batch.typed(wanted.title, pa.string())
             taken.add(wanted.title)
         attributes = wanted.attributes
         if attributes is None:
-            attributes = {name: SourceColumn(column=name) for name in batch.rows.schema.names if name not in taken}
+            others = [name for name in batch.rows.schema.names if name not in taken]
+            for name in filter(is_unnamed, others):
+                self.note(
+                    f"table {table}: the column {name!r} has no name of its own, as row numbers that pandas writes or "
+                    "a delimiter at the end of lines, and is left out; list it under `attributes` to keep it"
+                )
+            attributes = {name: SourceColumn(column=name) for name in others if not is_unnamed(name)}
         for name, source in attributes.items():
             if name in columns or name == CREATED_AT:
                 advice = "name the `attributes` that you want" if wanted.attributes is None else "name it otherwise"
@@ -169,15 +286,15 @@ class _Import:
                 raise ConfigError(f"the mapping makes an attribute of {table}.{name}, which is none; {advice}.")
             columns[name] = batch.attribute(source)
         if wanted.created_at is not None:
-            columns[CREATED_AT] = batch.timed(wanted.created_at)
+            columns[CREATED_AT] = self.times_of(batch, table, wanted.created_at)
         return columns
 
     def interaction_columns(self, batch: SourceBatch, table: str, wanted: InteractionMapping) -> dict[str, pa.Array]:
         """The columns of interactions."""
         columns = {
-            "user_id": batch.ids(wanted.user_id, self.mapping.ids.user_id),
-            "item_id": batch.ids(wanted.item_id, self.mapping.ids.item_id),
-            "timestamp": batch.timed(wanted.timestamp),
+            "user_id": self.ids_of(batch, "user_id", wanted.user_id),
+            "item_id": self.ids_of(batch, "item_id", wanted.item_id),
+            "timestamp": self.times_of(batch, table, wanted.timestamp),
         }
         kinds = {"rating": (wanted.rating, pa.float64()), "event": (wanted.event, pa.string())}
         return columns | {name: batch.typed(of, kind) for name, (of, kind) in kinds.items() if of is not None}
@@ -209,12 +326,20 @@ class _Import:
                 if len(unknown.examples) < NUM_EXAMPLES:
                     others = pc.unique(rows[column].filter(pc.invert(is_known))).slice(0, NUM_EXAMPLES).to_pylist()
                     unknown.examples = list(dict.fromkeys([*unknown.examples, *others]))[:NUM_EXAMPLES]
+                if ids.type == pa.string() and is_known.true_count < len(is_known):
+                    unknown.add_near(rows[column].filter(pc.invert(is_known)), ids)
                 rows = self._kept(rows, is_known, f"interactions of unknown {column}")
         return rows
 
     def require_known(self, wanted: InteractionMapping) -> None:
         """Raise TableError where more interactions than the mapping allows are of ids that are in no table."""
         for column, unknown in self.unknown.items():
+            if unknown.num_near:
+                self.note(
+                    f"table interactions: {unknown.num_near:,} rows of a {column} that is in no table are left out, "
+                    "but a listed one differs only in case, blanks, quotes, leading zeros or a `.0`: "
+                    f"{unknown.near}. Write them alike"
+                )
             if unknown.num_unknown > wanted.max_unknown_share * unknown.num_rows:
                 raise TableError(
                     f"table interactions: {unknown.num_unknown:,} of {unknown.num_rows:,} rows are of a {column} that "

@@ -8,7 +8,7 @@ import datetime
 import hashlib
 import logging
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -26,7 +26,7 @@ from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import sha256_file
 from laserbatch.pipeline.storage.parquet import map_table
-from laserbatch.pipeline.tables.columns import CREATED, ID, IN_RANGE, TIME, role_of, schema_findings
+from laserbatch.pipeline.tables.columns import ATTRIBUTE, CREATED, ID, IN_RANGE, TIME, role_of, schema_findings
 from laserbatch.pipeline.tables.fetched import shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, Findings, unreadable
 from laserbatch.pipeline.tables.layout import list_folder, name_left_out
@@ -35,6 +35,7 @@ from laserbatch.pipeline.tables.personal import personal_data
 from laserbatch.pipeline.tables.schema import (
     CREATED_AT,
     ID_COLUMNS,
+    REQUIRED_COLUMNS,
     TABLE_NAMES,
     TIMESTAMP_TYPE,
     list_table,
@@ -43,6 +44,7 @@ from laserbatch.pipeline.tables.schema import (
     tables_folder,
     time_scalar,
 )
+from laserbatch.pipeline.tables.time_units import in_unit, integer_times
 
 ROWS_AT_ONCE = 1024 * 1024
 logger = logging.getLogger(__name__)
@@ -57,6 +59,7 @@ class Tables:
     interactions: pa.Table  # sorted by time, user, item; ids are dictionaries, whose values ascend; a chunk a column
     scratch: tuple[mmap.mmap, ...] = ()  # what interactions lie in, where that is a file
     logged_ids: dict[str, pa.Array] = field(default_factory=dict)  # by column, also of those who left the tables
+    num_copies: int = 0  # interactions that were left out as exact copies of another one
     personal: Mapping[Side, Mapping[str, str]] = field(default_factory=dict)  # as `personal_data` of whole tables
 
     def entities(self, side: Side) -> pa.Table:
@@ -96,14 +99,14 @@ def read_tables(
     path, cutoff = tables_folder(path), None if as_of is None else end_of(as_of)
     users, items = (_read_table(path, table, cutoff) for table in ("users", "items"))
     interactions = _by_time(_read_table(path, "interactions", cutoff))
+    num_copies = 0
     if not keep_duplicates and (is_copy := exact_copies(interactions)).any():
-        logger.warning(
-            "%d of %d interactions are exact copies of another and are left out; set `tables.keep_duplicates: true` in "
-            "the configuration to keep them", is_copy.sum(), len(is_copy),
-        )  # fmt: skip
+        num_copies = _warn_of_copies(is_copy)
         interactions = interactions.filter(pa.array(~is_copy)).combine_chunks()
     logged_ids = {name: only_chunk(interactions[name]).dictionary for name in ID_COLUMNS.values()}
-    tables = Tables(users, items, interactions, logged_ids=logged_ids, personal=personal_data(users, items))
+    tables = Tables(
+        users, items, interactions, logged_ids=logged_ids, num_copies=num_copies, personal=personal_data(users, items)
+    )
     # Who left the tables may stay in the log, and an interaction may precede its entity's own created_at.
     for side in SIDES if cutoff is not None else ():
         kind = tables.interactions.schema.field(f"{side}_id").type.value_type
@@ -127,15 +130,62 @@ def end_of(date: datetime.date) -> pa.Scalar:
 
 
 @dataclass(frozen=True)
+class OpenInteractions:
+    """Interactions of a folder, left in their files and streamed, without exact copies unless they are to be kept."""
+
+    folder: Path
+    files: ds.Dataset
+    keeps_duplicates: bool
+    units: dict[str, str]  # of integer times that are no seconds
+    copies: dict[tuple[str, ...], np.ndarray] = field(default_factory=dict)  # which rows are, by the columns compared
+
+    @property
+    def schema(self) -> pa.Schema:
+        """That of the first file, with integer times that are no seconds as timestamps."""
+        fields = [
+            field.with_type(pa.timestamp(self.units[field.name], tz="UTC")) if field.name in self.units else field
+            for field in self.files.schema
+        ]
+        return pa.schema(fields)
+
+    def count_rows(self) -> int:
+        """Rows in the files, copies too."""
+        return self.files.count_rows()
+
+    def to_batches(self, columns: Collection[str], **options: int) -> Iterator[pa.RecordBatch]:
+        """Columns of the rows in the order of their files; `options` as PyArrow's.
+
+        A row that is equal to an earlier one in what `read_tables` reads, and in `columns`, is left out.
+        """
+        is_copy, first_row = self._copies(tuple(sorted(columns))), 0
+        for batch in self.files.to_batches(columns=list(columns), **options):
+            for name, unit in self.units.items():
+                if name in batch.schema.names:
+                    batch = batch.set_column(batch.schema.names.index(name), name, in_unit(batch[name], unit))
+            part = slice(first_row, first_row := first_row + batch.num_rows)
+            yield batch if is_copy is None or not is_copy[part].any() else batch.filter(pa.array(~is_copy[part]))
+
+    def _copies(self, columns: tuple[str, ...]) -> np.ndarray | None:
+        if self.keeps_duplicates:
+            return None
+        columns = tuple(name for name in columns if role_of("interactions", name) is None)
+        if columns not in self.copies:
+            self.copies[columns] = find_exact_copies(self.folder, columns)
+            if self.copies[columns].any():
+                _warn_of_copies(self.copies[columns])
+        return self.copies[columns]
+
+
+@dataclass(frozen=True)
 class OpenTables:
     """Users and items read, and interactions left in their files, with all of their columns, to be streamed."""
 
     users: pa.Table
     items: pa.Table
-    interactions: ds.Dataset
+    interactions: OpenInteractions
 
 
-def open_tables(path: Path | str | None) -> OpenTables:
+def open_tables(path: Path | str | None, keep_duplicates: bool = False) -> OpenTables:
     """The tables of a folder, of all days. Raises TableError as `read_tables` does.
 
     Files that are left out are named in the log, once a process.
@@ -147,7 +197,22 @@ def open_tables(path: Path | str | None) -> OpenTables:
             _warn_once(f"table {table}: {sentence}")
     parts = table_parts(path, "interactions")
     with _naming("interactions", parts[0].path):
-        return OpenTables(users, items, dataset_of(parts))
+        opened = dataset_of(parts)
+    units, findings = integer_times("interactions", [part.path for part in parts])
+    for finding in findings:
+        if not finding.is_warning:
+            raise FaultyTable(finding)
+        logger.warning("%s", finding)
+    return OpenTables(users, items, OpenInteractions(path, opened, keep_duplicates, units))
+
+
+def _warn_of_copies(is_copy: np.ndarray) -> int:
+    num_copies = int(is_copy.sum())
+    logger.warning(
+        "%d of %d interactions are exact copies of another and are left out; set `tables.keep_duplicates: true` in "
+        "the configuration to keep them", num_copies, len(is_copy),
+    )  # fmt: skip
+    return num_copies
 
 
 @cache
@@ -200,6 +265,19 @@ def _codes(ids: pa.DictionaryArray) -> np.ndarray:
 
 def _by_time(interactions: pa.Table) -> pa.Table:
     """Sorted by time, user, item, nulls last. What comes sorted, as logs do but within a second, is not copied."""
+    order = _time_order(interactions)
+    if np.all(order[1:] > order[:-1]):
+        return interactions
+    names, columns = interactions.column_names, interactions.columns
+    del interactions
+    for number in range(len(columns)):  # one at a time, and what it was is let go
+        columns[number] = columns[number].take(pa.array(order))
+        pa.default_memory_pool().release_unused()
+    return pa.table(columns, names)
+
+
+def _time_order(interactions: pa.Table) -> np.ndarray:
+    """The order of rows by time, user, item, nulls last: int32 or int64 (n,)."""
     times = only_chunk(interactions["timestamp"]).cast(pa.int64())
     times = (times.fill_null(np.iinfo(np.int64).max) if times.null_count else times).to_numpy()
     user, item = (_codes(only_chunk(interactions[f"{side}_id"])) for side in SIDES)
@@ -218,23 +296,22 @@ def _by_time(interactions: pa.Table) -> pa.Table:
         places = np.flatnonzero(is_alike)
         rows = order[start:stop][places]
         order[start:stop][places] = rows[_sorted_within(moments[places], user[rows], item[rows])]
-    if np.all(order[1:] > order[:-1]):
-        return interactions
-    names, columns = interactions.column_names, interactions.columns
-    del interactions, times, user, item
-    for number in range(len(columns)):  # one at a time, and what it was is let go
-        columns[number] = columns[number].take(pa.array(order))
-        pa.default_memory_pool().release_unused()
-    return pa.table(columns, names)
+    return order
 
 
-def find_exact_copies(path: Path | str) -> np.ndarray:
-    """Which interactions of a folder are exact copies of an earlier one, bool[n], in the order of its files."""
-    interactions = _read_table(tables_folder(path), "interactions", None)
-    user, item = (_codes(only_chunk(interactions[f"{side}_id"])) for side in SIDES)
-    order = np.lexsort((item, user, only_chunk(interactions["timestamp"]).cast(pa.int64()).fill_null(0).to_numpy()))
+def find_exact_copies(path: Path | str, columns: Collection[str] = ()) -> np.ndarray:
+    """Which interactions of a folder are exact copies of an earlier one, bool[n], in the order of its files.
+
+    Compared are the columns that `read_tables` reads, and `columns` of others.
+    """
+    path, known = tables_folder(path), REQUIRED_COLUMNS["interactions"]
+    interactions = _read_table(path, "interactions", None, known)
+    order = _time_order(interactions)
     is_copy = np.zeros(len(order), bool)
-    is_copy[order] = exact_copies(interactions.take(pa.array(order)))
+    if exact_copies(interactions.take(pa.array(order))).any():
+        del interactions
+        interactions = _read_table(path, "interactions", None, (*known, "event", "rating", *columns))
+        is_copy[order] = exact_copies(interactions.take(pa.array(order)))
     return is_copy
 
 
@@ -260,6 +337,8 @@ def exact_copies(interactions: pa.Table) -> np.ndarray:
     for name in others:
         values = interactions[name].take(pa.array(rows)).combine_chunks()
         values = values.dictionary_decode() if pt.is_dictionary(values.type) else values
+        if pt.is_nested(values.type):
+            values = pa.array(map(repr, values.to_pylist()))
         keys.append(values.dictionary_encode(null_encoding="encode").indices.to_numpy())
     _, firsts = np.unique(np.stack(keys, axis=1), axis=0, return_index=True)  # the first of equal ones
     is_copy[np.delete(rows, firsts)] = True
@@ -298,9 +377,18 @@ def _coded(column: pa.ChunkedArray) -> pa.DictionaryArray:
     return pa.DictionaryArray.from_arrays(codes, distinct)
 
 
-def _read_table(path: Path, name: str, cutoff: pa.Scalar | None) -> pa.Table:
-    parts = [_open_part(part, name, cutoff) for part in table_parts(path, name)]
-    columns = dict.fromkeys(column for part in parts for column in part.schema.names if role_of(name, column))
+def _read_table(path: Path, name: str, cutoff: pa.Scalar | None, wanted: Collection[str] | None = None) -> pa.Table:
+    """The columns that have a role, or those of the `wanted` ones that are there."""
+    files = table_parts(path, name)
+    units, findings = integer_times(name, [file.path for file in files])
+    for finding in findings:
+        if not finding.is_warning:
+            raise FaultyTable(finding)
+    parts = [_open_part(file, name, cutoff, units) for file in files]
+    columns = dict.fromkeys(
+        column for part in parts for column in part.schema.names
+        if (role_of(name, column) if wanted is None else column in wanted)
+    )  # fmt: skip
     for column in sorted(columns, key=lambda column: role_of(name, column) is not ID):  # they take most memory at first
         values = _read_column(parts, name, column)
         is_coded = name == "interactions" and role_of(name, column) is ID
@@ -318,20 +406,21 @@ class _Part:
     metadata: pq.FileMetaData
     schema: pa.Schema
     kept: pa.Array | None
+    units: dict[str, str]  # of integer times that are no seconds
 
     def read(self, name: str) -> pa.ChunkedArray:
         """A column, as it is in the file; null where it has none."""
         if name not in self.schema.names:
             return pa.chunked_array([pa.nulls(self.metadata.num_rows if self.kept is None else self.kept.true_count)])
         with self.file.open(self.metadata, pre_buffer=False) as opened:
-            values = opened.read(name)
+            values = in_unit(opened.read(name), self.units.get(name, "s"))
         return values if self.kept is None else values.filter(self.kept)
 
 
-def _open_part(file: TablePart, name: str, cutoff: pa.Scalar | None) -> _Part:
+def _open_part(file: TablePart, name: str, cutoff: pa.Scalar | None, units: dict[str, str]) -> _Part:
     with _naming(name, file.path):
         with file.open() as opened:
-            part = _Part(file, opened.metadata, opened.schema_arrow, None)
+            part = _Part(file, opened.metadata, opened.schema_arrow, None, units)
         for finding in schema_findings(name, shown_path(file.path), part.schema):
             raise FaultyTable(finding)
         column = "timestamp" if name == "interactions" else CREATED_AT
@@ -362,7 +451,7 @@ def _read_column(parts: list[_Part], table: str, name: str) -> pa.ChunkedArray:
             read = part.read(name)
             if role_of(table, name) in (TIME, CREATED):
                 _require_times(table, part, name, read)
-            values.append(pa.table({name: role_of(table, name).plain(read)}))
+            values.append(pa.table({name: (role_of(table, name) or ATTRIBUTE).plain(read)}))
     try:
         column = pa.concat_tables(values, promote_options="permissive")[name]
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:

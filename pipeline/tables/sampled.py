@@ -72,9 +72,12 @@ def write_sample(
 
     met: Counter = Counter()
     cutoff = end_of(date)
+
+    def is_early(batch: pa.RecordBatch) -> pa.Array:
+        return pc.fill_null(pc.less(timestamps(batch["timestamp"]), cutoff), False)
+
     for batch in _of(tables, {"user_id": chosen}, ["user_id", "item_id", "timestamp"]):
-        is_early = pc.fill_null(pc.less(timestamps(batch["timestamp"]), cutoff), False)
-        for one in pc.value_counts(plain_ids(batch["item_id"]).filter(is_early)).to_pylist():
+        for one in pc.value_counts(plain_ids(batch["item_id"]).filter(is_early(batch))).to_pylist():
             met[one["values"]] += one["counts"]
     known = set(items["item_id"].to_pylist())
     most = sorted((key for key in met if key in known), key=lambda key: (-met[key], key))[:num_items]
@@ -83,10 +86,17 @@ def write_sample(
 
     write_parquet(users, folder / "users.parquet")
     write_parquet(items, folder / "items.parquet")
-    batches = _of(tables, {"user_id": chosen, "item_id": wanted}, tables.interactions.schema.names)
-    written = write_parquet(batches, folder / "interactions.parquet", tables.interactions.schema.remove_metadata())
-    num_early = sum(met[key] for key in most)
-    share = num_early / met.total() if met else 0.0
+    num_early = 0
+
+    def kept() -> Iterator[pa.RecordBatch]:
+        nonlocal num_early
+        for batch in _of(tables, {"user_id": chosen, "item_id": wanted}, tables.interactions.schema.names):
+            num_early += is_early(batch).true_count
+            yield batch
+
+    schema = tables.interactions.schema.remove_metadata()
+    written = write_parquet(kept(), folder / "interactions.parquet", schema)
+    share = sum(met[key] for key in most) / met.total() if met else 0.0
     return SampleFigures(users.num_rows, items.num_rows, written.num_rows, written.num_rows - num_early, share)
 
 

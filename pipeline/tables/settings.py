@@ -59,11 +59,14 @@ class SourceTime(Strict):
     """Where a time comes from, and how it is written."""
 
     column: str
-    unit: str = "s"  # s, ms, us or ns since 1970; iso; or a format like %d/%m/%Y
+    # s, ms, us or ns since 1970; iso; or a format like %d/%m/%Y. None: numbers, in the unit that their values leave
+    unit: str | None = None
 
     @field_validator("unit")
     @classmethod
-    def _is_known(cls, unit: str) -> str:
+    def _is_known(cls, unit: str | None) -> str | None:
+        if unit is None:
+            return None
         if unit not in ("s", "ms", "us", "ns", "iso") and "%" not in unit:
             raise ValueError(
                 f"{unit!r} is not a time unit; expected s, ms, us, ns, iso, or a format like %d/%m/%Y %H:%M"

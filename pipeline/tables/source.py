@@ -3,6 +3,7 @@
 What cannot be had is named with file, column, row and value.
 """
 
+import csv
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,15 +20,17 @@ from laserbatch.pipeline.tables.conversion import (
     to_path,
     to_time,
     to_type,
+    uncut,
     whole_numbers,
-    without_exponents,
+    whole_texts,
 )
-from laserbatch.pipeline.tables.csv_files import read_csv
+from laserbatch.pipeline.tables.csv_files import csv_fault, read_csv
 from laserbatch.pipeline.tables.fetched import shown_path
 from laserbatch.pipeline.tables.layout import Listing, is_parquet, list_pattern, name_left_out
 from laserbatch.pipeline.tables.parts import TablePart, typed_parts
-from laserbatch.pipeline.tables.schema import PATH_TYPE, id_type, plain_type
-from laserbatch.pipeline.tables.settings import SourceColumn, SourceFiles, SourceTime
+from laserbatch.pipeline.tables.schema import PATH_TYPE, id_type, plain_column, plain_type
+from laserbatch.pipeline.tables.settings import SourceColumn, SourceFiles
+from laserbatch.pipeline.tables.time_units import span_of
 from laserbatch.pipeline.validation import nearest
 
 BATCH_ROWS = 128 * 1024
@@ -46,12 +49,19 @@ class SourceBatch:
         """A column as int64, float64, bool or string."""
         return self._converted(name, lambda column: to_type(column, kind))
 
-    def timed(self, time: SourceTime) -> pa.Array:
-        """A column as timestamp[us, UTC]."""
-        return self._converted(time.column, lambda column: to_time(column, time.unit))
+    def timed(self, name: str, unit: str) -> pa.Array:
+        """A column as timestamp[us, UTC]; `unit` as `to_time` takes it."""
+        return self._converted(name, lambda column: to_time(column, unit))
 
-    def ids(self, name: str, wanted: str) -> pa.Array:
-        """A column of ids; `wanted` as in `settings.IdTypes`."""
+    def numbers(self, name: str) -> tuple[int, int] | None:
+        """The least and the greatest number of a column; None where it holds no numbers."""
+        return span_of(plain_column(self._column(name)))
+
+    def ids(self, name: str, wanted: str, is_whole: bool = False) -> pa.Array:
+        """A column of ids; `wanted` as in `settings.IdTypes`.
+
+        `is_whole`: text such as 123.0 is the whole number, as it is where `wanted` is int64.
+        """
         column = self._column(name)
         stored = plain_type(column.type)
         is_long = pt.is_decimal(stored) and stored.scale == 0 and wanted == "string"  # it may have 38 digits
@@ -64,7 +74,16 @@ class SourceBatch:
                 f"{self.file}, column {name}: ids of type {column.type}; expected {ID.expected}. Set `ids` in the "
                 "mapping to what they shall become, string or int64."
             )
-        return self._converted(name, lambda values: without_exponents(to_type(values, kind)))
+
+        def convert(values: pa.Array) -> pa.Array:
+            values = plain_column(values)
+            if values.type == pa.string():
+                values = uncut(values)
+                values = pc.utf8_trim_whitespace(values) if kind == pa.int64() else values
+                values = whole_texts(values) if is_whole or kind == pa.int64() else values
+            return to_type(values, kind)
+
+        return self._converted(name, convert)
 
     def attribute(self, wanted: SourceColumn) -> pa.Array:
         """A column as the mapping of an attribute says."""
@@ -147,7 +166,9 @@ def read_source(
                 if rows.num_rows:
                     yield SourceBatch(path, first_row, rows)
                     first_row += rows.num_rows
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError, csv.Error) as error:
+            if is_csv[part.path] and (fault := csv_fault(part.path, files.csv_format(part.path), error)):
+                raise TableError(fault) from None
             advice = (
                 "Check `csv` (`delimiter`, `quote`, `escape`, `encoding`) and `column_names` in the mapping, and that "
                 "every quote is closed."

@@ -13,6 +13,7 @@ from sklearn.metrics import roc_auc_score
 from laserbatch.ctr.dataset import build_dataset
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.settings import CtrSettings
+from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.train_ctr import CHECKPOINT, evaluate_folder, predict_pairs, train_to_folder
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
@@ -38,7 +39,8 @@ def night(world, tmp_path):
     for side, table in features.items():
         pq.write_table(table, run.features_path(side))
     encoders = {side: SimpleNamespace(encoder="minilm") for side in features}
-    return SimpleNamespace(run=run, date=AS_OF, manifest=SimpleNamespace(features=encoders), tables=str(tables))
+    manifest = SimpleNamespace(features=encoders)
+    return SimpleNamespace(run=run, date=AS_OF, manifest=manifest, tables=str(tables), settings=Settings())
 
 
 def train(night, out, model="dcnv2", features="own", settings=SETTINGS):
@@ -68,6 +70,12 @@ def test_a_model_is_judged_and_asked_again_as_when_it_was_trained(
     assert scores.column_names == ["item_id", "user_id", "timestamp", "note", "score"]
     labels = (test["rating"].to_numpy() >= 4)[order]
     assert roc_auc_score(labels, scores["score"].to_numpy()) == pytest.approx(found["auc"], abs=1e-6)
+    if features == "none":  # milliseconds are recognised
+        times = pa.array([int(time.timestamp() * 1000) for time in pairs["timestamp"].to_pylist()])
+        in_ms = pairs.set_column(2, "timestamp", times).take(pa.array(order))
+        pq.write_table(in_ms, tmp_path / "pairs.parquet")
+        predict_pairs(tmp_path / "model", night, night.tables, tmp_path / "pairs.parquet", out)
+        assert np.allclose(pq.read_table(out)["score"].to_numpy(), scores["score"].to_numpy())
     pq.write_table(pairs.select(["user_id", "item_id"]), tmp_path / "pairs.parquet")  # as of all that is known
     predict_pairs(tmp_path / "model", night, night.tables, tmp_path / "pairs.parquet", out)
     assert not np.array_equal(pq.read_table(out)["score"].to_numpy(), scores["score"].to_numpy())

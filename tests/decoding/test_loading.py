@@ -19,6 +19,7 @@ from laserbatch.pipeline.decoding.model.folder import require_described_weights
 from laserbatch.pipeline.decoding.model.load import load_model, prepare_model
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.verifiers import Greedy
+from laserbatch.pipeline.engines.vllm import VllmEngine
 from laserbatch.pipeline.errors import ModelError
 
 
@@ -161,6 +162,69 @@ def test_output_layer_that_is_stored_though_tied_is_harmless(folder):
 def test_weights_are_compared_without_being_read(folder, architecture):
     tiny_model(architecture, vocab_size=257).save_pretrained(folder)
     assert require_described_weights(folder) == 257
+
+
+def pack_as_gptq(folder):
+    """Write the weights of linear layers under the names and in the shapes of GPTQ, without that library."""
+    packed = {}
+    for name, value in load_file(folder / "model.safetensors").items():
+        layer = name.removesuffix(".weight")
+        if layer.endswith("_proj"):
+            rows, columns = value.shape
+            packed[f"{layer}.qweight"] = torch.zeros(columns // 8, rows, dtype=torch.int32)
+            packed[f"{layer}.qzeros"] = torch.zeros(1, rows // 8, dtype=torch.int32)
+            packed |= {f"{layer}.scales": torch.ones(1, rows), f"{layer}.g_idx": torch.zeros(columns)}
+        else:
+            packed[name] = value
+    save_file(packed, folder / "model.safetensors", {"format": "pt"})
+    edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128})
+
+
+@pytest.mark.parametrize(
+    ("changes", "added", "removed", "message"),
+    [
+        ({}, {}, "", None),
+        ({}, {"model.layers.0.self_attn.k_scale": 1}, "", None),
+        ({"num_hidden_layers": 1}, {}, "", r"does not describe: model\.layers\.1\.input_layernorm\.weight, .* more"),
+        ({}, {"model.layers.0.self_attn.q_proj.bias": 32}, "", r"model\.layers\.0\.self_attn\.q_proj\.bias; "),
+        ({}, {"model.layers.0.self_attn.q_norm.weight": 8}, "", r"model\.layers\.0\.self_attn\.q_norm\.weight; "),
+        ({}, {}, "layers.1.mlp.up_proj", r"lack model\.layers\.1\.mlp\.up_proj\.weight"),
+        ({"vocab_size": 300}, {}, "", r"other shapes than expected: .*embed_tokens\.weight \(257, 32\)"),
+    ],
+)  # fmt: skip
+def test_packed_weights_are_compared_by_the_layers_that_they_belong_to(folder, changes, added, removed, message):
+    pack_as_gptq(folder)
+    edit_config(folder, **changes)
+    add_weights(folder, **{name: torch.ones(size) for name, size in added.items()})
+    kept = {name: value for name, value in load_file(folder / "model.safetensors").items()
+            if not removed or removed not in name}  # fmt: skip
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    if message is None:
+        assert require_described_weights(folder) == 257
+        return
+    with pytest.raises(ModelError, match=message):
+        require_described_weights(folder)
+
+
+def test_packed_weights_of_unknown_names_are_not_compared(folder):
+    pack_as_gptq(folder)
+    weights = {
+        name.replace(".layers.", ".blobs."): value for name, value in load_file(folder / "model.safetensors").items()
+    }
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert require_described_weights(folder) is None
+
+
+@pytest.mark.parametrize("fault", ["a layer", "a token"])
+def test_vllm_writes_with_no_model_whose_weights_or_tokens_are_not_those_of_its_configuration(folder, fault, tmp_path):
+    if fault == "a layer":
+        edit_config(folder, num_hidden_layers=1)
+    else:
+        tokenizer = byte_tokenizer()
+        tokenizer.add_tokens(["Heat"])
+        tokenizer.save_pretrained(folder)
+    with pytest.raises(ModelError, match=r"does not describe: model\.layers\.1|has no row for: 'Heat'"):
+        VllmEngine(folder, DecodingSettings(engine="vllm"), "cpu", 1, 1, {}, tmp_path)
 
 
 def test_tokens_without_rows_in_the_embedding_are_refused_unless_no_prompt_holds_them(folder, caplog):

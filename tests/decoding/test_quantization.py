@@ -10,7 +10,12 @@ from tiny_models import requests_for
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, num_parameters_of, quantization_of
+from laserbatch.pipeline.decoding.model.folder import (
+    SAMPLE_MODEL,
+    num_parameters_of,
+    quantization_of,
+    require_described_weights,
+)
 from laserbatch.pipeline.decoding.model.load import load_model, resolve_dtype
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.errors import ModelError
@@ -110,6 +115,7 @@ def test_quantised_checkpoint_loads_unmodified_and_writes(quantised):
     method, _, folder = quantised
     engine = Engine.from_pretrained(folder, DecodingSettings(batch_size=2), device="cpu")
     assert engine.loaded.quantization == method
+    assert require_described_weights(folder) == engine.loaded.vocab_size  # by names and shapes, without its library
     assert engine.loaded.num_parameters == sum(p.numel() for p in sample_model().parameters())
     prompts = [engine.tokenizer(text, return_tensors="np").input_ids[0] for text in ("A film about", "The user likes")]
     results = list(engine.generate(requests_for(prompts, 12)))

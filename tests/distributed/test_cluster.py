@@ -114,6 +114,24 @@ def test_a_temporary_folder_too_long_for_sockets_is_not_rays(name, monkeypatch, 
         pass
 
 
+def test_the_short_folder_of_a_killed_night_goes_with_the_next_run(monkeypatch, tmp_path):
+    """Whatever temporary folder that has; the folder of a night that lives stays."""
+    monkeypatch.setattr(ray, "init", lambda **options: None)
+    monkeypatch.setattr(cluster, "cluster_nodes", lambda: [Node(2)])
+    monkeypatch.setattr(cluster, "SHORT_FOLDERS", (str(tmp_path),))
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    left = tmp_path / "laserbatch-ray-left"
+    (left / "session").mkdir(parents=True)
+    monkeypatch.setenv("TMPDIR", "/" + 50 * "a")
+    living = cluster._short_folder()
+    for folder in (left, living.path):
+        os.utime(folder, (0, 0))
+    monkeypatch.setenv("TMPDIR", "/tmp")
+    with ray_cluster(ClusterSettings()):
+        assert not left.exists() and living.path.is_dir()
+    living.remove()
+
+
 IN_A_LONG_TMPDIR = """
 import ray
 from laserbatch.pipeline.distributed.cluster import ray_cluster

@@ -16,7 +16,7 @@ from laserbatch.pipeline.decoding.sequence import GenerationRequest
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.distributed.text_writer import TextWriter
 from laserbatch.pipeline.errors import ConfigError
-from laserbatch.pipeline.knowledge.chat_format import encode_chat
+from laserbatch.pipeline.knowledge.chat_format import chat_skeleton, encode_chat
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
@@ -59,8 +59,8 @@ def test_texts_are_those_of_plain_decoding_with_drafts_from_pool_and_previous_te
     assert written["id"].tolist() == [0, 1, 2] and written["error"].tolist() == ["", "", ""]
 
 
-def test_prompts_may_be_token_ids_and_what_cannot_be_written_says_why(plain):
-    write = TextWriter(device="cpu", **FIXED)
+def test_prompts_may_be_token_ids_and_what_cannot_be_written_says_why(plain, monkeypatch):
+    write = TextWriter(device="cpu", date="2025-03-01", **FIXED)
     prompts = np.empty(4, object)
     prompts[:] = [plain[1][0].tolist(), "x" * 20_000, 7, [1.5, 2.0]]
     written = write({"prompt": prompts})
@@ -68,6 +68,12 @@ def test_prompts_may_be_token_ids_and_what_cannot_be_written_says_why(plain):
     reasons = [error.partition(":")[0] for error in written["error"]]
     assert reasons == ["", "too-long", "bad-prompt", "bad-prompt"]
     assert written["num_steps"].tolist()[1:] == [0, 0, 0]
+    chat_skeleton.cache_clear()
+    tokenizer = write._engine.tokenizer
+    template = "{{ strftime_now('%d %b %Y') }} {{ date_string }}: {{ messages[0]['content'] }}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    assert tokenizer.decode(write._request(0, "x", None, None).prompt_ids).startswith("01 Mar 2025 01 Mar 2025:")
+    chat_skeleton.cache_clear()
 
 
 def test_wrong_options_and_pools_of_another_tokenizer_are_refused(tmp_path):
@@ -75,6 +81,8 @@ def test_wrong_options_and_pools_of_another_tokenizer_are_refused(tmp_path):
         TextWriter(max_new_token=5)
     with pytest.raises(ConfigError, match="writes with our engine"):
         TextWriter(engine="vllm")
+    with pytest.raises(ConfigError, match="'March' is not a date"):
+        TextWriter(date="March")
     with PoolStore(tmp_path).publish("2025-03-01") as folder:
         text = PoolText(np.arange(9, dtype=np.int32), "verse")
         build_pool([text], folder / "user", side="user", tokenizer_hash="other", model_id="m")

@@ -126,7 +126,7 @@ def test_vectors_are_reduced_as_a_trained_model_reduces_them(workspace, tmp_path
 
 
 @pytest.mark.parametrize(("unit", "per_second"), [("s", 1), ("ms", 10**3), ("us", 10**6), ("ns", 10**9)])
-def test_integers_of_a_log_count_the_unit_that_is_named_and_others_are_refused(
+def test_integers_of_a_log_count_the_unit_that_is_named_or_that_their_values_leave(
     workspace, tmp_path, capfd, unit, per_second
 ):
     moments = [int(datetime.datetime(2025, month, 4, tzinfo=datetime.UTC).timestamp()) for month in (2, 3)]
@@ -135,7 +135,11 @@ def test_integers_of_a_log_count_the_unit_that_is_named_and_others_are_refused(
     arguments = ("asof", tmp_path / "log.parquet", tmp_path / "out.parquet")
     asked(workspace, capfd, *arguments, "--unit", unit)
     assert pq.read_table(tmp_path / "out.parquet")["user_cluster_id"].to_pylist() == [None, 3]
+    done = run_here(capfd, "features", *map(str, arguments), "--workspace", str(workspace.root))
+    assert ("the integers are read as" in done.stderr) == (unit != "s")
+    assert pq.read_table(tmp_path / "out.parquet")["user_cluster_id"].to_pylist() == [None, 3]
     if unit != "s":
+        arguments += ("--unit", "s")
         done = run_here(capfd, "features", *map(str, arguments), "--workspace", str(workspace.root))
         assert done.returncode == 3
         assert f"column timestamp, row 0: found {times[0]}" in done.stderr and "--unit" in done.stderr

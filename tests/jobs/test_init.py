@@ -54,9 +54,10 @@ def test_a_job_board_is_guessed_with_its_types_and_clicks(job_board, tmp_path, c
 def test_events_of_text_are_guessed_and_the_strongest_is_the_positive(tmp_path, capsys):
     folder = tmp_path / "exports"
     folder.mkdir()
-    (folder / "recipes.csv").write_text("recipe_id,name\n1,Soup\n2,Bread\n")
+    (folder / "recipes.csv").write_text('recipe_id,name\n1,"Soup\nof peas"\n2,Bread\n')
     (folder / "log.csv").write_text("user_id,recipe_id,ts,event_type\n7,1,1740000000,view\n7,2,1740000001,save\n")
-    run_init(capsys, folder, tmp_path / "night.yaml")
+    (note,) = run_init(capsys, folder, tmp_path / "night.yaml")["notes"]
+    assert "1 quoted field over several lines, first in column name, row 0" in note
     settings = load_settings(tmp_path / "night.yaml")
     assert settings.ctr.label == "event == 'save'"
     assert settings.knowledge.words.events == {"save": "saved", "view": "viewed"}  # a person may correct them

@@ -10,9 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AddedToken, AutoTokenizer
 
+from laserbatch.jobs.events import read_events
+from laserbatch.jobs.log_age import log_age
 from laserbatch.jobs.report.page import render_page
 from laserbatch.jobs.settings import load_settings
-from laserbatch.jobs.stages.inputs import _content_sha256, check_inputs, stale_log
+from laserbatch.jobs.stages.attempt import recorded
+from laserbatch.jobs.stages.inputs import _content_sha256, check_inputs
 from laserbatch.jobs.stages.night import open_night
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
 from laserbatch.pipeline.errors import ConfigError, TableError, WorkspaceError
@@ -141,7 +144,9 @@ def test_a_night_says_the_warnings_and_opens(world, capsys):
         opened(world)  # more than a 20th
     with (world / "laserbatch.yaml").open("a") as config:
         config.write("gates: {max_failed_share: 0.1}\n")
-    opened(world)
+    log = pq.read_table(world / "tables" / "interactions.parquet")
+    pq.write_table(pa.concat_tables([log.slice(0, 2), log]), world / "tables" / "interactions.parquet")
+    assert opened(world).manifest.inputs["interactions"]["num_copies"] == 2
     assert "warning: items.title (items.parquet, 2 rows, first row 0): the title is empty" in capsys.readouterr().err
 
 
@@ -194,8 +199,8 @@ def test_a_date_before_all_that_interactions_are_about_opens(world):
 def test_a_log_whose_newest_interaction_is_older_than_twice_the_usual_gap_is_said(ages, told):
     moments = [datetime.datetime(2025, 3, 1, 23, 59) - datetime.timedelta(days=age) for age in ages for _ in range(2)]
     times = pa.chunked_array([moments[:3], [*moments[3:], None]], pa.timestamp("us", "UTC"))
-    said = stale_log(times, DATE)
-    assert (said is None) == (told is None) and (told or "") in (said or "")
+    age = log_age(times, DATE)
+    assert (age is not None and age.is_stale) == (told is not None) and (told or "") in str(age)
 
 
 def test_a_night_says_that_the_log_has_stopped_and_opens(world, capsys):
@@ -203,6 +208,10 @@ def test_a_night_says_that_the_log_has_stopped_and_opens(world, capsys):
     assert open_night(load_settings(world / "laserbatch.yaml"), newest).date == newest
     assert "the newest interaction" not in capsys.readouterr().err
     late = newest + datetime.timedelta(days=205)
-    assert open_night(load_settings(world / "laserbatch.yaml"), late).date == late
+    night = open_night(load_settings(world / "laserbatch.yaml"), late)
     said = capsys.readouterr().err
+    assert night.manifest.inputs["interactions"]["age"]["age_days"] == 205
+    with recorded(night.manifest):
+        events = read_events(night.run.events_path)
+    assert events[-1] | {"newest": str(newest), "age_days": 205, "is_stale": True} == events[-1]
     assert f"WARNING: {world}/tables: the newest interaction known on {late} is of {newest}, 205 days before" in said

@@ -173,6 +173,19 @@ def test_first_night_without_pools_or_anything_to_compare_with(manifest):
     assert "nothing to compare with" in text
 
 
+def test_copies_of_interactions_that_were_left_out_are_counted(manifest):
+    assert "exact copies" not in outline(manifest).text
+    manifest["inputs"]["interactions"]["num_copies"] = 1200
+    assert "Interactions left out as exact copies of another one: 1,200." in outline(manifest).text
+
+
+def test_a_log_that_has_stopped_is_warned_of(manifest):
+    age = {"date": "2025-03-01", "newest": "2025-02-20", "age_days": 9, "usual_gap_days": 5.0}
+    for gap, is_warned in ((5.0, False), (1.0, True)):
+        manifest["inputs"]["interactions"]["age"] = age | {"usual_gap_days": gap}
+        assert ("The newest interaction known on 2025-03-01 is of 2025-02-20" in outline(manifest).text) == is_warned
+
+
 def test_pools_built_say_how_wrong_their_estimates_are(manifest):
     errors = {row["Side"]: row["Error"] for row in blocks_of(manifest, "drafts")[-1].rows if row["Use"] == "next night"}
     for side, label in SIDE_LABELS.items():

@@ -220,7 +220,8 @@ CASES = [
          "row 1", "users has no such user_id", "'u9'")),
     Case("a time is null", table("interactions", timestamp=[DAY_S, None, DAY_S]), ("interactions.timestamp", "row 1",
          "null")),
-    Case("times are milliseconds", table("interactions", timestamp=[t * 1000 for t in EVENTS["timestamp"]]),
+    Case("some times are milliseconds", table("interactions", timestamp=[t * 1000 for t in EVENTS["timestamp"][:2]]
+         + EVENTS["timestamp"][2:]),
          ("interactions.timestamp", "out of range", "divide milliseconds by 1000")),
     Case("times are text", table("interactions", timestamp=["2025-03-01"] * 3), ("interactions.timestamp", "string",
          "a timestamp", "data import")),

@@ -1,14 +1,16 @@
 """Published runs for readers elsewhere, on a folder and on an S3-compatible server (where one is installed)."""
 
+import datetime
 import json
 
 import pytest
 from destinations import bucket, place  # noqa: F401 (fixtures)
 
+from laserbatch.jobs.commands.status import _told, workspace_state
 from laserbatch.jobs.settings import Settings, load_settings
 from laserbatch.jobs.stages.publishing import deliver, forget_delivered
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
-from laserbatch.pipeline.storage.delivery import PLACES, Destination, known_places
+from laserbatch.pipeline.storage.delivery import PLACES, Destination, known_places, last_deliveries
 from laserbatch.pipeline.storage.uris import filesystem_of
 from laserbatch.pipeline.storage.workspace import Workspace
 
@@ -85,6 +87,7 @@ def test_a_place_is_known_before_anything_is_sent_there(workspace, place, monkey
     with pytest.raises(KeyboardInterrupt):
         deliver(workspace, f"{place}/")
     assert known_places(workspace.root) == {place}
+    assert last_deliveries(workspace.root) == [{"to": place, "run_id": None, "at": None}]
 
 
 def test_a_damaged_file_of_places_is_refused_by_name(workspace, place):  # noqa: F811
@@ -103,8 +106,12 @@ def test_readers_go_back_only_where_somebody_asks_or_a_run_was_taken_back(worksp
     workspace.publish(OLD)
     deliver(workspace, place)
     assert seen(place) == NEW
-    deliver(workspace, place, is_asked=True)
-    assert seen(place) == OLD
+    now = datetime.datetime.now(datetime.UTC)
+    (delivered,) = workspace_state(workspace, now)["delivered"]
+    assert (delivered["to"], delivered["run_id"]) == (place, NEW)
+    deliver(workspace, place, is_asked=True)  # as `runs publish` does, which has no events
+    assert seen(place) == last_deliveries(workspace.root)[0]["run_id"] == OLD
+    assert f"{place}: {OLD}, sent at 20" in _told(workspace_state(workspace, now))["delivered"]
     workspace.publish(NEW)
     deliver(workspace, place)
     workspace.withdraw()

@@ -16,6 +16,7 @@ from sound_world import DAY_1
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.tables.check import check_tables
 from laserbatch.pipeline.tables.conversion import ConversionFault, to_path, to_time, to_type
+from laserbatch.pipeline.tables.guess import read_sources
 from laserbatch.pipeline.tables.mapping import import_mapped, load_mapping
 from laserbatch.pipeline.tables.read import read_tables
 from laserbatch.pipeline.tables.settings import ImportMapping
@@ -136,7 +137,7 @@ def test_what_does_not_fit_is_named(tmp_path, source, file, text, message):
 
 def test_bytes_of_another_encoding_are_refused_and_read_when_named(tmp_path, source):
     (source / "things-2.csv").write_bytes("nr,name,path\n2,Räni,\n".encode("latin-1"))
-    with pytest.raises(TableError, match=r"things-2\.csv cannot be read: .*utf-8"):
+    with pytest.raises(TableError, match=r"things-2\.csv, line 2: .*not utf-8\. Set `csv: \{encoding: cp1252\}`"):
         import_mapped(mapping_of(tmp_path), source, tmp_path / "out")
     import_mapped(
         mapping_of(tmp_path, MAPPING.replace("-*.csv", "-2.csv\n  encoding: latin-1")), source, tmp_path / "out"
@@ -251,6 +252,62 @@ def test_an_id_in_scientific_notation_is_refused(tmp_path):
         import_of_log(tmp_path, pa.array(["1.23457E+11"]), users=None)
 
 
+@pytest.mark.parametrize(
+    ("users", "log", "is_read_as_number"),
+    [
+        (["12", "7", "300"], ["12.0", "7.0"], True),
+        (["12.0", "7.0"], ["12", "7"], True),
+        (["1.0", "1.10"], ["1.0", "1.10"], False),
+        (["1.0", "1.10"], ["1.0", "1.0"], False),
+        (["1.0", "a"], ["1.0", "a"], False),
+        (["1", "1.0"], ["1", "1.0"], False),
+        (["00123", "123"], ["123", "00123"], False),
+    ],
+)
+def test_text_with_a_point_and_zero_is_a_whole_number_where_all_of_a_column_is(tmp_path, users, log, is_read_as_number):
+    notes = import_of_texts(tmp_path, users, log)
+    tables = read_tables(tmp_path / "out")
+    for read, written in ((tables.users, users), (tables.interactions, log)):
+        expected = [one.removesuffix(".0" if is_read_as_number else "") for one in written]
+        assert read["user_id"].to_pylist() == expected
+    assert any("ids such as 123.0 were read as the whole numbers" in note for note in notes) == is_read_as_number
+
+
+def import_of_texts(folder: Path, users: list[str], log: list[str], **changed) -> list[str]:
+    """Import users and a log with such ids in CSV files; what was noted."""
+    (folder / "users.csv").write_text("id\n" + "".join(f'"{one}"\n' for one in users))
+    (folder / "items.csv").write_text("id,title\ni1,Heat\n")
+    (folder / "log.csv").write_text("u,i,t\n" + "".join(f'"{one}",i1,{n}\n' for n, one in enumerate(log)))
+    data, notes = WITH_LONG_IDS | {"interactions": WITH_LONG_IDS["interactions"] | {"files": "log.csv"}} | changed, []
+    import_mapped(ImportMapping.model_validate(data), folder, folder / "out", note=notes.append)
+    return notes
+
+
+def test_text_ids_become_numbers_by_the_rules_of_floats(tmp_path):
+    import_of_texts(tmp_path, ["12", "0007"], ["12.0", " 7.00"], ids={"user_id": "int64"})
+    assert read_tables(tmp_path / "out").interactions["user_id"].to_pylist() == [12, 7]
+    for text, said in (
+        ("1.10", "an integer"),
+        ("18014398509481984.0", "which floats hold exactly"),
+        ("1E+11", "all of its digits"),
+        ("1.2e11", "all of its digits"),
+        ("1,23457E+11", "all of its digits"),
+        ("123,456", "all of its digits"),
+    ):
+        with pytest.raises(TableError, match=f"column u, row 1: found .*{said}"):
+            import_of_texts(tmp_path, ["12"], ["12", text], ids={"user_id": "int64"})
+
+
+ALLOWED = WITH_LONG_IDS["interactions"] | {"files": "log.csv", "max_unknown_share": 0.8}
+
+
+def test_unknown_ids_that_are_almost_known_are_named(tmp_path):
+    (note,) = import_of_texts(
+        tmp_path, ["00123", "ab", "7"], ["7", "7", "7", "123", "AB", "x", " 7", "'7"], interactions=ALLOWED
+    )
+    assert "4 rows of a user_id that is in no table are left out" in note and "'123' and '00123'" in note
+
+
 def test_an_import_stops_where_most_interactions_are_of_ids_in_no_table(tmp_path):
     ids = pa.array(["98765", "123456789012.0", "98765.0", "345678901234.0", "1.0"])
     with pytest.raises(TableError) as caught:
@@ -262,15 +319,55 @@ def test_an_import_stops_where_most_interactions_are_of_ids_in_no_table(tmp_path
     assert import_of_log(tmp_path, ids, interactions=allowed)["interactions of unknown user_id"] == 4
 
 
-def test_a_forgotten_unit_is_named_with_the_value_of_the_source(tmp_path, source):
-    data = yaml.safe_load(MAPPING)
-    data["interactions"]["timestamp"] = "when"
-    for name, text in (("a", "bob,1,1740787200000,4\n"), ("b", "bob,1,2025-03-01,4\n")):
-        (source / "log" / "a.csv").write_text(text)
-        with pytest.raises(TableError) as caught:
-            import_mapped(ImportMapping.model_validate(data), source, tmp_path / "out")
-        found = {"a": "1740787200000", "b": "2025-03-01"}[name]
-        assert re.search(f"found '{found}', expected .* in s since 1970, or another `unit`: s, ms,", str(caught.value))
+def import_of_times(source: Path, out: Path, first: list, second: list, **stated) -> tuple[list[str], list[str]]:
+    """Import a log of two files with such times; the times that were read, and what was noted of them."""
+    data, notes = yaml.safe_load(MAPPING), []
+    data["interactions"]["timestamp"] = {"column": "when", **stated}
+    for name, times in (("a", first), ("b", second)):
+        (source / "log" / f"{name}.csv").write_text("".join(f"bob,1,{time},4\n" for time in times))
+    import_mapped(ImportMapping.model_validate(data), source, out, note=notes.append)
+    return [f"{time:%Y-%m-%d %H:%M}" for time in read_tables(out).interactions["timestamp"].to_pylist()], notes
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "read", "noted"),
+    [
+        ([1740787200], [1740787260], ["2025-03-01 00:00", "2025-03-01 00:01"], None),
+        ([1740787200000], [1740787260000], ["2025-03-01 00:00", "2025-03-01 00:01"], "milliseconds"),
+        (["1740787200000000"], [1740787260000000], ["2025-03-01 00:00", "2025-03-01 00:01"], "microseconds"),
+        ([1740787200 * 10**9], [1740787260 * 10**9], ["2025-03-01 00:00", "2025-03-01 00:01"], "nanoseconds"),
+        (["1740787200.5"], [1740787260], ["2025-03-01 00:00", "2025-03-01 00:01"], None),
+        ([5, 7], [9], ["1970-01-01 00:00"] * 3, None),
+        ([1740787200000], [1740787200], None, r"b\.csv, column when: the numbers from 1740787200 .* not all millis"),
+        ([1740787200], [1740787200000], None, r"b\.csv, column when, row 0: found '1740787200000', expected .* in s"),
+        ([20240531], [20240601], None, r"a\.csv, column when: the numbers from 20240531 to 20240601 look like dates"),
+        ([45443, 45444], ["45443.5"], None, r"from 45443 to 45444 look like days"),
+        ([2019], [2024], None, "from 2019 to 2024 look like years"),
+        ([202312], [202405], None, "from 202312 to 202405 look like months"),
+        ([638500000000000000], [], None, r"row 0: found '638500000000000000', expected"),  # ticks of .NET
+        (["2025-03-01"], [], None, r"found '2025-03-01', expected .* in s since 1970, or another `unit`: s, ms,"),
+    ],
+)
+def test_a_unit_that_is_not_stated_is_the_one_that_values_leave(tmp_path, source, first, second, read, noted):
+    if read is None:
+        with pytest.raises(TableError, match=noted):
+            import_of_times(source, tmp_path / "out", first, second)
+        return
+    times, notes = import_of_times(source, tmp_path / "out", first, second)
+    assert times == read
+    assert [f"was read as {noted} since 1970 (2025-03-01 to 2025-03-01)" in note for note in notes] == [True] * bool(
+        noted
+    )
+
+
+def test_dates_that_are_written_as_numbers_are_read_by_their_format_and_never_as_seconds(tmp_path, source):
+    times, notes = import_of_times(source, tmp_path / "out", [20240531], [20240601], unit="%Y%m%d")
+    assert (times, notes) == (["2024-05-31 00:00", "2024-06-01 00:00"], [])
+    times = [1717113600000, 1717200000000]
+    read = import_of_times(source, tmp_path / "out", times[:1], times[1:], unit="ms")
+    assert read == (["2024-05-31 00:00", "2024-06-01 00:00"], [])
+    with pytest.raises(TableError, match="look like dates such as 20240531"):
+        import_of_times(source, tmp_path / "out", [20240531], [20240601], unit="s")
 
 
 def test_files_of_a_table_that_differ_are_named_with_the_column(tmp_path, source):
@@ -397,9 +494,10 @@ QUOTED = {"items": {"files": "items.tsv", "id": "id", "title": "title"},
 OPEN_QUOTE = 'id\tgenre\ttitle\nt1\tDrama\t"Great" Cats\nt2\tNews\t"Fixer Upper\nt3\tDrama\tRan\nt4\tDrama\tAlien"s\n'
 
 
-def imported_titles(tmp_path: Path, text: str, file: str = "items.tsv", **csv_options) -> tuple[list, list[str]]:
-    """The titles of an items file, and the notes of its import."""
-    (tmp_path / file).write_text(text, newline="")
+def imported_titles(tmp_path: Path, text: str | None, file: str = "items.tsv", **csv_options) -> tuple[list, list[str]]:
+    """The titles of an items file, written with a text unless it is there, and the notes of its import."""
+    if text is not None:
+        (tmp_path / file).write_text(text, "utf-8", newline="")
     (tmp_path / "log.csv").write_text("user,item,time\nu1,t1,5\n")
     items, notes = QUOTED["items"] | {"files": file, "csv": csv_options}, []
     import_mapped(
@@ -434,6 +532,88 @@ def test_a_quoted_field_over_several_lines_is_counted_and_shown(tmp_path):
 def test_a_field_that_goes_on_after_its_closing_quote_is_refused_where_rows_are_in_it(tmp_path):
     with pytest.raises(TableError, match=r"items\.csv, line 2: .*closing quote.*csv: \{quote: null\}"):
         imported_titles(tmp_path, 'id,title\nt1,"Fixer Upper\nt2,Ran\nt3,Alien"s\nt4,Last\n', "items.csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('id,title\nt1,"Ran"\nt2,"Great" Cats\n', r"""items\.csv, line 3: 't2,"Great" Cats': .*csv: \{quote: null\}"""),
+        ('id,title\nt1,"He said \\"hi\\" to"\n', r"""line 2: .*backslash stands before quotes.*escape: "\\\\"\}"""),
+        ('id,title\nt1,"said \\"a, b\\" c"\n', r"line 2: .*escape: "),  # too many fields as Arrow splits it
+        ('id,title\nt1,"a ""b"" c" d\n', r"line 2: .*goes on after its closing quote"),
+        ('id,"ti" tle\nt1,Ran\n', r"line 1: .*goes on after its closing quote"),
+        ("id,title\nt1,Ran\nt2,He\0at\n", r"column 'title', row 1: the text holds a zero byte"),
+        ("id,title\nt1,Ran\nt2\n", r"Row #3: Expected 2 columns, got 1: t2"),
+        ("id,title\nt1,Ran,\n", r"Row #2: Expected 2 columns, got 3: t1,Ran,"),
+        ("id,title,title\nt1,Ran,Heat\n", r"2 columns 'title'; rename or drop all but one"),
+        ("id,title\n", r"its source files have no rows"),
+        ("id,title,\nt1,Ran,\nid,title,\nt2,Heat,\n", r"items\.csv, row 1: the row repeats the names of the columns"),
+    ],
+)
+def test_a_csv_that_would_lose_something_is_refused_by_its_place(tmp_path, text, said):
+    with pytest.raises(TableError, match=said):
+        imported_titles(tmp_path, text, "items.csv")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "place", "wanted"),
+    [
+        ("latin-1", "line 3: ", "cp1252"),
+        ("utf-16", "line 1: ", "utf-16"),
+        ("utf-16-le", "looks like UTF-16", "utf-16-le"),
+    ],
+)
+def test_a_file_in_another_encoding_is_refused_with_the_line_to_write(tmp_path, encoding, place, wanted):
+    text = "id,title\nt1,Ran\nt2,Déjà vu\n"
+    (tmp_path / "items.csv").write_bytes(text.encode(encoding))
+    with pytest.raises(TableError, match=rf"items\.csv.*{place}.*csv: \{{encoding: {wanted}\}}"):
+        imported_titles(tmp_path, None, "items.csv")
+    assert imported_titles(tmp_path, None, "items.csv", encoding=wanted) == (["Ran", "Déjà vu"], [])
+    titles, (note,) = imported_titles(tmp_path, text, "items.csv", encoding="latin-1")
+    assert titles[1] != "Déjà vu" and "but is UTF-8 from its first to its last byte" in note
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_line_ends_and_unnamed_columns_are_no_part_of_the_rows(tmp_path, end):
+    """Row numbers of pandas, and a delimiter at the end of lines."""
+    lines = [",id,title,", '0,t1,"5"" screen",', "1,t2,5 screen,", ""]
+    titles, notes = imported_titles(tmp_path, "\ufeff" + end.join(lines), "items.csv")
+    assert titles == ['5" screen', "5 screen"]
+    assert read_tables(tmp_path / "out").items.column_names == ["item_id", "title"]
+    assert len(notes) == 1 and "the column '' has no name of its own" in notes[0]
+
+
+def test_what_quotes_leave_in_doubt_is_said_of_the_first_rows_too(tmp_path):
+    (tmp_path / "a.csv").write_text('id,title\nt1,"Heat\nthe film"\nt2,"Great" Cats\n')
+    notes: list[str] = []
+    assert read_sources(tmp_path, notes.append)[0].head.num_rows == 2
+    assert "1 quoted field over several lines" in notes[0] and "a.csv, line 4: 't2" in notes[1]
+
+
+def test_what_databases_write_for_nothing_is_said_unless_the_mapping_says_what_it_is(tmp_path):
+    text = "id\ttitle\tyear\nt1\tRan\t\\N\nt2\tNULL\t1995\n"
+    titles, (note,) = imported_titles(tmp_path, text)
+    assert titles == ["Ran", "NULL"] and r"2 fields kept as text, first in column year, row 0: '\\N'" in note
+    assert r'csv: {null_values: ["\\N", "NULL"]}' in note
+    assert imported_titles(tmp_path, text, null_values=["\\N", "NULL"]) == (["Ran", None], [])
+
+
+def test_a_spreadsheet_is_no_csv(tmp_path):
+    (tmp_path / "items.csv").write_bytes(b"PK\x03\x04\x14\0\x06\0\x08\0\xe9\xff, title\n")
+    with pytest.raises(TableError, match=r"items\.csv is no text, but a spreadsheet \(\.xlsx, "):
+        imported_titles(tmp_path, None, "items.csv")
+
+
+def test_a_column_in_single_quotes_is_said(tmp_path):
+    text = "id,title\nt1,'Ran'\nt2,'Heat'\n"
+    titles, (note,) = imported_titles(tmp_path, text, "items.csv")
+    assert titles == ["'Ran'", "'Heat'"] and "2 fields in single quotes" in note
+    assert imported_titles(tmp_path, text, "items.csv", quote="'") == (["Ran", "Heat"], [])
+
+
+def test_a_quoted_field_behind_a_blank_is_said(tmp_path):
+    titles, (note,) = imported_titles(tmp_path, 'id,title\nt1, "Heat"\nt2,Ran\n', "items.csv")
+    assert titles == [' "Heat"', "Ran"] and "1 field in quotes behind a blank" in note
 
 
 def test_escapes_and_null_values_of_a_csv_are_as_the_mapping_says(tmp_path):

@@ -5,15 +5,18 @@ import hashlib
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sound_world import DAY_1, DAY_1_S, replaced, sound_world, write_world
 
+from laserbatch.ctr.log import read_log
 from laserbatch.pipeline.errors import TableError
-from laserbatch.pipeline.tables.check import check_tables
-from laserbatch.pipeline.tables.read import describe, find_exact_copies, read_tables
+from laserbatch.pipeline.tables.check import check_tables, require_sound
+from laserbatch.pipeline.tables.read import describe, find_exact_copies, open_tables, read_tables
+from laserbatch.pipeline.tables.sampled import write_sample
 from laserbatch.pipeline.tables.schema import TIMESTAMP_TYPE, attribute_columns
 
 text_ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
@@ -220,6 +223,31 @@ def test_exact_copies_of_an_interaction_are_left_out_and_counted(tmp_path, caplo
     assert read_tables(tmp_path, keep_duplicates=True).interactions.num_rows == 6
 
 
+@pytest.mark.parametrize(("keep", "label", "num_left"), [(False, "all", 3), (False, "is_new", 4), (True, "all", 6)])
+def test_who_streams_interactions_leaves_out_the_copies_that_nights_do(tmp_path, caplog, keep, label, num_left):
+    """Whichever file they are in, in whatever order of columns and of whatever row number."""
+    write_world(tmp_path, interactions=None)
+    rows = pa.table(
+        {
+            "__index_level_0__": range(6),
+            "user_id": ["u1", "u1", "u2", "u1", "u1", "u2"],
+            "item_id": [1, 1, 1, 1, 1, 1],
+            "timestamp": [DAY_1_S, DAY_1_S, DAY_1_S, DAY_1_S, DAY_1_S, DAY_1_S + 1],
+            "is_new": [True, True, True, True, False, True],
+            "tags": [[], [], [], [], [], ["a"]],
+        }
+    )
+    (tmp_path / "interactions").mkdir()
+    pq.write_table(rows.slice(0, 2), tmp_path / "interactions" / "0.parquet")
+    pq.write_table(rows.slice(2).select(rows.column_names[::-1]), tmp_path / "interactions" / "1.parquet")
+    opened = open_tables(tmp_path, keep)
+    assert len(read_log(opened, label).users) == num_left
+    assert keep or f"{6 - num_left} of 6 interactions are exact copies" in caplog.text
+    assert sum(batch.num_rows for batch in opened.interactions.to_batches(["tags"])) == (6 if keep else 3)
+    read = read_tables(tmp_path, keep_duplicates=keep)
+    assert (read.interactions.num_rows, read.num_copies) == ((6, 0) if keep else (3, 3))
+
+
 @given(rows=st.lists(st.tuples(*[st.integers(0, 1)] * 3, st.sampled_from([None, 1.0, 2.0])), max_size=12))
 def test_exact_copies_are_those_that_a_set_finds(tmp_path_factory, rows):
     folder = tmp_path_factory.mktemp("copies")
@@ -231,6 +259,43 @@ def test_exact_copies_are_those_that_a_set_finds(tmp_path_factory, rows):
         folder / "interactions.parquet",
     )
     assert find_exact_copies(folder).tolist() == [row in rows[:number] for number, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize(("unit", "per_second"), [("milli", 10**3), ("micro", 10**6), ("nano", 10**9)])
+def test_integer_times_are_in_the_unit_that_all_values_leave_and_it_is_said(tmp_path, caplog, unit, per_second):
+    """By whoever reads: checks, nights, and what streams."""
+    path, seconds = write_world(tmp_path, interactions=None), [DAY_1_S - 5, DAY_1_S, None, DAY_1_S + 86_400]
+    (path / "interactions").mkdir()
+    for name, times in (("0", seconds[:3]), ("1", seconds[3:])):
+        events = {"user_id": ["u1"] * len(times), "item_id": [1] * len(times), "rating": [5] * len(times)}
+        events["timestamp"] = [time and time * per_second for time in times]
+        table = pa.table(events).filter(pc.is_valid(pa.array(times)))
+        pq.write_table(table, path / "interactions" / f"{name}.parquet", write_statistics=name == "0")
+    (finding,) = check_tables(path)
+    assert (finding.kind, finding.column, finding.is_warning) == ("inferred-unit", "timestamp", True)
+    assert f"read as {unit}seconds since 1970 (2025-02-28 to 2025-03-02)" in finding.found
+    known = [time for time in seconds if time is not None]
+    assert read_tables(path).interactions["timestamp"].cast("int64").to_pylist() == [time * 10**6 for time in known]
+    assert read_tables(path, DAY_1.date()).interactions.num_rows == 2
+    opened = open_tables(path)
+    assert read_log(opened, "all").times_us.tolist() == [time * 10**6 for time in known]
+    assert f"read as {unit}seconds" in caplog.text
+    (tmp_path / "sample").mkdir()
+    write_sample(opened, tmp_path / "sample", DAY_1.date(), 9, 9)
+    assert pc.max(read_tables(tmp_path / "sample").interactions["timestamp"]).as_py().timestamp() == DAY_1_S + 86_400
+
+
+@pytest.mark.parametrize(
+    ("times", "reading"), [([20240531, 20240601, 20240531], "dates such"), ([45443, 45444, 45443], "days, as")]
+)
+def test_integers_that_are_dates_or_days_are_no_seconds(tmp_path, times, reading):
+    path = write_world(tmp_path, interactions=replaced("interactions", timestamp=times))
+    told = rf"interactions\.timestamp \(.*\): the integers from {min(times)} to {max(times)} look like {reading}"
+    with pytest.raises(TableError, match=told):
+        require_sound(check_tables(path), path)
+    for read in (read_tables, lambda path: read_log(open_tables(path), "all")):
+        with pytest.raises(TableError, match=told):
+            read(path)
 
 
 @pytest.mark.parametrize("as_of", [None, DAY_1.date()])

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Mapping
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from laserbatch.pipeline.errors import ModelError, first_line
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SAMPLE_MODEL = Path(__file__).resolve().parents[3] / "models" / "sample"
 _HASHED_BYTES = 1 << 20  # of each end of a weights file
@@ -241,15 +242,18 @@ def require_described_weights(folder: Path) -> int | None:
 
     Returns
     -------
-    num_rows : rows of the embedding; None where nothing was compared, because the weights are quantised (libraries
-        rename their tensors) or transformers does not know the model.
+    num_rows : rows of the embedding; None where nothing was compared, because transformers does not know the model, or
+        the weights are quantised in a format whose names say nothing. Of other quantised weights it is compared which
+        modules have tensors, and the shapes of those that are not packed.
 
     Raises
     ------
     ModelError : as `require_whole_weights`.
     """
-    if quantization_of(read_config(folder)) is not None:
-        return None
+    of_file = read_config(folder)
+    is_quantised = quantization_of(of_file) is not None
+    if is_quantised and is_mixture_of_experts(of_file):
+        return None  # transformers joins the tensors of plain experts, whose names tell nothing of packed ones
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -259,6 +263,8 @@ def require_described_weights(folder: Path) -> int | None:
     transformers_logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(folder, **local)
+        if is_quantised:
+            del config.quantization_config  # whose library need not be here: the plain model is compared
         model, loading_info = AutoModelForCausalLM.from_pretrained(
             folder, config=config, device_map={"": "meta"}, use_safetensors=True, output_loading_info=True,
             ignore_mismatched_sizes=True, **local,
@@ -267,8 +273,34 @@ def require_described_weights(folder: Path) -> int | None:
         return None
     finally:
         transformers_logging.set_verbosity(verbosity)
-    require_whole_weights(folder, loading_info)
+    if is_quantised and (loading_info := _without_packed(model, loading_info)) is None:
+        return None
+    require_whole_weights(folder, loading_info, harmless=QUANTIZED_EXTRAS if is_quantised else HARMLESS_WEIGHTS)
     return int(model.get_input_embeddings().num_embeddings)
+
+
+def _without_packed(model: "PreTrainedModel", loading_info: dict) -> dict | None:
+    """What loading a plain model from quantised weights says, without what packed linear layers make of it.
+
+    Whatever a layer is packed into stands below its name: `q_proj.qweight`, `q_proj.weight_scale`. None where more than
+    half of the weights that the model needs have nothing below their names, so that the format has others.
+    """
+    layers = {name: module for name, module in model.named_modules() if getattr(module, "weight", None) is not None}
+
+    def layer_of(key: str) -> str | None:
+        parents = accumulate(key.split(".")[:-1], "{}.{}".format)
+        return next((name for name in parents if name in layers), None)
+
+    packed = {layer_of(key) for key in loading_info["unexpected_keys"]} - {None}
+    unread = [
+        key for key in loading_info["unexpected_keys"]
+        if (layer := layer_of(key)) is None or key == f"{layer}.bias" or ".lora_" in key
+    ]  # fmt: skip
+    missing = [key for key in loading_info["missing_keys"] if layer_of(key) not in packed]
+    if 2 * len(missing) > len(model.state_dict()):
+        return None
+    others = [one for one in loading_info["mismatched_keys"] if layer_of(one[0]) not in packed]
+    return {"missing_keys": missing, "unexpected_keys": unread, "mismatched_keys": others}
 
 
 def require_token_rows(folder: Path, tokenizer: "PreTrainedTokenizerBase", num_rows: int) -> str | None:

@@ -1,0 +1,69 @@
+"""How old the newest interaction of a night is, beside how far apart days with interactions usually are."""
+
+import datetime
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+ROWS_AT_ONCE = 64 * 1024
+DAY_US = 24 * 3600 * 10**6
+
+
+@dataclass(frozen=True)
+class LogAge:
+    """The age of a log on a date; it lies in a manifest's `inputs.interactions` as `age`.
+
+    Attributes
+    ----------
+    date, newest : the date of the night, and the day (UTC) of the newest interaction known on it, in ISO 8601.
+    age_days : days between both.
+    usual_gap_days : median number of days between two days with interactions, one after the other; None where there
+        is one day alone.
+    """
+
+    date: str
+    newest: str
+    age_days: int
+    usual_gap_days: float | None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether it is older than twice the usual gap."""
+        return self.usual_gap_days is not None and self.age_days > 2 * self.usual_gap_days
+
+    def __str__(self) -> str:
+        gap = self.usual_gap_days
+        usual = "" if gap is None else (
+            f", while days with interactions are usually {gap:g} day{'s' * (gap != 1)} apart"
+        )  # fmt: skip
+        return (
+            f"the newest interaction known on {self.date} is of {self.newest}, {self.age_days:,} days before{usual}. "
+            "Check that interactions are still exported"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for a manifest."""
+        return asdict(self)
+
+
+def log_age(times: pa.ChunkedArray, date: datetime.date) -> LogAge | None:
+    """The age of a log on a date, by the timestamp[us, UTC] of what is known at its end; None of an empty one."""
+    found: list[np.ndarray] = []
+    for start in range(0, len(times), ROWS_AT_ONCE):
+        part = times.slice(start, ROWS_AT_ONCE).drop_null().cast(pa.int64()).to_numpy()
+        found.append(np.unique(part // DAY_US))
+    days = np.unique(np.concatenate(found)) if found else np.zeros(0, np.int64)
+    if not len(days):
+        return None
+    newest = datetime.date(1970, 1, 1) + datetime.timedelta(days=int(days[-1]))
+    gap = float(np.median(np.diff(days))) if len(days) > 1 else None
+    return LogAge(str(date), str(newest), (date - newest).days, gap)
+
+
+def recorded_age(inputs: Mapping[str, Mapping[str, Any]]) -> LogAge | None:
+    """The age that a manifest's `inputs` have; None of one that has none."""
+    age = inputs.get("interactions", {}).get("age")
+    return LogAge(**age) if age else None

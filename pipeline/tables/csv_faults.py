@@ -1,0 +1,280 @@
+"""What Arrow reads of a CSV file without a word, or refuses without naming the place: quotes, encodings, zero bytes."""
+
+import codecs
+import csv
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.tables.settings import CsvFormat
+
+CHUNK_BYTES = 1 << 24
+_MARKS = (
+    (b"PK\x03\x04", "a spreadsheet (.xlsx, .ods) or a zip archive"), (b"\xd0\xcf\x11\xe0", "a spreadsheet (.xls)"),
+    (b"\x1f\x8b", "compressed by gzip, so that its name has to end in .gz"), (b"PAR1", "Parquet, as its name must say"),
+    (b"SQLite f", "a database of SQLite"), (b"ORC", "ORC"), (b"Obj\x01", "Avro"),
+)  # fmt: skip
+_DATABASE_NULLS = ["\\N", "NULL"]
+_SHOWN = 60  # characters of a value
+
+
+@dataclass
+class _Doubt:
+    """How many fields of a file look like something, and the first of them."""
+
+    num: int = 0
+    first: tuple[str, int, str] = ("", 0, "")  # column, row, value
+
+    def add(self, name: str, first_row: int, column: pa.Array, is_match: pa.Array) -> None:
+        """Count the fields of a column that are marked."""
+        is_match = pc.fill_null(is_match, False)
+        if is_match.true_count:
+            row = pc.index(is_match, True).as_py()
+            if not self.num or first_row + row < self.first[1]:
+                self.first = (name, first_row + row, column[row].as_py())
+            self.num += is_match.true_count
+
+    def shown(self, what: str) -> str:
+        """How many there are of what, where the first one is, and how it begins."""
+        name, row, value = self.first
+        value = f"{value[:_SHOWN]!r}{' ...' * (len(value) > _SHOWN)}"
+        plural = what.replace("field", "fields", 1) if self.num > 1 else what
+        return f"{self.num:,} {plural}, first in column {name}, row {row}: {value}"
+
+
+@dataclass
+class Doubts:
+    """What the quotes of a file that is being read leave in doubt."""
+
+    path: Path
+    form: CsvFormat
+    over_lines: _Doubt = field(default_factory=_Doubt)
+    kept_quotes: _Doubt = field(default_factory=_Doubt)
+    single_quotes: _Doubt = field(default_factory=_Doubt)  # around all values of a column
+    nulls: _Doubt = field(default_factory=_Doubt)  # what databases write for nothing, read as text
+
+    def add(self, rows: pa.RecordBatch, first_row: int) -> None:
+        """Look at some rows.
+
+        Raises TableError where a name or a value holds a zero byte, or a row repeats the header.
+        """
+        is_header = _is_header(rows)
+        if is_header.true_count:
+            row = first_row + pc.index(is_header, True).as_py()
+            raise TableError(
+                f"{self.path}, row {row}: the row repeats the names of the columns, as where files were joined, or as "
+                "a header does where the mapping sets `column_names`. Take it out, or leave out `column_names`."
+            )
+        for name, column in zip(rows.schema.names, rows.columns, strict=True):
+            held = column.buffers()[2]  # of strings; most batches have nothing to look for, as their bytes say
+            held = b"" if held is None else held.to_pybytes()
+            if b"\0" in held or "\0" in name:
+                zeros = _Doubt()
+                zeros.add(name, first_row, column, pc.match_substring(column, "\0"))
+                if zeros.num or "\0" in name:
+                    raise TableError(zero_bytes(self.path, f"column {name!r}, row {zeros.first[1]}"))
+            self.nulls.add(name, first_row, column, pc.is_in(column, pa.array(_DATABASE_NULLS)))
+            if self.form.quote:
+                if b"\n" in held or b"\r" in held:
+                    self.over_lines.add(name, first_row, column, pc.match_substring_regex(column, r"[\r\n]"))
+                if (
+                    rows.num_rows > 1
+                    and pc.all(pc.and_(pc.starts_with(column, "'"), pc.ends_with(column, "'"))).as_py()
+                ):
+                    self.single_quotes.add(name, first_row, column, pc.is_valid(column))
+                if pc.any(pc.or_(pc.starts_with(column, " "), pc.starts_with(column, "\t"))).as_py():
+                    quote = f"\\x{ord(self.form.quote):02x}"
+                    pattern = rf"(?s)^[ \t]+{quote}.*{quote}[ \t]*$"
+                    self.kept_quotes.add(name, first_row, column, pc.match_substring_regex(column, pattern))
+            elif len(self.form.delimiter) == 1 and self.form.delimiter != "\x1f":
+                self.kept_quotes.add(name, first_row, column, pc.match_substring_regex(column, r'(?s)^".*"$'))
+
+    def notes(self) -> Iterator[str]:
+        """A sentence for each kind of doubt."""
+        if self.nulls.num:
+            option = f"`csv: {{null_values: {json.dumps(_DATABASE_NULLS)}}}`"
+            advice = f"If they mean that nothing is known, set {option} in the mapping."
+            yield f"{self.path}: {self.nulls.shown('field kept as text')}. {advice}"
+        if self.single_quotes.num:
+            advice = 'If the quotes enclose fields, set `csv: {quote: "\'"}` in the mapping.'
+            yield f"{self.path}: {self.single_quotes.shown('field in single quotes, kept as text')}. {advice}"
+        if self.over_lines.num:
+            shown = self.over_lines.shown("quoted field over several lines")
+            advice = "If quotes are plain text in this file, set `csv: {quote: null}` in the mapping."
+            yield f"{self.path}: {shown}. {advice}"
+        if self.kept_quotes.num and self.form.quote:
+            shown = self.kept_quotes.shown("field in quotes behind a blank, which were kept as text")
+            advice = "If the quotes enclose fields, export the file without blanks behind delimiters."
+            yield f"{self.path}: {shown}. {advice}"
+        elif self.kept_quotes.num:
+            shown = self.kept_quotes.shown("field in quotes, which were kept as text")
+            yield f"{self.path}: {shown}. If the quotes enclose fields, set `csv: {{quote: '\"'}}` in the mapping."
+
+
+def _is_header(rows: pa.RecordBatch) -> pa.Array:
+    """Whether each row holds nothing but the names of the columns: bool[n]."""
+    found = pa.array(np.full(rows.num_rows, rows.num_columns > 1))
+    for name, column in zip(rows.schema.names, rows.columns, strict=True):
+        found = pc.and_(found, pc.fill_null(pc.equal(column, name), not name))
+        if not found.true_count:
+            break
+    return found
+
+
+def zero_bytes(path: Path, place: str) -> str:
+    """What is said of a file with zero bytes: of UTF-16 that is read as something else, or of one that is damaged."""
+    with pa.input_stream(str(path)) as raw:
+        start = raw.read(1024)
+    if (kind := kind_of_bytes(start)) is not None:
+        return f"{path} is no text, but {kind}. Export it as CSV or Parquet."
+    odd, even = start[1::2].count(0), start[::2].count(0)
+    if max(odd, even) > len(start) // 4:
+        encoding = _marked_encoding(start) or ("utf-16-le" if odd > even else "utf-16-be")
+        return f"{path} looks like UTF-16; set `csv: {{encoding: {encoding}}}` in the mapping."
+    return f"{path}, {place}: the text holds a zero byte. Take it out, or export the file again."
+
+
+def kind_of_bytes(start: bytes) -> str | None:
+    """What a file is that begins with some bytes, if it is a known one that is no text."""
+    return next((kind for mark, kind in _MARKS if start.startswith(mark)), None)
+
+
+def _marked_encoding(start: bytes) -> str | None:
+    return "utf-16" if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else None
+
+
+def encoding_fault(path: Path, encoding: str) -> str | None:
+    """Where a file is not of an encoding, and what to do; None if it is."""
+    decoder, line, start = codecs.getincrementaldecoder(encoding)(), 1, b""
+    try:
+        with pa.input_stream(str(path)) as raw:
+            while chunk := raw.read(CHUNK_BYTES):
+                start = start or chunk[:8]
+                line += decoder.decode(chunk).count("\n")
+        decoder.decode(b"", final=True)
+        return None
+    except UnicodeDecodeError as error:
+        line += error.object[: error.start].count(b"\n")
+        found = error.object[max(0, error.start - 20) : error.end + 20]
+    if (kind := kind_of_bytes(start)) is not None:
+        return f"{path} is no text, but {kind}. Export it as CSV or Parquet."
+    if b"\0" in found and _marked_encoding(start) is None:
+        return zero_bytes(path, f"line {line}")
+    known = _marked_encoding(start) or "cp1252"
+    advice = f"Set `csv: {{encoding: {known}}}` in the mapping"
+    advice += "" if known == "utf-16" else ", or whichever encoding it was written in (latin-1, gb18030, ...)"
+    return f"{path}, line {line}: {found!r} is not {encoding}. {advice}."
+
+
+def encoding_doubt(path: Path, encoding: str) -> str | None:
+    """What is said of a file that is sound UTF-8 beyond ASCII, but is read as another encoding."""
+    if codecs.lookup(encoding).name.startswith("utf"):
+        return None
+    decoder, is_ascii = codecs.getincrementaldecoder("utf-8")(), True
+    try:
+        with pa.input_stream(str(path)) as raw:
+            while chunk := raw.read(CHUNK_BYTES):
+                is_ascii &= chunk.isascii()
+                decoder.decode(chunk)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return None
+    return None if is_ascii else (
+        f"{path} is read as {encoding}, but is UTF-8 from its first to its last byte; take `encoding` out of the "
+        "mapping if its letters come out wrong"
+    )  # fmt: skip
+
+
+def quote_fault(path: Path, form: CsvFormat, is_sure: bool = False) -> str | None:
+    """Where a field goes on after its closing quote, or a quote is never closed: Arrow reads both.
+
+    The quote before it was probably plain text. Unless it `is_sure` that a strict reader has to look, which is slow,
+    the bytes beside quotes say whether it does.
+    """
+    if not (is_sure or _has_text_beside_quotes(path, form)):
+        return None
+    limit = csv.field_size_limit(2**31 - 1)
+    try:
+        with open_lines(pa.input_stream(str(path)), form.encoding) as lines:
+            reader, before = python_reader(lines, form), 0
+            try:
+                for _ in reader:
+                    before = reader.line_num
+                return None
+            except csv.Error as error:
+                reason = str(error)
+    finally:
+        csv.field_size_limit(limit)
+    with open_lines(pa.input_stream(str(path)), form.encoding) as lines:
+        line = next(islice(lines, before, None), "").rstrip("\r\n")
+    place = f"{path}, line {before + 1}: {line[:_SHOWN]!r}{' ...' * (len(line) > _SHOWN)}"
+    if "unexpected end" in reason:
+        return (
+            f"{place}: a quote is never closed, so the rows behind it are part of the field. Close it, or double it "
+            "where it is meant; if quotes are plain text in this file, set `csv: {quote: null}` in the mapping."
+        )
+    advice = "if quotes are plain text in this file, set `csv: {quote: null}`"
+    if f"\\{form.quote}" in line and not form.escape:
+        advice = 'where a backslash stands before quotes, set `csv: {escape: "\\\\"}`'
+    return (
+        f"{place}: a field in quotes goes on after its closing quote ({reason}). Double each quote that is part of a "
+        f"text; or, {advice} in the mapping."
+    )
+
+
+def _has_text_beside_quotes(path: Path, form: CsvFormat) -> bool:
+    """Whether a quote has neither a delimiter nor a line's end beside it, nor a quote behind it."""
+    if "A\n".encode(form.encoding) != b"A\n":
+        return True  # bytes are no characters
+    ends = list(form.delimiter.encode(form.encoding) + b"\r\n")
+    with pa.input_stream(str(path)) as raw:
+        held = b"\n"
+        while chunk := raw.read(CHUNK_BYTES):
+            text = np.frombuffer(held + chunk, np.uint8)
+            places = np.flatnonzero(text[1:-1] == ord(form.quote)) + 1
+            is_within = ~np.isin(text[places - 1], ends) & ~np.isin(text[places + 1], [*ends, ord(form.quote)])
+            if is_within.any():
+                return True
+            held = text[-2:].tobytes()
+    return False
+
+
+def unclosed_quote(path: Path, form: CsvFormat, row: int, last: pa.RecordBatch) -> str | None:
+    """What is said where the last value begins with a quote and holds all lines that follow, as Arrow takes it."""
+    value = last.column(last.num_columns - 1)[-1].as_py() if last.num_columns else None
+    if value is None or "\n" not in value:
+        return None
+    tail = b""
+    with pa.input_stream(str(path)) as file:  # which unpacks what is compressed
+        while block := file.read(CHUNK_BYTES):
+            tail = (tail + block)[-64:]
+    if tail.decode(form.encoding, errors="ignore").rstrip("\r\n").endswith(form.quote):
+        return None
+    return (
+        f"{path}, column {last.schema.names[-1]}, row {row}: the quote before {value[:40]!r} is never closed, so the "
+        "rows behind it are part of it; close it, or double it where it is meant"
+    )
+
+
+def open_lines(raw: pa.NativeFile, encoding: str) -> io.TextIOWrapper:
+    """A file as text, with its line ends as they are."""
+    if codecs.lookup(encoding).name == "utf-8":
+        encoding = "utf-8-sig"  # what Excel writes begins with a mark that is part of no name
+    return io.TextIOWrapper(raw, encoding=encoding, newline="")
+
+
+def python_reader(lines: io.TextIOWrapper, form: CsvFormat) -> Any:
+    """Python's reader of the same format, which is slow, and strict about quotes."""
+    quoting = csv.QUOTE_MINIMAL if form.quote else csv.QUOTE_NONE
+    return csv.reader(
+        lines, delimiter=form.delimiter, quotechar=form.quote, escapechar=form.escape, quoting=quoting, strict=True
+    )

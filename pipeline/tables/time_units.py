@@ -1,0 +1,123 @@
+"""Which unit integer times are in: seconds, unless all values of a column, in all of its files, leave another one.
+
+Times lie between 1990 and tomorrow, so that their values say the unit. Where they do not, the column is read as
+seconds, which the rules of `columns.py` then judge.
+"""
+
+import datetime
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pyarrow.types as pt
+
+from laserbatch.pipeline.tables.columns import CREATED, TIME, role_of
+from laserbatch.pipeline.tables.fetched import shown_path
+from laserbatch.pipeline.tables.findings import Finding
+from laserbatch.pipeline.tables.schema import UNITS_PER_SECOND, is_text
+
+YEAR_1990_S = 631_152_000
+DAY_S = 86_400
+YEAR_1_S = -62_135_596_800  # from which .NET counts ticks of 100 ns: today's are nanoseconds of spring 1990
+NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
+
+
+def unit_of(low: int, high: int) -> str | None:
+    """The unit since 1970 in which all values from `low` to `high` are times between 1990 and tomorrow, if one is."""
+    end_s = int(datetime.datetime.now(datetime.UTC).timestamp()) + 2 * DAY_S
+    unit = next((u for u, of in UNITS_PER_SECOND.items() if YEAR_1990_S * of <= low and high < end_s * of), None)
+    is_ticks = unit == "ns" and YEAR_1_S + low // 10**7 >= YEAR_1990_S and YEAR_1_S + high // 10**7 < end_s
+    return None if is_ticks else unit
+
+
+def other_reading(low: int, high: int) -> str | None:
+    """What integers are that would be moments of 1970 as seconds: dates written as numbers, or days; else None."""
+    if low >= 1_900 and high <= 2_100:
+        return "years"
+    if low >= 190_001 and high <= 210_012 and all(1 <= one % 100 <= 12 for one in (low, high)):
+        return "months such as 202405"
+    if low >= 19_000_101 and high <= 21_001_231 and all(map(_is_date, (low, high))):
+        return "dates such as 20240531"
+    if low >= 7_305 and high < 60_000:  # days since 1970 from 1990 on, and a spreadsheet's since 1900 up to 2064
+        return "days, as spreadsheets count them"
+    return None
+
+
+def _is_date(number: int) -> bool:
+    with suppress(ValueError):
+        return bool(datetime.date(number // 10_000, number // 100 % 100, number % 100))
+    return False
+
+
+def span_of(values: pa.Array | pa.ChunkedArray) -> tuple[int, int] | None:
+    """The least and the greatest of numbers, or of text that holds numbers alone; None of other columns."""
+    if is_text(values.type):
+        text = pc.utf8_trim_whitespace(values)
+        try:
+            values = text.cast(pa.float64() if pc.any(pc.match_substring(text, ".")).as_py() else pa.int64())
+        except pa.ArrowInvalid:
+            return None
+    if not (pt.is_integer(values.type) or pt.is_floating(values.type)):
+        return None
+    low, high = pc.min_max(values).as_py().values()
+    return None if low is None or not math.isfinite(low + high) else (int(low), int(high))
+
+
+def in_unit(values: pa.Array | pa.ChunkedArray, unit: str) -> pa.Array | pa.ChunkedArray:
+    """Integers as timestamps of a unit; other columns, and seconds, as they are."""
+    if unit == "s" or not pt.is_integer(values.type):
+        return values
+    return values.cast(pa.int64()).cast(pa.timestamp(unit, tz="UTC"))
+
+
+def shown_span(low: int, high: int, unit: str) -> str:
+    """The days of the first and the last moment."""
+    days = [datetime.datetime.fromtimestamp(one // UNITS_PER_SECOND[unit], datetime.UTC).date() for one in (low, high)]
+    return f"{days[0]} to {days[1]}"
+
+
+def integer_times(table: str, files: Sequence[Path]) -> tuple[dict[str, str], list[Finding]]:
+    """The units of a table's integer times by column, where they are not seconds, and what is to be said of them.
+
+    A file that cannot be read counts for nothing here; who reads it will say so.
+    """
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for path in files:
+        with suppress(pa.ArrowException, OSError), pq.ParquetFile(path) as file:
+            for field in file.schema_arrow:
+                if role_of(table, field.name) in (TIME, CREATED) and pt.is_integer(field.type):
+                    found = _span_in(file, field.name)
+                    spans.setdefault(field.name, []).extend([found] if found else [])
+    units, findings = {}, []
+    for column, found in spans.items():
+        if not found:
+            continue
+        low, high = min(one[0] for one in found), max(one[1] for one in found)
+        unit, reading, expected = unit_of(low, high), other_reading(low, high), "a timestamp, or int64 unix seconds"
+        where, kind = shown_path(files[0]), "bad-timestamp"
+        if unit not in (None, "s"):
+            units[column] = unit
+            told = f"the integers are read as {NAMES[unit]} since 1970 ({shown_span(low, high, unit)})"
+            advice = "write timestamps if this is wrong"
+            findings.append(Finding("inferred-unit", table, told, expected, advice, column, where, is_warning=True))
+        elif reading:
+            told = f"the integers from {low} to {high} look like {reading}"
+            advice = "write timestamps, or name the format in the mapping of `laserbatch data import`"
+            findings.append(Finding(kind, table, told, expected, advice, column, where))
+    return units, findings
+
+
+def _span_in(file: pq.ParquetFile, column: str) -> tuple[int, int] | None:
+    """From the statistics of a file, where all of its row groups have them, else from its values."""
+    place, metadata = file.schema_arrow.names.index(column), file.metadata
+    if len(file.schema_arrow) == metadata.num_columns:  # nothing is nested, so that places are the same
+        of_groups = [metadata.row_group(group).column(place).statistics for group in range(metadata.num_row_groups)]
+        if all(one is not None and one.has_min_max for one in of_groups):
+            values = [value for one in of_groups for value in (one.min, one.max)]
+            if values and all(isinstance(value, int) for value in values):
+                return min(values), max(values)
+    return span_of(file.read([column])[column])
