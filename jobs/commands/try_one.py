@@ -203,6 +203,14 @@ def _verdict(tried: TriedEntity) -> Text:
             f"knowledge.{tried.side}_template.",
             "bold red",
         )
+    if marks := tried.stats.role_marks:
+        invented = f", and {counted(tried.stats.num_invented, 'token')} after it were cut"
+        return Text(
+            f"It was parsed. It was ended at {', '.join(map(visible, marks))}, a role mark of the chat template that "
+            f"the model's configuration does not name as an end token{invented if tried.stats.num_invented else ''}: "
+            "add the token that ends its turns to eos_token_id in its generation_config.json.",
+            "bold yellow",
+        )
     if is_cut:
         return Text("It was parsed, but cut at the token limit: raise decoding.max_new_tokens.", "bold yellow")
     return Text("It was parsed and ended by itself: a night would keep it.", "bold green")
