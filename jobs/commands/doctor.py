@@ -305,6 +305,7 @@ def check_answer(settings: Settings) -> Iterator[Finding]:
     from laserbatch.pipeline.decoding.device_memory import num_stored_values
     from laserbatch.pipeline.decoding.model.folder import find_weights
     from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest
+    from laserbatch.pipeline.engines.answers import UNCLOSED_THOUGHTS
     from laserbatch.pipeline.engines.own import OwnEngine
     from laserbatch.pipeline.gpus import num_gpus
     from laserbatch.pipeline.knowledge.chat_format import encode_chat
@@ -328,7 +329,14 @@ def check_answer(settings: Settings) -> Iterator[Finding]:
         yield Finding("answer", "warning", f"a short question could not be answered: {answer.reason}")
         return
     shown = f"a short question was answered {answer.text.strip()[:60]!r}, in {len(answer.token_ids)} tokens, "
-    if answer.role_mark:
+    shown += f"after {answer.num_thought_tokens} of thoughts, " if answer.num_thought_tokens else ""
+    if answer.finish_reason == UNCLOSED_THOUGHTS:
+        mend = "Leave them room in decoding.max_new_tokens, or turn them off by the template's chat_options"
+        found = (
+            f"{len(answer.token_ids)} tokens did not end the thoughts before a short answer; they are cut from texts"
+        )
+        yield Finding("answer", "warning", found, mend)
+    elif answer.role_mark:
         mend = "Add the token that ends the model's turns to eos_token_id in its generation_config.json"
         invented = f", and {answer.num_invented} tokens that came after it" if answer.num_invented else ""
         shown += f"ended at {answer.role_mark!r}, which the chat template writes and which is no configured end token"

@@ -180,6 +180,8 @@ def print_tried(tried: TriedEntity) -> None:
         f"{percent(ratio(stats.num_accepted, stats.num_drafted))} of {counted(stats.num_drafted, 'draft token')} "
         f"accepted; {rate(stats.tokens_per_s)} tokens/s"
     )
+    if stats.num_thought_tokens and tried.fields is not None:
+        counts += f"; {counted(stats.num_thought_tokens, 'token')} of thoughts were cut"
     stdout.print(
         _panel(visible(tried.prompt), f"Prompt of {tried.side} {tried.entity_id}", about),
         Text(visible(pool)),

@@ -41,8 +41,9 @@ class GenerationResult:
     `(num_accepted + num_steps) / num_steps`, the bonus token of each counted. `end_id` is the end token, None at
     the limit.
 
-    Where `engines.answers` cuts a text, `finish_reason` is "role_mark"; `role_mark` is the mark, and `num_invented`
-    counts the tokens that came after it.
+    Where `engines.answers` cuts a text at a role mark, `finish_reason` is "role_mark"; `role_mark` is the mark, and
+    `num_invented` counts the tokens that came after it. `num_thought_tokens` were cut as thoughts; where thoughts do
+    not end, `finish_reason` is "unclosed_thoughts" and nothing is cut.
     """
 
     request_id: str
@@ -58,6 +59,7 @@ class GenerationResult:
     end_id: int | None = None
     role_mark: str = ""
     num_invented: int = 0
+    num_thought_tokens: int = 0
 
 
 @dataclass(frozen=True)

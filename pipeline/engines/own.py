@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from laserbatch.pipeline.budget.choice import UNCHECKED_SIZE
@@ -93,7 +94,15 @@ class OwnEngine:
         drafter = drafter_from(decoding, self._pools.get(side), budget, engine.num_draft_threads, engine.draft_models)
         # The engine's own settings may be those of another pass.
         budget = budget or Budget.of(decoding)
-        return map(self._answers.answer, engine.generate(requests, drafter, verifier_from(decoding), budget=budget))
+        prompts: dict[str, np.ndarray] = {}
+
+        def remembered() -> Iterator[GenerationRequest]:
+            for request in requests:
+                prompts[request.request_id] = request.prompt_ids
+                yield request
+
+        written = engine.generate(remembered(), drafter, verifier_from(decoding), budget=budget)
+        return self._answers.of(written, prompts)
 
     def draft_with(self, decoding: DecodingSettings) -> None:
         """Load the draft models that settings name, in the place of those before."""

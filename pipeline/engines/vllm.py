@@ -232,7 +232,7 @@ class VllmEngine:
                 accepted_by_source=by_source[1],
                 end_id=end_id,
             )
-            yield self._answers.answer(result)
+            yield self._answers.answer(result, text.request.prompt_ids)
 
     def _routes(self, side: Side) -> Path:
         return self._folder.path / side / "routes.parquet"

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from laserbatch.pipeline.knowledge.chat_format import control_tokens
+from laserbatch.pipeline.knowledge.thoughts import is_thought_mark
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,9 +34,9 @@ class ChatMarks:
     end_tokens: dict[int, str]  # id and text of role marks that are one token
     labels: re.Pattern[str] | None  # of those that are text; None: there are none
 
-    def turn_in(self, text: str) -> re.Match[str] | None:
+    def turn_in(self, text: str, start: int = 0) -> re.Match[str] | None:
         """The first role mark that is text, with which another turn begins; a label at the very beginning is none."""
-        return self.labels.search(text, len(text) - len(text.lstrip())) if self.labels else None
+        return self.labels.search(text, len(text) - len(text[start:].lstrip())) if self.labels else None
 
 
 @lru_cache(maxsize=32)
@@ -47,9 +48,10 @@ def chat_marks(tokenizer: "PreTrainedTokenizerBase") -> ChatMarks:
               for text in texts]  # fmt: skip
     written_by_model = set().union(*(part for part, name in zip(tokens, names, strict=False) if name == "assistant"))
     written_by_model -= set(tokens[-1])  # the last one is the generation prompt
-    marks = {i: text for part in tokens for i, text in part.items() if i not in written_by_model}
+    marks = {i: text for part in tokens for i, text in part.items()
+             if i not in written_by_model and not is_thought_mark(text)}  # fmt: skip
     labels = [*_text_marks(texts, names, list(control.values()))]
-    if _CHANNEL in control.values() and _CHANNEL in str(tokenizer.chat_template):
+    if _CHANNEL in control.values():
         labels, marks = [*labels, *(re.escape(text) for text in marks.values())], {}
     return ChatMarks(marks, re.compile("|".join(dict.fromkeys(labels))) if labels else None)
 
@@ -77,7 +79,7 @@ def _text_marks(texts: list[str], names: list[str], control: list[str]) -> Itera
         plain = pattern.sub("\n", text)
         if place == 0:
             plain = plain.rstrip().rpartition("\n")[2]
-        yield from (re.escape(form) for form in _FORM.findall(plain))
+        yield from (re.escape(form) for form in _FORM.findall(plain) if not is_thought_mark(form))
         last_line = _FORM.sub("\n", plain).rstrip().rpartition("\n")[2].strip()
         if _LABEL.fullmatch(last_line):
             yield rf"(?:\n\s*|{_SENTENCE_END}\s*){re.escape(last_line)}"

@@ -23,6 +23,7 @@ class DecodingStats:
     repairs : texts by how they were mended before they could be parsed.
     role_marks : texts by the role mark of the chat template that ended them, where it is no configured end token.
     num_invented : tokens that were written after such a mark, and cut.
+    num_thinking, num_thought_tokens : texts with thoughts before the answer, and the tokens of these, which were cut.
     graph_counts : on a GPU, captures of CUDA graphs, failed captures, replayed steps and eager steps.
     """
 
@@ -40,6 +41,8 @@ class DecodingStats:
     graph_counts: dict[str, int] = field(default_factory=dict)
     role_marks: dict[str, int] = field(default_factory=dict)
     num_invented: int = 0
+    num_thinking: int = 0
+    num_thought_tokens: int = 0
 
     @classmethod
     def of(
@@ -71,6 +74,8 @@ class DecodingStats:
             graph_counts=graph_counts or {},
             role_marks=dict(Counter(result.role_mark for result in results if result.role_mark)),
             num_invented=sum(result.num_invented for result in results),
+            num_thinking=sum(result.num_thought_tokens > 0 for result in results),
+            num_thought_tokens=sum(result.num_thought_tokens for result in results),
         )
 
     @classmethod

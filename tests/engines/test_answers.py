@@ -57,6 +57,51 @@ def test_a_role_mark_of_several_tokens_is_cut_with_all_that_follows(tmp_path):
     assert tokenizer.decode(plain.token_ids) == plain.text
 
 
+THOUGHTS = ["Okay,", " so", " the user", " wants it."]
+OPENED = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("script", "parts"),
+    [
+        ([*THOUGHTS, "</think>", "\n\n", *ANSWER], {"template": OPENED, "after": "\n"}),
+        (["<think>", *THOUGHTS, "</think>", "\n", *ANSWER], {}),
+        (["[THINK]", *THOUGHTS, "[/THINK]", *ANSWER], {"special": ["[THINK]", "[/THINK]"]}),
+        (
+            [
+                "<|channel|>",
+                "analysis",
+                "<|message|>",
+                *THOUGHTS,
+                "<|end|>",
+                "<|start|>",
+                "assistant",
+                "<|channel|>final<|message|>",
+                *ANSWER,
+            ],
+            {"special": ["<|channel|>", "<|message|>", "<|start|>", "<|return|>"], "end": "<|return|>"},
+        ),
+        (["<", "reason", "ing>", *THOUGHTS, "</", "reasoning>", "\n", "<answer>", *ANSWER, "</answer>"], {}),
+    ],
+)
+def test_thoughts_are_cut_and_counted_whoever_opens_them(tmp_path, script, parts):
+    plain, tokenizer = answers(parrot(tmp_path / "m", script, **parts), 40)
+    assert (plain.text, plain.finish_reason) == ("A tense crime film.", "end_of_text")
+    assert tokenizer.convert_ids_to_tokens(plain.token_ids.tolist())[0] == "A tense" and len(plain.token_ids) == 3
+    assert plain.num_thought_tokens == len(script) - 3 and plain.num_invented == 0
+
+
+@pytest.mark.parametrize("parts", [{"template": OPENED, "after": "\n", "tokens": ["<think>"]}, {}])
+def test_thoughts_that_do_not_end_are_no_text(tmp_path, parts):
+    script = [*([] if parts else ["<think>"]), *THOUGHTS, *(f" a{n}" for n in range(40))]
+    plain, _ = answers(parrot(tmp_path / "m", script, **parts))
+    assert (plain.finish_reason, plain.num_thought_tokens) == ("unclosed_thoughts", 24)
+    assert "Okay, so the user" in plain.text
+
+
 def test_an_end_token_that_is_configured_is_no_role_mark(tmp_path):
     plain, _ = answers(parrot(tmp_path / "m", ANSWER))
     assert (plain.text, plain.finish_reason, plain.role_mark) == ("A tense crime film.", "end_of_text", "")

@@ -46,6 +46,13 @@ def test_texts_that_role_marks_ended_are_said_with_the_tokens_that_were_written_
     assert "generation_config.json" in warning
 
 
+def test_thoughts_that_were_cut_are_counted(manifest):
+    side = with_forecast(manifest["sides"]["user"], 1.0)
+    side["stats"] |= {"num_thinking": 4, "num_thought_tokens": side["stats"]["num_tokens"]}
+    (warning,) = side_warnings(figures_of(side))
+    assert warning.startswith("4 of") and "50 % of what was written" in warning and "chat_options" in warning
+
+
 def test_few_steps_say_nothing(manifest):
     side = with_forecast(manifest["sides"]["user"], 0.1)
     side["stats"] |= {"num_steps": MIN_STEPS - 1, "num_accepted": 1}

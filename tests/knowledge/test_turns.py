@@ -100,6 +100,24 @@ TEMPLATES = {
         EACH + "{{ 'Instruct' if m.role == 'user' else 'Output' }}: {{ m.content }}\n" + DONE + "Output:{% endif %}",
         set(), ["\nInstruct: And", "\nOutput: More"],
     ),
+    "gpt-oss": (
+        ["<|start|>", "<|message|>", "<|channel|>", "<|end|>"],
+        EACH + "<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}<|message|>"
+        "{{ m.content }}<|end|>" + DONE + "<|start|>assistant{% endif %}",
+        set(), ["<|end|><|start|>user"],
+    ),
+    "qwen 3": (
+        ["<think>", "</think>"],
+        EACH + "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
+        "{{ m.content }}<|im_end|>\n" + DONE + "<|im_start|>assistant\n<think>\n{% endif %}",
+        {"<|im_start|>", "<|im_end|>"}, [],
+    ),
+    "gemma 4": (
+        ["<|turn>", "<turn|>", "<|channel>", "<channel|>"],
+        "{{ bos_token }}" + EACH + "<|turn>{{ m.role }}\n{{ m.content }}<turn|>\n" + DONE
+        + "<|turn>model\n<|channel>thought\n<channel|>{% endif %}",
+        {"<s>", "<|turn>", "<turn|>"}, [],
+    ),
     "contents alone": ([], EACH + "{{ m.content }}\n{% endfor %}", set(), []),
     "none": ([], None, set(), []),
 }  # fmt: skip
