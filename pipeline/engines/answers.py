@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationResult
-from laserbatch.pipeline.knowledge.thoughts import opens_thoughts, without_thoughts
+from laserbatch.pipeline.knowledge.thoughts import has_marks, opens_thoughts, without_thoughts
 from laserbatch.pipeline.knowledge.turns import chat_marks
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ class Answers:
         # Tokens at which the engine is to end texts, too.
         self.role_ids = {i: text for i, text in self._marks.end_tokens.items() if i not in end_ids}
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._hidden_ids = np.array(sorted(special.union(tokenizer.all_special_ids)), np.int32)  # not in result.text
+        self._hidden_ids = special.union(tokenizer.all_special_ids)  # that result.text does not show
+        self._may_open = has_marks(tokenizer)
 
     def of(
         self, results: Iterable[GenerationResult | GenerationFailure], prompts: dict[str, np.ndarray]
@@ -51,8 +52,9 @@ class Answers:
         if result.end_id in self.role_ids:
             result = replace(result, finish_reason=ROLE_MARK, role_mark=self.role_ids[result.end_id])
         ids = result.token_ids
-        shown = self._decoded(ids) if np.isin(ids, self._hidden_ids).any() else result.text
-        is_open = opens_thoughts(self._tokenizer, self._decoded(prompt_ids[-PROMPT_END_TOKENS:]))
+        shown = self._decoded(ids) if not self._hidden_ids.isdisjoint(ids.tolist()) else result.text
+        prompt_end = prompt_ids[-PROMPT_END_TOKENS:]
+        is_open = self._may_open and opens_thoughts(self._tokenizer, self._decoded(prompt_end))
         kept = without_thoughts(self._tokenizer, shown, is_open, lambda mark: mark in self._decoded(prompt_ids))
         turn = self._marks.turn_in(shown, kept.spans[0][0] if kept.spans else 0)
         end = turn.start() if turn else len(shown)

@@ -30,6 +30,7 @@ _CLOSE = (
     r"|(?:<\|end\|>)?(?:<\|start\|>assistant)?<\|channel\|>final[^<]*<\|message\|>|Here is my response:"
 )
 _MARK = re.compile(rf"(?P<open>{_OPEN})|(?P<close>{_CLOSE})", re.IGNORECASE)
+_FORMS = ("<", "[", "◁", "Here is my ")  # one of which each mark has
 _OPENS_AT_END = re.compile(rf"(?:{_OPEN})\s*$", re.IGNORECASE)
 _CHANNELS = re.compile(r"<\|channel\|?>|<channel\|>")  # a template need not write those of thoughts
 _WRAPPED = re.compile(r"\s*<\|?(?:begin_of_)?(answer|final_answer|response|output|solution)\|?>", re.IGNORECASE)
@@ -54,8 +55,13 @@ def is_thought_mark(text: str) -> bool:
 
 def opens_thoughts(tokenizer: "PreTrainedTokenizerBase", prompt_end: str) -> bool:
     """Whether a prompt, of which this is the end, has the model go on within thoughts."""
-    mark = _OPENS_AT_END.search(prompt_end) if tokenizer.chat_template else None
+    mark = _OPENS_AT_END.search(prompt_end)
     return mark is not None and _is_own(tokenizer, mark.group().strip())
+
+
+def has_marks(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Whether the chat template can open thoughts."""
+    return bool(tokenizer.chat_template and _own_pairs(tokenizer))
 
 
 def without_thoughts(
@@ -69,6 +75,8 @@ def without_thoughts(
     is_open : the prompt opened thoughts.
     is_in_prompt : whether a mark stands in the prompt, which then asks for it.
     """
+    if not is_open and not any(form in text for form in _FORMS):  # nearly all texts
+        return Kept(((0, len(text)),))
     first = _MARK.match(text, len(text) - len(text.lstrip()))
     foreign = _pair(first.group()) if first and first["open"] and not is_in_prompt(first.group()) else None
     spans: list[tuple[int, int]] = []
