@@ -320,7 +320,15 @@ def check_answer(settings: Settings) -> Iterator[Finding]:
     plain = {"engine": "laserbatch", "vllm": {}, "verifier": "greedy", "drafters": (), "draft_models": (),
              "draft_head": None, "max_draft_tokens": 0, "batch_size": 1, "temperature": 0.0}  # fmt: skip
     decoding = settings.decoding.model_copy(update=plain)
-    engine = OwnEngine(folder, decoding, "auto", torch.get_num_threads(), 1, 1, {}, folder)
+    try:
+        engine = OwnEngine(folder, decoding, "auto", torch.get_num_threads(), 1, 1, {}, folder)
+    except ModelError as error:
+        if settings.decoding.engine == "laserbatch":
+            raise
+        yield Finding(
+            "answer", "ok", f"no text was tried here, since laserbatch's engine cannot load the model: {error}"
+        )
+        return
     options = settings.asked.template("item").chat_options
     prompt = encode_chat(engine.tokenizer, QUESTION, None, options, datetime.datetime.now(datetime.UTC).date())
     request = GenerationRequest("answer", prompt, max_new_tokens=MAX_ANSWER_TOKENS)
@@ -339,7 +347,7 @@ def check_answer(settings: Settings) -> Iterator[Finding]:
     elif answer.role_mark:
         mend = "Add the token that ends the model's turns to eos_token_id in its generation_config.json"
         invented = f", and {answer.num_invented} tokens that came after it" if answer.num_invented else ""
-        shown += f"ended at {answer.role_mark!r}, which the chat template writes and which is no configured end token"
+        shown += f"ended at {answer.role_mark!r}, a role mark or end token that its configuration does not name"
         yield Finding("answer", "warning", f"{shown}{invented}: texts are cut there", mend)
     elif answer.end_id is None:
         mend = (

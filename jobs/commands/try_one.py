@@ -208,8 +208,8 @@ def _verdict(tried: TriedEntity) -> Text:
     if marks := tried.stats.role_marks:
         invented = f", and {counted(tried.stats.num_invented, 'token')} after it were cut"
         return Text(
-            f"It was parsed. It was ended at {', '.join(map(visible, marks))}, a role mark of the chat template that "
-            f"the model's configuration does not name as an end token{invented if tried.stats.num_invented else ''}: "
+            f"It was parsed. It was ended at {', '.join(map(visible, marks))}, a role mark or end token that the "
+            f"model's configuration does not name{invented if tried.stats.num_invented else ''}: "
             "add the token that ends its turns to eos_token_id in its generation_config.json.",
             "bold yellow",
         )

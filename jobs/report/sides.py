@@ -73,8 +73,8 @@ def side_warnings(side: SideFigures) -> list[str]:
     if side.stats.role_marks:
         marks = ", ".join(f"{mark} ({number})" for mark, number in sorted(side.stats.role_marks.items()))
         warnings.append(
-            f"{sum(side.stats.role_marks.values())} of {side.stats.num_texts} texts were ended at role marks of the "
-            f"chat template that the model's configuration does not name as end tokens: {marks}. "
+            f"{sum(side.stats.role_marks.values())} of {side.stats.num_texts} texts were ended at role marks or "
+            f"end tokens that the model's configuration does not name: {marks}. "
             + (f"{side.stats.num_invented} tokens written after them were cut. " if side.stats.num_invented else "")
             + "Add the token that ends the model's turns to eos_token_id in its generation_config.json"
         )

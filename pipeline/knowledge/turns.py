@@ -24,6 +24,11 @@ _CHATS = (tuple(_PLACEHOLDERS), tuple(_PLACEHOLDERS)[1:], ("user",))  # the long
 _FORM = re.compile(r"<<?[^<>\s]{1,40}>>?|\[/?\|?[A-Za-z_]{2,30}\|?\]")
 _LABEL = re.compile(r"(?=.*[^\W\d_])(?:[^\n]{1,40}:|#{1,6} [^\n]{1,40})")  # `USER:`, `### Response:`, `### User`
 _SENTENCE_END = r"(?<=[.!?…\"'”’)\]>}。！？])"
+# Tokens that no answer goes on behind, also where neither template nor configuration names them; padding is one, too.
+_END = re.compile(
+    r"</s>|<\|?(?:eos|eot|eot_id|eom_id|eod|end|endoftext|end_of_text|end_of_turn|end_of_message|im_end|return)\|?>|"
+    r"<｜end▁of▁sentence｜>|<\|END_OF_TURN_TOKEN\|>"
+)
 _CHANNEL = "<|channel|>"  # of gpt-oss: thoughts and answer are messages, each with role marks of its own
 
 
@@ -31,7 +36,7 @@ _CHANNEL = "<|channel|>"  # of gpt-oss: thoughts and answer are messages, each w
 class ChatMarks:
     """What in an answer says that the model's turn is over."""
 
-    end_tokens: dict[int, str]  # id and text of role marks that are one token
+    end_tokens: dict[int, str]  # id and text of role marks that are one token, and of known end tokens
     labels: re.Pattern[str] | None  # of those that are text; None: there are none
 
     def turn_in(self, text: str, start: int = 0) -> re.Match[str] | None:
@@ -53,6 +58,8 @@ def chat_marks(tokenizer: "PreTrainedTokenizerBase") -> ChatMarks:
     labels = [*_text_marks(texts, names, list(control.values()))]
     if _CHANNEL in control.values():
         labels, marks = [*labels, *(re.escape(text) for text in marks.values())], {}
+    else:
+        marks |= {i: text for i, text in control.items() if _END.fullmatch(text) or i == tokenizer.pad_token_id}
     return ChatMarks(marks, re.compile("|".join(dict.fromkeys(labels))) if labels else None)
 
 

@@ -103,7 +103,7 @@ def test_added_tokens_without_rows_in_the_embedding_are_a_fault(world, sample_co
     ("script", "end", "level", "said"),
     [
         (["Red", "."], "<|end|>", "ok", "answered 'Red.', in 2 tokens, and ended with '<|end|>'"),
-        (["Red", "<|end|>", "<|user|>", " Why?"], "<|pad|>", "warning", "ended at '<|end|>', which the chat template"),
+        (["Red", "<|end|>", "<|user|>", " Why?"], "<|pad|>", "warning", "ended at '<|end|>', a role mark or end token"),
         ([f" a{n}" for n in range(doctor.MAX_ANSWER_TOKENS + 1)], "<|end|>", "warning", "no end token came"),
     ],
 )

@@ -129,7 +129,8 @@ def test_role_marks_of_a_template(name):
     tokenizer = wrap(byte_level(), template)
     tokenizer.add_tokens([AddedToken(text, special=True) for text in special], special_tokens=True)
     marks = chat_marks(tokenizer)
-    assert set(marks.end_tokens.values()) == end_tokens
+    known = set() if name == "gpt-oss" else {"<pad>", "</s>", "<|im_end|>"}  # of all these tokenizers
+    assert set(marks.end_tokens.values()) == end_tokens | known
     assert list(marks.end_tokens) == tokenizer.convert_tokens_to_ids(list(marks.end_tokens.values()))
     for label in labels:
         assert marks.turn_in(f"The film is tense.{label}").start() <= len("The film is tense.\n\n"), label
