@@ -35,7 +35,9 @@ class Answers:
         self._tokenizer, self._marks = tokenizer, chat_marks(tokenizer)
         # Tokens at which the engine is to end texts, too.
         self.role_ids = {i: text for i, text in self._marks.end_tokens.items() if i not in end_ids}
-        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        added = tokenizer.added_tokens_decoder
+        self._added = {token.content: i for i, token in added.items()}
+        special = {i for i, token in added.items() if token.special}
         self._hidden_ids = special.union(tokenizer.all_special_ids)  # that result.text does not show
         self._may_open = has_marks(tokenizer)
 
@@ -55,7 +57,13 @@ class Answers:
         shown = self._decoded(ids) if not self._hidden_ids.isdisjoint(ids.tolist()) else result.text
         prompt_end = prompt_ids[-PROMPT_END_TOKENS:]
         is_open = self._may_open and opens_thoughts(self._tokenizer, self._decoded(prompt_end))
-        kept = without_thoughts(self._tokenizer, shown, is_open, lambda mark: mark in self._decoded(prompt_ids))
+        kept = without_thoughts(
+            self._tokenizer,
+            shown,
+            is_open,
+            is_in_prompt=lambda mark: mark in self._decoded(prompt_ids),
+            is_quoted=lambda mark: mark in self._added and self._added[mark] not in ids,
+        )
         turn = self._marks.turn_in(shown, kept.spans[0][0] if kept.spans else 0)
         end = turn.start() if turn else len(shown)
         if kept.open_at is not None and kept.open_at <= end:

@@ -22,17 +22,21 @@ _BAR = "[|｜]"
 _OPEN = (
     rf"<{_BAR}?{_NAME}{_BAR}?>|\[{_NAME}\]|◁{_NAME}▷"
     rf"|<{_BAR}?(?:begin|start)(?:[_▁]of)?[_▁]{_NAME}{_BAR}?>|<{_BAR}?{_NAME}[_▁](?:begin|start){_BAR}?>"
-    r"|<\|inner_prefix\|>|<\|channel>\s*thought|<\|channel\|>(?!final)\w[^<]*<\|message\|>|Here is my thought process:"
+    r"|<\|inner_prefix\|>|<\|channel>\s*thought|<\|channel\|>(?!final)\w[^<]*<\|message\|>"
+    r"|<\|open\|>think<\|sep\|>|Here is my thought process:|Here are my reasoning steps:"
 )
 _CLOSE = (
     rf"<{_BAR}?/{_NAME}{_BAR}?>|\[/{_NAME}\]|◁/{_NAME}▷"
     rf"|<{_BAR}?end(?:[_▁]of)?[_▁]{_NAME}{_BAR}?>|<{_BAR}?{_NAME}[_▁]end{_BAR}?>|<\|inner_suffix\|>|<channel\|>"
-    r"|(?:<\|end\|>)?(?:<\|start\|>assistant)?<\|channel\|>final[^<]*<\|message\|>|Here is my response:"
+    r"|(?:<\|end\|>)?(?:<\|start\|>assistant)?<\|channel\|>final[^<]*<\|message\|>"
+    r"|<\|close\|>think<\|sep\|>(?:\s*<\|open\|>response<\|sep\|>)?|Here is my response:|\[BEGIN FINAL RESPONSE\]"
 )
 _MARK = re.compile(rf"(?P<open>{_OPEN})|(?P<close>{_CLOSE})", re.IGNORECASE)
-_FORMS = ("<", "[", "◁", "Here is my ")  # one of which each mark has
+_FORMS = ("<", "[", "◁", "Here ")  # one of which each mark has
 _OPENS_AT_END = re.compile(rf"(?:{_OPEN})\s*$", re.IGNORECASE)
-_CHANNELS = re.compile(r"<\|channel\|?>|<channel\|>")  # a template need not write those of thoughts
+# Tokens of marks that a template need not write, and marks without a common word: what their pairs go by.
+_PARTS = {"<|channel|>": "channel", "<|channel>": "channel", "<channel|>": "channel", "<|open|>": "think<|sep|>"}
+_PHRASES = {"here is my": "here is my", "here are my": "final response", "final response": "final response"}
 _WRAPPED = re.compile(r"\s*<\|?(?:begin_of_)?(answer|final_answer|response|output|solution)\|?>", re.IGNORECASE)
 _SIDE = re.compile(r"[/|｜]|(?:begin|start|end)(?:[_▁]of)?[_▁]|[_▁](?:begin|start|end|prefix|suffix)(?=[|>])")
 
@@ -50,7 +54,7 @@ class Kept:
 
 def is_thought_mark(text: str) -> bool:
     """Whether a token's text begins or ends thoughts, or is part of what does."""
-    return _MARK.fullmatch(text) is not None or _CHANNELS.fullmatch(text) is not None
+    return _MARK.fullmatch(text) is not None or text in _PARTS
 
 
 def opens_thoughts(tokenizer: "PreTrainedTokenizerBase", prompt_end: str) -> bool:
@@ -65,7 +69,11 @@ def has_marks(tokenizer: "PreTrainedTokenizerBase") -> bool:
 
 
 def without_thoughts(
-    tokenizer: "PreTrainedTokenizerBase", text: str, is_open: bool, is_in_prompt: Callable[[str], bool]
+    tokenizer: "PreTrainedTokenizerBase",
+    text: str,
+    is_open: bool,
+    is_in_prompt: Callable[[str], bool],
+    is_quoted: Callable[[str], bool] = lambda mark: False,
 ) -> Kept:
     """What of a text is no thought.
 
@@ -74,6 +82,7 @@ def without_thoughts(
     text : with its control tokens.
     is_open : the prompt opened thoughts.
     is_in_prompt : whether a mark stands in the prompt, which then asks for it.
+    is_quoted : whether what looks like a mark is plain text, as in a title of the tables.
     """
     if not is_open and not any(form in text for form in _FORMS):  # nearly all texts
         return Kept(((0, len(text)),))
@@ -82,7 +91,7 @@ def without_thoughts(
     spans: list[tuple[int, int]] = []
     begin, open_at, wrapped = 0, 0 if is_open else None, None
     for mark in _MARK.finditer(text):
-        if _pair(mark.group()) != foreign and not _is_own(tokenizer, mark.group()):
+        if is_quoted(mark.group()) or (_pair(mark.group()) != foreign and not _is_own(tokenizer, mark.group())):
             continue
         if mark["open"]:
             if open_at is None:
@@ -94,7 +103,8 @@ def without_thoughts(
         rest = wrapped.end() if wrapped else mark.end()
         open_at, begin = None, len(text) - len(text[rest:].lstrip())
     if open_at is None:
-        end = wrapped and re.compile(rf"\s*<\|?(?:/|end_of_){wrapped[1]}\|?>", re.IGNORECASE).search(text, begin)
+        wrapping = rf"<\|?(?:/|end_of_){wrapped[1] if wrapped else '(?!)'}\|?>"
+        end = re.compile(rf"\s*(?:{wrapping}|\[END FINAL RESPONSE\])", re.IGNORECASE).search(text, begin)
         spans = [*spans, (begin, end.start() if end else len(text))]
     if len(spans) > 1:
         spans = [span for span in spans if text[slice(*span)].strip()]
@@ -104,7 +114,8 @@ def without_thoughts(
 def _pair(mark: str) -> str:
     """What the mark that begins thoughts and the one that ends them have in common."""
     mark = mark.lower()
-    return next((form for form in ("channel", "here is my") if form in mark), None) or _SIDE.sub("", mark)
+    common = {part: part for part in _PARTS.values()} | _PHRASES
+    return next((pair for part, pair in common.items() if part in mark), None) or _SIDE.sub("", mark)
 
 
 def _is_own(tokenizer: "PreTrainedTokenizerBase", mark: str) -> bool:
@@ -116,6 +127,5 @@ def _is_own(tokenizer: "PreTrainedTokenizerBase", mark: str) -> bool:
 def _own_pairs(tokenizer: "PreTrainedTokenizerBase") -> frozenset[str]:
     added = [token.content for token in tokenizer.added_tokens_decoder.values()]
     texts = [*added, str(tokenizer.chat_template or "")]
-    return frozenset(
-        _pair(mark.group()) for text in texts for mark in (*_MARK.finditer(text), *_CHANNELS.finditer(text))
-    )
+    own = {_pair(mark.group()) for text in texts for mark in _MARK.finditer(text)}
+    return frozenset(own | {pair for part, pair in _PARTS.items() if any(part in text for text in texts)})

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from laserbatch.pipeline.knowledge.chat_format import control_tokens
@@ -49,15 +50,20 @@ def chat_marks(tokenizer: "PreTrainedTokenizerBase") -> ChatMarks:
     """The role marks of a tokenizer's chat template; none without a template, or with one that fails."""
     texts, names = _between_messages(tokenizer)
     control = control_tokens(tokenizer)
-    tokens = [{i: control[i] for i in tokenizer(text, add_special_tokens=False)["input_ids"] if i in control}
-              for text in texts]  # fmt: skip
-    written_by_model = set().union(*(part for part, name in zip(tokens, names, strict=False) if name == "assistant"))
-    written_by_model -= set(tokens[-1])  # the last one is the generation prompt
-    marks = {i: text for part in tokens for i, text in part.items()
-             if i not in written_by_model and not is_thought_mark(text)}  # fmt: skip
+    tokens = [[i for i in tokenizer(text, add_special_tokens=False)["input_ids"] if i in control] for text in texts]
+    written_by_model: list[int] = []
     labels = [*_text_marks(texts, names, list(control.values()))]
+    if "assistant" in names:  # what goes before its message beyond the generation prompt, which is the last text
+        place = names.index("assistant")
+        num_asked = sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens[place], tokens[-1], strict=False))
+        )
+        written_by_model = tokens[place][num_asked:]
+        labels += [re.escape(control[i]) for i in tokens[place + 1] if i in written_by_model]
+    marks = {i: control[i] for part in tokens for i in part
+             if i not in written_by_model and not is_thought_mark(control[i])}  # fmt: skip
     if _CHANNEL in control.values():
-        labels, marks = [*labels, *(re.escape(text) for text in marks.values())], {}
+        labels, marks = [*labels, *map(re.escape, marks.values())], {}
     else:
         marks |= {i: text for i, text in control.items() if _END.fullmatch(text) or i == tokenizer.pad_token_id}
     return ChatMarks(marks, re.compile("|".join(dict.fromkeys(labels))) if labels else None)
@@ -88,5 +94,5 @@ def _text_marks(texts: list[str], names: list[str], control: list[str]) -> Itera
             plain = plain.rstrip().rpartition("\n")[2]
         yield from (re.escape(form) for form in _FORM.findall(plain) if not is_thought_mark(form))
         last_line = _FORM.sub("\n", plain).rstrip().rpartition("\n")[2].strip()
-        if _LABEL.fullmatch(last_line):
+        if names[place : place + 1] != ["system"] and _LABEL.fullmatch(last_line) and not is_thought_mark(last_line):
             yield rf"(?:\n\s*|{_SENTENCE_END}\s*){re.escape(last_line)}"

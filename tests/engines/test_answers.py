@@ -94,6 +94,13 @@ def test_thoughts_are_cut_and_counted_whoever_opens_them(tmp_path, script, parts
     assert plain.num_thought_tokens == len(script) - 3 and plain.num_invented == 0
 
 
+def test_a_mark_of_thoughts_that_a_text_quotes_is_text(tmp_path):
+    """A title of the tables is written in plain tokens, and so is what quotes it."""
+    script = ["A tense", " film", "</", "think", ">", " of"]
+    plain, _ = answers(parrot(tmp_path / "m", script, tokens=["<think>", "</think>"]))
+    assert (plain.text, plain.num_thought_tokens) == ("A tense film</think> of", 0)
+
+
 @pytest.mark.parametrize("parts", [{"template": OPENED, "after": "\n", "tokens": ["<think>"]}, {}])
 def test_thoughts_that_do_not_end_are_no_text(tmp_path, parts):
     script = [*([] if parts else ["<think>"]), *THOUGHTS, *(f" a{n}" for n in range(40))]

@@ -12,7 +12,9 @@ PAIRS = [
     ("<|START_THINKING|>", "<|END_THINKING|>"), ("<|begin_of_thought|>", "<|end_of_thought|>"),
     ("<|inner_prefix|>", "<|inner_suffix|>"), ("<|channel>thought\n", "<channel|>"),
     ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
-    ("Here is my thought process:", "Here is my response:"),
+    ("Here is my thought process:", "Here is my response:"), ("<|start_think|>", "<|end_think|>"),
+    ("Here are my reasoning steps:\n", "[BEGIN FINAL RESPONSE]"),
+    ("<|open|>think<|sep|>", "<|close|>think<|sep|><|open|>response<|sep|>"),
 ]  # fmt: skip
 
 

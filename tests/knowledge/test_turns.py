@@ -118,6 +118,20 @@ TEMPLATES = {
         + "<|turn>model\n<|channel>thought\n<channel|>{% endif %}",
         {"<s>", "<|turn>", "<turn|>"}, [],
     ),
+    "apriel": (
+        ["<|begin_user|>", "<|begin_assistant|>", "<|end|>"],
+        EACH + "<|begin_{{ m.role }}|>\n{{ m.content }}{% if m.role == 'assistant' %}\n<|end|>{% endif %}\n" + DONE
+        + "<|begin_assistant|>\nHere are my reasoning steps:\n{% endif %}",
+        {"<|begin_user|>", "<|begin_assistant|>", "<|end|>"}, [],
+    ),
+    "kimi k3": (
+        ["<|open|>", "<|sep|>", "<|close|>", "<|end_of_msg|>"],
+        EACH + '<|open|>message role="{{ m.role }}"<|sep|>'
+        + "{% if m.role == 'assistant' %}<|open|>think<|sep|><|close|>think<|sep|><|open|>response<|sep|>{% endif %}"
+        + "{{ m.content }}{% if m.role == 'assistant' %}<|close|>response<|sep|>{% endif %}<|close|>message<|sep|>"
+        + "<|end_of_msg|>" + DONE + '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>{% endif %}',
+        {"<|end_of_msg|>"}, ["<|close|>response<|sep|>"],
+    ),
     "contents alone": ([], EACH + "{{ m.content }}\n{% endfor %}", set(), []),
     "none": ([], None, set(), []),
 }  # fmt: skip
