@@ -120,7 +120,8 @@ class VllmEngine:
         of_config = getattr(config.hf_text_config, "eos_token_id", None)
         named = end_ids_of(self._rules.get("eos_token_id") or of_config, of_config, self.tokenizer)
         self._answers = Answers(self.tokenizer, named)
-        self._end_ids = sorted({*named, *self._answers.role_ids})
+        vocab_size = getattr(config.hf_text_config, "vocab_size", len(self.tokenizer))
+        self._end_ids = sorted({*named, *(i for i in self._answers.role_ids if i < vocab_size)})
         self.model = ModelFigures(
             id=model_identity(model_dir),
             dtype=str(config.dtype).removeprefix("torch."),

@@ -9,7 +9,9 @@ from parrots import parrot
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.decoding.sequence import GenerationRequest
 from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.engines.answers import Answers
 from laserbatch.pipeline.engines.own import OwnEngine
+from laserbatch.pipeline.engines.vllm import VllmEngine, _Text
 from laserbatch.pipeline.knowledge.chat_format import encode_chat
 from laserbatch.pipeline.storage.stats import DecodingStats
 
@@ -107,6 +109,22 @@ def test_thoughts_that_do_not_end_are_no_text(tmp_path, parts):
     plain, _ = answers(parrot(tmp_path / "m", script, **parts))
     assert (plain.finish_reason, plain.num_thought_tokens) == ("unclosed_thoughts", 24)
     assert "Okay, so the user" in plain.text
+
+
+def test_what_vllm_wrote_is_cut_alike(tmp_path):
+    folder = parrot(tmp_path / "m", ["<think>", *THOUGHTS, "</think>", *ANSWER, "<|end|>"], end="<|pad|>")
+    tokenizer, engine = load_tokenizer(folder), VllmEngine.__new__(VllmEngine)
+    ids = tokenizer.convert_tokens_to_ids(["<think>", *THOUGHTS, "</think>", *ANSWER, "<|end|>"])
+    engine.tokenizer, engine._answers = tokenizer, Answers(tokenizer, (tokenizer.eos_token_id,))
+    engine._end_ids = sorted({tokenizer.eos_token_id, *engine._answers.role_ids})
+    assert ids[-1] in engine._end_ids
+    text = _Text(GenerationRequest("0", np.array(ids[-1:], np.int32)), finish_reason="stop")
+    text.extend(ids)
+    (result,) = engine._results([text], 0)
+    (own, _) = answers(folder)
+    for name in ("text", "finish_reason", "role_mark", "num_thought_tokens", "num_invented", "end_id"):
+        assert getattr(result, name) == getattr(own, name), name
+    assert result.text == "A tense crime film." and len(result.sources) == len(result.token_ids) == 3
 
 
 def test_an_end_token_that_is_configured_is_no_role_mark(tmp_path):
