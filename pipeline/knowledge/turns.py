@@ -24,6 +24,7 @@ _CHATS = (tuple(_PLACEHOLDERS), tuple(_PLACEHOLDERS)[1:], ("user",))  # the long
 # Control tokens of other models, written as plain text: <|user|>, <<SYS>>, [INST], <human>.
 _FORM = re.compile(r"<<?[^<>\s]{1,40}>>?|\[/?\|?[A-Za-z_]{2,30}\|?\]")
 _LABEL = re.compile(r"(?=.*[^\W\d_])(?:[^\n]{1,40}:|#{1,6} [^\n]{1,40})")  # `USER:`, `### Response:`, `### User`
+_IS_NO_PROSE = re.compile(r"#|[A-Z]{3,}:")  # of labels: also within a line no answer has them
 _SENTENCE_END = r"(?<=[.!?…\"'”’)\]>}。！？])"
 # Tokens that no answer goes on behind, also where neither template nor configuration names them; padding is one, too.
 _END = re.compile(
@@ -95,4 +96,6 @@ def _text_marks(texts: list[str], names: list[str], control: list[str]) -> Itera
         yield from (re.escape(form) for form in _FORM.findall(plain) if not is_thought_mark(form))
         last_line = _FORM.sub("\n", plain).rstrip().rpartition("\n")[2].strip()
         if names[place : place + 1] != ["system"] and _LABEL.fullmatch(last_line) and not is_thought_mark(last_line):
-            yield rf"(?:\n\s*|{_SENTENCE_END}\s*){re.escape(last_line)}"
+            is_inline = place > 0 and "\n" not in pattern.sub("", text).rstrip()
+            before = r"\s+" if is_inline or _IS_NO_PROSE.match(last_line) else r"\n\s*"
+            yield rf"(?:{before}|{_SENTENCE_END}\s*){re.escape(last_line)}"

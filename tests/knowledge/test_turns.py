@@ -137,11 +137,16 @@ TEMPLATES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_role_marks_of_a_template(name):
-    special, template, end_tokens, labels = TEMPLATES[name]
+def tokenizer_of(name: str):
+    special, template, _, _ = TEMPLATES[name]
     tokenizer = wrap(byte_level(), template)
     tokenizer.add_tokens([AddedToken(text, special=True) for text in special], special_tokens=True)
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_role_marks_of_a_template(name):
+    (_, _, end_tokens, labels), tokenizer = TEMPLATES[name], tokenizer_of(name)
     marks = chat_marks(tokenizer)
     known = set() if name == "gpt-oss" else {"<pad>", "</s>", "<|im_end|>"}  # of all these tokenizers
     assert set(marks.end_tokens.values()) == end_tokens | known
@@ -151,3 +156,14 @@ def test_role_marks_of_a_template(name):
     for text in ("A user: one who looks. He said <b>no</b> [1] to it.\nGenre: crime\n# Heat\nUsers: all",
                  "ASSISTANT: So the user: it\nresponse: is", "  Output: a film"):  # fmt: skip
         assert marks.turn_in(text) is None, text
+
+
+def test_a_label_within_a_line_is_one_where_no_prose_has_it():
+    for name, text, mark in (
+        ("vicuna", "A film USER: And", " USER:"),
+        ("openchat", "A film GPT4 Correct User: And", " GPT4 Correct User:"),
+        ("alpaca, one turn", "A film ### Instruction: And", " ### Instruction:"),
+        ("phi-2", "A film. Instruct: And", " Instruct:"),
+    ):
+        assert chat_marks(tokenizer_of(name)).turn_in(text).group() == mark
+    assert chat_marks(tokenizer_of("phi-2")).turn_in("A film, Output: one; its Instruct: it") is None
