@@ -1,8 +1,10 @@
 """`laserbatch doctor`: whether a night can run here, looked at in seconds, and how to mend what hinders it.
 
-Nothing is written but a file in the workspace's folder that is taken away again; no model is loaded.
+Nothing is written but a file in the workspace's folder that is taken away again. Of a model that fits this machine one
+short text is written, so that it shows whether its texts end; the bundled model's do.
 """
 
+import datetime
 import fcntl
 import os
 import platform
@@ -22,7 +24,7 @@ from packaging.requirements import Requirement
 from rich.text import Text
 
 from laserbatch.jobs.console import ExitCode, stdout, summary, visible
-from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, Settings, load_settings
+from laserbatch.jobs.settings import CONFIG, JSON, SAMPLE_MODEL, WORKSPACE, Settings, load_settings
 from laserbatch.pipeline.errors import ModelError, PipelineError, first_line
 from laserbatch.pipeline.storage.atomic import size_bytes
 from laserbatch.retrieval_pools.errors import PoolError
@@ -30,6 +32,9 @@ from laserbatch.retrieval_pools.errors import PoolError
 LEAST_FREE_BYTES = 2 * 10**9  # of a disk, below which a night is likely to fill it
 MIN_FREE_SHARE = 0.9  # of a GPU's memory; below it another process uses the GPU, and vLLM by default does not start
 MAX_IMPORT_S = 180.0
+QUESTION = "Name one colour. Answer with one word."
+MAX_ANSWER_TOKENS = 64
+MAX_TRIED_BYTES = 8 * 10**9  # of weights on a CPU: a larger model takes minutes for a short text
 STYLES = {"ok": "green", "warning": "yellow", "fault": "bold red"}
 
 
@@ -54,7 +59,8 @@ def doctor(
 ) -> None:
     """Check whether a night can run here, from versions and GPU to model, disk and tables; say how to mend it.
 
-    Exit code 0: nothing hinders a night; 3: something does. Loads no model.
+    A model of your own that fits this machine answers one short question, so that it shows whether its texts end.
+    Exit code 0: nothing hinders a night; 3: something does.
 
     Example: `laserbatch doctor --config laserbatch.yaml`
     """
@@ -79,7 +85,8 @@ def examine(settings: Settings, checks: list[Check]) -> list[Finding]:
         try:
             findings += check(settings)
         except (PipelineError, PoolError) as error:  # their messages say what to do
-            findings.append(Finding(about, "fault", str(error)))
+            if str(error) not in (finding.found for finding in findings):
+                findings.append(Finding(about, "fault", str(error)))
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
             mend = "Check that path, and that it may be read and written"
@@ -289,6 +296,67 @@ def check_memory_and_model(settings: Settings) -> Iterator[Finding]:
     yield Finding("memory", "fault" if needed > memory.free_bytes else "warning" if mend else "ok", told, mend)
 
 
+def check_answer(settings: Settings) -> Iterator[Finding]:
+    """Whether the model ends a short answer, and with which token."""
+    import torch
+
+    from laserbatch.pipeline.decoding.device_memory import num_stored_values
+    from laserbatch.pipeline.decoding.model.folder import find_weights
+    from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest
+    from laserbatch.pipeline.engines.answers import UNCLOSED_THOUGHTS
+    from laserbatch.pipeline.engines.own import OwnEngine
+    from laserbatch.pipeline.gpus import num_gpus
+    from laserbatch.pipeline.knowledge.chat_format import encode_chat
+
+    if settings.decoding.model == SAMPLE_MODEL:
+        return
+    folder = settings.model_dir
+    is_large = not num_gpus() and 4 * num_stored_values(find_weights(folder)) > MAX_TRIED_BYTES
+    if is_large or settings.cluster.ray_address is not None or settings.decoding.gpus_a_worker > 1:
+        yield Finding("answer", "ok", "no text was tried here: `laserbatch try` writes one")
+        return
+    plain = {"engine": "laserbatch", "vllm": {}, "verifier": "greedy", "drafters": (), "draft_models": (),
+             "draft_head": None, "max_draft_tokens": 0, "batch_size": 1, "temperature": 0.0}  # fmt: skip
+    decoding = settings.decoding.model_copy(update=plain)
+    try:
+        engine = OwnEngine(folder, decoding, "auto", torch.get_num_threads(), 1, 1, {}, folder)
+    except ModelError as error:
+        if settings.decoding.engine == "laserbatch":
+            raise
+        yield Finding(
+            "answer", "ok", f"no text was tried here, since laserbatch's engine cannot load the model: {error}"
+        )
+        return
+    options = settings.asked.template("item").chat_options
+    prompt = encode_chat(engine.tokenizer, QUESTION, None, options, datetime.datetime.now(datetime.UTC).date())
+    request = GenerationRequest("answer", prompt, max_new_tokens=MAX_ANSWER_TOKENS)
+    (answer,) = engine.generate("item", [request], decoding)
+    if isinstance(answer, GenerationFailure):
+        yield Finding("answer", "warning", f"a short question could not be answered: {answer.reason}")
+        return
+    shown = f"a short question was answered {answer.text.strip()[:60]!r}, in {len(answer.token_ids)} tokens, "
+    shown += f"after {answer.num_thought_tokens} of thoughts, " if answer.num_thought_tokens else ""
+    if answer.finish_reason == UNCLOSED_THOUGHTS:
+        mend = "Leave them room in decoding.max_new_tokens, or turn them off by the template's chat_options"
+        found = (
+            f"{len(answer.token_ids)} tokens did not end the thoughts before a short answer; they are cut from texts"
+        )
+        yield Finding("answer", "warning", found, mend)
+    elif answer.role_mark:
+        mend = "Add the token that ends the model's turns to eos_token_id in its generation_config.json"
+        invented = f", and {answer.num_invented} tokens that came after it" if answer.num_invented else ""
+        shown += f"ended at {answer.role_mark!r}, a role mark or end token that its configuration does not name"
+        yield Finding("answer", "warning", f"{shown}{invented}: texts are cut there", mend)
+    elif answer.end_id is None:
+        mend = (
+            "Take a model that was tuned to answer; of one that was, see that eos_token_id in generation_config.json "
+            "names the token that ends its turns"
+        )
+        yield Finding("answer", "warning", f"{shown}and no end token came: texts may run on to their limit", mend)
+    else:
+        yield Finding("answer", "ok", f"{shown}and ended with {engine.tokenizer.decode([answer.end_id])!r}")
+
+
 def check_workspace(settings: Settings) -> Iterator[Finding]:
     from laserbatch.pipeline.storage.workspace import Workspace
 
@@ -386,6 +454,7 @@ CHECKS: list[Check] = [
     check_kernels,
     check_engine,
     check_memory_and_model,
+    check_answer,
     check_workspace,
     check_encoder,
     check_pools,

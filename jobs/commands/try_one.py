@@ -187,6 +187,8 @@ def print_tried(tried: TriedEntity) -> None:
         f"{percent(ratio(stats.num_accepted, stats.num_drafted))} of {counted(stats.num_drafted, 'draft token')} "
         f"accepted; {rate(stats.tokens_per_s)} tokens/s"
     )
+    if stats.num_thought_tokens and tried.fields is not None:
+        counts += f"; {counted(stats.num_thought_tokens, 'token')} of thoughts were cut"
     stdout.print(
         _panel(visible(tried.prompt), f"Prompt of {tried.side} {tried.entity_id}", about),
         Text(visible(pool)),
@@ -209,6 +211,14 @@ def _verdict(tried: TriedEntity) -> Text:
             f"of this text{where} ({visible(str(tried.problem))}). Try another decoding.model or "
             f"knowledge.{tried.side}_template.",
             "bold red",
+        )
+    if marks := tried.stats.role_marks:
+        invented = f", and {counted(tried.stats.num_invented, 'token')} after it were cut"
+        return Text(
+            f"It was parsed. It was ended at {', '.join(map(visible, marks))}, a role mark or end token that the "
+            f"model's configuration does not name{invented if tried.stats.num_invented else ''}: "
+            "add the token that ends its turns to eos_token_id in its generation_config.json.",
+            "bold yellow",
         )
     if is_cut:
         return Text("It was parsed, but cut at the token limit: raise decoding.max_new_tokens.", "bold yellow")

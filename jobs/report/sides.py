@@ -70,6 +70,21 @@ def side_warnings(side: SideFigures) -> list[str]:
             "decoding.max_new_tokens, or have the template ask for less"
             + (f"; {loops} went round in loops, which more tokens would not mend" if loops else "")
         )
+    if side.stats.role_marks:
+        marks = ", ".join(f"{mark} ({number})" for mark, number in sorted(side.stats.role_marks.items()))
+        warnings.append(
+            f"{sum(side.stats.role_marks.values())} of {side.stats.num_texts} texts were ended at role marks or "
+            f"end tokens that the model's configuration does not name: {marks}. "
+            + (f"{side.stats.num_invented} tokens written after them were cut. " if side.stats.num_invented else "")
+            + "Add the token that ends the model's turns to eos_token_id in its generation_config.json"
+        )
+    if side.stats.num_thinking:
+        share = ratio(side.stats.num_thought_tokens, side.stats.num_thought_tokens + side.stats.num_tokens)
+        warnings.append(
+            f"{side.stats.num_thinking} of {side.stats.num_texts} texts had thoughts, which were cut: "
+            f"{side.stats.num_thought_tokens} tokens, {percent(share)} of what was written. Turn them off by the "
+            "template's chat_options where the model can do without"
+        )
     if side.stats.repairs:
         kinds = ", ".join(f"{name} {number}" for name, number in sorted(side.stats.repairs.items()))
         warnings.append(f"of {side.stats.num_texts} texts some were mended before they could be parsed: {kinds}")

@@ -83,7 +83,7 @@ class Engine:
         self.costliest_step_s = 0.0  # launch and landing, without what the caller does between them
         self._has_lacked_drafts = False  # since a draft model found no memory
         self._is_end = np.zeros(self.vocab_size, bool)
-        self._is_end[list(self.end_ids)] = True
+        self.end_at(())
 
     @classmethod
     def from_pretrained(
@@ -97,6 +97,11 @@ class Engine:
         loaded = load_model(model_dir, settings.dtype, device, settings.adapter)
         draft_models = DraftModels.load(settings, loaded, UNBOUNDED)  # the engine bounds their caches
         return cls(loaded, settings, num_sharing, draft_models)
+
+    def end_at(self, token_ids: Iterable[int]) -> None:
+        """Take more tokens for end tokens; those outside the vocabulary are never written."""
+        self.end_ids = tuple(sorted({*self.end_ids, *(i for i in token_ids if i < self.vocab_size)}))
+        self._is_end[list(self.end_ids)] = True
 
     @property
     def num_draft_threads(self) -> int:

@@ -38,7 +38,12 @@ class GenerationResult:
     `token_ids` int32[k] without the end token; `text`, what they decode to (empty where the engine has no tokenizer);
     `sources` uint8[k], a code of `retrieval_pools.sources` a token; `finish_reason` "end_of_text" or "length". Of
     `num_drafted` draft tokens `num_accepted` became part of the text, by source int64[NUM_SOURCES]. Tokens per step is
-    `(num_accepted + num_steps) / num_steps`, the bonus token of each counted.
+    `(num_accepted + num_steps) / num_steps`, the bonus token of each counted. `end_id` is the end token, None at
+    the limit.
+
+    Where `engines.answers` cuts a text at a role mark, `finish_reason` is "role_mark"; `role_mark` is the mark, and
+    `num_invented` counts the tokens that came after it. `num_thought_tokens` were cut as thoughts; where thoughts do
+    not end, `finish_reason` is "unclosed_thoughts" and nothing is cut.
     """
 
     request_id: str
@@ -51,6 +56,10 @@ class GenerationResult:
     num_accepted: int
     drafted_by_source: np.ndarray
     accepted_by_source: np.ndarray
+    end_id: int | None = None
+    role_mark: str = ""
+    num_invented: int = 0
+    num_thought_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,7 @@ class Sequence:
         self.max_new_tokens = max_new_tokens
         self.row = -1  # of the KV cache, once it has one
         self.order = -1  # in which it was asked for
+        self.end_id: int | None = None  # the token that ended it
         self.num_steps = self.num_drafted = self.num_accepted = 0
         self._drafted = [_NOTHING]  # the sources of each draft's tokens
         self._tokens = np.empty(self.num_prompt + max_new_tokens, np.int32)
@@ -149,4 +159,5 @@ class Sequence:
             num_accepted=self.num_accepted,
             drafted_by_source=drafted_by_source,
             accepted_by_source=accepted_by_source,
+            end_id=self.end_id,
         )

@@ -89,6 +89,7 @@ def commit(step: Step, accepted: list[Acceptance | None], cache: KVCache, is_end
         else:
             sequence.append(_NOTHING, _NOTHING, new_token)
         if at_end or sequence.num_left == 0:
+            sequence.end_id = next_token if at_end else None
             outcomes[id(sequence)] = "end_of_text" if at_end else "length"
     return outcomes
 

@@ -24,6 +24,7 @@ from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationR
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.distributed.device_loss import ends_process_if_device_is_lost
 from laserbatch.pipeline.distributed.settings import usable_cores
+from laserbatch.pipeline.engines.answers import UNCLOSED_THOUGHTS, unclosed_thoughts
 from laserbatch.pipeline.engines.own import OwnEngine
 from laserbatch.pipeline.errors import ConfigError, RowError
 from laserbatch.pipeline.knowledge.chat_format import encode_chat, encode_content
@@ -129,6 +130,8 @@ class TextWriter:
         for outcome in self._engine.generate(self._side, iter(requests), self._settings, self._budget):
             if isinstance(outcome, GenerationFailure):
                 errors[int(outcome.request_id)] = outcome.reason
+            elif outcome.finish_reason == UNCLOSED_THOUGHTS:
+                errors[int(outcome.request_id)] = unclosed_thoughts(outcome)
             else:
                 written[int(outcome.request_id)] = outcome
         results = [written.get(row, NOTHING) for row in range(num_rows)]

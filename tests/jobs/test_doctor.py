@@ -8,6 +8,7 @@ from collections import namedtuple
 import pytest
 import torch
 from night_world import make_world, run_here, write_config
+from parrots import parrot
 
 from laserbatch.jobs.commands import doctor
 from laserbatch.jobs.settings import load_settings
@@ -96,6 +97,22 @@ def test_added_tokens_without_rows_in_the_embedding_are_a_fault(world, sample_co
     tokenizer.save_pretrained(sample_copy)
     (fault,) = model_faults(world, sample_copy)
     assert "has no row for: 'Heat' (" in fault and "'crime'" in fault and "resize_token_embeddings" in fault
+
+
+@pytest.mark.parametrize(
+    ("script", "end", "level", "said"),
+    [
+        (["Red", "."], "<|end|>", "ok", "answered 'Red.', in 2 tokens, and ended with '<|end|>'"),
+        (["Red", "<|end|>", "<|user|>", " Why?"], "<|pad|>", "warning", "ended at '<|end|>', a role mark or end token"),
+        ([f" a{n}" for n in range(doctor.MAX_ANSWER_TOKENS + 1)], "<|end|>", "warning", "no end token came"),
+    ],
+)
+def test_whether_an_end_token_comes_is_tried_with_a_short_question(world, tmp_path, script, end, level, said):
+    folder = parrot(tmp_path / "model", script, end=end)
+    config = write_config(world, "parrot.yaml", decoding={"model": str(folder)})
+    found = findings(config, doctor.check_answer)["answer"]
+    assert found.level == level and said in found.found
+    assert found.mend is None or "eos_token_id in" in found.mend
 
 
 def test_a_folder_that_cannot_be_locked_is_told(world, monkeypatch):

@@ -37,6 +37,22 @@ def test_only_notably_less_than_forecast_is_said(manifest, share, is_said):
         assert f"{1 - share:.0%} less" in counts["warning"] and f"{MOST_MISSING:.0%}" in counts["warning"]
 
 
+def test_texts_that_role_marks_ended_are_said_with_the_tokens_that_were_written_in_vain(manifest):
+    side = with_forecast(manifest["sides"]["user"], 1.0)
+    assert not side_warnings(figures_of(side))
+    side["stats"] |= {"role_marks": {"### Human:": 2, "<|end|>": 3}, "num_invented": 71}
+    (warning,) = side_warnings(figures_of(side))
+    assert "5 of" in warning and "### Human: (2), <|end|> (3)" in warning and "71 tokens" in warning
+    assert "generation_config.json" in warning
+
+
+def test_thoughts_that_were_cut_are_counted(manifest):
+    side = with_forecast(manifest["sides"]["user"], 1.0)
+    side["stats"] |= {"num_thinking": 4, "num_thought_tokens": side["stats"]["num_tokens"]}
+    (warning,) = side_warnings(figures_of(side))
+    assert warning.startswith("4 of") and "50 % of what was written" in warning and "chat_options" in warning
+
+
 def test_few_steps_say_nothing(manifest):
     side = with_forecast(manifest["sides"]["user"], 0.1)
     side["stats"] |= {"num_steps": MIN_STEPS - 1, "num_accepted": 1}

@@ -69,6 +69,11 @@ def test_prompt_pool_text_counts_and_record_are_drawn():
             {"stats": replace(STATS, finish_reasons={"length": 1})},
             "cut at the token limit: raise decoding.max_new_tokens",
         ),
+        (
+            {"stats": replace(STATS, finish_reasons={"role_mark": 1}, role_marks={"### Human:": 1}, num_invented=9)},
+            "ended at ### Human:, a role mark or end token that the model's configuration does not name, and 9 tokens "
+            "after it were cut",
+        ),
         ({"fields": None, "problem": "unparsable"}, "A night would put user u12 in quarantine"),
     ],
 )

@@ -1,7 +1,7 @@
 """Small real tokenizers of several kinds, with and without chat templates."""
 
 from entities import Entity, HistoryEvent
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ["<pad>", "<s>", "<|im_start|>", "<|im_end|>", "</s>"]
@@ -40,6 +40,69 @@ def metaspace() -> Tokenizer:
     )
     tokenizer.train_from_iterator(TEXTS * 4, trainer)
     return tokenizer
+
+
+def _sentence_piece(model: models.Model, trainer: trainers.Trainer, **parts) -> Tokenizer:
+    """A tokenizer whose parts stand as in files that are converted from SentencePiece."""
+    tokenizer = Tokenizer(model)
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.train_from_iterator(TEXTS * 4, trainer)
+    return tokenizer
+
+
+def _bpe(**parts) -> Tokenizer:
+    alphabet = [chr(code) for code in range(32, 127)] + ["\n", "▁", "é"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=340, special_tokens=[*SPECIAL, "<unk>"], initial_alphabet=alphabet, show_progress=False
+    )
+    return _sentence_piece(models.BPE(unk_token="<unk>"), trainer, **parts)
+
+
+def _unigram(**parts) -> Tokenizer:
+    alphabet = [chr(code) for code in range(32, 127)] + ["\n", "▁", "é"]
+    trainer = trainers.UnigramTrainer(
+        vocab_size=340, special_tokens=[*SPECIAL, "<unk>"], unk_token="<unk>", initial_alphabet=alphabet,
+        show_progress=False,
+    )  # fmt: skip
+    return _sentence_piece(models.Unigram(), trainer, **parts)
+
+
+def _word_piece() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.train_from_iterator(
+        TEXTS * 4, trainers.WordPieceTrainer(vocab_size=300, special_tokens=[*SPECIAL, "<unk>"], show_progress=False)
+    )
+    return tokenizer
+
+
+def _byte_level_with_space() -> Tokenizer:
+    tokenizer = byte_level()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    return tokenizer
+
+
+_SPACES = normalizers.Replace(" ", "▁")
+SCHEMES = {  # ways in which tokenizers treat the beginning of a text and of what follows a control token
+    "metaspace always": lambda: _bpe(pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="always")),
+    "metaspace first": lambda: _bpe(pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first")),
+    "metaspace unsplit": lambda: _bpe(pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first", split=False)),
+    "metaspace never": lambda: _bpe(pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="never")),
+    "prepended by the normalizer": lambda: _bpe(normalizer=normalizers.Sequence([normalizers.Prepend("▁"), _SPACES])),
+    "spaces replaced": lambda: _bpe(normalizer=_SPACES),
+    "unigram, normalized": lambda: _unigram(
+        normalizer=normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")]),
+        pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="always"),
+    ),
+    "unigram first": lambda: _unigram(pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first")),
+    "byte level": byte_level,
+    "byte level with a space": _byte_level_with_space,
+    "word piece": _word_piece,
+}  # fmt: skip
 
 
 def wrap(tokenizer: Tokenizer, chat_template: str | None) -> PreTrainedTokenizerFast:

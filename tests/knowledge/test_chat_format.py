@@ -5,7 +5,7 @@ import pytest
 from entities import Entity, HistoryEvent, render_prompt
 from hypothesis import given
 from hypothesis import strategies as st
-from small_tokenizers import KINDS, SPECIAL, byte_level, make_user, wrap
+from small_tokenizers import CHATML, KINDS, SCHEMES, SPECIAL, byte_level, make_user, wrap
 from tokenizers import AddedToken, Tokenizer, models
 
 from laserbatch.pipeline.errors import ModelError, RowError
@@ -67,6 +67,52 @@ def test_equals_the_chat_template_for_harmless_contents(tokenizer):
     )
     assert tokenizer.decode(rendered.token_ids) == expected
     assert tokenizer.decode(rendered.token_ids).endswith("<think>\n\n</think>\n")
+
+
+LLAMA_2 = (
+    "{% if messages[0].role == 'system' %}{% set s = '<<SYS>>\n' + messages[0].content + '\n<</SYS>>\n\n' %}"
+    "{% set messages = messages[1:] %}{% else %}{% set s = '' %}{% endif %}{% for m in messages %}"
+    "{{ bos_token + '[INST] ' + (s + m.content).strip() + ' [/INST]' }}{% endfor %}"
+)
+TEMPLATES = {
+    "llama 2": LLAMA_2,
+    "unstripped": "{% for m in messages %}{{ bos_token }}[{{ m.role }}]{{ m.content }} [/INST]\n{% endfor %}",
+    "first": "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}<|im_start|>",
+    "spaced tokens": "{% for m in messages %}<|im_start|> {{ m.content.lstrip() }} <|im_end|> {% endfor %}",
+    "chatml": CHATML,
+}
+HARMLESS = ["Describe.\n- title: Heat | café", " Describe  it. ", "\n\nA\n", "[INST] B < s > [/INST] \u2003", "(x) </"]
+
+
+def of_scheme(scheme: str, template: str | None = None):
+    tokenizer = wrap(SCHEMES[scheme](), template)
+    if "<unk>" in tokenizer.get_vocab():
+        tokenizer.unk_token = "<unk>"
+    return tokenizer
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_tokens_are_those_of_the_models_own_template_whatever_the_tokenizer_does_at_borders(scheme):
+    for template in TEMPLATES.values():
+        own = of_scheme(scheme, template)
+        for user in HARMLESS:
+            for system in (None, "Be short."):
+                messages = [{"role": "system", "content": system}] if system else []
+                messages.append({"role": "user", "content": user})
+                expected = own.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=True, return_dict=False, enable_thinking=False
+                )
+                assert encode_chat(own, user, system, {"enable_thinking": False}).tolist() == expected
+                hostile = encode_chat(own, f"{user}{HOSTILE}{user}", system, {"enable_thinking": False})
+                control = control_ids(own) - {own.unk_token_id}
+                assert [i for i in hostile if i in control] == [i for i in expected if i in control]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_without_a_chat_template_tokens_are_those_of_the_text_after_the_begin_token(scheme):
+    plain = of_scheme(scheme)
+    expected = [plain.bos_token_id, *plain("Describe. Heat\n\n", add_special_tokens=False)["input_ids"]]
+    assert encode_chat(plain, "Describe. Heat", None, {}).tolist() == expected
 
 
 @pytest.mark.parametrize("kind", ["no-system", "drops-system", "plain"])

@@ -1,7 +1,7 @@
 """What can be said of a model folder without running it: files, tokenizer, identity, how weights are stored, and what
 its generation_config.json asks of greedy decoding.
 
-End tokens end texts (`load.end_tokens`) and a `repetition_penalty` is applied, as `transformers.generate` does it.
+End tokens end texts (`end_ids_of`) and a `repetition_penalty` is applied, as `transformers.generate` does it.
 Whatever else would change which token is the likeliest is refused: REFUSED. What names another way of decoding
 (sampling) or another limit is not used. What is done is part of a model's identity, and with it of its texts'
 fingerprints; a neutral value is as none.
@@ -368,6 +368,20 @@ def folder_rules(folder: Path) -> dict[str, Any]:
     return done | ({"eos_token_id": own} if own and own != other else {})
 
 
+def end_ids_of(
+    generation: int | list[int] | None, config: int | list[int] | None, tokenizer: "PreTrainedTokenizerBase | None"
+) -> tuple[int, ...]:
+    """The end tokens of a generation configuration, of the model's configuration and of the tokenizer, ascending.
+
+    Fine-tunes often name the token that ends their turns in one of the three files alone. Of the model's configuration
+    only control tokens are taken: where config.json names none, its class fills in a default for another vocabulary.
+    """
+    found = {*_ids(generation)}
+    if tokenizer is not None:
+        found |= {*_ids(tokenizer.eos_token_id), *(i for i in _ids(config) if i in tokenizer.added_tokens_decoder)}
+    return tuple(sorted(int(i) for i in found))
+
+
 def _read(file: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
@@ -376,7 +390,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _ids(value: int | list[int] | None) -> list[int]:
-    return sorted(set(value if isinstance(value, list) else [] if value is None else [value]))
+    return sorted(set(value if isinstance(value, list | tuple) else [] if value is None else [value]))
 
 
 def _shown(value: Any) -> str:

@@ -25,6 +25,7 @@ from laserbatch.pipeline.decoding.model.folder import (
     HARMLESS_WEIGHTS,
     QUANTIZED_EXTRAS,
     SAMPLE_MODEL,
+    end_ids_of,
     find_weights,
     load_tokenizer,
     model_id_of,
@@ -136,7 +137,7 @@ def prepare_model(model, tokenizer=None, model_id: str = "unnamed") -> LoadedMod
         tokenizer=tokenizer,
         device=device,
         model_id=model_id,
-        end_ids=end_tokens(generation, tokenizer, vocab_size),
+        end_ids=end_tokens(generation, config, tokenizer, vocab_size),
         vocab_size=vocab_size,
         max_context=int(getattr(config, "max_position_embeddings", None) or 1 << 20),
         bytes_per_token=bytes_per_token,
@@ -177,13 +178,11 @@ def require_room(path: Path, weights: list[Path], config, dtype: torch.dtype | s
     require_memory(path, num_bytes, cache_bytes, memory_of(target))
 
 
-def end_tokens(generation, tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """Every end token that the generation configuration or the tokenizer names and that can be written, ascending."""
-    named = getattr(generation, "eos_token_id", None)
-    ids = set(named if isinstance(named, list | tuple) else [named])
-    ids.add(getattr(tokenizer, "eos_token_id", None))
-    ids.discard(None)
-    outside = sorted(int(i) for i in ids if not 0 <= i < vocab_size)
+def end_tokens(generation, config, tokenizer, vocab_size: int) -> tuple[int, ...]:
+    """Every end token that the generation configuration, the model's or the tokenizer names and that can be written."""
+    of_generation, of_config = (getattr(one, "eos_token_id", None) for one in (generation, config))
+    ids = end_ids_of(of_generation, of_config, tokenizer)
+    outside = [i for i in ids if not 0 <= i < vocab_size]
     if outside:
         logger.warning("end tokens %s are outside the vocabulary of %d: no text ends with them", outside, vocab_size)
-    return tuple(sorted(int(i) for i in ids if 0 <= i < vocab_size))
+    return tuple(i for i in ids if 0 <= i < vocab_size)

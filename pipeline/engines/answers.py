@@ -1,0 +1,107 @@
+"""From what a model wrote to its answer: thoughts before it and turns after it are cut, whichever engine wrote.
+
+Role marks of one token end texts while they are written, and drafts stop at them as at any end token. Those that are
+plain text are looked for in finished texts, once: so drafted and plain texts are cut alike, and a step costs no more.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationResult
+from laserbatch.pipeline.knowledge.thoughts import has_marks, opens_thoughts, without_thoughts
+from laserbatch.pipeline.knowledge.turns import chat_marks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ROLE_MARK = "role_mark"  # the finish reason of a text that a role mark ended
+UNCLOSED_THOUGHTS = "unclosed_thoughts"  # that of one whose thoughts did not end: there is no answer
+PROMPT_END_TOKENS = 16  # which hold the mark of thoughts that a chat template opens
+
+
+class Answers:
+    """Cuts the results of one model.
+
+    Parameters
+    ----------
+    end_ids : tokens that its configuration names as end tokens.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", end_ids: tuple[int, ...]) -> None:
+        self._tokenizer, self._marks = tokenizer, chat_marks(tokenizer)
+        # Tokens at which the engine is to end texts, too.
+        self.role_ids = {i: text for i, text in self._marks.end_tokens.items() if i not in end_ids}
+        added = tokenizer.added_tokens_decoder
+        self._added = {token.content: i for i, token in added.items()}
+        special = {i for i, token in added.items() if token.special}
+        self._hidden_ids = special.union(tokenizer.all_special_ids)  # that result.text does not show
+        self._may_open = has_marks(tokenizer)
+
+    def of(
+        self, results: Iterable[GenerationResult | GenerationFailure], prompts: dict[str, np.ndarray]
+    ) -> Iterator[GenerationResult | GenerationFailure]:
+        """What an engine yields, with results cut; `prompts` are taken out by request as they are answered."""
+        for result in results:
+            prompt_ids = prompts.pop(result.request_id)
+            yield self.answer(result, prompt_ids) if isinstance(result, GenerationResult) else result
+
+    def answer(self, result: GenerationResult, prompt_ids: np.ndarray) -> GenerationResult:
+        """A result without thoughts, and without what follows a role mark."""
+        if result.end_id in self.role_ids:
+            result = replace(result, finish_reason=ROLE_MARK, role_mark=self.role_ids[result.end_id])
+        ids = result.token_ids
+        shown = self._decoded(ids) if not self._hidden_ids.isdisjoint(ids.tolist()) else result.text
+        prompt_end = prompt_ids[-PROMPT_END_TOKENS:]
+        is_open = self._may_open and opens_thoughts(self._tokenizer, self._decoded(prompt_end))
+        kept = without_thoughts(
+            self._tokenizer,
+            shown,
+            is_open,
+            is_in_prompt=lambda mark: mark in self._decoded(prompt_ids),
+            is_quoted=lambda mark: mark in self._added and self._added[mark] not in ids,
+        )
+        turn = self._marks.turn_in(shown, kept.spans[0][0] if kept.spans else 0)
+        end = turn.start() if turn else len(shown)
+        if kept.open_at is not None and kept.open_at <= end:
+            return replace(result, finish_reason=UNCLOSED_THOUGHTS, num_thought_tokens=len(ids))
+        if turn is None and kept.spans == ((0, len(shown)),):
+            return result
+        is_kept = np.zeros(len(ids), bool)
+        for first, last in kept.spans:
+            if first < end:
+                is_kept[self._tokens(ids, first, bisect_left) : self._tokens(ids, min(last, end), bisect_right)] = True
+        num_invented = len(ids) - self._tokens(ids, end, bisect_right) if turn else 0
+        result = replace(
+            result,
+            token_ids=ids[is_kept],
+            sources=result.sources[is_kept],
+            text=self._decoded(ids[is_kept], skip_special_tokens=True),
+            num_thought_tokens=len(ids) - num_invented - int(is_kept.sum()),
+            num_invented=num_invented,
+        )
+        return replace(result, finish_reason=ROLE_MARK, role_mark=turn.group().strip()) if turn else result
+
+    def _decoded(self, ids: np.ndarray, skip_special_tokens: bool = False) -> str:
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=skip_special_tokens)
+
+    def _tokens(self, ids: np.ndarray, num_chars: int, bisect: Callable[..., int]) -> int:
+        """Tokens before a place: the first that begins there or behind it (left), or as many as end there (right)."""
+        num = bisect(range(len(ids) + 1), num_chars, key=lambda num: self._length(ids[:num]))
+        return num if bisect is bisect_left else num - 1
+
+    def _length(self, ids: np.ndarray) -> int:
+        """Characters of some tokens, without a last one that is not whole."""
+        return len(self._decoded(ids).rstrip("\ufffd"))
+
+
+def unclosed_thoughts(result: GenerationResult) -> str:
+    """Why a text whose thoughts did not end is none, as the reason of a row."""
+    return (
+        f"unclosed-thoughts: the model's thoughts did not end within {len(result.token_ids)} tokens, so there is no "
+        "answer; raise decoding.max_new_tokens, or turn thoughts off by the template's chat_options, where the model "
+        "can do without"
+    )
