@@ -93,13 +93,21 @@ def mend_pointer(workspace: Workspace) -> None:
 
 
 def use_pools_of(workspace: Workspace, run_id: str) -> None:
-    """Have the next night draft from the pools of a run; where they are gone or damaged it is said, and none change."""
+    """Have the next night draft from the pools of a run; where they are gone or damaged it is said, and none change.
+
+    Pools of a run that was taken back do not stay the current ones: then there are none.
+    """
     if workspace.root.name == RECOMMENDATIONS:
         return
+    store = PoolStore(workspace.pools_folder)
     try:
-        PoolStore(workspace.pools_folder).use(run_id)
+        store.use(run_id)
     except PoolError as error:
-        say(f"the pools stay as they are: {error} `laserbatch pools rebuild --run {run_id}` builds them again")
+        how = f"`laserbatch pools rebuild --run {run_id}` builds them again"
+        if store.use_none_of(workspace.not_built_on()):
+            say(f"no pools are current, since those that were are of a run that was taken back: {error} {how}")
+        else:
+            say(f"the pools stay as they are: {error} {how}")
 
 
 def delivery_uri(workspace: Workspace, deliver_to: str | None) -> str | None:

@@ -70,11 +70,13 @@ def train_on_runs(
 def texts_of_runs(night: Night, num_texts: int, but: Rows) -> "list[TrainingText]":
     """Prompts and what the model wrote to them, half of each side, of each entity the newest, without some."""
     target, found = model_identity(night.settings.model_dir), []
+    not_built_on = night.workspace.not_built_on()
     for side in SIDES:
         one, texts = night, dict.fromkeys(row.entity_id for row in but.get(side, ()))
         num_wanted = num_texts // len(SIDES) + len(texts)
         while one is not None and len(texts) < num_wanted:
-            if one.manifest.model is not None and one.manifest.model.id == target:
+            is_of_target = one.manifest.model is not None and one.manifest.model.id == target
+            if is_of_target and one.run.run_id not in not_built_on:
                 for entity_id, text in _texts_of_run(one, side, num_wanted).items():
                     texts.setdefault(entity_id, text)
             earlier = one.manifest.previous_run_id
@@ -144,7 +146,8 @@ def train_if_due(night: Night, was_finished: bool) -> None:
 
 def _is_due(night: Night) -> bool:
     """Whether none was trained for the model, or so many nights are finished since as `every_nights` says."""
-    target, trials = model_identity(night.settings.model_dir), night.workspace.drafters.trials()
+    target, not_built_on = model_identity(night.settings.model_dir), night.workspace.not_built_on()
+    trials = [one for one in night.workspace.drafters.trials() if one.run_id not in not_built_on]
     dates = [one.run_id[:10] for one in trials if one.run_id[:10] <= str(night.date) and one.target == target]
     if not dates:
         return True

@@ -1,5 +1,6 @@
 """The drafters that nights have trained: `<workspace>/drafters/<run>/`, each with its trial beside what was trained."""
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -63,10 +64,14 @@ class DrafterStore:
         """Of every training that has ended, in the order of their runs. Raises WorkspaceError: one cannot be read."""
         return [_read(path) for path in sorted(self.root.glob(f"*/{TRIAL_NAME}"))]
 
-    def kept(self, date: str, target: str) -> DrafterTrial | None:
-        """The newest for a model that is kept and still there, of a date (YYYY-MM-DD) or an earlier one."""
+    def kept(self, date: str, target: str, not_built_on: Collection[str] = ()) -> DrafterTrial | None:
+        """The newest for a model that is kept and still there, of a date (YYYY-MM-DD) or an earlier one.
+
+        Those that were trained on runs that are `not_built_on` are passed over.
+        """
         fitting = [one for one in self.trials() if one.is_kept and one.target == target and self.is_there(one.run_id)]
-        return next((trial for trial in reversed(fitting) if trial.run_id[:10] <= date), None)
+        fitting = [one for one in fitting if one.run_id[:10] <= date and one.run_id not in not_built_on]
+        return fitting[-1] if fitting else None
 
     def end(self, trial: DrafterTrial) -> None:
         """Write what came of a training; of one that is not kept only that stays, and of the oldest kept ones.

@@ -7,6 +7,7 @@ failed rows of shards lie in `shards/`, so that `knowledge/` and `quarantine/` h
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -120,6 +121,13 @@ class RunFolder:
     def load_manifest(self) -> RunManifest:
         """The run's manifest. Raises WorkspaceError when it is missing, damaged or of another version."""
         return RunManifest.load(self.manifest_path)
+
+    @property
+    def previous_run_id(self) -> str | None:
+        """The run that this one was built on; None also where its manifest is missing or damaged."""
+        with suppress(WorkspaceError):
+            return read_json(self.manifest_path).get("previous_run_id")
+        return None
 
     def write_shard(
         self,

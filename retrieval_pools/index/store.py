@@ -104,6 +104,13 @@ class PoolStore:
         self.verify(version)
         self._point_to(version)
 
+    def use_none_of(self, versions: Collection[str]) -> bool:
+        """Make no version the current one, if that is among some; returns whether it was."""
+        is_among = self._pointed_to() in versions
+        if is_among:
+            (self.root / CURRENT_NAME).unlink()
+        return is_among
+
     def collect(self, keep: int, in_use: Collection[str] = (), dry_run: bool = False) -> Collected:
         """Remove old versions, and what dead builders left. The workspace's lock must be held.
 
@@ -132,8 +139,7 @@ class PoolStore:
 
     def drop(self, version: str) -> None:
         """Remove a version, current or not: none is current then. One that is not there is no error."""
-        if self._pointed_to() == version:
-            (self.root / CURRENT_NAME).unlink()
+        self.use_none_of([version])
         self._remove(version)
 
     def _remove(self, version: str, but_newest: bool = False) -> None:

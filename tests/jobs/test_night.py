@@ -13,10 +13,13 @@ from laserbatch.jobs.commands import nightly as nights
 from laserbatch.jobs.settings import load_settings
 from laserbatch.jobs.stages import publishing
 from laserbatch.jobs.stages import run_night as stages
-from laserbatch.jobs.stages.night import open_night, open_run, previous_run
+from laserbatch.jobs.stages.night import open_night, open_run, previous_run, trained_drafter
 from laserbatch.jobs.stages.run_night import close, publish, run_night
+from laserbatch.pipeline.decoding.model.folder import model_identity
+from laserbatch.pipeline.drafter_training.settings import DrafterTrainingSettings
 from laserbatch.pipeline.errors import RunHeld, TableError, WorkspaceError
-from laserbatch.pipeline.storage.manifest import GateFigures
+from laserbatch.pipeline.storage.drafters import DrafterTrial, DrafterUsed
+from laserbatch.pipeline.storage.manifest import GateFigures, PoolsUsed
 from laserbatch.pipeline.storage.workspace import Workspace
 
 DAY = datetime.date(2025, 3, 1)
@@ -121,6 +124,46 @@ def test_what_was_taken_back_is_not_built_on_nor_published_by_itself(world, caps
     assert second.workspace.withdrawn() == [] and second.workspace.published().run_id == second.run.run_id
 
 
+def test_nothing_of_what_was_taken_back_is_used(world, capfd):
+    days = [DAY + datetime.timedelta(days=number) for number in range(5)]
+    first, second = done(opened(world, days[0])), done(opened(world, days[1]))
+    workspace, settings = second.workspace, second.settings.model_copy(
+        update={"drafter_training": DrafterTrainingSettings(kind="medusa")}
+    )  # fmt: skip
+    trial = DrafterTrial(second.run.run_id, "medusa", model_identity(settings.model_dir), True, 2, 3, 2, 3, 16, 99, 1)
+    workspace.drafters.folder(trial.run_id).mkdir(parents=True)
+    (workspace.drafters.folder(trial.run_id) / "model.safetensors").touch()
+    workspace.drafters.end(trial)
+    assert trained_drafter(workspace, settings, days[2]).run_id == second.run.run_id
+    begun, unseen = opened(world, days[2]), done(opened(world, days[3]), "never")
+    assert begun.previous.run_id == second.run.run_id == begun.manifest.pools.version == unseen.previous.run_id
+
+    run_here(capfd, "runs", "rollback", "--workspace", str(workspace.root))
+    assert first.pools.current_version() == first.run.run_id
+    assert trained_drafter(workspace, settings, days[2]) is None
+    for before in (begun, unseen):  # another run of the same date, built on what stands
+        again = opened(world, before.date)
+        assert (again.run.run_id, again.previous.run_id) == (f"{before.run.run_id}-2", first.run.run_id)
+        assert again.manifest.pools.version == first.run.run_id
+    done(opened(world, days[4]))  # its pools are current, and of too late a date
+    again = opened(world, days[2], force=True)
+    assert again.manifest.pools.version == first.run.run_id
+    again.manifest.pools = PoolsUsed(second.run.run_id)  # as it began, before the other was taken back
+    again.manifest.drafter = DrafterUsed(second.run.run_id, "medusa", 3, 16)
+    again.manifest.save()
+    again = opened(world, days[2])
+    assert (again.manifest.pools.version, again.manifest.drafter) == (None, None)
+
+
+def test_pools_of_what_was_taken_back_do_not_stay_current(world, capfd):
+    first, second = done(opened(world)), done(opened(world, DAY + datetime.timedelta(days=1)))
+    first.pools.drop(first.run.run_id)
+    run_here(capfd, "runs", "rollback", "--workspace", str(first.workspace.root))
+    assert first.pools.current_version() is None
+    first.pools.use(second.run.run_id)  # by name; nights pass it over all the same
+    assert opened(world, DAY + datetime.timedelta(days=2)).manifest.pools.version is None
+
+
 def test_a_backfill_goes_from_each_night_to_the_next_and_publishes_its_last_when_asked(world, capfd, monkeypatch):
     newest = done(opened(world, DAY + datetime.timedelta(days=9)))
     (world / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\nseed: 1\n")
@@ -149,6 +192,13 @@ def test_a_backfill_goes_from_each_night_to_the_next_and_publishes_its_last_when
     assert other.run.run_id not in {run.run_id for run in runs}
     assert json.loads(run_here(capfd, *arguments, "--json", "--publish").stdout)["published"] == runs[-1].run_id
     assert newest.workspace.published().run_id == runs[-1].run_id == newest.pools.current_version()
+    newest.workspace.withdraw()
+    told = run_here(capfd, *arguments, "--json", "--publish")
+    assert f"not published: run {runs[-1].run_id} was taken back" in " ".join(told.stderr.split())
+    assert json.loads(told.stdout)["published"] == newest.run.run_id
+    longer = json.loads(run_here(capfd, *arguments[:-1], "2025-03-05", "--json").stdout)
+    fifth = newest.workspace.run(longer["nights"][-1]["run_id"]).load_manifest()
+    assert fifth.previous_run_id == fifth.pools.version == runs[-2].run_id
 
 
 def test_words_that_users_may_share_are_warned_about_once_a_run(world, capsys):
