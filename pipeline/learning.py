@@ -1,15 +1,18 @@
 """The loop that trains whatever learns by gradients here. Killed at any moment, it goes on to the same bytes."""
 
 import json
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+
+logger = logging.getLogger("laserbatch")
 
 CHECKPOINT_NAME = "checkpoint.safetensors"
 WARM_UP = 0.05  # of all steps
@@ -74,11 +77,15 @@ def save_whole(tensors: dict[str, torch.Tensor], path: Path, facts: dict) -> Non
 
 
 def read_facts(path: Path) -> dict:
-    """What was written beside the tensors of a file; nothing where there is none."""
+    """What was written beside the tensors of a file; nothing where there is none, or where it is damaged."""
     if not path.is_file():
         return {}
-    with safe_open(path, "pt") as opened:
-        return json.loads(opened.metadata()["facts"])
+    try:
+        with safe_open(path, "pt") as opened:
+            return json.loads(opened.metadata()["facts"])
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
+        logger.warning("%s is damaged (%s); what it was to go on with begins anew", path, error)
+        return {}
 
 
 def _keep(learned: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, path: Path, facts: dict) -> None:

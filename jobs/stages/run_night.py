@@ -10,6 +10,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from laserbatch.jobs.console import progress, say
+from laserbatch.jobs.events import event_log
 from laserbatch.jobs.gates import measure
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.attempt import recorded
@@ -19,7 +20,15 @@ from laserbatch.jobs.stages.compare_ctr import compare_night
 from laserbatch.jobs.stages.generate import generate_knowledge, generate_plain
 from laserbatch.jobs.stages.metrics import night_metrics
 from laserbatch.jobs.stages.night import Night, open_night, pools_in_use
-from laserbatch.jobs.stages.publishing import Publishing, deliver, draw_report, end_judged, mend_pointer, publish_run
+from laserbatch.jobs.stages.publishing import (
+    Publishing,
+    deliver,
+    draw_report,
+    end_judged,
+    ends_no_night,
+    mend_pointer,
+    publish_run,
+)
 from laserbatch.jobs.stages.train_drafter import train_if_due
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
@@ -63,7 +72,8 @@ def run_night(
                 names = " and ".join(night.changed_inputs)
                 say(f"{names} of that date changed since: --redo writes what this changes, in a run of its own")
             publish(night, publishing)
-            train_if_due(night, was_finished=True)
+            with event_log(night.run.events_path):
+                train_if_due(night, was_finished=True)
         else:
             with recorded(night.manifest):
                 _do_stages(night, publishing)
@@ -246,7 +256,8 @@ def publish(night: Night, publishing: Publishing = "forwards") -> None:
     """
     run, workspace = night.run, night.workspace
     publish_run(workspace, run, publishing)
-    in_use = pools_in_use(workspace) | {run.run_id}  # the next night of a backfill drafts from this one's
-    collect_pools(night.pools, night.settings.pool_building.keep_versions, in_use)
+    with ends_no_night("old pools were not removed, the next night tries again"):
+        in_use = pools_in_use(workspace) | {run.run_id}  # the next night of a backfill drafts from this one's
+        collect_pools(night.pools, night.settings.pool_building.keep_versions, in_use)
     if publishing != "never":
         deliver(workspace, night.settings.deliver_to, is_asked=publishing == "always")

@@ -18,7 +18,8 @@ class DrafterTrial:
     """What came of a training: whether nights draft with it, and how much.
 
     `target` is the id of the model that it was trained for. `gain` : how much faster held-back texts of its night were
-    written with it than as nights drafted before. `tokens_per_step`, `tokens_per_step_before` likewise.
+    written with it than as nights drafted before. `tokens_per_step`, `tokens_per_step_before` likewise. `failure` : why
+    the training was given up.
     """
 
     run_id: str
@@ -32,6 +33,12 @@ class DrafterTrial:
     max_draft_tokens: int
     num_texts: int
     training_seconds: float
+    failure: str | None = None
+
+    @classmethod
+    def failed(cls, run_id: str, kind: str, target: str, failure: str) -> "DrafterTrial":
+        """That of a training that was given up."""
+        return cls(run_id, kind, target, False, 0.0, 0.0, 0.0, 0, 0, 0, 0.0, failure)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """What a night builds on, which run a command goes on with, and what is published: by date, never by who came last."""
 
 import datetime
+import errno
 import json
 import os
 
@@ -255,6 +256,16 @@ def test_publishing_a_held_run_goes_on_where_it_was_killed(world, monkeypatch, s
     publishing.let_readers_see(night.workspace, night.run.run_id)
     assert night.workspace.published().run_id == night.run.run_id == night.pools.current_version()
     assert not night.run.held_path.exists() and night.run.load_manifest().status == "success"
+
+
+def test_old_pools_that_cannot_be_removed_fail_no_night(world, monkeypatch, caplog):
+    def busy(*_, **__):
+        raise OSError(errno.EBUSY, "Device or resource busy", "pools/.nfs01")
+
+    monkeypatch.setattr(stages, "collect_pools", busy)
+    night = done(opened(world))
+    assert night.workspace.published().run_id == night.run.run_id
+    assert "old pools were not removed, the next night tries again: pools/.nfs01" in caplog.text
 
 
 def test_a_pointer_that_cannot_be_followed_is_replaced(world, capsys):
