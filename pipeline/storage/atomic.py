@@ -161,6 +161,14 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(removed)
 
 
+def remove(path: Path) -> None:
+    """Delete a file, a link, or a folder with all that is in it; what is not there is no error."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def leftovers(folder: Path | str) -> list[Path]:
     """The temporary files and folders that killed writers left anywhere under a folder, none within another."""
     found = sorted(Path(folder).rglob(f".*{TEMPORARY_SUFFIX}"))
@@ -174,7 +182,7 @@ def remove_leftovers(folder: Path | str) -> int:
     """
     found = leftovers(folder)
     for path in found:
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        remove(path)
     return len(found)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from laserbatch.pipeline.errors import WorkspaceError
-from laserbatch.pipeline.storage.atomic import read_json, remove_folder, write_json
+from laserbatch.pipeline.storage.atomic import read_json, remove, remove_folder, write_json
 
 TRIAL_NAME, WEIGHTS_NAME = "trial.json", "model.safetensors"
 NUM_KEPT = 3  # newest that are kept with their weights
@@ -89,7 +89,7 @@ class DrafterStore:
         kept = [one.run_id for one in self.trials() if one.is_kept][-NUM_KEPT:]
         for path in self.root.glob("*/*"):
             if path.parent.name not in kept and path.name != TRIAL_NAME:
-                path.unlink()
+                remove(path)
 
     def runs(self) -> list[str]:
         """Whose texts one was trained on, or is being."""

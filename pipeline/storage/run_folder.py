@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.storage.atomic import read_json, remove_leftovers, sha256_file, write_json, write_text
+from laserbatch.pipeline.storage.atomic import read_json, remove, remove_leftovers, sha256_file, write_json, write_text
 from laserbatch.pipeline.storage.manifest import RunManifest, ShardInfo, ShardRecord
 from laserbatch.pipeline.storage.parquet import WrittenFile, iter_parquet, link_parquet, read_parquet, write_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, quarantine_schema, quarantine_table
@@ -193,7 +193,7 @@ class RunFolder:
         for folder in (self._shards_folder(side), self.knowledge_folder(side)):
             for path in sorted(folder.glob("*")):  # records first: a shard is then unfinished before it is incomplete
                 if path.stem not in keep:
-                    path.unlink(missing_ok=True)
+                    remove(path)
 
     def drop_shard(self, side: Side, name: str) -> None:
         """Delete what there is of a shard."""

@@ -172,9 +172,14 @@ def test_what_is_due_and_what_is_kept(tmp_path):
         trial = replace(usual, run_id=f"2025-03-{day:02}-1a2b3c4d", is_kept=day != 5, target=target)
         store.folder(trial.run_id).mkdir(parents=True)
         (store.folder(trial.run_id) / "model.safetensors").write_bytes(b"w")
+        templates = store.folder(trial.run_id) / "additional_chat_templates"  # as tokenizers of several are saved
+        templates.mkdir()
+        (templates / "tool_use.jinja").write_text("{{ messages }}")
+        (store.root / "notes.txt").write_text("mine")
         store.end(trial)
     kept = {day: store.kept(f"2025-03-{day:02}", "target") for day in (2, 3, 6)}
     assert kept[2] is None  # its weights, and those before, have made room: an older night drafts with none
     assert [kept[day].run_id[:10] for day in (3, 6)] == ["2025-03-03", "2025-03-04"]
     with_weights = sorted(path.parent.name[:10] for path in tmp_path.glob("*/model.safetensors"))
     assert with_weights == ["2025-03-03", "2025-03-04", "2025-03-06"] and len(store.trials()) == 6
+    assert [path.name for path in store.folder("2025-03-01-1a2b3c4d").iterdir()] == ["trial.json"]
