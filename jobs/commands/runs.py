@@ -1,6 +1,6 @@
 """`laserbatch runs ...`: what nights have left, which one readers see, and how old ones are removed."""
 
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -233,10 +233,9 @@ def kept_runs(workspace: Workspace, keep: int, also_unfinished: bool = False) ->
     published = workspace.pointed_to()
     kept |= {published: "published"} if published in runs else {}
     for run_id in {*unfinished, published} & runs.keys():
-        with suppress(WorkspaceError):
-            built_on = runs[run_id].load_manifest().previous_run_id
-            if built_on in runs:
-                kept.setdefault(built_on, f"run {run_id} is built on it")
+        built_on = runs[run_id].previous_run_id
+        if built_on in runs:
+            kept.setdefault(built_on, f"run {run_id} is built on it")
     return dict(sorted(kept.items()))
 
 

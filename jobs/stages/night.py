@@ -17,11 +17,12 @@ from laserbatch.jobs.stages.attempt import new_manifest, newest_attempt, stage
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, checked_inputs, needs_a_model
 from laserbatch.pipeline.decoding.model.folder import model_identity
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
-from laserbatch.pipeline.errors import ConfigError, WorkspaceError
+from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.histories import labels_of
 from laserbatch.pipeline.knowledge.templates import Labels, PromptTemplate
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.drafters import DrafterUsed
 from laserbatch.pipeline.storage.forgetting import unfinished_receipts
 from laserbatch.pipeline.storage.manifest import (
@@ -359,8 +360,6 @@ def pools_in_use(workspace: Workspace) -> set[str]:
     for run in workspace.runs():
         if run.is_finished or run.is_held or not run.manifest_path.exists():
             continue
-        try:
-            used.add(RunManifest.load(run.manifest_path).pools.version)
-        except WorkspaceError as error:
-            say(f"{error} Nobody can go on with run {run.run_id}, so its pools are not kept for it")
+        if (manifest := unless_damaged(run.load_manifest)) is not None:  # else nobody can go on with it
+            used.add(manifest.pools.version)
     return used - {None}

@@ -38,6 +38,7 @@ from laserbatch.pipeline.encoding.identity import encoder_identity
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import RunFailed, WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.manifest import FeatureFigures, PreviousNight
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -216,10 +217,8 @@ def _earlier(previous: RunFolder | None, side: Side, encoder_id: str, max_text_t
     """Features of a finished run; None when its encoder was another or cut texts elsewhere, or nothing is known."""
     if previous is None or not previous.centroids_path(side).exists() or not previous.features_path(side).exists():
         return None
-    try:
-        manifest = previous.load_manifest()
-    except WorkspaceError as error:
-        say(f"{side} texts are all encoded again: {error}")
+    manifest = unless_damaged(previous.load_manifest)
+    if manifest is None:
         return None
     before = manifest.features.get(side)
     cut_at = manifest.settings.get("encoding", {}).get("max_text_tokens", max_text_tokens)
@@ -239,13 +238,9 @@ def _close_failed(night: Night, reason: str) -> None:
 def close(night: Night) -> None:
     """Finish the run with its report, or hold it back, so that nothing builds on it. Raises RunHeld."""
     manifest = night.manifest
-    if night.previous is not None:
-        try:
-            earlier = night.previous.load_manifest()
-            sides = {side: figures.stats for side, figures in earlier.sides.items()}
-            manifest.previous_night = PreviousNight(earlier.run_id, sides)
-        except WorkspaceError as error:
-            say(f"not compared with the night before: {error}")
+    if night.previous is not None and (earlier := unless_damaged(night.previous.load_manifest)) is not None:
+        sides = {side: figures.stats for side, figures in earlier.sides.items()}
+        manifest.previous_night = PreviousNight(earlier.run_id, sides)
     end_judged(night.run, manifest, manifest.gates, night.settings.gates)
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ from laserbatch.pipeline.distributed.settings import usable_cores
 from laserbatch.pipeline.drafter_training.settings import Kind
 from laserbatch.pipeline.errors import PipelineError
 from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.drafters import DrafterTrial, DrafterUsed
 from laserbatch.pipeline.storage.scratch import ScratchFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
@@ -90,7 +92,7 @@ def texts_of_runs(night: Night, num_texts: int, but: Rows) -> "list[TrainingText
                     texts.setdefault(entity_id, text)
             earlier = one.manifest.previous_run_id
             is_there = earlier is not None and night.workspace.run(earlier).manifest_path.exists()
-            one = open_run(night.settings, earlier) if is_there else None
+            one = unless_damaged(partial(open_run, night.settings, earlier)) if is_there else None
         found += [text for text in texts.values() if text is not None][: num_texts // len(SIDES)]
     return found
 

@@ -2,12 +2,14 @@
 
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.atomic import read_json, remove, remove_folder, write_json
+from laserbatch.pipeline.storage.damage import unless_damaged
 
 TRIAL_NAME, WEIGHTS_NAME = "trial.json", "model.safetensors"
 NUM_KEPT = 3  # newest that are kept with their weights
@@ -68,8 +70,9 @@ class DrafterStore:
         return (self.folder(run_id) / WEIGHTS_NAME).is_file()
 
     def trials(self) -> list[DrafterTrial]:
-        """Of every training that has ended, in the order of their runs. Raises WorkspaceError: one cannot be read."""
-        return [_read(path) for path in sorted(self.root.glob(f"*/{TRIAL_NAME}"))]
+        """Of every training that has ended, in the order of their runs; damaged ones are passed over."""
+        found = (unless_damaged(partial(_read, path)) for path in sorted(self.root.glob(f"*/{TRIAL_NAME}")))
+        return [trial for trial in found if trial is not None]
 
     def kept(self, date: str, target: str, not_built_on: Collection[str] = ()) -> DrafterTrial | None:
         """The newest for a model that is kept and still there, of a date (YYYY-MM-DD) or an earlier one.

@@ -7,7 +7,6 @@ failed rows of shards lie in `shards/`, so that `knowledge/` and `quarantine/` h
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import read_json, remove, remove_leftovers, sha256_file, write_json, write_text
+from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.manifest import RunManifest, ShardInfo, ShardRecord
 from laserbatch.pipeline.storage.parquet import WrittenFile, iter_parquet, link_parquet, read_parquet, write_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, quarantine_schema, quarantine_table
@@ -125,9 +125,7 @@ class RunFolder:
     @property
     def previous_run_id(self) -> str | None:
         """The run that this one was built on; None also where its manifest is missing or damaged."""
-        with suppress(WorkspaceError):
-            return read_json(self.manifest_path).get("previous_run_id")
-        return None
+        return unless_damaged(lambda: read_json(self.manifest_path), {}).get("previous_run_id")
 
     def write_shard(
         self,

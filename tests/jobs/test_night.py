@@ -11,16 +11,22 @@ import pytest
 from night_world import run_here
 
 from laserbatch.jobs.commands import nightly as nights
+from laserbatch.jobs.gates import measure
 from laserbatch.jobs.settings import load_settings
 from laserbatch.jobs.stages import publishing
 from laserbatch.jobs.stages import run_night as stages
+from laserbatch.jobs.stages.budgets import kept_step_cost, night_tokens
+from laserbatch.jobs.stages.build_pools import unchanged_pools
 from laserbatch.jobs.stages.night import open_night, open_run, previous_run, trained_drafter
 from laserbatch.jobs.stages.run_night import close, publish, run_night
+from laserbatch.jobs.stages.variants import framework_of
 from laserbatch.pipeline.decoding.model.folder import model_identity
 from laserbatch.pipeline.drafter_training.settings import DrafterTrainingSettings
 from laserbatch.pipeline.errors import RunHeld, TableError, WorkspaceError
+from laserbatch.pipeline.planning.postpone import unusable_texts
 from laserbatch.pipeline.storage.drafters import DrafterTrial, DrafterUsed
-from laserbatch.pipeline.storage.manifest import GateFigures, PoolsUsed
+from laserbatch.pipeline.storage.manifest import GateFigures, PoolsUsed, SideFigures
+from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
 
 DAY = datetime.date(2025, 3, 1)
@@ -266,6 +272,39 @@ def test_old_pools_that_cannot_be_removed_fail_no_night(world, monkeypatch, capl
     night = done(opened(world))
     assert night.workspace.published().run_id == night.run.run_id
     assert "old pools were not removed, the next night tries again: pools/.nfs01" in caplog.text
+
+
+def test_what_is_damaged_of_earlier_nights_is_named_and_passed_over(world, caplog):
+    """No file of another night ends tonight's: manifests, quarantine, trials, receipts, step costs."""
+    (world / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\nrefresh: {max_hours: 1}\n")
+    first = opened(world)
+    stats = DecodingStats(num_texts=10, num_tokens=2000, wall_s=10.0)
+    first.manifest.sides = {"user": SideFigures(1, 1, 0, 0, 0, {}, {}, [], stats)}
+    done(first)
+    second, workspace = done(opened(world, DAY + datetime.timedelta(days=1))), first.workspace
+    damaged = [
+        second.run.manifest_path,
+        second.run.quarantine_path("user"),
+        workspace.drafters.folder(second.run.run_id) / "trial.json",
+        workspace.root / "forgotten" / "2025-03-01T00-00-00Z-1a2b3c4d.json",
+        workspace.step_costs_folder / "1a2b3c4d.json",
+    ]
+    for path in damaged:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{")
+    third = opened(world, DAY + datetime.timedelta(days=2))
+    assert third.previous.run_id == second.run.run_id
+    third.settings = third.settings.model_copy(update={"drafter_training": DrafterTrainingSettings(kind="medusa")})
+    assert trained_drafter(workspace, third.settings, third.date) is None
+    assert unchanged_pools(third, second.run.run_id) == {}
+    assert night_tokens(third) == 3600 * 200  # as the night before it says
+    assert kept_step_cost(workspace, third.decoding) is None and framework_of(second.run) is None
+    assert unusable_texts(second.run, "user", third.date) is None
+    measure(third.manifest, third.run, third.previous)
+    assert not workspace.not_built_on()
+    done(third)
+    for path in damaged:
+        assert sum(str(path) in record.getMessage() for record in caplog.records) == 1, path
 
 
 def test_a_pointer_that_cannot_be_followed_is_replaced(world, capsys):
