@@ -1,6 +1,7 @@
 """What vLLM's proposer makes of a batch, called as vLLM calls it; `test_in_vllm` has the engine itself."""
 
 import json
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +19,7 @@ from laserbatch.retrieval_pools.integrations.vllm import (
     StepCost,
     worth_drafting,
 )
+from laserbatch.retrieval_pools.integrations.vllm_steps import speculative_config
 from laserbatch.retrieval_pools.routing.route_table import RouteTable, write_routes
 
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -216,3 +218,9 @@ def test_what_is_missing_or_of_another_tokenizer_is_said_before_anything_loads(w
     monkeypatch.delenv(SETTINGS_VARIABLE)
     with pytest.raises(PoolError, match=f"{SETTINGS_VARIABLE} is not set"):
         ProposerSettings.read()
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_without_vllm_a_sentence_says_so(world):
+    with pytest.raises(PoolError, match="vLLM is not installed"):
+        speculative_config(world / "model")
