@@ -215,7 +215,7 @@ class Engine:
         """Verify and commit. The sequences that ended, live no more, each with its finish reason or failure."""
         scheduler, began_s = stream.scheduler, time.perf_counter()
         outcomes = recovery.fail_alone(self.cache, scheduler.live[0]) if step is None else self._outcomes(step, stream)
-        ended = [(one, outcomes[id(one)]) for one in scheduler.live if id(one) in outcomes]
+        ended = [(one, outcomes[one]) for one in scheduler.live if one in outcomes]
         for sequence, _ in ended:
             scheduler.finish(sequence)
             stream.drafter.forget(sequence)

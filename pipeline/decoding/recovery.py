@@ -19,7 +19,7 @@ from laserbatch.pipeline.errors import first_line
 
 logger = logging.getLogger(__name__)
 
-Outcomes = dict[int, str | GenerationFailure]  # of the sequences that ended, by `id`: finish reasons, failures
+Outcomes = dict[Sequence, str | GenerationFailure]  # of the sequences that ended: finish reasons, failures
 
 
 def recover(engine, step: Step, stream: Stream, error: Exception) -> Outcomes:
@@ -102,4 +102,4 @@ def _give_memory_back(engine, step: Step, scheduler: Scheduler, error: Exception
 
 
 def _failed(sequence: Sequence, reason: str) -> Outcomes:
-    return {id(sequence): GenerationFailure(sequence.request.request_id, reason)}
+    return {sequence: GenerationFailure(sequence.request.request_id, reason)}
