@@ -159,6 +159,19 @@ def test_files_and_modules_that_pages_and_docstrings_name_are_there():
             assert any(path.is_dir() or path.with_suffix(".py").is_file() for path in paths), (page, name)
 
 
+def test_who_catches_whatever_comes_raises_it_again_or_says_why_not():
+    for name, path in FILES.items():
+        text = path.read_text(encoding="utf-8")
+        lines = text.splitlines()
+        for node in ast.walk(ast.parse(text)):
+            is_broad = isinstance(node, ast.ExceptHandler) and (
+                node.type is None or getattr(node.type, "id", "") in ("Exception", "BaseException")
+            )
+            if is_broad and not any(isinstance(one, ast.Raise) for one in ast.walk(node)):
+                said = lines[node.lineno - 1] + lines[node.lineno]
+                assert " # " in said, f"{name}, line {node.lineno}: no reason beside it"
+
+
 def test_no_two_files_of_tests_have_one_name():
     """pytest imports them by their names alone."""
     names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]

@@ -136,7 +136,7 @@ def _aside(function: Callable[[], Any]) -> Iterator[Future]:
     def call() -> None:
         try:
             result.set_result(function())
-        except BaseException as error:
+        except BaseException as error:  # of a thread: whoever asks for the result meets it
             result.set_exception(error)
 
     Thread(target=call, daemon=True).start()

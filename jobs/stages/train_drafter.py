@@ -154,7 +154,7 @@ def _attempt(night: Night, folder: Path, rows: Rows) -> None:
                 with suppress(OSError):  # there is nothing to go on with, unless something is in it
                     folder.rmdir()
             raise
-        except Exception as error:
+        except Exception as error:  # no memory, say, or our own fault: the next attempt may do better
             logger.exception("attempt %d of %d to train a drafter failed", num_died + 1, MAX_ATTEMPTS)
             num_died, died_of = num_died + 1, line_of(error, names_values=False)
             if num_died < MAX_ATTEMPTS:

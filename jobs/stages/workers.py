@@ -70,6 +70,6 @@ class NightWorkers:
             if isinstance(spec, TextSpec) and spec.decoding.drafters:
                 draft(None, [], 0)  # compiled here, so that workers find it in numba's cache
             self._started.set_result(crew)
-        except BaseException as error:
+        except BaseException as error:  # of a thread: whoever asks for the crew meets it
             self._started.set_exception(error)
         self._left.wait()  # Linux ends processes that Ray has started when the thread that started them ends

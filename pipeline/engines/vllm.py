@@ -111,7 +111,7 @@ class VllmEngine:
             self._engine = LLM(**arguments, speculative_config=speculative).llm_engine
         except PoolError:
             raise
-        except Exception as error:
+        except Exception as error:  # vLLM may raise anything
             raise ModelError(f"vLLM cannot load {model_dir}: {first_line(error)}") from error
         config = self._engine.model_config
         self._max_context = config.max_model_len

@@ -240,7 +240,7 @@ class PoolProposer:
                 drafts[row] = draft[: self._max_model_len - int(num_tokens_no_spec[row])]
             while len(self._kept) > self._max_kept:
                 self._forget(next(iter(self._kept)))
-        except Exception:
+        except Exception:  # vLLM goes on without a draft, and a batch is not lost for a fault of ours
             self.num_failed += 1
             if self.num_failed == 1:
                 logger.exception("a draft failed: this step goes on without, and no other failure is logged")
