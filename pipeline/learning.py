@@ -12,6 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from laserbatch.pipeline.storage.atomic import atomic_path, leftovers
+
 logger = logging.getLogger("laserbatch")
 
 CHECKPOINT_NAME = "checkpoint.safetensors"
@@ -71,9 +73,21 @@ def train_steps(
 
 def save_whole(tensors: dict[str, torch.Tensor], path: Path, facts: dict) -> None:
     """Write a file of tensors, whole or not at all."""
-    beside = path.with_name(f"{path.name}.new")
-    save_file({name: each.cpu().contiguous() for name, each in tensors.items()}, beside, {"facts": json.dumps(facts)})
-    beside.replace(path)
+    whole = {name: each.cpu().contiguous() for name, each in tensors.items()}
+    with atomic_path(path) as temporary:
+        save_file(whole, temporary, {"facts": json.dumps(facts)})
+
+
+def files_there(folder: Path) -> set[str]:
+    """Names of what a folder holds, without what a killed training was about to write."""
+    return {path.name for path in folder.glob("*")} - {path.name for path in leftovers(folder)}
+
+
+def drop_files(folder: Path, *names: str) -> None:
+    """Delete files that only a training that is under way needs, and what a killed one was about to write of them."""
+    unfinished = (path for path in leftovers(folder) if path.name.startswith(tuple(f".{name}." for name in names)))
+    for path in (*(folder / name for name in names), *unfinished):
+        path.unlink(missing_ok=True)
 
 
 def read_facts(path: Path) -> dict:
