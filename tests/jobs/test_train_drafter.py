@@ -101,7 +101,8 @@ def test_a_night_trains_a_drafter_that_the_next_one_drafts_with_and_that_is_forg
 def untrained(first, tmp_path):
     """The first night, in a workspace of its own, before anything was trained on it."""
     workspace = Workspace.open(shutil.copytree(first.night.workspace.root, tmp_path / "workspace"))
-    shutil.rmtree(workspace.drafters.root)
+    for left_by_tests in (workspace.drafters.root, *(run.root for run in workspace.runs()[1:])):
+        shutil.rmtree(left_by_tests, ignore_errors=True)
     workspace.run(first.night.run.run_id).events_path.unlink()
     settings = first.night.settings.model_copy(update={"workspace": workspace.root})
     return replace(first.night, settings=settings, workspace=workspace, run=workspace.run(first.night.run.run_id))
