@@ -20,12 +20,11 @@ from laserbatch.pipeline.knowledge.prompts import (
     RenderedPrompt,
     Shown,
     attribute_line,
-    plain_text,
     rating_text,
     render_shown,
-    value_text,
 )
 from laserbatch.pipeline.knowledge.templates import HistoryLines, PromptTemplate
+from laserbatch.pipeline.knowledge.values import plain_text, value_text
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.tables.read import Tables, read_tables
@@ -106,6 +105,7 @@ def shown_of(template: PromptTemplate, entity: Entity) -> Shown:
         raise RowError(NO_TITLE)
     columns = template.attributes
     lines = [attribute_line(name, entity.attributes[name], columns) for name in columns.shown(entity.attributes)]
+    lines = [line for line in lines if line is not None]
     events = []
     if template.history is not None:
         newest = entity.history[max(0, len(entity.history) - template.history.max_events) :]
@@ -114,7 +114,8 @@ def shown_of(template: PromptTemplate, entity: Entity) -> Shown:
 
 
 def _shown_event(event: HistoryEvent, columns: HistoryLines) -> Event:
-    values = [value_text(event.attributes[name], columns) for name in columns.shown(event.attributes)]
+    values = [value_text(event.attributes[name], columns, name) for name in columns.shown(event.attributes)]
+    values = [value for value in values if value is not None]
     attributes = columns.separator.join(values) if values else None
     label = columns.ratings.get(event.rating) or rating_text(event.rating)
     if event.event is not None:

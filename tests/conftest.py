@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -25,6 +26,13 @@ if importlib.util.find_spec("triton") is not None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_runtest_setup() -> None:
+    """Tests before this one may have let torch compute on all cores, which other processes' tests need."""
+    torch = sys.modules.get("torch")
+    if torch is not None and "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
 
 
 def _folder(variable: str, default: Path) -> Path:

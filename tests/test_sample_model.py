@@ -4,14 +4,15 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from entities import Entity, iter_entities, render_prompt
 from sample_exercises import template_of
 from sample_lore import about_themes, title_themes
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.sequence import GenerationRequest
+from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.parsers import parse_answer
 from laserbatch.pipeline.sample.lore import THEMES, TOP_CATEGORIES
@@ -43,46 +44,44 @@ def world(tmp_path_factory):
     return read_tables(folder, LAST_DATE)
 
 
-def write(entities: list[Entity], framework: str = "kar") -> list[Written]:
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine.from_pretrained(
+        "sample", DecodingSettings(max_new_tokens=MAX_NEW_TOKENS, max_draft_tokens=0, batch_size=16)
+    )
+
+
+def write(engine: Engine, entities: list[Entity], framework: str = "kar") -> list[Written]:
     template = template_of(entities[0].side, framework)
-    rendered = [render_prompt(template, entity, tokenizer, 1_024) for entity in entities]
-    order = np.argsort([len(prompt.token_ids) for prompt in rendered], kind="stable")
-    written: dict[int, Written] = {}
-    for start in range(0, len(order), 16):
-        rows = order[start : start + 16].tolist()
-        longest = max(len(rendered[row].token_ids) for row in rows)
-        ids = torch.full((len(rows), longest), tokenizer.pad_token_id)
-        for place, row in enumerate(rows):
-            ids[place, longest - len(rendered[row].token_ids) :] = torch.from_numpy(rendered[row].token_ids)
-        output = model.generate(
-            input_ids=ids, attention_mask=(ids != tokenizer.pad_token_id).long(), max_new_tokens=MAX_NEW_TOKENS,
-            do_sample=False,
-        )  # fmt: skip
-        for place, row in enumerate(rows):
-            answer = output[place, longest:].tolist()
-            stopped = tokenizer.eos_token_id in answer
-            answer = answer[: answer.index(tokenizer.eos_token_id)] if stopped else answer
-            text = tokenizer.decode(answer)
-            written[row] = Written(entities[row], rendered[row].num_history, text, len(answer), stopped)
-    return [written[row] for row in range(len(entities))]
+    rendered = [render_prompt(template, entity, engine.tokenizer, 1_024) for entity in entities]
+    requests = (GenerationRequest(str(row), prompt.token_ids) for row, prompt in enumerate(rendered))
+    written = {int(result.request_id): result for result in engine.generate(requests)}
+    return [
+        Written(
+            entity,
+            rendered[row].num_history,
+            written[row].text,
+            len(written[row].token_ids),
+            written[row].finish_reason == "end_of_text",
+        )
+        for row, entity in enumerate(entities)
+    ]
 
 
 @pytest.fixture(scope="module")
-def users(world) -> list[Written]:
-    return write(list(iter_entities(world, "user"))[:NUM_USERS])
+def users(world, engine) -> list[Written]:
+    return write(engine, list(iter_entities(world, "user"))[:NUM_USERS])
 
 
 @pytest.fixture(scope="module")
-def items(world) -> list[Written]:
-    return write(list(iter_entities(world, "item"))[:NUM_ITEMS])
+def items(world, engine) -> list[Written]:
+    return write(engine, list(iter_entities(world, "item"))[:NUM_ITEMS])
 
 
 @pytest.fixture(scope="module")
-def profiles(world) -> dict[str, list[Written]]:
+def profiles(world, engine) -> dict[str, list[Written]]:
     """As RLMRec asks for them."""
-    return {side: write(list(iter_entities(world, side))[:NUM_PROFILES], "rlmrec") for side in ("user", "item")}
+    return {side: write(engine, list(iter_entities(world, side))[:NUM_PROFILES], "rlmrec") for side in ("user", "item")}
 
 
 def share(hits: list[bool]) -> float:

@@ -8,15 +8,16 @@ import typer
 
 from laserbatch.jobs.console import ExitCode, progress, say, summary
 from laserbatch.jobs.settings import CONFIG, JSON, config_here, load_settings
-from laserbatch.jobs.stages.inputs import check_inputs
+from laserbatch.jobs.stages.inputs import check_inputs, left_out_of_prompts
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.atomic import atomic_folder
 from laserbatch.pipeline.tables.findings import count_faults
 from laserbatch.pipeline.tables.mapping import import_mapped, load_mapping
-from laserbatch.pipeline.tables.read import describe, find_exact_copies
+from laserbatch.pipeline.tables.personal import personal_data
+from laserbatch.pipeline.tables.read import describe, find_exact_copies, open_tables
 from laserbatch.pipeline.tables.schema import require_only_tables
-from laserbatch.pipeline.tables.source import source_files
+from laserbatch.pipeline.tables.source import list_source
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -30,6 +31,8 @@ def check(
     as_json: bool = JSON,
 ) -> None:
     """Check that tables can be used, as `nightly` does, and name table, column, row and value of all that is wrong.
+
+    Files of a table's folder that are left out (hidden, empty, no Parquet) are named in a warning.
 
     Exit code 0 when nothing is, or there are only warnings; 3 otherwise.
 
@@ -51,14 +54,15 @@ def import_(
     """Make tables from any Parquet or CSV files by a column mapping, and check them.
 
     A TSV has no quoted fields unless the mapping sets `csv: {quote: '"'}` for it; quoted fields over several lines
-    are counted and shown. OUT appears whole or not at all. --overwrite replaces a folder of tables, and nothing else.
+    are counted and shown, and files that are left out are named. OUT appears whole or not at all. --overwrite replaces
+    a folder of tables, and nothing else.
     Exit code 3 when a file cannot be read, or the result has faults (it is kept).
 
     Example: laserbatch data import exports/ tables/ --mapping mapping.yaml
     """
     loaded = load_mapping(mapping)
-    parts = [part for part in (loaded.users, loaded.items, loaded.interactions) if part is not None]
-    target = _replaceable(out, [source, *(path for part in parts for path in source_files(part, source))])
+    read = [file.path for table, part in loaded.tables().items() for file in list_source(part, source, table).files]
+    target = _replaceable(out, [source, *read])
     with atomic_folder(target, overwrite) as folder, progress("importing rows") as bar:
         notes: list[str] = []
         dropped = import_mapped(loaded, source, folder, bar.advance, notes.append)
@@ -109,6 +113,9 @@ def _report_check(path: Path | str, as_json: bool, written: dict | None = None, 
     settings = load_settings(config)
     findings = check_inputs(path, settings)
     num_faults = count_faults(findings)
+    if not num_faults:
+        tables = open_tables(path)
+        findings += left_out_of_prompts(settings, personal_data(tables.users, tables.items))
     outcome: dict = {"path": str(path), "num_faults": num_faults}
     if not num_faults and not settings.tables.keep_duplicates and (num_copies := find_exact_copies(path).sum()):
         outcome["exact copies of interactions, left out by runs"] = int(num_copies)

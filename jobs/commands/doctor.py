@@ -362,12 +362,14 @@ def check_tables(settings: Settings) -> Iterator[Finding]:
     if settings.tables.path is None:
         yield Finding("tables", "fault", "tables.path is not set", "`laserbatch init TABLES` writes a configuration")
         return
-    faults = [finding for finding in check_inputs(settings.tables.path, settings) if not finding.is_warning]
+    findings = check_inputs(settings.tables.path, settings)
+    faults = [finding for finding in findings if not finding.is_warning]
     if faults:
         told = "; ".join(map(str, faults[:3]))
         yield Finding("tables", "fault", told, f"`laserbatch data check {settings.tables.path}` names them all")
     else:
-        yield Finding("tables", "ok", f"{settings.tables.path} has no fault")
+        left_out = "".join(f"; {finding.found}" for finding in findings if finding.kind == "left-out")
+        yield Finding("tables", "ok", f"{settings.tables.path} has no fault{left_out}")
 
 
 def check_recommender(settings: Settings) -> Iterator[Finding]:

@@ -5,16 +5,28 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+
 from laserbatch.jobs.console import say
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.attempt import newest_attempt
 from laserbatch.jobs.stages.budgets import last_speed
 from laserbatch.jobs.stages.generate import plan_night
 from laserbatch.jobs.stages.inputs import checked_inputs
-from laserbatch.jobs.stages.night import Night, new_night
+from laserbatch.jobs.stages.night import Night, new_night, say_other_prompts
 from laserbatch.jobs.stages.variants import means
 from laserbatch.pipeline.knowledge.prompts import changed_parts
+from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
+from laserbatch.pipeline.planning.column_changes import (
+    ITEM_ATTRIBUTES,
+    MAX_COMPARED,
+    attributes_of,
+    changed_columns,
+    changed_in_histories,
+    shown_in_plan,
+)
 from laserbatch.pipeline.planning.plan import Shard, SidePlan
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.parquet import read_parquet
@@ -29,7 +41,8 @@ def planned_night(settings: Settings, date: datetime.date, force: bool, redo: bo
     """What `run_night` would do with the same arguments; nothing of the workspace is written, nor its lock taken.
 
     Of a side: counts of entities, those to be written by reason (parts of the fingerprint that changed, joined by "+"),
-    shards, predicted tokens by the mean of the texts that it builds on, and hours by the last measured tokens a second.
+    columns that changed for over half of those that have a text, shards, predicted tokens by the mean of the texts that
+    it builds on, and hours by the last measured tokens a second.
     None stands where nothing is known to predict from. Raises as `open_night` does.
     """
     inputs, tables = checked_inputs(settings, date)
@@ -50,6 +63,7 @@ def planned_night(settings: Settings, date: datetime.date, force: bool, redo: bo
         folder = RunFolder(Path(scratch) / "run")
         plans = plan_night(night, folder)
         sides = {f"{side}s": _planned_side(night, plans[side], folder) for side in SIDES}
+        _say_why(night, sides)
     hours = [side["predicted_hours"] for side in sides.values() if side["num_to_write"]]
     total = sum(hours) if None not in hours else None
     price = settings.cluster.price_per_hour
@@ -87,19 +101,81 @@ def _planned_side(night: Night, plan: SidePlan, scratch: RunFolder) -> dict[str,
         "num_to_write": num_rows,
         "num_shards": len(pending),
         "num_shards_done": len(plan.shards) - len(pending),
-        "reasons": _reasons(night, side, pending, scratch),
+        **_reasons(night, plan, pending, scratch),
         "predicted_tokens": tokens,
         "predicted_hours": None if tokens is None or not tokens_per_s else tokens / tokens_per_s / 3600,
     }
 
 
-def _reasons(night: Night, side: Side, shards: list[Shard], scratch: RunFolder) -> dict[str, int]:
-    """Number of entities to be written by reason, the most frequent first."""
+def _reasons(night: Night, plan: SidePlan, shards: list[Shard], scratch: RunFolder) -> dict[str, Any]:
+    """Number of entities to be written by reason, the most frequent first; `changed_columns` where most have one."""
+    side = plan.side
     known = PreviousKnowledge(None if night.previous is None else night.previous.knowledge_folder(side))
     reasons: Counter[str] = Counter()
+    changed: dict[str, list[object]] = {"attributes": [], "history": []}
     for shard in shards:
         rows = read_parquet(scratch.root / shard.path, ["entity_id", "fingerprint"])
         before = known.fingerprints(known.rows_of(rows["entity_id"])).to_pylist()
-        for old, new in zip(before, rows["fingerprint"].to_pylist(), strict=True):
-            reasons[NEW if old is None else "+".join(changed_parts(old, new)) or FORCED] += 1
-    return dict(reasons.most_common())
+        for key, old, new in zip(rows["entity_id"].to_pylist(), before, rows["fingerprint"].to_pylist(), strict=True):
+            parts = () if old is None else changed_parts(old, new)
+            reasons[NEW if old is None else "+".join(parts) or FORCED] += 1
+            for part in changed.keys() & parts:
+                changed[part].append(key)
+    num_before = plan.num_carried_over + plan.num_waiting + reasons.total() - reasons[NEW]
+    told = {}
+    for part, keys in changed.items():
+        if 2 * len(keys) > num_before:
+            told |= _most_changed(night, side, part, pa.array(keys), num_before, known, scratch)
+    return {"reasons": dict(reasons.most_common()), **({"changed_columns": told} if told else {})}
+
+
+def _most_changed(
+    night: Night, side: Side, part: str, keys: pa.Array, num_before: int, known: PreviousKnowledge, scratch: RunFolder
+) -> dict[str, str]:
+    """What became of columns that changed for over half of the entities with a text.
+
+    Parameters
+    ----------
+    part : of fingerprints: attributes or history.
+    keys : ids of the entities of which that part changed; a sample of them is compared.
+    num_before : entities that have a text.
+    """
+    sample = keys.take(pa.array(np.unique(np.linspace(0, len(keys) - 1, min(len(keys), MAX_COMPARED)).astype(int))))
+    records = known.values(known.rows_of(pa.chunked_array([sample])), ["entity_id", "fingerprint", "run_id"])
+    ids = records["entity_id"].cast(pa.string()).to_pylist()
+    written = dict(zip(ids, records["fingerprint"].to_pylist(), strict=True))
+    before: dict[str, dict] = {}
+    for run_id in records["run_id"].unique().to_pylist():
+        shown = shown_in_plan(night.workspace.run(run_id).root, side, ids)
+        before |= {key: row for key, row in shown.items() if row["fingerprint"] == written[key]}
+    now = shown_in_plan(scratch.root, side, before)
+    pairs = [(before[key][part], now[key][part]) for key in before if key in now]
+    if not pairs:
+        say(f"{side}s: how their {part} changed is not known: the runs that wrote their texts are gone, or their plans")
+        return {}
+    template = night.template(side)
+    if part == "history":
+        texts_of = SideQuestions(night.tables, side, template, "").item_texts
+        found = changed_in_histories(pairs, template.history.separator, texts_of)
+        found = {f"items.{name}" if name != ITEM_ATTRIBUTES else name: change for name, change in found.items()}
+    else:
+        found = changed_columns([tuple(attributes_of(lines, template.attributes) for lines in pair) for pair in pairs])
+    share, about = len(keys) / len(pairs), "about " * (len(pairs) < len(keys))
+    return {
+        name: f"{what} ({about}{round(num * share):,} of {num_before:,} {side}s)"
+        for name, (what, num) in found.items()
+        if 2 * num * share > num_before
+    }
+
+
+def _say_why(night: Night, sides: dict[str, dict[str, Any]]) -> None:
+    """Say what makes a night write about most entities anew, before it costs anything."""
+    say_other_prompts(night)
+    for side, asked in night.manifest.asked.items():
+        for name, what in sides[f"{side}s"].get("changed_columns", {}).items():
+            say(f"WARNING: {side}s: {name} {what}")
+        if "changed_columns" in sides[f"{side}s"]:
+            say(
+                f"a column that needs no new text is left out of prompts under `exclude` of the template "
+                f"({asked.template}; docs/own-prompts.md)"
+            )

@@ -26,9 +26,10 @@ from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import atomic_folder
 from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, iter_parquet, write_parquet
 from laserbatch.pipeline.tables.columns import schema_findings
+from laserbatch.pipeline.tables.conversion import ConversionFault, to_time
 from laserbatch.pipeline.tables.findings import FaultyTable
+from laserbatch.pipeline.tables.read import iter_rows
 from laserbatch.pipeline.tables.schema import UNITS_PER_SECOND, plain_ids
-from laserbatch.pipeline.tables.source import ConversionFault, to_time
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 Format = StrEnum("Format", {name: name for name in FORMATS})
@@ -58,7 +59,7 @@ def asof(
     with feature_versions(open_workspace(config, workspace).dated_runs()) as versions:
         forms = {side: _form(side, found.vectors.shape[1], float16, basis) for side, found in versions.items()}
         num_without = dict.fromkeys(SIDES, 0)
-        batches = iter_parquet(interactions)
+        batches = iter_rows(interactions, "interactions")
         first = next(batches, None)
         if first is None:
             raise TableError(f"{interactions} has no Parquet file with rows in it; expected interactions. Check it.")

@@ -37,11 +37,11 @@ from laserbatch.pipeline.storage.atomic import (
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.delivery import known_places
 from laserbatch.pipeline.storage.forgetting import RECEIPTS, Ids, forget_in_run, is_of, rows_of, unfinished_receipts
-from laserbatch.pipeline.storage.parquet import iter_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.scratch import remove_dead_scratch
 from laserbatch.pipeline.storage.workspace import EXPERIMENTS, RECOMMENDATIONS, Workspace
-from laserbatch.pipeline.tables.schema import TABLE_NAMES, table_files, tables_folder
+from laserbatch.pipeline.tables.read import iter_column
+from laserbatch.pipeline.tables.schema import TABLE_NAMES, tables_folder
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.store import PoolStore
 
@@ -349,9 +349,8 @@ def _in_tables(settings: Settings, wanted: Ids) -> dict[tuple[str, Side], set[st
         for table, side in columns:
             keys = {
                 str(key)
-                for file in table_files(folder, table) if wanted[side]
-                for batch in iter_parquet(file, [f"{side}_id"])
-                for key in batch.column(0).filter(is_of(batch.column(0), wanted[side])).unique().to_pylist()
+                for ids in (iter_column(folder, table, f"{side}_id") if wanted[side] else ())
+                for key in ids.filter(is_of(ids, wanted[side])).unique().to_pylist()
             }  # fmt: skip
             if keys:
                 found[table, side] = keys

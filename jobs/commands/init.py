@@ -5,6 +5,7 @@ configuration, to be read and corrected by a person.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,13 +14,12 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import typer
 import yaml
 
 from laserbatch.jobs.console import say, summary
 from laserbatch.jobs.settings import JSON, PACKAGE_ROOT, load_settings
-from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, check_inputs
+from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, check_inputs, say_left_out
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.knowledge.domains import Domain, domain_of, domains
 from laserbatch.pipeline.knowledge.histories import event_text
@@ -29,8 +29,12 @@ from laserbatch.pipeline.storage.atomic import write_text
 from laserbatch.pipeline.storage.uris import is_uri
 from laserbatch.pipeline.tables.findings import count_faults
 from laserbatch.pipeline.tables.guess import guess_mapping, read_sources
-from laserbatch.pipeline.tables.schema import REQUIRED_COLUMNS, table_files
+from laserbatch.pipeline.tables.personal import personal_data
+from laserbatch.pipeline.tables.read import open_tables
+from laserbatch.pipeline.tables.schema import REQUIRED_COLUMNS, table_parts
 
+Guessed = tuple[Any, str]  # a value of an option, and what it rests on
+LEAST_POSITIVE = 0.05  # of the ratings seen, that a guessed rule takes as positive
 ROWS_SEEN = 65_536  # interactions that a guess looks at
 MOST_TOLD = 20  # kinds of events whose words are written down, to be corrected
 STRONG_EVENTS = ("bought", "ordered", "applied for", "put into the cart", "liked", "saved", "clicked", "played")
@@ -54,12 +58,16 @@ def init(
     if not is_uri(tables) and not source.is_dir():
         raise TableError(f"{tables} is not a folder; expected one with your tables")
     if _is_in_schema(tables):
-        items = pq.read_schema(table_files(tables, "items")[0]).names
-        first = next(pq.ParquetFile(table_files(tables, "interactions")[0]).iter_batches(ROWS_SEEN), None)
+        items = table_parts(tables, "items")[0].schema().names
+        first = next(table_parts(tables, "interactions")[0].open().iter_batches(ROWS_SEEN), None)
         domain = domains()["sample"] if is_sample_world(tables) else domain_of((), items)
         guessed = _guessed(domain, None if first is None else pa.Table.from_batches([first]), {})
         write_text(_configuration(tables if is_uri(tables) else source.resolve(), "", guessed), out)
-        num_faults = count_faults(check_inputs(tables, load_settings(out)))
+        settings = load_settings(out)
+        num_faults = count_faults(check_inputs(tables, settings))
+        if not num_faults:
+            opened = open_tables(tables)
+            say_left_out(settings, personal_data(opened.users, opened.items))
         said = {"configuration": str(out), "tables": "in the input schema already", "num_faults": num_faults}
         if not is_sample_world(tables):
             said["model"] = NEEDS_A_MODEL
@@ -75,31 +83,42 @@ def init(
     if mapping_path.exists() and not overwrite:
         raise ConfigError(f"{mapping_path} is there already; pass --overwrite to replace it")
     sources = read_sources(source)
-    mapping = guess_mapping(sources)
+    guess = guess_mapping(sources)
+    mapping = guess.mapping
     events, items = (mapping[name] for name in ("interactions", "items"))
     (head,) = (one.head for one in sources if one.name == events["files"])
     (of_items,) = (one for one in sources if one.name == items["files"])
-    guessed = _guessed(domain_of((of_items.stem, items["id"]), of_items.head.column_names), head, events)
+    item_id = items["id"] or of_items.stem
+    guessed = _guessed(domain_of((of_items.stem, item_id), of_items.head.column_names), head, events)
     if "knowledge.words.item" not in guessed:
-        guessed |= _nouns(items["id"], of_items.stem)
+        guessed |= _nouns(item_id, of_items.stem)
+    guessed |= {"knowledge.paths": (paths, "the mapping splits them at >")} if (paths := _paths(mapping)) else {}
     command = f"laserbatch data import {tables} {out.with_name('tables')} --mapping {mapping_path}"
-    head = "# Guessed from the names of files and columns: read it, correct it, then run\n#   " + command + "\n"
-    head += "# configs/import_example.yaml explains every key.\n"
-    write_text(head + yaml.safe_dump(mapping, sort_keys=False, allow_unicode=True), mapping_path)
+    head = (
+        "# Guessed from names of files and columns and from first rows: read it, correct it, then run\n#   " + command
+    )
+    head += "\n# configs/import_example.yaml explains every key.\n"
+    write_text(head + guess.as_yaml(), mapping_path)
     note = f"# Made from {tables} by: {command}\n"
     write_text(_configuration(out.resolve().with_name("tables"), note, guessed), out)
-    say("the mapping is a guess from names; read it before you import")
+    for told in guess.notes:
+        say(told)
+    say(f"the mapping is a guess, which says at each line what it rests on; read {mapping_path} before you import")
     said = {"configuration": str(out), "mapping": str(mapping_path), "model": NEEDS_A_MODEL}
-    summary(said | {"next": f"{command}, then laserbatch try --config {out}"}, as_json)
+    said |= {"notes": guess.notes} if as_json and guess.notes else {}
+    has_gaps = any(reason.startswith("no guess") for reason in guess.reasons.values())
+    fill = f"fill in what {mapping_path} has no guess for, then " if has_gaps else ""
+    summary(said | {"next": f"{fill}{command}, then laserbatch try --config {out}"}, as_json)
 
 
-def _guessed(domain: Domain | None, rows: pa.Table | None, named: Mapping[str, Any]) -> dict[str, Any]:
+def _guessed(domain: Domain | None, rows: pa.Table | None, named: Mapping[str, Any]) -> dict[str, Guessed]:
     """Values of options that fit a domain and the first interactions, whose columns may be named otherwise."""
-    guessed: dict[str, Any] = {}
+    guessed: dict[str, Guessed] = {}
     if domain is not None:
-        usual = dict(Words())
-        guessed = {f"knowledge.words.{key}": word for key, word in domain.words if word != usual[key]}
-        guessed |= {f"knowledge.{key}": list(getattr(domain, key)) for key in ("user_factors", "item_factors")}
+        usual, why = dict(Words()), "from the names of files and columns"
+        guessed = {f"knowledge.words.{key}": (word, why) for key, word in domain.words if word != usual[key]}
+        guessed |= {f"knowledge.{key}": (list(getattr(domain, key)), why) for key in ("user_factors", "item_factors")}
+        guessed |= {"knowledge.paths": (list(domain.paths), why)} if domain.paths else {}
     known: dict[str, pa.ChunkedArray] = {}
     for column, kind in (("event", pa.string()), ("rating", pa.float64())):
         name = named.get(column, None if named else column)
@@ -108,54 +127,84 @@ def _guessed(domain: Domain | None, rows: pa.Table | None, named: Mapping[str, A
                 known[column] = pc.cast(rows[name], kind)
     events = _events(known)
     if 0 < len(events) <= MOST_TOLD:
-        guessed["knowledge.words.events"] = {event: event_text(event, {}) for event in events}
+        texts = {event: event_text(event, {}) for event in events}
+        guessed["knowledge.words.events"] = texts, f"from the events of the first {rows.num_rows:,} interactions"
     label = _label(known) if rows is not None else None
     return guessed | ({"ctr.label": label} if label is not None else {})
 
 
-def _label(known: Mapping[str, pa.ChunkedArray]) -> str | None:
+def _label(known: Mapping[str, pa.ChunkedArray]) -> Guessed | None:
     """A rule of what counts as a positive; None where the usual one fits."""
     if "rating" in known:
-        least, most = pc.min_max(known["rating"]).as_py().values()
-        return "rating >= 1" if most == 1 and least == 0 else "all" if least == most else None
+        return _rated_label(known["rating"].drop_null())
     events = _events(known)
     if len(events) > 1:
         for wanted in STRONG_EVENTS:
             for event in events:
                 if event_text(event, {}) == wanted and "'" not in event:
-                    return f"event == '{event}'"
-    return "all"
+                    return f"event == '{event}'", f"the strongest of the events {', '.join(events[:MOST_TOLD])}"
+        return "all", f"none of the events {', '.join(events[:MOST_TOLD])} is known to be stronger than others"
+    return "all", "the interactions are all alike"
+
+
+def _rated_label(ratings: pa.ChunkedArray) -> Guessed | None:
+    """From three quarters of the scale on, which is 4 of 1 to 5; None for that."""
+    least, most = pc.min_max(ratings).as_py().values()
+    if least is None or least == most:
+        return "all", "the ratings are all alike"
+    seen = f"the ratings seen are from {least:g} to {most:g}"
+    if (least, most) == (0, 1):
+        return "rating >= 1", seen
+    if least >= 0 and 4 <= most <= 5:
+        return None
+    start = math.ceil(least + 0.75 * (most - least))
+    start = start if least < start <= most else most
+    share = pc.sum(pc.greater_equal(ratings, start)).as_py() / len(ratings)
+    if share < LEAST_POSITIVE:  # counts, of plays for example, not a scale
+        return "all", f"{seen}, few of them high, as counts are"
+    return f"rating >= {start:g}", f"three quarters of the scale: {seen}"
 
 
 def _events(known: Mapping[str, pa.ChunkedArray]) -> list[str]:
     return sorted(pc.unique(known["event"]).drop_null().to_pylist()) if "event" in known else []
 
 
-def _nouns(id_column: str, stem: str) -> dict[str, str]:
+def _nouns(id_column: str, stem: str) -> dict[str, Guessed]:
     """What items are called, by the name of their id and of their file."""
     noun = re.sub(r"[_ ]*(id|no|key|code|nr|nummer)$", "", id_column, flags=re.IGNORECASE).lower()
     if not noun or noun == "item" or not noun.isalpha():
         return {}
     plural = stem.lower() if stem.lower() != noun and stem.lower().startswith(noun[:-1]) else f"{noun}s"
-    return {"knowledge.words.item": noun, "knowledge.words.items": plural}
+    why = "from the names of the id and of the file"
+    return {"knowledge.words.item": (noun, why), "knowledge.words.items": (plural, why)}
+
+
+def _paths(mapping: Mapping[str, Any]) -> list[str]:
+    """Attributes that the mapping splits at `>`, which stands between the levels of a path."""
+    attributes = {**mapping.get("users", {}).get("attributes", {}), **mapping["items"]["attributes"]}
+    return [
+        name for name, source in attributes.items() if isinstance(source, dict) and ">" in source.get("separator", "")
+    ]
 
 
 def _is_in_schema(folder: str) -> bool:
     try:
-        found = {name: pq.read_schema(table_files(folder, name)[0]).names for name in REQUIRED_COLUMNS}
+        found = {name: table_parts(folder, name)[0].schema().names for name in REQUIRED_COLUMNS}
     except TableError:
         return False
     return all(set(columns) <= set(found[name]) for name, columns in REQUIRED_COLUMNS.items())
 
 
-def _configuration(tables: Path | str, note: str, guessed: Mapping[str, Any]) -> str:
+def _configuration(tables: Path | str, note: str, guessed: Mapping[str, Guessed]) -> str:
     head = f"# laserbatch configuration. Every option is shown with its default; delete what you do not change.\n{note}"
     options = (PACKAGE_ROOT / "configs" / "default.yaml").read_text(encoding="utf-8").split("\n", 2)[2]
     options = options.replace("  path: null", f"  path: {json.dumps(str(tables), ensure_ascii=False)}", 1)
-    for option, value in guessed.items():
+    for option, (value, why) in guessed.items():
         section, key = option.split(".")[0], option.split(".")[-1]
         before, begin, rest = options.partition(f"\n{section}:\n")
         value = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
-        line = f"{key}: {value.removesuffix('...' + chr(10)).strip()}  # guessed".replace("\\", r"\\")
+        line = f"{key}: {value.removesuffix('...' + chr(10)).strip()}  # guessed: {' '.join(why.split())}".replace(
+            "\\", r"\\"
+        )
         options = before + begin + re.sub(rf"^( +){key}: .*$", rf"\g<1>{line}", rest, count=1, flags=re.MULTILINE)
     return head + options

@@ -20,7 +20,7 @@ from laserbatch.jobs.stages.run_night import run_night
 from laserbatch.pipeline.errors import ConfigError, PipelineError, TableError
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.storage.atomic import atomic_folder
-from laserbatch.pipeline.storage.manifest import SideFigures
+from laserbatch.pipeline.storage.manifest import LEFT_OUT, RunManifest, SideFigures
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import describe
@@ -43,7 +43,9 @@ def nightly(
     ),
     publish: bool = typer.Option(False, "--publish", help="Publish it also where a run of a later date is published."),
     dry_run: bool = typer.Option(
-        False, "--dry-run", help="Print what would be written and why, with predicted tokens, hours and money."
+        False,
+        "--dry-run",
+        help="Print what would be written and why, columns that changed for most, predicted tokens, hours and money.",
     ),
     ray_address: str | None = typer.Option(None, help="Use this Ray cluster; without it a local one is started."),
     as_json: bool = JSON,
@@ -67,6 +69,7 @@ def nightly(
             "published": night.workspace.pointed_to(),
             **({"changed_since": list(night.changed_inputs)} if night.changed_inputs else {}),
             **night_counts(night),
+            **({"left_out_of_prompts": left_out} if (left_out := left_out_columns(night.manifest)) else {}),
             **({"gates": [asdict(gate) for gate in night.manifest.gates]} if as_json else {}),
             **({"ctr": asdict(night.manifest.ctr)} if as_json else {}),
             "report": str(night.run.report_path),
@@ -178,6 +181,11 @@ def demo(
     print_table(nights_table([first, second]))
     print_ctr(second.manifest.ctr)
     stdout.print(f"report: {second.run.report_path}", soft_wrap=True, markup=False)
+
+
+def left_out_columns(manifest: RunManifest) -> list[str]:
+    """The columns that no prompt shows because they look like personal data, as `users.email`."""
+    return [f"{table}.{column}" for table, told in manifest.inputs.items() for column in told.get(LEFT_OUT, {})]
 
 
 def night_counts(night: Night) -> dict[str, Any]:

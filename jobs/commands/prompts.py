@@ -12,7 +12,7 @@ from laserbatch.jobs.console import print_table, stdout, summary
 from laserbatch.jobs.formatting import decimal, percent
 from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.settings import CONFIG, JSON, load_settings
-from laserbatch.jobs.stages.inputs import require_plain_words, require_template_columns
+from laserbatch.jobs.stages.inputs import require_plain_words, require_template_columns, say_left_out
 from laserbatch.jobs.stages.night import parse_date
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.errors import RowError
@@ -66,6 +66,7 @@ def report(
     as_of = parse_date(date) if date else None
     tables = read_tables(settings.tables.path, as_of=as_of, keep_duplicates=settings.tables.keep_duplicates)
     require_plain_words(settings)
+    say_left_out(settings, tables.personal)
     tokenizer = load_tokenizer(settings.model_dir, settings.decoding.adapter)
     labels = labels_of(tables.interactions, settings.knowledge.words.events)
     reports = []

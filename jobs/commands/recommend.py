@@ -40,6 +40,7 @@ def recommend(
             "run_id": manifest.run_id,
             "users": {name: getattr(figures, f"num_{name}") for name in names},
             "without_a_history": figures.routes.get("popular", 0),
+            "shorter_lists": figures.num_shorter,
             "forwards_saved": stats.num_accepted,
             "seconds": stats.wall_s,
             "lists": str(folder / "lists.parquet"),

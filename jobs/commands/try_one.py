@@ -14,7 +14,13 @@ from laserbatch.jobs.console import say, stdout, summary, visible
 from laserbatch.jobs.formatting import ROUTE_LABELS, SOURCE_LABELS, counted, decimal, percent, rate, ratio
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings
 from laserbatch.jobs.stages.generate import plan_one
-from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, needs_a_model, require_plain_words, require_template_columns
+from laserbatch.jobs.stages.inputs import (
+    NEEDS_A_MODEL,
+    needs_a_model,
+    require_plain_words,
+    require_template_columns,
+    say_left_out,
+)
 from laserbatch.jobs.stages.night import Night, new_night, parse_date
 from laserbatch.jobs.stages.spans import text_spans
 from laserbatch.pipeline.budget.choice import budget_step_cost, side_budget
@@ -83,6 +89,7 @@ def try_one(
     tables = read_tables(settings.tables.path, as_of=night_date, keep_duplicates=settings.tables.keep_duplicates)
     require_template_columns(settings.tables.path, settings, side)
     require_plain_words(settings)
+    say_left_out(settings, tables.personal)
     alone = with_one(tables, side, user if item is None else item)
     if needs_a_model(settings):
         say(NEEDS_A_MODEL)

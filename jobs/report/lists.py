@@ -27,6 +27,7 @@ def write_lists_report(manifest: RunManifest, path: Path) -> None:
         KeyFigure("forwards a user", decimal(None if levels is None or forwards is None else levels * forwards),
                   [f"of {decimal(levels, 0)} levels"]),
         KeyFigure("without a history", count(figures.routes.get("popular", 0)), ["they get what most others have"]),
+        KeyFigure("shorter lists", count(figures.num_shorter), ["their users have had all other items"]),
     ]  # fmt: skip
     rows = [{"Reason": reason, "Users": count(number)} for reason, number in figures.quarantine_reasons.items()]
     failed = Table("Users in quarantine", rows, ("Reason",)) if rows else Note("Nobody is in quarantine.")

@@ -17,7 +17,7 @@ from laserbatch.jobs.report.sides import Side, side_warnings, sides_of, speed_up
 from laserbatch.jobs.report.speed import speed_section
 from laserbatch.jobs.report.work import gates_section, provenance_section, samples_section, work_section
 from laserbatch.pipeline.storage.atomic import write_text
-from laserbatch.pipeline.storage.manifest import RunManifest
+from laserbatch.pipeline.storage.manifest import LEFT_OUT, RunManifest
 
 FOLDER = Path(__file__).parent
 STATUS_PHRASES = {
@@ -197,6 +197,8 @@ def _warnings(manifest: RunManifest, sides: list[Side]) -> list[str]:
     found = [f"{done}: {gate_sentence(gate)}." for gate in holding(manifest.gates)]
     found += [f"{gate_sentence(gate)}." for gate in manifest.gates if (gate.gate, gate.verdict) == ("AUC", "warns")]
     found += [f"{side.label}: {warning}." for side in sides for warning in side_warnings(side.figures)]
+    for table, told in manifest.inputs.items():
+        found += [f"{table}.{column}: {why}." for column, why in told.get(LEFT_OUT, {}).items()]
     return [manifest.failure, *found] if manifest.status == "failed" and manifest.failure else found
 
 

@@ -29,6 +29,7 @@ from laserbatch.pipeline.knowledge.templates import load_template, template_path
 from laserbatch.pipeline.sample.world import is_sample_world
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import sha256_file
+from laserbatch.pipeline.storage.manifest import LEFT_OUT
 from laserbatch.pipeline.tables import schema as sc
 from laserbatch.pipeline.tables.check import IdsBefore, check_tables, require_sound
 from laserbatch.pipeline.tables.findings import Finding
@@ -62,7 +63,40 @@ def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, d
         raise ConfigError("no input tables: set tables.path in the configuration; `laserbatch init TABLES` writes one")
     _require_files(settings)
     inputs, tables = sound_tables(settings, date, partial(check_inputs, settings.tables.path, settings))
+    for finding in say_left_out(settings, tables.personal):
+        inputs[finding.table].setdefault(LEFT_OUT, {})[finding.column] = finding.found
     return inputs | _described_embeddings(settings, tables), tables
+
+
+def say_left_out(settings: Settings, personal: Mapping[Side, Mapping[str, str]]) -> list[Finding]:
+    """Print and return the warnings of `left_out_of_prompts`."""
+    findings = left_out_of_prompts(settings, personal)
+    for finding in findings:
+        say(str(finding))
+    return findings
+
+
+def left_out_of_prompts(settings: Settings, personal: Mapping[Side, Mapping[str, str]]) -> list[Finding]:
+    """A warning for each attribute that prompts would show, did it not look like personal data or secrets.
+
+    `personal` is that of `tables.personal.personal_data`.
+    """
+    shown_without: dict[tuple[str, str], str] = {}
+    for side in SIDES:
+        template = settings.asked.template(side)
+        blocks = [(template.attributes, side), *([(template.history, "item")] if template.history else [])]
+        for columns, of_side in blocks:
+            found = personal.get(of_side, {})
+            for name in set(columns.shown(dict.fromkeys(found))) - set(columns.shown(dict.fromkeys(found), found)):
+                shown_without[sc.ENTITY_TABLES[of_side], name] = found[name]
+    return [
+        Finding(
+            "personal-data", table, f"the column looks like {looks_like}, so prompts leave it out",
+            "nothing that tells who somebody is", "if prompts shall show it, add to `knowledge` in the configuration: "
+            f"`personal_attributes: [{json.dumps(f'{table}.{name}', ensure_ascii=False)}]`", name, is_warning=True,
+        )
+        for (table, name), looks_like in sorted(shown_without.items())
+    ]  # fmt: skip
 
 
 def sound_tables(
@@ -160,8 +194,20 @@ def check_inputs(
     return findings
 
 
+def _attributes_of(path: Path | str, table: str) -> list[str]:
+    return sc.attribute_columns(sc.table_parts(path, table)[0].schema(), table)
+
+
 def require_template_columns(path: Path | str, settings: Settings, side: Side) -> None:
-    """Raise ConfigError where a template is for the other side, or names a column that the tables do not have."""
+    """Raise ConfigError where a template is for the other side, or it or `paths` names a column that no table has."""
+    for named in settings.knowledge.personal_attributes:
+        table, _, column = named.partition(".")
+        known = _attributes_of(path, table)
+        if column not in known:
+            raise ConfigError(
+                f"knowledge.personal_attributes names {named}, but the {table} table has no attribute {column!r}; "
+                f"{nearest(column, known)}"
+            )
     name = settings.knowledge.template_of(side)
     template = settings.asked.template(side)
     if template.side != side:
@@ -171,12 +217,18 @@ def require_template_columns(path: Path | str, settings: Settings, side: Side) -
         )
     if template.parser_path is not None:
         load_parser(template.parser_path)
+    known = [name for table in sc.ENTITY_TABLES.values() for name in _attributes_of(path, table)]
+    for column in settings.knowledge.paths:
+        if column not in known:
+            raise ConfigError(
+                f"knowledge.paths: neither users nor items have an attribute {column!r}; {nearest(column, known)}"
+            )
     blocks = {"attributes": (template.attributes, side)}
     if template.history is not None:
         blocks["history"] = (template.history, "item")
     for block, (columns, of_side) in blocks.items():
         table = sc.ENTITY_TABLES[of_side]
-        known = sc.attribute_columns(pq.read_schema(sc.table_files(path, table)[0]), table)
+        known = _attributes_of(path, table)
         known += ["title"] if block == "attributes" and side == "item" else []
         for column in columns.missing(known):
             raise ConfigError(
@@ -240,7 +292,8 @@ def changed_inputs(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Ma
 
 
 def _content_sha256(table: pa.Table) -> str:
-    """Of a table's columns and values, whatever its file and its chunks are like."""
+    """Of a table's columns and values, whatever its file, its chunks and the order of its columns are like."""
+    table = table.select(sorted(table.column_names))
     digest, codes = hashlib.sha256(str(table.schema.remove_metadata()).encode()), {}
     for place, (name, kind) in enumerate(zip(table.column_names, table.schema.types, strict=True)):
         if pt.is_dictionary(kind):  # ids: those that a row has, and which of these each has

@@ -110,7 +110,7 @@ class Lists:
     @cached_property
     def fingerprints(self) -> pa.Array:
         options = self.settings.recommending
-        asked = f"{self.target.model_id} {options.num_items} {options.list_again}"
+        asked = f"{self.target.model_id} {options.num_items} {options.list_again or 'never'}"
         return list_fingerprints(self.catalogue, self.histories, asked, self.popular[0])
 
     def popular_lists(self, users: np.ndarray, run_id: str) -> pa.Table:

@@ -20,6 +20,7 @@ from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.histories import labels_of
 from laserbatch.pipeline.knowledge.templates import Labels, PromptTemplate
+from laserbatch.pipeline.knowledge.values import RULES_VERSION
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
@@ -170,6 +171,7 @@ def open_night(
         warn_of_shared_words(settings)
         if date > datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=1):
             say(f"{date} is in the future: once published, no night of an earlier date is published by itself")
+        say_other_prompts(night)
         night.manifest.force, night.manifest.inputs = force, inputs
         night.manifest.save()
     else:
@@ -214,6 +216,7 @@ def new_night(
     manifest.previous_run_id = previous.run_id if previous is not None else None
     templates = {side: settings.knowledge.template(side) for side in SIDES}
     manifest.asked = {side: AskedBy(template.framework, template.identity) for side, template in templates.items()}
+    manifest.value_rules = RULES_VERSION
     night = Night(settings, workspace, date, run, manifest)
     wanted = None if after is None else after.run_id
     not_used = {run.run_id for run in workspace.runs() if run.is_held} | workspace.not_built_on()
@@ -221,6 +224,23 @@ def new_night(
     manifest.pools = describe_pools(pools)
     manifest.drafter = trained_drafter(workspace, settings, date)
     return night
+
+
+def say_other_prompts(night: Night) -> None:
+    """Say by which other rules or templates than those of the run before a night's prompts are made."""
+    before = None if night.previous is None else unless_damaged(night.previous.load_manifest)
+    if before is None:
+        return
+    if before.value_rules != night.manifest.value_rules:
+        say(
+            f"this version of laserbatch writes values into prompts by other rules than that of {before.run_id} did: "
+            "numbers in full, lists as sets with commas (knowledge.paths names paths), columns in the order of their "
+            "names. Entities whose prompt changes by that are written once; docs/own-prompts.md has the rules"
+        )
+    for side, asked in night.manifest.asked.items():
+        earlier = before.asked.get(side, asked).template
+        if earlier != asked.template:
+            say(f"{side}s are asked by the template {asked.template}, in {before.run_id} by {earlier}")
 
 
 def trained_drafter(workspace: Workspace, settings: Settings, date: datetime.date) -> DrafterUsed | None:

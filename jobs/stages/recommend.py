@@ -51,7 +51,7 @@ from laserbatch.pipeline.recommending.lists import (
     read_catalogue,
     write_catalogue,
 )
-from laserbatch.pipeline.recommending.planned import due_lists, kept_lists, listed_drafts, stale_lists
+from laserbatch.pipeline.recommending.planned import due_lists, kept_lists, listed_drafts, stale_lists, without_had
 from laserbatch.pipeline.recommending.settings import RecommendingSettings
 from laserbatch.pipeline.recommending.trial import TRIED_SHARES, fastest
 from laserbatch.pipeline.storage.atomic import remove_folder
@@ -162,11 +162,19 @@ def _write(workspace: Workspace, run: RunFolder, manifest: RunManifest, lists: L
         user_ids = pa.chunked_array([lists.user_ids])
         reasons, num_kept = gather(
             run, "user", user_ids, finished, abandoned,
-            lambda failed: stale_lists(previous, failed.combine_chunks(), lists.catalogue),
+            partial(_stale, previous, lists),
         )  # fmt: skip
         write_parquet(flat_lists(run, schema), run.lists_path)
         manifest.sides = {"user": _figures(run, manifest, lists, plan, finished, reasons, num_kept)}
     end_judged(run, manifest, _measured(manifest, previous.num_rows), lists.settings.gates)
+
+
+def _stale(previous: pa.Table, lists: Lists, failed: pa.ChunkedArray) -> pa.Table:
+    """The earlier lists that users keep for whom none could be made tonight."""
+    kept = stale_lists(previous, failed.combine_chunks(), lists.catalogue)
+    if lists.settings.recommending.list_again:
+        return kept
+    return without_had(kept, lists.user_ids, lists.histories, lists.catalogue)
 
 
 def _plan(run: RunFolder, manifest: RunManifest, lists: Lists, previous: pa.Table) -> SidePlan:
@@ -261,9 +269,13 @@ def _figures(
 ) -> SideFigures:  # fmt: skip
     written = [finished[shard.name] for shard in plan.shards if shard.name in finished]
     num_written = sum(record.num_rows for record in written)
-    by_plan = -num_written  # lists of users without a history are new too
-    for batch in run.iter_knowledge("user", ["run_id"]):
+    num_items = lists.settings.recommending.num_items
+    by_plan, num_shorter = -num_written, 0  # lists of users without a history are new too
+    for batch in run.iter_knowledge("user", ["run_id", "items"]):
         by_plan += pc.sum(pc.equal(batch["run_id"], manifest.run_id)).as_py() or 0
+        num_shorter += pc.sum(pc.less(pc.list_value_length(batch["items"]), num_items)).as_py() or 0
+    if num_shorter:
+        say(f"{num_shorter} users have shorter lists than recommending.num_items {num_items}: they have had the others")
     manifest.model = next((record.info.model for record in written), manifest.model)
     return SideFigures(
         num_entities=plan.num_entities,
@@ -277,6 +289,7 @@ def _figures(
         stats=stats_of(written),
         budget=manifest.budgets.get("user"),
         samples=_samples(run, lists),
+        num_shorter=num_shorter,
     )
 
 

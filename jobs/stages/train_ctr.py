@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.feature_set import FeatureSet, check_provenance, read_feature_set
@@ -21,7 +20,7 @@ from laserbatch.pipeline.encoding.versions import feature_versions
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import atomic_folder, atomic_path, sha256_file
 from laserbatch.pipeline.storage.parquet import write_parquet
-from laserbatch.pipeline.tables.read import describe, open_tables
+from laserbatch.pipeline.tables.read import describe, iter_rows, open_tables
 
 FeatureName = Literal["own", "plain", "none"]
 CHECKPOINT = "checkpoint.safetensors"
@@ -163,10 +162,10 @@ def predict_pairs(model: Path, night: Night, tables: str, pairs: Path, out: Path
 
     card = ModelCard.read(model)
     features, opened = _opened(card, night, tables)
-    try:
-        asked = pq.read_table(pairs)
-    except (OSError, pa.ArrowException) as error:
-        raise CtrError(f"{pairs} cannot be read as Parquet: {error}") from None
+    batches = list(iter_rows(pairs, "pairs"))
+    if not batches:
+        raise CtrError(f"{pairs} has no Parquet file with rows in it; expected user_id, item_id and perhaps timestamp")
+    asked = pa.Table.from_batches(batches)
     for column in ("user_id", "item_id"):
         if column not in asked.column_names:
             raise CtrError(f"{pairs} has no column {column}; expected user_id, item_id and perhaps timestamp")

@@ -97,15 +97,13 @@ class ListWorker:
             drafter = ModelBeams(trees_of(self._small), self._trie, len(rows), max(budget, size))
         elif budget:
             drafter = ListedItems([list(map(tuple, codes[row.drafts].tolist())) for row in rows], self._trie, budget)
-        left_out = None if self._spec.options.list_again else [self._had(row, size) for row in rows]
+        left_out = None if self._spec.options.list_again else [self._had(row) for row in rows]
         found = search(trees, self._trie, len(rows), size, drafter, left_out)
         self._num_forwards += trees.num_forwards
         self._costliest_step_s = max(self._costliest_step_s, time.perf_counter() - start_s)
         self._num_lists += len(rows)
         return found
 
-    def _had(self, row: ListRow, size: int) -> list[np.ndarray] | None:
-        """What is left out for a user's own items; None where too few others are there."""
-        own = np.unique(row.history)
-        enough = len(self._catalogue) - len(own) >= size
-        return self._trie.emptied_by(self._catalogue.codes[own]) if enough else None
+    def _had(self, row: ListRow) -> list[np.ndarray]:
+        """What is left out for a user's own items; where few others are there the list is shorter."""
+        return self._trie.emptied_by(self._catalogue.codes[np.unique(row.history)])

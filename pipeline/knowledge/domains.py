@@ -9,13 +9,14 @@ from laserbatch.pipeline.validation import Strict, read_yaml
 
 
 class Domain(Strict):
-    """The words and factors of a domain, as `KnowledgeSettings` has them."""
+    """The words, factors and paths of a domain, as `KnowledgeSettings` has them."""
 
     names: str | None = None  # a pattern of what files and ids of items are called; None: never proposed
     columns: str | None = None  # and of what other columns of them are
     words: Words
     user_factors: tuple[str, ...]
     item_factors: tuple[str, ...]
+    paths: tuple[str, ...] = ()
 
 
 @cache
@@ -36,9 +37,11 @@ def domain_of(names: Collection[str], columns: Collection[str] = ()) -> Domain |
 
 
 def of_domain(knowledge: KnowledgeSettings, name: str) -> KnowledgeSettings:
-    """The settings with the words and factors of a domain where they have none of their own."""
+    """The settings with the words, factors and paths of a domain where they have none of their own."""
     domain = domains()[name]
-    factors = {key: getattr(knowledge, key) or getattr(domain, key) for key in ("user_factors", "item_factors")}
+    factors = {
+        key: getattr(knowledge, key) or getattr(domain, key) for key in ("user_factors", "item_factors", "paths")
+    }
     words, usual = dict(domain.words), dict(Words())
     words |= {key: word for key, word in knowledge.words if word != usual[key]}
     return knowledge.model_copy(update=factors | {"words": Words(**words)})

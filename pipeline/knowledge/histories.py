@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from laserbatch.pipeline.knowledge.prompts import plain_text
 from laserbatch.pipeline.knowledge.templates import HistoryLines, Labels, in_words
+from laserbatch.pipeline.knowledge.values import plain_text
 from laserbatch.pipeline.tables.read import Tables
 
 DAY_US = 86_400_000_000

@@ -17,7 +17,8 @@ import numpy as np
 
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.chat_format import encode_chat
-from laserbatch.pipeline.knowledge.templates import AttributeLines, Columns, HistoryLines, PromptTemplate
+from laserbatch.pipeline.knowledge.templates import AttributeLines, HistoryLines, PromptTemplate
+from laserbatch.pipeline.knowledge.values import number_text, value_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -104,14 +105,15 @@ def changed_parts(before: str, after: str) -> tuple[str, ...]:
     return tuple(name for name, one, other in zip(PARTS, old, new, strict=True) if one != other)
 
 
-def attribute_line(name: str, value: object, columns: AttributeLines) -> str:
-    """One attribute as its line."""
-    return columns.line.format(label=columns.labels.get(name, name), value=value_text(value, columns))
+def attribute_line(name: str, value: object, columns: AttributeLines) -> str | None:
+    """One attribute as its line; None where the value says nothing."""
+    text = value_text(value, columns, name)
+    return None if text is None else columns.line.format(label=columns.labels.get(name, name), value=text)
 
 
 def rating_text(rating: float | None) -> str | None:
     """A rating as it is shown."""
-    return None if rating is None else f"{rating:g}"
+    return None if rating is None else number_text(rating)
 
 
 def _content(template: PromptTemplate, head: str, events: Sequence[Event], tail: str) -> str:
@@ -133,20 +135,3 @@ def _line(number: int, event: Event, columns: HistoryLines) -> str:
         pattern = pattern.replace(columns.separator + "{attributes}", "")
     label = rating or ""
     return pattern.format(number=number, title=title, attributes=attributes or "", rating=label, event=label)
-
-
-def value_text(value: object, columns: Columns) -> str:
-    """A value as prompts show it, in one line."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, list | tuple):
-        return plain_text(" > ".join(str(part) for part in value if part is not None), columns.max_value_chars)
-    return plain_text(str(value), columns.max_value_chars)
-
-
-def plain_text(text: str, max_chars: int) -> str:
-    """One line: a value cannot start a line of its own and so pass for another."""
-    text = " ".join(text.split())
-    return text if len(text) <= max_chars else text[: max_chars - 1].rstrip() + "…"

@@ -6,7 +6,7 @@ last two parts are digests of what is shown, not of the values, so that another 
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
@@ -17,15 +17,9 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from laserbatch.pipeline.knowledge.histories import Histories, event_text
-from laserbatch.pipeline.knowledge.prompts import (
-    DIGEST_BYTES,
-    Shown,
-    attribute_line,
-    plain_text,
-    rating_text,
-    value_text,
-)
-from laserbatch.pipeline.knowledge.templates import Columns, PromptTemplate
+from laserbatch.pipeline.knowledge.prompts import DIGEST_BYTES, Shown, attribute_line, rating_text
+from laserbatch.pipeline.knowledge.templates import Columns, HistoryLines, PromptTemplate
+from laserbatch.pipeline.knowledge.values import plain_text, python_values, value_text
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.tables.columns import blank
 from laserbatch.pipeline.tables.read import Tables
@@ -49,7 +43,7 @@ class SideQuestions:
     def fingerprints(self, start: int, stop: int) -> pa.Array:
         """Fingerprints of the entities of some rows, by `prompts.PARTS`; null where an item has no title."""
         part = self.entities.slice(start, stop - start)
-        lines = _attribute_lines(part, self._template, self._side).dictionary_encode("encode")
+        lines = self._attribute_lines(part).dictionary_encode("encode")
         digests = [_digest(_NOTHING if line is None else line.encode()) for line in lines.dictionary.to_pylist()]
         of_lines = pa.array(digests, pa.string()).take(lines.indices)
         histories = self._history_digests(np.arange(start, start + part.num_rows))
@@ -73,7 +67,7 @@ class SideQuestions:
             events = list(zip(titles, attributes, self._labels(places).to_pylist(), strict=True))
             bounds = pairwise(starts.tolist())
             history = pa.array([json.dumps(events[first:last], ensure_ascii=False) for first, last in bounds])
-        columns = [_attribute_lines(part, self._template, self._side), history, pa.array(num_events)]
+        columns = [self._attribute_lines(part), history, pa.array(num_events)]
         return pa.table(columns, SHOWN_SCHEMA)
 
     @cached_property
@@ -86,9 +80,21 @@ class SideQuestions:
         """Of each item what a line of history shows: title, and attributes or null."""
         columns, items = self._template.history, self._tables.items
         title = _mapped(items["title"], lambda value: plain_text(str(value), columns.max_value_chars))
-        names = _shown_names(items, columns, ("item_id", "title"))
-        texts = [_mapped(items[name], lambda value: value_text(value, columns)) for name in names]
+        names = _shown_names(items, columns, ("item_id", "title"), self._tables.personal.get("item", ()))
+        texts = [_mapped(items[name], lambda value, name=name: value_text(value, columns, name)) for name in names]
         return pc.fill_null(title, ""), _joined(texts, columns.separator, items.num_rows)
+
+    def item_texts(self, titles: Collection[str]) -> dict[str, dict[str, str]]:
+        """What histories show of the items of some titles, as prompts have these: by title, texts by column."""
+        columns, items = self._template.history, self._tables.items
+        is_wanted = pc.is_in(self._events[0], value_set=pa.array(titles, pa.string()))
+        part, found = items.filter(is_wanted), self._events[0].filter(is_wanted).to_pylist()
+        texts: dict[str, dict[str, str]] = {title: {} for title in found}
+        for name in _shown_names(items, columns, ("item_id", "title"), self._tables.personal.get("item", ())):
+            shown = _mapped(part[name], lambda value, name=name: value_text(value, columns, name)).to_pylist()
+            for title, text in zip(found, shown, strict=True):
+                texts[title] |= {} if text is None else {name: text}
+        return texts
 
     @cached_property
     def _event_digests(self) -> np.ndarray:
@@ -97,6 +103,12 @@ class SideQuestions:
         texts = zip(titles.to_pylist(), attributes.to_pylist(), strict=True)
         # A title has no line break.
         return _as_rows(title if rest is None else f"{title}\n{rest}" for title, rest in texts)
+
+    def _attribute_lines(self, part: pa.Table) -> pa.Array:
+        columns, personal = self._template.attributes, self._tables.personal.get(self._side, ())
+        names = _shown_names(part, columns, (f"{self._side}_id",), personal)
+        lines = [_mapped(part[name], lambda value, name=name: attribute_line(name, value, columns)) for name in names]
+        return _joined(lines, "\n", part.num_rows)
 
     def _history_digests(self, rows: np.ndarray) -> pa.Array:
         if self._template.history is None:
@@ -112,7 +124,8 @@ class SideQuestions:
     def _labels(self, places: np.ndarray) -> pa.Array:
         """What is said of the events of some places, string[n]: the event, the rating, both; null where neither is."""
         lines, (events, ratings) = self._template.history, (self.histories.values(n, places) for n in LABEL_COLUMNS)
-        rated = _mapped(ratings.cast(pa.float64()), lambda value: lines.ratings.get(value) or rating_text(value))
+        kind = {pa.null(): pa.float64(), pa.bool_(): pa.int8()}.get(ratings.type, ratings.type)
+        rated = _mapped(ratings.cast(kind), lambda value: _rating_label(value, lines))
         if events.null_count == len(events):
             return rated
         told = _mapped(events.cast(pa.string()), lambda event: event_text(event, lines.events))
@@ -127,35 +140,37 @@ def shown_of_row(row: dict) -> Shown:
     return Shown(row["attributes"], events, row["num_events"])
 
 
+_BETWEEN_PARTS = "\x1f"  # the unit separator, which no text of a list should have
 _NOTHING = b"\xff"  # no attribute is shown: no text has this byte
 
 
-def _attribute_lines(part: pa.Table, template: PromptTemplate, side: Side) -> pa.Array:
-    columns = template.attributes
-    names = _shown_names(part, columns, (f"{side}_id",))
-    lines = [_mapped(part[name], lambda value, name=name: attribute_line(name, value, columns)) for name in names]
-    return _joined(lines, "\n", part.num_rows)
+def _shown_names(table: pa.Table, columns: Columns, left_out: tuple[str, ...], personal: Collection[str]) -> list[str]:
+    names = [name for name in table.column_names if name not in (*left_out, "created_at")]
+    return columns.shown(dict.fromkeys(names), personal)
 
 
-def _shown_names(table: pa.Table, columns: Columns, left_out: tuple[str, ...]) -> list[str]:
-    return columns.shown({name: None for name in table.column_names if name not in (*left_out, "created_at")})
-
-
-def _mapped(column: pa.ChunkedArray | pa.Array, show: Callable[[object], str]) -> pa.Array:
-    """The text of each value; null where there is none, or no number."""
+def _mapped(column: pa.ChunkedArray | pa.Array, show: Callable[[object], str | None]) -> pa.Array:
+    """The text of each distinct value, made once; null where there is none."""
     values = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    if pt.is_list(values.type) and not values.flatten().null_count:
-        values = pc.binary_join(values, " > ")  # of which `value_text` makes the same as of the list
+    if pt.is_list(values.type) and not pc.any(_is_undecided(values.flatten())).as_py():
+        joined = pc.binary_join(values, _BETWEEN_PARTS)  # so that lists, too, become text once for each distinct one
+        return _mapped(joined, lambda text: show(text.split(_BETWEEN_PARTS)))
     try:
         encoded = values.dictionary_encode()
     except pa.ArrowNotImplementedError:
-        return pa.array([None if _is_nothing(value) else show(value) for value in values.to_pylist()], pa.string())
-    shown = [None if _is_nothing(value) else show(value) for value in encoded.dictionary.to_pylist()]
+        return pa.array([None if value is None else show(value) for value in python_values(values)], pa.string())
+    shown = [None if value is None else show(value) for value in python_values(encoded.dictionary)]
     return pa.array(shown, pa.string()).take(encoded.indices)
 
 
-def _is_nothing(value: object) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value))
+def _is_undecided(parts: pa.Array) -> pa.Array:
+    """Whether each part of a list is null, or has what stands between parts."""
+    return pc.fill_null(pc.match_substring(parts, _BETWEEN_PARTS), True)
+
+
+def _rating_label(rating: float, lines: HistoryLines) -> str | None:
+    text = None if math.isnan(rating) else rating_text(rating)
+    return text and (lines.ratings.get(float(text)) or text)
 
 
 def _joined(texts: list[pa.Array], separator: str, num_rows: int) -> pa.Array:

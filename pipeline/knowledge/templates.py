@@ -84,7 +84,9 @@ class Labels:
 class Columns(Strict):
     """Which attribute columns are shown, and under what names.
 
-    A column that is null in a row is skipped. "*" is every column of the table.
+    A column that is null or blank in a row is skipped. "*" is every column of the table that `columns` does not name
+    and that does not look like personal data: the title, then the others by name, since a table's order may change any
+    night.
     """
 
     columns: Literal["*"] | tuple[str, ...] = "*"
@@ -92,15 +94,28 @@ class Columns(Strict):
     labels: dict[str, str] = Field(default_factory=dict)  # column -> name in the prompt
     optional: tuple[str, ...] = ()  # named above, but a table may be without them
     max_value_chars: int = Field(300, ge=1)
+    # Lists that are paths, broad to narrow; other lists are sets. No part of fingerprints, which are of what is shown.
+    paths: tuple[str, ...] = Field((), exclude=True)
 
-    def shown(self, attributes: dict[str, object]) -> list[str]:
-        """Names of the columns to show, in the order to show them."""
-        names = list(attributes) if self.columns == "*" else [name for name in self.columns if name in attributes]
-        return [name for name in names if name not in self.exclude]
+    def shown(self, attributes: Collection[str], personal: Collection[str] = ()) -> list[str]:
+        """Names of the columns to show, in the order to show them, whatever the order of the table's.
+
+        `personal` : columns that are shown only if they are named.
+        """
+        rest = sorted(
+            set(attributes).difference(self.named, personal), key=lambda name: (name != "title", name.casefold(), name)
+        )
+        names = [name for place in self.columns for name in (rest if place == "*" else [place])]
+        return [name for name in dict.fromkeys(names) if name in attributes and name not in self.exclude]
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The columns that `columns` names."""
+        return tuple(name for name in self.columns if name != "*")
 
     def missing(self, known: Collection[str]) -> list[str]:
         """Columns that are named here, not optional, and not among those of a table."""
-        named = [*([] if self.columns == "*" else self.columns), *self.exclude, *self.labels]
+        named = [*self.named, *self.exclude, *self.labels]
         return [name for name in dict.fromkeys(named) if name not in known and name not in self.optional]
 
 
@@ -216,6 +231,27 @@ class PromptTemplate(Strict):
             changes["history"] = history.model_copy(update=filled(history, ("heading", "none")))
         return self.model_copy(update=changes)
 
+    def showing(self, personal_attributes: Collection[str]) -> "PromptTemplate":
+        """The same template that also shows these columns, `users.zip_code`, where it shows all ordinary ones."""
+
+        def named_in(columns: Columns, table: str) -> Columns:
+            names = [name.removeprefix(f"{table}.") for name in personal_attributes if name.startswith(f"{table}.")]
+            is_all = "*" in columns.columns
+            return columns.model_copy(update={"columns": (*columns.columns, *names)}) if is_all and names else columns
+
+        changes = {"attributes": named_in(self.attributes, f"{self.side}s")}
+        if self.history is not None:
+            changes["history"] = named_in(self.history, "items")
+        return self.model_copy(update=changes)
+
+    def with_paths(self, paths: Sequence[str]) -> "PromptTemplate":
+        """The same template, with these columns shown as paths too."""
+        changes: dict[str, Any] = {}
+        for name, block in (("attributes", self.attributes), ("history", self.history)):
+            if block is not None:
+                changes[name] = block.model_copy(update={"paths": (*block.paths, *paths)})
+        return self.model_copy(update=changes)
+
     @property
     def identity(self) -> str:
         """`name@version`, as records carry it."""
@@ -246,6 +282,16 @@ class KnowledgeSettings(Strict):
     item_factors: tuple[str, ...] | None = Field(
         None, description="What of an item matters to them, likewise; templates of your own have theirs."
     )
+    personal_attributes: tuple[Annotated[str, Field(pattern=r"^(users|items)\..+")], ...] = Field(
+        (),
+        description="Columns that prompts show although they look like personal data or secrets, such as "
+        "users.zip_code. All others that do are left out, with a warning.",
+    )
+    paths: tuple[str, ...] = Field(
+        (),
+        description="Columns of lists that are paths, broad to narrow, shown as Books > Poetry; other lists are sets, "
+        "shown with commas.",
+    )
     max_prompt_tokens: int = Field(
         1024,
         ge=16,
@@ -263,7 +309,8 @@ class KnowledgeSettings(Strict):
         """
         name, factors = self.template_of(side), self.user_factors if side == "user" else self.item_factors
         is_own = template_path(name, self.template_dir).parent != SHIPPED_TEMPLATES
-        return load_template(name, self.template_dir).worded(self.words, labels, None if is_own else factors)
+        template = load_template(name, self.template_dir).worded(self.words, labels, None if is_own else factors)
+        return template.showing(self.personal_attributes).with_paths(self.paths)
 
 
 def template_path(name: str, folder: str | Path | None = None) -> Path:

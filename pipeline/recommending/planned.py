@@ -63,6 +63,20 @@ def stale_lists(previous: pa.Table, user_ids: pa.Array, catalogue: ItemCodes) ->
     return kept.set_column(place, kept.schema.field(place), pa.repeat(True, len(rows)))
 
 
+def without_had(lists: pa.Table, user_ids: pa.Array, histories: Sequence[np.ndarray], catalogue: ItemCodes) -> pa.Table:
+    """Earlier lists without what their users have had since; histories are rows of the catalogue, of `user_ids`."""
+    users = rows_among(lists["entity_id"], user_ids)
+    items, scores = [], []
+    for user, listed, of_each in zip(users.tolist(), lists["items"], lists["scores"].to_pylist(), strict=True):
+        had = np.isin(rows_among(listed.values, catalogue.item_ids), histories[user])
+        items.append(listed.values.filter(pa.array(~had)).to_pylist())
+        scores.append([score for score, is_had in zip(of_each, had.tolist(), strict=True) if not is_had])
+    for name, values in (("items", items), ("scores", scores)):
+        place = lists.schema.get_field_index(name)
+        lists = lists.set_column(place, lists.schema.field(place), pa.array(values, lists.schema.field(place).type))
+    return lists
+
+
 def _has_gone(previous: pa.Table, catalogue: ItemCodes) -> np.ndarray:
     """Of each earlier list whether one of its items has left the catalogue."""
     lists = previous["items"].combine_chunks()

@@ -19,7 +19,11 @@ class RecommendingSettings(Strict):
         None, description="Folder of a small one that drafts for it. null: last night's lists draft."
     )
     num_items: int = Field(20, ge=1, description="Items a user gets.")
-    list_again: bool = Field(False, description="Whether what a user has had may be listed: songs, food.")
+    list_again: bool = Field(
+        False,
+        description="Whether what a user has had may be listed: songs, food. Otherwise it never is, and who has had "
+        "nearly everything gets a shorter list.",
+    )
     num_drafted: int | None = Field(
         None,
         ge=0,

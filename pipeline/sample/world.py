@@ -26,7 +26,7 @@ from laserbatch.pipeline.sample.users import (
     user_table,
     words,
 )
-from laserbatch.pipeline.tables.schema import table_files, timestamps
+from laserbatch.pipeline.tables.schema import table_parts, timestamps
 
 LAST_DATE = datetime.date(2025, 3, 1)  # the last day of the period; the future begins after it
 USERS_PER_CHUNK = 20_000
@@ -91,7 +91,7 @@ def is_sample_world(folder: Path | str) -> bool:
     """Whether users and items have the columns of a sample world, which the bundled model can write about."""
     items = {"item_id", "title", "category", "creator", "era", "mood", "created_at"}
     expected = {"users": {"user_id", "region", "age_band", "about", "created_at"}, "items": items}
-    return all(set(pq.read_schema(table_files(folder, name)[0]).names) == names for name, names in expected.items())
+    return all(set(table_parts(folder, name)[0].schema().names) == names for name, names in expected.items())
 
 
 def _ids(prefix: str, numbers: np.ndarray) -> pa.Array:

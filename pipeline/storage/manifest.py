@@ -16,6 +16,7 @@ from laserbatch.pipeline.storage.drafters import DrafterUsed
 from laserbatch.pipeline.storage.stats import DecodingStats
 
 MANIFEST_VERSION = 1
+LEFT_OUT = "left_out_of_prompts"  # key of an input table: its columns that look like personal data, and why
 
 
 def _inside(path: str) -> str:
@@ -182,6 +183,7 @@ class SideFigures:
     num_unasked: int = 0  # without a text, for want of interactions or of a place in the budget
     postponed: dict[str, int] = field(default_factory=dict)  # reason -> entities, of both
     stats_of_tonight: DecodingStats | None = None  # of plain decoding: of the entities that the night wrote about
+    num_shorter: int = 0  # lists of items with fewer than were asked for, since their users have had the others
 
 
 @dataclass(frozen=True)
@@ -337,6 +339,7 @@ class RunManifest:
     sides: dict[Side, SideFigures] = field(default_factory=dict)
     plain: dict[Side, SideFigures] = field(default_factory=dict)
     features: dict[Side, FeatureFigures] = field(default_factory=dict)
+    value_rules: int = 1  # `RULES_VERSION` of how values read in prompts; 1: of a laserbatch that did not say
     asked: dict[Side, AskedBy] = field(default_factory=dict)  # none: of a laserbatch that did not say
     audit: AuditFigures | None = None  # None: not done yet
     gates: list[GateFigures] = field(default_factory=list)

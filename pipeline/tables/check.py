@@ -12,19 +12,20 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.tables.columns import ATTRIBUTE, CREATED, RATING_OF_EVENT, TIME, role_of, schema_findings
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding, Findings, count_faults, unreadable
+from laserbatch.pipeline.tables.layout import name_left_out
+from laserbatch.pipeline.tables.parts import PartFile, typed_parts
 from laserbatch.pipeline.tables.schema import (
     ID_COLUMNS,
     PATH_TYPE,
     REQUIRED_COLUMNS,
     id_type,
+    list_table,
     plain_type,
-    table_files,
     tables_folder,
     time_scalar,
 )
@@ -91,7 +92,7 @@ class _Part:
 
     table: str
     name: str
-    file: pq.ParquetFile | None = None
+    file: PartFile | None = None
     schema: pa.Schema = pa.schema([])  # noqa: RUF009 (it is immutable)
     usable: frozenset[str] = frozenset()
 
@@ -102,6 +103,8 @@ class _Part:
             for field in self.schema
             if role_of(self.table, field.name) is not ATTRIBUTE or plain_type(field.type) in (pa.string(), PATH_TYPE)
         ]
+        if self.file is not None:
+            names += [name for name in self.file.doubled if name not in names]
         return [name for name in names if name in self.usable and role_of(self.table, name) is not None]
 
 
@@ -206,16 +209,19 @@ def _check_classes(lowest: float, highest: float, is_rated: bool, positive_ratin
 def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
     """Open a table's files, and report what their schemas have wrong."""
     try:
-        files = table_files(path, table)
+        listing = list_table(path, table)
     except FaultyTable as error:
         findings.add(error.finding)
         return
+    for found in name_left_out(listing.left_out):
+        expected, advice = "only Parquet files with rows", "move them away, or write them as the others are"
+        findings.add(Finding("left-out", table, found, expected, advice, is_warning=True))
     kinds: dict[str, dict[str, str | None]] = {}  # of each file, by column
     num_rows = 0
-    for file_path in files:
-        name = file_path.relative_to(path).as_posix()
+    for part in typed_parts(listing.files, table):
+        name = part.name_in(path)
         try:
-            file = pq.ParquetFile(file_path)
+            file = part.open()
         except (pa.ArrowException, OSError) as error:
             findings.add(unreadable(table, name, error))
             num_rows += 1  # there may be some in it
@@ -279,6 +285,8 @@ def _checked_batches(
                     rule.check(part.table, column, part.name, first_row, array, findings)
             yield first_row, values
             first_row += batch.num_rows
+    except FaultyTable as error:
+        findings.add(error.finding)
     except (pa.ArrowException, OSError) as error:
         findings.add(unreadable(part.table, part.name, error))
 

@@ -16,7 +16,7 @@ _MADE: list[ScratchFolder] = []  # by this process, which removes them when it e
 
 
 def local_tables(path: Path | str, names: tuple[str, ...]) -> Path:
-    """The folder that tables are read from: of a path itself, of a URI a copy of the files of tables of these names.
+    """The folder that tables are read from: of a path itself, of a URI a copy of all files of tables of these names.
 
     Raises TableError where the files cannot be fetched, or changed meanwhile.
     """
@@ -45,9 +45,18 @@ def remove_copies() -> None:
         made.remove()
 
 
+def scratch_for(folder: Path) -> Path:
+    """A temporary folder for what is made of the files of a folder, whose name it has in messages."""
+    _MADE.append(ScratchFolder("tables"))
+    made = _MADE[-1].path / folder.name
+    made.mkdir()
+    _URIS[made] = shown_path(folder)
+    return made
+
+
 def shown_path(path: Path) -> str:
     """What a message calls a file or folder: of a fetched one its URI."""
-    for folder, uri in _URIS.items():
+    for folder, uri in list(_URIS.items()):  # a thread may add one meanwhile
         if path.is_relative_to(folder):
             within = path.relative_to(folder).as_posix()
             return uri if within == "." else f"{uri.partition('?')[0].rstrip('/')}/{within}"
@@ -59,14 +68,14 @@ def _fetched(uri: str, names: tuple[str, ...]) -> Path:
 
     filesystem, root = filesystem_of(uri)
 
-    def listed() -> dict[str, tuple[int, int | None]]:
-        """Path within the folder -> bytes and time of change, of each file of a table."""
+    def listed() -> dict[str, tuple[int, int | None] | None]:
+        """Path within the folder -> bytes and time of change, of each file of a table; None of a folder."""
         found = {}
         for info in filesystem.get_file_info(pafs.FileSelector(root, recursive=True, allow_not_found=True)):
             within = PurePosixPath(info.path).relative_to(root)
-            is_ours = len(within.parts) <= 2 and within.parts[0].removesuffix(".parquet") in names
-            if info.is_file and is_ours and within.suffix == ".parquet":
-                found[str(within)] = (info.size, info.mtime_ns)
+            is_ours = within.parts[0].removesuffix(".parquet") in names
+            if is_ours and (len(within.parts) > 1 or within.suffix == ".parquet") and ".." not in within.parts:
+                found[str(within)] = (info.size, info.mtime_ns) if info.is_file else None
         return found
 
     with naming_uri(uri, TableError):
@@ -74,12 +83,14 @@ def _fetched(uri: str, names: tuple[str, ...]) -> Path:
         _MADE.append(ScratchFolder("tables"))
         folder = _MADE[-1].path
         _URIS[folder] = uri
-        for name, (num_bytes, _) in files.items():
+        for name, known in files.items():
             target = folder / name
-            target.parent.mkdir(exist_ok=True)
+            (target if known is None else target.parent).mkdir(parents=True, exist_ok=True)
+            if known is None:
+                continue
             pafs.copy_files(f"{root}/{name}", str(target), filesystem, pafs.LocalFileSystem(), chunk_size=BLOCK_BYTES)
-            if target.stat().st_size != num_bytes:
-                raise TableError(f"{shown_path(target)} came with {target.stat().st_size:,} of {num_bytes:,} bytes")
+            if target.stat().st_size != known[0]:
+                raise TableError(f"{shown_path(target)} came with {target.stat().st_size:,} of {known[0]:,} bytes")
         if listed() != files:
             raise TableError(f"the tables of {uri} changed while they were read; give the same command again")
     return folder

@@ -18,9 +18,10 @@ class Finding:
 
     Attributes
     ----------
-    kind : a stable name: missing-table, unreadable, bad-text, missing-column, duplicate-column, wrong-type,
-        types-differ, columns-differ, empty-table, null-id, bad-id, duplicate-id, unknown-entity, null-title,
-        bad-timestamp, odd-timestamp, bad-rating, one-class, null-in-list.
+    kind : a stable name: missing-table, unfinished, versioned-table, bad-partition, partition-differs, left-out,
+        unreadable, bad-text, missing-column, duplicate-column, wrong-type, types-differ, columns-differ, empty-table,
+        null-id, bad-id, duplicate-id, unknown-entity, null-title, bad-timestamp, odd-timestamp, bad-rating, one-class,
+        null-in-list, personal-data.
     table, column, file, row, value : where it is first, as far as it has a place; rows count from 0 within their file.
     found, expected, advice : parts of the sentence; `str(finding)` is the whole.
     num_rows : rows that it is about, over all files of the table; 0 where it is about no row.

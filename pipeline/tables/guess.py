@@ -1,64 +1,107 @@
-"""A mapping for tables that are not in the input schema, guessed from the names of files and columns."""
+"""A mapping for tables that are not in the input schema, guessed from names and first rows."""
 
 import codecs
 import re
-from collections.abc import Container
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
+import yaml
 
 from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.tables.columns import ATTRIBUTE
+from laserbatch.pipeline.tables.guessed_columns import (
+    TIME,
+    TITLE,
+    Guess,
+    Join,
+    SourceTable,
+    TimeGuess,
+    guess_event,
+    guess_join,
+    guess_rating,
+    guess_time,
+    guess_title,
+)
+from laserbatch.pipeline.tables.layout import is_parquet, is_parquet_or_csv, list_pattern
+from laserbatch.pipeline.tables.personal import personal_columns
+from laserbatch.pipeline.tables.schema import CREATED_AT, ID_COLUMNS
 from laserbatch.pipeline.tables.settings import SourceFiles
 from laserbatch.pipeline.tables.source import read_source
 
 # English and German, and some of French and Spanish.
-_ID = r"(_?(id|no|key|code|nr|nummer))?$"
-USER_ID = r"^(user|member|customer|client|reader|viewer|listener|applicant|candidate|subscriber|account|visitor|kunde|"
-USER_ID += r"nutzer|benutzer|leser|mitglied|utilisateur|usuario|cliente|auditeur|lecteur)(s|n|er)?" + _ID + r"|^uid$"
+_ID = r"([_ -]?(id|no|key|code|nr|nummer))?$"
+USER_ID = r"^(user|member|customer|client|reader|viewer|reviewer|listener|applicant|candidate|subscriber|account|"
+USER_ID += (
+    r"visitor|kunde|nutzer|benutzer|leser|mitglied|utilisateur|usuario|cliente|auditeur|lecteur)(s|n|er)?"
+    + _ID
+    + r"|^uid$"
+)
 ITEM_ID = r"^(item|product|movie|book|article|news|video|song|track|job|post|sku|asin|artikel|produkt|buch|film|ware)"
 ITEM_ID += r"(s|n|e)?" + _ID + r"|^iid$"
-SOME_ID = r"_(id|no|key|code|nr|nummer)$"  # of an item of another name, where a file with titles has it, too
-TITLE = r"tit(le|el|re|ulo)|name|nom(bre)?$|headline|label|bezeichnung"
-TIME = r"time|date|^ts$|_at$|when|zeit|datum|fecha|heure"
-RATING = r"rating|stars|score|^grade$|click|like|bewertung|sterne|^note$|klick"
-EVENT = r"event|action|behaviou?r|^type$|aktion|ereignis"
+# Of an item of another name, where a file with titles has it, too.
+SOME_ID = r"[_ -](id|no|key|code|nr|nummer)$|(asin|sku|isbn|gtin|ean|uuid|guid)$"
 SNIFFED_BYTES = 1 << 16
-NUM_ROWS = 1000  # that a guess looks at
 PATH_SEPARATORS = (" > ", ">", "|", ";", "/")
+MAX_PART_CHARS = 40  # of the parts of a list of words on average; longer ones are sentences
+NO_LIST = re.compile(r"://|&#?\w+;|^\s*[\[{]|^\d+/\d+|</")  # an address, an entity, JSON, a date or fraction, markup
 
 
 @dataclass(frozen=True)
-class SourceTable:
-    """One file of the user's: its name, columns, a few rows, and how it is to be read (`SourceFiles`)."""
+class GuessedMapping:
+    """A mapping for `data import`, to be read by a person; None stands in it where there is no guess.
 
-    name: str
-    head: pa.Table
-    options: dict[str, str]
+    `reasons` say by the path of a key what its value rests on, `left_out` by table and column why an attribute is none,
+    `notes` what a person should look at.
+    """
 
-    @property
-    def stem(self) -> str:
-        """The name without suffix or parts."""
-        return re.split(r"[./]", self.name)[0]
+    mapping: dict
+    reasons: dict[tuple[str, ...], str]
+    left_out: dict[str, dict[str, str]]
+    notes: list[str]
 
-    def find(self, pattern: str, taken: Container[str] = ()) -> str | None:
-        """The first column whose name matches and is not taken."""
-        free = (column for column in self.head.column_names if column not in taken)
-        return next((column for column in free if re.search(pattern, column, re.IGNORECASE)), None)
+    def as_yaml(self) -> str:
+        """The mapping with a comment at each guess, and columns that were left out as lines that add them."""
+        return "\n".join(self._lines(self.mapping, ())) + "\n"
+
+    def _lines(self, part: dict, path: tuple[str, ...]) -> Iterator[str]:
+        pad = "  " * len(path)
+        for key, value in part.items():
+            reason = self.reasons.get((*path, key))
+            comment = f"  # {' '.join(reason.split())}" if reason else ""
+            if isinstance(value, dict) and value:
+                yield f"{pad}{_flow(key)}:{comment}"
+                yield from self._lines(value, (*path, key))
+            else:
+                yield f"{pad}{_flow(key)}: {_flow(value)}{comment}"
+            if key == "attributes" and len(path) == 1:
+                for column, why in self.left_out.get(path[0], {}).items():
+                    yield f"{pad}  # {_flow(column)}: {_flow(column)}  # left out: {' '.join(why.split())}"
+
+
+def _flow(value: object) -> str:
+    """A value as YAML in one line."""
+    dumped = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
+    return dumped.removesuffix("...\n").strip()
 
 
 def read_sources(folder: Path) -> list[SourceTable]:
-    """Every Parquet or CSV file of a folder (of a folder of Parquet files, one), with its first rows."""
+    """Every Parquet or CSV file of a folder, and every folder of such in it as one, with its first rows."""
     sources = []
     for path in sorted(folder.iterdir()):
-        is_file = path.is_file() and path.suffix in (".parquet", ".csv", ".tsv")
-        if is_file or any(path.glob("*.parquet")):
-            options = _csv_options(path) if is_file and path.suffix != ".parquet" else {}
-            files = SourceFiles(files=path.name if is_file else f"{path.name}/*.parquet", **options)
-            first = next(read_source(files, folder, path.stem), None)
-            if first is not None:
-                head = pa.Table.from_batches([first.rows]).slice(0, NUM_ROWS)
-                sources.append(SourceTable(files.files, head, options))
+        is_hidden = path.name.startswith((".", "_"))
+        if not is_hidden and path.stat().st_size and (path.is_dir() or is_parquet_or_csv(path)):
+            listed = list_pattern(folder, path.name, path.stem).files
+            if not listed:
+                continue
+            options = {} if is_parquet(listed[0].path) else _csv_options(listed[0].path)
+            files = SourceFiles(files=path.name, **options)
+            batches = list(islice(read_source(files, folder, path.stem), 2))
+            if batches:
+                head = pa.Table.from_batches([batches[0].rows])
+                sources.append(SourceTable(files.files, head, options, is_whole=len(batches) == 1))
     if not sources:
         raise TableError(f"{folder} holds no Parquet or CSV file with rows; expected users, items and interactions")
     return sources
@@ -66,9 +109,9 @@ def read_sources(folder: Path) -> list[SourceTable]:
 
 def _csv_options(path: Path) -> dict[str, str]:
     """Delimiter and encoding of a CSV where they are not the usual ones, by its first bytes."""
-    with path.open("rb") as file:
+    with pa.input_stream(str(path)) as file:  # which unpacks what is compressed
         start = file.read(SNIFFED_BYTES)
-    options, usual = {}, "\t" if path.suffix == ".tsv" else ","
+    options, usual = {}, "\t" if ".tsv" in path.suffixes else ","
     try:
         codecs.getincrementaldecoder("utf-8")().decode(start)
     except UnicodeDecodeError:
@@ -78,68 +121,142 @@ def _csv_options(path: Path) -> dict[str, str]:
     return options | ({"delimiter": delimiter} if delimiter != usual else {})
 
 
-def guess_mapping(sources: list[SourceTable]) -> dict:
-    """A mapping for `data import`, guessed from names; TableError where no file looks like interactions or items."""
-    named = {s.find(ITEM_ID) or s.find(SOME_ID) for s in sources if s.find(TITLE) and not s.find(USER_ID)} - {None}
-    item_ids = rf"{ITEM_ID}|^({'|'.join(map(re.escape, named))})$" if named else ITEM_ID
-    interactions = next((s for s in sources if s.find(USER_ID) and s.find(item_ids) and s.find(TIME)), None)
-    rest = [source for source in sources if source is not interactions]
-    items = next((s for s in rest if s.find(item_ids) and s.find(TITLE)), None) or next(
-        (s for s in rest if s.find(TITLE) and not s.find(USER_ID)), None
-    )
-    users = next((s for s in rest if s is not items and (s.find(USER_ID) or re.search(USER_ID, s.stem))), None)
-    if interactions is None or items is None:
-        seen = "; ".join(f"{source.name}: {', '.join(source.head.column_names)}" for source in sources)
-        wanted = "items (an id and a title)" if interactions else "interactions (a user id, an item id and a time)"
-        raise TableError(f"no file looks like {wanted}; see configs/import_example.yaml. Found: {seen}")
-    mapping: dict = {}
+def guess_mapping(sources: list[SourceTable]) -> GuessedMapping:
+    """Guess a mapping; TableError where no file looks like interactions or items."""
+    item_ids = _names_of_item_ids(sources)
+    log, items, users = _files(sources, item_ids)
+    guessed = GuessedMapping({}, {}, {}, [])
+    user_columns = log.named(USER_ID)
+    of_user = Join(Guess(user_columns[0], "by its name"), Guess(None, ""))
     if users is not None:
-        user_id = users.find(USER_ID) or users.find(r"id$") or users.head.column_names[0]
-        mapping["users"] = {
-            "files": users.name,
-            **users.options,
-            "id": user_id,
-            "attributes": _attributes(users, {user_id}),
-        }
-    title = items.find(TITLE)
-    item_id = items.find(item_ids) or items.find(r"id$") or items.head.column_names[0]
-    mapping["items"] = {"files": items.name, **items.options, "id": item_id, "title": title}
-    mapping["items"]["attributes"] = _attributes(items, {item_id, title})
-    mapping["interactions"] = {
-        "files": interactions.name,
-        **interactions.options,
-        "user_id": interactions.find(USER_ID),
-        "item_id": interactions.find(item_ids),
-        "timestamp": {"column": interactions.find(TIME), "unit": _time_unit(interactions, interactions.find(TIME))},
-        "drop_unknown": True,
-    }
-    taken = (mapping["interactions"]["user_id"], mapping["interactions"]["item_id"], interactions.find(TIME))
-    for name, pattern in (("rating", RATING), ("event", EVENT)):
-        found = interactions.find(pattern, taken)
-        if found is not None:
-            mapping["interactions"][name] = found
-            taken = (*taken, found)
-    return mapping
+        names = dict.fromkeys([*users.named(USER_ID), *users.named(r"id$")])
+        of_user = guess_join(log, user_columns, users, list(names))
+        _add_entities(guessed, "users", users, {"id": of_user.id})
+    of_item = guess_join(log, log.named(item_ids, {of_user.of_log.value}), items, items.named(item_ids))
+    title = guess_title(items, {of_item.id.value})
+    _add_entities(guessed, "items", items, {"id": of_item.id, "title": title})
+    _add_log(guessed, log, of_user, of_item)
+    for side, join, entities in (("user", of_user, users), ("item", of_item, items)):
+        is_known = entities is not None and None not in (join.of_log.value, join.id.value)
+        if is_known and log.is_text(join.of_log.value) != entities.is_text(join.id.value):
+            guessed.mapping.setdefault("ids", {})[f"{side}_id"] = "string"
+            guessed.reasons["ids", f"{side}_id"] = "guessed: numbers in one of the files, text in the other"
+    for source in sources:
+        if source not in (log, items, users):
+            guessed.notes.append(f"{source.name} is not used")
+    for path, reason in guessed.reasons.items():
+        if reason.startswith("no guess"):
+            guessed.notes.append(f"{'.'.join(path)} is left for you to fill in ({reason})")
+    return guessed
 
 
-def _attributes(source: SourceTable, used: set[str]) -> dict:
-    attributes: dict = {}
-    for column in source.head.column_names:
-        if column in used:
+def _names_of_item_ids(sources: list[SourceTable]) -> str:
+    """A pattern of names that ids of items have: usual ones, and those of ids in files that have titles."""
+    logged = {name for source in sources if source.named(USER_ID) for name in source.head.column_names}
+    found = set()
+    for source in (source for source in sources if source.named(TITLE) and not source.named(USER_ID)):
+        names = source.named(ITEM_ID) or [*source.named(SOME_ID), *logged.intersection(source.head.column_names)]
+        found.update(name for name in names if source.is_id(name) and name not in source.named(TITLE))
+    return "|".join([ITEM_ID, *(f"^{re.escape(name)}$" for name in sorted(found))])
+
+
+def _files(sources: list[SourceTable], item_ids: str) -> tuple[SourceTable, SourceTable, SourceTable | None]:
+    """The files of interactions, items and, where there is one, users."""
+
+    def has_time(source: SourceTable) -> bool:
+        return guess_time(source, [*source.named(USER_ID), *source.named(item_ids)]).column.value is not None
+
+    def is_likely_log(source: SourceTable) -> tuple[bool, bool]:
+        return has_time(source), not source.is_id(source.named(USER_ID)[0])  # a table of users has each once
+
+    logs = [source for source in sources if source.named(USER_ID) and source.named(item_ids)]
+    logs = [source for source in logs if source.named(TIME) or has_time(source)]
+    log = max(logs, key=is_likely_log, default=None)
+    rest = [source for source in sources if source is not log]
+    titled = [source for source in rest if source.named(TITLE)]
+    with_ids = [source for source in titled if source.named(item_ids)]
+    items = next(iter([*with_ids, *(source for source in titled if not source.named(USER_ID))]), None)
+    if log is None or items is None:
+        seen = "; ".join(f"{source.name}: {', '.join(source.head.column_names)}" for source in sources)
+        wanted = "items (an id and a title)" if log else "interactions (a user id, an item id and a time)"
+        raise TableError(f"no file looks like {wanted}; see configs/import_example.yaml. Found: {seen}")
+    others = [source for source in rest if source is not items]
+    of_users = [source for source in others if any(map(source.is_id, source.named(USER_ID)))]
+    by_stem = [source for source in others if re.search(USER_ID, source.stem, re.IGNORECASE)]
+    return log, items, next(iter([*of_users, *by_stem]), None)
+
+
+def _add_entities(guessed: GuessedMapping, table: str, source: SourceTable, columns: dict[str, Guess]) -> None:
+    part = _add_part(guessed, table, source, columns)
+    taken = {guess.value for guess in columns.values()}
+    names = [name for name in source.head.column_names if name not in taken]
+    left_out = {
+        name: f"of type {source.head[name].type}, not {ATTRIBUTE.expected}"
+        for name in names if not ATTRIBUTE.accepts(source.head[name].type)
+    }  # fmt: skip
+    usable = [name for name in names if name not in left_out]
+    personal = personal_columns(source.head, "user" if table == "users" else "item", usable)
+    left_out |= {name: f"looks like {looks_like}" for name, looks_like in personal.items()}
+    guessed.left_out[table] = left_out
+    if CREATED_AT in names:
+        _add_time(guessed, (table, CREATED_AT), guess_time(source.of([CREATED_AT]), ()))
+        names.remove(CREATED_AT)
+    part["attributes"] = {}
+    own = {ID_COLUMNS[table], *(["title"] if table == "items" else [])}  # names that an attribute cannot have
+    for name in (name for name in names if name not in left_out):
+        key = f"source_{name}" if name in own else name
+        part["attributes"][key] = name
+        if found := _separator(source.values(name)):
+            separator, share = found
+            part["attributes"][key] = {"column": name, "separator": separator}
+            guessed.reasons[table, "attributes", key, "separator"] = f"guessed: in {share:.0%} of the values"
+    guessed.notes.extend(f"{table}.{name} is left out of the mapping: {why}" for name, why in left_out.items())
+
+
+def _add_log(guessed: GuessedMapping, log: SourceTable, of_user: Join, of_item: Join) -> None:
+    part = _add_part(guessed, "interactions", log, {"user_id": of_user.of_log, "item_id": of_item.of_log})
+    time = guess_time(log, part.values())
+    _add_time(guessed, ("interactions", "timestamp"), time)
+    part["drop_unknown"] = True
+    guessed.reasons["interactions", "drop_unknown"] = "rows of users or items in no table are left out and counted"
+    taken = [of_user.of_log.value, of_item.of_log.value, time.column.value]
+    for name, guess_label in (("rating", guess_rating), ("event", guess_event)):
+        guess = guess_label(log, taken)
+        if guess is not None:
+            part[name] = guess.value
+            guessed.reasons["interactions", name] = guess.said
+            taken.append(guess.value)
+
+
+def _add_time(guessed: GuessedMapping, path: tuple[str, str], time: TimeGuess) -> None:
+    table, key = path
+    guessed.mapping[table][key] = {"column": time.column.value, "unit": time.unit}
+    guessed.reasons[table, key, "column"] = time.column.said
+    if time.doubt is not None:
+        both = f"{time.unit} and {time.doubt} fit all {time.column.value} in the rows seen"
+        guessed.reasons[table, key, "unit"] = f"guessed: {both}"
+        guessed.notes.append(f"{table}.{key}.unit: {both}; look which is meant")
+    elif time.unit is not None:
+        guessed.reasons[table, key, "unit"] = "guessed: by the values"
+
+
+def _add_part(guessed: GuessedMapping, table: str, source: SourceTable, columns: dict[str, Guess]) -> dict:
+    part = {"files": source.name, **source.options, **{key: guess.value for key, guess in columns.items()}}
+    guessed.mapping[table] = part
+    guessed.reasons.update({(table, key): guess.said for key, guess in columns.items()})
+    guessed.reasons.update({(table, key): "guessed: by the first bytes" for key in source.options})
+    return part
+
+
+def _separator(values: list) -> tuple[str, float] | None:
+    """What parts the texts of a column, and in which share of them it stands; None where they are no lists of words."""
+    texts = [value for value in values if isinstance(value, str) and value]
+    for mark in PATH_SEPARATORS:
+        num = sum(mark in text for text in texts)
+        if num <= len(texts) / 2:
             continue
-        values = [value for value in source.head[column].to_pylist() if isinstance(value, str) and value]
-        in_most = (mark for mark in PATH_SEPARATORS if sum(mark in value for value in values) > len(values) / 2)
-        separator = next(in_most, None)
-        attributes[column] = {"column": column, "separator": separator} if separator else column
-    return attributes
-
-
-def _time_unit(source: SourceTable, column: str) -> str:
-    values = [value for value in source.head[column].to_pylist() if value is not None]
-    value = values[0] if values else 0
-    try:
-        number = max(map(float, values), default=0)  # the first may be 0, where a time is not known
-    except (TypeError, ValueError):
-        parts = re.fullmatch(r"\d{1,2}\.\d{1,2}\.\d{4}( \d{1,2}:\d{2})?(:\d{2})?", str(value).strip())
-        return "iso" if parts is None else "%d.%m.%Y" + " %H:%M" * bool(parts[1]) + ":%S" * bool(parts[2])
-    return next((unit for unit, bound in (("s", 1e11), ("ms", 1e14), ("us", 1e17)) if number < bound), "ns")
+        lengths = [len(part) for text in texts for part in text.split(mark)]
+        if sum(lengths) > MAX_PART_CHARS * len(lengths) or any(map(NO_LIST.search, texts)):
+            return None
+        return mark, num / len(texts)
+    return None

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.tables.columns import blank
+from laserbatch.pipeline.tables.layout import name_left_out, unnamed_files
 from laserbatch.pipeline.tables.read import find_exact_copies
 from laserbatch.pipeline.tables.schema import CREATED_AT, ID_COLUMNS
 from laserbatch.pipeline.tables.settings import (
@@ -29,7 +30,7 @@ from laserbatch.pipeline.tables.settings import (
     SourceColumn,
     SourceFiles,
 )
-from laserbatch.pipeline.tables.source import SourceBatch, read_source
+from laserbatch.pipeline.tables.source import SourceBatch, list_source, read_source
 from laserbatch.pipeline.validation import explain, nearest, read_yaml
 
 NUM_EXAMPLES = 3
@@ -57,7 +58,7 @@ def import_mapped(
     """Make the three tables from the files of a folder.
 
     `progress` is called with the number of rows that were read, and their table; `note` with each sentence about what
-    was read and leaves a doubt. Returns how many rows the mapping's
+    was read and leaves a doubt, or was left out. Returns how many rows the mapping's
     rules left out, by table and rule: "interactions of unknown user_id". Raises TableError, which names file, column,
     row and value, where a file or column is not there, or a value cannot be converted.
     """
@@ -72,6 +73,10 @@ def import_mapped(
     if mapping.users is None:
         users = written["user_id"].drop_null()
         write_parquet(pa.table({"user_id": users.take(pc.sort_indices(users))}), Path(out, "users.parquet"))
+    listings = [list_source(part, Path(source), table) for table, part in mapping.tables().items()]
+    others = unnamed_files(Path(source), listings).items()
+    for sentence in name_left_out({path: reason for path, reason in others if path.resolve() != Path(out).resolve()}):
+        note(sentence)
     return dict(work.dropped)
 
 

@@ -8,9 +8,10 @@ import datetime
 import hashlib
 import logging
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,13 +29,17 @@ from laserbatch.pipeline.storage.parquet import map_table
 from laserbatch.pipeline.tables.columns import CREATED, ID, IN_RANGE, TIME, role_of, schema_findings
 from laserbatch.pipeline.tables.fetched import shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, Findings, unreadable
+from laserbatch.pipeline.tables.layout import list_folder, name_left_out
+from laserbatch.pipeline.tables.parts import TablePart, dataset_of, typed_parts
+from laserbatch.pipeline.tables.personal import personal_data
 from laserbatch.pipeline.tables.schema import (
     CREATED_AT,
     ID_COLUMNS,
     TABLE_NAMES,
     TIMESTAMP_TYPE,
+    list_table,
     require_seconds,
-    table_files,
+    table_parts,
     tables_folder,
     time_scalar,
 )
@@ -52,6 +57,7 @@ class Tables:
     interactions: pa.Table  # sorted by time, user, item; ids are dictionaries, whose values ascend; a chunk a column
     scratch: tuple[mmap.mmap, ...] = ()  # what interactions lie in, where that is a file
     logged_ids: dict[str, pa.Array] = field(default_factory=dict)  # by column, also of those who left the tables
+    personal: Mapping[Side, Mapping[str, str]] = field(default_factory=dict)  # as `personal_data` of whole tables
 
     def entities(self, side: Side) -> pa.Table:
         """The users or the items."""
@@ -97,7 +103,7 @@ def read_tables(
         )  # fmt: skip
         interactions = interactions.filter(pa.array(~is_copy)).combine_chunks()
     logged_ids = {name: only_chunk(interactions[name]).dictionary for name in ID_COLUMNS.values()}
-    tables = Tables(users, items, interactions, logged_ids=logged_ids)
+    tables = Tables(users, items, interactions, logged_ids=logged_ids, personal=personal_data(users, items))
     # Who left the tables may stay in the log, and an interaction may precede its entity's own created_at.
     for side in SIDES if cutoff is not None else ():
         kind = tables.interactions.schema.field(f"{side}_id").type.value_type
@@ -130,12 +136,56 @@ class OpenTables:
 
 
 def open_tables(path: Path | str | None) -> OpenTables:
-    """The tables of a folder, of all days. Raises TableError as `read_tables` does."""
+    """The tables of a folder, of all days. Raises TableError as `read_tables` does.
+
+    Files that are left out are named in the log, once a process.
+    """
     path = tables_folder(path)
     users, items = (_read_table(path, table, None) for table in ("users", "items"))
-    files = table_files(path, "interactions")
-    with _naming("interactions", files[0]):
-        return OpenTables(users, items, ds.dataset([str(file) for file in files], format="parquet"))
+    for table in TABLE_NAMES:
+        for sentence in name_left_out(list_table(path, table).left_out):
+            _warn_once(f"table {table}: {sentence}")
+    parts = table_parts(path, "interactions")
+    with _naming("interactions", parts[0].path):
+        return OpenTables(users, items, dataset_of(parts))
+
+
+@cache
+def _warn_once(sentence: str) -> None:
+    logger.warning("%s", sentence)
+
+
+def iter_column(path: Path, table: str, column: str) -> Iterator[pa.Array]:
+    """A required column of a table in batches, as it is stored. Raises TableError as `read_tables` does."""
+    for part in table_parts(path, table):
+        with _naming(table, part.path), part.open() as opened:
+            for finding in schema_findings(table, shown_path(part.path), opened.schema_arrow):
+                raise FaultyTable(finding)
+            yield from (batch.column(0) for batch in opened.iter_batches(columns=[column]))
+
+
+def iter_rows(path: Path, table: str) -> Iterator[pa.RecordBatch]:
+    """The rows of a Parquet file, or of a folder that is read as that of a table; a file that is not there has none.
+
+    Raises TableError, which names the file, where one cannot be read or has other columns than the first.
+    """
+    parts = [TablePart(path, table, {})] if path.is_file() else []
+    if path.is_dir():
+        listing = list_folder(path, table)
+        parts = typed_parts(listing.files, table)
+        for sentence in name_left_out(listing.left_out):
+            _warn_once(f"{path}: {sentence}")
+    first: pa.Schema | None = None
+    for part in parts:
+        with _naming(table, part.path), part.open() as opened:
+            first = first or opened.schema_arrow
+            if not opened.schema_arrow.equals(first):
+                own, other = (", ".join(f"{of.name} {of.type}" for of in it) for it in (opened.schema_arrow, first))
+                raise TableError(
+                    f"{part.path} has the columns {own}; {parts[0].path.name} beside it has {other}. Write the files "
+                    "of a folder with the same columns."
+                )
+            yield from opened.iter_batches()
 
 
 def only_chunk(column: pa.ChunkedArray) -> pa.Array:
@@ -249,7 +299,7 @@ def _coded(column: pa.ChunkedArray) -> pa.DictionaryArray:
 
 
 def _read_table(path: Path, name: str, cutoff: pa.Scalar | None) -> pa.Table:
-    parts = [_open_part(file, name, cutoff) for file in table_files(path, name)]
+    parts = [_open_part(part, name, cutoff) for part in table_parts(path, name)]
     columns = dict.fromkeys(column for part in parts for column in part.schema.names if role_of(name, column))
     for column in sorted(columns, key=lambda column: role_of(name, column) is not ID):  # they take most memory at first
         values = _read_column(parts, name, column)
@@ -264,7 +314,7 @@ def _read_table(path: Path, name: str, cutoff: pa.Scalar | None) -> pa.Table:
 class _Part:
     """A file of a table: which of its rows are kept; None: all."""
 
-    path: Path
+    file: TablePart
     metadata: pq.FileMetaData
     schema: pa.Schema
     kept: pa.Array | None
@@ -273,16 +323,16 @@ class _Part:
         """A column, as it is in the file; null where it has none."""
         if name not in self.schema.names:
             return pa.chunked_array([pa.nulls(self.metadata.num_rows if self.kept is None else self.kept.true_count)])
-        with pq.ParquetFile(self.path, metadata=self.metadata, pre_buffer=False) as opened:
-            values = opened.read([name])[name]
+        with self.file.open(self.metadata, pre_buffer=False) as opened:
+            values = opened.read(name)
         return values if self.kept is None else values.filter(self.kept)
 
 
-def _open_part(file: Path, name: str, cutoff: pa.Scalar | None) -> _Part:
-    with _naming(name, file):
-        with pq.ParquetFile(file) as opened:
+def _open_part(file: TablePart, name: str, cutoff: pa.Scalar | None) -> _Part:
+    with _naming(name, file.path):
+        with file.open() as opened:
             part = _Part(file, opened.metadata, opened.schema_arrow, None)
-        for finding in schema_findings(name, shown_path(file), part.schema):
+        for finding in schema_findings(name, shown_path(file.path), part.schema):
             raise FaultyTable(finding)
         column = "timestamp" if name == "interactions" else CREATED_AT
         if cutoff is None or column not in part.schema.names or pt.is_null(part.schema.field(column).type):
@@ -300,7 +350,7 @@ def _require_times(table: str, part: _Part, column: str, values: pa.ChunkedArray
             require_seconds(values)
         except pa.ArrowInvalid:
             findings = Findings()
-            IN_RANGE.check(table, column, shown_path(part.path), 0, values.combine_chunks(), findings)
+            IN_RANGE.check(table, column, shown_path(part.file.path), 0, values.combine_chunks(), findings)
             raise FaultyTable(findings.to_list()[0]) from None
 
 
@@ -308,7 +358,7 @@ def _read_column(parts: list[_Part], table: str, name: str) -> pa.ChunkedArray:
     """A column of all files in its plain type; text where none has a value."""
     values = []
     for part in parts:
-        with _naming(table, part.path):
+        with _naming(table, part.file.path):
             read = part.read(name)
             if role_of(table, name) in (TIME, CREATED):
                 _require_times(table, part, name, read)
@@ -326,21 +376,23 @@ def _read_column(parts: list[_Part], table: str, name: str) -> pa.ChunkedArray:
 def describe(path: Path | str | None) -> dict[str, dict]:
     """What the tables are, for the manifest's `inputs`: by table `path` in the folder, `num_rows`, and `sha256`.
 
-    The hash is of the file's contents; of several files, of their names and digests.
+    The hash is of the file's contents; of a folder, of the names of its files
+    and their digests.
     """
     path, described = tables_folder(path), {}
     for name in TABLE_NAMES:
-        files = table_files(path, name)
+        parts = table_parts(path, name)
         num_rows = 0
-        for file in files:
-            with _naming(name, file):
-                num_rows += pq.read_metadata(file).num_rows
-        source, sha256 = files[0], sha256_file(files[0])
-        if source.parent != path:
-            source = source.parent
-            lines = "".join(f"{sha256_file(file)}  {file.name}\n" for file in files)
-            sha256 = hashlib.sha256(lines.encode()).hexdigest()
-        described[name] = {"path": source.name, "num_rows": num_rows, "sha256": sha256}
+        for part in parts:
+            with _naming(name, part.path):
+                num_rows += pq.read_metadata(part.path).num_rows
+        top, *within = Path(parts[0].name_in(path)).parts
+        sha256 = sha256_file(parts[0].path)
+        if within:
+            names = (part.name_in(path).removeprefix(f"{top}/") for part in parts)
+            lines = (f"{sha256_file(part.path)}  {of_part}\n" for part, of_part in zip(parts, names, strict=True))
+            sha256 = hashlib.sha256("".join(lines).encode()).hexdigest()
+        described[name] = {"path": top, "num_rows": num_rows, "sha256": sha256}
     return described
 
 

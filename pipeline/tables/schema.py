@@ -4,9 +4,10 @@
     items         item_id, title, attributes..., created_at?
     interactions  user_id, item_id, timestamp, rating?, event?
 
-Each table is `<name>.parquet` or a folder `<name>/*.parquet`. Ids are strings or integers; an attribute is any scalar
-column, or a list of strings (a category path, broad to narrow). When read, columns take plain types: string, int64 ids,
-times in UTC, lists of strings. What a column may hold is said in `columns.py`.
+Each table is `<name>.parquet` or a folder `<name>/` of Parquet files, also in sub-folders and Hive partitions. Ids are
+strings or integers; an attribute is any scalar column, or a list of strings (a set, or a path such as a
+category's, broad to narrow). When read, columns take plain types: string, int64 ids, times in UTC, lists of strings.
+What a column may hold is said in `columns.py`, what a folder may hold in `layout.py`.
 """
 
 from pathlib import Path
@@ -18,7 +19,9 @@ import pyarrow.types as pt
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.storage.atomic import replaced_folders
 from laserbatch.pipeline.tables.fetched import local_tables, shown_path
-from laserbatch.pipeline.tables.findings import FaultyTable, Finding
+from laserbatch.pipeline.tables.findings import FaultyTable, Finding, unreadable
+from laserbatch.pipeline.tables.layout import ListedFile, Listing, list_folder, name_left_out
+from laserbatch.pipeline.tables.parts import TablePart, typed_parts
 
 TABLE_NAMES = ("users", "items", "interactions")
 ENTITY_TABLES = {"user": "users", "item": "items"}  # side -> table
@@ -63,28 +66,42 @@ def require_only_tables(folder: Path) -> None:
         raise TableError(f"{folder} holds {shown}; only tables are replaced. Give another folder, or move them away.")
 
 
-def table_files(root: Path | str, table: str) -> list[Path]:
-    """The Parquet files of a table, in name order; of a URI local copies.
+def list_table(root: Path | str, table: str) -> Listing:
+    """The Parquet files of a table, of a URI local copies, and the files of its folder that are left out.
 
-    Raises FaultyTable where there is neither `<table>.parquet` nor a folder `<table>` with Parquet files, or both.
+    Raises FaultyTable where there is neither `<table>.parquet` nor a folder `<table>` with Parquet files, or both, and
+    as `list_folder` does.
     """
     root = local_tables(root, TABLE_NAMES)
     file, folder = root / f"{table}.parquet", root / table
-    if file.is_dir():  # Spark and others make a folder named users.parquet
-        folder = file
-    parts = sorted(path for path in folder.glob("*.parquet") if not path.name.startswith((".", "_")))
-    if file.is_file():
-        if parts:
-            found = f"both {shown_path(file)} and {shown_path(folder)} are there"
-            raise FaultyTable(Finding("missing-table", table, found, "one of them", "remove the other"))
-        return [file]
-    if not parts:
-        found = f"{shown_path(folder)} holds no .parquet files" if folder.is_dir() else "the table is missing"
+    # Spark and others make a folder named users.parquet.
+    folders = [path for path in (folder, file) if path.is_dir()]
+    others = [root / f"{name}{suffix}" for name in TABLE_NAMES if name != table for suffix in ("", ".parquet")]
+    siblings = [other for other in others if other.is_dir()]
+    try:
+        listings = [list_folder(path, table, siblings=siblings) for path in folders]
+    except OSError as error:
+        raise FaultyTable(unreadable(table, shown_path(folders[0]), error)) from None
+    with_rows = [Listing([ListedFile(file)], {})] if file.is_file() else []
+    with_rows += [listing for listing in listings if listing.files]
+    if len(with_rows) > 1:
+        found = f"both {shown_path(file)} and {shown_path(folder)} are there"
+        raise FaultyTable(Finding("missing-table", table, found, "one of them", "remove the other"))
+    if not with_rows:
+        found = f"{shown_path(folders[-1])} holds no .parquet files" if folders else "the table is missing"
+        if not folders and (near := sorted(path.name for path in root.glob(f"*{table}*"))):
+            found += f"; like it are named {', '.join(near)}"
+        found = "; ".join([found, *(text for listing in listings for text in name_left_out(listing.left_out))])
         at = shown_path(root / table)
         expected = f"{at}.parquet or {at}/*.parquet"
         advice = "write it there, or make it with `laserbatch data import`"
         raise FaultyTable(Finding("missing-table", table, found, expected, advice))
-    return parts
+    return with_rows[0]
+
+
+def table_parts(root: Path | str, table: str) -> list[TablePart]:
+    """The Parquet files of a table with the columns of their folders. Raises FaultyTable as `list_table` does."""
+    return typed_parts(list_table(root, table).files, table)
 
 
 def attribute_columns(schema: pa.Schema, table: str) -> list[str]:

@@ -133,7 +133,7 @@ class CsvFormat(Strict):
 class SourceFiles(Strict):
     """The files of one table: Parquet by their suffix, anything else is read as CSV."""
 
-    files: str  # a name or a pattern inside the source folder
+    files: str  # a file, a folder (all its files with rows, sub-folders too) or a pattern, inside the source folder
     csv: CsvFormat = CsvFormat()
     delimiter: str | None = Field(None, min_length=1)  # short for `csv.delimiter`
     encoding: Encoding | None = None  # short for `csv.encoding`
@@ -208,3 +208,8 @@ class ImportMapping(Strict):
     users: EntityMapping | None = None
     items: ItemMapping
     interactions: InteractionMapping
+
+    def tables(self) -> dict[str, SourceFiles]:
+        """By table, the part of the mapping that says how it is made."""
+        parts = {"users": self.users, "items": self.items, "interactions": self.interactions}
+        return {table: part for table, part in parts.items() if part is not None}

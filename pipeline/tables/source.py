@@ -3,46 +3,35 @@
 What cannot be had is named with file, column, row and value.
 """
 
-import codecs
-import csv
-import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.csv as pacsv
-import pyarrow.parquet as pq
 import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError, first_line
 from laserbatch.pipeline.tables.columns import ATTRIBUTE, ID
-from laserbatch.pipeline.tables.findings import shown_value
-from laserbatch.pipeline.tables.schema import (
-    EARLIEST_S,
-    LATEST_S,
-    PATH_TYPE,
-    TIMESTAMP_TYPE,
-    UNITS_PER_SECOND,
-    id_type,
-    plain_column,
-    plain_type,
+from laserbatch.pipeline.tables.conversion import (
+    NO_TEXT,
+    ConversionFault,
+    to_path,
+    to_time,
+    to_type,
+    whole_numbers,
+    without_exponents,
 )
-from laserbatch.pipeline.tables.schema import timestamps as known_times
-from laserbatch.pipeline.tables.settings import CsvFormat, SourceColumn, SourceFiles, SourceTime
-from laserbatch.pipeline.tables.time_formats import ZONES_EXPECTED, parse_times
+from laserbatch.pipeline.tables.csv_files import read_csv
+from laserbatch.pipeline.tables.fetched import shown_path
+from laserbatch.pipeline.tables.layout import Listing, is_parquet, list_pattern, name_left_out
+from laserbatch.pipeline.tables.parts import TablePart, typed_parts
+from laserbatch.pipeline.tables.schema import PATH_TYPE, id_type, plain_type
+from laserbatch.pipeline.tables.settings import SourceColumn, SourceFiles, SourceTime
 from laserbatch.pipeline.validation import nearest
 
 BATCH_ROWS = 128 * 1024
 _TYPES = {"string": pa.string(), "int64": pa.int64(), "float64": pa.float64(), "bool": pa.bool_()}
-_EXPECTED = {pa.int64(): "an integer below 2**63", pa.float64(): "a number", pa.bool_(): "true or false"}
-_ZONE_PATTERN = r":\d{2}(\.\d+)?\s*(Z|[+-]\d{2}(:?\d{2})?)$"
-ALL_UNITS = f"{', '.join(UNITS_PER_SECOND)}, iso, or a format like %d/%m/%Y"
-MAX_EXACT = {pa.float16(): 2**11, pa.float32(): 2**24, pa.float64(): 2**53}  # whole numbers that floats hold exactly
-_NO_TEXT = pa.scalar(None, pa.string())
 
 
 @dataclass(frozen=True)
@@ -67,7 +56,7 @@ class SourceBatch:
         stored = plain_type(column.type)
         is_long = pt.is_decimal(stored) and stored.scale == 0 and wanted == "string"  # it may have 38 digits
         if (pt.is_floating(stored) or pt.is_decimal(stored)) and not is_long:  # pandas has floats where one is missing
-            whole = self._converted(name, _whole_numbers)
+            whole = self._converted(name, whole_numbers)
             return whole.cast(pa.string()) if wanted == "string" else whole
         kind = _TYPES[wanted] if wanted != "keep" else id_type(column.type)
         if kind is None:
@@ -75,7 +64,7 @@ class SourceBatch:
                 f"{self.file}, column {name}: ids of type {column.type}; expected {ID.expected}. Set `ids` in the "
                 "mapping to what they shall become, string or int64."
             )
-        return self._converted(name, lambda values: _without_exponents(to_type(values, kind)))
+        return self._converted(name, lambda values: without_exponents(to_type(values, kind)))
 
     def attribute(self, wanted: SourceColumn) -> pa.Array:
         """A column as the mapping of an attribute says."""
@@ -95,7 +84,7 @@ class SourceBatch:
             if wanted.null_values or wanted.words:
                 codes, words, nulls = list(wanted.words), list(wanted.words.values()), wanted.null_values
                 values = pc.utf8_trim_whitespace(to_type(values, pa.string()))
-                values = pc.if_else(pc.is_in(values, pa.array(nulls, pa.string())), _NO_TEXT, values)
+                values = pc.if_else(pc.is_in(values, pa.array(nulls, pa.string())), NO_TEXT, values)
                 found = pc.index_in(values, pa.array(codes, pa.string()))
                 values = pc.coalesce(pa.array(words, pa.string()).take(found), values)
             return to_path(values, wanted.separator) if wanted.separator is not None else to_type(values, kind)
@@ -132,271 +121,44 @@ class SourceBatch:
             raise TableError(f"{self.file}, column {name}: {error}. Correct the mapping of this column.") from None
 
 
-def source_files(files: SourceFiles, source: Path) -> list[Path]:
-    """The files that a part of a mapping names, in name order."""
-    return sorted(path for path in source.glob(files.files) if path.is_file())
+def list_source(files: SourceFiles, source: Path, table: str) -> Listing:
+    """The files that a part of a mapping names, in name order. Raises TableError as `list_pattern` does."""
+    return list_pattern(source, files.files, table)
 
 
 def read_source(
     files: SourceFiles, source: Path, table: str, note: Callable[[str], object] = lambda text: None
 ) -> Iterator[SourceBatch]:
-    """The rows of a table's source files, in name order. Raises TableError for a file that is not there or not one.
+    """The rows of a table's source files, in name order, with the columns that the names of their folders hold.
 
     `note` is called with what the quotes of a CSV file leave in doubt: fields over several lines, quotes kept as text.
+    Raises TableError for a file that is not there or not one, or whose writer has not finished.
     """
-    paths = source_files(files, source)
-    if not paths:
+    listing = list_source(files, source, table)
+    if not listing.files:
         found = f"no file {source / files.files}" if source.is_dir() else f"{source} is not a folder"
+        found = "; ".join([found, *name_left_out(listing.left_out)])
         raise TableError(f"table {table}: {found}; expected a folder with what `files` in the mapping names.")
-    for path in paths:
-        first_row = 0
+    is_csv = {file.path: not is_parquet(file.path) for file in listing.files}
+    for part in typed_parts(listing.files, table, as_text=any(is_csv.values())):
+        first_row, path = 0, Path(shown_path(part.path))
         try:
-            for rows in _parquet(path) if path.suffix == ".parquet" else _csv(path, files, note):
+            for rows in _csv(part, files, note) if is_csv[part.path] else part.open().iter_batches(BATCH_ROWS):
                 if rows.num_rows:
                     yield SourceBatch(path, first_row, rows)
                     first_row += rows.num_rows
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            advice = (
+                "Check `csv` (`delimiter`, `quote`, `escape`, `encoding`) and `column_names` in the mapping, and that "
+                "every quote is closed."
+            )
             raise TableError(
-                f"{path} cannot be read: {first_line(error)}. Check `csv` (`delimiter`, `quote`, `escape`, "
-                "`encoding`) and `column_names` in the mapping, and that every quote is closed."
+                f"{path} cannot be read: {first_line(error)}. {advice if is_csv[part.path] else 'Write it again.'}"
             ) from None
 
 
-def _parquet(path: Path) -> Iterator[pa.RecordBatch]:
-    with pq.ParquetFile(path) as file:
-        yield from file.iter_batches(BATCH_ROWS)
-
-
-def _csv(path: Path, files: SourceFiles, note: Callable[[str], object]) -> Iterator[pa.RecordBatch]:
-    """A CSV as text columns: nothing is guessed, so the zip code 01234 stays one."""
-    form = files.csv_format(path)
-    delimiter = form.delimiter
-    is_long = len(delimiter) > 1  # MovieLens' `::`
-    if is_long:
-        with pa.input_stream(str(path)) as raw:
-            held = pa.py_buffer(raw.read().replace(delimiter.encode(form.encoding), b"\x1f"))
-        delimiter = "\x1f"
-
-    def opened() -> pa.NativeFile:
-        return pa.BufferReader(held) if is_long else pa.input_stream(str(path))
-
-    form = form.model_copy(update={"delimiter": delimiter})
-    names = files.column_names
-    if names is None:
-        with _lines(opened(), form.encoding) as lines:
-            names = next(_python_reader(lines, form), [])
-    read = pacsv.ReadOptions(encoding=form.encoding, column_names=files.column_names)
-    parse = pacsv.ParseOptions(
-        delimiter=delimiter,
-        quote_char=form.quote or False,
-        escape_char=form.escape or False,
-        newlines_in_values=bool(form.quote or form.escape),
-    )
-    text = pacsv.ConvertOptions(
-        column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=True, null_values=["", *form.null_values]
-    )
-    over_lines, with_quotes = _Doubt(), _Doubt()
-    num_rows, last = 0, None
-    with pacsv.open_csv(opened(), read_options=read, parse_options=parse, convert_options=text) as reader:
-        for rows in reader:
-            for name, column in zip(rows.schema.names, rows.columns, strict=True):
-                if form.quote:
-                    over_lines.add(name, num_rows, column, r"[\r\n]")
-                elif not is_long:
-                    with_quotes.add(name, num_rows, column, r'(?s)^".*"$')
-            num_rows, last = num_rows + rows.num_rows, rows if rows.num_rows else last
-            yield rows
-    if over_lines.num:
-        _require_closed_quote(path, form, num_rows - 1, last)
-        _require_sound_quotes(path, form)
-        note(
-            f"{path}: {over_lines.num:,} quoted field{'s' * (over_lines.num > 1)} over several lines, "
-            f"{over_lines.shown()}. If quotes are plain text in this file, set `csv: {{quote: null}}` in the mapping."
-        )
-    if with_quotes.num:
-        note(
-            f"{path}: {with_quotes.num:,} field{'s' * (with_quotes.num > 1)} in quotes, which were kept as text, "
-            f"{with_quotes.shown()}. If the quotes enclose fields, set `csv: {{quote: '\"'}}` in the mapping."
-        )
-
-
-@dataclass
-class _Doubt:
-    """How many fields of a file look like something, and the first of them."""
-
-    num: int = 0
-    first: tuple[str, int, str] = ("", 0, "")  # column, row, value
-
-    def add(self, name: str, first_row: int, column: pa.Array, pattern: str) -> None:
-        """Count the fields of a column that match a pattern."""
-        is_match = pc.fill_null(pc.match_substring_regex(column, pattern), False)
-        if is_match.true_count:
-            row = pc.index(is_match, True).as_py()
-            if not self.num or first_row + row < self.first[1]:
-                self.first = (name, first_row + row, column[row].as_py())
-            self.num += is_match.true_count
-
-    def shown(self) -> str:
-        """Where the first one is, and how it begins."""
-        name, row, value = self.first
-        return f"first in column {name}, row {row}: {value[:60]!r}{' ...' * (len(value) > 60)}"
-
-
-def _require_closed_quote(path: Path, form: CsvFormat, row: int, last: pa.RecordBatch) -> None:
-    """Refuse a file whose last value begins with a quote and holds all lines that follow: Arrow takes it as it is."""
-    value = last.column(last.num_columns - 1)[-1].as_py() if last.num_columns else None
-    if value is None or "\n" not in value:
-        return
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 64))
-        tail = file.read().decode(form.encoding, errors="ignore").rstrip("\r\n")
-    if not tail.endswith(form.quote):
-        raise TableError(
-            f"{path}, column {last.schema.names[-1]}, row {row}: the quote before {value[:40]!r} is never closed, so "
-            "the rows behind it are part of it; close it, or double it where it is meant"
-        )
-
-
-def _require_sound_quotes(path: Path, form: CsvFormat) -> None:
-    """Refuse a file in which a field goes on after its closing quote: the quote before it was probably plain text."""
-    limit = csv.field_size_limit(2**31 - 1)
-    try:
-        with _lines(pa.input_stream(str(path)), form.encoding) as lines:
-            reader, before = _python_reader(lines, form), 0
-            try:
-                for _ in reader:
-                    before = reader.line_num
-            except csv.Error as error:
-                raise TableError(
-                    f"{path}, line {before + 1}: a field in quotes goes on after its closing quote ({error}). "
-                    "Double each quote that is part of a text, or, if quotes are plain text in this file, set "
-                    "`csv: {quote: null}` in the mapping."
-                ) from None
-    finally:
-        csv.field_size_limit(limit)
-
-
-def _lines(raw: pa.NativeFile, encoding: str) -> io.TextIOWrapper:
-    if codecs.lookup(encoding).name == "utf-8":
-        encoding = "utf-8-sig"  # what Excel writes begins with a mark that is part of no name
-    return io.TextIOWrapper(raw, encoding=encoding, newline="")
-
-
-def _python_reader(lines: io.TextIOWrapper, form: CsvFormat) -> Any:
-    """Python's reader of the same format, which is slow, and strict about quotes."""
-    quoting = csv.QUOTE_MINIMAL if form.quote else csv.QUOTE_NONE
-    return csv.reader(
-        lines, delimiter=form.delimiter, quotechar=form.quote, escapechar=form.escape, quoting=quoting, strict=True
-    )
-
-
-class ConversionFault(Exception):
-    """A value of a column, by its row within it, is not what was expected."""
-
-    def __init__(self, row: int, value: object, expected: str) -> None:
-        super().__init__(f"row {row}: {value!r} is not {expected}")
-        self.row, self.value, self.expected = row, value, expected
-
-
-def to_type(column: pa.Array, kind: pa.DataType, expected: str | None = None) -> pa.Array:
-    """The column as int64, float64, bool or string; text is trimmed before. ConversionFault for "12a" and the like."""
-    column = plain_column(column)  # pandas writes a missing integer as NaN, which is null here
-    if column.type == kind:
-        return column
-    trimmed = pc.utf8_trim_whitespace(column) if column.type == pa.string() else column
-    return _each(trimmed, column, lambda values: values.cast(kind), expected or _EXPECTED.get(kind, f"a {kind}"))
-
-
-def _whole_numbers(column: pa.Array) -> pa.Array:
-    """Ids that are floats or decimals as int64; ConversionFault for one with a fraction, or too large to be exact."""
-    column = plain_column(column)
-
-    def convert(values: pa.Array) -> pa.Array:
-        whole = values.cast(pa.int64())
-        if pt.is_floating(values.type) and pc.any(pc.greater(pc.abs(whole), MAX_EXACT[values.type])).as_py():
-            raise pa.ArrowInvalid("not exact")
-        return whole
-
-    limit = f" of at most {MAX_EXACT[column.type]:,}, which floats hold exactly" if pt.is_floating(column.type) else ""
-    return _each(column, column, convert, f"an id: a whole number{limit}, or text; export larger ids as text")
-
-
-def _without_exponents(ids: pa.Array) -> pa.Array:
-    """The ids; ConversionFault for text such as 1.23e+11, which a spreadsheet makes of a long number."""
-    if ids.type == pa.string():
-        is_cut = pc.fill_null(pc.match_substring_regex(ids, r"^\s*\d\.\d+[eE]\+\d+\s*$"), False)
-        if is_cut.true_count:
-            row = pc.index(is_cut, True).as_py()
-            raise ConversionFault(row, ids[row].as_py(), "an id with all of its digits; export the column as text")
-    return ids
-
-
-def to_path(column: pa.Array, separator: str) -> pa.Array:
-    """Text split at a separator into list<string>; parts are trimmed and empty ones left out. Null stays null."""
-    text = to_type(column, pa.string())
-    parts = pc.split_pattern(text, separator)
-    trimmed, rows = pc.utf8_trim_whitespace(pc.list_flatten(parts)), pc.list_parent_indices(parts)
-    is_kept = pc.not_equal(trimmed, "")
-    num_parts = np.bincount(rows.filter(is_kept).to_numpy(), minlength=len(text))
-    offsets = pa.array(np.concatenate([[0], np.cumsum(num_parts)]), pa.int32())
-    return pa.ListArray.from_arrays(offsets, trimmed.filter(is_kept), mask=pc.is_null(text))
-
-
-def to_time(column: pa.Array, unit: str) -> pa.Array:
-    """The column as timestamp[us, UTC]; ConversionFault for what cannot be read so.
-
-    Timestamps and dates are taken as they are; numbers, and text that holds numbers, count `unit`s ("s", "ms", "us",
-    "ns") since 1970; "iso" is text like 2024-05-31T23:59:00Z (no zone: UTC); else `unit` is a strptime format, as
-    `time_formats` reads it.
-    """
-    column = plain_column(column)
-    if pt.is_timestamp(column.type) or pt.is_date(column.type):
-        return _each(column, column, known_times, "a time that 64 bits of microseconds hold")
-    if unit in UNITS_PER_SECOND:
-        expected = f"a time between 1900 and 2200 in {unit} since 1970, or another `unit`: {ALL_UNITS}"
-        numbers = to_type(column, pa.float64() if _has_fractions(column) else pa.int64(), expected)
-        return _each(numbers, column, lambda values: _from_epoch(values, unit), expected)
-    text = pc.utf8_trim_whitespace(to_type(column, pa.string()))
-    if unit == "iso":
-        return _each(text, column, _from_iso, "an ISO 8601 time such as 2024-05-31T23:59:00Z")
-    zone = f", {ZONES_EXPECTED}" if "%z" in unit.lower() else ""
-    expected = f"an existing day and time of the form {unit}{zone}"
-    return _each(text, column, lambda values: parse_times(values, unit), expected)
-
-
-def _has_fractions(column: pa.Array) -> bool:
-    if column.type == pa.string():
-        return bool(pc.any(pc.match_substring(column, ".")).as_py())
-    return not pt.is_integer(column.type)
-
-
-def _from_epoch(values: pa.Array, unit: str) -> pa.Array:
-    seconds = pc.divide(values.cast(pa.float64(), safe=False), float(UNITS_PER_SECOND[unit]))
-    if pc.any(pc.or_(pc.less(seconds, EARLIEST_S), pc.greater(seconds, LATEST_S))).as_py():
-        raise pa.ArrowInvalid("out of range")
-    if pt.is_floating(values.type):
-        return pc.round(pc.multiply(values, 1e6 / UNITS_PER_SECOND[unit])).cast(pa.int64()).cast(TIMESTAMP_TYPE)
-    return values.cast(pa.timestamp(unit, tz="UTC")).cast(TIMESTAMP_TYPE, safe=unit != "ns")
-
-
-def _from_iso(values: pa.Array) -> pa.Array:
-    has_zone = pc.match_substring_regex(values, _ZONE_PATTERN)
-    zoned = pc.if_else(has_zone, values, _NO_TEXT).cast(TIMESTAMP_TYPE)
-    local = pc.if_else(has_zone, _NO_TEXT, values).cast(pa.timestamp("us"))
-    return pc.coalesce(zoned, local.cast(TIMESTAMP_TYPE))
-
-
-def _each(column: pa.Array, shown: pa.Array, convert: Callable[[pa.Array], pa.Array], expected: str) -> pa.Array:
-    """Convert a column at once; when that fails, find the first row that does by halving."""
-    try:
-        return convert(column)
-    except pa.ArrowInvalid:
-        start, length = 0, len(column)
-        while length > 1:
-            half = length // 2
-            try:
-                convert(column.slice(start, half))
-                start, length = start + half, length - half
-            except pa.ArrowInvalid:
-                length = half
-        raise ConversionFault(start, shown_value(shown[start]), expected) from None
+def _csv(part: TablePart, files: SourceFiles, note: Callable[[str], object]) -> Iterator[pa.RecordBatch]:
+    first_row = 0
+    for rows in read_csv(part.path, files, note):
+        yield part.with_partitions(rows, first_row, part.schema_of(rows.schema).names)
+        first_row += rows.num_rows

@@ -79,8 +79,8 @@ class AttributeColumn:
 def choose_columns(entities: pa.Table, names: Sequence[str] | None) -> tuple[AttributeColumn, ...]:
     """Columns to split by, in order: those named, or a guess.
 
-    The guess: category paths (lists) in table order; then text and boolean columns of 2 to 256 values (and at least 4
-    rows a value), fewest values first; then numbers. Ids, titles and dates are never guessed.
+    The guess: category paths (lists) in the order of their names; then text and boolean columns of 2 to 256 values (and
+    at least 4 rows a value), fewest values first; then numbers by name. Ids, titles and dates are never guessed.
 
     Raises
     ------
@@ -105,7 +105,7 @@ def tokens_of(columns: Sequence[AttributeColumn], attributes: dict[str, object])
 def _guess(entities: pa.Table) -> list[tuple[str, Kind]]:
     found: dict[str, list[str]] = {"path": [], "value": [], "number": []}
     num_values: dict[str, int] = {}
-    for name in entities.column_names:
+    for name in sorted(entities.column_names):
         kind = None if name in NEVER_GUESSED else _kind(entities[name].type)
         if kind == "value":
             num_values[name] = pc.count_distinct(_plain(entities[name])).as_py()

@@ -51,14 +51,12 @@ def compile_kernel(kernel, architecture: int, dtype: str, **constants) -> Compil
 
 
 def main() -> None:
-    cases = (
-        (1, False, 16, 128, torch.bfloat16),
-        (4, True, 64, 128, torch.bfloat16),
-        (4, True, 64, 256, torch.bfloat16),
-        (4, True, 16, 128, torch.float32),
-    )
-    for architecture in (80, 90):
-        for num_parts, has_more, rows, dim, dtype in cases:
+    cases = {
+        80: ((1, False, 16, 128, torch.bfloat16), (4, True, 64, 256, torch.bfloat16)),
+        90: ((4, True, 64, 128, torch.bfloat16), (4, True, 16, 128, torch.float32)),
+    }
+    for architecture, shapes in cases.items():
+        for num_parts, has_more, rows, dim, dtype in shapes:
             compiled = compile_kernel(
                 attend,
                 architecture,
@@ -80,15 +78,15 @@ def main() -> None:
             shared_bytes = compiled.metadata.shared
             assert shared_bytes <= SHARED_BYTES[architecture], f"{shared_bytes} bytes of shared memory at width {dim}"
             print(f"attend sm_{architecture} {dtype} {len(compiled.asm['cubin'])} bytes, {shared_bytes} shared")
-        others = (
-            (combine, {"NUM_PARTS": 4, "HEADS": 8, "HAS_SINKS": True, "VALUE_DIM": 128, "VALUE_BLOCK": 128}),
-            (rms_norm, {"SIZE": 4096, "BLOCK": 4096, "HAS_UPDATE": True, "NORMS_UPDATE": True, "ADDS_ONE": True}),
-            (rotate_and_store, {"HEAD_DIM": 128, "HALF_BLOCK": 64, "HEADS": 4, "HAS_NORM": True, "ADDS_ONE": False}),
-            (gate, {"SIZE": 14336, "BLOCK": 1024, "IS_GELU": True}),
-        )
-        for kernel, constants in others:
-            compiled = compile_kernel(kernel, architecture, "bf16", **constants)
-            print(f"{kernel.__name__} sm_{architecture} {len(compiled.asm['cubin'])} bytes")
+    others = (
+        (combine, {"NUM_PARTS": 4, "HEADS": 8, "HAS_SINKS": True, "VALUE_DIM": 128, "VALUE_BLOCK": 128}),
+        (rms_norm, {"SIZE": 4096, "BLOCK": 4096, "HAS_UPDATE": True, "NORMS_UPDATE": True, "ADDS_ONE": True}),
+        (rotate_and_store, {"HEAD_DIM": 128, "HALF_BLOCK": 64, "HEADS": 4, "HAS_NORM": True, "ADDS_ONE": False}),
+        (gate, {"SIZE": 14336, "BLOCK": 1024, "IS_GELU": True}),
+    )
+    for kernel, constants in others:
+        compiled = compile_kernel(kernel, architecture, "bf16", **constants)
+        print(f"{kernel.__name__} sm_{architecture} {len(compiled.asm['cubin'])} bytes")
 
 
 if __name__ == "__main__":

@@ -92,12 +92,18 @@ def buffered_runner(model, attention, kind=BufferedForward, captures=False) -> M
     return runner
 
 
-def assert_equal_logits(runners: list[ModelRunner], num_steps: int = 5, seed: int = 0, tolerance: float = 1e-5) -> None:
+def assert_equal_logits(
+    runners: list[ModelRunner],
+    num_steps: int = 5,
+    seed: int = 0,
+    tolerance: float = 1e-5,
+    lengths: tuple[int, ...] = (3, 14, 8),
+) -> None:
     """The same feeds to all runners: prompts in parts, trees, sequences that end and begin."""
     rng = np.random.default_rng(seed)
     pending: dict[int, list[int]] = {}
     for step in range(num_steps):
-        for length in (3, 14, 8)[: 3 if step == 0 else int(step % 3 == 1)]:
+        for length in lengths[: None if step == 0 else int(step % 3 == 1)]:
             prompt = rng.integers(0, VOCAB, length).astype(np.int32)
             (row,) = {runner.cache.acquire(prompt, 60).row for runner in runners}
             pending[row] = prompt[-(length - int(runners[0].cache.lengths[row])) :].tolist()

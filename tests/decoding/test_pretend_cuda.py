@@ -128,7 +128,7 @@ def test_attention_without_a_kernel_waits_once_too():
 @pytest.mark.parametrize("kind", ["small", "eagle"])
 def test_what_small_models_draft_is_computed_by_graphs_that_wait_once_a_level(kind, tmp_path):
     """Each level of a tree is a forward of the draft model, and its likeliest tokens come to the host."""
-    model, prompts, num_new, length = tiny_model(), tiny_prompts(2), 10, 3
+    model, prompts, num_new, length = tiny_model(), tiny_prompts(2), 6, 2
     expected = plain_texts(model, prompts, num_new)
     small = like(model, 0.15)
     settings = {"verifier": "greedy", "drafters": (), "draft_width": 2, "draft_length": length}

@@ -82,16 +82,19 @@ def test_wrong_options_and_pools_of_another_tokenizer_are_refused(tmp_path):
         TextWriter("sample", tmp_path, device="cpu")
 
 
-@pytest.mark.ray
-def test_under_ray_data_as_the_page_has_it(plain, pools):
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)[:1]
+@pytest.fixture(scope="module")
+def cluster():
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
-    try:
-        scope = {"POOLS": str(pools), "MODEL": "sample", "PROMPTS": PROMPTS}
-        exec(compile(code, str(PAGE), "exec"), scope)
-        texts = {row["prompt"]: row["text"] for row in scope["rows"]}
-    finally:
-        ray.shutdown()
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.ray
+def test_under_ray_data_as_the_page_has_it(plain, pools, cluster):
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)[:1]
+    scope = {"POOLS": str(pools), "MODEL": "sample", "PROMPTS": PROMPTS}
+    exec(compile(code, str(PAGE), "exec"), scope)
+    texts = {row["prompt"]: row["text"] for row in scope["rows"]}
     assert [texts[prompt] for prompt in PROMPTS] == [text for *_, text in plain]
 
 
@@ -111,8 +114,7 @@ def lost_device(*_):
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_an_actor_whose_gpu_is_lost_ends_and_another_writes_its_batch(plain, tmp_path):
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+def test_an_actor_whose_gpu_is_lost_ends_and_another_writes_its_batch(plain, tmp_path, cluster):
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     try:
         written = ray.data.from_items([{"prompt": prompt} for prompt in PROMPTS]).map_batches(
@@ -124,7 +126,6 @@ def test_an_actor_whose_gpu_is_lost_ends_and_another_writes_its_batch(plain, tmp
         texts = {row["prompt"]: row["text"] for row in written.take_all()}
     finally:
         cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-        ray.shutdown()
     assert (tmp_path / "ended").exists()
     assert [texts[prompt] for prompt in PROMPTS] == [text for *_, text in plain]
 

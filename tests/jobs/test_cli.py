@@ -272,6 +272,7 @@ def test_init_guesses_a_mapping_that_imports(tmp_path, run):
     assert done.returncode == 0, done.stderr
     mapping = yaml.safe_load((tmp_path / "mapping.yaml").read_text())
     assert mapping["items"]["attributes"]["category"] == {"column": "category", "separator": " > "}
+    assert load_settings(tmp_path / "night.yaml").knowledge.paths == ("category",)
     imported = run("data", "import", str(source), str(tmp_path / "tables"), "--mapping", str(tmp_path / "mapping.yaml"))
     assert imported.returncode == 0, imported.stderr
     items = pq.read_table(tmp_path / "tables" / "items.parquet")

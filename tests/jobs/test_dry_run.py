@@ -1,7 +1,10 @@
 """`nightly --dry-run`: the plan of a night by reason, and what it would take, with nothing written."""
 
 import json
+import shutil
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from night_world import run_here
@@ -51,3 +54,42 @@ def test_a_dry_run_tells_who_would_be_written_and_why_and_writes_nothing(folder,
         empty["users"]["reasons"] == {"new": 6} and empty["predicted_hours"] is None and not (folder / "none").exists()
     )
     assert WHO not in json.dumps(told)
+
+
+def test_a_column_that_changed_for_most_is_named_and_the_order_of_columns_says_nothing(folder, capfd):  # noqa: F811
+    path = folder / "tables" / "items.parquet"
+    items = pq.read_table(path)
+    changed = {
+        "another order": (items.select(items.column_names[::-1]), None),
+        "a new column": (items.append_column("price", pa.array([1.5, 2.0, 3.0])), {"price": "is new (3 of 3 items)"}),
+        "a new name": (
+            items.rename_columns(["genre" if name == "category" else name for name in items.column_names]),
+            {"genre": "was called category (3 of 3 items)"},
+        ),
+    }
+    for table, expected in changed.values():
+        pq.write_table(table, path)
+        done = run_here(capfd, "nightly", "--config", str(folder / "laserbatch.yaml"), "--date", "2025-03-04",
+                        "--dry-run", "--json")  # fmt: skip
+        told = json.loads(done.stdout)["items"]
+        assert (told["num_to_write"], told.get("changed_columns")) == (3 if expected else 0, expected)
+        for name, what in (expected or {}).items():
+            assert f"WARNING: items: {name} {what}" in done.stderr and "`exclude`" in done.stderr
+        assert "by other rules" not in done.stderr
+
+
+def test_texts_of_prompts_by_earlier_rules_are_said_to_be_written_once(folder, capfd):  # noqa: F811
+    for path in (folder / "workspace" / "runs").glob("*/manifest.json"):
+        told = json.loads(path.read_text())
+        assert told.pop("value_rules") == 2
+        told["asked"]["item"]["template"] = "brief_item@0"
+        path.write_text(json.dumps(told))
+    done = run_here(capfd, "nightly", "--config", str(folder / "laserbatch.yaml"), "--date", "2025-03-04", "--dry-run")
+    assert "writes values into prompts by other rules than that of 2025-03-02" in done.stderr
+    assert "items are asked by the template brief_item@1, in 2025-03-02" in done.stderr
+    for plan in (folder / "workspace" / "runs").glob("*/plan/item"):
+        shutil.rmtree(plan)
+    items = pq.read_table(folder / "tables" / "items.parquet")
+    pq.write_table(items.append_column("price", pa.array([1.5, 2.0, 3.0])), folder / "tables" / "items.parquet")
+    done = run_here(capfd, "nightly", "--config", str(folder / "laserbatch.yaml"), "--date", "2025-03-04", "--dry-run")
+    assert "items: how their attributes changed is not known" in done.stderr and done.returncode == 0

@@ -10,9 +10,11 @@ import yaml
 from laserbatch.jobs.commands.init import init
 from laserbatch.jobs.settings import Settings, load_settings
 from laserbatch.jobs.stages.inputs import needs_a_model
+from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.histories import labels_of
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.tables.guess import guess_mapping, read_sources
 from laserbatch.pipeline.tables.mapping import import_mapped, load_mapping
 from laserbatch.pipeline.tables.read import read_tables
 
@@ -46,7 +48,7 @@ def test_a_job_board_is_guessed_with_its_types_and_clicks(job_board, tmp_path, c
     words = settings.knowledge.words
     assert (words.user, words.item, words.items, words.collection) == ("applicant", "job", "jobs", "job board")
     assert "Seniority" in settings.knowledge.user_factors and "employer" in settings.knowledge.item_factors
-    assert "    item: job  # guessed\n" in (tmp_path / "night.yaml").read_text()
+    assert "    item: job  # guessed: from the names of files and columns\n" in (tmp_path / "night.yaml").read_text()
 
 
 def test_events_of_text_are_guessed_and_the_strongest_is_the_positive(tmp_path, capsys):
@@ -69,7 +71,9 @@ def test_events_of_text_are_guessed_and_the_strongest_is_the_positive(tmp_path, 
     ("columns", "label"),
     [({}, "all"), ({"event": ["play", "play"]}, "all"), ({"event": ["view", "cart"]}, "event == 'cart'"),
      ({"event": ["auf", "ab"]}, "all"), ({"rating": [1, 1]}, "all"), ({"rating": [0, 1]}, "rating >= 1"),
-     ({"rating": [3, 5], "event": ["view", "buy"]}, "rating >= 4")],
+     ({"rating": [3, 5], "event": ["view", "buy"]}, "rating >= 4"), ({"rating": [1, 10]}, "rating >= 8"),
+     ({"rating": [0, 100]}, "rating >= 75"), ({"rating": [-1, 1]}, "rating >= 1"),
+     ({"rating": [0.5, 5]}, "rating >= 4")],
 )  # fmt: skip
 def test_what_is_positive_is_guessed_of_tables_in_the_schema(tmp_path, capsys, columns, label):
     folder = tmp_path / "tables"
@@ -124,3 +128,140 @@ def test_the_bundled_model_knows_the_sample_world_alone(tmp_path, capsys):
     tables = {"path": tmp_path / "tables"}
     assert needs_a_model(Settings(tables=tables))
     assert not needs_a_model(Settings(tables=tables, decoding={"model": "qwen"}))
+
+
+def write_exports(folder, **tables) -> None:
+    folder.mkdir()
+    for name, columns in tables.items():
+        pq.write_table(pa.table(columns), folder / f"{name}.parquet")
+
+
+def guessed_mapping(folder) -> tuple[dict, str]:
+    """The mapping, and its comments alone."""
+    text = guess_mapping(read_sources(folder)).as_yaml()
+    return yaml.safe_load(text), "\n".join(line.partition("  # ")[2] for line in text.splitlines())
+
+
+def amazon(num_items: int = 12) -> dict:
+    """Reviews of 2023 as they are published, and their metadata: `parent_asin` joins them, `asin` does not."""
+    meta = {
+        "main_category": ["All Beauty", "Books"] * (num_items // 2), "title": [f"Lotion {n}" for n in range(num_items)],
+        "average_rating": [4.5] * num_items, "images": [{"hi_res": ["u"]}] * num_items,
+        "description": [["Soft."]] * num_items, "details": ['{"Brand": "X; Y"}'] * num_items,
+        "parent_asin": [f"B0{n:03d}" for n in range(num_items)],
+    }  # fmt: skip
+    reviews = {
+        "rating": [float(1 + n % 5) for n in range(60)], "title": [f"review {n}" for n in range(60)],
+        "asin": [f"V{n % 30}" for n in range(60)], "parent_asin": [f"B0{n % num_items:03d}" for n in range(60)],
+        "user_id": [f"AG{n % 8}" for n in range(60)], "helpful_vote": [0] * 60,
+        "timestamp": [1588687728923 + n * 86400000 for n in range(60)],
+    }  # fmt: skip
+    return {"meta_All_Beauty": meta, "All_Beauty": reviews}
+
+
+def test_metadata_of_amazon_are_joined_by_the_id_that_both_files_have(tmp_path, capsys):
+    write_exports(tmp_path / "exports", **amazon())
+    said = run_init(capsys, str(tmp_path / "exports"), tmp_path / "night.yaml")
+    text = (tmp_path / "mapping.yaml").read_text()
+    mapping = yaml.safe_load(text)
+    assert (mapping["items"]["id"], mapping["items"]["title"]) == ("parent_asin", "title")
+    events = mapping["interactions"]
+    assert [events[key] for key in ("user_id", "item_id", "rating")] == ["user_id", "parent_asin", "rating"]
+    assert events["timestamp"] == {"column": "timestamp", "unit": "ms"} and "event" not in events
+    assert "# guessed: by its name and values, 2020-05-05 to 2020-07-03" in text
+    assert "12 rows seen; 100% of the parent_asin of All_Beauty.parquet are among them" in text
+    assert "  # images: images  # left out: of type struct<" in text and any("images" in note for note in said["notes"])
+    assert mapping["items"]["attributes"]["details"] == "details"  # `;` stands in it, and parts nothing
+    import_mapped(load_mapping(tmp_path / "mapping.yaml"), tmp_path / "exports", tmp_path / "tables")
+    assert read_tables(tmp_path / "tables").interactions.num_rows == 60
+
+
+def test_an_id_that_repeats_is_no_guess(tmp_path, capsys):
+    tables = amazon()
+    tables["meta_All_Beauty"]["parent_asin"][1] = "B0000"
+    write_exports(tmp_path / "exports", **tables)
+    said = run_init(capsys, str(tmp_path / "exports"), tmp_path / "night.yaml")
+    mapping = yaml.safe_load((tmp_path / "mapping.yaml").read_text())
+    assert mapping["items"]["id"] is None and said["next"].startswith("fill in what")
+    assert any("items.id is left for you to fill in (no guess: " in note for note in said["notes"])
+    with pytest.raises(ConfigError, match=r"items\.id"):
+        load_mapping(tmp_path / "mapping.yaml")
+
+
+NAMES = {  # of exports: columns of items and of interactions, and what is guessed of each
+    "amazon 2018": (
+        {"category": ["a", "b", "c"], "asin": ["x", "y", "z"], "title": ["Heat", "Ran", "Big"]},
+        {"overall": [5.0, 4.0, 5.0], "reviewTime": ["09 13, 2009", "01 2, 2012", "12 31, 2012"],
+         "reviewerID": ["A", "B", "A"], "asin": ["x", "x", "y"], "reviewerName": ["Al", "Bo", "Al"]},
+        ("asin", "title", "reviewerID", "asin", "reviewTime", "%m %d, %Y", "overall"),
+    ),
+    "movielens": (
+        {"movieId": [1, 2, 3], "title": ["Heat", "Ran", "Big"], "genres": ["A|B", "C|D", "E|F"]},
+        {"userId": [1, 1, 2], "movieId": [1, 2, 2], "rating": [3.5, 4.0, 1.0], "timestamp": [964982703] * 3},
+        ("movieId", "title", "userId", "movieId", "timestamp", "s", "rating"),
+    ),
+    "a runtime, a brand's name and a rating's count": (
+        {"brand_name": ["A", "A", "A"], "product_id": ["p1", "p2", "p3"], "product_name": ["Soap", "Oil", "Tea"]},
+        {"customer_id": [1.0, 2.0, 2.0], "product_id": ["p1", "p3", "p3"], "dwell_time": [12, 90, 4],
+         "click_id": [901, 902, 903], "rating_count": [7, 8, 9],
+         "updated_at": ["31/12/2024 08:30", "01/02/2025 9:00", None], "like": ["yes", "no", "yes"]},
+        ("product_id", "product_name", "customer_id", "product_id", "updated_at", "%d/%m/%Y %H:%M", None),
+    ),
+    "H&M, whose days have no usual name": (
+        {"article_id": ["07", "08"], "product_type_name": ["Top", "Top"], "prod_name": ["Strap", "Hood"]},
+        {"t_dat": ["2018-09-20", "2018-09-21"], "customer_id": ["a"] * 2, "article_id": ["08"] * 2, "price": [0.5, 1]},
+        ("article_id", "prod_name", "customer_id", "article_id", "t_dat", "iso", None),
+    ),
+    "days as numbers": (
+        {"sku": [10, 11], "name": ["Soap", "Oil"], "category_id": [1, 1]},
+        {"uid": ["a", "b"], "sku": [11, 11], "date": [20240531, 20240601], "score": ["4,5", "3"]},
+        ("sku", "name", "uid", "sku", "date", "%Y%m%d", None),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_a_guess_that_values_contradict_is_none(tmp_path, case):
+    items, log, expected = NAMES[case]
+    write_exports(tmp_path / "exports", things=items, log=log)
+    mapping, comments = guessed_mapping(tmp_path / "exports")
+    events, time = mapping["interactions"], mapping["interactions"]["timestamp"]
+    found = (mapping["items"]["id"], mapping["items"]["title"], events["user_id"], events["item_id"], time["column"],
+             time["unit"], events.get("rating"))  # fmt: skip
+    assert found == expected and "event" not in events
+    assert comments.count("guessed: ") >= 5
+
+
+def test_what_is_not_there_is_no_guess_and_is_said(tmp_path):
+    items = {"item_id": [1, 2], "name": ["A", "A"]}
+    log = {"user_id": [1, 2], "item_id": [8, 9], "date": ["yesterday", "today"]}
+    write_exports(
+        tmp_path / "exports", items=items, log=log, more={"a": [1]}, users={"user_id": [1, 1], "email": ["a", "b"]}
+    )
+    guess = guess_mapping(read_sources(tmp_path / "exports"))
+    events = guess.mapping["interactions"]
+    assert (guess.mapping["items"]["title"], guess.mapping["users"]["id"]) == (None, None)
+    assert (events["item_id"], events["timestamp"]["column"]) == (None, None)
+    told = "\n".join(guess.notes)
+    for said in ("more.parquet is not used", "users.email is left out of the mapping: looks like e-mail addresses",
+                 "none of the values of item_id is a item_id of items", "is date (yesterday, today)"):  # fmt: skip
+        assert said in told
+
+
+def test_columns_named_like_those_of_the_schema_are_imported(tmp_path):
+    users = {"user_id": [1, 2], "created_at": ["2024-01-01", "2024-02-01"]}
+    items = {"sku": ["a", "b"], "title": ["Mr", "Mr"], "product_name": ["Soap", "Oil"], "item_id": [7, 7]}
+    log = {"user_id": ["1", "2"], "sku": ["a", "a"], "date": ["2025-01-02"] * 2}  # ids of another type
+    write_exports(tmp_path / "exports", users=users, items=items, log=log)
+    (tmp_path / "mapping.yaml").write_text(guess_mapping(read_sources(tmp_path / "exports")).as_yaml())
+    import_mapped(load_mapping(tmp_path / "mapping.yaml"), tmp_path / "exports", tmp_path / "tables")
+    tables = read_tables(tmp_path / "tables")
+    assert (tables.items["source_title"].to_pylist(), tables.items["item_id"].to_pylist()) == (["Mr"] * 2, ["a", "b"])
+    assert str(tables.users["created_at"][1].as_py()).startswith("2024-02-01")
+
+
+def test_days_that_could_be_months_are_said(tmp_path):
+    log = {"user_id": [1, 2], "item_id": [1, 1], "date": ["01/02/2025", "03/04/2025"]}
+    write_exports(tmp_path / "exports", items={"item_id": [1], "title": ["A"]}, log=log)
+    (note,) = guess_mapping(read_sources(tmp_path / "exports")).notes
+    assert "%m/%d/%Y and %d/%m/%Y fit all date in the rows seen; look which is meant" in note

@@ -121,6 +121,17 @@ def test_a_column_that_a_template_names_and_no_table_has_is_refused(world, attri
         check_inputs(settings.tables.path, settings)
 
 
+def test_a_path_that_no_table_has_is_refused(world):
+    path, settings = world / "tables", load_settings(world / "laserbatch.yaml")
+    for paths, found in ((["category", "region"], None), (["categry"], "knowledge.paths.*'categry'.*'category'")):
+        asked = settings.model_copy(update={"knowledge": settings.knowledge.model_copy(update={"paths": paths})})
+        if found is None:
+            assert check_inputs(path, asked) == []
+            continue
+        with pytest.raises(ConfigError, match=found):
+            check_inputs(path, asked)
+
+
 def test_a_night_says_the_warnings_and_opens(world, capsys):
     items = pq.read_table(world / "tables" / "items.parquet")
     titles = pa.array(["", None, *items["title"].to_pylist()[2:]])

@@ -1,6 +1,6 @@
 """Whole nights with the bundled model: what they leave, what they skip, what they survive.
 
-The first is run by an installed wheel and killed; it and the second are written by Ray's workers.
+The first is run by an installed wheel, written by Ray's workers, and killed.
 """
 
 import datetime
@@ -96,7 +96,8 @@ def two_nights(installed, tmp_path_factory) -> Path:
     (folder / "first.json").write_text(json.dumps([finished, {name: _written(Path(name)) for name in finished}]))
     night = {"shard_size": 8, "train_ctr": True}
     config = write_config(folder, "second.yaml", night=night, decoding=CHOSEN)
-    with redirect_stdout(io.StringIO()) as printed:
+    with redirect_stdout(io.StringIO()) as printed, pytest.MonkeyPatch.context() as patched:
+        write_here(patched)
         nightly(
             config, None, SECOND_DATE, force=False, redo=False, publish=False, dry_run=False, ray_address=None,
             as_json=True,

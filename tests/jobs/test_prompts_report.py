@@ -12,7 +12,7 @@ def test_the_report_adds_up_and_says_what_half_a_history_saves(tmp_path, capfd):
     config = tmp_path / "laserbatch.yaml"
     config.write_text(yaml.safe_dump({"tables": {"path": "tables"}}))
     users, items = json.loads(run_here(capfd, "prompts", "report", "--config", str(config), "--json").stdout)["sides"]
-    assert (users["template"], items["template"]) == ("kar_user@2", "kar_item@2")
+    assert (users["template"], items["template"]) == ("kar_user@3", "kar_item@2")
     for side in users, items:
         assert sum(part["tokens"] for part in side["parts"]) == pytest.approx(side["tokens"])
         assert sum(part["share"] for part in side["parts"]) == pytest.approx(1)

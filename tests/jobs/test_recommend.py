@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from laserbatch.jobs.stages import recommend as stage
 from laserbatch.jobs.stages import shards as shards_stage
 from laserbatch.jobs.stages.workers import NightWorkers
-from laserbatch.pipeline.distributed.actors import run_shards
 from laserbatch.pipeline.distributed.cluster import WorkerLayout
 from laserbatch.pipeline.distributed.list_worker import ListWorker
 from laserbatch.pipeline.recommending import planned
@@ -31,9 +30,11 @@ from laserbatch.pipeline.tables.read import read_tables
 @pytest.fixture(autouse=True)
 def lists_are_made_here(request, monkeypatch):
     """By one worker in this process, but for tests that are marked: Ray's take seconds to start."""
-    if request.node.get_closest_marker("ray"):
-        return
+    if not request.node.get_closest_marker("ray"):
+        make_lists_here(monkeypatch)
 
+
+def make_lists_here(patched: pytest.MonkeyPatch) -> None:
     def crew(_, spec):
         spec = replace(spec, device="cpu", num_threads=1, num_workers=1)
         worker = ListWorker(spec)
@@ -44,8 +45,8 @@ def lists_are_made_here(request, monkeypatch):
         for shard in pending:
             yield shard, crew.run(shard, choose(None)["user"])
 
-    monkeypatch.setattr(NightWorkers, "crew", crew)
-    monkeypatch.setattr(shards_stage, "run_shards", here)
+    patched.setattr(NightWorkers, "crew", crew)
+    patched.setattr(shards_stage, "run_shards", here)
 
 
 @pytest.fixture(scope="module")
@@ -158,15 +159,36 @@ def test_a_small_model_drafts_the_same_lists(world, capfd):
     assert lists_of(drafted) == alone
 
 
-def test_what_somebody_has_had_is_listed_again_only_where_it_may_be(world, capfd):
+def had_by_users(path) -> dict:
     had = {}
-    for row in pq.read_table(world[1] / "tables" / "interactions.parquet").to_pylist():
+    for row in pq.read_table(path).to_pylist():
         if str(row["timestamp"])[:10] <= FIRST_DATE:
             had.setdefault(row["user_id"], set()).add(row["item_id"])
-    found = lists_of(recommend(capfd, world))
+    return had
+
+
+def test_what_somebody_has_had_is_listed_again_only_where_it_may_be(world, capfd):
+    """Of three users one has had all items, one all but two, one all but five."""
+    folder, trained = world
+    (folder / "tables").unlink()
+    shutil.copytree(trained / "tables", folder / "tables")
+    path, items = folder / "tables" / "interactions.parquet", pq.read_table(folder / "codes.parquet")["item_id"]
+    log = pq.read_table(path)
+    row = log.filter(pc.less_equal(pc.strftime(log["timestamp"], "%Y-%m-%d"), FIRST_DATE)).slice(0, 1).to_pylist()[0]
+    users = pq.read_table(folder / "tables" / "users.parquet")["user_id"].slice(0, 3).to_pylist()
+    num_left = dict(zip(users, (0, 2, 5), strict=True))
+    log = log.filter(pc.invert(pc.is_in(log["user_id"], pa.array(users))))
+    more = [row | {"user_id": user, "item_id": item} for user in users for item in items.to_pylist()[num_left[user] :]]
+    pq.write_table(pa.concat_tables([log, pa.Table.from_pylist(more, log.schema)]), path)
+    done, had = recommend(capfd, world), had_by_users(path)
+    found = lists_of(done)
     assert had and not any(had.get(user, set()) & set(items) for user, items in found.items())
-    again = lists_of(recommend(capfd, world, list_again=True))
-    assert any(had.get(user, set()) & set(items) for user, items in again.items())
+    assert [len(found.get(user, [])) for user in users] == [0, 2, 5] and set(map(len, found.values())) == {2, 5}
+    assert json.loads(done.stdout)["shorter_lists"] == 2 and "2 users have shorter lists" in done.stderr
+    assert json.loads(done.stdout)["users"]["quarantined"] == 0
+    again = recommend(capfd, world, list_again=True)
+    assert any(had.get(user, set()) & set(items) for user, items in lists_of(again).items())
+    assert json.loads(again.stdout)["shorter_lists"] == 0
 
 
 def test_what_left_the_catalogue_is_listed_no_more(world, capfd):
@@ -185,15 +207,16 @@ def test_what_left_the_catalogue_is_listed_no_more(world, capfd):
 
 
 @pytest.mark.ray
-def test_a_killed_run_goes_on_with_what_is_finished(world, capfd, monkeypatch):
-    whole = lists_of(recommend(capfd, world))
-
-    def killed(shards, *arguments):
-        yield from islice(run_shards(shards, *arguments), 1)
-        raise KeyboardInterrupt
-
+def test_rays_workers_go_on_with_what_a_killed_run_finished(world, capfd, monkeypatch):
     monkeypatch.setattr(stage, "SHARD_BATCHES", 1)
     with monkeypatch.context() as patched:
+        make_lists_here(patched)
+        whole, here = lists_of(recommend(capfd, world)), shards_stage.run_shards
+
+        def killed(shards, *arguments):
+            yield from islice(here(shards, *arguments), 2)
+            raise KeyboardInterrupt
+
         patched.setattr(shards_stage, "run_shards", killed)
         assert recommend(capfd, world, FIRST_DATE, "--force").returncode == 130
     state = json.loads(run_here(capfd, "status", "--config", str(world[0] / "laserbatch.yaml"), "--json").stdout)

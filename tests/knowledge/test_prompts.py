@@ -19,7 +19,7 @@ USER = PromptTemplate.model_validate(
         "name": "u", "version": 1, "framework": "kar", "side": "user", "parser": "free", "instruction": "Explain.",
         "attributes": {"heading": "Person:"}, "history": {"heading": "Rated:", "max_events": 30}, "request": "Now:",
     }
-)  # fmt: skip
+).with_paths(["category"])  # fmt: skip
 
 
 def text_of(prompt, tokenizer=TOKENIZER) -> str:
@@ -29,7 +29,7 @@ def text_of(prompt, tokenizer=TOKENIZER) -> str:
 def test_a_prompt_reads_as_laid_out():
     text = text_of(render_prompt(USER, make_user(2), TOKENIZER, 10_000))
     assert (
-        "Explain.\nPerson:\n- region: Lorne\n- tags: a > b\n- member: yes\nRated:\n"
+        "Explain.\nPerson:\n- member: yes\n- region: Lorne\n- tags: a, b\nRated:\n"
         "- The Salt Harbour 0 | Mystery > Heist | 1999 | 1\n- The Salt Harbour 1 | Mystery > Heist | 1999 | 2\nNow:"
     ) in text
 

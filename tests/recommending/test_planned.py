@@ -14,6 +14,7 @@ from laserbatch.pipeline.recommending.planned import (
     list_fingerprints,
     listed_drafts,
     stale_lists,
+    without_had,
 )
 
 CODES = np.array([[n // 9, n // 3 % 3, n % 3] for n in range(20)], np.int32)
@@ -51,6 +52,15 @@ def test_a_list_stays_where_it_follows_from_the_same_and_has_only_what_is_there(
     stale = stale_lists(table, pa.array(["u3", "u5", "nobody"]), ITEMS).to_pylist()
     sound = [row for row in (rows[3], rows[5]) if not {"i20", "i21"} & set(row["items"])]
     assert stale == [row | {"is_stale": True} for row in sound]
+
+
+def test_a_stale_list_has_nothing_that_its_user_has_had_since():
+    columns = {"entity_id": ["a", "b", "c"], "items": [["i1", "i2", "i3"], ["i4"], ["i5"]]}
+    table = pa.table(columns | {"scores": [[-1.0, -2.0, -3.0], [-1.0], [-1.0]], "route": ["history"] * 3})
+    histories = [np.array([5]), np.array([2, 7]), np.array([4, 4])]  # of c, a and b
+    kept = without_had(pa.concat_tables([table, table.slice(0, 0)]), pa.array(["c", "a", "b"]), histories, ITEMS)
+    assert kept.schema == table.schema and kept["items"].to_pylist() == [["i1", "i3"], [], []]
+    assert kept["scores"].to_pylist() == [[-1.0, -3.0], [], []]
 
 
 def test_drafts_are_the_own_list_and_what_most_have_who_ended_alike(before):

@@ -83,7 +83,7 @@ def world(tmp_path_factory):
         steps = rng.choice([1, 1, 1, 2], int(rng.integers(4, 12)))
         histories.append((int(rng.integers(len(codes))) + np.cumsum(steps)) % len(codes))
     folder = tmp_path_factory.mktemp("recommenders")
-    options = RecommenderOptions(hidden_size=64, num_layers=2, epochs=30, batch_size=16)
+    options = RecommenderOptions(hidden_size=64, num_layers=2, epochs=15, batch_size=16)
     train_recommender(items, histories, folder / "target", options)
     return items, histories, folder
 
@@ -241,7 +241,8 @@ def test_the_card_tells_how_lists_do_that_were_held_back(world):
 def test_a_language_model_is_extended_by_codes_and_adapted(world, tmp_path):
     pytest.importorskip("peft")
     items, histories, _ = world
-    options = RecommenderOptions(epochs=7, batch_size=16)
+    histories = histories[:120]
+    options = RecommenderOptions(epochs=5, batch_size=8, learning_rate=5e-3)
     card = train_recommender(items, histories, tmp_path / "target", options, base=SAMPLE_MODEL)
     target, trie = load_recommender(tmp_path / "target"), ItemTrie.of(items)
     before = load_file(SAMPLE_MODEL / "model.safetensors")["model.embed_tokens.weight"]

@@ -418,7 +418,7 @@ def _but_history(asked: str) -> list:
 
 
 def _shown(row: dict, columns: dict[str, pa.DataType]) -> list[tuple[str, str]]:
-    """Attributes as a prompt shows them: in the order of the table, those that are null left out."""
+    """Attributes as a prompt shows them: in the order of their names, those that are null left out."""
     of = defaultdict(lambda: None, row)
-    return [(name, " > ".join(of[name]) if isinstance(of[name], list) else str(of[name]).strip())
-            for name in columns if of[name] is not None]  # fmt: skip
+    return [(name, ", ".join(sorted(of[name])) if isinstance(of[name], list) else str(of[name]).strip())
+            for name in sorted(columns) if of[name] is not None and str(of[name]).strip()]  # fmt: skip

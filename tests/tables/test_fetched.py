@@ -17,8 +17,12 @@ def bring(folder: Path, uri: str) -> None:
     filesystem, root = filesystem_of(uri)
     if filesystem.type_name == "local":
         filesystem.create_dir(root)
-    for path in folder.iterdir():
-        with filesystem.open_output_stream(f"{root}/{path.name}") as out:
+    for path in sorted(folder.rglob("*")):
+        within = f"{root}/{path.relative_to(folder).as_posix()}"
+        if path.is_dir():
+            filesystem.create_dir(within)
+            continue
+        with filesystem.open_output_stream(within) as out:
             out.write(path.read_bytes())
 
 
@@ -27,18 +31,23 @@ def test_tables_at_a_uri_are_read_as_local_ones_and_their_faults_name_it(tmp_pat
     local.mkdir()
     write_sample_world(local, num_users=4, num_items=20)
     (local / "other.parquet").write_bytes(b"not ours")
+    (local / "interactions" / "year=2025" / "city=K%C3%B6ln").mkdir(parents=True)
+    (local / "interactions.parquet").rename(local / "interactions" / "year=2025" / "city=K%C3%B6ln" / "0.parquet")
+    (local / "interactions" / "_SUCCESS").touch()
     bring(local, place)
     assert check_tables(place) == check_tables(local)
     assert describe(place) == describe(local)
     assert read_tables(place).interactions.equals(read_tables(local).interactions)
 
+    (local / "interactions" / "_temporary" / "0").mkdir(parents=True)
     (local / "users.parquet").write_bytes(b"damaged")
     (local / "items.parquet").unlink()
     bring(local, f"{place}/damaged")
     pafs_there, root = filesystem_of(f"{place}/damaged")
     assert pafs_there.get_file_info(f"{root}/items.parquet").type == pafs.FileType.NotFound
     kinds = {finding.kind: str(finding) for finding in check_tables(f"{place}/damaged")}
-    assert kinds.keys() >= {"unreadable", "missing-table"}
+    assert kinds.keys() >= {"unreadable", "missing-table", "unfinished"}
+    assert f"{place}/damaged/interactions/_temporary holds" in kinds["unfinished"]
     assert f"{place}/damaged/items.parquet" in kinds["missing-table"]
     with pytest.raises(Exception, match=f"{place}/damaged/users.parquet.*cannot be read"):
         read_tables(f"{place}/damaged")

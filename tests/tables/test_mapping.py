@@ -15,10 +15,10 @@ from sound_world import DAY_1
 
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.tables.check import check_tables
+from laserbatch.pipeline.tables.conversion import ConversionFault, to_path, to_time, to_type
 from laserbatch.pipeline.tables.mapping import import_mapped, load_mapping
 from laserbatch.pipeline.tables.read import read_tables
 from laserbatch.pipeline.tables.settings import ImportMapping
-from laserbatch.pipeline.tables.source import ConversionFault, to_path, to_time, to_type
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 UTC = datetime.UTC

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from laserbatch.pipeline.tables.conversion import ConversionFault, to_time
 from laserbatch.pipeline.tables.settings import SourceTime
-from laserbatch.pipeline.tables.source import ConversionFault, to_time
 from laserbatch.pipeline.tables.time_formats import parse_times
 
 

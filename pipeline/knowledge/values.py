@@ -1,0 +1,116 @@
+"""How the values of a table read in prompts.
+
+A value has one text, whatever type an exporter stored it as, and two values that differ have two texts. The only
+exceptions are texts longer than `max_value_chars`, which are cut: a change behind the cut changes no prompt.
+"""
+
+import datetime
+import json
+import math
+import re
+import unicodedata
+from collections.abc import Iterable
+from decimal import Decimal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.types as pt
+
+from laserbatch.pipeline.knowledge.templates import Columns
+
+RULES_VERSION = 2  # of what follows; manifests hold it. Fingerprints do not: they are of the texts
+SMALLEST_PLAIN, LARGEST_PLAIN = 1e-12, 1e21  # a number beyond these is written with an exponent
+PATH, SET = " > ", ", "
+SUBSECOND_DIGITS = {"s": 0, "ms": 3, "us": 6, "ns": 9}
+_QUOTED = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+# A list of texts that an exporter wrote as one text: JSON, or what Python prints of a list, tuple or set.
+_LISTED = re.compile(rf"[\[({{]\s*{_QUOTED}(?:\s*,\s*{_QUOTED})*\s*,?\s*[\])}}]", re.DOTALL)
+
+
+def value_text(value: object, columns: Columns, name: str) -> str | None:
+    """A value of a column as prompts show it, in one line.
+
+    None where it says nothing: null, NaN, a blank text, a list of nothing.
+    """
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float | np.floating | Decimal):
+        return None if math.isnan(value) else number_text(value)
+    if isinstance(value, datetime.datetime):
+        is_aware = value.tzinfo is not None
+        value = time_text(str(value.astimezone(datetime.UTC).replace(tzinfo=None) if is_aware else value))
+    parts = value if isinstance(value, list | tuple) else _listed(value)
+    if parts is not None:
+        value = list_text(parts, is_path=name in columns.paths)
+    return None if value is None else plain_text(str(value), columns.max_value_chars) or None
+
+
+def number_text(value: int | float | np.floating | Decimal) -> str:
+    """A number in full: its shortest digits that no other number of its type has, without trailing zeros.
+
+    Whole numbers read alike in every type.
+    """
+    if isinstance(value, Decimal):
+        text = f"{value:f}"
+        text = text.rstrip("0").rstrip(".") if "." in text else text
+        return "0" if text == "-0" else text
+    if isinstance(value, int):
+        return str(value)
+    size = abs(float(value))
+    if size < LARGEST_PLAIN and value == int(value):
+        return str(int(value))
+    if SMALLEST_PLAIN <= size < LARGEST_PLAIN:
+        text = str(value)
+        return text if "e" not in text else np.format_float_positional(value, trim="-")
+    return np.format_float_scientific(value, trim="-", exp_digits=1) if math.isfinite(value) else str(value)
+
+
+def time_text(text: str) -> str:
+    """A time in ISO form: its seconds without trailing zeros, and of midnight only the day."""
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return text.removesuffix(" 00:00:00")
+
+
+def list_text(parts: Iterable[object], is_path: bool) -> str:
+    """A path in its order; any other list as a set, since exporters write a set in another order each time."""
+    between = PATH if is_path else SET
+    texts = (" ".join(unicodedata.normalize("NFC", str(part)).split()) for part in parts if part is not None)
+    # Quotes keep one part with a comma apart from two parts.
+    texts = [json.dumps(text, ensure_ascii=False) if between.strip() in text or text[0] == '"' else text
+             for text in texts if text]  # fmt: skip
+    return between.join(texts if is_path else sorted(set(texts), key=lambda text: (text.casefold(), text)))
+
+
+def plain_text(text: str, max_chars: int) -> str:
+    """One line in NFC: a value cannot start a line of its own and so pass for another."""
+    text = " ".join(unicodedata.normalize("NFC", text).split())
+    return text if len(text) <= max_chars else text[: max_chars - 1].rstrip() + "…"
+
+
+def python_values(values: pa.Array) -> list[object]:
+    """Values for `value_text`, none of which loses digits; times in UTC."""
+    kind = values.type
+    if pt.is_floating(kind) and kind != pa.float64():
+        return list(values.to_numpy(zero_copy_only=False))
+    if pt.is_duration(kind):
+        digits = SUBSECOND_DIGITS[kind.unit]
+        counts = values.cast(pa.int64()).to_pylist()
+        return [n if n is None else f"{number_text(Decimal(n).scaleb(-digits))} seconds" for n in counts]
+    if not pt.is_temporal(kind) or pt.is_interval(kind):
+        return values.to_pylist()
+    if pt.is_timestamp(kind):
+        values = values.cast(pa.timestamp(kind.unit))  # of a time with a zone that in UTC
+    return [text if text is None else time_text(text) for text in values.cast(pa.string()).to_pylist()]
+
+
+def _listed(value: object) -> list[str] | None:
+    """The parts of a text that lists texts; None of any other value."""
+    if not isinstance(value, str) or not _LISTED.fullmatch(text := value.strip()):
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:  # Python's
+        quoted = re.findall(_QUOTED, text, re.DOTALL)
+        return [
+            re.sub(r"\\(.)", lambda escaped: " " if escaped[1] in "nrt" else escaped[1], one[1:-1]) for one in quoted
+        ]

@@ -1,0 +1,140 @@
+"""Columns as the types that a mapping wants: numbers, ids, paths and times, from whatever a file stores them as.
+
+A value that cannot be had is named by its row. Which file and column it is in, the caller says (`source.py`).
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as pt
+
+from laserbatch.pipeline.tables.findings import shown_value
+from laserbatch.pipeline.tables.schema import (
+    EARLIEST_S,
+    LATEST_S,
+    TIMESTAMP_TYPE,
+    UNITS_PER_SECOND,
+    plain_column,
+)
+from laserbatch.pipeline.tables.schema import timestamps as known_times
+from laserbatch.pipeline.tables.time_formats import ZONES_EXPECTED, parse_times
+
+_EXPECTED = {pa.int64(): "an integer below 2**63", pa.float64(): "a number", pa.bool_(): "true or false"}
+_ZONE_PATTERN = r":\d{2}(\.\d+)?\s*(Z|[+-]\d{2}(:?\d{2})?)$"
+ALL_UNITS = f"{', '.join(UNITS_PER_SECOND)}, iso, or a format like %d/%m/%Y"
+MAX_EXACT = {pa.float16(): 2**11, pa.float32(): 2**24, pa.float64(): 2**53}  # whole numbers that floats hold exactly
+NO_TEXT = pa.scalar(None, pa.string())
+
+
+class ConversionFault(Exception):
+    """A value of a column, by its row within it, is not what was expected."""
+
+    def __init__(self, row: int, value: object, expected: str) -> None:
+        super().__init__(f"row {row}: {value!r} is not {expected}")
+        self.row, self.value, self.expected = row, value, expected
+
+
+def to_type(column: pa.Array, kind: pa.DataType, expected: str | None = None) -> pa.Array:
+    """The column as int64, float64, bool or string; text is trimmed before. ConversionFault for "12a" and the like."""
+    column = plain_column(column)  # pandas writes a missing integer as NaN, which is null here
+    if column.type == kind:
+        return column
+    trimmed = pc.utf8_trim_whitespace(column) if column.type == pa.string() else column
+    return _each(trimmed, column, lambda values: values.cast(kind), expected or _EXPECTED.get(kind, f"a {kind}"))
+
+
+def whole_numbers(column: pa.Array) -> pa.Array:
+    """Ids that are floats or decimals as int64; ConversionFault for one with a fraction, or too large to be exact."""
+    column = plain_column(column)
+
+    def convert(values: pa.Array) -> pa.Array:
+        whole = values.cast(pa.int64())
+        if pt.is_floating(values.type) and pc.any(pc.greater(pc.abs(whole), MAX_EXACT[values.type])).as_py():
+            raise pa.ArrowInvalid("not exact")
+        return whole
+
+    limit = f" of at most {MAX_EXACT[column.type]:,}, which floats hold exactly" if pt.is_floating(column.type) else ""
+    return _each(column, column, convert, f"an id: a whole number{limit}, or text; export larger ids as text")
+
+
+def without_exponents(ids: pa.Array) -> pa.Array:
+    """The ids; ConversionFault for text such as 1.23e+11, which a spreadsheet makes of a long number."""
+    if ids.type == pa.string():
+        is_cut = pc.fill_null(pc.match_substring_regex(ids, r"^\s*\d\.\d+[eE]\+\d+\s*$"), False)
+        if is_cut.true_count:
+            row = pc.index(is_cut, True).as_py()
+            raise ConversionFault(row, ids[row].as_py(), "an id with all of its digits; export the column as text")
+    return ids
+
+
+def to_path(column: pa.Array, separator: str) -> pa.Array:
+    """Text split at a separator into list<string>; parts are trimmed and empty ones left out. Null stays null."""
+    text = to_type(column, pa.string())
+    parts = pc.split_pattern(text, separator)
+    trimmed, rows = pc.utf8_trim_whitespace(pc.list_flatten(parts)), pc.list_parent_indices(parts)
+    is_kept = pc.not_equal(trimmed, "")
+    num_parts = np.bincount(rows.filter(is_kept).to_numpy(), minlength=len(text))
+    offsets = pa.array(np.concatenate([[0], np.cumsum(num_parts)]), pa.int32())
+    return pa.ListArray.from_arrays(offsets, trimmed.filter(is_kept), mask=pc.is_null(text))
+
+
+def to_time(column: pa.Array, unit: str) -> pa.Array:
+    """The column as timestamp[us, UTC]; ConversionFault for what cannot be read so.
+
+    Timestamps and dates are taken as they are; numbers, and text that holds numbers, count `unit`s ("s", "ms", "us",
+    "ns") since 1970; "iso" is text like 2024-05-31T23:59:00Z (no zone: UTC); else `unit` is a strptime format, as
+    `time_formats` reads it.
+    """
+    column = plain_column(column)
+    if pt.is_timestamp(column.type) or pt.is_date(column.type):
+        return _each(column, column, known_times, "a time that 64 bits of microseconds hold")
+    if unit in UNITS_PER_SECOND:
+        expected = f"a time between 1900 and 2200 in {unit} since 1970, or another `unit`: {ALL_UNITS}"
+        numbers = to_type(column, pa.float64() if _has_fractions(column) else pa.int64(), expected)
+        return _each(numbers, column, lambda values: _from_epoch(values, unit), expected)
+    text = pc.utf8_trim_whitespace(to_type(column, pa.string()))
+    if unit == "iso":
+        return _each(text, column, _from_iso, "an ISO 8601 time such as 2024-05-31T23:59:00Z")
+    zone = f", {ZONES_EXPECTED}" if "%z" in unit.lower() else ""
+    expected = f"an existing day and time of the form {unit}{zone}"
+    return _each(text, column, lambda values: parse_times(values, unit), expected)
+
+
+def _has_fractions(column: pa.Array) -> bool:
+    if column.type == pa.string():
+        return bool(pc.any(pc.match_substring(column, ".")).as_py())
+    return not pt.is_integer(column.type)
+
+
+def _from_epoch(values: pa.Array, unit: str) -> pa.Array:
+    seconds = pc.divide(values.cast(pa.float64(), safe=False), float(UNITS_PER_SECOND[unit]))
+    if pc.any(pc.or_(pc.less(seconds, EARLIEST_S), pc.greater(seconds, LATEST_S))).as_py():
+        raise pa.ArrowInvalid("out of range")
+    if pt.is_floating(values.type):
+        return pc.round(pc.multiply(values, 1e6 / UNITS_PER_SECOND[unit])).cast(pa.int64()).cast(TIMESTAMP_TYPE)
+    return values.cast(pa.timestamp(unit, tz="UTC")).cast(TIMESTAMP_TYPE, safe=unit != "ns")
+
+
+def _from_iso(values: pa.Array) -> pa.Array:
+    has_zone = pc.match_substring_regex(values, _ZONE_PATTERN)
+    zoned = pc.if_else(has_zone, values, NO_TEXT).cast(TIMESTAMP_TYPE)
+    local = pc.if_else(has_zone, NO_TEXT, values).cast(pa.timestamp("us"))
+    return pc.coalesce(zoned, local.cast(TIMESTAMP_TYPE))
+
+
+def _each(column: pa.Array, shown: pa.Array, convert: Callable[[pa.Array], pa.Array], expected: str) -> pa.Array:
+    """Convert a column at once; when that fails, find the first row that does by halving."""
+    try:
+        return convert(column)
+    except pa.ArrowInvalid:
+        start, length = 0, len(column)
+        while length > 1:
+            half = length // 2
+            try:
+                convert(column.slice(start, half))
+                start, length = start + half, length - half
+            except pa.ArrowInvalid:
+                length = half
+        raise ConversionFault(start, shown_value(shown[start]), expected) from None

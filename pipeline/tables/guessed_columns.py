@@ -1,0 +1,258 @@
+"""Which column of a file is an id, a title, a time, a rating or an event: by its name, unless its values contradict.
+
+Each guess comes with what it rests on, in words for a person who reads the mapping.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as pt
+
+from laserbatch.pipeline.tables import schema as sc
+from laserbatch.pipeline.tables.source import ConversionFault, to_time, to_type
+
+NUM_ROWS = 1000  # whose values are looked at one by one
+TITLE = r"tit(le|el|re|ulo)|name|nom(bre)?$|headline|label|bezeichnung"
+WHOLE_TITLE = r"(item|prod|product|movie|book|article|track|song|job|artikel|produkt)?_?"
+WHOLE_TITLE += r"(title|titel|titre|titulo|name|nom|nombre)"
+TIME = r"time|date|^ts$|_at$|when|zeit|datum|fecha|heure"
+RATING = r"rating|stars|score|^grade$|^overall$|click|like|bewertung|sterne|^note$|klick"
+EVENT = r"event|action|behaviou?r|^type$|aktion|ereignis"
+NO_LABEL = r"(^|[_ -])(ids?|uuid|key|url|count|number|num|no|nr|time|timestamp|ts|date|at)$|(Id|Time|Date|Count)$"
+MAX_EVENTS = 50  # different values of a column that says what was done
+MIN_ROWS = 20  # below which all rows may differ by chance
+MIN_TITLED_SHARE = 0.5  # of the rows, that have a title, and of these, that have one of their own
+MIN_KNOWN_SHARE = 0.5  # of the times, that must be of these years; others are often 0 where nothing is known
+EARLIEST_YEAR, LATEST_YEAR = 1980, 2100
+DAYS = ("%m/%d/%Y", "%d/%m/%Y", "%d.%m.%Y", "%Y/%m/%d", "%d-%m-%Y", "%m-%d-%Y", "%Y%m%d", "%m %d, %Y", "%d %b %Y",
+        "%b %d, %Y", "%B %d, %Y")  # fmt: skip
+MAX_TIME_CHARS = 40  # of a time as text
+NUMBER_UNITS = (*sc.UNITS_PER_SECOND, "%Y%m%d")
+HOURS = ("", " %H:%M", " %H:%M:%S", "T%H:%M:%S")
+
+
+@dataclass(frozen=True)
+class SourceTable:
+    """One file of the user's: its name, columns, first rows, and how it is to be read (`SourceFiles`)."""
+
+    name: str
+    head: pa.Table
+    options: dict[str, str]
+    is_whole: bool = False  # whether `head` has all of its rows
+
+    @property
+    def stem(self) -> str:
+        """The name without suffix or parts."""
+        return re.split(r"[./]", self.name)[0]
+
+    def named(self, pattern: str, taken: Iterable[str] = ()) -> list[str]:
+        """The columns whose name matches and is not taken."""
+        taken = {*taken}
+        names = (name for name in self.head.column_names if name not in taken)
+        return [name for name in names if re.search(pattern, name, re.IGNORECASE)]
+
+    def of(self, columns: list[str]) -> "SourceTable":
+        """The same file with some columns alone."""
+        return replace(self, head=self.head.select(columns))
+
+    def values(self, column: str) -> list:
+        """Some values of a column that are there."""
+        return sc.plain_column(self.head[column].slice(0, NUM_ROWS)).drop_null().to_pylist()
+
+    def is_text(self, column: str) -> bool:
+        """Whether a column is read as text."""
+        return sc.is_text(sc.plain_type(self.head[column].type))
+
+    def is_id(self, column: str) -> bool:
+        """Whether a column can be an id: text or whole numbers, another one in each row."""
+        values, kind = self._ids(column), self.head[column].type
+        is_id_type = sc.id_type(kind) is not None or pt.is_floating(sc.plain_type(kind)) or pt.is_decimal(kind)
+        return is_id_type and 0 < len(values) == len(set(values)) and len(values) > 0.9 * self.head.num_rows
+
+    def id_set(self, column: str) -> set[str]:
+        """The different values of a column as ids are compared: 12 and 12.0 are the same."""
+        return set(self._ids(column))
+
+    def _ids(self, column: str) -> list[str]:
+        if column not in self._known_ids:
+            values = self.head[column]
+            plain = sc.plain_column(values).drop_null().to_pylist() if not pt.is_nested(values.type) else []
+            whole = (int(one) if isinstance(one, float) and one.is_integer() else one for one in plain)
+            self._known_ids[column] = [text for one in whole if (text := str(one).strip())]
+        return self._known_ids[column]
+
+    @cached_property
+    def _known_ids(self) -> dict[str, list[str]]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A guessed value and what it rests on; without a value, why there is none."""
+
+    value: str | None
+    reason: str
+
+    @property
+    def said(self) -> str:
+        """As a comment of the mapping."""
+        return f"{'no guess' if self.value is None else 'guessed'}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Join:
+    """A column of the log and the id of its table, whose values are the same things."""
+
+    of_log: Guess
+    id: Guess
+
+
+def guess_join(log: SourceTable, log_columns: Sequence[str], entities: SourceTable, id_columns: Sequence[str]) -> Join:
+    """The pair of columns, of the log and an id of its table, that shares most values or is named alike.
+
+    Parameters
+    ----------
+    id_columns : names that ids have, the likeliest first. Others are ids only if values of the log are in them.
+    """
+    others = [name for name in entities.head.column_names if name not in id_columns]
+    ids = [name for name in (*id_columns, *others) if entities.is_id(name)]
+    pairs = [(_overlap(log, of_log, entities, of_id), of_log == of_id, -ids.index(of_id), -place, of_log, of_id)
+             for place, of_log in enumerate(log_columns) for of_id in ids]  # fmt: skip
+    pairs = [pair for pair in pairs if pair[0] > 0 or pair[-1] in id_columns]
+    rows, file = f"{entities.head.num_rows:,} rows seen", entities.name
+    if not pairs:
+        told = "; ".join(
+            f"{name} has {len(entities.id_set(name)):,} different values" for name in (id_columns or others)[:3]
+        )
+        no_id = Guess(None, f"an id is another one in each row, and no column of {file} is in the {rows} ({told})")
+        return Join(Guess(log_columns[0], "by its name"), no_id)
+    overlap, *_, of_log, of_id = max(pairs)
+    if overlap == 0 and entities.is_whole:
+        no_column = Guess(None, f"none of the values of {', '.join(log_columns)} is a {of_id} of {file}")
+        return Join(no_column, Guess(of_id, f"by its name; another one in each of the {rows}"))
+    shared = f"{overlap:.0%} of the {of_log} of {log.name} are among them" if overlap else "of its values none was seen"
+    by = "by its name" if of_id in id_columns else "by its values"
+    return Join(
+        Guess(of_log, f"{overlap:.0%} of its values are a {of_id} of {file}" if overlap else "by its name"),
+        Guess(of_id, f"{by}; another one in each of the {rows}" + (f"; {shared}" if overlap else "")),
+    )
+
+
+def _overlap(log: SourceTable, of_log: str, entities: SourceTable, of_id: str) -> float:
+    values = log.id_set(of_log)
+    return len(values & entities.id_set(of_id)) / len(values) if values else 0.0
+
+
+def guess_title(items: SourceTable, taken: Iterable[str]) -> Guess:
+    """The title of items: text, of most rows, that differs between most of them."""
+    found, contradicted = [], []
+    for place, name in enumerate(items.named(TITLE, taken)):
+        values = items.values(name)
+        num_rows = min(items.head.num_rows, NUM_ROWS)
+        is_text = items.is_text(name) and not all(_is_number(one) for one in values)
+        share = len(set(values)) / len(values) if is_text and values else 0.0
+        if share > MIN_TITLED_SHARE and len(values) >= MIN_TITLED_SHARE * num_rows and not re.search(r"_?id$", name):
+            is_whole = re.fullmatch(WHOLE_TITLE, name, re.IGNORECASE) is not None
+            found.append((is_whole, share, -place, name, f"by its name; text, {len(set(values)):,} different ones in "
+                          f"{num_rows:,} rows"))  # fmt: skip
+        else:
+            contradicted.append(name)
+    if not found:
+        return Guess(None, f"no column has a text of its own for each item, nor has {', '.join(contradicted)}")
+    *_, name, reason = max(found)
+    return Guess(name, reason)
+
+
+@dataclass(frozen=True)
+class TimeGuess:
+    """A column of times and its `unit`; `doubt` is another unit that fits as well."""
+
+    column: Guess
+    unit: str | None = None
+    doubt: str | None = None
+
+
+def guess_time(log: SourceTable, taken: Iterable[str]) -> TimeGuess:
+    """When interactions were: a column whose values are times of our days; one named otherwise has to be no number."""
+    named, contradicted = log.named(TIME, taken), []
+    for name in [*named, *log.named("", [*taken, *named])]:
+        units = _units(log.head[name].slice(0, NUM_ROWS).combine_chunks())
+        if name not in named and (not units or units[0][0] in NUMBER_UNITS):
+            continue
+        if units:
+            (unit, first, last), *other = units
+            return TimeGuess(
+                Guess(name, f"by its{' name and' * (name in named)} values, {first} to {last}"),
+                unit,
+                other[0][0] if other else None,
+            )
+        contradicted.append(f"{name} ({', '.join(map(str, log.values(name)[:2]))})")
+    told = ", ".join(contradicted) or "none by its name"
+    return TimeGuess(Guess(None, f"no column is a time between {EARLIEST_YEAR} and {LATEST_YEAR}; there is {told}"))
+
+
+def _units(column: pa.Array) -> list[tuple[str, str, str]]:
+    """Units by which most values are times of our days, with the first and the last day; several fit some texts."""
+    column = sc.plain_column(column).drop_null()
+    if not len(column) or pt.is_nested(column.type) or pt.is_boolean(column.type):
+        return []
+    if pt.is_timestamp(column.type) or pt.is_date(column.type):
+        units = ["iso"]
+    elif sc.is_number_type(column.type) or all(_is_number(one) for one in column.to_pylist()):
+        units = [*NUMBER_UNITS]
+    elif max(map(len, column.to_pylist())) > MAX_TIME_CHARS:
+        return []
+    else:
+        units = ["iso", *(day + hour for hour in HOURS for day in DAYS)]
+    found = []
+    for unit in units:
+        try:
+            times = to_time(column, unit)
+        except (ConversionFault, pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            continue
+        years = pc.year(times)
+        is_ours = pc.and_(pc.greater_equal(years, EARLIEST_YEAR), pc.less_equal(years, LATEST_YEAR))
+        if is_ours.true_count > MIN_KNOWN_SHARE * len(times):
+            ends = pc.min_max(times.filter(is_ours)).as_py()
+            found.append((unit, f"{ends['min']:%Y-%m-%d}", f"{ends['max']:%Y-%m-%d}"))
+    return found[:1] if found and found[0][0] in sc.UNITS_PER_SECOND else found
+
+
+def guess_rating(log: SourceTable, taken: Iterable[str]) -> Guess | None:
+    """How interactions were rated: numbers that repeat."""
+    for name in log.named(RATING, taken):
+        column = log.head[name].combine_chunks()
+        if re.search(NO_LABEL, name) or pt.is_nested(column.type) or pt.is_temporal(column.type):
+            continue
+        try:
+            numbers = to_type(column, pa.float64()).drop_null()
+        except (ConversionFault, pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            continue
+        if len(numbers) and not (len(numbers) >= MIN_ROWS and len(pc.unique(numbers)) == len(numbers)):
+            least, most = pc.min_max(numbers).as_py().values()
+            return Guess(name, f"by its name; numbers from {least:g} to {most:g}")
+    return None
+
+
+def guess_event(log: SourceTable, taken: Iterable[str]) -> Guess | None:
+    """What was done: a few words that repeat."""
+    for name in log.named(EVENT, taken):
+        values, kind = log.values(name), sc.plain_type(log.head[name].type)
+        different = sorted(set(values), key=str) if sc.is_text(kind) or pt.is_integer(kind) else []
+        is_each = len(values) >= MIN_ROWS and len(different) == len(values)
+        if 0 < len(different) <= MAX_EVENTS and not is_each and not re.search(NO_LABEL, name):
+            shown = ", ".join(map(str, different[:3])) + (", ..." if len(different) > 3 else "")
+            return Guess(name, f"by its name; {len(different)} different values: {shown}")
+    return None
+
+
+def _is_number(value: object) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,177 @@
+"""The Parquet files of a table, read with the columns that the names of their folders hold (Hive partitions).
+
+A column that is in a file and in the name of its folder must have one value there. What lies in a folder is said in
+`layout.py`.
+"""
+
+import datetime
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+from laserbatch.pipeline.tables.fetched import shown_path
+from laserbatch.pipeline.tables.findings import FaultyTable, Finding, shown_value
+from laserbatch.pipeline.tables.layout import ListedFile
+
+BATCH_ROWS = 64 * 1024
+_INTEGER, _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)"), re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?")
+
+
+@dataclass(frozen=True)
+class TablePart:
+    """One file of a table. `partitions`: the value of each column that the names of its folders hold."""
+
+    path: Path
+    table: str
+    partitions: dict[str, pa.Scalar]
+
+    def name_in(self, root: Path) -> str:
+        """Its path within the folder of the tables; of a current version (`versioned.py`) as if it lay there."""
+        return self.path.relative_to(root if self.path.is_relative_to(root) else self.path.parents[1]).as_posix()
+
+    def schema(self) -> pa.Schema:
+        """Its columns, those of its folders last."""
+        return self.schema_of(pq.read_schema(self.path))
+
+    def open(self, metadata: pq.FileMetaData | None = None, pre_buffer: bool = True) -> "PartFile":
+        """Open a Parquet file for reading; `metadata` is what an earlier one has read."""
+        return PartFile(self, pq.ParquetFile(self.path, metadata=metadata, pre_buffer=pre_buffer))
+
+    def with_partitions(self, rows: pa.RecordBatch, first_row: int, names: Sequence[str]) -> pa.RecordBatch:
+        """Rows of the file, which begin at `first_row`, with those columns of its folders that are among `names`.
+
+        Raises FaultyTable where a column has another value in the file than in the name of its folder.
+        """
+        if not self.partitions:
+            return rows
+        columns = dict(zip(rows.schema.names, rows.columns, strict=True))
+        for name, value in self.partitions.items():
+            if name in columns:
+                self._require_equal(name, columns[name], first_row)
+            elif name in names:
+                columns[name] = _repeated(value, rows.num_rows)
+        fields = self.schema_of(rows.schema)
+        return pa.record_batch([columns[name] for name in names], schema=pa.schema([fields.field(n) for n in names]))
+
+    def schema_of(self, schema: pa.Schema) -> pa.Schema:
+        """The columns of a file and, behind them, those of its folders that it does not have itself."""
+        for name, value in self.partitions.items():
+            if name not in schema.names:
+                schema = schema.append(pa.field(name, value.type))
+        return schema
+
+    def _require_equal(self, name: str, values: pa.Array, first_row: int) -> None:
+        wanted = self.partitions[name]
+        plain = values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
+        try:
+            is_equal = pc.equal(plain, wanted.cast(plain.type)) if wanted.is_valid else pc.is_null(plain)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            is_equal = pa.nulls(len(plain), pa.bool_())
+        is_equal = pc.fill_null(is_equal, False)
+        if not pc.all(is_equal, min_count=0).as_py():
+            row = pc.index(is_equal, False).as_py()
+            raise FaultyTable(
+                Finding(
+                    "partition-differs", self.table, "the row has another value than the name of its folder:",
+                    repr(shown_value(wanted)), "rename the folder, or drop the column from the file", name,
+                    shown_path(self.path), first_row + row, shown_value(plain[row]), num_rows=1,
+                )
+            )  # fmt: skip
+
+
+class PartFile:
+    """An open Parquet file of a table, to be closed: as `pq.ParquetFile`, with the columns of its folders."""
+
+    def __init__(self, part: TablePart, file: pq.ParquetFile) -> None:
+        self._part, self._file = part, file
+        self.metadata: pq.FileMetaData = file.metadata
+        self.schema_arrow = part.schema_of(file.schema_arrow)
+        self.doubled = frozenset(file.schema_arrow.names) & part.partitions.keys()  # in the file and in its folders
+
+    def __enter__(self) -> "PartFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def iter_batches(
+        self, batch_size: int = BATCH_ROWS, columns: Sequence[str] | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Its rows, of all columns or some."""
+        if not self._part.partitions:
+            yield from self._file.iter_batches(batch_size, columns=columns)
+            return
+        names, first_row = self.schema_arrow.names if columns is None else list(columns), 0
+        in_file = self._file.schema_arrow.names
+        # Without a column a batch has no rows, so the first one is read for their number.
+        read = [name for name in names if name in in_file] or in_file[:1]
+        for rows in self._file.iter_batches(batch_size, columns=read):
+            yield self._part.with_partitions(rows, first_row, names)
+            first_row += rows.num_rows
+
+    def read(self, name: str) -> pa.ChunkedArray:
+        """A whole column."""
+        if name not in self._part.partitions:
+            return self._file.read([name])[name]
+        if name in self.doubled:
+            batches = [batch.column(0) for batch in self.iter_batches(columns=[name])]
+        else:
+            starts, value = range(0, self.metadata.num_rows, BATCH_ROWS), self._part.partitions[name]
+            batches = [_repeated(value, min(BATCH_ROWS, self.metadata.num_rows - start)) for start in starts]
+        return pa.chunked_array(batches, self.schema_arrow.field(name).type)
+
+
+def typed_parts(files: Sequence[ListedFile], table: str, as_text: bool = False) -> list[TablePart]:
+    """The files of a table as parts. A partition column has one type in all of them, that of text if `as_text`."""
+    texts: dict[str, list[str]] = {}
+    for file in files:
+        for name, text in file.partitions.items():
+            texts.setdefault(name, []).extend([] if text is None else [text])
+    kinds = {name: pa.string() if as_text else partition_type(of_name) for name, of_name in texts.items()}
+    return [
+        TablePart(
+            file.path,
+            table,
+            {name: pa.scalar(text, pa.string()).cast(kinds[name]) for name, text in file.partitions.items()},
+        )
+        for file in files
+    ]
+
+
+def partition_type(texts: Sequence[str]) -> pa.DataType:
+    """The type of a partition column: a number or a day only where that loses no character of any value; else text."""
+    if texts and all(_INTEGER.fullmatch(text) and -(2**63) <= int(text) < 2**63 for text in texts):
+        return pa.int64() if all(str(int(text)) == text for text in texts) else pa.string()
+    if texts and all(_NUMBER.fullmatch(text) and repr(float(text)) in (text, f"{text}.0") for text in texts):
+        return pa.float64()
+    return pa.date32() if texts and all(map(_is_day, texts)) else pa.string()
+
+
+def dataset_of(parts: Sequence[TablePart]) -> ds.Dataset:
+    """All parts as a data set, to be streamed, with the columns of the first one."""
+    form, local, fragments = ds.ParquetFileFormat(), pafs.LocalFileSystem(), []
+    for part in parts:
+        in_file, values = pq.read_schema(part.path).names if part.partitions else (), ds.scalar(True)
+        for name, value in part.partitions.items():
+            if name not in in_file:
+                values &= ds.field(name) == value if value.is_valid else ds.field(name).is_null()
+        fragments.append(form.make_fragment(str(part.path), local, values))
+    return ds.FileSystemDataset(fragments, parts[0].schema(), form, local)
+
+
+def _repeated(value: pa.Scalar, num_rows: int) -> pa.Array:
+    return pa.repeat(value, num_rows) if value.is_valid else pa.nulls(num_rows, value.type)
+
+
+def _is_day(text: str) -> bool:
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False

@@ -1,0 +1,173 @@
+"""Tables of Delta Lake and Apache Iceberg, read at their current version by the libraries of these formats.
+
+A folder of such a table holds the files of several versions, and only its log says which rows are there now. The
+current rows are written to a Parquet file in the temporary folder of the machine (TMPDIR), once a version and process,
+and read from there; it goes when the process ends. Other formats that keep several versions are known by name alone.
+"""
+
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from laserbatch.pipeline.errors import first_line
+from laserbatch.pipeline.storage.parquet import write_parquet
+from laserbatch.pipeline.tables.fetched import scratch_for, shown_path
+from laserbatch.pipeline.tables.findings import FaultyTable, Finding
+
+_METADATA = re.compile(r"v?(\d+)(-[^.]*)?(\.gz)?\.metadata\.json(\.gz)?")
+_HIVE_TRANSACTION = re.compile(r"(base|delta|delete_delta)_\d{7,}(_.*)?")
+_WRITTEN: dict[tuple[Path, str, str], Path] = {}  # folder, identity and version of a table -> its rows
+_WRITING = threading.Lock()
+
+
+@dataclass(frozen=True)
+class _Version:
+    """A version of a table: its name, the identity of the table, and what reads its rows."""
+
+    name: str
+    table_id: str
+    rows: Callable[[], pa.Table | pa.RecordBatchReader]
+
+
+def format_of(folder: Path) -> str | None:
+    """The format that keeps several versions of a table in a folder; None of plain files."""
+    inside = {path.name for path in folder.iterdir()}
+    if "_delta_log" in inside:
+        return "Delta"
+    is_metadata = (
+        _METADATA.fullmatch(path.name) or path.name == "version-hint.text" for path in folder.glob("metadata/*")
+    )
+    if any(is_metadata):
+        return "Iceberg"
+    if ".hoodie" in inside:
+        return "Hudi"
+    if "_spark_metadata" in inside:
+        return "Spark Structured Streaming"
+    if {"snapshot", "manifest", "schema"} <= inside:
+        return "Paimon"
+    if "_versions" in inside:
+        return "Lance"
+    return "transactional Hive" if any(_HIVE_TRANSACTION.fullmatch(name) for name in inside) else None
+
+
+def current_rows(folder: Path, table: str) -> Path:
+    """A Parquet file with the rows of the current version of a Delta or Iceberg table.
+
+    Raises FaultyTable for another format, where the library is not installed, and for what it cannot read.
+    """
+    kind = format_of(folder)
+    read = {"Delta": _delta, "Iceberg": _iceberg}.get(kind)
+    if read is None:
+        raise versions_refused(folder, table)
+    library = {"Delta": "deltalake", "Iceberg": "pyiceberg"}[kind]
+    expected = f"{_with_article(kind)} table that {library} reads"
+    try:
+        with _WRITING:
+            version = read(folder)
+            key = folder.resolve(), version.table_id, version.name
+            if key not in _WRITTEN:
+                path = scratch_for(folder) / f"{version.name}.parquet"
+                write_parquet(version.rows(), path)
+                _WRITTEN[key] = path
+            return _WRITTEN[key]
+    except ImportError as error:
+        reason = f"which is read with {library} ({first_line(error)})"
+        found = f"{shown_path(folder)} is {_with_article(kind)} table, {reason}"
+        advice = f"pip install 'laserbatch[{kind.lower()}]'; or {EXPORT}"
+        raise FaultyTable(Finding("versioned-table", table, found, f"{library} to be installed", advice)) from None
+    except Exception as error:  # each library has errors of its own, some of which are no more than Exception
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        found = f"{shown_path(folder)} is {_with_article(kind)} table that cannot be read ({reason})"
+        raise FaultyTable(Finding("versioned-table", table, found, expected, EXPORT)) from None
+
+
+EXPORT = "write its current rows as plain Parquet with the engine that wrote it, and give that folder"
+
+
+def versions_refused(folder: Path, table: str) -> FaultyTable:
+    """What is raised for a folder with files of several versions that cannot be told apart here."""
+    found = f"{shown_path(folder)} is {_with_article(format_of(folder))} table, with files of several versions"
+    expected = "plain Parquet files, or a Delta or Iceberg table that is named as a whole"
+    return FaultyTable(Finding("versioned-table", table, found, expected, EXPORT))
+
+
+def _with_article(kind: str) -> str:
+    return f"{'an' if kind.startswith('I') else 'a'} {kind}"
+
+
+def _delta(folder: Path) -> _Version:
+    from deltalake import DeltaTable
+
+    opened = DeltaTable(str(folder))
+    of_table = opened.metadata()
+    name, table_id = f"version-{opened.version()}", str(of_table.id)
+    is_mapped = of_table.configuration.get("delta.columnMapping.mode", "none") != "none"
+    if opened.protocol().min_reader_version < 3 and not is_mapped:
+        files = pafs.SubTreeFileSystem(str(folder), pafs.LocalFileSystem())
+        return _Version(name, table_id, lambda: opened.to_pyarrow_dataset(filesystem=files).scanner().to_reader())
+
+    def in_order() -> pa.Table:
+        """By deltalake's engine, which knows renamed columns and deletion vectors, but promises no order of rows."""
+        schema = pa.schema(opened.schema().to_arrow())
+        rows = pa.RecordBatchReader.from_stream(opened.scan()).read_all().cast(schema)
+        return rows.sort_by([(field.name, "ascending") for field in schema if not pa.types.is_nested(field.type)])
+
+    return _Version(name, table_id, in_order)
+
+
+def _iceberg(folder: Path) -> _Version:
+    from pyiceberg.catalog.noop import NoopCatalog
+    from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
+    from pyiceberg.serializers import FromInputFile
+    from pyiceberg.table import StaticTable
+
+    local = pafs.LocalFileSystem()
+
+    def opened(path: Path) -> PyArrowFile:
+        return PyArrowFile(str(path), str(path), local)
+
+    newest = _newest_metadata(folder)
+    metadata = FromInputFile.table_metadata(opened(newest))
+    location = _without_scheme(metadata.location)
+
+    class InThisFolder(PyArrowFileIO):
+        """Reads what the metadata name at the table's location, which may have been another place, from its folder."""
+
+        def new_input(self, location_of_file: str) -> PyArrowFile:
+            within = _without_scheme(location_of_file)
+            if not within.startswith(f"{location}/") or ".." in within.split("/"):
+                raise ValueError(f"its file {location_of_file} is not below {metadata.location}, where the table is")
+            return opened(folder / within.removeprefix(f"{location}/"))
+
+    snapshot = metadata.current_snapshot()
+    table = StaticTable(("static", str(newest)), metadata, str(newest), InThisFolder(), NoopCatalog("static"))
+    name = f"snapshot-{snapshot.snapshot_id if snapshot else 'none'}"
+    table_id = f"{metadata.table_uuid} {metadata.current_schema_id}"
+    return _Version(name, table_id, lambda: table.scan().to_arrow_batch_reader())
+
+
+def _newest_metadata(folder: Path) -> Path:
+    """The metadata file of the highest version. Raises ValueError where there is none, or several of that version."""
+    files = {path: int(match[1]) for path in folder.glob("metadata/*") if (match := _METADATA.fullmatch(path.name))}
+    hint = folder / "metadata" / "version-hint.text"
+    told = hint.read_text(encoding="utf-8").strip() if hint.is_file() else ""
+    highest = max(files.values(), default=-1)
+    newest = [path for path, number in files.items() if number == highest]
+    if not newest or (told.isdecimal() and int(told) > highest):
+        raise ValueError(
+            f"the newest file metadata/*.metadata.json is missing; version-hint.text says {told or 'nothing'}"
+        )
+    if len(newest) > 1:
+        names = " and ".join(sorted(path.name for path in newest))
+        raise ValueError(f"{names} are of one version, of which the catalogue alone knows the current one")
+    return newest[0]
+
+
+def _without_scheme(location: str) -> str:
+    """`bucket/table` of `s3://bucket/table` and `s3a://bucket/table`; `/table` of `file:///table` and `file:/table`."""
+    return re.sub(r"^[a-z0-9]+:(//)?", "", location).rstrip("/")
