@@ -127,5 +127,5 @@ def main() -> None:
             app()
         finally:
             sys.stdout.flush()
-    except BaseException as error:
+    except BaseException as error:  # the last one to meet it, which says it and gives the exit code
         sys.exit(end_of(error))

@@ -59,26 +59,33 @@ def decimal(value: float | None, digits: int = 2, *, signed: bool = False) -> st
 @_or_dash
 def rate(value: float | None) -> str:
     """A rate to three digits or so: `8.40`, `84.0`, `1,234`."""
-    return decimal(value, 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2)
+    return decimal(value, 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2)
 
 
 @_or_dash
 def times(value: float | None) -> str:
     """A factor: `3.2×`."""
-    return decimal(value, 0 if value >= 100 else 1 if value >= 1.1 else 2) + "×"
+    return decimal(value, 0 if value >= 99.95 else 1 if value >= 1.095 else 2) + "×"
 
 
 @_or_dash
 def percent(value: float | None, digits: int = 0) -> str:
-    """A share of one as `87 %`; shares that are small but not nothing keep a digit."""
-    return f"{decimal(100 * value, digits or int(0 < value < 0.01))} %"
+    """A share of one as `87 %`; shares that are small but not nothing keep a digit, and are `under 0.1 %` below it.
+
+    What is not all is not `100 %` but `over 99 %`.
+    """
+    digits = digits or int(0 < value < 0.01)
+    least = 10.0**-digits
+    if 0 < value < 1 and round(100 * value, digits) in (0, 100):
+        return f"under {decimal(least, digits)} %" if value < 0.5 else f"over {decimal(100 - least, digits)} %"
+    return f"{decimal(100 * value, digits)} %"
 
 
 @_or_dash
 def seconds(value: float | None) -> str:
     """`0.34 s`, `21.5 s`, `3 min 20 s`, `2 h 05 min`."""
-    if value < 60:
+    if value < 59.95:
         return f"{value:.{2 if value < 9.995 else 1}f} s"
-    if value < 3600:
+    if value < 3599.5:
         return "{} min {:02d} s".format(*divmod(round(value), 60))
     return "{:,} h {:02d} min".format(*divmod(round(value / 60), 60))

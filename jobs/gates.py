@@ -5,7 +5,6 @@ one the same command judges the same values again and generates nothing.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,10 +14,10 @@ import pyarrow.compute as pc
 from laserbatch.jobs.formatting import counted, decimal, percent
 from laserbatch.jobs.settings import GateSettings
 from laserbatch.pipeline.encoding.vectors import vectors_of
-from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.knowledge.records import knowledge_schema
 from laserbatch.pipeline.planning.refresh import EVIDENCE
 from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.manifest import AuditFigures, CtrFigures, GateFigures, RunManifest, SideFigures
 from laserbatch.pipeline.storage.parquet import iter_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -126,10 +125,7 @@ def accepted_share(side: SideFigures) -> float | None:
 
 def measure(manifest: RunManifest, run: RunFolder, previous: RunFolder | None) -> list[GateFigures]:
     """Everything that the gates judge, of both sides: from the manifest, and of a sample of tonight's texts."""
-    before = None
-    if previous is not None:
-        with suppress(WorkspaceError):  # of another version, or damaged: nothing to compare with
-            before = previous.load_manifest()
+    before = None if previous is None else unless_damaged(previous.load_manifest)
     found = [part for side in manifest.sides for part in _of_side(side, manifest, run, before, previous)]
     return [*found, *_audited(manifest.audit), _auc(manifest.ctr)]
 

@@ -1,15 +1,20 @@
 """The loop that trains whatever learns by gradients here. Killed at any moment, it goes on to the same bytes."""
 
 import json
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+
+from laserbatch.pipeline.storage.atomic import atomic_path, leftovers
+
+logger = logging.getLogger("laserbatch")
 
 CHECKPOINT_NAME = "checkpoint.safetensors"
 WARM_UP = 0.05  # of all steps
@@ -68,17 +73,33 @@ def train_steps(
 
 def save_whole(tensors: dict[str, torch.Tensor], path: Path, facts: dict) -> None:
     """Write a file of tensors, whole or not at all."""
-    beside = path.with_name(f"{path.name}.new")
-    save_file({name: each.cpu().contiguous() for name, each in tensors.items()}, beside, {"facts": json.dumps(facts)})
-    beside.replace(path)
+    whole = {name: each.cpu().contiguous() for name, each in tensors.items()}
+    with atomic_path(path) as temporary:
+        save_file(whole, temporary, {"facts": json.dumps(facts)})
+
+
+def files_there(folder: Path) -> set[str]:
+    """Names of what a folder holds, without what a killed training was about to write."""
+    return {path.name for path in folder.glob("*")} - {path.name for path in leftovers(folder)}
+
+
+def drop_files(folder: Path, *names: str) -> None:
+    """Delete files that only a training that is under way needs, and what a killed one was about to write of them."""
+    unfinished = (path for path in leftovers(folder) if path.name.startswith(tuple(f".{name}." for name in names)))
+    for path in (*(folder / name for name in names), *unfinished):
+        path.unlink(missing_ok=True)
 
 
 def read_facts(path: Path) -> dict:
-    """What was written beside the tensors of a file; nothing where there is none."""
+    """What was written beside the tensors of a file; nothing where there is none, or where it is damaged."""
     if not path.is_file():
         return {}
-    with safe_open(path, "pt") as opened:
-        return json.loads(opened.metadata()["facts"])
+    try:
+        with safe_open(path, "pt") as opened:
+            return json.loads(opened.metadata()["facts"])
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
+        logger.warning("%s is damaged (%s); what it was to go on with begins anew", path, error)
+        return {}
 
 
 def _keep(learned: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, path: Path, facts: dict) -> None:

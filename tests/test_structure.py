@@ -1,6 +1,7 @@
 """What may import what: the structure that the README draws, stated."""
 
 import ast
+import re
 import sys
 from functools import cache
 from graphlib import TopologicalSorter
@@ -138,6 +139,37 @@ def test_the_engine_is_imported_without_ray_tables_or_knowledge():
             waiting |= imported_modules(path)
     rooms = {module.split(".")[1] for module in reached if module.startswith("pipeline.")}
     assert rooms.isdisjoint({"distributed", "tables", "knowledge", "sample", "planning"}), sorted(rooms)
+
+
+def test_files_and_modules_that_pages_and_docstrings_name_are_there():
+    """Not those of examples, which a reader of the page is to write, nor of figures that an earlier commit measured."""
+    examples = ("drafters/bigrams.py", "test_bigrams.py", "prompts/shelf.py")
+    pages = [ROOT / name for name in ("pyproject.toml", "Makefile", "README.md", "benchmarks/README.md")]
+    pages += [*(ROOT / "docs").rglob("*.md"), *FILES.values()]
+    others = [path for name in ("benchmarks", "tests", "docs") for path in (ROOT / name).rglob("*.py")]
+    known = [f"/{path.relative_to(ROOT)}" for path in (*FILES.values(), *others)]
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        for name in re.findall(r"[\w/]+/\w+\.py\b", text):
+            assert any(path.endswith(f"/{name.lstrip('/')}") for path in known) or name.endswith(examples), (page, name)
+        for name in re.findall(r"\blaserbatch\.(\w+(?:\.\w+)+)|\b((?:pipeline|retrieval_pools)(?:\.\w+)+)", text):
+            name = name[0] or name[1]
+            parts = name.split(".")  # of a module, or of what it defines
+            paths = [ROOT.joinpath(*parts[:num]) for num in range(2, len(parts) + 1)]
+            assert any(path.is_dir() or path.with_suffix(".py").is_file() for path in paths), (page, name)
+
+
+def test_who_catches_whatever_comes_raises_it_again_or_says_why_not():
+    for name, path in FILES.items():
+        text = path.read_text(encoding="utf-8")
+        lines = text.splitlines()
+        for node in ast.walk(ast.parse(text)):
+            is_broad = isinstance(node, ast.ExceptHandler) and (
+                node.type is None or getattr(node.type, "id", "") in ("Exception", "BaseException")
+            )
+            if is_broad and not any(isinstance(one, ast.Raise) for one in ast.walk(node)):
+                said = lines[node.lineno - 1] + lines[node.lineno]
+                assert " # " in said, f"{name}, line {node.lineno}: no reason beside it"
 
 
 def test_no_two_files_of_tests_have_one_name():

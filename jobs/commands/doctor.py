@@ -6,6 +6,7 @@ short text is written, so that it shows whether its texts end; the bundled model
 
 import datetime
 import fcntl
+import logging
 import os
 import platform
 import shutil
@@ -23,11 +24,14 @@ import typer
 from packaging.requirements import Requirement
 from rich.text import Text
 
+from laserbatch.ctr.errors import CtrError
 from laserbatch.jobs.console import ExitCode, stdout, summary, visible
 from laserbatch.jobs.settings import CONFIG, JSON, SAMPLE_MODEL, WORKSPACE, Settings, load_settings
 from laserbatch.pipeline.errors import ModelError, PipelineError, first_line
 from laserbatch.pipeline.storage.atomic import size_bytes
 from laserbatch.retrieval_pools.errors import PoolError
+
+logger = logging.getLogger("laserbatch")
 
 LEAST_FREE_BYTES = 2 * 10**9  # of a disk, below which a night is likely to fill it
 MIN_FREE_SHARE = 0.9  # of a GPU's memory; below it another process uses the GPU, and vLLM by default does not start
@@ -84,13 +88,16 @@ def examine(settings: Settings, checks: list[Check]) -> list[Finding]:
         about = check.__name__.removeprefix("check_").replace("_", " ")
         try:
             findings += check(settings)
-        except (PipelineError, PoolError) as error:  # their messages say what to do
+        except (PipelineError, PoolError, CtrError) as error:  # their messages say what to do
             if str(error) not in (finding.found for finding in findings):
                 findings.append(Finding(about, "fault", str(error)))
-        except Exception as error:
-            told = f"{type(error).__name__}: {error}"
+        except OSError as error:
             mend = "Check that path, and that it may be read and written"
-            findings.append(Finding(about, "fault", told, None if isinstance(error, RuntimeError) else mend))
+            findings.append(Finding(about, "fault", f"{type(error).__name__}: {error}", mend))
+        except Exception as error:  # a library's, or our own fault: the other checks are of use all the same
+            logger.debug("the check of %s failed", about, exc_info=True)
+            mend = None if isinstance(error, RuntimeError) else "`laserbatch -v doctor` shows the traceback"
+            findings.append(Finding(about, "fault", f"{type(error).__name__}: {error}", mend))
     return findings
 
 

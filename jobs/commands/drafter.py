@@ -78,13 +78,16 @@ def list_trials(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE
             {
                 "run": trial.run_id,
                 "kind": trial.kind,
-                "kept": "yes" if trial.is_kept else "no",
-                "tokens/s over before": decimal(trial.gain, 2),
-                "tokens/step": decimal(trial.tokens_per_step),
-                "before": decimal(trial.tokens_per_step_before),
-                "texts": count(trial.num_texts),
+                "kept": "given up" if trial.failure else "yes" if trial.is_kept else "no",
+                "tokens/s over before": decimal(trial.gain or None, 2),
+                "tokens/step": decimal(trial.tokens_per_step or None),
+                "before": decimal(trial.tokens_per_step_before or None),
+                "texts": count(trial.num_texts or None),
                 "training s": decimal(trial.training_seconds, 0),
             }
             for trial in trials
         ]
         print_table(Table("Drafters that nights trained", rows, ("run", "kind", "kept")))
+        for trial in trials:
+            if trial.failure:
+                say(f"the training on {trial.run_id} was given up: {trial.failure}")

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from laserbatch.pipeline.storage.atomic import (
     write_json,
     write_text,
 )
+from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.delivery import known_places
 from laserbatch.pipeline.storage.forgetting import RECEIPTS, Ids, forget_in_run, is_of, rows_of, unfinished_receipts
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -317,7 +319,7 @@ def _nowhere(
     """Those of the ids that the workspace does not hold which no input table has, and no receipt says were removed."""
     removed = {side: set() for side in SIDES}
     for path in (workspace.root / RECEIPTS).glob("*.json"):
-        for side, ids in read_json(path)["ids"].items():
+        for side, ids in unless_damaged(partial(read_json, path), {}).get("ids", {}).items():
             removed[side] |= {key for key, was_found in ids.items() if was_found}
     there = {side: {key for (_, of), keys in in_tables.items() if of == side for key in keys} for side in SIDES}
     return {

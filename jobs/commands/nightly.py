@@ -15,7 +15,7 @@ from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.report.sides import side_warnings
 from laserbatch.jobs.settings import CONFIG, JSON, PACKAGE_ROOT, WORKSPACE, load_settings
 from laserbatch.jobs.stages.night import Night, parse_night
-from laserbatch.jobs.stages.publishing import deliver, let_readers_see
+from laserbatch.jobs.stages.publishing import command_to_publish, deliver, let_readers_see
 from laserbatch.jobs.stages.run_night import run_night
 from laserbatch.pipeline.errors import ConfigError, PipelineError, TableError
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
@@ -116,10 +116,17 @@ def backfill(
             if isinstance(error, PipelineError | PoolError):
                 error.args = (f"the night of {date}: {error}",)
             raise
-        before = night.run
         rows.append(_counts(night))
+        is_taken_back = night.run.run_id in night.workspace.not_built_on()
+        if is_taken_back:
+            how = f"`laserbatch nightly --date {date} --force` does its date again"
+            say(f"run {night.run.run_id} was taken back, so the next night is built on an earlier one; {how}")
+        else:
+            before = night.run
     opened = Workspace.open(settings.workspace)
-    if publish:
+    if publish and is_taken_back:
+        say(f"not published: run {night.run.run_id} was taken back; {command_to_publish(night.run)} changes that")
+    elif publish:
         with opened.lock():
             let_readers_see(opened, before.run_id)
             deliver(opened, settings.deliver_to, is_asked=True)

@@ -1,6 +1,6 @@
 """`laserbatch runs ...`: what nights have left, which one readers see, and how old ones are removed."""
 
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -221,8 +221,8 @@ def kept_runs(workspace: Workspace, keep: int, also_unfinished: bool = False) ->
     runs = {run.run_id: run for run in workspace.runs()}
     finished = [run_id for run_id, run in runs.items() if run.is_finished or run.is_held]
     kept = {run_id: f"among the newest {keep}" for run_id in finished[-keep:]}
-    withdrawn = set(workspace.withdrawn())
-    usable = [run_id for run_id in finished if runs[run_id].is_finished and run_id not in withdrawn]
+    not_built_on = workspace.not_built_on()
+    usable = [run_id for run_id in finished if runs[run_id].is_finished and run_id not in not_built_on]
     newest = [run_id for run_id in usable if runs[run_id].date == runs[usable[-1]].date]  # settings say which of them
     kept |= dict.fromkeys(newest, "the next night builds on it")
     for run in workspace.published_before()[:1]:
@@ -233,10 +233,9 @@ def kept_runs(workspace: Workspace, keep: int, also_unfinished: bool = False) ->
     published = workspace.pointed_to()
     kept |= {published: "published"} if published in runs else {}
     for run_id in {*unfinished, published} & runs.keys():
-        with suppress(WorkspaceError):
-            built_on = runs[run_id].load_manifest().previous_run_id
-            if built_on in runs:
-                kept.setdefault(built_on, f"run {run_id} is built on it")
+        built_on = runs[run_id].previous_run_id
+        if built_on in runs:
+            kept.setdefault(built_on, f"run {run_id} is built on it")
     return dict(sorted(kept.items()))
 
 

@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from laserbatch.jobs.console import say
-from laserbatch.jobs.stages.night import Night
+from laserbatch.jobs.stages.night import Night, previous_run
 from laserbatch.pipeline.budget.choice import ChosenBudget, budget_step_cost, side_budget
 from laserbatch.pipeline.budget.step_cost import StepCost, read_step_cost
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.planning.plan import Shard, read_shard
 from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.manifest import BudgetFigures
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -37,13 +39,17 @@ def night_tokens(night: Night) -> float | None:
 
 def last_speed(night: Night, sides: Iterable[Side]) -> float | None:
     """Tokens a second of the newest earlier night that wrote something of some sides; None where there is none."""
-    run_id = night.manifest.previous_run_id
-    while run_id is not None and night.workspace.run(run_id).manifest_path.exists():
-        earlier = night.workspace.run(run_id).load_manifest()
+    run, seen = night.previous, set()
+    while run is not None and run not in seen and run.manifest_path.exists():
+        seen.add(run)
+        earlier = unless_damaged(run.load_manifest)
+        if earlier is None:
+            run = previous_run(night.workspace, run.run_id)
+            continue
         stats = DecodingStats.total(earlier.sides[side].stats for side in sides if side in earlier.sides)
         if stats.tokens_per_s:
             return stats.tokens_per_s
-        run_id = earlier.previous_run_id
+        run = None if earlier.previous_run_id is None else night.workspace.run(earlier.previous_run_id)
     return None
 
 
@@ -73,8 +79,10 @@ def night_budgets(night: Night, shards: Iterable[Shard], measure: Callable[[], S
 def kept_step_cost(workspace: Workspace, decoding: DecodingSettings, path: Path | None = None) -> StepCost | None:
     """The cost of a file, or the configured one, or the newest that a night of a workspace measured; None without."""
     measured = sorted(workspace.step_costs_folder.glob("*.json"), key=lambda kept: kept.stat().st_mtime)
-    path = path or decoding.step_cost or (measured[-1] if measured else None)
-    return None if path is None else read_step_cost(Path(path))
+    if path is not None or decoding.step_cost is not None:
+        return read_step_cost(Path(path or decoding.step_cost))
+    found = (unless_damaged(partial(read_step_cost, path)) for path in reversed(measured))
+    return next((cost for cost in found if cost is not None), None)
 
 
 def budget_of(figures: BudgetFigures) -> Budget:

@@ -27,6 +27,7 @@ from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import link_file, read_json, write_json
+from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.manifest import PoolBuilt, RunManifest
 from laserbatch.pipeline.tables.schema import TABLE_NAMES
 from laserbatch.retrieval_pools.errors import PoolError
@@ -119,7 +120,9 @@ def unchanged_pools(night: Night, version: str) -> dict[Side, PoolBuilt]:
         return {}
     if not night.pools.folder(version).is_dir():
         return {}
-    before = previous.load_manifest()
+    before = unless_damaged(previous.load_manifest)
+    if before is None:
+        return {}
     is_same = all(_known(before, name) == _known(night.manifest, name) is not None for name in TABLE_NAMES)
     for side in SIDES:
         then, now = before.sides.get(side), night.manifest.sides.get(side)

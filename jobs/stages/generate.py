@@ -25,7 +25,7 @@ from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.distributed.actors import ShardAbandoned
 from laserbatch.pipeline.distributed.loading import TOKEN_FILE
 from laserbatch.pipeline.distributed.spec import TextSpec
-from laserbatch.pipeline.errors import RunFailed, WorkspaceError
+from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.planning.drift import ItemClusters
 from laserbatch.pipeline.planning.plan import (
@@ -40,10 +40,11 @@ from laserbatch.pipeline.planning.planner import FIRST_TEXTS, Keep, plan_side, s
 from laserbatch.pipeline.planning.postpone import Refresh, unusable_texts
 from laserbatch.pipeline.planning.refresh import BUDGET
 from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.manifest import ShardRecord, SideFigures
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.quarantine import count_reasons
-from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.run_folder import POSTPONED, RunFolder
 
 MOST_UNUSABLE = 0.5  # of the first texts; where more fail, model and template do not fit each other
 
@@ -148,10 +149,8 @@ class _Pass:
             return False
         if previous is None or night.manifest.force or previous.settings_hash != night.run.settings_hash:
             return True
-        try:
-            return bool(changed_inputs(previous.load_manifest().inputs, night.manifest.inputs))
-        except WorkspaceError:
-            return True
+        before = unless_damaged(previous.load_manifest)
+        return before is None or bool(changed_inputs(before.inputs, night.manifest.inputs))
 
     def _plans(self) -> tuple[dict[Side, SidePlan], dict[Side, Finished]]:
         """What is to be done of both sides, and their shards that are done."""
@@ -220,8 +219,8 @@ class _Pass:
             budget = budget * sizes[side] / sum(sizes.values()) if other is None else budget - other.num_tokens
         clusters = None
         if settings.min_drift is not None and side == "user":
-            clusters = ItemClusters.of_run(night.previous, night.tables.items)
-        postponed = waiting.read_postponed(side)
+            clusters = unless_damaged(partial(ItemClusters.of_run, night.previous, night.tables.items))
+        postponed = unless_damaged(partial(waiting.read_postponed, side), POSTPONED.empty_table())
         return Refresh(settings, night.date, budget, self.decoding.max_new_tokens, postponed, clusters)
 
     def _previous(self, side: Side) -> PreviousKnowledge:

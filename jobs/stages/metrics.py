@@ -19,6 +19,7 @@ from laserbatch.jobs.console import say
 from laserbatch.jobs.failures import exit_code_of
 from laserbatch.jobs.formatting import ratio
 from laserbatch.jobs.settings import MetricsSettings, Settings
+from laserbatch.jobs.stages.publishing import ends_no_night
 from laserbatch.pipeline.errors import PipelineError
 from laserbatch.pipeline.storage.atomic import write_text
 from laserbatch.pipeline.storage.manifest import RunManifest
@@ -76,7 +77,8 @@ def night_metrics(settings: Settings, name: str = NAME) -> Iterator[NightMetrics
     finally:
         if settings.metrics != MetricsSettings():
             root = settings.workspace / RECOMMENDATIONS if name == OF_LISTS else settings.workspace
-            _publish(settings, name, exposition(night, root, start_s, time.time(), name))
+            with ends_no_night("the metrics are not written"):
+                _publish(settings, name, exposition(night, root, start_s, time.time(), name))
 
 
 def exposition(night: NightMetrics, workspace: Path, start_s: float, end_s: float, name: str = NAME) -> str:

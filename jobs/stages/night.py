@@ -17,12 +17,13 @@ from laserbatch.jobs.stages.attempt import new_manifest, newest_attempt, stage
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, checked_inputs, needs_a_model
 from laserbatch.pipeline.decoding.model.folder import model_identity
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
-from laserbatch.pipeline.errors import ConfigError, WorkspaceError
+from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.histories import labels_of
 from laserbatch.pipeline.knowledge.templates import Labels, PromptTemplate
 from laserbatch.pipeline.knowledge.values import RULES_VERSION
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.drafters import DrafterUsed
 from laserbatch.pipeline.storage.forgetting import unfinished_receipts
 from laserbatch.pipeline.storage.manifest import (
@@ -184,12 +185,20 @@ def open_night(
 def _go_on(night: Night) -> None:
     """Take up an unfinished run again, without what it drafted from where that is gone."""
     say(f"going on with run {night.run.run_id}")
-    manifest, pools = night.manifest, night.manifest.pools.version
-    if pools is not None and not can_be_used(night.pools, pools, night.settings.routing):
+    manifest, pools, not_built_on = night.manifest, night.manifest.pools.version, night.workspace.not_built_on()
+    if pools in not_built_on:
+        say(f"not drafting from the pools {pools}, whose run was taken back")
         manifest.pools = PoolsUsed()
-    if manifest.drafter is not None and not night.workspace.drafters.is_there(manifest.drafter.run_id):
-        say(f"not drafting with the drafter of {manifest.drafter.run_id}, which is gone")
-        manifest.drafter = None
+    elif pools is not None and not can_be_used(night.pools, pools, night.settings.routing):
+        manifest.pools = PoolsUsed()
+    if manifest.drafter is not None:
+        trained_on = manifest.drafter.run_id
+        if trained_on in not_built_on:
+            say(f"not drafting with the drafter of {trained_on}, which was taken back")
+            manifest.drafter = None
+        elif not night.workspace.drafters.is_there(trained_on):
+            say(f"not drafting with the drafter of {trained_on}, which is gone")
+            manifest.drafter = None
     manifest.status = "running"
 
 
@@ -210,8 +219,8 @@ def new_night(
     manifest.value_rules = RULES_VERSION
     night = Night(settings, workspace, date, run, manifest)
     wanted = None if after is None else after.run_id
-    held = {run.run_id for run in workspace.runs() if run.is_held}
-    pools = current_pools(night.pools, settings.pools.min_support, date, settings.routing, wanted, held)
+    not_used = {run.run_id for run in workspace.runs() if run.is_held} | workspace.not_built_on()
+    pools = current_pools(night.pools, settings.pools.min_support, date, settings.routing, wanted, not_used)
     manifest.pools = describe_pools(pools)
     manifest.drafter = trained_drafter(workspace, settings, date)
     return night
@@ -219,11 +228,8 @@ def new_night(
 
 def say_other_prompts(night: Night) -> None:
     """Say by which other rules or templates than those of the run before a night's prompts are made."""
-    if night.previous is None:
-        return
-    try:
-        before = night.previous.load_manifest()
-    except WorkspaceError:  # nothing is known of the prompts before
+    before = None if night.previous is None else unless_damaged(night.previous.load_manifest)
+    if before is None:
         return
     if before.value_rules != night.manifest.value_rules:
         say(
@@ -241,7 +247,8 @@ def trained_drafter(workspace: Workspace, settings: Settings, date: datetime.dat
     """The drafter that nights up to a date have trained and kept for the model; None where none are wanted."""
     if settings.drafter_training.kind is None:
         return None
-    trial = workspace.drafters.kept(str(date), model_identity(settings.model_dir))
+    target = model_identity(settings.model_dir)
+    trial = workspace.drafters.kept(str(date), target, workspace.not_built_on())
     if trial is None:
         return None
     most = settings.decoding.max_draft_tokens or trial.max_draft_tokens
@@ -316,18 +323,21 @@ def current_pools(
     date: datetime.date,
     routing: RoutingSettings,
     wanted: str | None = None,
-    held: Collection[str] = (),
+    not_used: Collection[str] = (),
 ) -> PoolVersion | None:
     """The pools that a run may draft from: the current ones, or the newest that are not of a later date than its own.
 
-    The version `wanted` is taken before them, where it is there and whole; those of `held` runs are passed over. None
-    when they were built to give more away, are damaged or of another format: a night is then slower, not late.
+    The version `wanted` is taken before them, where it is there and whole. Versions `not_used`, of runs that are held
+    or were taken back, are passed over. None when they were built to give more away, are damaged or of another format:
+    a night is then slower, not late.
     """
     try:
         known = {one.version: one for one in store.list()}
         version = wanted if wanted in known and known[wanted].problem is None else store.current_version()
-        if version is not None and version[:10] > str(date):
-            version = max((one for one in known if one not in held and one[:10] <= str(date)), default=None)
+        if version in not_used:
+            say(f"not drafting from the pools {version}: their run was taken back, or is held back by a gate")
+        if version is not None and (version[:10] > str(date) or version in not_used):
+            version = max((one for one in known if one not in not_used and one[:10] <= str(date)), default=None)
     except PoolError as error:
         say(f"drafting from no pools: {error}")
         return None
@@ -370,8 +380,6 @@ def pools_in_use(workspace: Workspace) -> set[str]:
     for run in workspace.runs():
         if run.is_finished or run.is_held or not run.manifest_path.exists():
             continue
-        try:
-            used.add(RunManifest.load(run.manifest_path).pools.version)
-        except WorkspaceError as error:
-            say(f"{error} Nobody can go on with run {run.run_id}, so its pools are not kept for it")
+        if (manifest := unless_damaged(run.load_manifest)) is not None:  # else nobody can go on with it
+            used.add(manifest.pools.version)
     return used - {None}

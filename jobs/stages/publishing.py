@@ -1,11 +1,15 @@
 """What readers see, here and where it is delivered to, and what the next night drafts from, switched together."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from laserbatch.ctr.errors import CtrError
 from laserbatch.jobs.console import say
 from laserbatch.jobs.events import emit
+from laserbatch.jobs.failures import line_of
 from laserbatch.jobs.formatting import counted
 from laserbatch.jobs.gates import gate_sentence, holding, judge
 from laserbatch.jobs.report.lists import write_lists_report
@@ -18,6 +22,8 @@ from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import RECOMMENDATIONS, Workspace
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.store import PoolStore
+
+logger = logging.getLogger("laserbatch")
 
 # When a finished run is published: unless one of a later date is, or it was taken back; whatever is; not by this.
 Publishing = Literal["forwards", "always", "never"]
@@ -38,6 +44,17 @@ def end_judged(run: RunFolder, manifest: RunManifest, measured: Sequence[GateFig
             f"{run.report_path}; then publish it all the same with {command_to_publish(run)}, or "
             f"change the limit and give the same command again: nothing is written again"
         )
+
+
+@contextmanager
+def ends_no_night(what_fails: str) -> Iterator[None]:
+    """Log what fails in the block, which comes after the publication: readers see the run, so its night ended well."""
+    try:
+        yield
+    except (PipelineError, PoolError, CtrError, OSError) as error:
+        logger.warning("%s: %s", what_fails, line_of(error))
+    except Exception as error:  # out of memory, or our own fault, whose traceback is shown
+        logger.exception("%s: %s", what_fails, line_of(error, names_values=False))
 
 
 def command_to_publish(run: RunFolder) -> str:
@@ -93,13 +110,21 @@ def mend_pointer(workspace: Workspace) -> None:
 
 
 def use_pools_of(workspace: Workspace, run_id: str) -> None:
-    """Have the next night draft from the pools of a run; where they are gone or damaged it is said, and none change."""
+    """Have the next night draft from the pools of a run; where they are gone or damaged it is said, and none change.
+
+    Pools of a run that was taken back do not stay the current ones: then there are none.
+    """
     if workspace.root.name == RECOMMENDATIONS:
         return
+    store = PoolStore(workspace.pools_folder)
     try:
-        PoolStore(workspace.pools_folder).use(run_id)
+        store.use(run_id)
     except PoolError as error:
-        say(f"the pools stay as they are: {error} `laserbatch pools rebuild --run {run_id}` builds them again")
+        how = f"`laserbatch pools rebuild --run {run_id}` builds them again"
+        if store.use_none_of(workspace.not_built_on()):
+            say(f"no pools are current, since those that were are of a run that was taken back: {error} {how}")
+        else:
+            say(f"the pools stay as they are: {error} {how}")
 
 
 def delivery_uri(workspace: Workspace, deliver_to: str | None) -> str | None:

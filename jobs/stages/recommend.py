@@ -24,6 +24,7 @@ from laserbatch.jobs.stages.publishing import (
     deliver,
     delivery_uri,
     end_judged,
+    ends_no_night,
     mend_pointer,
     publish_run,
     remove_delivered,
@@ -325,6 +326,7 @@ def _publish(workspace: Workspace, run: RunFolder, settings: Settings) -> None:
     deliver(workspace, uri)
     kept = workspace.pointed_to()
     old = [one for one in workspace.dated_runs() if one.run_id != kept][: -settings.recommending.keep_runs]
-    remove_delivered(uri, [one.run_id for one in old])
-    for one in old:
-        remove_folder(one.root)
+    with ends_no_night("old lists were not removed, the next night tries again"):
+        remove_delivered(uri, [one.run_id for one in old])
+        for one in old:
+            remove_folder(one.root)

@@ -10,6 +10,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from laserbatch.jobs.console import progress, say
+from laserbatch.jobs.events import event_log
 from laserbatch.jobs.gates import measure
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.attempt import recorded
@@ -19,7 +20,15 @@ from laserbatch.jobs.stages.compare_ctr import compare_night
 from laserbatch.jobs.stages.generate import generate_knowledge, generate_plain
 from laserbatch.jobs.stages.metrics import night_metrics
 from laserbatch.jobs.stages.night import Night, open_night, pools_in_use
-from laserbatch.jobs.stages.publishing import Publishing, deliver, draw_report, end_judged, mend_pointer, publish_run
+from laserbatch.jobs.stages.publishing import (
+    Publishing,
+    deliver,
+    draw_report,
+    end_judged,
+    ends_no_night,
+    mend_pointer,
+    publish_run,
+)
 from laserbatch.jobs.stages.train_drafter import train_if_due
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
@@ -29,6 +38,7 @@ from laserbatch.pipeline.encoding.identity import encoder_identity
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import RunFailed, WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.manifest import FeatureFigures, PreviousNight
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -63,7 +73,8 @@ def run_night(
                 names = " and ".join(night.changed_inputs)
                 say(f"{names} of that date changed since: --redo writes what this changes, in a run of its own")
             publish(night, publishing)
-            train_if_due(night, was_finished=True)
+            with event_log(night.run.events_path):
+                train_if_due(night, was_finished=True)
         else:
             with recorded(night.manifest):
                 _do_stages(night, publishing)
@@ -125,7 +136,7 @@ def _aside(function: Callable[[], Any]) -> Iterator[Future]:
     def call() -> None:
         try:
             result.set_result(function())
-        except BaseException as error:
+        except BaseException as error:  # of a thread: whoever asks for the result meets it
             result.set_exception(error)
 
     Thread(target=call, daemon=True).start()
@@ -206,10 +217,8 @@ def _earlier(previous: RunFolder | None, side: Side, encoder_id: str, max_text_t
     """Features of a finished run; None when its encoder was another or cut texts elsewhere, or nothing is known."""
     if previous is None or not previous.centroids_path(side).exists() or not previous.features_path(side).exists():
         return None
-    try:
-        manifest = previous.load_manifest()
-    except WorkspaceError as error:
-        say(f"{side} texts are all encoded again: {error}")
+    manifest = unless_damaged(previous.load_manifest)
+    if manifest is None:
         return None
     before = manifest.features.get(side)
     cut_at = manifest.settings.get("encoding", {}).get("max_text_tokens", max_text_tokens)
@@ -229,13 +238,9 @@ def _close_failed(night: Night, reason: str) -> None:
 def close(night: Night) -> None:
     """Finish the run with its report, or hold it back, so that nothing builds on it. Raises RunHeld."""
     manifest = night.manifest
-    if night.previous is not None:
-        try:
-            earlier = night.previous.load_manifest()
-            sides = {side: figures.stats for side, figures in earlier.sides.items()}
-            manifest.previous_night = PreviousNight(earlier.run_id, sides)
-        except WorkspaceError as error:
-            say(f"not compared with the night before: {error}")
+    if night.previous is not None and (earlier := unless_damaged(night.previous.load_manifest)) is not None:
+        sides = {side: figures.stats for side, figures in earlier.sides.items()}
+        manifest.previous_night = PreviousNight(earlier.run_id, sides)
     end_judged(night.run, manifest, manifest.gates, night.settings.gates)
 
 
@@ -246,7 +251,8 @@ def publish(night: Night, publishing: Publishing = "forwards") -> None:
     """
     run, workspace = night.run, night.workspace
     publish_run(workspace, run, publishing)
-    in_use = pools_in_use(workspace) | {run.run_id}  # the next night of a backfill drafts from this one's
-    collect_pools(night.pools, night.settings.pool_building.keep_versions, in_use)
+    with ends_no_night("old pools were not removed, the next night tries again"):
+        in_use = pools_in_use(workspace) | {run.run_id}  # the next night of a backfill drafts from this one's
+        collect_pools(night.pools, night.settings.pool_building.keep_versions, in_use)
     if publishing != "never":
         deliver(workspace, night.settings.deliver_to, is_asked=publishing == "always")

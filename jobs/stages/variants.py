@@ -25,6 +25,7 @@ from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.encoding.versions import feature_versions
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.manifest import RunManifest, SideAudit, settings_hash
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -85,8 +86,9 @@ def of_configs(configs: Mapping[str, Settings]) -> list[Variant]:
 
 
 def framework_of(run: RunFolder) -> str | None:
-    """That by which both sides of a run were asked; None where they differ, or its manifest does not say."""
-    found = {asked.framework for asked in run.load_manifest().asked.values()}
+    """That by which both sides of a run were asked; None where they differ or its manifest does not say."""
+    manifest = unless_damaged(run.load_manifest)
+    found = {asked.framework for asked in manifest.asked.values()} if manifest else set()
     return found.pop() if len(found) == 1 else None
 
 
@@ -108,7 +110,8 @@ def _of_one_date(
     by_place: dict[tuple[str, ...], dict[str, tuple[Workspace, RunFolder]]] = {}
     for name, runs in found.items():
         for one in runs:  # the newest last
-            by_place.setdefault(_place(one[1].load_manifest()), {})[name] = one
+            if (manifest := unless_damaged(one[1].load_manifest)) is not None:
+                by_place.setdefault(_place(manifest), {})[name] = one
     shared = [place for place, of_place in by_place.items() if len(of_place) == len(found)]
     if shared:
         of_place = by_place[max(shared)]

@@ -6,7 +6,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 from laserbatch.jobs.console import say
-from laserbatch.pipeline.distributed.actors import MOST_STARTING_S, Crew
+from laserbatch.pipeline.distributed.actors import Crew
 from laserbatch.pipeline.distributed.cluster import ray_cluster
 from laserbatch.pipeline.distributed.settings import ClusterSettings
 from laserbatch.pipeline.distributed.spec import TextSpec, WorkerSpec
@@ -28,7 +28,7 @@ class NightWorkers:
         return self
 
     def __exit__(self, *_) -> None:
-        if self._started is not None and wait([self._started], timeout=MOST_STARTING_S).done:
+        if self._started is not None and wait([self._started], timeout=self._settings.start_timeout_s).done:
             self._cluster.close()
         self._left.set()
 
@@ -46,8 +46,11 @@ class NightWorkers:
         self.start(spec)
         if not self._started.done():
             say("starting workers")
-        if not wait([self._started], timeout=MOST_STARTING_S).done:
-            raise RunFailed(f"Ray has not started within {MOST_STARTING_S / 60:.0f} minutes; `laserbatch doctor` tries")
+        timeout_s = self._settings.start_timeout_s
+        if not wait([self._started], timeout=timeout_s).done:
+            raise RunFailed(
+                f"Ray has not started within {timeout_s:g} seconds (cluster.start_timeout_s); `laserbatch doctor` tries"
+            )
         crew = self._started.result()
         crew.turn_to(spec)
         return crew
@@ -62,11 +65,11 @@ class NightWorkers:
         try:
             cluster = ray_cluster(self._settings, spec.loads_quickly, self._workspace, spec.gpus_a_worker)
             layout = self._cluster.enter_context(cluster)
-            crew = Crew(spec, layout, self._settings.max_shard_attempts)
+            crew = Crew(spec, layout, self._settings.max_shard_attempts, self._settings.start_timeout_s)
             self._cluster.callback(crew.dismiss)
             if isinstance(spec, TextSpec) and spec.decoding.drafters:
                 draft(None, [], 0)  # compiled here, so that workers find it in numba's cache
             self._started.set_result(crew)
-        except BaseException as error:
+        except BaseException as error:  # of a thread: whoever asks for the crew meets it
             self._started.set_exception(error)
         self._left.wait()  # Linux ends processes that Ray has started when the thread that started them ends

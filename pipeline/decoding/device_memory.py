@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from laserbatch.pipeline.engine_choice import num_gpus_for, vllm_advice
 from laserbatch.pipeline.errors import ModelError
@@ -45,7 +45,7 @@ def num_stored_values(files: list[Path]) -> int:
             with safe_open(file, "pt") as weights:
                 names = weights.keys()
                 num_values += sum(math.prod(weights.get_slice(name).get_shape()) for name in names)
-        except Exception as error:
+        except (SafetensorError, OSError, ValueError) as error:
             raise ModelError(f"the weights in {file} cannot be loaded: not a safetensors file ({error})") from error
     return num_values
 

@@ -195,7 +195,7 @@ class Engine:
         try:
             self.cache.grow_to(sum(ends) + self.max_prefill_tokens)
             self.runner.buffered.warm_up(len(live), max_draft_tokens, longest, max(longest, *ends))
-        except Exception as error:
+        except Exception as error:  # whatever it meets, the same steps are captured as they come
             recovery.require_device(error)
             logger.warning("no steps were captured before the first text: %s", error)
             torch.cuda.empty_cache()
@@ -211,7 +211,7 @@ class Engine:
         began_s = time.perf_counter()
         try:
             self._forward(step)
-        except Exception as error:
+        except Exception as error:  # raised when the step is landed
             step.error = error
         step.launch_s = time.perf_counter() - began_s
         return step
@@ -220,7 +220,7 @@ class Engine:
         """Verify and commit. The sequences that ended, live no more, each with its finish reason or failure."""
         scheduler, began_s = stream.scheduler, time.perf_counter()
         outcomes = recovery.fail_alone(self.cache, scheduler.live[0]) if step is None else self._outcomes(step, stream)
-        ended = [(one, outcomes[id(one)]) for one in scheduler.live if id(one) in outcomes]
+        ended = [(one, outcomes[one]) for one in scheduler.live if one in outcomes]
         for sequence, _ in ended:
             scheduler.finish(sequence)
             stream.drafter.forget(sequence)
@@ -235,7 +235,7 @@ class Engine:
             if step.number < self.num_forwards:  # the caller let another stream take a step meanwhile
                 self._forward(step)
             accepted = self._verify(step, stream.verifier)
-        except Exception as error:
+        except Exception as error:  # `recover` says which texts it is the failure of
             return recovery.recover(self, step, stream, error)
         return self._commit(step, accepted, stream)
 

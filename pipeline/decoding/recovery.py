@@ -19,7 +19,7 @@ from laserbatch.pipeline.errors import first_line
 
 logger = logging.getLogger(__name__)
 
-Outcomes = dict[int, str | GenerationFailure]  # of the sequences that ended, by `id`: finish reasons, failures
+Outcomes = dict[Sequence, str | GenerationFailure]  # of the sequences that ended: finish reasons, failures
 
 
 def recover(engine, step: Step, stream: Stream, error: Exception) -> Outcomes:
@@ -36,7 +36,8 @@ def recover(engine, step: Step, stream: Stream, error: Exception) -> Outcomes:
         _give_memory_back(engine, step, scheduler, error)
         if not is_alone:
             return {}
-    logger.warning("a step of %d sequences failed (%s); trying them one at a time", len(step.sequences), error)
+    told = "a step of %d sequences failed (%s); trying them one at a time"
+    logger.warning(told, len(step.sequences), error, exc_info=error)
     whole = zip(step.sequences, step.feeds, step.trees, strict=True)
     return _one_by_one(engine, [Step([one], [feed], TreeBatch.of([tree])) for one, feed, tree in whole], stream)
 
@@ -74,7 +75,7 @@ def _one_by_one(engine, steps: list[Step], stream: Stream) -> Outcomes:
         try:
             engine._forward(step)
             accepted = engine._verify(step, stream.verifier)
-        except Exception as error:
+        except Exception as error:  # whatever the model meets in a text is that row's failure; others go on
             require_device(error)
             outcomes |= _failed(step.sequences[0], f"model-error: {type(error).__name__}: {first_line(error)}")
             continue
@@ -102,4 +103,4 @@ def _give_memory_back(engine, step: Step, scheduler: Scheduler, error: Exception
 
 
 def _failed(sequence: Sequence, reason: str) -> Outcomes:
-    return {id(sequence): GenerationFailure(sequence.request.request_id, reason)}
+    return {sequence: GenerationFailure(sequence.request.request_id, reason)}

@@ -50,12 +50,12 @@ class Step:
         return len(self.trees) + sum(len(feed.chain_ids) for feed in self.feeds)
 
 
-def commit(step: Step, accepted: list[Acceptance | None], cache: KVCache, is_end: np.ndarray) -> dict[int, str]:
-    """Keep what was accepted; where that is None, nothing. Of the sequences that ended, by `id`, the finish reason.
+def commit(step: Step, accepted: list[Acceptance | None], cache: KVCache, is_end: np.ndarray) -> dict[Sequence, str]:
+    """Keep what was accepted; where that is None, nothing. Of the sequences that ended the finish reason.
 
     `is_end` : bool[vocab_size], the end tokens.
     """
-    outcomes: dict[int, str] = {}
+    outcomes: dict[Sequence, str] = {}
     batch, trees = step.output.batch, step.trees
     sound, nodes, lengths = _kept(step, accepted)
     token_ids, sources = trees.token_ids[nodes], trees.source[nodes]
@@ -90,7 +90,7 @@ def commit(step: Step, accepted: list[Acceptance | None], cache: KVCache, is_end
             sequence.append(_NOTHING, _NOTHING, new_token)
         if at_end or sequence.num_left == 0:
             sequence.end_id = next_token if at_end else None
-            outcomes[id(sequence)] = "end_of_text" if at_end else "length"
+            outcomes[sequence] = "end_of_text" if at_end else "length"
     return outcomes
 
 

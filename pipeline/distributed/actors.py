@@ -18,6 +18,7 @@ from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.distributed.cluster import WorkerLayout, cluster_nodes, require_own_gpu, told_nodes
 from laserbatch.pipeline.distributed.device_loss import ends_process_if_device_is_lost
 from laserbatch.pipeline.distributed.loading import TOKEN_FILE, quick_imports, require_same_folder
+from laserbatch.pipeline.distributed.settings import ClusterSettings
 from laserbatch.pipeline.distributed.spec import ListSpec, WorkerSpec
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.planning.plan import Shard, read_ids, split_shard
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOK_S, FIRST_LOOK_S = 5.0, 0.2  # between looks at how far the workers are; before there is any text
-MOST_STARTING_S = 600.0  # that a cluster may take to give any worker a place
+MOST_FETCHING_S = 600.0  # of an answer that is there
 MOST_LOADING_S = 1800.0  # of a worker, between two steps while it loads its model or measures
 LEAST_SILENT_S, SILENT_STEPS = 60.0, 50.0  # between two steps of a shard: seconds, or so often the costliest one's
 MOST_LOST = 100  # workers of a run, before shards that workers die on are no longer halved
@@ -145,13 +146,19 @@ class _Member:
 class Crew:
     """The workers of a run: those that were asked something, at first to load their model, and idle ones."""
 
-    def __init__(self, spec: WorkerSpec, layout: WorkerLayout, max_attempts: int) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        layout: WorkerLayout,
+        max_attempts: int,
+        start_timeout_s: float = ClusterSettings().start_timeout_s,
+    ) -> None:
         self.idle: list[_Member] = []
         self.num_lost = 0
         self.on_first_text: Callable[[], None] | None = None  # until it was called
         self._asked: dict[ray.ObjectRef, tuple[_Member, Shard | None]] = {}
         self._costliest_step_s = 0.0  # of all that is known of any worker, lost ones too
-        self.layout, self.max_attempts = layout, max_attempts
+        self.layout, self.max_attempts, self.start_timeout_s = layout, max_attempts, start_timeout_s
         self._token, self._seen = secrets.token_hex(8), []
         self.turn_to(spec)
         # In a thread of its own a worker says how far it is while it works.
@@ -213,7 +220,7 @@ class Crew:
     def _measured_step_cost(self) -> StepCost:
         """Measured by all workers at once, so that they get in each other's way as they will later; one keeps it."""
         if self._asked:  # all begin together, but for one that finds no place on a busy cluster
-            ray.wait(list(self._asked), num_returns=len(self._asked), timeout=MOST_STARTING_S)
+            ray.wait(list(self._asked), num_returns=len(self._asked), timeout=self.start_timeout_s)
         while not self.idle or (self._asked and ray.wait(list(self._asked), timeout=0)[0]):
             self.next_answer()
         for other in self.idle[1:]:
@@ -277,20 +284,20 @@ class Crew:
                 self.tell_first_text()
             if done:
                 return done[0]
-            if all(not member.has_place and member.silent_s > MOST_STARTING_S for member in asked.values()):
+            if all(not member.has_place and member.silent_s > self.start_timeout_s for member in asked.values()):
                 free = ray.available_resources()
                 raise RunFailed(
-                    f"no worker found a place within {MOST_STARTING_S / 60:.0f} minutes: each needs "
+                    f"no worker found a place within {self.start_timeout_s:g} seconds: each needs "
                     f"{self.layout.need}, and the cluster has {told_nodes(cluster_nodes())}, of which "
                     f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs are free. Wait for what uses "
-                    "them, or set cluster.threads_per_worker"
+                    "them, set cluster.threads_per_worker, or raise cluster.start_timeout_s if nodes start first"
                 )
 
     def _answer(self, reference: ray.ObjectRef, member: _Member) -> object:
         """What an actor returned; an error that it reports is raised as itself."""
         try:
             if ray.wait([reference], timeout=0)[0]:
-                return ray.get(reference, timeout=MOST_STARTING_S)
+                return ray.get(reference, timeout=MOST_FETCHING_S)
             reason = f"worker-hung: for {member.silent_s:.0f} seconds a worker ran no step of its model"
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None

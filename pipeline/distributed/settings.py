@@ -19,6 +19,11 @@ class ClusterSettings(Strict):
     max_shard_attempts: int = Field(
         2, ge=1, description="A shard whose worker was lost this often is halved; a row alone goes to quarantine."
     )
+    start_timeout_s: float = Field(
+        600.0, gt=0, allow_inf_nan=False,
+        description="Seconds that Ray may take to start, and a cluster to give the first worker a place; an autoscaler "
+        "that starts GPU nodes may need more.",
+    )  # fmt: skip
     price_per_hour: float | None = Field(
         None, ge=0, description="Of the whole cluster, in any currency: plans and reports then tell what a night costs."
     )

@@ -19,7 +19,7 @@ from laserbatch.pipeline.drafter_training.settings import Kind
 from laserbatch.pipeline.drafter_training.small import Loss, Small
 from laserbatch.pipeline.drafter_training.texts import HELD_BACK_EVERY, Target, TrainingText, batches_of, held_back
 from laserbatch.pipeline.errors import ConfigError
-from laserbatch.pipeline.learning import CHECKPOINT_NAME, train_steps
+from laserbatch.pipeline.learning import CHECKPOINT_NAME, drop_files, files_there, train_steps
 from laserbatch.pipeline.storage.atomic import write_json
 
 LEAST_TEXTS = 20
@@ -62,7 +62,7 @@ def train_drafter(
             f"{len(texts)} texts are too few to train a drafter on, at least {LEAST_TEXTS} are needed: name a run that "
             "wrote more"
         )
-    there = {path.name for path in folder.glob("*")}
+    there = files_there(folder)
     if there and not there & {CARD_NAME, CHECKPOINT_NAME}:
         raise ConfigError(f"{folder} holds other things than a drafter ({min(there)}): give a new folder")
     torch.manual_seed(options.seed)
@@ -96,7 +96,7 @@ def train_drafter(
         | {"training_seconds": round(seconds + time.perf_counter() - start_s, 1)}
     )
     write_json(card.model_dump(mode="json"), folder / CARD_NAME)
-    (folder / CHECKPOINT_NAME).unlink(missing_ok=True)
+    drop_files(folder, CHECKPOINT_NAME)
     return card
 
 

@@ -61,7 +61,7 @@ class TextEncoder:
                 folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=dtype,
                 output_loading_info=True, ignore_mismatched_sizes=True,
             )  # fmt: skip
-        except Exception as error:
+        except Exception as error:  # transformers may raise anything
             raise ModelError(f"{folder}: not an encoder that transformers can load: {error}") from error
         require_whole_weights(folder, loading_info, unused=("pooler.",), harmless=OUTSIDE_LAYERS)
         if tokenizer.pad_token_id is None:

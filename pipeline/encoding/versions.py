@@ -19,6 +19,7 @@ from laserbatch.pipeline.encoding.schema import LEVELS, MOMENT, days_valid, mome
 from laserbatch.pipeline.encoding.vectors import VectorForm, vectors_of
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.parquet import iter_parquet, rows_among
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
@@ -95,14 +96,14 @@ def version_fields(form: VectorForm, prefix: str = "") -> list[pa.Field]:
 def feature_versions(runs: Sequence[RunFolder], of_plain: bool = False) -> Iterator[dict[Side, Versions]]:
     """The versions of both sides in the features of runs, the newest last, that are of the newest one's encoder.
 
-    Codes are told where they are of the newest one's codebook. `of_plain` : of the plain texts that runs have. Raises
-    WorkspaceError where no run has features.
+    Codes are told where they are of the newest one's codebook. `of_plain` : of the plain texts that runs have. Runs
+    whose manifest is damaged are left out. Raises WorkspaceError where no run has features.
     """
-    manifests = {run: run.load_manifest() for run in runs}
+    manifests = {run: known for run in runs if (known := unless_damaged(run.load_manifest)) is not None}
     with tempfile.TemporaryFile() as of_users, tempfile.TemporaryFile() as of_items:
         versions = {}
         for side, scratch in zip(SIDES, (of_users, of_items), strict=True):
-            files = {run.run_id: (run.plain if of_plain else run).features_path(side) for run in runs}
+            files = {run.run_id: (run.plain if of_plain else run).features_path(side) for run in manifests}
             found = {run.run_id: manifest.features.get(side) for run, manifest in manifests.items()}
             found = {run_id: of for run_id, of in found.items() if of and files[run_id].is_file()}
             if not found:

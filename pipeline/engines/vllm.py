@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.engines.answers import Answers
 from laserbatch.pipeline.errors import ModelError, first_line
 from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.atomic import atomic_path
 from laserbatch.pipeline.storage.manifest import ModelFigures
 from laserbatch.pipeline.storage.scratch import ScratchFolder
 from laserbatch.retrieval_pools.errors import PoolError
@@ -112,7 +114,7 @@ class VllmEngine:
             self._engine = LLM(**arguments, speculative_config=speculative).llm_engine
         except PoolError:
             raise
-        except Exception as error:
+        except Exception as error:  # vLLM may raise anything
             raise ModelError(f"vLLM cannot load {model_dir}: {first_line(error)}") from error
         config = self._engine.model_config
         self._max_context = config.max_model_len
@@ -285,18 +287,17 @@ def kept_cost(folder: Path, model_dir: Path, arguments: Mapping[str, Any], num_t
     facts += [os.cpu_count(), os.environ.get("OMP_NUM_THREADS"), __version__]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:12]
     path = folder / "vllm" / f"{digest}.json"
-    if path.exists():
+    with suppress(OSError, ValueError):  # one that is not there, or damaged
+        json.loads(path.read_bytes())
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
     logger.info("measuring what steps of vLLM cost here, once: %s", path)
-    new = path.with_suffix(f".{os.getpid()}.new")
     sizes = sorted({1, max(1, arguments["max_num_seqs"] // 4), arguments["max_num_seqs"]})
     engine = {name: value for name, value in arguments.items() if name not in ("model", "disable_log_stats")}
-    command = [sys.executable, "-m", vllm_steps.__name__, arguments["model"], "--out", str(new)]
+    command = [sys.executable, "-m", vllm_steps.__name__, arguments["model"]]
     command += ["--tokens", str(num_tokens), "--batch", *map(str, sizes), "--engine", json.dumps(engine)]
-    measured = subprocess.run(command, capture_output=True, text=True, check=False)
-    if measured.returncode:
-        told = (measured.stderr.strip() or "nothing was said").splitlines()[-1]
-        raise ModelError(f"what a step of vLLM costs could not be measured: {told}")
-    new.replace(path)
+    with atomic_path(path) as new:
+        measured = subprocess.run([*command, "--out", str(new)], capture_output=True, text=True, check=False)
+        if measured.returncode:
+            told = (measured.stderr.strip() or "nothing was said").splitlines()[-1]
+            raise ModelError(f"what a step of vLLM costs could not be measured: {told}")
     return path

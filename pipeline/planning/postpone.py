@@ -7,6 +7,7 @@ the next try, and costs little or may succeed. Of the others the model would ans
 import datetime
 import zlib
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +18,7 @@ from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.planning.drift import ItemClusters, history_drift
 from laserbatch.pipeline.planning.refresh import BUDGET, EVIDENCE, NOT_DUE, Candidates, RefreshSettings, decide
 from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.parquet import rows_among, write_parquet
 from laserbatch.pipeline.storage.run_folder import POSTPONED, RunFolder
 from laserbatch.pipeline.tables.read import Tables
@@ -146,7 +148,9 @@ def unusable_texts(previous: RunFolder | None, side: Side, date: datetime.date) 
     """
     if previous is None:
         return None
-    rows = previous.read_quarantine(side)
+    rows = unless_damaged(partial(previous.read_quarantine, side))
+    if rows is None:
+        return None
     rows = rows.filter(pc.and_(rows["text"].is_valid(), rows["fingerprint"].is_valid()))
     if not len(rows):
         return rows

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pyarrow.compute as pc
 
 from laserbatch.pipeline.recommending.beams import Found
 from laserbatch.pipeline.recommending.codes import ItemCodes
+from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
@@ -29,9 +31,10 @@ def read_catalogue(path: Path, sizes: tuple[int, ...]) -> ItemCodes:
 
 
 def has_new_items(catalogue: ItemCodes, runs: Path, run_id: str) -> bool:
-    """Whether a catalogue has items that a run could not list; of a run that is gone that is not known, and so."""
+    """Whether a catalogue has items that a run could not list; so where the run's is gone or damaged."""
     path = runs / run_id / CATALOGUE_PATH
-    known = read_parquet(path, ["item_id"])["item_id"].combine_chunks() if path.exists() else catalogue.item_ids[:0]
+    table = unless_damaged(partial(read_parquet, path, ["item_id"])) if path.exists() else None
+    known = catalogue.item_ids[:0] if table is None else table["item_id"].combine_chunks()
     return not pc.all(pc.is_in(catalogue.item_ids, value_set=known)).as_py()
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from laserbatch.pipeline.decoding.model.folder import model_identity
 from laserbatch.pipeline.errors import ConfigError
-from laserbatch.pipeline.learning import CHECKPOINT_NAME, read_facts, save_whole, train_steps
+from laserbatch.pipeline.learning import CHECKPOINT_NAME, drop_files, files_there, read_facts, save_whole, train_steps
 from laserbatch.pipeline.recommending.baselines import neighbour_lists, popular_list
 from laserbatch.pipeline.recommending.beams import BeamDrafter, search
 from laserbatch.pipeline.recommending.card import CARD_NAME, Ranking, RecommenderCard, codes_digest
@@ -269,8 +269,7 @@ def _said_of_last(
 
 def _saved(model, card: RecommenderCard, folder: Path) -> RecommenderCard:
     save_recommender(model, card, folder)
-    for name in (CHECKPOINT_NAME, BEST_NAME):
-        (folder / name).unlink(missing_ok=True)
+    drop_files(folder, CHECKPOINT_NAME, BEST_NAME)
     return card
 
 
@@ -294,7 +293,7 @@ def _enough(histories: Sequence[np.ndarray], folder: Path) -> list[np.ndarray]:
             f"{len(told)} users with two items or more are too few to train a recommender on, at least "
             f"{LEAST_HISTORIES} are needed"
         )
-    there = {path.name for path in folder.glob("*")}
+    there = files_there(folder)
     if there and not there & {CARD_NAME, CHECKPOINT_NAME, BEST_NAME}:
         raise ConfigError(f"{folder} holds other things than a recommender ({min(there)}): give a new folder")
     folder.mkdir(parents=True, exist_ok=True)

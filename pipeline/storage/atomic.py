@@ -10,58 +10,17 @@ import errno
 import hashlib
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from laserbatch.pipeline.errors import PipelineError, WorkspaceError
+from laserbatch.retrieval_pools.atomic import TEMPORARY_SUFFIX, atomic_path, naming, sync, temporary_beside
 
-TEMPORARY_SUFFIX = ".tmp"
 REPLACED_SUFFIX = ".replaced"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 _CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY)
-
-
-def _temporary_beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
-
-
-@contextmanager
-def _naming(path: Path, temporary: Path) -> Iterator[None]:
-    """An OSError of the block names the path that was to be written: a write to an open file does not say which."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = str(error.filename or path).replace(str(temporary), str(path))
-        raise
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def atomic_path(path: Path | str) -> Iterator[Path]:
-    """A temporary path, at which the block must create a file, that becomes `path` when it ends without an error."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _temporary_beside(path)
-    try:
-        with _naming(path, temporary):
-            yield temporary
-            _sync(temporary)
-            os.replace(temporary, path)
-            _sync(path.parent)
-    except BaseException:
-        with suppress(OSError):  # of a read-only file system, in place of the error that matters
-            temporary.unlink(missing_ok=True)
-        raise
 
 
 def link_file(source: Path, target: Path) -> None:
@@ -95,27 +54,27 @@ def atomic_folder(path: Path | str, overwrite: bool = False) -> Iterator[Path]:
     if path.is_dir() and any(path.iterdir()) and not overwrite:
         raise PipelineError(f"{path} is there already and not empty. Give another folder, or pass --overwrite.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _temporary_beside(path)
+    temporary = temporary_beside(path)
     temporary.mkdir()
     try:
-        with _naming(path, temporary):
+        with naming(path, temporary):
             yield temporary
             for folder, _, files in os.walk(temporary):
                 for name in files:
-                    _sync(Path(folder, name))
-                _sync(Path(folder))
+                    sync(Path(folder, name))
+                sync(Path(folder))
             if not path.is_dir():
                 os.replace(temporary, path)
             elif _exchange(temporary, path):
-                _sync(path.parent)
+                sync(path.parent)
                 shutil.rmtree(temporary)  # now the earlier one
             else:
                 replaced = temporary.with_suffix(REPLACED_SUFFIX)
                 os.replace(path, replaced)
                 os.replace(temporary, path)
-                _sync(path.parent)
+                sync(path.parent)
                 shutil.rmtree(replaced)
-            _sync(path.parent)
+            sync(path.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -156,9 +115,17 @@ def restore_replaced(path: Path) -> None:
 
 def remove_folder(path: Path) -> None:
     """Delete a folder that disappears in one step: a death in between leaves a `.tmp` name."""
-    removed = _temporary_beside(path)
+    removed = temporary_beside(path)
     os.replace(path, removed)
     shutil.rmtree(removed)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link, or a folder with all that is in it; what is not there is no error."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def leftovers(folder: Path | str) -> list[Path]:
@@ -174,7 +141,7 @@ def remove_leftovers(folder: Path | str) -> int:
     """
     found = leftovers(folder)
     for path in found:
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        remove(path)
     return len(found)
 
 

@@ -6,6 +6,7 @@ in between ends in the same bytes. Whose a row is says `user_id` or `item_id`, o
 
 import json
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pyarrow.parquet as pq
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import read_json, sha256_file, write_json
+from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.parquet import iter_parquet, read_parquet, write_parquet
 from laserbatch.pipeline.storage.quarantine import count_reasons
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -27,8 +29,9 @@ OUT_OF_REACH = 1e3  # of every vector, which have length one: the centroid of a 
 
 
 def unfinished_receipts(root: Path) -> list[Path]:
-    """Receipts in a workspace of commands that were killed, and not given again."""
-    return [path for path in sorted((root / RECEIPTS).glob("*.json")) if not read_json(path)["is_done"]]
+    """Receipts in a workspace of commands that were killed, and not given again; those that are damaged are none."""
+    paths = sorted((root / RECEIPTS).glob("*.json"))
+    return [path for path in paths if not unless_damaged(partial(read_json, path), {}).get("is_done", True)]
 
 
 def rows_of(root: Path, ids: Ids) -> tuple[dict[str, int], dict[Side, set[str]]]:

@@ -18,7 +18,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.storage.atomic import read_json, remove_leftovers, sha256_file, write_json, write_text
+from laserbatch.pipeline.storage.atomic import read_json, remove, remove_leftovers, sha256_file, write_json, write_text
+from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.manifest import RunManifest, ShardInfo, ShardRecord
 from laserbatch.pipeline.storage.parquet import WrittenFile, iter_parquet, link_parquet, read_parquet, write_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, quarantine_schema, quarantine_table
@@ -121,6 +122,11 @@ class RunFolder:
         """The run's manifest. Raises WorkspaceError when it is missing, damaged or of another version."""
         return RunManifest.load(self.manifest_path)
 
+    @property
+    def previous_run_id(self) -> str | None:
+        """The run that this one was built on; None also where its manifest is missing or damaged."""
+        return unless_damaged(lambda: read_json(self.manifest_path), {}).get("previous_run_id")
+
     def write_shard(
         self,
         side: Side,
@@ -185,7 +191,7 @@ class RunFolder:
         for folder in (self._shards_folder(side), self.knowledge_folder(side)):
             for path in sorted(folder.glob("*")):  # records first: a shard is then unfinished before it is incomplete
                 if path.stem not in keep:
-                    path.unlink(missing_ok=True)
+                    remove(path)
 
     def drop_shard(self, side: Side, name: str) -> None:
         """Delete what there is of a shard."""

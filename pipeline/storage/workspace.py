@@ -117,18 +117,18 @@ class Workspace:
         return [RunFolder(path) for path in paths if path.is_dir() and _RUN_ID.fullmatch(path.name)]
 
     def dated_runs(self, alike: str | None = None, with_held: bool = False) -> list[RunFolder]:
-        """Finished runs that were not taken back, the newest last: by date, and of a date by when they were finished.
+        """Finished runs that may be built on, the newest last: by date, and of a date by when they were finished.
 
         Of a date those with the settings hash `alike` come last. `with_held`: those that a gate keeps back too.
         """
-        taken_back = self.withdrawn()
+        not_built_on = self.not_built_on()
         runs = [run for run in self.runs() if run.is_finished or (with_held and run.is_held)]
 
         def rank(run: RunFolder) -> tuple[str, bool, int]:
             marker = run.success_path if run.is_finished else run.held_path
             return run.date, run.settings_hash == alike, marker.stat().st_mtime_ns
 
-        return sorted((run for run in runs if run.run_id not in taken_back), key=rank)
+        return sorted((run for run in runs if run.run_id not in not_built_on), key=rank)
 
     def runs_up_to(self, run: RunFolder) -> list[RunFolder]:
         """Finished runs of earlier dates than a run's, and the run itself."""
@@ -170,6 +170,21 @@ class Workspace:
     def withdrawn(self) -> list[str]:
         """Ids of the runs that were published and taken back: nothing is built on them, or publishes them by itself."""
         return self._history["withdrawn"]
+
+    def not_built_on(self) -> set[str]:
+        """Ids of runs that nothing is built on: those taken back, and what was built on these and never published.
+
+        A run whose manifest cannot be read counts as built on none.
+        """
+        history = self._history
+        found, published = set(history["withdrawn"]), {history["run_id"], *history["before"]}
+        if not found:
+            return found
+        later = [run for run in self.runs() if run.date >= min(found)[:10] and run.run_id not in published]
+        built_on = {run.run_id: run.previous_run_id for run in later}
+        while more := {run_id for run_id, previous in built_on.items() if previous in found} - found:
+            found |= more
+        return found
 
     def withdraw(self) -> None:
         """Take the published run back, for the one that was published before it, in one step.

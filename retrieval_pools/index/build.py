@@ -6,7 +6,6 @@ allowed, nor on the threads that share the work.
 """
 
 import os
-import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from laserbatch.retrieval_pools.atomic import naming, sync, temporary_beside
 from laserbatch.retrieval_pools.drafting.state import Index
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.arrays import ArrayWriter, give_back, in_threads, map_array, read_chunks
@@ -47,7 +47,6 @@ from laserbatch.retrieval_pools.settings import DraftSettings, PoolBuildSettings
 __all__ = ["HeldBack", "PoolText", "PoolTexts", "build_pool", "sync_folder"]
 
 SORT_BYTES_PER_POSITION = 16  # of memory, while they are sorted
-TEMPORARY_SUFFIX = ".tmp"
 _NONE = np.empty(0, np.int64)
 _GONE = np.iinfo(np.int32).min  # moves every position below 0
 
@@ -218,22 +217,15 @@ def _without(left_out: np.ndarray, laid: LaidTexts, manifest: PoolManifest, fold
     return Pool.of_arrays(None, manifest, index)
 
 
-def temporary_beside(path: Path) -> Path:
-    """A name that nobody else has, for what is going to be renamed to `path`."""
-    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
-
-
 @contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
     """A temporary folder beside `target`, to be renamed to it in the block; removed if it is still there."""
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = temporary_beside(target)
     try:
-        staging.mkdir()
-        yield staging
-    except OSError as error:
-        error.filename = str(error.filename or staging).replace(str(staging), str(target))
-        raise
+        with naming(target, staging):
+            staging.mkdir()
+            yield staging
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -244,12 +236,3 @@ def sync_folder(folder: Path) -> None:
     for paths in ([root / name for root, names in walked for name in names], [root for root, _ in walked]):
         for _ in in_threads(sync, paths):
             pass
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or what a folder lists, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

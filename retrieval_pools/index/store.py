@@ -18,8 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from laserbatch.retrieval_pools.atomic import TEMPORARY_SUFFIX, atomic_path, temporary_beside
 from laserbatch.retrieval_pools.errors import PoolError
-from laserbatch.retrieval_pools.index.build import TEMPORARY_SUFFIX, staged_folder, sync, sync_folder, temporary_beside
+from laserbatch.retrieval_pools.index.build import staged_folder, sync_folder
 from laserbatch.retrieval_pools.index.manifest import REBUILD, PoolManifest, Side, file_sha256, read_manifest
 from laserbatch.retrieval_pools.index.pool import Pool
 
@@ -104,6 +105,13 @@ class PoolStore:
         self.verify(version)
         self._point_to(version)
 
+    def use_none_of(self, versions: Collection[str]) -> bool:
+        """Make no version the current one, if that is among some; returns whether it was."""
+        is_among = self._pointed_to() in versions
+        if is_among:
+            (self.root / CURRENT_NAME).unlink()
+        return is_among
+
     def collect(self, keep: int, in_use: Collection[str] = (), dry_run: bool = False) -> Collected:
         """Remove old versions, and what dead builders left. The workspace's lock must be held.
 
@@ -132,8 +140,7 @@ class PoolStore:
 
     def drop(self, version: str) -> None:
         """Remove a version, current or not: none is current then. One that is not there is no error."""
-        if self._pointed_to() == version:
-            (self.root / CURRENT_NAME).unlink()
+        self.use_none_of([version])
         self._remove(version)
 
     def _remove(self, version: str, but_newest: bool = False) -> None:
@@ -188,13 +195,8 @@ class PoolStore:
         return pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else None
 
     def _point_to(self, version: str) -> None:
-        temporary = temporary_beside(self.root / CURRENT_NAME)
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(version + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.root / CURRENT_NAME)
-        sync(self.root)
+        with atomic_path(self.root / CURRENT_NAME) as temporary:
+            temporary.write_text(version + "\n", encoding="utf-8")
 
     def _describe(self, version: str, is_current: bool) -> PoolVersion:
         folder = self.folder(version)

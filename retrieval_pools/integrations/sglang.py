@@ -6,11 +6,11 @@ trees, and acceptance thresholds where it is told any. docs/sglang.md says how i
 
 import logging
 from collections.abc import Hashable, Iterable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.integrations.vllm import ProposerSettings, started
 from laserbatch.retrieval_pools.library import DraftBudget, OpenPool
 
@@ -69,7 +69,7 @@ class PoolTrees:
                 tokens[row, 1 : num + 1] = tree.token_ids
                 for node, parent in enumerate(tree.parents.tolist(), 1):
                     is_above[row, node] |= is_above[row, parent + 1]
-        except Exception:
+        except Exception:  # SGLang goes on without a draft, and a batch is not lost for a fault of ours
             self.num_failed += 1
             if self.num_failed == 1:
                 logger.exception("a draft failed: this step goes on without, and no other failure is logged")
@@ -111,13 +111,26 @@ def written_of(batch: Any, num_nodes: int, is_overlapped: bool) -> list[Written]
     ]
 
 
+@cache
 def register() -> None:
-    """Make `--speculative-algorithm LASERBATCH` known. Raises PoolError: this SGLang takes no algorithms of others."""
+    """Make `--speculative-algorithm LASERBATCH` known.
+
+    SGLang calls it wherever both are installed, whether or not anybody asked for LASERBATCH: with a version that takes
+    no algorithms of others, or takes them otherwise, it logs a warning and leaves SGLang as it is.
+    """
     try:
-        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-        from sglang.srt.speculative.spec_registry import CustomSpecAlgo
-    except ImportError as error:
-        raise PoolError(f"this SGLang takes no speculative algorithms of others ({error}); 0.5.23 does") from None
+        _register()
+    except Exception as error:  # a version that nobody has seen may raise anything
+        logger.warning(
+            "speculative algorithm %s is not available: this SGLang takes none as 0.5.23 does (%s: %s)",
+            NAME, type(error).__name__, error,
+        )  # fmt: skip
+
+
+def _register() -> None:
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+    from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
     ngram = SpeculativeAlgorithm.NGRAM
 
     def as_ngram(name: str):

@@ -13,12 +13,12 @@ import logging
 import os
 import sys
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import BaseModel, Field, PositiveInt, TypeAdapter, ValidationError, field_validator
 
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
@@ -33,6 +33,37 @@ EVIDENCE = 64.0  # tokens that estimates are worth before any of them was verifi
 UNCHECKED_TRUST = 0.5  # in estimates of a pool that was never calibrated
 
 
+class _Step(BaseModel):
+    batch_size: PositiveInt
+    num_tokens: PositiveInt
+    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _StepTimes(BaseModel):
+    steps: list[_Step]
+
+    @field_validator("steps")
+    @classmethod
+    def _require_curves(cls, steps: list[_Step]) -> list[_Step]:
+        sizes = {
+            step.batch_size: {one.num_tokens for one in steps if one.batch_size == step.batch_size} for step in steps
+        }
+        alone = [size for size, tokens in sizes.items() if len(tokens) < 2]
+        if alone or not sizes:
+            of_size = f"; of the batch size {alone[0]} there is 1" if alone else ""
+            raise ValueError(f"expected steps of at least two numbers of tokens of each batch size{of_size}")
+        return steps
+
+
+def _fault(error: Exception) -> str:
+    """What is wrong with a file: of a key that is not as it should be its name, and what was found."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors(include_url=False)[0]
+    found = "" if first["type"] in ("missing", "json_invalid") else f" (found {str(first['input'])[:60]})"
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg'].removeprefix('Value error, ')}{found}".removeprefix(": ")
+
+
 class StepCost:
     """Seconds of a step by its sequences and draft tokens: linear between what was measured, and going on.
 
@@ -43,16 +74,15 @@ class StepCost:
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises PoolError where the file is not there or does not say so."""
+        """Raises PoolError where the file is not there or does not say so: at which key, and what is there."""
         try:
-            steps = json.loads(path.read_text(encoding="utf-8"))["steps"]
-            rows = sorted(
-                (one["batch_size"], one["num_tokens"] / one["batch_size"] - 1, one["seconds"]) for one in steps
-            )
-            by_size = {size: np.array([row[1:] for row in rows if row[0] == size]).T for size, _, _ in rows}
-            assert by_size and all(curve.shape[1] > 1 for curve in by_size.values())
-        except (OSError, ValueError, TypeError, KeyError, AssertionError, ZeroDivisionError) as error:
-            raise PoolError(f"{path} is no step cost ({error!r}); measure one: python -m {MEASURE} --help") from None
+            told = _StepTimes.model_validate_json(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise PoolError(
+                f"{path} is no step cost ({_fault(error)}); measure one: python -m {MEASURE} --help"
+            ) from None
+        rows = sorted((one.batch_size, one.num_tokens / one.batch_size - 1, one.seconds) for one in told.steps)
+        by_size = {size: np.array([row[1:] for row in rows if row[0] == size]).T for size, _, _ in rows}
         self._batch_sizes = np.array(list(by_size))
         self._curves = list(by_size.values())
 
@@ -72,8 +102,7 @@ class StepCost:
         return np.interp(drafted, x, y) + slope * np.maximum(drafted - x[-1], 0)
 
 
-@dataclass(frozen=True)
-class ProposerSettings:
+class ProposerSettings(BaseModel, frozen=True, extra="forbid"):
     """The file that LASERBATCH_DRAFTS names, a JSON object; its paths are relative to the file.
 
     A list of them is of several pools: a prompt is of the one whose routes know it, or of the first.
@@ -90,28 +119,28 @@ class ProposerSettings:
     """
 
     pools: Path
-    side: str
+    side: Literal["user", "item"]
     version: str | None = None
     routes: Path | None = None
     step_cost: Path | None = None
-    min_acceptance: float = 0.05
+    min_acceptance: float = Field(0.05, ge=0, le=1)
 
     @classmethod
     def read(cls) -> "tuple[ProposerSettings, ...]":
-        """Read the file that LASERBATCH_DRAFTS names. Raises PoolError: which part of it is wrong."""
+        """Read the file that LASERBATCH_DRAFTS names. Raises PoolError: which key of it is wrong, and what is there."""
         if SETTINGS_VARIABLE not in os.environ:
             raise PoolError(f"{SETTINGS_VARIABLE} is not set; it names the JSON file that says what to draft from")
         path = Path(os.environ[SETTINGS_VARIABLE])
         try:
             told = json.loads(path.read_text(encoding="utf-8"))
-            return tuple(cls._of(one, path.parent) for one in (told if isinstance(told, list) and told else [told]))
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise PoolError(f"{path} does not say what to draft from: {error}") from None
+            found = TypeAdapter(tuple[cls, ...]).validate_python(told if isinstance(told, list) and told else [told])
+        except (OSError, ValueError) as error:
+            raise PoolError(f"{path} does not say what to draft from: {_fault(error)}") from None
+        return tuple(one._beside(path.parent) for one in found)
 
-    @classmethod
-    def _of(cls, told: dict[str, Any], folder: Path) -> "ProposerSettings":
-        paths = {name: folder / told[name] for name in ("pools", "routes", "step_cost") if told.get(name)}
-        return cls(**(told | paths))
+    def _beside(self, folder: Path) -> "ProposerSettings":
+        paths = {name: getattr(self, name) for name in ("pools", "routes", "step_cost")}
+        return self.model_copy(update={name: folder / known for name, known in paths.items() if known is not None})
 
     def open(self, model: Path | str) -> tuple[OpenPool, RouteTable | None, StepCost | None]:
         """All that they name. Raises PoolError where one is not there, or the pool is of another tokenizer."""
@@ -211,7 +240,7 @@ class PoolProposer:
                 drafts[row] = draft[: self._max_model_len - int(num_tokens_no_spec[row])]
             while len(self._kept) > self._max_kept:
                 self._forget(next(iter(self._kept)))
-        except Exception:
+        except Exception:  # vLLM goes on without a draft, and a batch is not lost for a fault of ours
             self.num_failed += 1
             if self.num_failed == 1:
                 logger.exception("a draft failed: this step goes on without, and no other failure is logged")

@@ -39,8 +39,12 @@ def speculative_config(model: Path | str, num_speculative_tokens: int = 8) -> di
     PoolError
         As `vllm.PoolProposer`, or this vLLM takes no proposers.
     """
-    if find_spec("vllm.v1.spec_decode.custom_class_proposer") is None:
-        raise PoolError("this vLLM has no `custom_class` proposers; 0.32 has")
+    try:
+        found = find_spec("vllm.v1.spec_decode.custom_class_proposer")
+    except ModuleNotFoundError:  # one of the packages that it lies in is not there
+        found = None
+    if found is None:
+        raise PoolError("vLLM is not installed, or has no `custom_class` proposers; 0.32 has")
     checked = subprocess.run([sys.executable, "-m", PROPOSERS, str(model)], capture_output=True, text=True, check=False)
     if checked.returncode:
         raise PoolError(checked.stderr.strip().splitlines()[-1])

@@ -171,7 +171,7 @@ def test_alternatives_are_what_the_target_would_sooner_say():
     drafter = AlignedDrafter()
     prompts = [np.concatenate((prompt, prompt[:5])).astype(np.int32) for prompt in PROMPTS[:4]]
     kept = {}
-    drafter.forget = lambda sequence: kept.update({sequence.request.request_id: drafter._alternatives[id(sequence)]})
+    drafter.forget = lambda sequence: kept.update({sequence.request.request_id: drafter._alternatives[sequence]})
     list(tiny_engine(MODEL, batch_size=4, max_prefill_tokens=7).generate(requests_for(prompts, 3), drafter))
     for number, prompt in enumerate(prompts):
         logits = MODEL(input_ids=torch.from_numpy(prompt.astype(np.int64))[None]).logits[0]

@@ -224,11 +224,11 @@ def crew(cluster, world, tmp_path, monkeypatch):
         def look(self) -> tuple[int, float, int]:
             return 1, 0.02, 0
 
-    def run(worker=Worker, max_attempts=2, layout=cluster, **options):
+    def run(worker=Worker, max_attempts=2, layout=cluster, start_timeout_s=600.0, **options):
         monkeypatch.setattr(actors, "_Worker", worker)
         monkeypatch.setattr(actors, "LOOK_S", 0.1)
         shards, _ = planned(world, tmp_path)
-        run.crew = actors.Crew(Spec(tmp_path), layout, max_attempts)
+        run.crew = actors.Crew(Spec(tmp_path), layout, max_attempts, start_timeout_s)
         return shards, run_shards(shards, run.crew, **options)
 
     run.Worker = Worker
@@ -273,10 +273,10 @@ def test_a_row_that_kills_or_stops_workers_is_given_up_alone(crew, world, tmp_pa
 
 
 @pytest.mark.ray
-def test_workers_that_find_no_place_end_the_run_with_what_was_asked_for(crew, cluster, monkeypatch):
-    monkeypatch.setattr(actors, "MOST_STARTING_S", 1.0)
-    with pytest.raises(RunFailed, match=r"each needs 99 CPUs, and the cluster has a node of \d+ CPUs"):
-        list(crew(layout=replace(cluster, num_threads=99))[1])
+def test_workers_that_find_no_place_in_time_end_the_run_with_what_was_asked_for(crew, cluster):
+    words = r"within 1 seconds: each needs 99 CPUs, and the cluster has a node of \d+ CPUs.* cluster.start_timeout_s"
+    with pytest.raises(RunFailed, match=words):
+        list(crew(layout=replace(cluster, num_threads=99), start_timeout_s=1.0)[1])
 
 
 @pytest.mark.ray

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig
 
+from laserbatch.pipeline import learning
 from laserbatch.pipeline.decoding.drafters import drafter_from
 from laserbatch.pipeline.decoding.drafters.eagle import EagleHead
 from laserbatch.pipeline.decoding.drafters.trained import CARD_NAME, DrafterCard, layer_of
@@ -231,3 +233,18 @@ def test_drafters_are_trained_and_draft_on_a_device(kind, texts, tmp_path, a_dev
         for drafter in (drafter_from(settings, models=engine.draft_models), None)
     )
     assert drafted == plain
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_a_damaged_one_is_none(tmp_path, monkeypatch):
+    path, synced = tmp_path / training.CHECKPOINT_NAME, []
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(path.exists()) or sync(descriptor))
+    learning.save_whole({"a": torch.ones(2)}, path, {"step": 3})
+    assert synced == [False, True] and learning.read_facts(path) == {"step": 3}
+    path.write_bytes(path.read_bytes()[:20])
+    assert learning.read_facts(path) == {}
+    for name in (f".{path.name}.1-ab.tmp", ".thesis.txt.1-ab.tmp"):  # of a killed writer
+        (tmp_path / name).touch()
+    assert learning.files_there(tmp_path) == {path.name}
+    learning.drop_files(tmp_path, path.name)
+    assert os.listdir(tmp_path) == [".thesis.txt.1-ab.tmp"]

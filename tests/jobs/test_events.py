@@ -162,6 +162,19 @@ def test_figures_are_written_whatever_came_of_the_night(tmp_path, night):
     assert 'laserbatch_stage_seconds{stage="a \\"stage\\"\\n\\\\"} 2.5\n' in told
 
 
+def test_figures_that_cannot_be_told_fail_no_night(tmp_path, night, monkeypatch, caplog):
+    def fails(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(metrics, "exposition", fails)
+    settings = Settings(workspace=night.workspace.root, metrics=MetricsSettings(textfile=tmp_path / "laserbatch.prom"))
+    with night_metrics(settings):
+        pass
+    with pytest.raises(RunFailed), night_metrics(settings):
+        raise RunFailed("too many")
+    assert caplog.text.count("the metrics are not written: unexpected ZeroDivisionError") == 2
+
+
 def test_figures_are_what_prometheus_reads(night):
     parser = pytest.importorskip("prometheus_client.parser")
     night.manifest.stages = {"encode": 1.0}

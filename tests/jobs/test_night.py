@@ -1,6 +1,7 @@
 """What a night builds on, which run a command goes on with, and what is published: by date, never by who came last."""
 
 import datetime
+import errno
 import json
 import os
 
@@ -10,13 +11,22 @@ import pytest
 from night_world import run_here
 
 from laserbatch.jobs.commands import nightly as nights
+from laserbatch.jobs.gates import measure
 from laserbatch.jobs.settings import load_settings
 from laserbatch.jobs.stages import publishing
 from laserbatch.jobs.stages import run_night as stages
-from laserbatch.jobs.stages.night import open_night, open_run, previous_run
+from laserbatch.jobs.stages.budgets import kept_step_cost, night_tokens
+from laserbatch.jobs.stages.build_pools import unchanged_pools
+from laserbatch.jobs.stages.night import open_night, open_run, previous_run, trained_drafter
 from laserbatch.jobs.stages.run_night import close, publish, run_night
+from laserbatch.jobs.stages.variants import framework_of
+from laserbatch.pipeline.decoding.model.folder import model_identity
+from laserbatch.pipeline.drafter_training.settings import DrafterTrainingSettings
 from laserbatch.pipeline.errors import RunHeld, TableError, WorkspaceError
-from laserbatch.pipeline.storage.manifest import GateFigures
+from laserbatch.pipeline.planning.postpone import unusable_texts
+from laserbatch.pipeline.storage.drafters import DrafterTrial, DrafterUsed
+from laserbatch.pipeline.storage.manifest import GateFigures, PoolsUsed, SideFigures
+from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
 
 DAY = datetime.date(2025, 3, 1)
@@ -121,6 +131,46 @@ def test_what_was_taken_back_is_not_built_on_nor_published_by_itself(world, caps
     assert second.workspace.withdrawn() == [] and second.workspace.published().run_id == second.run.run_id
 
 
+def test_nothing_of_what_was_taken_back_is_used(world, capfd):
+    days = [DAY + datetime.timedelta(days=number) for number in range(5)]
+    first, second = done(opened(world, days[0])), done(opened(world, days[1]))
+    workspace, settings = second.workspace, second.settings.model_copy(
+        update={"drafter_training": DrafterTrainingSettings(kind="medusa")}
+    )  # fmt: skip
+    trial = DrafterTrial(second.run.run_id, "medusa", model_identity(settings.model_dir), True, 2, 3, 2, 3, 16, 99, 1)
+    workspace.drafters.folder(trial.run_id).mkdir(parents=True)
+    (workspace.drafters.folder(trial.run_id) / "model.safetensors").touch()
+    workspace.drafters.end(trial)
+    assert trained_drafter(workspace, settings, days[2]).run_id == second.run.run_id
+    begun, unseen = opened(world, days[2]), done(opened(world, days[3]), "never")
+    assert begun.previous.run_id == second.run.run_id == begun.manifest.pools.version == unseen.previous.run_id
+
+    run_here(capfd, "runs", "rollback", "--workspace", str(workspace.root))
+    assert first.pools.current_version() == first.run.run_id
+    assert trained_drafter(workspace, settings, days[2]) is None
+    for before in (begun, unseen):  # another run of the same date, built on what stands
+        again = opened(world, before.date)
+        assert (again.run.run_id, again.previous.run_id) == (f"{before.run.run_id}-2", first.run.run_id)
+        assert again.manifest.pools.version == first.run.run_id
+    done(opened(world, days[4]))  # its pools are current, and of too late a date
+    again = opened(world, days[2], force=True)
+    assert again.manifest.pools.version == first.run.run_id
+    again.manifest.pools = PoolsUsed(second.run.run_id)  # as it began, before the other was taken back
+    again.manifest.drafter = DrafterUsed(second.run.run_id, "medusa", 3, 16)
+    again.manifest.save()
+    again = opened(world, days[2])
+    assert (again.manifest.pools.version, again.manifest.drafter) == (None, None)
+
+
+def test_pools_of_what_was_taken_back_do_not_stay_current(world, capfd):
+    first, second = done(opened(world)), done(opened(world, DAY + datetime.timedelta(days=1)))
+    first.pools.drop(first.run.run_id)
+    run_here(capfd, "runs", "rollback", "--workspace", str(first.workspace.root))
+    assert first.pools.current_version() is None
+    first.pools.use(second.run.run_id)  # by name; nights pass it over all the same
+    assert opened(world, DAY + datetime.timedelta(days=2)).manifest.pools.version is None
+
+
 def test_a_backfill_goes_from_each_night_to_the_next_and_publishes_its_last_when_asked(world, capfd, monkeypatch):
     newest = done(opened(world, DAY + datetime.timedelta(days=9)))
     (world / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\nseed: 1\n")
@@ -149,6 +199,13 @@ def test_a_backfill_goes_from_each_night_to_the_next_and_publishes_its_last_when
     assert other.run.run_id not in {run.run_id for run in runs}
     assert json.loads(run_here(capfd, *arguments, "--json", "--publish").stdout)["published"] == runs[-1].run_id
     assert newest.workspace.published().run_id == runs[-1].run_id == newest.pools.current_version()
+    newest.workspace.withdraw()
+    told = run_here(capfd, *arguments, "--json", "--publish")
+    assert f"not published: run {runs[-1].run_id} was taken back" in " ".join(told.stderr.split())
+    assert json.loads(told.stdout)["published"] == newest.run.run_id
+    longer = json.loads(run_here(capfd, *arguments[:-1], "2025-03-05", "--json").stdout)
+    fifth = newest.workspace.run(longer["nights"][-1]["run_id"]).load_manifest()
+    assert fifth.previous_run_id == fifth.pools.version == runs[-2].run_id
 
 
 def test_words_that_users_may_share_are_warned_about_once_a_run(world, capsys):
@@ -205,6 +262,49 @@ def test_publishing_a_held_run_goes_on_where_it_was_killed(world, monkeypatch, s
     publishing.let_readers_see(night.workspace, night.run.run_id)
     assert night.workspace.published().run_id == night.run.run_id == night.pools.current_version()
     assert not night.run.held_path.exists() and night.run.load_manifest().status == "success"
+
+
+def test_old_pools_that_cannot_be_removed_fail_no_night(world, monkeypatch, caplog):
+    def busy(*_, **__):
+        raise OSError(errno.EBUSY, "Device or resource busy", "pools/.nfs01")
+
+    monkeypatch.setattr(stages, "collect_pools", busy)
+    night = done(opened(world))
+    assert night.workspace.published().run_id == night.run.run_id
+    assert "old pools were not removed, the next night tries again: pools/.nfs01" in caplog.text
+
+
+def test_what_is_damaged_of_earlier_nights_is_named_and_passed_over(world, caplog):
+    """No file of another night ends tonight's: manifests, quarantine, trials, receipts, step costs."""
+    (world / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\nrefresh: {max_hours: 1}\n")
+    first = opened(world)
+    stats = DecodingStats(num_texts=10, num_tokens=2000, wall_s=10.0)
+    first.manifest.sides = {"user": SideFigures(1, 1, 0, 0, 0, {}, {}, [], stats)}
+    done(first)
+    second, workspace = done(opened(world, DAY + datetime.timedelta(days=1))), first.workspace
+    damaged = [
+        second.run.manifest_path,
+        second.run.quarantine_path("user"),
+        workspace.drafters.folder(second.run.run_id) / "trial.json",
+        workspace.root / "forgotten" / "2025-03-01T00-00-00Z-1a2b3c4d.json",
+        workspace.step_costs_folder / "1a2b3c4d.json",
+    ]
+    for path in damaged:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{")
+    third = opened(world, DAY + datetime.timedelta(days=2))
+    assert third.previous.run_id == second.run.run_id
+    third.settings = third.settings.model_copy(update={"drafter_training": DrafterTrainingSettings(kind="medusa")})
+    assert trained_drafter(workspace, third.settings, third.date) is None
+    assert unchanged_pools(third, second.run.run_id) == {}
+    assert night_tokens(third) == 3600 * 200  # as the night before it says
+    assert kept_step_cost(workspace, third.decoding) is None and framework_of(second.run) is None
+    assert unusable_texts(second.run, "user", third.date) is None
+    measure(third.manifest, third.run, third.previous)
+    assert not workspace.not_built_on()
+    done(third)
+    for path in damaged:
+        assert sum(str(path) in record.getMessage() for record in caplog.records) == 1, path
 
 
 def test_a_pointer_that_cannot_be_followed_is_replaced(world, capsys):

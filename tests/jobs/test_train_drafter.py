@@ -1,17 +1,24 @@
 """Drafters of nights: trained when due, tried, kept only where they gain, drafted with, forgotten; and one's own."""
 
+import datetime
 import json
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from night_world import FIRST_DATE, SECOND_DATE, make_world, run_here, write_config, write_here
 
+from laserbatch.jobs.events import emit, event_log
 from laserbatch.jobs.settings import load_settings
 from laserbatch.jobs.stages import train_drafter
 from laserbatch.jobs.stages.night import parse_date
 from laserbatch.jobs.stages.run_night import run_night
+from laserbatch.pipeline.decoding.model.folder import model_identity
+from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.drafters import DrafterStore, DrafterTrial
+from laserbatch.pipeline.storage.workspace import Workspace
 
 TRAINING = {"drafter_training": {"kind": "medusa", "every_nights": 1, "num_texts": 40, "epochs": 1}}
 
@@ -91,6 +98,74 @@ def test_a_night_trains_a_drafter_that_the_next_one_drafts_with_and_that_is_forg
     assert done.returncode == 0 and "training" not in done.stderr, done.stderr
 
 
+@pytest.fixture
+def untrained(first, tmp_path):
+    """The first night, in a workspace of its own, before anything was trained on it."""
+    workspace = Workspace.open(shutil.copytree(first.night.workspace.root, tmp_path / "workspace"))
+    for left_by_tests in (workspace.drafters.root, *(run.root for run in workspace.runs()[1:])):
+        shutil.rmtree(left_by_tests, ignore_errors=True)
+    workspace.run(first.night.run.run_id).events_path.unlink()
+    settings = first.night.settings.model_copy(update={"workspace": workspace.root})
+    return replace(first.night, settings=settings, workspace=workspace, run=workspace.run(first.night.run.run_id))
+
+
+def attempted(night, monkeypatch, error, was_finished=True):
+    """Train if due, which meets an error; whether it came to a training."""
+    begun = []
+
+    def train(*_, **__):
+        begun.append(1)
+        raise error
+
+    monkeypatch.setattr(train_drafter, "train_on_runs", train)
+    with event_log(night.run.events_path):
+        train_drafter.train_if_due(night, was_finished)
+    return bool(begun)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), KeyError("ours")])
+def test_a_training_that_dies_ends_no_night_and_is_given_up(untrained, monkeypatch, caplog, capfd, error):
+    store, run_id = untrained.workspace.drafters, untrained.run.run_id
+    assert attempted(untrained, monkeypatch, error, was_finished=False)
+    assert "the same command, or the next night, tries again" in capfd.readouterr().err and not store.trials()
+    with pytest.raises(KeyboardInterrupt):  # which is no attempt that died
+        attempted(untrained, monkeypatch, KeyboardInterrupt())
+    assert attempted(untrained, monkeypatch, ConfigError("too few texts"))  # nor is this
+    assert "no drafter is trained: too few texts" in caplog.text and not (store.root / run_id).exists()
+    run = untrained.workspace.run("2025-03-01-aaaaaaaa")
+    shutil.copytree(untrained.run.root, run.root)
+    run.events_path.unlink()
+    later = replace(untrained, date=untrained.date + datetime.timedelta(days=1), run=run)
+    assert attempted(later, monkeypatch, error, was_finished=False)  # the second one, whichever night it is of
+    assert attempted(later, monkeypatch, error)
+    (trial,) = store.trials()
+    assert not trial.is_kept and type(error).__name__ in trial.failure
+    assert [path.name for path in (store.root / trial.run_id).iterdir()] == ["trial.json"]
+    told = " ".join(capfd.readouterr().err.split())
+    assert "given up after 3 attempts" in told and "the next is 1 night later" in told and "num_texts" in told
+    assert not attempted(later, monkeypatch, error) and not attempted(later, monkeypatch, error, was_finished=False)
+
+
+def test_a_training_that_the_kernel_kills_is_given_up(untrained, monkeypatch, capfd):
+    attempt = {"kind": "medusa", "target": model_identity(untrained.settings.model_dir), "step": 0}
+    untrained.workspace.drafters.folder(untrained.run.run_id).mkdir(parents=True)
+    with event_log(untrained.run.events_path):
+        for step in (0, 0, 50):
+            emit("drafter_training", **attempt | {"step": step})
+    with pytest.raises(KeyboardInterrupt):  # at step 0 two have died: a third is begun
+        attempted(untrained, monkeypatch, KeyboardInterrupt())
+    with event_log(untrained.run.events_path):
+        emit("drafter_training", **attempt)
+    assert not attempted(untrained, monkeypatch, MemoryError())
+    (trial,) = untrained.workspace.drafters.trials()
+    assert "as the kernel does where memory runs short" in trial.failure
+    assert "given up: the process was ended" in laserbatch_of(untrained, capfd)
+
+
+def laserbatch_of(night, capfd):
+    return run_here(capfd, "drafter", "list", "--workspace", str(night.workspace.root)).stderr
+
+
 def test_what_is_due_and_what_is_kept(tmp_path):
     store = DrafterStore(tmp_path)
     usual = DrafterTrial("", "hass", "target", True, 1.2, 3.0, 2.5, 3, 16, 100, 1.0)
@@ -99,9 +174,14 @@ def test_what_is_due_and_what_is_kept(tmp_path):
         trial = replace(usual, run_id=f"2025-03-{day:02}-1a2b3c4d", is_kept=day != 5, target=target)
         store.folder(trial.run_id).mkdir(parents=True)
         (store.folder(trial.run_id) / "model.safetensors").write_bytes(b"w")
+        templates = store.folder(trial.run_id) / "additional_chat_templates"  # as tokenizers of several are saved
+        templates.mkdir()
+        (templates / "tool_use.jinja").write_text("{{ messages }}")
+        (store.root / "notes.txt").write_text("mine")
         store.end(trial)
     kept = {day: store.kept(f"2025-03-{day:02}", "target") for day in (2, 3, 6)}
     assert kept[2] is None  # its weights, and those before, have made room: an older night drafts with none
     assert [kept[day].run_id[:10] for day in (3, 6)] == ["2025-03-03", "2025-03-04"]
     with_weights = sorted(path.parent.name[:10] for path in tmp_path.glob("*/model.safetensors"))
     assert with_weights == ["2025-03-03", "2025-03-04", "2025-03-06"] and len(store.trials()) == 6
+    assert [path.name for path in store.folder("2025-03-01-1a2b3c4d").iterdir()] == ["trial.json"]

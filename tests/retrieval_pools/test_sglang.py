@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -112,9 +112,44 @@ def test_what_is_wrong_is_said_before_a_model_loads(model, tmp_path, monkeypatch
     monkeypatch.setenv(SETTINGS_VARIABLE, str(tmp_path / "gone.json"))
     with pytest.raises(PoolError, match="does not say what to draft from"):
         sglang.require_pools(arguments)
-    if not has_sglang:
-        with pytest.raises(PoolError, match="takes no speculative algorithms of others"):
-            sglang.register()
+
+
+def module(name, **contents):
+    found = ModuleType(name)
+    vars(found).update(contents)
+    return found
+
+
+class Renamed:
+    """Speculative algorithms of a version that has no n-grams."""
+
+
+class Reserved:
+    """Of one that takes a name once, and by other arguments."""
+
+    NGRAM = "NGRAM"
+
+    @classmethod
+    def register(cls, name):
+        raise ValueError(f"{name} is registered already")
+
+
+@pytest.mark.parametrize("algorithms", [None, Renamed, Reserved])
+def test_another_sglang_is_left_as_it_is_with_a_warning(monkeypatch, caplog, algorithms):
+    of = "sglang.srt.speculative"
+    names = ["sglang", "sglang.srt", of, f"{of}.spec_info", f"{of}.spec_registry"]
+    contents = {
+        f"{of}.spec_info": {"SpeculativeAlgorithm": algorithms},
+        f"{of}.spec_registry": {"CustomSpecAlgo": object},
+    }
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, module(name, **contents.get(name, {})) if algorithms else None)
+    sglang.register.cache_clear()
+    for _ in range(2):
+        sglang.register()
+    sglang.register.cache_clear()
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "LASERBATCH is not available: this SGLang takes none as 0.5.23 does" in told
 
 
 IN_SGLANG = """

@@ -1,6 +1,7 @@
 """What vLLM's proposer makes of a batch, called as vLLM calls it; `test_in_vllm` has the engine itself."""
 
 import json
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +19,7 @@ from laserbatch.retrieval_pools.integrations.vllm import (
     StepCost,
     worth_drafting,
 )
+from laserbatch.retrieval_pools.integrations.vllm_steps import speculative_config
 from laserbatch.retrieval_pools.routing.route_table import RouteTable, write_routes
 
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -161,6 +163,24 @@ def test_costs_of_batches_between_those_measured_lie_between_them(world):
     assert float(cost.seconds(16, np.array(32))) == 6.0  # more than were measured cost as many do
 
 
+@pytest.mark.parametrize(
+    ("steps", "sentence"),
+    [
+        ([], "steps: expected steps of at least two"),
+        ([(1, 1, 1.0)], "of the batch size 1 there is 1"),
+        ([(1, 1, 1.0), (1, 1, 2.0)], "of the batch size 1 there is 1"),
+        ([(1, 1, 1.0), (1, 2, "slow")], r"steps.1.seconds: .* \(found slow\)"),
+        ([(0, 1, 1.0), (0, 2, 1.0)], r"steps.0.batch_size: .* greater than 0 \(found 0\)"),
+        ([(1, 1, 1.0), (1, 2, -1.0)], r"steps.1.seconds: .* greater than 0 \(found -1.0\)"),
+    ],
+)
+def test_a_step_cost_that_is_none_is_refused_by_its_key(world, steps, sentence):
+    told = [dict(zip(("batch_size", "num_tokens", "seconds"), one, strict=True)) for one in steps]
+    (world / "cost.json").write_text(json.dumps({"steps": told}))
+    with pytest.raises(PoolError, match=rf"cost.json is no step cost \(.*{sentence}.*measure one"):
+        StepCost(world / "cost.json")
+
+
 def test_a_draft_that_fails_is_none_and_logged_once(world, caplog):
     one = proposer(world)
     one._pools = None
@@ -183,7 +203,9 @@ def test_what_is_missing_or_of_another_tokenizer_is_said_before_anything_loads(w
         ({"side": "item"}, "none of the side 'item'"),
         ({"routes": "gone.parquet"}, "route table .* cannot be read"),
         ({"step_cost": "gone.json"}, "no step cost .* measure one"),
-        ({"pool": "pools"}, "does not say what to draft from"),
+        ({"pool": "pools"}, "does not say what to draft from: 0.pool: Extra inputs"),
+        ({"side": "users"}, r"0.side: .*'item' \(found users\)"),
+        ({"min_acceptance": 5}, r"0.min_acceptance: .* equal to 1 \(found 5\)"),
     ):
         with pytest.raises(PoolError, match=sentence):
             proposer(world, **change)
@@ -196,3 +218,9 @@ def test_what_is_missing_or_of_another_tokenizer_is_said_before_anything_loads(w
     monkeypatch.delenv(SETTINGS_VARIABLE)
     with pytest.raises(PoolError, match=f"{SETTINGS_VARIABLE} is not set"):
         ProposerSettings.read()
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_without_vllm_a_sentence_says_so(world):
+    with pytest.raises(PoolError, match="vLLM is not installed"):
+        speculative_config(world / "model")

@@ -91,17 +91,27 @@ class Oracle:
         self.withdrawn.add(taken_back := self.seen.pop(0))
         return taken_back
 
+    @property
+    def not_built_on(self) -> set[str]:
+        """What was taken back, and what was built on it that readers never saw."""
+        found = set(self.withdrawn)
+        for run in sorted(self.runs.values(), key=lambda run: run.order):
+            if run.previous in found and run.run_id not in self.seen:
+                found.add(run.run_id)
+        return found
+
     def run_of(self, date: str, settings: str) -> Run | None:
-        """The newest finished run of a date and settings."""
+        """The newest finished run of a date and settings, unless its date would be done anew."""
         there = [run for run in self.runs.values() if (run.date, run.settings) == (date, settings)]
-        return max(there, key=lambda run: run.order, default=None)
+        found = max(there, key=lambda run: run.order, default=None)
+        return None if found and found.run_id in self.not_built_on - self.withdrawn else found
 
     def previous(self, date: str, settings: str) -> Run | None:
-        """The newest finished run that is not of a later date, but none that was taken back.
+        """The newest finished run that is not of a later date, but none that is not built on.
 
         Of one date's it is that of the same settings, or the last.
         """
-        older = [run for run in self.runs.values() if run.date <= date and run.run_id not in self.withdrawn]
+        older = [run for run in self.runs.values() if run.date <= date and run.run_id not in self.not_built_on]
         return max(older, key=lambda run: (run.date, run.settings == settings, run.order), default=None)
 
     def refused(self, world: World, side: str, key: object, limit: int) -> str | None:
@@ -137,8 +147,9 @@ class Oracle:
         version = pointer.read_text().strip() if pointer.exists() else None
         if version is not None and version not in there:
             return None
-        if version is not None and version[:10] > date:
-            version = max((name for name in there if name[:10] <= date), default=None)
+        if version is not None and (version[:10] > date or version in self.not_built_on):
+            older = (name for name in there if name[:10] <= date and name not in self.not_built_on)
+            version = max(older, default=None)
         return self._usable(version, min_support)
 
     def pools_of(self, run_id: str, min_support: int) -> str | None:
@@ -387,7 +398,7 @@ class Oracle:
     def kept_by_gc(self, keep: int) -> set[str]:
         """What `runs gc --keep N` must leave."""
         done = sorted({*self.runs, *self.held})
-        usable = [run for run in self.runs.values() if run.run_id not in self.withdrawn]
+        usable = [run for run in self.runs.values() if run.run_id not in self.not_built_on]
         newest = max((run.date for run in usable), default=None)  # the next night builds on one of these
         seen, built_on = self.seen[:1], None  # what readers would see after a rollback
         if self.published and not self.gone:

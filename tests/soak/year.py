@@ -216,15 +216,16 @@ class Year:
             date, run_id = row["date"], row["run_id"]
             if (known := oracle.run_of(date, settings)) is not None:
                 assert run_id == known.run_id, (run_id, known.run_id)
-                before = known
+                before = before if run_id in oracle.not_built_on else known
                 continue
             previous = before or oracle.previous(date, settings)
             min_support = self.settings["pools"]["min_support"]
             pools = oracle.pools_of(before.run_id, min_support) if before else None
             before = oracle.check(self, self.summary_of(run_id), previous, pools, False, is_whole and pools is not None)
-        if publish:
-            oracle.publish(before.run_id)
+        if publish and run_id not in oracle.not_built_on:
+            oracle.publish(run_id)
         assert told["published"] == oracle.published
+        before = oracle.runs[run_id]
         is_new = before.order == self.num_commands
         oracle.check_pointers(before, self.settings["pool_building"]["keep_versions"] + 1, is_new)
 

@@ -73,6 +73,7 @@ def test_a_shard_with_a_lost_file_is_done_again_and_the_others_are_not(run, lost
     (run.root / lost).unlink()
     finished = run.finished_shards("user")
     assert list(finished) == ["00000", "00002"]
+    (run.knowledge_folder("user") / ".ipynb_checkpoints").mkdir()
     run.drop_unfinished("user", finished)
     assert read_parquet(run.knowledge_folder("user"))["entity_id"].to_pylist() == [0, 2]
     assert len(list(run.root.rglob("*.*"))) == 4

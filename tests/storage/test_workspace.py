@@ -48,8 +48,8 @@ def start(script: str, workspace: Workspace) -> subprocess.Popen:
     )
 
 
-def finish(workspace: Workspace, run_id: str) -> None:
-    write_json({"format_version": 1}, workspace.run(run_id).manifest_path)
+def finish(workspace: Workspace, run_id: str, previous: str | None = None) -> None:
+    write_json({"format_version": 1, "previous_run_id": previous}, workspace.run(run_id).manifest_path)
     workspace.run(run_id).finish()
 
 
@@ -188,6 +188,22 @@ def test_only_a_finished_run_is_published(workspace):
     workspace.publish("2025-03-02-aaaaaaaa")
     assert workspace.published().run_id == "2025-03-02-aaaaaaaa"
     assert [run.run_id for run in workspace.runs()] == ["2025-03-01-aaaaaaaa", "2025-03-02-aaaaaaaa"]
+
+
+def test_what_was_taken_back_and_what_was_built_on_it_unseen_is_not_built_on(workspace):
+    ids = [f"2025-03-0{day}-aaaaaaaa" for day in range(1, 7)]
+    first, bad, unseen, later, beside, damaged = ids
+    for run_id, previous in zip(ids, (None, first, bad, unseen, first, bad), strict=True):
+        finish(workspace, run_id, previous)
+    workspace.run(damaged).manifest_path.write_text("{")
+    workspace.publish(first)
+    workspace.publish(bad)
+    assert workspace.not_built_on() == set()
+    workspace.withdraw()
+    assert workspace.not_built_on() == {bad, unseen, later}
+    assert [run.run_id for run in workspace.dated_runs()] == [first, beside, damaged]
+    workspace.publish(unseen)  # by name: somebody stands by it
+    assert workspace.not_built_on() == {bad}
 
 
 def test_a_pointer_to_nothing_is_an_error_not_an_empty_answer(workspace):

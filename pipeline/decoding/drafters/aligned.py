@@ -28,10 +28,10 @@ class AlignedDrafter(Drafter):
     sees = "prompts"
 
     def __init__(self) -> None:
-        self._alternatives: dict[int, np.ndarray] = {}  # by `id`: int32 (num_prompt, MOST_ALTERNATIVES), -1 for none
+        self._alternatives: dict[Sequence, np.ndarray] = {}  # int32 (num_prompt, MOST_ALTERNATIVES), -1 for none
 
     def draft(self, sequence: Sequence) -> TokenTree:
-        context, alternatives = sequence.context, self._alternatives.get(id(sequence))
+        context, alternatives = sequence.context, self._alternatives.get(sequence)
         tree: dict[tuple[int, int], int] = {}
         columns: list[tuple[int, int, float, int]] = []  # token, parent, log acceptance, source
 
@@ -73,10 +73,10 @@ class AlignedDrafter(Drafter):
             for i, place, tokens in zip(sequences.tolist(), places.tolist(), sooner, strict=True):
                 one = observation.sequences[i]
                 none = np.full((one.num_prompt, MOST_ALTERNATIVES), -1, np.int32)
-                self._alternatives.setdefault(id(one), none)[place] = tokens
+                self._alternatives.setdefault(one, none)[place] = tokens
 
     def forget(self, sequence: Sequence) -> None:
-        self._alternatives.pop(id(sequence), None)
+        self._alternatives.pop(sequence, None)
 
 
 def ngrams_behind(context: np.ndarray) -> tuple[list[int], int]:

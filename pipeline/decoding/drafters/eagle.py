@@ -90,20 +90,20 @@ class EagleModel(CachedModel):
     ) -> None:
         self._packed = _PackedHead(head, embed, logits_of)
         super().__init__(self._packed, head.join.weight.device, max_rows, max_tokens, log_acceptance, attention)
-        self._seen: dict[int, list[torch.Tensor]] = {}  # by `id`, features that are not in the cache yet
+        self._seen: dict[Sequence, list[torch.Tensor]] = {}  # features that are not in the cache yet
 
     def has_room(self, sequence: Sequence) -> bool:
         own = sequence.context[-1:], sequence.num_left
-        return id(sequence) in self._seen and self._has_row(sequence, *own, shares=False)
+        return sequence in self._seen and self._has_row(sequence, *own, shares=False)
 
     def begin(self, sequences: list[Sequence]) -> None:
-        seen = [torch.cat(self._seen[id(one)]) for one in sequences]
-        feeds = [Feed(self._rows[id(one)], one.context[-len(new) :]) for one, new in zip(sequences, seen, strict=True)]
+        seen = [torch.cat(self._seen[one]) for one in sequences]
+        feeds = [Feed(self._rows[one], one.context[-len(new) :]) for one, new in zip(sequences, seen, strict=True)]
         self._packed.take(torch.cat(seen))
         output = self._read(feeds)
         self._last = torch.stack([new[-1] for new in seen])
         for one, last in zip(sequences, self._last, strict=True):
-            self._seen[id(one)] = [last[None]]
+            self._seen[one] = [last[None]]
         self._found = output.rows.hidden[to_device(output.batch.wanted, self._last.device)]
         self._rows_of_trees = np.arange(len(sequences))
         self._root = output.rows.of(np.arange(len(sequences)))
@@ -128,14 +128,14 @@ class EagleModel(CachedModel):
     def observe(self, observation: Observation) -> None:
         ends = np.searchsorted(observation.sequence_of, np.arange(len(observation.sequences) + 1))
         for sequence, start, end in zip(observation.sequences, ends[:-1], ends[1:], strict=True):
-            seen = self._seen.get(id(sequence), [])
+            seen = self._seen.get(sequence, [])
             num_known = sum(map(len, seen))
-            if id(sequence) in self._rows:
-                num_known += int(self._cache.lengths[self._rows[id(sequence)]])
+            if sequence in self._rows:
+                num_known += int(self._cache.lengths[self._rows[sequence]])
             new = start + np.flatnonzero(observation.positions[start:end] >= sequence.num_prompt - 1 + num_known)
             if len(new):
-                self._seen[id(sequence)] = [*seen, observation.hidden[to_device(new, observation.hidden.device)]]
+                self._seen[sequence] = [*seen, observation.hidden[to_device(new, observation.hidden.device)]]
 
     def forget(self, sequence: Sequence) -> None:
-        self._seen.pop(id(sequence), None)
+        self._seen.pop(sequence, None)
         super().forget(sequence)

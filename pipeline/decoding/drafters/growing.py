@@ -67,16 +67,16 @@ class CachedModel(DraftModel):
         self.log_acceptance = log_acceptance or self.log_acceptance
         self._cache = KVCache(max_rows, max_tokens)
         self._runner = ModelRunner(model, self._cache, device, attention)
-        self._rows: dict[int, int] = {}  # by the sequences' `id`
+        self._rows: dict[Sequence, int] = {}
         self._feeds: list[Feed] = []  # the last tokens
 
     def _has_row(self, sequence: Sequence, token_ids: np.ndarray, num_expected: int, shares: bool = True) -> bool:
         """Whether the sequence has a row, or can have one: see `KVCache.acquire`."""
-        if id(sequence) not in self._rows:
+        if sequence not in self._rows:
             lease = self._cache.acquire(token_ids, num_expected, shares)
             if lease is None:
                 return False
-            self._rows[id(sequence)] = lease.row
+            self._rows[sequence] = lease.row
         return True
 
     def _read(self, feeds: list[Feed]) -> StepOutput:
@@ -90,7 +90,7 @@ class CachedModel(DraftModel):
         return output
 
     def forget(self, sequence: Sequence) -> None:
-        row = self._rows.pop(id(sequence), None)
+        row = self._rows.pop(sequence, None)
         if row is not None:
             self._cache.release(row)
 

@@ -44,12 +44,12 @@ class LookaheadDrafter(Drafter):
 
     def __init__(self, width: int = 4, ngram: int = 4, most: int = 4) -> None:
         self._width, self._ngram, self._most = width, ngram, most
-        self._guesses: dict[int, _Guesses] = {}  # by the sequences' `id`
+        self._guesses: dict[Sequence, _Guesses] = {}
 
     def draft(self, sequence: Sequence) -> TokenTree:
-        guesses = self._guesses.get(id(sequence))
+        guesses = self._guesses.get(sequence)
         if guesses is None:
-            guesses = self._guesses[id(sequence)] = _Guesses(sequence, self._width, self._ngram)
+            guesses = self._guesses[sequence] = _Guesses(sequence, self._width, self._ngram)
         width, num_rows = self._width, self._ngram - 1
         tokens, parents = list(guesses.window.ravel()), [*range(-1, width - 1), *range(width * (num_rows - 1))]
         acceptance = [0.0] * len(tokens)  # they are computed to see what follows
@@ -66,7 +66,7 @@ class LookaheadDrafter(Drafter):
         """Take the target's choices after the windows of a step as new guesses."""
         asked: list[tuple[_Guesses, int, int]] = []  # a window, its column and the row behind it
         for number, sequence in enumerate(observation.sequences):
-            guesses = self._guesses.get(id(sequence))
+            guesses = self._guesses.get(sequence)
             if guesses is not None and observation.trees.sizes[number]:
                 columns = columns_of(observation.trees[number], guesses.window)
                 start = int(observation.starts[number]) + 1
@@ -74,15 +74,15 @@ class LookaheadDrafter(Drafter):
         if not asked:
             return
         chosen = observation.rows.of(np.array([row for _, _, row in asked])).argmax(-1).tolist()
-        new = {id(guesses): guesses.window[-1].copy() for guesses, _, _ in asked}
+        new = {guesses: guesses.window[-1].copy() for guesses, _, _ in asked}
         for (guesses, column, _), token in zip(asked, chosen, strict=True):
             guesses.remember((*guesses.window[:, column].tolist(), token), self._most)
-            new[id(guesses)][column] = token
-        for guesses in {id(guesses): guesses for guesses, _, _ in asked}.values():
-            guesses.window = np.vstack((guesses.window[1:], new[id(guesses)]))
+            new[guesses][column] = token
+        for guesses, row in new.items():
+            guesses.window = np.vstack((guesses.window[1:], row))
 
     def forget(self, sequence: Sequence) -> None:
-        self._guesses.pop(id(sequence), None)
+        self._guesses.pop(sequence, None)
 
 
 def columns_of(tree: TokenTree, window: np.ndarray) -> list[tuple[int, int]]:

@@ -43,14 +43,14 @@ class MedusaModel(DraftModel):
     def __init__(self, heads: MedusaHeads, logits_of, log_acceptance=None) -> None:
         self._heads, self._logits_of = heads, logits_of
         self.log_acceptance = log_acceptance or self.log_acceptance
-        self._hidden: dict[int, torch.Tensor] = {}  # by `id`: the state that the last token was chosen by
+        self._hidden: dict[Sequence, torch.Tensor] = {}  # the state that the last token was chosen by
         self._log_q: torch.Tensor | None = None
 
     def has_room(self, sequence: Sequence) -> bool:
-        return id(sequence) in self._hidden
+        return sequence in self._hidden
 
     def begin(self, sequences: list[Sequence]) -> None:
-        states = self._heads(torch.stack([self._hidden[id(one)] for one in sequences]))
+        states = self._heads(torch.stack([self._hidden[one] for one in sequences]))
         logits = self._logits_of(states.flatten(0, 1)).unflatten(0, states.shape[:2])
         self._log_q = torch.log_softmax(logits.float(), -1)
 
@@ -69,7 +69,7 @@ class MedusaModel(DraftModel):
         for place in last.tolist():
             sequence = observation.sequences[observation.sequence_of[place]]
             if observation.positions[place] == len(sequence.context) - 2:  # it chose the last token
-                self._hidden[id(sequence)] = observation.hidden[place].clone()
+                self._hidden[sequence] = observation.hidden[place].clone()
 
     def forget(self, sequence: Sequence) -> None:
-        self._hidden.pop(id(sequence), None)
+        self._hidden.pop(sequence, None)

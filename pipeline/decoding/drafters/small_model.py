@@ -22,7 +22,7 @@ class SmallModel(CachedModel):
         self._root: torch.Tensor | None = None
 
     def begin(self, sequences: list[Sequence]) -> None:
-        rows = [self._rows[id(one)] for one in sequences]
+        rows = [self._rows[one] for one in sequences]
         pairs = zip(rows, sequences, strict=True)
         new = [Feed(row, one.context[self._cache.lengths[row] :]) for row, one in pairs]
         self._root = self._read(new).logits

@@ -44,7 +44,7 @@ def merge_adapter(model, folder: str | Path):
         raise ModelError(f"decoding.adapter needs the library peft ({error}); install it: {advice}") from error
     try:
         config = PeftConfig.from_pretrained(str(config_file.parent))
-    except Exception as error:
+    except Exception as error:  # peft may raise anything
         raise ModelError(f"{config_file} cannot be read: {first_line(error)}") from error
     if not isinstance(config, LoraConfig):
         raise ModelError(f"{config_file} describes a {config.peft_type} adapter; only LoRA ones can be merged")
@@ -52,7 +52,7 @@ def merge_adapter(model, folder: str | Path):
     try:
         wrapped = PeftModel(model, config)
         loaded = wrapped.load_adapter(str(config_file.parent), "default", torch_device=str(model.device))
-    except Exception as error:  # of torch's report on sizes, the line that names the first tensor
+    except Exception as error:  # likewise; of torch's report on sizes, the line that names the first tensor
         sizes = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
         reason = sizes[0] if sizes else first_line(error)
         raise ModelError(f"{weights_file} does not fit the model: {reason}") from error
@@ -72,7 +72,7 @@ def _merge_checked(wrapped, weights_file: Path):
     expected = wrapped(input_ids=ids, use_cache=False).logits
     try:
         merged = wrapped.merge_and_unload(safe_merge=True)  # refuses weights that are not finite
-    except Exception as error:
+    except Exception as error:  # likewise
         raise ModelError(f"{weights_file} cannot be merged: {first_line(error)}") from error
     error = relative_error(merged(input_ids=ids, use_cache=False).logits, expected)
     if not error <= TOLERANCE[expected.dtype]:  # merging rounds each weight once to its type

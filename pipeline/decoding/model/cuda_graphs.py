@@ -289,7 +289,7 @@ class BufferedForward:
                 self._capture(bucket, shape)
             self.num_captures += 1
             return True
-        except Exception as error:
+        except Exception as error:  # a model's code may raise anything in a capture; its steps run without graphs
             self.num_failed_captures += 1
             # Where torch cannot end the capture, its error hides the one that was the reason.
             is_memory = any(one is not None and is_out_of_memory(one) for one in (error, error.__context__))

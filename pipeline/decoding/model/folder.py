@@ -133,7 +133,7 @@ def load_tokenizer(folder: Path, adapter: str | Path | None = None) -> "PreTrain
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
+    except Exception as error:  # transformers may raise anything
         raise ModelError(f"the tokenizer in {folder} cannot be read: {first_line(error)}") from error
     if folder != model_folder and template is None and not tokenizer.chat_template:
         template = load_tokenizer(model_folder).chat_template  # an adapter's tokenizer that was saved without one

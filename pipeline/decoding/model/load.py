@@ -81,7 +81,7 @@ def load_model(
     local = {"local_files_only": True, "trust_remote_code": False}
     try:
         config = AutoConfig.from_pretrained(path, **local)
-    except Exception as error:
+    except Exception as error:  # transformers may raise anything
         raise ModelError(
             f"{path}/config.json names no model that this version of transformers knows ({first_line(error)}); "
             "models with code of their own are not run"
@@ -104,7 +104,7 @@ def load_model(
             path, dtype=weights_dtype, attn_implementation="eager", use_safetensors=True, output_loading_info=True,
             ignore_mismatched_sizes=True, **placed, **local,
         )  # fmt: skip
-    except Exception as error:
+    except Exception as error:  # likewise
         advice = "" if quantization is None else (
             f"; they are quantised with {quantization}: install the library that it needs (the extra `quantized` has "
             "torchao and compressed-tensors), or use the unquantised checkpoint"

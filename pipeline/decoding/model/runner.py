@@ -73,10 +73,11 @@ class ModelRunner:
         if self.buffered is not None:
             try:
                 return StepOutput(self.buffered.run(batch, metadata), batch)
-            except Exception as error:
+            except Exception as error:  # Triton and CUDA may raise anything; torch's attention does without them
                 if is_out_of_memory(error) or is_device_lost(error) or self._attention == "triton":
                     raise
-                logger.warning("the attention kernel failed (%s); attention is torch's from here on", error)
+                told = "the attention kernel failed (%s); attention is torch's from here on"
+                logger.warning(told, error, exc_info=True)
                 self.buffered = None
         return StepOutput(self._run(batch, metadata), batch)
 

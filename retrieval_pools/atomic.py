@@ -1,0 +1,55 @@
+"""Files that appear whole or not at all, and replace earlier ones in one step.
+
+Into a temporary name beside the target, synced, then renamed over it. A process that dies in between leaves at most a
+`.tmp` name, which readers never look at.
+"""
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+TEMPORARY_SUFFIX = ".tmp"
+
+
+def temporary_beside(path: Path) -> Path:
+    """A name that nobody else has, for what is going to be renamed to `path`."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
+
+
+@contextmanager
+def naming(path: Path, temporary: Path) -> Iterator[None]:
+    """An OSError of the block names the path that was to be written: a write to an open file does not say which."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(error.filename or path).replace(str(temporary), str(path))
+        raise
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or what a folder lists, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def atomic_path(path: Path | str) -> Iterator[Path]:
+    """A temporary path, at which the block must create a file, that becomes `path` when it ends without an error."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_beside(path)
+    try:
+        with naming(path, temporary):
+            yield temporary
+            sync(temporary)
+            os.replace(temporary, path)
+            sync(path.parent)
+    except BaseException:
+        with suppress(OSError):  # of a read-only file system, in place of the error that matters
+            temporary.unlink(missing_ok=True)
+        raise
