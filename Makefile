@@ -3,7 +3,8 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-TEST_PROCESSES ?= 2
+# One more than cores: tests that start Ray wait.
+TEST_PROCESSES ?= 3
 
 .PHONY: install demo test test-vllm clean
 

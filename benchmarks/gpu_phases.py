@@ -203,7 +203,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--crash-at", help="for tests: end at this item as a crash would")
     options = parser.parse_args(words)
     options.end_s = time.monotonic() + options.until
-    begin(min(4, os.cpu_count() or 1))
+    begin(1 if options.smoke else min(4, os.cpu_count() or 1))
     override_blocks()
     rows = Rows(options.out / "rows.jsonl")
     bench = Bench(options, rows, options.max_cache_tokens)

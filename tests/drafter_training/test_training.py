@@ -219,7 +219,7 @@ def test_judgement_counts_chains(texts):
     assert found == pytest.approx(right / asked, abs=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "medusa2", "eagle", "small"])
+@pytest.mark.parametrize("kind", ["medusa2", "eagle", "small"])
 def test_drafters_are_trained_and_draft_on_a_device(kind, texts, tmp_path, a_device):
     train_drafter(kind, SAMPLE_MODEL, texts[:20], tmp_path / kind, TrainingOptions(epochs=1))
     named = {"draft_models": [tmp_path / kind]} if kind == "small" else {"draft_head": tmp_path / kind}

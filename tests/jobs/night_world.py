@@ -72,13 +72,18 @@ class Done:
 def run_here(capfd, *arguments: str) -> Done:
     """`laserbatch ARGUMENTS` in this process: the same entry, without starting Python and torch again."""
     capfd.readouterr()
+    code = command_here(*arguments)
+    out, err = capfd.readouterr()
+    return Done(code, out, err)
+
+
+def command_here(*arguments: str) -> int:
+    """Run `laserbatch ARGUMENTS` in this process and return its exit code."""
     argv, sys.argv = sys.argv, ["laserbatch", *arguments]
     try:
         main()
-        code = 0
+        return 0
     except SystemExit as ended:
-        code = int(ended.code or 0)
+        return int(ended.code or 0)
     finally:
         sys.argv = argv
-    out, err = capfd.readouterr()
-    return Done(code, out, err)

@@ -14,14 +14,23 @@ import sys
 import sysconfig
 import time
 import zipfile
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from night_world import FIRST_DATE, SECOND_DATE, make_world, run_here, start, write_config, write_here
+from night_world import (
+    FIRST_DATE,
+    SECOND_DATE,
+    command_here,
+    make_world,
+    run_here,
+    start,
+    write_config,
+    write_here,
+)
 
 from laserbatch.jobs.commands.nightly import nightly
 from laserbatch.pipeline.sides import SIDES
@@ -79,8 +88,8 @@ def _made(folder: Path) -> Path:
 def two_nights(installed, tmp_path_factory) -> Path:
     """A workspace after two nights that chose how much to draft, the second with its CTR comparison.
 
-    The first was killed when it had finished a shard, and the same command was given again. `first.json` says what it
-    found: shards and when they were written, before and after; `first.txt` what it said.
+    The first was killed when it had finished a shard, and the same command was given again, here. `first.json` says
+    what it found: shards and when they were written, before and after; `first.txt` what it said.
     """
     folder = make_world(tmp_path_factory.mktemp("nights"), num_users=16, num_items=24)
     (folder / "cost.yaml").write_text(COST)
@@ -89,10 +98,11 @@ def two_nights(installed, tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patched:
         patched.delenv("PYTHONPATH", raising=False)
         finished = _shards_before_a_kill(folder, start(*command, laserbatch=[installed / "laserbatch"]))
-        first = start(*command, laserbatch=[installed / "laserbatch"])
-        _, said = first.communicate(timeout=300)
-    assert first.returncode == 0, said
-    (folder / "first.txt").write_text(said)
+        write_here(patched)
+        with redirect_stderr(io.StringIO()) as said:
+            first = command_here(*command)
+    assert first == 0, said.getvalue()
+    (folder / "first.txt").write_text(said.getvalue())
     (folder / "first.json").write_text(json.dumps([finished, {name: _written(Path(name)) for name in finished}]))
     night = {"shard_size": 8, "train_ctr": True}
     config = write_config(folder, "second.yaml", night=night, decoding=CHOSEN)
