@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from laserbatch.pipeline.tables import schema as sc
-from laserbatch.pipeline.tables.source import ConversionFault, to_time, to_type
+from laserbatch.pipeline.tables.conversion import FLOAT_ID, ConversionFault, to_time, to_type
 
 NUM_ROWS = 1000  # whose values are looked at one by one
 TITLE = r"tit(le|el|re|ulo)|name|nom(bre)?$|headline|label|bezeichnung"
@@ -74,7 +74,7 @@ class SourceTable:
         return is_id_type and 0 < len(values) == len(set(values)) and len(values) > 0.9 * self.head.num_rows
 
     def id_set(self, column: str) -> set[str]:
-        """The different values of a column as ids are compared: 12 and 12.0 are the same."""
+        """The different values of a column as ids are compared: 12 is 12.0, as a text if all texts are so."""
         return set(self._ids(column))
 
     def _ids(self, column: str) -> list[str]:
@@ -82,7 +82,10 @@ class SourceTable:
             values = self.head[column]
             plain = sc.plain_column(values).drop_null().to_pylist() if not pt.is_nested(values.type) else []
             whole = (int(one) if isinstance(one, float) and one.is_integer() else one for one in plain)
-            self._known_ids[column] = [text for one in whole if (text := str(one).strip())]
+            texts = [text for one in whole if (text := str(one).strip())]
+            if all(re.match(FLOAT_ID, text) for text in texts):
+                texts = [text.partition(".")[0] for text in texts]
+            self._known_ids[column] = texts
         return self._known_ids[column]
 
     @cached_property

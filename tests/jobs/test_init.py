@@ -249,15 +249,17 @@ def test_what_is_not_there_is_no_guess_and_is_said(tmp_path):
         assert said in told
 
 
-def test_columns_named_like_those_of_the_schema_are_imported(tmp_path):
+@pytest.mark.parametrize("ids", [["1", "2"], ["1.0", "2.0"]])
+def test_columns_named_like_those_of_the_schema_are_imported(tmp_path, ids):
     users = {"user_id": [1, 2], "created_at": ["2024-01-01", "2024-02-01"]}
     items = {"sku": ["a", "b"], "title": ["Mr", "Mr"], "product_name": ["Soap", "Oil"], "item_id": [7, 7]}
-    log = {"user_id": ["1", "2"], "sku": ["a", "a"], "date": ["2025-01-02"] * 2}  # ids of another type
+    log = {"user_id": ids, "sku": ["a", "a"], "date": ["2025-01-02"] * 2}  # ids of another type
     write_exports(tmp_path / "exports", users=users, items=items, log=log)
     (tmp_path / "mapping.yaml").write_text(guess_mapping(read_sources(tmp_path / "exports")).as_yaml())
     import_mapped(load_mapping(tmp_path / "mapping.yaml"), tmp_path / "exports", tmp_path / "tables")
     tables = read_tables(tmp_path / "tables")
     assert (tables.items["source_title"].to_pylist(), tables.items["item_id"].to_pylist()) == (["Mr"] * 2, ["a", "b"])
+    assert tables.interactions["user_id"].to_pylist() == tables.users["user_id"].to_pylist()
     assert str(tables.users["created_at"][1].as_py()).startswith("2024-02-01")
 
 
