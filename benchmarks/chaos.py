@@ -66,7 +66,7 @@ SETTINGS = {
     "cluster": {"num_workers": 2, "threads_per_worker": 1},
 }
 NUM_USERS, NUM_ITEMS = 10, 14
-MOST_LINGER_S = 60.0  # that processes of a night may take to end when the command after a kill is done
+MAX_LINGER_S = 60.0  # processes of a killed night may live this long after the next command ended
 FILE_KINDS = ("driver", "sigterm")
 RAY_KINDS = ("driver-ray", "actor", "raylet", "gcs", "node")
 RAY_MOMENTS = {"start": 1.5, "first step": 0.5, "first shard": 0.3}  # seconds after each that a death may come
@@ -219,7 +219,7 @@ class Chaos:
             if kill.kind == "node":  # what is left of it ends when the cluster does
                 return [first], 0
         again = ray_night(place, mark)  # at once: whatever is still there must not hinder it
-        deadline_s = time.monotonic() + MOST_LINGER_S
+        deadline_s = time.monotonic() + MAX_LINGER_S
         while marked(mark) and time.monotonic() < deadline_s:
             time.sleep(0.2)
         num_left = len(marked(mark))

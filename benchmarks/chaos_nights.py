@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 FIRST_DATE, SECOND_DATE = "2025-02-28", "2025-03-01"
-MOST_S = 240.0  # that a night may take, killed or not, before it counts as hung
+TIMEOUT_S = 240.0  # a night that takes longer counts as hung, whether it was killed or not
 MARK = "LASERBATCH_CHAOS"  # in the environment of every process of a night
 OPERATIONS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate"}  # as Python audits them
 WRITTEN = re.compile(r"/(knowledge|shards)/\w+/\.?0")  # a shard that is no plan's
@@ -28,7 +28,7 @@ def forked_night(
     death: tuple[int, int] | None = None,
     log: Path | None = None,
     options: Sequence[str] = (),
-    most_s: float = MOST_S,
+    most_s: float = TIMEOUT_S,
 ) -> int | None:
     """A night by the command line in a process of its own that writes its texts itself; its exit code, None: it hung.
 
@@ -148,7 +148,7 @@ def ray_night(
         night = subprocess.Popen(command, cwd=place, env=environment, stdout=said, stderr=said, start_new_session=True)
     meanwhile(night)
     try:
-        return night.wait(timeout=MOST_S)
+        return night.wait(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         os.killpg(night.pid, signal.SIGKILL)
         night.wait()
@@ -197,7 +197,7 @@ def hold_cluster() -> None:
 
 def wait_for(happened: Callable[[], object], night: subprocess.Popen) -> None:
     """Until something has happened, the night has ended, or too long."""
-    deadline_s = time.monotonic() + MOST_S
+    deadline_s = time.monotonic() + TIMEOUT_S
     while not happened() and night.poll() is None and time.monotonic() < deadline_s:
         time.sleep(0.05)
 

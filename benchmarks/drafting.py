@@ -56,12 +56,12 @@ logger = logging.getLogger("benchmarks")
 MAX_NODES = (16, 32, 64)
 NUM_SEQUENCES = 64  # of a step
 NUM_THREADS = (1, 2)
-LEAST_AAL_OVER_ARCTIC = 1.30
-MOST_DRAFT_US = {("goodreads", 32): 30.0}
-MOST_STEP_MS = 1.5
+MIN_AAL_OVER_ARCTIC = 1.30
+MAX_DRAFT_US = {("goodreads", 32): 30.0}
+MAX_STEP_MS = 1.5
 STEP_FIGURES = (16, 32)  # sizes of tree at which a step's time was asked for
-LEAST_BUILD_MTOKENS_PER_S = 1.0
-MOST_BYTES_PER_TOKEN = 10.0
+MIN_BUILD_MTOKENS_PER_S = 1.0
+MAX_BYTES_PER_TOKEN = 10.0
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def step_rows(corpus: Corpus, ours: Ours, sequences: tuple[list[np.ndarray], lis
 def draft_rows(corpus: Corpus, ours: Ours) -> list[dict]:
     """Times of our drafts along all held-out texts, no peer between them; where a time was asked for."""
     rows = []
-    for name, k in MOST_DRAFT_US:
+    for name, k in MAX_DRAFT_US:
         if name == corpus.name:
             alone = Measured(ours, k, [replay(ours, document, k) for document in corpus.held_out])
             rows.append({"corpus": name, "k": k, "draft_us": Spread.of(alone.draft_us.tolist())})
@@ -288,7 +288,7 @@ def figures_of_ratio(ratio: dict) -> list[Figure]:
     if ratio["peer"] != Arctic.name:
         return []
     where = f"{ratio['corpus']}, K={ratio['k']}: ours over arctic"
-    return [Figure.at_least(f"{where}, AAL", ratio["aal"], LEAST_AAL_OVER_ARCTIC)] + [
+    return [Figure.at_least(f"{where}, AAL", ratio["aal"], MIN_AAL_OVER_ARCTIC)] + [
         Figure.at_most(f"{where}, {name} microseconds a draft", ratio[f"{name}_us"], 1.0)
         for name in ("median", "mean", "p99")
     ]
@@ -299,17 +299,17 @@ def figures_of_ours(corpus: Corpus, ours: Ours, drafts: list[dict], steps: list[
     figures = []
     for row in drafts:
         name = f"{corpus.name}, {len(corpus.pool):,} texts, K={row['k']}: median microseconds a draft"
-        figures.append(Figure.at_most(name, row["draft_us"].median, MOST_DRAFT_US[corpus.name, row["k"]]))
+        figures.append(Figure.at_most(name, row["draft_us"].median, MAX_DRAFT_US[corpus.name, row["k"]]))
     for step in steps:
         if step["k"] in STEP_FIGURES:
             where = f"{corpus.name}, K={step['k']}, {step['num_sequences']} sequences, {step['num_threads']} thread(s)"
-            figures.append(Figure.at_most(f"{where}: milliseconds a step", step["step_ms"].median, MOST_STEP_MS))
+            figures.append(Figure.at_most(f"{where}: milliseconds a step", step["step_ms"].median, MAX_STEP_MS))
     num_tokens = corpus.num_pool_tokens
     speed, size = num_tokens / ours.build_s / 1e6, ours.num_bytes / num_tokens
     return [
         *figures,
-        Figure.at_least(f"{corpus.name}: million tokens a second built", speed, LEAST_BUILD_MTOKENS_PER_S),
-        Figure.at_most(f"{corpus.name}: bytes a token on disk", size, MOST_BYTES_PER_TOKEN),
+        Figure.at_least(f"{corpus.name}: million tokens a second built", speed, MIN_BUILD_MTOKENS_PER_S),
+        Figure.at_most(f"{corpus.name}: bytes a token on disk", size, MAX_BYTES_PER_TOKEN),
     ]
 
 

@@ -8,10 +8,10 @@ from engine_systems import ADAPTIVE, PEER, PLAIN, Contestant
 from systems import Pass
 
 LONG, SHORT = "reki", "goodreads-items"
-LEAST_OF_PLAIN = 0.98
-LEAST_OF_BEST_FIXED = 0.98
-LEAST_PLAIN_OVER_PEER = {16: 1.3}  # on a CPU, by batch size
-LEAST_RELAXED = {
+MIN_OVER_PLAIN = 0.98
+MIN_OVER_BEST_FIXED = 0.98
+MIN_PLAIN_OVER_PEER = {16: 1.3}  # on a CPU, by batch size
+MIN_RELAXED = {
     "cpu": {(LONG, 1): 4.0, (SHORT, 1): 2.5, (LONG, 16): 1.5, (SHORT, 16): 1.2},
     "cuda": {
         (LONG, 1): 5.0,
@@ -24,10 +24,10 @@ LEAST_RELAXED = {
         (SHORT, 256): 1.0,
     },
 }
-LEAST_GREEDY = {"cpu": {(LONG, 1): 3.0, (SHORT, 1): 2.0}, "cuda": {}}
-LEAST_GREEDY_GAIN = 0.6  # of the relaxed one's, on a GPU
-LEAST_OVER_VLLM = {"laser": 1.3, "resd": 1.1}
-LEAST_OF_ROOFLINE = 0.75
+MIN_GREEDY = {"cpu": {(LONG, 1): 3.0, (SHORT, 1): 2.0}, "cuda": {}}
+MIN_GREEDY_GAIN = 0.6  # on a GPU, as a share of the relaxed rule's gain
+MIN_OVER_VLLM = {"laser": 1.3, "resd": 1.1}
+MIN_ROOFLINE_SHARE = 0.75
 ROOFLINE_BATCHES = (1, 64, 256)
 
 
@@ -133,7 +133,7 @@ def _at(rows: Sequence[dict], place: tuple[str, int]) -> dict[tuple[str, str | i
 def _figures_at(place: tuple[str, int], rows: dict, device: str) -> Iterator[Figure]:
     task, batch = place
     where = f"{task}, batch {batch}"
-    for name, wanted in (("laser", LEAST_RELAXED), ("resd", LEAST_GREEDY)):
+    for name, wanted in (("laser", MIN_RELAXED), ("resd", MIN_GREEDY)):
         row = rows.get((name, ADAPTIVE))
         if row and place in wanted[device]:
             ratio = row["ratio_to_plain"].median
@@ -142,29 +142,27 @@ def _figures_at(place: tuple[str, int], rows: dict, device: str) -> Iterator[Fig
     relaxed, greedy = rows.get(("laser", ADAPTIVE)), rows.get(("resd", ADAPTIVE))
     if device == "cuda" and relaxed and greedy and relaxed["ratio_to_plain"].median > 1:
         gain = (greedy["ratio_to_plain"].median - 1) / (relaxed["ratio_to_plain"].median - 1)
-        yield Figure.at_least(
-            f"{where}: the gain of lossless drafts over that of relaxed ones", gain, LEAST_GREEDY_GAIN
-        )
+        yield Figure.at_least(f"{where}: the gain of lossless drafts over that of relaxed ones", gain, MIN_GREEDY_GAIN)
     for peer in (row for (system, _), row in rows.items() if system.startswith("vllm") and task == LONG):
-        for name, wanted in LEAST_OVER_VLLM.items():
+        for name, wanted in MIN_OVER_VLLM.items():
             ratio = rows[name, ADAPTIVE]["ratio_to_plain"].median / peer["ratio_to_plain"].median
             yield Figure.at_least(f"{where}: {name}, adaptive, over {peer['system']}, tokens per second", ratio, wanted)
     adaptive = [row for (_, budget), row in rows.items() if budget == ADAPTIVE]
     for row in adaptive:
         if row["ratio_to_best_fixed"] is not None:
             figure = f"{where}: {row['system']}, adaptive over K={row['best_fixed']}, the best fixed, tokens per second"
-            yield Figure.at_least(figure, row["ratio_to_best_fixed"].median, LEAST_OF_BEST_FIXED)
+            yield Figure.at_least(figure, row["ratio_to_best_fixed"].median, MIN_OVER_BEST_FIXED)
             figure = f"{where}: {row['system']}, adaptive over K={row['counted_best_fixed']}, by counted steps"
-            yield Figure.at_least(figure, row["counted_to_best_fixed"].value, LEAST_OF_BEST_FIXED)
+            yield Figure.at_least(figure, row["counted_to_best_fixed"].value, MIN_OVER_BEST_FIXED)
     drafting = [row for row in adaptive if row["max_draft_tokens"]]  # what drafts nothing is plain decoding
     if drafting:
         slowest = min(drafting, key=lambda row: row["ratio_to_plain"].median)
         figure = f"{where}: the slowest system that drafts ({slowest['system']}) over plain, tokens per second"
-        yield Figure.at_least(figure, slowest["ratio_to_plain"].median, LEAST_OF_PLAIN)
+        yield Figure.at_least(figure, slowest["ratio_to_plain"].median, MIN_OVER_PLAIN)
     plain = rows[PLAIN, None]
-    if device == "cpu" and batch in LEAST_PLAIN_OVER_PEER and (PEER, None) in rows:
+    if device == "cpu" and batch in MIN_PLAIN_OVER_PEER and (PEER, None) in rows:
         figure = f"{where}: plain over transformers-generate, tokens per second"
-        yield Figure.at_least(figure, plain["ratio_to_transformers"].median, LEAST_PLAIN_OVER_PEER[batch])
+        yield Figure.at_least(figure, plain["ratio_to_transformers"].median, MIN_PLAIN_OVER_PEER[batch])
     if device == "cuda" and task == LONG and batch in ROOFLINE_BATCHES:
         figure = f"{where}: plain, share of the roofline"
-        yield Figure.at_least(figure, plain["roofline_share"], LEAST_OF_ROOFLINE)
+        yield Figure.at_least(figure, plain["roofline_share"], MIN_ROOFLINE_SHARE)

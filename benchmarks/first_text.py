@@ -23,7 +23,7 @@ from common import Figure, Spread, benchmark_parser, finish, scale_of, turns
 
 from laserbatch.pipeline.sample.world import write_sample_world
 
-MOST_S = 300.0
+TIMEOUT_S = 300.0
 FLOOR = """
 import logging, os, ray
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -72,14 +72,14 @@ def second_night(folder: Path, measures: bool) -> dict[str, float]:
         night_command(SECOND_DATE), cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     found: dict[str, float] = {}
-    while "first text" not in found and command.poll() is None and time.time() - begun < MOST_S:
+    while "first text" not in found and command.poll() is None and time.time() - begun < TIMEOUT_S:
         time.sleep(0.05)
         for path in (folder / "workspace" / "runs").glob(f"{SECOND_DATE}-*/events.jsonl"):
             for event in map(json.loads, path.read_text().splitlines()):
                 if (name := name_of(event)) and name not in found:
                     found[name] = datetime.datetime.fromisoformat(event["time"]).timestamp() - begun
     command.send_signal(signal.SIGTERM)
-    command.wait(MOST_S)
+    command.wait(TIMEOUT_S)
     return found
 
 
@@ -94,7 +94,7 @@ def name_of(event: dict) -> str | None:
 def floor(folder: Path) -> dict[str, float]:
     """Seconds until one of a local Ray's workers has loaded the model classes."""
     begun = time.time()
-    subprocess.run([sys.executable, "-c", FLOOR], cwd=folder, check=True, timeout=MOST_S, capture_output=True)
+    subprocess.run([sys.executable, "-c", FLOOR], cwd=folder, check=True, timeout=TIMEOUT_S, capture_output=True)
     return {"first text": time.time() - begun}
 
 

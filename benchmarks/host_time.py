@@ -46,13 +46,13 @@ from laserbatch.pipeline.decoding.verifiers import Greedy
 from laserbatch.retrieval_pools.index.pool import Pool
 
 SEED = 0
-MOST_HOST_SHARE = 0.15  # of a step at JUDGED_BATCH with the geometry JUDGED
+MAX_HOST_SHARE = 0.15  # of a step, at JUDGED_BATCH with the geometry JUDGED
 JUDGED, JUDGED_BATCH = "7b-mha", 64
 GPU, BYTES_PER_S, FLOPS_PER_S = "H200", 4.8e12, 989e12  # as its maker gives them; bfloat16, dense
 BYTES_PER_NUMBER = 2
 LONG, SHORT = "reki", "goodreads-items"
 DRAFT_THREADS = 2  # that draft side by side
-LEAST_REST = 120  # tokens of a text that are still to be written when it begins
+MIN_TOKENS_LEFT = 120  # a text must still have this many tokens to write when its measurement begins
 
 
 @dataclass(frozen=True)
@@ -142,12 +142,12 @@ class ScriptedForward(BufferedForward):
 def texts_of(corpus: Corpus, num_texts: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Held-out texts with their prompts, and of each what is there when it begins: the prompt and a part of it."""
     rng = np.random.default_rng(SEED)
-    documents = [one for one in corpus.held_out if len(one.text_ids) > LEAST_REST]
+    documents = [one for one in corpus.held_out if len(one.text_ids) > MIN_TOKENS_LEFT]
     whole, begun = [], []
     for number in range(num_texts):
         document = documents[number % len(documents)]
         whole.append(np.concatenate((document.prompt_ids, document.text_ids)))
-        num_written = int(rng.integers(1, len(document.text_ids) - LEAST_REST + 1))
+        num_written = int(rng.integers(1, len(document.text_ids) - MIN_TOKENS_LEFT + 1))
         begun.append(whole[-1][: len(document.prompt_ids) + num_written])
     return whole, begun
 
@@ -313,7 +313,7 @@ def figures_of(rows: Sequence[dict]) -> list[Figure]:
             f"{_measured(row)}, {JUDGED}, batch {row['batch']}, drafts of {row['draft_size']}: host's share beside "
             f"{GPU}'s least time",
             row["host_share"][JUDGED],
-            MOST_HOST_SHARE,
+            MAX_HOST_SHARE,
         )
         for row in rows
         if row["batch"] == JUDGED_BATCH

@@ -43,7 +43,7 @@ logger = logging.getLogger("benchmarks")
 POOL = "preference"
 MIN_ACCEPTANCE = 0.07
 MAX_NEW_TOKENS = 1024  # texts that run on show it
-MOST_STRAY = 0.1  # of the length of plain texts
+MAX_STRAY = 0.1  # a length may differ from that of plain texts by this share
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def figures_of(rows: Sequence[dict], drafters: Sequence[dict]) -> Iterator[Figur
         for name in RULES:
             if name != "greedy" and ("pool", name) in at:
                 stray = abs(at["pool", name]["length"] - 1)
-                yield Figure.at_most(f"{where}: length over plain, {name}, from 1", stray, MOST_STRAY)
+                yield Figure.at_most(f"{where}: length over plain, {name}, from 1", stray, MAX_STRAY)
         if ("pool", "relaxed") in at:
             gain = at["pool", "relaxed"]["tokens_per_step"] / at["pool", "greedy"]["tokens_per_step"]
             yield Figure.at_least(f"{where}: tokens a step, relaxed over greedy", gain, 1)

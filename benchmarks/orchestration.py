@@ -45,7 +45,7 @@ DIM, NUM_VECTORS = 384, 4096  # of the stand-in for an encoder; MiniLM's are as 
 TOKENS_PER_S = 5_000  # that a night is said to generate at
 REPLAYING_SHARE = 1 / 2  # of the nights on which so many change: on each 6 % of the users' texts
 BESIDE = "carry, beside write"
-MOST_SECONDS, MOST_MB, MOST_SHARE, MOST_GROWTH = 60.0, 1536.0, 0.05, 1.5
+MAX_SECONDS, MAX_MB, MAX_SHARE, MAX_GROWTH = 60.0, 1536.0, 0.05, 1.5
 COLUMNS = {
     "entities": "{entities:,}", "changed": "{changed_share:.0%}", "stage": "{stage}", "s": "{seconds:.2f}",
     "cpu s": "{cpu_seconds:.2f}", "peak MB": "{peak_mb:.0f}",
@@ -98,14 +98,14 @@ def figures_of(rows: list[dict]) -> list[Figure]:
     num_tokens = SHARE_CHANGED["some"] * largest * PHRASE_TOKENS * PHRASES_PER_TEXT
     driver_s, generating_s = again_s + REPLAYING_SHARE * (some_s - again_s), num_tokens / TOKENS_PER_S
     figures = [
-        Figure.under(f"seconds of a night of {largest:,} unchanged", sum(row["seconds"] for row in none), MOST_SECONDS),
-        Figure.under(f"its peak memory, MB, of {largest:,}", max(row["peak_mb"] for row in none), MOST_MB),
-        Figure.under("share of the driver where 5 % changed", driver_s / (driver_s + generating_s), MOST_SHARE),
+        Figure.under(f"seconds of a night of {largest:,} unchanged", sum(row["seconds"] for row in none), MAX_SECONDS),
+        Figure.under(f"its peak memory, MB, of {largest:,}", max(row["peak_mb"] for row in none), MAX_MB),
+        Figure.under("share of the driver where 5 % changed", driver_s / (driver_s + generating_s), MAX_SHARE),
     ]
     if smallest < largest:
         grown = sum(row["seconds"] for row in none) / sum(row["seconds"] for row in driver(smallest, "none"))
         name = f"seconds an entity, {largest:,} beside {smallest:,}"
-        figures.append(Figure.at_most(name, grown * smallest / largest, MOST_GROWTH))
+        figures.append(Figure.at_most(name, grown * smallest / largest, MAX_GROWTH))
     return figures
 
 

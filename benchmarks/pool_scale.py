@@ -48,11 +48,11 @@ CHANGED_EVERY = 20  # 5 %
 ROUNDS = ((10_000, 5), (100_000, 3), (1_000_000, 2))  # of a full build and a merge in turn, up to so many texts
 DRAFT_ROUNDS = 5  # in processes of their own: a machine that others use drafts at another speed every few seconds
 WATCH_S = 0.01
-LEAST_MTOKENS_PER_S = 1.0
-MOST_BYTES_PER_TOKEN = 10.0
-MOST_SHARE_OF_FULL = 0.25
-MOST_PEAK_MB = 4096
-MOST_DRAFT_US = 80.0
+MIN_MTOKENS_PER_S = 1.0
+MAX_BYTES_PER_TOKEN = 10.0
+MAX_SHARE_OF_FULL = 0.25
+MAX_PEAK_MB = 4096
+MAX_DRAFT_US = 80.0
 
 
 def grammar_lines(num_users: int) -> list[list[np.ndarray]]:
@@ -186,20 +186,20 @@ def figures_of(rows: Sequence[dict]) -> list[Figure]:
     full, bounded = at_largest["full"], at_largest["bounded"]
     where, draft_us = f"{largest:,} texts", full["drafts"][0]["draft_median_us"]
     figures = [
-        Figure.at_least(f"{where}: million tokens a second built", full["mtokens_per_s"], LEAST_MTOKENS_PER_S),
-        Figure.at_least(f"{where}, bounded: million tokens a second", bounded["mtokens_per_s"], LEAST_MTOKENS_PER_S),
-        Figure.at_most(f"{where}: MiB at the most", full["peak_mb"], MOST_PEAK_MB),
+        Figure.at_least(f"{where}: million tokens a second built", full["mtokens_per_s"], MIN_MTOKENS_PER_S),
+        Figure.at_least(f"{where}, bounded: million tokens a second", bounded["mtokens_per_s"], MIN_MTOKENS_PER_S),
+        Figure.at_most(f"{where}: MiB at the most", full["peak_mb"], MAX_PEAK_MB),
         Figure.at_most(
             f"{where}, bounded to {bounded['memory_mb']} MiB: MiB of its own beyond those before",
             bounded["peak_own_mb"] - bounded["before_own_mb"],
             bounded["memory_mb"],
         ),
-        Figure.at_most(f"{where}, resident: microseconds a draft, median", draft_us, MOST_DRAFT_US),
-        Figure.at_most(f"{where}: bytes a token on disk", full["bytes_per_token"], MOST_BYTES_PER_TOKEN),
+        Figure.at_most(f"{where}, resident: microseconds a draft, median", draft_us, MAX_DRAFT_US),
+        Figure.at_most(f"{where}: bytes a token on disk", full["bytes_per_token"], MAX_BYTES_PER_TOKEN),
     ]
     merge = "texts, 5 % changed: time of a merge over a full build"
     return figures + [
-        Figure.at_most(f"{row['num_texts']:,} {merge}", row["share_of_full"], MOST_SHARE_OF_FULL)
+        Figure.at_most(f"{row['num_texts']:,} {merge}", row["share_of_full"], MAX_SHARE_OF_FULL)
         for row in rows
         if "share_of_full" in row and row["num_texts"] >= min(100_000, largest)
     ]

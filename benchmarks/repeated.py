@@ -34,7 +34,7 @@ from common import Figure, benchmark_parser, finish, scale_of, table
 from entities import Entity, iter_entities
 from sample_lore import title_themes
 
-from laserbatch.jobs.gates import MOST_REPEATED, repeated_shares
+from laserbatch.jobs.gates import MAX_SHARE_REPEATED, repeated_shares
 from laserbatch.pipeline.sample.lore import CATEGORY_PATHS, ERAS, MOODS, THEMES, TOP_CATEGORIES
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.sides import SIDES, Side
@@ -51,12 +51,12 @@ SETTINGS = {
     "night": {"train_ctr": False, "num_audited": 0},
     "gates": {"max_failed_share": 1.0, "min_cosine": -1.0, "max_length_factor": 100.0, "max_repetitive_share": 1.0},
 }
-MOST_S = 1800.0  # that a night may take
+TIMEOUT_S = 1800.0  # a night may take this long
 COLUMNS = {
     "chain": "{chain}", "night": "{night}", "side": "{side}", "tokens": "{mean_tokens:.1f}",
     "repet.": "{repetitive:.1%}", "plain": "{as_plain:.1%}", "a step": "{tokens_per_step:.2f}", "errors": "{told}",
 }  # fmt: skip
-MOST_ADDED = 0.02  # share of texts with an error, that the last nights may have more than plain ones
+MAX_ADDED = 0.02  # share of texts by which an error may be more frequent in the last nights than in plain texts
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def live(scale: Scale, place: Path, decoding: dict) -> Workspace:
     (place / "laserbatch.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
     for night in range(scale.num_nights):
         day = LAST_DATE - timedelta(days=scale.num_nights - 1 - night)
-        code = forked_night(place, str(day), options=["--force"], most_s=MOST_S)
+        code = forked_night(place, str(day), options=["--force"], most_s=TIMEOUT_S)
         if code != 0:
             raise SystemExit(f"the night of {day} ended with {code}:\n{(place / 'said.txt').read_text()[-2000:]}")
         print(f"{place.name} {day}", file=sys.stderr, flush=True)
@@ -136,7 +136,7 @@ def judge(chain: str, night: int, side: Side, run: RunFolder, plain: RunFolder, 
         num_texts=len(texts),
         errors={name: float(np.mean([errors[name] for errors in found])) for name in found[0]},
         mean_tokens=float(np.mean(records["num_tokens"])),
-        repetitive=float(np.mean(repeated_shares(records["token_ids"]) > MOST_REPEATED)),
+        repetitive=float(np.mean(repeated_shares(records["token_ids"]) > MAX_SHARE_REPEATED)),
         as_plain=float(np.mean([beside.get(entity_id) == text for entity_id, text in texts.items()])),
         tokens_per_step=run.load_manifest().sides[side].stats.tokens_per_step,
     )
@@ -209,7 +209,7 @@ def figures_of(rows: list[Row], scale: Scale) -> list[Figure]:
             means[chain] = {name: float(np.mean([row.errors[name] for row in own])) for name in own[0].errors}
         for name, plain in means["plain"].items():
             figures.append(
-                Figure.at_most(f"{side} texts with a wrong {name}, added", means["relaxed"][name] - plain, MOST_ADDED)
+                Figure.at_most(f"{side} texts with a wrong {name}, added", means["relaxed"][name] - plain, MAX_ADDED)
             )
     return figures
 

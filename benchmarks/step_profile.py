@@ -46,8 +46,8 @@ from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed, Verifier
 TREE_NODES = 16
 PREFILL_TOKENS = 8192  # in a step: the first texts must not end before the last ones begin
 NUM_WARM_STEPS = 3  # of a full batch, before steps are counted: the first ones compile, or are captured
-LEAST_OF_ROOFLINE, ROOFLINE_BATCHES = 0.75, (1, 64, 256)  # of plain decoding, asked for on a GPU
-MOST_HOST_SHARE, HOST_BATCH = 0.15, 64
+MIN_ROOFLINE_SHARE, ROOFLINE_BATCHES = 0.75, (1, 64, 256)  # of plain decoding, asked for on a GPU
+MAX_HOST_SHARE, HOST_BATCH = 0.15, 64
 HEAD = (
     f"{'model':13}{'kind':12}{'batch':>6}{'nodes':>7}{'step ms':>9}{'of least':>9}{'watched':>9}{'host':>6}"
     "  share of each part, %"
@@ -216,10 +216,10 @@ def figures_of(rows: Sequence[dict]) -> list[Figure]:
         where = f"{row['model']}, {row['kind']}, batch {row['batch']}"
         if row["kind"] == "plain" and row["batch"] in ROOFLINE_BATCHES:
             share = row["roofline_share"]
-            found.append(Figure.at_least(f"{where}: share of the roofline", share, LEAST_OF_ROOFLINE))
+            found.append(Figure.at_least(f"{where}: share of the roofline", share, MIN_ROOFLINE_SHARE))
         if row["batch"] == HOST_BATCH:
             share = row["host_share_unwatched"]
-            found.append(Figure.at_most(f"{where}: host's share of a step", share, MOST_HOST_SHARE))
+            found.append(Figure.at_most(f"{where}: host's share of a step", share, MAX_HOST_SHARE))
     return found
 
 

@@ -23,15 +23,15 @@ from laserbatch.pipeline.storage.parquet import iter_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
 FEWEST = 32  # texts, of which fewer say nothing
-MOST_JUDGED = 10_000  # texts of a side whose tokens are read, evenly spaced over those that were written
-MOST_GROUPS = 8  # parts of a feature file, evenly spaced, from which these texts' vectors are read
+MAX_TEXTS_JUDGED = 10_000  # gates read the tokens of at most this many texts a side, evenly spaced
+MAX_ROW_GROUPS = 8  # gates read the vectors of these texts from at most this many row groups, evenly spaced
 EMPTY_TOKENS = 3  # a text of fewer is as good as none
 TOO_FEW = "too few texts to judge"
-FEWEST_PAIRS = 16  # of a text and a plain one, of which fewer say nothing
+MIN_PAIRS = 16  # fewer pairs of a text and its plain version decide nothing
 NGRAM = 4  # tokens
-MOST_REPEATED = 0.5  # of a text's n-grams may stand in it before
+MAX_SHARE_REPEATED = 0.5  # a text with a larger share of repeated n-grams counts as repetitive
 NORM_ERROR = 0.01  # of a vector that has length 1
-MOST_MISSING = 0.2  # share of the accepted tokens that replays forecast that may be missing
+MAX_SHARE_MISSING = 0.2  # share of the accepted tokens forecast by replays that may be missing
 MIN_STEPS = 200  # of fewer steps nothing can be said of them
 ASKED_BY = ("template", "model_id", "decoding_json")  # a text is another one where one of these is
 
@@ -67,7 +67,7 @@ GATES = {
     "lost fields": _Gate("texts surely lack {value} of the fields asked for that plain ones have", "max_lost_fields"),
     "added names": _Gate("texts surely have {value} more names than plain ones that stand in neither prompt nor "
                          "catalogue", "max_added_names", share=False),
-    "speed": _Gate("{value} of the draft tokens were accepted that were forecast", 1 - MOST_MISSING, is_least=True,
+    "speed": _Gate("{value} of the draft tokens were accepted that were forecast", 1 - MAX_SHARE_MISSING, is_least=True,
                    only_warns=True),
     "AUC": _Gate("against plain texts AUC changes by at most {value}", None, is_least=True, share=False),
 }  # fmt: skip
@@ -136,7 +136,7 @@ def _audited(audit: AuditFigures | None) -> Iterator[GateFigures]:
         yield GateFigures("audit", told="not compared with plain texts" if audit is None else audit.skipped)
         return
     for side, found in audit.sides.items():
-        if found.num_pairs < FEWEST_PAIRS:
+        if found.num_pairs < MIN_PAIRS:
             yield GateFigures("audit", side, told="too few texts beside plain ones to judge")
             continue
         values = {
@@ -187,9 +187,9 @@ def _of_side(
     lengths = texts["num_tokens"].to_numpy()
     is_cut = pc.equal(texts["finish_reason"], "length").to_numpy().astype(bool) | (lengths < EMPTY_TOKENS)
     yield gate("cut", is_cut.mean() if enough else 0, enough)
-    is_repetitive = repeated_shares(texts["token_ids"]) > MOST_REPEATED
+    is_repetitive = repeated_shares(texts["token_ids"]) > MAX_SHARE_REPEATED
     yield gate("repetition", is_repetitive.mean() if enough else 0, enough)
-    vectors = _vectors(run, side, texts["entity_id"].combine_chunks(), MOST_GROUPS)
+    vectors = _vectors(run, side, texts["entity_id"].combine_chunks(), MAX_ROW_GROUPS)
     norms = np.linalg.norm(vectors.matrix, axis=1)
     is_wrong = ~(np.abs(norms - 1) <= NORM_ERROR)  # so that what is no number is wrong too
     yield gate("vector norm", is_wrong.mean() if enough else 0, enough)
@@ -241,9 +241,9 @@ def _drift(
 
 
 def _sample(run: RunFolder, figures: SideFigures) -> pa.Table:
-    """Texts that the run has written, every n-th of them, so that at most `MOST_JUDGED` are in memory."""
+    """Texts that the run has written, every n-th of them, so that at most `MAX_TEXTS_JUDGED` are in memory."""
     names = ["entity_id", "num_tokens", "token_ids", "finish_reason", *ASKED_BY]
-    stride = -(-sum(shard.num_rows for shard in figures.shards) // MOST_JUDGED)
+    stride = -(-sum(shard.num_rows for shard in figures.shards) // MAX_TEXTS_JUDGED)
     parts, first = [], 0
     for shard in figures.shards:
         for batch in iter_parquet(run.root / shard.file, names):

@@ -33,7 +33,7 @@ from laserbatch.retrieval_pools.errors import PoolError
 
 logger = logging.getLogger("laserbatch")
 
-LEAST_FREE_BYTES = 2 * 10**9  # of a disk, below which a night is likely to fill it
+MIN_FREE_BYTES = 2 * 10**9  # with less free disk a night is likely to fill it
 MIN_FREE_SHARE = 0.9  # of a GPU's memory; below it another process uses the GPU, and vLLM by default does not start
 MAX_IMPORT_S = 180.0
 QUESTION = "Name one colour. Answer with one word."
@@ -376,8 +376,8 @@ def check_workspace(settings: Settings) -> Iterator[Finding]:
     inodes = os.statvfs(folder)
     used = max((size_bytes(run.root) for run in Workspace(settings.workspace).runs()[-1:]), default=0)
     level, mend = "ok", None
-    if free < max(LEAST_FREE_BYTES, 2 * used) or (inodes.f_files and inodes.f_favail < 10_000):
-        level = "fault" if free < LEAST_FREE_BYTES / 20 else "warning"
+    if free < max(MIN_FREE_BYTES, 2 * used) or (inodes.f_files and inodes.f_favail < 10_000):
+        level = "fault" if free < MIN_FREE_BYTES / 20 else "warning"
         mend = "Make room: `laserbatch runs gc` removes old runs, `laserbatch pools gc` old pools"
     yield Finding("disk", level, f"{free / 1e9:.1f} GB are free at {folder}", mend)
     try:

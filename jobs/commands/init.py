@@ -34,9 +34,9 @@ from laserbatch.pipeline.tables.read import open_tables
 from laserbatch.pipeline.tables.schema import REQUIRED_COLUMNS, table_parts
 
 Guessed = tuple[Any, str]  # a value of an option, and what it rests on
-LEAST_POSITIVE = 0.05  # of the ratings seen, that a guessed rule takes as positive
+MIN_SHARE_POSITIVE = 0.05  # a guessed label rule takes at least this share of the ratings seen as positive
 ROWS_SEEN = 65_536  # interactions that a guess looks at
-MOST_TOLD = 20  # kinds of events whose words are written down, to be corrected
+MAX_EVENT_KINDS = 20  # `init` lists at most this many kinds of events in the configuration
 STRONG_EVENTS = ("bought", "ordered", "applied for", "put into the cart", "liked", "saved", "clicked", "played")
 
 
@@ -128,7 +128,7 @@ def _guessed(domain: Domain | None, rows: pa.Table | None, named: Mapping[str, A
             if rows is not None and name in rows.column_names:
                 known[column] = pc.cast(rows[name], kind)
     events = _events(known)
-    if 0 < len(events) <= MOST_TOLD:
+    if 0 < len(events) <= MAX_EVENT_KINDS:
         texts = {event: event_text(event, {}) for event in events}
         guessed["knowledge.words.events"] = texts, f"from the events of the first {rows.num_rows:,} interactions"
     label = _label(known) if rows is not None else None
@@ -144,8 +144,8 @@ def _label(known: Mapping[str, pa.ChunkedArray]) -> Guessed | None:
         for wanted in STRONG_EVENTS:
             for event in events:
                 if event_text(event, {}) == wanted and "'" not in event:
-                    return f"event == '{event}'", f"the strongest of the events {', '.join(events[:MOST_TOLD])}"
-        return "all", f"none of the events {', '.join(events[:MOST_TOLD])} is known to be stronger than others"
+                    return f"event == '{event}'", f"the strongest of the events {', '.join(events[:MAX_EVENT_KINDS])}"
+        return "all", f"none of the events {', '.join(events[:MAX_EVENT_KINDS])} is known to be stronger than others"
     return "all", "the interactions are all alike"
 
 
@@ -162,7 +162,7 @@ def _rated_label(ratings: pa.ChunkedArray) -> Guessed | None:
     start = math.ceil(least + 0.75 * (most - least))
     start = start if least < start <= most else most
     share = pc.sum(pc.greater_equal(ratings, start)).as_py() / len(ratings)
-    if share < LEAST_POSITIVE:  # counts, of plays for example, not a scale
+    if share < MIN_SHARE_POSITIVE:  # counts, of plays for example, not a scale
         return "all", f"{seen}, few of them high, as counts are"
     return f"rating >= {start:g}", f"three quarters of the scale: {seen}"
 

@@ -12,7 +12,7 @@ from laserbatch.pipeline.storage.manifest import SampleText
 
 # Colour-blind safe: apart in lightness, or of Okabe and Ito's palette.
 TONIGHT, PREVIOUS_NIGHT, PLAIN = "#0b4f8a", "#7fb2de", "#b4bcc6"
-LEAST_NAMED = 0.09  # of a whole: the share of a narrower part is not written into it
+MIN_SHARE_NAMED = 0.09  # bars narrower than this share of the whole carry no label
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def stacked_shares(
         whole = sum(one.values[place] or 0 for one in series) or 1
         shares = [(one.values[place] or 0) / whole for one in series]
         rows[category] = [
-            Bar(share, percent(share) if share > LEAST_NAMED else "", f"{one.name} {percent(share)}", one.colour)
+            Bar(share, percent(share) if share > MIN_SHARE_NAMED else "", f"{one.name} {percent(share)}", one.colour)
             for one, share in zip(series, shares, strict=True)
         ]
     return Figure(title, rows, measured, caption, series, is_stacked=True)

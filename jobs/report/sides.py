@@ -4,13 +4,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from laserbatch.jobs.formatting import percent, ratio
-from laserbatch.jobs.gates import MOST_MISSING, accepted_share
+from laserbatch.jobs.gates import MAX_SHARE_MISSING, accepted_share
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.manifest import RunManifest, SideFigures
 from laserbatch.pipeline.storage.stats import DecodingStats
 
 SIDE_LABELS = {"user": "Users", "item": "Items"}
-MOST_CUT = 0.05  # share of a side's texts that may end at the limit before it is said
+MAX_SHARE_CUT = 0.05  # the report warns where a larger share of texts ended at the token limit
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def side_warnings(side: SideFigures) -> list[str]:
     """Texts that end at their limit or had to be mended, and drafts that are not accepted as forecast."""
     cut = ratio(side.stats.finish_reasons.get("length"), side.stats.num_texts) or 0.0
     warnings, loops = [], side.quarantine_reasons.get("loops")
-    if cut > MOST_CUT:
+    if cut > MAX_SHARE_CUT:
         warnings.append(
             f"{percent(cut, 1)} of the texts end at the token limit, in the middle of what they say: raise "
             "decoding.max_new_tokens, or have the template ask for less"
@@ -89,11 +89,11 @@ def side_warnings(side: SideFigures) -> list[str]:
         kinds = ", ".join(f"{name} {number}" for name, number in sorted(side.stats.repairs.items()))
         warnings.append(f"of {side.stats.num_texts} texts some were mended before they could be parsed: {kinds}")
     share = accepted_share(side)
-    if share is not None and 1 - share > MOST_MISSING:
+    if share is not None and 1 - share > MAX_SHARE_MISSING:
         forecast = side.budget.forecast.tokens_per_step - 1  # the bonus token not counted
         warnings.append(
             f"drafts were accepted {side.stats.acceptance_length:.2f} tokens a step, {1 - share:.0%} less than the "
-            f"{forecast:.2f} that its budget was chosen for (up to {MOST_MISSING:.0%} is usual): the texts have "
+            f"{forecast:.2f} that its budget was chosen for (up to {MAX_SHARE_MISSING:.0%} is usual): the texts have "
             "changed since. The next night drafts by replays of these, if pools are built from them (`laserbatch pools "
             "rebuild`)"
         )

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from laserbatch.jobs.gates import FEWEST_PAIRS, repeated_shares
+from laserbatch.jobs.gates import MIN_PAIRS, repeated_shares
 from laserbatch.jobs.settings import GateSettings
 from laserbatch.jobs.stages.generate import generate_sample_plainly
 from laserbatch.jobs.stages.night import Night
@@ -36,14 +36,14 @@ from laserbatch.pipeline.storage.run_folder import RunFolder
 if TYPE_CHECKING:
     from laserbatch.pipeline.encoding.encoder import TextEncoder
 
-MOST_OF_A_NIGHT = 10  # one text of so many is decoded again at most
+MIN_TEXTS_PER_AUDITED = 10  # at most one text in this many is decoded again
 NUM_CASES = 3  # pairs of a side that the report shows
 COLUMNS = ["entity_id", "text", "token_ids", "fields_json"]
 OFF = "Plain texts to compare with were not asked for: night.num_audited is 0."
 LOSSLESS = "Nothing to compare: tonight's texts are those of plain decoding, by their verifier or for want of drafts."
 TOO_FEW = (
     f"Too few texts were written tonight for a comparison with plain ones that is cheap and says something: of a side "
-    f"{FEWEST_PAIRS * MOST_OF_A_NIGHT} or more are needed, and night.num_audited of {FEWEST_PAIRS} or more."
+    f"{MIN_PAIRS * MIN_TEXTS_PER_AUDITED} or more are needed, and night.num_audited of {MIN_PAIRS} or more."
 )
 
 
@@ -94,7 +94,7 @@ class _Sample:
 def _samples(night: Night) -> dict[Side, _Sample]:
     """Of each side of which enough was written, texts evenly over its shards: the same whenever it is asked."""
     settings, found = night.settings.night, {}
-    share, fewest = (1, 1) if settings.compare_with_plain else (MOST_OF_A_NIGHT, FEWEST_PAIRS)
+    share, fewest = (1, 1) if settings.compare_with_plain else (MIN_TEXTS_PER_AUDITED, MIN_PAIRS)
     for side, figures in night.manifest.sides.items():
         ends = np.cumsum([0, *(shard.num_rows for shard in figures.shards)])
         num_texts = int(ends[-1])

@@ -40,7 +40,7 @@ from laserbatch.retrieval_pools.routing.router import Router, fit_routers
 
 SCRATCH_NAME = "scratch"
 FIT_NAME = "fit.json"
-MOST_DRIFT = 0.05  # of the rows that routers were fitted on, and of the entities that they have groups of
+MAX_SHARE_DRIFTED = 0.05  # of the rows that routers were fitted on, and of the entities that have groups
 
 
 def build_pools(night: Night, make_current: bool = True, anew: bool = False) -> dict[Side, PoolBuilt]:
@@ -84,8 +84,8 @@ def describe_fit(night: Night) -> dict[str, Any]:
 def kept_routers(night: Night, version: str, now: dict[str, Any]) -> tuple[dict[Side, Router], dict[str, Any]] | None:
     """The routers of a version, and what they were fitted on; None where they are to be fitted again.
 
-    That is where settings, columns or own embeddings differ, where more than `MOST_DRIFT` of the rows of a table have
-    come or gone since the fit, or of the entities that have a collaborative group have gone.
+    That is where settings, columns or own embeddings differ, where more than `MAX_SHARE_DRIFTED` of the rows of a
+    table have come or gone since the fit, or of the entities that have a collaborative group have gone.
     """
     folder = night.pools.folder(version) / "router"
     try:
@@ -96,7 +96,7 @@ def kept_routers(night: Night, version: str, now: dict[str, Any]) -> tuple[dict[
     then = fit["num_rows"]
     if {**fit, "num_rows": None} != {**now, "num_rows": None} or then.keys() != now["num_rows"].keys():
         return None
-    if any(abs(now["num_rows"][name] - count) > MOST_DRIFT * count for name, count in then.items()):
+    if any(abs(now["num_rows"][name] - count) > MAX_SHARE_DRIFTED * count for name, count in then.items()):
         return None
     if not all(_knows(router, night.tables.entities(side)) for side, router in routers.items()):
         return None
@@ -107,7 +107,7 @@ def _knows(router: Router, entities: pa.Table) -> bool:
     known, ids = router.collaborative.ids, id_column(entities, f"{router.side}_id", "entities")
     if not len(known):
         return True
-    return known.type == ids.type and pc.mean(pc.is_in(known, value_set=ids)).as_py() >= 1 - MOST_DRIFT
+    return known.type == ids.type and pc.mean(pc.is_in(known, value_set=ids)).as_py() >= 1 - MAX_SHARE_DRIFTED
 
 
 def unchanged_pools(night: Night, version: str) -> dict[Side, PoolBuilt]:

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 CHILD = [sys.executable, "-P", "-m", "laserbatch.jobs.stages.compare_ctr"]
 FIGURES = TypeAdapter(CtrFigures)
-MOST_TRIED = 8  # runs, the newest first, that one is looked for among which can be judged
+MAX_RUNS_TRIED = 8  # at most this many runs, newest first, are searched for one that can be judged
 
 
 def compare_night(night: "Night") -> CtrFigures:
@@ -58,7 +58,7 @@ def compare_night(night: "Night") -> CtrFigures:
     copy = copy_of(night.settings.tables.path) if night.settings.tables.path is not None else None
     asked = {
         "workspace": str(night.workspace.root),
-        "run_ids": [run.run_id for run in [of_night, *stand_ins][:MOST_TRIED]],
+        "run_ids": [run.run_id for run in [of_night, *stand_ins][:MAX_RUNS_TRIED]],
         "tables": str(night.settings.tables.path),
         "keep_duplicates": night.settings.tables.keep_duplicates,
         "copy": None if copy is None else str(copy),  # of tables at a URI: the night has brought them already

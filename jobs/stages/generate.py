@@ -46,7 +46,7 @@ from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.quarantine import count_reasons
 from laserbatch.pipeline.storage.run_folder import POSTPONED, RunFolder
 
-MOST_UNUSABLE = 0.5  # of the first texts; where more fail, model and template do not fit each other
+MAX_SHARE_UNUSABLE = 0.5  # the night stops if more of the first texts fail: the model does not fit the template
 
 
 def generate_knowledge(night: Night, workers: NightWorkers) -> None:
@@ -317,7 +317,7 @@ def require_usable_texts(night: Night, plan: SidePlan, finished: Mapping[str, Sh
     done = [finished[shard.name] for shard in plan.shards if shard.name in finished]
     num_failed = sum(record.num_quarantined for record in done)
     num_rows = sum(record.num_rows for record in done) + num_failed
-    most = max(MOST_UNUSABLE, night.settings.gates.max_failed_share)
+    most = max(MAX_SHARE_UNUSABLE, night.settings.gates.max_failed_share)
     if num_rows < FIRST_TEXTS or num_failed <= most * num_rows:
         return
     night.run.merge_quarantine(plan.side, done, [], night.tables.entities(plan.side)[f"{plan.side}_id"].type)

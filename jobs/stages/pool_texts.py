@@ -45,7 +45,7 @@ from laserbatch.retrieval_pools.routing.router import Routes
 from laserbatch.retrieval_pools.settings import DraftSettings
 
 ROWS_AT_ONCE = 8 * 1024
-MOST_CHANGED = 0.1  # of a side's texts, since they were replayed; with more they are replayed again
+MAX_SHARE_CHANGED = 0.1  # texts are replayed again once more of a side changed since the last replay
 TOKENS_NAME = "texts.npy"
 
 
@@ -177,7 +177,7 @@ def _holds_on(known: Calibration | None, run_texts: RunTexts, pool: Pool, option
     """
     if known is None or known.budgets is None or pool.manifest.model_id != run_texts.model_id:
         return False
-    return known.num_texts_changed <= MOST_CHANGED * len(run_texts) and known.budgets.sources == options.sources
+    return known.num_texts_changed <= MAX_SHARE_CHANGED * len(run_texts) and known.budgets.sources == options.sources
 
 
 def num_written(night: Night, side: Side) -> int:

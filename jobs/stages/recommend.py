@@ -70,9 +70,9 @@ from laserbatch.pipeline.storage.workspace import RECOMMENDATIONS, Workspace
 from laserbatch.pipeline.tables.check import check_tables
 
 SHARDS = 64  # about, of a night; of these batches each at least, and at most
-SHARD_BATCHES, MOST_BATCHES = 8, 128
+SHARD_BATCHES, MAX_BATCHES = 8, 128
 NUM_SAMPLES = 3
-LEAST_TRIED = 10  # shards of a night, below which what drafts gain would not repay trying them
+MIN_TRIED = 10  # shards of a night, below which what drafts gain would not repay trying them
 
 
 def recommend(settings: Settings, date: datetime.date, force: bool = False) -> RunManifest:
@@ -211,7 +211,7 @@ def _plan(run: RunFolder, manifest: RunManifest, lists: Lists, previous: pa.Tabl
                 "group": lists.catalogue.item_ids.take(pa.array(last)).cast(pa.string()),  # whose users' lists draft
             }
         )
-        num_batches = np.clip(rows.num_rows // (SHARDS * options.batch_size), SHARD_BATCHES, MOST_BATCHES)
+        num_batches = np.clip(rows.num_rows // (SHARDS * options.batch_size), SHARD_BATCHES, MAX_BATCHES)
         size = int(num_batches) * options.batch_size
         parts = [rows.slice(start, size) for start in range(0, rows.num_rows, size)]
         shards = tuple(
@@ -250,7 +250,7 @@ def _drafted(manifest: RunManifest, options: RecommendingSettings, crew: Crew, s
         wanted, reason, gain = options.num_drafted, "as recommending.num_drafted says", None
         if wanted is None and options.draft_model is None and manifest.previous_run_id is None:
             wanted, reason = 0, "there is no list of an earlier night"
-        elif wanted is None and len(shards) < LEAST_TRIED:
+        elif wanted is None and len(shards) < MIN_TRIED:
             wanted, reason = 0, "too few users to repay a trial"
         elif wanted is None:
             wanted, gain = fastest(crew.ask_one("tried_drafts", shards))

@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("laserbatch")
 
-LEAST_GAIN = 1.03  # in tokens a second: less is noise, and a drafter has its price in memory
+MIN_GAIN = 1.03  # in tokens a second: less is noise, and a drafter has its price in memory
 SHAPES = ((1, 8), (3, 16), (3, 32))  # tokens at a depth, largest tree
-NUM_TRIED = 24  # texts a side, at most a quarter of those written; with fewer than LEAST_TRIED of both none is trained
-LEAST_TRIED = 10
+NUM_TRIED = 24  # texts a side, at most a quarter of those written; with fewer than MIN_TRIED of both none is trained
+MIN_TRIED = 10
 NUM_REPETITIONS = 3
 MAX_ATTEMPTS = 3
 BEGUN, STOPPED = "drafter_training", "drafter_training_stopped"  # events; what was stopped is no attempt that died
@@ -129,8 +129,8 @@ def train_if_due(night: Night, was_finished: bool) -> None:
         if any(trial.run_id == night.run.run_id for trial in store.trials()):
             return
         rows = {side: planned_rows(night, side, min(NUM_TRIED, num_written(night, side) // 4)) for side in SIDES}
-        if sum(map(len, rows.values())) < LEAST_TRIED:
-            say(f"no drafter is trained: the night wrote too few texts, at least {4 * LEAST_TRIED} are needed")
+        if sum(map(len, rows.values())) < MIN_TRIED:
+            say(f"no drafter is trained: the night wrote too few texts, at least {4 * MIN_TRIED} are needed")
         else:
             _attempt(night, folder, rows)
 
@@ -204,7 +204,7 @@ def _trial(night: Night, folder: Path, rows: Rows) -> DrafterTrial:
         run_id=night.run.run_id,
         kind=options.kind,
         target=card.target,
-        is_kept=gain >= LEAST_GAIN,
+        is_kept=gain >= MIN_GAIN,
         gain=round(gain, 3),
         tokens_per_step=round(paces[shape].tokens_per_step, 3),
         tokens_per_step_before=round(before.tokens_per_step, 3),

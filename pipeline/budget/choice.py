@@ -17,16 +17,16 @@ from laserbatch.pipeline.storage.manifest import BudgetForecast
 from laserbatch.retrieval_pools.index.calibration_record import MIN_ACCEPTANCES, SIZE_KNOTS, BudgetCell
 
 PLAIN = Budget(0, 1.0)
-LEAST_GAIN = 1.02  # predicted, below which plain decoding is the safer choice
+MIN_GAIN = 1.02  # with less predicted gain, plain decoding is the safer choice
 AS_GOOD = 0.995  # of the best predicted speed
 # Highest threshold under a relaxed rule. A text follows what it is offered, which replays of fixed texts cannot know:
 # they would have thresholds of 0.4 to 0.9 for long answers, where 0.07 was faster (`benchmarks/engine.py --quick`).
-MOST_RELAXED_ACCEPTANCE = 0.1
+MAX_RELAXED_ACCEPTANCE = 0.1
 # Uncalibrated estimates from a sequence's own texts held for 0.45 to 1 of what they said in most bands of two
 # collections of published texts; in a few for less.
 UNCHECKED_TRUST = 0.5
 UNCHECKED_SIZE = 16  # largest tree where nothing was replayed
-MOST_FOR_LOOKING = 0.01  # of a plain step, spent on drafts that find nothing
+MAX_LOOKUP_OVERHEAD = 0.01  # share of a plain step that looking for drafts may cost where none is found
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, sh
         return ChosenBudget(PLAIN, BudgetForecast("drafting is off"))
     cells = _nearest(replayed_cells(pool, sources, share_changed), *given)
     if decoding.verifier != "greedy" and decoding.min_acceptance is None:
-        cells = [cell for cell in cells if cell.min_acceptance <= MOST_RELAXED_ACCEPTANCE]
+        cells = [cell for cell in cells if cell.min_acceptance <= MAX_RELAXED_ACCEPTANCE]
     if cells:
         chosen = _fastest(step_cost, batch_size, cells)
         gain = chosen.forecast.speed_up
-        if gain < LEAST_GAIN and decoding.min_acceptance is None:
+        if gain < MIN_GAIN and decoding.min_acceptance is None:
             reason = f"no budget of the replays is worth its cost: the best would be {gain:.2f} times plain"
             return ChosenBudget(PLAIN, BudgetForecast(reason, step_cost.name, batch_size, 1.0, 0.0, 1.0))
         return replace(chosen, budget=chosen.budget.with_given(*given))
@@ -178,7 +178,7 @@ def _worth_its_price(
     affordable = [least for least in MIN_ACCEPTANCES if least >= price / trust]
     checked = "" if trust == 1.0 else ", and estimates were never checked"
     facts = f"a draft token costs up to {price:.2f} plainly decoded ones{checked}"
-    if affordable and (has_texts or looking <= MOST_FOR_LOOKING):
+    if affordable and (has_texts or looking <= MAX_LOOKUP_OVERHEAD):
         budget = Budget(UNCHECKED_SIZE, affordable[0])
     else:
         budget, facts = PLAIN, f"not worth drafting: {facts}"

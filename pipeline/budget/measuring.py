@@ -50,7 +50,7 @@ NEW_TOKENS = 256  # then a text starts again; drafts deeper than what is left of
 MIN_ROUNDS, MAX_ROUNDS = 3, 15  # each two steps of every size, of which the second is timed
 WARM_UP_ROUNDS = {"cpu": 1, "cuda": 2}  # before them; on CUDA a step's first run compiles and its second is captured
 SECONDS = 2.0  # for one batch size, after which no further round begins
-MOST_TRIES = 3  # of a step, where a text's end cut a draft
+MAX_TRIES = 3  # a step is timed again this often where a text's end cut its draft
 NUM_DRAFTS = 48  # sequences of a step whose drafting is timed
 NUM_DRAFT_ROUNDS = 7
 SEED = 0
@@ -234,7 +234,7 @@ class _TimedSteps(Drafter):
                 return
             for place in rng.permutation(len(self._round)):
                 drafts = self._round[place]
-                tries = (self.take(drafts) and self.take(drafts) for _ in range(MOST_TRIES))
+                tries = (self.take(drafts) and self.take(drafts) for _ in range(MAX_TRIES))
                 seconds = next(filter(None, tries), None)
                 if number >= 0 and seconds is not None:
                     self.seconds[drafts].append(seconds)

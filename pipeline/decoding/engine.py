@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 # such a part takes about as long as the step's drafts of a batch of 16: what decodes meanwhile goes at half speed.
 PREFILL_TOKENS = {"cpu": 256, "cuda": 2048}
 MIN_WARM_UP_TOKENS = 32  # of the longest text that is expected; fewer steps do not repay captures before them
-MOST_DRAFT_THREADS = 4  # two were measured (`benchmarks/drafting.py`: two thirds of the time of one), more were not
+MAX_DRAFT_THREADS = 4  # two were measured (`benchmarks/drafting.py`: two thirds of the time of one), more were not
 
 
 class Engine:
@@ -106,7 +106,7 @@ class Engine:
     @property
     def num_draft_threads(self) -> int:
         """Threads that a drafter should take: on a CPU torch's stay busy for a while, and others gain nothing."""
-        return min(MOST_DRAFT_THREADS, torch.get_num_threads()) if self.device.type == "cuda" else 1
+        return min(MAX_DRAFT_THREADS, torch.get_num_threads()) if self.device.type == "cuda" else 1
 
     @property
     def token_buckets(self) -> tuple[int, ...]:

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOK_S, FIRST_LOOK_S = 5.0, 0.2  # between looks at how far the workers are; before there is any text
-MOST_FETCHING_S = 600.0  # of an answer that is there
-MOST_LOADING_S = 1800.0  # of a worker, between two steps while it loads its model or measures
-LEAST_SILENT_S, SILENT_STEPS = 60.0, 50.0  # between two steps of a shard: seconds, or so often the costliest one's
-MOST_LOST = 100  # workers of a run, before shards that workers die on are no longer halved
+FETCH_TIMEOUT_S = 600.0  # for an answer that a worker has ready
+LOAD_TIMEOUT_S = 1800.0  # for a worker that loads its model or measures step costs, between two steps
+MIN_HANG_TIMEOUT_S, HANG_STEPS = 60.0, 50.0  # between two steps of a shard: seconds, or so often the costliest one's
+MAX_LOST_WORKERS = 100  # after this many lost workers a run no longer halves the shards on which workers die
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def run_shards(
             queue.appendleft(shard)
             continue
         RunFolder(crew.spec.run_dir).drop_shard(shard.side, shard.name)  # what the last one may have begun to write
-        if shard.num_rows > 1 and crew.num_lost < MOST_LOST:
+        if shard.num_rows > 1 and crew.num_lost < MAX_LOST_WORKERS:
             halves = split_shard(crew.spec.run_dir, shard)
             logger.warning("%s %s: halved, to find the row that workers are lost to", shard.side, shard.name)
             # One of them surely holds such a row, so each is tried once; a row alone as often as any shard.
@@ -139,7 +139,7 @@ class _Member:
                 self.has_place, self._num_forwards, self._went_on_s = True, num_forwards, time.monotonic()
             self._look = self.actor.look.remote()
         is_known = self._is_writing and costliest_step_s > 0
-        most_s = max(LEAST_SILENT_S, SILENT_STEPS * costliest_step_s) if is_known else MOST_LOADING_S
+        most_s = max(MIN_HANG_TIMEOUT_S, HANG_STEPS * costliest_step_s) if is_known else LOAD_TIMEOUT_S
         return self.has_place and self.silent_s > most_s
 
 
@@ -297,7 +297,7 @@ class Crew:
         """What an actor returned; an error that it reports is raised as itself."""
         try:
             if ray.wait([reference], timeout=0)[0]:
-                return ray.get(reference, timeout=MOST_FETCHING_S)
+                return ray.get(reference, timeout=FETCH_TIMEOUT_S)
             reason = f"worker-hung: for {member.silent_s:.0f} seconds a worker ran no step of its model"
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None

@@ -14,7 +14,7 @@ from laserbatch.pipeline.distributed.spec import WorkerSpec
 from laserbatch.pipeline.errors import WorkspaceError
 
 TOKEN_FILE = ".workers"  # in the run's folder, for workers to see that it is the same one
-MOST_UNSEEN_S = 30.0  # of a new file: a shared folder shows it late
+VISIBILITY_TIMEOUT_S = 30.0  # a shared folder may show a new file this late
 # Whose private names are used to start faster, as these versions have them; others start slower.
 TRIED = {"ray": "2.60", "torch": "2.13", "transformers": "5.23"}
 # What transformers loads though no engine asks for it, a third of what workers load: packages that happen to be there,
@@ -25,7 +25,7 @@ DECORATORS = ("torch._dynamo", "torch._dynamo._trace_wrapped_higher_order_op")
 
 def require_same_folder(spec: WorkerSpec) -> None:
     """Raises WorkspaceError: the run's folder is not here what it is where the run was started."""
-    deadline_s = time.monotonic() + MOST_UNSEEN_S
+    deadline_s = time.monotonic() + VISIBILITY_TIMEOUT_S
     path = spec.run_dir / TOKEN_FILE
     while not (path.exists() and path.read_text(encoding="utf-8") == spec.token):
         if time.monotonic() > deadline_s:

@@ -35,7 +35,7 @@ from laserbatch.pipeline.storage.stats import DecodingStats
 
 logger = logging.getLogger(__name__)
 
-MOST_RUN_ON = 0.1  # of a shard's texts
+MAX_SHARE_RUN_ON = 0.1  # if more of a shard's texts ran on to the token limit, they are kept rather than written again
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class ShardWorker:
                 run_on.append(outcome)
             else:
                 yield outcome, verifier
-        if len(run_on) > max(1, MOST_RUN_ON * len(rows)):
+        if len(run_on) > max(1, MAX_SHARE_RUN_ON * len(rows)):
             yield from ((outcome, verifier) for outcome in run_on)
         elif run_on:
             logger.info("%s: %d texts ran on to their limit and are written again, greedily", side, len(run_on))

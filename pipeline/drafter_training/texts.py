@@ -8,7 +8,7 @@ import torch
 
 from laserbatch.pipeline.decoding.model.output_head import OutputHead
 
-MOST_TOKENS = 512  # of a text; what comes behind is left out
+MAX_TEXT_TOKENS = 512  # longer texts are cut for training
 HELD_BACK_EVERY = 10  # of the texts one in so many is held back
 
 
@@ -79,7 +79,7 @@ class Target:
     @torch.no_grad()
     def batch(self, texts: Sequence[TrainingText]) -> Batch:
         """Some texts with their states."""
-        texts = [TrainingText(text.prompt_ids, text.token_ids[:MOST_TOKENS]) for text in texts]
+        texts = [TrainingText(text.prompt_ids, text.token_ids[:MAX_TEXT_TOKENS]) for text in texts]
         tokens = _padded([text.token_ids for text in texts], False, self.device)
         prompts = _padded([text.prompt_ids for text in texts], True, self.device)
         padded = Padded(*tokens, *prompts)

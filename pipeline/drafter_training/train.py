@@ -22,7 +22,7 @@ from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.learning import CHECKPOINT_NAME, drop_files, files_there, train_steps
 from laserbatch.pipeline.storage.atomic import write_json
 
-LEAST_TEXTS = 20
+MIN_TEXTS = 20
 USUAL_WIDTH = 256
 
 
@@ -57,9 +57,9 @@ def train_drafter(
     the folder.
     """
     options = options or TrainingOptions()
-    if len(texts) < LEAST_TEXTS:
+    if len(texts) < MIN_TEXTS:
         raise ConfigError(
-            f"{len(texts)} texts are too few to train a drafter on, at least {LEAST_TEXTS} are needed: name a run that "
+            f"{len(texts)} texts are too few to train a drafter on, at least {MIN_TEXTS} are needed: name a run that "
             "wrote more"
         )
     there = files_there(folder)

@@ -14,14 +14,14 @@ from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.templates import PromptTemplate
 
 COPIED_TOKENS = 24  # in a row that stand in the prompt, too, are a copy
-MOST_COPIED = 0.6  # of an answer
-LOOP_TOKENS, MOST_LOOPED = 96, 24  # an answer that was cut loops where so many last tokens repeat at most so many
+MAX_SHARE_COPIED = 0.6  # an answer with a larger share of copied text repeats its prompt
+LOOP_TOKENS, MAX_LOOPED = 96, 24  # an answer that was cut loops where so many last tokens repeat at most so many
 MEANT = "; `any_language: true` in the template where that is meant"
-LEAST_OWN_SCRIPT = 0.5  # of an answer's letters that are of the question's script
-FEWEST_LETTERS = 20  # of which that can be said
-FEWEST_WORDS = 12  # of which a language of Latin script can be said
-LEAST_COMMON = 0.2  # share of a text's words that are common ones of its language
-MOST_OF_ASKED = 0.25  # of that share, as common ones of the question's language
+MIN_SHARE_OWN_SCRIPT = 0.5  # share of an answer's letters that must be of the question's script
+MIN_LETTERS = 20  # shorter answers are not judged by their script
+MIN_WORDS = 12  # shorter answers in Latin script are not judged by their language
+MIN_SHARE_COMMON = 0.2  # a text is of a language if this share of its words are that language's common ones
+MAX_SHARE_OF_QUESTION_LANGUAGE = 0.25  # and the question's language has less than this share of its common words
 _WORD = re.compile(r"[^\W\d_]+")
 # Of each language words that no other of these has, as far as there are such.
 COMMON_WORDS = {
@@ -53,23 +53,23 @@ def require_answer(
     Token ids are int32 (n,). `is_cut` says that the token limit ended it, as it ends what says the same for ever.
     """
     copied = copied_share(token_ids, prompt_ids)
-    if copied > MOST_COPIED:
+    if copied > MAX_SHARE_COPIED:
         raise RowError(f"repeats-prompt: {copied:.0%} of the answer are stretches of its prompt")
     period = period_of(token_ids[-LOOP_TOKENS:]) if is_cut and len(token_ids) >= LOOP_TOKENS else None
-    if period is not None and period <= MOST_LOOPED:
+    if period is not None and period <= MAX_LOOPED:
         raise RowError(f"loops: it was cut while it said the same {period} tokens again and again")
     if template.any_language:
         return
     question = " ".join(filter(None, (template.system, template.instruction, template.request)))
     asked, told = script_of(question), scripts_in(text)
     num_letters = sum(told.values())
-    if asked is not None and num_letters >= FEWEST_LETTERS and told.get(asked, 0) < LEAST_OWN_SCRIPT * num_letters:
+    if asked is not None and num_letters >= MIN_LETTERS and told.get(asked, 0) < MIN_SHARE_OWN_SCRIPT * num_letters:
         most = max(told, key=told.get)
         raise RowError(f"wrong-language: asked in {asked.title()} script, answered in {most.title()}{MEANT}")
     asked, told = language_of(question), language_of(text)
     if None not in (asked, told) and asked != told:
         of_asked, of_told = COMMON_WORDS[asked], COMMON_WORDS[told]
-        if _share(text, of_asked - of_told) < MOST_OF_ASKED * _share(text, of_told - of_asked):
+        if _share(text, of_asked - of_told) < MAX_SHARE_OF_QUESTION_LANGUAGE * _share(text, of_told - of_asked):
             raise RowError(f"wrong-language: asked in {asked}, answered in {told}{MEANT}")
 
 
@@ -78,7 +78,7 @@ def language_of(text: str) -> str | None:
     """The language whose common words make up most of a text; None of a short text, or one with few of any."""
     shares = {name: _share(text, words) for name, words in COMMON_WORDS.items()}
     most = max(shares, key=shares.get)
-    return most if len(_WORD.findall(text)) >= FEWEST_WORDS and shares[most] >= LEAST_COMMON else None
+    return most if len(_WORD.findall(text)) >= MIN_WORDS and shares[most] >= MIN_SHARE_COMMON else None
 
 
 def _share(text: str, words: frozenset[str]) -> float:

@@ -25,7 +25,7 @@ EVENT_WORDS = {
     "remove": "removed", "return": "returned", "bookmark": "bookmarked", "favorite": "marked as a favourite",
 }  # fmt: skip
 NUM_PARTS = 8  # of users, whose events are put in order one part at a time
-MOST_EVENTS = 4  # kinds of them that a sentence names
+MAX_KINDS_NAMED = 4  # a sentence names at most this many kinds of events
 
 
 def event_text(event: str, words: Mapping[str, str]) -> str:
@@ -39,7 +39,7 @@ def labels_of(interactions: pa.Table, words: Mapping[str, str]) -> Labels:
     events = pc.unique(interactions["event"]).drop_null().to_pylist() if "event" in interactions.column_names else []
     told = list(dict.fromkeys(event_text(event, words) for event in sorted(events)))
     if len(told) > 1:
-        return Labels(in_words(told, "or") if len(told) <= MOST_EVENTS else "picked", "words")
+        return Labels(in_words(told, "or") if len(told) <= MAX_KINDS_NAMED else "picked", "words")
     picked = told[0] if told else "picked"
     if "rating" not in interactions.column_names:
         return Labels(picked, "none")

@@ -37,7 +37,7 @@ from laserbatch.retrieval_pools.routing.router import Router, Routes
 ROWS_AT_ONCE = 64 * 1024
 SHARDS_A_SIDE = 16  # by default at least, of a side that is not small: so that several workers all have some
 FIRST_TEXTS = 32  # of a side, that are judged before the others are written
-LEAST_BATCHES, MOST_BATCHES = 4, 32  # of a shard by default: at its end the batch empties
+MIN_BATCHES, MAX_BATCHES = 4, 32  # batches of a shard by default; the batch empties at the end of each shard
 # Of a model's folder, beside the vocabulary: what decides how messages become tokens.
 CHAT_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.*",
@@ -266,7 +266,7 @@ def default_shard_size(num_rows: int, batch_size: int) -> int:
     are the same whatever came before it and on which worker. So the batch empties at its end, which costs the less the
     longer a shard is; but a killed run loses what is in unfinished ones.
     """
-    return min(max(-(-num_rows // SHARDS_A_SIDE), LEAST_BATCHES * batch_size), MOST_BATCHES * batch_size)
+    return min(max(-(-num_rows // SHARDS_A_SIDE), MIN_BATCHES * batch_size), MAX_BATCHES * batch_size)
 
 
 def _cut(turns: np.ndarray, is_apart: np.ndarray, shard_size: int) -> Iterator[tuple[np.ndarray, bool]]:

@@ -18,7 +18,7 @@ from laserbatch.pipeline.storage.parquet import read_parquet, rows_among
 NUM_LEVELS = 4
 CODEBOOK_SIZE = 256
 SPARE_CODES = 4  # of the last level, for items that come later
-MOST_PRODUCTS = 2**24  # of vectors, in memory
+MAX_PRODUCTS = 2**24  # products of vectors held in memory at once
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def with_new_items(known: ItemCodes, item_ids: pa.Array, vectors: np.ndarray) ->
     for *above, last in known.codes.tolist():
         used.setdefault(tuple(above), set()).add(last)
     new_rows, new_codes = [], []
-    size = max(1, MOST_PRODUCTS // len(has))
+    size = max(1, MAX_PRODUCTS // len(has))
     for start in range(0, len(lacks), size):
         some = lacks[start : start + size]
         alike = rows[has[(unit[some] @ unit[has].T).argmax(1)]]

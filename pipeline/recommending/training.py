@@ -22,8 +22,8 @@ from laserbatch.pipeline.recommending.losses import NUM_ALIGNED, OF_LISTS, Rows,
 from laserbatch.pipeline.recommending.models import Recommender, drop_out, extended_model, new_model, save_recommender
 from laserbatch.pipeline.recommending.settings import DraftLoss
 
-LEAST_HISTORIES = 20
-HELD_BACK, MOST_HELD_BACK = 0.1, 1000  # of the histories, whose last item is not learned
+MIN_HISTORIES = 20
+HELD_BACK, MAX_HELD_BACK = 0.1, 1000  # share and number of histories whose last item is held out
 LISTS_AT_ONCE = 32
 NO_LABEL = -100  # where a window has no item
 BEST_NAME = "best.safetensors"  # weights of the best epoch so far, until the training ends
@@ -288,10 +288,10 @@ def _batches(lengths: Sequence[int], options: RecommenderOptions) -> Iterator[li
 
 def _enough(histories: Sequence[np.ndarray], folder: Path) -> list[np.ndarray]:
     told = [one for one in histories if len(one) > 1]
-    if len(told) < LEAST_HISTORIES:
+    if len(told) < MIN_HISTORIES:
         raise ConfigError(
             f"{len(told)} users with two items or more are too few to train a recommender on, at least "
-            f"{LEAST_HISTORIES} are needed"
+            f"{MIN_HISTORIES} are needed"
         )
     there = files_there(folder)
     if there and not there & {CARD_NAME, CHECKPOINT_NAME, BEST_NAME}:
@@ -302,7 +302,7 @@ def _enough(histories: Sequence[np.ndarray], folder: Path) -> list[np.ndarray]:
 
 def _held_back(num_histories: int, seed: int) -> np.ndarray:
     """bool[num_histories]."""
-    num_held = max(1, min(MOST_HELD_BACK, round(HELD_BACK * num_histories)))
+    num_held = max(1, min(MAX_HELD_BACK, round(HELD_BACK * num_histories)))
     is_held = np.zeros(num_histories, bool)
     is_held[np.random.default_rng(seed).permutation(num_histories)[:num_held]] = True
     return is_held

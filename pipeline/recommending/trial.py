@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 TRIED_SHARES = (1.5, 4.0)  # of the length of a list: how many listed items, or how wide a small model's beams
-LEAST_GAIN = 1.03  # over plain beams, for anything to be drafted
+MIN_GAIN = 1.03  # over plain beams, for anything to be drafted
 
 
 def tried_seconds(batches: Sequence[Any], num_items: int, run: Callable[[Any, int], object]) -> dict[int, float]:
@@ -28,4 +28,4 @@ def fastest(seconds: dict[int, float]) -> tuple[int, float]:
     """How much to draft, and by how much the best that was tried is faster than plain beams."""
     best = min(seconds, key=seconds.get)
     gain = seconds[0] / seconds[best]
-    return best if gain >= LEAST_GAIN else 0, gain
+    return best if gain >= MIN_GAIN else 0, gain

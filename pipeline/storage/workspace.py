@@ -21,7 +21,7 @@ logger = logging.getLogger("laserbatch.storage")
 WORKSPACE_VERSION = 1
 EXPERIMENTS = "experiments"  # folder of a workspace
 RECOMMENDATIONS = "recommendations"  # likewise, a workspace of its own
-MOST_REMEMBERED = 100  # of the runs that were published before
+MAX_REMEMBERED = 100  # earlier published runs that the pointer remembers
 NUM_TRIES, RETRY_AFTER_S = 5, 0.02  # of the lock, while it is held
 _VERSION_TEXT = f'{{"format_version": {WORKSPACE_VERSION}}}'
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -238,7 +238,7 @@ class Workspace:
     def _point_to(self, run_id: str, before: list[str], withdrawn: list[str]) -> None:
         if not self.run(run_id).is_finished:
             raise WorkspaceError(f"run {run_id} has no _SUCCESS, so it cannot be published; finish it first.")
-        before = [other for other in dict.fromkeys(before) if other != run_id][:MOST_REMEMBERED]
+        before = [other for other in dict.fromkeys(before) if other != run_id][:MAX_REMEMBERED]
         withdrawn = [other for other in dict.fromkeys(withdrawn) if self.run(other).root.is_dir()]
         for path in (self._pointer_copy, self._pointer):
             write_json({"run_id": run_id, "before": before, "withdrawn": withdrawn}, path)

@@ -12,7 +12,7 @@ from laserbatch.retrieval_pools.drafting.estimate import acceptance, kind_of, mo
 from laserbatch.retrieval_pools.drafting.intervals import num_samples_behind
 from laserbatch.retrieval_pools.drafting.levels import stand_at
 from laserbatch.retrieval_pools.drafting.runs import list_own_runs, list_pool_runs
-from laserbatch.retrieval_pools.drafting.state import END, LEAST_LEFT, MAX_LEVELS, NUM_CANDIDATES, NUM_SLOTS
+from laserbatch.retrieval_pools.drafting.state import END, MAX_LEVELS, MIN_SHARE_LEFT, NUM_CANDIDATES, NUM_SLOTS
 from laserbatch.retrieval_pools.sources import SOURCE_POOL
 
 
@@ -34,7 +34,7 @@ def count_continuations(
     left = 1.0
     levels.counted[node] = 0
     for level in range(num_levels):
-        if left < LEAST_LEFT:
+        if left < MIN_SHARE_LEFT:
             break
         if levels.may_know[node] >> level & 1 == 0:
             continue

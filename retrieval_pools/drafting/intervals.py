@@ -8,7 +8,7 @@ before the first is compared: a few waits in place of many.
 import numpy as np
 
 from laserbatch.retrieval_pools.compiled import called, fetch, part
-from laserbatch.retrieval_pools.drafting.state import LEAST_SAMPLES_BITS
+from laserbatch.retrieval_pools.drafting.state import MIN_SAMPLES_BITS
 
 PROBE_BITS = 3
 NUM_PROBES = 1 << PROBE_BITS  # looked at together: what is left is divided by as many
@@ -170,7 +170,7 @@ def narrow_to_run(index, first, last, offset, token, num_samples, begin, end):
 @part
 def num_samples_behind(preference, probability):
     """Occurrences counted behind a path: what they tell is worth as much as the path is probable."""
-    return max(int(preference.num_samples * probability), preference.num_samples >> LEAST_SAMPLES_BITS, 1)
+    return max(int(preference.num_samples * probability), preference.num_samples >> MIN_SAMPLES_BITS, 1)
 
 
 @part

@@ -21,14 +21,15 @@ from laserbatch.retrieval_pools.settings import MAX_MATCH_TOKENS, DraftSettings
 from laserbatch.retrieval_pools.sources import NUM_TEXT_SOURCES
 
 MAX_NODES = 64
-LEAST_LEFT = 1 / 32  # shorter contexts are asked while so much is left to them: whatever the budget, so that estimates
-# do not depend on it and a smaller budget's tree is the beginning of a larger one's
+# Shorter contexts are looked up while at least this share of the probability is left to them. It does not depend on the
+# budget, so that estimates do not either and the tree of a smaller budget is the beginning of that of a larger one.
+MIN_SHARE_LEFT = 1 / 32
 MIN_ACCEPTANCE = 1 / 2048  # the paths not yet drafted exclude each other, so no more than 2048 of them are as likely
 WORTH_OF_NEXT = 0.5  # of a chain's token, beside one before it that is as likely. Where a text leaves a chain, the
 # next step drafts what comes then: to be wrong early costs a step, to be right late saves little. With 1 (most tokens
 # expected of this step) whole texts took 1 % more steps; with 0.3 to 0.5 they took fewest
 END = -1  # the separator: the text ends here
-LEAST_SAMPLES_BITS = 4  # behind unlikely paths a 16th of the samples is enough
+MIN_SAMPLES_BITS = 4  # behind unlikely paths a 16th of the samples is enough
 NUM_LOCAL_POSITIONS = 16  # occurrences of a context followed in each of the sequence's own texts, the latest ones
 MAX_LEVELS = 12
 NUM_CANDIDATES = 1024

@@ -10,7 +10,7 @@ from laserbatch.retrieval_pools.drafting.estimate import COUNT_KNOTS, IDENTITY_C
 from laserbatch.retrieval_pools.settings import Frozen
 from laserbatch.retrieval_pools.sources import NUM_TEXT_SOURCES
 
-LEAST_ACCEPTANCE, MOST_ACCEPTANCE = 1e-4, 0.9999  # nothing is impossible, nothing certain: paths keep an order
+MIN_ACCEPTANCE, MAX_ACCEPTANCE = 1e-4, 0.9999  # nothing is impossible, nothing certain: paths keep an order
 DRAFT_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 MIN_ACCEPTANCES = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9)
 SIZE_KNOTS = (0, *DRAFT_TOKENS)  # tree sizes between which a step's cost is about linear, so counts are kept at them
@@ -45,13 +45,13 @@ class SourceCurve(Frozen):
         of_counts = beta_features(COUNT_KNOTS) @ (self.offset, self.low, self.high)
         of_kinds = np.add.outer(self.of_tokens, self.of_places).ravel()
         values = 1 / (1 + np.exp(-np.add.outer(of_kinds, of_counts)))
-        values = np.clip(values, LEAST_ACCEPTANCE, MOST_ACCEPTANCE).astype(np.float32)
+        values = np.clip(values, MIN_ACCEPTANCE, MAX_ACCEPTANCE).astype(np.float32)
         return np.maximum.accumulate(values, axis=-1)
 
 
 def beta_features(relative_counts: np.ndarray) -> np.ndarray:
     """1, log(x) and -log(1 - x) of float[n] in 0 to 1: float64[n, 3]."""
-    inside = np.clip(relative_counts.astype(np.float64), LEAST_ACCEPTANCE, MOST_ACCEPTANCE)
+    inside = np.clip(relative_counts.astype(np.float64), MIN_ACCEPTANCE, MAX_ACCEPTANCE)
     return np.stack([np.ones_like(inside), np.log(inside), -np.log1p(-inside)], axis=-1)
 
 

@@ -5,7 +5,7 @@ import pytest
 from corpora import Corpus, Document
 from host_time import (
     FLOPS_PER_S,
-    LEAST_REST,
+    MIN_TOKENS_LEFT,
     Scale,
     figures_of,
     host_parts,
@@ -31,7 +31,7 @@ def loaded():
 def corpus() -> Corpus:
     """Held-out texts that the pool has word for word, so that whatever is drafted is accepted."""
     rng = np.random.default_rng(0)
-    texts = tuple(rng.integers(20, 500, 2 * LEAST_REST).astype(np.int32) for _ in range(4))
+    texts = tuple(rng.integers(20, 500, 2 * MIN_TOKENS_LEFT).astype(np.int32) for _ in range(4))
     documents = tuple(Document(np.arange(20 + i, 40 + i, dtype=np.int32), text) for i, text in enumerate(texts))
     return Corpus("texts", "user", texts, (), documents, np.empty(0, np.int32))
 
@@ -73,7 +73,7 @@ def test_streams_write_the_texts_that_are_scripted_in_the_steps_that_their_lengt
     """`stream_turn` compares each text."""
     plain, drafted = measure_streams(loaded, {"texts": corpus}, {"texts": pool}, SMALL, num_threads=1)
     assert plain["num_texts"] == drafted["num_texts"] == 6
-    num_tokens = 2 * LEAST_REST + 1  # of a text, with its end
+    num_tokens = 2 * MIN_TOKENS_LEFT + 1  # of a text, with its end
     assert plain["num_steps"] == 3 * num_tokens  # two side by side, three times
     assert drafted["num_steps"] < plain["num_steps"] / 2
     for row in (plain, drafted):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from laserbatch.pipeline.budget.choice import (
-    MOST_RELAXED_ACCEPTANCE,
+    MAX_RELAXED_ACCEPTANCE,
     PLAIN,
     budget_step_cost,
     given_budget,
@@ -83,7 +83,7 @@ def test_free_tokens_are_drafted_to_the_last_and_dear_ones_not_at_all():
 def test_a_relaxed_rule_is_offered_more_than_replays_would_have():
     pool = pool_with(new=lambda size, least: 1 + least)
     assert choose_budget(cost(FREE), 1, pool).budget.min_acceptance == MIN_ACCEPTANCES[-1]
-    assert choose_budget(cost(FREE), 1, pool, is_relaxed=True).budget.min_acceptance == MOST_RELAXED_ACCEPTANCE
+    assert choose_budget(cost(FREE), 1, pool, is_relaxed=True).budget.min_acceptance == MAX_RELAXED_ACCEPTANCE
     assert choose_budget(cost(FREE), 1, pool, is_relaxed=True, min_acceptance=0.5).budget.min_acceptance == 0.5
 
 

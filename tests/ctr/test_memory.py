@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 FEW_ROWS, NUM_ROWS = 70_000, 320_000
-MOST_BYTES = 200  # a row, at the peak, while rows are sorted; 55 of them stay
+MAX_BYTES = 200  # a row, at the peak, while rows are sorted; 55 of them stay
 
 TRAINING = f"""
 import datetime, sys
@@ -63,4 +63,4 @@ print((kilobytes("VmHWM") - before) * 1024 / ({NUM_ROWS} - {FEW_ROWS}))
 def test_a_log_is_read_and_trained_within_a_stated_number_of_bytes(tmp_path):
     done = subprocess.run([sys.executable, "-c", TRAINING, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split()[-1]) < MOST_BYTES, done.stdout
+    assert float(done.stdout.split()[-1]) < MAX_BYTES, done.stdout

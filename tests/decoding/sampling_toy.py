@@ -8,7 +8,7 @@ from laserbatch.pipeline.decoding.acceptance import verify
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.pipeline.decoding.verifiers import Greedy
 
-VOCAB, TEMPERATURE, LEAST_P = 4, 0.7, 1e-3
+VOCAB, TEMPERATURE, MIN_P = 4, 0.7, 1e-3
 AFTER = torch.tensor(np.random.default_rng(5).normal(size=(VOCAB + 1, VOCAB)) * 1.5, dtype=torch.float32)
 NO_END = np.zeros(VOCAB, bool)
 MIN_EXPECTED = 10  # of a cell, so that chi-square's distribution holds

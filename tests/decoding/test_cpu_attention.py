@@ -12,7 +12,7 @@ from packs import Pack, random_pack
 from reference import reference_attention
 
 from laserbatch.pipeline.decoding.attention import numba_attention
-from laserbatch.pipeline.decoding.attention.interface import CALL_COST, MOST_LOOP_TOKENS, EagerAttention
+from laserbatch.pipeline.decoding.attention.interface import CALL_COST, MAX_LOOP_TOKENS, EagerAttention
 from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata
 
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ def test_any_ragged_batch_on_any_number_of_threads(lengths, dims, window, thread
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(numba_attention, "LEAST_SCORES", 1)
+        patched.setattr(numba_attention, "MIN_SCORES_PER_THREAD", 1)
         assert_equal_to_the_slow_one(random_pack(lengths, 4, 2, *dims, seed=seed), window=window)
     assert torch.get_num_threads() == threads
     torch.set_num_threads(before)
@@ -77,7 +77,7 @@ def test_a_result_does_not_depend_on_what_shares_the_batch():
     together = EagerAttention(metadata, CPU)(query, keys, values, 0.3, None, None, None)
     for b in range(len(LENGTHS)):
         tokens = slice(*metadata.cu_seqlens_q[b : b + 2].tolist())
-        if tokens.stop - tokens.start > MOST_LOOP_TOKENS:
+        if tokens.stop - tokens.start > MAX_LOOP_TOKENS:
             continue
         alone = AttentionMetadata(
             slots=metadata.slots[slice(*metadata.cu_seqlens_k[b : b + 2].tolist())],

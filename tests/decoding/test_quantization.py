@@ -21,7 +21,7 @@ from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.errors import ModelError
 
 QUANTISED = ("torchao int8", "compressed-tensors int8", "compressed-tensors int4", "compressed-tensors fp8")
-MOST_ERROR = {"int8": 0.05, "fp8": 0.1, "int4": 0.5}  # of logits, by the type; wrong weights have 1.4
+MAX_ERROR = {"int8": 0.05, "fp8": 0.1, "int4": 0.5}  # of logits, by the type; wrong weights have 1.4
 
 
 def sample_model():
@@ -137,7 +137,7 @@ def test_quantised_logits_are_near_the_plain_ones(quantised):
     _, kind, folder = quantised
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="eager").eval()
     error = relative_error(logits_of(model), logits_of(sample_model()))
-    assert 0 < error < MOST_ERROR[kind]
+    assert 0 < error < MAX_ERROR[kind]
 
 
 def test_adapter_on_packed_weights_is_refused(claimed, tmp_path):

@@ -32,7 +32,7 @@ def test_every_node_gets_the_logits_of_its_own_path(
 ):
     """Ragged trees of several sequences, by loops or in any grouping, against plain causal runs."""
     monkeypatch.setattr(torch_attention, "BLOCK_TOKENS", block_tokens)
-    monkeypatch.setattr(interface, "MOST_LOOP_TOKENS", most_loop_tokens)
+    monkeypatch.setattr(interface, "MAX_LOOP_TOKENS", most_loop_tokens)
     monkeypatch.setitem(interface.CALL_COST, "cpu", call_cost)
     sizes = {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": None}
     model = tiny_model(architecture, **(sizes if architecture == "gpt_oss" else {}))

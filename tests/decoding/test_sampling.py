@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from packs import chain_tree
-from sampling_toy import AFTER, LEAST_P, TEMPERATURE, VOCAB, counts_and_expected, first_tokens
+from sampling_toy import AFTER, MIN_P, TEMPERATURE, VOCAB, counts_and_expected, first_tokens
 from scipy.stats import chisquare
 from tiny_models import NonsenseDrafter, OracleDrafter, requests_for, tiny_model, tiny_prompts
 
@@ -26,7 +26,7 @@ def test_noise_is_gumbel_noise():
     assert noise.mean() == pytest.approx(np.euler_gamma, abs=0.02)
     assert noise.var() == pytest.approx(np.pi**2 / 6, abs=0.03)
     counts, _ = np.histogram(np.exp(-np.exp(-noise)), bins=50, range=(0, 1))
-    assert chisquare(counts).pvalue > LEAST_P
+    assert chisquare(counts).pvalue > MIN_P
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 7])
@@ -76,7 +76,7 @@ def test_pairs_of_tokens_come_as_often_as_the_model_says(drafted):
     found, expected = counts_and_expected(
         first_tokens(TreeBatch.of([chain_tree(drafted)] * NUM_TEXTS), 2, SampledLogits)
     )
-    assert chisquare(found, expected).pvalue > LEAST_P
+    assert chisquare(found, expected).pvalue > MIN_P
 
 
 def test_a_wrong_rule_is_caught():
@@ -87,7 +87,7 @@ def test_a_wrong_rule_is_caught():
         text[0] = 0 if rng.random() < p[VOCAB, 0] else rng.choice(VOCAB, p=p[VOCAB])
         text[1] = rng.choice(VOCAB, p=p[text[0]])
     found, expected = counts_and_expected(texts)
-    assert chisquare(found, expected).pvalue < LEAST_P
+    assert chisquare(found, expected).pvalue < MIN_P
 
 
 def test_sampled_texts_depend_on_their_seed_alone():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from packs import chain_tree
-from sampling_toy import LEAST_P, NUM_BEFORE, TEMPERATURE, VOCAB, counts_and_expected, first_tokens
+from sampling_toy import MIN_P, NUM_BEFORE, TEMPERATURE, VOCAB, counts_and_expected, first_tokens
 from scipy.stats import chisquare
 
 from laserbatch.pipeline.decoding.drafters.growing import DraftModel, GrowingTrees
@@ -70,7 +70,7 @@ def test_texts_have_the_distribution_of_the_target(name):
     trees = drafted(growth, num_models)
     texts = first_tokens(trees, 2, rule.sampled)
     found, expected = counts_and_expected(texts)
-    assert chisquare(found, expected).pvalue > LEAST_P
+    assert chisquare(found, expected).pvalue > MIN_P
     alone = first_tokens(drafted(growth, num_models, 40), 2, rule.sampled)
     assert np.array_equal(alone, texts[:40])  # its batch does not matter
 
@@ -86,7 +86,7 @@ COUNTED_WITH_REPLACEMENT = SPECINFER
 )
 def test_a_wrong_rule_is_caught(rule, growth):
     found, expected = counts_and_expected(first_tokens(drafted(growth, 1), 2, rule.sampled))
-    assert chisquare(found, expected).pvalue < LEAST_P
+    assert chisquare(found, expected).pvalue < MIN_P
 
 
 def test_chosen_tokens_beside_drawn_ones_keep_the_distribution():
@@ -101,7 +101,7 @@ def test_chosen_tokens_beside_drawn_ones_keep_the_distribution():
     trees.proposals = type(blended)(blended.nodes + shift[drawn.tree_of[blended.nodes]], blended.rows, blended.log_q)
     for rule in (SPECINFER, K_SEQ):
         found, expected = counts_and_expected(first_tokens(trees, 2, rule.sampled))
-        assert chisquare(found, expected).pvalue > LEAST_P
+        assert chisquare(found, expected).pvalue > MIN_P
 
 
 def with_root(tree, token: int):
@@ -170,7 +170,7 @@ def test_stochastic_beams_are_a_sample_without_replacement():
         paths = set(zip(tree.token_ids[tree.parents[deep]].tolist(), tree.token_ids[deep].tolist(), strict=True))
         assert len(paths) == deep.sum() == 3
         firsts[tree.token_ids[0]] += 1
-    assert chisquare(firsts, p[VOCAB] * NUM_TEXTS).pvalue > LEAST_P
+    assert chisquare(firsts, p[VOCAB] * NUM_TEXTS).pvalue > MIN_P
 
 
 def test_growing_trees_keep_parents_before_children_in_every_tree():

@@ -168,7 +168,7 @@ def test_a_dead_workers_shard_is_done_again_by_another_under_the_budget_that_was
 
 def test_a_worker_that_does_not_see_the_runs_folder_says_so_with_its_host(world, tmp_path, monkeypatch):
     """On another machine, say, where the folder is missing or an old copy."""
-    monkeypatch.setattr(loading, "MOST_UNSEEN_S", 0.3)
+    monkeypatch.setattr(loading, "VISIBILITY_TIMEOUT_S", 0.3)
     _, spec = planned(world, tmp_path / "run")
     (tmp_path / "copy").mkdir()
     (tmp_path / "copy" / actors.TOKEN_FILE).write_text("of another attempt")
@@ -255,7 +255,7 @@ def test_a_row_that_kills_or_stops_workers_is_given_up_alone(crew, world, tmp_pa
                 time.sleep(3600)
             return super().run(spec, shard, budget)
 
-    monkeypatch.setattr(actors, "LEAST_SILENT_S", 1.0)  # as long as 50 steps of this worker
+    monkeypatch.setattr(actors, "MIN_HANG_TIMEOUT_S", 1.0)  # as long as 50 steps of this worker
     shards, outcomes = crew(Poisoned)
     outcomes = list(outcomes)
     (abandoned,) = [outcome for outcome in outcomes if isinstance(outcome, ShardAbandoned)]

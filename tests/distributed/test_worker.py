@@ -112,7 +112,7 @@ def test_a_shards_forwards_are_the_same_whatever_its_worker_wrote_before(tmp_pat
 
 @pytest.mark.parametrize("usual, most", [(3, 1.0), (10, 1.0), (3, 0.1)])
 def test_a_relaxed_text_that_ran_on_is_written_again_as_a_greedy_one(tmp_path, monkeypatch, usual, most):
-    monkeypatch.setattr(worker, "MOST_RUN_ON", most)
+    monkeypatch.setattr(worker, "MAX_SHARE_RUN_ON", most)
     write_sample_world(tmp_path / "tables", num_users=4, num_items=20)
     found = {}
     for name in ("relaxed", "greedy"):

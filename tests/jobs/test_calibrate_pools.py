@@ -71,7 +71,7 @@ def test_a_second_night_replays_what_it_wrote_against_the_pool_it_drafted_from(w
 
 
 def test_a_night_that_wrote_few_texts_keeps_the_calibration_and_counts_them(world, monkeypatch):
-    monkeypatch.setattr(pool_texts, "MOST_CHANGED", 2.0)  # of a side's texts: these nights write all anew
+    monkeypatch.setattr(pool_texts, "MAX_SHARE_CHANGED", 2.0)  # of a side's texts: these nights write all anew
     nights, dates = [], [FIRST_DATE + datetime.timedelta(days) for days in range(5)]
     for number, date in enumerate(dates):
         nights.append(opened(world, date))

@@ -6,7 +6,7 @@ import pytest
 from manifest_fixture import figures_of, manifest_of, night_manifest, night_of
 
 from laserbatch.jobs.commands.nightly import night_counts
-from laserbatch.jobs.gates import MIN_STEPS, MOST_MISSING
+from laserbatch.jobs.gates import MAX_SHARE_MISSING, MIN_STEPS
 from laserbatch.jobs.report.page import render_page
 from laserbatch.jobs.report.sides import side_warnings
 
@@ -34,7 +34,7 @@ def test_only_notably_less_than_forecast_is_said(manifest, share, is_said):
     assert ("laserbatch pools rebuild" in page) is is_said
     assert "How much was drafted" in page and "the fastest of the replays" in page
     if is_said:
-        assert f"{1 - share:.0%} less" in counts["warning"] and f"{MOST_MISSING:.0%}" in counts["warning"]
+        assert f"{1 - share:.0%} less" in counts["warning"] and f"{MAX_SHARE_MISSING:.0%}" in counts["warning"]
 
 
 def test_texts_that_role_marks_ended_are_said_with_the_tokens_that_were_written_in_vain(manifest):

@@ -26,7 +26,7 @@ TRAINING = {"drafter_training": {"kind": "medusa", "every_nights": 1, "num_texts
 def briefly(patched: pytest.MonkeyPatch) -> None:
     """Train and try on one thread, a few texts in one shape, once; what is tried is kept."""
     shapes = ((1, 8),)
-    brief = {"LEAST_GAIN": 0.0, "NUM_REPETITIONS": 1, "NUM_TRIED": 5, "SHAPES": shapes, "usable_cores": lambda: 1}
+    brief = {"MIN_GAIN": 0.0, "NUM_REPETITIONS": 1, "NUM_TRIED": 5, "SHAPES": shapes, "usable_cores": lambda: 1}
     for name, value in brief.items():
         patched.setattr(train_drafter, name, value)
 
@@ -82,7 +82,7 @@ def test_a_night_trains_a_drafter_that_the_next_one_drafts_with_and_that_is_forg
     assert (store.folder(trial.run_id) / "model.safetensors").is_file()
     write_here(monkeypatch)
     briefly(monkeypatch)
-    monkeypatch.setattr(train_drafter, "LEAST_GAIN", 1.03)
+    monkeypatch.setattr(train_drafter, "MIN_GAIN", 1.03)
     done = laserbatch(capfd, first, "nightly", "--date", SECOND_DATE, "--force", "--json")
     assert done.returncode == 0, done.stderr
     manifest = first.night.workspace.run(json.loads(done.stdout)["run_id"]).load_manifest()

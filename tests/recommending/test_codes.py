@@ -88,7 +88,7 @@ def test_made_codes_are_coarse_to_fine_all_different_and_the_same_again(maker, t
 
 
 def test_new_items_have_codes_like_the_most_alike_item_until_these_are_used_up(monkeypatch):
-    monkeypatch.setattr(codes_module, "MOST_PRODUCTS", 20)
+    monkeypatch.setattr(codes_module, "MAX_PRODUCTS", 20)
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(30, 6)).astype(np.float32)
     vectors[20:] = vectors[rng.integers(0, 3, 10)] * 2 + 0.01  # alike but for their length, many to three

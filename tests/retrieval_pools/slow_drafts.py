@@ -30,7 +30,7 @@ from laserbatch.retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURC
 
 START = END = -1  # stands before and behind every text
 MIN_ACCEPTANCE = 1 / 2048
-LEAST_LEFT = 1 / 32
+MIN_SHARE_LEFT = 1 / 32
 NUM_LOCAL_POSITIONS = 16
 NUM_OWN_TOKENS = 512
 
@@ -234,7 +234,7 @@ def next_paths(
         return
     left = 1.0
     for level in levels:
-        if left < LEAST_LEFT:
+        if left < MIN_SHARE_LEFT:
             break
         num_seen = len(level.places)  # the evidence; a preferred group does not make it more
         if num_seen == 0:

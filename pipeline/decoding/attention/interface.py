@@ -23,7 +23,7 @@ from laserbatch.pipeline.errors import ModelError
 ATTENTION_NAME = "laserbatch_slots"
 # Relative error of what is computed in another way, above which it is wrong. Broken masks or positions give 0.1 to 1.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
-MOST_LOOP_TOKENS = 65  # new tokens of a sequence, its last token and the largest tree; torch is faster at longer chains
+MAX_LOOP_TOKENS = 65  # new tokens a sequence (last token and largest tree) up to which this is faster than torch
 _ABSENT = object()
 
 
@@ -125,11 +125,11 @@ class EagerAttention:
     @cached_property
     def _short(self) -> np.ndarray:
         """int64[n]: the sequences that the loops serve."""
-        return np.flatnonzero(np.diff(self.metadata.cu_seqlens_q) <= MOST_LOOP_TOKENS)
+        return np.flatnonzero(np.diff(self.metadata.cu_seqlens_q) <= MAX_LOOP_TOKENS)
 
     @cached_property
     def _long_groups(self) -> list[Group]:
-        others = np.flatnonzero(np.diff(self.metadata.cu_seqlens_q) > MOST_LOOP_TOKENS)
+        others = np.flatnonzero(np.diff(self.metadata.cu_seqlens_q) > MAX_LOOP_TOKENS)
         return self._groups_of(others) if len(others) else []
 
     def _groups_of(self, sequences: np.ndarray) -> list[Group]:

@@ -17,7 +17,7 @@ from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata
 from laserbatch.retrieval_pools.compiled import kept_on_disk
 
 TILE_ROWS = 64  # tokens x query heads of a task, at most: its scores stay in a core's cache
-LEAST_SCORES = 3_000  # for each thread; fewer are sooner computed than divided
+MIN_SCORES_PER_THREAD = 3_000  # fewer scores are computed faster by one thread than by two
 # Sums may be taken in another order, as vectors need it; what is not finite stays so.
 SUMS = {"reassoc", "contract", "nsz", "arcp"}
 LOG2E = np.float32(1.4426950408889634)
@@ -66,7 +66,7 @@ def numba_attention(
     own = np.ascontiguousarray(query.numpy()).reshape(num_tokens, num_kv_heads, num_folded, head_dim)
     result = np.empty((num_tokens, num_kv_heads, num_folded, value_dim), np.float32)
     most_threads = min(torch.get_num_threads(), _num_threads())
-    numba.set_num_threads(max(1, min(most_threads, tasks.num_scores * num_kv_heads // LEAST_SCORES)))
+    numba.set_num_threads(max(1, min(most_threads, tasks.num_scores * num_kv_heads // MIN_SCORES_PER_THREAD)))
     _attend(
         *(own, keys.numpy(), values.numpy()),
         *(metadata.slots, metadata.cu_seqlens_k, metadata.num_committed, metadata.cu_seqlens_q, metadata.num_chain),

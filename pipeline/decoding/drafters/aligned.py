@@ -13,10 +13,10 @@ from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.token_tree import ROOT, TokenTree
 from laserbatch.retrieval_pools.sources import SOURCE_ALIGNED, SOURCE_OUTPUT, SOURCE_PROMPT
 
-MOST_KEY = 6  # tokens that an n-gram is looked for by
+MAX_KEY_TOKENS = 6  # length of the longest n-gram that is looked up
 LENGTH = 6  # tokens of an n-gram
-MOST_NGRAMS = 3
-MOST_ALTERNATIVES = 2
+MAX_NGRAMS = 3
+MAX_ALTERNATIVES = 2
 # Of a token behind 1, 2, ... tokens that are alike, and of the target's own sooner choice there.
 ACCEPTANCE, OF_ALTERNATIVE = (0.3, 0.45, 0.6, 0.7, 0.8, 0.85), 0.3
 ROWS_AT_ONCE = 256
@@ -28,7 +28,7 @@ class AlignedDrafter(Drafter):
     sees = "prompts"
 
     def __init__(self) -> None:
-        self._alternatives: dict[Sequence, np.ndarray] = {}  # int32 (num_prompt, MOST_ALTERNATIVES), -1 for none
+        self._alternatives: dict[Sequence, np.ndarray] = {}  # int32 (num_prompt, MAX_ALTERNATIVES), -1 for none
 
     def draft(self, sequence: Sequence) -> TokenTree:
         context, alternatives = sequence.context, self._alternatives.get(sequence)
@@ -65,14 +65,14 @@ class AlignedDrafter(Drafter):
         for first in range(0, len(seen), ROWS_AT_ONCE):
             part = seen[first : first + ROWS_AT_ONCE]
             logits = observation.rows.head.logits_of(observation.hidden[to_device(part, observation.hidden.device)])
-            best = logits.topk(MOST_ALTERNATIVES, -1)
+            best = logits.topk(MAX_ALTERNATIVES, -1)
             sequences, places = observation.sequence_of[part], observation.positions[part] + 1
             own = [int(observation.sequences[i].context[k]) for i, k in zip(sequences, places, strict=True)]
             least = logits.gather(1, to_device(np.array(own), logits.device)[:, None])
             sooner = torch.where(best.values > least, best.indices, -1).cpu().numpy()
             for i, place, tokens in zip(sequences.tolist(), places.tolist(), sooner, strict=True):
                 one = observation.sequences[i]
-                none = np.full((one.num_prompt, MOST_ALTERNATIVES), -1, np.int32)
+                none = np.full((one.num_prompt, MAX_ALTERNATIVES), -1, np.int32)
                 self._alternatives.setdefault(one, none)[place] = tokens
 
     def forget(self, sequence: Sequence) -> None:
@@ -80,16 +80,16 @@ class AlignedDrafter(Drafter):
 
 
 def ngrams_behind(context: np.ndarray) -> tuple[list[int], int]:
-    """Where the last MOST_NGRAMS of what followed the longest known ending of the context begin, the newest first.
+    """Where the last MAX_NGRAMS of what followed the longest known ending of the context begin, the newest first.
 
-    And of how many tokens that ending is, MOST_KEY at most.
+    And of how many tokens that ending is, MAX_KEY_TOKENS at most.
     """
     ends = np.flatnonzero(context[:-1] == context[-1])  # the last tokens of keys
     num_alike = 1
-    while num_alike < min(MOST_KEY, len(context) - 1):
+    while num_alike < min(MAX_KEY_TOKENS, len(context) - 1):
         longer = ends[ends >= num_alike]
         longer = longer[context[longer - num_alike] == context[-1 - num_alike]]
         if len(longer) == 0:
             break
         ends, num_alike = longer, num_alike + 1
-    return (ends[::-1][:MOST_NGRAMS] + 1).tolist(), num_alike
+    return (ends[::-1][:MAX_NGRAMS] + 1).tolist(), num_alike

@@ -17,7 +17,7 @@ from laserbatch.pipeline.decoding.token_tree import Proposals, TreeBatch
 from laserbatch.retrieval_pools.sources import SOURCE_MODEL
 
 DRAFT_SEED = 0x5DEECE66D  # drafts are drawn with other numbers than the target's tokens
-MOST_TAGS = 1024
+MAX_TAGS = 1024
 
 
 class DraftModel:
@@ -183,9 +183,9 @@ class ModelDrafter(Drafter):
 
 
 def draft_noise(sequences: list[Sequence], tree_of: np.ndarray, depth: int, tags: np.ndarray, like) -> torch.Tensor:
-    """Gumbel noise of drafts by text, position and tag int64[n] below MOST_TAGS: as `like` float32 (n, vocab_size)."""
+    """Gumbel noise of drafts by text, position and tag int64[n] below MAX_TAGS: as `like` float32 (n, vocab_size)."""
     seeds = np.array([one.request.seed for one in sequences])[tree_of] ^ DRAFT_SEED
-    positions = (np.array([len(one.context) for one in sequences])[tree_of] + depth) * MOST_TAGS + tags
+    positions = (np.array([len(one.context) for one in sequences])[tree_of] + depth) * MAX_TAGS + tags
     return gumbel_noise(*to_device(np.stack((seeds, positions)), like.device), like.shape[-1])
 
 

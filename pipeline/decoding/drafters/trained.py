@@ -20,7 +20,7 @@ from laserbatch.pipeline.validation import Strict, explain
 
 CARD_NAME, WEIGHTS_NAME = "drafter.json", "model.safetensors"
 CONFIDENCES = tuple(k / 10 for k in range(11))  # at which curves of acceptance are known
-LEAST_ACCEPTANCE = 1e-4
+MIN_ACCEPTANCE = 1e-4
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -52,7 +52,7 @@ class DrafterCard(Strict):
         if not self.curves:
             return log_q
         curve = self.curves[min(depth, len(self.curves) - 1)]
-        found = np.log(np.maximum(np.interp(np.exp(log_q), CONFIDENCES, curve), LEAST_ACCEPTANCE))
+        found = np.log(np.maximum(np.interp(np.exp(log_q), CONFIDENCES, curve), MIN_ACCEPTANCE))
         return np.where(np.isneginf(log_q), log_q, found)
 
 

@@ -28,7 +28,7 @@ SAMPLE_MODEL = Path(__file__).resolve().parents[3] / "models" / "sample"
 _HASHED_BYTES = 1 << 20  # of each end of a weights file
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # by architecture
-_MOST_NAMED = 3
+_MAX_NAMED = 3
 _CONTROL_FORM = re.compile(r"^(<.+>|\[.+\])$", re.DOTALL)  # as `knowledge.chat_format`, which engines do not import
 # Tensors that change no logit: buffers that a model computes itself, and heads for values (reinforcement learning) or
 # for several tokens at once. transformers names more of them by architecture, and reads a tied output layer.
@@ -233,8 +233,8 @@ def require_whole_weights(
         (unread, "hold tensors that config.json does not describe:", described),
     ):
         if names:
-            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-            raise ModelError(f"the weights in {folder} {problem} {', '.join(names[:_MOST_NAMED])}{more}; {advice}")
+            more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+            raise ModelError(f"the weights in {folder} {problem} {', '.join(names[:_MAX_NAMED])}{more}; {advice}")
 
 
 def require_described_weights(folder: Path) -> int | None:
@@ -324,8 +324,8 @@ def require_token_rows(folder: Path, tokenizer: "PreTrainedTokenizerBase", num_r
         or token in template
         or not (token_id in added and (added[token_id].special or _CONTROL_FORM.match(added[token_id].content)))
     ]
-    shown = ", ".join(f"{rowless[i]!r} ({i})" for i in (written or sorted(rowless))[:_MOST_NAMED])
-    shown += f" and {num - _MOST_NAMED} more" if (num := len(written or rowless)) > _MOST_NAMED else ""
+    shown = ", ".join(f"{rowless[i]!r} ({i})" for i in (written or sorted(rowless))[:_MAX_NAMED])
+    shown += f" and {num - _MAX_NAMED} more" if (num := len(written or rowless)) > _MAX_NAMED else ""
     if written:
         raise ModelError(
             f"the tokenizer in {folder} makes tokens that the embedding, of {num_rows} rows, has no row for: {shown}; "
