@@ -1,4 +1,4 @@
-"""What CTR training can be told."""
+"""Options of the CTR models and of their training."""
 
 from typing import Annotated, Any, Literal
 
@@ -30,9 +30,9 @@ class CtrSettings(BaseModel):
         """`positive_rating`, as manifests and configurations of before say it, is a rule of `label`."""
         if not isinstance(data, dict) or "positive_rating" not in data:
             return data
-        told = dict(data)
-        rating = told.pop("positive_rating")
-        return {"label": f"rating >= {rating:g}" if isinstance(rating, int | float) else rating} | told
+        raw = dict(data)
+        rating = raw.pop("positive_rating")
+        return {"label": f"rating >= {rating:g}" if isinstance(rating, int | float) else rating} | raw
 
     models: tuple[ModelName, ...] = Field(
         ("din", "dcnv2", "gbdt"), min_length=1, description="Which models are trained."

@@ -113,8 +113,8 @@ def end_of(error: BaseException) -> int:
     if not is_usage:
         print_line(f"laserbatch: {line}")
     if "--json" in sys.argv:
-        told = {"error": line, "kind": type(error).__name__, "exit_code": int(code)} | getattr(error, "see", {})
-        print(json.dumps(told, ensure_ascii=False))
+        payload = {"error": line, "kind": type(error).__name__, "exit_code": int(code)} | getattr(error, "see", {})
+        print(json.dumps(payload, ensure_ascii=False))
     return code
 
 

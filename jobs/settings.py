@@ -265,8 +265,8 @@ def variant_names(configs: Sequence[Path], frameworks: Sequence[str]) -> list[st
         raise typer.BadParameter("give frameworks of one configuration, or several configurations, not both")
     names = list(frameworks) or [path.stem for path in configs]
     if len(names) < 2:
-        told = f"{names[0]!r} is one variant alone" if names else "nothing to compare is given"
-        raise typer.BadParameter(f"{told}; give --framework, or --config, twice or more")
+        problem = f"{names[0]!r} is one variant alone" if names else "nothing to compare is given"
+        raise typer.BadParameter(f"{problem}; give --framework, or --config, twice or more")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise typer.BadParameter(f"{', '.join(twice)} is given twice; files of configurations need names of their own")

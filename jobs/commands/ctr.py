@@ -137,8 +137,8 @@ def compare(
     Example: `laserbatch ctr compare --framework kar --framework once`
     """
     if framework or len(config) > 1:
-        told = _compared(config, framework, workspace, run, models, seeds, history, tables)
-        summary(told, as_json=True) if as_json else print_worth(told)
+        comparison = _compared(config, framework, workspace, run, models, seeds, history, tables)
+        summary(comparison, as_json=True) if as_json else print_worth(comparison)
         return
     config = config[0] if config else config_here()
     night = open_run(load_settings(config, {"workspace": workspace}), run)
@@ -168,10 +168,10 @@ def _compared(configs, frameworks, workspace, run, models, seeds, history, table
     return compare_variants(variants, open_tables(tables or of_first.path, of_first.keep_duplicates))
 
 
-def print_worth(told: Mapping[str, Any]) -> None:
+def print_worth(comparison: Mapping[str, Any]) -> None:
     """Show several variants beside each other on the terminal."""
-    print_table(worth_table(told))
-    if line := between_line(told):
+    print_table(worth_table(comparison))
+    if line := between_line(comparison):
         stdout.print(line, markup=False, soft_wrap=True)
 
 

@@ -49,7 +49,7 @@ def train(
     use = f"draft_models: [{out}]" if kind == "small" else f"draft_head: {out}"
     if kind == "medusa2":
         use = f"adapter: {out / ADAPTER_NAME}, {use}"
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "folder": str(out),
         "num_texts": card.num_texts,
         "num_held_back": card.num_held_back,
@@ -57,7 +57,7 @@ def train(
         "right_by_depth": [round(share, 3) for share in card.acceptance],
         "tokens_per_step_alone": card.tokens_per_step,
     }
-    summary(told, as_json)
+    summary(result, as_json)
     if not as_json:
         say(f"to draft with it: `decoding: {{{use}}}`; a pool's drafts stand beside its own")
 

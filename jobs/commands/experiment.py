@@ -74,25 +74,25 @@ def experiment(
     else:
         day = day_of_share(open_tables(first.tables.path, first.tables.keep_duplicates), SHARE_BEFORE)
     asked = Experiment(settings, day, users, items or ITEMS_A_USER * users)
-    told = run_experiment(opened, name or asked.default_name, asked)
+    comparison = run_experiment(opened, name or asked.default_name, asked)
     if as_json:
-        summary(told, as_json=True)
+        summary(comparison, as_json=True)
     else:
-        _show(told)
-    if told["failed"]:
+        _show(comparison)
+    if comparison["failed"]:
         raise typer.Exit(ExitCode.RUN_FAILED)
 
 
-def _show(told: dict[str, Any]) -> None:
-    print_worth(told)
-    audit = audit_table(told["variants"])
+def _show(comparison: dict[str, Any]) -> None:
+    print_worth(comparison)
+    audit = audit_table(comparison["variants"])
     if audit is None:
         say("no text was compared with a plain one: variants wrote too few, or are plain themselves")
     else:
         print_table(audit)
-    for one in told["variants"]:
+    for one in comparison["variants"]:
         for sentence in one["gates"]:
             say(f"{one['variant']}: {sentence}")
-    for name, why in told["failed"].items():
+    for name, why in comparison["failed"].items():
         say(f"{name} failed: {why}")
-    say(f"all of it is in {told['folder']}, each variant a workspace with its report and texts")
+    say(f"all of it is in {comparison['folder']}, each variant a workspace with its report and texts")

@@ -129,8 +129,8 @@ def forget(
             _remove(opened, settings, wanted, receipt)
     still_there = None if in_tables is None else _by_table(in_tables)
     if as_json:
-        told = receipt.as_json() | {"receipt": str(receipt.path), "dry_run": dry_run, "nowhere": nowhere}
-        summary(told | {"unknown": unknown, "still_in_tables": still_there}, as_json=True)
+        payload = receipt.as_json() | {"receipt": str(receipt.path), "dry_run": dry_run, "nowhere": nowhere}
+        summary(payload | {"unknown": unknown, "still_in_tables": still_there}, as_json=True)
     else:
         summary(
             {

@@ -185,7 +185,7 @@ def demo(
 
 def left_out_columns(manifest: RunManifest) -> list[str]:
     """The columns that no prompt shows because they look like personal data, as `users.email`."""
-    return [f"{table}.{column}" for table, told in manifest.inputs.items() for column in told.get(LEFT_OUT, {})]
+    return [f"{table}.{column}" for table, facts in manifest.inputs.items() for column in facts.get(LEFT_OUT, {})]
 
 
 def night_counts(night: Night) -> dict[str, Any]:

@@ -85,12 +85,12 @@ def train(
     if base is not None and draft_for is not None:
         raise ConfigError("--base and --draft-for: a small model begins with nothing, so leave --base out")
     card = train_on_tables(settings, out, codes, draft_for, loss, day, epochs, code_maker, base)
-    told: dict = {"folder": str(out), "histories": card.num_histories, "training_seconds": card.training_seconds}
+    result: dict = {"folder": str(out), "histories": card.num_histories, "training_seconds": card.training_seconds}
     if card.held_back is not None:
-        told["epoch_kept"] = card.epoch
+        result["epoch_kept"] = card.epoch
         names = {"": card.held_back, "_of_neighbours": card.neighbours, "_of_popular_items": card.popular}
-        told["of_held_back_items"] = {f"recall_10{of}": round(one.recall_10, 4) for of, one in names.items()}
-    summary(told, as_json)
+        result["of_held_back_items"] = {f"recall_10{of}": round(one.recall_10, 4) for of, one in names.items()}
+    summary(result, as_json)
     if card.held_back is not None and card.held_back.recall_10 < max(card.popular.recall_10, card.neighbours.recall_10):
         say(
             "simpler lists foretell more of what was held back than these do: train longer, on more interactions, or "

@@ -98,8 +98,8 @@ def diff(
     sides = {side: diff_side(old, new, side, limit) for side in SIDES}
     settings = changed_settings(old.load_manifest().settings, new.load_manifest().settings)
     if as_json:
-        told = {f"{side}s": asdict(found) for side, found in sides.items()}
-        summary({"before": old.run_id, "after": new.run_id, "settings": settings, **told}, as_json=True)
+        payload = {f"{side}s": asdict(found) for side, found in sides.items()}
+        summary({"before": old.run_id, "after": new.run_id, "settings": settings, **payload}, as_json=True)
         return
     rows = [
         {"side": side, **{name.replace("_", " "): count(getattr(found, f"num_{name}"))
@@ -198,15 +198,19 @@ def gc(
                 remove_leftovers(folder)
     removed, names = [run.run_id for run in old], [experiment.name for experiment in tried]
     if as_json:
-        told = {"removed": removed, "num_leftovers": len(remains), "num_bytes": num_bytes}
-        told |= {"experiments": names, "removed_experiments": names if experiments else [], "bytes_tried": bytes_tried}
-        summary({**told, "kept": kept, "dry_run": dry_run}, as_json=True)
+        payload = {"removed": removed, "num_leftovers": len(remains), "num_bytes": num_bytes}
+        payload |= {
+            "experiments": names,
+            "removed_experiments": names if experiments else [],
+            "bytes_tried": bytes_tried,
+        }
+        summary({**payload, "kept": kept, "dry_run": dry_run}, as_json=True)
         return
     verb = "would remove" if dry_run else "removed"
     say(f"{verb} {counted(len(old), 'run')} ({num_bytes / 1e6:,.1f} MB){': ' if old else ''}{', '.join(removed)}")
     if tried:
-        told = f"{counted(len(tried), 'experiment')} ({bytes_tried / 1e6:,.1f} MB): {', '.join(names)}"
-        say(f"{verb} {told}" if experiments else f"kept {told}; --experiments removes them")
+        size = f"{counted(len(tried), 'experiment')} ({bytes_tried / 1e6:,.1f} MB): {', '.join(names)}"
+        say(f"{verb} {size}" if experiments else f"kept {size}; --experiments removes them")
     for run_id, reason in kept.items():
         say(f"kept {run_id}: {reason}")
 
@@ -241,32 +245,32 @@ def kept_runs(workspace: Workspace, keep: int, also_unfinished: bool = False) ->
 
 def _described(workspace: Workspace, run: RunFolder) -> dict[str, Any]:
     """A run as plain values."""
-    told: dict[str, Any] = {"run_id": run.run_id, "date": run.date, "state": "unfinished", "failure": None}
-    told["published"] = run.run_id == workspace.pointed_to()
-    told["taken_back"] = run.run_id in workspace.withdrawn()
-    told["num_bytes"] = size_bytes(run.root)
+    described: dict[str, Any] = {"run_id": run.run_id, "date": run.date, "state": "unfinished", "failure": None}
+    described["published"] = run.run_id == workspace.pointed_to()
+    described["taken_back"] = run.run_id in workspace.withdrawn()
+    described["num_bytes"] = size_bytes(run.root)
     try:
         manifest = run.load_manifest()
     except WorkspaceError as error:
-        return told | {"state": "damaged", "failure": str(error)}
-    told["failure"] = manifest.failure
-    told["state"] = "finished" if run.is_finished else "held" if run.is_held else told["state"]
+        return described | {"state": "damaged", "failure": str(error)}
+    described["failure"] = manifest.failure
+    described["state"] = "finished" if run.is_finished else "held" if run.is_held else described["state"]
     if manifest.status == "failed":
-        told["state"] = "failed"
-    told["asked_by"] = {side: asdict(asked) for side, asked in manifest.asked.items()}
+        described["state"] = "failed"
+    described["asked_by"] = {side: asdict(asked) for side, asked in manifest.asked.items()}
     for side, figures in manifest.sides.items():
-        told[f"{side}s"] = {f"num_{name}": getattr(figures, f"num_{name}") for name in ("entities", *COUNTED)}
-    return told
+        described[f"{side}s"] = {f"num_{name}": getattr(figures, f"num_{name}") for name in ("entities", *COUNTED)}
+    return described
 
 
-def _row(told: dict[str, Any]) -> dict[str, str]:
+def _row(described: dict[str, Any]) -> dict[str, str]:
     row = {
-        "": "*" if told["published"] else "",
-        "run": told["run_id"],
-        "state": "taken back" if told["taken_back"] else told["state"],
-        "asked by": ", ".join(dict.fromkeys(asked["framework"] for asked in told.get("asked_by", {}).values())),
+        "": "*" if described["published"] else "",
+        "run": described["run_id"],
+        "state": "taken back" if described["taken_back"] else described["state"],
+        "asked by": ", ".join(dict.fromkeys(asked["framework"] for asked in described.get("asked_by", {}).values())),
     }
     for side in SIDES:
-        figures = told.get(f"{side}s", {})
+        figures = described.get(f"{side}s", {})
         row[f"{side}s"] = " / ".join(count(figures.get(f"num_{name}")) for name in COUNTED)
-    return row | {"MB": f"{told['num_bytes'] / 1e6:,.1f}"}
+    return row | {"MB": f"{described['num_bytes'] / 1e6:,.1f}"}

@@ -88,9 +88,9 @@ def newest_edition(workspace: Workspace, date: datetime.date, identity: Mapping[
 
 
 def new_manifest(
-    workspace: Workspace, date: datetime.date, told: Mapping[str, Any], identity: Mapping[str, Any], edition: int
+    workspace: Workspace, date: datetime.date, settings: Mapping[str, Any], identity: Mapping[str, Any], edition: int
 ) -> RunManifest:
-    """That of a run that begins, with the settings that are `told` in it; not saved."""
+    """The manifest of a run that begins, with the `settings` to record in it; not saved."""
     run = workspace.run(make_run_id(date, identity, edition))
     machine = {
         "platform": platform.platform(),
@@ -103,7 +103,7 @@ def new_manifest(
         path=run.manifest_path,
         run_id=run.run_id,
         date=date,
-        settings=dict(told),
+        settings=dict(settings),
         settings_hash=settings_hash(identity),
         laserbatch_version=version("laserbatch"),
         machine=machine,

@@ -292,9 +292,9 @@ def _settings_of(manifest: RunManifest, here: Settings) -> Settings:
         return here
     building = here.pool_building.model_dump() | manifest.settings.get("pool_building", {})
     elsewhere = {name: getattr(here, name) for name in NOT_OF_OUTPUT}
-    told = copy.deepcopy(manifest.settings) | elsewhere | {"pool_building": building}
+    raw = copy.deepcopy(manifest.settings) | elsewhere | {"pool_building": building}
     try:
-        return Settings.model_validate(_without_unknown(told, manifest.run_id))
+        return Settings.model_validate(_without_unknown(raw, manifest.run_id))
     except ValidationError as error:
         keys = ", ".join(".".join(str(part) for part in item["loc"]) for item in error.errors())
         raise ConfigError(
@@ -303,18 +303,18 @@ def _settings_of(manifest: RunManifest, here: Settings) -> Settings:
         ) from None
 
 
-def _without_unknown(told: dict[str, Any], run_id: str) -> dict[str, Any]:
+def _without_unknown(raw: dict[str, Any], run_id: str) -> dict[str, Any]:
     """Settings without the keys that this version does not have, which are taken out and said."""
     try:
-        Settings.model_validate(told)
+        Settings.model_validate(raw)
     except ValidationError as error:
         unknown = [item["loc"] for item in error.errors() if item["type"] == "extra_forbidden"]
         for *sections, key in unknown:
-            reduce(lambda holder, name: holder[name], sections, told).pop(key)
+            reduce(lambda holder, name: holder[name], sections, raw).pop(key)
         if unknown:
             names = ", ".join(".".join(map(str, loc)) for loc in unknown)
             say(f"run {run_id} has settings that this version does not have, which are left out: {names}")
-    return told
+    return raw
 
 
 def current_pools(

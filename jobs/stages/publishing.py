@@ -148,8 +148,8 @@ def deliver(workspace: Workspace, uri: str | None, is_asked: bool = False) -> No
             raise ConfigError("deliver_to is the workspace itself; give another place")
         there = str(destination.published().get("run_id", ""))
         if not is_asked and there[:10] > run.date and there not in workspace.withdrawn():
-            told = f"go on seeing run {there}, of a later date; {command_to_publish(run)} changes that"
-            say(f"not delivered: readers at {uri} {told}")
+            message = f"go on seeing run {there}, of a later date; {command_to_publish(run)} changes that"
+            say(f"not delivered: readers at {uri} {message}")
             return
         remember_place(workspace.root, uri)
         sent = destination.deliver(run)
@@ -159,8 +159,10 @@ def deliver(workspace: Workspace, uri: str | None, is_asked: bool = False) -> No
             f"{command_to_publish(workspace.run(run_id))} delivers it later. {error}"
         ) from None
     record_delivery(workspace.root, uri, run_id)
-    told = f"{counted(sent.num_files, 'file')} ({sent.num_bytes / 1e6:,.1f} MB) sent" if sent.num_files else "all there"
-    say(f"run {run_id} is delivered to {uri}: {told}")
+    transferred = (
+        f"{counted(sent.num_files, 'file')} ({sent.num_bytes / 1e6:,.1f} MB) sent" if sent.num_files else "all there"
+    )
+    say(f"run {run_id} is delivered to {uri}: {transferred}")
     emit("delivered", run_id=run_id, to=uri, num_files=sent.num_files, num_bytes=sent.num_bytes)
 
 

@@ -330,12 +330,12 @@ def load_template(name: str, folder: str | Path | None = None) -> PromptTemplate
     line and key.
     """
     path = template_path(name, folder)
-    told = read_yaml(path, "prompt template", "name another")
-    for key in ("parser_path", "parser_sha256") if isinstance(told, Mapping) else ():
-        if key in told:
+    raw = read_yaml(path, "prompt template", "name another")
+    for key in ("parser_path", "parser_sha256") if isinstance(raw, Mapping) else ():
+        if key in raw:
             raise ConfigError(f"prompt template {path}: {key} is no key of a file; `parser: {name}.py` names a parser")
     try:
-        template = PromptTemplate.model_validate(told)
+        template = PromptTemplate.model_validate(raw)
     except ValidationError as error:
         line = line_of(path, error.errors()[0]["loc"])
         raise ConfigError(f"prompt template {path}, line {line}: {explain(error, PromptTemplate)}") from None

@@ -120,7 +120,7 @@ def test_a_night_that_died_on_another_host_is_not_running(night, monkeypatch):
     unknown = workspace_state(night.workspace, NOW)
     assert unknown["state"] == "unknown" and unknown["lock"]["is_certain"] is False
     assert unknown["lock"]["holder"] == "pid 1 on another-machine" and unknown["run"]["last_event"]
-    assert status._told(unknown)["state"].startswith("not known: a process of another host")
+    assert status.summary_rows(unknown)["state"].startswith("not known: a process of another host")
     monkeypatch.setattr(status, "probe_lock", lambda path: "unknown")  # a file system without flock
     assert workspace_state(night.workspace, NOW)["state"] == "unknown"
 
