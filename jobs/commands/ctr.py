@@ -35,10 +35,12 @@ from laserbatch.pipeline.storage.manifest import CtrFigures
 from laserbatch.pipeline.tables.read import open_tables
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
-TABLES = typer.Option(None, help="Folder or URI of the input tables. Default: the one that the run read.")
-RUN = typer.Option(None, help="A run id. Default: the published run.")
-OF_MODEL = typer.Option(None, help="Whose features it sees. Default: the run that it was trained on.")
-HISTORY = typer.Option(None, help="Which texts training rows see: latest, asof or split. Default: the run's own.")
+TABLES = typer.Option(None, show_default="those that the run read", help="Folder or URI of the input tables.")
+RUN = typer.Option(None, show_default="the published run", help="A run id.")
+OF_MODEL = typer.Option(None, show_default="the run that it was trained on", help="Run whose features the model reads.")
+HISTORY = typer.Option(
+    None, show_default="the run's setting", help="Which texts training rows see: latest, asof or split."
+)
 MODEL = typer.Argument(..., help="A folder of `laserbatch ctr train`.")
 JSON = typer.Option(False, "--json", help="Print everything as JSON.")
 
@@ -47,8 +49,10 @@ JSON = typer.Option(False, "--json", help="Print everything as JSON.")
 def train(
     out: Path = typer.Argument(..., help="Folder of the model to write."),
     model: str = typer.Option("dcnv2", help="din, dcnv2 or gbdt."),
-    features: str = typer.Option("own", help="own: the run's; plain: its plainly decoded ones; none."),
-    seed: int | None = typer.Option(None, help="Default: the run's first."),
+    features: str = typer.Option(
+        "own", help="Features to train on. own: those of the run; plain: those of its plainly decoded texts; none."
+    ),
+    seed: int | None = typer.Option(None, show_default="ctr.seed of the run", help="Seed of the training."),
     history: str | None = HISTORY,
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
@@ -96,8 +100,10 @@ def evaluate(
 @app.command()
 def predict(
     model: Path = MODEL,
-    pairs: Path = typer.Argument(..., help="Parquet file with user_id, item_id, and perhaps timestamp."),
-    out: Path = typer.Option(..., help="Parquet file to write: the columns of PAIRS, and score."),
+    pairs: Path = typer.Argument(
+        ..., help="Parquet file with the columns user_id, item_id and, optionally, timestamp."
+    ),
+    out: Path = typer.Option(..., help="Parquet file to write: the columns of PAIRS, and the column score."),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     run: str | None = OF_MODEL,
@@ -120,8 +126,12 @@ def compare(
     framework: list[str] = FRAMEWORKS,
     workspace: Path | None = WORKSPACE,
     run: str | None = RUN,
-    models: str | None = typer.Option(None, help="Comma-separated, of din, dcnv2 and gbdt. Default: the run's own."),
-    seeds: int | None = typer.Option(None, min=1, help="Trainings of each model and variant. Default: the run's own."),
+    models: str | None = typer.Option(
+        None, show_default="those of the run", help="Models to train, of din, dcnv2 and gbdt, separated by commas."
+    ),
+    seeds: int | None = typer.Option(
+        None, min=1, show_default="the run's setting", help="Trainings of each model and variant."
+    ),
     history: str | None = HISTORY,
     tables: str | None = TABLES,
     as_json: bool = typer.Option(False, "--json", help="Print everything, each seed too, as JSON."),

@@ -76,12 +76,14 @@ def import_(
 @app.command()
 def sample(
     out: Annotated[Path, typer.Argument(help="Folder to write the tables to.")],
-    num_users: Annotated[int, typer.Option(min=1, help="Users; a million works, streamed to disk.")] = 400,
-    num_items: Annotated[int, typer.Option(min=20, help="Items of the made-up catalogue.")] = 300,
+    num_users: Annotated[
+        int, typer.Option(min=1, help="Number of users; they are streamed to disk, so a million works.")
+    ] = 400,
+    num_items: Annotated[int, typer.Option(min=20, help="Number of items in the catalogue.")] = 300,
     days: Annotated[
         int, typer.Option(min=2, help="Days of ratings; the last brings new users, items and behaviour.")
     ] = 60,
-    seed: Annotated[int, typer.Option(min=0, help="Same seed, same files.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sample; the same seed gives the same files.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is there.")] = False,
     as_json: bool = JSON,
 ) -> None:

@@ -61,7 +61,7 @@ def doctor(
     with_ray: bool = typer.Option(True, "--ray/--no-ray", help="Start or join Ray, which takes some seconds."),
     as_json: bool = JSON,
 ) -> None:
-    """Check whether a night can run here, from versions and GPU to model, disk and tables; say how to mend it.
+    """Check whether a night can run here, from versions and GPU to model, disk and tables, and how to fix it.
 
     A model of your own that fits this machine answers one short question, so that it shows whether its texts end.
     Exit code 0: nothing hinders a night; 3: something does.

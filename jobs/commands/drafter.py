@@ -21,14 +21,22 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 def train(
     kind: Kind = typer.Argument(
         ...,
-        help="medusa, eagle, hass: a head on the model's states; medusa2: and an adapter of it; small: a model.",
+        help="medusa, eagle, hass: a head on the model's hidden states; medusa2: the same and an adapter of the model; "
+        "small: a model.",
     ),
-    out: Path = typer.Option(..., help="Folder for it, new or of the same training when that was killed."),
+    out: Path = typer.Option(..., help="Folder to write; a folder of the same training that was killed is continued."),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
-    run: str | None = typer.Option(None, "--run", help="Run whose texts it learns from; without it the published one."),
-    num_texts: int = typer.Option(USUAL.num_texts, "--texts", min=40, help="Newest texts, of that run and before it."),
-    epochs: int = typer.Option(USUAL.epochs, min=1, help="How often it sees each of them."),
+    run: str | None = typer.Option(
+        None, "--run", show_default="the published run", help="Run whose texts it learns from."
+    ),
+    num_texts: int = typer.Option(
+        USUAL.num_texts,
+        "--texts",
+        min=40,
+        help="Number of the newest texts, of that run and earlier ones, to learn from.",
+    ),
+    epochs: int = typer.Option(USUAL.epochs, min=1, help="Passes over these texts."),
     as_json: bool = JSON,
 ) -> None:
     """Train a drafter for the model on texts that it wrote, and say how often held-back texts are drafted right.

@@ -32,18 +32,24 @@ def experiment(
     config: list[Path] = CONFIGS,
     framework: list[str] = FRAMEWORKS,
     workspace: Path | None = WORKSPACE,
-    users: int = typer.Option(200, min=1, help="Users of the sample: those whose ids have the lowest hash."),
+    users: int = typer.Option(200, min=1, help="Number of users in the sample: those whose ids have the lowest hash."),
     items: int | None = typer.Option(
-        None, min=1, help="Most items of it, those first that its users met most. Default: four a user."
+        None, min=1, show_default="four a user", help="Maximum number of items, those first that these users met most."
     ),
     date: str | None = typer.Option(
-        None, help="The night that is tried. Default: the last day by whose end 80 % of the interactions had happened."
+        None,
+        show_default="the last day up to whose end 80 % of the interactions happened",
+        help="Date of the night to try.",
     ),
-    name: str | None = typer.Option(None, help="Of its folder. Default: one of its own for whatever is tried."),
-    ray_address: str | None = typer.Option(None, help="Use this Ray cluster; without it a local one a variant."),
+    name: str | None = typer.Option(
+        None, show_default="made from what is tried", help="Name of the experiment's folder."
+    ),
+    ray_address: str | None = typer.Option(
+        None, show_default="a local one for each variant", help="Address of a Ray cluster to use."
+    ),
     as_json: bool = JSON,
 ) -> None:
-    """Try templates, models or frameworks on a sample of entities; nothing that is published is touched.
+    """Try templates, models or frameworks on a sample of entities; published runs do not change.
 
     Each variant is a framework of one configuration, or a configuration, and has a night of its own in
     `<workspace>/experiments/<name>`; what came after the date then judges all of them: lift, cost and audit in one

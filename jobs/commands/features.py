@@ -37,7 +37,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 Format = StrEnum("Format", {name: name for name in FORMATS})
 TimeUnit = StrEnum("TimeUnit", {name: name for name in UNITS_PER_SECOND})
 FLOAT16 = typer.Option(False, "--float16", help="Write vectors in half precision.")
-BASIS = typer.Option(None, "--basis", help="A folder of `laserbatch ctr train`: vectors are reduced as that model's.")
+BASIS = typer.Option(None, "--basis", help="Reduce vectors as the model in this folder of `laserbatch ctr train` does.")
 
 
 @app.command()
@@ -49,7 +49,9 @@ def asof(
     float16: bool = FLOAT16,
     basis: Path | None = BASIS,
     unit: TimeUnit | None = typer.Option(
-        None, help="Unit of `timestamp` since 1970, if it holds integers. Default: the one that all values leave, or s."
+        None,
+        show_default="the one that fits all values, or s",
+        help="Unit of `timestamp` since 1970, if it holds integers.",
     ),
     as_json: bool = JSON,
 ) -> None:
@@ -132,10 +134,12 @@ def history(
 
 @app.command()
 def export(
-    out: Path = typer.Argument(..., help="Folder to write; its name is the data set's, where a format wants one."),
-    layout: Format = typer.Option(Format.merlin, "--format", help="Whose layout."),
-    run: str | None = typer.Option(None, help="A run id. Default: the published run."),
-    since: str | None = typer.Option(None, help="A run id: only rows that differ from that run's, and ids that went."),
+    out: Path = typer.Argument(..., help="Folder to write; formats that need a name of the data set take its name."),
+    layout: Format = typer.Option(Format.merlin, "--format", help="Tool whose layout is written."),
+    run: str | None = typer.Option(None, show_default="the published run", help="A run id."),
+    since: str | None = typer.Option(
+        None, help="Write only rows that differ from this run's, and ids that were removed since."
+    ),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     float16: bool = FLOAT16,

@@ -151,7 +151,7 @@ def forget(
         )
     for side, keys in unknown.items():
         if keys:
-            say(f"nothing of {counted(len(keys), side)} is in {opened.root}: {', '.join(keys)}")
+            say(f"{counted(len(keys), side)} not found in {opened.root}: {', '.join(keys)}")
     _warn(wanted, still_there)
     for place in receipt.not_reached:
         say(
@@ -357,14 +357,14 @@ def _in_tables(settings: Settings, wanted: Ids) -> dict[tuple[str, Side], set[st
             if keys:
                 found[table, side] = keys
     except PipelineError as error:
-        say(f"the input tables could not be looked into: {error}")
+        say(f"the input tables could not be read: {error}")
         return None
     return found
 
 
 def _warn(wanted: Ids, still_there: Mapping[str, list[str]] | None) -> None:
     if still_there is None:
-        say("whether they are still in the input tables is not known here: who is, is written about again")
+        say("the input tables were not read: the next night writes again about ids that they still hold")
     for table, keys in (still_there or {}).items():
         say(
             f"WARNING: {counted(len(keys), 'id')} still in the input table {table}: {', '.join(keys[:5])}"
@@ -372,6 +372,9 @@ def _warn(wanted: Ids, still_there: Mapping[str, list[str]] | None) -> None:
             "users, items and interactions, then give this command again"
         )
     if wanted["item"]:
-        say("titles of items stay in users' plans, samples and texts, where a history shows them, until those change")
-    say("of temporary folders that killed processes left, those of this machine alone are removed")
-    say("copies elsewhere (exports, backups, snapshots, versions that a bucket keeps, trained models) are not touched")
+        say(
+            "the titles of these items stay in plans, samples and texts of users whose histories hold them, until "
+            "those are written again"
+        )
+    say("temporary folders of killed processes are removed on this machine only")
+    say("copies elsewhere (exports, backups, snapshots, object versions in a bucket, trained models) are not removed")

@@ -48,7 +48,7 @@ def init(
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace OUT if it is there."),
     as_json: bool = JSON,
 ) -> None:
-    """Write a commented configuration for your own tables, with a guessed mapping to be corrected.
+    """Write a commented configuration for your own tables, and a guessed mapping for you to correct.
 
     Example: `laserbatch init exports/ --out laserbatch.yaml`
     """

@@ -34,20 +34,24 @@ DEMO_SEED = 7  # a world on which nothing was trained or chosen: neither the sam
 def nightly(
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
-    date: str = typer.Option(..., help="The night: what was known at the end of this day is used."),
+    date: str = typer.Option(..., help="Date of the night, which uses what was known at the end of this day."),
     force: bool = typer.Option(
-        False, help="Generate unchanged entities too, in a run of its own; accept also a date after tomorrow."
+        False, help="Also write unchanged entities again, in a new run; also accept a date after tomorrow."
     ),
     redo: bool = typer.Option(
-        False, help="Do a finished date whose tables changed since again, in a run of its own; the unchanged is kept."
+        False, help="Run a finished date again, in a new run, if its tables changed since; unchanged texts are kept."
     ),
-    publish: bool = typer.Option(False, "--publish", help="Publish it also where a run of a later date is published."),
+    publish: bool = typer.Option(
+        False, "--publish", help="Publish the run even if a run of a later date is published."
+    ),
     dry_run: bool = typer.Option(
         False,
         "--dry-run",
         help="Print what would be written and why, columns that changed for most, predicted tokens, hours and money.",
     ),
-    ray_address: str | None = typer.Option(None, help="Use this Ray cluster; without it a local one is started."),
+    ray_address: str | None = typer.Option(
+        None, show_default="a local one is started", help="Address of a Ray cluster to use."
+    ),
     as_json: bool = JSON,
 ) -> None:
     """Run a whole night: generate, encode, compare, publish, build pools, report.
@@ -82,18 +86,20 @@ def nightly(
 
 def backfill(
     first: str = typer.Option(..., "--from", help="The first night."),
-    last: str = typer.Option(..., "--to", help="The last night, itself among them."),
+    last: str = typer.Option(..., "--to", help="The last night, inclusive."),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     publish: bool = typer.Option(
         False, "--publish", help="Publish the last night, whatever its date, when all are done."
     ),
-    redo: bool = typer.Option(False, help="Do finished nights whose tables changed since again, in runs of their own."),
+    redo: bool = typer.Option(False, help="Run finished nights again, in new runs, if their tables changed since."),
     force: bool = typer.Option(False, help="Accept dates after tomorrow; nothing else changes."),
-    ray_address: str | None = typer.Option(None, help="Use this Ray cluster; without it a local one a night."),
+    ray_address: str | None = typer.Option(
+        None, show_default="a local one for each night", help="Address of a Ray cluster to use."
+    ),
     as_json: bool = JSON,
 ) -> None:
-    """Run the nights of a range of dates, each from the one before it; finished ones are left as they are.
+    """Run the nights of a range of dates, each built on the one before it; finished nights are skipped.
 
     A night sees what was known on its date and nothing later. What readers see does not change before the end, and
     then with `--publish` alone. A night that fails stops the range; the same command goes on with it.
@@ -147,12 +153,12 @@ def _counts(night: Night) -> dict[str, str | int]:
 
 
 def demo(
-    folder: Path = typer.Option(Path("demo"), help="Where the world and the workspace go; it may exist."),
-    num_users: int = typer.Option(400, help="Users of the sample world."),
-    num_items: int = typer.Option(300, help="Items of the sample world."),
+    folder: Path = typer.Option(Path("demo"), help="Folder for the sample world and the workspace; it may exist."),
+    num_users: int = typer.Option(400, help="Number of users in the sample world."),
+    num_items: int = typer.Option(300, help="Number of items in the sample world."),
     as_json: bool = JSON,
 ) -> None:
-    """Two nights on a sample world, with the bundled model: the second is faster because the first happened.
+    """Run two nights on a sample world with the bundled model; the second drafts from the texts of the first.
 
     Example: `laserbatch demo --folder demo`
     """

@@ -25,7 +25,7 @@ LAZY_COMMANDS = {
 
 app = lazy_app(LAZY_COMMANDS, add_completion=False)
 
-RUN = typer.Option(None, "--run", help="Run whose texts become the pools; without it the published one.")
+RUN = typer.Option(None, "--run", show_default="the published run", help="Run whose texts become the pools.")
 
 
 @app.command()
@@ -77,7 +77,9 @@ def list_versions(config: Path | None = CONFIG, workspace: Path | None = WORKSPA
 
 @app.command()
 def show(
-    version: str | None = typer.Argument(None, help="The version; without it the current one."),
+    version: str | None = typer.Argument(
+        None, show_default="the current version", help="A version that `laserbatch pools list` shows."
+    ),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     verify: bool = typer.Option(False, help="Compare every file with its checksum."),
@@ -123,7 +125,10 @@ def use(
 @app.command()
 def gc(
     keep: int | None = typer.Option(
-        None, min=1, help="Newest versions that stay, the current one among them; without it pool_building's."
+        None,
+        min=1,
+        show_default="pool_building.keep_versions",
+        help="Number of the newest versions to keep, the current one included.",
     ),
     dry_run: bool = DRY_RUN,
     config: Path | None = CONFIG,

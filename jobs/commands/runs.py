@@ -24,7 +24,7 @@ COUNTED = ("generated", "carried_over", "quarantined")
 
 @app.command(name="list")
 def list_runs(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, as_json: bool = JSON) -> None:
-    """List the runs: date, state, what readers see, counts and size.
+    """List the runs: date, state, whether published, counts and size.
 
     Example: `laserbatch runs list --workspace workspace`
     """
@@ -44,7 +44,7 @@ def list_runs(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, 
 
 @app.command()
 def show(
-    run: str | None = typer.Argument(None, help="A run id. Default: the published run."),
+    run: str | None = typer.Argument(None, show_default="the published run", help="A run id."),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     as_json: bool = JSON,
@@ -75,15 +75,15 @@ def show(
 
 @app.command()
 def diff(
-    before: str | None = typer.Argument(None, help="A run id. Default: the one that the other was built on."),
-    after: str | None = typer.Argument(None, help="A run id. Default: the published run."),
-    limit: int = typer.Option(20, min=0, help="Entities named of each kind."),
-    texts: bool = typer.Option(False, "--texts", help="Show the texts of those whose text changed."),
+    before: str | None = typer.Argument(None, show_default="the run that AFTER was built on", help="A run id."),
+    after: str | None = typer.Argument(None, show_default="the published run", help="A run id."),
+    limit: int = typer.Option(20, min=0, help="Number of entities to name of each kind."),
+    texts: bool = typer.Option(False, "--texts", help="Show the texts that changed, before and after."),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     as_json: bool = JSON,
 ) -> None:
-    """Name the entities whose text changed from one run to another and why, who appeared and who went.
+    """Name the entities whose text changed from one run to another and why, and those that were added or removed.
 
     Example: `laserbatch runs diff 2025-03-01-1a2b3c4d 2025-03-02-1a2b3c4d --limit 5`
     """
@@ -103,7 +103,7 @@ def diff(
         return
     rows = [
         {"side": side, **{name.replace("_", " "): count(getattr(found, f"num_{name}"))
-         for name in ("unchanged", "rewritten_alike", "changed", "appeared", "went")}}
+         for name in ("unchanged", "regenerated_same", "changed", "added", "removed")}}
         for side, found in sides.items()
     ]  # fmt: skip
     print_table(Table(f"From {old.run_id} to {new.run_id}", rows, ("side",)))
@@ -112,7 +112,7 @@ def diff(
     for side, found in sides.items():
         for reason, number in found.reasons.items():
             say(f"{counted(number, f'{side} text')} changed: {reason}")
-        for kind in ("changed", "appeared", "went"):
+        for kind in ("changed", "added", "removed"):
             for one in getattr(found, kind):
                 say(f"{side} {one.entity_id} {kind}: {one.reason}")
                 if texts and kind == "changed":
@@ -126,7 +126,7 @@ def publish(
     workspace: Path | None = WORKSPACE,
     as_json: bool = JSON,
 ) -> None:
-    """Let readers see a run, whatever its date, and the next night draft from its pools.
+    """Publish a run, whatever its date; the next night drafts from its pools.
 
     Example: `laserbatch runs publish 2025-03-01-1a2b3c4d`
     """
@@ -144,34 +144,36 @@ def publish(
 
 @app.command()
 def rollback(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, as_json: bool = JSON) -> None:
-    """Take the published run back: readers see the one published before, and no night builds on what was taken back.
+    """Publish the run that was published before this one again; no later night builds on the rolled-back run.
 
     Example: `laserbatch runs rollback`
     """
     settings = load_settings(config, {"workspace": workspace})
     opened = Workspace.open(settings.workspace, create=False)
     with opened.lock():
-        taken_back = opened.pointed_to()
-        if taken_back is None:
-            raise WorkspaceError(f"{opened.root} has no published run, so there is nothing to take back")
+        rolled_back = opened.pointed_to()
+        if rolled_back is None:
+            raise WorkspaceError(f"{opened.root} has no published run, so there is nothing to roll back")
         opened.withdraw()
         published = opened.pointed_to()
         use_pools_of(opened, published)
         deliver(opened, delivery_uri(opened, settings.deliver_to), is_asked=True)
-    summary({"published": published, "taken_back": taken_back}, as_json)
+    summary({"published": published, "rolled_back": rolled_back}, as_json)
 
 
 @app.command()
 def gc(
-    keep: int = typer.Option(7, min=1, help="So many of the newest finished runs stay."),
-    unfinished: bool = typer.Option(False, "--unfinished", help="Remove also older runs that were never finished."),
-    experiments: bool = typer.Option(False, "--experiments", help="Remove also all folders of experiments."),
+    keep: int = typer.Option(7, min=1, help="Number of the newest finished runs to keep."),
+    unfinished: bool = typer.Option(False, "--unfinished", help="Also remove older runs that were never finished."),
+    experiments: bool = typer.Option(False, "--experiments", help="Also remove all folders of experiments."),
     dry_run: bool = DRY_RUN,
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     as_json: bool = JSON,
 ) -> None:
-    """Remove old runs, but none that readers see or saw last, that is built on, or that is not finished.
+    """Remove old runs, except the published and the previously published one, unfinished ones, and those in use.
+
+    In use is a run that an unfinished run, the published run or the next night is built on.
 
     Example: `laserbatch runs gc --keep 14 --dry-run`
     """
@@ -247,7 +249,7 @@ def _described(workspace: Workspace, run: RunFolder) -> dict[str, Any]:
     """A run as plain values."""
     described: dict[str, Any] = {"run_id": run.run_id, "date": run.date, "state": "unfinished", "failure": None}
     described["published"] = run.run_id == workspace.pointed_to()
-    described["taken_back"] = run.run_id in workspace.withdrawn()
+    described["rolled_back"] = run.run_id in workspace.withdrawn()
     described["num_bytes"] = size_bytes(run.root)
     try:
         manifest = run.load_manifest()
@@ -267,7 +269,7 @@ def _row(described: dict[str, Any]) -> dict[str, str]:
     row = {
         "": "*" if described["published"] else "",
         "run": described["run_id"],
-        "state": "taken back" if described["taken_back"] else described["state"],
+        "state": "rolled back" if described["rolled_back"] else described["state"],
         "asked by": ", ".join(dict.fromkeys(asked["framework"] for asked in described.get("asked_by", {}).values())),
     }
     for side in SIDES:

@@ -43,8 +43,8 @@ def workspace_state(workspace: Workspace, now: datetime.datetime) -> dict[str, A
     `state` is "running", "idle", "died": the last attempt is gone and said no end, or "unknown": a process of another
     host took the lock, and the file system does not tell whether it still holds it. `lock` is None where nobody holds
     it, else its `holder`, `since` when, and whether that `is_certain`. `run` is the run that is under way or was last,
-    None before the first; of one that is running, or may be, `progress` has what is being counted, with the time it
-    was `told`. `delivered` has by place what was sent there last, by whichever command, if anything was.
+    None before the first; of one that is running, or may be, `progress` has what is being counted, last
+    `updated_at` that time. `delivered` has by place what was sent there last, by whichever command, if anything was.
     `lists` says the same of the nightly lists, None where there are none.
     """
     return _state(workspace, now) | {"lists": next((_state(one, now) for one in workspace.recommendations()), None)}
@@ -149,7 +149,7 @@ def _progress(going: list[dict[str, Any]], now: datetime.datetime) -> dict[str, 
     done, whole = last["done"], last["total"]
     pace = done / elapsed_s if done and elapsed_s > 0 else None
     left_s = (whole - done) / pace if pace and whole is not None else None
-    return {"of": name, "done": done, "total": whole, "rate": pace, "left_s": left_s, "told": last["time"]}
+    return {"of": name, "done": done, "total": whole, "rate": pace, "left_s": left_s, "updated_at": last["time"]}
 
 
 def _published(workspace: Workspace, now: datetime.datetime) -> dict[str, Any] | None:

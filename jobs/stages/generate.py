@@ -118,9 +118,9 @@ class _Pass:
         self.night.tables.let_go()
         for side in SIDES:
             if plans[side].postponed and not self.is_plain:
-                say(f"{side}s of whom no new text is asked tonight: {format_counts(plans[side].postponed)}")
+                say(f"{side}s skipped tonight, without a new text: {format_counts(plans[side].postponed)}")
             if plans[side].num_refused and not self.is_plain:
-                say(f"{side}s left in quarantine, there is nothing new to ask: {plans[side].num_refused}")
+                say(f"{side}s that stay in quarantine, because their prompts did not change: {plans[side].num_refused}")
             if not self.is_plain:
                 require_usable_texts(self.night, plans[side], finished[side])
         pending = [shard for plan in plans.values() for shard in plan.shards if shard.name not in finished[shard.side]]

@@ -92,7 +92,7 @@ def test_status_tells_of_a_run_under_way_of_one_that_died_and_of_one_that_failed
         assert state["lock"]["holder"] == f"pid {os.getpid()} on {socket.gethostname()}"
     assert (state["state"], state["run"]["stage"]) == ("running", "generate")
     going = state["run"]["progress"]
-    assert (going["done"], going["total"]) == (10, 40)
+    assert (going["done"], going["total"]) == (10, 40) and going["updated_at"] == state["run"]["last_event"]
     assert going["rate"] == pytest.approx(1.0, rel=0.1) and going["left_s"] == pytest.approx(30, rel=0.1)
     died = workspace_state(night.workspace, now)
     assert (died["state"], died["lock"], died["run"]["progress"]) == ("died", None, None)
