@@ -61,7 +61,7 @@ COMMANDS = {
     ),
     "doctor": LazyCommand(
         "doctor:doctor",
-        "Check whether a night can run here, from versions and GPU to model, disk and tables, and how to fix it.",
+        "Check whether a night can run here, from versions and GPU to model, disk and tables; print how to fix faults.",
     ),
     "demo": LazyCommand(
         "nightly:demo",

@@ -223,7 +223,7 @@ def _drift(
     now = texts.take(pc.index_in(last["entity_id"], value_set=wanted))
     alike = np.logical_and.reduce([pc.equal(now[name], last[name]).to_numpy() for name in ASKED_BY])
     asked_alike = bool(alike.mean() > 0.5)
-    note = "" if asked_alike else "asked for otherwise than before, so it only warns"
+    note = "" if asked_alike else "template, model or decoding options changed, so this gate only warns"
     ratio = float(now["num_tokens"].to_numpy().mean() / max(last["num_tokens"].to_numpy().mean(), 1e-9))
     factor = max(ratio, 1 / max(ratio, 1e-9))
     yield GateFigures("length", side, factor, told=note, may_hold=asked_alike)

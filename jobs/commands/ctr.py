@@ -60,10 +60,10 @@ def train(
     tables: str | None = TABLES,
     as_json: bool = JSON,
 ) -> None:
-    """Train one model up to the date of a run, on its features, into a folder; judge it on what came after.
+    """Train one model up to the date of a run, on its features, into a folder; evaluate it on later interactions.
 
-    The same command goes on after a kill; gbdt, which takes seconds, begins again. The folder holds weights, encoders,
-    settings, metrics, and what it is of.
+    The same command continues a training that was killed; gbdt, which takes seconds, starts again. The folder holds
+    weights, encoders, settings, metrics and the run that it was trained on.
 
     Example: `laserbatch ctr train models/dcnv2 --model dcnv2 --workspace workspace`
     """
@@ -87,7 +87,7 @@ def evaluate(
     tables: str | None = TABLES,
     as_json: bool = JSON,
 ) -> None:
-    """Judge a trained model on what came after its date: AUC, LogLoss, AUC within users, calibration.
+    """Evaluate a trained model on interactions after its date: AUC, LogLoss, AUC within users, calibration.
 
     Example: `laserbatch ctr evaluate models/dcnv2 --workspace workspace`
     """
@@ -110,7 +110,7 @@ def predict(
     tables: str | None = TABLES,
     as_json: bool = JSON,
 ) -> None:
-    """Score pairs of users and items; each by what the tables hold strictly before its timestamp, or by all of it.
+    """Score pairs of users and items by interactions strictly before their timestamp, or, without one, by all.
 
     Example: `laserbatch ctr predict models/dcnv2 pairs.parquet --out scores.parquet --workspace workspace`
     """
@@ -136,11 +136,12 @@ def compare(
     tables: str | None = TABLES,
     as_json: bool = typer.Option(False, "--json", help="Print everything, each seed too, as JSON."),
 ) -> None:
-    """Train DIN, DCNv2 and LightGBM without and with a run's knowledge; judge them on what came after the run's date.
+    """Train DIN, DCNv2 and LightGBM without and with a run's knowledge; evaluate them after its date.
 
-    Reads the tables anew, so that a run of yesterday can be judged on today. Writes nothing. With several `--framework`
-    or `--config` it says which is worth it: their newest runs of one date, published or not, in one table of lift,
-    tokens and cost, the most lift an hour of generation first.
+    The command reads the tables again, so that interactions of today can judge a run of yesterday, and writes nothing.
+    With several `--framework`
+    or `--config` it compares their newest runs of one date, published or not, in one table of lift, tokens and cost,
+    sorted by lift per hour of generation.
 
     Example: `laserbatch ctr compare --workspace workspace --models din,dcnv2 --seeds 3`
 

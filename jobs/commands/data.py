@@ -30,11 +30,11 @@ def check(
     config: Path | None = CONFIG,
     as_json: bool = JSON,
 ) -> None:
-    """Check that tables can be used, as `nightly` does, and name table, column, row and value of all that is wrong.
+    """Check that tables can be used, as `nightly` does, and name table, column, row and value of every fault.
 
     Files of a table's folder that are left out (hidden, empty, no Parquet) are named in a warning.
 
-    Exit code 0 when nothing is, or there are only warnings; 3 otherwise.
+    Exit code 0 if there are no faults, only warnings or nothing; 3 otherwise.
 
     Example: laserbatch data check mytables/ --config laserbatch.yaml
     """
@@ -87,7 +87,7 @@ def sample(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is there.")] = False,
     as_json: bool = JSON,
 ) -> None:
-    """Write a sample world of our own making: catalogue, users with tastes, ratings over some weeks.
+    """Write a synthetic sample world: a catalogue, users with tastes, and ratings over some weeks.
 
     Example: laserbatch data sample world/ --num-users 1000 --seed 7
     """

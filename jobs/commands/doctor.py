@@ -61,10 +61,10 @@ def doctor(
     with_ray: bool = typer.Option(True, "--ray/--no-ray", help="Start or join Ray, which takes some seconds."),
     as_json: bool = JSON,
 ) -> None:
-    """Check whether a night can run here, from versions and GPU to model, disk and tables, and how to fix it.
+    """Check whether a night can run here, from versions and GPU to model, disk and tables; print how to fix faults.
 
-    A model of your own that fits this machine answers one short question, so that it shows whether its texts end.
-    Exit code 0: nothing hinders a night; 3: something does.
+    Your own model, if it fits this machine, answers one short question, which shows whether its texts end.
+    Exit code 0: a night can run; 3: it cannot.
 
     Example: `laserbatch doctor --config laserbatch.yaml`
     """

@@ -39,10 +39,10 @@ def train(
     epochs: int = typer.Option(USUAL.epochs, min=1, help="Passes over these texts."),
     as_json: bool = JSON,
 ) -> None:
-    """Train a drafter for the model on texts that it wrote, and say how often held-back texts are drafted right.
+    """Train a drafter for the model on texts that it wrote, and report its accuracy on held-back texts.
 
-    Killed, the same command goes on. Nights draft with it by `decoding.draft_head`, a small model by
-    `decoding.draft_models`; `drafter_training.kind` has nights train and try one by themselves.
+    The same command continues a training that was killed. Nights draft with a head that `decoding.draft_head` names,
+    or with a small model that `decoding.draft_models` names; with `drafter_training.kind` nights train and try one.
 
     Example: `laserbatch drafter train eagle --out drafters/eagle --config laserbatch.yaml`
     """

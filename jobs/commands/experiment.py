@@ -52,8 +52,9 @@ def experiment(
     """Try templates, models or frameworks on a sample of entities; published runs do not change.
 
     Each variant is a framework of one configuration, or a configuration, and has a night of its own in
-    `<workspace>/experiments/<name>`; what came after the date then judges all of them: lift, cost and audit in one
-    table. Killed at any moment, the same command goes on. `laserbatch runs gc --experiments` removes the folders.
+    `<workspace>/experiments/<name>`. Interactions after the date then judge all of them: one table shows lift, cost
+    and audit. The same command continues an experiment that was killed.
+    `laserbatch runs gc --experiments` removes the folders.
 
     Example: `laserbatch experiment --framework kar --framework rlmrec --users 200`
 

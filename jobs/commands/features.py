@@ -57,8 +57,8 @@ def asof(
 ) -> None:
     """Join to each row of a log the newest features that are older than it, of all finished runs.
 
-    A text of the night of a date is valid from the day after, so no row sees a text that has seen the row. Where there
-    is none, the features are null.
+    A text of the night of a date is valid from the day after, so no row gets a text that was written from the row.
+    Rows without such a text have null features.
 
     Example: `laserbatch features asof tables/interactions.parquet train.parquet --workspace workspace`
     """
@@ -109,7 +109,7 @@ def history(
 ) -> None:
     """Write every version of the features that finished runs hold, with `valid_from` and `valid_to`.
 
-    `valid_to` is when the next version took over, null for what still holds: the view that feature stores join by time.
+    `valid_to` is when the next version took over, and null for current versions, as feature stores join them by time.
 
     Example: `laserbatch features history versions/ --workspace workspace`
     """

@@ -98,10 +98,10 @@ def forget(
 ) -> None:
     """Remove users or items from every run and pool of a workspace, and write a receipt of what was removed.
 
-    Texts, vectors, plans, quarantine and reports' samples of every run go; pools that held them are rebuilt or dropped,
-    drafters that nights trained, unfinished runs and experiments removed. Killed, the same command goes on. Take the
-    ids out of your input tables first: who is in them is written about again the next night. Where an id is nowhere
-    (neither in the workspace, nor in the input tables, nor in an earlier receipt), the exit code is 4.
+    Their texts, vectors, plans, quarantined rows and report samples are removed from every run. Pools that held them
+    are rebuilt or dropped; trained drafters, unfinished runs and experiments are removed. The same command continues
+    if it was killed. Remove the ids from your input tables first, or the next night writes about them again. The exit
+    code is 4 if an id is neither in the workspace, nor in the input tables, nor in an earlier receipt.
 
     Example: `laserbatch forget --config laserbatch.yaml --user u123 --user u456`
     """

@@ -56,8 +56,8 @@ def nightly(
 ) -> None:
     """Run a whole night: generate, encode, compare, publish, build pools, report.
 
-    Killed at any moment, the same command finishes the night. A night of an older date sees only what is older, and is
-    not published where one of a later date is, unless `--publish` asks for it. With `--dry-run` nothing is written.
+    The same command finishes a night that was killed. A night of an older date reads only older interactions, and is
+    not published while a run of a later date is, unless you pass `--publish`. With `--dry-run` nothing is written.
 
     Example: `laserbatch nightly --config laserbatch.yaml --date 2025-03-01`
     """
@@ -101,8 +101,8 @@ def backfill(
 ) -> None:
     """Run the nights of a range of dates, each built on the one before it; finished nights are skipped.
 
-    A night sees what was known on its date and nothing later. What readers see does not change before the end, and
-    then with `--publish` alone. A night that fails stops the range; the same command goes on with it.
+    A night reads what was known on its date and nothing later. The published run changes only at the end, and only with
+    `--publish`. A night that fails stops the range; the same command continues from it.
 
     Example: `laserbatch backfill --config laserbatch.yaml --from 2025-02-01 --to 2025-02-14`
     """

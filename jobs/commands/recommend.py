@@ -24,7 +24,7 @@ def recommend(
 ) -> None:
     """List the best items of every user, and publish them as Parquet: user_id, rank, item_id, score.
 
-    Killed at any moment, the same command finishes the run. Readers begin at `recommendations/published.json`.
+    The same command finishes a run that was killed. `recommendations/published.json` names the published run.
 
     Example: `laserbatch recommend --config laserbatch.yaml --date 2025-03-01`
     """
@@ -76,7 +76,7 @@ def train(
 ) -> None:
     """Train a recommender on the interactions of the tables, or a small model that drafts for one.
 
-    Nights use it by `recommending.model` and `recommending.draft_model`. Killed, the same command goes on.
+    Set `recommending.model` or `recommending.draft_model` to its folder. The same command continues a killed training.
 
     Example: `laserbatch recommender train --out recommender --config laserbatch.yaml`
     """
