@@ -126,12 +126,12 @@ def backfill(
         is_taken_back = night.run.run_id in night.workspace.not_built_on()
         if is_taken_back:
             how = f"`laserbatch nightly --date {date} --force` does its date again"
-            say(f"run {night.run.run_id} was taken back, so the next night is built on an earlier one; {how}")
+            say(f"run {night.run.run_id} was rolled back, so the next night is built on an earlier one; {how}")
         else:
             before = night.run
     opened = Workspace.open(settings.workspace)
     if publish and is_taken_back:
-        say(f"not published: run {night.run.run_id} was taken back; {command_to_publish(night.run)} changes that")
+        say(f"not published: run {night.run.run_id} was rolled back; {command_to_publish(night.run)} changes that")
     elif publish:
         with opened.lock():
             let_readers_see(opened, before.run_id)

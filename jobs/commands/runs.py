@@ -220,7 +220,7 @@ def gc(
 def kept_runs(workspace: Workspace, keep: int, also_unfinished: bool = False) -> dict[str, str]:
     """Ids of the runs that a collection leaves, and why, oldest first.
 
-    `keep` of the newest finished ones, taken back or not; what readers see, and would after a rollback; what the next
+    `keep` of the newest finished ones, rolled back or not; what readers see, and would after a rollback; what the next
     night builds on; unfinished ones, with `also_unfinished` only those that are newer than any of these; and what an
     unfinished one or the published one was built on.
     """

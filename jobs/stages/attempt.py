@@ -55,7 +55,7 @@ def newest_attempt(
     """Which run is meant: the newest of a date and of the settings that name it, finished or not, or another edition.
 
     Files of a finished run never change: `force` asks for another edition, and `redo` for one if inputs have changed.
-    Another edition is also of a run that was built on one that was taken back since, finished or not.
+    Another edition is also of a run that was built on one that was rolled back since, finished or not.
     Raises WorkspaceError where an unfinished run was started from other inputs.
     """
     edition = newest_edition(workspace, date, identity)
@@ -68,7 +68,7 @@ def newest_attempt(
     changed = tuple(changed_inputs(manifest.inputs, inputs))
     begins_anew = force or (redo and changed) if found.is_done else force and not manifest.force
     if run.run_id in workspace.not_built_on() and run.run_id not in workspace.withdrawn():
-        say(f"run {run.run_id} was built on a run that was taken back since: its date is done anew")
+        say(f"run {run.run_id} was built on a run that was since rolled back: its date is run again")
         begins_anew = True
     if begins_anew:
         return Attempt(workspace.run(make_run_id(date, identity, edition + 1)), edition + 1, None)

@@ -25,7 +25,7 @@ from laserbatch.retrieval_pools.index.store import PoolStore
 
 logger = logging.getLogger("laserbatch")
 
-# When a finished run is published: unless one of a later date is, or it was taken back; whatever is; not by this.
+# When a finished run is published: unless one of a later date is, or it was rolled back; whatever is; not by this.
 Publishing = Literal["forwards", "always", "never"]
 
 
@@ -112,7 +112,7 @@ def mend_pointer(workspace: Workspace) -> None:
 def use_pools_of(workspace: Workspace, run_id: str) -> None:
     """Have the next night draft from the pools of a run; where they are gone or damaged it is said, and none change.
 
-    Pools of a run that was taken back do not stay the current ones: then there are none.
+    Pools of a run that was rolled back do not stay the current ones: then there are none.
     """
     if workspace.root.name == RECOMMENDATIONS:
         return
