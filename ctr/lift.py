@@ -105,8 +105,8 @@ def require_one_judgement(settings: Mapping[str, CtrSettings]) -> None:
     for key in JUDGED_BY:
         found = {name: getattr(of_way, key) for name, of_way in settings.items()}
         if len(set(found.values())) > 1:
-            told = ", ".join(f"{name}: {value!r}" for name, value in found.items())
-            raise CtrError(f"ctr.{key} differs, so that nothing would be judged alike ({told}); set one for all")
+            values = ", ".join(f"{name}: {value!r}" for name, value in found.items())
+            raise CtrError(f"ctr.{key} differs, so that nothing would be judged alike ({values}); set one for all")
     if len({of_way.history == "split" for of_way in settings.values()}) > 1:
         raise CtrError("ctr.history is split for some, which trains on other rows; set one for all, or give --history")
 

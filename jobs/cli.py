@@ -20,28 +20,30 @@ COMMANDS = {
     "data": LazyCommand("data:app", "Sample, import and check input tables."),
     "init": LazyCommand(
         "init:init",
-        "Write a commented configuration for your own tables, with a guessed mapping to be corrected.",
+        "Write a commented configuration for your own tables, and a guessed mapping for you to correct.",
     ),
     "try": LazyCommand(
         "try_one:try_one",
-        "Show one entity being written: its prompt, its pool, its text by source, and whether a night keeps it.",
+        "Write the text of one entity: show its prompt, pool, text by source, and whether a night would accept it.",
     ),
-    "prompts": LazyCommand("prompts:app", "Show what prompts spend their tokens on, and what shorter ones would save."),
+    "prompts": LazyCommand(
+        "prompts:app", "Show what prompts spend their tokens on, and what shorter prompts would save."
+    ),
     "nightly": LazyCommand(
         "nightly:nightly",
         "Run a whole night: generate, encode, compare, publish, build pools, report.",
     ),
     "backfill": LazyCommand(
         "nightly:backfill",
-        "Run the nights of a range of dates, each from the one before it; finished ones are left as they are.",
+        "Run the nights of a range of dates, each built on the one before it; finished nights are skipped.",
     ),
     "experiment": LazyCommand(
         "experiment:experiment",
-        "Try templates, models or frameworks on a sample of entities; nothing that is published is touched.",
+        "Try templates, models or frameworks on a sample of entities; published runs do not change.",
     ),
-    "ctr": LazyCommand("ctr:app", "Train, judge, ask and compare CTR models on the features of a run."),
+    "ctr": LazyCommand("ctr:app", "Train, evaluate, apply and compare CTR models on the features of a run."),
     "features": LazyCommand("features:app", "Join features to a log by time; export them to other tools."),
-    "runs": LazyCommand("runs:app", "List, compare, publish, take back and remove the runs of nights."),
+    "runs": LazyCommand("runs:app", "List, compare, publish, roll back and remove the runs of nights."),
     "forget": LazyCommand(
         "forget:forget",
         "Remove users or items from every run and pool of a workspace, and write a receipt of what was removed.",
@@ -52,18 +54,18 @@ COMMANDS = {
         "recommend:recommend",
         "List the best items of every user, and publish them as Parquet: user_id, rank, item_id, score.",
     ),
-    "recommender": LazyCommand("recommend:app", "Train recommenders and what drafts for them."),
+    "recommender": LazyCommand("recommend:app", "Train recommenders and draft models for them."),
     "status": LazyCommand(
         "status:status",
         "Show which run is under way, how far it is, how long it will take, and what is published; waits for no lock.",
     ),
     "doctor": LazyCommand(
         "doctor:doctor",
-        "Check whether a night can run here, from versions and GPU to model, disk and tables; say how to mend it.",
+        "Check whether a night can run here, from versions and GPU to model, disk and tables; print how to fix faults.",
     ),
     "demo": LazyCommand(
         "nightly:demo",
-        "Two nights on a sample world, with the bundled model: the second is faster because the first happened.",
+        "Run two nights on a sample world with the bundled model; the second drafts from the texts of the first.",
     ),
 }
 
@@ -72,9 +74,9 @@ app = lazy_app(
     rich_markup_mode="markdown",
     help="Nightly LLM knowledge for recommender systems, by retrieval speculative decoding.\n\n"
     "Exit codes: 0 done, 1 unexpected error, 2 wrong usage, 3 bad input or configuration, or no room on the disk, "
-    "4 a night is held back by a gate, or most of its first texts failed, or an id to forget is found nowhere, 5 the "
-    "workspace is in use, 130 interrupted, 141 nobody reads what is printed, 143 ended by SIGTERM. With --json a "
-    "failure is an object too: error, kind, exit_code, and where there is one its report.",
+    "4 a gate blocks the publication of a night, or most of its first texts failed, or an id to forget is found "
+    "nowhere, 5 the workspace is in use, 130 interrupted, 141 broken pipe, 143 ended by SIGTERM. With --json a "
+    "failure is an object too, with error, kind, exit_code and, if there is one, report.",
 )
 
 
@@ -87,7 +89,9 @@ def _say_version(asked: bool) -> None:
 @app.callback()
 def _global(
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Log every shard; show tracebacks."),
-    _version: bool = typer.Option(False, "--version", callback=_say_version, is_eager=True, help="Say the version."),
+    _version: bool = typer.Option(
+        False, "--version", callback=_say_version, is_eager=True, help="Print the version and exit."
+    ),
 ) -> None:
     level = logging.INFO if verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
@@ -113,8 +117,8 @@ def end_of(error: BaseException) -> int:
     if not is_usage:
         print_line(f"laserbatch: {line}")
     if "--json" in sys.argv:
-        told = {"error": line, "kind": type(error).__name__, "exit_code": int(code)} | getattr(error, "see", {})
-        print(json.dumps(told, ensure_ascii=False))
+        payload = {"error": line, "kind": type(error).__name__, "exit_code": int(code)} | getattr(error, "see", {})
+        print(json.dumps(payload, ensure_ascii=False))
     return code
 
 

@@ -55,14 +55,14 @@ class ProgressBar:
 
     def __init__(self, terminal: Progress, label: str, total: int | None) -> None:
         self._terminal, self._task = terminal, terminal.add_task(label, total=total, detail="", rate="")
-        self._told_s = self._noted_s = time.monotonic()
+        self._printed_s = self._noted_s = time.monotonic()
         self.tell()
 
     def advance(self, num_done: int = 1, detail: str = "") -> None:
         """Add to the count; `detail` replaces the text behind the bar."""
         self._terminal.update(self._task, advance=num_done, **({"detail": detail} if detail else {}))
         now_s = time.monotonic()
-        if now_s - self._told_s >= PLAIN_LINE_EVERY_S:
+        if now_s - self._printed_s >= PLAIN_LINE_EVERY_S:
             self.tell(notes=now_s - self._noted_s >= EVENT_EVERY_S)
 
     def reach(self, num_done: int, detail: str) -> None:
@@ -71,7 +71,7 @@ class ProgressBar:
 
     def tell(self, notes: bool = True) -> None:
         """Where it stands, how fast it goes, how long it will take: a line of a log, and where it `notes` an event."""
-        self._told_s = time.monotonic()
+        self._printed_s = time.monotonic()
         task = self._terminal.tasks[self._task]
         done, pace, left_s = f"{task.completed:.0f}", None, None
         if task.completed and task.elapsed > 0:
@@ -85,7 +85,7 @@ class ProgressBar:
             parts = (f"{task.description}: {done}", f"{task.elapsed:.0f} s", going, task.fields["detail"])
             print_line("  ".join(part for part in parts if part))
         if notes:
-            self._noted_s = self._told_s
+            self._noted_s = self._printed_s
             whole = None if task.total is None else int(task.total)
             emit("progress", of=task.description, done=int(task.completed), total=whole, rate=pace, left_s=left_s)
 

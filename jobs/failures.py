@@ -1,4 +1,4 @@
-"""What a user is told of an error: a line, an exit code, and where to look."""
+"""How an error is reported to a user: one line, an exit code, and where to look."""
 
 import errno
 import os
@@ -60,7 +60,7 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def line_of(error: BaseException, names_values: bool = True) -> str:
-    """What a user is told of an error; without `names_values` nothing that a library may have quoted of the data."""
+    """The message of an error for a user; without `names_values`, no value that a library quotes."""
     if isinstance(error, KeyboardInterrupt):
         return f"{'ended by SIGTERM' if _ended_by_sigterm(error) else 'interrupted'}; {GOES_ON}"
     code = exit_code_of(error)

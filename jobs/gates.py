@@ -40,7 +40,7 @@ ASKED_BY = ("template", "model_id", "decoding_json")  # a text is another one wh
 class _Gate:
     """What a value means, and where its limit comes from."""
 
-    told: str  # the value in words; `{value}` and `{limit}` as `show` writes them
+    message: str  # says the value in words; `{value}` is replaced by what `shown` returns
     limit: str | float | None  # the name of its option, or the limit itself; None: it comes with the value
     is_least: bool = False  # the limit is the least that passes, else the most
     only_warns: bool = False
@@ -103,10 +103,10 @@ def gate_sentence(figures: GateFigures) -> str:
     where = "" if figures.side is None else f"{figures.side}s: "
     if figures.value is None:
         return f"{where}{figures.told}"
-    told = gate.told.format(value=shown(figures, figures.value))
+    message = gate.message.format(value=shown(figures, figures.value))
     option = f"gates.{gate.limit}" if isinstance(gate.limit, str) else "the limit"
     note = f"; {figures.told}" if figures.told else ""
-    return f"{where}{told} ({option} is {shown(figures, figures.limit)}{note})"
+    return f"{where}{message} ({option} is {shown(figures, figures.limit)}{note})"
 
 
 def shown(figures: GateFigures, value: float | None) -> str:
@@ -154,8 +154,8 @@ def _auc(figures: CtrFigures) -> GateFigures:
     verdict = figures.equivalence.get("all")
     if verdict is None or verdict.high is None:
         return GateFigures("AUC", told=figures.skipped or "not compared with plain texts in several trainings")
-    told = "" if figures.judged_run_id is None else f"of {age_of_judged(figures)}"
-    return GateFigures("AUC", value=verdict.high, limit=-verdict.margin, told=told)
+    note = "" if figures.judged_run_id is None else f"of {age_of_judged(figures)}"
+    return GateFigures("AUC", value=verdict.high, limit=-verdict.margin, told=note)
 
 
 def age_of_judged(figures: CtrFigures) -> str:
@@ -223,10 +223,10 @@ def _drift(
     now = texts.take(pc.index_in(last["entity_id"], value_set=wanted))
     alike = np.logical_and.reduce([pc.equal(now[name], last[name]).to_numpy() for name in ASKED_BY])
     asked_alike = bool(alike.mean() > 0.5)
-    told = "" if asked_alike else "asked for otherwise than before, so it only warns"
+    note = "" if asked_alike else "template, model or decoding options changed, so this gate only warns"
     ratio = float(now["num_tokens"].to_numpy().mean() / max(last["num_tokens"].to_numpy().mean(), 1e-9))
     factor = max(ratio, 1 / max(ratio, 1e-9))
-    yield GateFigures("length", side, factor, told=told, may_hold=asked_alike)
+    yield GateFigures("length", side, factor, told=note, may_hold=asked_alike)
     if not same_encoder:
         yield GateFigures("vector drift", side, told="vectors of another encoder")
         return
@@ -237,7 +237,7 @@ def _drift(
     earlier = _vectors(previous, side, both)
     row_of = pc.index_in(earlier.ids, value_set=vectors.ids).to_numpy()
     cosine = float((vectors.matrix[row_of] * earlier.matrix).sum(axis=1).mean())
-    yield GateFigures("vector drift", side, cosine, told=told, may_hold=asked_alike)
+    yield GateFigures("vector drift", side, cosine, told=note, may_hold=asked_alike)
 
 
 def _sample(run: RunFolder, figures: SideFigures) -> pa.Table:

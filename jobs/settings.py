@@ -42,19 +42,19 @@ CONFIG = typer.Option(
     ...,
     "--config",
     default_factory=config_here,
-    show_default=f"{CONFIG_NAME} of the current folder, where there is one",
+    show_default=f"{CONFIG_NAME} of the current folder, if there is one",
     help="Configuration file.",
 )
 CONFIGS = typer.Option(
     [],
     "--config",
-    show_default=f"{CONFIG_NAME} of the current folder, where there is one",
+    show_default=f"{CONFIG_NAME} of the current folder, if there is one",
     help="Configuration file; several are compared with each other.",
 )
 FRAMEWORKS = typer.Option([], "--framework", help="A framework of prompts, such as kar; give it again for another.")
-WORKSPACE = typer.Option(None, "--workspace", "-w", help="Workspace folder; without it the configuration's.")
+WORKSPACE = typer.Option(None, "--workspace", "-w", show_default="that of the configuration", help="Workspace folder.")
 JSON = typer.Option(False, "--json", help="Print the result as JSON.")
-DRY_RUN = typer.Option(False, "--dry-run", help="Remove nothing; say what would be.")
+DRY_RUN = typer.Option(False, "--dry-run", help="Remove nothing; print what would be removed.")
 NOT_OF_OUTPUT = ("workspace", "deliver_to", "cluster", "metrics", "gates", "recommending")  # changes no file of a run
 _PATH_KEYS = (
     (None, "workspace"),
@@ -75,88 +75,151 @@ _PATH_KEYS = (
 
 
 class NightSettings(Strict):
-    """What a night does around generation."""
+    """What a night does besides writing texts."""
 
     shard_size: int | None = Field(
         None,
         ge=1,
-        description="Entities a shard: what is redone when a worker dies. null: a 16th of a side's, 4 to 32 batches.",
+        description="A shard holds this many entities and is what is redone when a worker dies; lower it if workers "
+        "are often lost. null: a sixteenth of the side's entities, but 4 to 32 batches.",
     )
     compare_with_plain: bool = Field(
-        False, description="Also decode everything plainly, for the CTR comparison. Costs what plain decoding costs."
+        False,
+        description="The night also decodes every text plainly, so that CTR models can be compared on both. This "
+        "takes as long as a night without drafts.",
     )
-    train_ctr: bool = Field(True, description="Train the CTR models when interactions after the date exist.")
-    num_report_samples: int = Field(3, ge=0, description="Texts a side that the report shows.")
+    train_ctr: bool = Field(
+        True, description="The night trains CTR models if the tables hold interactions after its date."
+    )
+    num_report_samples: int = Field(3, ge=0, description="The report shows this many texts of each side.")
     num_audited: int = Field(
         32,
         ge=0,
-        description="Texts a side that are decoded plainly too and compared: at most a tenth of those written tonight.",
+        description="The night decodes this many of its texts of each side plainly as well and compares them, but at "
+        "most a tenth of those it wrote. 0 turns the comparison off.",
     )
 
 
 class GateSettings(Strict):
-    """Limits within which a finished run is published; they may be changed without a run being done again."""
+    """Limits beyond which a finished run is not published. A change of them needs no new run."""
 
-    max_failed_share: float = Field(0.05, ge=0, le=1, description="Share of a side's entities in quarantine.")
-    min_coverage: float = Field(0.9, ge=0, description="Texts of a side, as a share of those of the run before.")
+    max_failed_share: float = Field(
+        0.05,
+        ge=0,
+        le=1,
+        description="The run is not published if more than this share of a side's entities is in quarantine.",
+    )
+    min_coverage: float = Field(
+        0.9,
+        ge=0,
+        description="The run is not published if a side has fewer texts than this share of those of the run before.",
+    )
     max_unusable_share: float = Field(
-        0.3, ge=0, le=1, description="Share of the texts written tonight that cannot be parsed or kept."
+        0.3,
+        ge=0,
+        le=1,
+        description="The run is not published if more than this share of the texts written tonight cannot be parsed "
+        "or is rejected.",
     )
     max_cut_share: float = Field(
-        0.5, ge=0, le=1, description="Share of the texts written tonight that are empty or end at their token limit."
+        0.5,
+        ge=0,
+        le=1,
+        description="The run is not published if more than this share of the texts written tonight is empty or ends "
+        "at the token limit.",
     )
     max_repetitive_share: float = Field(
-        0.1, ge=0, le=1, description="Share of the texts written tonight that mostly repeat themselves."
+        0.1,
+        ge=0,
+        le=1,
+        description="The run is not published if more than this share of the texts written tonight mostly repeats "
+        "itself.",
     )
     max_length_factor: float = Field(
-        1.5, ge=1, description="Mean length of rewritten texts over that of their last texts, or the reverse."
+        1.5,
+        ge=1,
+        description="The run is not published if rewritten texts are on average longer, or shorter, by more than this"
+        " factor than the previous texts of the same entities.",
     )
     min_cosine: float = Field(
-        0.3, ge=-1, le=1, description="Mean cosine between vectors of rewritten texts and of their last texts."
+        0.3,
+        ge=-1,
+        le=1,
+        description="The run is not published if the mean cosine between vectors of rewritten texts and of the "
+        "previous texts is below this.",
     )
     max_audit_length_factor: float = Field(
-        1.3, ge=1, description="Mean length of texts over that of plain texts of the same prompts, or the reverse."
+        1.3,
+        ge=1,
+        description="The run is not published if audited texts are on average longer, or shorter, by more than this "
+        "factor than plain texts of the same prompts.",
     )
     min_audit_cosine: float = Field(
-        0.6, ge=-1, le=1, description="Mean cosine between vectors of texts and of plain texts of the same prompts."
+        0.6,
+        ge=-1,
+        le=1,
+        description="The run is not published if the mean cosine between vectors of audited texts and of plain texts "
+        "of the same prompts is below this.",
     )
     max_added_repetition: float = Field(
-        0.05, ge=0, le=1, description="By how much more texts surely repeat themselves than plain ones, as shares."
+        0.05,
+        ge=0,
+        le=1,
+        description="The run is not published if the share of itself that a text repeats is, beyond chance, greater "
+        "by more than this in audited texts than in plain ones.",
     )
     max_lost_fields: float = Field(
-        0.05, ge=0, le=1, description="Share of the fields asked for that plain texts surely have and texts do not."
+        0.05,
+        ge=0,
+        le=1,
+        description="The run is not published if audited texts lack, beyond chance, more than this share of the "
+        "requested fields that plain texts have.",
     )
     max_added_names: float = Field(
-        0.5, ge=0, description="Names a text that stand in neither prompt nor catalogue, surely above plain texts'."
+        0.5,
+        ge=0,
+        description="The run is not published if audited texts have, beyond chance, more than this number of "
+        "additional names per text that are neither in the prompt nor in the catalogue.",
     )
     auc: Literal["stop", "warn", "ignore"] = Field(
-        "stop", description="What the verdict 'worse' of the CTR comparison does to the night."
+        "stop",
+        description="This says what follows if the CTR comparison finds the texts worse than plain ones. stop: the "
+        "run is not published; warn: it is published with a warning; ignore: it is published.",
     )
 
 
 class MetricsSettings(Strict):
-    """Where the figures of the last night go for Prometheus, after each night however it ended."""
+    """Where each night, successful or not, writes its metrics for Prometheus."""
 
     textfile: Path | None = Field(
         None,
-        description="A file that the node exporter's textfile collector reads: `.../laserbatch.prom`; beside it "
-        "`.../laserbatch_lists.prom` for lists of items.",
+        description="Metrics are written to this file for the textfile collector of the node exporter, such as "
+        "`.../laserbatch.prom`. Those of lists of items go to `.../laserbatch_lists.prom` beside it. "
+        "null: no file.",
     )
     push_gateway: str | None = Field(
-        None, pattern="^https?://", description="URL of a push gateway: `http://pushgateway:9091`."
+        None,
+        pattern="^https?://",
+        description="Metrics are pushed to the Prometheus push gateway at this URL, such as "
+        "`http://pushgateway:9091`. null: they are not pushed.",
     )
 
 
 class Settings(Strict):
     """Everything a run is configured by."""
 
-    workspace: Path = Path("workspace")
+    workspace: Path = Field(
+        Path("workspace"), description="This folder holds runs, pools and whatever else nights write."
+    )
     deliver_to: str | None = Field(
         None,
         pattern="://",
-        description="URI (s3://bucket/prefix) where published runs are copied for readers elsewhere; null: nowhere.",
+        description="Published runs are copied to this URI (s3://bucket/prefix) for readers elsewhere. null: they are"
+        " not copied.",
     )
-    seed: int = 0
+    seed: int = Field(
+        0, description="This seed decides the random choices of routing, drafter training and simulation."
+    )
     tables: TablesSettings = TablesSettings()
     knowledge: KnowledgeSettings = KnowledgeSettings()
     refresh: RefreshSettings = RefreshSettings()
@@ -265,8 +328,8 @@ def variant_names(configs: Sequence[Path], frameworks: Sequence[str]) -> list[st
         raise typer.BadParameter("give frameworks of one configuration, or several configurations, not both")
     names = list(frameworks) or [path.stem for path in configs]
     if len(names) < 2:
-        told = f"{names[0]!r} is one variant alone" if names else "nothing to compare is given"
-        raise typer.BadParameter(f"{told}; give --framework, or --config, twice or more")
+        problem = f"{names[0]!r} is one variant alone" if names else "nothing to compare is given"
+        raise typer.BadParameter(f"{problem}; give --framework, or --config, twice or more")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise typer.BadParameter(f"{', '.join(twice)} is given twice; files of configurations need names of their own")

@@ -16,7 +16,7 @@ class Frozen(BaseModel, frozen=True, extra="forbid"):
 
 
 class PoolSettings(Frozen):
-    """How pools are drafted from.
+    """How drafts are taken from pools.
 
     `scope` "side" drafts from every text of the side, those of the sequence's own group counting `group_weight` times;
     "group" drafts from the group's texts alone (the walls of the LASER paper).
@@ -31,14 +31,23 @@ class PoolSettings(Frozen):
     """
 
     scope: Literal["side", "group"] = Field(
-        "side", description="side: all texts of the side, the own group's counting more; group: the group's alone."
+        "side",
+        description="This says which texts a pool drafts from. side: all texts of the side, those of the entity's own"
+        " group with more weight; group: only those of the group.",
     )
-    group_weight: float = Field(3.0, ge=1, le=1000, description="How often a text of the own group counts.")
+    group_weight: float = Field(
+        3.0, ge=1, le=1000, description="With scope side, a text of the entity's own group counts this many times."
+    )
     min_support: int = Field(
-        1, ge=1, description="Entities that must have an n-gram in their texts before the pool drafts it; 1: any one."
+        1,
+        ge=1,
+        description="A pool drafts an n-gram only if the texts of at least this many entities hold it. Raise it if "
+        "drafts must not carry what the texts of only a few other entities say. 1: any n-gram.",
     )
     calibration_texts: int = Field(
-        400, ge=0, description="Texts replayed at the build to learn how often drafts are accepted; 0: none."
+        400,
+        ge=0,
+        description="The build of a pool replays this many texts to learn how often drafts are accepted. 0: no replay.",
     )
 
 
@@ -80,9 +89,13 @@ class PoolBuildSettings(Frozen):
     """How pools are built, and how long they are kept."""
 
     memory_mb: int | None = Field(
-        512, ge=1, description="Memory that sorting may take; what does not fit is sorted in turns. null: no limit."
+        512,
+        ge=1,
+        description="Sorting takes at most this much memory in MiB; larger pools are sorted in parts. null: no limit.",
     )
-    keep_versions: int = Field(3, ge=1, description="Newest pool versions kept after a night; those in use stay too.")
+    keep_versions: int = Field(
+        3, ge=1, description="A night keeps this many of the newest pool versions, and all that are in use."
+    )
 
     @property
     def memory_bytes(self) -> int | None:
@@ -97,21 +110,38 @@ class RoutingSettings(Frozen):
     paper: "collaborative", "attribute", "random" (RRP) or "global" (GRP, ReSD).
     """
 
-    scheme: Scheme = "router"
-    min_interactions: int = Field(5, ge=1, description="Interactions an entity needs for a collaborative group.")
+    scheme: Scheme = Field(
+        "router",
+        description="This says how groups are made. router: from interactions where there are enough, else from "
+        "attributes; collaborative, attribute, random and global (one pool) are the baselines of the "
+        "LASER paper.",
+    )
+    min_interactions: int = Field(
+        5, ge=1, description="An entity with at least this many interactions gets a collaborative group."
+    )
     num_groups: int | None = Field(
         None,
         ge=1,
-        description="Collaborative or random groups; unset: half the square root of the entities.",
+        description="There are this many collaborative or random groups. null: half the square root of the number of "
+        "entities.",
     )
     user_embeddings: Path | None = Field(
         None,
-        description="Parquet file of your own vectors of users, in place of LightGCN's: columns user_id and vector (a "
-        "list of floats). Users without a vector are grouped by attributes.",
+        description="This Parquet file holds your own vectors of users, in place of LightGCN's: columns user_id and "
+        "vector (a list of floats). Users without a vector are grouped by attributes. null: LightGCN is "
+        "trained.",
     )
-    item_embeddings: Path | None = Field(None, description="The same for items: columns item_id and vector.")
-    user_attributes: tuple[str, ...] | None = Field(None, description="Columns to split users by; unset: guessed.")
-    item_attributes: tuple[str, ...] | None = Field(None, description="Columns to split items by; unset: guessed.")
+    item_embeddings: Path | None = Field(
+        None,
+        description="This Parquet file holds your own vectors of items: columns item_id and vector. null: LightGCN is"
+        " trained.",
+    )
+    user_attributes: tuple[str, ...] | None = Field(
+        None, description="Users are grouped by these columns. null: the columns are guessed."
+    )
+    item_attributes: tuple[str, ...] | None = Field(
+        None, description="Items are grouped by these columns. null: the columns are guessed."
+    )
 
     def attributes_of(self, side: str) -> tuple[str, ...] | None:
         """Columns that `side` ("user" or "item") is to be split by, or None for "guess them"."""

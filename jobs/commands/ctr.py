@@ -35,10 +35,12 @@ from laserbatch.pipeline.storage.manifest import CtrFigures
 from laserbatch.pipeline.tables.read import open_tables
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
-TABLES = typer.Option(None, help="Folder or URI of the input tables. Default: the one that the run read.")
-RUN = typer.Option(None, help="A run id. Default: the published run.")
-OF_MODEL = typer.Option(None, help="Whose features it sees. Default: the run that it was trained on.")
-HISTORY = typer.Option(None, help="Which texts training rows see: latest, asof or split. Default: the run's own.")
+TABLES = typer.Option(None, show_default="those that the run read", help="Folder or URI of the input tables.")
+RUN = typer.Option(None, show_default="the published run", help="A run id.")
+OF_MODEL = typer.Option(None, show_default="the run that it was trained on", help="Run whose features the model reads.")
+HISTORY = typer.Option(
+    None, show_default="the run's setting", help="Which texts training rows see: latest, asof or split."
+)
 MODEL = typer.Argument(..., help="A folder of `laserbatch ctr train`.")
 JSON = typer.Option(False, "--json", help="Print everything as JSON.")
 
@@ -47,8 +49,10 @@ JSON = typer.Option(False, "--json", help="Print everything as JSON.")
 def train(
     out: Path = typer.Argument(..., help="Folder of the model to write."),
     model: str = typer.Option("dcnv2", help="din, dcnv2 or gbdt."),
-    features: str = typer.Option("own", help="own: the run's; plain: its plainly decoded ones; none."),
-    seed: int | None = typer.Option(None, help="Default: the run's first."),
+    features: str = typer.Option(
+        "own", help="Features to train on. own: those of the run; plain: those of its plainly decoded texts; none."
+    ),
+    seed: int | None = typer.Option(None, show_default="ctr.seed of the run", help="Seed of the training."),
     history: str | None = HISTORY,
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
@@ -56,10 +60,10 @@ def train(
     tables: str | None = TABLES,
     as_json: bool = JSON,
 ) -> None:
-    """Train one model up to the date of a run, on its features, into a folder; judge it on what came after.
+    """Train one model up to the date of a run, on its features, into a folder; evaluate it on later interactions.
 
-    The same command goes on after a kill; gbdt, which takes seconds, begins again. The folder holds weights, encoders,
-    settings, metrics, and what it is of.
+    The same command continues a training that was killed; gbdt, which takes seconds, starts again. The folder holds
+    weights, encoders, settings, metrics and the run that it was trained on.
 
     Example: `laserbatch ctr train models/dcnv2 --model dcnv2 --workspace workspace`
     """
@@ -83,7 +87,7 @@ def evaluate(
     tables: str | None = TABLES,
     as_json: bool = JSON,
 ) -> None:
-    """Judge a trained model on what came after its date: AUC, LogLoss, AUC within users, calibration.
+    """Evaluate a trained model on interactions after its date: AUC, LogLoss, AUC within users, calibration.
 
     Example: `laserbatch ctr evaluate models/dcnv2 --workspace workspace`
     """
@@ -96,15 +100,17 @@ def evaluate(
 @app.command()
 def predict(
     model: Path = MODEL,
-    pairs: Path = typer.Argument(..., help="Parquet file with user_id, item_id, and perhaps timestamp."),
-    out: Path = typer.Option(..., help="Parquet file to write: the columns of PAIRS, and score."),
+    pairs: Path = typer.Argument(
+        ..., help="Parquet file with the columns user_id, item_id and, optionally, timestamp."
+    ),
+    out: Path = typer.Option(..., help="Parquet file to write: the columns of PAIRS, and the column score."),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     run: str | None = OF_MODEL,
     tables: str | None = TABLES,
     as_json: bool = JSON,
 ) -> None:
-    """Score pairs of users and items; each by what the tables hold strictly before its timestamp, or by all of it.
+    """Score pairs of users and items by interactions strictly before their timestamp, or, without one, by all.
 
     Example: `laserbatch ctr predict models/dcnv2 pairs.parquet --out scores.parquet --workspace workspace`
     """
@@ -120,25 +126,30 @@ def compare(
     framework: list[str] = FRAMEWORKS,
     workspace: Path | None = WORKSPACE,
     run: str | None = RUN,
-    models: str | None = typer.Option(None, help="Comma-separated, of din, dcnv2 and gbdt. Default: the run's own."),
-    seeds: int | None = typer.Option(None, min=1, help="Trainings of each model and variant. Default: the run's own."),
+    models: str | None = typer.Option(
+        None, show_default="those of the run", help="Models to train, of din, dcnv2 and gbdt, separated by commas."
+    ),
+    seeds: int | None = typer.Option(
+        None, min=1, show_default="the run's setting", help="Trainings of each model and variant."
+    ),
     history: str | None = HISTORY,
     tables: str | None = TABLES,
     as_json: bool = typer.Option(False, "--json", help="Print everything, each seed too, as JSON."),
 ) -> None:
-    """Train DIN, DCNv2 and LightGBM without and with a run's knowledge; judge them on what came after the run's date.
+    """Train DIN, DCNv2 and LightGBM without and with a run's knowledge; evaluate them after its date.
 
-    Reads the tables anew, so that a run of yesterday can be judged on today. Writes nothing. With several `--framework`
-    or `--config` it says which is worth it: their newest runs of one date, published or not, in one table of lift,
-    tokens and cost, the most lift an hour of generation first.
+    The command reads the tables again, so that interactions of today can judge a run of yesterday, and writes nothing.
+    With several `--framework`
+    or `--config` it compares their newest runs of one date, published or not, in one table of lift, tokens and cost,
+    sorted by lift per hour of generation.
 
     Example: `laserbatch ctr compare --workspace workspace --models din,dcnv2 --seeds 3`
 
     Example: `laserbatch ctr compare --framework kar --framework once`
     """
     if framework or len(config) > 1:
-        told = _compared(config, framework, workspace, run, models, seeds, history, tables)
-        summary(told, as_json=True) if as_json else print_worth(told)
+        comparison = _compared(config, framework, workspace, run, models, seeds, history, tables)
+        summary(comparison, as_json=True) if as_json else print_worth(comparison)
         return
     config = config[0] if config else config_here()
     night = open_run(load_settings(config, {"workspace": workspace}), run)
@@ -168,10 +179,10 @@ def _compared(configs, frameworks, workspace, run, models, seeds, history, table
     return compare_variants(variants, open_tables(tables or of_first.path, of_first.keep_duplicates))
 
 
-def print_worth(told: Mapping[str, Any]) -> None:
+def print_worth(comparison: Mapping[str, Any]) -> None:
     """Show several variants beside each other on the terminal."""
-    print_table(worth_table(told))
-    if line := between_line(told):
+    print_table(worth_table(comparison))
+    if line := between_line(comparison):
         stdout.print(line, markup=False, soft_wrap=True)
 
 

@@ -30,11 +30,11 @@ def check(
     config: Path | None = CONFIG,
     as_json: bool = JSON,
 ) -> None:
-    """Check that tables can be used, as `nightly` does, and name table, column, row and value of all that is wrong.
+    """Check that tables can be used, as `nightly` does, and name table, column, row and value of every fault.
 
     Files of a table's folder that are left out (hidden, empty, no Parquet) are named in a warning.
 
-    Exit code 0 when nothing is, or there are only warnings; 3 otherwise.
+    Exit code 0 if there are no faults, only warnings or nothing; 3 otherwise.
 
     Example: laserbatch data check mytables/ --config laserbatch.yaml
     """
@@ -76,16 +76,18 @@ def import_(
 @app.command()
 def sample(
     out: Annotated[Path, typer.Argument(help="Folder to write the tables to.")],
-    num_users: Annotated[int, typer.Option(min=1, help="Users; a million works, streamed to disk.")] = 400,
-    num_items: Annotated[int, typer.Option(min=20, help="Items of the made-up catalogue.")] = 300,
+    num_users: Annotated[
+        int, typer.Option(min=1, help="Number of users; they are streamed to disk, so a million works.")
+    ] = 400,
+    num_items: Annotated[int, typer.Option(min=20, help="Number of items in the catalogue.")] = 300,
     days: Annotated[
         int, typer.Option(min=2, help="Days of ratings; the last brings new users, items and behaviour.")
     ] = 60,
-    seed: Annotated[int, typer.Option(min=0, help="Same seed, same files.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sample; the same seed gives the same files.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is there.")] = False,
     as_json: bool = JSON,
 ) -> None:
-    """Write a sample world of our own making: catalogue, users with tastes, ratings over some weeks.
+    """Write a synthetic sample world: a catalogue, users with tastes, and ratings over some weeks.
 
     Example: laserbatch data sample world/ --num-users 1000 --seed 7
     """

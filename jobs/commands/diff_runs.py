@@ -1,4 +1,4 @@
-"""What two runs say differently: whose text changed and why, who appeared, who went. Read from their files alone."""
+"""The difference between two runs: whose text changed and why, and those added or removed."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -32,14 +32,14 @@ class SideDiff:
     """What became of the entities of a side from one run to another; of each kind a few are named."""
 
     num_unchanged: int
-    num_rewritten_alike: int  # asked something else, and the text is the same
+    num_regenerated_same: int  # written anew, and the text is the same
     num_changed: int
-    num_appeared: int
-    num_went: int
+    num_added: int
+    num_removed: int
     reasons: dict[str, int]  # of the changed, the most frequent first
     changed: list[NamedEntity] = field(default_factory=list)
-    appeared: list[NamedEntity] = field(default_factory=list)
-    went: list[NamedEntity] = field(default_factory=list)
+    added: list[NamedEntity] = field(default_factory=list)
+    removed: list[NamedEntity] = field(default_factory=list)
 
 
 def diff_side(before: RunFolder, after: RunFolder, side: Side, num_named: int) -> SideDiff:
@@ -48,8 +48,8 @@ def diff_side(before: RunFolder, after: RunFolder, side: Side, num_named: int) -
     kind = old.ids.type if old.ids.type == new.ids.type else pa.string()
     old_ids, new_ids = old.ids.cast(kind), new.ids.cast(kind)
     row = pc.fill_null(pc.index_in(new_ids, value_set=old_ids), -1).to_numpy(zero_copy_only=False)
-    came, stayed = np.flatnonzero(row < 0), np.flatnonzero(row >= 0)
-    went = np.setdiff1d(np.arange(len(old_ids)), row)
+    added, stayed = np.flatnonzero(row < 0), np.flatnonzero(row >= 0)
+    removed = np.setdiff1d(np.arange(len(old_ids)), row)
     other = stayed[~_equal(new.written_by.take(stayed), old.written_by.take(row[stayed]))]
     texts_now, texts_before = new.texts(other), old.texts(row[other])
     is_changed = ~_equal(texts_now, texts_before)
@@ -63,17 +63,17 @@ def diff_side(before: RunFolder, after: RunFolder, side: Side, num_named: int) -
     now, then = texts_now.filter(pa.array(is_changed)), texts_before.filter(pa.array(is_changed))
     return SideDiff(
         num_unchanged=len(stayed) - len(other),
-        num_rewritten_alike=len(other) - len(changed),
+        num_regenerated_same=len(other) - len(changed),
         num_changed=len(changed),
-        num_appeared=len(came),
-        num_went=len(went),
+        num_added=len(added),
+        num_removed=len(removed),
         reasons=dict(Counter(reasons).most_common()),
         changed=[
             NamedEntity(new.ids[int(changed[k])].as_py(), reasons[k], then[int(k)].as_py(), now[int(k)].as_py())
             for k in named
         ],
-        appeared=_named(new.ids.take(came), before, side, num_named, "was in quarantine", "new"),
-        went=_named(old.ids.take(went), after, side, num_named, "is in quarantine", "no longer in the tables"),
+        added=_named(new.ids.take(added), before, side, num_named, "was in quarantine", "new"),
+        removed=_named(old.ids.take(removed), after, side, num_named, "is in quarantine", "no longer in the tables"),
     )
 
 

@@ -61,10 +61,10 @@ def doctor(
     with_ray: bool = typer.Option(True, "--ray/--no-ray", help="Start or join Ray, which takes some seconds."),
     as_json: bool = JSON,
 ) -> None:
-    """Check whether a night can run here, from versions and GPU to model, disk and tables; say how to mend it.
+    """Check whether a night can run here, from versions and GPU to model, disk and tables; print how to fix faults.
 
-    A model of your own that fits this machine answers one short question, so that it shows whether its texts end.
-    Exit code 0: nothing hinders a night; 3: something does.
+    Your own model, if it fits this machine, answers one short question, which shows whether its texts end.
+    Exit code 0: a night can run; 3: it cannot.
 
     Example: `laserbatch doctor --config laserbatch.yaml`
     """
@@ -75,8 +75,8 @@ def doctor(
         summary({"num_faults": num_faults, "findings": [asdict(finding) for finding in findings]}, as_json=True)
     else:
         for finding in findings:
-            told = f"{finding.about}: {finding.found}" + (f". {finding.mend}" if finding.mend else "")
-            stdout.print(Text(f"{finding.level:<8}", STYLES[finding.level]) + Text(visible(told)), soft_wrap=True)
+            line = f"{finding.about}: {finding.found}" + (f". {finding.mend}" if finding.mend else "")
+            stdout.print(Text(f"{finding.level:<8}", STYLES[finding.level]) + Text(visible(line)), soft_wrap=True)
     if num_faults:
         raise typer.Exit(ExitCode.BAD_INPUT)
 
@@ -114,8 +114,8 @@ def check_versions(settings: Settings) -> Iterator[Finding]:
             continue
         if not wanted.specifier.contains(found, prereleases=True):
             yield Finding("versions", "fault", f"{wanted.name} is {found}; {wanted} is expected", mend)
-    told = ", ".join(f"{name} {version(name)}" for name in ("laserbatch", "torch", "transformers", "ray"))
-    yield Finding("versions", "ok", f"Python {platform.python_version()}, {told}")
+    versions = ", ".join(f"{name} {version(name)}" for name in ("laserbatch", "torch", "transformers", "ray"))
+    yield Finding("versions", "ok", f"Python {platform.python_version()}, {versions}")
 
 
 def check_gpu(settings: Settings) -> Iterator[Finding]:
@@ -297,10 +297,10 @@ def check_memory_and_model(settings: Settings) -> Iterator[Finding]:
         return  # each GPU holds the weights of one worker, which refuses what does not fit it
     num_workers = worker_layout(settings.cluster, [Node(usable_cores())]).num_workers
     needed = num_workers * max(num_bytes, 4 * num_values if settings.decoding.dtype != "bfloat16" else 2 * num_values)
-    told = f"{memory.free_bytes / 1e9:.1f} of {memory.total_bytes / 1e9:.1f} GB free; the weights of {num_workers} "
-    told += f"workers take {needed / 1e9:.1f} GB"
+    message = f"{memory.free_bytes / 1e9:.1f} of {memory.total_bytes / 1e9:.1f} GB free; the weights of {num_workers} "
+    message += f"workers take {needed / 1e9:.1f} GB"
     mend = "Take a smaller model, or lower cluster.num_workers" if needed > 0.8 * memory.free_bytes else None
-    yield Finding("memory", "fault" if needed > memory.free_bytes else "warning" if mend else "ok", told, mend)
+    yield Finding("memory", "fault" if needed > memory.free_bytes else "warning" if mend else "ok", message, mend)
 
 
 def check_answer(settings: Settings) -> Iterator[Finding]:
@@ -431,8 +431,8 @@ def check_tables(settings: Settings) -> Iterator[Finding]:
     findings = check_inputs(settings.tables.path, settings)
     faults = [finding for finding in findings if not finding.is_warning]
     if faults:
-        told = "; ".join(map(str, faults[:3]))
-        yield Finding("tables", "fault", told, f"`laserbatch data check {settings.tables.path}` names them all")
+        problems = "; ".join(map(str, faults[:3]))
+        yield Finding("tables", "fault", problems, f"`laserbatch data check {settings.tables.path}` names them all")
     else:
         left_out = "".join(f"; {finding.found}" for finding in findings if finding.kind == "left-out")
         yield Finding("tables", "ok", f"{settings.tables.path} has no fault{left_out}")

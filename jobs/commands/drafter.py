@@ -21,20 +21,28 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 def train(
     kind: Kind = typer.Argument(
         ...,
-        help="medusa, eagle, hass: a head on the model's states; medusa2: and an adapter of it; small: a model.",
+        help="medusa, eagle, hass: a head on the model's hidden states; medusa2: the same and an adapter of the model; "
+        "small: a model.",
     ),
-    out: Path = typer.Option(..., help="Folder for it, new or of the same training when that was killed."),
+    out: Path = typer.Option(..., help="Folder to write; a folder of the same training that was killed is continued."),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
-    run: str | None = typer.Option(None, "--run", help="Run whose texts it learns from; without it the published one."),
-    num_texts: int = typer.Option(USUAL.num_texts, "--texts", min=40, help="Newest texts, of that run and before it."),
-    epochs: int = typer.Option(USUAL.epochs, min=1, help="How often it sees each of them."),
+    run: str | None = typer.Option(
+        None, "--run", show_default="the published run", help="Run whose texts it learns from."
+    ),
+    num_texts: int = typer.Option(
+        USUAL.num_texts,
+        "--texts",
+        min=40,
+        help="Number of the newest texts, of that run and earlier ones, to learn from.",
+    ),
+    epochs: int = typer.Option(USUAL.epochs, min=1, help="Passes over these texts."),
     as_json: bool = JSON,
 ) -> None:
-    """Train a drafter for the model on texts that it wrote, and say how often held-back texts are drafted right.
+    """Train a drafter for the model on texts that it wrote, and report its accuracy on held-back texts.
 
-    Killed, the same command goes on. Nights draft with it by `decoding.draft_head`, a small model by
-    `decoding.draft_models`; `drafter_training.kind` has nights train and try one by themselves.
+    The same command continues a training that was killed. Nights draft with a head that `decoding.draft_head` names,
+    or with a small model that `decoding.draft_models` names; with `drafter_training.kind` nights train and try one.
 
     Example: `laserbatch drafter train eagle --out drafters/eagle --config laserbatch.yaml`
     """
@@ -49,7 +57,7 @@ def train(
     use = f"draft_models: [{out}]" if kind == "small" else f"draft_head: {out}"
     if kind == "medusa2":
         use = f"adapter: {out / ADAPTER_NAME}, {use}"
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "folder": str(out),
         "num_texts": card.num_texts,
         "num_held_back": card.num_held_back,
@@ -57,7 +65,7 @@ def train(
         "right_by_depth": [round(share, 3) for share in card.acceptance],
         "tokens_per_step_alone": card.tokens_per_step,
     }
-    summary(told, as_json)
+    summary(result, as_json)
     if not as_json:
         say(f"to draft with it: `decoding: {{{use}}}`; a pool's drafts stand beside its own")
 

@@ -122,11 +122,11 @@ def _reasons(night: Night, plan: SidePlan, shards: list[Shard], scratch: RunFold
             for part in changed.keys() & parts:
                 changed[part].append(key)
     num_before = plan.num_carried_over + plan.num_waiting + reasons.total() - reasons[NEW]
-    told = {}
+    columns_by_side = {}
     for part, keys in changed.items():
         if 2 * len(keys) > num_before:
-            told |= _most_changed(night, side, part, pa.array(keys), num_before, known, scratch)
-    return {"reasons": dict(reasons.most_common()), **({"changed_columns": told} if told else {})}
+            columns_by_side |= _most_changed(night, side, part, pa.array(keys), num_before, known, scratch)
+    return {"reasons": dict(reasons.most_common()), **({"changed_columns": columns_by_side} if columns_by_side else {})}
 
 
 def _most_changed(

@@ -32,22 +32,29 @@ def experiment(
     config: list[Path] = CONFIGS,
     framework: list[str] = FRAMEWORKS,
     workspace: Path | None = WORKSPACE,
-    users: int = typer.Option(200, min=1, help="Users of the sample: those whose ids have the lowest hash."),
+    users: int = typer.Option(200, min=1, help="Number of users in the sample: those whose ids have the lowest hash."),
     items: int | None = typer.Option(
-        None, min=1, help="Most items of it, those first that its users met most. Default: four a user."
+        None, min=1, show_default="four a user", help="Maximum number of items, those first that these users met most."
     ),
     date: str | None = typer.Option(
-        None, help="The night that is tried. Default: the last day by whose end 80 % of the interactions had happened."
+        None,
+        show_default="the last day up to whose end 80 % of the interactions happened",
+        help="Date of the night to try.",
     ),
-    name: str | None = typer.Option(None, help="Of its folder. Default: one of its own for whatever is tried."),
-    ray_address: str | None = typer.Option(None, help="Use this Ray cluster; without it a local one a variant."),
+    name: str | None = typer.Option(
+        None, show_default="made from what is tried", help="Name of the experiment's folder."
+    ),
+    ray_address: str | None = typer.Option(
+        None, show_default="a local one for each variant", help="Address of a Ray cluster to use."
+    ),
     as_json: bool = JSON,
 ) -> None:
-    """Try templates, models or frameworks on a sample of entities; nothing that is published is touched.
+    """Try templates, models or frameworks on a sample of entities; published runs do not change.
 
     Each variant is a framework of one configuration, or a configuration, and has a night of its own in
-    `<workspace>/experiments/<name>`; what came after the date then judges all of them: lift, cost and audit in one
-    table. Killed at any moment, the same command goes on. `laserbatch runs gc --experiments` removes the folders.
+    `<workspace>/experiments/<name>`. Interactions after the date then judge all of them: one table shows lift, cost
+    and audit. The same command continues an experiment that was killed.
+    `laserbatch runs gc --experiments` removes the folders.
 
     Example: `laserbatch experiment --framework kar --framework rlmrec --users 200`
 
@@ -74,25 +81,25 @@ def experiment(
     else:
         day = day_of_share(open_tables(first.tables.path, first.tables.keep_duplicates), SHARE_BEFORE)
     asked = Experiment(settings, day, users, items or ITEMS_A_USER * users)
-    told = run_experiment(opened, name or asked.default_name, asked)
+    comparison = run_experiment(opened, name or asked.default_name, asked)
     if as_json:
-        summary(told, as_json=True)
+        summary(comparison, as_json=True)
     else:
-        _show(told)
-    if told["failed"]:
+        _show(comparison)
+    if comparison["failed"]:
         raise typer.Exit(ExitCode.RUN_FAILED)
 
 
-def _show(told: dict[str, Any]) -> None:
-    print_worth(told)
-    audit = audit_table(told["variants"])
+def _show(comparison: dict[str, Any]) -> None:
+    print_worth(comparison)
+    audit = audit_table(comparison["variants"])
     if audit is None:
         say("no text was compared with a plain one: variants wrote too few, or are plain themselves")
     else:
         print_table(audit)
-    for one in told["variants"]:
+    for one in comparison["variants"]:
         for sentence in one["gates"]:
             say(f"{one['variant']}: {sentence}")
-    for name, why in told["failed"].items():
+    for name, why in comparison["failed"].items():
         say(f"{name} failed: {why}")
-    say(f"all of it is in {told['folder']}, each variant a workspace with its report and texts")
+    say(f"all of it is in {comparison['folder']}, each variant a workspace with its report and texts")

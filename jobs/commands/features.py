@@ -37,7 +37,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 Format = StrEnum("Format", {name: name for name in FORMATS})
 TimeUnit = StrEnum("TimeUnit", {name: name for name in UNITS_PER_SECOND})
 FLOAT16 = typer.Option(False, "--float16", help="Write vectors in half precision.")
-BASIS = typer.Option(None, "--basis", help="A folder of `laserbatch ctr train`: vectors are reduced as that model's.")
+BASIS = typer.Option(None, "--basis", help="Reduce vectors as the model in this folder of `laserbatch ctr train` does.")
 
 
 @app.command()
@@ -49,14 +49,16 @@ def asof(
     float16: bool = FLOAT16,
     basis: Path | None = BASIS,
     unit: TimeUnit | None = typer.Option(
-        None, help="Unit of `timestamp` since 1970, if it holds integers. Default: the one that all values leave, or s."
+        None,
+        show_default="the one that fits all values, or s",
+        help="Unit of `timestamp` since 1970, if it holds integers.",
     ),
     as_json: bool = JSON,
 ) -> None:
     """Join to each row of a log the newest features that are older than it, of all finished runs.
 
-    A text of the night of a date is valid from the day after, so no row sees a text that has seen the row. Where there
-    is none, the features are null.
+    A text of the night of a date is valid from the day after, so no row gets a text that was written from the row.
+    Rows without such a text have null features.
 
     Example: `laserbatch features asof tables/interactions.parquet train.parquet --workspace workspace`
     """
@@ -107,7 +109,7 @@ def history(
 ) -> None:
     """Write every version of the features that finished runs hold, with `valid_from` and `valid_to`.
 
-    `valid_to` is when the next version took over, null for what still holds: the view that feature stores join by time.
+    `valid_to` is when the next version took over, and null for current versions, as feature stores join them by time.
 
     Example: `laserbatch features history versions/ --workspace workspace`
     """
@@ -132,10 +134,12 @@ def history(
 
 @app.command()
 def export(
-    out: Path = typer.Argument(..., help="Folder to write; its name is the data set's, where a format wants one."),
-    layout: Format = typer.Option(Format.merlin, "--format", help="Whose layout."),
-    run: str | None = typer.Option(None, help="A run id. Default: the published run."),
-    since: str | None = typer.Option(None, help="A run id: only rows that differ from that run's, and ids that went."),
+    out: Path = typer.Argument(..., help="Folder to write; formats that need a name of the data set take its name."),
+    layout: Format = typer.Option(Format.merlin, "--format", help="Tool whose layout is written."),
+    run: str | None = typer.Option(None, show_default="the published run", help="A run id."),
+    since: str | None = typer.Option(
+        None, help="Write only rows that differ from this run's, and ids that were removed since."
+    ),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     float16: bool = FLOAT16,

@@ -98,10 +98,10 @@ def forget(
 ) -> None:
     """Remove users or items from every run and pool of a workspace, and write a receipt of what was removed.
 
-    Texts, vectors, plans, quarantine and reports' samples of every run go; pools that held them are rebuilt or dropped,
-    drafters that nights trained, unfinished runs and experiments removed. Killed, the same command goes on. Take the
-    ids out of your input tables first: who is in them is written about again the next night. Where an id is nowhere
-    (neither in the workspace, nor in the input tables, nor in an earlier receipt), the exit code is 4.
+    Their texts, vectors, plans, quarantined rows and report samples are removed from every run. Pools that held them
+    are rebuilt or dropped; trained drafters, unfinished runs and experiments are removed. The same command continues
+    if it was killed. Remove the ids from your input tables first, or the next night writes about them again. The exit
+    code is 4 if an id is neither in the workspace, nor in the input tables, nor in an earlier receipt.
 
     Example: `laserbatch forget --config laserbatch.yaml --user u123 --user u456`
     """
@@ -129,8 +129,8 @@ def forget(
             _remove(opened, settings, wanted, receipt)
     still_there = None if in_tables is None else _by_table(in_tables)
     if as_json:
-        told = receipt.as_json() | {"receipt": str(receipt.path), "dry_run": dry_run, "nowhere": nowhere}
-        summary(told | {"unknown": unknown, "still_in_tables": still_there}, as_json=True)
+        payload = receipt.as_json() | {"receipt": str(receipt.path), "dry_run": dry_run, "nowhere": nowhere}
+        summary(payload | {"unknown": unknown, "still_in_tables": still_there}, as_json=True)
     else:
         summary(
             {
@@ -151,7 +151,7 @@ def forget(
         )
     for side, keys in unknown.items():
         if keys:
-            say(f"nothing of {counted(len(keys), side)} is in {opened.root}: {', '.join(keys)}")
+            say(f"{counted(len(keys), side)} not found in {opened.root}: {', '.join(keys)}")
     _warn(wanted, still_there)
     for place in receipt.not_reached:
         say(
@@ -357,14 +357,14 @@ def _in_tables(settings: Settings, wanted: Ids) -> dict[tuple[str, Side], set[st
             if keys:
                 found[table, side] = keys
     except PipelineError as error:
-        say(f"the input tables could not be looked into: {error}")
+        say(f"the input tables could not be read: {error}")
         return None
     return found
 
 
 def _warn(wanted: Ids, still_there: Mapping[str, list[str]] | None) -> None:
     if still_there is None:
-        say("whether they are still in the input tables is not known here: who is, is written about again")
+        say("the input tables were not read: the next night writes again about ids that they still hold")
     for table, keys in (still_there or {}).items():
         say(
             f"WARNING: {counted(len(keys), 'id')} still in the input table {table}: {', '.join(keys[:5])}"
@@ -372,6 +372,9 @@ def _warn(wanted: Ids, still_there: Mapping[str, list[str]] | None) -> None:
             "users, items and interactions, then give this command again"
         )
     if wanted["item"]:
-        say("titles of items stay in users' plans, samples and texts, where a history shows them, until those change")
-    say("of temporary folders that killed processes left, those of this machine alone are removed")
-    say("copies elsewhere (exports, backups, snapshots, versions that a bucket keeps, trained models) are not touched")
+        say(
+            "the titles of these items stay in plans, samples and texts of users whose histories hold them, until "
+            "those are written again"
+        )
+    say("temporary folders of killed processes are removed on this machine only")
+    say("copies elsewhere (exports, backups, snapshots, object versions in a bucket, trained models) are not removed")

@@ -48,7 +48,7 @@ def init(
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace OUT if it is there."),
     as_json: bool = JSON,
 ) -> None:
-    """Write a commented configuration for your own tables, with a guessed mapping to be corrected.
+    """Write a commented configuration for your own tables, and a guessed mapping for you to correct.
 
     Example: `laserbatch init exports/ --out laserbatch.yaml`
     """
@@ -103,8 +103,8 @@ def init(
     note = f"# Made from {tables} by: {command}\n"
     write_text(_configuration(out.resolve().with_name("tables"), note, guessed), out)
     notes += guess.notes
-    for told in notes:
-        say(told)
+    for message in notes:
+        say(message)
     say(f"the mapping is a guess, which says at each line what it rests on; read {mapping_path} before you import")
     said = {"configuration": str(out), "mapping": str(mapping_path), "model": NEEDS_A_MODEL}
     said |= {"notes": notes} if as_json and notes else {}

@@ -34,26 +34,30 @@ DEMO_SEED = 7  # a world on which nothing was trained or chosen: neither the sam
 def nightly(
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
-    date: str = typer.Option(..., help="The night: what was known at the end of this day is used."),
+    date: str = typer.Option(..., help="Date of the night, which uses what was known at the end of this day."),
     force: bool = typer.Option(
-        False, help="Generate unchanged entities too, in a run of its own; accept also a date after tomorrow."
+        False, help="Also write unchanged entities again, in a new run; also accept a date after tomorrow."
     ),
     redo: bool = typer.Option(
-        False, help="Do a finished date whose tables changed since again, in a run of its own; the unchanged is kept."
+        False, help="Run a finished date again, in a new run, if its tables changed since; unchanged texts are kept."
     ),
-    publish: bool = typer.Option(False, "--publish", help="Publish it also where a run of a later date is published."),
+    publish: bool = typer.Option(
+        False, "--publish", help="Publish the run even if a run of a later date is published."
+    ),
     dry_run: bool = typer.Option(
         False,
         "--dry-run",
         help="Print what would be written and why, columns that changed for most, predicted tokens, hours and money.",
     ),
-    ray_address: str | None = typer.Option(None, help="Use this Ray cluster; without it a local one is started."),
+    ray_address: str | None = typer.Option(
+        None, show_default="a local one is started", help="Address of a Ray cluster to use."
+    ),
     as_json: bool = JSON,
 ) -> None:
     """Run a whole night: generate, encode, compare, publish, build pools, report.
 
-    Killed at any moment, the same command finishes the night. A night of an older date sees only what is older, and is
-    not published where one of a later date is, unless `--publish` asks for it. With `--dry-run` nothing is written.
+    The same command finishes a night that was killed. A night of an older date reads only older interactions, and is
+    not published while a run of a later date is, unless you pass `--publish`. With `--dry-run` nothing is written.
 
     Example: `laserbatch nightly --config laserbatch.yaml --date 2025-03-01`
     """
@@ -82,21 +86,23 @@ def nightly(
 
 def backfill(
     first: str = typer.Option(..., "--from", help="The first night."),
-    last: str = typer.Option(..., "--to", help="The last night, itself among them."),
+    last: str = typer.Option(..., "--to", help="The last night, inclusive."),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     publish: bool = typer.Option(
         False, "--publish", help="Publish the last night, whatever its date, when all are done."
     ),
-    redo: bool = typer.Option(False, help="Do finished nights whose tables changed since again, in runs of their own."),
+    redo: bool = typer.Option(False, help="Run finished nights again, in new runs, if their tables changed since."),
     force: bool = typer.Option(False, help="Accept dates after tomorrow; nothing else changes."),
-    ray_address: str | None = typer.Option(None, help="Use this Ray cluster; without it a local one a night."),
+    ray_address: str | None = typer.Option(
+        None, show_default="a local one for each night", help="Address of a Ray cluster to use."
+    ),
     as_json: bool = JSON,
 ) -> None:
-    """Run the nights of a range of dates, each from the one before it; finished ones are left as they are.
+    """Run the nights of a range of dates, each built on the one before it; finished nights are skipped.
 
-    A night sees what was known on its date and nothing later. What readers see does not change before the end, and
-    then with `--publish` alone. A night that fails stops the range; the same command goes on with it.
+    A night reads what was known on its date and nothing later. The published run changes only at the end, and only with
+    `--publish`. A night that fails stops the range; the same command continues from it.
 
     Example: `laserbatch backfill --config laserbatch.yaml --from 2025-02-01 --to 2025-02-14`
     """
@@ -120,12 +126,12 @@ def backfill(
         is_taken_back = night.run.run_id in night.workspace.not_built_on()
         if is_taken_back:
             how = f"`laserbatch nightly --date {date} --force` does its date again"
-            say(f"run {night.run.run_id} was taken back, so the next night is built on an earlier one; {how}")
+            say(f"run {night.run.run_id} was rolled back, so the next night is built on an earlier one; {how}")
         else:
             before = night.run
     opened = Workspace.open(settings.workspace)
     if publish and is_taken_back:
-        say(f"not published: run {night.run.run_id} was taken back; {command_to_publish(night.run)} changes that")
+        say(f"not published: run {night.run.run_id} was rolled back; {command_to_publish(night.run)} changes that")
     elif publish:
         with opened.lock():
             let_readers_see(opened, before.run_id)
@@ -147,12 +153,12 @@ def _counts(night: Night) -> dict[str, str | int]:
 
 
 def demo(
-    folder: Path = typer.Option(Path("demo"), help="Where the world and the workspace go; it may exist."),
-    num_users: int = typer.Option(400, help="Users of the sample world."),
-    num_items: int = typer.Option(300, help="Items of the sample world."),
+    folder: Path = typer.Option(Path("demo"), help="Folder for the sample world and the workspace; it may exist."),
+    num_users: int = typer.Option(400, help="Number of users in the sample world."),
+    num_items: int = typer.Option(300, help="Number of items in the sample world."),
     as_json: bool = JSON,
 ) -> None:
-    """Two nights on a sample world, with the bundled model: the second is faster because the first happened.
+    """Run two nights on a sample world with the bundled model; the second drafts from the texts of the first.
 
     Example: `laserbatch demo --folder demo`
     """
@@ -185,7 +191,7 @@ def demo(
 
 def left_out_columns(manifest: RunManifest) -> list[str]:
     """The columns that no prompt shows because they look like personal data, as `users.email`."""
-    return [f"{table}.{column}" for table, told in manifest.inputs.items() for column in told.get(LEFT_OUT, {})]
+    return [f"{table}.{column}" for table, facts in manifest.inputs.items() for column in facts.get(LEFT_OUT, {})]
 
 
 def night_counts(night: Night) -> dict[str, Any]:

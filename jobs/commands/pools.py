@@ -25,14 +25,14 @@ LAZY_COMMANDS = {
 
 app = lazy_app(LAZY_COMMANDS, add_completion=False)
 
-RUN = typer.Option(None, "--run", help="Run whose texts become the pools; without it the published one.")
+RUN = typer.Option(None, "--run", show_default="the published run", help="Run whose texts become the pools.")
 
 
 @app.command()
 def rebuild(
     config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, run: str | None = RUN, as_json: bool = JSON
 ) -> None:
-    """Build the pools of a run, again if they are there; the next run drafts from them if that run is finished.
+    """Build the pools of a run, or rebuild them; the next run drafts from them if that run is finished.
 
     Example: `laserbatch pools rebuild --config laserbatch.yaml`
     """
@@ -58,7 +58,7 @@ def rebuild(
 
 @app.command(name="list")
 def list_versions(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, as_json: bool = JSON) -> None:
-    """List the versions; the one marked is what the next run opens.
+    """List the versions; the next run opens the marked one.
 
     Example: `laserbatch pools list --config laserbatch.yaml`
     """
@@ -77,7 +77,9 @@ def list_versions(config: Path | None = CONFIG, workspace: Path | None = WORKSPA
 
 @app.command()
 def show(
-    version: str | None = typer.Argument(None, help="The version; without it the current one."),
+    version: str | None = typer.Argument(
+        None, show_default="the current version", help="A version that `laserbatch pools list` shows."
+    ),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     verify: bool = typer.Option(False, help="Compare every file with its checksum."),
@@ -110,7 +112,7 @@ def use(
     workspace: Path | None = WORKSPACE,
     as_json: bool = JSON,
 ) -> None:
-    """Let the next run draft from an earlier version. A run that is under way keeps its own.
+    """Make the next run draft from an earlier version; a run that is under way does not change.
 
     Example: `laserbatch pools use 2025-03-01-1a2b3c4d`
     """
@@ -123,14 +125,17 @@ def use(
 @app.command()
 def gc(
     keep: int | None = typer.Option(
-        None, min=1, help="Newest versions that stay, the current one among them; without it pool_building's."
+        None,
+        min=1,
+        show_default="pool_building.keep_versions",
+        help="Number of the newest versions to keep, the current one included.",
     ),
     dry_run: bool = DRY_RUN,
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     as_json: bool = JSON,
 ) -> None:
-    """Remove old versions, but none that an unfinished run drafts from, and what dead builders left.
+    """Remove old versions, except those that unfinished runs draft from, and leftovers of builds that were killed.
 
     Example: `laserbatch pools gc --keep 3 --dry-run`
     """

@@ -58,7 +58,9 @@ class PromptReport:
 @app.command()
 def report(
     config: Path | None = CONFIG,
-    date: str | None = typer.Option(None, help="As known at the end of this day; without it everything is known."),
+    date: str | None = typer.Option(
+        None, show_default="all interactions", help="Use what was known at the end of this day."
+    ),
     as_json: bool = JSON,
 ) -> None:
     """Show by field what prompts spend their tokens on, how often a field repeats, and what half the history saves.

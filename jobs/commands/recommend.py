@@ -16,15 +16,15 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 def recommend(
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
-    date: str = typer.Option(..., help="What was known at the end of this day is used."),
+    date: str = typer.Option(..., help="Date of the lists, which use what was known at the end of this day."),
     force: bool = typer.Option(
-        False, help="Make lists of unchanged users too, in a run of its own; accept also a date after tomorrow."
+        False, help="Also make new lists for unchanged users, in a new run; also accept a date after tomorrow."
     ),
     as_json: bool = JSON,
 ) -> None:
     """List the best items of every user, and publish them as Parquet: user_id, rank, item_id, score.
 
-    Killed at any moment, the same command finishes the run. Readers begin at `recommendations/published.json`.
+    The same command finishes a run that was killed. `recommendations/published.json` names the published run.
 
     Example: `laserbatch recommend --config laserbatch.yaml --date 2025-03-01`
     """
@@ -52,27 +52,31 @@ def recommend(
 
 @app.command()
 def train(
-    out: Path = typer.Option(..., help="Folder for it."),
+    out: Path = typer.Option(..., help="Folder to write."),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     codes: Path | None = typer.Option(
-        None, help="Parquet with item_id and codes; without it codes are made of the published run's item vectors."
+        None,
+        show_default="made from the item vectors of the published run",
+        help="Parquet file with the columns item_id and codes.",
     ),
-    code_maker: CodeMaker = typer.Option("kmeans", help="How codes are made of vectors."),
+    code_maker: CodeMaker = typer.Option("kmeans", help="Method that makes codes from vectors."),
     draft_for: Path | None = typer.Option(None, help="Train a small model to draft for this folder's recommender."),
-    loss: DraftLoss = typer.Option("wordkd", help="What the small model learns by."),
+    loss: DraftLoss = typer.Option("wordkd", help="Loss that the small model is trained with."),
     base: Path | None = typer.Option(
         None, help="Folder of a language model: its vocabulary is extended by the codes, and a LoRA adapts it."
     ),
-    date: str | None = typer.Option(None, help="Interactions up to the end of this day; without it all."),
+    date: str | None = typer.Option(
+        None, show_default="all interactions", help="Train on interactions up to the end of this day."
+    ),
     epochs: int | None = typer.Option(
-        None, min=1, help="How often it sees each history, the best epoch being kept: 15, a small model 5 times."
+        None, min=1, show_default="15, of a small model 5", help="Passes over the histories; the best epoch is kept."
     ),
     as_json: bool = JSON,
 ) -> None:
     """Train a recommender on the interactions of the tables, or a small model that drafts for one.
 
-    Nights use it by `recommending.model` and `recommending.draft_model`. Killed, the same command goes on.
+    Set `recommending.model` or `recommending.draft_model` to its folder. The same command continues a killed training.
 
     Example: `laserbatch recommender train --out recommender --config laserbatch.yaml`
     """
@@ -85,16 +89,16 @@ def train(
     if base is not None and draft_for is not None:
         raise ConfigError("--base and --draft-for: a small model begins with nothing, so leave --base out")
     card = train_on_tables(settings, out, codes, draft_for, loss, day, epochs, code_maker, base)
-    told: dict = {"folder": str(out), "histories": card.num_histories, "training_seconds": card.training_seconds}
+    result: dict = {"folder": str(out), "histories": card.num_histories, "training_seconds": card.training_seconds}
     if card.held_back is not None:
-        told["epoch_kept"] = card.epoch
+        result["epoch_kept"] = card.epoch
         names = {"": card.held_back, "_of_neighbours": card.neighbours, "_of_popular_items": card.popular}
-        told["of_held_back_items"] = {f"recall_10{of}": round(one.recall_10, 4) for of, one in names.items()}
-    summary(told, as_json)
+        result["of_held_back_items"] = {f"recall_10{of}": round(one.recall_10, 4) for of, one in names.items()}
+    summary(result, as_json)
     if card.held_back is not None and card.held_back.recall_10 < max(card.popular.recall_10, card.neighbours.recall_10):
         say(
-            "simpler lists foretell more of what was held back than these do: train longer, on more interactions, or "
-            "with other codes, before nights use them"
+            "recall@10 of a baseline (most popular items, or neighbours of the user's items) beats this recommender: "
+            "train longer, on more interactions or with other codes before nights use it"
         )
     if not as_json:
         key = "model" if draft_for is None else "draft_model"

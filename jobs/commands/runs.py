@@ -24,7 +24,7 @@ COUNTED = ("generated", "carried_over", "quarantined")
 
 @app.command(name="list")
 def list_runs(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, as_json: bool = JSON) -> None:
-    """List the runs: date, state, what readers see, counts and size.
+    """List the runs: date, state, whether published, counts and size.
 
     Example: `laserbatch runs list --workspace workspace`
     """
@@ -44,7 +44,7 @@ def list_runs(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, 
 
 @app.command()
 def show(
-    run: str | None = typer.Argument(None, help="A run id. Default: the published run."),
+    run: str | None = typer.Argument(None, show_default="the published run", help="A run id."),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     as_json: bool = JSON,
@@ -75,15 +75,15 @@ def show(
 
 @app.command()
 def diff(
-    before: str | None = typer.Argument(None, help="A run id. Default: the one that the other was built on."),
-    after: str | None = typer.Argument(None, help="A run id. Default: the published run."),
-    limit: int = typer.Option(20, min=0, help="Entities named of each kind."),
-    texts: bool = typer.Option(False, "--texts", help="Show the texts of those whose text changed."),
+    before: str | None = typer.Argument(None, show_default="the run that AFTER was built on", help="A run id."),
+    after: str | None = typer.Argument(None, show_default="the published run", help="A run id."),
+    limit: int = typer.Option(20, min=0, help="Number of entities to name of each kind."),
+    texts: bool = typer.Option(False, "--texts", help="Show the texts that changed, before and after."),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     as_json: bool = JSON,
 ) -> None:
-    """Name the entities whose text changed from one run to another and why, who appeared and who went.
+    """Name the entities whose text changed from one run to another and why, and those that were added or removed.
 
     Example: `laserbatch runs diff 2025-03-01-1a2b3c4d 2025-03-02-1a2b3c4d --limit 5`
     """
@@ -98,12 +98,12 @@ def diff(
     sides = {side: diff_side(old, new, side, limit) for side in SIDES}
     settings = changed_settings(old.load_manifest().settings, new.load_manifest().settings)
     if as_json:
-        told = {f"{side}s": asdict(found) for side, found in sides.items()}
-        summary({"before": old.run_id, "after": new.run_id, "settings": settings, **told}, as_json=True)
+        payload = {f"{side}s": asdict(found) for side, found in sides.items()}
+        summary({"before": old.run_id, "after": new.run_id, "settings": settings, **payload}, as_json=True)
         return
     rows = [
         {"side": side, **{name.replace("_", " "): count(getattr(found, f"num_{name}"))
-         for name in ("unchanged", "rewritten_alike", "changed", "appeared", "went")}}
+         for name in ("unchanged", "regenerated_same", "changed", "added", "removed")}}
         for side, found in sides.items()
     ]  # fmt: skip
     print_table(Table(f"From {old.run_id} to {new.run_id}", rows, ("side",)))
@@ -112,7 +112,7 @@ def diff(
     for side, found in sides.items():
         for reason, number in found.reasons.items():
             say(f"{counted(number, f'{side} text')} changed: {reason}")
-        for kind in ("changed", "appeared", "went"):
+        for kind in ("changed", "added", "removed"):
             for one in getattr(found, kind):
                 say(f"{side} {one.entity_id} {kind}: {one.reason}")
                 if texts and kind == "changed":
@@ -126,7 +126,7 @@ def publish(
     workspace: Path | None = WORKSPACE,
     as_json: bool = JSON,
 ) -> None:
-    """Let readers see a run, whatever its date, and the next night draft from its pools.
+    """Publish a run, whatever its date; the next night drafts from its pools.
 
     Example: `laserbatch runs publish 2025-03-01-1a2b3c4d`
     """
@@ -144,34 +144,36 @@ def publish(
 
 @app.command()
 def rollback(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, as_json: bool = JSON) -> None:
-    """Take the published run back: readers see the one published before, and no night builds on what was taken back.
+    """Publish the run that was published before this one again; no later night builds on the rolled-back run.
 
     Example: `laserbatch runs rollback`
     """
     settings = load_settings(config, {"workspace": workspace})
     opened = Workspace.open(settings.workspace, create=False)
     with opened.lock():
-        taken_back = opened.pointed_to()
-        if taken_back is None:
-            raise WorkspaceError(f"{opened.root} has no published run, so there is nothing to take back")
+        rolled_back = opened.pointed_to()
+        if rolled_back is None:
+            raise WorkspaceError(f"{opened.root} has no published run, so there is nothing to roll back")
         opened.withdraw()
         published = opened.pointed_to()
         use_pools_of(opened, published)
         deliver(opened, delivery_uri(opened, settings.deliver_to), is_asked=True)
-    summary({"published": published, "taken_back": taken_back}, as_json)
+    summary({"published": published, "rolled_back": rolled_back}, as_json)
 
 
 @app.command()
 def gc(
-    keep: int = typer.Option(7, min=1, help="So many of the newest finished runs stay."),
-    unfinished: bool = typer.Option(False, "--unfinished", help="Remove also older runs that were never finished."),
-    experiments: bool = typer.Option(False, "--experiments", help="Remove also all folders of experiments."),
+    keep: int = typer.Option(7, min=1, help="Number of the newest finished runs to keep."),
+    unfinished: bool = typer.Option(False, "--unfinished", help="Also remove older runs that were never finished."),
+    experiments: bool = typer.Option(False, "--experiments", help="Also remove all folders of experiments."),
     dry_run: bool = DRY_RUN,
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     as_json: bool = JSON,
 ) -> None:
-    """Remove old runs, but none that readers see or saw last, that is built on, or that is not finished.
+    """Remove old runs, except the published and the previously published one, unfinished ones, and those in use.
+
+    In use is a run that an unfinished run, the published run or the next night is built on.
 
     Example: `laserbatch runs gc --keep 14 --dry-run`
     """
@@ -198,15 +200,19 @@ def gc(
                 remove_leftovers(folder)
     removed, names = [run.run_id for run in old], [experiment.name for experiment in tried]
     if as_json:
-        told = {"removed": removed, "num_leftovers": len(remains), "num_bytes": num_bytes}
-        told |= {"experiments": names, "removed_experiments": names if experiments else [], "bytes_tried": bytes_tried}
-        summary({**told, "kept": kept, "dry_run": dry_run}, as_json=True)
+        payload = {"removed": removed, "num_leftovers": len(remains), "num_bytes": num_bytes}
+        payload |= {
+            "experiments": names,
+            "removed_experiments": names if experiments else [],
+            "bytes_tried": bytes_tried,
+        }
+        summary({**payload, "kept": kept, "dry_run": dry_run}, as_json=True)
         return
     verb = "would remove" if dry_run else "removed"
     say(f"{verb} {counted(len(old), 'run')} ({num_bytes / 1e6:,.1f} MB){': ' if old else ''}{', '.join(removed)}")
     if tried:
-        told = f"{counted(len(tried), 'experiment')} ({bytes_tried / 1e6:,.1f} MB): {', '.join(names)}"
-        say(f"{verb} {told}" if experiments else f"kept {told}; --experiments removes them")
+        size = f"{counted(len(tried), 'experiment')} ({bytes_tried / 1e6:,.1f} MB): {', '.join(names)}"
+        say(f"{verb} {size}" if experiments else f"kept {size}; --experiments removes them")
     for run_id, reason in kept.items():
         say(f"kept {run_id}: {reason}")
 
@@ -214,7 +220,7 @@ def gc(
 def kept_runs(workspace: Workspace, keep: int, also_unfinished: bool = False) -> dict[str, str]:
     """Ids of the runs that a collection leaves, and why, oldest first.
 
-    `keep` of the newest finished ones, taken back or not; what readers see, and would after a rollback; what the next
+    `keep` of the newest finished ones, rolled back or not; what readers see, and would after a rollback; what the next
     night builds on; unfinished ones, with `also_unfinished` only those that are newer than any of these; and what an
     unfinished one or the published one was built on.
     """
@@ -241,32 +247,32 @@ def kept_runs(workspace: Workspace, keep: int, also_unfinished: bool = False) ->
 
 def _described(workspace: Workspace, run: RunFolder) -> dict[str, Any]:
     """A run as plain values."""
-    told: dict[str, Any] = {"run_id": run.run_id, "date": run.date, "state": "unfinished", "failure": None}
-    told["published"] = run.run_id == workspace.pointed_to()
-    told["taken_back"] = run.run_id in workspace.withdrawn()
-    told["num_bytes"] = size_bytes(run.root)
+    described: dict[str, Any] = {"run_id": run.run_id, "date": run.date, "state": "unfinished", "failure": None}
+    described["published"] = run.run_id == workspace.pointed_to()
+    described["rolled_back"] = run.run_id in workspace.withdrawn()
+    described["num_bytes"] = size_bytes(run.root)
     try:
         manifest = run.load_manifest()
     except WorkspaceError as error:
-        return told | {"state": "damaged", "failure": str(error)}
-    told["failure"] = manifest.failure
-    told["state"] = "finished" if run.is_finished else "held" if run.is_held else told["state"]
+        return described | {"state": "damaged", "failure": str(error)}
+    described["failure"] = manifest.failure
+    described["state"] = "finished" if run.is_finished else "held" if run.is_held else described["state"]
     if manifest.status == "failed":
-        told["state"] = "failed"
-    told["asked_by"] = {side: asdict(asked) for side, asked in manifest.asked.items()}
+        described["state"] = "failed"
+    described["asked_by"] = {side: asdict(asked) for side, asked in manifest.asked.items()}
     for side, figures in manifest.sides.items():
-        told[f"{side}s"] = {f"num_{name}": getattr(figures, f"num_{name}") for name in ("entities", *COUNTED)}
-    return told
+        described[f"{side}s"] = {f"num_{name}": getattr(figures, f"num_{name}") for name in ("entities", *COUNTED)}
+    return described
 
 
-def _row(told: dict[str, Any]) -> dict[str, str]:
+def _row(described: dict[str, Any]) -> dict[str, str]:
     row = {
-        "": "*" if told["published"] else "",
-        "run": told["run_id"],
-        "state": "taken back" if told["taken_back"] else told["state"],
-        "asked by": ", ".join(dict.fromkeys(asked["framework"] for asked in told.get("asked_by", {}).values())),
+        "": "*" if described["published"] else "",
+        "run": described["run_id"],
+        "state": "rolled back" if described["rolled_back"] else described["state"],
+        "asked by": ", ".join(dict.fromkeys(asked["framework"] for asked in described.get("asked_by", {}).values())),
     }
     for side in SIDES:
-        figures = told.get(f"{side}s", {})
+        figures = described.get(f"{side}s", {})
         row[f"{side}s"] = " / ".join(count(figures.get(f"num_{name}")) for name in COUNTED)
-    return row | {"MB": f"{told['num_bytes'] / 1e6:,.1f}"}
+    return row | {"MB": f"{described['num_bytes'] / 1e6:,.1f}"}

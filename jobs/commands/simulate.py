@@ -109,16 +109,22 @@ class Outcome:
 
 
 def simulate(
-    config: Path | None = typer.Option(None, "--config", help="Configuration to simulate; without it that of the run."),
+    config: Path | None = typer.Option(
+        None, "--config", show_default="that of the run", help="Configuration to simulate."
+    ),
     workspace: Path | None = WORKSPACE,
-    run: str | None = typer.Option(None, "--run", help="Run whose texts are used; without it the published one."),
-    num_texts: int = typer.Option(200, min=1, help="Texts a side that are held back; at most a quarter of them."),
+    run: str | None = typer.Option(None, "--run", show_default="the published run", help="Run whose texts are used."),
+    num_texts: int = typer.Option(
+        200, min=1, help="Number of texts of each side to hold back; at most a quarter of them."
+    ),
     step_cost: Path | None = typer.Option(
         None,
-        help="YAML or JSON with measured steps: {steps: [{batch_size, num_tokens, seconds}, ...]}; without it that of "
-        "the configuration, or the newest that a night measured.",
+        show_default="that of the configuration, or the newest that a night measured",
+        help="YAML or JSON with measured steps: {steps: [{batch_size, num_tokens, seconds}, ...]}.",
     ),
-    batch_size: int | None = typer.Option(None, min=1, help="Batch size to predict for; else the configured one."),
+    batch_size: int | None = typer.Option(
+        None, min=1, show_default="decoding.batch_size", help="Batch size to predict for."
+    ),
     as_json: bool = JSON,
 ) -> None:
     """Predict from a night's texts what drafting will gain: budgets, groups, pool sizes. Runs no model.

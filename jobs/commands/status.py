@@ -33,7 +33,7 @@ def status(
     state = workspace_state(open_workspace(config, workspace), datetime.datetime.now(datetime.UTC))
     if not as_json:
         lists = state["lists"]
-        state = _told(state) | ({"lists of items": _told(lists)} if lists is not None else {})
+        state = summary_rows(state) | ({"lists of items": summary_rows(lists)} if lists is not None else {})
     summary(state, as_json)
 
 
@@ -43,8 +43,8 @@ def workspace_state(workspace: Workspace, now: datetime.datetime) -> dict[str, A
     `state` is "running", "idle", "died": the last attempt is gone and said no end, or "unknown": a process of another
     host took the lock, and the file system does not tell whether it still holds it. `lock` is None where nobody holds
     it, else its `holder`, `since` when, and whether that `is_certain`. `run` is the run that is under way or was last,
-    None before the first; of one that is running, or may be, `progress` has what is being counted, with the time it
-    was `told`. `delivered` has by place what was sent there last, by whichever command, if anything was.
+    None before the first; of one that is running, or may be, `progress` has what is being counted, last
+    `updated_at` that time. `delivered` has by place what was sent there last, by whichever command, if anything was.
     `lists` says the same of the nightly lists, None where there are none.
     """
     return _state(workspace, now) | {"lists": next((_state(one, now) for one in workspace.recommendations()), None)}
@@ -72,12 +72,12 @@ def _lock(workspace: Workspace) -> dict[str, Any] | None:
     """
     path = workspace.root / "LOCK"
     try:
-        told, since = path.read_text(errors="replace").strip("\0 \n"), path.stat().st_mtime
+        content, since = path.read_text(errors="replace").strip("\0 \n"), path.stat().st_mtime
     except OSError:
         return None
-    found, probed = _HOLDER.fullmatch(told), probe_lock(path)
+    found, probed = _HOLDER.fullmatch(content), probe_lock(path)
     if probed == "held":
-        holder = told if found is not None else "a process that has not said its name"
+        holder = content if found is not None else "a process that has not said its name"
         return {"holder": holder, "since": _iso(since), "is_certain": True}
     if found is None:
         return None
@@ -86,7 +86,7 @@ def _lock(workspace: Workspace) -> dict[str, Any] | None:
         return None
     if is_of_here and not _lives(int(found[1])):
         return None
-    return {"holder": told, "since": _iso(since), "is_certain": is_of_here}
+    return {"holder": content, "since": _iso(since), "is_certain": is_of_here}
 
 
 def _lives(pid: int) -> bool:
@@ -100,9 +100,9 @@ def _lives(pid: int) -> bool:
 
 
 def _touched(run: RunFolder) -> float:
-    told = [path for path in (run.events_path, run.manifest_path) if path.exists()]
+    paths = [path for path in (run.events_path, run.manifest_path) if path.exists()]
     with suppress(OSError):
-        return max(path.stat().st_mtime for path in told or [run.root])
+        return max(path.stat().st_mtime for path in paths or [run.root])
     return 0.0
 
 
@@ -149,7 +149,7 @@ def _progress(going: list[dict[str, Any]], now: datetime.datetime) -> dict[str, 
     done, whole = last["done"], last["total"]
     pace = done / elapsed_s if done and elapsed_s > 0 else None
     left_s = (whole - done) / pace if pace and whole is not None else None
-    return {"of": name, "done": done, "total": whole, "rate": pace, "left_s": left_s, "told": last["time"]}
+    return {"of": name, "done": done, "total": whole, "rate": pace, "left_s": left_s, "updated_at": last["time"]}
 
 
 def _published(workspace: Workspace, now: datetime.datetime) -> dict[str, Any] | None:
@@ -174,45 +174,45 @@ def _iso(seconds_since_1970: float) -> str:
     return datetime.datetime.fromtimestamp(seconds_since_1970, datetime.UTC).isoformat(timespec="seconds")
 
 
-def _told(state: dict[str, Any]) -> dict[str, str]:
+def summary_rows(state: dict[str, Any]) -> dict[str, str]:
     """The state as lines for a person."""
     run, published = state["run"], state["published"]
-    told = {"workspace": state["workspace"], "state": state["state"]}
+    rows = {"workspace": state["workspace"], "state": state["state"]}
     if state["state"] == "died":
-        told["state"] = "the last attempt died; the same command goes on with what is finished"
+        rows["state"] = "the last attempt died; the same command goes on with what is finished"
     if state["state"] == "unknown":
-        told["state"] = (
+        rows["state"] = (
             "not known: a process of another host took the lock, and this file system does not tell whether it lives. "
             "See when the last event was"
         )
     if state["lock"]:
-        told["lock"] = f"{state['lock']['holder']}, since {state['lock']['since']}"
+        rows["lock"] = f"{state['lock']['holder']}, since {state['lock']['since']}"
     if run is not None:
-        told["run"] = f"{run['run_id']} ({'finished' if run['is_finished'] else 'not finished'})"
+        rows["run"] = f"{run['run_id']} ({'finished' if run['is_finished'] else 'not finished'})"
         if run["since"]:
-            told["begun"] = run["since"]
+            rows["begun"] = run["since"]
         if run["stage"]:
-            told["stage"] = run["stage"]
+            rows["stage"] = run["stage"]
         if run["progress"]:
             going = run["progress"]
             whole = "" if going["total"] is None else f" of {count(going['total'])}"
-            told["done"] = f"{going['of']}: {count(going['done'])}{whole}"
+            rows["done"] = f"{going['of']}: {count(going['done'])}{whole}"
             if going["rate"] and not run["is_finished"]:
                 left = "" if going["left_s"] is None else f", {seconds(going['left_s'])} left"
-                told["rate"] = f"{rate(going['rate'])}/s{left}"
+                rows["rate"] = f"{rate(going['rate'])}/s{left}"
         if run["num_workers_lost"]:
-            told["workers lost"] = count(run["num_workers_lost"])
+            rows["workers lost"] = count(run["num_workers_lost"])
         if run["failure"]:
-            told["failure"] = run["failure"]
+            rows["failure"] = run["failure"]
         if run["last_event"]:
-            told["last event"] = run["last_event"]
-        told["events"] = run["events"]
+            rows["last event"] = run["last_event"]
+        rows["events"] = run["events"]
     if published is None:
-        told["published"] = "nothing yet"
+        rows["published"] = "nothing yet"
     else:
-        told["published"] = published.get("error") or f"{published['run_id']}, {seconds(published['age_s'])} ago"
+        rows["published"] = published.get("error") or f"{published['run_id']}, {seconds(published['age_s'])} ago"
     for place in state.get("delivered", ()):
         since = f", sent at {place['at']}" if place.get("at") else ""
         line = place.get("error") or f"{place['to']}: {place['run_id'] or 'no whole run yet'}{since}"
-        told["delivered"] = "; ".join(filter(None, [told.get("delivered"), line]))
-    return told
+        rows["delivered"] = "; ".join(filter(None, [rows.get("delivered"), line]))
+    return rows

@@ -72,12 +72,14 @@ class TriedEntity:
 def try_one(
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
-    user: str | None = typer.Option(None, "--user", help="Id of a user. Default: the first of the table."),
+    user: str | None = typer.Option(None, "--user", show_default="the first of the table", help="Id of a user."),
     item: str | None = typer.Option(None, "--item", help="Id of an item."),
-    date: str | None = typer.Option(None, help="As known at the end of this day; without it everything is known."),
+    date: str | None = typer.Option(
+        None, show_default="all interactions", help="Use what was known at the end of this day."
+    ),
     as_json: bool = JSON,
 ) -> None:
-    """Show one entity being written: its prompt, its pool, its text by source, and whether a night keeps it.
+    """Write the text of one entity: show its prompt, pool, text by source, and whether a night would accept it.
 
     Example: `laserbatch try --config laserbatch.yaml --user u17`
     """

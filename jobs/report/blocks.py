@@ -26,11 +26,11 @@ class Series:
 
 @dataclass(frozen=True)
 class Bar:
-    """A value as a bar, `width` of its row (0 to 1), and as text; `told` says it in full."""
+    """A value as a bar, `width` of its row (0 to 1), and as text; `tooltip` adds the name of its series."""
 
     width: float
     text: str
-    told: str
+    tooltip: str
     colour: str
 
     @property

@@ -58,13 +58,13 @@ def quality_of(manifest: RunManifest) -> str:
     card = manifest.settings.get("recommender", {})
     if not card.get("held_back"):
         return "How good its lists are was not measured when the recommender was trained."
-    told = {
+    shares = {
         name: f"{card[key]['recall_10']:.1%}"
         for name, key in (("its own", "held_back"), ("the items that go with a user's", "neighbours"),
                           ("the most popular items", "popular"))
         if card.get(key)
     }  # fmt: skip
-    held = ", ".join(f"{name} {share}" for name, share in told.items())
+    held = ", ".join(f"{name} {share}" for name, share in shares.items())
     number = count(card["held_back"]["num_histories"])
     return f"Of {number} items that were held back when it was trained, lists of ten held: {held}."
 

@@ -60,7 +60,7 @@ def render_page(manifest: RunManifest) -> str:
 def render(
     manifest: RunManifest,
     title: str,
-    told: Markup,
+    headline: Markup,
     figures: list[KeyFigure],
     sections: list[Section],
     warnings: list[str] | None = None,
@@ -80,7 +80,7 @@ def render(
         marked={span.source for side in sides for sample in side.figures.samples for span in sample.spans} - {"target"},
         manifest=manifest,
         title=title,
-        headline=told,
+        headline=headline,
         warnings=warnings or [],
         facts=_facts(manifest),
         key_figures=figures,
@@ -199,8 +199,8 @@ def _warnings(manifest: RunManifest, sides: list[Side]) -> list[str]:
     found += [f"{gate_sentence(gate)}." for gate in manifest.gates if (gate.gate, gate.verdict) == ("AUC", "warns")]
     found += log_warnings(manifest)
     found += [f"{side.label}: {warning}." for side in sides for warning in side_warnings(side.figures)]
-    for table, told in manifest.inputs.items():
-        found += [f"{table}.{column}: {why}." for column, why in told.get(LEFT_OUT, {}).items()]
+    for table, facts in manifest.inputs.items():
+        found += [f"{table}.{column}: {why}." for column, why in facts.get(LEFT_OUT, {}).items()]
     return [manifest.failure, *found] if manifest.status == "failed" and manifest.failure else found
 
 

@@ -100,8 +100,8 @@ def gates_section(manifest: RunManifest) -> Section:
     for gate in manifest.gates:
         if gate.value is None:
             reasons.setdefault(gate_sentence(gate), []).append(gate.gate)
-    told = "; ".join(f"{', '.join(gates)} ({reason})" for reason, gates in reasons.items())
-    return Section("gates", "Gates", [table, Note(f"Not judged: {told}.")] if told else [table])
+    not_judged = "; ".join(f"{', '.join(gates)} ({reason})" for reason, gates in reasons.items())
+    return Section("gates", "Gates", [table, Note(f"Not judged: {not_judged}.")] if not_judged else [table])
 
 
 def _cost(manifest: RunManifest, sides: list[Side]) -> Table:

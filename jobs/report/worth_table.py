@@ -11,9 +11,9 @@ WORDS = {"equivalent": "as good", "undecided": "?"}  # for verdicts that are no 
 THOUSANDTHS = 1000  # of AUC: lifts an hour are small
 
 
-def worth_table(told: Mapping[str, Any]) -> Table:
+def worth_table(comparison: Mapping[str, Any]) -> Table:
     """A row a variant of what `compare_variants` tells, in its order; cells of several lines."""
-    variants, rows = told["variants"], []
+    variants, rows = comparison["variants"], []
     for one in variants:
         per_hour = one["lift_per_hour"]
         money, num_kept, num_failed = one["money_per_million"], one["num_kept"], one["num_quarantined"]
@@ -28,7 +28,7 @@ def worth_table(told: Mapping[str, Any]) -> Table:
                 "Lift an hour": rate(None if per_hour is None else THOUSANDTHS * per_hour),
             }
         )
-    return Table("Which is worth it", rows, ("Variant",), _caption(told), [0])
+    return Table("Which is worth it", rows, ("Variant",), _caption(comparison), [0])
 
 
 def audit_table(variants: Sequence[Mapping[str, Any]]) -> Table | None:
@@ -42,35 +42,35 @@ def audit_table(variants: Sequence[Mapping[str, Any]]) -> Table | None:
     return Table("Texts beside plain ones", rows, ("Variant", "Side"), caption) if rows else None
 
 
-def between_line(told: Mapping[str, Any]) -> str | None:
+def between_line(comparison: Mapping[str, Any]) -> str | None:
     """Whether the first is better than the others, in a sentence; None of one alone."""
-    first = told["variants"][0]["variant"]
-    against = [one for one in told["between"] if one["variant"] == first]
+    first = comparison["variants"][0]["variant"]
+    against = [one for one in comparison["between"] if one["variant"] == first]
     parts = [f"{one['over']} {_verdict(one, ' ').replace('?', 'undecided')}" for one in against]
     if not parts:
         return None
-    unsure = all(one["lift"]["all"]["verdict"] == "undecided" for one in told["variants"])
+    unsure = all(one["lift"]["all"]["verdict"] == "undecided" for one in comparison["variants"])
     advice = ". No lift is sure yet: more users, or more seeds, narrow the intervals" if unsure else ""
     return f"{first}, with all models, against {'; '.join(parts)}{advice}"
 
 
-def _caption(told: Mapping[str, Any]) -> str:
-    first = told["variants"][0]
-    judged, rows = next(iter(first["lift"].values())), told["rows"]
+def _caption(comparison: Mapping[str, Any]) -> str:
+    first = comparison["variants"][0]
+    judged, rows = next(iter(first["lift"].values())), comparison["rows"]
     hours = {"GPU": "GPU-hour", "worker": "worker-hour"}
-    kinds = " or ".join(dict.fromkeys(hours[one["hours_of"]] for one in told["variants"]))
+    kinds = " or ".join(dict.fromkeys(hours[one["hours_of"]] for one in comparison["variants"]))
     lines = [
-        f"AUC over the same models without texts, on {count(rows['test'])} test rows after {told['date']}: mean, half "
-        f"its {percent(judged['confidence'])} interval over new users and new seeds, verdict (“as good”: within "
-        f"±{decimal(judged['margin'], 4)}; “?”: undecided).",
+        f"AUC over the same models without texts, on {count(rows['test'])} test rows after {comparison['date']}: "
+        f"mean, half its {percent(judged['confidence'])} interval over new users and new seeds, verdict "
+        f"(“as good”: within ±{decimal(judged['margin'], 4)}; “?”: undecided).",
     ]
     if judged["low"] is None:
         lines.append("One seed has no interval: train with more (--seeds, ctr.num_seeds).")
     lines.append(
         "A million: seconds of the whole cluster for so many new texts, users and items as in the run, "
-        + ("by the clock" if any(one["priced_by"] == "wall time" for one in told["variants"]) else
+        + ("by the clock" if any(one["priced_by"] == "wall time" for one in comparison["variants"]) else
            "by their steps and what a step was measured to cost here, whatever else ran")
-        + (", and money." if any(one["money_per_million"] for one in told["variants"]) else
+        + (", and money." if any(one["money_per_million"] for one in comparison["variants"]) else
            "; set cluster.price_per_hour to see money.")
     )  # fmt: skip
     lines.append(f"Lift an hour: thousandths of AUC, of all models, for each {kinds} that a million texts take.")

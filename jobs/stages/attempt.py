@@ -55,7 +55,7 @@ def newest_attempt(
     """Which run is meant: the newest of a date and of the settings that name it, finished or not, or another edition.
 
     Files of a finished run never change: `force` asks for another edition, and `redo` for one if inputs have changed.
-    Another edition is also of a run that was built on one that was taken back since, finished or not.
+    Another edition is also of a run that was built on one that was rolled back since, finished or not.
     Raises WorkspaceError where an unfinished run was started from other inputs.
     """
     edition = newest_edition(workspace, date, identity)
@@ -68,7 +68,7 @@ def newest_attempt(
     changed = tuple(changed_inputs(manifest.inputs, inputs))
     begins_anew = force or (redo and changed) if found.is_done else force and not manifest.force
     if run.run_id in workspace.not_built_on() and run.run_id not in workspace.withdrawn():
-        say(f"run {run.run_id} was built on a run that was taken back since: its date is done anew")
+        say(f"run {run.run_id} was built on a run that was since rolled back: its date is run again")
         begins_anew = True
     if begins_anew:
         return Attempt(workspace.run(make_run_id(date, identity, edition + 1)), edition + 1, None)
@@ -88,9 +88,9 @@ def newest_edition(workspace: Workspace, date: datetime.date, identity: Mapping[
 
 
 def new_manifest(
-    workspace: Workspace, date: datetime.date, told: Mapping[str, Any], identity: Mapping[str, Any], edition: int
+    workspace: Workspace, date: datetime.date, settings: Mapping[str, Any], identity: Mapping[str, Any], edition: int
 ) -> RunManifest:
-    """That of a run that begins, with the settings that are `told` in it; not saved."""
+    """The manifest of a run that begins, with the `settings` to record in it; not saved."""
     run = workspace.run(make_run_id(date, identity, edition))
     machine = {
         "platform": platform.platform(),
@@ -103,7 +103,7 @@ def new_manifest(
         path=run.manifest_path,
         run_id=run.run_id,
         date=date,
-        settings=dict(told),
+        settings=dict(settings),
         settings_hash=settings_hash(identity),
         laserbatch_version=version("laserbatch"),
         machine=machine,

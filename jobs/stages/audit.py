@@ -131,8 +131,9 @@ class _Measured:
     @classmethod
     def of(cls, texts: pa.Table, names: list[set[str]], num_fields: int) -> "_Measured":
         lengths = pc.list_value_length(texts["token_ids"]).to_numpy()
-        told = [len(json.loads(fields)) for fields in texts["fields_json"].to_pylist()]
-        fields = np.minimum(np.array(told, np.float64) / max(num_fields, 1), 1)  # a free text has the one that it is
+        num_present = [len(json.loads(fields)) for fields in texts["fields_json"].to_pylist()]
+        # A free text counts as its one field.
+        fields = np.minimum(np.array(num_present, np.float64) / max(num_fields, 1), 1)
         return cls(lengths, repeated_shares(texts["token_ids"]), fields, names)
 
 

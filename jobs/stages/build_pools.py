@@ -77,7 +77,7 @@ def describe_fit(night: Night) -> dict[str, Any]:
         "routing": routing.model_dump(mode="json"),
         "seed": night.settings.seed,
         "columns": {side: str(tables.entities(side).schema.remove_metadata()) for side in SIDES},
-        "embeddings": {key: told["sha256"] for key, told in night.manifest.inputs.items() if key not in TABLE_NAMES},
+        "embeddings": {key: facts["sha256"] for key, facts in night.manifest.inputs.items() if key not in TABLE_NAMES},
     }
 
 

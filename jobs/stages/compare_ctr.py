@@ -69,9 +69,9 @@ def compare_night(night: "Night") -> CtrFigures:
     with Popen(CHILD, stdin=PIPE, stdout=PIPE, text=True) as child:
         with suppress(BrokenPipeError):
             print(json.dumps(asked), file=child.stdin, flush=True)
-        told = child.stdout.read()
+        output = child.stdout.read()
     if child.returncode == 0:
-        figures = FIGURES.validate_json(told.splitlines()[-1])
+        figures = FIGURES.validate_json(output.splitlines()[-1])
     else:
         why = f"exit code {child.returncode}; the log says more"
         if child.returncode < 0:

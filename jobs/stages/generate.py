@@ -118,9 +118,9 @@ class _Pass:
         self.night.tables.let_go()
         for side in SIDES:
             if plans[side].postponed and not self.is_plain:
-                say(f"{side}s of whom no new text is asked tonight: {_told(plans[side].postponed)}")
+                say(f"{side}s skipped tonight, without a new text: {format_counts(plans[side].postponed)}")
             if plans[side].num_refused and not self.is_plain:
-                say(f"{side}s left in quarantine, there is nothing new to ask: {plans[side].num_refused}")
+                say(f"{side}s that stay in quarantine, because their prompts did not change: {plans[side].num_refused}")
             if not self.is_plain:
                 require_usable_texts(self.night, plans[side], finished[side])
         pending = [shard for plan in plans.values() for shard in plan.shards if shard.name not in finished[shard.side]]
@@ -329,12 +329,13 @@ def require_usable_texts(night: Night, plan: SidePlan, finished: Mapping[str, Sh
     if needs_a_model(night.settings):
         advice = NEEDS_A_MODEL[0].upper() + NEEDS_A_MODEL[1:]
     raise RunFailed(
-        f"{num_failed} of the first {num_rows} {plan.side}s failed, so the others are not written: {_told(reasons)}. "
-        f"{advice}. Every row, its text and its reason: {night.run.quarantine_path(plan.side)}"
+        f"{num_failed} of the first {num_rows} {plan.side}s failed, so the others are not written: "
+        f"{format_counts(reasons)}. {advice}. "
+        f"Every row, its text and its reason: {night.run.quarantine_path(plan.side)}"
     )
 
 
-def _told(reasons: dict[str, int]) -> str:
+def format_counts(reasons: dict[str, int]) -> str:
     return ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
 
 

@@ -222,8 +222,8 @@ def require_plain_words(settings: Settings) -> None:
     tokens, knowledge = _control_texts(settings), settings.knowledge
     for side in SIDES:
         path = template_path(knowledge.template_of(side), knowledge.template_dir)
-        told = load_template(knowledge.template_of(side), knowledge.template_dir).model_dump(mode="json")
-        for place, text in _texts(told):
+        template = load_template(knowledge.template_of(side), knowledge.template_dir).model_dump(mode="json")
+        for place, text in _texts(template):
             for token in (token for token in tokens if token in text):
                 line, lines = line_of(path, place), path.read_text(encoding="utf-8").splitlines()
                 line = next((n for n, written in enumerate(lines[line - 1 :], line) if token in written), line)
@@ -241,10 +241,12 @@ def _control_texts(settings: Settings) -> set[str]:
     try:
         folder = tokenizer_folder(settings.model_dir, settings.decoding.adapter)
         added = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
-        told = {token["content"] for token in added if token["special"] or LOOKS_LIKE_CONTROL.match(token["content"])}
+        contents = {
+            token["content"] for token in added if token["special"] or LOOKS_LIKE_CONTROL.match(token["content"])
+        }
     except (OSError, ValueError, KeyError, TypeError):  # a tokenizer of another kind, or a damaged one
-        told = set(control_tokens(load_tokenizer(settings.model_dir, settings.decoding.adapter)).values())
-    return told - {""}
+        contents = set(control_tokens(load_tokenizer(settings.model_dir, settings.decoding.adapter)).values())
+    return contents - {""}
 
 
 def _texts(value: Any, *place: str) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -61,8 +61,10 @@ class _Page:
         name = f"{self.prefix}_{name}"
         self.lines += [f"# HELP {name} {about}", f"# TYPE {name} gauge"]
         for labels, value in known:
-            told = ",".join(f'{key}="{text.translate(ESCAPES)}"' for key, text in labels.items())
-            self.lines.append(f"{name}{{{told}}} {float(value):.17g}" if told else f"{name} {float(value):.17g}")
+            label_pairs = ",".join(f'{key}="{text.translate(ESCAPES)}"' for key, text in labels.items())
+            self.lines.append(
+                f"{name}{{{label_pairs}}} {float(value):.17g}" if label_pairs else f"{name} {float(value):.17g}"
+            )
 
 
 @contextmanager

@@ -187,14 +187,14 @@ def _go_on(night: Night) -> None:
     say(f"going on with run {night.run.run_id}")
     manifest, pools, not_built_on = night.manifest, night.manifest.pools.version, night.workspace.not_built_on()
     if pools in not_built_on:
-        say(f"not drafting from the pools {pools}, whose run was taken back")
+        say(f"not drafting from the pools {pools}, whose run was rolled back")
         manifest.pools = PoolsUsed()
     elif pools is not None and not can_be_used(night.pools, pools, night.settings.routing):
         manifest.pools = PoolsUsed()
     if manifest.drafter is not None:
         trained_on = manifest.drafter.run_id
         if trained_on in not_built_on:
-            say(f"not drafting with the drafter of {trained_on}, which was taken back")
+            say(f"not drafting with the drafter of {trained_on}, which was rolled back")
             manifest.drafter = None
         elif not night.workspace.drafters.is_there(trained_on):
             say(f"not drafting with the drafter of {trained_on}, which is gone")
@@ -271,7 +271,7 @@ def previous_run(workspace: Workspace, run_id: str) -> RunFolder | None:
     """The run that another one builds on: of the finished ones the newest by date, of its own date or an earlier one.
 
     So a night of an older date sees only what is older. Of several runs of one date that of the same settings is taken,
-    else the one that was finished last. Runs that were taken back are left out.
+    else the one that was finished last. Runs that were rolled back are left out.
     """
     run = workspace.run(run_id)
     finished = [other for other in workspace.dated_runs(run.settings_hash) if other.run_id != run_id]
@@ -292,9 +292,9 @@ def _settings_of(manifest: RunManifest, here: Settings) -> Settings:
         return here
     building = here.pool_building.model_dump() | manifest.settings.get("pool_building", {})
     elsewhere = {name: getattr(here, name) for name in NOT_OF_OUTPUT}
-    told = copy.deepcopy(manifest.settings) | elsewhere | {"pool_building": building}
+    raw = copy.deepcopy(manifest.settings) | elsewhere | {"pool_building": building}
     try:
-        return Settings.model_validate(_without_unknown(told, manifest.run_id))
+        return Settings.model_validate(_without_unknown(raw, manifest.run_id))
     except ValidationError as error:
         keys = ", ".join(".".join(str(part) for part in item["loc"]) for item in error.errors())
         raise ConfigError(
@@ -303,18 +303,18 @@ def _settings_of(manifest: RunManifest, here: Settings) -> Settings:
         ) from None
 
 
-def _without_unknown(told: dict[str, Any], run_id: str) -> dict[str, Any]:
+def _without_unknown(raw: dict[str, Any], run_id: str) -> dict[str, Any]:
     """Settings without the keys that this version does not have, which are taken out and said."""
     try:
-        Settings.model_validate(told)
+        Settings.model_validate(raw)
     except ValidationError as error:
         unknown = [item["loc"] for item in error.errors() if item["type"] == "extra_forbidden"]
         for *sections, key in unknown:
-            reduce(lambda holder, name: holder[name], sections, told).pop(key)
+            reduce(lambda holder, name: holder[name], sections, raw).pop(key)
         if unknown:
             names = ", ".join(".".join(map(str, loc)) for loc in unknown)
             say(f"run {run_id} has settings that this version does not have, which are left out: {names}")
-    return told
+    return raw
 
 
 def current_pools(
@@ -328,14 +328,14 @@ def current_pools(
     """The pools that a run may draft from: the current ones, or the newest that are not of a later date than its own.
 
     The version `wanted` is taken before them, where it is there and whole. Versions `not_used`, of runs that are held
-    or were taken back, are passed over. None when they were built to give more away, are damaged or of another format:
+    or were rolled back, are passed over. None when they were built to give more away, are damaged or of another format:
     a night is then slower, not late.
     """
     try:
         known = {one.version: one for one in store.list()}
         version = wanted if wanted in known and known[wanted].problem is None else store.current_version()
         if version in not_used:
-            say(f"not drafting from the pools {version}: their run was taken back, or is held back by a gate")
+            say(f"not drafting from the pools {version}: their run was rolled back, or is held back by a gate")
         if version is not None and (version[:10] > str(date) or version in not_used):
             version = max((one for one in known if one not in not_used and one[:10] <= str(date)), default=None)
     except PoolError as error:

@@ -25,7 +25,7 @@ from laserbatch.retrieval_pools.index.store import PoolStore
 
 logger = logging.getLogger("laserbatch")
 
-# When a finished run is published: unless one of a later date is, or it was taken back; whatever is; not by this.
+# When a finished run is published: unless one of a later date is, or it was rolled back; whatever is; not by this.
 Publishing = Literal["forwards", "always", "never"]
 
 
@@ -79,9 +79,9 @@ def publish_run(workspace: Workspace, run: RunFolder, publishing: Publishing = "
         return
     how = f"{command_to_publish(run)} changes that"
     if publishing == "forwards" and published is not None and published.date > run.date:
-        say(f"not published: readers go on seeing run {published.run_id}, of a later date; {how}")
+        say(f"not published: run {published.run_id}, of a later date, stays published; {how}")
     elif publishing == "forwards" and run.run_id in workspace.withdrawn():
-        say(f"not published: run {run.run_id} was taken back; {how}")
+        say(f"not published: run {run.run_id} was rolled back; {how}")
     else:
         let_readers_see(workspace, run.run_id)
         emit("published", run_id=run.run_id)
@@ -106,13 +106,13 @@ def let_readers_see(workspace: Workspace, run_id: str) -> None:
 def mend_pointer(workspace: Workspace) -> None:
     """Let readers see again what they saw last, where the pointer is lost or damaged or that run is gone; says so."""
     if run_id := workspace.mend_pointer():
-        say(f"what readers see was not known any more, or gone: they see run {run_id} again, which was published last")
+        say(f"published.json was missing, invalid or named a removed run; it is restored to the last one, {run_id}")
 
 
 def use_pools_of(workspace: Workspace, run_id: str) -> None:
     """Have the next night draft from the pools of a run; where they are gone or damaged it is said, and none change.
 
-    Pools of a run that was taken back do not stay the current ones: then there are none.
+    Pools of a run that was rolled back do not stay the current ones: then there are none.
     """
     if workspace.root.name == RECOMMENDATIONS:
         return
@@ -122,9 +122,9 @@ def use_pools_of(workspace: Workspace, run_id: str) -> None:
     except PoolError as error:
         how = f"`laserbatch pools rebuild --run {run_id}` builds them again"
         if store.use_none_of(workspace.not_built_on()):
-            say(f"no pools are current, since those that were are of a run that was taken back: {error} {how}")
+            say(f"no pools are current, because the current ones belong to a run that was rolled back: {error} {how}")
         else:
-            say(f"the pools stay as they are: {error} {how}")
+            say(f"the current pools do not change: {error} {how}")
 
 
 def delivery_uri(workspace: Workspace, deliver_to: str | None) -> str | None:
@@ -148,8 +148,7 @@ def deliver(workspace: Workspace, uri: str | None, is_asked: bool = False) -> No
             raise ConfigError("deliver_to is the workspace itself; give another place")
         there = str(destination.published().get("run_id", ""))
         if not is_asked and there[:10] > run.date and there not in workspace.withdrawn():
-            told = f"go on seeing run {there}, of a later date; {command_to_publish(run)} changes that"
-            say(f"not delivered: readers at {uri} {told}")
+            say(f"not delivered: {uri} has run {there}, of a later date; {command_to_publish(run)} changes that")
             return
         remember_place(workspace.root, uri)
         sent = destination.deliver(run)
@@ -159,8 +158,10 @@ def deliver(workspace: Workspace, uri: str | None, is_asked: bool = False) -> No
             f"{command_to_publish(workspace.run(run_id))} delivers it later. {error}"
         ) from None
     record_delivery(workspace.root, uri, run_id)
-    told = f"{counted(sent.num_files, 'file')} ({sent.num_bytes / 1e6:,.1f} MB) sent" if sent.num_files else "all there"
-    say(f"run {run_id} is delivered to {uri}: {told}")
+    transferred = (
+        f"{counted(sent.num_files, 'file')} ({sent.num_bytes / 1e6:,.1f} MB) sent" if sent.num_files else "all there"
+    )
+    say(f"run {run_id} is delivered to {uri}: {transferred}")
     emit("delivered", run_id=run_id, to=uri, num_files=sent.num_files, num_bytes=sent.num_bytes)
 
 

@@ -128,9 +128,9 @@ def _opened(
         if not attempt.is_done:
             say(f"going on with run {attempt.run.run_id}")
         return attempt.manifest
-    told = settings.model_dump(mode="json", include={"tables", "recommending"})
-    told["recommender"] = lists.target.card.model_dump(mode="json")
-    manifest = new_manifest(workspace, date, told, identity, attempt.edition)
+    recorded = settings.model_dump(mode="json", include={"tables", "recommending"})
+    recorded["recommender"] = lists.target.card.model_dump(mode="json")
+    manifest = new_manifest(workspace, date, recorded, identity, attempt.edition)
     earlier = [run for run in workspace.dated_runs() if run.date <= str(date) and run.run_id != manifest.run_id]
     manifest.previous_run_id = earlier[-1].run_id if earlier else None
     manifest.force, manifest.inputs = force, dict(inputs)
@@ -258,8 +258,8 @@ def _drafted(manifest: RunManifest, options: RecommendingSettings, crew: Crew, s
         forecast = BudgetForecast(reason, batch_size=options.batch_size, speed_up=gain)
         manifest.budgets = {"user": BudgetFigures(wanted, 0.0, forecast)}
         manifest.save()
-        told = "" if gain is None else f": the best was {gain:.2f} times plain beams"
-        say(f"drafted for a user: {wanted or 'nothing'} ({reason}{told})")
+        best = "" if gain is None else f": the best was {gain:.2f} times plain beams"
+        say(f"drafted for a user: {wanted or 'nothing'} ({reason}{best})")
     return manifest.budgets["user"].max_draft_tokens
 
 
@@ -315,8 +315,8 @@ def _measured(manifest: RunManifest, num_before: int) -> list[GateFigures]:
     figures = manifest.sides["user"]
     coverage = (figures.num_entities - figures.num_quarantined) / num_before if num_before else None
     failed = figures.num_quarantined / max(1, figures.num_entities)
-    told = "" if num_before else "no run before"
-    return [GateFigures("quarantine", "user", failed), GateFigures("coverage", "user", coverage, told=told)]
+    note = "" if num_before else "no run before"
+    return [GateFigures("quarantine", "user", failed), GateFigures("coverage", "user", coverage, told=note)]
 
 
 def _publish(workspace: Workspace, run: RunFolder, settings: Settings) -> None:

@@ -124,12 +124,12 @@ def run_experiment(workspace: Workspace, name: str, experiment: Experiment) -> d
         if not variants:
             raise RunFailed(f"every variant failed: {'; '.join(f'{name}: {why}' for name, why in failed.items())}")
         result, runs = folder.root / "comparison.json", {one.name: one.night.run.run_id for one in variants}
-        told = read_json(result) if result.exists() else {}
-        if told.get("runs") != runs:
+        comparison = read_json(result) if result.exists() else {}
+        if comparison.get("runs") != runs:
             keep_duplicates = variants[0].night.settings.tables.keep_duplicates
-            told = {"runs": runs} | compare_variants(variants, open_tables(folder.tables_folder, keep_duplicates))
-            write_json(told, result)
-        return {"experiment": name, "folder": str(folder.root), "sample": sample, **told, "failed": failed}
+            comparison = {"runs": runs} | compare_variants(variants, open_tables(folder.tables_folder, keep_duplicates))
+            write_json(comparison, result)
+        return {"experiment": name, "folder": str(folder.root), "sample": sample, **comparison, "failed": failed}
 
 
 def _sampled(folder: ExperimentFolder, experiment: Experiment) -> dict[str, Any]:

@@ -108,10 +108,10 @@ def _provenance(night: Night, features: FeatureName, tables: str) -> dict[str, A
 def _keep(path: Path, asked_hash: str, progress) -> None:
     from safetensors.torch import save_file
 
-    told = {"asked": asked_hash, "epoch": str(progress.epoch), "best_epoch": str(progress.best_epoch)}
+    metadata = {"asked": asked_hash, "epoch": str(progress.epoch), "best_epoch": str(progress.best_epoch)}
     tensors = {name: value.contiguous().clone() for name, value in progress.tensors.items()}
     with atomic_path(path) as temporary:
-        save_file(tensors, temporary, told | {"best_auc": repr(progress.best_auc)})
+        save_file(tensors, temporary, metadata | {"best_auc": repr(progress.best_auc)})
 
 
 def _checkpoint(path: Path, asked_hash: str):
@@ -121,11 +121,11 @@ def _checkpoint(path: Path, asked_hash: str):
     from laserbatch.ctr.loop import Progress
 
     with suppress(OSError, SafetensorError), safe_open(path, "pt") as file:
-        told = file.metadata()
-        if told["asked"] == asked_hash:
-            say(f"goes on after epoch {told['epoch']}")
+        metadata = file.metadata()
+        if metadata["asked"] == asked_hash:
+            say(f"goes on after epoch {metadata['epoch']}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return Progress(int(told["epoch"]), int(told["best_epoch"]), float(told["best_auc"]), tensors)
+            return Progress(int(metadata["epoch"]), int(metadata["best_epoch"]), float(metadata["best_auc"]), tensors)
     return None
 
 

@@ -152,20 +152,20 @@ def compare_variants(variants: Sequence[Variant], tables: EntityTables) -> dict[
         )  # fmt: skip
     costs = {one.name: kept_step_cost(one.night.workspace, one.night.settings.decoding) for one in variants}
     costs = {} if None in costs.values() else costs  # all are priced in the same way
-    told = [
+    rows = [
         _worth(variant, costs.get(variant.name))
         | {"lift": {model: asdict(one) for model, one in lifts.ways[variant.name].over_none.items()},
            "scores": [asdict(row) for row in lifts.ways[variant.name].rows]}
         for variant in variants
     ]  # fmt: skip
-    for one in told:
+    for one in rows:
         one["lift_per_hour"] = ratio(one["lift"]["all"]["mean_difference"], one["hours_per_million"])
-    told.sort(key=_rank)
+    rows.sort(key=_rank)
     between = [
         {"variant": one, "over": other} | asdict(verdict) for (one, other), verdict in lifts.between.items()
     ]  # fmt: skip
     date = variants[0].night.date.isoformat()
-    return {"date": date, "rows": lifts.split, "item_rate": asdict(lifts.item_rate), "variants": told,
+    return {"date": date, "rows": lifts.split, "item_rate": asdict(lifts.item_rate), "variants": rows,
             "between": between}  # fmt: skip
 
 

@@ -36,8 +36,8 @@ def recover(engine, step: Step, stream: Stream, error: Exception) -> Outcomes:
         _give_memory_back(engine, step, scheduler, error)
         if not is_alone:
             return {}
-    told = "a step of %d sequences failed (%s); trying them one at a time"
-    logger.warning(told, len(step.sequences), error, exc_info=error)
+    message = "a step of %d sequences failed (%s); trying them one at a time"
+    logger.warning(message, len(step.sequences), error, exc_info=error)
     whole = zip(step.sequences, step.feeds, step.trees, strict=True)
     return _one_by_one(engine, [Step([one], [feed], TreeBatch.of([tree])) for one, feed, tree in whole], stream)
 

@@ -24,84 +24,122 @@ class DecodingSettings(Strict):
 
     engine: Literal["laserbatch", "vllm"] = Field(
         "laserbatch",
-        description="What computes texts. vllm: vLLM, where it is installed, with our pools and greedy verification.",
+        description="This engine computes texts. vllm: vLLM, which must be installed, with pools of laserbatch and "
+        "greedy verification.",
     )
     vllm: dict[str, Any] = Field(
-        {}, description="Of engine vllm: more arguments of vllm.LLM, such as {tensor_parallel_size: 2}."
+        {}, description="With engine vllm, these are more arguments of vllm.LLM, such as {tensor_parallel_size: 2}."
     )
     model: str = Field(
-        "sample", description="Folder with safetensors weights, configuration and tokenizer; 'sample': the bundled one."
+        "sample",
+        description="This folder holds the model: safetensors weights, configuration and tokenizer. sample: the "
+        "bundled model.",
     )
     adapter: str | None = Field(
         None,
-        description="Folder of a LoRA adapter (PEFT, safetensors) to merge into the model; needs the extra `lora`.",
+        description="The LoRA adapter in this folder (PEFT, safetensors) is merged into the model; this needs the "
+        "extra `lora`. null: no adapter.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="auto: float32 on a CPU, the weights' own type on CUDA and where they are quantised."
+        "auto",
+        description="The model computes in this type. auto: float32 on a CPU; on CUDA, or if the weights are "
+        "quantised, the type of the weights.",
     )
-    batch_size: int = Field(16, ge=1, description="Texts written side by side by one worker; 64 to 256 on a GPU.")
-    max_new_tokens: int = Field(512, ge=1, description="Longest text.")
+    batch_size: int = Field(16, ge=1, description="One worker writes this many texts at once. Use 64 to 256 on a GPU.")
+    max_new_tokens: int = Field(
+        512,
+        ge=1,
+        description="A text ends after this many tokens at the latest. Raise it if the report shows many cut texts.",
+    )
     verifier: Literal[
         "greedy", "top_k", "probability", "relaxed", "typical", "aasd", "fly", "leviathan", "specinfer", "k_seq", "rsd"
     ] = Field(
         "relaxed",
-        description="Which drafted tokens are accepted. greedy: the model's own choice, so the text of plain decoding; "
-        "relaxed: among its top_k and above min_probability (LASER, Eq. 8); top_k, probability: either alone; others "
-        "by how unsure the model is. typical (Medusa): less suffices where it is; aasd: more is asked; fly: anything, "
-        "where six of its own choices follow. With a temperature, of what draft_models draw: leviathan, of one chain; "
-        "specinfer, k_seq (SpecTr), of several; rsd, of a tree without replacement.",
+        description="This rule says which drafted tokens are accepted. greedy: the model's most likely token, so the "
+        "text equals that of plain decoding; relaxed: a token among the top_k and above min_probability "
+        "(LASER, Eq. 8); top_k, probability: one of the two conditions alone. typical (Medusa) accepts "
+        "less probable tokens where the model is unsure, aasd only more probable ones; fly accepts any "
+        "token if the next six drafted tokens are the model's most likely ones. With a temperature, "
+        "samples of draft_models are verified by leviathan (one chain), specinfer or k_seq (SpecTr; "
+        "several chains) or rsd (a tree without replacement).",
     )
-    top_k: int = Field(2, ge=1, description="Of the verifiers top_k and relaxed.")
-    min_probability: float = Field(0.1, ge=0.0, lt=1.0, description="Of all verifiers but greedy, top_k and fly.")
+    top_k: int = Field(
+        2,
+        ge=1,
+        description="The verifiers top_k and relaxed accept a token among this many most probable ones. A higher "
+        "number accepts more drafts and moves texts further from plain ones.",
+    )
+    min_probability: float = Field(
+        0.1,
+        ge=0.0,
+        lt=1.0,
+        description="The verifiers relaxed and probability accept a token only above this probability; typical lowers"
+        " it and aasd raises it where the model is unsure. A lower value accepts more drafts and moves "
+        "texts further from plain ones.",
+    )
     temperature: float = Field(
         0.0,
         ge=0.0,
-        description="0: the model's likeliest token. Above, texts are sampled. With verifier greedy, whatever is "
-        "drafted, an entity's text to a prompt is the one that plain sampling writes, on every night; with leviathan, "
-        "specinfer, k_seq or rsd it is a sample of the model all the same, and drafts decide which.",
+        description="Texts are sampled at this temperature; at 0 each token is the most likely one. With verifier "
+        "greedy, drafts do not change which text is sampled for an entity and a prompt; with leviathan, "
+        "specinfer, k_seq or rsd they do, and the text is still a sample of the model.",
     )
     drafters: tuple[DraftSource, ...] = Field(
         TEXT_SOURCES,
-        description="Which texts drafts come from. aligned: the prompt, with what the model would sooner have said "
-        "there (AASD); lookahead: the model's own guesses ahead. None, and no draft_models: plain decoding.",
+        description="Drafts come from these texts. aligned: the prompt with the model's alternatives to its tokens "
+        "(AASD); lookahead: n-grams that the model generates ahead. With none, and no draft_models or "
+        "draft_head, decoding is plain.",
     )
     draft_models: tuple[Path, ...] = Field(
-        (), description="Folders of small models with the model's own tokenizer that draft too."
+        (), description="The small models in these folders draft too; they need the tokenizer of the model."
     )
     draft_head: Path | None = Field(
-        None, description="Folder of a head that was trained for the model: `laserbatch drafter train`."
+        None, description="The head in this folder drafts too; `laserbatch drafter train` trains one for the model."
     )
-    draft_width: int = Field(1, ge=1, le=64, description="Of draft_models and draft_head: tokens drafted at a depth.")
-    draft_length: int = Field(5, ge=1, le=64, description="Of the same: depths of a draft, a forward each.")
+    draft_width: int = Field(
+        1, ge=1, le=64, description="draft_models and draft_head draft this many alternative tokens at each depth."
+    )
+    draft_length: int = Field(
+        5,
+        ge=1,
+        le=64,
+        description="draft_models and draft_head draft this many tokens ahead; each costs one forward pass of the "
+        "draft model.",
+    )
     draft_branching: tuple[int, ...] = Field(
         (),
-        description="Of verifier rsd: tokens after each node of depth 0, 1, ... (RSD-C), instead of width and length.",
+        description="With verifier rsd, a draft has this many tokens after each node of depth 0, 1, ... (RSD-C), in "
+        "place of draft_width and draft_length.",
     )
     max_draft_tokens: int | None = Field(
         None,
         ge=0,
         le=64,
-        description="Largest draft tree; 0 decodes plainly. null: what is fastest by the measured cost of a "
-        "step and the pool's calibration.",
+        description="A draft tree has at most this many tokens; 0 decodes plainly. null: the number that is fastest "
+        "by the measured cost of a step and the pool's calibration.",
     )
     min_acceptance: float | None = Field(
         None,
         ge=0.0,
         le=1.0,
-        description="A token whose path is estimated less likely to be accepted is not drafted. null: chosen likewise.",
+        description="A token is not drafted if the estimated probability that its path is accepted is lower than "
+        "this. null: the value that is fastest, chosen together with max_draft_tokens.",
     )
     step_cost: Path | None = Field(
         None,
-        description="YAML or JSON with the measured cost of steps, which the draft budget is chosen by; null: measured "
-        "when a run first needs it, and kept in the workspace.",
+        description="This YAML or JSON file holds the measured cost of steps, by which the draft budget is chosen. "
+        "null: the first run measures it and keeps it in the workspace.",
     )
     attention: Literal["auto", "torch", "triton"] = Field(
         "auto",
-        description="triton: one kernel over ragged sequences, in CUDA graphs; needs CUDA. torch: padded masks. auto: "
-        "triton on CUDA where it is installed.",
+        description="This kernel computes attention. triton: one kernel over ragged sequences, in CUDA graphs, which "
+        "needs CUDA; torch: padded masks. auto: triton on CUDA if it is installed, else torch.",
     )
     max_cache_tokens: int | None = Field(
-        None, ge=1, description="Bound of the KV cache; null: half of the free memory on a CPU, most of it on CUDA."
+        None,
+        ge=1,
+        description="The KV cache of a worker holds at most this many tokens; lower it if memory runs short. null: "
+        "what fits into half of the free memory on a CPU, into most of it on CUDA.",
     )
 
     @model_validator(mode="before")

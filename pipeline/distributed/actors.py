@@ -15,7 +15,7 @@ import ray
 
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.settings import Budget
-from laserbatch.pipeline.distributed.cluster import WorkerLayout, cluster_nodes, require_own_gpu, told_nodes
+from laserbatch.pipeline.distributed.cluster import WorkerLayout, cluster_nodes, format_nodes, require_own_gpu
 from laserbatch.pipeline.distributed.device_loss import ends_process_if_device_is_lost
 from laserbatch.pipeline.distributed.loading import TOKEN_FILE, quick_imports, require_same_folder
 from laserbatch.pipeline.distributed.settings import ClusterSettings
@@ -87,8 +87,10 @@ def run_shards(
             continue
         attempts[shard] += 1
         facts = {"side": shard.side, "shard": shard.name, "attempt": attempts[shard], "reason": str(outcome)}
-        told = {"event": "worker_lost", "facts": facts}
-        logger.warning("%(side)s %(shard)s: its worker was lost (attempt %(attempt)d): %(reason)s", facts, extra=told)
+        log_fields = {"event": "worker_lost", "facts": facts}
+        logger.warning(
+            "%(side)s %(shard)s: its worker was lost (attempt %(attempt)d): %(reason)s", facts, extra=log_fields
+        )
         if attempts[shard] < crew.max_attempts:
             queue.appendleft(shard)
             continue
@@ -288,7 +290,7 @@ class Crew:
                 free = ray.available_resources()
                 raise RunFailed(
                     f"no worker found a place within {self.start_timeout_s:g} seconds: each needs "
-                    f"{self.layout.need}, and the cluster has {told_nodes(cluster_nodes())}, of which "
+                    f"{self.layout.need}, and the cluster has {format_nodes(cluster_nodes())}, of which "
                     f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs are free. Wait for what uses "
                     "them, set cluster.threads_per_worker, or raise cluster.start_timeout_s if nodes start first"
                 )
@@ -302,8 +304,8 @@ class Crew:
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.RayError as error:
-            told = str(error).partition("Some common causes")[0]
-            reason = f"worker-died: {' '.join(told.split())}"
+            message = str(error).partition("Some common causes")[0]
+            reason = f"worker-died: {' '.join(message.split())}"
         ray.kill(member.actor)
         raise _WorkerLost(reason)
 

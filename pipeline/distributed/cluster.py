@@ -76,13 +76,13 @@ def worker_layout(settings: ClusterSettings, nodes: Sequence[Node], gpus_a_worke
     if places < max(1, layout.num_workers):
         raise ConfigError(
             f"there is no room for {layout.num_workers or 1} workers of {layout.need} each, but for {places}: the "
-            f"cluster has {told_nodes(nodes)}. Lower cluster.num_workers or cluster.threads_per_worker, or leave them "
-            "out"
+            f"cluster has {format_nodes(nodes)}. Lower cluster.num_workers or cluster.threads_per_worker, or leave "
+            "them out"
         )
     return layout
 
 
-def told_nodes(nodes: Sequence[Node]) -> str:
+def format_nodes(nodes: Sequence[Node]) -> str:
     """Nodes in words, those that are alike together."""
     alike = Counter(map(str, nodes))
     return ", ".join(f"{count} nodes of {kind}" if count > 1 else f"a node of {kind}" for kind, count in alike.items())
@@ -211,5 +211,5 @@ def _root_reason(error: BaseException) -> str:
     """Of what Ray wraps in others, and of an error of its core in a traceback that is text."""
     while error.__cause__ is not None:
         error = error.__cause__
-    told = str(error).strip()
-    return told.splitlines()[-1] if "Traceback" in told else " ".join(told.split())
+    message = str(error).strip()
+    return message.splitlines()[-1] if "Traceback" in message else " ".join(message.split())

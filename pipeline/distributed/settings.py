@@ -8,24 +8,37 @@ from laserbatch.pipeline.validation import Strict
 
 
 class ClusterSettings(Strict):
-    """Where shards are generated. Nothing here changes a text."""
+    """Where texts are written. No option here changes a text."""
 
     ray_address: str | None = Field(
         None,
-        description="An existing cluster's; auto: what RAY_ADDRESS names or runs here. null: a local Ray of its own.",
+        description="The night uses the Ray cluster at this address. auto: the cluster that RAY_ADDRESS names or that"
+        " runs on this machine. null: the night starts a local Ray.",
     )
-    num_workers: int | None = Field(None, ge=1, description="Actors; null: one per GPU, or one per core group on CPU.")
-    threads_per_worker: int | None = Field(None, ge=1, description="Of one worker; null: an eighth of a node's cores.")
+    num_workers: int | None = Field(
+        None,
+        ge=1,
+        description="This many workers write texts. null: one for each GPU, or on CPUs one for each "
+        "threads_per_worker cores.",
+    )
+    threads_per_worker: int | None = Field(
+        None, ge=1, description="One worker computes with this many CPU threads. null: an eighth of a node's cores."
+    )
     max_shard_attempts: int = Field(
-        2, ge=1, description="A shard whose worker was lost this often is halved; a row alone goes to quarantine."
+        2,
+        ge=1,
+        description="A shard is halved after this many of its workers were lost; a single row then goes to quarantine.",
     )
     start_timeout_s: float = Field(
         600.0, gt=0, allow_inf_nan=False,
-        description="Seconds that Ray may take to start, and a cluster to give the first worker a place; an autoscaler "
-        "that starts GPU nodes may need more.",
+        description="Ray has this many seconds to start, and the cluster the same to place the first worker. Raise it"
+        " if an autoscaler starts GPU nodes.",
     )  # fmt: skip
     price_per_hour: float | None = Field(
-        None, ge=0, description="Of the whole cluster, in any currency: plans and reports then tell what a night costs."
+        None,
+        ge=0,
+        description="The whole cluster costs this much an hour, in any currency; plans and reports then show what a "
+        "night costs. null: they show no cost.",
     )
 
 

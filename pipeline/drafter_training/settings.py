@@ -11,13 +11,14 @@ NightlyKind = Literal["medusa", "eagle", "hass", "small"]  # medusa2 would chang
 
 
 class DrafterTrainingSettings(Strict):
-    """Whether nights train a drafter on their own texts, for the nights after them."""
+    """Drafters that nights train on their own texts, for later nights."""
 
     kind: NightlyKind | None = Field(
         None,
-        description="medusa, eagle, hass: a head on the model's own states; small: a model of two layers. It is kept "
-        "while nights are faster with it, which held-back texts are written to find out. null: none is trained.",
+        description="Nights train a drafter of this kind. medusa, eagle, hass: a head on the model's hidden states; "
+        "small: a model of two layers. Held-back texts are written to measure it, and it is used only "
+        "while nights are faster with it. null: no drafter is trained.",
     )
-    every_nights: int = Field(7, ge=1, description="Nights from one training to the next.")
-    num_texts: int = Field(2000, ge=40, description="Newest texts that it learns from.")
-    epochs: int = Field(6, ge=1, description="How often it sees each of them.")
+    every_nights: int = Field(7, ge=1, description="A drafter is trained once in this many nights.")
+    num_texts: int = Field(2000, ge=40, description="The training reads this many of the newest texts.")
+    epochs: int = Field(6, ge=1, description="The training reads each text this many times.")

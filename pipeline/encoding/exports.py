@@ -64,8 +64,8 @@ def write_merlin(sides: Sequence[SideExport], folder: Path, place: Path) -> None
 
 def _feature(name: str, kind: str, shape: str, tags: list[str]) -> str:
     """A feature of TensorFlow Metadata's schema, as protobuf text."""
-    told = " ".join(f'tag: "{tag}"' for tag in tags)
-    return f'feature {{\n  name: "{name}"\n  type: {kind}\n  {shape}\n  annotation {{ {told} }}\n}}\n'
+    annotations = " ".join(f'tag: "{tag}"' for tag in tags)
+    return f'feature {{\n  name: "{name}"\n  type: {kind}\n  {shape}\n  annotation {{ {annotations} }}\n}}\n'
 
 
 def write_fuxictr(sides: Sequence[SideExport], folder: Path, place: Path) -> None:

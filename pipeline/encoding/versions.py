@@ -86,7 +86,7 @@ class Versions:
 
 
 def version_fields(form: VectorForm, prefix: str = "") -> list[pa.Field]:
-    """What is told of a version, apart from whose it is."""
+    """Columns of a version besides the id of its entity."""
     codes = dict.fromkeys(LEVELS, pa.int32())
     fields = {"vector": form.arrow_type, **codes, "run_id": pa.string(), "valid_from": MOMENT}
     return [pa.field(f"{prefix}{name}", kind) for name, kind in fields.items()]
@@ -96,8 +96,8 @@ def version_fields(form: VectorForm, prefix: str = "") -> list[pa.Field]:
 def feature_versions(runs: Sequence[RunFolder], of_plain: bool = False) -> Iterator[dict[Side, Versions]]:
     """The versions of both sides in the features of runs, the newest last, that are of the newest one's encoder.
 
-    Codes are told where they are of the newest one's codebook. `of_plain` : of the plain texts that runs have. Runs
-    whose manifest is damaged are left out. Raises WorkspaceError where no run has features.
+    Versions of runs with another codebook than the newest one's have no codes. `of_plain` : of the plain texts that
+    runs have. Runs whose manifest is damaged are left out. Raises WorkspaceError where no run has features.
     """
     manifests = {run: known for run in runs if (known := unless_damaged(run.load_manifest)) is not None}
     with tempfile.TemporaryFile() as of_users, tempfile.TemporaryFile() as of_items:

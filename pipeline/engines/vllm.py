@@ -212,10 +212,11 @@ class VllmEngine:
     def _results(self, texts: list[_Text], num_drafted: int) -> Iterator[GenerationResult]:
         accepted = [sum(source != SOURCE_TARGET for source in text.sources) for text in texts]
         spare, num_steps = max(0, num_drafted - sum(accepted)), max(1, sum(text.num_steps for text in texts))
-        told, num_before = 0, 0  # rejected drafts that were handed out, steps of texts before
+        num_attributed, num_before = 0, 0  # rejected drafts that were handed out, steps of texts before
         for text, num_accepted in zip(texts, accepted, strict=True):
             num_before += text.num_steps
-            num_rejected, told = spare * num_before // num_steps - told, spare * num_before // num_steps
+            num_attributed_before, num_attributed = num_attributed, spare * num_before // num_steps
+            num_rejected = num_attributed - num_attributed_before
             at_end, end_id = text.finish_reason == "stop", None
             if at_end and text.token_ids and text.token_ids[-1] in self._end_ids:
                 end_id, _ = text.token_ids.pop(), text.sources.pop()
@@ -241,26 +242,26 @@ class VllmEngine:
 
     def _write_settings(self, pool_dirs: Mapping[Side, Path], cost: Path, budget: Budget) -> None:
         """The file that the proposer reads: both sides' pools, each with routes that every shard writes anew."""
-        told = []
+        pool_settings = []
         for side, folder in pool_dirs.items():
             self._routes(side).parent.mkdir()
             write_routes(self._routes(side), [])
             one = {"pools": str(folder.parent.parent), "version": folder.parent.name, "side": side}
             one |= {"routes": str(self._routes(side)), "step_cost": str(cost), "min_acceptance": budget.min_acceptance}
-            told.append(one)
+            pool_settings.append(one)
         path = self._folder.path / "drafts.json"
-        path.write_text(json.dumps(told), encoding="utf-8")
+        path.write_text(json.dumps(pool_settings), encoding="utf-8")
         os.environ["LASERBATCH_DRAFTS"] = str(path)
 
 
 def set_environment(device: str, num_threads: int, num_sharing: int) -> None:
     """What vLLM reads from the environment, where nobody has set it: this process, no network, its share of a CPU."""
-    told = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if device == "cpu":
         cache_gib = max(1, int(CACHE_SHARE * host_memory().free_bytes / num_sharing / 2**30))
-        told |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": str(cache_gib)}
+        variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": str(cache_gib)}
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
-    for name, value in told.items():
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 
@@ -298,6 +299,6 @@ def kept_cost(folder: Path, model_dir: Path, arguments: Mapping[str, Any], num_t
     with atomic_path(path) as new:
         measured = subprocess.run([*command, "--out", str(new)], capture_output=True, text=True, check=False)
         if measured.returncode:
-            told = (measured.stderr.strip() or "nothing was said").splitlines()[-1]
-            raise ModelError(f"what a step of vLLM costs could not be measured: {told}")
+            last_line = (measured.stderr.strip() or "nothing was said").splitlines()[-1]
+            raise ModelError(f"what a step of vLLM costs could not be measured: {last_line}")
     return path

@@ -61,16 +61,16 @@ def require_answer(
     if template.any_language:
         return
     question = " ".join(filter(None, (template.system, template.instruction, template.request)))
-    asked, told = script_of(question), scripts_in(text)
-    num_letters = sum(told.values())
-    if asked is not None and num_letters >= MIN_LETTERS and told.get(asked, 0) < MIN_SHARE_OWN_SCRIPT * num_letters:
-        most = max(told, key=told.get)
+    asked, scripts = script_of(question), scripts_in(text)
+    num_letters = sum(scripts.values())
+    if asked is not None and num_letters >= MIN_LETTERS and scripts.get(asked, 0) < MIN_SHARE_OWN_SCRIPT * num_letters:
+        most = max(scripts, key=scripts.get)
         raise RowError(f"wrong-language: asked in {asked.title()} script, answered in {most.title()}{MEANT}")
-    asked, told = language_of(question), language_of(text)
-    if None not in (asked, told) and asked != told:
-        of_asked, of_told = COMMON_WORDS[asked], COMMON_WORDS[told]
-        if _share(text, of_asked - of_told) < MAX_SHARE_OF_QUESTION_LANGUAGE * _share(text, of_told - of_asked):
-            raise RowError(f"wrong-language: asked in {asked}, answered in {told}{MEANT}")
+    asked, answered = language_of(question), language_of(text)
+    if None not in (asked, answered) and asked != answered:
+        of_asked, of_answered = COMMON_WORDS[asked], COMMON_WORDS[answered]
+        if _share(text, of_asked - of_answered) < MAX_SHARE_OF_QUESTION_LANGUAGE * _share(text, of_answered - of_asked):
+            raise RowError(f"wrong-language: asked in {asked}, answered in {answered}{MEANT}")
 
 
 @lru_cache(maxsize=16)
@@ -82,8 +82,8 @@ def language_of(text: str) -> str | None:
 
 
 def _share(text: str, words: frozenset[str]) -> float:
-    told = _WORD.findall(text.lower())
-    return sum(word in words for word in told) / max(len(told), 1)
+    tokens = _WORD.findall(text.lower())
+    return sum(word in words for word in tokens) / max(len(tokens), 1)
 
 
 def copied_share(token_ids: np.ndarray, prompt_ids: np.ndarray) -> float:

@@ -23,15 +23,15 @@ class Domain(Strict):
 def domains() -> dict[str, Domain]:
     """The known domains by name, the more special ones first."""
     path = CONFIGS / "domains.yaml"
-    return {name: Domain.model_validate(told) for name, told in read_yaml(path, "domains", "install anew").items()}
+    return {name: Domain.model_validate(raw) for name, raw in read_yaml(path, "domains", "install anew").items()}
 
 
 def domain_of(names: Collection[str], columns: Collection[str] = ()) -> Domain | None:
     """The domain that the names of a file of items and of its id speak of, else its other columns; None without one."""
-    for pattern, told in (("names", names), ("columns", columns)):
+    for pattern, present in (("names", names), ("columns", columns)):
         for domain in domains().values():
             wanted = getattr(domain, pattern)
-            if wanted and any(re.search(wanted, name, re.IGNORECASE) for name in told):
+            if wanted and any(re.search(wanted, name, re.IGNORECASE) for name in present):
                 return domain
     return None
 

@@ -37,10 +37,10 @@ def event_text(event: str, words: Mapping[str, str]) -> str:
 def labels_of(interactions: pa.Table, words: Mapping[str, str]) -> Labels:
     """What interactions tell: events where these differ, else ratings, of which 0 and 1 alone are words, too."""
     events = pc.unique(interactions["event"]).drop_null().to_pylist() if "event" in interactions.column_names else []
-    told = list(dict.fromkeys(event_text(event, words) for event in sorted(events)))
-    if len(told) > 1:
-        return Labels(in_words(told, "or") if len(told) <= MAX_KINDS_NAMED else "picked", "words")
-    picked = told[0] if told else "picked"
+    phrases = list(dict.fromkeys(event_text(event, words) for event in sorted(events)))
+    if len(phrases) > 1:
+        return Labels(in_words(phrases, "or") if len(phrases) <= MAX_KINDS_NAMED else "picked", "words")
+    picked = phrases[0] if phrases else "picked"
     if "rating" not in interactions.column_names:
         return Labels(picked, "none")
     ratings = pc.cast(interactions["rating"], pa.float64())

@@ -128,10 +128,10 @@ class SideQuestions:
         rated = _mapped(ratings.cast(kind), lambda value: _rating_label(value, lines))
         if events.null_count == len(events):
             return rated
-        told = _mapped(events.cast(pa.string()), lambda event: event_text(event, lines.events))
-        between = pc.if_else(pc.equal(told, "rated"), " ", ", rated ")
-        both = pc.binary_join_element_wise(told, between, rated, "")
-        return pc.coalesce(both, told, rated)
+        event_texts = _mapped(events.cast(pa.string()), lambda event: event_text(event, lines.events))
+        between = pc.if_else(pc.equal(event_texts, "rated"), " ", ", rated ")
+        both = pc.binary_join_element_wise(event_texts, between, rated, "")
+        return pc.coalesce(both, event_texts, rated)
 
 
 def shown_of_row(row: dict) -> Shown:

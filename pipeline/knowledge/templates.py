@@ -54,22 +54,31 @@ EventPattern = Annotated[str, _pattern("number", "title", "attributes", "rating"
 
 
 class Words(Strict):
-    """What prompts call users, items, and what users did with items."""
+    """The words that prompts use for users, items and what users do."""
 
-    user: str = Field("person", min_length=1, description="Who the users are: reader, listener, applicant.")
-    item: str = Field("title", min_length=1, description="What an item is: book, song, job.")
-    items: str = Field("titles", min_length=1, description="Several of them.")
+    user: str = Field("person", min_length=1, description="Prompts call a user this: reader, listener, applicant.")
+    item: str = Field("title", min_length=1, description="Prompts call an item this: book, song, job.")
+    items: str = Field("titles", min_length=1, description="Prompts call several items this: books, songs, jobs.")
     interacted: str | None = Field(
         None,
         min_length=1,
-        description="What users did with items: clicked, viewed, applied for. null: by the events or ratings that "
-        "there are `clicked or viewed`, `rated from 1 to 5`, `rated`, `picked`.",
+        description="Prompts say with this what users did with items: clicked, viewed, applied for. null: it follows "
+        "from the events or ratings of the table: `clicked or viewed`, `rated from 1 to 5`, `rated`, "
+        "`picked`.",
     )
     events: dict[str, str] = Field(
-        {}, description="What values of the column `event` are called, {play: played}; usual English ones are known."
+        {},
+        description="Prompts say a value of the column `event` with these words, {play: played}. Common English "
+        "values need none.",
     )
-    collection: str = Field("catalogue", min_length=1, description="What items are chosen from: job board, shop.")
-    enjoy: str = Field("enjoy", min_length=1, description="What users do with an item that suits them: enjoy, want.")
+    collection: str = Field(
+        "catalogue", min_length=1, description="Prompts call what items are chosen from this: job board, shop."
+    )
+    enjoy: str = Field(
+        "enjoy",
+        min_length=1,
+        description="Prompts say with this what users do with an item that suits them: enjoy, want.",
+    )
 
 
 @dataclass(frozen=True)
@@ -268,34 +277,43 @@ def _begun(word: str) -> str:
 
 
 class KnowledgeSettings(Strict):
-    """What is asked about users and items."""
+    """What prompts ask about users and items."""
 
-    user_template: str = Field("kar_user", description="Prompt template for users.")
-    item_template: str = Field("kar_item", description="Prompt template for items.")
+    user_template: str = Field("kar_user", description="Prompts of users are made from this template.")
+    item_template: str = Field("kar_item", description="Prompts of items are made from this template.")
     template_dir: Path | None = Field(
-        None, description="A folder of your own templates; looked in before those that ship."
+        None,
+        description="Templates are looked for in this folder first, then among those that ship. null: only those that"
+        " ship are used.",
     )
-    words: Words = Field(Words(), description="What prompts call your users and items, and what is done with them.")
+    words: Words = Field(
+        Words(), description="Prompts call your users and items, and what users do with items, by these words."
+    )
     user_factors: tuple[str, ...] | None = Field(
-        None, description="What decides whether users take to items: the factors in templates that ship."
+        None,
+        description="User prompts ask about these factors, which decide whether users like items, if the template "
+        "ships with laserbatch. null: the factors of the template.",
     )
     item_factors: tuple[str, ...] | None = Field(
-        None, description="What of an item matters to them, likewise; templates of your own have theirs."
+        None,
+        description="Item prompts ask about these factors, if the template ships with laserbatch. null: the factors "
+        "of the template.",
     )
     personal_attributes: tuple[Annotated[str, Field(pattern=r"^(users|items)\..+")], ...] = Field(
         (),
-        description="Columns that prompts show although they look like personal data or secrets, such as "
-        "users.zip_code. All others that do are left out, with a warning.",
+        description="Prompts show these columns although they look like personal data or secrets, such as "
+        "users.zip_code. All other such columns are left out, with a warning.",
     )
     paths: tuple[str, ...] = Field(
         (),
-        description="Columns of lists that are paths, broad to narrow, shown as Books > Poetry; other lists are sets, "
-        "shown with commas.",
+        description="These columns of lists are paths, broad to narrow, which prompts show as Books > Poetry. Other "
+        "lists are sets, which prompts show with commas.",
     )
     max_prompt_tokens: int = Field(
         1024,
         ge=16,
-        description="Longer histories are cut from their oldest side; what still does not fit is quarantined.",
+        description="A prompt has at most this many tokens: the oldest events of a longer history are left out, and "
+        "an entity whose prompt is still too long goes to quarantine.",
     )
 
     def template_of(self, side: Side) -> str:
@@ -330,12 +348,12 @@ def load_template(name: str, folder: str | Path | None = None) -> PromptTemplate
     line and key.
     """
     path = template_path(name, folder)
-    told = read_yaml(path, "prompt template", "name another")
-    for key in ("parser_path", "parser_sha256") if isinstance(told, Mapping) else ():
-        if key in told:
+    raw = read_yaml(path, "prompt template", "name another")
+    for key in ("parser_path", "parser_sha256") if isinstance(raw, Mapping) else ():
+        if key in raw:
             raise ConfigError(f"prompt template {path}: {key} is no key of a file; `parser: {name}.py` names a parser")
     try:
-        template = PromptTemplate.model_validate(told)
+        template = PromptTemplate.model_validate(raw)
     except ValidationError as error:
         line = line_of(path, error.errors()[0]["loc"])
         raise ConfigError(f"prompt template {path}, line {line}: {explain(error, PromptTemplate)}") from None

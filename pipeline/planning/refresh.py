@@ -16,35 +16,44 @@ DAYS_OF_A_POINT = 7  # of waiting, that weigh as much as twice the interactions
 
 
 class RefreshSettings(Strict):
-    """Who is written about again although the text of an earlier prompt would do for a while."""
+    """When a text whose prompt has changed is written again, and how much a night writes."""
 
     min_interactions: int = Field(
-        0, ge=0, description="Users with fewer are not written about, and keep no text: there is nothing to go by."
+        0,
+        ge=0,
+        description="A user with fewer interactions gets no new text and loses the one that there is, since there is "
+        "too little to write from.",
     )
     min_new_interactions: int = Field(
         0,
         ge=0,
-        description="Of whom only the history changed is rewritten when so many came or went. 0: at any.",
+        description="A user whose history alone changed is rewritten once this many interactions were added or "
+        "removed. 0: after any change.",
     )
     min_drift: float | None = Field(
         None,
         gt=0,
         le=2,
-        description="And when the history has moved so far since the text: 1 - cosine of the means of its items' "
-        "clusters. null: however far.",
+        description="A user whose history alone changed is rewritten only if it also drifted by this much: 1 - cosine"
+        " between the mean cluster vectors of its items then and now (0 to 2). null: whatever the drift.",
     )
     max_age_days: int | None = Field(
         None,
         ge=1,
-        description="A text of an earlier prompt is rewritten at this age, however little came.",
+        description="A text of an earlier prompt is rewritten once it is this many days old, even if too little "
+        "changed. null: its age does not matter.",
     )
     max_tokens: int | None = Field(
-        None, ge=1, description="Tokens to write a night, most valuable texts first; the others wait. null: no limit."
+        None,
+        ge=1,
+        description="A night writes at most about this many tokens, the most valuable texts first; the others wait "
+        "for a later night. null: no limit.",
     )
     max_hours: float | None = Field(
         None,
         gt=0,
-        description="The same in hours of writing, at the speed of the last night that wrote.",
+        description="A night writes for at most about this many hours, estimated from the speed of the last night "
+        "that wrote; the most valuable texts come first. null: no limit.",
     )
 
     @property

@@ -67,7 +67,9 @@ def read_codes(path: Path) -> ItemCodes:
     values = lists.flatten()
     wrong = item_ids.filter(pa.array(lengths != num_levels))
     if len(wrong):
-        raise TableError(f"{path}: {_told(wrong)} with another number of codes than {num_levels}: each needs them all")
+        raise TableError(
+            f"{path}: {preview_ids(wrong)} with another number of codes than {num_levels}: each needs them all"
+        )
     if values.null_count:
         row = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0]) // num_levels
         raise TableError(f"{path}: item {item_ids[row]} has a null among its codes")
@@ -154,7 +156,7 @@ def _digits(codes: np.ndarray) -> np.ndarray:
     return digits
 
 
-def _told(ids: pa.Array) -> str:
+def preview_ids(ids: pa.Array) -> str:
     """`items 3, 7, 9 and 4 more`."""
     names = ", ".join(map(str, ids.to_pylist()[:3]))
     more = f" and {len(ids) - 3} more" if len(ids) > 3 else ""

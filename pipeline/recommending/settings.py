@@ -14,20 +14,27 @@ DraftLoss = Literal["sft", "wordkd", "tvdkd", "seqkd", "atspeed_s", "atspeed_r"]
 class RecommendingSettings(Strict):
     """Lists of items for every user, by a recommender over item codes (`laserbatch recommend`)."""
 
-    model: Path | None = Field(None, description="Folder of a recommender: `laserbatch recommender train` makes one.")
-    draft_model: Path | None = Field(
-        None, description="Folder of a small one that drafts for it. null: last night's lists draft."
+    model: Path | None = Field(
+        None, description="The recommender in this folder makes the lists; `laserbatch recommender train` makes one."
     )
-    num_items: int = Field(20, ge=1, description="Items a user gets.")
+    draft_model: Path | None = Field(
+        None,
+        description="The small model in this folder drafts for the recommender. null: the lists of the last night "
+        "draft.",
+    )
+    num_items: int = Field(20, ge=1, description="A user's list has this many items.")
     list_again: bool = Field(
         False,
-        description="Whether what a user has had may be listed: songs, food. Otherwise it never is, and who has had "
-        "nearly everything gets a shorter list.",
+        description="Lists may hold items that the user already interacted with, as suits songs or food. Otherwise "
+        "they never do, and a user who knows nearly every item gets a shorter list.",
     )
     num_drafted: int | None = Field(
         None,
         ge=0,
-        description="Paths, or listed items, drafted for a user. null: what is fastest here, tried each night.",
+        description="This many paths, or listed items, are drafted for a user. null: the number that is fastest here,"
+        " measured each night.",
     )
-    batch_size: int = Field(32, ge=1, description="Users side by side.")
-    keep_runs: int = Field(7, ge=1, description="Newest runs that stay; the published one stays too.")
+    batch_size: int = Field(32, ge=1, description="One worker makes the lists of this many users at once.")
+    keep_runs: int = Field(
+        7, ge=1, description="This many of the newest runs of lists are kept, and the published one."
+    )

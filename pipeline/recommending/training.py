@@ -69,7 +69,7 @@ def train_recommender(
 
     Raises ConfigError: too few histories have two items, or the folder holds other things.
     """
-    told = _enough(histories, folder)
+    usable = _enough(histories, folder)
     card = RecommenderCard(sizes=codes.sizes, codes=codes_digest(codes), history=options.history)
     if base is None:
         model = new_model(card, options.hidden_size, options.num_layers, options.seed)
@@ -77,9 +77,9 @@ def train_recommender(
     else:
         model, card = extended_model(base, card, options.seed)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    is_held = _held_back(len(told), options.seed)
-    asked = [told[number] for number in np.flatnonzero(is_held)]
-    learned = [one[:-1] if held else one for one, held in zip(told, is_held, strict=True)]
+    is_held = _held_back(len(usable), options.seed)
+    asked = [usable[number] for number in np.flatnonzero(is_held)]
+    learned = [one[:-1] if held else one for one, held in zip(usable, is_held, strict=True)]
     windows = [one[at : at + options.history + 1] for one in learned for at in _starts(len(one), options.history)]
     trie = ItemTrie.of(codes)
     ways = trie.ways_to(codes.codes)
@@ -92,7 +92,7 @@ def train_recommender(
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
         return _catalogue_loss(logits, trie, card, some, ways)
 
-    digest = _digest("target" if base is None else model_identity(base), codes, told, options)
+    digest = _digest("target" if base is None else model_identity(base), codes, usable, options)
     best = folder / BEST_NAME
     batches = list(enumerate(_batches([len(one) for one in windows], options)))
     num_in_epoch = len(batches) // options.epochs
@@ -113,9 +113,13 @@ def train_recommender(
     )  # fmt: skip
     model.load_state_dict(load_file(best), strict=False)
     model = model.merge_and_unload() if base is not None else model
-    told_of = {"num_histories": len(told), "training_seconds": round(seconds, 1), "epoch": read_facts(best)["epoch"]}
+    training_facts = {
+        "num_histories": len(usable),
+        "training_seconds": round(seconds, 1),
+        "epoch": read_facts(best)["epoch"],
+    }
     rankings = _rankings(model, card, trie, codes, learned, asked)
-    return _saved(model, card.model_copy(update=told_of | rankings), folder)
+    return _saved(model, card.model_copy(update=training_facts | rankings), folder)
 
 
 def _rankings(
@@ -145,7 +149,7 @@ def train_draft(
 
     Lists are the target's own, not mixed with the draft's (lambda = 1 in D' of Eq. 3). Raises as `train_recommender`.
     """
-    told = _enough(histories, folder)
+    usable = _enough(histories, folder)
     target.require(codes)
     trie, rng = ItemTrie.of(codes), np.random.default_rng(options.seed)
     card = RecommenderCard(
@@ -155,12 +159,12 @@ def train_draft(
     model = new_model(card, options.hidden_size, options.num_layers, options.seed).to(device)
     lists = []
     if kind in OF_LISTS:
-        told = [told[number] for number in rng.permutation(len(told))[: options.num_listed]]
-        lists = listed(target.model, target.card, trie, codes, [one[:-1] for one in told])
+        usable = [usable[number] for number in rng.permutation(len(usable))[: options.num_listed]]
+        lists = listed(target.model, target.card, trie, codes, [one[:-1] for one in usable])
 
     def loss_of(numbered: tuple[int, Sequence[int]]) -> torch.Tensor:
         step, batch = numbered
-        of_logs = _rows_of(target, model, trie, card, codes, [told[number] for number in batch])
+        of_logs = _rows_of(target, model, trie, card, codes, [usable[number] for number in batch])
         of_lists = None
         if lists:
             drawn = np.random.default_rng((options.seed, step))  # by the step, wherever a training goes on
@@ -168,17 +172,17 @@ def train_draft(
             picked = [
                 [*drawn.choice(rows, min(options.num_picked, len(rows)), replace=False), rows[-1]] for rows in own
             ]
-            sequences = [[*told[n][:-1], item] for n, items in zip(batch, picked, strict=True) for item in items]
+            sequences = [[*usable[n][:-1], item] for n, items in zip(batch, picked, strict=True) for item in items]
             of_lists = _rows_of(target, model, trie, card, codes, sequences, [len(items) for items in picked])
         return draft_loss(kind, of_logs, of_lists)
 
-    batches = list(enumerate(_batches([len(one) for one in told], options)))
+    batches = list(enumerate(_batches([len(one) for one in usable], options)))
     seconds = train_steps(
-        model, batches, loss_of, folder, _digest(f"{kind} {target.model_id}", codes, told, options),
+        model, batches, loss_of, folder, _digest(f"{kind} {target.model_id}", codes, usable, options),
         options.learning_rate, tell=lambda step, loss: tell(step, len(batches), loss),
         seconds_between_checkpoints=options.seconds_between_checkpoints,
     )  # fmt: skip
-    update = {"num_histories": len(told), "training_seconds": round(seconds, 1)}
+    update = {"num_histories": len(usable), "training_seconds": round(seconds, 1)}
     return _saved(model, card.model_copy(update=update), folder)
 
 
@@ -287,17 +291,17 @@ def _batches(lengths: Sequence[int], options: RecommenderOptions) -> Iterator[li
 
 
 def _enough(histories: Sequence[np.ndarray], folder: Path) -> list[np.ndarray]:
-    told = [one for one in histories if len(one) > 1]
-    if len(told) < MIN_HISTORIES:
+    usable = [one for one in histories if len(one) > 1]
+    if len(usable) < MIN_HISTORIES:
         raise ConfigError(
-            f"{len(told)} users with two items or more are too few to train a recommender on, at least "
+            f"{len(usable)} users with two items or more are too few to train a recommender on, at least "
             f"{MIN_HISTORIES} are needed"
         )
     there = files_there(folder)
     if there and not there & {CARD_NAME, CHECKPOINT_NAME, BEST_NAME}:
         raise ConfigError(f"{folder} holds other things than a recommender ({min(there)}): give a new folder")
     folder.mkdir(parents=True, exist_ok=True)
-    return told
+    return usable
 
 
 def _held_back(num_histories: int, seed: int) -> np.ndarray:
@@ -309,8 +313,8 @@ def _held_back(num_histories: int, seed: int) -> np.ndarray:
 
 
 def _digest(kind: str, codes: ItemCodes, histories: Sequence[np.ndarray], options: RecommenderOptions) -> str:
-    told = asdict(options) | {"seconds_between_checkpoints": None}
-    digest = hashlib.sha256(f"{kind} {sorted(told.items(), key=str)} {codes_digest(codes)}".encode())
+    option_values = asdict(options) | {"seconds_between_checkpoints": None}
+    digest = hashlib.sha256(f"{kind} {sorted(option_values.items(), key=str)} {codes_digest(codes)}".encode())
     for one in histories:
         digest.update(np.asarray(one, np.int64).tobytes() + b"|")
     return digest.hexdigest()

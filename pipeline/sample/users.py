@@ -97,9 +97,9 @@ def _about(users: Users, rng: np.random.Generator) -> pa.Array:
     num = len(users.mood)
 
     def sentences(phrases: list[str], indices: np.ndarray, share: np.ndarray | float) -> pa.Array:
-        told = rng.random(num) < share
+        is_stated = rng.random(num) < share
         texts = [""] + [phrase[0].upper() + phrase[1:] + ". " for phrase in phrases]
-        return words(texts, np.where(told, indices + 1, 0))
+        return words(texts, np.where(is_stated, indices + 1, 0))
 
     def phrased(what: str, said: tuple[str, ...], indices: np.ndarray, share: float) -> pa.Array:
         patterns = ABOUT[what]

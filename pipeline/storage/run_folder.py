@@ -249,22 +249,22 @@ class RunFolder:
         num_fresh, num_stale, num_quarantined, num_waiting, num_unasked = (
             np.bincount(part.drop_null().to_numpy(), minlength=len(entity_ids)) for part in rows.values()
         )
-        num_told = num_fresh + num_quarantined + num_waiting + num_unasked
+        num_places = num_fresh + num_quarantined + num_waiting + num_unasked
         faults = {
-            "neither in its knowledge nor in quarantine": (num_told == 0) | (num_waiting > num_stale),
-            "there more than once": (num_told > 1) | (num_stale > 1),
+            "neither in its knowledge nor in quarantine": (num_places == 0) | (num_waiting > num_stale),
+            "there more than once": (num_places > 1) | (num_stale > 1),
             "there with an old text but neither in quarantine nor postponed": num_stale > num_quarantined + num_waiting,
         }
         found = [(fault, entity_ids.filter(pa.array(is_so))) for fault, is_so in faults.items()]
         found += [("not in the table", ids[name].filter(part.is_null())) for name, part in rows.items()]
-        told = []
+        problems = []
         for fault, some in found:
             if len(some):
                 named = ", ".join(map(str, some[:NUM_NAMED])) + (", ..." if len(some) > NUM_NAMED else "")
-                told.append(f"{len(some)} are {fault} ({named})")
-        if told:
+                problems.append(f"{len(some)} are {fault} ({named})")
+        if problems:
             raise WorkspaceError(
-                f"{self.root}: of {len(entity_ids)} {side}s {'; '.join(told)}. Nothing is published. Run the same "
+                f"{self.root}: of {len(entity_ids)} {side}s {'; '.join(problems)}. Nothing is published. Run the same "
                 "command again: what is lost is planned and written again, the rest stays. If this comes back, delete "
                 "the folder."
             )

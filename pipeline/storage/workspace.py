@@ -168,11 +168,11 @@ class Workspace:
         return [run for run in map(self.run, self._history["before"]) if run.is_finished]
 
     def withdrawn(self) -> list[str]:
-        """Ids of the runs that were published and taken back: nothing is built on them, or publishes them by itself."""
+        """Ids of rolled-back runs: nothing is built on them, and only an explicit command publishes them again."""
         return self._history["withdrawn"]
 
     def not_built_on(self) -> set[str]:
-        """Ids of runs that nothing is built on: those taken back, and what was built on these and never published.
+        """Ids of runs that nothing is built on: those rolled back, and what was built on these and never published.
 
         A run whose manifest cannot be read counts as built on none.
         """

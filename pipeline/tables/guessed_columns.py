@@ -128,10 +128,10 @@ def guess_join(log: SourceTable, log_columns: Sequence[str], entities: SourceTab
     pairs = [pair for pair in pairs if pair[0] > 0 or pair[-1] in id_columns]
     rows, file = f"{entities.head.num_rows:,} rows seen", entities.name
     if not pairs:
-        told = "; ".join(
+        counts = "; ".join(
             f"{name} has {len(entities.id_set(name)):,} different values" for name in (id_columns or others)[:3]
         )
-        no_id = Guess(None, f"an id is another one in each row, and no column of {file} is in the {rows} ({told})")
+        no_id = Guess(None, f"an id is another one in each row, and no column of {file} is in the {rows} ({counts})")
         return Join(Guess(log_columns[0], "by its name"), no_id)
     overlap, *_, of_log, of_id = max(pairs)
     if overlap == 0 and entities.is_whole:
@@ -194,8 +194,10 @@ def guess_time(log: SourceTable, taken: Iterable[str]) -> TimeGuess:
                 other[0][0] if other else None,
             )
         contradicted.append(f"{name} ({', '.join(map(str, log.values(name)[:2]))})")
-    told = ", ".join(contradicted) or "none by its name"
-    return TimeGuess(Guess(None, f"no column is a time between {EARLIEST_YEAR} and {LATEST_YEAR}; there is {told}"))
+    contradictions = ", ".join(contradicted) or "none by its name"
+    return TimeGuess(
+        Guess(None, f"no column is a time between {EARLIEST_YEAR} and {LATEST_YEAR}; there is {contradictions}")
+    )
 
 
 def _units(column: pa.Array) -> list[tuple[str, str, str]]:

@@ -21,13 +21,13 @@ class TablesSettings(Strict):
 
     path: Path | str | None = Field(
         None,
-        description="Folder with users, items and interactions, or its URI (s3://bucket/prefix); needed but for the "
-        "demo.",
+        description="This folder, or URI (s3://bucket/prefix), holds the tables users, items and interactions. Every "
+        "command except the demo needs it.",
     )
     keep_duplicates: bool = Field(
         False,
-        description="Keep interactions that are exact copies of another one: same user, item, time, event and rating. "
-        "By default the first of them is kept, and the others are counted.",
+        description="Interactions that equal another one in user, item, time, event and rating are kept. Otherwise "
+        "only the first of them is kept, and the others are counted.",
     )
 
     @field_validator("path", mode="before")

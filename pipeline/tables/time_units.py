@@ -101,13 +101,13 @@ def integer_times(table: str, files: Sequence[Path]) -> tuple[dict[str, str], li
         where, kind = shown_path(files[0]), "bad-timestamp"
         if unit not in (None, "s"):
             units[column] = unit
-            told = f"the integers are read as {NAMES[unit]} since 1970 ({shown_span(low, high, unit)})"
+            message = f"the integers are read as {NAMES[unit]} since 1970 ({shown_span(low, high, unit)})"
             advice = "write timestamps if this is wrong"
-            findings.append(Finding("inferred-unit", table, told, expected, advice, column, where, is_warning=True))
+            findings.append(Finding("inferred-unit", table, message, expected, advice, column, where, is_warning=True))
         elif reading:
-            told = f"the integers from {low} to {high} look like {reading}"
+            message = f"the integers from {low} to {high} look like {reading}"
             advice = "write timestamps, or name the format in the mapping of `laserbatch data import`"
-            findings.append(Finding(kind, table, told, expected, advice, column, where))
+            findings.append(Finding(kind, table, message, expected, advice, column, where))
     return units, findings
 
 

@@ -155,12 +155,12 @@ def _newest_metadata(folder: Path) -> Path:
     """The metadata file of the highest version. Raises ValueError where there is none, or several of that version."""
     files = {path: int(match[1]) for path in folder.glob("metadata/*") if (match := _METADATA.fullmatch(path.name))}
     hint = folder / "metadata" / "version-hint.text"
-    told = hint.read_text(encoding="utf-8").strip() if hint.is_file() else ""
+    version_hint = hint.read_text(encoding="utf-8").strip() if hint.is_file() else ""
     highest = max(files.values(), default=-1)
     newest = [path for path, number in files.items() if number == highest]
-    if not newest or (told.isdecimal() and int(told) > highest):
+    if not newest or (version_hint.isdecimal() and int(version_hint) > highest):
         raise ValueError(
-            f"the newest file metadata/*.metadata.json is missing; version-hint.text says {told or 'nothing'}"
+            f"the newest file metadata/*.metadata.json is missing; version-hint.text says {version_hint or 'nothing'}"
         )
     if len(newest) > 1:
         names = " and ".join(sorted(path.name for path in newest))

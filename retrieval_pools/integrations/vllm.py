@@ -76,12 +76,12 @@ class StepCost:
     def __init__(self, path: Path) -> None:
         """Raises PoolError where the file is not there or does not say so: at which key, and what is there."""
         try:
-            told = _StepTimes.model_validate_json(path.read_bytes())
+            measured = _StepTimes.model_validate_json(path.read_bytes())
         except (OSError, ValueError) as error:
             raise PoolError(
                 f"{path} is no step cost ({_fault(error)}); measure one: python -m {MEASURE} --help"
             ) from None
-        rows = sorted((one.batch_size, one.num_tokens / one.batch_size - 1, one.seconds) for one in told.steps)
+        rows = sorted((one.batch_size, one.num_tokens / one.batch_size - 1, one.seconds) for one in measured.steps)
         by_size = {size: np.array([row[1:] for row in rows if row[0] == size]).T for size, _, _ in rows}
         self._batch_sizes = np.array(list(by_size))
         self._curves = list(by_size.values())
@@ -132,8 +132,8 @@ class ProposerSettings(BaseModel, frozen=True, extra="forbid"):
             raise PoolError(f"{SETTINGS_VARIABLE} is not set; it names the JSON file that says what to draft from")
         path = Path(os.environ[SETTINGS_VARIABLE])
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
-            found = TypeAdapter(tuple[cls, ...]).validate_python(told if isinstance(told, list) and told else [told])
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            found = TypeAdapter(tuple[cls, ...]).validate_python(raw if isinstance(raw, list) and raw else [raw])
         except (OSError, ValueError) as error:
             raise PoolError(f"{path} does not say what to draft from: {_fault(error)}") from None
         return tuple(one._beside(path.parent) for one in found)

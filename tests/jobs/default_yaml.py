@@ -13,6 +13,7 @@ YAML_LINE_WIDTH = 110
 HEAD = """\
 # Every option of laserbatch with its default. `laserbatch init TABLES` writes this for your own tables.
 # Delete what you do not change.
+
 """
 
 

@@ -92,7 +92,7 @@ def test_status_tells_of_a_run_under_way_of_one_that_died_and_of_one_that_failed
         assert state["lock"]["holder"] == f"pid {os.getpid()} on {socket.gethostname()}"
     assert (state["state"], state["run"]["stage"]) == ("running", "generate")
     going = state["run"]["progress"]
-    assert (going["done"], going["total"]) == (10, 40)
+    assert (going["done"], going["total"]) == (10, 40) and going["updated_at"] == state["run"]["last_event"]
     assert going["rate"] == pytest.approx(1.0, rel=0.1) and going["left_s"] == pytest.approx(30, rel=0.1)
     died = workspace_state(night.workspace, now)
     assert (died["state"], died["lock"], died["run"]["progress"]) == ("died", None, None)
@@ -120,7 +120,7 @@ def test_a_night_that_died_on_another_host_is_not_running(night, monkeypatch):
     unknown = workspace_state(night.workspace, NOW)
     assert unknown["state"] == "unknown" and unknown["lock"]["is_certain"] is False
     assert unknown["lock"]["holder"] == "pid 1 on another-machine" and unknown["run"]["last_event"]
-    assert status._told(unknown)["state"].startswith("not known: a process of another host")
+    assert status.summary_rows(unknown)["state"].startswith("not known: a process of another host")
     monkeypatch.setattr(status, "probe_lock", lambda path: "unknown")  # a file system without flock
     assert workspace_state(night.workspace, NOW)["state"] == "unknown"
 

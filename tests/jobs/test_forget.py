@@ -333,7 +333,7 @@ def test_ids_come_from_a_file_and_unknown_ones_are_told(folder, capfd, monkeypat
     assert told["unknown"]["user"] == [WHO] and not told["nowhere"]["user"]
     assert forget(folder, capfd, code=2)["kind"]
     told = forget(folder, capfd, "--item", "i0")
-    assert told["rows"] and "titles of items stay" in told["said"]
+    assert told["rows"] and "titles of these items stay" in told["said"]
     assert not [row for rows in _others(folder / "workspace", "item").values() for row in rows
                 if row.get("entity_id", row.get("item_id")) == "i0"]  # fmt: skip
 

@@ -103,7 +103,7 @@ def test_an_older_date_is_neither_published_nor_drafted_from(world, capsys):
     night = done(opened(world))
     older = done(opened(world, DAY - datetime.timedelta(days=1)))
     assert older.run.is_finished
-    assert "not published: readers go on seeing run " + night.run.run_id in capsys.readouterr().err
+    assert f"not published: run {night.run.run_id}, of a later date, stays published" in capsys.readouterr().err
     assert night.workspace.published().run_id == night.run.run_id == night.pools.current_version()
     (world / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\nseed: 1\n")
     same_date = done(opened(world))
@@ -123,7 +123,7 @@ def test_what_was_taken_back_is_not_built_on_nor_published_by_itself(world, caps
     first, second = done(opened(world)), done(opened(world, DAY + datetime.timedelta(days=1)))
     second.workspace.withdraw()
     publish(second)
-    assert f"not published: run {second.run.run_id} was taken back" in capsys.readouterr().err
+    assert f"not published: run {second.run.run_id} was rolled back" in capsys.readouterr().err
     assert second.workspace.published().run_id == first.run.run_id
     third = opened(world, DAY + datetime.timedelta(days=2))
     assert third.previous.run_id == first.run.run_id
@@ -201,7 +201,7 @@ def test_a_backfill_goes_from_each_night_to_the_next_and_publishes_its_last_when
     assert newest.workspace.published().run_id == runs[-1].run_id == newest.pools.current_version()
     newest.workspace.withdraw()
     told = run_here(capfd, *arguments, "--json", "--publish")
-    assert f"not published: run {runs[-1].run_id} was taken back" in " ".join(told.stderr.split())
+    assert f"not published: run {runs[-1].run_id} was rolled back" in " ".join(told.stderr.split())
     assert json.loads(told.stdout)["published"] == newest.run.run_id
     longer = json.loads(run_here(capfd, *arguments[:-1], "2025-03-05", "--json").stdout)
     fifth = newest.workspace.run(longer["nights"][-1]["run_id"]).load_manifest()

@@ -64,10 +64,10 @@ def test_a_diff_names_who_changed_and_why_who_appeared_and_who_went(workspace, c
         counts = {name: value for name, value in users.items() if name.startswith("num")}
         assert counts == {
             "num_unchanged": 1,
-            "num_rewritten_alike": 1,
+            "num_regenerated_same": 1,
             "num_changed": 3,
-            "num_appeared": 2,
-            "num_went": 2,
+            "num_added": 2,
+            "num_removed": 2,
         }
         assert users["reasons"] == {"written again": 1, "attributes+history": 1, "history": 1}
         assert [(one["entity_id"], one["reason"], one["before"], one["after"]) for one in users["changed"]] == [
@@ -75,7 +75,7 @@ def test_a_diff_names_who_changed_and_why_who_appeared_and_who_went(workspace, c
             ("moved", "attributes+history", "x", "y"),
             ("rated", "history", "x", "y"),
         ]
-        assert [(one["entity_id"], one["reason"]) for one in users["appeared"] + users["went"]] == [
+        assert [(one["entity_id"], one["reason"]) for one in users["added"] + users["removed"]] == [
             ("mended", "was in quarantine: too-long"),
             ("new", "new"),
             ("broken", "is in quarantine: unparsable"),
@@ -96,7 +96,7 @@ def test_listed_are_state_mark_and_size_also_of_what_cannot_be_read(workspace, c
     workspace.withdraw()
     (workspace.root / "runs" / ".gone.1-ab.tmp").mkdir()  # a removal that was killed
     told = asked(workspace, capfd, "list")["runs"]
-    marks = [(one["state"], one["published"], one["taken_back"]) for one in told]
+    marks = [(one["state"], one["published"], one["rolled_back"]) for one in told]
     assert marks == [
         ("finished", True, False),
         ("finished", False, True),
@@ -105,7 +105,7 @@ def test_listed_are_state_mark_and_size_also_of_what_cannot_be_read(workspace, c
     ]
     assert all(one["num_bytes"] > 0 for one in told)
     table = run_here(capfd, "runs", "list", "--workspace", str(workspace.root)).stdout
-    assert f"*  {ids[0]}" in table and "taken back" in table
+    assert f"*  {ids[0]}" in table and "rolled back" in table
     assert asked(workspace, capfd, "show")["run_id"] == ids[0]
 
 
@@ -113,8 +113,8 @@ def test_what_was_published_is_rolled_back_run_by_run_and_published_again(worksp
     ids = [run_of(workspace, day) for day in (1, 2, 3)]
     for run_id in ids:
         asked(workspace, capfd, "publish", run_id)
-    assert asked(workspace, capfd, "rollback") == {"published": ids[1], "taken_back": ids[2]}
-    assert asked(workspace, capfd, "rollback") == {"published": ids[0], "taken_back": ids[1]}
+    assert asked(workspace, capfd, "rollback") == {"published": ids[1], "rolled_back": ids[2]}
+    assert asked(workspace, capfd, "rollback") == {"published": ids[0], "rolled_back": ids[1]}
     assert "no run that is still there was published before" in asked(workspace, capfd, "rollback", code=3)["error"]
     assert workspace.withdrawn() == [ids[2], ids[1]] and workspace.published().run_id == ids[0]
     assert asked(workspace, capfd, "publish", ids[2]) == {"published": ids[2], "published_before": ids[0]}

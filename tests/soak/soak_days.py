@@ -333,7 +333,7 @@ def rolled_back(year, rng):
         return
     taken_back = oracle.gone or oracle.take_back()
     assert done.code == 0, done.said
-    assert json.loads(done.out) == {"published": oracle.published, "taken_back": taken_back}
+    assert json.loads(done.out) == {"published": oracle.published, "rolled_back": taken_back}
     oracle.mended()
     oracle.check_published()
 

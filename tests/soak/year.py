@@ -296,7 +296,7 @@ class Year:
         for side in ("user", "item"):
             old, new = ({str(key): row for key, row in self.texts(one, side).items()} for one in (previous, run_id))
             changed = sum(old[key]["text"] != row["text"] for key, row in new.items() if key in old)
-            counted = tuple(told[f"{side}s"][f"num_{name}"] for name in ("changed", "appeared", "went"))
+            counted = tuple(told[f"{side}s"][f"num_{name}"] for name in ("changed", "added", "removed"))
             assert counted == (changed, len(new.keys() - old.keys()), len(old.keys() - new.keys())), (side, told)
             assert sum(told[f"{side}s"]["reasons"].values()) == changed
 

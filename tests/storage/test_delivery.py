@@ -6,7 +6,7 @@ import json
 import pytest
 from destinations import bucket, place  # noqa: F401 (fixtures)
 
-from laserbatch.jobs.commands.status import _told, workspace_state
+from laserbatch.jobs.commands.status import summary_rows, workspace_state
 from laserbatch.jobs.settings import Settings, load_settings
 from laserbatch.jobs.stages.publishing import deliver, forget_delivered
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
@@ -111,7 +111,7 @@ def test_readers_go_back_only_where_somebody_asks_or_a_run_was_taken_back(worksp
     assert (delivered["to"], delivered["run_id"]) == (place, NEW)
     deliver(workspace, place, is_asked=True)  # as `runs publish` does, which has no events
     assert seen(place) == last_deliveries(workspace.root)[0]["run_id"] == OLD
-    assert f"{place}: {OLD}, sent at 20" in _told(workspace_state(workspace, now))["delivered"]
+    assert f"{place}: {OLD}, sent at 20" in summary_rows(workspace_state(workspace, now))["delivered"]
     workspace.publish(NEW)
     deliver(workspace, place)
     workspace.withdraw()

@@ -76,8 +76,8 @@ class ModelRunner:
             except Exception as error:  # Triton and CUDA may raise anything; torch's attention does without them
                 if is_out_of_memory(error) or is_device_lost(error) or self._attention == "triton":
                     raise
-                told = "the attention kernel failed (%s); attention is torch's from here on"
-                logger.warning(told, error, exc_info=True)
+                message = "the attention kernel failed (%s); attention is torch's from here on"
+                logger.warning(message, error, exc_info=True)
                 self.buffered = None
         return StepOutput(self._run(batch, metadata), batch)
 
