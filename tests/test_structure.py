@@ -49,6 +49,12 @@ def test_imports_point_one_way():
         assert "pandas" not in tops(path), f"{name} imports pandas, which nights do without"
 
 
+def test_editors_find_each_installed_folder_by_its_link():
+    (folders,) = re.findall(r"^FOLDERS = (.*)$", (ROOT / "setup.py").read_text(encoding="utf-8"), re.MULTILINE)
+    links = {path.name: path.readlink() for path in (ROOT / ".typing" / "laserbatch").iterdir()}
+    assert links == {name: Path("../..") / name for name in ast.literal_eval(folders)}
+
+
 def test_nothing_that_is_installed_imports_tests_or_benchmarks():
     for name, path in FILES.items():
         assert not {"tests", "benchmarks"} & tops(path), name
