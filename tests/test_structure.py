@@ -150,7 +150,8 @@ def test_the_engine_is_imported_without_ray_tables_or_knowledge():
 def test_files_and_modules_that_pages_and_docstrings_name_are_there():
     """Not those of examples, which a reader of the page is to write, nor of figures that an earlier commit measured."""
     examples = ("drafters/bigrams.py", "test_bigrams.py", "prompts/shelf.py")
-    pages = [ROOT / name for name in ("pyproject.toml", "Makefile", "README.md", "benchmarks/README.md")]
+    pages = [ROOT / name for name in ("pyproject.toml", "Makefile", "README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+    pages += [ROOT / "benchmarks" / "README.md"]
     pages += [*(ROOT / "docs").rglob("*.md"), *FILES.values()]
     others = [path for name in ("benchmarks", "tests", "docs") for path in (ROOT / name).rglob("*.py")]
     known = [f"/{path.relative_to(ROOT)}" for path in (*FILES.values(), *others)]
