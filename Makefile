@@ -29,10 +29,11 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# A wheel in dist/. What an earlier build left in build/ would go into it too.
+# Wheels in dist/: laserbatch, and its pools alone. What an earlier build left in build/ would go into them too.
 wheel: install
-	rm -rf build
-	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
+	rm -rf build laserbatch-pools/build
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist \
+		. ./laserbatch-pools
 
 # The pools inside vLLM, for real: an environment of its own (about 3 GB), what vLLM brings built for CUDA taken out.
 VLLM := .venv-vllm
@@ -53,4 +54,4 @@ test-vllm: $(VLLM)/.installed
 	$(VLLM)/bin/python -m pytest -q tests/retrieval_pools/test_in_vllm.py tests/retrieval_pools/test_vllm_proposer.py
 
 clean:
-	rm -rf demo build dist *.egg-info
+	rm -rf demo dist build *.egg-info laserbatch-pools/build laserbatch-pools/*.egg-info
