@@ -1,4 +1,4 @@
-# Three commands: install, demo, test. Everything lives in .venv; nothing outside the folder is touched.
+# install, demo, test, lint, wheel. Everything lives in .venv; nothing outside the folder is touched.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # One more than cores: tests that start Ray wait.
 TEST_PROCESSES ?= 3
 
-.PHONY: install demo test test-vllm clean
+.PHONY: install demo test test-vllm lint wheel clean
 
 install: $(STAMP)
 
@@ -23,7 +23,17 @@ demo: install
 # A file's tests share worlds and nights, so they stay in one process. Files in their order: those of nights, which take
 # longest, are not the last ones.
 test: install
-	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=15
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# Wheels in dist/: laserbatch, and its pools alone. What an earlier build left in build/ would go into them too.
+wheel: install
+	rm -rf build laserbatch-pools/build
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist \
+		. ./laserbatch-pools
 
 # The pools inside vLLM, for real: an environment of its own (about 3 GB), what vLLM brings built for CUDA taken out.
 VLLM := .venv-vllm
@@ -44,4 +54,4 @@ test-vllm: $(VLLM)/.installed
 	$(VLLM)/bin/python -m pytest -q tests/retrieval_pools/test_in_vllm.py tests/retrieval_pools/test_vllm_proposer.py
 
 clean:
-	rm -rf demo build *.egg-info
+	rm -rf demo dist build *.egg-info laserbatch-pools/build laserbatch-pools/*.egg-info

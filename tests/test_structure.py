@@ -49,6 +49,12 @@ def test_imports_point_one_way():
         assert "pandas" not in tops(path), f"{name} imports pandas, which nights do without"
 
 
+def test_editors_find_each_installed_folder_by_its_link():
+    (folders,) = re.findall(r"^FOLDERS = (.*)$", (ROOT / "setup.py").read_text(encoding="utf-8"), re.MULTILINE)
+    links = {path.name: path.readlink() for path in (ROOT / ".typing" / "laserbatch").iterdir()}
+    assert links == {name: Path("../..") / name for name in ast.literal_eval(folders)}
+
+
 def test_nothing_that_is_installed_imports_tests_or_benchmarks():
     for name, path in FILES.items():
         assert not {"tests", "benchmarks"} & tops(path), name
@@ -144,7 +150,8 @@ def test_the_engine_is_imported_without_ray_tables_or_knowledge():
 def test_files_and_modules_that_pages_and_docstrings_name_are_there():
     """Not those of examples, which a reader of the page is to write, nor of figures that an earlier commit measured."""
     examples = ("drafters/bigrams.py", "test_bigrams.py", "prompts/shelf.py")
-    pages = [ROOT / name for name in ("pyproject.toml", "Makefile", "README.md", "benchmarks/README.md")]
+    pages = [ROOT / name for name in ("pyproject.toml", "Makefile", "README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+    pages += [ROOT / "benchmarks" / "README.md"]
     pages += [*(ROOT / "docs").rglob("*.md"), *FILES.values()]
     others = [path for name in ("benchmarks", "tests", "docs") for path in (ROOT / name).rglob("*.py")]
     known = [f"/{path.relative_to(ROOT)}" for path in (*FILES.values(), *others)]

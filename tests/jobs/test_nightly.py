@@ -58,7 +58,7 @@ def installed(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
     for name in FOLDERS:
         shutil.copytree(ROOT / name, folder / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "pyproject.toml", "README.md"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / "source")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     wheel = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, folder / "source"]
@@ -134,7 +134,10 @@ def _written(path: Path) -> int:
 
 def test_a_wheel_holds_every_file_and_leaves_others_packages_alone(installed, two_nights):
     (wheel,) = installed.parents[1].glob("*.whl")
-    ours = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    names = zipfile.ZipFile(wheel).namelist()
+    ours = {name for name in names if ".dist-info/" not in name}
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    assert {f"laserbatch/{name}/py.typed" for name in FOLDERS} <= ours  # else type checkers pass the package over
     there = {path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.is_file()}
     assert ours == {
         f"laserbatch/{path.relative_to(ROOT)}" for path in there if "__pycache__" not in path.parts

@@ -5,6 +5,7 @@ import importlib.util
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import yaml
 from laserbatch.jobs.cli import COMMANDS
 
 SCHEDULES = Path(__file__).resolve().parents[2] / "docs" / "schedules"
+VERSION = tomllib.loads((SCHEDULES.parents[1] / "pyproject.toml").read_text())["project"]["version"]
 FILES = sorted(path for path in SCHEDULES.iterdir() if path.is_file())
 NIGHTLY = re.compile(r"laserbatch nightly --config \S+( --ray-address auto\s*)? --date ")
 
@@ -76,7 +78,7 @@ def test_the_rayjob_has_what_its_schema_requires():
     cluster = job["spec"]["rayClusterSpec"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         (container,) = group["template"]["spec"]["containers"]
-        assert container["image"] and container["volumeMounts"]
+        assert container["image"].endswith(f"/laserbatch:{VERSION}") and container["volumeMounts"]
         assert container["resources"]["requests"] == container["resources"]["limits"]
     assert all(group["groupName"] for group in cluster["workerGroupSpecs"])
     assert job["spec"]["backoffLimit"] and job["spec"]["activeDeadlineSeconds"]

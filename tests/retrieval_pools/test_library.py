@@ -1,9 +1,11 @@
 """The library's face: its page, what it needs, many threads, and what it refuses."""
 
 import re
+import shutil
 import subprocess
 import sys
 import threading
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +64,24 @@ def test_every_module_is_imported_in_a_bare_environment(tmp_path):
         if path.name not in ("__init__.py", "lightgcn.py")
     ]
     run_bare(f"import importlib\nfor name in {names}: importlib.import_module(name)", tmp_path)
+
+
+def test_the_pools_are_installed_alone_with_what_they_import_and_no_more(tmp_path):
+    folder = shutil.copytree(ROOT / "laserbatch-pools", tmp_path / "laserbatch-pools", symlinks=True)
+    pools = tmp_path / "retrieval_pools"
+    shutil.copytree(ROOT / "retrieval_pools", pools, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "LICENSE", "docs/pools-library.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    build = [sys.executable, "setup.py", "--quiet", "bdist_wheel", "--dist-dir", tmp_path]
+    subprocess.run(build, cwd=folder, check=True, capture_output=True)
+    (built,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(built) as wheel:
+        files = {name for name in wheel.namelist() if ".dist-info/" not in name}
+        (metadata,) = (wheel.read(name).decode() for name in wheel.namelist() if name.endswith("/METADATA"))
+    there = (path for path in pools.rglob("*") if path.is_file())
+    assert files == {f"laserbatch/{path.relative_to(tmp_path)}" for path in there}
+    assert {*re.findall(r"^Requires-Dist: (\w+)[^;\n]*$", metadata, re.MULTILINE)} == NEEDED - {"llvmlite"}
 
 
 def test_texts_of_an_engine_are_drafted_as_their_contexts_are(tmp_path):
