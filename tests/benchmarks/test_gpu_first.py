@@ -12,6 +12,7 @@ from pathlib import Path
 import gpu_first
 import gpu_measure
 import gpu_phases
+import gpu_run
 import gpu_tests
 import numpy as np
 import pyarrow as pa
@@ -73,12 +74,17 @@ def test_one_skipped_test_of_the_device_is_not_ok():
     assert gpu_tests.judge_tests({names[0]: "PASSED"}, [gpu_tests.ON_GPU], None)[0] == "timed out"
 
 
-@WITHOUT_CUDA
-def test_tests_that_are_all_skipped_fail(tmp_path):
+def test_tests_that_are_all_skipped_fail(tmp_path, monkeypatch):
+    file = tmp_path / gpu_tests.ON_GPU
+    file.parent.mkdir(parents=True)
+    file.write_text("import pytest\n\n@pytest.mark.skip\ndef test_small_pack(): pass\n\ndef test_another(): pass\n")
+    paths = (str(REPOSITORY / "benchmarks"), os.environ.get("PYTHONPATH"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    monkeypatch.setattr(gpu_run, "REPOSITORY", tmp_path)  # where the tests are run
     run = run_in(tmp_path)
     gpu_tests.run_tests(run, "tests", [gpu_tests.ON_GPU], 100, "-k", "small_pack")
     (row,) = run.rows.read()
-    assert row["outcome"] == "failed" and row["skipped"] == 1
+    assert row["outcome"] == "failed" and row["skipped"] == 1 and row["passed"] == 0
     assert any("nothing passed" in line for line in row["red"])
     assert "nothing passed" in report([row])
 
@@ -95,26 +101,35 @@ def test_files_that_are_named_are_there():
     assert all((REPOSITORY / file).is_file() for file in files)
 
 
-def test_block_sizes_are_overridden_for_a_process():
+IMPORTING = """
+import sys
+sys.modules |= dict.fromkeys(("ray", "lightgbm"))
+import block_override, gpu_first, gpu_gains, gpu_measure, gpu_phases, gpu_steps, gpu_tests, pool_texts
+import laserbatch.pipeline.decoding.engine, laserbatch.retrieval_pools.draft
+print("imported")
+block_override.override_blocks()
+import inspect
+from laserbatch.pipeline.decoding.attention import triton_attention as launcher
+print([p.default.num_stages for f in (launcher.triton_attention, launcher.block_rows, launcher.block_keys)
+ for p in inspect.signature(f).parameters.values() if isinstance(p.default, launcher.Blocks)])
+"""
+
+
+@pytest.fixture(scope="module")
+def importing() -> subprocess.CompletedProcess:
+    """A process without Ray and LightGBM that imports what measures, then asks for other block sizes."""
+    changed = os.environ | {"BENCHMARK_BLOCKS": '{"num_stages": 1}'}
+    words = [sys.executable, "-c", IMPORTING]
+    return subprocess.run(words, cwd=REPOSITORY / "benchmarks", env=changed, capture_output=True, text=True)
+
+
+def test_nothing_wants_ray_or_lightgbm(importing):
+    assert importing.stdout.splitlines()[:1] == ["imported"], importing.stderr
+
+
+def test_block_sizes_are_overridden_for_a_process(importing):
     pytest.importorskip("triton")
-    code = (
-        "from block_override import override_blocks; override_blocks(); import inspect\n"
-        "from laserbatch.pipeline.decoding.attention import triton_attention as launcher\n"
-        "print([p.default.num_stages for f in (launcher.triton_attention, launcher.block_rows, launcher.block_keys)\n"
-        " for p in inspect.signature(f).parameters.values() if isinstance(p.default, launcher.Blocks)])"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=REPOSITORY / "benchmarks",
-        env=environment() | {"BENCHMARK_BLOCKS": '{"num_stages": 1}'},
-        capture_output=True,
-        text=True,
-    )
-    assert run.stdout.strip() == "[1, 1, 1]", run.stderr
-
-
-def environment() -> dict[str, str]:
-    return dict(os.environ)
+    assert importing.stdout.splitlines()[1:] == ["[1, 1, 1]"], importing.stderr
 
 
 WORKER = """
@@ -245,17 +260,22 @@ def test_memory_that_runs_out_is_tried_again_with_a_smaller_cache(bench, monkeyp
     assert [row["failed"] for row in bench.rows.read()] == ["does not fit"]
 
 
-def test_a_cuda_error_ends_the_process(tmp_path):
-    code = (
-        "import argparse, gpu_phases, pathlib; from gpu_rows import Rows\n"
-        "def fail(bench, item): raise RuntimeError('CUDA error: an illegal memory access was encountered')\n"
-        "gpu_phases.run_item = fail\n"
-        f"bench = gpu_phases.Bench(argparse.Namespace(), Rows(pathlib.Path({str(tmp_path)!r}) / 'rows.jsonl'), None)\n"
-        "gpu_phases.attempt(bench, 'steps/1/0')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY / "benchmarks", env=environment())
-    assert done.returncode == FATAL_STATUS
-    assert "illegal" in Rows(tmp_path / "rows.jsonl").read()[0]["failed"]
+def test_a_cuda_error_ends_the_process(bench, monkeypatch):
+    class Ended(BaseException):
+        pass
+
+    def run_item(bench, item):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def end(status):
+        assert status == FATAL_STATUS
+        raise Ended
+
+    monkeypatch.setattr(gpu_phases, "run_item", run_item)
+    monkeypatch.setattr(gpu_phases.os, "_exit", end)
+    with pytest.raises(Ended):
+        gpu_phases.attempt(bench, "steps/1/0")
+    assert "illegal" in bench.rows.read()[0]["failed"]
 
 
 def test_figures_and_table_say_what_is_met():
@@ -303,15 +323,6 @@ def test_a_missing_folder_is_an_error_and_not_a_skipped_phase(tmp_path, capsys, 
         with pytest.raises(SystemExit):
             gpu_first.parse_arguments(words)
         assert reason in capsys.readouterr().err
-
-
-def test_nothing_wants_ray_or_lightgbm():
-    names = "block_override, gpu_first, gpu_gains, gpu_measure, gpu_phases, gpu_steps, gpu_tests, pool_texts"
-    absent = "import sys; sys.modules |= dict.fromkeys(('ray', 'lightgbm'))"
-    code = f"{absent}; import {names}, laserbatch.pipeline.decoding.engine, laserbatch.retrieval_pools.draft"
-    asked = [sys.executable, "-c", code]
-    done = subprocess.run(asked, cwd=REPOSITORY / "benchmarks", capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
