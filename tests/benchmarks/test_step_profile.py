@@ -1,13 +1,15 @@
 """The profile of a step: nothing is counted twice, nothing is left out, and what was watched runs on unwatched."""
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import step_profile
 import torch
 from common import SAMPLE_MODEL
 from reference import reference_attention
-from step_profile import engine_of, profile, prompts_of, timed_steps
+from step_profile import engine_of, profile, prompts_of, requests_of, timed_steps
 from step_spans import MODEL_PARTS, PARTS, Spans, watched
 
 from laserbatch.pipeline.decoding.drafters import NoDrafter
@@ -83,9 +85,13 @@ def test_steps_that_are_not_kept_are_not_counted(loaded):
     assert spans.num_steps == 0 and not spans.seconds
 
 
-def test_a_batch_that_the_cache_never_holds_is_left_out(loaded):
+def test_a_batch_that_the_cache_never_holds_is_left_out(loaded, monkeypatch):
+    def short(engine, prompts):
+        return [replace(request, max_new_tokens=96) for request in requests_of(engine, prompts)]
+
+    monkeypatch.setattr(step_profile, "requests_of", short)
     prompts = prompts_of(loaded.tokenizer, 4)
-    engine = engine_of(loaded, 4, 0, max_cache_tokens=int(2.2 * (len(prompts[0]) + 512)))
+    engine = engine_of(loaded, 4, 0, max_cache_tokens=int(2.2 * (len(prompts[0]) + 96)))
     assert timed_steps(engine, NoDrafter(), prompts, 6, Greedy()) == []
 
 
