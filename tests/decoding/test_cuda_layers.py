@@ -24,6 +24,7 @@ from laserbatch.pipeline.decoding.model.runner import ModelRunner
 from laserbatch.pipeline.decoding.verifiers import Greedy
 
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch for CUDA and with the dev extra")
+from laserbatch.pipeline.decoding.attention import metadata
 from laserbatch.pipeline.decoding.model import layer_kernels
 from laserbatch.pipeline.decoding.model.cuda_layers import CudaLayers
 
@@ -38,6 +39,12 @@ SERVED = {
     "qwen3": {"num_key_value_heads": 1},
     "gemma3_text": {},
 }
+
+
+@pytest.fixture
+def whole_keys(monkeypatch) -> None:
+    """Keys are not cut into parts, each of which is a program to interpret: the layers are the same."""
+    monkeypatch.setattr(metadata, "MIN_PROGRAMS", 0)
 
 
 def prepared(name: str, dtype: torch.dtype = torch.float32):
@@ -57,6 +64,7 @@ def runner_with(model, layers: CudaLayers | None, attention: str = "triton") -> 
     return runner
 
 
+@pytest.mark.usefixtures("whole_keys")
 @pytest.mark.parametrize("name", SERVED)
 def test_they_compute_what_transformers_does(name):
     model, layers = prepared(name)
@@ -70,6 +78,7 @@ def test_they_compute_what_transformers_does(name):
         torch.testing.assert_close(own.values[:, :-1], memory.values[:, :-1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("whole_keys")
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
 def test_they_round_where_transformers_does(name):
     """In the interpreter most hidden states are the same bits; it cuts bfloat16 off, so that they are float16 there.
@@ -106,8 +115,9 @@ def test_projections_share_their_memory_with_the_joined_ones():
         assert projection.weight.untyped_storage().data_ptr() == joined
 
 
+@pytest.mark.usefixtures("whole_keys")
 def test_layers_that_compute_something_else_are_not_believed(caplog):
-    model = tiny_model("llama").to(DEVICE)
+    model = tiny_model("llama", num_hidden_layers=1).to(DEVICE)
     gate = CudaLayers._gated
 
     def doubled(self, gate_up):
@@ -119,8 +129,9 @@ def test_layers_that_compute_something_else_are_not_believed(caplog):
     assert "gives other logits" in caplog.text
 
 
+@pytest.mark.usefixtures("whole_keys")
 def test_layers_that_compute_the_same_are_used():
-    model = pretend_cuda_check(tiny_model("llama").to(DEVICE))
+    model = pretend_cuda_check(tiny_model("llama", num_hidden_layers=1).to(DEVICE))
     assert isinstance(model.cuda_layers, CudaLayers)
     assert ModelRunner(model, KVCache(2), DEVICE, "triton").buffered._layers is model.cuda_layers
 
@@ -222,10 +233,10 @@ class AllKinds(set):
 
 
 def test_the_engine_writes_the_texts_of_generate_with_them():
-    model, prompts = tiny_model("qwen3").to(DEVICE), tiny_prompts(3)
-    texts = plain_texts(model, prompts, 6)
+    model, prompts = tiny_model("qwen3").to(DEVICE), [prompt[:9] for prompt in tiny_prompts(3)]
+    texts = plain_texts(model, prompts, 4)
     engine = tiny_engine(model, attention="triton", batch_size=2)
     engine.runner.buffered._layers = CudaLayers.of(model)
-    results = {r.request_id: r for r in engine.generate(requests_for(prompts, 6), OracleDrafter(texts), Greedy())}
+    results = {r.request_id: r for r in engine.generate(requests_for(prompts, 4), OracleDrafter(texts), Greedy())}
     assert [results[str(i)].token_ids.tolist() for i in range(3)] == texts
     assert engine.runner.buffered is not None

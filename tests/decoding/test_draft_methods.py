@@ -22,7 +22,7 @@ from laserbatch.pipeline.decoding.token_tree import ROOT, TokenTree, TreeBatch
 from laserbatch.pipeline.decoding.verifiers import Greedy
 from laserbatch.retrieval_pools.sources import SOURCE_LOOKAHEAD, SOURCE_MODEL, SOURCE_POOL
 
-MODEL, PROMPTS, MAX_NEW = tiny_model(), tiny_prompts(), 24
+MODEL, PROMPTS, MAX_NEW = tiny_model(), tiny_prompts(6), 16
 PLAIN = plain_texts(MODEL, PROMPTS, MAX_NEW)
 
 
@@ -97,8 +97,8 @@ def test_sampled_texts_depend_on_their_seed_alone(name, drafters):
     for batch_size in (1, 5):
         engine = Engine(prepare_model(copy.deepcopy(MODEL)), named.model_copy(update={"batch_size": batch_size}))
         requests = [
-            GenerationRequest(one.request_id, one.prompt_ids, previous_ids=text, max_new_tokens=16, seed=number)
-            for number, (one, text) in enumerate(zip(requests_for(PROMPTS, 16), previous_texts(), strict=True))
+            GenerationRequest(one.request_id, one.prompt_ids, previous_ids=text, max_new_tokens=10, seed=number)
+            for number, (one, text) in enumerate(zip(requests_for(PROMPTS, 10), previous_texts(), strict=True))
         ]
         results = {r.request_id: r for r in engine.generate(requests, drafter_from(named, models=models))}
         written.add(tuple(tuple(results[str(i)].token_ids.tolist()) for i in range(len(PROMPTS))))

@@ -26,11 +26,16 @@ from laserbatch.pipeline.decoding.model.load import prepare_model
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed
 
-NUM_NEW = 16
+NUM_NEW = 12
 NUM_PROMPTS = 5
 KERNEL = mock.patch.object(
     runner, "kernel_for", lambda choice, device: None if choice == "torch" else lambda: masked_attention
 )
+
+
+def one_layer(architecture: str = "llama"):
+    """A second layer asks the device nothing that the first does not."""
+    return tiny_model(architecture, num_hidden_layers=1)
 
 
 def engine_on_device(model, max_prefill_tokens: int | None = None, **settings) -> Engine:
@@ -63,7 +68,7 @@ def watch_steps(engine: Engine, cuda) -> list[tuple[int, bool]]:
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_neox"])
 def test_a_step_waits_for_the_device_once_and_texts_are_plain_ones(architecture, caplog):
     """`masked_attention` stands for the kernel, which cannot be run on tensors that pretend."""
-    model = tiny_model(architecture)
+    model = tiny_model(architecture) if architecture == "gemma2" else one_layer(architecture)
     prompts = tiny_prompts(NUM_PROMPTS)
     expected = plain_texts(model, prompts, NUM_NEW)
     with pretend_cuda() as cuda, KERNEL, caplog.at_level(logging.WARNING):
@@ -83,15 +88,15 @@ def test_a_step_waits_for_the_device_once_and_texts_are_plain_ones(architecture,
 @pytest.mark.parametrize("verifier", [Relaxed(), Relaxed(3, 0.0), Relaxed(None, 0.2)])
 def test_every_rule_judges_on_the_device(verifier):
     prompts = tiny_prompts(NUM_PROMPTS)
-    drafter = OracleDrafter(plain_texts(tiny_model(), prompts, NUM_NEW))
+    drafter = OracleDrafter(plain_texts(one_layer(), prompts, NUM_NEW))
 
     def texts_of(engine: Engine) -> list[tuple[str, list[int]]]:
         results = engine.generate(requests_for(prompts, NUM_NEW), drafter, verifier)
         return sorted((result.request_id, result.token_ids.tolist()) for result in results)
 
-    expected = texts_of(tiny_engine(tiny_model(), batch_size=3))
+    expected = texts_of(tiny_engine(one_layer(), batch_size=3))
     with pretend_cuda() as cuda, KERNEL:
-        engine = engine_on_device(tiny_model())
+        engine = engine_on_device(one_layer())
         steps = watch_steps(engine, cuda)
         assert texts_of(engine) == expected
     assert {num_waits for num_waits, _ in steps[1:]} == {1}
@@ -99,7 +104,7 @@ def test_every_rule_judges_on_the_device(verifier):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_sampling_and_a_repetition_penalty_wait_no_more(temperature):
-    model, prompts = tiny_model(), tiny_prompts(NUM_PROMPTS)
+    model, prompts = one_layer(), tiny_prompts(NUM_PROMPTS)
     model.generation_config.repetition_penalty = 1.3
     settings = {"verifier": "greedy", "temperature": temperature}
 
@@ -116,7 +121,7 @@ def test_sampling_and_a_repetition_penalty_wait_no_more(temperature):
 
 
 def test_attention_without_a_kernel_waits_once_too():
-    model, prompts = tiny_model(), tiny_prompts(NUM_PROMPTS)
+    model, prompts = one_layer(), tiny_prompts(NUM_PROMPTS)
     drafted = plain_texts(model, prompts, NUM_NEW)
     with pretend_cuda() as cuda:
         engine = engine_on_device(model, attention="torch")
@@ -128,7 +133,7 @@ def test_attention_without_a_kernel_waits_once_too():
 @pytest.mark.parametrize("kind", ["small", "eagle"])
 def test_what_small_models_draft_is_computed_by_graphs_that_wait_once_a_level(kind, tmp_path):
     """Each level of a tree is a forward of the draft model, and its likeliest tokens come to the host."""
-    model, prompts, num_new, length = tiny_model(), tiny_prompts(2), 6, 2
+    model, prompts, num_new, length = one_layer(), tiny_prompts(2), 6, 2
     expected = plain_texts(model, prompts, num_new)
     small = like(model, 0.15)
     settings = {"verifier": "greedy", "drafters": (), "draft_width": 2, "draft_length": length}
@@ -175,7 +180,7 @@ def watch_drafts(drafter, cuda) -> list[tuple[list[int], int, int]]:
 
 def test_a_text_is_handed_over_while_the_device_computes_the_next_step():
     """But for the last, behind which there is no step."""
-    model, prompts = tiny_model(), tiny_prompts(NUM_PROMPTS)
+    model, prompts = one_layer(), tiny_prompts(NUM_PROMPTS)
     with pretend_cuda() as cuda, KERNEL:
         engine = engine_on_device(model)
         launched = []
@@ -189,7 +194,7 @@ def test_a_text_is_handed_over_while_the_device_computes_the_next_step():
 
 def test_a_step_within_a_long_prompt_waits_once_too():
     """What it computed is shared only if it is finite."""
-    model, prompts = tiny_model(), [np.arange(20, 60, dtype=np.int32)]
+    model, prompts = one_layer(), [np.arange(20, 60, dtype=np.int32)]
     with pretend_cuda() as cuda, KERNEL:
         engine = engine_on_device(model, max_prefill_tokens=8)
         for _ in engine.generate(requests_for(prompts, 4)):
@@ -204,7 +209,7 @@ LONG_TEXTS = [np.arange(start, start + 9, dtype=np.int32) for start in (20, 40, 
 
 def endless_engine() -> Engine:
     """No token ends a text before its limit."""
-    engine = engine_on_device(tiny_model())
+    engine = engine_on_device(one_layer())
     engine._is_end[:] = False
     return engine
 
@@ -276,7 +281,7 @@ def test_the_cache_leaves_memory_to_draft_models_and_to_steps(monkeypatch):
     monkeypatch.setattr(device_memory, "memory_of", lambda device: memory)
     settings = DecodingSettings(batch_size=3, max_draft_tokens=5)
     with pretend_cuda(), KERNEL:
-        target, small = (prepare_model(move(tiny_model())) for _ in range(2))
+        target, small = (prepare_model(move(one_layer())) for _ in range(2))
         engine = Engine(target, settings, draft_models=DraftModels((small,), (None,)))
     config = target.model.config
     reserved = device_memory.step_bytes(config, 3 * 6, 3 * 6 + 2048, 8)  # of 128 positions: 8 parts
@@ -286,9 +291,9 @@ def test_the_cache_leaves_memory_to_draft_models_and_to_steps(monkeypatch):
 
 def test_drafts_take_several_threads_beside_a_device_and_one_beside_torchs(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    assert tiny_engine(tiny_model()).num_draft_threads == 1
+    assert tiny_engine(one_layer()).num_draft_threads == 1
     with pretend_cuda(), KERNEL:
-        assert engine_on_device(tiny_model()).num_draft_threads == 4
+        assert engine_on_device(one_layer()).num_draft_threads == 4
 
 
 def test_step_costs_are_timed_on_a_device(monkeypatch):
@@ -296,7 +301,7 @@ def test_step_costs_are_timed_on_a_device(monkeypatch):
     monkeypatch.setattr(measuring, "SECONDS", 0.0)
     monkeypatch.setattr(measuring, "_ROUND", measuring._ROUND[:2])
     with pretend_cuda() as cuda, KERNEL:
-        engine = engine_on_device(tiny_model())
+        engine = engine_on_device(one_layer())
         cost = measuring.measure_step_cost(engine, None, (), (3,))
         assert cuda.num_replays > len(cost.steps) == 2
     assert [point.num_tokens for point in cost.steps] == [4, 8], "of 3 and 6 tokens, padded"

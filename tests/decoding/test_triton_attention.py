@@ -23,8 +23,8 @@ from laserbatch.pipeline.decoding.attention.triton_attention import block_rows, 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # A prompt's part, a tree on a text, plain decoding, the largest tree, and a first token.
 LENGTHS = [(0, 21, 0), (37, 1, 9), (61, 1, 0), (5, 3, 64), (0, 1, 2)]
-# The same with a smaller tree: every sequence has as many blocks of queries as the largest, and all are interpreted.
-SHORTER = [(0, 21, 0), (37, 1, 9), (61, 1, 0), (5, 3, 20), (0, 1, 2)]
+# The same, but shorter: every sequence has as many blocks of queries as the largest, and all are interpreted.
+SHORTER = [(0, 12, 0), (37, 1, 5), (41, 1, 0), (5, 3, 9), (0, 1, 2)]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 pytestmark = pytest.mark.skipif(
@@ -95,19 +95,19 @@ def test_head_dimensions_that_are_no_power_of_two(part_keys, head_dim, value_dim
 
 @settings(max_examples=6, derandomize=True)
 @given(
-    lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20), st.integers(0, 20)), min_size=1, max_size=5),
+    lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20), st.integers(0, 20)), min_size=1, max_size=3),
     tile_tokens=st.sampled_from([1, 4, 16, 64]),
     num_parts=st.sampled_from([1, 4]),
     window=st.one_of(st.none(), st.integers(1, 30)),
     seed=st.integers(0, 1000),
 )
 def test_any_ragged_pack_in_any_launch_shape(lengths, tile_tokens, num_parts, window, seed):
-    pack = random_pack(lengths, head_dim=8, seed=seed, device=DEVICE)
+    pack = random_pack(lengths, 2, 1, head_dim=8, seed=seed, device=DEVICE)
     assert_equal_to_the_slow_one(pack, LaunchShape(num_parts, tile_tokens), window=window)
 
 
 def test_padding_tokens_and_sequences_get_zeros_and_change_nothing(part_keys):
-    pack = random_pack(LENGTHS, device=DEVICE)
+    pack = random_pack(SHORTER, device=DEVICE)
     num_tokens = len(pack.query)
     index = vars(pack.metadata)
     ends = {"cu_seqlens_k": 3, "cu_seqlens_q": 3}
@@ -123,10 +123,10 @@ def test_padding_tokens_and_sequences_get_zeros_and_change_nothing(part_keys):
         assert (found[num_tokens:] == 0).all()
 
 
-def test_a_result_does_not_depend_on_what_shares_the_pack(part_keys):
+def test_a_result_does_not_depend_on_what_shares_the_pack():
     pack = random_pack(SHORTER, device=DEVICE)
     starts, slot_starts = pack.metadata.cu_seqlens_q.tolist(), pack.metadata.cu_seqlens_k.tolist()
-    together = triton_attention(pack.query, pack.keys, pack.values, pack.metadata, 0.3, shape=LaunchShape(8, 16))
+    together = triton_attention(pack.query, pack.keys, pack.values, pack.metadata, 0.3, shape=LaunchShape(8, 8))
     for b in range(len(SHORTER)):
         tokens, slots = slice(starts[b], starts[b + 1]), slice(slot_starts[b], slot_starts[b + 1])
         alone = type(pack.metadata)(
@@ -138,7 +138,7 @@ def test_a_result_does_not_depend_on_what_shares_the_pack(part_keys):
             ancestors=pack.metadata.ancestors[tokens],
             positions=pack.metadata.positions[tokens],
         )
-        shape = LaunchShape(8, 16)
+        shape = LaunchShape(8, 8)
         found = triton_attention(pack.query[tokens], pack.keys, pack.values, alone, 0.3, shape=shape)
         assert torch.equal(found, together[tokens])
 
