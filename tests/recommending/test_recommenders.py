@@ -83,7 +83,7 @@ def world(tmp_path_factory):
         steps = rng.choice([1, 1, 1, 2], int(rng.integers(4, 12)))
         histories.append((int(rng.integers(len(codes))) + np.cumsum(steps)) % len(codes))
     folder = tmp_path_factory.mktemp("recommenders")
-    options = RecommenderOptions(hidden_size=64, num_layers=2, epochs=15, batch_size=16)
+    options = RecommenderOptions(hidden_size=64, num_layers=2, epochs=12, batch_size=16)
     train_recommender(items, histories, folder / "target", options)
     return items, histories, folder
 
@@ -148,8 +148,8 @@ def test_baselines_are_their_definitions():
 def test_a_draft_model_saves_forwards_and_changes_no_list(kind, world, tmp_path):
     items, histories, folder = world
     target, trie = load_recommender(folder / "target"), ItemTrie.of(items)
-    options = RecommenderOptions(hidden_size=64, num_layers=1, epochs=4, batch_size=16, num_listed=100)
-    train_draft(kind, target, items, histories, tmp_path / kind, options)
+    options = RecommenderOptions(hidden_size=64, num_layers=1, epochs=4, batch_size=16, num_listed=60)
+    train_draft(kind, target, items, histories[:150], tmp_path / kind, options)
     draft = load_recommender(tmp_path / kind)
     draft.require_drafts_for(target)
     prompts = [target.card.prompt(items.codes[one[:-1]]) for one in histories[:20]]
@@ -169,7 +169,8 @@ def test_a_draft_model_saves_forwards_and_changes_no_list(kind, world, tmp_path)
 
 def test_the_same_training_gives_the_same_bytes(world, tmp_path):
     items, histories, _ = world
-    options = RecommenderOptions(hidden_size=64, num_layers=1, epochs=1)
+    histories = histories[:100]
+    options = RecommenderOptions(hidden_size=64, num_layers=1, epochs=1, batch_size=16)
     for name in ("a", "b"):
         train_recommender(items, histories, tmp_path / name, options)
     assert len({(tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b")}) == 1
@@ -181,7 +182,9 @@ def test_what_does_not_fit_is_refused(world, tmp_path):
     others = ItemCodes(items.item_ids, items.codes[::-1], items.sizes)
     with pytest.raises(ModelError, match="was trained on other item codes"):
         target.require(others)
-    train_recommender(others, histories, tmp_path / "other", RecommenderOptions(hidden_size=64, num_layers=1, epochs=1))
+    train_recommender(
+        others, histories[:20], tmp_path / "other", RecommenderOptions(hidden_size=64, num_layers=1, epochs=1)
+    )
     with pytest.raises(ModelError, match="another vocabulary of codes"):
         load_recommender(tmp_path / "other").require_drafts_for(target)
     with pytest.raises(ModelError, match="holds no recommender"):
@@ -196,8 +199,9 @@ def test_what_does_not_fit_is_refused(world, tmp_path):
 
 def test_a_killed_training_goes_on_to_the_same_bytes(world, tmp_path):
     items, histories, _ = world
+    histories = histories[:100]
     options = RecommenderOptions(
-        hidden_size=64, num_layers=1, epochs=3, batch_size=16, num_listed=100, seconds_between_checkpoints=0.0
+        hidden_size=64, num_layers=1, epochs=2, batch_size=16, num_listed=60, seconds_between_checkpoints=0.0
     )
 
     def train(kind, folder, tell=lambda *told: None):
@@ -205,7 +209,7 @@ def test_a_killed_training_goes_on_to_the_same_bytes(world, tmp_path):
             return train_recommender(items, histories, folder, options, tell)
         return train_draft(kind, load_recommender(world[2] / "target"), items, histories, folder, options, tell)
 
-    for kind, last in (("target", 25), ("atspeed_s", 9)):
+    for kind, last in (("target", 8), ("atspeed_s", 6)):
         whole = train(kind, tmp_path / kind / "whole")
 
         def killed(step, num_steps, loss, last=last):
@@ -241,40 +245,40 @@ def test_the_card_tells_how_lists_do_that_were_held_back(world):
 def test_a_language_model_is_extended_by_codes_and_adapted(world, tmp_path):
     pytest.importorskip("peft")
     items, histories, _ = world
-    histories = histories[:120]
-    options = RecommenderOptions(epochs=5, batch_size=8, learning_rate=5e-3)
+    histories = histories[:80]
+    options = RecommenderOptions(epochs=4, batch_size=8, learning_rate=5e-3)
     card = train_recommender(items, histories, tmp_path / "target", options, base=SAMPLE_MODEL)
     target, trie = load_recommender(tmp_path / "target"), ItemTrie.of(items)
     before = load_file(SAMPLE_MODEL / "model.safetensors")["model.embed_tokens.weight"]
     assert card.begin == len(before) and target.model.get_input_embeddings().num_embeddings == card.vocab_size
     assert card.held_back.recall_10 > 0.8 > card.popular.recall_10
     small = train_draft(
-        "atspeed_s", target, items, histories, tmp_path / "small", replace(options, epochs=2, num_listed=100)
+        "atspeed_s", target, items, histories, tmp_path / "small", replace(options, epochs=1, num_listed=40)
     )
     draft = load_recommender(tmp_path / "small")
     draft.require_drafts_for(target)
     assert small.begin == 0
-    asked = [items.codes[one[:-1]] for one in histories[:20]]
+    asked = [items.codes[one[:-1]] for one in histories[:8]]
 
     def trees(one):
         return CodeTrees(one.model, trie, one.card.first_tokens, [one.card.prompt(codes) for codes in asked])
 
-    plain = search(trees(target), trie, 20, 3, BeamDrafter())
-    drafted = search(trees(target), trie, 20, 3, ModelBeams(trees(draft), trie, 20, 12))
+    plain = search(trees(target), trie, 8, 3, BeamDrafter())
+    drafted = search(trees(target), trie, 8, 3, ModelBeams(trees(draft), trie, 8, 12))
     assert [one.rows.tolist() for one in plain] == [one.rows.tolist() for one in drafted]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_recommenders_are_trained_and_asked_on_a_device(kind, world, tmp_path, a_device):
     items, histories, folder = world
-    options = RecommenderOptions(hidden_size=64, num_layers=1, epochs=1, batch_size=16, num_listed=40)
+    options = RecommenderOptions(hidden_size=64, num_layers=1, epochs=1, batch_size=16, num_listed=20)
     if kind == "sft":
-        train_recommender(items, histories[:60], tmp_path / "target", options)
+        train_recommender(items, histories[:20], tmp_path / "target", options)
     target, trie = load_recommender(folder / "target", "cuda"), ItemTrie.of(items)
-    train_draft(kind, target, items, histories[:60], tmp_path / "draft", options)
+    train_draft(kind, target, items, histories[:20], tmp_path / "draft", options)
     draft = load_recommender(tmp_path / "draft", "cuda")
     assert target.model.device.type == draft.model.device.type == "cuda"
-    prompts = [target.card.prompt(items.codes[one]) for one in histories[:8]]
+    prompts = [target.card.prompt(items.codes[one]) for one in histories[:4]]
     own = CodeTrees(draft.model, trie, draft.card.first_tokens, prompts)
     found = []
     for drafter in (BeamDrafter(), ModelBeams(own, trie, len(prompts), 10)):
