@@ -36,7 +36,10 @@ from laserbatch.pipeline.storage.run_folder import RunFolder, ShardInfo
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.tables.read import read_tables
 
-COST = StepCost(steps=tuple(StepPoint(batch_size=4, num_tokens=number, seconds=1.0) for number in (4, 8)))
+COST, MEASURED = (
+    StepCost(steps=tuple(StepPoint(batch_size=4, num_tokens=number, seconds=seconds) for number in (4, 8)))
+    for seconds in (1.0, 2.0)
+)
 
 
 @pytest.fixture(scope="module")
@@ -280,13 +283,13 @@ def test_workers_that_find_no_place_in_time_end_the_run_with_what_was_asked_for(
 
 
 @pytest.mark.ray
-def test_an_error_that_a_worker_reports_ends_the_run_as_itself(crew):
+def test_an_error_that_a_worker_reports_ends_the_run_as_itself(crew, cluster):
     class Refusing(crew.Worker):
         def load(self):
             raise ModelError("no model folder")
 
     with pytest.raises(ModelError, match="no model folder"):
-        list(crew(Refusing)[1])
+        list(crew(Refusing, layout=replace(cluster, num_workers=1))[1])
 
 
 @pytest.mark.ray
@@ -300,30 +303,41 @@ def test_workers_that_are_all_lost_before_they_are_ready_end_the_run(crew):
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("kept", [None, COST], ids=["none", "one"])
-def test_all_workers_measure_at_once_and_nothing_is_measured_where_one_is_kept(crew, tmp_path, kept):
+def test_all_workers_measure_at_once_and_nothing_is_measured_where_one_is_kept(crew, tmp_path):
     class Measuring(crew.Worker):
         def kept_step_cost(self):
-            return kept
+            return COST if (tmp_path / "kept").exists() else None
 
         def measured_step_cost(self, keeps):
             begin_s = time.time()
             time.sleep(0.5)
-            (tmp_path / f"{os.getpid()}.json").write_text(json.dumps([keeps, begin_s, time.time()]))
-            return COST
+            (tmp_path / f"{os.getpid()}-{begin_s}.json").write_text(json.dumps([keeps, begin_s, time.time()]))
+            return MEASURED
 
-    shards, outcomes = crew(Measuring, choose_budgets=lambda measure: {"item": measure()})
-    assert [record.info.group for _, record in outcomes] == [str(kept or COST)] * len(shards)
-    spans = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
-    assert [keeps for keeps, _, _ in spans].count(True) == len(spans) // 2 == (kept is None)
-    if kept is None:
-        begun_s, ended_s = max(begin for _, begin, _ in spans), min(end for _, _, end in spans)
-        assert ended_s - begun_s > 0.2
+    known = []
+
+    def choose(measure):
+        known.append(measure())
+        while len(list(tmp_path.glob("*-*.json"))) < 2:  # the others' answers are waited for by nobody
+            time.sleep(0.05)
+        (tmp_path / "kept").touch()
+        known.append(measure())
+        return {"item": known[0]}
+
+    shards, outcomes = crew(Measuring, choose_budgets=choose)
+    assert [record.info.group for _, record in outcomes] == [str(MEASURED)] * len(shards)
+    assert known == [MEASURED, COST]
+    spans = [json.loads(path.read_text()) for path in tmp_path.glob("*-*.json")]
+    assert sorted(keeps for keeps, _, _ in spans) == [False, True]  # of both, once
+    begun_s, ended_s = max(begin for _, begin, _ in spans), min(end for _, _, end in spans)
+    assert ended_s - begun_s > 0.2
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("max_attempts", [1, 3])
-def test_a_worker_that_dies_before_it_measured_is_replaced_and_the_last_one_ends_the_run(crew, max_attempts):
+@pytest.mark.parametrize(("num_workers", "max_attempts"), [(1, 1), (2, 3)])
+def test_a_worker_that_dies_before_it_measured_is_replaced_and_the_last_one_ends_the_run(
+    crew, cluster, num_workers, max_attempts
+):
     measured = []
 
     def choose(measure):
@@ -332,7 +346,8 @@ def test_a_worker_that_dies_before_it_measured_is_replaced_and_the_last_one_ends
         measured.append(measure())
         return {}
 
-    shards, outcomes = crew(max_attempts=max_attempts, choose_budgets=choose)
+    layout = replace(cluster, num_workers=num_workers)
+    shards, outcomes = crew(max_attempts=max_attempts, layout=layout, choose_budgets=choose)
     if max_attempts == 1:
         with pytest.raises(RunFailed, match="max_draft_tokens"):
             list(outcomes)

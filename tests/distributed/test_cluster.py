@@ -132,24 +132,40 @@ def test_the_short_folder_of_a_killed_night_goes_with_the_next_run(monkeypatch, 
     living.remove()
 
 
-IN_A_LONG_TMPDIR = """
-import ray
-from laserbatch.pipeline.distributed.cluster import ray_cluster
+# Ray asks no driver about GPUs that it is told of, so what it grants two workers can be seen without any.
+TWO_GPUS_IN_A_LONG_TMPDIR = """
+import json, os, ray
+from laserbatch.pipeline.distributed import cluster
 from laserbatch.pipeline.distributed.settings import ClusterSettings
-with ray_cluster(ClusterSettings(num_workers=1)):
-    print(ray.get(ray.remote(lambda: 7).remote()))
+
+class Worker:
+    def gpu(self):
+        return ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES")
+
+cluster.usable_cores, cluster.num_gpus = lambda: 1, lambda: 2
+with cluster.ray_cluster(ClusterSettings(num_workers=1)):
+    actors = [ray.remote(Worker).options(num_cpus=0.5, num_gpus=1).remote() for _ in range(2)]
+    print(json.dumps(ray.get([actor.gpu.remote() for actor in actors])))
 """
 
 
-@pytest.mark.ray
-def test_ray_starts_where_a_batch_system_has_a_long_tmpdir(tmp_path):
-    folder = tmp_path / "a_rather_long_folder_name_of_a_batch_system" / "slurm_jobdir" / "1355700" / "batch.t0016"
+@pytest.fixture(scope="module")
+def two_workers(tmp_path_factory):
+    """How a Ray of two GPUs in a long TMPDIR ended, and what its two workers saw: one start for the two tests below."""
+    folder = tmp_path_factory.mktemp("long") / "a_rather_long_folder_name_of_a_batch_system" / "1355700" / "batch.t0016"
     folder.mkdir(parents=True)
-    kept = {name: value for name, value in os.environ.items() if name != "RAY_TMPDIR"}
-    command = [sys.executable, "-c", IN_A_LONG_TMPDIR]
-    ran = subprocess.run(command, env=kept | {"TMPDIR": str(folder)}, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split() == ["7"]
+    kept = {
+        name: value for name, value in os.environ.items() if name != "RAY_TMPDIR" and "CUDA_VISIBLE_DEVICES" not in name
+    }
+    environment = kept | {"TMPDIR": str(folder), "CUDA_VISIBLE_DEVICES": "2,5"}
+    command = [sys.executable, "-c", TWO_GPUS_IN_A_LONG_TMPDIR]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.ray
+def test_ray_starts_where_a_batch_system_has_a_long_tmpdir(two_workers):
+    assert two_workers.returncode == 0, two_workers.stderr
+    assert len(json.loads(two_workers.stdout.splitlines()[-1])) == 2
 
 
 TOKEN = """Failed to connect to GCS. Last connection error: Traceback (most recent call last):
@@ -192,32 +208,10 @@ def test_worker_that_sees_its_own_gpu_alone_goes_on(granted, visible):
     require_own_gpu(granted, visible)
 
 
-# Ray asks no driver about GPUs that it is told of, so what it grants two workers can be seen without any.
-TWO_GPUS = """
-import json, os, ray
-
-class Worker:
-    def gpu(self):
-        return ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES")
-
-ray.init("local", num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
-actors = [ray.remote(Worker).options(num_cpus=0.5, num_gpus=1).remote() for _ in range(2)]
-print(json.dumps(ray.get([actor.gpu.remote() for actor in actors])))
-"""
-
-
 @pytest.mark.ray
-def test_two_workers_are_never_on_one_gpu():
-    kept = {name: value for name, value in os.environ.items() if "CUDA_VISIBLE_DEVICES" not in name}
-    ran = subprocess.run(
-        [sys.executable, "-c", TWO_GPUS],
-        env=kept | {"CUDA_VISIBLE_DEVICES": "2,5"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ran.returncode == 0, ran.stderr
-    seen = json.loads(ran.stdout.splitlines()[-1])
+def test_two_workers_are_never_on_one_gpu(two_workers):
+    assert two_workers.returncode == 0, two_workers.stderr
+    seen = json.loads(two_workers.stdout.splitlines()[-1])
     assert sorted(visible for _, visible in seen) == ["2", "5"]
     for granted, visible in seen:
         require_own_gpu(granted, visible)
@@ -225,36 +219,40 @@ def test_two_workers_are_never_on_one_gpu():
 
 @pytest.mark.ray
 def test_what_a_killed_night_left_of_its_ray_is_ended_and_nobody_elses(tmp_path):
-    """A driver and its raylet die at once, which is when nobody ends Ray's other processes."""
+    """A driver and its raylet die at once, which is when nobody ends Ray's other processes.
+
+    Of another night there is a process that bears the mark as Ray's do: a second Ray would say no more.
+    """
     ours, others = tmp_path / "ours", tmp_path / "others"
     for folder in (ours, others):
         folder.mkdir()
-    started = {
-        folder: subprocess.Popen([sys.executable, "-c", HOLDING, folder], stdout=PIPE) for folder in (ours, others)
-    }
+    driver = subprocess.Popen([sys.executable, "-c", HOLDING, ours], stdout=PIPE)
+    with cluster._marked(others):
+        theirs = subprocess.Popen(["sleep", "600"])
     try:
-        raylets = {folder: int(driver.stdout.readline()) for folder, driver in started.items()}
-        assert len(marked(ours)) >= 2 and len(marked(others)) >= 2
-        os.kill(raylets[ours], signal.SIGKILL)
-        started[ours].kill()
-        started[ours].wait()
+        raylet = int(driver.stdout.readline())
+        assert len(marked(ours)) >= 2 and len(marked(others)) == 1
+        os.kill(raylet, signal.SIGKILL)
+        driver.kill()
+        driver.wait()
         num_left = len(marked(ours))
         assert end_leftovers(ours) <= num_left
         wait_until(lambda: not marked(ours))
-        assert end_leftovers(ours) == 0 and len(marked(others)) >= 2 and started[others].poll() is None
+        assert end_leftovers(ours) == 0 and len(marked(others)) == 1 and theirs.poll() is None
     finally:
-        for driver in started.values():
-            driver.kill()
-        end_leftovers(others)
+        driver.kill()
+        theirs.kill()
+        end_leftovers(ours)
 
 
 HOLDING = """
 import sys, time
 from pathlib import Path
 import ray
-from laserbatch.pipeline.distributed.cluster import ray_cluster
+from laserbatch.pipeline.distributed import cluster
 from laserbatch.pipeline.distributed.settings import ClusterSettings
-with ray_cluster(ClusterSettings(), workspace=Path(sys.argv[1])):
+cluster.usable_cores = lambda: 1  # so many processes Ray starts at once
+with cluster.ray_cluster(ClusterSettings(), workspace=Path(sys.argv[1])):
     print(ray._private.worker._global_node.all_processes["raylet"][0].process.pid, flush=True)
     time.sleep(600)
 """

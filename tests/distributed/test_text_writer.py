@@ -1,8 +1,10 @@
 """Texts of prompts for Ray Data: the same as the engine's own, whatever shares a batch, and under a real Ray."""
 
+import os
 import re
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +16,8 @@ from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
 from laserbatch.pipeline.decoding.sequence import GenerationRequest
 from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.distributed.cluster import ray_cluster
+from laserbatch.pipeline.distributed.settings import ClusterSettings
 from laserbatch.pipeline.distributed.text_writer import TextWriter
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.chat_format import chat_skeleton, encode_chat
@@ -92,9 +96,13 @@ def test_wrong_options_and_pools_of_another_tokenizer_are_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def cluster():
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
-    yield
-    ray.shutdown()
+    """A local Ray without the processes that only look on, each of which loads for a second."""
+    with (
+        mock.patch.multiple("laserbatch.pipeline.distributed.cluster", usable_cores=lambda: 2, num_gpus=lambda: 0),
+        mock.patch.dict(os.environ, RAY_ADDRESS="127.0.0.1:1"),
+        ray_cluster(ClusterSettings()),
+    ):
+        yield
 
 
 @pytest.mark.ray

@@ -53,7 +53,7 @@ def test_a_planted_acceptance_is_found_of_every_source_and_kind():
     def planted(source, kind, count):
         return raised(np.where(source == SOURCE_OUTPUT, count**2, count / (2 - count)), factors[kind])
 
-    curves = curves_of(fit_sources(invented_nodes(200_000, planted, num_kinds=3)))
+    curves = curves_of(fit_sources(invented_nodes(100_000, planted, num_kinds=3)))
     for source in (SOURCE_POOL, SOURCE_OUTPUT):
         for kind in range(3):
             found = curves[source, kind * NUM_PLACES, 6:-1]
@@ -224,7 +224,7 @@ def test_one_text_is_refused(pool, documents):
 @pytest.mark.parametrize("name", ["goodreads", "reki"])
 def test_estimates_hold_on_texts_of_large_models(name, shared_data, tmp_path):
     """Descriptions of books and long answers about groups of readers; pool, fit and check have no text in common."""
-    file, size = {"goodreads": ("item_knowledge", 1_000), "reki": ("knowledge", 300)}[name]
+    file, size = {"goodreads": ("item_knowledge", 600), "reki": ("knowledge", 300)}[name]
     texts = pq.read_table(shared_data / name / f"{file}.parquet", columns=["text"])["text"].to_pylist()
     texts = sorted(set(texts))
     np.random.default_rng(0).shuffle(texts)

@@ -63,7 +63,7 @@ def test_order_equals_sorting_what_follows_and_starts_bound_each_token(texts, de
 def test_order_of_many_texts_of_few_phrases(seed, vocab_size, depth):
     rng = np.random.default_rng(seed)
     phrases = [rng.integers(0, vocab_size, rng.integers(0, 9)) for _ in range(6)]
-    texts = [np.concatenate([phrases[k] for k in rng.integers(6, size=3)]).tolist() for _ in range(150)]
+    texts = [np.concatenate([phrases[k] for k in rng.integers(6, size=3)]).tolist() for _ in range(50)]
     tokens = lay_out(texts)
     assert sort(tokens, depth) == order_slowly(tokens.tolist(), depth)
 
@@ -75,14 +75,14 @@ def test_orders_of_parts_merge_to_the_order_of_all(texts, owner, depth, size):
     assert whole(merge(tokens, *(cut(part, size) for part in parts), depth)) == sort(tokens, depth)
 
 
-@given(seed=st.integers(0, 1 << 16), num_new=st.integers(1, 30), vocab_size=st.sampled_from([1, 2, 40]), depth=DEPTHS,
+@given(seed=st.integers(0, 1 << 16), num_new=st.integers(1, 20), vocab_size=st.sampled_from([1, 2, 40]), depth=DEPTHS,
        size=st.sampled_from([7, 100, 1 << 18]))  # fmt: skip
 def test_a_few_texts_merge_into_many(seed, num_new, vocab_size, depth, size):
     rng = np.random.default_rng(seed)
-    texts = [rng.integers(0, vocab_size, rng.integers(0, 12)).tolist() for _ in range(400)]
+    texts = [rng.integers(0, vocab_size, rng.integers(0, 12)).tolist() for _ in range(120)]
     tokens = lay_out(texts)
-    new = np.sort(rng.choice(400, num_new, replace=False))
-    parts = (np.array(sort(tokens, depth, part), np.int32) for part in (np.delete(np.arange(400), new), new))
+    new = np.sort(rng.choice(120, num_new, replace=False))
+    parts = (np.array(sort(tokens, depth, part), np.int32) for part in (np.delete(np.arange(120), new), new))
     many, few = (cut(part, size) for part in parts)
     for one, two in ((many, few), (few, many)):
         assert whole(merge(tokens, one, two, depth)) == sort(tokens, depth)
