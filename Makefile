@@ -3,8 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# One more than cores: tests that start Ray wait.
-TEST_PROCESSES ?= 3
+TEST_PROCESSES ?= 2
 
 .PHONY: install demo test test-vllm lint wheel clean
 
