@@ -171,7 +171,7 @@ def _shown(value: object) -> Text:
 class LazyCommand:
     """A command whose module is imported when it is run: `--help` and completion do not wait for torch and Ray."""
 
-    target: str  # "module:name" in `commands/`, of a function or of a Typer app with commands of its own
+    target: str  # "module:name", without a dot of `jobs/commands/`: a function, or a Typer app
     short_help: str  # the first line of the command's own help; of an app all of it
 
     def load(self, name: str):

@@ -13,7 +13,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,8 +21,8 @@ from laserbatch.pipeline.decoding import recovery
 from laserbatch.pipeline.decoding.acceptance import Acceptance, verify
 from laserbatch.pipeline.decoding.attention.metadata import LaunchShape
 from laserbatch.pipeline.decoding.device_memory import cache_bound, is_out_of_memory, step_bytes
-from laserbatch.pipeline.decoding.drafters import Drafter, DraftModels, NoDrafter
-from laserbatch.pipeline.decoding.kv_cache import UNBOUNDED, KVCache
+from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter
+from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.cuda_graphs import TOKEN_BUCKETS
 from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
 from laserbatch.pipeline.decoding.model.output_head import ContextIds, PenalisedLogits
@@ -47,10 +46,13 @@ MAX_DRAFT_THREADS = 4  # two were measured (`benchmarks/drafting.py`: two thirds
 
 
 class Engine:
-    """A loaded model with its KV cache; `num_sharing` engines of this machine share its main memory.
+    """A loaded model with its KV cache.
 
-    What is drafted with is loaded before, so that the cache's bound leaves room for it; a token takes memory in each of
-    their caches.
+    Parameters
+    ----------
+    num_sharing : engines of this machine, which share its main memory.
+    drafter_bytes_per_token : what a token takes in the KV caches of drafters (`PluginDrafters`), loaded before; the
+        bound of this cache leaves room for theirs.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Engine:
         loaded: LoadedModel,
         settings: DecodingSettings | None = None,
         num_sharing: int = 1,
-        draft_models: DraftModels | None = None,
+        drafter_bytes_per_token: int = 0,
     ) -> None:
         self.settings = settings or DecodingSettings()
         self.loaded = loaded
@@ -69,19 +71,17 @@ class Engine:
         self.vocab_size = loaded.vocab_size
         self.device = loaded.device
         self.max_prefill_tokens = PREFILL_TOKENS["cuda" if self.device.type == "cuda" else "cpu"]
-        draft_models = draft_models or DraftModels()
-        bytes_per_token = loaded.bytes_per_token + draft_models.bytes_per_token
+        bytes_per_token = loaded.bytes_per_token + drafter_bytes_per_token
         max_tokens = self.settings.max_cache_tokens or cache_bound(
             self.device, bytes_per_token, num_sharing, self._reserved_bytes()
         )
-        self.draft_models = replace(draft_models, max_tokens=max_tokens)
         self.cache = KVCache(self.settings.batch_size, max_tokens)
         self.concurrency = Concurrency(self.settings.batch_size)
         self.runner = ModelRunner(loaded.model, self.cache, self.device, self.settings.attention)
         self._context_ids = ContextIds(self.settings.batch_size, self.device)
         self.num_forwards = 0  # of all streams
         self.costliest_step_s = 0.0  # launch and landing, without what the caller does between them
-        self._has_lacked_drafts = False  # since a draft model found no memory
+        self._has_lacked_drafts = False  # since a drafter found no memory
         self._is_end = np.zeros(self.vocab_size, bool)
         self.end_at(())
 
@@ -94,9 +94,7 @@ class Engine:
         Raises ModelError: the folder holds no model that the engine can run.
         """
         settings = settings or DecodingSettings()
-        loaded = load_model(model_dir, settings.dtype, device, settings.adapter)
-        draft_models = DraftModels.load(settings, loaded, UNBOUNDED)  # the engine bounds their caches
-        return cls(loaded, settings, num_sharing, draft_models)
+        return cls(load_model(model_dir, settings.dtype, device, settings.adapter), settings, num_sharing)
 
     def end_at(self, token_ids: Iterable[int]) -> None:
         """Take more tokens for end tokens; those outside the vocabulary are never written."""
@@ -162,7 +160,7 @@ class Engine:
                 step = self.launch(stream)
                 yield from self._results(ended)
                 ended += self.land(step, stream)
-        except Exception as error:  # of a draft model, say
+        except Exception as error:  # of a drafter, say
             recovery.require_device(error)
             raise
         finally:
@@ -256,7 +254,7 @@ class Engine:
         max_depths = [sequence.num_left - 1 for sequence in drafting]  # the step's last token is the target's own
         try:
             drafted = drafter.draft_all(drafting, max_depths)
-        except Exception as error:  # a draft model runs forwards and has a cache of its own
+        except Exception as error:  # a drafter may run forwards, with a cache of its own
             if not is_out_of_memory(error):
                 raise
             if not self._has_lacked_drafts:

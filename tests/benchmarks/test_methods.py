@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 from common import Spread, table
-from drafter_methods import Trained, settings_by_method
+from drafter_methods import SAMPLING_RULES, Trained, settings_by_method
 from methods import COLUMNS, OF_DRAFTERS, RULES, facts_of, figures_of, own_log_probability
 
-from laserbatch.pipeline.decoding.drafters.trained import DrafterCard
-from laserbatch.pipeline.decoding.settings import SAMPLING_RULES, DecodingSettings
+from laserbatch.pipeline.decoding.plugins import RULES as BUILT_IN
+from laserbatch.pipeline.plugins import installed
+from laserbatch.research.drafters.trained import DrafterCard
 
 KINDS = ("medusa", "eagle", "hass", "small")
 CARD = DrafterCard(kind="hass", target="t", acceptance=(0.7, 0.6, 0.5, 0.4, 0.3), training_seconds=60.0)
@@ -62,8 +63,7 @@ def test_texts_that_pay_a_training_back_are_those_whose_saved_seconds_make_it_up
 
 
 def test_every_rule_and_source_is_in_the_table():
-    names = DecodingSettings.model_fields["verifier"].annotation.__args__
-    assert set(RULES) | set(SAMPLING_RULES) == set(names)
+    assert {*RULES, *SAMPLING_RULES} == {*BUILT_IN, *installed("verifiers")}
     assert {f"pool + {kind}" for kind in ("medusa", "eagle", "hass")} <= METHODS.keys()
 
 

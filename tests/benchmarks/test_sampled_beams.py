@@ -6,7 +6,7 @@ from sampled_beams import drawn, sampled_search, verified
 from scipy.stats import chisquare
 from test_beams import CATALOGUE, FIRST_TOKENS, PROMPTS, TARGET, TRIE, model_of
 
-from laserbatch.pipeline.recommending.code_trees import CodeTrees
+from laserbatch.research.recommending.code_trees import CodeTrees
 
 P = np.log([0.4, 0.3, 0.15, 0.1, 0.05])
 Q = np.log([0.1, 0.2, 0.4, 0.2, 0.1])
