@@ -177,7 +177,7 @@ class LazyCommand:
     def load(self, name: str):
         """The command itself, as Typer makes it."""
         module, attribute = self.target.split(":")
-        found = getattr(import_module(f"laserbatch.jobs.commands.{module}"), attribute)
+        found = getattr(import_module(module if "." in module else f"laserbatch.jobs.commands.{module}"), attribute)
         if isinstance(found, typer.Typer):
             command = typer.main.get_group(found)
             command.help = self.short_help

@@ -17,12 +17,12 @@ import torch
 from night_world import FIRST_DATE, SECOND_DATE, Done, make_world, run_here, write_config
 from safetensors.torch import load_file, save_file
 
-from laserbatch.jobs.stages import recommend as stage
 from laserbatch.jobs.stages import shards as shards_stage
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.distributed.cluster import WorkerLayout
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import read_tables
+from laserbatch.research.recommending import nightly as stage
 from laserbatch.research.recommending import planned
 from laserbatch.research.recommending.list_worker import ListWorker
 
@@ -80,7 +80,7 @@ def recommend(capfd, world, date=FIRST_DATE, *more, **options) -> Done:
     folder, trained = world
     of_all = {name: options.pop(name) for name in ("deliver_to", "gates", "metrics") if name in options}
     options = {"model": str(trained / "recommender"), "num_items": 5, "batch_size": 4} | options
-    config = write_config(folder, recommending=options, **of_all)
+    config = write_config(folder, extensions={"recommending": options}, **of_all)
     return run_here(capfd, "recommend", "--config", str(config), "--date", date, *more, "--json")
 
 
@@ -184,7 +184,7 @@ def test_what_somebody_has_had_is_listed_again_only_where_it_may_be(world, capfd
     found = lists_of(done)
     assert had and not any(had.get(user, set()) & set(items) for user, items in found.items())
     assert [len(found.get(user, [])) for user in users] == [0, 2, 5] and set(map(len, found.values())) == {2, 5}
-    assert json.loads(done.stdout)["shorter_lists"] == 2 and "2 users have shorter lists" in done.stderr
+    assert json.loads(done.stdout)["shorter_lists"] == 2 and "2 users have lists of fewer than 5 items" in done.stderr
     assert json.loads(done.stdout)["users"]["quarantined"] == 0
     again = recommend(capfd, world, list_again=True)
     assert any(had.get(user, set()) & set(items) for user, items in lists_of(again).items())
@@ -219,9 +219,10 @@ def test_rays_workers_go_on_with_what_a_killed_run_finished(world, capfd, monkey
 
         patched.setattr(shards_stage, "run_shards", killed)
         assert recommend(capfd, world, FIRST_DATE, "--force").returncode == 130
-    state = json.loads(run_here(capfd, "status", "--config", str(world[0] / "laserbatch.yaml"), "--json").stdout)
-    assert state["lists"]["state"] == "idle" and "interrupted" in state["lists"]["run"]["failure"]
-    shards = world[0] / "workspace" / "recommendations" / "runs" / state["lists"]["run"]["run_id"] / "shards" / "user"
+    of_all = json.loads(run_here(capfd, "status", "--config", str(world[0] / "laserbatch.yaml"), "--json").stdout)
+    state = of_all["within"]["recommendations"]
+    assert state["state"] == "idle" and "interrupted" in state["run"]["failure"]
+    shards = world[0] / "workspace" / "recommendations" / "runs" / state["run"]["run_id"] / "shards" / "user"
     records = {path: path.stat().st_mtime_ns for path in shards.glob("*.json")}
     done = recommend(capfd, world)
     assert done.returncode == 0 and lists_of(done) == whole and json.loads(done.stdout)["run_id"].endswith("-2")
@@ -252,7 +253,7 @@ def test_lists_of_somebody_who_is_forgotten_go(world, capfd):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"model": None}, "names no recommender"),
+        ({"model": None}, "names no model"),
         ({"model": "nowhere"}, "nowhere holds no recommender"),
         ({"num_items": 100}, "recommending.num_items 100 is more than the"),
     ],
@@ -273,7 +274,7 @@ def test_users_whose_numbers_are_broken_keep_the_last_list_as_stale(world, capfd
     done = recommend(capfd, world, SECOND_DATE, model=str(broken))
     assert done.returncode == 4 and "quarantine" in done.stderr and "not published" in done.stderr
     run = Workspace.open(folder / "workspace" / "recommendations").runs()[-1]
-    failed, lists = run.read_quarantine("user"), pq.read_table(run.lists_path)
+    failed, lists = run.read_quarantine("user"), pq.read_table(run.root / "lists.parquet")
     assert failed.num_rows > 0 and set(failed["reason"].to_pylist()) == {"not-finite"}
     for user in failed["entity_id"].to_pylist():
         rows = lists.filter(pc.equal(lists["user_id"], user))

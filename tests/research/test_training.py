@@ -12,13 +12,13 @@ from trained_drafters import loaded_engine
 from trained_drafters import trained as trained_by
 from transformers import AutoTokenizer, LlamaConfig
 
-from laserbatch.pipeline import learning
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, model_identity
 from laserbatch.pipeline.decoding.plugins import TEXT_SOURCES
 from laserbatch.pipeline.decoding.sequence import GenerationRequest
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.errors import ConfigError
+from laserbatch.research import learning
 from laserbatch.research.drafter_training import train as training
 from laserbatch.research.drafter_training.eagle import CLASS_WEIGHT, NUM_LIKELIEST, Eagle
 from laserbatch.research.drafter_training.medusa import ADAPTER_NAME
