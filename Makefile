@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TEST_PROCESSES ?= 2
 
-.PHONY: install demo test test-vllm lint wheel clean
+.PHONY: install demo test test-research test-vllm lint wheel clean
 
 install: $(STAMP)
 
@@ -21,8 +21,14 @@ demo: install
 
 # A file's tests share worlds and nights, so they stay in one process. Files in their order: those of nights, which take
 # longest, are not the last ones.
+PYTEST := $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=15
+
 test: install
-	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=15
+	$(PYTEST) --ignore tests/research
+
+# Those of research/, which no night needs.
+test-research: install
+	$(PYTEST) tests/research
 
 lint: install
 	$(BIN)/ruff check .

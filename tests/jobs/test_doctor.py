@@ -63,7 +63,7 @@ def test_every_fault_is_told_with_how_to_mend_it_and_the_code_is_3(world, tmp_pa
         ("workspace: ", "Give a new or empty folder"),
         ("encoder: encoder folder", "expected a folder"),
         ("tables: ", "nowhere"),
-        ("recommending: ", "`laserbatch recommender train"),
+        ("extensions: ", "`laserbatch recommender train"),
     ):
         assert [line for line in lines if about in line and advice in line], (about, lines)
 
