@@ -89,7 +89,7 @@ class PassWatch:
     @contextmanager
     def watching(self, engine: Engine) -> Iterator[None]:
         """Watch an engine within the block."""
-        launch, land = engine.launch, engine.land
+        launch, land = engine.submit_step, engine.finish_step
         state: dict = {}
 
         def launched(stream):
@@ -108,11 +108,11 @@ class PassWatch:
                 self.prompt_s += seconds
             return ended
 
-        engine.launch, engine.land = launched, landed
+        engine.submit_step, engine.finish_step = launched, landed
         try:
             yield
         finally:
-            del engine.launch, engine.land
+            del engine.submit_step, engine.finish_step
 
 
 def run_pass(bench: Bench, engine: Engine, system: EngineSystem, prompts, max_new_tokens: int) -> tuple[Pass, dict]:

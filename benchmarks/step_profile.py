@@ -142,7 +142,7 @@ def timed_steps(
 ) -> list[float]:
     """Milliseconds of so many steps of a full batch, not watched."""
     ends: list[float] = []
-    land = engine.land
+    land = engine.finish_step
 
     def counted(step, stream):
         counts = is_full(engine, stream.scheduler.live)
@@ -153,10 +153,10 @@ def timed_steps(
             raise Enough
         return ended
 
-    engine.land = counted
+    engine.finish_step = counted
     with suppress(Enough):
         next(engine.generate(requests_of(engine, prompts), drafter, verifier))
-    engine.land = land
+    engine.finish_step = land
     return (1e3 * np.diff(ends)[NUM_WARM_STEPS:]).tolist()
 
 

@@ -93,8 +93,8 @@ def watched(engine: Engine) -> Iterator[Spans]:
     def watch(owner, name: str, part: str) -> None:
         replace(owner, name, spans.timed(part, getattr(owner, name)))
 
-    land, are_kept = spans.timed(OTHER, engine.land), []
-    launch = spans.timed(OTHER, engine.launch)
+    land, are_kept = spans.timed(OTHER, engine.finish_step), []
+    launch = spans.timed(OTHER, engine.submit_step)
 
     def launched(stream):
         are_kept.append(spans.keeps(stream.scheduler.live))
@@ -107,8 +107,8 @@ def watched(engine: Engine) -> Iterator[Spans]:
             spans.end_step(are_kept.pop())
 
     watch(engine, "_trees", "draft")
-    replace(engine, "launch", launched)
-    replace(engine, "land", landed)
+    replace(engine, "submit_step", launched)
+    replace(engine, "finish_step", landed)
     watch(engine.runner, "forward", "packing")
     watch(engine.runner, "_run", "other model")
     buffered = engine.runner.buffered
@@ -117,7 +117,7 @@ def watched(engine: Engine) -> Iterator[Spans]:
         replace(buffered, "_captures", False)  # nothing could be waited for in a capture, and no part of it be seen
     watch(engine_module, "verify", "paths")
     watch(acceptance_module, "judge_rows", "verification")
-    watch(engine, "_commit", "commit")
+    watch(engine, "_update", "commit")
     replace(engine.runner, "fused", None)
     output_layer = engine.runner.model.get_output_embeddings()
     for name, module in engine.runner.model.named_modules():

@@ -187,7 +187,7 @@ class TimedDrafter(Drafter):
     """Another drafter, with the seconds that it takes to draft and to look at steps."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self._drafter, self.sees, self.forget = drafter, drafter.sees, drafter.forget
+        self._drafter, self.observes, self.forget = drafter, drafter.observes, drafter.forget
         self.seconds = 0.0
 
     def observe(self, observation: Observation) -> None:
@@ -233,7 +233,7 @@ class EngineSystem:
     def run(self, prompts: Sequence[np.ndarray], batch: int, max_new_tokens: int) -> Pass:
         """Answer all prompts; `batch` is the engine's own and only checked."""
         assert batch == self._engine.settings.batch_size
-        self._engine.forget_prompts()
+        self._engine.reset_prefix_cache()
         return self.timed(prompts, max_new_tokens)
 
     def timed(self, prompts: Sequence[np.ndarray], max_new_tokens: int) -> Pass:
@@ -251,7 +251,7 @@ class EngineSystem:
                     tree_sizes[int(one.request.request_id)].append(size)
             return ended
 
-        land, self._engine.land = self._engine.land, watched
+        land, self._engine.finish_step = self._engine.finish_step, watched
         self._drafter.seconds = 0.0
         start_s = time.perf_counter()
         results = {
@@ -260,7 +260,7 @@ class EngineSystem:
                 self._engine, prompts, max_new_tokens, self._drafter, self._verifier, self._budget, groups
             )
         }
-        self._engine.land = land
+        self._engine.finish_step = land
         wall_s = time.perf_counter() - start_s
         ordered = [results[str(number)] for number in range(len(prompts))]
         text_tokens = [len(result.token_ids) + (result.finish_reason == "end_of_text") for result in ordered]

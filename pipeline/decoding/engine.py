@@ -1,11 +1,11 @@
-"""The engine: texts for a stream of requests, drafted and verified, as many at once as fit.
+"""The engine writes the texts of a stream of requests, drafted and verified, as many at once as memory allows.
 
-One step is four hops for all live sequences: draft, forward, verify, commit. Requests are pulled as there is room for
-them, and results are yielded as they finish. On CUDA a step waits for the device once, where verdicts come to the host;
-results are decoded and yielded behind the next launch, so that the device computes while the caller has them.
+One step has four parts, each for all live sequences: `_schedule` (with drafts), `_execute` (the forward), `_verify`,
+`_update`. On CUDA `submit_step` only queues the forward; `finish_step` waits for the device once, for the verdicts.
+Finished texts are yielded between the two, so that the device computes while the caller handles them.
 
-A text depends on its own request alone: not on what shares its batch, nor on the order of requests (but for rounding,
-which the shape of a forward can change).
+A text depends on its own request alone, not on the other texts of its batch or on the order of requests. Rounding is
+the exception: it can change with the shape of a forward.
 """
 
 import logging
@@ -142,13 +142,13 @@ class Engine:
         DeviceLost : a CUDA error after which this process can compute nothing more; no text is failed for it.
         """
         verifier = verifier or verifier_from(self.settings)
-        stream = self.begin(requests, drafter or NoDrafter(), verifier, budget or Budget.of(self.settings))
+        stream = self.open_stream(requests, drafter or NoDrafter(), verifier, budget or Budget.of(self.settings))
         scheduler = stream.scheduler
-        ended: deque[tuple[Sequence, str | GenerationFailure]] = deque()  # whose results are not yielded yet
+        ended: deque[tuple[Sequence, str | GenerationFailure]] = deque()  # their results are not yielded yet
         is_warm = self.device.type != "cuda"
         try:
             while True:
-                if not scheduler.live:  # no step to hand them over behind
+                if not scheduler.live:  # no step to yield them behind
                     yield from self._results(ended)
                 yield from scheduler.admit()
                 if not scheduler.live:
@@ -157,16 +157,16 @@ class Engine:
                 if not is_warm and self.cache.layers and len(scheduler.live) == self.concurrency.limit:
                     self._warm_up(stream)
                     is_warm = True
-                step = self.launch(stream)
+                step = self.submit_step(stream)
                 yield from self._results(ended)
-                ended += self.land(step, stream)
+                ended += self.finish_step(step, stream)
         except Exception as error:  # of a drafter, say
             recovery.require_device(error)
             raise
         finally:
             scheduler.close()
 
-    def begin(
+    def open_stream(
         self,
         requests: Iterable[GenerationRequest],
         drafter: Drafter,
@@ -174,8 +174,8 @@ class Engine:
         budget: Budget,
         concurrency: Concurrency | None = None,
     ) -> Stream:
-        """A stream of texts as `generate` writes it: its scheduler's `admit`, `launch` and `land`, again and again."""
-        shares = drafter.sees != "prompts"
+        """A stream for callers that repeat `scheduler.admit`, `submit_step` and `finish_step`, as `generate` does."""
+        shares = drafter.observes != "prefill"
         limits = RequestLimits(self.max_context, self.vocab_size, budget.max_draft_tokens, shares)
         scheduler = Scheduler(requests, self.cache, concurrency or self.concurrency, limits, self.max_prefill_tokens)
         return Stream(scheduler, drafter, verifier, budget)
@@ -198,24 +198,24 @@ class Engine:
             logger.warning("no steps were captured before the first text: %s", error)
             torch.cuda.empty_cache()
 
-    def launch(self, stream: Stream) -> Step | None:
-        """Draft and begin the forward, which on CUDA is only queued; None: no room even for one sequence."""
-        step = self._draft(stream)
+    def submit_step(self, stream: Stream) -> Step | None:
+        """Draft, and start the forward; None if the cache has no room even for one sequence."""
+        step = self._schedule(stream)
         while not self.cache.make_room(step.num_tokens):
             if len(stream.scheduler.live) == 1:
                 return None
             stream.scheduler.preempt(1)
-            step = self._draft(stream)
+            step = self._schedule(stream)
         began_s = time.perf_counter()
         try:
-            self._forward(step)
-        except Exception as error:  # raised when the step is landed
+            self._execute(step)
+        except Exception as error:  # raised by `finish_step`
             step.error = error
-        step.launch_s = time.perf_counter() - began_s
+        step.submit_s = time.perf_counter() - began_s
         return step
 
-    def land(self, step: Step | None, stream: Stream) -> list[tuple[Sequence, str | GenerationFailure]]:
-        """Verify and commit. The sequences that ended, live no more, each with its finish reason or failure."""
+    def finish_step(self, step: Step | None, stream: Stream) -> list[tuple[Sequence, str | GenerationFailure]]:
+        """Verify and update; return the sequences that ended, each with its finish reason or failure."""
         scheduler, began_s = stream.scheduler, time.perf_counter()
         outcomes = recovery.fail_alone(self.cache, scheduler.live[0]) if step is None else self._outcomes(step, stream)
         ended = [(one, outcomes[one]) for one in scheduler.live if one in outcomes]
@@ -223,7 +223,7 @@ class Engine:
             scheduler.finish(sequence)
             stream.drafter.forget(sequence)
         if step is not None:
-            self.costliest_step_s = max(self.costliest_step_s, step.launch_s + time.perf_counter() - began_s)
+            self.costliest_step_s = max(self.costliest_step_s, step.submit_s + time.perf_counter() - began_s)
         return ended
 
     def _outcomes(self, step: Step, stream: Stream) -> recovery.Outcomes:
@@ -231,17 +231,17 @@ class Engine:
             if step.error is not None:
                 raise step.error
             if step.number < self.num_forwards:  # the caller let another stream take a step meanwhile
-                self._forward(step)
+                self._execute(step)
             accepted = self._verify(step, stream.verifier)
         except Exception as error:  # `recover` says which texts it is the failure of
             return recovery.recover(self, step, stream, error)
-        return self._commit(step, accepted, stream)
+        return self._update(step, accepted, stream)
 
-    def _draft(self, stream: Stream) -> Step:
-        """What each live sequence adds to the step, and the drafts of those that write a token in it."""
-        sequences, feeds, writing = stream.scheduler.feeds()
+    def _schedule(self, stream: Stream) -> Step:
+        """The tokens that each live sequence adds to the step, and drafts for those that write a token in it."""
+        sequences, feeds, writing = stream.scheduler.schedule()
         trees = self._trees([sequences[place] for place in writing], stream.drafter, stream.budget)
-        return Step(sequences, feeds, trees.spread(writing, len(sequences)))
+        return Step(sequences, feeds, trees.scatter(writing, len(sequences)))
 
     def _trees(self, sequences: list[Sequence], drafter: Drafter, budget: Budget) -> TreeBatch:
         """The drafter's trees, cut to the budget: draft tokens, room left, estimated acceptance."""
@@ -270,16 +270,16 @@ class Engine:
             min_log_acceptance=budget.min_log_acceptance,
             vocab_size=self.vocab_size,
         )
-        return trees.spread(places, len(sequences))
+        return trees.scatter(places, len(sequences))
 
-    def _forward(self, step: Step) -> None:
-        """Run the model, or on CUDA have it run; the output holds until the next forward of any stream."""
+    def _execute(self, step: Step) -> None:
+        """Run the model (on CUDA: queue it); the output is valid until the next forward of any stream."""
         self.num_forwards += 1
         step.number = self.num_forwards
         step.output = self.runner.forward(step.feeds, step.trees)
 
     def _verify(self, step: Step, verifier: Verifier) -> list[Acceptance | None]:
-        """Accept drafts. Like the forward before it this changes nothing, so that both can be tried again."""
+        """Accept drafts. Neither this nor `_execute` changes any state, so that both can be repeated."""
         rows, penalty = step.output.rows, self.loaded.repetition_penalty
         if penalty != 1.0:
             rows = PenalisedLogits(penalty, rows, self._context_ids.of(step.sequences), step.trees)
@@ -287,17 +287,17 @@ class Engine:
             drawn = [(one.request.seed, len(one.context)) for one in step.sequences]
             sampled = getattr(verifier, "sampled", SampledLogits)
             rows = sampled(self.settings.temperature, rows, *zip(*drawn, strict=True), step.trees)
-        return verify(verifier, rows, step.trees, step.output.batch.wanted_starts, self._is_end)
+        return verify(verifier, rows, step.trees, step.output.batch.logit_starts, self._is_end)
 
-    def _commit(self, step: Step, accepted: list[Acceptance | None], stream: Stream) -> recovery.Outcomes:
-        """Keep what was accepted, in the cache and in the texts; of the sequences that ended, what came of them."""
+    def _update(self, step: Step, accepted: list[Acceptance | None], stream: Stream) -> recovery.Outcomes:
+        """Commit the accepted tokens to the cache and the texts; return the outcomes of the sequences that ended."""
         outcomes = commit(step, accepted, self.cache, self._is_end)
-        if stream.drafter.sees != "nothing":
+        if stream.drafter.observes != "nothing":
             stream.drafter.observe(observation_of(step, accepted))
         return outcomes | recovery.without_drafts(self, step, accepted, stream)
 
     def _results(self, ended) -> Iterator[GenerationResult | GenerationFailure]:
-        """Those of texts that ended, which are taken out of `ended` one by one."""
+        """Results of the sequences in `ended`, which is emptied."""
         while ended:
             sequence, outcome = ended.popleft()
             if isinstance(outcome, GenerationFailure):
@@ -308,7 +308,7 @@ class Engine:
                 text = self.tokenizer.decode(sequence.output_ids.tolist(), skip_special_tokens=True)
             yield sequence.result(outcome, text)
 
-    def forget_prompts(self) -> None:
-        """Share no earlier prompts and expect no earlier texts' lengths: sums are then rounded alike whatever came."""
-        self.cache.forget_ended()
+    def reset_prefix_cache(self) -> None:
+        """Drop cached prefixes and statistics of lengths, so that results do not depend on earlier calls."""
+        self.cache.drop_prefixes()
         self.concurrency.forget_lengths()

@@ -91,7 +91,7 @@ class OwnEngine:
         decoding: DecodingSettings,
         budget: Budget | None = None,
     ) -> Iterator[GenerationResult | GenerationFailure]:
-        self.engine.forget_prompts()  # what was written before, for whatever purpose, must not matter
+        self.engine.reset_prefix_cache()  # what was written before, for whatever purpose, must not matter
         # The engine's own settings may be those of another pass.
         engine, budget = self.engine, budget or Budget.of(decoding)
         drafter = drafter_from(

@@ -25,7 +25,7 @@ ROWS_AT_ONCE = 256
 class AlignedDrafter(Drafter):
     """N-grams of the context behind the longest key, with alternatives where they are of the prompt."""
 
-    sees = "prompts"
+    observes = "prefill"
 
     def __init__(self) -> None:
         self._alternatives: dict[Sequence, np.ndarray] = {}  # int32 (num_prompt, MAX_ALTERNATIVES), -1 for none

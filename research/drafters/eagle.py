@@ -76,7 +76,7 @@ class EagleModel(CachedModel):
     embed, logits_of : the target's: token ids int64[n] to (n, hidden_size), that to (n, vocab_size).
     """
 
-    sees = "texts"
+    observes = "decode"
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class EagleModel(CachedModel):
         self._last = torch.stack([new[-1] for new in seen])
         for one, last in zip(sequences, self._last, strict=True):
             self._seen[one] = [last[None]]
-        self._found = output.rows.hidden[to_device(output.batch.wanted, self._last.device)]
+        self._found = output.rows.hidden[to_device(output.batch.logit_indices, self._last.device)]
         self._rows_of_trees = np.arange(len(sequences))
         self._root = output.rows.of(np.arange(len(sequences)))
 

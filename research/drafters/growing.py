@@ -23,10 +23,10 @@ MAX_TAGS = 1024
 class DraftModel:
     """A model that says what may follow sequences: a small one of its own, or a head of the target.
 
-    `sees` and `observe` are those of `Drafter`.
+    `observes` and `observe` are those of `Drafter`.
     """
 
-    sees: Literal["nothing", "texts"] = "nothing"
+    observes: Literal["nothing", "decode"] = "nothing"
 
     def has_room(self, sequence: Sequence) -> bool:
         """Whether it can draft for the sequence now."""
@@ -159,7 +159,7 @@ class ModelDrafter(Drafter):
         self, models: SequenceOf[DraftModel], growth: Growth, temperature: float = 0.0, source: int = SOURCE_MODEL
     ) -> None:
         self._models, self._growth, self._temperature, self._source = models, growth, temperature, source
-        self.sees = "texts" if any(model.sees == "texts" for model in models) else "nothing"
+        self.observes = "decode" if any(model.observes == "decode" for model in models) else "nothing"
 
     @torch.inference_mode()
     def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> TreeBatch:
@@ -171,7 +171,7 @@ class ModelDrafter(Drafter):
             model.begin(drafting)
         trees = self._growth.grow(self._models, drafting, self._temperature)
         trees.source = np.full(len(trees), self._source, np.uint8)
-        return trees.spread(places, len(sequences))
+        return trees.scatter(places, len(sequences))
 
     def observe(self, observation: Observation) -> None:
         for model in self._models:

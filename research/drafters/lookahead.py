@@ -40,7 +40,7 @@ class _Guesses:
 class LookaheadDrafter(Drafter):
     """Guesses at `width` places; drafts n-grams of `ngram` tokens, of one first token the newest `most`."""
 
-    sees = "texts"
+    observes = "decode"
 
     def __init__(self, width: int = 4, ngram: int = 4, most: int = 4) -> None:
         self._width, self._ngram, self._most = width, ngram, most

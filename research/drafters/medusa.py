@@ -38,7 +38,7 @@ class MedusaModel(DraftModel):
     logits_of : the target's output layer, (n, hidden_size) to (n, vocab_size).
     """
 
-    sees = "texts"
+    observes = "decode"
 
     def __init__(self, heads: MedusaHeads, logits_of, log_acceptance=None) -> None:
         self._heads, self._logits_of = heads, logits_of

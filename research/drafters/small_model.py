@@ -34,7 +34,7 @@ class SmallModel(CachedModel):
         if len(trees) == 0:
             return torch.log_softmax(self._root[to_device(tree_of, self._root.device)].float(), -1)
         output = self._runner.forward(self._feeds, trees)
-        return torch.log_softmax(output.rows.of(output.batch.wanted_starts[tree_of] + 1 + places).float(), -1)
+        return torch.log_softmax(output.rows.of(output.batch.logit_starts[tree_of] + 1 + places).float(), -1)
 
     def has_room(self, sequence: Sequence) -> bool:
         expected = len(sequence.context) + sequence.num_left

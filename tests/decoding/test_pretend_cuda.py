@@ -44,7 +44,7 @@ def engine_on_device(model, max_prefill_tokens: int | None = None, **settings) -
 
 def watch_steps(engine: Engine, cuda) -> list[tuple[int, bool]]:
     """Of each step the engine takes from now on: how often it waits, and whether it replays a graph."""
-    steps, launch, land = [], engine.launch, engine.land
+    steps, launch, land = [], engine.submit_step, engine.finish_step
     before = []
 
     def launched(*arguments):
@@ -57,7 +57,7 @@ def watch_steps(engine: Engine, cuda) -> list[tuple[int, bool]]:
         steps.append((cuda.num_waits - num_waits, cuda.num_replays > num_replays))
         return outcomes
 
-    engine.launch, engine.land = launched, landed
+    engine.submit_step, engine.finish_step = launched, landed
     return steps
 
 

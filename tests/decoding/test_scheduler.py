@@ -129,7 +129,7 @@ def test_texts_of_a_warm_up_do_not_say_how_long_those_after_it_are():
     list(engine.generate(requests_for(PROMPTS[:2], 3)))
     (request,) = requests_for(PROMPTS[:1], MAX_NEW)
     assert engine.concurrency.expected_output(Sequence(request, MAX_NEW)) == 3
-    engine.forget_prompts()
+    engine.reset_prefix_cache()
     assert engine.concurrency.expected_output(Sequence(request, MAX_NEW)) == MAX_NEW
 
 

@@ -59,14 +59,14 @@ def hung_row(world: Path, folder: Path) -> dict:
     class Hanging(Real):
         def load(self) -> None:
             super().load()
-            engine, launch = self._worker.engine, self._worker.engine.launch
+            engine, launch = self._worker.engine, self._worker.engine.submit_step
 
             def launched(stream):
                 if any(np.array_equal(one.request.prompt_ids, prompt) for one in stream.scheduler.live):
                     time.sleep(1e6)
                 return launch(stream)
 
-            engine.launch = launched
+            engine.submit_step = launched
 
     begun_s = time.monotonic()
     with workers(Hanging), ray_cluster(ClusterSettings(num_workers=2)) as layout, hired(spec, layout) as crew:
