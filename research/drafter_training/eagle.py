@@ -88,7 +88,7 @@ class Eagle(Method):
             total = total + (loss * is_known).sum() / is_known.sum().clamp_min(1)
         return total
 
-    def said(self, batch: Batch, num_depths: int) -> Iterator[torch.Tensor]:
+    def log_probs_by_depth(self, batch: Batch, num_depths: int) -> Iterator[torch.Tensor]:
         last = batch.tokens.shape[1] - 1
         for depth, found in enumerate(self._steps_of(batch, num_depths)):
             yield torch.log_softmax(self._target.logits_of(found[:, depth:last]), -1)

@@ -42,7 +42,7 @@ class Medusa(Method):
             total = total + DECAY ** (number + 1) * (of_token * is_token).sum() / is_token.sum().clamp_min(1)
         return total
 
-    def said(self, batch: Batch, num_depths: int) -> Iterator[torch.Tensor]:
+    def log_probs_by_depth(self, batch: Batch, num_depths: int) -> Iterator[torch.Tensor]:
         return self._said_of(batch, batch.features, num_depths)
 
     def _said_of(self, batch: Batch, features: torch.Tensor, num_depths: int) -> Iterator[torch.Tensor]:
@@ -79,5 +79,5 @@ class Medusa2(Medusa):
         moved = (log_p.exp() * (log_p - log_own)).sum(-1)[batch.is_token].mean()
         return moved + HEADS_WEIGHT * self._loss_of(batch, features)
 
-    def said(self, batch: Batch, num_depths: int) -> Iterator[torch.Tensor]:
+    def log_probs_by_depth(self, batch: Batch, num_depths: int) -> Iterator[torch.Tensor]:
         return self._said_of(batch, batch.features_by(self._body), num_depths)

@@ -34,7 +34,7 @@ class Method:
         """A scalar."""
         raise NotImplementedError
 
-    def said(self, batch: Batch, num_depths: int) -> Iterator[torch.Tensor]:
+    def log_probs_by_depth(self, batch: Batch, num_depths: int) -> Iterator[torch.Tensor]:
         """Of depth j = 1, 2, ... log probabilities (B, T - j, vocab_size) of token s + j by what was known at token s.
 
         Where the tokens between were drafted, and right.

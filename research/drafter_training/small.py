@@ -40,7 +40,7 @@ class Small(Method):
                 of_token = (self._p(batch) - log_q.exp()).abs().sum(-1) / 2
         return (of_token * batch.is_token).sum() / batch.is_token.sum()
 
-    def said(self, batch: Batch, num_depths: int) -> Iterator[torch.Tensor]:
+    def log_probs_by_depth(self, batch: Batch, num_depths: int) -> Iterator[torch.Tensor]:
         log_q = self._log_q(batch)
         for depth in range(1, num_depths + 1):
             yield log_q[:, depth:]

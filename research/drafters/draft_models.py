@@ -7,11 +7,11 @@ from laserbatch.pipeline.decoding.drafters.drafter import Drafter
 from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.errors import ModelError
-from laserbatch.research.drafters.growing import DraftModel, Growth, ModelDrafter
-from laserbatch.research.drafters.grown import Beams, Branching, Chains, StochasticBeams
+from laserbatch.research.drafters.model_drafter import DraftModel, ModelDrafter, TreeShape
 from laserbatch.research.drafters.options import TrainedOptions
 from laserbatch.research.drafters.small_model import SmallModel
 from laserbatch.research.drafters.trained import DrafterCard, TrainedHead, read_card
+from laserbatch.research.drafters.tree_shapes import Beams, Branching, Chains, StochasticBeams
 from laserbatch.retrieval_pools.sources import SOURCE_HEAD, SOURCE_MODEL
 
 DEFAULTS = TrainedOptions()
@@ -49,7 +49,7 @@ class DraftModels:
 
     def drafters(self, decoding: DecodingSettings, budget: Budget, max_tokens: int) -> list[Drafter]:
         """One for each model; one for all models of a kind under a rule that judges what they draw."""
-        limits, growth = (decoding.batch_size, max_tokens), growth_of(self.options, decoding.verifier, budget)
+        limits, shape = (decoding.batch_size, max_tokens), shape_of(self.options, decoding.verifier, budget)
         small: list[DraftModel] = [
             SmallModel(loaded, *limits, card and card.log_acceptance, decoding.attention)
             for loaded, card in zip(self.small, self.cards, strict=True)
@@ -60,7 +60,7 @@ class DraftModels:
             groups = [(models, source) for models, source in sides if models]
         else:
             groups = [([model], source) for models, source in sides for model in models]
-        return [ModelDrafter(models, growth, decoding.temperature, source) for models, source in groups]
+        return [ModelDrafter(models, shape, decoding.temperature, source) for models, source in groups]
 
 
 def vocabulary_of(loaded: LoadedModel) -> dict[str, int] | None:
@@ -68,7 +68,7 @@ def vocabulary_of(loaded: LoadedModel) -> dict[str, int] | None:
     return None if loaded.tokenizer is None else loaded.tokenizer.get_vocab()
 
 
-def growth_of(options: TrainedOptions, verifier: str, budget: Budget) -> Growth:
+def shape_of(options: TrainedOptions, verifier: str, budget: Budget) -> TreeShape:
     """How drafts grow under a rule; never above the budget, since what was drawn must stay whole."""
     width = min(options.width, budget.max_draft_tokens)
     length = min(options.length, budget.max_draft_tokens // width)

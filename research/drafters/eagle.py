@@ -19,7 +19,7 @@ from laserbatch.pipeline.decoding.drafters.drafter import Observation
 from laserbatch.pipeline.decoding.model.cuda_graphs import TOKEN_BUCKETS
 from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
-from laserbatch.research.drafters.growing import CachedModel
+from laserbatch.research.drafters.model_drafter import CachedModel
 
 
 class EagleHead(nn.Module):

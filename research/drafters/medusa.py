@@ -8,7 +8,7 @@ from laserbatch.pipeline.decoding.device_memory import to_device
 from laserbatch.pipeline.decoding.drafters.drafter import Observation
 from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
-from laserbatch.research.drafters.growing import DraftModel
+from laserbatch.research.drafters.model_drafter import DraftModel
 
 
 class MedusaHeads(nn.Module):

@@ -8,7 +8,7 @@ from laserbatch.pipeline.decoding.device_memory import to_device
 from laserbatch.pipeline.decoding.model.load import LoadedModel
 from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
-from laserbatch.research.drafters.growing import CachedModel
+from laserbatch.research.drafters.model_drafter import CachedModel
 
 
 class SmallModel(CachedModel):

@@ -15,8 +15,8 @@ from laserbatch.pipeline.decoding.model.output_head import OutputHead
 from laserbatch.pipeline.errors import ModelError, first_line
 from laserbatch.pipeline.validation import Strict, explain
 from laserbatch.research.drafters.eagle import EagleHead, EagleModel
-from laserbatch.research.drafters.growing import DraftModel
 from laserbatch.research.drafters.medusa import MedusaHeads, MedusaModel
+from laserbatch.research.drafters.model_drafter import DraftModel
 
 CARD_NAME, WEIGHTS_NAME = "drafter.json", "model.safetensors"
 CONFIDENCES = tuple(k / 10 for k in range(11))  # at which curves of acceptance are known

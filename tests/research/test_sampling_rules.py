@@ -14,8 +14,8 @@ from laserbatch.pipeline.decoding.model.sampling import SampledLogits
 from laserbatch.pipeline.decoding.plugins import verifier_plugin
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
-from laserbatch.research.drafters.growing import DraftModel, GrowingTrees
-from laserbatch.research.drafters.grown import Beams, Branching, Chains, StochasticBeams, truncated
+from laserbatch.research.drafters.model_drafter import DraftModel, GrowingTrees
+from laserbatch.research.drafters.tree_shapes import Beams, Branching, Chains, StochasticBeams, truncated
 from laserbatch.research.verifiers.draws import Draws, SamplingRule
 from laserbatch.research.verifiers.rejection import recursive_rejection
 
@@ -49,7 +49,7 @@ def texts_of(num_texts: int) -> list:
     ]
 
 
-GROWTHS = {
+SHAPES = {
     "chain": (LEVIATHAN, Chains(1, 2), 1),
     "chains": (SPECINFER, Chains(3, 2), 1),
     "chains of two models": (SPECINFER, Chains(4, 2), 2),
@@ -60,18 +60,18 @@ GROWTHS = {
 }
 
 
-def drafted(growth, num_models: int, num_texts: int = NUM_TEXTS) -> TreeBatch:
-    return growth.grow([ToyModel(seed) for seed in SEEDS[:num_models]], texts_of(num_texts), TEMPERATURE)
+def drafted(shape, num_models: int, num_texts: int = NUM_TEXTS) -> TreeBatch:
+    return shape.grow([ToyModel(seed) for seed in SEEDS[:num_models]], texts_of(num_texts), TEMPERATURE)
 
 
-@pytest.mark.parametrize("name", GROWTHS)
+@pytest.mark.parametrize("name", SHAPES)
 def test_texts_have_the_distribution_of_the_target(name):
-    rule, growth, num_models = GROWTHS[name]
-    trees = drafted(growth, num_models)
+    rule, shape, num_models = SHAPES[name]
+    trees = drafted(shape, num_models)
     texts = first_tokens(trees, 2, rule.sampled)
     found, expected = counts_and_expected(texts)
     assert chisquare(found, expected).pvalue > MIN_P
-    alone = first_tokens(drafted(growth, num_models, 40), 2, rule.sampled)
+    alone = first_tokens(drafted(shape, num_models, 40), 2, rule.sampled)
     assert np.array_equal(alone, texts[:40])  # its batch does not matter
 
 
@@ -81,11 +81,11 @@ COUNTED_WITH_REPLACEMENT = SPECINFER
 
 
 @pytest.mark.parametrize(
-    ("rule", "growth"),
+    ("rule", "shape"),
     [(RESIDUAL_FORGOTTEN, Chains(1, 2)), (COUNTED_WITH_REPLACEMENT, Branching((3, 2))), (K_SEQ, Branching((3, 1)))],
 )
-def test_a_wrong_rule_is_caught(rule, growth):
-    found, expected = counts_and_expected(first_tokens(drafted(growth, 1), 2, rule.sampled))
+def test_a_wrong_rule_is_caught(rule, shape):
+    found, expected = counts_and_expected(first_tokens(drafted(shape, 1), 2, rule.sampled))
     assert chisquare(found, expected).pvalue < MIN_P
 
 

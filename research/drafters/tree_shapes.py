@@ -14,7 +14,7 @@ from laserbatch.pipeline.decoding.device_memory import to_device
 from laserbatch.pipeline.decoding.model.sampling import gumbel_noise
 from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
-from laserbatch.research.drafters.growing import DraftModel, GrowingTrees, draft_noise, on_host
+from laserbatch.research.drafters.model_drafter import DraftModel, GrowingTrees, draft_noise, on_host
 
 
 @dataclass(frozen=True)

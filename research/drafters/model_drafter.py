@@ -95,7 +95,7 @@ class CachedModel(DraftModel):
             self._cache.release(row)
 
 
-class Growth(Protocol):
+class TreeShape(Protocol):
     """A way to grow trees by what models say."""
 
     def grow(self, models: SequenceOf[DraftModel], sequences: list[Sequence], temperature: float) -> TreeBatch:
@@ -147,7 +147,7 @@ class GrowingTrees:
 
 
 class ModelDrafter(Drafter):
-    """Drafts as models say, in trees that a `Growth` grows.
+    """Drafts as models say, in trees that a `TreeShape` grows.
 
     Parameters
     ----------
@@ -156,9 +156,9 @@ class ModelDrafter(Drafter):
     """
 
     def __init__(
-        self, models: SequenceOf[DraftModel], growth: Growth, temperature: float = 0.0, source: int = SOURCE_MODEL
+        self, models: SequenceOf[DraftModel], shape: TreeShape, temperature: float = 0.0, source: int = SOURCE_MODEL
     ) -> None:
-        self._models, self._growth, self._temperature, self._source = models, growth, temperature, source
+        self._models, self._shape, self._temperature, self._source = models, shape, temperature, source
         self.observes = "decode" if any(model.observes == "decode" for model in models) else "nothing"
 
     @torch.inference_mode()
@@ -169,7 +169,7 @@ class ModelDrafter(Drafter):
         drafting = [sequences[place] for place in places]
         for model in self._models:
             model.begin(drafting)
-        trees = self._growth.grow(self._models, drafting, self._temperature)
+        trees = self._shape.grow(self._models, drafting, self._temperature)
         trees.source = np.full(len(trees), self._source, np.uint8)
         return trees.scatter(places, len(sequences))
 
