@@ -23,7 +23,7 @@ from laserbatch.pipeline.budget.choice import PLAIN
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.distributed.actors import ShardAbandoned
-from laserbatch.pipeline.distributed.loading import TOKEN_FILE
+from laserbatch.pipeline.distributed.shared_folder import TOKEN_FILE
 from laserbatch.pipeline.distributed.spec import TextSpec
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge

@@ -33,7 +33,7 @@ from laserbatch.jobs.stages.shards import Finished, gather, hand_out, stats_of
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.distributed.actors import Crew, ShardAbandoned
 from laserbatch.pipeline.distributed.cluster import end_leftovers
-from laserbatch.pipeline.distributed.loading import TOKEN_FILE
+from laserbatch.pipeline.distributed.shared_folder import TOKEN_FILE
 from laserbatch.pipeline.distributed.spec import ListSpec
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.planning.plan import (

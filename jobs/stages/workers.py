@@ -63,7 +63,7 @@ class NightWorkers:
 
     def _start(self, spec: WorkerSpec) -> None:
         try:
-            cluster = ray_cluster(self._settings, spec.loads_quickly, self._workspace, spec.gpus_a_worker)
+            cluster = ray_cluster(self._settings, self._workspace, spec.gpus_a_worker)
             layout = self._cluster.enter_context(cluster)
             crew = Crew(spec, layout, self._settings.max_shard_attempts, self._settings.start_timeout_s)
             self._cluster.callback(crew.dismiss)

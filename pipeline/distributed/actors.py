@@ -6,7 +6,6 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +16,8 @@ from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.distributed.cluster import WorkerLayout, cluster_nodes, format_nodes, require_own_gpu
 from laserbatch.pipeline.distributed.device_loss import ends_process_if_device_is_lost
-from laserbatch.pipeline.distributed.loading import TOKEN_FILE, quick_imports, require_same_folder
 from laserbatch.pipeline.distributed.settings import ClusterSettings
+from laserbatch.pipeline.distributed.shared_folder import TOKEN_FILE, require_same_folder
 from laserbatch.pipeline.distributed.spec import ListSpec, WorkerSpec
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.planning.plan import Shard, read_ids, split_shard
@@ -322,8 +321,7 @@ class _Worker:
         if self._spec.device == "cuda":
             require_own_gpu(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
         with ends_process_if_device_is_lost():
-            with quick_imports() if self._spec.loads_quickly else nullcontext():
-                self._worker = _loaded(self._spec)
+            self._worker = _loaded(self._spec)
             self._worker.warm_up()
 
     def run(self, spec: WorkerSpec, shard: Shard, budget: Budget | int | None) -> ShardRecord:
