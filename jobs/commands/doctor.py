@@ -24,10 +24,9 @@ import typer
 from packaging.requirements import Requirement
 from rich.text import Text
 
-from laserbatch.ctr.errors import CtrError
 from laserbatch.jobs.console import ExitCode, stdout, summary, visible
 from laserbatch.jobs.settings import CONFIG, JSON, SAMPLE_MODEL, WORKSPACE, Settings, load_settings
-from laserbatch.pipeline.errors import ModelError, PipelineError, first_line
+from laserbatch.pipeline.errors import LaserbatchError, ModelError, first_line
 from laserbatch.pipeline.storage.atomic import size_bytes
 from laserbatch.retrieval_pools.errors import PoolError
 
@@ -88,7 +87,7 @@ def examine(settings: Settings, checks: list[Check]) -> list[Finding]:
         about = check.__name__.removeprefix("check_").replace("_", " ")
         try:
             findings += check(settings)
-        except (PipelineError, PoolError, CtrError) as error:  # their messages say what to do
+        except LaserbatchError as error:  # their messages say what to do
             if str(error) not in (finding.found for finding in findings):
                 findings.append(Finding(about, "fault", str(error)))
         except OSError as error:

@@ -17,7 +17,7 @@ from laserbatch.jobs.settings import CONFIG, JSON, PACKAGE_ROOT, WORKSPACE, load
 from laserbatch.jobs.stages.night import Night, parse_night
 from laserbatch.jobs.stages.publishing import command_to_publish, deliver, let_readers_see
 from laserbatch.jobs.stages.run_night import run_night
-from laserbatch.pipeline.errors import ConfigError, PipelineError, TableError
+from laserbatch.pipeline.errors import ConfigError, LaserbatchError, TableError
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.storage.atomic import atomic_folder
 from laserbatch.pipeline.storage.manifest import LEFT_OUT, RunManifest, SideFigures
@@ -25,7 +25,6 @@ from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import describe
 from laserbatch.pipeline.tables.schema import require_only_tables
-from laserbatch.retrieval_pools.errors import PoolError
 
 NUM_ASKED = 40  # ratings of each user after the last night, to judge the CTR models by
 DEMO_SEED = 7  # a world on which nothing was trained or chosen: neither the sample model nor a CTR setting
@@ -119,7 +118,7 @@ def backfill(
             night = run_night(settings, date, redo=redo, publishing="never", after=before)
         except BaseException as error:
             say(f"the backfill stopped at {date}, {number} of {num_nights} nights done; the same command goes on there")
-            if isinstance(error, PipelineError | PoolError):
+            if isinstance(error, LaserbatchError):
                 error.args = (f"the night of {date}: {error}",)
             raise
         rows.append(_counts(night))

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from laserbatch.ctr.errors import CtrError
 from laserbatch.jobs.console import say
 from laserbatch.jobs.events import emit
 from laserbatch.jobs.failures import line_of
@@ -15,7 +14,7 @@ from laserbatch.jobs.gates import gate_sentence, holding, judge
 from laserbatch.jobs.report.lists import write_lists_report
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import GateSettings
-from laserbatch.pipeline.errors import ConfigError, PipelineError, RunHeld, WorkspaceError
+from laserbatch.pipeline.errors import ConfigError, LaserbatchError, RunHeld, WorkspaceError
 from laserbatch.pipeline.storage.delivery import Destination, record_delivery, remember_place
 from laserbatch.pipeline.storage.manifest import GateFigures, RunManifest
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -51,7 +50,7 @@ def ends_no_night(what_fails: str) -> Iterator[None]:
     """Log what fails in the block, which comes after the publication: readers see the run, so its night ended well."""
     try:
         yield
-    except (PipelineError, PoolError, CtrError, OSError) as error:
+    except (LaserbatchError, OSError) as error:
         logger.warning("%s: %s", what_fails, line_of(error))
     except Exception as error:  # out of memory, or our own fault, whose traceback is shown
         logger.exception("%s: %s", what_fails, line_of(error, names_values=False))
@@ -152,7 +151,7 @@ def deliver(workspace: Workspace, uri: str | None, is_asked: bool = False) -> No
             return
         remember_place(workspace.root, uri)
         sent = destination.deliver(run)
-    except PipelineError as error:
+    except LaserbatchError as error:
         raise WorkspaceError(
             f"run {run_id} is published here, but not delivered to {uri}; the night's command, given again, or "
             f"{command_to_publish(workspace.run(run_id))} delivers it later. {error}"

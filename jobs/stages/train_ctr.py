@@ -17,6 +17,7 @@ from laserbatch.ctr.settings import CtrSettings, ModelName
 from laserbatch.jobs.console import say
 from laserbatch.jobs.stages.night import Night
 from laserbatch.pipeline.encoding.versions import feature_versions
+from laserbatch.pipeline.errors import LaserbatchError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import atomic_folder, atomic_path, sha256_file
 from laserbatch.pipeline.storage.parquet import write_parquet
@@ -72,7 +73,7 @@ def train_to_folder(
         training = train_model(
             model, seen, knowledge, settings, seed, start, lambda now: _keep(work / CHECKPOINT, asked_hash, now)
         )
-    except CtrError:
+    except LaserbatchError:
         shutil.rmtree(work, ignore_errors=True)
         raise
     rows = data.test

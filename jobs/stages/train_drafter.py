@@ -28,13 +28,12 @@ from laserbatch.pipeline.decoding.sequence import GenerationRequest, GenerationR
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.distributed.settings import usable_cores
 from laserbatch.pipeline.drafter_training.settings import Kind
-from laserbatch.pipeline.errors import PipelineError
+from laserbatch.pipeline.errors import LaserbatchError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.drafters import DrafterTrial, DrafterUsed
 from laserbatch.pipeline.storage.scratch import ScratchFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
-from laserbatch.retrieval_pools.errors import PoolError
 
 if TYPE_CHECKING:
     from laserbatch.pipeline.decoding.drafters.trained import DrafterCard
@@ -148,9 +147,9 @@ def _attempt(night: Night, folder: Path, rows: Rows) -> None:
         emit(BEGUN, **attempt)
         try:
             trial = _trial(night, folder, rows)
-        except (KeyboardInterrupt, SystemExit, PipelineError, PoolError) as error:
+        except (KeyboardInterrupt, SystemExit, LaserbatchError) as error:
             emit(STOPPED, **attempt)
-            if isinstance(error, PipelineError | PoolError):
+            if isinstance(error, LaserbatchError):
                 with suppress(OSError):  # there is nothing to go on with, unless something is in it
                     folder.rmdir()
             raise
