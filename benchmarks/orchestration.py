@@ -174,7 +174,7 @@ def watched_night(folder: str, night: str) -> list[dict]:
             (shards, "run_shards", write_shards),
             (generate, "load_tokenizer", loaded_once),
             (NightWorkers, "start", lambda workers, spec: None),
-            (NightWorkers, "crew", no_workers),
+            (NightWorkers, "worker_pool", no_workers),
             (run_night, "load_encoder", lambda settings: StandInEncoder()),
             (run_night, "encoder_identity", lambda settings: "stand-in"),
             (router, "train_embeddings", train_one_step),
@@ -244,9 +244,9 @@ def no_workers(workers, spec) -> SimpleNamespace:
     return SimpleNamespace(spec=spec, layout=SimpleNamespace(num_workers=1, num_threads=1, device="cpu"))
 
 
-def write_shards(pending, crew, *arguments):
+def write_shards(pending, worker_pool, *arguments):
     """Stand in for workers: texts of phrases that an entity's id and the run's choose."""
-    spec = crew.spec
+    spec = worker_pool.spec
     for _ in "user", "item":
         KEPT.acquire()
     loaded_once(spec.model_dir)

@@ -20,7 +20,7 @@ from laserbatch.jobs.console import print_table, progress, say, stdout, summary
 from laserbatch.jobs.formatting import counted, decimal, percent
 from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.settings import JSON, WORKSPACE, Settings, load_settings
-from laserbatch.jobs.stages.budgets import kept_step_cost
+from laserbatch.jobs.stages.budgets import known_step_cost
 from laserbatch.jobs.stages.night import Night, open_run
 from laserbatch.jobs.stages.pool_texts import RunTexts, draft_options, planned_rows, read_run_texts
 from laserbatch.pipeline.budget.choice import known_batch_size, side_budget
@@ -174,7 +174,7 @@ def simulate(
 def _pace(night: Night, settings: Settings, path: Path | None, batch_size: int | None) -> tuple[StepCost, int]:
     """The cost of the given file, or the configured one, or the newest that a night measured; at which batch size."""
     wanted = batch_size or settings.decoding.batch_size
-    step_cost = kept_step_cost(night.workspace, settings.decoding, path)
+    step_cost = known_step_cost(night.workspace, settings.decoding, path)
     if step_cost is None:
         raise ConfigError("no night has measured what a step costs here; give one with --step-cost FILE")
     if batch_size is not None:

@@ -139,7 +139,7 @@ def write_one(night: Night, side: Side) -> TriedEntity:
         worker = ShardWorker(replace(spec, num_threads=usable_cores()))
 
         def measure() -> StepCost:
-            return worker.engine.kept_step_cost() or worker.engine.measured_step_cost(keeps=False)
+            return worker.engine.cached_step_cost() or worker.engine.measured_step_cost(save=False)
 
         pool = None if version is None else night.pools.open(version, side)
         budget = side_budget(decoding, pool, budget_step_cost(decoding, measure), float(row.previous_ids is not None))

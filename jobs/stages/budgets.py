@@ -76,7 +76,7 @@ def night_budgets(night: Night, shards: Iterable[Shard], measure: Callable[[], S
     return {side: budget_of(figures) for side, figures in night.manifest.budgets.items()}
 
 
-def kept_step_cost(workspace: Workspace, decoding: DecodingSettings, path: Path | None = None) -> StepCost | None:
+def known_step_cost(workspace: Workspace, decoding: DecodingSettings, path: Path | None = None) -> StepCost | None:
     """The cost of a file, or the configured one, or the newest that a night of a workspace measured; None without."""
     measured = sorted(workspace.step_costs_folder.glob("*.json"), key=lambda kept: kept.stat().st_mtime)
     if path is not None or decoding.step_cost is not None:

@@ -91,8 +91,8 @@ def generate_sample_plainly(
             pending.append(shard)
     if pending:
         say(f"generate plain: {sum(shard.num_rows for shard in pending)} sampled texts, to compare with tonight's")
-        crew = workers.crew(_Pass(night, folder, _plain(night), workers, is_plain=True)._worker_spec())
-        hand_out(crew, pending, {side: {} for side in rows}, "generate audited", _plainly)
+        worker_pool = workers.worker_pool(_Pass(night, folder, _plain(night), workers, is_plain=True)._worker_spec())
+        hand_out(worker_pool, pending, {side: {} for side in rows}, "generate audited", _plainly)
 
 
 def _plain(night: Night) -> DecodingSettings:
@@ -254,10 +254,10 @@ class _Pass:
             if not self.is_plain:
                 require_usable_texts(night, plans[shard.side], finished[shard.side])
 
-        crew = self.workers.crew(self._worker_spec())
+        worker_pool = self.workers.worker_pool(self._worker_spec())
         choose = _plainly if self.is_plain else partial(night_budgets, night, pending)
-        abandoned = hand_out(crew, pending, finished, label, choose, check, tell_first_text)
-        night.manifest.workers = self.workers.figures(crew, len(pending))
+        abandoned = hand_out(worker_pool, pending, finished, label, choose, check, tell_first_text)
+        night.manifest.workers = self.workers.figures(worker_pool, len(pending))
         return abandoned
 
     def _worker_spec(self) -> TextSpec:

@@ -31,7 +31,7 @@ from laserbatch.jobs.stages.publishing import (
 )
 from laserbatch.jobs.stages.shards import Finished, gather, hand_out, stats_of
 from laserbatch.jobs.stages.workers import NightWorkers
-from laserbatch.pipeline.distributed.actors import Crew, ShardAbandoned
+from laserbatch.pipeline.distributed.actors import ShardAbandoned, WorkerPool
 from laserbatch.pipeline.distributed.cluster import end_leftovers
 from laserbatch.pipeline.distributed.shared_folder import TOKEN_FILE
 from laserbatch.pipeline.distributed.spec import ListSpec
@@ -237,14 +237,16 @@ def _hand_out(
     )
 
     with NightWorkers(lists.settings.cluster, workspace.root) as workers:
-        crew = workers.crew(spec)
-        num_drafted = {"user": _drafted(manifest, options, crew, pending)}
-        abandoned = hand_out(crew, pending, {"user": finished}, "recommend", lambda _: num_drafted)
-        manifest.workers = workers.figures(crew, len(pending))
+        worker_pool = workers.worker_pool(spec)
+        num_drafted = {"user": _drafted(manifest, options, worker_pool, pending)}
+        abandoned = hand_out(worker_pool, pending, {"user": finished}, "recommend", lambda _: num_drafted)
+        manifest.workers = workers.figures(worker_pool, len(pending))
     return abandoned
 
 
-def _drafted(manifest: RunManifest, options: RecommendingSettings, crew: Crew, shards: Sequence[Shard]) -> int:
+def _drafted(
+    manifest: RunManifest, options: RecommendingSettings, worker_pool: WorkerPool, shards: Sequence[Shard]
+) -> int:
     """How much is drafted: that of the manifest, else as configured, else what was fastest when it was tried."""
     if "user" not in manifest.budgets:
         wanted, reason, gain = options.num_drafted, "as recommending.num_drafted says", None
@@ -253,7 +255,7 @@ def _drafted(manifest: RunManifest, options: RecommendingSettings, crew: Crew, s
         elif wanted is None and len(shards) < MIN_TRIED:
             wanted, reason = 0, "too few users to repay a trial"
         elif wanted is None:
-            wanted, gain = fastest(crew.ask_one("tried_drafts", shards))
+            wanted, gain = fastest(worker_pool.call_one("tried_drafts", shards))
             reason = "the fastest of those tried" if wanted else "no draft was faster"
         forecast = BudgetForecast(reason, batch_size=options.batch_size, speed_up=gain)
         manifest.budgets = {"user": BudgetFigures(wanted, 0.0, forecast)}

@@ -10,7 +10,7 @@ from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.events import emit
 from laserbatch.jobs.failures import end_at_sigterm
 from laserbatch.pipeline.budget.step_cost import StepCost
-from laserbatch.pipeline.distributed.actors import Crew, ShardAbandoned, run_shards
+from laserbatch.pipeline.distributed.actors import ShardAbandoned, WorkerPool, run_shards
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.planning.plan import KEPT_SHARD, Shard, drop_plan
 from laserbatch.pipeline.sides import Side
@@ -23,7 +23,7 @@ Finished = dict[str, ShardRecord]  # shards of a side by name
 
 
 def hand_out(
-    crew: Crew,
+    worker_pool: WorkerPool,
     pending: Sequence[Shard],
     finished: Mapping[Side, Finished],
     label: str,
@@ -40,7 +40,7 @@ def hand_out(
     abandoned, num_done, num_rows = [], 0, sum(shard.num_rows for shard in pending)
     say(f"{label}: {num_rows} to write, in {len(pending)} shards")
     with progress(label, num_rows) as bar:
-        for outcome in run_shards(pending, crew, choose, on_first_text):
+        for outcome in run_shards(pending, worker_pool, choose, on_first_text):
             if isinstance(outcome, ShardAbandoned):
                 abandoned.append(outcome)
                 emit("shard_abandoned", **_named(outcome.shard), reason=outcome.reason)

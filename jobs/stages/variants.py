@@ -18,7 +18,7 @@ from laserbatch.jobs.console import progress
 from laserbatch.jobs.formatting import ratio
 from laserbatch.jobs.gates import gate_sentence
 from laserbatch.jobs.settings import Settings
-from laserbatch.jobs.stages.budgets import kept_step_cost
+from laserbatch.jobs.stages.budgets import known_step_cost
 from laserbatch.jobs.stages.night import Night, open_run
 from laserbatch.pipeline.budget.choice import known_batch_size
 from laserbatch.pipeline.budget.step_cost import StepCost
@@ -150,7 +150,7 @@ def compare_variants(variants: Sequence[Variant], tables: EntityTables) -> dict[
             tables, ways, variants[0].night.date,
             lambda row: bar.advance(1, f"{row.model}, {row.variant}: AUC {row.auc:.4f}"),
         )  # fmt: skip
-    costs = {one.name: kept_step_cost(one.night.workspace, one.night.settings.decoding) for one in variants}
+    costs = {one.name: known_step_cost(one.night.workspace, one.night.settings.decoding) for one in variants}
     costs = {} if None in costs.values() else costs  # all are priced in the same way
     rows = [
         _worth(variant, costs.get(variant.name))

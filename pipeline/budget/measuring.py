@@ -57,7 +57,7 @@ SEED = 0
 PATIENCE = 8  # short steps in a row before the batch is taken to be full
 
 
-class KeptCost:
+class StepCostCache:
     """The file in a folder where the cost of an engine's steps is kept, one for everything that a cost depends on.
 
     Parameters

@@ -147,7 +147,7 @@ class TextWriter:
 
     def _chosen_budget(self, has_previous: bool) -> Budget:
         """How much is drafted: by what a step costs here, unless the options say it."""
-        step_cost = budget_step_cost(self._settings, lambda: self._engine.measured_step_cost(keeps=False))
+        step_cost = budget_step_cost(self._settings, lambda: self._engine.measured_step_cost(save=False))
         return side_budget(self._settings, self._pool, step_cost, float(has_previous)).budget
 
     def _request(self, row: int, prompt: Tokens, previous: Tokens | None, group: str | None) -> GenerationRequest:

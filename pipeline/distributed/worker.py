@@ -54,10 +54,10 @@ class ShardWorker:
         self._templates = spec.templates
         self._usual_tokens = {side: self.engine.usual_tokens(side) for side in spec.templates}
         self.num_texts = 0  # of all shards
-        self.turn_to(spec)
+        self.reconfigure(spec)
 
-    def turn_to(self, spec: TextSpec) -> None:
-        """Go on by another specification, of the same model and pools."""
+    def reconfigure(self, spec: TextSpec) -> None:
+        """Use another specification of the same model and pools."""
         self.spec, self._provenance = spec, spec.decoding.provenance()
         if spec.decoding.engine != "laserbatch":
             self._provenance |= {"engine": spec.decoding.engine}

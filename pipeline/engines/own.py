@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from laserbatch.pipeline.budget.choice import UNCHECKED_SIZE
-from laserbatch.pipeline.budget.measuring import KeptCost, measure_step_cost, texts_of
+from laserbatch.pipeline.budget.measuring import StepCostCache, measure_step_cost, texts_of
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.device_memory import host_memory
 from laserbatch.pipeline.decoding.drafters import DraftModels, drafter_from
@@ -128,20 +128,20 @@ class OwnEngine:
         pool = self._pools.get(side)
         return pool.length_of(USUAL_SHARE) if pool is not None and pool.manifest.num_texts else None
 
-    def kept_step_cost(self) -> StepCost | None:
-        return self._kept_cost.read()
+    def cached_step_cost(self) -> StepCost | None:
+        return self._cost_cache.read()
 
-    def measured_step_cost(self, keeps: bool = True) -> StepCost:
+    def measured_step_cost(self, save: bool = True) -> StepCost:
         batch_size = self._decoding.batch_size
         sources = tuple(source for source in self._decoding.drafters if source in TEXT_SOURCES)
         largest = UNCHECKED_SIZE if self._largest_pool is None else MAX_NODES  # of what may be chosen
         found = measure_step_cost(self.engine, self._largest_pool, sources, [batch_size], largest)
-        return self._kept_cost.write(found) if keeps else found
+        return self._cost_cache.write(found) if save else found
 
     @property
-    def _kept_cost(self) -> KeptCost:
+    def _cost_cache(self) -> StepCostCache:
         num_pool_tokens = 0 if self._largest_pool is None else self._largest_pool.manifest.num_tokens
-        return KeptCost(self._step_cost_dir, self.engine, num_pool_tokens, self._num_workers)
+        return StepCostCache(self._step_cost_dir, self.engine, num_pool_tokens, self._num_workers)
 
     @property
     def _largest_pool(self) -> Pool | None:

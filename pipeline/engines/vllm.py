@@ -167,10 +167,10 @@ class VllmEngine:
     def usual_tokens(self, side: Side) -> None:
         return None  # nothing runs on under greedy verification that plain decoding would not
 
-    def kept_step_cost(self) -> StepCost | None:
+    def cached_step_cost(self) -> StepCost | None:
         return None  # the proposer has its own
 
-    def measured_step_cost(self, keeps: bool = True) -> StepCost:
+    def measured_step_cost(self, save: bool = True) -> StepCost:
         raise AssertionError("nothing is chosen by it where vLLM's proposer chooses")
 
     def _begin(self, request: GenerationRequest) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tiny_models import plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 
 from laserbatch.pipeline.budget import measuring
-from laserbatch.pipeline.budget.measuring import KeptCost, measure_step_cost
+from laserbatch.pipeline.budget.measuring import StepCostCache, measure_step_cost
 from laserbatch.pipeline.budget.step_cost import DraftCost, read_step_cost
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.settings import TEXT_SOURCES
@@ -167,25 +167,25 @@ def test_drafting_is_timed_as_the_engine_drafts_one_call_for_all(tmp_path, monke
 
 def test_a_cost_is_kept_for_the_same_machine_and_model(tmp_path):
     engine = tiny_engine(MODEL, batch_size=2)
-    kept = KeptCost(tmp_path, engine, 0)
+    kept = StepCostCache(tmp_path, engine, 0)
     assert kept.read() is None
     first = kept.write(measure_step_cost(engine, None, TEXT_SOURCES, [2]))
-    assert KeptCost(tmp_path, engine, 0).read() == first
+    assert StepCostCache(tmp_path, engine, 0).read() == first
     assert read_step_cost(kept.path) == first  # as `pools simulate --step-cost` reads it
     others = [
-        KeptCost(tmp_path, engine, 1000),
-        KeptCost(tmp_path, engine, 1_000_000),  # a draft takes longer from a larger pool
-        KeptCost(tmp_path, tiny_engine(MODEL, batch_size=3), 0),
-        KeptCost(tmp_path, engine, 0, num_workers=2),  # two side by side are slower than one
+        StepCostCache(tmp_path, engine, 1000),
+        StepCostCache(tmp_path, engine, 1_000_000),  # a draft takes longer from a larger pool
+        StepCostCache(tmp_path, tiny_engine(MODEL, batch_size=3), 0),
+        StepCostCache(tmp_path, engine, 0, num_workers=2),  # two side by side are slower than one
     ]
     assert len({kept.path, *(other.path for other in others)}) == 5
-    assert KeptCost(tmp_path, engine, 1001).path == others[0].path
+    assert StepCostCache(tmp_path, engine, 1001).path == others[0].path
 
 
 @pytest.mark.parametrize("spoil", ["{", "{}", "another", "old"])
 def test_a_file_that_is_damaged_old_or_of_something_else_is_measured_again(tmp_path, spoil, caplog):
     engine = tiny_engine(MODEL, batch_size=1)
-    kept = KeptCost(tmp_path, engine, 0)
+    kept = StepCostCache(tmp_path, engine, 0)
     kept.write(measure_step_cost(engine, None, TEXT_SOURCES, [1]))
     other = {"another": {"name": "another machine"}, "old": {"measured_on": "2024-02-01"}}
     if spoil in other:

@@ -51,7 +51,7 @@ def test_a_chat_template_that_prints_today_prints_the_date_of_the_run_whatever_t
     )
     row = next(iter(read_shard(spec.run_dir / shards[0].path)))
     assert tokenizer.decode(worker.rendered("item", row).token_ids).startswith("Today is 2025-03-01.")
-    worker.turn_to(replace(spec, date=datetime.date(2025, 3, 2)))
+    worker.reconfigure(replace(spec, date=datetime.date(2025, 3, 2)))
     assert tokenizer.decode(worker.rendered("item", row).token_ids).startswith("Today is 2025-03-02.")
 
 
@@ -163,7 +163,7 @@ def test_a_step_cost_is_measured_for_the_nights_batch_and_kept_by_one_worker(tmp
     calls = []
     monkeypatch.setattr(own, "measure_step_cost", lambda *given: calls.append(given) or StepCost(steps=steps))
     one = ShardWorker(spec)
-    assert one.engine.measured_step_cost(keeps=False).steps == steps and not spec.step_cost_dir.exists()
-    assert one.engine.kept_step_cost() is None
-    assert one.engine.measured_step_cost() == one.engine.kept_step_cost()
+    assert one.engine.measured_step_cost(save=False).steps == steps and not spec.step_cost_dir.exists()
+    assert one.engine.cached_step_cost() is None
+    assert one.engine.measured_step_cost() == one.engine.cached_step_cost()
     assert [given[-2:] for given in calls] == [([spec.decoding.batch_size], 16)] * 2, "a night waits for what it needs"

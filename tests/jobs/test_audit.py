@@ -40,9 +40,9 @@ ASPECTS = HEAD | {"name": "tastes", "side": "user", "parser": "aspects", "factor
 FREE = HEAD | {"name": "things", "side": "item", "parser": "free"}
 
 
-def written(pending, crew, *_):
+def written(pending, worker_pool, *_):
     """In place of the model."""
-    spec, folder = crew.spec, RunFolder(crew.spec.run_dir)
+    spec, folder = worker_pool.spec, RunFolder(worker_pool.spec.run_dir)
     is_plain = not spec.decoding.drafters
     for shard in pending:
         template, records, schema = spec.templates[shard.side], [], None
@@ -108,9 +108,9 @@ def lived(settings, patched) -> tuple[Night, list]:
     """A night that was killed while it compared, and given again; and how many texts were written where."""
     asked = []
 
-    def seen(pending, crew, *more):
-        asked.append((crew.spec.run_dir.name, sum(shard.num_rows for shard in pending)))
-        yield from written(pending, crew, *more)
+    def seen(pending, worker_pool, *more):
+        asked.append((worker_pool.spec.run_dir.name, sum(shard.num_rows for shard in pending)))
+        yield from written(pending, worker_pool, *more)
 
     with patched.context() as watched:
         watched.setattr(shards, "run_shards", seen)

@@ -41,9 +41,9 @@ def token_ids(text: str) -> list[int]:
     return TOKENIZER(text, add_special_tokens=False)["input_ids"]
 
 
-def planted(pending, crew, *_):
+def planted(pending, worker_pool, *_):
     """In place of the model: everybody's text names them, and the planted person's is the secret."""
-    spec = crew.spec
+    spec = worker_pool.spec
     folder = RunFolder(spec.run_dir)
     for shard in pending:
         records, failed, schema = [], [], knowledge_schema(pa.string())

@@ -46,11 +46,11 @@ class Workers:
     def __init__(self, failing=(), at_first=lambda: None) -> None:
         self.failing, self.at_first, self.shards = failing, at_first, []
 
-    def run_shards(self, shards, crew, choose_budgets, on_first_text):
+    def run_shards(self, shards, worker_pool, choose_budgets, on_first_text):
         for shard in shards:
             self.at_first()
             self.at_first = lambda: None
-            yield shard, self._written(shard, crew.spec)
+            yield shard, self._written(shard, worker_pool.spec)
 
     def _written(self, shard, spec):
         rows = read_shard(spec.run_dir / shard.path)

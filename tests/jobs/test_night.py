@@ -15,7 +15,7 @@ from laserbatch.jobs.gates import measure
 from laserbatch.jobs.settings import load_settings
 from laserbatch.jobs.stages import publishing
 from laserbatch.jobs.stages import run_night as stages
-from laserbatch.jobs.stages.budgets import kept_step_cost, night_tokens
+from laserbatch.jobs.stages.budgets import known_step_cost, night_tokens
 from laserbatch.jobs.stages.build_pools import unchanged_pools
 from laserbatch.jobs.stages.night import open_night, open_run, previous_run, trained_drafter
 from laserbatch.jobs.stages.run_night import close, publish, run_night
@@ -298,7 +298,7 @@ def test_what_is_damaged_of_earlier_nights_is_named_and_passed_over(world, caplo
     assert trained_drafter(workspace, third.settings, third.date) is None
     assert unchanged_pools(third, second.run.run_id) == {}
     assert night_tokens(third) == 3600 * 200  # as the night before it says
-    assert kept_step_cost(workspace, third.decoding) is None and framework_of(second.run) is None
+    assert known_step_cost(workspace, third.decoding) is None and framework_of(second.run) is None
     assert unusable_texts(second.run, "user", third.date) is None
     measure(third.manifest, third.run, third.previous)
     assert not workspace.not_built_on()
