@@ -128,12 +128,12 @@ def random_requests(batch: int, num_tokens: int, vocab_size: int, max_new_tokens
 def take_step(engine: Engine, stream: Stream) -> Step:
     """One step of the engine; what went wrong in it is raised here."""
     failures = [one for one in stream.scheduler.admit() if isinstance(one, GenerationFailure)]
-    step = engine.launch(stream)
+    step = engine.submit_step(stream)
     if step is None:
         raise DoesNotFit("a step finds no room")
     if step.error is not None:
         raise step.error
-    failures += [outcome for _, outcome in engine.land(step, stream) if isinstance(outcome, GenerationFailure)]
+    failures += [outcome for _, outcome in engine.finish_step(step, stream) if isinstance(outcome, GenerationFailure)]
     if failures:
         raise RuntimeError(f"a text failed: {failures[0].reason}")
     return step
@@ -173,7 +173,9 @@ def measure_steps(bench: Bench, item: str, batch: int, num_nodes: int, fused: bo
         engine.max_prefill_tokens = PREFILL_TOKENS
         requests = random_requests(batch, prompt_tokens, min(bench.loaded.vocab_size, 8000), MAX_NEW_TOKENS)
         drafter = FixedTrees(num_nodes, min(bench.loaded.vocab_size, 8000))
-        stream = engine.begin(iter(requests), drafter, Relaxed() if num_nodes else Greedy(), Budget(num_nodes, 0.0))
+        stream = engine.open_stream(
+            iter(requests), drafter, Relaxed() if num_nodes else Greedy(), Budget(num_nodes, 0.0)
+        )
         try:
             _time_steps(bench, item, engine, stream, num_nodes, prompt_tokens, num_timed)
         finally:

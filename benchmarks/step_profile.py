@@ -142,21 +142,21 @@ def timed_steps(
 ) -> list[float]:
     """Milliseconds of so many steps of a full batch, not watched."""
     ends: list[float] = []
-    land = engine.land
+    finish_step = engine.finish_step
 
     def counted(step, stream):
         counts = is_full(engine, stream.scheduler.live)
-        ended = land(step, stream)
+        ended = finish_step(step, stream)
         if counts:
             ends.append(time.perf_counter())
         if len(ends) > NUM_WARM_STEPS + num_steps:
             raise Enough
         return ended
 
-    engine.land = counted
+    engine.finish_step = counted
     with suppress(Enough):
         next(engine.generate(requests_of(engine, prompts), drafter, verifier))
-    engine.land = land
+    engine.finish_step = finish_step
     return (1e3 * np.diff(ends)[NUM_WARM_STEPS:]).tolist()
 
 

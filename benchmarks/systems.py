@@ -233,7 +233,7 @@ class EngineSystem:
     def run(self, prompts: Sequence[np.ndarray], batch: int, max_new_tokens: int) -> Pass:
         """Answer all prompts; `batch` is the engine's own and only checked."""
         assert batch == self._engine.settings.batch_size
-        self._engine.forget_prompts()
+        self._engine.reset_prefix_cache()
         return self.timed(prompts, max_new_tokens)
 
     def timed(self, prompts: Sequence[np.ndarray], max_new_tokens: int) -> Pass:

@@ -51,7 +51,7 @@ def compare_night(night: "Night") -> CtrFigures:
     of_night, wanted = night.run, night.settings.night.compare_with_plain
     stand_ins = [
         run
-        for run in reversed(night.workspace.dated_runs(of_night.settings_hash, with_held=True))
+        for run in reversed(night.workspace.finished_runs(of_night.settings_hash, include_held=True))
         if run.settings_hash == of_night.settings_hash
         and run.date < of_night.date
         and run.plain.features_path("user").exists() == wanted

@@ -23,11 +23,11 @@ from laserbatch.jobs.stages.metrics import OF_LISTS, NightMetrics, night_metrics
 from laserbatch.jobs.stages.publishing import (
     deliver,
     delivery_uri,
-    end_judged,
     ends_no_night,
-    mend_pointer,
+    finalize_run,
     publish_run,
     remove_delivered,
+    repair_pointer,
 )
 from laserbatch.jobs.stages.shards import Finished, gather, hand_out, stats_of
 from laserbatch.jobs.stages.workers import NightWorkers
@@ -96,7 +96,7 @@ def _recommend(settings: Settings, date: datetime.date, force: bool, metrics: Ni
     lists = Lists(settings, tables, target, catalogue_codes)
     workspace = Workspace.open(Workspace.open(settings.workspace).root / RECOMMENDATIONS)
     with workspace.lock():
-        mend_pointer(workspace)
+        repair_pointer(workspace)
         end_leftovers(workspace.root)
         metrics.manifest = manifest = _opened(workspace, lists, date, inputs, force)
         run = workspace.run(manifest.run_id)
@@ -106,7 +106,7 @@ def _recommend(settings: Settings, date: datetime.date, force: bool, metrics: Ni
             with recorded(manifest):
                 if run.is_held:
                     say(f"run {run.run_id} is done already; its gates are judged again")
-                    end_judged(run, manifest, manifest.gates, settings.gates)
+                    finalize_run(run, manifest, manifest.gates, settings.gates)
                 else:
                     _write(workspace, run, manifest, lists)
         _publish(workspace, run, settings)
@@ -131,7 +131,7 @@ def _opened(
     recorded = settings.model_dump(mode="json", include={"tables", "recommending"})
     recorded["recommender"] = lists.target.card.model_dump(mode="json")
     manifest = new_manifest(workspace, date, recorded, identity, attempt.edition)
-    earlier = [run for run in workspace.dated_runs() if run.date <= str(date) and run.run_id != manifest.run_id]
+    earlier = [run for run in workspace.finished_runs() if run.date <= str(date) and run.run_id != manifest.run_id]
     manifest.previous_run_id = earlier[-1].run_id if earlier else None
     manifest.force, manifest.inputs = force, dict(inputs)
     manifest.save()
@@ -160,13 +160,13 @@ def _write(workspace: Workspace, run: RunFolder, manifest: RunManifest, lists: L
     with stage(manifest, "gather"):
         plan = load_plan(run.root, "user") or plan  # with halves of shards
         user_ids = pa.chunked_array([lists.user_ids])
-        reasons, num_kept = gather(
+        reasons, num_stale = gather(
             run, "user", user_ids, finished, abandoned,
             partial(_stale, previous, lists),
         )  # fmt: skip
         write_parquet(flat_lists(run, schema), run.lists_path)
-        manifest.sides = {"user": _figures(run, manifest, lists, plan, finished, reasons, num_kept)}
-    end_judged(run, manifest, _measured(manifest, previous.num_rows), lists.settings.gates)
+        manifest.sides = {"user": _figures(run, manifest, lists, plan, finished, reasons, num_stale)}
+    finalize_run(run, manifest, _measured(manifest, previous.num_rows), lists.settings.gates)
 
 
 def _stale(previous: pa.Table, lists: Lists, failed: pa.ChunkedArray) -> pa.Table:
@@ -267,7 +267,7 @@ def _drafted(
 
 def _figures(
     run: RunFolder, manifest: RunManifest, lists: Lists, plan: SidePlan, finished: Finished, reasons: dict[str, int],
-    num_kept: int,
+    num_stale: int,
 ) -> SideFigures:  # fmt: skip
     written = [finished[shard.name] for shard in plan.shards if shard.name in finished]
     num_written = sum(record.num_rows for record in written)
@@ -284,7 +284,7 @@ def _figures(
         num_generated=by_plan + num_written,
         num_carried_over=plan.num_carried_over - by_plan,
         num_quarantined=sum(reasons.values()),
-        num_kept=num_kept,
+        num_stale=num_stale,
         quarantine_reasons=reasons,
         routes=plan.routes,
         shards=written,
@@ -318,7 +318,7 @@ def _measured(manifest: RunManifest, num_before: int) -> list[GateFigures]:
     coverage = (figures.num_entities - figures.num_quarantined) / num_before if num_before else None
     failed = figures.num_quarantined / max(1, figures.num_entities)
     note = "" if num_before else "no run before"
-    return [GateFigures("quarantine", "user", failed), GateFigures("coverage", "user", coverage, told=note)]
+    return [GateFigures("quarantine", "user", failed), GateFigures("coverage", "user", coverage, reason=note)]
 
 
 def _publish(workspace: Workspace, run: RunFolder, settings: Settings) -> None:
@@ -327,7 +327,7 @@ def _publish(workspace: Workspace, run: RunFolder, settings: Settings) -> None:
     publish_run(workspace, run)
     deliver(workspace, uri)
     kept = workspace.pointed_to()
-    old = [one for one in workspace.dated_runs() if one.run_id != kept][: -settings.recommending.keep_runs]
+    old = [one for one in workspace.finished_runs() if one.run_id != kept][: -settings.recommending.keep_runs]
     with ends_no_night("old lists were not removed, the next night tries again"):
         remove_delivered(uri, [one.run_id for one in old])
         for one in old:

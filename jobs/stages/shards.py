@@ -12,7 +12,7 @@ from laserbatch.jobs.failures import end_at_sigterm
 from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.distributed.actors import ShardAbandoned, WorkerPool, run_shards
 from laserbatch.pipeline.errors import WorkspaceError
-from laserbatch.pipeline.planning.plan import KEPT_SHARD, Shard, drop_plan
+from laserbatch.pipeline.planning.plan import STALE_SHARD, Shard, drop_plan
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.manifest import ShardRecord
 from laserbatch.pipeline.storage.quarantine import count_reasons
@@ -77,13 +77,13 @@ def gather(
     folder.merge_quarantine(side, finished.values(), rows, entity_ids.type)
     quarantine = folder.read_quarantine(side, ["entity_id", "reason"])
     stale = stale_of(quarantine["entity_id"]) if quarantine.num_rows else None
-    num_kept = 0 if stale is None else folder.write_shard(side, KEPT_SHARD, stale).num_rows
+    num_stale = 0 if stale is None else folder.write_shard(side, STALE_SHARD, stale).num_rows
     try:
         folder.require_every_entity(side, entity_ids)
     except WorkspaceError:
         drop_plan(folder.root, side)
         raise
-    return count_reasons(quarantine), num_kept
+    return count_reasons(quarantine), num_stale
 
 
 def stats_of(records: Iterable[ShardRecord]) -> DecodingStats:

@@ -38,7 +38,7 @@ def train_to_folder(
     """
     from laserbatch.ctr.dataset import build_dataset
     from laserbatch.ctr.folder import ModelCard
-    from laserbatch.ctr.knowledge import build_knowledge, seen_as_of
+    from laserbatch.ctr.knowledge import build_knowledge, join_as_of
     from laserbatch.ctr.metrics import measure
     from laserbatch.ctr.training import train_model
 
@@ -68,7 +68,7 @@ def train_to_folder(
         seen = data
         if history:
             with feature_versions(history, of_plain=features == "plain") as versions:
-                seen, knowledge = seen_as_of(opened, data, knowledge, versions)
+                seen, knowledge = join_as_of(opened, data, knowledge, versions)
         start = _checkpoint(work / CHECKPOINT, asked_hash)
         training = train_model(
             model, seen, knowledge, settings, seed, start, lambda now: _keep(work / CHECKPOINT, asked_hash, now)

@@ -21,7 +21,7 @@ from laserbatch.jobs.failures import line_of
 from laserbatch.jobs.formatting import counted
 from laserbatch.jobs.stages.budgets import budget_of
 from laserbatch.jobs.stages.night import Night, open_run
-from laserbatch.jobs.stages.pool_texts import AskedRow, num_written, planned_rows, read_run_texts
+from laserbatch.jobs.stages.pool_texts import num_written, planned_rows, read_run_texts
 from laserbatch.jobs.stages.publishing import ends_no_night
 from laserbatch.pipeline.decoding.model.folder import model_identity
 from laserbatch.pipeline.decoding.sequence import GenerationRequest, GenerationResult
@@ -29,6 +29,7 @@ from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.distributed.settings import usable_cores
 from laserbatch.pipeline.drafter_training.settings import Kind
 from laserbatch.pipeline.errors import LaserbatchError
+from laserbatch.pipeline.planning.plan import RenderedRow
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.drafters import DrafterTrial, DrafterUsed
@@ -50,7 +51,7 @@ NUM_REPETITIONS = 3
 MAX_ATTEMPTS = 3
 BEGUN, STOPPED = "drafter_training", "drafter_training_stopped"  # events; what was stopped is no attempt that died
 
-Rows = Mapping[Side, Sequence[AskedRow]]
+Rows = Mapping[Side, Sequence[RenderedRow]]
 Shape = tuple[int, int]
 
 
@@ -104,7 +105,7 @@ def _texts_of_run(night: Night, side: Side, num_wanted: int) -> "dict[str | int,
         run_texts = read_run_texts(night.run, side, Path(scratch)) if rows else None
         written = {} if run_texts is None else run_texts.of_entities([row.entity_id for row in rows])
         return {
-            row.entity_id: TrainingText(row.prompt_ids, written[row.entity_id].copy())
+            row.entity_id: TrainingText(row.prompt.token_ids, written[row.entity_id].copy())
             for row in rows
             if len(written.get(row.entity_id, ()))
         }
@@ -181,7 +182,7 @@ def _attempt(night: Night, folder: Path, rows: Rows) -> None:
 def _num_died(night: Night, attempt: Mapping[str, object]) -> int:
     """How many attempts at the same training died since one ended, without those of this run that came further."""
     last = max((one.run_id[:10] for one in night.workspace.drafters.trials()), default="")
-    since = [run for run in night.workspace.dated_runs() if last < run.date < str(night.date)]
+    since = [run for run in night.workspace.finished_runs() if last < run.date < str(night.date)]
     num_died = 0
     for run in (*since, night.run):
         known = attempt if run.run_id == night.run.run_id else {name: attempt[name] for name in ("kind", "target")}
@@ -221,7 +222,7 @@ def _is_due(night: Night) -> bool:
     dates = [one.run_id[:10] for one in trials if one.run_id[:10] <= str(night.date) and one.target == target]
     if not dates:
         return True
-    later = {run.date for run in night.workspace.dated_runs() if dates[-1] < run.date <= str(night.date)}
+    later = {run.date for run in night.workspace.finished_runs() if dates[-1] < run.date <= str(night.date)}
     return len(later) >= night.settings.drafter_training.every_nights
 
 
@@ -253,12 +254,12 @@ def _tried(night: Night, folder: Path, rows: Rows) -> dict[Shape | None, Decodin
 def _written(
     engine: "OwnEngine",
     side: Side,
-    rows: Sequence[AskedRow],
+    rows: Sequence[RenderedRow],
     decoding: DecodingSettings,
     budgets: Mapping[Side, Budget],
 ) -> list[GenerationResult]:
     requests = (
-        GenerationRequest(str(number), row.prompt_ids, row.previous_ids, row.group, decoding.max_new_tokens)
+        GenerationRequest(str(number), row.prompt.token_ids, row.previous_ids, row.group, decoding.max_new_tokens)
         for number, row in enumerate(rows)
     )
     results = engine.generate(side, requests, decoding, budgets.get(side))

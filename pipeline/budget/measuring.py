@@ -203,7 +203,7 @@ class _TimedSteps(Drafter):
         self._rule = verifier_from(engine.settings)
         self._drafts, self._has_asked = _ROUND[0], False
         self._concurrency = Concurrency(batch_size)
-        self.stream = engine.begin(self._requests(), self, self, Budget(MAX_NODES, 0.0), self._concurrency)
+        self.stream = engine.open_stream(self._requests(), self, self, Budget(MAX_NODES, 0.0), self._concurrency)
         self._num_short = 0  # steps in a row of fewer texts than are wanted
 
     def _requests(self) -> Iterator[GenerationRequest]:
@@ -244,8 +244,8 @@ class _TimedSteps(Drafter):
         scheduler, self._drafts, self._has_asked = self.stream.scheduler, drafts, False
         failures = list(itertools.islice(scheduler.admit(), 1))
         start_s = self._clock()
-        step = self._engine.launch(self.stream)
-        ended = self._engine.land(step, self.stream)
+        step = self._engine.submit_step(self.stream)
+        ended = self._engine.finish_step(step, self.stream)
         seconds = self._clock() - start_s
         failures += [outcome for _, outcome in ended if isinstance(outcome, GenerationFailure)]
         if failures:
@@ -256,7 +256,7 @@ class _TimedSteps(Drafter):
         num_texts = len(step.sequences)
         self._num_short = self._num_short + 1 if num_texts < self.batch_size else 0
         if self._num_short > PATIENCE and step.num_tokens == num_texts + drafts.num_tokens(num_texts):
-            self.batch_size = self._concurrency.most = self._concurrency.limit = num_texts
+            self.batch_size = self._concurrency.max_sequences = self._concurrency.current = num_texts
         return seconds if step.num_tokens == self.batch_size + drafts.num_tokens(self.batch_size) else None
 
 

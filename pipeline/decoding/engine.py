@@ -2,7 +2,7 @@
 
 One step is four hops for all live sequences: draft, forward, verify, commit. Requests are pulled as there is room for
 them, and results are yielded as they finish. On CUDA a step waits for the device once, where verdicts come to the host;
-results are decoded and yielded behind the next launch, so that the device computes while the caller has them.
+results are decoded and yielded after the next step is submitted, so that the device computes while the caller has them.
 
 A text depends on its own request alone: not on what shares its batch, nor on the order of requests (but for rounding,
 which the shape of a forward can change).
@@ -80,7 +80,7 @@ class Engine:
         self.runner = ModelRunner(loaded.model, self.cache, self.device, self.settings.attention)
         self._context_ids = ContextIds(self.settings.batch_size, self.device)
         self.num_forwards = 0  # of all streams
-        self.costliest_step_s = 0.0  # launch and landing, without what the caller does between them
+        self.costliest_step_s = 0.0  # submitting and finishing, without what the caller does between them
         self._has_lacked_drafts = False  # since a draft model found no memory
         self._is_end = np.zeros(self.vocab_size, bool)
         self.end_at(())
@@ -144,7 +144,7 @@ class Engine:
         DeviceLost : a CUDA error after which this process can compute nothing more; no text is failed for it.
         """
         verifier = verifier or verifier_from(self.settings)
-        stream = self.begin(requests, drafter or NoDrafter(), verifier, budget or Budget.of(self.settings))
+        stream = self.open_stream(requests, drafter or NoDrafter(), verifier, budget or Budget.of(self.settings))
         scheduler = stream.scheduler
         ended: deque[tuple[Sequence, str | GenerationFailure]] = deque()  # whose results are not yielded yet
         is_warm = self.device.type != "cuda"
@@ -156,19 +156,19 @@ class Engine:
                 if not scheduler.live:
                     return
                 # The first step makes the cache's memory. A stream that never fills the batch is not worth it.
-                if not is_warm and self.cache.layers and len(scheduler.live) == self.concurrency.limit:
+                if not is_warm and self.cache.layers and len(scheduler.live) == self.concurrency.current:
                     self._warm_up(stream)
                     is_warm = True
-                step = self.launch(stream)
+                step = self.submit_step(stream)
                 yield from self._results(ended)
-                ended += self.land(step, stream)
+                ended += self.finish_step(step, stream)
         except Exception as error:  # of a draft model, say
             recovery.require_device(error)
             raise
         finally:
             scheduler.close()
 
-    def begin(
+    def open_stream(
         self,
         requests: Iterable[GenerationRequest],
         drafter: Drafter,
@@ -176,7 +176,7 @@ class Engine:
         budget: Budget,
         concurrency: Concurrency | None = None,
     ) -> Stream:
-        """A stream of texts as `generate` writes it: its scheduler's `admit`, `launch` and `land`, again and again."""
+        """A stream as `generate` runs it: repeat `admit` of its scheduler, `submit_step` and `finish_step`."""
         shares = drafter.sees != "prompts"
         limits = RequestLimits(self.max_context, self.vocab_size, budget.max_draft_tokens, shares)
         scheduler = Scheduler(requests, self.cache, concurrency or self.concurrency, limits, self.max_prefill_tokens)
@@ -200,7 +200,7 @@ class Engine:
             logger.warning("no steps were captured before the first text: %s", error)
             torch.cuda.empty_cache()
 
-    def launch(self, stream: Stream) -> Step | None:
+    def submit_step(self, stream: Stream) -> Step | None:
         """Draft and begin the forward, which on CUDA is only queued; None: no room even for one sequence."""
         step = self._draft(stream)
         while not self.cache.make_room(step.num_tokens):
@@ -211,12 +211,12 @@ class Engine:
         began_s = time.perf_counter()
         try:
             self._forward(step)
-        except Exception as error:  # raised when the step is landed
+        except Exception as error:  # raised by `finish_step`
             step.error = error
-        step.launch_s = time.perf_counter() - began_s
+        step.submit_s = time.perf_counter() - began_s
         return step
 
-    def land(self, step: Step | None, stream: Stream) -> list[tuple[Sequence, str | GenerationFailure]]:
+    def finish_step(self, step: Step | None, stream: Stream) -> list[tuple[Sequence, str | GenerationFailure]]:
         """Verify and commit. The sequences that ended, live no more, each with its finish reason or failure."""
         scheduler, began_s = stream.scheduler, time.perf_counter()
         outcomes = recovery.fail_alone(self.cache, scheduler.live[0]) if step is None else self._outcomes(step, stream)
@@ -225,7 +225,7 @@ class Engine:
             scheduler.finish(sequence)
             stream.drafter.forget(sequence)
         if step is not None:
-            self.costliest_step_s = max(self.costliest_step_s, step.launch_s + time.perf_counter() - began_s)
+            self.costliest_step_s = max(self.costliest_step_s, step.submit_s + time.perf_counter() - began_s)
         return ended
 
     def _outcomes(self, step: Step, stream: Stream) -> recovery.Outcomes:
@@ -310,7 +310,7 @@ class Engine:
                 text = self.tokenizer.decode(sequence.output_ids.tolist(), skip_special_tokens=True)
             yield sequence.result(outcome, text)
 
-    def forget_prompts(self) -> None:
-        """Share no earlier prompts and expect no earlier texts' lengths: sums are then rounded alike whatever came."""
+    def reset_prefix_cache(self) -> None:
+        """Clear the prefix cache and the length statistics, so that results do not depend on earlier calls."""
         self.cache.forget_ended()
         self.concurrency.forget_lengths()

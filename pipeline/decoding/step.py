@@ -34,7 +34,7 @@ class Stream:
 class Step:
     """What each of some sequences adds to a forward; then its output, or the error of it.
 
-    `number` : of the forward, among all of the engine; `launch_s` : seconds that the host took to begin it.
+    `number` : of the forward, among all of the engine; `submit_s` : seconds that the host took to begin it.
     """
 
     sequences: list[Sequence]
@@ -43,7 +43,7 @@ class Step:
     output: StepOutput | None = None
     error: Exception | None = None
     number: int = 0
-    launch_s: float = 0.0
+    submit_s: float = 0.0
 
     @property
     def num_tokens(self) -> int:

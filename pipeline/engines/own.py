@@ -89,7 +89,7 @@ class OwnEngine:
         decoding: DecodingSettings,
         budget: Budget | None = None,
     ) -> Iterator[GenerationResult | GenerationFailure]:
-        self.engine.forget_prompts()  # what was written before, for whatever purpose, must not matter
+        self.engine.reset_prefix_cache()  # what was written before, for whatever purpose, must not matter
         engine = self.engine
         drafter = drafter_from(decoding, self._pools.get(side), budget, engine.num_draft_threads, engine.draft_models)
         # The engine's own settings may be those of another pass.

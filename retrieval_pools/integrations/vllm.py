@@ -64,7 +64,7 @@ def _fault(error: Exception) -> str:
     return f"{'.'.join(map(str, first['loc']))}: {first['msg'].removeprefix('Value error, ')}{found}".removeprefix(": ")
 
 
-class StepCost:
+class VllmStepCost:
     """Seconds of a step by its sequences and draft tokens: linear between what was measured, and going on.
 
     Parameters
@@ -142,12 +142,12 @@ class ProposerSettings(BaseModel, frozen=True, extra="forbid"):
         paths = {name: getattr(self, name) for name in ("pools", "routes", "step_cost")}
         return self.model_copy(update={name: folder / known for name, known in paths.items() if known is not None})
 
-    def open(self, model: Path | str) -> tuple[OpenPool, RouteTable | None, StepCost | None]:
+    def open(self, model: Path | str) -> tuple[OpenPool, RouteTable | None, VllmStepCost | None]:
         """All that they name. Raises PoolError where one is not there, or the pool is of another tokenizer."""
         expected = tokenizer_hash(Path(model))
         pools = open_pool(self.pools, self.side, self.version, tokenizer_hash=expected)
         routes = None if self.routes is None else RouteTable(self.routes)
-        return pools, routes, None if self.step_cost is None else StepCost(self.step_cost)
+        return pools, routes, None if self.step_cost is None else VllmStepCost(self.step_cost)
 
 
 def started(name: Hashable, prompt: np.ndarray, opened: Sequence[tuple[OpenPool, RouteTable | None]]) -> OpenPool:
@@ -161,7 +161,7 @@ def started(name: Hashable, prompt: np.ndarray, opened: Sequence[tuple[OpenPool,
     return chosen
 
 
-def worth_drafting(acceptance: np.ndarray, of_text: np.ndarray, num_texts: int, cost: StepCost) -> np.ndarray:
+def worth_drafting(acceptance: np.ndarray, of_text: np.ndarray, num_texts: int, cost: VllmStepCost) -> np.ndarray:
     """How many tokens of each chain make the step that writes the most tokens a second; 0 of all is a plain step.
 
     Parameters

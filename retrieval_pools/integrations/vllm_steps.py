@@ -98,7 +98,7 @@ def draft_sizes(longest: int) -> list[int]:
 def measure_step_cost(
     out: Path, model: str, batch_sizes: Sequence[int] = (1, 4, 16), num_speculative_tokens: int = 8, **engine: Any
 ) -> None:
-    """Time the steps of an engine, and write what `StepCost` reads. Of like steps the quickest counts.
+    """Time the steps of an engine, and write what `VllmStepCost` reads. Of like steps the quickest counts.
 
     Parameters
     ----------

@@ -292,7 +292,7 @@ def test_no_pass_finds_its_prompts_computed(engines, task):
     try:
         for forgets in (True, True, False):
             if forgets:
-                engine.forget_prompts()
+                engine.reset_prefix_cache()
             fed.append(None)
             system.timed(task.held_out, 2)
     finally:

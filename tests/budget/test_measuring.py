@@ -29,17 +29,17 @@ def quick(monkeypatch):
 
 def watch(engine, note) -> None:
     """Have `note` told of each text of each step how many tokens were drafted, and how many were written."""
-    land = engine.land
+    finish_step = engine.finish_step
 
     def watched(step, stream):
         before = [one.num_output for one in step.sequences]
-        ended = land(step, stream)
+        ended = finish_step(step, stream)
         for one, was, drafted in zip(step.sequences, before, step.trees.sizes.tolist(), strict=True):
             if one.num_output > was:
                 note(drafted, one.num_output - was)
         return ended
 
-    engine.land = watched
+    engine.finish_step = watched
 
 
 def drafted(step_cost, batch_size: int) -> list[int]:
@@ -112,15 +112,15 @@ def test_a_busy_machine_does_not_make_drafts_look_dear(monkeypatch):
     """Half of the time passes while something else has the core; a step computes for as long as it has tokens."""
     computed_s, passed_s = [0.0], [0.0]
     busy = np.random.default_rng(0)
-    launch = Engine.launch
+    submit_step = Engine.submit_step
 
-    def launched(engine, stream):
-        step = launch(engine, stream)
+    def submitted(engine, stream):
+        step = submit_step(engine, stream)
         computed_s[0] += 1 + step.num_tokens / 1000
         passed_s[0] += busy.choice([1, 10]) * (1 + step.num_tokens / 1000)
         return step
 
-    monkeypatch.setattr(Engine, "launch", launched)
+    monkeypatch.setattr(Engine, "submit_step", submitted)
     monkeypatch.setattr(measuring.time, "thread_time", lambda: computed_s[0])
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: passed_s[0])
     found = measure_step_cost(tiny_engine(MODEL, batch_size=4), None, (), [4])

@@ -113,15 +113,15 @@ def test_the_youngest_are_preempted_and_come_back_first():
 def test_concurrency_recovers_as_texts_end():
     concurrency = Concurrency(8)
     concurrency.lower(3)
-    assert concurrency.limit == 3
+    assert concurrency.current == 3
     for _ in range(3):
-        concurrency.ended(10)
-    assert concurrency.limit == 4
+        concurrency.record_finished(10)
+    assert concurrency.current == 4
     for _ in range(100):
-        concurrency.ended(10)
-    assert concurrency.limit == 8
+        concurrency.record_finished(10)
+    assert concurrency.current == 8
     concurrency.lower(0)
-    assert concurrency.limit == 1
+    assert concurrency.current == 1
 
 
 def test_texts_of_a_warm_up_do_not_say_how_long_those_after_it_are():
@@ -129,7 +129,7 @@ def test_texts_of_a_warm_up_do_not_say_how_long_those_after_it_are():
     list(engine.generate(requests_for(PROMPTS[:2], 3)))
     (request,) = requests_for(PROMPTS[:1], MAX_NEW)
     assert engine.concurrency.expected_output(Sequence(request, MAX_NEW)) == 3
-    engine.forget_prompts()
+    engine.reset_prefix_cache()
     assert engine.concurrency.expected_output(Sequence(request, MAX_NEW)) == MAX_NEW
 
 

@@ -64,8 +64,8 @@ def planned(world: Path, run_dir: Path):
     plan = plan_side(
         tables,
         "item",
-        settings.asked.template("item"),
-        shared_fingerprint(settings.asked.template("item"), 1024, settings.decoding, settings.model_dir),
+        settings.effective_knowledge.template("item"),
+        shared_fingerprint(settings.effective_knowledge.template("item"), 1024, settings.decoding, settings.model_dir),
         previous=PreviousKnowledge(None),
         shard_size=4,
         batch_size=4,
@@ -77,7 +77,7 @@ def planned(world: Path, run_dir: Path):
         model_dir=settings.model_dir,
         decoding=settings.decoding,
         device="cpu",
-        templates={"item": settings.asked.template("item")},
+        templates={"item": settings.effective_knowledge.template("item")},
         step_cost_dir=run_dir / "step-costs",
     )
     save_plan(plan, run_dir)

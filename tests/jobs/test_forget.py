@@ -113,7 +113,7 @@ def lived(tmp_path_factory) -> Path:
             run_night(loaded, parse_date("2025-03-03"))
     workspace = folder / "workspace"
     shutil.copytree(workspace / "pools" / last.run.run_id, workspace / "pools" / ".torn.1-ab.tmp")
-    shutil.copy(last.run.knowledge_folder("user") / "kept.parquet", last.run.root / "knowledge" / ".torn.1-ab.tmp")
+    shutil.copy(last.run.knowledge_folder("user") / "stale.parquet", last.run.root / "knowledge" / ".torn.1-ab.tmp")
     return folder
 
 
@@ -222,7 +222,7 @@ def _check_sums(workspace: Path) -> None:
                 assert set(folder.finished_shards(side)) == names != set()
                 plan = json.loads((folder.root / "plan" / f"{side}.json").read_text())
                 written = sum(shard["num_rows"] for shard in plan["shards"])
-                assert plan["num_entities"] == written + plan["num_carried_over"] + plan["num_refused"]
+                assert plan["num_entities"] == written + plan["num_carried_over"] + plan["num_unpromptable"]
                 for shard in plan["shards"]:
                     assert atomic.sha256_file(folder.root / shard["path"]) == shard["sha256"]
                 record = json.loads((folder.root / "shards" / side / "00000.json").read_text()) if written else None

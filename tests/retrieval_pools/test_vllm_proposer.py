@@ -16,7 +16,7 @@ from laserbatch.retrieval_pools.integrations.vllm import (
     SETTINGS_VARIABLE,
     PoolProposer,
     ProposerSettings,
-    StepCost,
+    VllmStepCost,
     worth_drafting,
 )
 from laserbatch.retrieval_pools.integrations.vllm_steps import speculative_config
@@ -138,7 +138,7 @@ def test_estimates_that_do_not_hold_are_believed_less(world):
 
 def test_chains_are_cut_so_that_most_tokens_are_written_a_second(world):
     rng = np.random.default_rng(0)
-    cost = StepCost(cost_file(world / "cost.json", {1: 1.0, 2: 1.3, 5: 1.5, 9: 4.0}))
+    cost = VllmStepCost(cost_file(world / "cost.json", {1: 1.0, 2: 1.3, 5: 1.5, 9: 4.0}))
     for _ in range(50):
         lengths = rng.integers(0, 4, 3)
         chains = [np.sort(rng.random(length))[::-1] for length in lengths]
@@ -156,7 +156,7 @@ def test_costs_of_batches_between_those_measured_lie_between_them(world):
     steps = [(1, 1, 1.0), (1, 3, 2.0), (4, 4, 2.0), (4, 12, 6.0)]
     told = [dict(zip(("batch_size", "num_tokens", "seconds"), one, strict=True)) for one in steps]
     (world / "cost.json").write_text(json.dumps({"steps": told}))
-    cost = StepCost(world / "cost.json")
+    cost = VllmStepCost(world / "cost.json")
     assert cost.seconds(1, np.array([0, 1, 2, 4])).tolist() == [1.0, 1.5, 2.0, 3.0]
     assert cost.seconds(4, np.array([0, 8])).tolist() == [2.0, 6.0]
     assert 1.0 < float(cost.seconds(2, np.array(0))) < 2.0
@@ -178,7 +178,7 @@ def test_a_step_cost_that_is_none_is_refused_by_its_key(world, steps, sentence):
     told = [dict(zip(("batch_size", "num_tokens", "seconds"), one, strict=True)) for one in steps]
     (world / "cost.json").write_text(json.dumps({"steps": told}))
     with pytest.raises(PoolError, match=rf"cost.json is no step cost \(.*{sentence}.*measure one"):
-        StepCost(world / "cost.json")
+        VllmStepCost(world / "cost.json")
 
 
 def test_a_draft_that_fails_is_none_and_logged_once(world, caplog):
