@@ -24,7 +24,6 @@ from laserbatch.jobs.stages.budgets import known_step_cost
 from laserbatch.jobs.stages.night import Night, open_run
 from laserbatch.jobs.stages.pool_texts import RunTexts, draft_options, planned_rows, read_run_texts
 from laserbatch.pipeline.budget.choice import known_batch_size, side_budget
-from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
@@ -35,6 +34,7 @@ from laserbatch.retrieval_pools.index.build import build_pool
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.routing.router import Routes, fit_routers
 from laserbatch.retrieval_pools.settings import PoolSettings
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 SCHEMES = ("router", "collaborative", "attribute", "global", "random")
 TREE_SIZES = (4, 16, 64)
@@ -200,7 +200,7 @@ def divided_texts(night: Night, settings: Settings, side: Side, num_texts: int, 
     token_ids, known = run_texts.of_entities(held_back), night.tables.entities(side)[f"{side}_id"].to_pylist()
     place_of = {entity_id: place for place, entity_id in enumerate(known) if entity_id in token_ids}
     texts = [
-        (place_of[row.entity_id], ReplayText(row.prompt_ids, token_ids[row.entity_id], row.previous_ids))
+        (place_of[row.entity_id], ReplayText(row.prompt.token_ids, token_ids[row.entity_id], row.previous_ids))
         for row in (rows[number] for number in generator.permutation(len(rows)))
         if row.entity_id in place_of
     ]

@@ -21,7 +21,6 @@ from laserbatch.jobs.stages.shards import Finished, gather, hand_out, stats_of
 from laserbatch.jobs.stages.spans import report_samples
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.budget.choice import PLAIN
-from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.distributed.actors import ShardAbandoned
@@ -47,6 +46,7 @@ from laserbatch.pipeline.storage.manifest import ShardRecord, SideFigures
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.quarantine import count_reasons
 from laserbatch.pipeline.storage.run_folder import POSTPONED, RunFolder
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 MAX_SHARE_UNUSABLE = 0.5  # the night stops if more of the first texts fail: the model does not fit the template
 

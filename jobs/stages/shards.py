@@ -9,7 +9,6 @@ import pyarrow as pa
 from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.events import emit
 from laserbatch.jobs.failures import end_at_sigterm
-from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.distributed.actors import ShardAbandoned, WorkerPool, run_shards
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.planning.plan import STALE_SHARD, Shard, drop_plan
@@ -18,6 +17,7 @@ from laserbatch.pipeline.storage.manifest import ShardRecord
 from laserbatch.pipeline.storage.quarantine import count_reasons
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 Finished = dict[str, ShardRecord]  # shards of a side by name
 

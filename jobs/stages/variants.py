@@ -21,7 +21,6 @@ from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.budgets import known_step_cost
 from laserbatch.jobs.stages.night import Night, open_run
 from laserbatch.pipeline.budget.choice import known_batch_size
-from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.encoding.versions import feature_versions
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES
@@ -30,6 +29,7 @@ from laserbatch.pipeline.storage.manifest import RunManifest, SideAudit, setting
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.schema import TABLE_NAMES
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 MILLION = 1e6
 

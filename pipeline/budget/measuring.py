@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from laserbatch.pipeline.budget.step_cost import MAX_AGE_DAYS, DraftCost, StepCost, StepPoint, read_step_cost
+from laserbatch.pipeline.budget.step_cost import MAX_AGE_DAYS, read_step_cost
 from laserbatch.pipeline.decoding.drafters import Drafter, RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.scheduler import Concurrency
@@ -41,6 +41,7 @@ from laserbatch.retrieval_pools.calibration.calibrate import spread_positions
 from laserbatch.retrieval_pools.index.calibration_record import MIN_ACCEPTANCES, SIZE_KNOTS
 from laserbatch.retrieval_pools.index.texts import SEPARATOR
 from laserbatch.retrieval_pools.sources import SOURCE_POOL, SOURCE_TARGET
+from laserbatch.retrieval_pools.step_cost import DraftCost, StepCost, StepPoint
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.distributed.cluster import WorkerLayout, cluster_nodes, format_nodes, require_own_gpu
 from laserbatch.pipeline.distributed.device_loss import ends_process_if_device_is_lost
@@ -24,6 +23,7 @@ from laserbatch.pipeline.planning.plan import Shard, read_ids, split_shard
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
 from laserbatch.pipeline.storage.run_folder import RunFolder, ShardRecord
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 if TYPE_CHECKING:
     from laserbatch.pipeline.distributed.list_worker import ListWorker

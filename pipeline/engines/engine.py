@@ -5,11 +5,11 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.manifest import ModelFigures
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 
 class TextEngine(Protocol):

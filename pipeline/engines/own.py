@@ -8,7 +8,6 @@ import torch
 
 from laserbatch.pipeline.budget.choice import UNCHECKED_SIZE
 from laserbatch.pipeline.budget.measuring import StepCostCache, measure_step_cost, texts_of
-from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.device_memory import host_memory
 from laserbatch.pipeline.decoding.drafters import DraftModels, drafter_from
 from laserbatch.pipeline.decoding.engine import Engine
@@ -22,6 +21,7 @@ from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.manifest import ModelFigures
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 WARM_UP_PROMPT_TOKENS, WARM_UP_NEW_TOKENS = 64, 8
 GRAPH_COUNTS = ("captures", "failed_captures", "replays", "eager_steps")

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
 from laserbatch.pipeline.decoding.model.folder import (
     end_ids_of,
@@ -44,6 +43,7 @@ from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.integrations import vllm_steps
 from laserbatch.retrieval_pools.routing.route_table import write_routes
 from laserbatch.retrieval_pools.sources import NUM_SOURCES, SOURCE_POOL, SOURCE_TARGET
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,14 @@ from tiny_models import plain_texts, requests_for, tiny_engine, tiny_model, tiny
 
 from laserbatch.pipeline.budget import measuring
 from laserbatch.pipeline.budget.measuring import StepCostCache, measure_step_cost
-from laserbatch.pipeline.budget.step_cost import DraftCost, read_step_cost
+from laserbatch.pipeline.budget.step_cost import read_step_cost
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.settings import TEXT_SOURCES
 from laserbatch.pipeline.decoding.token_tree import MAX_NODES
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.calibration_record import SIZE_KNOTS
+from laserbatch.retrieval_pools.step_cost import DraftCost
 
 MODEL = tiny_model()
 

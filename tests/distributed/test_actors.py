@@ -17,7 +17,6 @@ from ray import cloudpickle
 
 from laserbatch.jobs.settings import load_settings
 from laserbatch.pipeline.budget.measuring import StepCostCache
-from laserbatch.pipeline.budget.step_cost import StepCost, StepPoint
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.distributed import actors, shared_folder
 from laserbatch.pipeline.distributed import settings as distributed_settings
@@ -35,6 +34,7 @@ from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder, ShardInfo
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.tables.read import read_tables
+from laserbatch.retrieval_pools.step_cost import StepCost, StepPoint
 
 COST, MEASURED = (
     StepCost(steps=tuple(StepPoint(batch_size=4, num_tokens=number, seconds=seconds) for number in (4, 8)))

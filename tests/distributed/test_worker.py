@@ -12,7 +12,6 @@ import pytest
 from parrots import parrot
 from test_actors import planned
 
-from laserbatch.pipeline.budget.step_cost import StepCost, StepPoint
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, load_tokenizer
 from laserbatch.pipeline.distributed import worker
 from laserbatch.pipeline.distributed.worker import ShardWorker, sound_text
@@ -24,6 +23,7 @@ from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
+from laserbatch.retrieval_pools.step_cost import StepCost, StepPoint
 
 
 def test_a_worker_that_was_warmed_up_writes_the_same_texts(tmp_path):

@@ -22,7 +22,6 @@ from ray.cluster_utils import Cluster
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 from test_actors import COST, planned, started_pool, texts
 
-from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.distributed import actors
 from laserbatch.pipeline.distributed.cluster import ray_cluster
@@ -31,6 +30,7 @@ from laserbatch.pipeline.distributed.worker import ShardWorker
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.planning.plan import read_shard
 from laserbatch.pipeline.sample.world import write_sample_world
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 Real = actors._Worker
 BUDGET = {"item": Budget(2, 0.1)}
@@ -59,14 +59,14 @@ def hung_row(world: Path, folder: Path) -> dict:
     class Hanging(Real):
         def load(self) -> None:
             super().load()
-            engine, launch = self._worker.engine, self._worker.engine.launch
+            engine, submit_step = self._worker.engine, self._worker.engine.submit_step
 
-            def launched(stream):
+            def submitted(stream):
                 if any(np.array_equal(one.request.prompt_ids, prompt) for one in stream.scheduler.live):
                     time.sleep(1e6)
-                return launch(stream)
+                return submit_step(stream)
 
-            engine.launch = launched
+            engine.submit_step = submitted
 
     begun_s = time.monotonic()
     with (
