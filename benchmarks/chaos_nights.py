@@ -110,8 +110,8 @@ def write_here(put: Callable[[object, str, object], None] = setattr) -> None:
     from laserbatch.jobs.stages import shards
     from laserbatch.pipeline.distributed.worker import ShardWorker
 
-    def run_shards(pending, crew, choose_budgets, on_first_text=None):
-        worker = ShardWorker(replace(crew.spec, device="cpu"))
+    def run_shards(pending, worker_pool, choose_budgets, on_first_text=None):
+        worker = ShardWorker(replace(worker_pool.spec, device="cpu"))
         budgets = choose_budgets(worker)
         for shard in pending:
             yield shard, worker.run(shard, budget=budgets.get(shard.side))
@@ -121,13 +121,13 @@ def write_here(put: Callable[[object, str, object], None] = setattr) -> None:
 
 
 def without_ray(put: Callable[[object, str, object], None]) -> None:
-    """Have no workers started for a night; its crew is only who knows what to write by."""
+    """Have no workers started for a night; its worker pool only holds the specification."""
     from laserbatch.jobs.stages.workers import NightWorkers
     from laserbatch.pipeline.distributed.cluster import WorkerLayout
 
     layout = WorkerLayout(1, 1, 0, "cpu")
     put(NightWorkers, "start", lambda self, spec: None)
-    put(NightWorkers, "crew", lambda self, spec: SimpleNamespace(spec=spec, layout=layout))
+    put(NightWorkers, "worker_pool", lambda self, spec: SimpleNamespace(spec=spec, layout=layout))
 
 
 def night_command(date: str) -> list[str]:

@@ -18,7 +18,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 from laserbatch.ctr.dataset import CtrData, build_dataset
 from laserbatch.ctr.gbdt import GbdtColumns, predict_gbdt
 from laserbatch.ctr.inputs import ADAPTORS
-from laserbatch.ctr.knowledge import Knowledge, build_knowledge, seen_as_of
+from laserbatch.ctr.knowledge import Knowledge, build_knowledge, join_as_of
 from laserbatch.ctr.loop import predict
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.ctr.training import MODEL_TITLES, NETWORKS, train_model
@@ -101,7 +101,7 @@ def history_rows(night: Night, tables: Tables, num_seeds: int) -> list[dict]:
         seen = data
         if history == "asof":
             with feature_versions(night.workspace.runs_up_to(night.run)) as versions:
-                seen, knowledge = seen_as_of(tables, data, knowledge, versions)
+                seen, knowledge = join_as_of(tables, data, knowledge, versions)
             texts = knowledge.user.vectors[seen.users[data.train]], knowledge.item.vectors[seen.items[data.train]]
             has_older = (texts[0] != 0).any(axis=1) & (texts[1] != 0).any(axis=1)
         parts = {"all": seen.train}

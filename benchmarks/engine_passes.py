@@ -18,9 +18,9 @@ from engine_systems import Contestant
 from systems import Pass
 
 from laserbatch.pipeline.budget.choice import known_batch_size
-from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.prefix_index import PrefixIndex
 from laserbatch.pipeline.decoding.settings import Budget
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 logger = logging.getLogger("benchmarks")
 

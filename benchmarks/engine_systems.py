@@ -19,13 +19,13 @@ from transformers import AutoModelForCausalLM
 
 from laserbatch.pipeline.budget.choice import side_budget
 from laserbatch.pipeline.budget.measuring import measure_step_cost
-from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.drafters import NoDrafter, RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.decoding.verifiers import verifier_from
 from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 logger = logging.getLogger("benchmarks")
 

@@ -89,16 +89,16 @@ class PassWatch:
     @contextmanager
     def watching(self, engine: Engine) -> Iterator[None]:
         """Watch an engine within the block."""
-        launch, land = engine.submit_step, engine.finish_step
+        submit_step, finish_step = engine.submit_step, engine.finish_step
         state: dict = {}
 
-        def launched(stream):
+        def submitted(stream):
             live = list(stream.scheduler.live)
             state.update(start_s=time.perf_counter(), live=live, before=[one.num_output for one in live])
-            return launch(stream)
+            return submit_step(stream)
 
-        def landed(step, stream):
-            ended = land(step, stream)
+        def finished(step, stream):
+            ended = finish_step(step, stream)
             seconds = time.perf_counter() - state["start_s"]
             self.num_steps += 1
             if all(state["before"]):
@@ -108,7 +108,7 @@ class PassWatch:
                 self.prompt_s += seconds
             return ended
 
-        engine.submit_step, engine.finish_step = launched, landed
+        engine.submit_step, engine.finish_step = submitted, finished
         try:
             yield
         finally:

@@ -70,10 +70,10 @@ def write_nights(folder: Path, num_users: int) -> tuple[dict[str, Night], list[d
     watch(seconds, "drafting", RetrievalDrafter, "draft_all")
     for name, of_night in NIGHTS.items():
         greedily = SHARED | of_night | {"decoding.verifier": "greedy"}
-        first = run_night(settings_of(greedily), FIRST_DATE, publishing="never")
+        first = run_night(settings_of(greedily), FIRST_DATE, policy="never")
         seconds.clear()
         settings = settings_of(SHARED | of_night)
-        nights[name] = run_night(settings, LAST_DATE, force=True, publishing="never", after=first.run)
+        nights[name] = run_night(settings, LAST_DATE, force=True, policy="never", base_run=first.run)
         manifest = nights[name].manifest
         stats = DecodingStats.total(figures.stats for figures in manifest.sides.values())
         took = {"grouping": seconds["grouping"] + seconds["routing"], "drafting": seconds["drafting"]}
@@ -114,7 +114,7 @@ def texts_of(nights: Mapping[str, Night], folder: Path) -> dict[str, RunFolder]:
 def _sampled(of_prompts: Night, greedy: Mapping[str, pa.Table], temperature: float) -> dict[str, pa.Table]:
     """Other texts for the entities of `greedy`, by the prompts of a night."""
     model, tokenizer = TransformersGenerate.load(SAMPLE_MODEL, temperature), AutoTokenizer.from_pretrained(SAMPLE_MODEL)
-    knowledge, most = of_prompts.settings.asked, of_prompts.settings.decoding.max_new_tokens
+    knowledge, most = of_prompts.settings.effective_knowledge, of_prompts.settings.decoding.max_new_tokens
     found = {}
     for side, rows in greedy.items():
         template, ids = knowledge.template(side), rows["entity_id"].to_pylist()

@@ -174,16 +174,20 @@ def watched_night(folder: str, night: str) -> list[dict]:
             (shards, "run_shards", write_shards),
             (generate, "load_tokenizer", loaded_once),
             (NightWorkers, "start", lambda workers, spec: None),
-            (NightWorkers, "crew", no_workers),
+            (NightWorkers, "worker_pool", no_workers),
             (run_night, "load_encoder", lambda settings: StandInEncoder()),
             (run_night, "encoder_identity", lambda settings: "stand-in"),
             (router, "train_embeddings", train_one_step),
             (run_night, "open_night", watched(run_night.open_night, "read, check, hash", rows)),
             (generate, "plan_side", watched(generate.plan_side, "plan", rows)),
             (generate.Keep, "write", watched(generate.Keep.write, "carry", rows, KEPT.release)),
-            (generate._Pass, "_write", watched(generate._Pass._write, "write", rows)),
-            (generate._Pass, "_gather", watched(generate._Pass._gather, "gather", rows)),
-            (run_night, "encode_beside_pools", watched(run_night.encode_beside_pools, "encode beside pools", rows)),
+            (generate.GenerationStage, "_write", watched(generate.GenerationStage._write, "write", rows)),
+            (generate.GenerationStage, "_gather", watched(generate.GenerationStage._gather, "gather", rows)),
+            (
+                run_night,
+                "encode_and_build_pools",
+                watched(run_night.encode_and_build_pools, "encode beside pools", rows),
+            ),
             (run_night, "measure", watched(run_night.measure, "gates", rows)),
             (run_night, "close", watched(run_night.close, "report", rows)),
             (run_night, "publish", watched(run_night.publish, "publish", rows)),
@@ -244,9 +248,9 @@ def no_workers(workers, spec) -> SimpleNamespace:
     return SimpleNamespace(spec=spec, layout=SimpleNamespace(num_workers=1, num_threads=1, device="cpu"))
 
 
-def write_shards(pending, crew, *arguments):
+def write_shards(pending, worker_pool, *arguments):
     """Stand in for workers: texts of phrases that an entity's id and the run's choose."""
-    spec = crew.spec
+    spec = worker_pool.spec
     for _ in "user", "item":
         KEPT.acquire()
     loaded_once(spec.model_dir)

@@ -142,11 +142,11 @@ def timed_steps(
 ) -> list[float]:
     """Milliseconds of so many steps of a full batch, not watched."""
     ends: list[float] = []
-    land = engine.finish_step
+    finish_step = engine.finish_step
 
     def counted(step, stream):
         counts = is_full(engine, stream.scheduler.live)
-        ended = land(step, stream)
+        ended = finish_step(step, stream)
         if counts:
             ends.append(time.perf_counter())
         if len(ends) > NUM_WARM_STEPS + num_steps:
@@ -156,7 +156,7 @@ def timed_steps(
     engine.finish_step = counted
     with suppress(Enough):
         next(engine.generate(requests_of(engine, prompts), drafter, verifier))
-    engine.finish_step = land
+    engine.finish_step = finish_step
     return (1e3 * np.diff(ends)[NUM_WARM_STEPS:]).tolist()
 
 

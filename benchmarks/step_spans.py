@@ -93,22 +93,22 @@ def watched(engine: Engine) -> Iterator[Spans]:
     def watch(owner, name: str, part: str) -> None:
         replace(owner, name, spans.timed(part, getattr(owner, name)))
 
-    land, are_kept = spans.timed(OTHER, engine.finish_step), []
-    launch = spans.timed(OTHER, engine.submit_step)
+    finish_step, are_kept = spans.timed(OTHER, engine.finish_step), []
+    submit_step = spans.timed(OTHER, engine.submit_step)
 
-    def launched(stream):
+    def submitted(stream):
         are_kept.append(spans.keeps(stream.scheduler.live))
-        return launch(stream)
+        return submit_step(stream)
 
-    def landed(*args):
+    def finished(*args):
         try:
-            return land(*args)
+            return finish_step(*args)
         finally:
             spans.end_step(are_kept.pop())
 
     watch(engine, "_trees", "draft")
-    replace(engine, "submit_step", launched)
-    replace(engine, "finish_step", landed)
+    replace(engine, "submit_step", submitted)
+    replace(engine, "finish_step", finished)
     watch(engine.runner, "forward", "packing")
     watch(engine.runner, "_run", "other model")
     buffered = engine.runner.buffered

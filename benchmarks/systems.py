@@ -243,15 +243,15 @@ class EngineSystem:
 
         def watched(step: Step | None, stream: Stream):
             if step is None:  # no room even for one text, which fails
-                return land(step, stream)
+                return finish_step(step, stream)
             before = [one.num_steps for one in step.sequences]
-            ended = land(step, stream)
+            ended = finish_step(step, stream)
             for one, was, size in zip(step.sequences, before, step.trees.sizes.tolist(), strict=True):
                 if one.num_steps > was:
                     tree_sizes[int(one.request.request_id)].append(size)
             return ended
 
-        land, self._engine.finish_step = self._engine.finish_step, watched
+        finish_step, self._engine.finish_step = self._engine.finish_step, watched
         self._drafter.seconds = 0.0
         start_s = time.perf_counter()
         results = {
@@ -260,7 +260,7 @@ class EngineSystem:
                 self._engine, prompts, max_new_tokens, self._drafter, self._verifier, self._budget, groups
             )
         }
-        self._engine.finish_step = land
+        self._engine.finish_step = finish_step
         wall_s = time.perf_counter() - start_s
         ordered = [results[str(number)] for number in range(len(prompts))]
         text_tokens = [len(result.token_ids) + (result.finish_reason == "end_of_text") for result in ordered]

@@ -16,7 +16,7 @@ import numpy as np
 from laserbatch.ctr.dataset import CtrData, build_dataset
 from laserbatch.ctr.equivalence import PairedAuc, compare_paired, pair
 from laserbatch.ctr.feature_set import FeatureSet
-from laserbatch.ctr.knowledge import FeatureVersions, Knowledge, build_knowledge, seen_as_of
+from laserbatch.ctr.knowledge import FeatureVersions, Knowledge, build_knowledge, join_as_of
 from laserbatch.ctr.log import EntityTables
 from laserbatch.ctr.metrics import measure
 from laserbatch.ctr.settings import CtrSettings
@@ -78,7 +78,7 @@ def train_ctr(
     for variant in features:
         seen, of_variant = data, knowledge.get(variant)
         if settings.history == "asof" and of_variant is not None:
-            seen, of_variant = seen_as_of(tables, data, of_variant, versions[variant])
+            seen, of_variant = join_as_of(tables, data, of_variant, versions[variant])
         found, scores[variant] = train_models(variant, data, seen, of_variant, settings, on_fit)
         rows += found
     split = describe_split(data)

@@ -1,7 +1,9 @@
 """The errors of CTR training that a user can fix."""
 
+from laserbatch.retrieval_pools.errors import LaserbatchError
 
-class CtrError(Exception):
+
+class CtrError(LaserbatchError):
     """Tables, features or settings from which no CTR model can be trained or judged."""
 
 

@@ -13,7 +13,7 @@ from laserbatch.ctr.dataset import ModelRows
 from laserbatch.ctr.feature_set import SideVectors
 from laserbatch.ctr.fields import NUM_RESERVED, Field
 from laserbatch.ctr.knowledge import Knowledge
-from laserbatch.ctr.layers import Batch, EntityEmbedding
+from laserbatch.ctr.layers import CtrBatch, EntityEmbedding
 from laserbatch.ctr.settings import CtrSettings
 
 ADAPTORS: dict[str, type[Adaptor]] = {
@@ -45,7 +45,7 @@ class RowInputs(nn.Module):
         knowledge_dim = 0 if self.knowledge is None else self.knowledge.out_dim
         self.out_dim = self.user_embedding.out_dim + self.item_dim + rows.past.shape[1] + knowledge_dim
 
-    def forward(self, batch: Batch, target: torch.Tensor) -> torch.Tensor:
+    def forward(self, batch: CtrBatch, target: torch.Tensor) -> torch.Tensor:
         """A batch and its embedded targets (batch, item_dim) -> (batch, out_dim)."""
         parts = [self.user_embedding(batch.users), target, batch.past]
         if self.knowledge is not None:

@@ -74,7 +74,7 @@ def align_sides(tables: EntityTables, features: FeatureSet) -> dict[str, SideVec
     return {side: align(features[side], side, ids) for side, ids in ids_of(tables).items()}
 
 
-def seen_as_of(
+def join_as_of(
     tables: EntityTables, data: CtrData, knowledge: Knowledge, versions: Mapping[str, FeatureVersions]
 ) -> tuple[CtrData, Knowledge]:
     """The same rows, of which those of training see what was known before their day; histories keep the run's own.

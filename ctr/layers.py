@@ -82,7 +82,7 @@ def mlp(in_dim: int, hidden_sizes: tuple[int, ...], dropout: float, activation=n
 
 
 @dataclass(frozen=True)
-class Batch:
+class CtrBatch:
     """Rows as a model takes them; histories one behind the other, without padding."""
 
     users: torch.Tensor  # int64 (batch,)

@@ -15,7 +15,7 @@ from laserbatch.ctr.dataset import build_dataset
 from laserbatch.ctr.equivalence import compare_paired, pair
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.feature_set import FeatureSet
-from laserbatch.ctr.knowledge import FeatureVersions, build_knowledge, seen_as_of
+from laserbatch.ctr.knowledge import FeatureVersions, build_knowledge, join_as_of
 from laserbatch.ctr.log import EntityTables
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.pipeline.storage.manifest import CtrScores, CtrVerdict
@@ -84,7 +84,7 @@ def train_ways(
             way = ways[name]
             seen, knowledge = data, build_knowledge(tables, data, {name: way.features}, as_of, way.settings)[name]
             if way.versions is not None:
-                seen, knowledge = seen_as_of(tables, data, knowledge, way.versions)
+                seen, knowledge = join_as_of(tables, data, knowledge, way.versions)
             rows, scores[name] = train_models(name, data, seen, knowledge, way.settings, on_fit)
             lifts[name] = Lift(verdicts(scores[name], without), [*summarise(none), *summarise(rows)])
     between = {}

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from laserbatch.ctr.dataset import CtrData, Rows
-from laserbatch.ctr.layers import Batch
+from laserbatch.ctr.layers import CtrBatch
 from laserbatch.ctr.settings import CtrSettings
 
 PREDICTION_BATCH = 8192
@@ -32,7 +32,7 @@ class RowTensors:
             for column in (rows.users, rows.items, rows.past, rows.starts, rows.ends, rows.liked)
         ]
 
-    def batch(self, index: torch.Tensor) -> Batch:
+    def batch(self, index: torch.Tensor) -> CtrBatch:
         """The rows of some numbers, int64 (batch,)."""
         users, items, past, starts, ends, liked = self._columns
         starts = starts[index].long()
@@ -40,7 +40,7 @@ class RowTensors:
         offsets = lengths.cumsum(0) - lengths
         rows = torch.repeat_interleave(lengths)
         places = torch.arange(len(rows), device=rows.device) + (starts - offsets)[rows]
-        return Batch(users[index].long(), items[index].long(), past[index], liked[places].long(), offsets, rows)
+        return CtrBatch(users[index].long(), items[index].long(), past[index], liked[places].long(), offsets, rows)
 
 
 @dataclass
@@ -118,7 +118,7 @@ def _optimizers(model: nn.Module, settings: CtrSettings) -> list[torch.optim.Opt
 
 def _step(
     model: nn.Module,
-    batch: Batch,
+    batch: CtrBatch,
     labels: torch.Tensor,
     optimizers: list[torch.optim.Optimizer],
     weight_decay: float,

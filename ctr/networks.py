@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from laserbatch.ctr.inputs import RowInputs
-from laserbatch.ctr.layers import Batch, Dice, mlp
+from laserbatch.ctr.layers import CtrBatch, Dice, mlp
 from laserbatch.ctr.settings import CtrSettings
 
 ATTENTION_SIZES = (32, 16)  # of DIN
@@ -53,7 +53,7 @@ class DIN(nn.Module):
         """The last layer."""
         return self.mlp[-1]
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: CtrBatch) -> torch.Tensor:
         table, (items, liked) = self.inputs.item_embedding.table(batch.items, batch.liked)
         target = F.embedding(items, table)  # v_A, (batch, item_dim)
         weights = self.activation_unit(F.embedding(liked, table), target, batch.rows).squeeze(1)
@@ -114,7 +114,7 @@ class DCNv2(nn.Module):
         self.is_stacked = settings.dcnv2_structure == "stacked"
         self.logit = nn.Linear(settings.hidden_sizes[-1] + (0 if self.is_stacked else dim), 1)
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: CtrBatch) -> torch.Tensor:
         table, (items, liked) = self.inputs.item_embedding.table(batch.items, batch.liked)
         target = F.embedding(items, table)
         mean_liked = F.embedding_bag(liked, table, batch.offsets, mode="mean")  # (batch, item_dim); zeros of none

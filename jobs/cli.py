@@ -110,7 +110,7 @@ def _global(
     logger.setLevel(logging.DEBUG if verbose else logging.WARNING)
 
 
-def end_of(error: BaseException) -> int:
+def report_error(error: BaseException) -> int:
     """Say why a command ended, in a line and with --json as an object; its exit code."""
     while isinstance(error, SystemExit | typer.Exit | typer.Abort) and error.__context__ is not None:
         error = error.__context__  # what Typer caught
@@ -144,4 +144,4 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except BaseException as error:  # the last one to meet it, which says it and gives the exit code
-        sys.exit(end_of(error))
+        sys.exit(report_error(error))

@@ -7,10 +7,8 @@ import threading
 import traceback
 from pathlib import Path
 
-from laserbatch.ctr.errors import CtrError
 from laserbatch.jobs.console import ExitCode
-from laserbatch.pipeline.errors import PipelineError, RunFailed, WorkspaceBusy
-from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.pipeline.errors import LaserbatchError, RunFailed, WorkspaceBusy
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 GOES_ON = "the same command goes on with what is finished"
@@ -52,7 +50,7 @@ def exit_code_of(error: BaseException) -> int:
         return ExitCode.BUSY
     if isinstance(error, RunFailed):
         return ExitCode.RUN_FAILED
-    if isinstance(error, PipelineError | PoolError | CtrError):
+    if isinstance(error, LaserbatchError):
         return ExitCode.BAD_INPUT
     if isinstance(error, OSError) and (error.filename is not None or error.errno in NO_ROOM):
         return ExitCode.BAD_INPUT

@@ -33,7 +33,7 @@ MAX_SHARE_REPEATED = 0.5  # a text with a larger share of repeated n-grams count
 NORM_ERROR = 0.01  # of a vector that has length 1
 MAX_SHARE_MISSING = 0.2  # share of the accepted tokens forecast by replays that may be missing
 MIN_STEPS = 200  # of fewer steps nothing can be said of them
-ASKED_BY = ("template", "model_id", "decoding_json")  # a text is another one where one of these is
+PROVENANCE = ("template", "model_id", "decoding_json")  # texts that differ in one of these are not comparable
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ GATES = {
                    only_warns=True),
     "AUC": _Gate("against plain texts AUC changes by at most {value}", None, is_least=True, share=False),
 }  # fmt: skip
-AUC_VERDICTS = {"stop": "holds", "warn": "warns", "ignore": "passes"}  # of `gates.auc`
+AUC_VERDICTS = {"stop": "blocks", "warn": "warns", "ignore": "passes"}  # of `gates.auc`
 
 
 def judge(measured: Sequence[GateFigures], settings: GateSettings) -> list[GateFigures]:
-    """The same values with their limits and verdicts: "passes", "warns" or "holds"; what has no value passes."""
+    """The same values with their limits and verdicts: "passes", "warns" or "blocks"; what has no value passes."""
     return [_judged(figures, settings) for figures in measured]
 
 
@@ -86,15 +86,15 @@ def _judged(figures: GateFigures, settings: GateSettings) -> GateFigures:
     if value is None:
         return replace(figures, limit=limit, verdict="passes")
     is_beyond = value < limit if gate.is_least else value > limit
-    beyond = "warns" if gate.only_warns or not figures.may_hold else "holds"
+    beyond = "warns" if gate.only_warns or not figures.can_block else "blocks"
     if figures.gate == "AUC":
         beyond = AUC_VERDICTS[settings.auc]
     return replace(figures, limit=limit, verdict=beyond if is_beyond else "passes")
 
 
-def holding(gates: Sequence[GateFigures]) -> list[GateFigures]:
-    """Those that keep the run from its readers."""
-    return [figures for figures in gates if figures.verdict == "holds"]
+def blocking(gates: Sequence[GateFigures]) -> list[GateFigures]:
+    """Gates that block the publication."""
+    return [figures for figures in gates if figures.verdict == "blocks"]
 
 
 def gate_sentence(figures: GateFigures) -> str:
@@ -102,10 +102,10 @@ def gate_sentence(figures: GateFigures) -> str:
     gate = GATES[figures.gate]
     where = "" if figures.side is None else f"{figures.side}s: "
     if figures.value is None:
-        return f"{where}{figures.told}"
+        return f"{where}{figures.reason}"
     message = gate.message.format(value=shown(figures, figures.value))
     option = f"gates.{gate.limit}" if isinstance(gate.limit, str) else "the limit"
-    note = f"; {figures.told}" if figures.told else ""
+    note = f"; {figures.reason}" if figures.reason else ""
     return f"{where}{message} ({option} is {shown(figures, figures.limit)}{note})"
 
 
@@ -133,11 +133,11 @@ def measure(manifest: RunManifest, run: RunFolder, previous: RunFolder | None) -
 def _audited(audit: AuditFigures | None) -> Iterator[GateFigures]:
     """Texts beside plain ones; one sentence where there are none."""
     if audit is None or not audit.sides:
-        yield GateFigures("audit", told="not compared with plain texts" if audit is None else audit.skipped)
+        yield GateFigures("audit", reason="not compared with plain texts" if audit is None else audit.skipped)
         return
     for side, found in audit.sides.items():
         if found.num_pairs < MIN_PAIRS:
-            yield GateFigures("audit", side, told="too few texts beside plain ones to judge")
+            yield GateFigures("audit", side, reason="too few texts beside plain ones to judge")
             continue
         values = {
             "length beside plain": max(found.length_ratio, 1 / max(found.length_ratio, 1e-9)),
@@ -153,9 +153,9 @@ def _auc(figures: CtrFigures) -> GateFigures:
     """The comparison with plain texts, of the run or of an earlier one where nothing can judge this one yet."""
     verdict = figures.equivalence.get("all")
     if verdict is None or verdict.high is None:
-        return GateFigures("AUC", told=figures.skipped or "not compared with plain texts in several trainings")
+        return GateFigures("AUC", reason=figures.skipped or "not compared with plain texts in several trainings")
     note = "" if figures.judged_run_id is None else f"of {age_of_judged(figures)}"
-    return GateFigures("AUC", value=verdict.high, limit=-verdict.margin, told=note)
+    return GateFigures("AUC", value=verdict.high, limit=-verdict.margin, reason=note)
 
 
 def age_of_judged(figures: CtrFigures) -> str:
@@ -167,7 +167,7 @@ def _of_side(
     side: Side, manifest: RunManifest, run: RunFolder, before: RunManifest | None, previous: RunFolder | None
 ) -> Iterator[GateFigures]:
     def gate(name: str, value: float | None, is_judged: bool, why_not: str = TOO_FEW) -> GateFigures:
-        return GateFigures(name, side, float(value)) if is_judged else GateFigures(name, side, told=why_not)
+        return GateFigures(name, side, float(value)) if is_judged else GateFigures(name, side, reason=why_not)
 
     figures, features = manifest.sides[side], manifest.features.get(side)
     earlier = None if before is None else before.features.get(side)
@@ -178,7 +178,7 @@ def _of_side(
     yield gate("coverage", num_texts / max(num_before, 1), num_before >= FEWEST, "no run before with enough texts")
     failed = figures.num_quarantined / max(figures.num_entities, 1)
     reasons = ", ".join(f"{reason} ({number})" for reason, number in figures.quarantine_reasons.items())
-    yield GateFigures("quarantine", side, failed, told=reasons)
+    yield GateFigures("quarantine", side, failed, reason=reasons)
     num_lost = sum(shard.num_quarantined for shard in figures.shards)
     num_written = num_lost + sum(shard.num_rows for shard in figures.shards)
     yield gate("unusable", num_lost / max(num_written, 1), num_written >= FEWEST)
@@ -204,10 +204,10 @@ def _least_evidence(manifest: RunManifest) -> int:
 
 
 def _drift(
-    side: Side, texts: pa.Table, vectors: "_Vectors", previous: RunFolder | None, same_encoder: bool
+    side: Side, texts: pa.Table, vectors: "_FeatureRows", previous: RunFolder | None, same_encoder: bool
 ) -> Iterator[GateFigures]:
-    """Rewritten texts beside the last ones of the same entities. Where they were asked for otherwise it only warns."""
-    names = ["entity_id", "num_tokens", *ASKED_BY]
+    """Rewritten texts beside the last ones of the same entities; only warns after a change of template or model."""
+    names = ["entity_id", "num_tokens", *PROVENANCE]
     wanted = texts["entity_id"].combine_chunks()
     is_judged = previous is not None and len(wanted) >= FEWEST
     batches = iter_parquet(previous.knowledge_folder(side), names) if is_judged else ()
@@ -218,31 +218,31 @@ def _drift(
     ]
     last = pa.concat_tables(parts) if parts else texts.select(names)[:0]
     if last.num_rows < FEWEST:
-        yield from (GateFigures(name, side, told=TOO_FEW) for name in ("length", "vector drift"))
+        yield from (GateFigures(name, side, reason=TOO_FEW) for name in ("length", "vector drift"))
         return
     now = texts.take(pc.index_in(last["entity_id"], value_set=wanted))
-    alike = np.logical_and.reduce([pc.equal(now[name], last[name]).to_numpy() for name in ASKED_BY])
-    asked_alike = bool(alike.mean() > 0.5)
-    note = "" if asked_alike else "template, model or decoding options changed, so this gate only warns"
+    alike = np.logical_and.reduce([pc.equal(now[name], last[name]).to_numpy() for name in PROVENANCE])
+    is_comparable = bool(alike.mean() > 0.5)
+    note = "" if is_comparable else "template, model or decoding options changed, so this gate only warns"
     ratio = float(now["num_tokens"].to_numpy().mean() / max(last["num_tokens"].to_numpy().mean(), 1e-9))
     factor = max(ratio, 1 / max(ratio, 1e-9))
-    yield GateFigures("length", side, factor, told=note, may_hold=asked_alike)
+    yield GateFigures("length", side, factor, reason=note, can_block=is_comparable)
     if not same_encoder:
-        yield GateFigures("vector drift", side, told="vectors of another encoder")
+        yield GateFigures("vector drift", side, reason="vectors of another encoder")
         return
     both = vectors.ids.filter(pc.is_in(vectors.ids, value_set=last["entity_id"].combine_chunks()))
     if len(both) < FEWEST:
-        yield GateFigures("vector drift", side, told=TOO_FEW)
+        yield GateFigures("vector drift", side, reason=TOO_FEW)
         return
     earlier = _vectors(previous, side, both)
     row_of = pc.index_in(earlier.ids, value_set=vectors.ids).to_numpy()
     cosine = float((vectors.matrix[row_of] * earlier.matrix).sum(axis=1).mean())
-    yield GateFigures("vector drift", side, cosine, told=note, may_hold=asked_alike)
+    yield GateFigures("vector drift", side, cosine, reason=note, can_block=is_comparable)
 
 
 def _sample(run: RunFolder, figures: SideFigures) -> pa.Table:
     """Texts that the run has written, every n-th of them, so that at most `MAX_TEXTS_JUDGED` are in memory."""
-    names = ["entity_id", "num_tokens", "token_ids", "finish_reason", *ASKED_BY]
+    names = ["entity_id", "num_tokens", "token_ids", "finish_reason", *PROVENANCE]
     stride = -(-sum(shard.num_rows for shard in figures.shards) // MAX_TEXTS_JUDGED)
     parts, first = [], 0
     for shard in figures.shards:
@@ -255,12 +255,12 @@ def _sample(run: RunFolder, figures: SideFigures) -> pa.Table:
 
 
 @dataclass(frozen=True)
-class _Vectors:
+class _FeatureRows:
     ids: pa.Array
     matrix: np.ndarray  # float32 (num_rows, dim), in the order of the ids
 
 
-def _vectors(run: RunFolder, side: Side, wanted: pa.Array, most_groups: int | None = None) -> _Vectors:
+def _vectors(run: RunFolder, side: Side, wanted: pa.Array, most_groups: int | None = None) -> _FeatureRows:
     """The vectors of some entities, in the order of the feature file; at most those in so many of its row groups."""
     path, key, ids, rows = run.features_path(side), f"{side}_id", [wanted[:0]], [np.zeros((0, 0), np.float32)]
     batches = enumerate(iter_parquet(path, [key])) if len(wanted) else ()
@@ -270,7 +270,7 @@ def _vectors(run: RunFolder, side: Side, wanted: pa.Array, most_groups: int | No
         kept = batch.filter(pc.is_in(batch[key], value_set=wanted))
         ids.append(kept[key])
         rows.append(vectors_of(kept))
-    return _Vectors(pa.concat_arrays(ids), np.concatenate(rows[1:] or rows))
+    return _FeatureRows(pa.concat_arrays(ids), np.concatenate(rows[1:] or rows))
 
 
 def repeated_shares(token_ids: pa.ChunkedArray) -> np.ndarray:

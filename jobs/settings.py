@@ -267,8 +267,8 @@ class Settings(Strict):
         return PACKAGE_ROOT / "models" / "sample" if self.decoding.model == SAMPLE_MODEL else Path(self.decoding.model)
 
     @property
-    def asked(self) -> KnowledgeSettings:
-        """What is asked: of the bundled model in the words that it knows, where none are given."""
+    def effective_knowledge(self) -> KnowledgeSettings:
+        """`knowledge`; for the bundled model with the words that it knows, unless others are configured."""
         return of_domain(self.knowledge, "sample") if self.decoding.model == SAMPLE_MODEL else self.knowledge
 
     def of_output(self) -> dict[str, Any]:

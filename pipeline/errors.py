@@ -1,17 +1,17 @@
 """Every error of the pipeline that a user can fix, in one place.
 
-    PipelineError
-    +-- TableError       an input table is missing, malformed or inconsistent
-    +-- ConfigError      a setting, template or date that is not one
-    +-- ModelError       a model that cannot be loaded or packed
-    +-- WorkspaceError   a workspace of another version, damaged, or not one
-    |   +-- WorkspaceBusy  another process holds its lock
-    +-- RowError         one row that cannot be done; the row goes to quarantine and the run goes on
-    +-- RunFailed        most of a night's first texts cannot be kept
-        +-- RunHeld      the night is done, and a gate keeps it from being published
-
-A message says what was found, what was expected, and what to do.
+LaserbatchError      of the pools (`PoolError`) and of CTR training (`CtrError`) too
++-- TableError       an input table is missing, malformed or inconsistent
++-- ConfigError      a setting, template or date that is not one
++-- ModelError       a model that cannot be loaded or packed
++-- WorkspaceError   a workspace of another version, damaged, or not one
+|   +-- WorkspaceBusy  another process holds its lock
++-- RowError         one row that cannot be done; the row goes to quarantine and the run goes on
++-- RunFailed        most of a night's first texts cannot be kept
+    +-- RunHeld      the night is done, and a gate keeps it from being published
 """
+
+from laserbatch.retrieval_pools.errors import LaserbatchError
 
 
 def first_line(error: Exception) -> str:
@@ -19,23 +19,19 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-class PipelineError(Exception):
-    """Base of the errors that a user can fix."""
-
-
-class TableError(PipelineError):
+class TableError(LaserbatchError):
     """An input table is missing, malformed or inconsistent."""
 
 
-class ConfigError(PipelineError):
+class ConfigError(LaserbatchError):
     """A setting, a template or a date is not what it should be."""
 
 
-class ModelError(PipelineError):
+class ModelError(LaserbatchError):
     """A model cannot be loaded, or its attention cannot be packed."""
 
 
-class WorkspaceError(PipelineError):
+class WorkspaceError(LaserbatchError):
     """A workspace is of another version, damaged, or not a workspace."""
 
 
@@ -43,7 +39,7 @@ class WorkspaceBusy(WorkspaceError):
     """Another process holds the workspace's lock."""
 
 
-class RowError(PipelineError):
+class RowError(LaserbatchError):
     """One row cannot be done; the reason begins with a stable word: "too-long", "unparsable", "undecodable"."""
 
     def __init__(self, reason: str) -> None:
@@ -51,7 +47,7 @@ class RowError(PipelineError):
         self.reason = reason
 
 
-class RunFailed(PipelineError):
+class RunFailed(LaserbatchError):
     """Most of a night's first texts cannot be kept, so the others are not written."""
 
 

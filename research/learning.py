@@ -19,13 +19,13 @@ logger = logging.getLogger("laserbatch")
 CHECKPOINT_NAME = "checkpoint.safetensors"
 WARM_UP = 0.05  # of all steps
 
-Batch = TypeVar("Batch")
+BatchT = TypeVar("BatchT")
 
 
 def train_steps(
     module: nn.Module,
-    batches: Sequence[Batch],
-    loss_of: Callable[[Batch], torch.Tensor],
+    batches: Sequence[BatchT],
+    loss_of: Callable[[BatchT], torch.Tensor],
     folder: Path,
     digest: str,
     rate: float,

@@ -1,8 +1,9 @@
-"""What of the pools a user can fix."""
+"""The root of every error that a user can fix, and the error of the pools."""
 
 
-class PoolError(Exception):
-    """A pool, a router or a pool store is missing, damaged, or built for something else.
+class LaserbatchError(Exception):
+    """Root of the errors that a user can fix; its message says what was found, what was expected and what to do."""
 
-    The message says what was found, what was expected and which command rebuilds it.
-    """
+
+class PoolError(LaserbatchError):
+    """A pool, a router or a pool store is missing, damaged, or built for something else."""

@@ -81,8 +81,9 @@ def test_paths_that_a_run_wrote_down_and_somebody_changed_are_not_followed(tmp_p
     run = RunFolder(tmp_path / "run")
     (run.root / "plan").mkdir(parents=True)
     (run.root / "shards" / "user").mkdir(parents=True)
-    shard = {"name": "0", "side": "user", "group": "", "num_rows": 1, "path": path, "sha256": "", "is_apart": False}
-    plan = {"side": "user", "num_entities": 1, "num_carried_over": 0, "num_refused": 0, "routes": {}, "shards": [shard]}
+    shard = {"name": "0", "side": "user", "group": "", "num_rows": 1, "path": path, "sha256": "", "is_isolated": False}
+    plan = {"side": "user", "num_entities": 1, "num_carried_over": 0, "num_unpromptable": 0, "routes": {}}
+    plan["shards"] = [shard]
     (run.root / "plan" / "user.json").write_text(json.dumps(plan))
     assert load_plan(run.root, "user") is None
     record = {"name": "00000", "file": path, "num_rows": 1, "sha256": ""}

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from laserbatch.ctr.fields import NUM_RESERVED, Field
-from laserbatch.ctr.layers import Batch
+from laserbatch.ctr.layers import CtrBatch
 
 OUT_DIM = 32  # of the linear one: of what becomes of a user's vector, of an item's, and of their product
 DROPOUT = 0.3  # of what comes of texts, chosen on validation rows for the linear one
@@ -52,7 +52,7 @@ class Adaptor(nn.Module):
         It may draw from torch's global generator, which is seeded. By default nothing is learned then.
         """
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: CtrBatch) -> torch.Tensor:
         """Rows -> (batch, out_dim)."""
         raise NotImplementedError
 
@@ -79,7 +79,7 @@ class LinearAdaptor(Adaptor):
         """What a side's entities are known by: (batch,) -> (batch, entity_dim), zeros of who is not known."""
         return self.get_buffer(f"vectors_{side}")[numbers]
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: CtrBatch) -> torch.Tensor:
         """Rows -> (batch, out_dim)."""
         sides = self.of_entities(0, batch.users), self.of_entities(1, batch.items)
         parts = [

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from laserbatch.ctr.adaptors.adaptor import DROPOUT, Adaptor, has_text
 from laserbatch.ctr.fields import Field
-from laserbatch.ctr.layers import Batch
+from laserbatch.ctr.layers import CtrBatch
 
 NUM_EXPERTS = 2  # dedicated ones of each side, and as many shared ones
 HIDDEN_DIM, OUT_DIM = 128, 32
@@ -52,7 +52,7 @@ class HybridExpertAdaptor(Adaptor):
         self.dropout = nn.Dropout(DROPOUT)
         self.out_dim = 3 * OUT_DIM
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: CtrBatch) -> torch.Tensor:
         """Rows -> (batch, out_dim)."""
         user, item = self._gather(0, batch.users), self._gather(1, batch.items)
         return torch.cat([user, item, user * item], dim=1)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from laserbatch.ctr.adaptors.adaptor import DROPOUT, Adaptor, has_text
 from laserbatch.ctr.fields import Field
-from laserbatch.ctr.layers import Batch
+from laserbatch.ctr.layers import CtrBatch
 
 OUT_DIM = 32
 ATTENTION_DIM = 32
@@ -38,7 +38,7 @@ class ContentAdaptor(Adaptor):
         self.dropout = nn.Dropout(DROPOUT)
         self.out_dim = 3 * OUT_DIM
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: CtrBatch) -> torch.Tensor:
         """Rows -> (batch, out_dim)."""
         distinct, places = torch.cat([batch.items, batch.liked]).unique(return_inverse=True)
         content, is_there = self._known(1, self.of_content, distinct)

@@ -10,7 +10,7 @@ import typer
 from laserbatch.ctr.settings import CtrSettings, ModelName
 from laserbatch.jobs.console import print_table, stdout, summary
 from laserbatch.jobs.report.ctr_table import ctr_lead, ctr_table
-from laserbatch.jobs.report.worth_table import between_line, worth_table
+from laserbatch.jobs.report.variant_table import between_line, variant_table
 from laserbatch.jobs.settings import (
     CONFIG,
     CONFIGS,
@@ -149,7 +149,7 @@ def compare(
     """
     if framework or len(config) > 1:
         comparison = _compared(config, framework, workspace, run, models, seeds, history, tables)
-        summary(comparison, as_json=True) if as_json else print_worth(comparison)
+        summary(comparison, as_json=True) if as_json else print_variants(comparison)
         return
     config = config[0] if config else config_here()
     night = open_run(load_settings(config, {"workspace": workspace}), run)
@@ -179,9 +179,9 @@ def _compared(configs, frameworks, workspace, run, models, seeds, history, table
     return compare_variants(variants, open_tables(tables or of_first.path, of_first.keep_duplicates))
 
 
-def print_worth(comparison: Mapping[str, Any]) -> None:
+def print_variants(comparison: Mapping[str, Any]) -> None:
     """Show several variants beside each other on the terminal."""
-    print_table(worth_table(comparison))
+    print_table(variant_table(comparison))
     if line := between_line(comparison):
         stdout.print(line, markup=False, soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""`laserbatch doctor`: whether a night can run here, looked at in seconds, and how to mend what hinders it.
+"""`laserbatch doctor`: whether a night can run here, looked at in seconds, and how to fix what hinders it.
 
 Nothing is written but a file in the workspace's folder that is taken away again. Of a model that fits this machine one
 short text is written, so that it shows whether its texts end; the bundled model's do.
@@ -24,11 +24,10 @@ import typer
 from packaging.requirements import Requirement
 from rich.text import Text
 
-from laserbatch.ctr.errors import CtrError
 from laserbatch.jobs.console import ExitCode, stdout, summary, visible
 from laserbatch.jobs.extensions import extension
 from laserbatch.jobs.settings import CONFIG, JSON, SAMPLE_MODEL, WORKSPACE, Settings, load_settings
-from laserbatch.pipeline.errors import ModelError, PipelineError, first_line
+from laserbatch.pipeline.errors import LaserbatchError, ModelError, first_line
 from laserbatch.pipeline.storage.atomic import size_bytes
 from laserbatch.retrieval_pools.errors import PoolError
 
@@ -44,16 +43,16 @@ STYLES = {"ok": "green", "warning": "yellow", "fault": "bold red"}
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What was looked at, what was found, and where something is wrong how to mend it."""
+class CheckResult:
+    """What a check found, and a hint how to fix a warning or a fault."""
 
     about: str
     level: Literal["ok", "warning", "fault"]
     found: str
-    mend: str | None = None
+    hint: str | None = None
 
 
-Check = Callable[[Settings], Iterator[Finding]]
+Check = Callable[[Settings], Iterator[CheckResult]]
 
 
 def doctor(
@@ -76,56 +75,56 @@ def doctor(
         summary({"num_faults": num_faults, "findings": [asdict(finding) for finding in findings]}, as_json=True)
     else:
         for finding in findings:
-            line = f"{finding.about}: {finding.found}" + (f". {finding.mend}" if finding.mend else "")
+            line = f"{finding.about}: {finding.found}" + (f". {finding.hint}" if finding.hint else "")
             stdout.print(Text(f"{finding.level:<8}", STYLES[finding.level]) + Text(visible(line)), soft_wrap=True)
     if num_faults:
         raise typer.Exit(ExitCode.BAD_INPUT)
 
 
-def examine(settings: Settings, checks: list[Check]) -> list[Finding]:
+def examine(settings: Settings, checks: list[Check]) -> list[CheckResult]:
     """Findings of all checks; one that meets an error has found it, and the others go on."""
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
     for check in checks:
         about = check.__name__.removeprefix("check_").replace("_", " ")
         try:
             findings += check(settings)
-        except (PipelineError, PoolError, CtrError) as error:  # their messages say what to do
+        except LaserbatchError as error:  # their messages say what to do
             if str(error) not in (finding.found for finding in findings):
-                findings.append(Finding(about, "fault", str(error)))
+                findings.append(CheckResult(about, "fault", str(error)))
         except OSError as error:
-            mend = "Check that path, and that it may be read and written"
-            findings.append(Finding(about, "fault", f"{type(error).__name__}: {error}", mend))
+            hint = "Check that path, and that it may be read and written"
+            findings.append(CheckResult(about, "fault", f"{type(error).__name__}: {error}", hint))
         except Exception as error:  # a library's, or our own fault: the other checks are of use all the same
             logger.debug("the check of %s failed", about, exc_info=True)
-            mend = None if isinstance(error, RuntimeError) else "`laserbatch -v doctor` shows the traceback"
-            findings.append(Finding(about, "fault", f"{type(error).__name__}: {error}", mend))
+            hint = None if isinstance(error, RuntimeError) else "`laserbatch -v doctor` shows the traceback"
+            findings.append(CheckResult(about, "fault", f"{type(error).__name__}: {error}", hint))
     return findings
 
 
-def check_versions(settings: Settings) -> Iterator[Finding]:
+def check_versions(settings: Settings) -> Iterator[CheckResult]:
     for line in requires("laserbatch") or []:
         wanted = Requirement(line)
         if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
             continue
-        mend = "Install what constraints.txt names: `pip install -c constraints.txt laserbatch`"
+        hint = "Install what constraints.txt names: `pip install -c constraints.txt laserbatch`"
         try:
             found = version(wanted.name)
         except PackageNotFoundError:
-            yield Finding("versions", "fault", f"{wanted.name} is not installed; {wanted} is expected", mend)
+            yield CheckResult("versions", "fault", f"{wanted.name} is not installed; {wanted} is expected", hint)
             continue
         if not wanted.specifier.contains(found, prereleases=True):
-            yield Finding("versions", "fault", f"{wanted.name} is {found}; {wanted} is expected", mend)
+            yield CheckResult("versions", "fault", f"{wanted.name} is {found}; {wanted} is expected", hint)
     versions = ", ".join(f"{name} {version(name)}" for name in ("laserbatch", "torch", "transformers", "ray"))
-    yield Finding("versions", "ok", f"Python {platform.python_version()}, {versions}")
+    yield CheckResult("versions", "ok", f"Python {platform.python_version()}, {versions}")
 
 
-def check_gpu(settings: Settings) -> Iterator[Finding]:
+def check_gpu(settings: Settings) -> Iterator[CheckResult]:
     from laserbatch.pipeline.gpus import GPU_DRIVERS, driver_version, num_gpus, try_gpu
 
     device_file = next((path for path in GPU_DRIVERS if Path(path).exists()), None)
     if device_file is None:
         writers = "the CPU" if settings.cluster.ray_address is None else "the nodes of the Ray cluster"
-        yield Finding("GPU", "ok", f"no driver of one is here: texts are written by {writers}")
+        yield CheckResult("GPU", "ok", f"no driver of one is here: texts are written by {writers}")
         return
     import torch
 
@@ -133,26 +132,26 @@ def check_gpu(settings: Settings) -> Iterator[Finding]:
     versions = f"driver {driver_version() or f'at {device_file}'}, torch {torch.__version__} built for {built}"
     number = num_gpus()
     if not number:
-        mend = "Install the torch build that the driver takes (`nvidia-smi` names it), or unset CUDA_VISIBLE_DEVICES"
-        yield Finding("GPU", "fault", f"{versions}: torch sees no GPU", mend)
+        hint = "Install the torch build that the driver takes (`nvidia-smi` names it), or unset CUDA_VISIBLE_DEVICES"
+        yield CheckResult("GPU", "fault", f"{versions}: torch sees no GPU", hint)
         return
-    yield Finding("GPU", "ok", versions)
+    yield CheckResult("GPU", "ok", versions)
     for device in range(number):
         try:
             gpu = try_gpu(device)
         except RuntimeError as error:
-            mend = "Look at `nvidia-smi`; leave this GPU out of CUDA_VISIBLE_DEVICES, or install a torch build for it"
-            yield Finding("GPU", "fault", f"GPU {device} cannot compute: {first_line(error)}", mend)
+            hint = "Look at `nvidia-smi`; leave this GPU out of CUDA_VISIBLE_DEVICES, or install a torch build for it"
+            yield CheckResult("GPU", "fault", f"GPU {device} cannot compute: {first_line(error)}", hint)
             continue
         found = f"{gpu.name}, {gpu.free_bytes / 1e9:.1f} of {gpu.total_bytes / 1e9:.1f} GB free"
         if gpu.free_bytes < MIN_FREE_SHARE * gpu.total_bytes:
-            mend = "Another process uses the rest (`nvidia-smi` names it): end it, or set CUDA_VISIBLE_DEVICES"
-            yield Finding("GPU", "warning", found, mend)
+            hint = "Another process uses the rest (`nvidia-smi` names it): end it, or set CUDA_VISIBLE_DEVICES"
+            yield CheckResult("GPU", "warning", found, hint)
         else:
-            yield Finding("GPU", "ok", found)
+            yield CheckResult("GPU", "ok", found)
 
 
-def check_kernels(settings: Settings) -> Iterator[Finding]:
+def check_kernels(settings: Settings) -> Iterator[CheckResult]:
     """With which attention and in which type laserbatch's engine computes on a GPU."""
     from laserbatch.pipeline.decoding.model.folder import read_config
     from laserbatch.pipeline.gpus import num_gpus
@@ -167,33 +166,33 @@ def check_kernels(settings: Settings) -> Iterator[Finding]:
     try:
         kernel = kernel_for(decoding.attention, torch.device("cuda"))
     except (ImportError, OSError, RuntimeError) as error:
-        mend = "Install the Triton that this torch names, or set decoding.attention: torch, which is slower"
-        yield Finding("attention", "fault", f"Triton cannot be imported: {first_line(error)}", mend)
+        hint = "Install the Triton that this torch names, or set decoding.attention: torch, which is slower"
+        yield CheckResult("attention", "fault", f"Triton cannot be imported: {first_line(error)}", hint)
         return
     if kernel is None:
         reason = "decoding.attention says so" if decoding.attention == "torch" else "Triton is not installed"
-        mend = "Use Triton where it runs: its kernel takes no padding, and small steps are CUDA graphs"
-        yield Finding("attention", "warning", f"torch's, over padded masks ({reason})", mend)
+        hint = "Use Triton where it runs: its kernel takes no padding, and small steps are CUDA graphs"
+        yield CheckResult("attention", "warning", f"torch's, over padded masks ({reason})", hint)
     elif not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         found = "Triton needs a C compiler, and there is none: attention will be torch's, over padded masks"
-        yield Finding("attention", "warning", found, "Install gcc, or name a compiler in CC")
+        yield CheckResult("attention", "warning", found, "Install gcc, or name a compiler in CC")
     else:
-        yield Finding("attention", "ok", "Triton's kernel, small steps as CUDA graphs")
+        yield CheckResult("attention", "ok", "Triton's kernel, small steps as CUDA graphs")
     config = read_config(settings.model_dir)
     config = config.get("text_config", config) | config
     own = str(config.get("dtype") or config.get("torch_dtype") or "that of the weights")
     dtype, reason = (own, "the model's own") if decoding.dtype == "auto" else (decoding.dtype, "decoding.dtype")
     if dtype == "float32":
-        mend = "Set decoding.dtype: bfloat16, unless texts have to be those of a CPU"
-        yield Finding("dtype", "warning", f"float32 ({reason}), which takes twice the memory of bfloat16", mend)
+        hint = "Set decoding.dtype: bfloat16, unless texts have to be those of a CPU"
+        yield CheckResult("dtype", "warning", f"float32 ({reason}), which takes twice the memory of bfloat16", hint)
     elif dtype == "bfloat16" and torch.cuda.get_device_capability() < (8, 0):
-        mend = "Use a GPU of compute capability 8.0 or above, or decoding.dtype: float32"
-        yield Finding("dtype", "warning", f"bfloat16 ({reason}), for which this GPU has no fast products", mend)
+        hint = "Use a GPU of compute capability 8.0 or above, or decoding.dtype: float32"
+        yield CheckResult("dtype", "warning", f"bfloat16 ({reason}), for which this GPU has no fast products", hint)
     else:
-        yield Finding("dtype", "ok", f"{dtype} ({reason})")
+        yield CheckResult("dtype", "ok", f"{dtype} ({reason})")
 
 
-def check_engine(settings: Settings) -> Iterator[Finding]:
+def check_engine(settings: Settings) -> Iterator[CheckResult]:
     from laserbatch.jobs.stages.inputs import require_engine
 
     require_engine(settings)
@@ -204,18 +203,18 @@ def check_engine(settings: Settings) -> Iterator[Finding]:
     try:
         imported = subprocess.run(importing, capture_output=True, text=True, timeout=MAX_IMPORT_S, check=False)
     except subprocess.TimeoutExpired:
-        yield Finding("engine", "warning", f"importing vLLM takes more than {MAX_IMPORT_S:.0f} seconds")
+        yield CheckResult("engine", "warning", f"importing vLLM takes more than {MAX_IMPORT_S:.0f} seconds")
         return
     if imported.returncode:
         reason = (imported.stderr.strip() or f"exit code {imported.returncode}").splitlines()[-1]
-        mend = "Install it with the torch that it names, in an environment of its own (docs/vllm.md)"
-        yield Finding("engine", "fault", f"vLLM is installed and cannot be imported: {reason}", mend)
+        hint = "Install it with the torch that it names, in an environment of its own (docs/vllm.md)"
+        yield CheckResult("engine", "fault", f"vLLM is installed and cannot be imported: {reason}", hint)
     else:
         found = f"vLLM {imported.stdout.split()[-1]} imports: texts are written with it, and verified greedily"
-        yield Finding("engine", "ok", found)
+        yield CheckResult("engine", "ok", found)
 
 
-def fitting_engine(settings: Settings, num_values: int, file_bytes: int) -> Finding:
+def fitting_engine(settings: Settings, num_values: int, file_bytes: int) -> CheckResult:
     """Which engine fits the configured model and this machine; a warning where another one is configured."""
     import torch
 
@@ -226,7 +225,7 @@ def fitting_engine(settings: Settings, num_values: int, file_bytes: int) -> Find
     decoding, config, number = settings.decoding, read_config(settings.model_dir), num_gpus()
     if not number and settings.cluster.ray_address is not None:
         found = "not known here: run `laserbatch doctor` on a node of the Ray cluster that writes texts"
-        return Finding("fitting engine", "ok", found)
+        return CheckResult("fitting engine", "ok", found)
     quantization = quantization_of(config)
     bytes_per_value = {"float32": 4, "bfloat16": 2}.get(decoding.dtype)
     own_options = [
@@ -246,16 +245,16 @@ def fitting_engine(settings: Settings, num_values: int, file_bytes: int) -> Find
     name = {"laserbatch": "laserbatch's own engine", "vllm": "vLLM"}[choice.engine]
     found = f"{name} fits this model and machine: {choice.reason}"
     if decoding.engine == choice.engine and decoding.gpus_a_worker >= choice.tensor_parallel_size:
-        return Finding("fitting engine", "ok", found)
-    mend = "set decoding.engine: laserbatch"
+        return CheckResult("fitting engine", "ok", found)
+    hint = "set decoding.engine: laserbatch"
     if choice.engine == "vllm":
-        mend = "" if decoding.engine == "vllm" or find_spec("vllm") else "install vLLM and "
-        mend += vllm_advice(choice.tensor_parallel_size, own_options)
-        mend += "" if decoding.verifier == "greedy" else "; it verifies greedily"
-    return Finding("fitting engine", "warning", found, mend[0].upper() + mend[1:])
+        hint = "" if decoding.engine == "vllm" or find_spec("vllm") else "install vLLM and "
+        hint += vllm_advice(choice.tensor_parallel_size, own_options)
+        hint += "" if decoding.verifier == "greedy" else "; it verifies greedily"
+    return CheckResult("fitting engine", "warning", found, hint[0].upper() + hint[1:])
 
 
-def check_memory_and_model(settings: Settings) -> Iterator[Finding]:
+def check_memory_and_model(settings: Settings) -> Iterator[CheckResult]:
     from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, needs_a_model
     from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
     from laserbatch.pipeline.decoding.model.folder import (
@@ -276,23 +275,23 @@ def check_memory_and_model(settings: Settings) -> Iterator[Finding]:
     try:
         num_rows = require_described_weights(folder)
     except ModelError as error:
-        yield Finding("model", "fault", str(error))
+        yield CheckResult("model", "fault", str(error))
         return
     compared = "" if num_rows else "; tensors were not compared with config.json (unknown to transformers, or packed)"
-    yield Finding("model", "ok", files + compared)
+    yield CheckResult("model", "ok", files + compared)
     if settings.tables.path is not None and needs_a_model(settings):
-        yield Finding("model", "warning", NEEDS_A_MODEL)
+        yield CheckResult("model", "warning", NEEDS_A_MODEL)
     tokenizer = load_tokenizer(folder, settings.decoding.adapter)
     try:
         warning = require_token_rows(folder, tokenizer, num_rows) if num_rows else None
     except ModelError as error:
-        yield Finding("model", "fault", str(error))
+        yield CheckResult("model", "fault", str(error))
         return
     if warning:
-        yield Finding("model", "warning", warning)
+        yield CheckResult("model", "warning", warning)
     if tokenizer.chat_template is None:
-        mend = "Most models that are made to answer have one: take the -Instruct model, or copy its chat_template"
-        yield Finding("model", "warning", "its tokenizer has no chat template: prompts go in as plain text", mend)
+        hint = "Most models that are made to answer have one: take the -Instruct model, or copy its chat_template"
+        yield CheckResult("model", "warning", "its tokenizer has no chat template: prompts go in as plain text", hint)
     yield fitting_engine(settings, num_values, num_bytes)
     memory = host_memory()
     if num_gpus():
@@ -301,11 +300,11 @@ def check_memory_and_model(settings: Settings) -> Iterator[Finding]:
     needed = num_workers * max(num_bytes, 4 * num_values if settings.decoding.dtype != "bfloat16" else 2 * num_values)
     message = f"{memory.free_bytes / 1e9:.1f} of {memory.total_bytes / 1e9:.1f} GB free; the weights of {num_workers} "
     message += f"workers take {needed / 1e9:.1f} GB"
-    mend = "Take a smaller model, or lower cluster.num_workers" if needed > 0.8 * memory.free_bytes else None
-    yield Finding("memory", "fault" if needed > memory.free_bytes else "warning" if mend else "ok", message, mend)
+    hint = "Take a smaller model, or lower cluster.num_workers" if needed > 0.8 * memory.free_bytes else None
+    yield CheckResult("memory", "fault" if needed > memory.free_bytes else "warning" if hint else "ok", message, hint)
 
 
-def check_answer(settings: Settings) -> Iterator[Finding]:
+def check_answer(settings: Settings) -> Iterator[CheckResult]:
     """Whether the model ends a short answer, and with which token."""
     import torch
 
@@ -322,7 +321,7 @@ def check_answer(settings: Settings) -> Iterator[Finding]:
     folder = settings.model_dir
     is_large = not num_gpus() and 4 * num_stored_values(find_weights(folder)) > MAX_TRIED_BYTES
     if is_large or settings.cluster.ray_address is not None or settings.decoding.gpus_a_worker > 1:
-        yield Finding("answer", "ok", "no text was tried here: `laserbatch try` writes one")
+        yield CheckResult("answer", "ok", "no text was tried here: `laserbatch try` writes one")
         return
     plain = {"engine": "laserbatch", "vllm": {}, "verifier": "greedy", "drafters": (), "drafter_options": {},
              "max_draft_tokens": 0, "batch_size": 1, "temperature": 0.0}  # fmt: skip
@@ -332,41 +331,41 @@ def check_answer(settings: Settings) -> Iterator[Finding]:
     except ModelError as error:
         if settings.decoding.engine == "laserbatch":
             raise
-        yield Finding(
+        yield CheckResult(
             "answer", "ok", f"no text was tried here, since laserbatch's engine cannot load the model: {error}"
         )
         return
-    options = settings.asked.template("item").chat_options
+    options = settings.effective_knowledge.template("item").chat_options
     prompt = encode_chat(engine.tokenizer, QUESTION, None, options, datetime.datetime.now(datetime.UTC).date())
     request = GenerationRequest("answer", prompt, max_new_tokens=MAX_ANSWER_TOKENS)
     (answer,) = engine.generate("item", [request], decoding)
     if isinstance(answer, GenerationFailure):
-        yield Finding("answer", "warning", f"a short question could not be answered: {answer.reason}")
+        yield CheckResult("answer", "warning", f"a short question could not be answered: {answer.reason}")
         return
     shown = f"a short question was answered {answer.text.strip()[:60]!r}, in {len(answer.token_ids)} tokens, "
     shown += f"after {answer.num_thought_tokens} of thoughts, " if answer.num_thought_tokens else ""
     if answer.finish_reason == UNCLOSED_THOUGHTS:
-        mend = "Leave them room in decoding.max_new_tokens, or turn them off by the template's chat_options"
+        hint = "Leave them room in decoding.max_new_tokens, or turn them off by the template's chat_options"
         found = (
             f"{len(answer.token_ids)} tokens did not end the thoughts before a short answer; they are cut from texts"
         )
-        yield Finding("answer", "warning", found, mend)
+        yield CheckResult("answer", "warning", found, hint)
     elif answer.role_mark:
-        mend = "Add the token that ends the model's turns to eos_token_id in its generation_config.json"
+        hint = "Add the token that ends the model's turns to eos_token_id in its generation_config.json"
         invented = f", and {answer.num_invented} tokens that came after it" if answer.num_invented else ""
         shown += f"ended at {answer.role_mark!r}, a role mark or end token that its configuration does not name"
-        yield Finding("answer", "warning", f"{shown}{invented}: texts are cut there", mend)
+        yield CheckResult("answer", "warning", f"{shown}{invented}: texts are cut there", hint)
     elif answer.end_id is None:
-        mend = (
+        hint = (
             "Take a model that was tuned to answer; of one that was, see that eos_token_id in generation_config.json "
             "names the token that ends its turns"
         )
-        yield Finding("answer", "warning", f"{shown}and no end token came: texts may run on to their limit", mend)
+        yield CheckResult("answer", "warning", f"{shown}and no end token came: texts may run on to their limit", hint)
     else:
-        yield Finding("answer", "ok", f"{shown}and ended with {engine.tokenizer.decode([answer.end_id])!r}")
+        yield CheckResult("answer", "ok", f"{shown}and ended with {engine.tokenizer.decode([answer.end_id])!r}")
 
 
-def check_workspace(settings: Settings) -> Iterator[Finding]:
+def check_workspace(settings: Settings) -> Iterator[CheckResult]:
     from laserbatch.pipeline.storage.workspace import Workspace
 
     folder = settings.workspace
@@ -377,11 +376,11 @@ def check_workspace(settings: Settings) -> Iterator[Finding]:
     free = shutil.disk_usage(folder).free
     inodes = os.statvfs(folder)
     used = max((size_bytes(run.root) for run in Workspace(settings.workspace).runs()[-1:]), default=0)
-    level, mend = "ok", None
+    level, hint = "ok", None
     if free < max(MIN_FREE_BYTES, 2 * used) or (inodes.f_files and inodes.f_favail < 10_000):
         level = "fault" if free < MIN_FREE_BYTES / 20 else "warning"
-        mend = "Make room: `laserbatch runs gc` removes old runs, `laserbatch pools gc` old pools"
-    yield Finding("disk", level, f"{free / 1e9:.1f} GB are free at {folder}", mend)
+        hint = "Make room: `laserbatch runs gc` removes old runs, `laserbatch pools gc` old pools"
+    yield CheckResult("disk", level, f"{free / 1e9:.1f} GB are free at {folder}", hint)
     try:
         with NamedTemporaryFile(dir=folder, prefix=".doctor-", suffix=".tmp") as probe:
             fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -389,21 +388,21 @@ def check_workspace(settings: Settings) -> Iterator[Finding]:
             os.rename(probe.name, moved := f"{probe.name}.moved.tmp")
             os.rename(moved, probe.name)
     except OSError as error:
-        mend = "Put the workspace on a local disk or NFS 4, in a folder that this user may write to"
+        hint = "Put the workspace on a local disk or NFS 4, in a folder that this user may write to"
         what = f"{folder} cannot be written, locked or renamed in ({error.strerror})"
-        yield Finding("workspace", "fault", what, mend)
+        yield CheckResult("workspace", "fault", what, hint)
     else:
-        yield Finding("workspace", "ok", f"{folder} can be written, locked and renamed in")
+        yield CheckResult("workspace", "ok", f"{folder} can be written, locked and renamed in")
 
 
-def check_encoder(settings: Settings) -> Iterator[Finding]:
+def check_encoder(settings: Settings) -> Iterator[CheckResult]:
     from laserbatch.pipeline.encoding.identity import find_encoder
 
     folder, digest = find_encoder(settings.encoding)
-    yield Finding("encoder", "ok", f"{folder} ({digest[:8]})")
+    yield CheckResult("encoder", "ok", f"{folder} ({digest[:8]})")
 
 
-def check_pools(settings: Settings) -> Iterator[Finding]:
+def check_pools(settings: Settings) -> Iterator[CheckResult]:
     from laserbatch.pipeline.decoding.model.folder import tokenizer_folder
     from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
     from laserbatch.retrieval_pools.index.store import PoolStore
@@ -411,46 +410,48 @@ def check_pools(settings: Settings) -> Iterator[Finding]:
     store = PoolStore(settings.workspace / "pools")
     current = store.current_version()
     if current is None:
-        yield Finding("pools", "ok", "none yet: the first night drafts from each text's own prompt and output")
+        yield CheckResult("pools", "ok", "none yet: the first night drafts from each text's own prompt and output")
         return
     expected = tokenizer_hash(tokenizer_folder(settings.model_dir, settings.decoding.adapter))
     for side in store.verify(current):
         try:
             store.open(current, side, expected)
         except PoolError as error:
-            mend = "The next night builds new ones, drafting less; or set decoding.model back"
-            yield Finding("pools", "warning", str(error), mend)
+            hint = "The next night builds new ones, drafting less; or set decoding.model back"
+            yield CheckResult("pools", "warning", str(error), hint)
             return
-    yield Finding("pools", "ok", f"{current}, every byte as it was written")
+    yield CheckResult("pools", "ok", f"{current}, every byte as it was written")
 
 
-def check_tables(settings: Settings) -> Iterator[Finding]:
+def check_tables(settings: Settings) -> Iterator[CheckResult]:
     from laserbatch.jobs.stages.inputs import check_inputs
 
     if settings.tables.path is None:
-        yield Finding("tables", "fault", "tables.path is not set", "`laserbatch init TABLES` writes a configuration")
+        yield CheckResult(
+            "tables", "fault", "tables.path is not set", "`laserbatch init TABLES` writes a configuration"
+        )
         return
     findings = check_inputs(settings.tables.path, settings)
     faults = [finding for finding in findings if not finding.is_warning]
     if faults:
         problems = "; ".join(map(str, faults[:3]))
-        yield Finding("tables", "fault", problems, f"`laserbatch data check {settings.tables.path}` names them all")
+        yield CheckResult("tables", "fault", problems, f"`laserbatch data check {settings.tables.path}` names them all")
     else:
         left_out = "".join(f"; {finding.found}" for finding in findings if finding.kind == "left-out")
-        yield Finding("tables", "ok", f"{settings.tables.path} has no fault{left_out}")
+        yield CheckResult("tables", "ok", f"{settings.tables.path} has no fault{left_out}")
 
 
-def check_extensions(settings: Settings) -> Iterator[Finding]:
+def check_extensions(settings: Settings) -> Iterator[CheckResult]:
     for name, options in settings.extensions.items():
-        yield Finding(name, "ok", extension(name).check(options))
+        yield CheckResult(name, "ok", extension(name).check(options))
 
 
-def check_ray(settings: Settings) -> Iterator[Finding]:
+def check_ray(settings: Settings) -> Iterator[CheckResult]:
     from laserbatch.pipeline.distributed.cluster import ray_cluster
 
     with ray_cluster(settings.cluster, gpus_a_worker=settings.decoding.gpus_a_worker) as layout:
         where = settings.cluster.ray_address or "a local Ray"
-        yield Finding("Ray", "ok", f"{where}: room for {layout.num_workers} workers of {layout.need} each")
+        yield CheckResult("Ray", "ok", f"{where}: room for {layout.num_workers} workers of {layout.need} each")
 
 
 CHECKS: list[Check] = [

@@ -96,7 +96,7 @@ def _planned_side(night: Night, plan: SidePlan, scratch: RunFolder) -> dict[str,
     return {
         "num_entities": plan.num_entities,
         "num_carried_over": plan.num_carried_over,
-        "num_refused": plan.num_refused,
+        "num_unpromptable": plan.num_unpromptable,
         **({"postponed": plan.postponed} if plan.postponed else {}),
         "num_to_write": num_rows,
         "num_shards": len(pending),
@@ -171,11 +171,11 @@ def _most_changed(
 def _say_why(night: Night, sides: dict[str, dict[str, Any]]) -> None:
     """Say what makes a night write about most entities anew, before it costs anything."""
     say_other_prompts(night)
-    for side, asked in night.manifest.asked.items():
+    for side, prompt in night.manifest.prompts.items():
         for name, what in sides[f"{side}s"].get("changed_columns", {}).items():
             say(f"WARNING: {side}s: {name} {what}")
         if "changed_columns" in sides[f"{side}s"]:
             say(
                 f"a column that needs no new text is left out of prompts under `exclude` of the template "
-                f"({asked.template}; docs/own-prompts.md)"
+                f"({prompt.template}; docs/own-prompts.md)"
             )

@@ -5,9 +5,9 @@ from typing import Any
 
 import typer
 
-from laserbatch.jobs.commands.ctr import print_worth
+from laserbatch.jobs.commands.ctr import print_variants
 from laserbatch.jobs.console import ExitCode, print_table, say, summary
-from laserbatch.jobs.report.worth_table import audit_table
+from laserbatch.jobs.report.variant_table import audit_table
 from laserbatch.jobs.settings import (
     CONFIGS,
     FRAMEWORKS,
@@ -18,9 +18,15 @@ from laserbatch.jobs.settings import (
     variant_names,
 )
 from laserbatch.jobs.stages.night import parse_date
-from laserbatch.jobs.stages.run_experiment import SHARE_BEFORE, Experiment, run_experiment, settings_of_framework
+from laserbatch.jobs.stages.run_experiment import (
+    RECORD,
+    SHARE_BEFORE,
+    Experiment,
+    read_record,
+    run_experiment,
+    settings_of_framework,
+)
 from laserbatch.pipeline.errors import ConfigError
-from laserbatch.pipeline.storage.atomic import read_json
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import open_tables
 from laserbatch.pipeline.tables.sampled import day_of_share
@@ -73,15 +79,15 @@ def experiment(
                 "are tried on one sample, so set tables.path alike"
             )
     opened = Workspace.open(first.workspace)
-    before = opened.experiment(name).root / "experiment.json" if name else None
+    folder = opened.experiment(name) if name else None
     if date is not None:
         day = parse_date(date)
-    elif before is not None and before.exists():
-        day = parse_date(read_json(before)["asked"]["date"])
+    elif folder is not None and (folder.root / RECORD).exists():
+        day = parse_date(read_record(folder)["spec"]["date"])
     else:
         day = day_of_share(open_tables(first.tables.path, first.tables.keep_duplicates), SHARE_BEFORE)
-    asked = Experiment(settings, day, users, items or ITEMS_A_USER * users)
-    comparison = run_experiment(opened, name or asked.default_name, asked)
+    experiment = Experiment(settings, day, users, items or ITEMS_A_USER * users)
+    comparison = run_experiment(opened, name or experiment.default_name, experiment)
     if as_json:
         summary(comparison, as_json=True)
     else:
@@ -91,7 +97,7 @@ def experiment(
 
 
 def _show(comparison: dict[str, Any]) -> None:
-    print_worth(comparison)
+    print_variants(comparison)
     audit = audit_table(comparison["variants"])
     if audit is None:
         say("no text was compared with a plain one: variants wrote too few, or are plain themselves")

@@ -62,7 +62,7 @@ def asof(
 
     Example: `laserbatch features asof tables/interactions.parquet train.parquet --workspace workspace`
     """
-    with feature_versions(open_workspace(config, workspace).dated_runs()) as versions:
+    with feature_versions(open_workspace(config, workspace).finished_runs()) as versions:
         forms = {side: _form(side, found.vectors.shape[1], float16, basis) for side, found in versions.items()}
         num_without = dict.fromkeys(SIDES, 0)
         batches = iter_rows(interactions, "interactions")
@@ -114,7 +114,7 @@ def history(
     Example: `laserbatch features history versions/ --workspace workspace`
     """
     opened, counts = open_workspace(config, workspace), {}
-    with feature_versions(opened.dated_runs()) as versions, atomic_folder(out, overwrite) as folder:
+    with feature_versions(opened.finished_runs()) as versions, atomic_folder(out, overwrite) as folder:
         for side, found in versions.items():
             form, ends = _form(side, found.vectors.shape[1], float16, basis), found.valid_to()
             id_field = pa.field(f"{side}_id", found.ids.type, nullable=False)

@@ -24,7 +24,7 @@ from laserbatch.jobs.events import read_events
 from laserbatch.jobs.formatting import counted
 from laserbatch.jobs.settings import CONFIG, DRY_RUN, JSON, WORKSPACE, Settings, load_settings
 from laserbatch.jobs.stages.publishing import delivery_uri, draw_report, forget_delivered
-from laserbatch.pipeline.errors import PipelineError, WorkspaceError
+from laserbatch.pipeline.errors import LaserbatchError, WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import (
     canonical_json,
@@ -42,7 +42,6 @@ from laserbatch.pipeline.storage.scratch import remove_dead_scratch
 from laserbatch.pipeline.storage.workspace import EXPERIMENTS, Workspace
 from laserbatch.pipeline.tables.read import iter_column
 from laserbatch.pipeline.tables.schema import TABLE_NAMES, tables_folder
-from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.store import PoolStore
 
 
@@ -291,7 +290,7 @@ def _rebuilt(settings: Settings, name: str, wanted: Ids) -> bool:
                 tables[table] = tables[table].filter(pc.invert(is_of(tables[table][f"{side}_id"], wanted[side])))
         night.tables = type(night.tables)(**tables)
         build_pools(night, anew=True)  # routers too: they hold ids
-    except (PipelineError, PoolError, OSError) as error:
+    except (LaserbatchError, OSError) as error:
         say(f"the pools {name} cannot be built again and are dropped, so that the next night drafts from none: {error}")
         return False
     return True
@@ -351,7 +350,7 @@ def _in_tables(settings: Settings, wanted: Ids) -> dict[tuple[str, Side], set[st
             }  # fmt: skip
             if keys:
                 found[table, side] = keys
-    except PipelineError as error:
+    except LaserbatchError as error:
         say(f"the input tables could not be read: {error}")
         return None
     return found

@@ -15,9 +15,9 @@ from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.report.sides import side_warnings
 from laserbatch.jobs.settings import CONFIG, JSON, PACKAGE_ROOT, WORKSPACE, load_settings
 from laserbatch.jobs.stages.night import Night, parse_night
-from laserbatch.jobs.stages.publishing import command_to_publish, deliver, let_readers_see
+from laserbatch.jobs.stages.publishing import command_to_publish, deliver, force_publish
 from laserbatch.jobs.stages.run_night import run_night
-from laserbatch.pipeline.errors import ConfigError, PipelineError, TableError
+from laserbatch.pipeline.errors import ConfigError, LaserbatchError, TableError
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.storage.atomic import atomic_folder
 from laserbatch.pipeline.storage.manifest import LEFT_OUT, RunManifest, SideFigures
@@ -25,7 +25,6 @@ from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import describe
 from laserbatch.pipeline.tables.schema import require_only_tables
-from laserbatch.retrieval_pools.errors import PoolError
 
 NUM_ASKED = 40  # ratings of each user after the last night, to judge the CTR models by
 DEMO_SEED = 7  # a world on which nothing was trained or chosen: neither the sample model nor a CTR setting
@@ -66,7 +65,7 @@ def nightly(
     if dry_run:
         summary(planned_night(settings, night_date, force, redo), as_json)
         return
-    night = run_night(settings, night_date, force, redo, "always" if publish else "forwards")
+    night = run_night(settings, night_date, force, redo, "always" if publish else "if-newer")
     summary(
         {
             "run_id": night.run.run_id,
@@ -116,10 +115,10 @@ def backfill(
         date = start + datetime.timedelta(days=number)
         say(f"night {number + 1} of {num_nights}: {date}")
         try:
-            night = run_night(settings, date, redo=redo, publishing="never", after=before)
+            night = run_night(settings, date, redo=redo, policy="never", base_run=before)
         except BaseException as error:
             say(f"the backfill stopped at {date}, {number} of {num_nights} nights done; the same command goes on there")
-            if isinstance(error, PipelineError | PoolError):
+            if isinstance(error, LaserbatchError):
                 error.args = (f"the night of {date}: {error}",)
             raise
         rows.append(_counts(night))
@@ -134,8 +133,8 @@ def backfill(
         say(f"not published: run {night.run.run_id} was rolled back; {command_to_publish(night.run)} changes that")
     elif publish:
         with opened.lock():
-            let_readers_see(opened, before.run_id)
-            deliver(opened, settings.deliver_to, is_asked=True)
+            force_publish(opened, before.run_id)
+            deliver(opened, settings.deliver_to, force=True)
     pointed_to = opened.pointed_to()
     if as_json:
         summary({"nights": rows, "published": pointed_to}, as_json=True)
@@ -201,7 +200,7 @@ def night_counts(night: Night) -> dict[str, Any]:
         names = ("num_entities", "num_generated", "num_carried_over", "num_quarantined")
         counts[f"{side}s"] = {name: getattr(figures, name) for name in names}
         if figures.postponed:
-            counts[f"{side}s"] |= {"num_waiting": figures.num_waiting, "num_unasked": figures.num_unasked}
+            counts[f"{side}s"] |= {"num_waiting": figures.num_waiting, "num_without_text": figures.num_without_text}
             counts[f"{side}s"]["postponed"] = figures.postponed
         counts[f"{side}s"] |= {n: getattr(figures.stats, n) for n in ("num_tokens", "tokens_per_step", "tokens_per_s")}
         if warnings := side_warnings(figures):

@@ -11,7 +11,7 @@ from laserbatch.jobs.console import print_table, say, summary
 from laserbatch.jobs.formatting import count, counted
 from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.settings import CONFIG, DRY_RUN, JSON, WORKSPACE, load_settings, open_workspace
-from laserbatch.jobs.stages.publishing import deliver, delivery_uri, let_readers_see, remove_delivered, use_pools_of
+from laserbatch.jobs.stages.publishing import deliver, delivery_uri, force_publish, remove_delivered, use_pools_of
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import leftovers, remove_folder, remove_leftovers, size_bytes
@@ -137,8 +137,8 @@ def publish(
         folder = opened.existing_run(run)
         if not (folder.is_finished or folder.is_held):
             raise WorkspaceError(f"run {run} is not finished; `laserbatch nightly --date {folder.date}` finishes it")
-        let_readers_see(opened, folder.run_id)
-        deliver(opened, delivery_uri(opened, settings.deliver_to), is_asked=True)
+        force_publish(opened, folder.run_id)
+        deliver(opened, delivery_uri(opened, settings.deliver_to), force=True)
     summary({"published": folder.run_id, "published_before": before}, as_json)
 
 
@@ -154,10 +154,10 @@ def rollback(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, a
         rolled_back = opened.pointed_to()
         if rolled_back is None:
             raise WorkspaceError(f"{opened.root} has no published run, so there is nothing to roll back")
-        opened.withdraw()
+        opened.roll_back()
         published = opened.pointed_to()
         use_pools_of(opened, published)
-        deliver(opened, delivery_uri(opened, settings.deliver_to), is_asked=True)
+        deliver(opened, delivery_uri(opened, settings.deliver_to), force=True)
     summary({"published": published, "rolled_back": rolled_back}, as_json)
 
 
@@ -249,7 +249,7 @@ def _described(workspace: Workspace, run: RunFolder) -> dict[str, Any]:
     """A run as plain values."""
     described: dict[str, Any] = {"run_id": run.run_id, "date": run.date, "state": "unfinished", "failure": None}
     described["published"] = run.run_id == workspace.pointed_to()
-    described["rolled_back"] = run.run_id in workspace.withdrawn()
+    described["rolled_back"] = run.run_id in workspace.rolled_back()
     described["num_bytes"] = size_bytes(run.root)
     try:
         manifest = run.load_manifest()
@@ -259,7 +259,7 @@ def _described(workspace: Workspace, run: RunFolder) -> dict[str, Any]:
     described["state"] = "finished" if run.is_finished else "held" if run.is_held else described["state"]
     if manifest.status == "failed":
         described["state"] = "failed"
-    described["asked_by"] = {side: asdict(asked) for side, asked in manifest.asked.items()}
+    described["prompts"] = {side: asdict(prompt) for side, prompt in manifest.prompts.items()}
     for side, figures in manifest.sides.items():
         described[f"{side}s"] = {f"num_{name}": getattr(figures, f"num_{name}") for name in ("entities", *COUNTED)}
     return described
@@ -270,7 +270,7 @@ def _row(described: dict[str, Any]) -> dict[str, str]:
         "": "*" if described["published"] else "",
         "run": described["run_id"],
         "state": "rolled back" if described["rolled_back"] else described["state"],
-        "asked by": ", ".join(dict.fromkeys(asked["framework"] for asked in described.get("asked_by", {}).values())),
+        "framework": ", ".join(dict.fromkeys(one["framework"] for one in described.get("prompts", {}).values())),
     }
     for side in SIDES:
         figures = described.get(f"{side}s", {})

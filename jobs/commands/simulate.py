@@ -20,11 +20,10 @@ from laserbatch.jobs.console import print_table, progress, say, stdout, summary
 from laserbatch.jobs.formatting import counted, decimal, percent
 from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.settings import JSON, WORKSPACE, Settings, load_settings
-from laserbatch.jobs.stages.budgets import kept_step_cost
+from laserbatch.jobs.stages.budgets import known_step_cost
 from laserbatch.jobs.stages.night import Night, open_run
 from laserbatch.jobs.stages.pool_texts import RunTexts, draft_options, planned_rows, read_run_texts
 from laserbatch.pipeline.budget.choice import known_batch_size, side_budget
-from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
@@ -35,6 +34,7 @@ from laserbatch.retrieval_pools.index.build import build_pool
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.routing.router import Routes, fit_routers
 from laserbatch.retrieval_pools.settings import PoolSettings
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 SCHEMES = ("router", "collaborative", "attribute", "global", "random")
 TREE_SIZES = (4, 16, 64)
@@ -174,7 +174,7 @@ def simulate(
 def _pace(night: Night, settings: Settings, path: Path | None, batch_size: int | None) -> tuple[StepCost, int]:
     """The cost of the given file, or the configured one, or the newest that a night measured; at which batch size."""
     wanted = batch_size or settings.decoding.batch_size
-    step_cost = kept_step_cost(night.workspace, settings.decoding, path)
+    step_cost = known_step_cost(night.workspace, settings.decoding, path)
     if step_cost is None:
         raise ConfigError("no night has measured what a step costs here; give one with --step-cost FILE")
     if batch_size is not None:
@@ -200,7 +200,7 @@ def divided_texts(night: Night, settings: Settings, side: Side, num_texts: int, 
     token_ids, known = run_texts.of_entities(held_back), night.tables.entities(side)[f"{side}_id"].to_pylist()
     place_of = {entity_id: place for place, entity_id in enumerate(known) if entity_id in token_ids}
     texts = [
-        (place_of[row.entity_id], ReplayText(row.prompt_ids, token_ids[row.entity_id], row.previous_ids))
+        (place_of[row.entity_id], ReplayText(row.prompt.token_ids, token_ids[row.entity_id], row.previous_ids))
         for row in (rows[number] for number in generator.permutation(len(rows)))
         if row.entity_id in place_of
     ]

@@ -24,7 +24,6 @@ from laserbatch.jobs.stages.inputs import (
 from laserbatch.jobs.stages.night import Night, new_night, parse_date
 from laserbatch.jobs.stages.spans import text_spans
 from laserbatch.pipeline.budget.choice import budget_step_cost, side_budget
-from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.distributed.settings import usable_cores
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.planning.plan import read_shard
@@ -37,6 +36,7 @@ from laserbatch.pipeline.storage.scratch import ScratchFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import Tables, read_tables
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 # Underlines differ too, so that the spans can be told apart without colours. The model's own tokens stay unmarked.
 SOURCE_STYLES = {
@@ -139,7 +139,7 @@ def write_one(night: Night, side: Side) -> TriedEntity:
         worker = ShardWorker(replace(spec, num_threads=usable_cores()))
 
         def measure() -> StepCost:
-            return worker.engine.kept_step_cost() or worker.engine.measured_step_cost(keeps=False)
+            return worker.engine.cached_step_cost() or worker.engine.measured_step_cost(save=False)
 
         pool = None if version is None else night.pools.open(version, side)
         budget = side_budget(decoding, pool, budget_step_cost(decoding, measure), float(row.previous_ids is not None))

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from laserbatch.jobs.formatting import count, counted, decimal, percent
-from laserbatch.jobs.report.blocks import Beside, Block, Note, Section, Table
+from laserbatch.jobs.report.blocks import Block, Note, Section, SideBySide, Table
 from laserbatch.jobs.report.sides import SIDE_LABELS
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.manifest import AuditedText, AuditFigures
@@ -53,7 +53,7 @@ def audit_row(found: Mapping[str, Any], digits: int) -> dict[str, str]:
     }
 
 
-def _case(side: Side, case: AuditedText) -> Beside:
+def _case(side: Side, case: AuditedText) -> SideBySide:
     facts = [f"cosine {decimal(case.cosine)}", f"{decimal(case.length_ratio)} times as long"]
     if case.added_repetition > 0:
         facts.append(f"{percent(case.added_repetition)} more repeated")
@@ -62,7 +62,7 @@ def _case(side: Side, case: AuditedText) -> Beside:
     if case.names:
         facts.append(f"{counted(len(case.names), 'name')} from nowhere: {', '.join(case.names)}")
     own, plain = _marked(case.text, case.plain_text)
-    return Beside(f"{side.capitalize()} {case.entity_id}", " · ".join(facts), {"Tonight": own, "Plain": plain})
+    return SideBySide(f"{side.capitalize()} {case.entity_id}", " · ".join(facts), {"Tonight": own, "Plain": plain})
 
 
 def _marked(own: str, plain: str) -> tuple[list[tuple[str, bool]], list[tuple[str, bool]]]:

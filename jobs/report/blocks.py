@@ -83,7 +83,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Beside:
+class SideBySide:
     """Two texts side by side, by what they are; each as parts, of which some are marked."""
 
     title: str
@@ -99,7 +99,7 @@ class Folded:
     text: str
 
 
-Block = Figure | Table | Note | Sample | Beside | Folded
+Block = Figure | Table | Note | Sample | SideBySide | Folded
 
 
 @dataclass(frozen=True)

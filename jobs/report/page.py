@@ -8,7 +8,7 @@ import jinja2
 from markupsafe import Markup
 
 from laserbatch.jobs.formatting import SOURCE_LABELS, count, counted, decimal, rate, seconds, times
-from laserbatch.jobs.gates import age_of_judged, gate_sentence, holding
+from laserbatch.jobs.gates import age_of_judged, blocking, gate_sentence
 from laserbatch.jobs.log_age import recorded_age
 from laserbatch.jobs.report.audit import audit_section
 from laserbatch.jobs.report.blocks import Section
@@ -195,7 +195,7 @@ def _wall_s(manifest: RunManifest) -> float:
 def _warnings(manifest: RunManifest, sides: list[Side]) -> list[str]:
     """What needs somebody today: why a run failed, first."""
     done = "Not published" if manifest.status == "held" else "Published all the same"
-    found = [f"{done}: {gate_sentence(gate)}." for gate in holding(manifest.gates)]
+    found = [f"{done}: {gate_sentence(gate)}." for gate in blocking(manifest.gates)]
     found += [f"{gate_sentence(gate)}." for gate in manifest.gates if (gate.gate, gate.verdict) == ("AUC", "warns")]
     found += log_warnings(manifest)
     found += [f"{side.label}: {warning}." for side in sides for warning in side_warnings(side.figures)]
@@ -212,7 +212,7 @@ def log_warnings(manifest: RunManifest) -> list[str]:
 
 def _facts(manifest: RunManifest) -> list[str]:
     model, machine = manifest.model, manifest.machine
-    facts = [f"{side}s asked by {asked.framework} ({asked.template})" for side, asked in manifest.asked.items()]
+    facts = [f"{side} prompts: {one.framework} ({one.template})" for side, one in manifest.prompts.items()]
     if model is not None:
         facts.append(f"model {model.id} ({rate(model.num_parameters / 1e6)} M parameters)")
         by_vllm = manifest.settings.get("decoding", {}).get("engine") == "vllm"

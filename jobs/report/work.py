@@ -24,7 +24,7 @@ OUTCOMES = (
     ("num_generated", "generated", TONIGHT),
     ("num_carried_over", "carried over", "#a9cbe8"),
     ("num_waiting", "waiting", "#d7dde4"),
-    ("num_unasked", "not asked", "#8d99a6"),
+    ("num_without_text", "without a text", "#8d99a6"),
     ("num_quarantined", "quarantined", "#e69f00"),
 )
 WRITING = ("generate", "generate plain", "generate audited")  # stages in which workers write
@@ -93,7 +93,7 @@ def gates_section(manifest: RunManifest) -> Section:
         }
         for gate in judged
     ]
-    caption = "One that holds keeps the run from being published, and the next night from building on it."
+    caption = "A gate that blocks keeps the run from being published, and the next night from building on it."
     strong = [number for number, gate in enumerate(judged) if gate.verdict != "passes"]
     table = Table("What was judged before publication", rows, ("Side", "Gate", "Verdict", "Meaning"), caption, strong)
     reasons: dict[str, list[str]] = {}

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from laserbatch.jobs.gates import MIN_PAIRS, repeated_shares
 from laserbatch.jobs.settings import GateSettings
-from laserbatch.jobs.stages.generate import generate_sample_plainly
+from laserbatch.jobs.stages.generate import generate_plain_sample
 from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
@@ -54,7 +54,7 @@ def generate_audited(night: Night, workers: NightWorkers) -> None:
     rows = {side: sample.planned for side, sample in _samples(night).items()}
     if rows:
         with night.stage("generate audited"):
-            generate_sample_plainly(night, workers, _audit_folder(night), rows)
+            generate_plain_sample(night, workers, _audit_folder(night), rows)
 
 
 def audit_texts(night: Night, load_encoder: "Callable[[], TextEncoder]") -> None:

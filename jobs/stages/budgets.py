@@ -8,7 +8,7 @@ from pathlib import Path
 from laserbatch.jobs.console import say
 from laserbatch.jobs.stages.night import Night, previous_run
 from laserbatch.pipeline.budget.choice import ChosenBudget, budget_step_cost, side_budget
-from laserbatch.pipeline.budget.step_cost import StepCost, read_step_cost
+from laserbatch.pipeline.budget.step_cost import read_step_cost
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.planning.plan import Shard, read_shard
 from laserbatch.pipeline.sides import SIDES, Side
@@ -16,6 +16,7 @@ from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.manifest import BudgetFigures
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 NUM_SAMPLED_SHARDS = 8  # read to see how many entities have a previous text
 
@@ -76,7 +77,7 @@ def night_budgets(night: Night, shards: Iterable[Shard], measure: Callable[[], S
     return {side: budget_of(figures) for side, figures in night.manifest.budgets.items()}
 
 
-def kept_step_cost(workspace: Workspace, decoding: DecodingSettings, path: Path | None = None) -> StepCost | None:
+def known_step_cost(workspace: Workspace, decoding: DecodingSettings, path: Path | None = None) -> StepCost | None:
     """The cost of a file, or the configured one, or the newest that a night of a workspace measured; None without."""
     measured = sorted(workspace.step_costs_folder.glob("*.json"), key=lambda kept: kept.stat().st_mtime)
     if path is not None or decoding.step_cost is not None:

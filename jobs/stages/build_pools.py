@@ -34,7 +34,7 @@ from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import build_pool
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.index.pool import Pool
-from laserbatch.retrieval_pools.index.store import Collected, PoolStore
+from laserbatch.retrieval_pools.index.store import GcResult, PoolStore
 from laserbatch.retrieval_pools.routing.embeddings import id_column
 from laserbatch.retrieval_pools.routing.router import Router, fit_routers
 
@@ -170,7 +170,7 @@ def _build_pools(
     return built
 
 
-def collect_pools(store: PoolStore, keep: int, in_use: Collection[str], dry_run: bool = False) -> Collected:
+def collect_pools(store: PoolStore, keep: int, in_use: Collection[str], dry_run: bool = False) -> GcResult:
     """Remove what `PoolStore.collect` may, under the workspace's lock, and say so; with `dry_run` only say it."""
     collected = store.collect(keep, in_use, dry_run)
     megabytes = f"{collected.num_bytes / 1e6:,.1f} MB"

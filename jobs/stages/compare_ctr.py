@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
-from laserbatch.ctr.errors import CtrError, NothingToJudge
+from laserbatch.ctr.errors import NothingToJudge
 from laserbatch.ctr.feature_set import FeatureSet, read_feature_set
 from laserbatch.ctr.log import EntityTables
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.events import event_log
 from laserbatch.pipeline.encoding.versions import feature_versions
+from laserbatch.pipeline.errors import LaserbatchError
 from laserbatch.pipeline.storage.manifest import CtrFigures
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -50,7 +51,7 @@ def compare_night(night: "Night") -> CtrFigures:
     of_night, wanted = night.run, night.settings.night.compare_with_plain
     stand_ins = [
         run
-        for run in reversed(night.workspace.dated_runs(of_night.settings_hash, with_held=True))
+        for run in reversed(night.workspace.finished_runs(of_night.settings_hash, include_held=True))
         if run.settings_hash == of_night.settings_hash
         and run.date < of_night.date
         and run.plain.features_path("user").exists() == wanted
@@ -107,7 +108,7 @@ def judge_first(
             say(f"{reasons[0]}: run {run.run_id} is judged in its place")
             age = datetime.date.fromisoformat(asked_on) - date
             return replace(figures, judged_run_id=run.run_id, judged_age_days=age.days)
-    except CtrError as error:
+    except LaserbatchError as error:
         reasons = [str(error)]
     except Exception as error:  # out of memory, or our own fault: what was generated is as good as before
         logger.exception("the CTR comparison failed")

@@ -5,6 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +24,7 @@ from laserbatch.pipeline.budget.choice import PLAIN
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.distributed.actors import ShardAbandoned
-from laserbatch.pipeline.distributed.loading import TOKEN_FILE
+from laserbatch.pipeline.distributed.shared_folder import TOKEN_FILE
 from laserbatch.pipeline.distributed.spec import TextSpec
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
@@ -36,7 +37,7 @@ from laserbatch.pipeline.planning.plan import (
     open_plan,
     write_shard_plan,
 )
-from laserbatch.pipeline.planning.planner import FIRST_TEXTS, Keep, plan_side, shared_fingerprint
+from laserbatch.pipeline.planning.planner import FIRST_TEXTS, CarryOver, plan_side, shared_fingerprint
 from laserbatch.pipeline.planning.postpone import Refresh, unusable_texts
 from laserbatch.pipeline.planning.refresh import BUDGET
 from laserbatch.pipeline.sides import SIDES, Side
@@ -45,6 +46,7 @@ from laserbatch.pipeline.storage.manifest import ShardRecord, SideFigures
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.quarantine import count_reasons
 from laserbatch.pipeline.storage.run_folder import POSTPONED, RunFolder
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 MAX_SHARE_UNUSABLE = 0.5  # the night stops if more of the first texts fail: the model does not fit the template
 
@@ -55,18 +57,18 @@ def generate_knowledge(night: Night, workers: NightWorkers) -> None:
     Raises RunFailed where most of the first texts cannot be kept.
     """
     with night.stage("generate"):
-        night.manifest.sides = _Pass(night, night.run, night.settings.decoding, workers).run()
+        night.manifest.sides = GenerationStage(night, night.run, night.settings.decoding, workers).run()
 
 
 def plan_night(night: Night, folder: RunFolder) -> dict[Side, SidePlan]:
     """The plans of a night, made in a folder that need not be the run's."""
-    return _Pass(night, folder, night.settings.decoding)._plans()[0]
+    return GenerationStage(night, folder, night.settings.decoding).plans()[0]
 
 
 def plan_one(night: Night, folder: RunFolder, side: Side) -> tuple[SidePlan, TextSpec]:
     """The plan of a side, made in a folder that need not be the run's, and what a worker needs to write it there."""
-    planned = _Pass(night, folder, night.settings.decoding)
-    return planned._plan(side)[0], planned._worker_spec()
+    stage = GenerationStage(night, folder, night.settings.decoding)
+    return stage.plan(side)[0], stage.worker_spec()
 
 
 def generate_plain(night: Night, workers: NightWorkers) -> None:
@@ -76,64 +78,60 @@ def generate_plain(night: Night, workers: NightWorkers) -> None:
     about come in shards of their own: their time is compared with the night's, since others have shorter prompts.
     """
     with night.stage("generate plain"):
-        night.manifest.plain = _Pass(night, night.run.plain, _plain(night), workers, is_plain=True).run()
+        night.manifest.plain = PlainBaselineStage(night, night.run.plain, _plain_decoding(night), workers).run()
 
 
-def generate_sample_plainly(
+def generate_plain_sample(
     night: Night, workers: NightWorkers, folder: RunFolder, rows: Mapping[Side, pa.Table]
 ) -> None:
-    """Rows of the night's own plan decoded plainly into another folder, a shard a side; one that is done stays."""
+    """Write plain texts for rows of the night's plan into another folder, one shard a side; finished shards stay."""
     pending = []
     for side, table in rows.items():
-        shard = write_shard_plan(side, "00000", table, folder.root, is_apart=False)
+        shard = write_shard_plan(side, "00000", table, folder.root, is_isolated=False)
         done = folder.finished_shards(side).get(shard.name)
         if done is None or done.info.planned_sha256 != shard.sha256:
             pending.append(shard)
     if pending:
         say(f"generate plain: {sum(shard.num_rows for shard in pending)} sampled texts, to compare with tonight's")
-        crew = workers.crew(_Pass(night, folder, _plain(night), workers, is_plain=True)._worker_spec())
-        hand_out(crew, pending, {side: {} for side in rows}, "generate audited", _plainly)
+        spec = PlainBaselineStage(night, folder, _plain_decoding(night), workers).worker_spec()
+        hand_out(workers.worker_pool(spec), pending, {side: {} for side in rows}, "generate audited", no_draft_budgets)
 
 
-def _plain(night: Night) -> DecodingSettings:
+def _plain_decoding(night: Night) -> DecodingSettings:
     return night.settings.decoding.model_copy(update={"verifier": "greedy", "drafters": (), "max_draft_tokens": 0})
 
 
 @dataclass(frozen=True)
-class _Pass:
-    """One decoding of both sides: the night's own, or the plain one that it is compared with."""
+class GenerationStage:
+    """The generation of a night's texts, of both sides, into a run folder."""
 
     night: Night
     folder: RunFolder
     decoding: DecodingSettings
-    workers: NightWorkers | None = None  # who only plans needs none
-    is_plain: bool = False
+    workers: NightWorkers | None = None  # None: plans only
+    label: ClassVar[str] = "generate"
 
     def run(self) -> dict[Side, SideFigures]:
         """Do what is not done yet."""
         (self.folder.root / TOKEN_FILE).unlink(missing_ok=True)  # of an attempt that was killed
         if self._will_probably_write():
-            self.workers.start(self._worker_spec())
-        plans, finished = self._plans()
-        self.night.tables.let_go()
+            self.workers.start(self.worker_spec())
+        plans, finished = self.plans()
+        self.night.tables.release_pages()
         for side in SIDES:
-            if plans[side].postponed and not self.is_plain:
-                say(f"{side}s skipped tonight, without a new text: {format_counts(plans[side].postponed)}")
-            if plans[side].num_refused and not self.is_plain:
-                say(f"{side}s that stay in quarantine, because their prompts did not change: {plans[side].num_refused}")
-            if not self.is_plain:
-                require_usable_texts(self.night, plans[side], finished[side])
+            self._say_skipped(plans[side])
+            self._require_usable(plans[side], finished[side])
         pending = [shard for plan in plans.values() for shard in plan.shards if shard.name not in finished[shard.side]]
         pending.sort(key=lambda shard: shard.name)  # so that both sides' first texts are judged before the others
         abandoned = []
         with ThreadPoolExecutor(1) as aside:
-            kept = {side: aside.submit(keep.write) for side, keep in self._kept.items()}
+            carried = {side: aside.submit(carry_over.write) for side, carry_over in self._carry_overs.items()}
             if pending:
                 settings = self.night.settings
                 folders = settings.model_dir, settings.decoding.adapter
                 load = partial(aside.submit, load_tokenizer, *folders)  # seconds, for later stages
-                abandoned = self._write(pending, plans, finished, kept.values(), load)
-            for side, written in kept.items():
+                abandoned = self._write(pending, plans, finished, carried.values(), load)
+            for side, written in carried.items():
                 finished[side] |= written.result()
         end_at_sigterm()
         plans = {side: load_plan(self.folder.root, side) or plans[side] for side in SIDES}  # with halves of shards
@@ -152,36 +150,32 @@ class _Pass:
         before = unless_damaged(previous.load_manifest)
         return before is None or bool(changed_inputs(before.inputs, night.manifest.inputs))
 
-    def _plans(self) -> tuple[dict[Side, SidePlan], dict[Side, Finished]]:
+    def plans(self) -> tuple[dict[Side, SidePlan], dict[Side, Finished]]:
         """What is to be done of both sides, and their shards that are done."""
-        made = {side: self._plan(side) for side in SIDES}
+        made = {side: self.plan(side) for side in SIDES}
         users, items = (plan for plan, _ in made.values())
         is_left = self._budget is not None and users.num_tokens + items.num_tokens < self._budget
         if is_left and BUDGET in users.postponed:  # users have what items leave of their share
             drop_plan(self.folder.root, "user")
-            made["user"] = self._plan("user")
+            made["user"] = self.plan("user")
         return {side: plan for side, (plan, _) in made.items()}, {side: done for side, (_, done) in made.items()}
 
     @cached_property
-    def _kept(self) -> dict[Side, Keep]:
-        """What keeps its text by the plans that were made, to be written while workers write the others."""
+    def _carry_overs(self) -> dict[Side, CarryOver]:
+        """Records that the plans carry over; they are written while workers generate the others."""
         return {}
 
     @cached_property
     def _budget(self) -> float | None:
         """Tokens of both sides tonight; None: no limit."""
-        return None if self.is_plain else night_tokens(self.night)
+        return night_tokens(self.night)
 
-    def _plan(self, side: Side) -> tuple[SidePlan, Finished]:
+    def plan(self, side: Side) -> tuple[SidePlan, Finished]:
         """What is to be done of a side, and the shards of it that are done."""
         night, settings, tables = self.night, self.night.settings, self.night.tables
         template = night.template(side)
 
         def make_plan() -> SidePlan:
-            unasked = None
-            if self.is_plain:  # nobody has a plain text who has no other
-                unasked = night.run.read_postponed(side)
-                unasked = unasked.filter(pc.invert(unasked["has_text"]))
             with progress(f"plan {side}s", tables.entities(side).num_rows) as bar:
                 return plan_side(
                     tables,
@@ -193,18 +187,23 @@ class _Pass:
                     previous=self._previous(side),
                     batch_size=self.decoding.batch_size,
                     run_dir=self.folder.root,
-                    routes=None if self.is_plain else night.routes(side),
                     force=night.manifest.force,
                     shard_size=settings.night.shard_size,
                     on_entities=bar.advance,
-                    apart=_written_tonight(night, side) if self.is_plain else None,
-                    refresh=None if self.is_plain else self._refresh(side),
-                    unasked=unasked,
-                    unusable=None if self.is_plain else unusable_texts(night.previous, side, night.date),
-                    keep=partial(self._kept.__setitem__, side),
+                    carry_over=partial(self._carry_overs.__setitem__, side),
+                    **self._plan_options(side),
                 )
 
         return open_plan(self.folder, side, make_plan)
+
+    def _plan_options(self, side: Side) -> dict[str, Any]:
+        """Options of `plan_side` that a plain baseline does not share."""
+        night = self.night
+        return {
+            "routes": night.routes(side),
+            "refresh": self._refresh(side),
+            "unusable": unusable_texts(night.previous, side, night.date),
+        }
 
     def _refresh(self, side: Side) -> Refresh | None:
         """What decides whose change waits; None where none does."""
@@ -223,11 +222,25 @@ class _Pass:
         postponed = unless_damaged(partial(waiting.read_postponed, side), POSTPONED.empty_table())
         return Refresh(settings, night.date, budget, self.decoding.max_new_tokens, postponed, clusters)
 
+    @property
+    def _previous_folder(self) -> RunFolder | None:
+        return self.night.previous
+
     def _previous(self, side: Side) -> PreviousKnowledge:
-        previous = self.night.previous
-        if previous is not None and self.is_plain:
-            previous = previous.plain
-        return PreviousKnowledge(None if previous is None else previous.knowledge_folder(side))
+        folder = self._previous_folder
+        return PreviousKnowledge(None if folder is None else folder.knowledge_folder(side))
+
+    def _say_skipped(self, plan: SidePlan) -> None:
+        if plan.postponed:
+            say(f"{plan.side}s skipped tonight, without a new text: {format_counts(plan.postponed)}")
+        if plan.num_unpromptable:
+            say(f"{plan.side}s that stay in quarantine, because their prompts did not change: {plan.num_unpromptable}")
+
+    def _require_usable(self, plan: SidePlan, finished: Finished) -> None:
+        require_usable_texts(self.night, plan, finished)
+
+    def _choose_budgets(self, pending: list[Shard], measure: Callable[[], StepCost]) -> dict[Side, Budget]:
+        return night_budgets(self.night, pending, measure)
 
     def _write(
         self,
@@ -242,28 +255,30 @@ class _Pass:
         What is written aside and fails, on a full disk, ends it at the next shard. `on_first_text` begins what would
         take the processor from workers that load their model.
         """
-        night, label = self.night, "generate plain" if self.is_plain else "generate"
 
-        def tell_first_text() -> None:
-            emit("first_text", of=label)
+        def notify_first_text() -> None:
+            emit("first_text", of=self.label)
             on_first_text()
 
         def check(shard: Shard) -> None:
             for written in filter(Future.done, aside):
                 written.result()
-            if not self.is_plain:
-                require_usable_texts(night, plans[shard.side], finished[shard.side])
+            self._require_usable(plans[shard.side], finished[shard.side])
 
-        crew = self.workers.crew(self._worker_spec())
-        choose = _plainly if self.is_plain else partial(night_budgets, night, pending)
-        abandoned = hand_out(crew, pending, finished, label, choose, check, tell_first_text)
-        night.manifest.workers = self.workers.figures(crew, len(pending))
+        worker_pool = self.workers.worker_pool(self.worker_spec())
+        choose = partial(self._choose_budgets, pending)
+        abandoned = hand_out(worker_pool, pending, finished, self.label, choose, check, notify_first_text)
+        self.night.manifest.workers = self.workers.figures(worker_pool, len(pending))
         return abandoned
 
-    def _worker_spec(self) -> TextSpec:
+    @property
+    def _pool_dirs(self) -> dict[Side, Path]:
+        return self.night.pool_folders()
+
+    def worker_spec(self) -> TextSpec:
+        """What a worker needs to write the stage's texts."""
         night, settings, decoding = self.night, self.night.settings, self.decoding
-        version = None if self.is_plain else night.manifest.pools.version
-        pool_dirs = {} if self.is_plain else night.pool_folders()
+        pool_dirs = self._pool_dirs
         if decoding.adapter is not None:
             decoding = decoding.model_copy(update={"adapter": str(Path(decoding.adapter).resolve())})
         return TextSpec(
@@ -276,13 +291,13 @@ class _Pass:
             date=night.date,
             step_cost_dir=night.workspace.step_costs_folder.resolve(),
             pool_dirs=pool_dirs,
-            pool_versions={side: version for side in pool_dirs},
+            pool_versions={side: night.manifest.pools.version for side in pool_dirs},
         )
 
     def _gather(self, plan: SidePlan, finished: Finished, abandoned: Iterable[ShardAbandoned]) -> SideFigures:
         night, folder, side = self.night, self.folder, plan.side
         entity_ids = night.tables.entities(side)[f"{side}_id"]
-        reasons, num_kept = gather(folder, side, entity_ids, finished, abandoned, partial(self._stale, side))
+        reasons, num_stale = gather(folder, side, entity_ids, finished, abandoned, partial(self._stale, side))
         written = [(shard, finished[shard.name]) for shard in plan.shards if shard.name in finished]
         for _, record in written[:1]:
             night.manifest.model = record.info.model
@@ -291,18 +306,24 @@ class _Pass:
             num_generated=sum(record.num_rows for _, record in written),
             num_carried_over=plan.num_carried_over,
             num_quarantined=sum(reasons.values()),
-            num_kept=num_kept,
+            num_stale=num_stale,
             quarantine_reasons=reasons,
             routes=plan.routes,
             shards=[record for _, record in written],
             stats=stats_of(record for _, record in written),
-            budget=None if self.is_plain else night.manifest.budgets.get(side),
-            samples=[] if self.is_plain else report_samples(night, folder, side, plan),
             num_waiting=plan.num_waiting,
-            num_unasked=plan.num_unasked,
+            num_without_text=plan.num_without_text,
             postponed=plan.postponed,
-            stats_of_tonight=stats_of(one for shard, one in written if shard.is_apart) if self.is_plain else None,
+            **self._own_figures(plan, written),
         )
+
+    def _own_figures(self, plan: SidePlan, written: list[tuple[Shard, ShardRecord]]) -> dict[str, Any]:
+        """Fields of `SideFigures` that a plain baseline does not share."""
+        night, side = self.night, plan.side
+        return {
+            "budget": night.manifest.budgets.get(side),
+            "samples": report_samples(night, self.folder, side, plan),
+        }
 
     def _stale(self, side: Side, quarantined: pa.ChunkedArray) -> pa.RecordBatchReader | None:
         """The earlier texts of entities in quarantine, marked as stale; None where there is none."""
@@ -310,6 +331,41 @@ class _Pass:
         rows = previous.rows_of(quarantined)
         rows = np.sort(rows[rows >= 0])
         return previous.records(rows, quarantined.type, is_stale=True) if len(rows) else None
+
+
+class PlainBaselineStage(GenerationStage):
+    """The same prompts decoded plainly, to compare with: without pools, drafts, refresh limits or checks."""
+
+    label = "generate plain"
+    _budget = None
+
+    def _plan_options(self, side: Side) -> dict[str, Any]:
+        postponed = self.night.run.read_postponed(side)
+        return {
+            "isolate_ids": _written_tonight(self.night, side),
+            "excluded": postponed.filter(pc.invert(postponed["has_text"])),  # they have no text to compare with
+        }
+
+    @property
+    def _previous_folder(self) -> RunFolder | None:
+        previous = self.night.previous
+        return None if previous is None else previous.plain
+
+    def _say_skipped(self, plan: SidePlan) -> None:
+        pass
+
+    def _require_usable(self, plan: SidePlan, finished: Finished) -> None:
+        pass
+
+    def _choose_budgets(self, pending: list[Shard], measure: Callable[[], StepCost]) -> dict[Side, Budget]:
+        return no_draft_budgets(measure)
+
+    @property
+    def _pool_dirs(self) -> dict[Side, Path]:
+        return {}
+
+    def _own_figures(self, plan: SidePlan, written: list[tuple[Shard, ShardRecord]]) -> dict[str, Any]:
+        return {"stats_of_tonight": stats_of(record for shard, record in written if shard.is_isolated)}
 
 
 def require_usable_texts(night: Night, plan: SidePlan, finished: Mapping[str, ShardRecord]) -> None:
@@ -339,7 +395,8 @@ def format_counts(reasons: dict[str, int]) -> str:
     return ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
 
 
-def _plainly(_) -> dict[Side, Budget]:
+def no_draft_budgets(measure: Callable[[], StepCost]) -> dict[Side, Budget]:
+    """Budgets of plain decoding, for which nothing is measured."""
     return dict.fromkeys(SIDES, PLAIN)
 
 

@@ -34,7 +34,7 @@ from laserbatch.pipeline.storage.manifest import LEFT_OUT
 from laserbatch.pipeline.tables import schema as sc
 from laserbatch.pipeline.tables.check import IdsBefore, check_tables, require_sound
 from laserbatch.pipeline.tables.findings import Finding
-from laserbatch.pipeline.tables.read import Tables, describe, end_of, only_chunk, read_tables
+from laserbatch.pipeline.tables.read import Tables, describe, end_of_day, only_chunk, read_tables
 from laserbatch.pipeline.validation import line_of, nearest
 from laserbatch.retrieval_pools.routing.embeddings import id_column, read_embeddings
 
@@ -84,7 +84,7 @@ def left_out_of_prompts(settings: Settings, personal: Mapping[Side, Mapping[str,
     """
     shown_without: dict[tuple[str, str], str] = {}
     for side in SIDES:
-        template = settings.asked.template(side)
+        template = settings.effective_knowledge.template(side)
         blocks = [(template.attributes, side), *([(template.history, "item")] if template.history else [])]
         for columns, of_side in blocks:
             found = personal.get(of_side, {})
@@ -128,7 +128,7 @@ def sound_tables(
             say(f"WARNING: {settings.tables.path}: {age}")
     for name in sc.TABLE_NAMES:
         inputs[name]["known_sha256"] = _content_sha256(getattr(tables, name))
-    tables.let_go()
+    tables.release_pages()
     return inputs, tables
 
 
@@ -153,7 +153,7 @@ def _ids_before(date: datetime.date, reading: Future[Tables]) -> IdsBefore | Non
     """The ids of the interactions that are read; None where they cannot be."""
     if reading.exception() is not None:
         return None
-    return IdsBefore(end_of(date), reading.result().logged_ids)
+    return IdsBefore(end_of_day(date), reading.result().logged_ids)
 
 
 def check_inputs(
@@ -186,7 +186,7 @@ def require_template_columns(path: Path | str, settings: Settings, side: Side) -
                 f"{nearest(column, known)}"
             )
     name = settings.knowledge.template_of(side)
-    template = settings.asked.template(side)
+    template = settings.effective_knowledge.template(side)
     if template.side != side:
         raise ConfigError(
             f"the prompt template {template.identity} is for {template.side}s; name one for {side}s as "

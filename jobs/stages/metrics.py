@@ -20,7 +20,7 @@ from laserbatch.jobs.failures import exit_code_of
 from laserbatch.jobs.formatting import ratio
 from laserbatch.jobs.settings import MetricsSettings, Settings
 from laserbatch.jobs.stages.publishing import ends_no_night
-from laserbatch.pipeline.errors import PipelineError
+from laserbatch.pipeline.errors import LaserbatchError
 from laserbatch.pipeline.storage.atomic import write_text
 from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -117,10 +117,10 @@ def _successes(workspace: Path) -> tuple[datetime.date | None, float | None]:
     try:
         opened = Workspace.open(workspace, create=False)
         finished = [run.success_path.stat().st_mtime for run in opened.runs() if run.is_finished]
-    except (PipelineError, OSError):
+    except (LaserbatchError, OSError):
         return None, None
     published = None
-    with suppress(PipelineError, ValueError):
+    with suppress(LaserbatchError, ValueError):
         run = opened.published()
         published = None if run is None else datetime.date.fromisoformat(run.date)
     return published, max(finished, default=None)

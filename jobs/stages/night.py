@@ -24,9 +24,9 @@ from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.forgetting import unfinished_receipts
 from laserbatch.pipeline.storage.manifest import (
-    AskedBy,
     PoolFigures,
     PoolsUsed,
+    PromptRef,
     RunManifest,
     settings_hash,
 )
@@ -76,7 +76,7 @@ class Night:
 
     def template(self, side: Side) -> PromptTemplate:
         """What is asked about a side, in words that fit its tables."""
-        return self.settings.asked.template(side, self._labels)
+        return self.settings.effective_knowledge.template(side, self._labels)
 
     @cached_property
     def _labels(self) -> Labels:
@@ -125,7 +125,7 @@ def open_night(
     date: datetime.date,
     force: bool = False,
     redo: bool = False,
-    after: RunFolder | None = None,
+    base_run: RunFolder | None = None,
 ) -> Night:
     """Open the run of a date and these settings: a new one, or the newest that there is, finished or not.
 
@@ -138,7 +138,7 @@ def open_night(
     ----------
     force : generate unchanged entities too, in another edition where a run is there.
     redo : do a finished night again, in another edition, if its inputs have changed since.
-    after : the finished run that a new one builds on, and from whose pools it drafts; None: see `previous_run`.
+    base_run : the finished run that a new one builds on, and from whose pools it drafts; None: see `previous_run`.
     """
     inputs, tables = checked_inputs(settings, date)
     if needs_a_model(settings):
@@ -148,7 +148,7 @@ def open_night(
         say(f"somebody is only half forgotten: give the `laserbatch forget` of {receipt} again")
     attempt = newest_attempt(workspace, date, settings.identity(), inputs, force, redo)
     if attempt.manifest is None:
-        night = new_night(settings, workspace, date, attempt.edition, after)
+        night = new_night(settings, workspace, date, attempt.edition, base_run)
         warn_of_shared_words(settings)
         if date > datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=1):
             say(f"{date} is in the future: once published, no night of an earlier date is published by itself")
@@ -176,22 +176,22 @@ def _go_on(night: Night) -> None:
 
 
 def new_night(
-    settings: Settings, workspace: Workspace, date: datetime.date, edition: int = 1, after: RunFolder | None = None
+    settings: Settings, workspace: Workspace, date: datetime.date, edition: int = 1, base_run: RunFolder | None = None
 ) -> Night:
     """A night that has not begun, with the run and the pools that it would build on; nothing is written.
 
-    `after` is that of `open_night`.
+    `base_run` is that of `open_night`.
     """
     named, output = settings.identity(), settings.of_output()
     manifest = new_manifest(workspace, date, output, named, edition)
     run = workspace.run(manifest.run_id)
-    previous = after or previous_run(workspace, run.run_id)
+    previous = base_run or previous_run(workspace, run.run_id)
     manifest.previous_run_id = previous.run_id if previous is not None else None
     templates = {side: settings.knowledge.template(side) for side in SIDES}
-    manifest.asked = {side: AskedBy(template.framework, template.identity) for side, template in templates.items()}
+    manifest.prompts = {side: PromptRef(template.framework, template.identity) for side, template in templates.items()}
     manifest.value_rules = RULES_VERSION
     night = Night(settings, workspace, date, run, manifest)
-    wanted = None if after is None else after.run_id
+    wanted = None if base_run is None else base_run.run_id
     not_used = {run.run_id for run in workspace.runs() if run.is_held} | workspace.not_built_on()
     pools = current_pools(night.pools, settings.pools.min_support, date, settings.routing, wanted, not_used)
     manifest.pools = describe_pools(pools)
@@ -209,10 +209,10 @@ def say_other_prompts(night: Night) -> None:
             "numbers in full, lists as sets with commas (knowledge.paths names paths), columns in the order of their "
             "names. Entities whose prompt changes by that are written once; docs/own-prompts.md has the rules"
         )
-    for side, asked in night.manifest.asked.items():
-        earlier = before.asked.get(side, asked).template
-        if earlier != asked.template:
-            say(f"{side}s are asked by the template {asked.template}, in {before.run_id} by {earlier}")
+    for side, prompt in night.manifest.prompts.items():
+        earlier = before.prompts.get(side, prompt).template
+        if earlier != prompt.template:
+            say(f"{side} prompts use the template {prompt.template}; those of {before.run_id} used {earlier}")
 
 
 def warn_of_shared_words(settings: Settings) -> None:
@@ -234,7 +234,7 @@ def previous_run(workspace: Workspace, run_id: str) -> RunFolder | None:
     else the one that was finished last. Runs that were rolled back are left out.
     """
     run = workspace.run(run_id)
-    finished = [other for other in workspace.dated_runs(run.settings_hash) if other.run_id != run_id]
+    finished = [other for other in workspace.finished_runs(run.settings_hash) if other.run_id != run_id]
     return next((other for other in reversed(finished) if other.date <= run.date), None)
 
 

@@ -22,7 +22,7 @@ from laserbatch.pipeline.decoding.model.folder import load_tokenizer, tokenizer_
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.prompts import render_shown
-from laserbatch.pipeline.planning.plan import load_plan, read_shard
+from laserbatch.pipeline.planning.plan import RenderedRow, load_plan, read_shard
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.tables.read import Tables
@@ -217,17 +217,7 @@ def _drafted_from(night: Night, side: Side, hash_of_tokenizer: str) -> Pool | No
     return pool if is_alike else None
 
 
-@dataclass(frozen=True)
-class AskedRow:
-    """A row of a plan with its prompt, int32[n]."""
-
-    entity_id: object
-    prompt_ids: np.ndarray
-    previous_ids: np.ndarray | None
-    group: str | None
-
-
-def planned_rows(night: Night, side: Side, num_wanted: int) -> list[AskedRow]:
+def planned_rows(night: Night, side: Side, num_wanted: int) -> list[RenderedRow]:
     """Rows that the run wrote texts for, spread evenly over its plan; those without a prompt are left out."""
     plan = load_plan(night.run.root, side)
     if plan is None:
@@ -248,9 +238,9 @@ def planned_rows(night: Night, side: Side, num_wanted: int) -> list[AskedRow]:
                 prompt = render_shown(template, row.shown, tokenizer, knowledge.max_prompt_tokens, night.date)
             except RowError:
                 continue
-            rows.append(AskedRow(row.entity_id, prompt.token_ids, row.previous_ids, row.group))
+            rows.append(RenderedRow.of(row, prompt))
     return rows
 
 
-def _replayed(row: AskedRow, token_ids: np.ndarray, group: str | None) -> ReplayText:
-    return ReplayText(row.prompt_ids, token_ids, row.previous_ids, group or None)
+def _replayed(row: RenderedRow, token_ids: np.ndarray, group: str | None) -> ReplayText:
+    return ReplayText(row.prompt.token_ids, token_ids, row.previous_ids, group or None)

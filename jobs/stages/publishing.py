@@ -6,16 +6,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from laserbatch.ctr.errors import CtrError
 from laserbatch.jobs.console import say
 from laserbatch.jobs.events import emit
 from laserbatch.jobs.extensions import extension
 from laserbatch.jobs.failures import line_of
 from laserbatch.jobs.formatting import counted
-from laserbatch.jobs.gates import gate_sentence, holding, judge
+from laserbatch.jobs.gates import blocking, gate_sentence, judge
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import GateSettings
-from laserbatch.pipeline.errors import ConfigError, PipelineError, RunHeld, WorkspaceError
+from laserbatch.pipeline.errors import ConfigError, LaserbatchError, RunHeld, WorkspaceError
 from laserbatch.pipeline.storage.delivery import Destination, record_delivery, remember_place
 from laserbatch.pipeline.storage.manifest import GateFigures, RunManifest
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -25,14 +24,14 @@ from laserbatch.retrieval_pools.index.store import PoolStore
 
 logger = logging.getLogger("laserbatch")
 
-# When a finished run is published: unless one of a later date is, or it was rolled back; whatever is; not by this.
-Publishing = Literal["forwards", "always", "never"]
+# "if-newer": unless a run of a later date is published, or this one was rolled back.
+PublishPolicy = Literal["if-newer", "always", "never"]
 
 
-def end_judged(run: RunFolder, manifest: RunManifest, measured: Sequence[GateFigures], limits: GateSettings) -> None:
-    """Judge a run of which everything is written, draw its report and finish it, or hold it back. Raises RunHeld."""
+def finalize_run(run: RunFolder, manifest: RunManifest, measured: Sequence[GateFigures], limits: GateSettings) -> None:
+    """Judge a completely written run, draw its report, and finish or hold it. Raises RunHeld."""
     manifest.gates = judge(measured, limits)
-    held_by = holding(manifest.gates)
+    held_by = blocking(manifest.gates)
     manifest.status, manifest.failure = "held" if held_by else "success", None
     manifest.save()
     draw_report(run, manifest)
@@ -51,7 +50,7 @@ def ends_no_night(what_fails: str) -> Iterator[None]:
     """Log what fails in the block, which comes after the publication: readers see the run, so its night ended well."""
     try:
         yield
-    except (PipelineError, PoolError, CtrError, OSError) as error:
+    except (LaserbatchError, OSError) as error:
         logger.warning("%s: %s", what_fails, line_of(error))
     except Exception as error:  # out of memory, or our own fault, whose traceback is shown
         logger.exception("%s: %s", what_fails, line_of(error, names_values=False))
@@ -68,30 +67,27 @@ def draw_report(run: RunFolder, manifest: RunManifest) -> None:
     write(manifest, run.report_path)
 
 
-def publish_run(workspace: Workspace, run: RunFolder, publishing: Publishing = "forwards") -> None:
-    """Let readers see a finished run, as far as is asked; says why they do not. May be called again."""
+def publish_run(workspace: Workspace, run: RunFolder, policy: PublishPolicy = "if-newer") -> None:
+    """Publish a finished run by a policy, or say why not. May be called again."""
     try:
         published = workspace.published()
     except WorkspaceError as error:
         say(f"{error} Run {run.run_id} takes its place")
         published = None
-    if publishing == "never" or (published is not None and published.run_id == run.run_id):
+    if policy == "never" or (published is not None and published.run_id == run.run_id):
         return
     how = f"{command_to_publish(run)} changes that"
-    if publishing == "forwards" and published is not None and published.date > run.date:
+    if policy == "if-newer" and published is not None and published.date > run.date:
         say(f"not published: run {published.run_id}, of a later date, stays published; {how}")
-    elif publishing == "forwards" and run.run_id in workspace.withdrawn():
+    elif policy == "if-newer" and run.run_id in workspace.rolled_back():
         say(f"not published: run {run.run_id} was rolled back; {how}")
     else:
-        let_readers_see(workspace, run.run_id)
+        force_publish(workspace, run.run_id)
         emit("published", run_id=run.run_id)
 
 
-def let_readers_see(workspace: Workspace, run_id: str) -> None:
-    """Publish a finished run, and have the next night draft from its pools where they are there and whole.
-
-    A run that gates hold back is published all the same: somebody has asked for it by name.
-    """
+def force_publish(workspace: Workspace, run_id: str) -> None:
+    """Publish a finished run, even one that a gate holds; the next night drafts from its pools if they are whole."""
     run = workspace.run(run_id)
     if run.is_held:
         manifest = run.load_manifest()
@@ -103,9 +99,9 @@ def let_readers_see(workspace: Workspace, run_id: str) -> None:
     workspace.publish(run_id)
 
 
-def mend_pointer(workspace: Workspace) -> None:
-    """Let readers see again what they saw last, where the pointer is lost or damaged or that run is gone; says so."""
-    if run_id := workspace.mend_pointer():
+def repair_pointer(workspace: Workspace) -> None:
+    """Restore the pointer to the last run that was published, if it is lost, damaged, or its run is gone."""
+    if run_id := workspace.repair_pointer():
         say(f"published.json was missing, invalid or named a removed run; it is restored to the last one, {run_id}")
 
 
@@ -132,10 +128,10 @@ def delivery_uri(workspace: Workspace, deliver_to: str | None) -> str | None:
     return f"{deliver_to.rstrip('/')}/{workspace.root.name}" if deliver_to and workspace.is_within else deliver_to
 
 
-def deliver(workspace: Workspace, uri: str | None, is_asked: bool = False) -> None:
+def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
     """Have readers at a URI see the published run; None, or no published run: nothing is done.
 
-    Unless it `is_asked`, a run of a later date there stays, if it was not taken back here. Raises ConfigError or
+    Without `force` a run of a later date there stays, unless it was rolled back here. Raises ConfigError or
     WorkspaceError where it cannot be delivered.
     """
     run_id = workspace.pointed_to()
@@ -146,12 +142,12 @@ def deliver(workspace: Workspace, uri: str | None, is_asked: bool = False) -> No
         if Path(destination.root) == workspace.root.resolve():
             raise ConfigError("deliver_to is the workspace itself; give another place")
         there = str(destination.published().get("run_id", ""))
-        if not is_asked and there[:10] > run.date and there not in workspace.withdrawn():
+        if not force and there[:10] > run.date and there not in workspace.rolled_back():
             say(f"not delivered: {uri} has run {there}, of a later date; {command_to_publish(run)} changes that")
             return
         remember_place(workspace.root, uri)
         sent = destination.deliver(run)
-    except PipelineError as error:
+    except LaserbatchError as error:
         raise WorkspaceError(
             f"run {run_id} is published here, but not delivered to {uri}; the night's command, given again, or "
             f"{command_to_publish(workspace.run(run_id))} delivers it later. {error}"

@@ -23,7 +23,7 @@ from laserbatch.jobs.stages.inputs import check_inputs, require_plain_words, req
 from laserbatch.jobs.stages.night import open_run
 from laserbatch.jobs.stages.run_night import run_night
 from laserbatch.jobs.stages.variants import Variant, compare_variants, with_adaptor
-from laserbatch.pipeline.errors import ConfigError, RunFailed, RunHeld
+from laserbatch.pipeline.errors import ConfigError, RunFailed, RunHeld, WorkspaceError
 from laserbatch.pipeline.knowledge.templates import SHIPPED_TEMPLATES, load_template
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import (
@@ -40,6 +40,7 @@ from laserbatch.pipeline.tables.check import require_sound
 from laserbatch.pipeline.tables.read import describe, open_tables
 from laserbatch.pipeline.tables.sampled import write_sample
 
+RECORD = "experiment.json"  # of an experiment's folder
 SHARE_BEFORE = 0.8  # of all interactions, that have happened by the date where none is given
 
 
@@ -53,8 +54,8 @@ class Experiment:
     num_items: int
 
     @cached_property
-    def asked(self) -> dict[str, Any]:
-        """All that decides what comes out, but the tables, as plain values."""
+    def spec(self) -> dict[str, Any]:
+        """Everything but the tables that decides the result, as plain values."""
         variants = {}
         for name, of_variant in self.settings.items():
             knowledge = of_variant.knowledge
@@ -67,8 +68,8 @@ class Experiment:
 
     @property
     def default_name(self) -> str:
-        """Another one for whatever else is asked."""
-        return f"{self.date}-{hashlib.sha256(canonical_json(self.asked).encode()).hexdigest()[:8]}"
+        """A name that differs with the specification."""
+        return f"{self.date}-{hashlib.sha256(canonical_json(self.spec).encode()).hexdigest()[:8]}"
 
 
 def settings_of_framework(settings: Settings, framework: str) -> Settings:
@@ -131,15 +132,27 @@ def run_experiment(workspace: Workspace, name: str, experiment: Experiment) -> d
         return {"experiment": name, "folder": str(folder.root), "sample": sample, **comparison, "failed": failed}
 
 
+def read_record(folder: ExperimentFolder) -> dict[str, Any]:
+    """The specification, inputs and sample of an experiment. Raises WorkspaceError: damaged or of another version."""
+    path = folder.root / RECORD
+    record = read_json(path, f", or remove {folder.root}")
+    if "spec" not in record:
+        raise WorkspaceError(
+            f"{path} has no `spec`, so another version of laserbatch wrote it. Give another --name, or remove "
+            f"{folder.root}"
+        )
+    return record
+
+
 def _sampled(folder: ExperimentFolder, experiment: Experiment) -> dict[str, Any]:
     """What the sample holds, which is taken once; checked beforehand is all that could stop the nights."""
-    path, first = folder.root / "experiment.json", next(iter(experiment.settings.values()))
-    source, now = first.tables.path, canonical_json(experiment.asked)
+    path, first = folder.root / RECORD, next(iter(experiment.settings.values()))
+    source, now = first.tables.path, canonical_json(experiment.spec)
     if path.exists():
-        before = read_json(path, f", or remove {folder.root}")
-        if canonical_json(before["asked"]) != now:
+        before = read_record(folder)
+        if canonical_json(before["spec"]) != now:
             raise ConfigError(
-                f"the experiment {folder.name} is another one: {_what_differs(before['asked'], experiment.asked)}. "
+                f"the experiment {folder.name} is another one: {_what_differs(before['spec'], experiment.spec)}. "
                 f"Give another --name, none, or remove {folder.root}"
             )
         say(f"going on with the experiment {folder.name}")
@@ -164,7 +177,7 @@ def _sampled(folder: ExperimentFolder, experiment: Experiment) -> dict[str, Any]
         f"{percent(sample.share_kept)} of what these users did up to {experiment.date}, and {count(sample.num_later)} "
         "later interactions to judge by"
     )
-    write_json({"asked": experiment.asked, "inputs": describe(source), "sample": asdict(sample)}, path)
+    write_json({"spec": experiment.spec, "inputs": describe(source), "sample": asdict(sample)}, path)
     return asdict(sample)
 
 
@@ -205,10 +218,10 @@ def _tried(folder: ExperimentFolder, name: str, settings: Settings, date: dateti
             for path in known.step_costs_folder.glob("*.json") if known.root != workspace.root else ():
                 shutil.copy2(path, workspace.step_costs_folder)
         with suppress(RunHeld):
-            run_night(apart, date, publishing="never")
+            run_night(apart, date, policy="never")
     night = open_run(apart, run.run_id)
     for gate in night.manifest.gates:
-        if gate.verdict == "holds":
+        if gate.verdict == "blocks":
             say(f"a night with {name} would be held back: {gate_sentence(gate)}")
     # One night has no earlier texts that training rows could see.
     is_asof = settings.ctr.history == "asof"

@@ -20,13 +20,13 @@ from laserbatch.jobs.stages.generate import generate_knowledge, generate_plain
 from laserbatch.jobs.stages.metrics import night_metrics
 from laserbatch.jobs.stages.night import Night, open_night, pools_in_use
 from laserbatch.jobs.stages.publishing import (
-    Publishing,
+    PublishPolicy,
     deliver,
     draw_report,
-    end_judged,
     ends_no_night,
-    mend_pointer,
+    finalize_run,
     publish_run,
+    repair_pointer,
 )
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
@@ -50,39 +50,39 @@ def run_night(
     date: datetime.date,
     force: bool = False,
     redo: bool = False,
-    publishing: Publishing = "forwards",
-    after: RunFolder | None = None,
+    policy: PublishPolicy = "if-newer",
+    base_run: RunFolder | None = None,
 ) -> Night:
     """All stages of a night, under the workspace's lock. A finished night is left as it is, but published.
 
-    `force`, `redo` and `after` are those of `open_night`. Raises RunFailed where most of the first texts cannot be
+    `force`, `redo` and `base_run` are those of `open_night`. Raises RunFailed where most of the first texts cannot be
     kept, RunHeld where the night is done and a gate keeps it from being published: by the same command its gates are
     then judged again, and nothing else is done.
     """
     with night_metrics(settings) as metrics, (workspace := Workspace.open(settings.workspace)).lock():
-        mend_pointer(workspace)
+        repair_pointer(workspace)
         if num_ended := end_leftovers(workspace.root):
             say(f"ended {num_ended} processes of Ray that an earlier night of this workspace had left")
-        night = open_night(settings, date, force, redo, after)
+        night = open_night(settings, date, force, redo, base_run)
         metrics.manifest = night.manifest
         if night.run.is_finished:
             say(f"run {night.run.run_id} is finished already; --force generates everything again")
             if night.changed_inputs:
                 names = " and ".join(night.changed_inputs)
                 say(f"{names} of that date changed since: --redo writes what this changes, in a run of its own")
-            publish(night, publishing)
+            publish(night, policy)
         else:
             with recorded(night.manifest):
-                _do_stages(night, publishing)
+                _do_stages(night, policy)
         return night
 
 
-def _do_stages(night: Night, publishing: Publishing) -> None:
+def _do_stages(night: Night, policy: PublishPolicy) -> None:
     settings = night.settings
     if night.run.is_held:
         say(f"run {night.run.run_id} is done already; its gates are judged again")
         close(night)
-        publish(night, publishing)
+        publish(night, policy)
         return
     with NightWorkers(settings.cluster, night.workspace.root) as workers:
         try:
@@ -93,17 +93,17 @@ def _do_stages(night: Night, publishing: Publishing) -> None:
         if settings.night.compare_with_plain:
             generate_plain(night, workers)
         generate_audited(night, workers)
-    encode_beside_pools(night)
+    encode_and_build_pools(night)
     audit_texts(night, partial(load_encoder, settings.encoding))
     with night.stage("ctr"):
         night.manifest.ctr = compare_night(night)
     with night.stage("gates"):
         night.manifest.gates = measure(night.manifest, night.run, night.previous)
     close(night)
-    publish(night, publishing)
+    publish(night, policy)
 
 
-def encode_beside_pools(night: Night) -> None:
+def encode_and_build_pools(night: Night) -> None:
     """Encode a night's texts while its pools are built of them in a thread; neither needs the other.
 
     The stage "pools" is what these take longer, beside the fit of their routers, which comes first.
@@ -113,7 +113,7 @@ def encode_beside_pools(night: Night) -> None:
         build = prepare_pools(night, make_current=False)
     if any(figures.num_generated for figures in night.manifest.sides.values()):
         _import_first(night)
-    with _aside(build) as built:
+    with run_in_background(build) as built:
         with night.stage("encode"):
             fields = {side: night.template(side).encode for side in SIDES}
             night.manifest.features = encode_run(night.run.root, encoding, night.previous, fields=fields)
@@ -124,7 +124,7 @@ def encode_beside_pools(night: Night) -> None:
 
 
 @contextmanager
-def _aside(function: Callable[[], Any]) -> Iterator[Future]:
+def run_in_background(function: Callable[[], Any]) -> Iterator[Future]:
     """Have a function called in a thread, which the block's errors wait for; not so who ends the process."""
     result = Future()
 
@@ -236,18 +236,18 @@ def close(night: Night) -> None:
     if night.previous is not None and (earlier := unless_damaged(night.previous.load_manifest)) is not None:
         sides = {side: figures.stats for side, figures in earlier.sides.items()}
         manifest.previous_night = PreviousNight(earlier.run_id, sides)
-    end_judged(night.run, manifest, manifest.gates, night.settings.gates)
+    finalize_run(night.run, manifest, manifest.gates, night.settings.gates)
 
 
-def publish(night: Night, publishing: Publishing = "forwards") -> None:
+def publish(night: Night, policy: PublishPolicy = "if-newer") -> None:
     """Let readers see a finished run, and the next night draft from its pools.
 
     May be called again: whatever a killed night has left of it is done.
     """
     run, workspace = night.run, night.workspace
-    publish_run(workspace, run, publishing)
+    publish_run(workspace, run, policy)
     with ends_no_night("old pools were not removed, the next night tries again"):
         in_use = pools_in_use(workspace) | {run.run_id}  # the next night of a backfill drafts from this one's
         collect_pools(night.pools, night.settings.pool_building.keep_versions, in_use)
-    if publishing != "never":
-        deliver(workspace, night.settings.deliver_to, is_asked=publishing == "always")
+    if policy != "never":
+        deliver(workspace, night.settings.deliver_to, force=policy == "always")

@@ -9,21 +9,21 @@ import pyarrow as pa
 from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.events import emit
 from laserbatch.jobs.failures import end_at_sigterm
-from laserbatch.pipeline.budget.step_cost import StepCost
-from laserbatch.pipeline.distributed.actors import Crew, ShardAbandoned, run_shards
+from laserbatch.pipeline.distributed.actors import ShardAbandoned, WorkerPool, run_shards
 from laserbatch.pipeline.errors import WorkspaceError
-from laserbatch.pipeline.planning.plan import KEPT_SHARD, Shard, drop_plan
+from laserbatch.pipeline.planning.plan import STALE_SHARD, Shard, drop_plan
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.manifest import ShardRecord
 from laserbatch.pipeline.storage.quarantine import count_reasons
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 Finished = dict[str, ShardRecord]  # shards of a side by name
 
 
 def hand_out(
-    crew: Crew,
+    worker_pool: WorkerPool,
     pending: Sequence[Shard],
     finished: Mapping[Side, Finished],
     label: str,
@@ -40,7 +40,7 @@ def hand_out(
     abandoned, num_done, num_rows = [], 0, sum(shard.num_rows for shard in pending)
     say(f"{label}: {num_rows} to write, in {len(pending)} shards")
     with progress(label, num_rows) as bar:
-        for outcome in run_shards(pending, crew, choose, on_first_text):
+        for outcome in run_shards(pending, worker_pool, choose, on_first_text):
             if isinstance(outcome, ShardAbandoned):
                 abandoned.append(outcome)
                 emit("shard_abandoned", **_named(outcome.shard), reason=outcome.reason)
@@ -77,13 +77,13 @@ def gather(
     folder.merge_quarantine(side, finished.values(), rows, entity_ids.type)
     quarantine = folder.read_quarantine(side, ["entity_id", "reason"])
     stale = stale_of(quarantine["entity_id"]) if quarantine.num_rows else None
-    num_kept = 0 if stale is None else folder.write_shard(side, KEPT_SHARD, stale).num_rows
+    num_stale = 0 if stale is None else folder.write_shard(side, STALE_SHARD, stale).num_rows
     try:
         folder.require_every_entity(side, entity_ids)
     except WorkspaceError:
         drop_plan(folder.root, side)
         raise
-    return count_reasons(quarantine), num_kept
+    return count_reasons(quarantine), num_stale
 
 
 def stats_of(records: Iterable[ShardRecord]) -> DecodingStats:

@@ -17,6 +17,7 @@ from laserbatch.ctr.settings import CtrSettings, ModelName
 from laserbatch.jobs.console import say
 from laserbatch.jobs.stages.night import Night
 from laserbatch.pipeline.encoding.versions import feature_versions
+from laserbatch.pipeline.errors import LaserbatchError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import atomic_folder, atomic_path, sha256_file
 from laserbatch.pipeline.storage.parquet import write_parquet
@@ -37,7 +38,7 @@ def train_to_folder(
     """
     from laserbatch.ctr.dataset import build_dataset
     from laserbatch.ctr.folder import ModelCard
-    from laserbatch.ctr.knowledge import build_knowledge, seen_as_of
+    from laserbatch.ctr.knowledge import build_knowledge, join_as_of
     from laserbatch.ctr.metrics import measure
     from laserbatch.ctr.training import train_model
 
@@ -67,12 +68,12 @@ def train_to_folder(
         seen = data
         if history:
             with feature_versions(history, of_plain=features == "plain") as versions:
-                seen, knowledge = seen_as_of(opened, data, knowledge, versions)
+                seen, knowledge = join_as_of(opened, data, knowledge, versions)
         start = _checkpoint(work / CHECKPOINT, asked_hash)
         training = train_model(
             model, seen, knowledge, settings, seed, start, lambda now: _keep(work / CHECKPOINT, asked_hash, now)
         )
-    except CtrError:
+    except LaserbatchError:
         shutil.rmtree(work, ignore_errors=True)
         raise
     rows = data.test

@@ -18,10 +18,9 @@ from laserbatch.jobs.console import progress
 from laserbatch.jobs.formatting import ratio
 from laserbatch.jobs.gates import gate_sentence
 from laserbatch.jobs.settings import Settings
-from laserbatch.jobs.stages.budgets import kept_step_cost
+from laserbatch.jobs.stages.budgets import known_step_cost
 from laserbatch.jobs.stages.night import Night, open_run
 from laserbatch.pipeline.budget.choice import known_batch_size
-from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.encoding.versions import feature_versions
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES
@@ -30,6 +29,7 @@ from laserbatch.pipeline.storage.manifest import RunManifest, SideAudit, setting
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.schema import TABLE_NAMES
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 MILLION = 1e6
 
@@ -51,7 +51,7 @@ def of_frameworks(settings: Settings, frameworks: Sequence[str]) -> list[Variant
     opened = Workspace.open(settings.workspace, create=False)
     found: dict[str | None, list[tuple[Workspace, RunFolder]]] = {}
     for workspace in (opened, *(one for folder in opened.experiments() for one in folder.variants())):
-        for run in workspace.dated_runs(with_held=True):
+        for run in workspace.finished_runs(include_held=True):
             found.setdefault(framework_of(run), []).append((workspace, run))
     for runs in found.values():
         runs.sort(key=lambda one: one[1].date)
@@ -75,7 +75,7 @@ def of_configs(configs: Mapping[str, Settings]) -> list[Variant]:
     found = {}
     for name, settings in configs.items():
         workspace, alike = Workspace.open(settings.workspace, create=False), settings_hash(settings.identity())
-        runs = [run for run in workspace.dated_runs(with_held=True) if alike.startswith(run.settings_hash)]
+        runs = [run for run in workspace.finished_runs(include_held=True) if alike.startswith(run.settings_hash)]
         if not runs:
             raise WorkspaceError(
                 f"{settings.workspace} has no finished run of the configuration {name} as it is now; "
@@ -88,7 +88,7 @@ def of_configs(configs: Mapping[str, Settings]) -> list[Variant]:
 def framework_of(run: RunFolder) -> str | None:
     """That by which both sides of a run were asked; None where they differ or its manifest does not say."""
     manifest = unless_damaged(run.load_manifest)
-    found = {asked.framework for asked in manifest.asked.values()} if manifest else set()
+    found = {prompt.framework for prompt in manifest.prompts.values()} if manifest else set()
     return found.pop() if len(found) == 1 else None
 
 
@@ -132,7 +132,7 @@ def _place(manifest: RunManifest) -> tuple[str, ...]:
 
 
 def compare_variants(variants: Sequence[Variant], tables: EntityTables) -> dict[str, Any]:
-    """What each variant adds and costs, the most lift an hour first, as plain values; see `_worth` for a variant's.
+    """What each variant adds and costs (`_variant_figures`), the most lift an hour first, as plain values.
 
     `tables` have what came after the date. Raises CtrError as `train_ways` does.
     """
@@ -150,10 +150,10 @@ def compare_variants(variants: Sequence[Variant], tables: EntityTables) -> dict[
             tables, ways, variants[0].night.date,
             lambda row: bar.advance(1, f"{row.model}, {row.variant}: AUC {row.auc:.4f}"),
         )  # fmt: skip
-    costs = {one.name: kept_step_cost(one.night.workspace, one.night.settings.decoding) for one in variants}
+    costs = {one.name: known_step_cost(one.night.workspace, one.night.settings.decoding) for one in variants}
     costs = {} if None in costs.values() else costs  # all are priced in the same way
     rows = [
-        _worth(variant, costs.get(variant.name))
+        _variant_figures(variant, costs.get(variant.name))
         | {"lift": {model: asdict(one) for model, one in lifts.ways[variant.name].over_none.items()},
            "scores": [asdict(row) for row in lifts.ways[variant.name].rows]}
         for variant in variants
@@ -175,7 +175,7 @@ def _rank(one: Mapping[str, Any]) -> tuple[bool, float]:
     return per_hour is None, -(one["lift"]["all"]["mean_difference"] if per_hour is None else per_hour)
 
 
-def _worth(variant: Variant, step_cost: StepCost | None) -> dict[str, Any]:
+def _variant_figures(variant: Variant, step_cost: StepCost | None) -> dict[str, Any]:
     """What a variant's texts are and what a million of them take, users and items in the shares of the run.
 
     Seconds are those that all workers write side by side: neither their start nor other stages, which a larger night
@@ -193,7 +193,7 @@ def _worth(variant: Variant, step_cost: StepCost | None) -> dict[str, Any]:
         "adaptor": variant.ctr.adaptor,
         "templates": {side: night.settings.knowledge.template_of(side) for side in SIDES},
         "tokens_per_text": {side: means(night.run, side, ["num_tokens"])[0] for side in sides},
-        "num_kept": {side: of.num_generated + of.num_carried_over for side, of in sides.items()},
+        "num_texts": {side: of.num_generated + of.num_carried_over for side, of in sides.items()},
         "num_quarantined": {side: of.num_quarantined for side, of in sides.items()},
         "seconds_per_million": seconds,
         "priced_by": "wall time" if step_cost is None else step_cost.name,

@@ -6,7 +6,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 from laserbatch.jobs.console import say
-from laserbatch.pipeline.distributed.actors import Crew
+from laserbatch.pipeline.distributed.actors import WorkerPool
 from laserbatch.pipeline.distributed.cluster import ray_cluster
 from laserbatch.pipeline.distributed.settings import ClusterSettings
 from laserbatch.pipeline.distributed.spec import TextSpec, WorkerSpec
@@ -16,12 +16,12 @@ from laserbatch.retrieval_pools.draft import draft
 
 
 class NightWorkers:
-    """A cluster and its crew, until the block is left; nothing is started before somebody asks."""
+    """A Ray cluster with its worker pool; both start on first use and end with the block."""
 
     def __init__(self, settings: ClusterSettings, workspace: Path | None = None) -> None:
         self._settings, self._workspace = settings, workspace
         self._cluster = ExitStack()
-        self._started: Future[Crew] | None = None
+        self._started: Future[WorkerPool] | None = None
         self._left = Event()
 
     def __enter__(self) -> "NightWorkers":
@@ -38,8 +38,8 @@ class NightWorkers:
             self._started = Future()
             Thread(target=self._start, args=(spec,), daemon=True).start()
 
-    def crew(self, spec: WorkerSpec) -> Crew:
-        """The workers, to write by `spec`, which may differ from the one before in all but model and pools.
+    def worker_pool(self, spec: WorkerSpec) -> WorkerPool:
+        """The worker pool, configured by `spec`, which may differ from the one before in all but model and pools.
 
         Raises RunFailed: Ray does not start; and what else starting them met.
         """
@@ -51,25 +51,25 @@ class NightWorkers:
             raise RunFailed(
                 f"Ray has not started within {timeout_s:g} seconds (cluster.start_timeout_s); `laserbatch doctor` tries"
             )
-        crew = self._started.result()
-        crew.turn_to(spec)
-        return crew
+        worker_pool = self._started.result()
+        worker_pool.reconfigure(spec)
+        return worker_pool
 
-    def figures(self, crew: Crew, num_shards: int) -> WorkerFigures:
-        """Who did so many shards, for a manifest."""
-        layout = crew.layout
+    def figures(self, worker_pool: WorkerPool, num_shards: int) -> WorkerFigures:
+        """The workers that `num_shards` shards need, for the manifest."""
+        layout = worker_pool.layout
         num_workers = min(layout.num_workers, num_shards)
         return WorkerFigures(num_workers, layout.num_threads, layout.device, self._settings.price_per_hour)
 
     def _start(self, spec: WorkerSpec) -> None:
         try:
-            cluster = ray_cluster(self._settings, spec.loads_quickly, self._workspace, spec.gpus_a_worker)
+            cluster = ray_cluster(self._settings, self._workspace, spec.gpus_a_worker)
             layout = self._cluster.enter_context(cluster)
-            crew = Crew(spec, layout, self._settings.max_shard_attempts, self._settings.start_timeout_s)
-            self._cluster.callback(crew.dismiss)
+            worker_pool = WorkerPool(spec, layout, self._settings.max_shard_attempts, self._settings.start_timeout_s)
+            self._cluster.callback(worker_pool.shutdown)
             if isinstance(spec, TextSpec) and spec.decoding.drafters:
                 draft(None, [], 0)  # compiled here, so that workers find it in numba's cache
-            self._started.set_result(crew)
-        except BaseException as error:  # of a thread: whoever asks for the crew meets it
+            self._started.set_result(worker_pool)
+        except BaseException as error:  # of a thread: raised in whoever asks for the pool
             self._started.set_exception(error)
         self._left.wait()  # Linux ends processes that Ray has started when the thread that started them ends

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from laserbatch.pipeline.budget.step_cost import StepCost, read_step_cost
+from laserbatch.pipeline.budget.step_cost import read_step_cost
 from laserbatch.pipeline.decoding.plugins import drafter_plugin
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.storage.manifest import BudgetForecast
 from laserbatch.retrieval_pools.index.calibration_record import MIN_ACCEPTANCES, SIZE_KNOTS, BudgetCell
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 PLAIN = Budget(0, 1.0)
 MIN_GAIN = 1.02  # with less predicted gain, plain decoding is the safer choice

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from laserbatch.pipeline.budget.step_cost import MAX_AGE_DAYS, DraftCost, StepCost, StepPoint, read_step_cost
+from laserbatch.pipeline.budget.step_cost import MAX_AGE_DAYS, read_step_cost
 from laserbatch.pipeline.decoding.drafters import Drafter, RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.scheduler import Concurrency
@@ -41,6 +41,7 @@ from laserbatch.retrieval_pools.calibration.calibrate import spread_positions
 from laserbatch.retrieval_pools.index.calibration_record import MIN_ACCEPTANCES, SIZE_KNOTS
 from laserbatch.retrieval_pools.index.texts import SEPARATOR
 from laserbatch.retrieval_pools.sources import SOURCE_POOL, SOURCE_TARGET
+from laserbatch.retrieval_pools.step_cost import DraftCost, StepCost, StepPoint
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ SEED = 0
 PATIENCE = 8  # short steps in a row before the batch is taken to be full
 
 
-class KeptCost:
+class StepCostCache:
     """The file in a folder where the cost of an engine's steps is kept, one for everything that a cost depends on.
 
     Parameters
@@ -256,7 +257,7 @@ class _TimedSteps(Drafter):
         num_texts = len(step.sequences)
         self._num_short = self._num_short + 1 if num_texts < self.batch_size else 0
         if self._num_short > PATIENCE and step.num_tokens == num_texts + drafts.num_tokens(num_texts):
-            self.batch_size = self._concurrency.most = self._concurrency.limit = num_texts
+            self.batch_size = self._concurrency.max_sequences = self._concurrency.current = num_texts
         return seconds if step.num_tokens == self.batch_size + drafts.num_tokens(self.batch_size) else None
 
 

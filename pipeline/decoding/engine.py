@@ -80,7 +80,7 @@ class Engine:
         self.runner = ModelRunner(loaded.model, self.cache, self.device, self.settings.attention)
         self._context_ids = ContextIds(self.settings.batch_size, self.device)
         self.num_forwards = 0  # of all streams
-        self.costliest_step_s = 0.0  # launch and landing, without what the caller does between them
+        self.costliest_step_s = 0.0  # submitting and finishing, without what the caller does between them
         self._has_lacked_drafts = False  # since a drafter found no memory
         self._is_end = np.zeros(self.vocab_size, bool)
         self.end_at(())
@@ -154,7 +154,7 @@ class Engine:
                 if not scheduler.live:
                     return
                 # The first step makes the cache's memory. A stream that never fills the batch is not worth it.
-                if not is_warm and self.cache.layers and len(scheduler.live) == self.concurrency.limit:
+                if not is_warm and self.cache.layers and len(scheduler.live) == self.concurrency.current:
                     self._warm_up(stream)
                     is_warm = True
                 step = self.submit_step(stream)

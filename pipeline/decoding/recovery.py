@@ -98,7 +98,7 @@ def _give_memory_back(engine, step: Step, scheduler: Scheduler, error: Exception
     if engine.runner.buffered is not None:
         engine.runner.buffered.drop_graphs()
     engine.cache.shrink(scheduler.max_tokens_of_a_text())
-    engine.num_forwards += 1  # the slots of a step that another stream has launched were moved: it is done anew
+    engine.num_forwards += 1  # the slots of a step that another stream submitted were moved: it is done anew
     torch.cuda.empty_cache()
 
 

@@ -34,14 +34,14 @@ class RequestLimits:
 
 
 class Concurrency:
-    """How many sequences may be live, and how long their texts are expected to be; learned from those that ended.
+    """How many sequences may be live, and the expected length of their texts, learned from finished ones.
 
-    The limit sinks when memory runs out and rises by one when as many sequences as it allows have ended since.
+    `current` sinks when memory runs out and rises by one once that many sequences have finished since.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = self.limit = most
-        self._num_ended = 0  # since the limit last changed
+    def __init__(self, max_sequences: int) -> None:
+        self.max_sequences = self.current = max_sequences
+        self._num_finished = 0  # since `current` last changed
         self.forget_lengths()
 
     def forget_lengths(self) -> None:
@@ -49,24 +49,24 @@ class Concurrency:
 
     def lower(self, num_live: int) -> None:
         """Memory ran out; `num_live` sequences stay."""
-        if self.limit == self.most:
+        if self.current == self.max_sequences:
             logger.warning(
                 "the KV cache's memory does not hold %d texts at once; going on with %d (lower batch_size or, where "
                 "memory allows, raise max_cache_tokens to avoid computing texts twice)",
                 num_live + 1,
                 max(1, num_live),
             )
-        self.limit = max(1, min(self.limit, num_live))
-        self._num_ended = 0
+        self.current = max(1, min(self.current, num_live))
+        self._num_finished = 0
 
-    def ended(self, num_output: int) -> None:
+    def record_finished(self, num_output: int) -> None:
         """A text of so many tokens was finished."""
         self._num_texts += 1
         self._num_tokens += num_output
-        self._num_ended += 1
-        if self._num_ended >= self.limit and self.limit < self.most:
-            self.limit += 1
-            self._num_ended = 0
+        self._num_finished += 1
+        if self._num_finished >= self.current and self.current < self.max_sequences:
+            self.current += 1
+            self._num_finished = 0
 
     def expected_output(self, sequence: Sequence) -> int:
         """Tokens that a text will probably have: as the entity's previous one, else as the mean of this engine's."""
@@ -106,7 +106,7 @@ class Scheduler:
         for sequence in self._within_prompts.values():
             if self._cache.lengths[sequence.row] >= sequence.num_prompt - 1:
                 self._within_prompts.pop(sequence.row)
-        while len(self.live) < self._concurrency.limit and (waiting := self._first_waiting()) is not None:
+        while len(self.live) < self._concurrency.current and (waiting := self._first_waiting()) is not None:
             reason = self._why_refused(waiting)
             if reason is None:
                 if self.live and self._peer_computes_prefix(waiting):
@@ -157,7 +157,7 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """A live sequence has ended."""
         self._leave(sequence)
-        self._concurrency.ended(sequence.num_output)
+        self._concurrency.record_finished(sequence.num_output)
 
     def close(self) -> None:
         """Give all rows back."""

@@ -5,20 +5,17 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import ray
 
-from laserbatch.pipeline.distributed.loading import is_tried
 from laserbatch.pipeline.distributed.settings import ClusterSettings, usable_cores
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.gpus import num_gpus
 from laserbatch.pipeline.storage.scratch import RAY_PREFIX, ScratchFolder, remove_dead_scratch
 
-PRELOADED = "laserbatch.pipeline.distributed.preloaded"
 MARK = "LASERBATCH_WORKSPACE"  # in the environment of every process of Ray that a night has started
 MAX_TEMP_BYTES = 38  # of Ray's temporary folder: a socket's path, 69 bytes longer, may have 107
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # where Ray's own files go when TMPDIR is too long for sockets
@@ -105,23 +102,21 @@ def require_own_gpu(granted: list, visible: str | None) -> None:
 
 @contextmanager
 def ray_cluster(
-    settings: ClusterSettings, preloads: bool = False, workspace: Path | None = None, gpus_a_worker: int = 1
+    settings: ClusterSettings, workspace: Path | None = None, gpus_a_worker: int = 1
 ) -> Iterator[WorkerLayout]:
     """Join the cluster at `ray_address`, or start a local one, whatever else runs here, and stop it afterwards.
 
-    With `preloads` processes of a local one load the code of workers before there is one, where each will be one. They
-    bear the mark of a `workspace`, by which `end_leftovers` finds those that a killed night could not end.
+    Processes of a local cluster carry the mark of `workspace`, by which `end_leftovers` finds those that a killed night
+    left behind.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     started, short_folder = not ray.is_initialized(), None
     if started and settings.ray_address is None:
         here = Node(usable_cores(), num_gpus())
-        layout = worker_layout(settings, [here], gpus_a_worker)
-        preloads &= layout.num_workers == here.num_cpus  # Ray starts a process a core
-        preloads &= is_tried("ray")
+        worker_layout(settings, [here], gpus_a_worker)  # refuse what has no room before Ray starts
         remove_dead_scratch(SHORT_FOLDERS, RAY_PREFIX)  # of nights that were killed
         short_folder = _short_folder()
-        with _without_onlookers() if is_tried("ray") else nullcontext(), _marked(workspace):
+        with _marked(workspace):
             ray.init(
                 _temp_dir=None if short_folder is None else str(short_folder.path),
                 address="local",
@@ -131,7 +126,6 @@ def ray_cluster(
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 object_store_memory=100 * 2**20,  # shards travel as files; only names and counts pass through Ray
-                _system_config={"preload_python_modules": [PRELOADED]} if preloads else None,
             )
     elif started:
         try:
@@ -198,13 +192,6 @@ def _mark_of(workspace: Path) -> str:
     """The folder itself, not only its path: that may mean another one in a container."""
     found = workspace.stat()
     return f"{found.st_dev}-{found.st_ino} {workspace.resolve()}"
-
-
-def _without_onlookers() -> AbstractContextManager:
-    """Have Ray start no process that only looks on (dashboard, autoscaler, copier of logs): each loads for a second."""
-    onlookers = ("start_api_server", "start_monitor", "start_log_monitor")
-    nothing = {name: lambda node, **options: None for name in onlookers}
-    return mock.patch.multiple(ray._private.node.Node, create=True, **nothing)
 
 
 def _root_reason(error: BaseException) -> str:

@@ -1,7 +1,6 @@
 """What a worker is started with; who only hands it out loads no model code."""
 
 import datetime
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
@@ -34,14 +33,6 @@ class WorkerSpec:
     def gpus_a_worker(self) -> int:
         return 1
 
-    @property
-    def loads_quickly(self) -> bool:
-        """Whether nothing needs what torch and transformers load beside themselves, as packages that unpack weights."""
-        try:
-            return "quantization_config" not in json.loads((self.model_dir / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return True  # who loads the model says what is wrong with it
-
 
 @dataclass(frozen=True, kw_only=True)
 class TextSpec(WorkerSpec):
@@ -60,7 +51,3 @@ class TextSpec(WorkerSpec):
     @property
     def gpus_a_worker(self) -> int:
         return self.decoding.gpus_a_worker
-
-    @property
-    def loads_quickly(self) -> bool:
-        return self.decoding.engine == "laserbatch" and super().loads_quickly

@@ -35,7 +35,7 @@ from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.library import open_pool
 
 CHAT_OPTIONS = {"enable_thinking": False}  # as prompt templates have them
-Batch = dict[str, np.ndarray]
+Columns = dict[str, np.ndarray]
 Tokens = str | Sequence[int] | np.ndarray
 _NONE = np.zeros(0, np.int64)
 NOTHING = GenerationResult("", _NONE, _NONE, "", "", 0, 0, 0, _NONE, _NONE)  # of a row that could not be written
@@ -103,7 +103,7 @@ class TextWriter:
             step_cost_dir=folder,  # where none is read or written
         )  # fmt: skip
 
-    def __call__(self, batch: Batch) -> Batch:
+    def __call__(self, batch: Columns) -> Columns:
         """The batch with `text`, `finish_reason`, `num_tokens`, `num_steps` and `num_accepted`, and with `error`.
 
         A row that cannot be written has an `error` that begins with a stable word and an empty text; others go on.
@@ -115,7 +115,7 @@ class TextWriter:
         with ends_process_if_device_is_lost() if is_actor else nullcontext():
             return self._written(batch)
 
-    def _written(self, batch: Batch) -> Batch:
+    def _written(self, batch: Columns) -> Columns:
         if self._budget is None:
             self._budget = self._chosen_budget("previous" in batch)
         num_rows = len(batch["prompt"])
@@ -147,7 +147,7 @@ class TextWriter:
 
     def _chosen_budget(self, has_previous: bool) -> Budget:
         """How much is drafted: by what a step costs here, unless the options say it."""
-        step_cost = budget_step_cost(self._settings, lambda: self._engine.measured_step_cost(keeps=False))
+        step_cost = budget_step_cost(self._settings, lambda: self._engine.measured_step_cost(save=False))
         return side_budget(self._settings, self._pool, step_cost, float(has_previous)).budget
 
     def _request(self, row: int, prompt: Tokens, previous: Tokens | None, group: str | None) -> GenerationRequest:

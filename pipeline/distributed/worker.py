@@ -10,7 +10,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from laserbatch.pipeline.knowledge.answers import require_answer
 from laserbatch.pipeline.knowledge.parsers import parse_answer
 from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, render_shown
 from laserbatch.pipeline.knowledge.records import knowledge_schema
-from laserbatch.pipeline.planning.plan import PlannedRow, Shard, read_shard
+from laserbatch.pipeline.planning.plan import PlannedRow, RenderedRow, Shard, read_shard
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
 from laserbatch.pipeline.storage.run_folder import RunFolder, ShardInfo, ShardRecord
@@ -38,14 +37,6 @@ logger = logging.getLogger(__name__)
 MAX_SHARE_RUN_ON = 0.1  # if more of a shard's texts ran on to the token limit, they are kept rather than written again
 
 
-@dataclass(frozen=True)
-class AskedRow:
-    """A planned row with its prompt."""
-
-    row: PlannedRow
-    prompt: RenderedPrompt
-
-
 class ShardWorker:
     """Generates the knowledge of shards. Raises ModelError, PoolError: the model or a pool cannot be used."""
 
@@ -54,10 +45,10 @@ class ShardWorker:
         self._templates = spec.templates
         self._usual_tokens = {side: self.engine.usual_tokens(side) for side in spec.templates}
         self.num_texts = 0  # of all shards
-        self.turn_to(spec)
+        self.reconfigure(spec)
 
-    def turn_to(self, spec: TextSpec) -> None:
-        """Go on by another specification, of the same model and pools."""
+    def reconfigure(self, spec: TextSpec) -> None:
+        """Use another specification of the same model and pools."""
         self.spec, self._provenance = spec, spec.decoding.provenance()
         if spec.decoding.engine != "laserbatch":
             self._provenance |= {"engine": spec.decoding.engine}
@@ -82,16 +73,15 @@ class ShardWorker:
         results: list[GenerationResult] = []
         quarantined: list[QuarantineRow] = []
         planned = read_shard(self.spec.run_dir / shard.path)
-        rows: dict[str, AskedRow] = {}
+        rows: dict[str, RenderedRow] = {}
         for number, row in enumerate(planned):
             try:
-                rows[str(number)] = AskedRow(row, self.rendered(shard.side, row))
+                rows[str(number)] = RenderedRow.of(row, self.rendered(shard.side, row))
             except RowError as error:
                 quarantined.append(QuarantineRow.of(row.entity_id, shard.side, error.reason, row.fingerprint))
         num_rewritten, repairs = 0, Counter()
         for outcome, verifier in self._outcomes(shard.side, rows, budget):
-            asked = rows[outcome.request_id]
-            row = asked.row
+            row = rows[outcome.request_id]
             if isinstance(outcome, GenerationFailure):
                 quarantined.append(QuarantineRow.of(row.entity_id, shard.side, outcome.reason, row.fingerprint))
                 continue
@@ -99,7 +89,7 @@ class ShardWorker:
             results.append(outcome)  # quarantined texts cost time too, so they count
             num_rewritten += verifier != self.spec.decoding.verifier
             try:
-                records[outcome.request_id] = self._record(shard.side, asked, outcome, verifier, repairs)
+                records[outcome.request_id] = self._record(shard.side, row, outcome, verifier, repairs)
             except RowError as error:
                 failed = QuarantineRow.of(row.entity_id, shard.side, error.reason, row.fingerprint, outcome.text)
                 quarantined.append(failed)
@@ -119,7 +109,7 @@ class ShardWorker:
         return RunFolder(self.spec.run_dir).write_shard(shard.side, shard.name, table, quarantined, info)
 
     def _outcomes(
-        self, side: Side, rows: dict[str, AskedRow], budget: Budget | None
+        self, side: Side, rows: dict[str, RenderedRow], budget: Budget | None
     ) -> Iterator[tuple[GenerationResult | GenerationFailure, str]]:
         """What came of each row, and the verifier of it: a relaxed text that ran on is written again as a greedy one.
 
@@ -144,26 +134,26 @@ class ShardWorker:
                 yield outcome, "greedy"
 
     def _generate(
-        self, side: Side, rows: dict[str, AskedRow], budget: Budget | None, decoding: DecodingSettings
+        self, side: Side, rows: dict[str, RenderedRow], budget: Budget | None, decoding: DecodingSettings
     ) -> Iterator[GenerationResult | GenerationFailure]:
-        most = decoding.max_new_tokens
+        max_new_tokens = decoding.max_new_tokens
         requests = (
             GenerationRequest(
                 key,
-                asked.prompt.token_ids,
-                asked.row.previous_ids,
-                asked.row.group,
-                most,
-                seed_of(side, asked.row.entity_id),
+                row.prompt.token_ids,
+                row.previous_ids,
+                row.group,
+                max_new_tokens,
+                seed_of(side, row.entity_id),
             )
-            for key, asked in rows.items()
+            for key, row in rows.items()
         )
         return self.engine.generate(side, requests, decoding, budget)
 
     def _record(
-        self, side: Side, asked: AskedRow, result: GenerationResult, verifier: str, repairs: Counter[str]
+        self, side: Side, row: RenderedRow, result: GenerationResult, verifier: str, repairs: Counter[str]
     ) -> dict[str, Any]:
-        template, row, prompt = self._templates[side], asked.row, asked.prompt
+        template, prompt = self._templates[side], row.prompt
         if result.finish_reason == UNCLOSED_THOUGHTS:
             raise RowError(unclosed_thoughts(result))
         text = sound_text(self.engine.tokenizer, result, prompt.token_ids)

@@ -95,7 +95,7 @@ def write_features(
     with tempfile.TemporaryFile(dir=table.parent, buffering=0) as scratch:
         new = _NewVectors(scratch, dim, num_new)
         num_truncated = _encode(knowledge, order[found < 0], fields, encoder, new, on_batch) if num_new else 0
-        vectors = _Vectors(found, new, known)
+        vectors = _MergedVectors(found, new, known)
         of_new = _codes_before(new, None if before is None else with_codes.features_path(side))
         codebook = before
         if before is None:
@@ -291,7 +291,7 @@ def _parts(records: pa.RecordBatch, fields: Collection[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Vectors:
+class _MergedVectors:
     """Vectors in the order of ids, from a file of earlier ones and from new ones.
 
     `found`, int64[n], are rows of the file, ascending but for -1 where the vector is new.

@@ -5,11 +5,11 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.manifest import ModelFigures
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 
 class TextEngine(Protocol):
@@ -42,17 +42,17 @@ class TextEngine(Protocol):
         ...
 
     def warm_up(self, sides: Iterable[Side]) -> None:
-        """Have code loaded, by texts that nobody keeps."""
+        """Have code loaded, by texts that are thrown away."""
         ...
 
     def usual_tokens(self, side: Side) -> int | None:
         """A length that nearly no text of the side's pool exceeds; None where there is none."""
         ...
 
-    def kept_step_cost(self) -> StepCost | None:
+    def cached_step_cost(self) -> StepCost | None:
         """What steps cost here, as it was measured before; None where it was not."""
         ...
 
-    def measured_step_cost(self, keeps: bool = True) -> StepCost:
-        """What steps cost here, measured now; of workers that measure side by side one keeps it."""
+    def measured_step_cost(self, save: bool = True) -> StepCost:
+        """What steps cost here, measured now; of workers that measure side by side one saves it."""
         ...

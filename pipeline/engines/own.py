@@ -7,8 +7,7 @@ import numpy as np
 import torch
 
 from laserbatch.pipeline.budget.choice import UNCHECKED_SIZE
-from laserbatch.pipeline.budget.measuring import KeptCost, measure_step_cost, texts_of
-from laserbatch.pipeline.budget.step_cost import StepCost
+from laserbatch.pipeline.budget.measuring import StepCostCache, measure_step_cost, texts_of
 from laserbatch.pipeline.decoding.device_memory import host_memory
 from laserbatch.pipeline.decoding.drafters import PluginDrafters, drafter_from
 from laserbatch.pipeline.decoding.engine import Engine
@@ -23,6 +22,7 @@ from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.manifest import ModelFigures
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 WARM_UP_PROMPT_TOKENS, WARM_UP_NEW_TOKENS = 64, 8
 GRAPH_COUNTS = ("captures", "failed_captures", "replays", "eager_steps")
@@ -126,19 +126,19 @@ class OwnEngine:
         pool = self._pools.get(side)
         return pool.length_of(USUAL_SHARE) if pool is not None and pool.manifest.num_texts else None
 
-    def kept_step_cost(self) -> StepCost | None:
-        return self._kept_cost.read()
+    def cached_step_cost(self) -> StepCost | None:
+        return self._cost_cache.read()
 
-    def measured_step_cost(self, keeps: bool = True) -> StepCost:
+    def measured_step_cost(self, save: bool = True) -> StepCost:
         batch_size = self._decoding.batch_size
         largest = UNCHECKED_SIZE if self._largest_pool is None else MAX_NODES  # of what may be chosen
         found = measure_step_cost(self.engine, self._largest_pool, self._decoding.text_sources, [batch_size], largest)
-        return self._kept_cost.write(found) if keeps else found
+        return self._cost_cache.write(found) if save else found
 
     @property
-    def _kept_cost(self) -> KeptCost:
+    def _cost_cache(self) -> StepCostCache:
         num_pool_tokens = 0 if self._largest_pool is None else self._largest_pool.manifest.num_tokens
-        return KeptCost(self._step_cost_dir, self.engine, num_pool_tokens, self._num_workers)
+        return StepCostCache(self._step_cost_dir, self.engine, num_pool_tokens, self._num_workers)
 
     @property
     def _largest_pool(self) -> Pool | None:

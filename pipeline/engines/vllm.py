@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
 from laserbatch.pipeline.decoding.model.folder import (
     end_ids_of,
@@ -44,6 +43,7 @@ from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.integrations import vllm_steps
 from laserbatch.retrieval_pools.routing.route_table import write_routes
 from laserbatch.retrieval_pools.sources import NUM_SOURCES, SOURCE_POOL, SOURCE_TARGET
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 
@@ -167,10 +167,10 @@ class VllmEngine:
     def usual_tokens(self, side: Side) -> None:
         return None  # nothing runs on under greedy verification that plain decoding would not
 
-    def kept_step_cost(self) -> StepCost | None:
+    def cached_step_cost(self) -> StepCost | None:
         return None  # the proposer has its own
 
-    def measured_step_cost(self, keeps: bool = True) -> StepCost:
+    def measured_step_cost(self, save: bool = True) -> StepCost:
         raise AssertionError("nothing is chosen by it where vLLM's proposer chooses")
 
     def _begin(self, request: GenerationRequest) -> None:

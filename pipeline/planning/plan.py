@@ -14,7 +14,7 @@ import pyarrow as pa
 from pydantic import TypeAdapter, ValidationError
 
 from laserbatch.pipeline.errors import WorkspaceError
-from laserbatch.pipeline.knowledge.prompts import Shown
+from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, Shown
 from laserbatch.pipeline.knowledge.questions import shown_of_row
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import read_json, sha256_file, write_json
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 CARRIED_SHARD = "carried"  # what needed no model: rows whose text stays, and rows that cannot be asked about
 WAITING_SHARD = "waiting"  # earlier texts of rows of which a new one is not due, or has no place in the budget
 BY_PLAN = {CARRIED_SHARD, WAITING_SHARD}  # written while planning
-KEPT_SHARD = "kept"  # earlier texts of rows in quarantine
+STALE_SHARD = "stale"  # earlier texts of rows in quarantine
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,22 @@ class PlannedRow:
 
 
 @dataclass(frozen=True)
+class RenderedRow(PlannedRow):
+    """A planned row with its prompt."""
+
+    prompt: RenderedPrompt
+
+    @classmethod
+    def of(cls, row: PlannedRow, prompt: RenderedPrompt) -> "RenderedRow":
+        return cls(**vars(row), prompt=prompt)
+
+
+@dataclass(frozen=True)
 class Shard:
     """Rows that one worker generates in one go.
 
-    `path` is the plan's Parquet file, relative to the run's folder, and `sha256` its checksum; `is_apart` says that its
-    rows are those that `plan_side` was asked to keep apart.
+    `path` is the plan's Parquet file, relative to the run's folder, and `sha256` its checksum; `is_isolated`: the rows
+    are `isolate_ids` of `plan_side`.
     """
 
     name: Inside  # of its files: "00000"
@@ -55,7 +66,7 @@ class Shard:
     num_rows: int
     path: Inside
     sha256: str
-    is_apart: bool = False
+    is_isolated: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,11 +76,11 @@ class SidePlan:
     side: Side
     num_entities: int
     num_carried_over: int
-    num_refused: int  # in quarantine without being asked: nothing to ask about, or asked in vain before
+    num_unpromptable: int  # in quarantine without a prompt tonight: there is none, or the same one failed before
     routes: dict[str, int]  # scheme -> entities, over all of them
     shards: tuple[Shard, ...]
     num_waiting: int = 0  # that keep an earlier text, since a new one is not due or has no place in the budget
-    num_unasked: int = 0  # without a text, for want of evidence or of a place in the budget
+    num_without_text: int = 0  # without a text, for want of evidence or of a place in the budget
     postponed: dict[str, int] = field(default_factory=dict)  # reason -> entities, of both
     num_tokens: int = 0  # expected of the shards' texts; 0 where no budget asks
 
@@ -100,7 +111,7 @@ def open_plan(
     return plan, finished
 
 
-def write_shard_plan(side: Side, name: str, rows: pa.Table, run_dir: Path, is_apart: bool) -> Shard:
+def write_shard_plan(side: Side, name: str, rows: pa.Table, run_dir: Path, is_isolated: bool) -> Shard:
     """Write the rows of a shard for `read_shard`.
 
     Parameters
@@ -109,7 +120,7 @@ def write_shard_plan(side: Side, name: str, rows: pa.Table, run_dir: Path, is_ap
     """
     path = f"plan/{side}/{name}.parquet"
     written = write_parquet(rows, run_dir / path)
-    return Shard(name, side, rows["group"][0].as_py() or "", len(rows), path, written.sha256, is_apart)
+    return Shard(name, side, rows["group"][0].as_py() or "", len(rows), path, written.sha256, is_isolated)
 
 
 def read_shard(path: Path) -> list[PlannedRow]:
@@ -136,7 +147,7 @@ def split_shard(run_dir: Path, shard: Shard) -> tuple[Shard, Shard]:
     table = read_parquet(run_dir / shard.path)
     middle = len(table) // 2
     first, second = (
-        write_shard_plan(shard.side, f"{shard.name}-{number}", rows, run_dir, shard.is_apart)
+        write_shard_plan(shard.side, f"{shard.name}-{number}", rows, run_dir, shard.is_isolated)
         for number, rows in enumerate((table[:middle], table[middle:]))
     )  # in the order of names the halves are where the shard was
     plan = load_plan(run_dir, shard.side)
@@ -161,9 +172,9 @@ def load_plan(run_dir: Path, side: Side) -> SidePlan | None:
     except (WorkspaceError, ValidationError) as error:
         logger.warning("the plan %s cannot be used and is made again: %s", path, error)
         return None
-    num_postponed = plan.num_waiting + plan.num_unasked
+    num_postponed = plan.num_waiting + plan.num_without_text
     num_planned = (
-        plan.num_carried_over + plan.num_refused + num_postponed + sum(shard.num_rows for shard in plan.shards)
+        plan.num_carried_over + plan.num_unpromptable + num_postponed + sum(shard.num_rows for shard in plan.shards)
     )
     if num_planned != plan.num_entities:
         logger.warning("the plan %s has %d of its %d entities and is made again", path, num_planned, plan.num_entities)
@@ -183,11 +194,11 @@ def _is_whole(plan: SidePlan, finished: Mapping[str, ShardRecord], run_dir: Path
     """
     carried = finished.get(CARRIED_SHARD)
     found = None if carried is None else (carried.num_rows, carried.num_quarantined)
-    lost = [] if found == (plan.num_carried_over, plan.num_refused) else [CARRIED_SHARD]
+    lost = [] if found == (plan.num_carried_over, plan.num_unpromptable) else [CARRIED_SHARD]
     waiting = finished.get(WAITING_SHARD)
     lost += [WAITING_SHARD] if plan.num_waiting != (0 if waiting is None else waiting.num_rows) else []
     postponed = RunFolder(run_dir).read_postponed(plan.side).num_rows
-    lost += ["postponed"] if plan.num_waiting + plan.num_unasked != postponed else []
+    lost += ["postponed"] if plan.num_waiting + plan.num_without_text != postponed else []
     paths = ((run_dir / shard.path, shard.sha256) for shard in plan.shards)
     lost += [path for path, sha256 in paths if not path.exists() or sha256_file(path) != sha256]
     if lost:

@@ -46,15 +46,15 @@ CHAT_FILES = (
 
 
 @dataclass(frozen=True)
-class Keep:
-    """What keeps its text: records, a few of which are in memory at a time."""
+class CarryOver:
+    """The earlier records that a plan keeps, read a few at a time."""
 
     folder: RunFolder
     side: Side
     carried: pa.RecordBatchReader  # as before
     carried_file: Path | None  # of an earlier run, which holds just these
-    waiting: pa.RecordBatchReader | None  # as stale; None where nobody waits
-    quarantined: list[QuarantineRow]  # who is not asked at all
+    waiting: pa.RecordBatchReader | None  # marked as stale; None: no entity waits
+    quarantined: list[QuarantineRow]  # entities without a prompt tonight
 
     def write(self) -> dict[str, ShardRecord]:
         """Write it, once; the shards that were written, by name. A plan is not whole before."""
@@ -117,11 +117,11 @@ def plan_side(
     force: bool = False,
     shard_size: int | None = None,
     on_entities: Callable[[int], None] = lambda num_entities: None,
-    apart: pa.Array | None = None,
+    isolate_ids: pa.Array | None = None,
     refresh: Refresh | None = None,
-    unasked: pa.Table | None = None,
+    excluded: pa.Table | None = None,
     unusable: pa.Table | None = None,
-    keep: Callable[[Keep], object] = Keep.write,
+    carry_over: Callable[[CarryOver], object] = CarryOver.write,
 ) -> SidePlan:
     """Decide about every entity of a side and write its shards' inputs. Nothing is rendered, and nothing tokenised.
 
@@ -134,11 +134,11 @@ def plan_side(
     routes : as `side_routes` gives them; None: no groups.
     force : generate unchanged entities too.
     shard_size : rows a shard; None: `default_shard_size`.
-    apart : ids of entities that share no shard with others and come first, so that their time is known.
+    isolate_ids : ids of entities that share no shard with others and come first, so that their time can be measured.
     refresh : what says whose change waits; None: nobody's.
-    unasked : entities, as `run_folder.POSTPONED`, that get no text whatever else is so.
+    excluded : entities, as `run_folder.POSTPONED`, that get no text in any case.
     unusable : rows of the last quarantine, whose entities stay there where they would be asked the same again.
-    keep : is given what keeps its text, to write it now or while others are written.
+    carry_over : called with the records that stay; writes them now, or later while other texts are generated.
     """
     entities, folder = tables.entities(side), RunFolder(run_dir)
     ids = entities[f"{side}_id"]
@@ -148,22 +148,22 @@ def plan_side(
     left_out = np.zeros(entities.num_rows, bool)
     if refresh is not None and side == "user" and refresh.settings.min_interactions:
         left_out = questions.num_events() < refresh.settings.min_interactions
-        unasked = without_evidence(refresh, ids.combine_chunks().filter(pa.array(left_out)))
-    elif unasked is not None:
-        left_out = pc.is_in(ids, value_set=unasked["entity_id"].combine_chunks()).to_numpy()
+        excluded = without_evidence(refresh, ids.combine_chunks().filter(pa.array(left_out)))
+    elif excluded is not None:
+        left_out = pc.is_in(ids, value_set=excluded["entity_id"].combine_chunks()).to_numpy()
     found = _compared(questions, previous, before, left_out, force, on_entities)
     found, quarantined = _without_failing(found, side, ids, None if force else unusable)
-    rows, known_by, waiting, postponed, num_tokens = found.changed, found.fingerprints, before[:0], unasked, 0
+    rows, known_by, waiting, postponed, num_tokens = found.changed, found.fingerprints, before[:0], excluded, 0
     if refresh is not None and not force:
         chosen = choose(refresh, tables, side, questions, previous, rows, known_by, before[rows])
-        postponed = pa.concat_tables([part for part in (unasked, chosen.postponed) if part is not None])
+        postponed = pa.concat_tables([part for part in (excluded, chosen.postponed) if part is not None])
         num_tokens, waiting = chosen.num_tokens, before[rows[~chosen.is_written]]
         rows, known_by = rows[chosen.is_written], known_by.filter(pa.array(chosen.is_written))
     write_postponed(folder, side, postponed)
     waiting = np.sort(waiting[waiting >= 0])
     carried = previous.records(np.sort(found.carried), ids.type, is_stale=False)
     stale = previous.records(waiting, ids.type, is_stale=True) if len(waiting) else None
-    keep(Keep(folder, side, carried, previous.only_file(found.carried, ids.type), stale, quarantined))
+    carry_over(CarryOver(folder, side, carried, previous.only_file(found.carried, ids.type), stale, quarantined))
     columns = {
         "fingerprint": known_by,
         "previous_ids": previous.token_ids(before[rows]),
@@ -174,11 +174,11 @@ def plan_side(
         side=side,
         num_entities=entities.num_rows,
         num_carried_over=len(found.carried),
-        num_refused=len(quarantined),
+        num_unpromptable=len(quarantined),
         routes=routes.num_by_scheme(),
-        shards=_write_shards(side, questions, rows, columns, apart, size, run_dir),
+        shards=_write_shards(side, questions, rows, columns, isolate_ids, size, run_dir),
         num_waiting=len(waiting),
-        num_unasked=0 if postponed is None else len(postponed) - len(waiting),
+        num_without_text=0 if postponed is None else len(postponed) - len(waiting),
         postponed={} if postponed is None else count_reasons(postponed),
         num_tokens=num_tokens,
     )
@@ -238,20 +238,20 @@ def _write_shards(
     questions: SideQuestions,
     rows: np.ndarray,
     columns: dict[str, pa.Array],
-    apart: pa.Array | None,
+    isolate_ids: pa.Array | None,
     shard_size: int,
     run_dir: Path,
 ) -> tuple[Shard, ...]:
     """Write what is asked of the entities of some rows, by group; `columns` are of these rows."""
     ids = questions.entities[f"{side}_id"].take(pa.array(rows))
     turns = np.argsort(pc.rank(pc.fill_null(columns["group"], ""), tiebreaker="dense").to_numpy(), kind="stable")
-    is_apart = np.zeros(len(rows), bool) if apart is None else pc.is_in(ids, value_set=apart).to_numpy()
+    is_isolated = np.zeros(len(rows), bool) if isolate_ids is None else pc.is_in(ids, value_set=isolate_ids).to_numpy()
     shards = []
-    for places, of_apart in _cut(turns, is_apart, shard_size):
+    for places, of_isolated in _cut(turns, is_isolated, shard_size):
         shown = questions.shown(rows[places])
         part = {"entity_id": ids.take(pa.array(places))} | {name: shown[name] for name in shown.column_names}
         part |= {name: values.take(pa.array(places)) for name, values in columns.items()}
-        shards.append(write_shard_plan(side, f"{len(shards):05d}", pa.table(part), run_dir, of_apart))
+        shards.append(write_shard_plan(side, f"{len(shards):05d}", pa.table(part), run_dir, of_isolated))
     return tuple(shards)
 
 
@@ -269,23 +269,23 @@ def default_shard_size(num_rows: int, batch_size: int) -> int:
     return min(max(-(-num_rows // SHARDS_A_SIDE), MIN_BATCHES * batch_size), MAX_BATCHES * batch_size)
 
 
-def _cut(turns: np.ndarray, is_apart: np.ndarray, shard_size: int) -> Iterator[tuple[np.ndarray, bool]]:
-    """The places of each shard's rows, and whether they are those to keep apart.
+def _cut(turns: np.ndarray, is_isolated: np.ndarray, shard_size: int) -> Iterator[tuple[np.ndarray, bool]]:
+    """The places of each shard's rows, and whether they are isolated.
 
-    Where none are kept apart and shards are long, a few rows of all groups come first: a night of which most cannot be
+    Where none are isolated and shards are long, a few rows of all groups come first: a night of which most cannot be
     kept is stopped after them.
 
     Parameters
     ----------
     turns : places of all rows, by group and else in the input's order.
-    is_apart : bool, by place.
+    is_isolated : bool, by place.
     """
-    if not is_apart.any() and len(turns) > shard_size > FIRST_TEXTS:
+    if not is_isolated.any() and len(turns) > shard_size > FIRST_TEXTS:
         stride = len(turns) // FIRST_TEXTS
         is_first = (np.arange(len(turns)) % stride == 0) & (np.arange(len(turns)) < stride * FIRST_TEXTS)
         yield turns[is_first], False
         turns = turns[~is_first]
-    for kept_apart in (True, False):
-        part = turns[is_apart[turns] == kept_apart]
+    for isolated in (True, False):
+        part = turns[is_isolated[turns] == isolated]
         for start in range(0, len(part), shard_size):
-            yield part[start : start + shard_size], kept_apart
+            yield part[start : start + shard_size], isolated

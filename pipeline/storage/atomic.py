@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from laserbatch.pipeline.errors import PipelineError, WorkspaceError
+from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.retrieval_pools.atomic import TEMPORARY_SUFFIX, atomic_path, naming, sync, temporary_beside
 
 REPLACED_SUFFIX = ".replaced"
@@ -41,18 +41,18 @@ def link_file(source: Path, target: Path) -> None:
 def atomic_folder(path: Path | str, overwrite: bool = False) -> Iterator[Path]:
     """A temporary folder to fill, which becomes `path` when the block ends without an error.
 
-    Raises PipelineError where `path` is not empty and `overwrite` False, a file, or the current folder.
+    Raises ConfigError where `path` is not empty and `overwrite` False, a file, or the current folder.
     """
     path = Path(path)
     if path.is_symlink():
         path = path.resolve()  # what the link names is replaced, and the link stays
     if Path.cwd().is_relative_to(path.resolve()):
-        raise PipelineError(f"{path} is the folder that this command runs in, or above it. Give another folder.")
+        raise ConfigError(f"{path} is the folder that this command runs in, or above it. Give another folder.")
     restore_replaced(path)
     if path.exists() and not path.is_dir():
-        raise PipelineError(f"{path} is a file; expected a folder to write to, or none. Give another path.")
+        raise ConfigError(f"{path} is a file; expected a folder to write to, or none. Give another path.")
     if path.is_dir() and any(path.iterdir()) and not overwrite:
-        raise PipelineError(f"{path} is there already and not empty. Give another folder, or pass --overwrite.")
+        raise ConfigError(f"{path} is there already and not empty. Give another folder, or pass --overwrite.")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_beside(path)
     temporary.mkdir()

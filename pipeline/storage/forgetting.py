@@ -183,10 +183,10 @@ def _recount_plan(plan: dict[str, Any], folder: RunFolder) -> None:
     carried = folder.root / "shards" / plan["side"] / "carried.json"
     if carried.exists():
         record = read_json(carried)
-        plan["num_carried_over"], plan["num_refused"] = record["num_rows"], record["num_quarantined"]
+        plan["num_carried_over"], plan["num_unpromptable"] = record["num_rows"], record["num_quarantined"]
     postponed = _recount_postponed(plan, folder, plan["side"])
     written = sum(shard["num_rows"] for shard in plan["shards"])
-    plan["num_entities"] = plan["num_carried_over"] + plan["num_refused"] + postponed + written
+    plan["num_entities"] = plan["num_carried_over"] + plan["num_unpromptable"] + postponed + written
 
 
 def _recount_postponed(described: dict[str, Any], folder: RunFolder, side: Side) -> int:
@@ -194,7 +194,7 @@ def _recount_postponed(described: dict[str, Any], folder: RunFolder, side: Side)
     postponed = folder.read_postponed(side)
     described["postponed"] = count_reasons(postponed)
     described["num_waiting"] = pc.sum(postponed["has_text"]).as_py() or 0
-    described["num_unasked"] = len(postponed) - described["num_waiting"]
+    described["num_without_text"] = len(postponed) - described["num_waiting"]
     return len(postponed)
 
 
@@ -207,7 +207,7 @@ def _recount_side(figures: dict[str, Any], folder: RunFolder, side: Side) -> Non
     knowledge, written = folder.knowledge_folder(side), {shard["file"] for shard in figures["shards"]}
     figures["num_generated"] = sum(num_rows(folder.root / name) for name in written)
     figures["num_carried_over"] = num_rows(knowledge / "carried.parquet")
-    figures["num_kept"] = num_rows(knowledge / "kept.parquet")
+    figures["num_stale"] = num_rows(knowledge / "stale.parquet")
     figures["quarantine_reasons"] = count_reasons(folder.read_quarantine(side, ["reason"]))
     figures["num_quarantined"] = sum(figures["quarantine_reasons"].values())
     counted = ("num_generated", "num_carried_over", "num_quarantined")

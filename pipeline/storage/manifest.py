@@ -14,7 +14,7 @@ from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import canonical_json, read_json, write_json
 from laserbatch.pipeline.storage.stats import DecodingStats
 
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
 LEFT_OUT = "left_out_of_prompts"  # key of an input table: its columns that look like personal data, and why
 
 
@@ -71,8 +71,8 @@ class PoolsUsed:
 
 
 @dataclass(frozen=True)
-class AskedBy:
-    """By what the entities of a side were asked about."""
+class PromptRef:
+    """The framework and the template of a side's prompts."""
 
     framework: str
     template: str  # name@version
@@ -171,7 +171,7 @@ class SideFigures:
     num_generated: int
     num_carried_over: int
     num_quarantined: int
-    num_kept: int  # of those in quarantine, with the text of an earlier night
+    num_stale: int  # entities in quarantine that keep the stale text of an earlier night
     quarantine_reasons: dict[str, int]
     routes: dict[str, int]  # scheme -> entities
     shards: list[ShardRecord]
@@ -179,7 +179,7 @@ class SideFigures:
     budget: BudgetFigures | None = None
     samples: list[SampleText] = field(default_factory=list)
     num_waiting: int = 0  # that keep the text of an earlier prompt: a new one is not due, or is over the budget
-    num_unasked: int = 0  # without a text, for want of interactions or of a place in the budget
+    num_without_text: int = 0  # without a text, for want of interactions or of a place in the budget
     postponed: dict[str, int] = field(default_factory=dict)  # reason -> entities, of both
     stats_of_tonight: DecodingStats | None = None  # of plain decoding: of the entities that the night wrote about
 
@@ -254,9 +254,9 @@ class GateFigures:
     side: Side | None = None
     value: float | None = None  # None: there was too little to judge by
     limit: float | None = None
-    verdict: Literal["passes", "warns", "holds"] = "passes"
-    told: str = ""  # why there is no value, or why it only warns
-    may_hold: bool = True
+    verdict: Literal["passes", "warns", "blocks"] = "passes"
+    reason: str = ""  # why there is no value, or why it only warns
+    can_block: bool = True  # whether a value beyond its limit blocks the publication, else it warns
 
 
 @dataclass(frozen=True)
@@ -338,8 +338,8 @@ class RunManifest:
     sides: dict[Side, SideFigures] = field(default_factory=dict)
     plain: dict[Side, SideFigures] = field(default_factory=dict)
     features: dict[Side, FeatureFigures] = field(default_factory=dict)
-    value_rules: int = 1  # `RULES_VERSION` of how values read in prompts; 1: of a laserbatch that did not say
-    asked: dict[Side, AskedBy] = field(default_factory=dict)  # none: of a laserbatch that did not say
+    value_rules: int = 1  # `RULES_VERSION` of how values read in prompts
+    prompts: dict[Side, PromptRef] = field(default_factory=dict)
     audit: AuditFigures | None = None  # None: not done yet
     gates: list[GateFigures] = field(default_factory=list)
     ctr: Annotated[CtrFigures, BeforeValidator(lambda value: value or {})] = CtrFigures()
@@ -350,7 +350,8 @@ class RunManifest:
     @classmethod
     def load(cls, path: Path | str) -> "RunManifest":
         """Read a manifest. Raises WorkspaceError when it is missing, damaged, or of another format."""
-        anew = f"take the folder {Path(path).parent} away: the night of its date is then done anew"
+        folder = Path(path).parent
+        anew = f"move {folder} away and run {folder.name[:10]} again (`laserbatch nightly`, of lists `recommend`)"
         data = read_json(path, f", or {anew}")
         if data.get("format_version") != MANIFEST_VERSION:
             raise WorkspaceError(

@@ -241,10 +241,10 @@ class RunFolder:
         ids["unasked"] = postponed.filter(pc.invert(postponed["has_text"]))["entity_id"]
         ids = {name: part.cast(entity_ids.type) if not len(part) else part for name, part in ids.items()}
         rows = {name: pc.index_in(part, value_set=entity_ids) for name, part in ids.items()}
-        num_fresh, num_stale, num_quarantined, num_waiting, num_unasked = (
+        num_fresh, num_stale, num_quarantined, num_waiting, num_without_text = (
             np.bincount(part.drop_null().to_numpy(), minlength=len(entity_ids)) for part in rows.values()
         )
-        num_places = num_fresh + num_quarantined + num_waiting + num_unasked
+        num_places = num_fresh + num_quarantined + num_waiting + num_without_text
         faults = {
             "neither in its knowledge nor in quarantine": (num_places == 0) | (num_waiting > num_stale),
             "there more than once": (num_places > 1) | (num_stale > 1),

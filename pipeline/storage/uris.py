@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from laserbatch.pipeline.errors import ConfigError, PipelineError, first_line
+from laserbatch.pipeline.errors import ConfigError, LaserbatchError, first_line
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -49,7 +49,7 @@ def filesystem_of(uri: str) -> tuple["FileSystem", str]:
 
 
 @contextmanager
-def naming_uri(uri: str, kind: type[PipelineError]) -> Iterator[None]:
+def naming_uri(uri: str, kind: type[LaserbatchError]) -> Iterator[None]:
     """Have what a file system refuses in the block be an error of ours, which names the URI."""
     try:
         yield

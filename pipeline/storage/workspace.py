@@ -114,23 +114,23 @@ class Workspace:
         paths = sorted((self.root / "runs").glob("*"))
         return [RunFolder(path) for path in paths if path.is_dir() and _RUN_ID.fullmatch(path.name)]
 
-    def dated_runs(self, alike: str | None = None, with_held: bool = False) -> list[RunFolder]:
+    def finished_runs(self, prefer_settings: str | None = None, include_held: bool = False) -> list[RunFolder]:
         """Finished runs that may be built on, the newest last: by date, and of a date by when they were finished.
 
-        Of a date those with the settings hash `alike` come last. `with_held`: those that a gate keeps back too.
+        Of a date those with the settings hash `prefer_settings` come last. `include_held`: also held runs.
         """
         not_built_on = self.not_built_on()
-        runs = [run for run in self.runs() if run.is_finished or (with_held and run.is_held)]
+        runs = [run for run in self.runs() if run.is_finished or (include_held and run.is_held)]
 
         def rank(run: RunFolder) -> tuple[str, bool, int]:
             marker = run.success_path if run.is_finished else run.held_path
-            return run.date, run.settings_hash == alike, marker.stat().st_mtime_ns
+            return run.date, run.settings_hash == prefer_settings, marker.stat().st_mtime_ns
 
         return sorted((run for run in runs if run.run_id not in not_built_on), key=rank)
 
     def runs_up_to(self, run: RunFolder) -> list[RunFolder]:
         """Finished runs of earlier dates than a run's, and the run itself."""
-        return [*(other for other in self.dated_runs() if other.date < run.date), run]
+        return [*(other for other in self.finished_runs() if other.date < run.date), run]
 
     def published(self) -> RunFolder | None:
         """The run that readers see; None before the first is published.
@@ -159,15 +159,15 @@ class Workspace:
         """Make a finished run the one that readers see, in one step. Raises WorkspaceError where it is not finished."""
         history = self._history
         now = [history["run_id"]] if history["run_id"] else []
-        self._point_to(run_id, now + history["before"], [other for other in history["withdrawn"] if other != run_id])
+        self._point_to(run_id, now + history["before"], [other for other in history["rolled_back"] if other != run_id])
 
     def published_before(self) -> list[RunFolder]:
         """The finished runs that readers saw before the published one, the last first."""
         return [run for run in map(self.run, self._history["before"]) if run.is_finished]
 
-    def withdrawn(self) -> list[str]:
+    def rolled_back(self) -> list[str]:
         """Ids of rolled-back runs: nothing is built on them, and only an explicit command publishes them again."""
-        return self._history["withdrawn"]
+        return self._history["rolled_back"]
 
     def not_built_on(self) -> set[str]:
         """Ids of runs that nothing is built on: those rolled back, and what was built on these and never published.
@@ -175,7 +175,7 @@ class Workspace:
         A run whose manifest cannot be read counts as built on none.
         """
         history = self._history
-        found, published = set(history["withdrawn"]), {history["run_id"], *history["before"]}
+        found, published = set(history["rolled_back"]), {history["run_id"], *history["before"]}
         if not found:
             return found
         later = [run for run in self.runs() if run.date >= min(found)[:10] and run.run_id not in published]
@@ -184,8 +184,8 @@ class Workspace:
             found |= more
         return found
 
-    def withdraw(self) -> None:
-        """Take the published run back, for the one that was published before it, in one step.
+    def roll_back(self) -> None:
+        """Publish the run that was published before, and mark the published one as rolled back, in one step.
 
         Raises WorkspaceError where there is none.
         """
@@ -196,9 +196,9 @@ class Workspace:
                 "`laserbatch runs publish RUN`."
             )
         older = [run.run_id for run in before[1:]]
-        self._point_to(before[0].run_id, older, [*history["withdrawn"], history["run_id"]])
+        self._point_to(before[0].run_id, older, [*history["rolled_back"], history["run_id"]])
 
-    def mend_pointer(self) -> str | None:
+    def repair_pointer(self) -> str | None:
         """Where the pointer is lost or damaged, or names a run that is gone: point to what readers saw last.
 
         Returns the run that they see again; None where nothing was to be mended, or nothing that is there was ever
@@ -211,7 +211,7 @@ class Workspace:
         seen = [run_id for run_id in (history["run_id"], *history["before"]) if run_id and self.run(run_id).is_finished]
         if not seen:
             return None
-        self._point_to(seen[0], seen[1:], history["withdrawn"])
+        self._point_to(seen[0], seen[1:], history["rolled_back"])
         return seen[0]
 
     @property
@@ -228,18 +228,20 @@ class Workspace:
         """What the pointer names now and did before; of a damaged or missing one what its copy says, else nothing."""
         for path in (self._pointer, self._pointer_copy):
             with suppress(WorkspaceError):
-                found = {"before": [], "withdrawn": []} | read_json(path)
+                found = {"before": [], "rolled_back": []} | read_json(path)
+                if "withdrawn" in found:  # the key of 0.1.0
+                    found["rolled_back"] = found.pop("withdrawn")
                 if _RUN_ID.fullmatch(str(found.get("run_id", ""))):
                     return found
-        return {"run_id": None, "before": [], "withdrawn": []}
+        return {"run_id": None, "before": [], "rolled_back": []}
 
-    def _point_to(self, run_id: str, before: list[str], withdrawn: list[str]) -> None:
+    def _point_to(self, run_id: str, before: list[str], rolled_back: list[str]) -> None:
         if not self.run(run_id).is_finished:
             raise WorkspaceError(f"run {run_id} has no _SUCCESS, so it cannot be published; finish it first.")
         before = [other for other in dict.fromkeys(before) if other != run_id][:MAX_REMEMBERED]
-        withdrawn = [other for other in dict.fromkeys(withdrawn) if self.run(other).root.is_dir()]
+        rolled_back = [other for other in dict.fromkeys(rolled_back) if self.run(other).root.is_dir()]
         for path in (self._pointer_copy, self._pointer):
-            write_json({"run_id": run_id, "before": before, "withdrawn": withdrawn}, path)
+            write_json({"run_id": run_id, "before": before, "rolled_back": rolled_back}, path)
 
     @contextmanager
     def lock(self) -> Iterator[None]:

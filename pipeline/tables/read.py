@@ -76,7 +76,7 @@ class Tables:
         found = pc.index_in(ids.dictionary, value_set=self.entities(side)[f"{side}_id"].combine_chunks())
         return _codes(ids), np.append(found.fill_null(-1).to_numpy(), np.int32(-1))
 
-    def let_go(self) -> None:
+    def release_pages(self) -> None:
         """Let go of the memory of interactions that lie in a file, which are read again where they are needed."""
         for mapped in self.scratch:
             mapped.madvise(mmap.MADV_DONTNEED)
@@ -96,7 +96,7 @@ def read_tables(
     mapped; None: in memory.
     Raises TableError where a table or column is missing, has a wrong type, or its file cannot be read.
     """
-    path, cutoff = tables_folder(path), None if as_of is None else end_of(as_of)
+    path, cutoff = tables_folder(path), None if as_of is None else end_of_day(as_of)
     users, items = (_read_table(path, table, cutoff) for table in ("users", "items"))
     interactions = _by_time(_read_table(path, "interactions", cutoff))
     num_copies = 0
@@ -123,7 +123,7 @@ def read_tables(
     return replace(tables, interactions=interactions, scratch=tuple(mapped for _, mapped in files))
 
 
-def end_of(date: datetime.date) -> pa.Scalar:
+def end_of_day(date: datetime.date) -> pa.Scalar:
     """The moment at which a day (UTC) is over."""
     midnight = datetime.datetime.combine(date, datetime.time(), datetime.UTC)
     return pa.scalar(midnight + datetime.timedelta(days=1), TIMESTAMP_TYPE)

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.storage.parquet import write_parquet
-from laserbatch.pipeline.tables.read import OpenTables, end_of
+from laserbatch.pipeline.tables.read import OpenTables, end_of_day
 from laserbatch.pipeline.tables.schema import CREATED_AT, plain_ids, timestamps
 
 BATCH_ROWS = 1 << 20  # of interactions that are read at once
@@ -71,7 +71,7 @@ def write_sample(
     items = _known(tables.items, date)
 
     met: Counter = Counter()
-    cutoff = end_of(date)
+    cutoff = end_of_day(date)
 
     def is_early(batch: pa.RecordBatch) -> pa.Array:
         return pc.fill_null(pc.less(timestamps(batch["timestamp"]), cutoff), False)
@@ -104,7 +104,7 @@ def _known(entities: pa.Table, date: datetime.date) -> pa.Table:
     """Entities created before the end of a date, or without `created_at`."""
     if CREATED_AT not in entities.column_names or pa.types.is_null(entities.schema.field(CREATED_AT).type):
         return entities
-    return entities.filter(pc.fill_null(pc.less(timestamps(entities[CREATED_AT]), end_of(date)), True))
+    return entities.filter(pc.fill_null(pc.less(timestamps(entities[CREATED_AT]), end_of_day(date)), True))
 
 
 def _of(tables: OpenTables, ids: dict[str, pa.Array], columns: list[str]) -> Iterator[pa.RecordBatch]:

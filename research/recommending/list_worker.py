@@ -37,10 +37,10 @@ class ListWorker:
         model = self._target.model
         self._figures = ModelFigures(self._target.model_id, "float32", str(model.device), model.num_parameters())
         self._num_forwards, self._costliest_step_s, self._num_lists = 0, 0.0, 0
-        self.turn_to(spec)
+        self.reconfigure(spec)
 
-    def turn_to(self, spec: ListSpec) -> None:
-        """Go on by another specification, of the same model and catalogue."""
+    def reconfigure(self, spec: ListSpec) -> None:
+        """Use another specification of the same model and catalogue."""
         self._spec = spec
 
     def progress(self) -> tuple[int, float, int]:

@@ -22,17 +22,17 @@ from laserbatch.jobs.stages.metrics import NightMetrics, night_metrics
 from laserbatch.jobs.stages.publishing import (
     deliver,
     delivery_uri,
-    end_judged,
     ends_no_night,
-    mend_pointer,
+    finalize_run,
     publish_run,
     remove_delivered,
+    repair_pointer,
 )
 from laserbatch.jobs.stages.shards import Finished, gather, hand_out, stats_of
 from laserbatch.jobs.stages.workers import NightWorkers
-from laserbatch.pipeline.distributed.actors import Crew, ShardAbandoned
+from laserbatch.pipeline.distributed.actors import ShardAbandoned, WorkerPool
 from laserbatch.pipeline.distributed.cluster import end_leftovers
-from laserbatch.pipeline.distributed.loading import TOKEN_FILE
+from laserbatch.pipeline.distributed.shared_folder import TOKEN_FILE
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.planning.plan import (
     CARRIED_SHARD,
@@ -100,7 +100,7 @@ def _recommend(settings: Settings, date: datetime.date, force: bool, metrics: Ni
     lists = Lists(settings, tables, target, catalogue_codes)
     workspace = Workspace.open(Workspace.open(settings.workspace).root / RECOMMENDATIONS)
     with workspace.lock():
-        mend_pointer(workspace)
+        repair_pointer(workspace)
         end_leftovers(workspace.root)
         metrics.manifest = manifest = _opened(workspace, lists, date, inputs, force)
         run = workspace.run(manifest.run_id)
@@ -110,7 +110,7 @@ def _recommend(settings: Settings, date: datetime.date, force: bool, metrics: Ni
             with recorded(manifest):
                 if run.is_held:
                     say(f"run {run.run_id} is done already; its gates are judged again")
-                    end_judged(run, manifest, manifest.gates, settings.gates)
+                    finalize_run(run, manifest, manifest.gates, settings.gates)
                 else:
                     _write(workspace, run, manifest, lists)
         _publish(workspace, run, settings)
@@ -135,7 +135,7 @@ def _opened(
     recorded = settings.model_dump(mode="json", include={"tables": True, "extensions": {NAME}})
     recorded["recommender"] = lists.target.card.model_dump(mode="json")
     manifest = new_manifest(workspace, date, recorded, identity, attempt.edition)
-    earlier = [run for run in workspace.dated_runs() if run.date <= str(date) and run.run_id != manifest.run_id]
+    earlier = [run for run in workspace.finished_runs() if run.date <= str(date) and run.run_id != manifest.run_id]
     manifest.previous_run_id = earlier[-1].run_id if earlier else None
     manifest.force, manifest.inputs, manifest.extension = force, dict(inputs), NAME
     manifest.save()
@@ -164,13 +164,13 @@ def _write(workspace: Workspace, run: RunFolder, manifest: RunManifest, lists: L
     with stage(manifest, "gather"):
         plan = load_plan(run.root, "user") or plan  # with halves of shards
         user_ids = pa.chunked_array([lists.user_ids])
-        reasons, num_kept = gather(
+        reasons, num_stale = gather(
             run, "user", user_ids, finished, abandoned,
             partial(_stale, previous, lists),
         )  # fmt: skip
         write_parquet(flat_lists(run, schema), run.root / LISTS_NAME)
-        manifest.sides = {"user": _figures(run, manifest, lists, plan, finished, reasons, num_kept)}
-    end_judged(run, manifest, _measured(manifest, previous.num_rows), lists.settings.gates)
+        manifest.sides = {"user": _figures(run, manifest, lists, plan, finished, reasons, num_stale)}
+    finalize_run(run, manifest, _measured(manifest, previous.num_rows), lists.settings.gates)
 
 
 def _stale(previous: pa.Table, lists: Lists, failed: pa.ChunkedArray) -> pa.Table:
@@ -241,14 +241,16 @@ def _hand_out(
     )
 
     with NightWorkers(lists.settings.cluster, workspace.root) as workers:
-        crew = workers.crew(spec)
-        num_drafted = {"user": _drafted(manifest, options, crew, pending)}
-        abandoned = hand_out(crew, pending, {"user": finished}, "recommend", lambda _: num_drafted)
-        manifest.workers = workers.figures(crew, len(pending))
+        worker_pool = workers.worker_pool(spec)
+        num_drafted = {"user": _drafted(manifest, options, worker_pool, pending)}
+        abandoned = hand_out(worker_pool, pending, {"user": finished}, "recommend", lambda _: num_drafted)
+        manifest.workers = workers.figures(worker_pool, len(pending))
     return abandoned
 
 
-def _drafted(manifest: RunManifest, options: RecommendingSettings, crew: Crew, shards: Sequence[Shard]) -> int:
+def _drafted(
+    manifest: RunManifest, options: RecommendingSettings, worker_pool: WorkerPool, shards: Sequence[Shard]
+) -> int:
     """How much is drafted: that of the manifest, else as configured, else what was fastest when it was tried."""
     if "user" not in manifest.budgets:
         wanted, reason, gain = options.num_drafted, "as extensions.recommending.num_drafted says", None
@@ -257,7 +259,7 @@ def _drafted(manifest: RunManifest, options: RecommendingSettings, crew: Crew, s
         elif wanted is None and len(shards) < MIN_TRIED:
             wanted, reason = 0, "too few users to repay a trial"
         elif wanted is None:
-            wanted, gain = fastest(crew.ask_one("measured", "tried_drafts", shards))
+            wanted, gain = fastest(worker_pool.call_one("measured", "tried_drafts", shards))
             reason = "the fastest of those tried" if wanted else "no draft was faster"
         forecast = BudgetForecast(reason, batch_size=options.batch_size, speed_up=gain)
         manifest.budgets = {"user": BudgetFigures(wanted, 0.0, forecast)}
@@ -269,7 +271,7 @@ def _drafted(manifest: RunManifest, options: RecommendingSettings, crew: Crew, s
 
 def _figures(
     run: RunFolder, manifest: RunManifest, lists: Lists, plan: SidePlan, finished: Finished, reasons: dict[str, int],
-    num_kept: int,
+    num_stale: int,
 ) -> SideFigures:  # fmt: skip
     written = [finished[shard.name] for shard in plan.shards if shard.name in finished]
     num_written = sum(record.num_rows for record in written)
@@ -287,7 +289,7 @@ def _figures(
         num_generated=by_plan + num_written,
         num_carried_over=plan.num_carried_over - by_plan,
         num_quarantined=sum(reasons.values()),
-        num_kept=num_kept,
+        num_stale=num_stale,
         quarantine_reasons=reasons,
         routes=plan.routes,
         shards=written,
@@ -320,7 +322,7 @@ def _measured(manifest: RunManifest, num_before: int) -> list[GateFigures]:
     coverage = (figures.num_entities - figures.num_quarantined) / num_before if num_before else None
     failed = figures.num_quarantined / max(1, figures.num_entities)
     note = "" if num_before else "no run before"
-    return [GateFigures("quarantine", "user", failed), GateFigures("coverage", "user", coverage, told=note)]
+    return [GateFigures("quarantine", "user", failed), GateFigures("coverage", "user", coverage, reason=note)]
 
 
 def _publish(workspace: Workspace, run: RunFolder, settings: Settings) -> None:
@@ -329,7 +331,9 @@ def _publish(workspace: Workspace, run: RunFolder, settings: Settings) -> None:
     publish_run(workspace, run)
     deliver(workspace, uri)
     kept = workspace.pointed_to()
-    old = [one for one in workspace.dated_runs() if one.run_id != kept][: -settings.extension("recommending").keep_runs]
+    old = [one for one in workspace.finished_runs() if one.run_id != kept][
+        : -settings.extension("recommending").keep_runs
+    ]
     with ends_no_night("old lists were not removed, the next night tries again"):
         remove_delivered(uri, [one.run_id for one in old])
         for one in old:

@@ -48,7 +48,7 @@ class PoolVersion:
 
 
 @dataclass(frozen=True)
-class Collected:
+class GcResult:
     """What a collection removed, or would remove.
 
     Parameters
@@ -112,7 +112,7 @@ class PoolStore:
             (self.root / CURRENT_NAME).unlink()
         return is_among
 
-    def collect(self, keep: int, in_use: Collection[str] = (), dry_run: bool = False) -> Collected:
+    def collect(self, keep: int, in_use: Collection[str] = (), dry_run: bool = False) -> GcResult:
         """Remove old versions, and what dead builders left. The workspace's lock must be held.
 
         A version disappears in one step. Who has mapped its files goes on reading them, on this machine.
@@ -136,7 +136,7 @@ class PoolStore:
                 self._remove(version)
             for path in leftovers:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        return Collected(old, len(leftovers), num_bytes)
+        return GcResult(old, len(leftovers), num_bytes)
 
     def drop(self, version: str) -> None:
         """Remove a version, current or not: none is current then. One that is not there is no error."""

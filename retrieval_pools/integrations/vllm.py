@@ -15,15 +15,16 @@ import sys
 from collections.abc import Hashable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, Field, PositiveInt, TypeAdapter, ValidationError, field_validator
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.library import DraftBudget, OpenPool, open_pool
 from laserbatch.retrieval_pools.routing.route_table import RouteTable
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 
@@ -31,28 +32,6 @@ SETTINGS_VARIABLE = "LASERBATCH_DRAFTS"
 MEASURE = "laserbatch.retrieval_pools.integrations.vllm_steps"
 EVIDENCE = 64.0  # tokens that estimates are worth before any of them was verified here
 UNCHECKED_TRUST = 0.5  # in estimates of a pool that was never calibrated
-
-
-class _Step(BaseModel):
-    batch_size: PositiveInt
-    num_tokens: PositiveInt
-    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-class _StepTimes(BaseModel):
-    steps: list[_Step]
-
-    @field_validator("steps")
-    @classmethod
-    def _require_curves(cls, steps: list[_Step]) -> list[_Step]:
-        sizes = {
-            step.batch_size: {one.num_tokens for one in steps if one.batch_size == step.batch_size} for step in steps
-        }
-        alone = [size for size, tokens in sizes.items() if len(tokens) < 2]
-        if alone or not sizes:
-            of_size = f"; of the batch size {alone[0]} there is 1" if alone else ""
-            raise ValueError(f"expected steps of at least two numbers of tokens of each batch size{of_size}")
-        return steps
 
 
 def _fault(error: Exception) -> str:
@@ -64,42 +43,15 @@ def _fault(error: Exception) -> str:
     return f"{'.'.join(map(str, first['loc']))}: {first['msg'].removeprefix('Value error, ')}{found}".removeprefix(": ")
 
 
-class StepCost:
-    """Seconds of a step by its sequences and draft tokens: linear between what was measured, and going on.
+def read_step_cost(path: Path) -> StepCost:
+    """The step cost that `vllm_steps` wrote.
 
-    Parameters
-    ----------
-    path : `{"steps": [{"batch_size": b, "num_tokens": n, "seconds": s}, ...]}`, draft tokens counted in n; at least two
-        of each batch size.
+    Raises PoolError where the file is not there or holds something else: at which key, and what is there.
     """
-
-    def __init__(self, path: Path) -> None:
-        """Raises PoolError where the file is not there or does not say so: at which key, and what is there."""
-        try:
-            measured = _StepTimes.model_validate_json(path.read_bytes())
-        except (OSError, ValueError) as error:
-            raise PoolError(
-                f"{path} is no step cost ({_fault(error)}); measure one: python -m {MEASURE} --help"
-            ) from None
-        rows = sorted((one.batch_size, one.num_tokens / one.batch_size - 1, one.seconds) for one in measured.steps)
-        by_size = {size: np.array([row[1:] for row in rows if row[0] == size]).T for size, _, _ in rows}
-        self._batch_sizes = np.array(list(by_size))
-        self._curves = list(by_size.values())
-
-    def seconds(self, batch_size: int, num_drafted: np.ndarray) -> np.ndarray:
-        """Of steps with so many draft tokens in all; float64, of the shape of `num_drafted`."""
-        above = int(np.searchsorted(self._batch_sizes, batch_size))
-        pair = np.clip([above - 1, above], 0, len(self._curves) - 1)
-        low, high = self._batch_sizes[pair]
-        share = 0.0 if low == high else (batch_size - low) / (high - low)
-        of_low, of_high = (self._at(self._curves[k], num_drafted / batch_size) for k in pair)
-        return (1 - share) * of_low + share * of_high
-
-    @staticmethod
-    def _at(curve: np.ndarray, drafted: np.ndarray) -> np.ndarray:
-        x, y = curve
-        slope = max(0.0, (y[-1] - y[-2]) / (x[-1] - x[-2]))
-        return np.interp(drafted, x, y) + slope * np.maximum(drafted - x[-1], 0)
+    try:
+        return StepCost.model_validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise PoolError(f"{path} is no step cost ({_fault(error)}); measure one: python -m {MEASURE} --help") from None
 
 
 class ProposerSettings(BaseModel, frozen=True, extra="forbid"):
@@ -147,7 +99,7 @@ class ProposerSettings(BaseModel, frozen=True, extra="forbid"):
         expected = tokenizer_hash(Path(model))
         pools = open_pool(self.pools, self.side, self.version, tokenizer_hash=expected)
         routes = None if self.routes is None else RouteTable(self.routes)
-        return pools, routes, None if self.step_cost is None else StepCost(self.step_cost)
+        return pools, routes, None if self.step_cost is None else read_step_cost(self.step_cost)
 
 
 def started(name: Hashable, prompt: np.ndarray, opened: Sequence[tuple[OpenPool, RouteTable | None]]) -> OpenPool:
@@ -172,7 +124,7 @@ def worth_drafting(acceptance: np.ndarray, of_text: np.ndarray, num_texts: int, 
     """
     likeliest = np.argsort(-acceptance, kind="stable")
     num_written = num_texts + np.append(0.0, np.cumsum(acceptance[likeliest]))
-    speed = num_written / cost.seconds(num_texts, np.arange(len(acceptance) + 1))
+    speed = num_written / cost.seconds_between(num_texts, np.arange(len(acceptance) + 1))
     return np.bincount(of_text[likeliest[: int(np.argmax(speed))]], minlength=num_texts)
 
 

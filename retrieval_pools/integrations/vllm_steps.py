@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from laserbatch.retrieval_pools.atomic import atomic_path
 from laserbatch.retrieval_pools.errors import PoolError
 
 PROPOSERS = "laserbatch.retrieval_pools.integrations.vllm"
@@ -127,7 +128,10 @@ def measure_step_cost(
         for size in draft_sizes(num_speculative_tokens):
             least_s = max(least_s, min(found[batch_size, size]))
             steps.append({"batch_size": batch_size, "num_tokens": batch_size * (1 + size), "seconds": least_s})
-    out.write_text(json.dumps({"name": "measured in vLLM", "steps": steps}, indent=1) + "\n", encoding="utf-8")
+    with atomic_path(out) as temporary:
+        temporary.write_text(
+            json.dumps({"name": "measured in vLLM", "steps": steps}, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 def main() -> None:

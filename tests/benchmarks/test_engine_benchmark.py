@@ -30,9 +30,9 @@ from systems import MIN_ACCEPTANCE, EngineSystem, Pass, TransformersGenerate
 from tasks import Task, TaskSize, sample_tasks, tasks_of
 from transformers import AutoModelForCausalLM
 
-from laserbatch.pipeline.budget.step_cost import DraftCost, StepCost, StepPoint
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText, replay
+from laserbatch.retrieval_pools.step_cost import DraftCost, StepCost, StepPoint
 
 RATES = DeviceRates(1e10, 1e14)  # multiplying never takes longer
 COST = StepCost(

@@ -13,7 +13,6 @@ from laserbatch.pipeline.budget.choice import (
     side_budget,
     step_seconds,
 )
-from laserbatch.pipeline.budget.step_cost import DraftCost, StepCost, StepPoint
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.retrieval_pools.index.calibration_record import (
     DRAFT_TOKENS,
@@ -23,6 +22,7 @@ from laserbatch.retrieval_pools.index.calibration_record import (
     BudgetCurve,
     ReplayedBudgets,
 )
+from laserbatch.retrieval_pools.step_cost import DraftCost, StepCost, StepPoint
 
 SOURCES = ("previous", "prompt", "output", "pool")
 FREE = {1: 0.01, 2: 0.01, 65: 0.01}

@@ -9,14 +9,15 @@ import pytest
 from tiny_models import plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 
 from laserbatch.pipeline.budget import measuring
-from laserbatch.pipeline.budget.measuring import KeptCost, measure_step_cost
-from laserbatch.pipeline.budget.step_cost import DraftCost, read_step_cost
+from laserbatch.pipeline.budget.measuring import StepCostCache, measure_step_cost
+from laserbatch.pipeline.budget.step_cost import read_step_cost
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.settings import TEXT_SOURCES
 from laserbatch.pipeline.decoding.token_tree import MAX_NODES
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.calibration_record import SIZE_KNOTS
+from laserbatch.retrieval_pools.step_cost import DraftCost
 
 MODEL = tiny_model()
 
@@ -29,11 +30,11 @@ def quick(monkeypatch):
 
 def watch(engine, note) -> None:
     """Have `note` told of each text of each step how many tokens were drafted, and how many were written."""
-    land = engine.finish_step
+    finish_step = engine.finish_step
 
     def watched(step, stream):
         before = [one.num_output for one in step.sequences]
-        ended = land(step, stream)
+        ended = finish_step(step, stream)
         for one, was, drafted in zip(step.sequences, before, step.trees.sizes.tolist(), strict=True):
             if one.num_output > was:
                 note(drafted, one.num_output - was)
@@ -112,15 +113,15 @@ def test_a_busy_machine_does_not_make_drafts_look_dear(monkeypatch):
     """Half of the time passes while something else has the core; a step computes for as long as it has tokens."""
     computed_s, passed_s = [0.0], [0.0]
     busy = np.random.default_rng(0)
-    launch = Engine.submit_step
+    submit_step = Engine.submit_step
 
-    def launched(engine, stream):
-        step = launch(engine, stream)
+    def submitted(engine, stream):
+        step = submit_step(engine, stream)
         computed_s[0] += 1 + step.num_tokens / 1000
         passed_s[0] += busy.choice([1, 10]) * (1 + step.num_tokens / 1000)
         return step
 
-    monkeypatch.setattr(Engine, "submit_step", launched)
+    monkeypatch.setattr(Engine, "submit_step", submitted)
     monkeypatch.setattr(measuring.time, "thread_time", lambda: computed_s[0])
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: passed_s[0])
     found = measure_step_cost(tiny_engine(MODEL, batch_size=4), None, (), [4])
@@ -167,25 +168,25 @@ def test_drafting_is_timed_as_the_engine_drafts_one_call_for_all(tmp_path, monke
 
 def test_a_cost_is_kept_for_the_same_machine_and_model(tmp_path):
     engine = tiny_engine(MODEL, batch_size=2)
-    kept = KeptCost(tmp_path, engine, 0)
+    kept = StepCostCache(tmp_path, engine, 0)
     assert kept.read() is None
     first = kept.write(measure_step_cost(engine, None, TEXT_SOURCES, [2]))
-    assert KeptCost(tmp_path, engine, 0).read() == first
+    assert StepCostCache(tmp_path, engine, 0).read() == first
     assert read_step_cost(kept.path) == first  # as `pools simulate --step-cost` reads it
     others = [
-        KeptCost(tmp_path, engine, 1000),
-        KeptCost(tmp_path, engine, 1_000_000),  # a draft takes longer from a larger pool
-        KeptCost(tmp_path, tiny_engine(MODEL, batch_size=3), 0),
-        KeptCost(tmp_path, engine, 0, num_workers=2),  # two side by side are slower than one
+        StepCostCache(tmp_path, engine, 1000),
+        StepCostCache(tmp_path, engine, 1_000_000),  # a draft takes longer from a larger pool
+        StepCostCache(tmp_path, tiny_engine(MODEL, batch_size=3), 0),
+        StepCostCache(tmp_path, engine, 0, num_workers=2),  # two side by side are slower than one
     ]
     assert len({kept.path, *(other.path for other in others)}) == 5
-    assert KeptCost(tmp_path, engine, 1001).path == others[0].path
+    assert StepCostCache(tmp_path, engine, 1001).path == others[0].path
 
 
 @pytest.mark.parametrize("spoil", ["{", "{}", "another", "old"])
 def test_a_file_that_is_damaged_old_or_of_something_else_is_measured_again(tmp_path, spoil, caplog):
     engine = tiny_engine(MODEL, batch_size=1)
-    kept = KeptCost(tmp_path, engine, 0)
+    kept = StepCostCache(tmp_path, engine, 0)
     kept.write(measure_step_cost(engine, None, TEXT_SOURCES, [1]))
     other = {"another": {"name": "another machine"}, "old": {"measured_on": "2024-02-01"}}
     if spoil in other:

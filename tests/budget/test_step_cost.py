@@ -5,9 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from laserbatch.pipeline.budget.step_cost import DraftCost, StepCost, StepPoint, read_step_cost
-from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.budget.step_cost import read_step_cost
+from laserbatch.pipeline.errors import ConfigError, LaserbatchError
 from laserbatch.retrieval_pools.calibration.replay import Tally
+from laserbatch.retrieval_pools.step_cost import DraftCost, StepCost, StepPoint
 
 POINTS = [(8, 8, 0.01), (8, 24, 0.02), (8, 40, 0.06), (1, 1, 0.005), (1, 65, 0.006)]
 DATA = {"name": "a card", "steps": [{"batch_size": b, "num_tokens": n, "seconds": s} for b, n, s in POINTS]}
@@ -84,7 +85,7 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path, text, message):
 def test_a_file_that_is_not_there_and_a_batch_that_was_not_measured_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.yaml is not there; expected such as .*num_tokens: 256"):
         read_step_cost(tmp_path / "nowhere.yaml")
-    with pytest.raises(ConfigError, match="'a card' has no batch size 64; it has 1, 8"):
+    with pytest.raises(LaserbatchError, match="'a card' has no batch size 64; it has 1, 8"):
         StepCost.model_validate(DATA).seconds(64, np.array([64]))
 
 

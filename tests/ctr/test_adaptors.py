@@ -10,7 +10,7 @@ from laserbatch.ctr.adaptors.rlmrec import spread_back
 from laserbatch.ctr.adaptors.trawl import MAX_POSITIVES, NUM_NEIGHBOURS, items_liked_together
 from laserbatch.ctr.fields import Field
 from laserbatch.ctr.inputs import ADAPTORS
-from laserbatch.ctr.layers import Batch
+from laserbatch.ctr.layers import CtrBatch
 from laserbatch.retrieval_pools.routing.lightgcn import normalised_adjacency
 
 NUM_USERS, NUM_ITEMS, DIM = 9, 7, 6
@@ -29,7 +29,7 @@ def make(name, seed=0):
 def batch(users, items, histories=None):
     histories = [[] for _ in users] if histories is None else histories
     lengths = torch.tensor([len(one) for one in histories], dtype=torch.int64)
-    return Batch(
+    return CtrBatch(
         torch.tensor(users, dtype=torch.int64),
         torch.tensor(items, dtype=torch.int64),
         torch.zeros(len(users), 5),

@@ -11,7 +11,7 @@ from ctr_world import AS_OF, DAY_US, DIM, make_features
 from laserbatch.ctr.compare import train_ctr
 from laserbatch.ctr.dataset import build_dataset
 from laserbatch.ctr.errors import CtrError
-from laserbatch.ctr.knowledge import build_knowledge, seen_as_of
+from laserbatch.ctr.knowledge import build_knowledge, join_as_of
 from laserbatch.ctr.settings import CtrSettings
 
 
@@ -48,7 +48,7 @@ def test_training_rows_see_what_is_older_than_they_and_the_others_the_runs_own(w
     own = build_knowledge(world, data, {"relaxed": make_features(world)}, AS_OF, settings)["relaxed"]
     last = (AS_OF - datetime.date(1970, 1, 1)).days
     versions = {side: planted(getattr(world, f"{side}s"), side, [last - 20, last - 9]) for side in ("user", "item")}
-    seen, knowledge = seen_as_of(world, data, own, versions)
+    seen, knowledge = join_as_of(world, data, own, versions)
     reduced = knowledge.basis.reduce(
         {
             side: dataclasses.replace(getattr(own, side), vectors=of.vectors, codes=1 + of.codes)
@@ -74,7 +74,7 @@ def test_training_rows_see_what_is_older_than_they_and_the_others_the_runs_own(w
         assert figures.rows[1].auc > 0.5
     none = {side: planted(getattr(world, f"{side}s"), side, [last + 1]) for side in ("user", "item")}
     with pytest.raises(CtrError, match="no row of training has features that are older"):
-        seen_as_of(world, data, own, none)
+        join_as_of(world, data, own, none)
 
 
 def test_a_split_trains_on_what_follows_the_date_and_judges_what_follows_that(world):

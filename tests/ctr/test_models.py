@@ -8,7 +8,7 @@ from ctr_world import AS_OF, make_features
 from laserbatch.ctr.dataset import build_dataset
 from laserbatch.ctr.fields import Field
 from laserbatch.ctr.knowledge import build_knowledge
-from laserbatch.ctr.layers import Batch, Dice, EntityEmbedding
+from laserbatch.ctr.layers import CtrBatch, Dice, EntityEmbedding
 from laserbatch.ctr.loop import predict
 from laserbatch.ctr.networks import CrossMixture, CrossNetwork, LocalActivationUnit
 from laserbatch.ctr.settings import CtrSettings
@@ -87,7 +87,7 @@ def test_attention_sums_over_each_rows_own_history(data):
     seen = {}
     network.mlp.register_forward_pre_hook(lambda module, inputs: seen.update(row=inputs[0]))
     liked, rows, offsets = torch.tensor([5, 6]), torch.tensor([0, 0]), torch.tensor([0, 2])
-    network(Batch(torch.tensor([1, 2]), torch.tensor([3, 4]), torch.zeros(2, 5), liked, offsets, rows))
+    network(CtrBatch(torch.tensor([1, 2]), torch.tensor([3, 4]), torch.zeros(2, 5), liked, offsets, rows))
     embed, unit = network.inputs.item_embedding, network.activation_unit
     target = embed(torch.tensor([3]))
     expected = sum(unit(embed(torch.tensor([j])), target, torch.tensor([0])) * embed(torch.tensor([j])) for j in (5, 6))

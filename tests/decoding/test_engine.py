@@ -267,7 +267,7 @@ def test_streams_of_one_engine_may_take_turns():
     """One is asked for its next text while another stands between its forward and its verification."""
     expected = plain_texts(MODEL, PROMPTS, 9)
     engine = tiny_engine(MODEL, batch_size=len(PROMPTS))
-    engine.concurrency.limit = 2
+    engine.concurrency.current = 2
     requests = [  # which end one after another
         replace(request, max_new_tokens=3 + 2 * (number % 4)) for number, request in enumerate(requests_for(PROMPTS, 9))
     ]

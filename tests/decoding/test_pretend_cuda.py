@@ -44,20 +44,20 @@ def engine_on_device(model, max_prefill_tokens: int | None = None, **settings) -
 
 def watch_steps(engine: Engine, cuda) -> list[tuple[int, bool]]:
     """Of each step the engine takes from now on: how often it waits, and whether it replays a graph."""
-    steps, launch, land = [], engine.submit_step, engine.finish_step
+    steps, submit_step, finish_step = [], engine.submit_step, engine.finish_step
     before = []
 
-    def launched(*arguments):
+    def submitted(*arguments):
         before[:] = cuda.num_waits, cuda.num_replays
-        return launch(*arguments)
+        return submit_step(*arguments)
 
-    def landed(*arguments):
-        outcomes = land(*arguments)
+    def finished(*arguments):
+        outcomes = finish_step(*arguments)
         num_waits, num_replays = before
         steps.append((cuda.num_waits - num_waits, cuda.num_replays > num_replays))
         return outcomes
 
-    engine.submit_step, engine.finish_step = launched, landed
+    engine.submit_step, engine.finish_step = submitted, finished
     return steps
 
 
@@ -131,11 +131,11 @@ def test_a_text_is_handed_over_while_the_device_computes_the_next_step():
     model, prompts = one_layer(), tiny_prompts(NUM_PROMPTS)
     with pretend_cuda() as cuda, KERNEL:
         engine = engine_on_device(model)
-        launched = []
+        submitted = []
         forward = engine.runner.forward
-        engine.runner.forward = lambda *step: launched.append(cuda.num_waits) or forward(*step)
+        engine.runner.forward = lambda *step: submitted.append(cuda.num_waits) or forward(*step)
         requests = [replace(one, max_new_tokens=2 + i) for i, one in enumerate(requests_for(prompts, NUM_NEW))]
-        waits_since_launch = [cuda.num_waits - launched[-1] for _ in engine.generate(requests)]
+        waits_since_launch = [cuda.num_waits - submitted[-1] for _ in engine.generate(requests)]
     assert len(waits_since_launch) == NUM_PROMPTS and waits_since_launch[-1] == 1
     assert set(waits_since_launch[:-1]) == {0}
 

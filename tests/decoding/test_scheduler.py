@@ -113,15 +113,15 @@ def test_the_youngest_are_preempted_and_come_back_first():
 def test_concurrency_recovers_as_texts_end():
     concurrency = Concurrency(8)
     concurrency.lower(3)
-    assert concurrency.limit == 3
+    assert concurrency.current == 3
     for _ in range(3):
-        concurrency.ended(10)
-    assert concurrency.limit == 4
+        concurrency.record_finished(10)
+    assert concurrency.current == 4
     for _ in range(100):
-        concurrency.ended(10)
-    assert concurrency.limit == 8
+        concurrency.record_finished(10)
+    assert concurrency.current == 8
     concurrency.lower(0)
-    assert concurrency.limit == 1
+    assert concurrency.current == 1
 
 
 def test_texts_of_a_warm_up_do_not_say_how_long_those_after_it_are():

@@ -16,10 +16,9 @@ import ray
 from ray import cloudpickle
 
 from laserbatch.jobs.settings import load_settings
-from laserbatch.pipeline.budget.measuring import KeptCost
-from laserbatch.pipeline.budget.step_cost import StepCost, StepPoint
+from laserbatch.pipeline.budget.measuring import StepCostCache
 from laserbatch.pipeline.decoding.settings import Budget
-from laserbatch.pipeline.distributed import actors, loading
+from laserbatch.pipeline.distributed import actors, shared_folder
 from laserbatch.pipeline.distributed import settings as distributed_settings
 from laserbatch.pipeline.distributed.actors import ShardAbandoned, run_shards
 from laserbatch.pipeline.distributed.cluster import ray_cluster
@@ -35,6 +34,7 @@ from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder, ShardInfo
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.tables.read import read_tables
+from laserbatch.retrieval_pools.step_cost import StepCost, StepPoint
 
 COST, MEASURED = (
     StepCost(steps=tuple(StepPoint(batch_size=4, num_tokens=number, seconds=seconds) for number in (4, 8)))
@@ -64,8 +64,8 @@ def planned(world: Path, run_dir: Path):
     plan = plan_side(
         tables,
         "item",
-        settings.asked.template("item"),
-        shared_fingerprint(settings.asked.template("item"), 1024, settings.decoding, settings.model_dir),
+        settings.effective_knowledge.template("item"),
+        shared_fingerprint(settings.effective_knowledge.template("item"), 1024, settings.decoding, settings.model_dir),
         previous=PreviousKnowledge(None),
         shard_size=4,
         batch_size=4,
@@ -77,7 +77,7 @@ def planned(world: Path, run_dir: Path):
         model_dir=settings.model_dir,
         decoding=settings.decoding,
         device="cpu",
-        templates={"item": settings.asked.template("item")},
+        templates={"item": settings.effective_knowledge.template("item")},
         step_cost_dir=run_dir / "step-costs",
     )
     save_plan(plan, run_dir)
@@ -90,16 +90,16 @@ def texts(run_dir: Path) -> dict[str, str]:
 
 
 @contextmanager
-def hired(spec, layout, max_attempts=2):
-    """A crew that is dismissed in the end."""
-    crew = actors.Crew(spec, layout, max_attempts)
-    yield crew
-    crew.dismiss()
+def started_pool(spec, layout, max_attempts=2):
+    """A worker_pool that is dismissed in the end."""
+    worker_pool = actors.WorkerPool(spec, layout, max_attempts)
+    yield worker_pool
+    worker_pool.shutdown()
 
 
-def pids_of(crew) -> dict:
+def pids_of(worker_pool) -> dict:
     """By actor the process that it lives in."""
-    return {actor: ray.get(actor.__ray_call__.remote(lambda self: os.getpid())) for actor in crew.actors}
+    return {actor: ray.get(actor.__ray_call__.remote(lambda self: os.getpid())) for actor in worker_pool.actors}
 
 
 class Unlucky(actors._Worker):
@@ -144,7 +144,7 @@ def test_a_dead_workers_shard_is_done_again_by_another_under_the_budget_that_was
         alone.run(shard, Budget(2, 0.1))
 
     shards, spec = planned(world, tmp_path / "lost")
-    kept = KeptCost(spec.step_cost_dir, alone.engine.engine, 0, cluster.num_workers).write(COST)
+    kept = StepCostCache(spec.step_cost_dir, alone.engine.engine, 0, cluster.num_workers).write(COST)
     known = []
 
     def choose(measure):
@@ -154,9 +154,9 @@ def test_a_dead_workers_shard_is_done_again_by_another_under_the_budget_that_was
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     monkeypatch.setattr(actors, "_Worker", Unlucky)
     try:
-        with hired(spec, cluster, 3) as crew:
-            done = list(run_shards(shards, crew, choose))
-            assert crew.num_lost == 2
+        with started_pool(spec, cluster, 3) as worker_pool:
+            done = list(run_shards(shards, worker_pool, choose))
+            assert worker_pool.num_lost == 2
     finally:
         cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
     with pytest.raises(ProcessLookupError):
@@ -171,7 +171,7 @@ def test_a_dead_workers_shard_is_done_again_by_another_under_the_budget_that_was
 
 def test_a_worker_that_does_not_see_the_runs_folder_says_so_with_its_host(world, tmp_path, monkeypatch):
     """On another machine, say, where the folder is missing or an old copy."""
-    monkeypatch.setattr(loading, "VISIBILITY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(shared_folder, "VISIBILITY_TIMEOUT_S", 0.3)
     _, spec = planned(world, tmp_path / "run")
     (tmp_path / "copy").mkdir()
     (tmp_path / "copy" / actors.TOKEN_FILE).write_text("of another attempt")
@@ -193,7 +193,7 @@ def test_workers_of_a_machine_are_no_more_than_its_cores_have_room_for(monkeypat
 
 
 @pytest.fixture
-def crew(cluster, world, tmp_path, monkeypatch):
+def worker_pool(cluster, world, tmp_path, monkeypatch):
     """A function: run a plan's shards by actors that write ids for texts, and do at each step what a test says.
 
     Defined here, so that Ray sends it as it is and its processes load neither torch nor a model.
@@ -220,33 +220,33 @@ def crew(cluster, world, tmp_path, monkeypatch):
             info = ShardInfo(shard.sha256, str(budget), DecodingStats(), None, num_workers=1)
             return RunFolder(spec.run_dir).write_shard(shard.side, shard.name, table, info=info)
 
-        def kept_step_cost(self) -> StepCost | None:
+        def cached_step_cost(self) -> StepCost | None:
             return COST
 
-        @ray.method(concurrency_group="look")
-        def look(self) -> tuple[int, float, int]:
+        @ray.method(concurrency_group="heartbeat")
+        def heartbeat(self) -> tuple[int, float, int]:
             return 1, 0.02, 0
 
     def run(worker=Worker, max_attempts=2, layout=cluster, start_timeout_s=600.0, **options):
         monkeypatch.setattr(actors, "_Worker", worker)
-        monkeypatch.setattr(actors, "LOOK_S", 0.1)
+        monkeypatch.setattr(actors, "POLL_S", 0.1)
         shards, _ = planned(world, tmp_path)
-        run.crew = actors.Crew(Spec(tmp_path), layout, max_attempts, start_timeout_s)
-        return shards, run_shards(shards, run.crew, **options)
+        run.worker_pool = actors.WorkerPool(Spec(tmp_path), layout, max_attempts, start_timeout_s)
+        return shards, run_shards(shards, run.worker_pool, **options)
 
     run.Worker = Worker
     yield run
-    run.crew.dismiss()
+    run.worker_pool.shutdown()
 
 
 @pytest.mark.ray
-def test_a_row_that_kills_or_stops_workers_is_given_up_alone(crew, world, tmp_path, monkeypatch):
+def test_a_row_that_kills_or_stops_workers_is_given_up_alone(worker_pool, world, tmp_path, monkeypatch):
     hung = tmp_path / "hung"
     planned(world, tmp_path)
     rows = [row.entity_id for shard in load_plan(tmp_path, "item").shards for row in read_shard(tmp_path / shard.path)]
     deadly, slow = rows[2], rows[6]
 
-    class Poisoned(crew.Worker):
+    class Poisoned(worker_pool.Worker):
         def run(self, spec, shard, budget):
             of_shard = [row.entity_id for row in read_shard(tmp_path / shard.path)]
             if deadly in of_shard:
@@ -259,7 +259,7 @@ def test_a_row_that_kills_or_stops_workers_is_given_up_alone(crew, world, tmp_pa
             return super().run(spec, shard, budget)
 
     monkeypatch.setattr(actors, "MIN_HANG_TIMEOUT_S", 1.0)  # as long as 50 steps of this worker
-    shards, outcomes = crew(Poisoned)
+    shards, outcomes = worker_pool(Poisoned)
     outcomes = list(outcomes)
     (abandoned,) = [outcome for outcome in outcomes if isinstance(outcome, ShardAbandoned)]
     assert [row.entity_id for row in read_shard(tmp_path / abandoned.shard.path)] == [deadly]
@@ -276,42 +276,42 @@ def test_a_row_that_kills_or_stops_workers_is_given_up_alone(crew, world, tmp_pa
 
 
 @pytest.mark.ray
-def test_workers_that_find_no_place_in_time_end_the_run_with_what_was_asked_for(crew, cluster):
+def test_workers_that_find_no_place_in_time_end_the_run_with_what_was_asked_for(worker_pool, cluster):
     words = r"within 1 seconds: each needs 99 CPUs, and the cluster has a node of \d+ CPUs.* cluster.start_timeout_s"
     with pytest.raises(RunFailed, match=words):
-        list(crew(layout=replace(cluster, num_threads=99), start_timeout_s=1.0)[1])
+        list(worker_pool(layout=replace(cluster, num_threads=99), start_timeout_s=1.0)[1])
 
 
 @pytest.mark.ray
-def test_an_error_that_a_worker_reports_ends_the_run_as_itself(crew, cluster):
-    class Refusing(crew.Worker):
+def test_an_error_that_a_worker_reports_ends_the_run_as_itself(worker_pool, cluster):
+    class Refusing(worker_pool.Worker):
         def load(self):
             raise ModelError("no model folder")
 
     with pytest.raises(ModelError, match="no model folder"):
-        list(crew(Refusing, layout=replace(cluster, num_workers=1))[1])
+        list(worker_pool(Refusing, layout=replace(cluster, num_workers=1))[1])
 
 
 @pytest.mark.ray
-def test_workers_that_are_all_lost_before_they_are_ready_end_the_run(crew):
-    class Dying(crew.Worker):
+def test_workers_that_are_all_lost_before_they_are_ready_end_the_run(worker_pool):
+    class Dying(worker_pool.Worker):
         def load(self):
             os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(RunFailed, match=r"all workers were lost while they loaded the model.*worker-died"):
-        list(crew(Dying, max_attempts=1)[1])
+        list(worker_pool(Dying, max_attempts=1)[1])
 
 
 @pytest.mark.ray
-def test_all_workers_measure_at_once_and_nothing_is_measured_where_one_is_kept(crew, tmp_path):
-    class Measuring(crew.Worker):
-        def kept_step_cost(self):
+def test_all_workers_measure_at_once_and_nothing_is_measured_where_one_is_kept(worker_pool, tmp_path):
+    class Measuring(worker_pool.Worker):
+        def cached_step_cost(self):
             return COST if (tmp_path / "kept").exists() else None
 
-        def measured_step_cost(self, keeps):
+        def measured_step_cost(self, save):
             begin_s = time.time()
             time.sleep(0.5)
-            (tmp_path / f"{os.getpid()}-{begin_s}.json").write_text(json.dumps([keeps, begin_s, time.time()]))
+            (tmp_path / f"{os.getpid()}-{begin_s}.json").write_text(json.dumps([save, begin_s, time.time()]))
             return MEASURED
 
     known = []
@@ -324,11 +324,11 @@ def test_all_workers_measure_at_once_and_nothing_is_measured_where_one_is_kept(c
         known.append(measure())
         return {"item": known[0]}
 
-    shards, outcomes = crew(Measuring, choose_budgets=choose)
+    shards, outcomes = worker_pool(Measuring, choose_budgets=choose)
     assert [record.info.group for _, record in outcomes] == [str(MEASURED)] * len(shards)
     assert known == [MEASURED, COST]
     spans = [json.loads(path.read_text()) for path in tmp_path.glob("*-*.json")]
-    assert sorted(keeps for keeps, _, _ in spans) == [False, True]  # of both, once
+    assert sorted(save for save, _, _ in spans) == [False, True]  # of both, once
     begun_s, ended_s = max(begin for _, begin, _ in spans), min(end for _, _, end in spans)
     assert ended_s - begun_s > 0.2
 
@@ -336,18 +336,18 @@ def test_all_workers_measure_at_once_and_nothing_is_measured_where_one_is_kept(c
 @pytest.mark.ray
 @pytest.mark.parametrize(("num_workers", "max_attempts"), [(1, 1), (2, 3)])
 def test_a_worker_that_dies_before_it_measured_is_replaced_and_the_last_one_ends_the_run(
-    crew, cluster, num_workers, max_attempts
+    worker_pool, cluster, num_workers, max_attempts
 ):
     measured = []
 
     def choose(measure):
-        for pid in pids_of(crew.crew).values():
+        for pid in pids_of(worker_pool.worker_pool).values():
             os.kill(pid, signal.SIGKILL)
         measured.append(measure())
         return {}
 
     layout = replace(cluster, num_workers=num_workers)
-    shards, outcomes = crew(max_attempts=max_attempts, layout=layout, choose_budgets=choose)
+    shards, outcomes = worker_pool(max_attempts=max_attempts, layout=layout, choose_budgets=choose)
     if max_attempts == 1:
         with pytest.raises(RunFailed, match="max_draft_tokens"):
             list(outcomes)

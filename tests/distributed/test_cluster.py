@@ -12,9 +12,8 @@ from subprocess import PIPE
 
 import pytest
 import ray
-import torch
 
-from laserbatch.pipeline.distributed import cluster, loading
+from laserbatch.pipeline.distributed import cluster
 from laserbatch.pipeline.distributed.cluster import (
     Node,
     WorkerLayout,
@@ -23,7 +22,6 @@ from laserbatch.pipeline.distributed.cluster import (
     require_own_gpu,
     worker_layout,
 )
-from laserbatch.pipeline.distributed.loading import DECORATORS, TRIED, UNUSED, is_tried, quick_imports
 from laserbatch.pipeline.distributed.settings import ClusterSettings
 from laserbatch.pipeline.errors import ConfigError
 
@@ -71,25 +69,6 @@ def test_a_worker_may_have_several_gpus_of_one_node():
 def test_workers_that_no_node_has_room_for_are_refused(settings, nodes, told):
     with pytest.raises(ConfigError, match=told):
         worker_layout(ClusterSettings(**settings), nodes)
-
-
-def test_the_installed_libraries_are_those_whose_private_names_were_tried():
-    """After an update: see that a night begins as fast as before, then name the new version in `TRIED`."""
-    assert is_tried(*TRIED)
-
-
-def test_libraries_of_other_versions_are_left_as_they_are(monkeypatch):
-    monkeypatch.setattr(loading, "TRIED", dict.fromkeys(TRIED, "1.0"))
-    monkeypatch.delattr(ray._private.node, "Node")  # it may not be there any more
-    monkeypatch.setattr(ray, "init", lambda **options: begun.append(options["_system_config"]))
-    monkeypatch.setattr(cluster, "cluster_nodes", lambda: [Node(2)])
-    begun, found = [], torch.distributed.is_available
-    with ray_cluster(ClusterSettings(), preloads=True):
-        assert begun == [None]
-    before = {name: sys.modules.get(name) for name in (*UNUSED, *DECORATORS)}
-    with quick_imports():
-        assert torch.distributed.is_available is found
-        assert {name: sys.modules.get(name) for name in before} == before
 
 
 @pytest.mark.parametrize("name", ["TMPDIR", "RAY_TMPDIR"])

@@ -12,7 +12,6 @@ import pytest
 from parrots import parrot
 from test_actors import planned
 
-from laserbatch.pipeline.budget.step_cost import StepCost, StepPoint
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, load_tokenizer
 from laserbatch.pipeline.distributed import worker
 from laserbatch.pipeline.distributed.worker import ShardWorker, sound_text
@@ -24,6 +23,7 @@ from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
+from laserbatch.retrieval_pools.step_cost import StepCost, StepPoint
 
 
 def test_a_worker_that_was_warmed_up_writes_the_same_texts(tmp_path):
@@ -51,7 +51,7 @@ def test_a_chat_template_that_prints_today_prints_the_date_of_the_run_whatever_t
     )
     row = next(iter(read_shard(spec.run_dir / shards[0].path)))
     assert tokenizer.decode(worker.rendered("item", row).token_ids).startswith("Today is 2025-03-01.")
-    worker.turn_to(replace(spec, date=datetime.date(2025, 3, 2)))
+    worker.reconfigure(replace(spec, date=datetime.date(2025, 3, 2)))
     assert tokenizer.decode(worker.rendered("item", row).token_ids).startswith("Today is 2025-03-02.")
 
 
@@ -163,7 +163,7 @@ def test_a_step_cost_is_measured_for_the_nights_batch_and_kept_by_one_worker(tmp
     calls = []
     monkeypatch.setattr(own, "measure_step_cost", lambda *given: calls.append(given) or StepCost(steps=steps))
     one = ShardWorker(spec)
-    assert one.engine.measured_step_cost(keeps=False).steps == steps and not spec.step_cost_dir.exists()
-    assert one.engine.kept_step_cost() is None
-    assert one.engine.measured_step_cost() == one.engine.kept_step_cost()
+    assert one.engine.measured_step_cost(save=False).steps == steps and not spec.step_cost_dir.exists()
+    assert one.engine.cached_step_cost() is None
+    assert one.engine.measured_step_cost() == one.engine.cached_step_cost()
     assert [given[-2:] for given in calls] == [([spec.decoding.batch_size], 16)] * 2, "a night waits for what it needs"

@@ -140,7 +140,7 @@ def side_of(
         "num_generated": num_generated,
         "num_carried_over": num_entities - num_generated - quarantined,
         "num_quarantined": quarantined,
-        "num_kept": 0,
+        "num_stale": 0,
         "quarantine_reasons": reasons,
         "routes": routes,
         "shards": [half, other],
@@ -267,7 +267,7 @@ def night_manifest() -> dict:
         "item": stats("item", 176, 104, 3.42, 1218, 14.9, seed=2),
     }
     return {
-        "format_version": 1,
+        "format_version": 2,
         "run_id": "2025-03-01-1a2b3c4d",
         "date": "2025-03-01",
         "status": "success",

@@ -18,7 +18,7 @@ import yaml
 from night_world import write_here
 from small_world import World, first_world
 
-from laserbatch.jobs.gates import _audited, gate_sentence, holding, judge
+from laserbatch.jobs.gates import _audited, blocking, gate_sentence, judge
 from laserbatch.jobs.report.page import render_page
 from laserbatch.jobs.settings import GateSettings, Settings, load_settings
 from laserbatch.jobs.stages import audit, generate, shards
@@ -40,9 +40,9 @@ ASPECTS = HEAD | {"name": "tastes", "side": "user", "parser": "aspects", "factor
 FREE = HEAD | {"name": "things", "side": "item", "parser": "free"}
 
 
-def written(pending, crew, *_):
+def written(pending, worker_pool, *_):
     """In place of the model."""
-    spec, folder = crew.spec, RunFolder(crew.spec.run_dir)
+    spec, folder = worker_pool.spec, RunFolder(worker_pool.spec.run_dir)
     is_plain = not spec.decoding.drafters
     for shard in pending:
         template, records, schema = spec.templates[shard.side], [], None
@@ -108,9 +108,9 @@ def lived(settings, patched) -> tuple[Night, list]:
     """A night that was killed while it compared, and given again; and how many texts were written where."""
     asked = []
 
-    def seen(pending, crew, *more):
-        asked.append((crew.spec.run_dir.name, sum(shard.num_rows for shard in pending)))
-        yield from written(pending, crew, *more)
+    def seen(pending, worker_pool, *more):
+        asked.append((worker_pool.spec.run_dir.name, sum(shard.num_rows for shard in pending)))
+        yield from written(pending, worker_pool, *more)
 
     with patched.context() as watched:
         watched.setattr(shards, "run_shards", seen)
@@ -153,7 +153,7 @@ def test_the_page_shows_the_worst_pairs_side_by_side_escaped(lived):
 
 def test_what_is_beyond_a_limit_keeps_a_night_from_its_readers(lived):
     gates = judge(lived[0].manifest.gates, GateSettings(max_added_names=1))
-    (held,) = [gate for gate in holding(gates) if gate.gate == "lost fields"]
+    (held,) = [gate for gate in blocking(gates) if gate.gate == "lost fields"]
     assert re.search(
         r"users: texts surely lack .* of the fields asked for .*gates\.max_lost_fields", gate_sentence(held)
     )

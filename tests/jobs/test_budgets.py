@@ -12,12 +12,12 @@ from laserbatch.jobs.stages import budgets
 from laserbatch.jobs.stages.budgets import budget_of, describe_budget, night_budgets
 from laserbatch.jobs.stages.night import open_night
 from laserbatch.pipeline.budget.choice import PLAIN, ChosenBudget
-from laserbatch.pipeline.budget.step_cost import StepCost, StepPoint
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.planning.plan import Shard
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.manifest import BudgetForecast
+from laserbatch.retrieval_pools.step_cost import StepCost, StepPoint
 
 DATE = datetime.date(2025, 3, 1)
 CHEAP = StepCost(

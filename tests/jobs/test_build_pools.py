@@ -227,7 +227,7 @@ def test_pools_are_built_while_texts_are_encoded_and_are_the_same(first_night, m
 
     monkeypatch.setattr(run_night, "prepare_pools", prepared)
     monkeypatch.setattr(run_night, "encode_run", lambda *_, **__: {} if together.wait() >= 0 else None)
-    run_night.encode_beside_pools(first_night)
+    run_night.encode_and_build_pools(first_night)
     assert first_night.manifest.pools_built["item"].num_texts == alone.num_texts
     assert files_of(first_night) == files and {"encode", "pools"} == first_night.manifest.stages.keys()
 
@@ -239,7 +239,7 @@ def test_a_night_whose_pools_fail_while_it_encodes_ends_with_their_error(first_n
     monkeypatch.setattr(run_night, "prepare_pools", lambda *_, **__: failing)
     monkeypatch.setattr(run_night, "encode_run", lambda *_, **__: {})
     with pytest.raises(PoolError, match="the disk is full"):
-        run_night.encode_beside_pools(first_night)
+        run_night.encode_and_build_pools(first_night)
 
 
 @pytest.mark.parametrize("error", [Terminated, RuntimeError])
@@ -253,7 +253,7 @@ def test_who_ends_the_process_does_not_wait_for_pools_and_errors_do(first_night,
     monkeypatch.setattr(run_night, "prepare_pools", lambda *_, **__: lambda: goes_on.wait(60) and is_built.set())
     monkeypatch.setattr(run_night, "encode_run", encode)
     with pytest.raises(error):
-        run_night.encode_beside_pools(first_night)
+        run_night.encode_and_build_pools(first_night)
     assert is_built.is_set() == (error is RuntimeError)
     assert is_built.wait(60)
 

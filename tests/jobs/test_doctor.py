@@ -113,7 +113,7 @@ def test_whether_an_end_token_comes_is_tried_with_a_short_question(world, tmp_pa
     config = write_config(world, "parrot.yaml", decoding={"model": str(folder)})
     found = findings(config, doctor.check_answer)["answer"]
     assert found.level == level and said in found.found
-    assert found.mend is None or "eos_token_id in" in found.mend
+    assert found.hint is None or "eos_token_id in" in found.hint
 
 
 def test_a_folder_that_cannot_be_locked_is_told(world, monkeypatch):
@@ -122,14 +122,14 @@ def test_a_folder_that_cannot_be_locked_is_told(world, monkeypatch):
 
     monkeypatch.setattr(doctor.fcntl, "flock", refuse)
     found = findings(write_config(world), doctor.check_workspace)["workspace"]
-    assert found.level == "fault" and "Operation not supported" in found.found and "NFS 4" in found.mend
+    assert found.level == "fault" and "Operation not supported" in found.found and "NFS 4" in found.hint
 
 
 def test_a_full_disk_and_versions_of_another_time_are_told(world, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: usage(10**12, 10**12, 10**6))
     found = findings(write_config(world), doctor.check_workspace)["disk"]
-    assert (found.level, found.found[:6]) == ("fault", "0.0 GB") and "pools gc" in found.mend
+    assert (found.level, found.found[:6]) == ("fault", "0.0 GB") and "pools gc" in found.hint
     monkeypatch.setattr(doctor, "version", lambda name: "0.0.1" if name == "ray" else "99")
     faults = [finding.found for finding in doctor.check_versions(None) if finding.level == "fault"]
     assert any(fault.startswith("ray is 0.0.1; ray>=") for fault in faults)
@@ -203,7 +203,7 @@ def test_a_machine_with_gpus_has_no_fault(world, gpus):
 def test_gpu_that_other_processes_use_is_warned_of(world, gpus):
     gpus["free"] = 60 * GB
     found = of_gpu(write_config(world), doctor.check_gpu)
-    assert ("GPU", "warning") in levels(found) and "nvidia-smi" in found[-1].mend
+    assert ("GPU", "warning") in levels(found) and "nvidia-smi" in found[-1].hint
 
 
 def test_gpu_that_cannot_compute_is_a_fault_and_the_next_is_examined(world, gpus, monkeypatch):
@@ -216,7 +216,7 @@ def test_gpu_that_cannot_compute_is_a_fault_and_the_next_is_examined(world, gpus
     assert "Compile with" not in found[0].found
     monkeypatch.setattr(torch.cuda, "get_device_properties", refuse)
     (found,) = [one for one in of_gpu(write_config(world), doctor.check_memory_and_model) if one.level == "fault"]
-    assert "driver is too old" in found.found and found.mend is None
+    assert "driver is too old" in found.found and found.hint is None
     gpus["number"] = 0
     assert "torch sees no GPU" in of_gpu(write_config(world), doctor.check_gpu)[-1].found
 
@@ -228,7 +228,7 @@ def test_attention_and_dtype_of_a_gpu_are_told(world, gpus, monkeypatch):
     )
     assert [(finding.about, finding.level) for finding in found] == [("attention", "warning"), ("dtype", "ok")]
     found = of_gpu(write_config(world, "f.yaml", decoding={"dtype": "float32"}), doctor.check_kernels)
-    assert found[-1].level == "warning" and "Set decoding.dtype: bfloat16" in found[-1].mend
+    assert found[-1].level == "warning" and "Set decoding.dtype: bfloat16" in found[-1].hint
     gpus["capability"] = (7, 5)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)
@@ -240,7 +240,7 @@ def test_attention_and_dtype_of_a_gpu_are_told(world, gpus, monkeypatch):
 
     monkeypatch.setattr(cuda_graphs, "kernel_for", broken)
     found = of_gpu(write_config(world), doctor.check_kernels)
-    assert "undefined symbol" in found[0].found and "decoding.attention: torch" in found[0].mend
+    assert "undefined symbol" in found[0].found and "decoding.attention: torch" in found[0].hint
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_the_engine_that_fits_is_advised_and_another_is_no_fault(
     config = write_config(world, "fit.yaml", decoding=decoding)
     found = findings(config, doctor.check_memory_and_model)["fitting engine"]
     assert found.level == level
-    assert found.mend is None if advice is None else advice in found.mend
+    assert found.hint is None if advice is None else advice in found.hint
 
 
 def test_nothing_is_said_of_the_machines_of_a_cluster(world, monkeypatch):

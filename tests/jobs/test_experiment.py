@@ -12,15 +12,16 @@ from night_world import run_here, write_config, write_here
 from planted_night import Encoder
 from small_world import TEMPLATES
 
-from laserbatch.jobs.report.worth_table import audit_table, between_line, worth_table
+from laserbatch.jobs.report.variant_table import audit_table, between_line, variant_table
 from laserbatch.jobs.settings import load_settings
 from laserbatch.jobs.stages import run_experiment, variants
 from laserbatch.jobs.stages.night import open_run
 from laserbatch.jobs.stages.variants import cost_of_a_million
 from laserbatch.pipeline.budget.step_cost import read_step_cost
 from laserbatch.pipeline.encoding.encoder import TextEncoder
-from laserbatch.pipeline.errors import RunFailed
+from laserbatch.pipeline.errors import RunFailed, WorkspaceError
 from laserbatch.pipeline.sample.world import write_sample_world
+from laserbatch.pipeline.storage.workspace import ExperimentFolder
 
 NAME = "2025-02-10-trial"
 TRIED = ("--framework", "kar", "--framework", "mine", "--users", "8", "--items", "4", "--date", "2025-02-10",
@@ -94,7 +95,7 @@ def test_variants_are_tried_beside_what_is_published_and_a_killed_experiment_goe
     assert {one["mean_difference"] for one in tried["between"]} == {0.0}
     assert {one["variant"]: one["adaptor"] for one in tried["variants"]} == {"kar": "kar", "mine": "linear"}
     assert first["lift"] == second["lift"] and first["tokens_per_text"] == second["tokens_per_text"]
-    assert sum(first["num_kept"].values()) + sum(first["num_quarantined"].values()) == 12
+    assert sum(first["num_texts"].values()) + sum(first["num_quarantined"].values()) == 12
 
     monkeypatch.setattr(run_experiment, "compare_variants", None)  # told again without anything being done again
     again = ask(capfd, folder, "experiment", *TRIED)
@@ -102,6 +103,12 @@ def test_variants_are_tried_beside_what_is_published_and_a_killed_experiment_goe
                                                                        if name != "said"}  # fmt: skip
     other = ask(capfd, folder, "experiment", *TRIED, "--users", "9", code=3)
     assert f"the experiment {NAME} is another one: num_users was 8, and is 9" in other["error"]
+
+
+def test_an_experiment_of_another_version_is_refused(tmp_path):
+    (tmp_path / "experiment.json").write_text('{"asked": {"date": "2025-02-10"}}')
+    with pytest.raises(WorkspaceError, match=r"no `spec`.*another --name, or remove"):
+        run_experiment.read_record(ExperimentFolder(tmp_path))
 
 
 def test_a_variant_that_fails_does_not_stop_the_others(folder, tried, capfd, monkeypatch):
@@ -150,9 +157,9 @@ def test_a_million_costs_what_its_steps_do_however_loaded_the_machine_was(folder
 def test_manifests_say_by_what_each_side_was_asked_and_runs_are_listed_with_it(folder, tried, capfd):
     workspace = ("--workspace", str(Path(tried["folder"]) / "mine"))
     (run,) = ask(capfd, folder, "runs", "list", *workspace)["runs"]
-    assert run["asked_by"] == {side: {"framework": "mine", "template": f"mine_{side}@1"} for side in ("user", "item")}
+    assert run["prompts"] == {side: {"framework": "mine", "template": f"mine_{side}@1"} for side in ("user", "item")}
     shown = run_here(capfd, "runs", "list", *workspace).stdout
-    assert "asked by" in shown and "mine" in shown
+    assert "framework" in shown and "mine" in shown
 
 
 def test_an_experiment_that_holds_somebody_is_removed_when_they_are_forgotten(folder, tried, capfd, tmp_path):
@@ -172,7 +179,7 @@ def test_an_experiment_that_holds_somebody_is_removed_when_they_are_forgotten(fo
 
 
 def test_the_table_has_a_row_a_variant_and_says_what_is_between_the_first_and_the_others(tried):
-    table = worth_table(tried)
+    table = variant_table(tried)
     assert list(table.rows[0]) == [
         "Variant", "LightGBM", "All", "Tokens a text", "Texts", "A million", "Lift an hour",
     ]  # fmt: skip

@@ -41,9 +41,9 @@ def token_ids(text: str) -> list[int]:
     return TOKENIZER(text, add_special_tokens=False)["input_ids"]
 
 
-def planted(pending, crew, *_):
+def planted(pending, worker_pool, *_):
     """In place of the model: everybody's text names them, and the planted person's is the secret."""
-    spec = crew.spec
+    spec = worker_pool.spec
     folder = RunFolder(spec.run_dir)
     for shard in pending:
         records, failed, schema = [], [], knowledge_schema(pa.string())
@@ -113,7 +113,7 @@ def lived(tmp_path_factory) -> Path:
             run_night(loaded, parse_date("2025-03-03"))
     workspace = folder / "workspace"
     shutil.copytree(workspace / "pools" / last.run.run_id, workspace / "pools" / ".torn.1-ab.tmp")
-    shutil.copy(last.run.knowledge_folder("user") / "kept.parquet", last.run.root / "knowledge" / ".torn.1-ab.tmp")
+    shutil.copy(last.run.knowledge_folder("user") / "stale.parquet", last.run.root / "knowledge" / ".torn.1-ab.tmp")
     return folder
 
 
@@ -222,7 +222,7 @@ def _check_sums(workspace: Path) -> None:
                 assert set(folder.finished_shards(side)) == names != set()
                 plan = json.loads((folder.root / "plan" / f"{side}.json").read_text())
                 written = sum(shard["num_rows"] for shard in plan["shards"])
-                assert plan["num_entities"] == written + plan["num_carried_over"] + plan["num_refused"]
+                assert plan["num_entities"] == written + plan["num_carried_over"] + plan["num_unpromptable"]
                 for shard in plan["shards"]:
                     assert atomic.sha256_file(folder.root / shard["path"]) == shard["sha256"]
                 record = json.loads((folder.root / "shards" / side / "00000.json").read_text()) if written else None

@@ -40,14 +40,14 @@ def verdict(gate: str, value: float | None, settings: GateSettings | None = None
     ],
 )
 def test_a_gate_holds_beyond_its_limit(gate, good, bad):
-    assert verdict(gate, good) == "passes" and verdict(gate, bad) == "holds"
-    assert verdict(gate, bad, may_hold=False) == "warns"
+    assert verdict(gate, good) == "passes" and verdict(gate, bad) == "blocks"
+    assert verdict(gate, bad, can_block=False) == "warns"
     assert verdict(gate, None) == "passes"
 
 
 def test_speed_only_warns_and_auc_holds_where_the_whole_interval_is_worse():
     assert verdict("speed", 0.1) == "warns"
-    assert verdict("AUC", -0.01, limit=-0.002) == "holds" and verdict("AUC", 0.001, limit=-0.002) == "passes"
+    assert verdict("AUC", -0.01, limit=-0.002) == "blocks" and verdict("AUC", 0.001, limit=-0.002) == "passes"
     assert verdict("AUC", -0.01, GateSettings(auc="warn"), limit=-0.002) == "warns"
     assert verdict("AUC", -0.01, GateSettings(auc="ignore"), limit=-0.002) == "passes"
 
@@ -83,7 +83,7 @@ def test_who_lost_a_text_by_a_raised_limit_of_evidence_is_not_missed():
 
 def test_the_page_shows_gates_as_a_table():
     manifest = manifest_of(night_manifest())
-    manifest.gates = judge([GateFigures("cut", "item", 0.7), GateFigures("AUC", told="not compared")], GateSettings())
+    manifest.gates = judge([GateFigures("cut", "item", 0.7), GateFigures("AUC", reason="not compared")], GateSettings())
     manifest.status = "held"
     page = render_page(manifest)
     assert "held back and not published" in page and "What was judged before publication" in page

@@ -46,11 +46,11 @@ class Workers:
     def __init__(self, failing=(), at_first=lambda: None) -> None:
         self.failing, self.at_first, self.shards = failing, at_first, []
 
-    def run_shards(self, shards, crew, choose_budgets, on_first_text):
+    def run_shards(self, shards, worker_pool, choose_budgets, on_first_text):
         for shard in shards:
             self.at_first()
             self.at_first = lambda: None
-            yield shard, self._written(shard, crew.spec)
+            yield shard, self._written(shard, worker_pool.spec)
 
     def _written(self, shard, spec):
         rows = read_shard(spec.run_dir / shard.path)
@@ -167,7 +167,7 @@ def test_a_disk_that_is_full_of_what_is_carried_over_ends_the_night_at_the_next_
         is_refused.set()
         raise OSError(errno.ENOSPC, "No space left on device", "carried.parquet")
 
-    monkeypatch.setattr(generate.Keep, "write", full)
+    monkeypatch.setattr(generate.CarryOver, "write", full)
     monkeypatch.setattr(shards, "run_shards", workers.run_shards)
     without_ray(monkeypatch.setattr)
     with pytest.raises(OSError, match=r"No space left on device.*carried\.parquet"):
@@ -224,7 +224,7 @@ def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_again_when_it
         (id_, f"{id_} in {night.run.run_id}, before [1 2]") for id_ in sorted(failing[:2])
     ]
     figures = night.manifest.sides["user"]
-    assert (figures.num_quarantined, figures.num_kept) == (2, 2)
+    assert (figures.num_quarantined, figures.num_stale) == (2, 2)
     assert figures.num_generated + figures.num_carried_over + figures.num_quarantined == figures.num_entities
     night.run.finish()
     Workspace.open(world / "workspace").publish(night.run.run_id)
@@ -236,7 +236,7 @@ def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_again_when_it
     assert all(after[id_] == found[id_] for id_ in failing[:2])
     assert third.run.read_quarantine("user").to_pylist() == rows
     figures = third.manifest.sides["user"]
-    assert (figures.num_quarantined, figures.num_kept) == (2, 2) and figures.quarantine_reasons == {"unparsable": 2}
+    assert (figures.num_quarantined, figures.num_stale) == (2, 2) and figures.quarantine_reasons == {"unparsable": 2}
     third.manifest.save()
     third.run.finish()
     Workspace.open(world / "workspace").publish(third.run.run_id)
@@ -251,10 +251,10 @@ def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_again_when_it
 def finished(night: Night) -> dict:
     """What a night wrote, when it is published; whoever is counted is there, by id and once."""
     for side, figures in night.manifest.sides.items():
-        told = figures.num_generated + figures.num_carried_over + figures.num_waiting + figures.num_unasked
+        told = figures.num_generated + figures.num_carried_over + figures.num_waiting + figures.num_without_text
         assert told + figures.num_quarantined == figures.num_entities
         postponed = night.run.read_postponed(side)
-        assert len(postponed) == figures.num_waiting + figures.num_unasked == sum(figures.postponed.values())
+        assert len(postponed) == figures.num_waiting + figures.num_without_text == sum(figures.postponed.values())
         rows = {row["entity_id"]: row["is_stale"] for row in read_parquet(night.run.knowledge_folder(side)).to_pylist()}
         assert {key for key, is_stale in rows.items() if is_stale} == {
             row["entity_id"] for row in postponed.to_pylist() if row["has_text"]
@@ -319,7 +319,7 @@ def test_about_whom_there_is_no_evidence_nothing_is_written(world, write):
     night = opened(world, SECOND_DATE, refresh={"min_interactions": 10**6})
     write(night)
     found, figures = finished(night), night.manifest.sides["user"]
-    assert figures.num_unasked == figures.num_entities == night.tables.users.num_rows
+    assert figures.num_without_text == figures.num_entities == night.tables.users.num_rows
     assert figures.postponed == {"evidence": figures.num_entities} and figures.num_quarantined == 0
     assert found.keys() == set(night.tables.items["item_id"].to_pylist())
 

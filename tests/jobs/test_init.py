@@ -94,7 +94,9 @@ def test_the_sample_world_is_asked_about_in_its_own_words(tmp_path, capsys):
     write_sample_world(tmp_path / "tables", num_users=20, num_items=20)
     run_init(capsys, str(tmp_path / "tables"), tmp_path / "night.yaml")
     knowledge = load_settings(tmp_path / "night.yaml").knowledge
-    assert [knowledge.template(side) for side in SIDES] == [Settings().asked.template(side) for side in SIDES]
+    assert [knowledge.template(side) for side in SIDES] == [
+        Settings().effective_knowledge.template(side) for side in SIDES
+    ]
 
 
 def test_german_names_semicolons_and_another_encoding_are_guessed(tmp_path, capsys):

@@ -15,7 +15,7 @@ from laserbatch.jobs.gates import measure
 from laserbatch.jobs.settings import load_settings
 from laserbatch.jobs.stages import publishing
 from laserbatch.jobs.stages import run_night as stages
-from laserbatch.jobs.stages.budgets import kept_step_cost, night_tokens
+from laserbatch.jobs.stages.budgets import known_step_cost, night_tokens
 from laserbatch.jobs.stages.build_pools import unchanged_pools
 from laserbatch.jobs.stages.night import open_night, open_run, previous_run
 from laserbatch.jobs.stages.run_night import close, publish, run_night
@@ -60,13 +60,13 @@ def opened(world, date=DAY, **options):
     return open_night(load_settings(world / "laserbatch.yaml"), date, **options)
 
 
-def done(night, publishing="forwards"):
+def done(night, policy="if-newer"):
     """Ended as a night ends, without a text."""
     night.manifest.pools_built = {}
     with night.pools.publish(night.run.run_id, make_current=False):
         pass
     close(night)
-    publish(night, publishing)
+    publish(night, policy)
     return night
 
 
@@ -111,21 +111,21 @@ def test_an_older_date_is_published_where_that_is_asked_for_and_rolled_back_from
     newer, older = done(opened(world)), done(opened(world, DAY - datetime.timedelta(days=1)), "always")
     workspace = older.workspace
     assert workspace.published().run_id == older.run.run_id == older.pools.current_version()
-    workspace.withdraw()
+    workspace.roll_back()
     assert workspace.published().run_id == newer.run.run_id
-    assert workspace.withdrawn() == [older.run.run_id]
+    assert workspace.rolled_back() == [older.run.run_id]
 
 
 def test_what_was_taken_back_is_not_built_on_nor_published_by_itself(world, capsys):
     first, second = done(opened(world)), done(opened(world, DAY + datetime.timedelta(days=1)))
-    second.workspace.withdraw()
+    second.workspace.roll_back()
     publish(second)
     assert f"not published: run {second.run.run_id} was rolled back" in capsys.readouterr().err
     assert second.workspace.published().run_id == first.run.run_id
     third = opened(world, DAY + datetime.timedelta(days=2))
     assert third.previous.run_id == first.run.run_id
     publish(second, "always")
-    assert second.workspace.withdrawn() == [] and second.workspace.published().run_id == second.run.run_id
+    assert second.workspace.rolled_back() == [] and second.workspace.published().run_id == second.run.run_id
 
 
 def test_nothing_of_what_was_taken_back_is_used(world, capfd):
@@ -166,11 +166,11 @@ def test_a_backfill_goes_from_each_night_to_the_next_and_publishes_its_last_when
     (world / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\n")
     fails_on = {DAY + datetime.timedelta(days=2)}
 
-    def night(settings, date, redo, publishing, after):
+    def night(settings, date, redo, policy, base_run):
         if date in fails_on:
             raise WorkspaceError("no")
-        night = open_night(settings, date, redo=redo, after=after)
-        return night if night.run.is_finished else done(night, publishing)
+        night = open_night(settings, date, redo=redo, base_run=base_run)
+        return night if night.run.is_finished else done(night, policy)
 
     monkeypatch.setattr(nights, "run_night", night)
     arguments = ("backfill", "--config", str(world / "laserbatch.yaml"), "--from", "2025-03-01", "--to", "2025-03-04")
@@ -187,7 +187,7 @@ def test_a_backfill_goes_from_each_night_to_the_next_and_publishes_its_last_when
     assert other.run.run_id not in {run.run_id for run in runs}
     assert json.loads(run_here(capfd, *arguments, "--json", "--publish").stdout)["published"] == runs[-1].run_id
     assert newest.workspace.published().run_id == runs[-1].run_id == newest.pools.current_version()
-    newest.workspace.withdraw()
+    newest.workspace.roll_back()
     told = run_here(capfd, *arguments, "--json", "--publish")
     assert f"not published: run {runs[-1].run_id} was rolled back" in " ".join(told.stderr.split())
     assert json.loads(told.stdout)["published"] == newest.run.run_id
@@ -245,9 +245,9 @@ def test_publishing_a_held_run_goes_on_where_it_was_killed(world, monkeypatch, s
     with monkeypatch.context() as patched:
         patched.setattr(owners.get(step, publishing), step, killed)
         with pytest.raises(KeyboardInterrupt):
-            publishing.let_readers_see(night.workspace, night.run.run_id)
+            publishing.force_publish(night.workspace, night.run.run_id)
     assert night.workspace.published() is None
-    publishing.let_readers_see(night.workspace, night.run.run_id)
+    publishing.force_publish(night.workspace, night.run.run_id)
     assert night.workspace.published().run_id == night.run.run_id == night.pools.current_version()
     assert not night.run.held_path.exists() and night.run.load_manifest().status == "success"
 
@@ -283,7 +283,7 @@ def test_what_is_damaged_of_earlier_nights_is_named_and_passed_over(world, caplo
     assert third.previous.run_id == second.run.run_id
     assert unchanged_pools(third, second.run.run_id) == {}
     assert night_tokens(third) == 3600 * 200  # as the night before it says
-    assert kept_step_cost(workspace, third.settings.decoding) is None and framework_of(second.run) is None
+    assert known_step_cost(workspace, third.settings.decoding) is None and framework_of(second.run) is None
     assert unusable_texts(second.run, "user", third.date) is None
     measure(third.manifest, third.run, third.previous)
     assert not workspace.not_built_on()

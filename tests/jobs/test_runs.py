@@ -93,7 +93,7 @@ def test_listed_are_state_mark_and_size_also_of_what_cannot_be_read(workspace, c
     workspace.run(ids[3]).manifest_path.write_text("{")
     for run_id in ids[:2]:
         workspace.publish(run_id)
-    workspace.withdraw()
+    workspace.roll_back()
     (workspace.root / "runs" / ".gone.1-ab.tmp").mkdir()  # a removal that was killed
     told = asked(workspace, capfd, "list")["runs"]
     marks = [(one["state"], one["published"], one["rolled_back"]) for one in told]
@@ -116,9 +116,9 @@ def test_what_was_published_is_rolled_back_run_by_run_and_published_again(worksp
     assert asked(workspace, capfd, "rollback") == {"published": ids[1], "rolled_back": ids[2]}
     assert asked(workspace, capfd, "rollback") == {"published": ids[0], "rolled_back": ids[1]}
     assert "no run that is still there was published before" in asked(workspace, capfd, "rollback", code=3)["error"]
-    assert workspace.withdrawn() == [ids[2], ids[1]] and workspace.published().run_id == ids[0]
+    assert workspace.rolled_back() == [ids[2], ids[1]] and workspace.published().run_id == ids[0]
     assert asked(workspace, capfd, "publish", ids[2]) == {"published": ids[2], "published_before": ids[0]}
-    assert workspace.withdrawn() == [ids[1]]
+    assert workspace.rolled_back() == [ids[1]]
     unfinished = run_of(workspace, 4, is_finished=False)
     assert (
         "`laserbatch nightly --date 2025-03-04` finishes it"
@@ -140,8 +140,8 @@ def test_old_runs_are_removed_but_none_that_somebody_needs(workspace, capfd):
     ids[9] = run_of(workspace, 9)
     for day in (2, 3, 9, 8):
         workspace.publish(ids[day])
-    workspace.withdraw()  # 8
-    workspace.withdraw()  # 9
+    workspace.roll_back()  # 8
+    workspace.roll_back()  # 9
 
     def run_ids():
         return [run.run_id for run in workspace.runs()]

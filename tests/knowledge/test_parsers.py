@@ -8,7 +8,7 @@ from laserbatch.pipeline.knowledge.answers import language_of, require_answer
 from laserbatch.pipeline.knowledge.parsers import load_parser, parse_answer
 from laserbatch.pipeline.knowledge.templates import SHIPPED_TEMPLATES, KnowledgeSettings, load_template
 
-USER, ITEM = map(Settings().asked.template, ("user", "item"))
+USER, ITEM = map(Settings().effective_knowledge.template, ("user", "item"))
 PROFILE, INTERESTS, FACTS = map(load_template, ("rlmrec_user", "once_user", "trawl_item"))
 
 

@@ -140,11 +140,11 @@ def test_a_template_of_one_s_own_keeps_its_factors(tmp_path):
     text = (SHIPPED_TEMPLATES / "kar_user.yaml").read_text().replace("[Kinds, ", "[Colours, ")
     (tmp_path / "kar_user.yaml").write_text(text)
     own = Settings.model_validate({"knowledge": {"template_dir": str(tmp_path), "user_factors": ["Pay"]}})
-    assert own.asked.template("user").factors[0] == "Colours"  # with the bundled model, too
+    assert own.effective_knowledge.template("user").factors[0] == "Colours"  # with the bundled model, too
 
 
 def test_the_bundled_model_is_asked_in_the_words_that_it_was_trained_on():
-    item, user = (Settings().asked.template(side).instruction for side in ("item", "user"))
+    item, user = (Settings().effective_knowledge.template(side).instruction for side in ("item", "user"))
     assert item == (
         "Below is one title of a library. Describe it in a short text: its genre, theme, mood, era and creator, and "
         "who would enjoy it."
@@ -154,10 +154,10 @@ def test_the_bundled_model_is_asked_in_the_words_that_it_was_trained_on():
         "person's preferences, one numbered line for each of these factors: 1. Genre 2. Theme 3. Mood 4. Era 5. "
         "Creators 6. Rating habit 7. Dislikes 8. Summary"
     )
-    other = Settings.model_validate({"decoding": {"model": "qwen"}}).asked.template("item").instruction
+    other = Settings.model_validate({"decoding": {"model": "qwen"}}).effective_knowledge.template("item").instruction
     assert "library" not in other and "genre" not in other
     own = Settings.model_validate({"knowledge": {"item_factors": ["taste"], "words": {"item": "cake"}}})
-    told = own.asked.template("item").instruction
+    told = own.effective_knowledge.template("item").instruction
     assert "one cake of a library" in told and "its taste, and" in told
 
 

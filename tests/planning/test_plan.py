@@ -55,7 +55,7 @@ def by_length(ids) -> Routes:
     return Routes(names, pa.array(["attribute"] * len(ids), pa.string()).dictionary_encode())
 
 
-def plan(rows, run_dir, previous=None, force=False, shard_size=4, apart=None, routes=True):
+def plan(rows, run_dir, previous=None, force=False, shard_size=4, isolate_ids=None, routes=True):
     return plan_side(
         tables_of(rows),
         "user",
@@ -67,7 +67,7 @@ def plan(rows, run_dir, previous=None, force=False, shard_size=4, apart=None, ro
         shard_size=shard_size,
         batch_size=1,
         run_dir=run_dir,
-        apart=apart,
+        isolate_ids=isolate_ids,
     )
 
 
@@ -129,7 +129,7 @@ def test_an_item_without_a_title_is_refused(tmp_path):
         Tables(items, items, items), "item", template, "s",
         previous=PreviousKnowledge(None), batch_size=1, run_dir=tmp_path,
     )  # fmt: skip
-    assert planned.num_refused == sum(shard.num_rows for shard in planned.shards) == 1
+    assert planned.num_unpromptable == sum(shard.num_rows for shard in planned.shards) == 1
     run = RunFolder(tmp_path)
     run.merge_quarantine("item", run.finished_shards("item").values(), [], pa.string())
     (row,) = run.read_quarantine("item").to_pylist()
@@ -137,10 +137,10 @@ def test_an_item_without_a_title_is_refused(tmp_path):
 
 
 def test_entities_that_are_kept_apart_share_no_shard_with_others_and_come_first(tmp_path):
-    apart = pa.array(["dd", "a", "e", "elsewhere"])
-    planned = plan(users(["a", "b", "c", "dd", "e"]), tmp_path, shard_size=2, apart=apart)
+    isolate_ids = pa.array(["dd", "a", "e", "elsewhere"])
+    planned = plan(users(["a", "b", "c", "dd", "e"]), tmp_path, shard_size=2, isolate_ids=isolate_ids)
     ids = [[row.entity_id for row in read_shard(tmp_path / shard.path)] for shard in planned.shards]
-    assert [(part, shard.is_apart) for part, shard in zip(ids, planned.shards, strict=True)] == [
+    assert [(part, shard.is_isolated) for part, shard in zip(ids, planned.shards, strict=True)] == [
         (["a", "e"], True), (["dd"], True), (["b", "c"], False)
     ]  # fmt: skip
 

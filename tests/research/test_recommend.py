@@ -35,17 +35,17 @@ def lists_are_made_here(request, monkeypatch):
 
 
 def make_lists_here(patched: pytest.MonkeyPatch) -> None:
-    def crew(_, spec):
+    def worker_pool(_, spec):
         spec = replace(spec, device="cpu", num_threads=1, num_workers=1)
         worker = ListWorker(spec)
-        ask_one = lambda method, *asked: getattr(worker, method)(*asked)  # noqa: E731
-        return SimpleNamespace(spec=spec, layout=WorkerLayout(1, 1, 0, "cpu"), run=worker.run, ask_one=ask_one)
+        call_one = lambda method, *asked: getattr(worker, method)(*asked)  # noqa: E731
+        return SimpleNamespace(spec=spec, layout=WorkerLayout(1, 1, 0, "cpu"), run=worker.run, call_one=call_one)
 
-    def here(pending, crew, choose, on_first_text):
+    def here(pending, worker_pool, choose, on_first_text):
         for shard in pending:
-            yield shard, crew.run(shard, choose(None)["user"])
+            yield shard, worker_pool.run(shard, choose(None)["user"])
 
-    patched.setattr(NightWorkers, "crew", crew)
+    patched.setattr(NightWorkers, "worker_pool", worker_pool)
     patched.setattr(shards_stage, "run_shards", here)
 
 

@@ -16,7 +16,7 @@ from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.index.store import PoolStore
-from laserbatch.retrieval_pools.integrations.vllm import SETTINGS_VARIABLE, StepCost
+from laserbatch.retrieval_pools.integrations.vllm import SETTINGS_VARIABLE, read_step_cost
 from laserbatch.retrieval_pools.integrations.vllm_steps import speculative_config
 from laserbatch.retrieval_pools.routing.route_table import write_routes
 
@@ -115,7 +115,7 @@ def test_the_cost_of_steps_is_measured_and_chooses(world):
     cost = folder / "cost.json"
     run("-m", "laserbatch.retrieval_pools.integrations.vllm_steps", str(model), "--out", str(cost), "--batch", "1", "4",
         "--tokens", "6", "--engine", json.dumps(ENGINE))  # fmt: skip
-    seconds = StepCost(cost).seconds(4, np.array([0, 4, 24]))
+    seconds = read_step_cost(cost).seconds_between(4, np.array([0, 4, 24]))
     assert (seconds > 0).all() and (np.diff(seconds) >= 0).all()
     settings = json.loads((folder / "drafts.json").read_text())
     (folder / "drafts.json").write_text(json.dumps(settings | {"step_cost": "cost.json"}))

@@ -16,7 +16,7 @@ from laserbatch.retrieval_pools.integrations.vllm import (
     SETTINGS_VARIABLE,
     PoolProposer,
     ProposerSettings,
-    StepCost,
+    read_step_cost,
     worth_drafting,
 )
 from laserbatch.retrieval_pools.integrations.vllm_steps import speculative_config
@@ -138,7 +138,7 @@ def test_estimates_that_do_not_hold_are_believed_less(world):
 
 def test_chains_are_cut_so_that_most_tokens_are_written_a_second(world):
     rng = np.random.default_rng(0)
-    cost = StepCost(cost_file(world / "cost.json", {1: 1.0, 2: 1.3, 5: 1.5, 9: 4.0}))
+    cost = read_step_cost(cost_file(world / "cost.json", {1: 1.0, 2: 1.3, 5: 1.5, 9: 4.0}))
     for _ in range(50):
         lengths = rng.integers(0, 4, 3)
         chains = [np.sort(rng.random(length))[::-1] for length in lengths]
@@ -146,7 +146,7 @@ def test_chains_are_cut_so_that_most_tokens_are_written_a_second(world):
 
         def speed(cuts, chains=chains):
             written = 3 + sum(chain[:cut].sum() for chain, cut in zip(chains, cuts, strict=True))
-            return written / float(cost.seconds(3, np.array(sum(cuts))))
+            return written / float(cost.seconds_between(3, np.array(sum(cuts))))
 
         every = np.ndindex(*(lengths + 1))
         assert speed(found.tolist()) == pytest.approx(max(speed(cuts) for cuts in every))
@@ -156,21 +156,21 @@ def test_costs_of_batches_between_those_measured_lie_between_them(world):
     steps = [(1, 1, 1.0), (1, 3, 2.0), (4, 4, 2.0), (4, 12, 6.0)]
     told = [dict(zip(("batch_size", "num_tokens", "seconds"), one, strict=True)) for one in steps]
     (world / "cost.json").write_text(json.dumps({"steps": told}))
-    cost = StepCost(world / "cost.json")
-    assert cost.seconds(1, np.array([0, 1, 2, 4])).tolist() == [1.0, 1.5, 2.0, 3.0]
-    assert cost.seconds(4, np.array([0, 8])).tolist() == [2.0, 6.0]
-    assert 1.0 < float(cost.seconds(2, np.array(0))) < 2.0
-    assert float(cost.seconds(16, np.array(32))) == 6.0  # more than were measured cost as many do
+    cost = read_step_cost(world / "cost.json")
+    assert cost.seconds_between(1, np.array([0, 1, 2, 4])).tolist() == [1.0, 1.5, 2.0, 3.0]
+    assert cost.seconds_between(4, np.array([0, 8])).tolist() == [2.0, 6.0]
+    assert 1.0 < float(cost.seconds_between(2, np.array(0))) < 2.0
+    assert float(cost.seconds_between(16, np.array(32))) == 6.0  # more than were measured cost as many do
 
 
 @pytest.mark.parametrize(
     ("steps", "sentence"),
     [
-        ([], "steps: expected steps of at least two"),
-        ([(1, 1, 1.0)], "of the batch size 1 there is 1"),
-        ([(1, 1, 1.0), (1, 1, 2.0)], "of the batch size 1 there is 1"),
+        ([], "steps: .*at least 1 item"),
+        ([(1, 1, 1.0)], "batch_size 1 has one point"),
+        ([(1, 1, 1.0), (1, 1, 2.0)], "batch_size 1 has two points of the same num_tokens"),
         ([(1, 1, 1.0), (1, 2, "slow")], r"steps.1.seconds: .* \(found slow\)"),
-        ([(0, 1, 1.0), (0, 2, 1.0)], r"steps.0.batch_size: .* greater than 0 \(found 0\)"),
+        ([(0, 1, 1.0), (0, 2, 1.0)], r"steps.0.batch_size: .* greater than or equal to 1 \(found 0\)"),
         ([(1, 1, 1.0), (1, 2, -1.0)], r"steps.1.seconds: .* greater than 0 \(found -1.0\)"),
     ],
 )
@@ -178,7 +178,7 @@ def test_a_step_cost_that_is_none_is_refused_by_its_key(world, steps, sentence):
     told = [dict(zip(("batch_size", "num_tokens", "seconds"), one, strict=True)) for one in steps]
     (world / "cost.json").write_text(json.dumps({"steps": told}))
     with pytest.raises(PoolError, match=rf"cost.json is no step cost \(.*{sentence}.*measure one"):
-        StepCost(world / "cost.json")
+        read_step_cost(world / "cost.json")
 
 
 def test_a_draft_that_fails_is_none_and_logged_once(world, caplog):

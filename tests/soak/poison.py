@@ -20,9 +20,8 @@ import ray
 from ray.cluster_utils import Cluster
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
-from test_actors import COST, hired, planned, texts
+from test_actors import COST, planned, started_pool, texts
 
-from laserbatch.pipeline.budget.step_cost import StepCost
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.distributed import actors
 from laserbatch.pipeline.distributed.cluster import ray_cluster
@@ -31,6 +30,7 @@ from laserbatch.pipeline.distributed.worker import ShardWorker
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.planning.plan import read_shard
 from laserbatch.pipeline.sample.world import write_sample_world
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 Real = actors._Worker
 BUDGET = {"item": Budget(2, 0.1)}
@@ -59,19 +59,23 @@ def hung_row(world: Path, folder: Path) -> dict:
     class Hanging(Real):
         def load(self) -> None:
             super().load()
-            engine, launch = self._worker.engine, self._worker.engine.submit_step
+            engine, submit_step = self._worker.engine, self._worker.engine.submit_step
 
-            def launched(stream):
+            def submitted(stream):
                 if any(np.array_equal(one.request.prompt_ids, prompt) for one in stream.scheduler.live):
                     time.sleep(1e6)
-                return launch(stream)
+                return submit_step(stream)
 
-            engine.submit_step = launched
+            engine.submit_step = submitted
 
     begun_s = time.monotonic()
-    with workers(Hanging), ray_cluster(ClusterSettings(num_workers=2)) as layout, hired(spec, layout) as crew:
-        outcomes = list(actors.run_shards(shards, crew, lambda measure: BUDGET))
-        num_lost = crew.num_lost
+    with (
+        workers(Hanging),
+        ray_cluster(ClusterSettings(num_workers=2)) as layout,
+        started_pool(spec, layout) as worker_pool,
+    ):
+        outcomes = list(actors.run_shards(shards, worker_pool, lambda measure: BUDGET))
+        num_lost = worker_pool.num_lost
     given_up = [outcome for outcome in outcomes if isinstance(outcome, actors.ShardAbandoned)]
     rows = [row.entity_id for lost in given_up for row in read_shard(spec.run_dir / lost.shard.path)]
     expected = texts(calm.run_dir)
@@ -101,7 +105,7 @@ def unseen_workspace(world: Path, folder: Path) -> dict:
                 self._spec = replace(self._spec, run_dir=Path("/not-mounted"))
             super().load()
 
-        def kept_step_cost(self) -> StepCost:
+        def cached_step_cost(self) -> StepCost:
             return COST
 
         def run(self, *arguments) -> None:
@@ -109,8 +113,8 @@ def unseen_workspace(world: Path, folder: Path) -> dict:
 
     said, begun_s = None, time.monotonic()
     try:
-        with workers(Elsewhere), hired(spec, cluster_layout()) as crew:
-            list(actors.run_shards(shards, crew, lambda measure: {"item": Budget(2, 0.1)}))
+        with workers(Elsewhere), started_pool(spec, cluster_layout()) as worker_pool:
+            list(actors.run_shards(shards, worker_pool, lambda measure: {"item": Budget(2, 0.1)}))
     except WorkspaceError as error:
         said = str(error)
     seconds = round(time.monotonic() - begun_s)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from laserbatch.pipeline.errors import PipelineError, WorkspaceError
+from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.pipeline.storage.atomic import (
     atomic_folder,
     atomic_path,
@@ -59,7 +59,7 @@ def test_a_folder_is_replaced_only_when_asked_and_only_when_it_is_complete(tmp_p
     target = tmp_path / "tables"
     with atomic_folder(target) as folder:
         write_text("1", folder / "a")
-    with pytest.raises(PipelineError, match="--overwrite"), atomic_folder(target):
+    with pytest.raises(ConfigError, match="--overwrite"), atomic_folder(target):
         pass
     with pytest.raises(RuntimeError), atomic_folder(target, overwrite=True) as folder:
         write_text("2", folder / "a")
@@ -103,7 +103,7 @@ def test_a_kill_while_a_folder_is_replaced_leaves_the_earlier_or_the_new_one(tmp
         remove_leftovers(tmp_path)  # as a night does
         with pytest.raises(FaultyTable, match=r"was killed: give it again, or move .*\.replaced to"):
             tables_folder(target)
-        with pytest.raises(PipelineError, match="not empty"), atomic_folder(target):
+        with pytest.raises(ConfigError, match="not empty"), atomic_folder(target):
             pass
         assert (target / "a").read_text() == "old"
     assert (target / "a").read_text() == ("new" if can_exchange or num_done == 2 else "old")
@@ -168,5 +168,5 @@ def test_a_write_that_fails_names_the_path_that_was_to_be_written(tmp_path, monk
 def test_the_current_folder_is_not_replaced(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for path in (".", tmp_path, ".."):
-        with pytest.raises(PipelineError, match="folder that this command runs in"), atomic_folder(path, True):
+        with pytest.raises(ConfigError, match="folder that this command runs in"), atomic_folder(path, True):
             pass

@@ -109,12 +109,12 @@ def test_readers_go_back_only_where_somebody_asks_or_a_run_was_taken_back(worksp
     now = datetime.datetime.now(datetime.UTC)
     (delivered,) = workspace_state(workspace, now)["delivered"]
     assert (delivered["to"], delivered["run_id"]) == (place, NEW)
-    deliver(workspace, place, is_asked=True)  # as `runs publish` does, which has no events
+    deliver(workspace, place, force=True)  # as `runs publish` does, which has no events
     assert seen(place) == last_deliveries(workspace.root)[0]["run_id"] == OLD
     assert f"{place}: {OLD}, sent at 20" in summary_rows(workspace_state(workspace, now))["delivered"]
     workspace.publish(NEW)
     deliver(workspace, place)
-    workspace.withdraw()
+    workspace.roll_back()
     deliver(workspace, place)
     assert seen(place) == OLD
 

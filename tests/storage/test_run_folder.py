@@ -187,9 +187,12 @@ def test_the_run_id_follows_the_settings_not_their_order():
 
 def test_a_manifest_of_another_version_is_refused(run):
     manifest = manifest_of(run.manifest_path, DATE)
-    manifest.format_version = 9
+    manifest.format_version = 1
     manifest.save()
-    with pytest.raises(WorkspaceError, match="format version 9"):
+    message = (
+        rf"format version 1; this laserbatch reads 2\. .*move {run.root} away and run .* again \(`laserbatch nightly`"
+    )
+    with pytest.raises(WorkspaceError, match=message):
         run.load_manifest()
 
 

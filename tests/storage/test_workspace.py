@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from laserbatch.pipeline.errors import WorkspaceBusy, WorkspaceError
-from laserbatch.pipeline.storage.atomic import remove_folder, write_json
+from laserbatch.pipeline.storage.atomic import read_json, remove_folder, write_json
 from laserbatch.pipeline.storage.workspace import Workspace
 
 HOLD = """
@@ -88,21 +88,31 @@ def test_a_damaged_or_lost_version_is_mended_as_its_message_says(workspace, dama
 
 @pytest.mark.parametrize("damage", [None, '{"run', "[]", "{}", '{"run_id": "../x"}', '{"run_id": "2025-04-01-gone"}'])
 def test_a_pointer_that_is_lost_or_damaged_is_restored_with_all_that_it_knew(workspace, damage):
-    assert workspace.mend_pointer() is None
+    assert workspace.repair_pointer() is None
     first, second, bad = (f"2025-03-0{day}-aaaaaaaa" for day in (1, 2, 3))
     for run_id in (first, second, bad):
         finish(workspace, run_id)
         workspace.publish(run_id)
-    workspace.withdraw()
+    workspace.roll_back()
     pointer = workspace.root / "published.json"
     pointer.unlink() if damage is None else pointer.write_text(damage)
     if damage is None or "gone" not in damage:  # what somebody wrote is believed
-        assert workspace.pointed_to() == second and workspace.withdrawn() == [bad]
-        assert workspace.mend_pointer() == workspace.published().run_id == second
-        assert [run.run_id for run in workspace.published_before()] == [first] and workspace.withdrawn() == [bad]
+        assert workspace.pointed_to() == second and workspace.rolled_back() == [bad]
+        assert workspace.repair_pointer() == workspace.published().run_id == second
+        assert [run.run_id for run in workspace.published_before()] == [first] and workspace.rolled_back() == [bad]
         remove_folder(workspace.run(second).root)  # by hand
-        assert workspace.mend_pointer() == first
-    assert workspace.mend_pointer() is None
+        assert workspace.repair_pointer() == first
+    assert workspace.repair_pointer() is None
+
+
+def test_rolled_back_runs_in_a_pointer_of_version_0_1_0_stay_rolled_back(workspace):
+    for run_id in ("2025-03-01-aaaaaaaa", "2025-03-02-aaaaaaaa"):
+        finish(workspace, run_id)
+    pointer = {"run_id": "2025-03-01-aaaaaaaa", "before": [], "withdrawn": ["2025-03-02-aaaaaaaa"]}
+    write_json(pointer, workspace.root / "published.json")
+    assert workspace.rolled_back() == ["2025-03-02-aaaaaaaa"]
+    workspace.publish("2025-03-02-aaaaaaaa")
+    assert "withdrawn" not in read_json(workspace.root / "published.json") and workspace.rolled_back() == []
 
 
 def test_a_full_disk_does_not_keep_the_lock_from_who_makes_room(workspace, monkeypatch):
@@ -199,9 +209,9 @@ def test_what_was_taken_back_and_what_was_built_on_it_unseen_is_not_built_on(wor
     workspace.publish(first)
     workspace.publish(bad)
     assert workspace.not_built_on() == set()
-    workspace.withdraw()
+    workspace.roll_back()
     assert workspace.not_built_on() == {bad, unseen, later}
-    assert [run.run_id for run in workspace.dated_runs()] == [first, beside, damaged]
+    assert [run.run_id for run in workspace.finished_runs()] == [first, beside, damaged]
     workspace.publish(unseen)  # by name: somebody stands by it
     assert workspace.not_built_on() == {bad}
 

@@ -15,7 +15,7 @@ from sound_world import DAY_1, DAY_1_S, replaced, sound_world, write_world
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.tables import check
 from laserbatch.pipeline.tables.check import IdsBefore, check_tables, require_sound
-from laserbatch.pipeline.tables.read import describe, end_of, read_tables
+from laserbatch.pipeline.tables.read import describe, end_of_day, read_tables
 
 
 def test_sound_tables_have_no_findings(tmp_path):
@@ -175,7 +175,7 @@ some_ids = st.one_of(
 
 def ids_before(path) -> IdsBefore:
     """What who reads the first day's interactions tells the check of them."""
-    return IdsBefore(end_of(DAY_1.date()), read_tables(path, DAY_1.date()).logged_ids)
+    return IdsBefore(end_of_day(DAY_1.date()), read_tables(path, DAY_1.date()).logged_ids)
 
 
 @given(user_ids=some_ids, rows=st.lists(st.integers(0, 9), min_size=1, max_size=8), stray=st.booleans())

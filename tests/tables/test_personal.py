@@ -169,7 +169,7 @@ def prompt_parts(path, settings: Settings) -> list[str]:
     tables = read_tables(path)
     parts = []
     for side in SIDES:
-        questions = SideQuestions(with_one(tables, side, None), side, settings.asked.template(side), "")
+        questions = SideQuestions(with_one(tables, side, None), side, settings.effective_knowledge.template(side), "")
         (row,) = questions.shown(np.array([0])).to_pylist()
         shown = shown_of_row(row)
         parts += [shown.attributes, *(event[1] for event in shown.events)]

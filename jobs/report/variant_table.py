@@ -11,19 +11,19 @@ WORDS = {"equivalent": "as good", "undecided": "?"}  # for verdicts that are no 
 THOUSANDTHS = 1000  # of AUC: lifts an hour are small
 
 
-def worth_table(comparison: Mapping[str, Any]) -> Table:
+def variant_table(comparison: Mapping[str, Any]) -> Table:
     """A row a variant of what `compare_variants` tells, in its order; cells of several lines."""
     variants, rows = comparison["variants"], []
     for one in variants:
         per_hour = one["lift_per_hour"]
-        money, num_kept, num_failed = one["money_per_million"], one["num_kept"], one["num_quarantined"]
+        money, num_texts, num_failed = one["money_per_million"], one["num_texts"], one["num_quarantined"]
         tokens = (f"{side} {decimal(mean, 0)}" for side, mean in one["tokens_per_text"].items())
         rows.append(
             {"Variant": one["variant"]}
             | {"All" if model == "all" else model: _verdict(found) for model, found in one["lift"].items()}
             | {
                 "Tokens a text": "\n".join(tokens) or MISSING,
-                "Texts": f"{count(sum(num_kept.values()))}\n{count(sum(num_failed.values()))} failed",
+                "Texts": f"{count(sum(num_texts.values()))}\n{count(sum(num_failed.values()))} failed",
                 "A million": f"{count(one['seconds_per_million'])} s" + (f"\n{rate(money)}" if money else ""),
                 "Lift an hour": rate(None if per_hour is None else THOUSANDTHS * per_hour),
             }

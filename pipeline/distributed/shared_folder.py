@@ -1,0 +1,23 @@
+"""Checks that a worker sees the folder of its run, which all machines of a cluster must share."""
+
+import socket
+import time
+
+from laserbatch.pipeline.distributed.spec import WorkerSpec
+from laserbatch.pipeline.errors import WorkspaceError
+
+TOKEN_FILE = ".workers"  # in the run's folder; its text is the token of the specification
+VISIBILITY_TIMEOUT_S = 30.0  # a shared folder may show a new file this late
+
+
+def require_same_folder(spec: WorkerSpec) -> None:
+    """Raises WorkspaceError: this machine does not see the folder of the run that the driver sees."""
+    deadline_s = time.monotonic() + VISIBILITY_TIMEOUT_S
+    path = spec.run_dir / TOKEN_FILE
+    while not (path.exists() and path.read_text(encoding="utf-8") == spec.token):
+        if time.monotonic() > deadline_s:
+            raise WorkspaceError(
+                f"a worker on {socket.gethostname()} does not see the run's folder {spec.run_dir}: every machine of "
+                "the cluster needs the workspace at the same path, on storage that all of them share"
+            )
+        time.sleep(0.2)

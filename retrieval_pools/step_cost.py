@@ -1,0 +1,130 @@
+"""What a verify step costs, by its sequences and packed tokens, as it was measured in an engine."""
+
+import datetime
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from pydantic import BaseModel, Field, model_validator
+
+from laserbatch.retrieval_pools.errors import PoolError
+
+if TYPE_CHECKING:  # engines read costs; they need not load what replays
+    from laserbatch.retrieval_pools.calibration.replay import Tally
+
+ROUNDING = 1e-6  # of a mean number of tokens, which must not lift a step to the next size
+
+
+class StepPoint(BaseModel, frozen=True, extra="forbid"):
+    """One measured step."""
+
+    batch_size: int = Field(ge=1, description="Sequences in the step.")
+    num_tokens: int = Field(ge=1, description="Packed tokens, the drafts of all sequences among them.")
+    seconds: float = Field(gt=0, allow_inf_nan=False, description="Duration of the whole step.")
+
+
+class DraftCost(BaseModel, frozen=True, extra="forbid"):
+    """What drafting takes beside the step that verifies: of one call for all its sequences."""
+
+    seconds_per_step: float = Field(0.0, ge=0, description="Of the call itself, however many sequences it is for.")
+    seconds: float = Field(0.0, ge=0, description="Of each sequence, for a draft that finds nothing.")
+    seconds_per_token: float = Field(0.0, ge=0, description="Of each draft token.")
+
+
+class StepCost(BaseModel, frozen=True, extra="forbid"):
+    """Step durations by batch size and packed tokens: linear between points, flat before the first, and going on.
+
+    Where the engine pads steps, a step costs what one of the size that it is padded to costs.
+    """
+
+    name: str = Field("step cost of a file", description="What was measured: shown beside every figure.")
+    steps: tuple[StepPoint, ...] = Field(min_length=1, description="At least two points of each batch size.")
+    padded_to: tuple[int, ...] = Field(
+        (), description="Ascending numbers of tokens to which the engine pads a step; a larger step is not padded."
+    )
+    draft: DraftCost = Field(DraftCost(), description="Of drafting; nothing where it was not measured.")
+    measured_on: datetime.date | None = Field(None, description="The day of the measurement.")
+
+    @model_validator(mode="after")
+    def _is_a_curve(self) -> "StepCost":
+        for batch_size, (num_tokens, _) in self._curves.items():
+            if len(num_tokens) < 2:
+                raise ValueError(f"batch_size {batch_size} has one point; expected two or more")
+            if (np.diff(num_tokens) == 0).any():
+                raise ValueError(f"batch_size {batch_size} has two points of the same num_tokens; give their mean")
+        return self
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Those that have a curve, ascending."""
+        return tuple(self._curves)
+
+    def seconds(self, batch_size: int, num_tokens: np.ndarray) -> np.ndarray:
+        """Duration of steps of so many packed tokens; raises PoolError where the batch size was not measured."""
+        return self._on_curve(batch_size, self._padded(np.asarray(num_tokens, float)))
+
+    def seconds_between(self, batch_size: int, num_drafted: np.ndarray) -> np.ndarray:
+        """Duration of steps with so many draft tokens in all, interpolated between the measured batch sizes.
+
+        A batch beyond the measured ones costs what the nearest one costs with as many draft tokens a sequence.
+        """
+        sizes = self.batch_sizes
+        above = int(np.searchsorted(sizes, batch_size))
+        low, high = (sizes[place] for place in np.clip([above - 1, above], 0, len(sizes) - 1))
+        share = 0.0 if low == high else (batch_size - low) / (high - low)
+        of_low, of_high = (self.seconds(size, size * (1 + num_drafted / batch_size)) for size in (low, high))
+        return (1 - share) * of_low + share * of_high
+
+    def tokens_per_s(self, batch_size: int, sums: "Tally") -> np.ndarray:
+        """Tokens written a second by a full batch; prompts are not counted, only the steps that write."""
+        num_tokens = batch_size * (1 + sums.mean_drafted)
+        seconds = self.seconds(batch_size, num_tokens) + self.draft_seconds(batch_size, sums.mean_drafted)
+        return batch_size * sums.tokens_per_step / seconds
+
+    def text_seconds(self, batch_size: int, num_steps: float, num_drafted: float, num_prompt_tokens: float) -> float:
+        """Seconds of a full batch that a text takes its share of, by counts that no load changes.
+
+        Tokens of its prompt count as further ones of the largest step that was measured.
+        """
+        drafted = num_drafted / max(num_steps, 1)
+        tokens = np.array([batch_size * (1 + drafted)])
+        step = self.seconds(batch_size, tokens)[0] + self.draft_seconds(batch_size, drafted) * (num_drafted > 0)
+        most = self._curve(batch_size)[0][-1]
+        of_token = np.diff(self._on_curve(batch_size, np.array([most, most + 1])))[0]
+        return float(num_steps * step / batch_size + num_prompt_tokens * of_token)
+
+    def draft_seconds(self, batch_size: int, mean_drafted: np.ndarray) -> np.ndarray:
+        """Seconds that drafting adds to a step, by draft tokens a sequence."""
+        of_one = self.draft.seconds + self.draft.seconds_per_token * np.asarray(mean_drafted)
+        return self.draft.seconds_per_step + batch_size * of_one
+
+    def plain_seconds(self, batch_size: int) -> float:
+        """Duration of a step of a full batch without drafts."""
+        return float(self.seconds(batch_size, np.array([batch_size]))[0])
+
+    def _padded(self, num_tokens: np.ndarray) -> np.ndarray:
+        """The sizes to which steps are padded."""
+        if not self.padded_to:
+            return num_tokens
+        place = np.searchsorted(self.padded_to, num_tokens - ROUNDING)
+        sizes = np.array(self.padded_to, float)
+        return np.where(place < len(sizes), sizes[np.minimum(place, len(sizes) - 1)], num_tokens)
+
+    def _on_curve(self, batch_size: int, num_tokens: np.ndarray) -> np.ndarray:
+        """Duration of steps that are not padded any more."""
+        x, y = self._curve(batch_size)
+        slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
+        return np.interp(num_tokens, x, y) + max(slope, 0.0) * np.maximum(num_tokens - x[-1], 0.0)
+
+    def _curve(self, batch_size: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        if batch_size not in self._curves:
+            known = ", ".join(map(str, self.batch_sizes))
+            raise PoolError(f"the step cost {self.name!r} has no batch size {batch_size}; it has {known}. Measure it.")
+        return self._curves[batch_size]
+
+    @cached_property
+    def _curves(self) -> dict[int, tuple[tuple[float, ...], tuple[float, ...]]]:
+        """Packed tokens and seconds of the points of each batch size, both ascending by tokens."""
+        points = sorted((one.batch_size, one.num_tokens, one.seconds) for one in self.steps)
+        of_size = {size: [one[1:] for one in points if one[0] == size] for size, _, _ in points}
+        return {size: tuple(zip(*some, strict=True)) for size, some in of_size.items()}
