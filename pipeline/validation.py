@@ -6,15 +6,17 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from laserbatch.pipeline.errors import ConfigError
 
 MAX_FOUND_CHARACTERS = 60
 
 
-class Strict(BaseModel, frozen=True, extra="forbid"):
+class Strict(BaseModel):
     """A model that cannot be changed, and whose unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class _KeyTwice(yaml.YAMLError):
