@@ -4,6 +4,7 @@ Groups: `laserbatch.drafters` and `laserbatch.verifiers` (`decoding/plugins.py`)
 the night, with runs of its own: `jobs/extensions.py`), `laserbatch.commands` (`jobs/cli.py`).
 """
 
+import difflib
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -13,7 +14,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from laserbatch.pipeline.errors import ConfigError
-from laserbatch.pipeline.validation import explain, nearest
+from laserbatch.pipeline.validation import explain
 
 
 class UnknownPlugin(ConfigError, ValueError):
@@ -40,11 +41,16 @@ def load_plugin(group: str, name: str, built_in: tuple[str, ...] = ()) -> Any:
     """
     known = installed(group)
     if name not in known:
-        brought = ", ".join(f"{other} ({_package(entry)})" for other, entry in known.items()) or "none"
-        raise UnknownPlugin(
-            f"no installed package brings {name!r}; {nearest(name, [*built_in, *known])} "
-            f"Built in: {', '.join(built_in) or 'none'}; installed: {brought}"
+        origins = {other: "built in" for other in built_in} | {
+            other: f"package {_package(entry)}" for other, entry in known.items()
+        }
+        near = difflib.get_close_matches(name, origins, n=1, cutoff=0.5)
+        listed = "; ".join(
+            f"{', '.join(other for other, its in origins.items() if its == origin)} ({origin})"
+            for origin in dict.fromkeys(origins.values())
         )
+        meant = f"Did you mean {near[0]!r}? " if near else ""
+        raise UnknownPlugin(f"no installed package brings {name!r}. {meant}There are {listed or 'none'}")
     try:
         return known[name].load()
     except (ImportError, AttributeError) as error:

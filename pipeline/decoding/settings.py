@@ -182,6 +182,21 @@ class DecodingSettings(Strict):
         """The section of a drafter that a package brings."""
         return self.drafter_options.get(drafter) or drafter_plugin(drafter).Options()
 
+    @field_validator("verifier")
+    @classmethod
+    def _is_a_rule(cls, name: str) -> str:
+        if name not in RULES:
+            verifier_plugin(name)
+        return name
+
+    @field_validator("drafters")
+    @classmethod
+    def _are_drafters(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if name not in TEXT_SOURCES:
+                drafter_plugin(name)
+        return names
+
     @field_validator("drafter_options", mode="before")
     @classmethod
     def _validated_by_plugins(cls, raw: Any) -> Any:
