@@ -1,11 +1,11 @@
-# install, demo, test, lint, wheel. Everything lives in .venv; nothing outside the folder is touched.
+# install, demo, test, lint, docs, wheel. Everything lives in .venv; nothing outside the folder is touched.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TEST_PROCESSES ?= 2
 
-.PHONY: install demo test test-vllm lint wheel clean
+.PHONY: install demo test test-research test-vllm lint docs wheel clean
 
 install: $(STAMP)
 
@@ -21,12 +21,23 @@ demo: install
 
 # A file's tests share worlds and nights, so they stay in one process. Files in their order: those of nights, which take
 # longest, are not the last ones.
+PYTEST := $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=15
+
 test: install
-	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=15
+	$(PYTEST) --ignore tests/research
+
+# Those of research/, which no night needs.
+test-research: install
+	$(PYTEST) tests/research
 
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# The pages and the reference of the public interfaces, in site/; a broken link fails it.
+docs: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 # Wheels in dist/: laserbatch, and its pools alone. What an earlier build left in build/ would go into them too.
 wheel: install
@@ -53,4 +64,4 @@ test-vllm: $(VLLM)/.installed
 	$(VLLM)/bin/python -m pytest -q tests/retrieval_pools/test_in_vllm.py tests/retrieval_pools/test_vllm_proposer.py
 
 clean:
-	rm -rf demo dist build *.egg-info laserbatch-pools/build laserbatch-pools/*.egg-info
+	rm -rf demo dist build site *.egg-info laserbatch-pools/build laserbatch-pools/*.egg-info

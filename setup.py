@@ -2,7 +2,7 @@
 
 from setuptools import find_namespace_packages, setup
 
-FOLDERS = ("pipeline", "retrieval_pools", "ctr", "jobs", "configs", "models")
+FOLDERS = ("pipeline", "retrieval_pools", "ctr", "jobs", "research", "configs", "models")
 # Folders of nothing but data count too: prompt templates, the sample model.
 packages = find_namespace_packages(
     include=[pattern for folder in FOLDERS for pattern in (folder, f"{folder}.*")], exclude=["*.__pycache__"]

@@ -27,17 +27,17 @@ import torch
 from common import Figure, Spread, begin, benchmark_parser, finish, scale_of, table, turns
 from sampled_beams import sampled_search
 
-from laserbatch.pipeline.recommending import losses
-from laserbatch.pipeline.recommending.baselines import neighbour_lists, popular_list
-from laserbatch.pipeline.recommending.beams import BeamDrafter, Found, ListedItems, ModelBeams, search
-from laserbatch.pipeline.recommending.card import Ranking
-from laserbatch.pipeline.recommending.code_trees import CodeTrees
-from laserbatch.pipeline.recommending.codes import ItemCodes, read_codes
-from laserbatch.pipeline.recommending.item_trie import ItemTrie
-from laserbatch.pipeline.recommending.losses import strict_loss
-from laserbatch.pipeline.recommending.models import Recommender, load_recommender
-from laserbatch.pipeline.recommending.training import RecommenderOptions, train_draft, train_recommender
-from laserbatch.pipeline.recommending.trial import TRIED_SHARES, fastest, tried_seconds
+from laserbatch.research.recommending import losses
+from laserbatch.research.recommending.baselines import neighbour_lists, popular_list
+from laserbatch.research.recommending.beams import BeamDrafter, Found, ListedItems, ModelBeams, search
+from laserbatch.research.recommending.card import Ranking
+from laserbatch.research.recommending.code_trees import CodeTrees
+from laserbatch.research.recommending.codes import ItemCodes, read_codes
+from laserbatch.research.recommending.item_trie import ItemTrie
+from laserbatch.research.recommending.losses import strict_loss
+from laserbatch.research.recommending.models import Recommender, load_recommender
+from laserbatch.research.recommending.training import RecommenderOptions, train_draft, train_recommender
+from laserbatch.research.recommending.trial import TRIED_SHARES, fastest, tried_seconds
 
 WIDTH = 4  # of small models' beams and of lists before, as a multiple of the length of a list
 QUALITY_OF = 10

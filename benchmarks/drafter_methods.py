@@ -5,23 +5,23 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 from engine_systems import WITH_POOL
 from safetensors import safe_open
 from tasks import Task, own_texts
 
-from laserbatch.pipeline.decoding.drafters import Drafter, DraftModels, drafter_from
-from laserbatch.pipeline.decoding.drafters.trained import DrafterCard, read_card
+from laserbatch.pipeline.decoding.drafters import Drafter, PluginDrafters, drafter_from
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
-from laserbatch.pipeline.drafter_training.settings import NightlyKind
-from laserbatch.pipeline.drafter_training.texts import TrainingText
-from laserbatch.pipeline.drafter_training.train import TrainingOptions, train_drafter
+from laserbatch.research.drafter_training.settings import Kind
+from laserbatch.research.drafter_training.texts import TrainingText
+from laserbatch.research.drafter_training.train import TrainingOptions, train_drafter
+from laserbatch.research.drafters.trained import DrafterCard, read_card
 
 logger = logging.getLogger("benchmarks")
 
-KINDS: tuple[NightlyKind, ...] = get_args(NightlyKind)
+KINDS: tuple[Kind, ...] = ("medusa", "eagle", "hass", "small")
+SAMPLING_RULES = ("leviathan", "specinfer", "k_seq", "rsd")
 LENGTH, WIDTH = 5, 3  # of drafts by models
 
 
@@ -36,7 +36,7 @@ class Trained:
 
 def trained_drafters(
     model: Path, engine: Engine, tasks: Sequence[Task], cache: Path, options: TrainingOptions
-) -> dict[NightlyKind, Trained]:
+) -> dict[Kind, Trained]:
     """Of each kind one, trained on what the model wrote about all tasks' pool prompts; kept in the cache."""
     texts = [
         TrainingText(prompt, text)
@@ -59,18 +59,18 @@ def trained_drafters(
     return found
 
 
-def settings_by_method(trained: Mapping[NightlyKind, Trained]) -> dict[str, DecodingSettings]:
+def settings_by_method(trained: Mapping[Kind, Trained]) -> dict[str, DecodingSettings]:
     """Ways to draft for greedy verification: each alone, and each with the pool."""
-    tree = {"draft_width": WIDTH, "draft_length": LENGTH}
+    tree = {"width": WIDTH, "length": LENGTH}
     alone = {
-        "model": {"draft_models": [trained["small"].folder], "draft_length": LENGTH},
-        "model, tree": {"draft_models": [trained["small"].folder]} | tree,
-        **{kind: {"draft_head": trained[kind].folder} | tree for kind in ("medusa", "eagle", "hass")},
+        "model": {"models": [trained["small"].folder], "length": LENGTH},
+        "model, tree": {"models": [trained["small"].folder]} | tree,
+        **{kind: {"head": trained[kind].folder} | tree for kind in ("medusa", "eagle", "hass")},
     }
     texts = {"pool": WITH_POOL, "lookahead": ("lookahead",), "aligned": ("aligned",)}
     options = {name: {"drafters": drafters} for name, drafters in texts.items()}
-    options |= {name: own | {"drafters": ()} for name, own in alone.items()}
-    options |= {f"pool + {name}": own | {"drafters": WITH_POOL} for name, own in alone.items() if name != "model"}
+    options |= {name: of_models((), **own) for name, own in alone.items()}
+    options |= {f"pool + {name}": of_models(WITH_POOL, **own) for name, own in alone.items() if name != "model"}
     return {name: DecodingSettings(verifier="greedy", **own) for name, own in options.items()}
 
 
@@ -82,22 +82,27 @@ def settings_by_rule(small: Path, budgets: Sequence[int], length: int) -> dict[t
     """
     found = {}
     for budget in budgets:
-        shape = {"draft_width": max(1, budget // length), "draft_length": length}
-        for rule in ("leviathan", "specinfer", "k_seq", "rsd"):
-            own = shape if rule != "leviathan" else {"draft_width": 1, "draft_length": length}
+        shape = {"width": max(1, budget // length), "length": length}
+        for rule in SAMPLING_RULES:
+            own = shape if rule != "leviathan" else {"width": 1, "length": length}
             found[rule, budget] = sampled(small, rule, **own)
         branching = (max(1, budget // length), *[1] * (length - 1))
-        found["rsd-c", budget] = sampled(small, "rsd", draft_branching=branching)
-    found["greedy", length] = sampled(small, "greedy", draft_width=1, draft_length=length)
+        found["rsd-c", budget] = sampled(small, "rsd", branching=branching)
+    found["greedy", length] = sampled(small, "greedy", width=1, length=length)
     return found
 
 
 def sampled(small: Path, rule: str, **options) -> DecodingSettings:
-    return DecodingSettings(verifier=rule, temperature=1.0, drafters=(), draft_models=[small], **options)
+    return DecodingSettings(verifier=rule, temperature=1.0, **of_models((), models=[small], **options))
+
+
+def of_models(others: Sequence[str], **options) -> dict:
+    """Settings by which the drafter `trained` drafts, beside others."""
+    return {"drafters": (*others, "trained"), "drafter_options": {"trained": options}}
 
 
 def made(settings: DecodingSettings, engine: Engine, pool, budget: Budget) -> Drafter:
     """The drafter that settings name, for an engine of a batch size."""
     named = settings.model_copy(update={"batch_size": engine.settings.batch_size})
-    models = DraftModels.load(named, engine.loaded, engine.cache.max_tokens)
-    return drafter_from(named, pool, budget, engine.num_draft_threads, models)
+    plugins = PluginDrafters.load(named, engine.loaded)
+    return drafter_from(named, pool, budget, engine.num_draft_threads, plugins, engine.cache.max_tokens)

@@ -19,7 +19,7 @@ DEVICE_TESTS = (
 )  # fmt: skip
 SHORT_TESTS = DEVICE_TESTS[:2]
 BESIDE = (
-    "tests/drafter_training/test_training.py", "tests/recommending/test_recommenders.py", "tests/ctr/test_train.py",
+    "tests/research/test_training.py", "tests/research/test_recommenders.py", "tests/ctr/test_train.py",
     "tests/encoding/test_encoder.py",
 )  # fmt: skip
 BESIDE_TESTS = "on_a_device and not medusa2"  # which wants peft

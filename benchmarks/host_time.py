@@ -133,7 +133,7 @@ class ScriptedForward(BufferedForward):
         self._run(batch, metadata)
         self.steps.append((len(batch), int(batch.num_committed.sum())))
         row_of = np.repeat(self._rows, batch.sizes)
-        return Scripted(self._script[row_of[batch.wanted], batch.positions[batch.wanted] + 1])
+        return Scripted(self._script[row_of[batch.logit_indices], batch.positions[batch.logit_indices] + 1])
 
     def _forward(self, buffers, shape) -> None:
         return None

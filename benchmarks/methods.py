@@ -22,7 +22,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from common import SAMPLE_MODEL, Figure, begin, benchmark_parser, finish, scale_of, table
-from drafter_methods import LENGTH, Trained, made, settings_by_method, settings_by_rule, trained_drafters
+from drafter_methods import (
+    LENGTH,
+    Trained,
+    made,
+    settings_by_method,
+    settings_by_rule,
+    trained_drafters,
+)
 from engine_passes import Amount, measure
 from engine_pools import pools_of, unseen_prompts
 from engine_systems import PLAIN, Contestant, Engines
@@ -32,12 +39,11 @@ from tasks import Task, TaskSize, tasks_of
 from transformers import AutoModelForCausalLM
 
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.settings import SAMPLING_RULES, Budget, DecodingSettings
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.decoding.verifiers import verifier_from
-from laserbatch.pipeline.decoding.verifiers.named import NAMED
-from laserbatch.pipeline.drafter_training.train import TrainingOptions
+from laserbatch.research.drafter_training.train import TrainingOptions
 
-RULES = [name for name in NAMED if name not in SAMPLING_RULES]
+RULES = ("greedy", "top_k", "probability", "relaxed", "typical", "aasd", "fly")
 logger = logging.getLogger("benchmarks")
 
 POOL = "preference"

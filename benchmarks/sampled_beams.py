@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from laserbatch.pipeline.recommending.beams import Beams, Found
-from laserbatch.pipeline.recommending.code_trees import CodeTrees
-from laserbatch.pipeline.recommending.item_trie import ItemTrie
+from laserbatch.research.recommending.beams import Beams, Found
+from laserbatch.research.recommending.code_trees import CodeTrees
+from laserbatch.research.recommending.item_trie import ItemTrie
 
 
 def followers(trees: CodeTrees, trie: ItemTrie, user: int, beams: Beams) -> tuple[Beams, np.ndarray] | None:

@@ -117,7 +117,7 @@ def watched(engine: Engine) -> Iterator[Spans]:
         replace(buffered, "_captures", False)  # nothing could be waited for in a capture, and no part of it be seen
     watch(engine_module, "verify", "paths")
     watch(acceptance_module, "judge_rows", "verification")
-    watch(engine, "_commit", "commit")
+    watch(engine, "_update", "commit")
     replace(engine.runner, "fused", None)
     output_layer = engine.runner.model.get_output_embeddings()
     for name, module in engine.runner.model.named_modules():

@@ -187,7 +187,7 @@ class TimedDrafter(Drafter):
     """Another drafter, with the seconds that it takes to draft and to look at steps."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self._drafter, self.sees, self.forget = drafter, drafter.sees, drafter.forget
+        self._drafter, self.observes, self.forget = drafter, drafter.observes, drafter.forget
         self.seconds = 0.0
 
     def observe(self, observation: Observation) -> None:

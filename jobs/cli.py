@@ -5,12 +5,14 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from importlib.metadata import version
 
 import typer
 
 from laserbatch.jobs.console import ExitCode, LazyCommand, lazy_app, logger, print_line
 from laserbatch.jobs.failures import end_at_sigterm, exit_code_of, line_of
+from laserbatch.pipeline.plugins import UnknownPlugin, installed, load_plugin
 
 # transformers loads torchao wherever it is installed, which then tells which of its own parts do not fit the machine.
 for name in ("torchao", "torch.utils._pytree"):
@@ -27,7 +29,8 @@ COMMANDS = {
         "Write the text of one entity: show its prompt, pool, text by source, and whether a night would accept it.",
     ),
     "prompts": LazyCommand(
-        "prompts:app", "Show what prompts spend their tokens on, and what shorter prompts would save."
+        "prompts:app",
+        "Show what prompts spend their tokens on, and what shorter prompts would save.",
     ),
     "nightly": LazyCommand(
         "nightly:nightly",
@@ -49,12 +52,6 @@ COMMANDS = {
         "Remove users or items from every run and pool of a workspace, and write a receipt of what was removed.",
     ),
     "pools": LazyCommand("pools:app", "Build, list, choose, remove and simulate retrieval pools."),
-    "drafter": LazyCommand("drafter:app", "Train drafters on a run's own texts; list those that nights trained."),
-    "recommend": LazyCommand(
-        "recommend:recommend",
-        "List the best items of every user, and publish them as Parquet: user_id, rank, item_id, score.",
-    ),
-    "recommender": LazyCommand("recommend:app", "Train recommenders and draft models for them."),
     "status": LazyCommand(
         "status:status",
         "Show which run is under way, how far it is, how long it will take, and what is published; waits for no lock.",
@@ -69,8 +66,23 @@ COMMANDS = {
     ),
 }
 
+
+def _commands_of_plugins() -> Iterator[tuple[str, LazyCommand]]:
+    """Those of other packages; one that cannot be loaded, or has the name of one of ours, is left out."""
+    for name in installed("commands"):
+        try:
+            command = load_plugin("commands", name)
+        except UnknownPlugin as error:
+            print_line(f"laserbatch: the command {name} is left out: {error}")
+            continue
+        if name in COMMANDS:
+            print_line(f"laserbatch: the command {name} of another package is left out: laserbatch has one itself")
+        else:
+            yield name, command
+
+
 app = lazy_app(
-    COMMANDS,
+    {**COMMANDS, **dict(_commands_of_plugins())},
     rich_markup_mode="markdown",
     help="Nightly LLM knowledge for recommender systems, by retrieval speculative decoding.\n\n"
     "Exit codes: 0 done, 1 unexpected error, 2 wrong usage, 3 bad input or configuration, or no room on the disk, "

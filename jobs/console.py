@@ -171,13 +171,13 @@ def _shown(value: object) -> Text:
 class LazyCommand:
     """A command whose module is imported when it is run: `--help` and completion do not wait for torch and Ray."""
 
-    target: str  # "module:name" in `commands/`, of a function or of a Typer app with commands of its own
+    target: str  # "module:name", without a dot of `jobs/commands/`: a function, or a Typer app
     short_help: str  # the first line of the command's own help; of an app all of it
 
     def load(self, name: str):
         """The command itself, as Typer makes it."""
         module, attribute = self.target.split(":")
-        found = getattr(import_module(f"laserbatch.jobs.commands.{module}"), attribute)
+        found = getattr(import_module(module if "." in module else f"laserbatch.jobs.commands.{module}"), attribute)
         if isinstance(found, typer.Typer):
             command = typer.main.get_group(found)
             command.help = self.short_help

@@ -4,23 +4,25 @@ A misspelled key fails before any work starts, naming the key and the nearest va
 relative to that file's folder. Every option has a default; `configs/default.yaml` shows them all.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import typer
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
 from laserbatch.ctr.settings import CtrSettings
+from laserbatch.jobs.extensions import extension
+from laserbatch.pipeline.decoding.plugins import drafter_plugin
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.distributed.settings import ClusterSettings
-from laserbatch.pipeline.drafter_training.settings import DrafterTrainingSettings
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.domains import of_domain
 from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
 from laserbatch.pipeline.planning.refresh import RefreshSettings
-from laserbatch.pipeline.recommending.settings import RecommendingSettings
+from laserbatch.pipeline.plugins import UnknownPlugin, path_fields, validated_options
 from laserbatch.pipeline.storage.uris import is_uri, without_credentials
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.settings import TablesSettings
@@ -55,17 +57,13 @@ FRAMEWORKS = typer.Option([], "--framework", help="A framework of prompts, such 
 WORKSPACE = typer.Option(None, "--workspace", "-w", show_default="that of the configuration", help="Workspace folder.")
 JSON = typer.Option(False, "--json", help="Print the result as JSON.")
 DRY_RUN = typer.Option(False, "--dry-run", help="Remove nothing; print what would be removed.")
-NOT_OF_OUTPUT = ("workspace", "deliver_to", "cluster", "metrics", "gates", "recommending")  # changes no file of a run
+NOT_OF_OUTPUT = ("workspace", "deliver_to", "cluster", "metrics", "gates", "extensions")  # changes no file of a run
 _PATH_KEYS = (
     (None, "workspace"),
     ("tables", "path"),
     ("decoding", "model"),
     ("decoding", "adapter"),
     ("decoding", "step_cost"),
-    ("decoding", "draft_models"),
-    ("decoding", "draft_head"),
-    ("recommending", "model"),
-    ("recommending", "draft_model"),
     ("knowledge", "template_dir"),
     ("routing", "user_embeddings"),
     ("routing", "item_embeddings"),
@@ -224,17 +222,20 @@ class Settings(Strict):
     knowledge: KnowledgeSettings = KnowledgeSettings()
     refresh: RefreshSettings = RefreshSettings()
     decoding: DecodingSettings = DecodingSettings()
-    drafter_training: DrafterTrainingSettings = DrafterTrainingSettings()
     pools: PoolSettings = PoolSettings()
     pool_building: PoolBuildSettings = PoolBuildSettings()
     routing: RoutingSettings = RoutingSettings()
     encoding: EncodingSettings = EncodingSettings()
-    recommending: RecommendingSettings = RecommendingSettings()
     ctr: CtrSettings = CtrSettings()
     night: NightSettings = NightSettings()
     gates: GateSettings = GateSettings()
     cluster: ClusterSettings = ClusterSettings()
     metrics: MetricsSettings = MetricsSettings()
+    extensions: dict[str, SerializeAsAny[Strict]] = Field(
+        {},
+        description="The options of work that packages add beside the night, by its name, such as "
+        "{recommending: {model: DIR}} of laserbatch.research.",
+    )
     _folder: Path | None = None  # of the configuration file
 
     @model_validator(mode="after")
@@ -242,20 +243,23 @@ class Settings(Strict):
         decoding = self.decoding
         if decoding.engine == "vllm" and self.night.compare_with_plain:
             raise ValueError("night.compare_with_plain with decoding.engine vllm: its texts are plain ones, say false")
-        for name, is_given in (
-            ("engine vllm", decoding.engine == "vllm"),
-            ("an adapter", decoding.adapter is not None),
-            ("max_draft_tokens 0", decoding.max_draft_tokens == 0),
-            ("draft_models or draft_head", decoding.draft_models or decoding.draft_head),
-        ):
-            if self.drafter_training.kind is not None and is_given:
-                raise ValueError(f"drafter_training with {name} of decoding: such nights draft with none")
         return self
 
     @field_validator("deliver_to")
     @classmethod
     def _has_no_credentials(cls, uri: str | None) -> str | None:
         return None if uri is None else without_credentials(uri)
+
+    @field_validator("extensions", mode="before")
+    @classmethod
+    def _validated_by_extensions(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            return raw
+        return {name: validated_options(extension(name).Options, value, name) for name, value in raw.items()}
+
+    def extension(self, name: str) -> Any:
+        """The options of an extension."""
+        return self.extensions.get(name) or extension(name).Options()
 
     @property
     def model_dir(self) -> Path:
@@ -283,6 +287,8 @@ class Settings(Strict):
             holder = named.get(section, {})
             if holder.get(key) is not None:
                 holder[key] = _each(holder[key], self._within)
+        for options, keys in _plugin_paths(named) if self._folder is not None else ():
+            options.update({key: _each(options[key], self._within) for key in keys if options.get(key) is not None})
         return named
 
     def _within(self, path: str) -> str:
@@ -371,3 +377,21 @@ def _anchor_paths(data: dict[str, Any], folder: Path) -> None:
         if (section, key) == ("decoding", "model") and holder[key] == SAMPLE_MODEL:
             continue
         holder[key] = _each(holder[key], lambda path: path if is_uri(path) else str(folder / str(path)))
+    for options, keys in _plugin_paths(data):
+        for key in keys:
+            if isinstance(options.get(key), str | list):
+                options[key] = _each(options[key], lambda path: str(folder / str(path)))
+
+
+def _plugin_paths(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """The raw options of each plug-in, and which of them are paths; an unknown plug-in is refused later."""
+    decoding = data.get("decoding")
+    sections = (
+        (decoding.get("drafter_options") if isinstance(decoding, dict) else None, drafter_plugin),
+        (data.get("extensions"), extension),
+    )
+    for section, plugin_of in sections:
+        for name, options in section.items() if isinstance(section, dict) else ():
+            with suppress(UnknownPlugin):
+                if isinstance(options, dict):
+                    yield options, path_fields(plugin_of(name).Options)

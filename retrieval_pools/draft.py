@@ -173,7 +173,7 @@ def draft_batch(
         what is its default there, for all of them.
     num_threads : threads that draft side by side, the caller's among them; fewer where there are few sequences.
     as_chains : for engines that verify no trees: of each sequence the one path of at most `max_nodes` tokens that is
-        worth most, by the sum of its tokens' probabilities, those further on counting less (`state.WORTH_OF_NEXT`). It
+        worth most, by the sum of its tokens' probabilities, those further on counting less (`state.DEPTH_DISCOUNT`). It
         need not begin with the likeliest token; it is looked for among the MAX_NODES likeliest that could be in it.
 
     Raises

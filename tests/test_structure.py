@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("pipeline", "retrieval_pools", "ctr", "jobs")
+PACKAGES = ("pipeline", "retrieval_pools", "ctr", "jobs", "research")
 ALLOWED = {
+    "research": {"research", "jobs", "pipeline", "retrieval_pools", "ctr"},
     "jobs": {"jobs", "pipeline", "retrieval_pools", "ctr"},
     "pipeline": {"pipeline", "retrieval_pools"},
     "retrieval_pools": {"retrieval_pools"},
@@ -58,6 +59,14 @@ def test_editors_find_each_installed_folder_by_its_link():
     (folders,) = re.findall(r"^FOLDERS = (.*)$", (ROOT / "setup.py").read_text(encoding="utf-8"), re.MULTILINE)
     links = {path.name: path.readlink() for path in (ROOT / ".typing" / "laserbatch").iterdir()}
     assert links == {name: Path("../..") / name for name in ast.literal_eval(folders)}
+
+
+def test_only_research_and_its_tests_and_benchmarks_import_research():
+    """Nights run whole without it: plug-ins are found by their entry points."""
+    for path in [*FILES.values(), *(ROOT / "tests").rglob("*.py")]:
+        parts = path.relative_to(ROOT).parts
+        if parts[0] != "research" and parts[:2] not in (("tests", "research"), ("tests", "benchmarks")):
+            assert "research" not in {module.split(".")[0] for module in imported_modules(path)}, path
 
 
 def test_nothing_that_is_installed_imports_tests_or_benchmarks():

@@ -25,6 +25,7 @@ from packaging.requirements import Requirement
 from rich.text import Text
 
 from laserbatch.jobs.console import ExitCode, stdout, summary, visible
+from laserbatch.jobs.extensions import extension
 from laserbatch.jobs.settings import CONFIG, JSON, SAMPLE_MODEL, WORKSPACE, Settings, load_settings
 from laserbatch.pipeline.errors import LaserbatchError, ModelError, first_line
 from laserbatch.pipeline.storage.atomic import size_bytes
@@ -227,8 +228,9 @@ def fitting_engine(settings: Settings, num_values: int, file_bytes: int) -> Chec
         return CheckResult("fitting engine", "ok", found)
     quantization = quantization_of(config)
     bytes_per_value = {"float32": 4, "bfloat16": 2}.get(decoding.dtype)
-    own_options = [f"decoding.{name}" for name in ("temperature", "adapter", "draft_models", "draft_head")
-                   if getattr(decoding, name)]  # fmt: skip
+    own_options = [
+        f"decoding.{name}" for name in ("temperature", "adapter", "plugin_drafters") if getattr(decoding, name)
+    ]
     choice = choose_engine(
         num_parameters=num_values,
         weights_bytes=num_values * bytes_per_value if bytes_per_value and not quantization else file_bytes,
@@ -321,8 +323,8 @@ def check_answer(settings: Settings) -> Iterator[CheckResult]:
     if is_large or settings.cluster.ray_address is not None or settings.decoding.gpus_a_worker > 1:
         yield CheckResult("answer", "ok", "no text was tried here: `laserbatch try` writes one")
         return
-    plain = {"engine": "laserbatch", "vllm": {}, "verifier": "greedy", "drafters": (), "draft_models": (),
-             "draft_head": None, "max_draft_tokens": 0, "batch_size": 1, "temperature": 0.0}  # fmt: skip
+    plain = {"engine": "laserbatch", "vllm": {}, "verifier": "greedy", "drafters": (), "drafter_options": {},
+             "max_draft_tokens": 0, "batch_size": 1, "temperature": 0.0}  # fmt: skip
     decoding = settings.decoding.model_copy(update=plain)
     try:
         engine = OwnEngine(folder, decoding, "auto", torch.get_num_threads(), 1, 1, {}, folder)
@@ -439,13 +441,9 @@ def check_tables(settings: Settings) -> Iterator[CheckResult]:
         yield CheckResult("tables", "ok", f"{settings.tables.path} has no fault{left_out}")
 
 
-def check_recommender(settings: Settings) -> Iterator[CheckResult]:
-    if settings.recommending.model is None:
-        return
-    from laserbatch.jobs.stages.listed import known_models
-
-    target, codes = known_models(settings.recommending)
-    yield CheckResult("recommender", "ok", f"{target.model_id}, with codes of {len(codes)} items")
+def check_extensions(settings: Settings) -> Iterator[CheckResult]:
+    for name, options in settings.extensions.items():
+        yield CheckResult(name, "ok", extension(name).check(options))
 
 
 def check_ray(settings: Settings) -> Iterator[CheckResult]:
@@ -467,5 +465,5 @@ CHECKS: list[Check] = [
     check_encoder,
     check_pools,
     check_tables,
-    check_recommender,
+    check_extensions,
 ]

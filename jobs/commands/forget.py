@@ -39,7 +39,7 @@ from laserbatch.pipeline.storage.delivery import known_places
 from laserbatch.pipeline.storage.forgetting import RECEIPTS, Ids, forget_in_run, is_of, rows_of, unfinished_receipts
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.scratch import remove_dead_scratch
-from laserbatch.pipeline.storage.workspace import EXPERIMENTS, RECOMMENDATIONS, Workspace
+from laserbatch.pipeline.storage.workspace import EXPERIMENTS, Workspace
 from laserbatch.pipeline.tables.read import iter_column
 from laserbatch.pipeline.tables.schema import TABLE_NAMES, tables_folder
 from laserbatch.retrieval_pools.index.store import PoolStore
@@ -71,7 +71,6 @@ class Receipt:
     pools: dict[str, str] = field(default_factory=dict)
     delivered: dict[str, str] = field(default_factory=dict)  # run -> "sent again", "as it was" or "removed"
     not_reached: list[str] = field(default_factory=list)  # where runs were delivered to and `deliver_to` does not name
-    drafters: list[str] = field(default_factory=list)  # trained on texts of whomever: all of them
     num_samples: int = 0  # of reports
     num_leftovers: int = 0  # of killed writers, in the workspace and in the temporary folder of this machine
 
@@ -98,7 +97,7 @@ def forget(
     """Remove users or items from every run and pool of a workspace, and write a receipt of what was removed.
 
     Their texts, vectors, plans, quarantined rows and report samples are removed from every run. Pools that held them
-    are rebuilt or dropped; trained drafters, unfinished runs and experiments are removed. The same command continues
+    are rebuilt or dropped; unfinished runs and experiments are removed. The same command continues
     if it was killed. Remove the ids from your input tables first, or the next night writes about them again. The exit
     code is 4 if an id is neither in the workspace, nor in the input tables, nor in an earlier receipt.
 
@@ -111,7 +110,7 @@ def forget(
         raise typer.BadParameter("give --user ID, --item ID or --ids FILE with at least one id")
     opened = Workspace.open(settings.workspace, create=False)
     with opened.lock(), ExitStack() as others:
-        for other in (*opened.experiments(), *opened.recommendations()):
+        for other in (*opened.experiments(), *opened.within()):
             others.enter_context(other.lock())
         receipt = _opened_receipt(opened, wanted)
         _scan(opened, wanted, receipt)
@@ -142,7 +141,6 @@ def forget(
                     ),
                 },
                 "pools": receipt.pools,
-                "drafters": receipt.drafters,
                 "delivered": receipt.delivered,
                 "receipt": None if dry_run else str(receipt.path),
             },
@@ -209,7 +207,6 @@ def _scan(workspace: Workspace, wanted: Ids, receipt: Receipt) -> None:
     for experiment in workspace.experiments():
         if rows_in(experiment.root) and experiment.name not in receipt.removed_experiments:
             receipt.removed_experiments.append(experiment.name)
-    receipt.drafters = sorted({*receipt.drafters, *workspace.drafters.runs()})
     store = PoolStore(workspace.pools_folder)
     runs = {run.run_id for run in workspace.runs()}
     for known in store.list():
@@ -220,12 +217,12 @@ def _scan(workspace: Workspace, wanted: Ids, receipt: Receipt) -> None:
 
 
 def _places_not_reached(workspace: Workspace, settings: Settings, known: Sequence[str]) -> list[str]:
-    """Where runs were delivered to by any command, lists and experiments' too, and nothing is removed now.
+    """Where runs were delivered to by any command, extensions' and experiments' too, and nothing is removed now.
 
     Read before anything is removed: a place of an experiment, or of a run's events, is known by its files alone; of a
     command that was killed meanwhile by its receipt (`known`).
     """
-    reached = [workspace, *workspace.recommendations()]
+    reached = [workspace, *workspace.within()]
     variants = [Workspace(path.parent) for path in workspace.root.glob(f"{EXPERIMENTS}/*/*/workspace.json")]
     places = {*known}
     for one in (*reached, *variants):
@@ -237,15 +234,13 @@ def _places_not_reached(workspace: Workspace, settings: Settings, known: Sequenc
 
 
 def _runs(workspace: Workspace) -> dict[str, RunFolder]:
-    """All runs by their name; those of lists are named with their folder."""
+    """All runs by their name; those of an extension are named with its folder."""
     runs = {run.run_id: run for run in workspace.runs()}
-    lists = (run for other in workspace.recommendations() for run in other.runs())
-    return runs | {f"{RECOMMENDATIONS}/{run.run_id}": run for run in lists}
+    return runs | {f"{other.root.name}/{run.run_id}": run for other in workspace.within() for run in other.runs()}
 
 
 def _remove(workspace: Workspace, settings: Settings, wanted: Ids, receipt: Receipt) -> None:
     receipt.num_leftovers += remove_leftovers(workspace.root) + remove_dead_scratch()
-    workspace.drafters.drop()
     runs = _runs(workspace)
     for name in receipt.removed_runs:
         if name in runs:
@@ -275,8 +270,8 @@ def _remove(workspace: Workspace, settings: Settings, wanted: Ids, receipt: Rece
     receipt.num_leftovers += remove_leftovers(workspace.root)
     if left := rows_of(workspace.root, wanted)[0]:
         raise WorkspaceError(f"{workspace.root} still holds rows of who is to be forgotten: {left}; remove those files")
-    uris = [delivery_uri(one, settings.deliver_to) for one in (workspace, *workspace.recommendations())]
-    for one, uri in zip((workspace, *workspace.recommendations()), uris, strict=True):
+    uris = [delivery_uri(one, settings.deliver_to) for one in (workspace, *workspace.within())]
+    for one, uri in zip((workspace, *workspace.within()), uris, strict=True):
         receipt.delivered |= forget_delivered(one, uri)
     receipt.is_done = True
     receipt.save()

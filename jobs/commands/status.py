@@ -32,8 +32,8 @@ def status(
     """
     state = workspace_state(open_workspace(config, workspace), datetime.datetime.now(datetime.UTC))
     if not as_json:
-        lists = state["lists"]
-        state = summary_rows(state) | ({"lists of items": summary_rows(lists)} if lists is not None else {})
+        within = state["within"]
+        state = summary_rows(state) | {name: summary_rows(other) for name, other in within.items()}
     summary(state, as_json)
 
 
@@ -45,9 +45,9 @@ def workspace_state(workspace: Workspace, now: datetime.datetime) -> dict[str, A
     it, else its `holder`, `since` when, and whether that `is_certain`. `run` is the run that is under way or was last,
     None before the first; of one that is running, or may be, `progress` has what is being counted, last
     `updated_at` that time. `delivered` has by place what was sent there last, by whichever command, if anything was.
-    `lists` says the same of the nightly lists, None where there are none.
+    `within` says the same of the workspace of each extension, by its folder.
     """
-    return _state(workspace, now) | {"lists": next((_state(one, now) for one in workspace.recommendations()), None)}
+    return _state(workspace, now) | {"within": {one.root.name: _state(one, now) for one in workspace.within()}}
 
 
 def _state(workspace: Workspace, now: datetime.datetime) -> dict[str, Any]:

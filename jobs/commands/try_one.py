@@ -127,7 +127,7 @@ def write_one(night: Night, side: Side) -> TriedEntity:
     """Write about the only entity of a side as a night's worker does, into a folder that goes again."""
     from laserbatch.pipeline.distributed.worker import ShardWorker
 
-    decoding, version = night.decoding, night.manifest.pools.version
+    decoding, version = night.settings.decoding, night.manifest.pools.version
     (entity_id,) = night.tables.entities(side)[f"{side}_id"].to_pylist()
     with ScratchFolder("try") as scratch:
         folder = RunFolder(Path(scratch))

@@ -61,7 +61,7 @@ def night_budgets(night: Night, shards: Iterable[Shard], measure: Callable[[], S
     """
     if not night.manifest.budgets:
         shards = list(shards)
-        decoding, version = night.decoding, night.manifest.pools.version
+        decoding, version = night.settings.decoding, night.manifest.pools.version
         step_cost = budget_step_cost(decoding, measure)
         chosen = {}
         for side in SIDES:

@@ -57,17 +57,17 @@ def generate_knowledge(night: Night, workers: NightWorkers) -> None:
     Raises RunFailed where most of the first texts cannot be kept.
     """
     with night.stage("generate"):
-        night.manifest.sides = GenerationStage(night, night.run, night.decoding, workers).run()
+        night.manifest.sides = GenerationStage(night, night.run, night.settings.decoding, workers).run()
 
 
 def plan_night(night: Night, folder: RunFolder) -> dict[Side, SidePlan]:
     """The plans of a night, made in a folder that need not be the run's."""
-    return GenerationStage(night, folder, night.decoding).plans()[0]
+    return GenerationStage(night, folder, night.settings.decoding).plans()[0]
 
 
 def plan_one(night: Night, folder: RunFolder, side: Side) -> tuple[SidePlan, TextSpec]:
     """The plan of a side, made in a folder that need not be the run's, and what a worker needs to write it there."""
-    stage = GenerationStage(night, folder, night.decoding)
+    stage = GenerationStage(night, folder, night.settings.decoding)
     return stage.plan(side)[0], stage.worker_spec()
 
 

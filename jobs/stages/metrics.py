@@ -1,6 +1,6 @@
 """Figures of the last night for Prometheus, after each night however it ended: a file for the node exporter, a push.
 
-Those of lists of items are told apart: by `laserbatch_lists` in names and job, and a file of their own.
+Those of an extension have another prefix, such as `laserbatch_lists`, in names and job, and a file of their own.
 """
 
 import base64
@@ -23,10 +23,10 @@ from laserbatch.jobs.stages.publishing import ends_no_night
 from laserbatch.pipeline.errors import LaserbatchError
 from laserbatch.pipeline.storage.atomic import write_text
 from laserbatch.pipeline.storage.manifest import RunManifest
-from laserbatch.pipeline.storage.workspace import RECOMMENDATIONS, Workspace
+from laserbatch.pipeline.storage.workspace import Workspace
 
 PUSH_TIMEOUT_S = 10.0
-NAME, OF_LISTS = "laserbatch", "laserbatch_lists"
+NAME = "laserbatch"
 OUTCOMES = ("generated", "carried_over", "quarantined")
 OF_SIDES = (
     ("quarantine_share", "Share of a side's entities that could not be done.",
@@ -68,8 +68,11 @@ class _Page:
 
 
 @contextmanager
-def night_metrics(settings: Settings, name: str = NAME) -> Iterator[NightMetrics]:
-    """Write the figures when the block ends, with its exit code. That they cannot be written or pushed fails none."""
+def night_metrics(settings: Settings, name: str = NAME, within: str = ".") -> Iterator[NightMetrics]:
+    """Write the figures when the block ends, with its exit code. That they cannot be written or pushed fails none.
+
+    `within` : the folder of an extension's workspace in that of the nights.
+    """
     night, start_s = NightMetrics(), time.time()
     try:
         yield night
@@ -78,9 +81,8 @@ def night_metrics(settings: Settings, name: str = NAME) -> Iterator[NightMetrics
         raise
     finally:
         if settings.metrics != MetricsSettings():
-            root = settings.workspace / RECOMMENDATIONS if name == OF_LISTS else settings.workspace
             with ends_no_night("the metrics are not written"):
-                _publish(settings, name, exposition(night, root, start_s, time.time(), name))
+                _publish(settings, name, exposition(night, settings.workspace / within, start_s, time.time(), name))
 
 
 def exposition(night: NightMetrics, workspace: Path, start_s: float, end_s: float, name: str = NAME) -> str:

@@ -15,8 +15,6 @@ from laserbatch.jobs.console import say
 from laserbatch.jobs.settings import NOT_OF_OUTPUT, Settings
 from laserbatch.jobs.stages.attempt import new_manifest, newest_attempt, stage
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, checked_inputs, needs_a_model
-from laserbatch.pipeline.decoding.model.folder import model_identity
-from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.histories import labels_of
 from laserbatch.pipeline.knowledge.templates import Labels, PromptTemplate
@@ -24,7 +22,6 @@ from laserbatch.pipeline.knowledge.values import RULES_VERSION
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
-from laserbatch.pipeline.storage.drafters import DrafterUsed
 from laserbatch.pipeline.storage.forgetting import unfinished_receipts
 from laserbatch.pipeline.storage.manifest import (
     PoolFigures,
@@ -76,22 +73,6 @@ class Night:
     def pools(self) -> PoolStore:
         """The workspace's pool versions."""
         return PoolStore(self.workspace.pools_folder)
-
-    @property
-    def decoding(self) -> DecodingSettings:
-        """As configured, with the drafter that an earlier night has trained where this one drafts with it."""
-        used = self.manifest.drafter
-        is_there = used is not None and self.workspace.drafters.is_there(used.run_id)
-        return self.decoding_with(used) if is_there else self.settings.decoding
-
-    def decoding_with(self, used: DrafterUsed) -> DecodingSettings:
-        """As configured, with a drafter that was trained on a run, and as much drafted as in its trial."""
-        folder = self.workspace.drafters.folder(used.run_id).resolve()
-        named = {"draft_models": (folder,)} if used.kind == "small" else {"draft_head": folder}
-        decoding = self.settings.decoding
-        least = Budget.of(decoding).min_acceptance
-        shape = {"draft_width": used.draft_width, "max_draft_tokens": used.max_draft_tokens, "min_acceptance": least}
-        return decoding.model_copy(update=named | shape)
 
     def template(self, side: Side) -> PromptTemplate:
         """What is asked about a side, in words that fit its tables."""
@@ -191,14 +172,6 @@ def _go_on(night: Night) -> None:
         manifest.pools = PoolsUsed()
     elif pools is not None and not can_be_used(night.pools, pools, night.settings.routing):
         manifest.pools = PoolsUsed()
-    if manifest.drafter is not None:
-        trained_on = manifest.drafter.run_id
-        if trained_on in not_built_on:
-            say(f"not drafting with the drafter of {trained_on}, which was rolled back")
-            manifest.drafter = None
-        elif not night.workspace.drafters.is_there(trained_on):
-            say(f"not drafting with the drafter of {trained_on}, which is gone")
-            manifest.drafter = None
     manifest.status = "running"
 
 
@@ -222,7 +195,6 @@ def new_night(
     not_used = {run.run_id for run in workspace.runs() if run.is_held} | workspace.not_built_on()
     pools = current_pools(night.pools, settings.pools.min_support, date, settings.routing, wanted, not_used)
     manifest.pools = describe_pools(pools)
-    manifest.drafter = trained_drafter(workspace, settings, date)
     return night
 
 
@@ -241,18 +213,6 @@ def say_other_prompts(night: Night) -> None:
         earlier = before.prompts.get(side, prompt).template
         if earlier != prompt.template:
             say(f"{side} prompts use the template {prompt.template}; those of {before.run_id} used {earlier}")
-
-
-def trained_drafter(workspace: Workspace, settings: Settings, date: datetime.date) -> DrafterUsed | None:
-    """The drafter that nights up to a date have trained and kept for the model; None where none are wanted."""
-    if settings.drafter_training.kind is None:
-        return None
-    target = model_identity(settings.model_dir)
-    trial = workspace.drafters.kept(str(date), target, workspace.not_built_on())
-    if trial is None:
-        return None
-    most = settings.decoding.max_draft_tokens or trial.max_draft_tokens
-    return DrafterUsed(trial.run_id, trial.kind, trial.draft_width, most)
 
 
 def warn_of_shared_words(settings: Settings) -> None:

@@ -8,17 +8,17 @@ from typing import Literal
 
 from laserbatch.jobs.console import say
 from laserbatch.jobs.events import emit
+from laserbatch.jobs.extensions import extension
 from laserbatch.jobs.failures import line_of
 from laserbatch.jobs.formatting import counted
 from laserbatch.jobs.gates import blocking, gate_sentence, judge
-from laserbatch.jobs.report.lists import write_lists_report
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import GateSettings
 from laserbatch.pipeline.errors import ConfigError, LaserbatchError, RunHeld, WorkspaceError
 from laserbatch.pipeline.storage.delivery import Destination, record_delivery, remember_place
 from laserbatch.pipeline.storage.manifest import GateFigures, RunManifest
 from laserbatch.pipeline.storage.run_folder import RunFolder
-from laserbatch.pipeline.storage.workspace import RECOMMENDATIONS, Workspace
+from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.store import PoolStore
 
@@ -57,13 +57,13 @@ def ends_no_night(what_fails: str) -> Iterator[None]:
 
 
 def command_to_publish(run: RunFolder) -> str:
-    """The command a message names; lists and experiments lie in workspaces of their own, so it says which."""
+    """The command a message names; extensions and experiments have workspaces of their own, so it says which."""
     return f"`laserbatch runs publish {run.run_id} --workspace {run.root.parent.parent}`"
 
 
 def draw_report(run: RunFolder, manifest: RunManifest) -> None:
-    """Write or replace the page of a run, of texts or of lists."""
-    write = write_lists_report if run.lists_path.exists() else write_report
+    """Write or replace the page of a run."""
+    write = write_report if manifest.extension is None else extension(manifest.extension).write_report
     write(manifest, run.report_path)
 
 
@@ -110,7 +110,7 @@ def use_pools_of(workspace: Workspace, run_id: str) -> None:
 
     Pools of a run that was rolled back do not stay the current ones: then there are none.
     """
-    if workspace.root.name == RECOMMENDATIONS:
+    if workspace.is_within:
         return
     store = PoolStore(workspace.pools_folder)
     try:
@@ -124,9 +124,8 @@ def use_pools_of(workspace: Workspace, run_id: str) -> None:
 
 
 def delivery_uri(workspace: Workspace, deliver_to: str | None) -> str | None:
-    """Where a workspace's runs go to by the setting: lists of items to a folder beside texts and features."""
-    is_of_lists = workspace.root.name == RECOMMENDATIONS
-    return f"{deliver_to.rstrip('/')}/{RECOMMENDATIONS}" if deliver_to and is_of_lists else deliver_to
+    """Where a workspace's runs go to by the setting: those of an extension to a folder beside texts and features."""
+    return f"{deliver_to.rstrip('/')}/{workspace.root.name}" if deliver_to and workspace.is_within else deliver_to
 
 
 def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:

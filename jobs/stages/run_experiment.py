@@ -23,7 +23,6 @@ from laserbatch.jobs.stages.inputs import check_inputs, require_plain_words, req
 from laserbatch.jobs.stages.night import open_run
 from laserbatch.jobs.stages.run_night import run_night
 from laserbatch.jobs.stages.variants import Variant, compare_variants, with_adaptor
-from laserbatch.pipeline.drafter_training.settings import DrafterTrainingSettings
 from laserbatch.pipeline.errors import ConfigError, RunFailed, RunHeld, WorkspaceError
 from laserbatch.pipeline.knowledge.templates import SHIPPED_TEMPLATES, load_template
 from laserbatch.pipeline.sides import SIDES
@@ -206,7 +205,6 @@ def _tried(folder: ExperimentFolder, name: str, settings: Settings, date: dateti
             "tables": settings.tables.model_copy(update={"path": folder.tables_folder}),
             "refresh": unlimited,
             "night": settings.night.model_copy(update={"train_ctr": False}),
-            "drafter_training": DrafterTrainingSettings(),
             "deliver_to": None,
             "metrics": MetricsSettings(),
         }

@@ -10,7 +10,6 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from laserbatch.jobs.console import progress, say
-from laserbatch.jobs.events import event_log
 from laserbatch.jobs.gates import measure
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.attempt import recorded
@@ -29,7 +28,6 @@ from laserbatch.jobs.stages.publishing import (
     publish_run,
     repair_pointer,
 )
-from laserbatch.jobs.stages.train_drafter import train_if_due
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.distributed.cluster import end_leftovers
@@ -73,12 +71,9 @@ def run_night(
                 names = " and ".join(night.changed_inputs)
                 say(f"{names} of that date changed since: --redo writes what this changes, in a run of its own")
             publish(night, policy)
-            with event_log(night.run.events_path):
-                train_if_due(night, was_finished=True)
         else:
             with recorded(night.manifest):
                 _do_stages(night, policy)
-                train_if_due(night, was_finished=False)
         return night
 
 

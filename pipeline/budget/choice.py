@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from laserbatch.pipeline.budget.step_cost import read_step_cost
-from laserbatch.pipeline.decoding.settings import SAMPLING_RULES, Budget, DecodingSettings
+from laserbatch.pipeline.decoding.plugins import drafter_plugin
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.storage.manifest import BudgetForecast
 from laserbatch.retrieval_pools.index.calibration_record import MIN_ACCEPTANCES, SIZE_KNOTS, BudgetCell
 from laserbatch.retrieval_pools.step_cost import StepCost
@@ -41,8 +42,8 @@ class ChosenBudget:
 def budget_step_cost(decoding: DecodingSettings, measure: Callable[[], StepCost]) -> StepCost | None:
     """The configured cost of steps, or the measured one; None where the configuration leaves nothing to choose."""
     is_given = decoding.max_draft_tokens is not None and decoding.min_acceptance is not None
-    drafts = (decoding.drafters or not decoding.drafts_from_texts_alone) and decoding.max_draft_tokens != 0
-    if decoding.engine == "vllm" or decoding.verifier in SAMPLING_RULES or is_given or not drafts:
+    drafts = decoding.drafters and decoding.max_draft_tokens != 0
+    if decoding.engine == "vllm" or decoding.verifier_samples or is_given or not drafts:
         return None
     return measure() if decoding.step_cost is None else read_step_cost(Path(decoding.step_cost))
 
@@ -69,9 +70,9 @@ def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, sh
         return given_budget(Budget.of(decoding), pool, decoding.drafters, share_changed)
     batch_size, sources = known_batch_size(step_cost, decoding.batch_size), decoding.drafters
     given = decoding.max_draft_tokens, decoding.min_acceptance
-    if not decoding.drafts_from_texts_alone:
-        # What was trained knows from held-back texts how often it is right; others were never checked.
-        trust = 1.0 if decoding.draft_models or decoding.draft_head else UNCHECKED_TRUST
+    if decoding.plugin_drafters:
+        is_checked = any(drafter_plugin(name).is_calibrated for name in decoding.plugin_drafters)
+        trust = 1.0 if is_checked else UNCHECKED_TRUST
         return _worth_its_price(step_cost, batch_size, trust, True, *given)
     if not sources or decoding.max_draft_tokens == 0:
         return ChosenBudget(PLAIN, BudgetForecast("drafting is off"))

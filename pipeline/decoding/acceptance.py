@@ -109,7 +109,7 @@ class _Judged:
         if self._is_wanted.any():  # else all were judged at once, as a GPU does
             is_rejected = np.zeros(len(self._trees), bool)
             is_rejected[nodes] = ~self.allowed[nodes]
-            is_dropped = self._trees.along_paths(np.logical_or, is_rejected)  # nothing is asked about what is below
+            is_dropped = self._trees.scan_from_root(np.logical_or, is_rejected)  # nothing is asked about what is below
             self._is_wanted[self._row_of[is_dropped]] = False
 
     def acceptances(self, window: int) -> list[Acceptance | None]:
@@ -130,7 +130,7 @@ def ends_behind_windows(is_loose: np.ndarray, trees: TreeBatch, window: int) -> 
     `is_loose` bool[n] : of nodes whose token is not the target's choice.
     """
     depths = trees.depths.astype(np.uint64)
-    at = trees.along_paths(np.bitwise_or, np.where(is_loose, np.left_shift(np.uint64(1), depths - np.uint64(1)), 0))
+    at = trees.scan_from_root(np.bitwise_or, np.where(is_loose, np.left_shift(np.uint64(1), depths - np.uint64(1)), 0))
     is_behind = at >> np.maximum(trees.depths - window, 0).astype(np.uint64) == 0  # bit d - 1: loose at depth d
     for distance in range(1, window + 1):
         is_behind &= at & (at >> np.uint64(distance)) == 0
@@ -148,11 +148,11 @@ def select_paths(
     the last of them, -1 for none.
     """
     num_trees, tree_of = len(trees.sizes), trees.tree_of
-    length = np.where(trees.along_paths(np.logical_and, accepted) & may_end, trees.depths, 0)
+    length = np.where(trees.scan_from_root(np.logical_and, accepted) & may_end, trees.depths, 0)
     longest = np.zeros(num_trees, np.int64)
     np.maximum.at(longest, tree_of, length)
     candidates = np.flatnonzero((length > 0) & (length == longest[tree_of]))
-    score = trees.along_paths(np.add, log_probability)[candidates]
+    score = trees.scan_from_root(np.add, log_probability)[candidates]
     best = np.full(num_trees, -np.inf)
     np.maximum.at(best, tree_of[candidates], score)
     ends = candidates[score == best[tree_of[candidates]]][::-1]  # the first of a tree is written last

@@ -54,20 +54,20 @@ class Batch:
         return len(self.feed_of)
 
     @cached_property
-    def wanted(self) -> np.ndarray:
-        """int64[K]: tokens whose logits are wanted, of each feed its chain's last one and all nodes."""
+    def logit_indices(self) -> np.ndarray:
+        """int64[K]: the tokens whose logits the verifier reads: the last of each chain, and all nodes."""
         is_last = np.zeros(len(self), bool)
         is_last[self.offsets + self.num_chain - 1] = True
         return np.flatnonzero(is_last | self.is_node)
 
     @cached_property
-    def wanted_starts(self) -> np.ndarray:
-        """int64[B]: the first of each feed's in `wanted`."""
+    def logit_starts(self) -> np.ndarray:
+        """int64[B]: where each feed's tokens start in `logit_indices`."""
         counts = self.trees.sizes + 1
         return np.cumsum(counts) - counts
 
-    def kept(self, feeds: np.ndarray, nodes: np.ndarray) -> np.ndarray:
-        """Which tokens stay where some feeds, int64[n], keep their chain and some nodes, of all trees': bool[N]."""
+    def committed_mask(self, feeds: np.ndarray, nodes: np.ndarray) -> np.ndarray:
+        """bool[N]: the tokens to commit, which are the chains of `feeds` int64[n] and `nodes` int64[m] of all trees."""
         is_kept = ~self.is_node
         if len(feeds) < len(self.feeds):
             is_kept &= np.isin(self.feed_of, feeds)

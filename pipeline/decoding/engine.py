@@ -1,11 +1,11 @@
-"""The engine: texts for a stream of requests, drafted and verified, as many at once as fit.
+"""The engine writes the texts of a stream of requests, drafted and verified, as many at once as memory allows.
 
-One step is four hops for all live sequences: draft, forward, verify, commit. Requests are pulled as there is room for
-them, and results are yielded as they finish. On CUDA a step waits for the device once, where verdicts come to the host;
-results are decoded and yielded after the next step is submitted, so that the device computes while the caller has them.
+One step has four parts, each for all live sequences: `_schedule` (with drafts), `_execute` (the forward), `_verify`,
+`_update`. On CUDA `submit_step` only queues the forward; `finish_step` waits for the device once, for the verdicts.
+Finished texts are yielded between the two, so that the device computes while the caller handles them.
 
-A text depends on its own request alone: not on what shares its batch, nor on the order of requests (but for rounding,
-which the shape of a forward can change).
+A text depends on its own request alone, not on the other texts of its batch or on the order of requests. Rounding is
+the exception: it can change with the shape of a forward.
 """
 
 import logging
@@ -13,7 +13,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,8 +21,8 @@ from laserbatch.pipeline.decoding import recovery
 from laserbatch.pipeline.decoding.acceptance import Acceptance, verify
 from laserbatch.pipeline.decoding.attention.metadata import LaunchShape
 from laserbatch.pipeline.decoding.device_memory import cache_bound, is_out_of_memory, step_bytes
-from laserbatch.pipeline.decoding.drafters import Drafter, DraftModels, NoDrafter
-from laserbatch.pipeline.decoding.kv_cache import UNBOUNDED, KVCache
+from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter
+from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.cuda_graphs import TOKEN_BUCKETS
 from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
 from laserbatch.pipeline.decoding.model.output_head import ContextIds, PenalisedLogits
@@ -47,10 +46,13 @@ MAX_DRAFT_THREADS = 4  # two were measured (`benchmarks/drafting.py`: two thirds
 
 
 class Engine:
-    """A loaded model with its KV cache; `num_sharing` engines of this machine share its main memory.
+    """A loaded model with its KV cache.
 
-    What is drafted with is loaded before, so that the cache's bound leaves room for it; a token takes memory in each of
-    their caches.
+    Parameters
+    ----------
+    num_sharing : engines of this machine, which share its main memory.
+    drafter_bytes_per_token : what a token takes in the KV caches of drafters (`PluginDrafters`), loaded before; the
+        bound of this cache leaves room for theirs.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Engine:
         loaded: LoadedModel,
         settings: DecodingSettings | None = None,
         num_sharing: int = 1,
-        draft_models: DraftModels | None = None,
+        drafter_bytes_per_token: int = 0,
     ) -> None:
         self.settings = settings or DecodingSettings()
         self.loaded = loaded
@@ -69,19 +71,17 @@ class Engine:
         self.vocab_size = loaded.vocab_size
         self.device = loaded.device
         self.max_prefill_tokens = PREFILL_TOKENS["cuda" if self.device.type == "cuda" else "cpu"]
-        draft_models = draft_models or DraftModels()
-        bytes_per_token = loaded.bytes_per_token + draft_models.bytes_per_token
+        bytes_per_token = loaded.bytes_per_token + drafter_bytes_per_token
         max_tokens = self.settings.max_cache_tokens or cache_bound(
             self.device, bytes_per_token, num_sharing, self._reserved_bytes()
         )
-        self.draft_models = replace(draft_models, max_tokens=max_tokens)
         self.cache = KVCache(self.settings.batch_size, max_tokens)
         self.concurrency = Concurrency(self.settings.batch_size)
         self.runner = ModelRunner(loaded.model, self.cache, self.device, self.settings.attention)
         self._context_ids = ContextIds(self.settings.batch_size, self.device)
         self.num_forwards = 0  # of all streams
         self.costliest_step_s = 0.0  # submitting and finishing, without what the caller does between them
-        self._has_lacked_drafts = False  # since a draft model found no memory
+        self._has_lacked_drafts = False  # since a drafter found no memory
         self._is_end = np.zeros(self.vocab_size, bool)
         self.end_at(())
 
@@ -94,9 +94,7 @@ class Engine:
         Raises ModelError: the folder holds no model that the engine can run.
         """
         settings = settings or DecodingSettings()
-        loaded = load_model(model_dir, settings.dtype, device, settings.adapter)
-        draft_models = DraftModels.load(settings, loaded, UNBOUNDED)  # the engine bounds their caches
-        return cls(loaded, settings, num_sharing, draft_models)
+        return cls(load_model(model_dir, settings.dtype, device, settings.adapter), settings, num_sharing)
 
     def end_at(self, token_ids: Iterable[int]) -> None:
         """Take more tokens for end tokens; those outside the vocabulary are never written."""
@@ -146,11 +144,11 @@ class Engine:
         verifier = verifier or verifier_from(self.settings)
         stream = self.open_stream(requests, drafter or NoDrafter(), verifier, budget or Budget.of(self.settings))
         scheduler = stream.scheduler
-        ended: deque[tuple[Sequence, str | GenerationFailure]] = deque()  # whose results are not yielded yet
+        ended: deque[tuple[Sequence, str | GenerationFailure]] = deque()  # their results are not yielded yet
         is_warm = self.device.type != "cuda"
         try:
             while True:
-                if not scheduler.live:  # no step to hand them over behind
+                if not scheduler.live:  # no step to yield them behind
                     yield from self._results(ended)
                 yield from scheduler.admit()
                 if not scheduler.live:
@@ -162,7 +160,7 @@ class Engine:
                 step = self.submit_step(stream)
                 yield from self._results(ended)
                 ended += self.finish_step(step, stream)
-        except Exception as error:  # of a draft model, say
+        except Exception as error:  # of a drafter, say
             recovery.require_device(error)
             raise
         finally:
@@ -176,8 +174,8 @@ class Engine:
         budget: Budget,
         concurrency: Concurrency | None = None,
     ) -> Stream:
-        """A stream as `generate` runs it: repeat `admit` of its scheduler, `submit_step` and `finish_step`."""
-        shares = drafter.sees != "prompts"
+        """A stream for callers that repeat `scheduler.admit`, `submit_step` and `finish_step`, as `generate` does."""
+        shares = drafter.observes != "prefill"
         limits = RequestLimits(self.max_context, self.vocab_size, budget.max_draft_tokens, shares)
         scheduler = Scheduler(requests, self.cache, concurrency or self.concurrency, limits, self.max_prefill_tokens)
         return Stream(scheduler, drafter, verifier, budget)
@@ -201,23 +199,23 @@ class Engine:
             torch.cuda.empty_cache()
 
     def submit_step(self, stream: Stream) -> Step | None:
-        """Draft and begin the forward, which on CUDA is only queued; None: no room even for one sequence."""
-        step = self._draft(stream)
+        """Draft, and start the forward; None if the cache has no room even for one sequence."""
+        step = self._schedule(stream)
         while not self.cache.make_room(step.num_tokens):
             if len(stream.scheduler.live) == 1:
                 return None
             stream.scheduler.preempt(1)
-            step = self._draft(stream)
+            step = self._schedule(stream)
         began_s = time.perf_counter()
         try:
-            self._forward(step)
+            self._execute(step)
         except Exception as error:  # raised by `finish_step`
             step.error = error
         step.submit_s = time.perf_counter() - began_s
         return step
 
     def finish_step(self, step: Step | None, stream: Stream) -> list[tuple[Sequence, str | GenerationFailure]]:
-        """Verify and commit. The sequences that ended, live no more, each with its finish reason or failure."""
+        """Verify and update; return the sequences that ended, each with its finish reason or failure."""
         scheduler, began_s = stream.scheduler, time.perf_counter()
         outcomes = recovery.fail_alone(self.cache, scheduler.live[0]) if step is None else self._outcomes(step, stream)
         ended = [(one, outcomes[one]) for one in scheduler.live if one in outcomes]
@@ -233,17 +231,17 @@ class Engine:
             if step.error is not None:
                 raise step.error
             if step.number < self.num_forwards:  # the caller let another stream take a step meanwhile
-                self._forward(step)
+                self._execute(step)
             accepted = self._verify(step, stream.verifier)
         except Exception as error:  # `recover` says which texts it is the failure of
             return recovery.recover(self, step, stream, error)
-        return self._commit(step, accepted, stream)
+        return self._update(step, accepted, stream)
 
-    def _draft(self, stream: Stream) -> Step:
-        """What each live sequence adds to the step, and the drafts of those that write a token in it."""
-        sequences, feeds, writing = stream.scheduler.feeds()
+    def _schedule(self, stream: Stream) -> Step:
+        """The tokens that each live sequence adds to the step, and drafts for those that write a token in it."""
+        sequences, feeds, writing = stream.scheduler.schedule()
         trees = self._trees([sequences[place] for place in writing], stream.drafter, stream.budget)
-        return Step(sequences, feeds, trees.spread(writing, len(sequences)))
+        return Step(sequences, feeds, trees.scatter(writing, len(sequences)))
 
     def _trees(self, sequences: list[Sequence], drafter: Drafter, budget: Budget) -> TreeBatch:
         """The drafter's trees, cut to the budget: draft tokens, room left, estimated acceptance."""
@@ -256,7 +254,7 @@ class Engine:
         max_depths = [sequence.num_left - 1 for sequence in drafting]  # the step's last token is the target's own
         try:
             drafted = drafter.draft_all(drafting, max_depths)
-        except Exception as error:  # a draft model runs forwards and has a cache of its own
+        except Exception as error:  # a drafter may run forwards, with a cache of its own
             if not is_out_of_memory(error):
                 raise
             if not self._has_lacked_drafts:
@@ -272,16 +270,16 @@ class Engine:
             min_log_acceptance=budget.min_log_acceptance,
             vocab_size=self.vocab_size,
         )
-        return trees.spread(places, len(sequences))
+        return trees.scatter(places, len(sequences))
 
-    def _forward(self, step: Step) -> None:
-        """Run the model, or on CUDA have it run; the output holds until the next forward of any stream."""
+    def _execute(self, step: Step) -> None:
+        """Run the model (on CUDA: queue it); the output is valid until the next forward of any stream."""
         self.num_forwards += 1
         step.number = self.num_forwards
         step.output = self.runner.forward(step.feeds, step.trees)
 
     def _verify(self, step: Step, verifier: Verifier) -> list[Acceptance | None]:
-        """Accept drafts. Like the forward before it this changes nothing, so that both can be tried again."""
+        """Accept drafts. Neither this nor `_execute` changes any state, so that both can be repeated."""
         rows, penalty = step.output.rows, self.loaded.repetition_penalty
         if penalty != 1.0:
             rows = PenalisedLogits(penalty, rows, self._context_ids.of(step.sequences), step.trees)
@@ -289,17 +287,17 @@ class Engine:
             drawn = [(one.request.seed, len(one.context)) for one in step.sequences]
             sampled = getattr(verifier, "sampled", SampledLogits)
             rows = sampled(self.settings.temperature, rows, *zip(*drawn, strict=True), step.trees)
-        return verify(verifier, rows, step.trees, step.output.batch.wanted_starts, self._is_end)
+        return verify(verifier, rows, step.trees, step.output.batch.logit_starts, self._is_end)
 
-    def _commit(self, step: Step, accepted: list[Acceptance | None], stream: Stream) -> recovery.Outcomes:
-        """Keep what was accepted, in the cache and in the texts; of the sequences that ended, what came of them."""
+    def _update(self, step: Step, accepted: list[Acceptance | None], stream: Stream) -> recovery.Outcomes:
+        """Commit the accepted tokens to the cache and the texts; return the outcomes of the sequences that ended."""
         outcomes = commit(step, accepted, self.cache, self._is_end)
-        if stream.drafter.sees != "nothing":
+        if stream.drafter.observes != "nothing":
             stream.drafter.observe(observation_of(step, accepted))
         return outcomes | recovery.without_drafts(self, step, accepted, stream)
 
     def _results(self, ended) -> Iterator[GenerationResult | GenerationFailure]:
-        """Those of texts that ended, which are taken out of `ended` one by one."""
+        """Results of the sequences in `ended`, which is emptied."""
         while ended:
             sequence, outcome = ended.popleft()
             if isinstance(outcome, GenerationFailure):
@@ -311,6 +309,6 @@ class Engine:
             yield sequence.result(outcome, text)
 
     def reset_prefix_cache(self) -> None:
-        """Clear the prefix cache and the length statistics, so that results do not depend on earlier calls."""
-        self.cache.forget_ended()
+        """Drop cached prefixes and statistics of lengths, so that results do not depend on earlier calls."""
+        self.cache.drop_prefixes()
         self.concurrency.forget_lengths()

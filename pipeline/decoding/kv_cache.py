@@ -204,7 +204,7 @@ class KVCache:
         if len(self._ended) > self.max_rows:
             self._forget_first()
 
-    def forget_ended(self) -> None:
+    def drop_prefixes(self) -> None:
         """Share nothing any more of sequences that have ended; their slots are free."""
         while self._ended:
             self._forget_first()
@@ -218,7 +218,7 @@ class KVCache:
         of a forward are void.
         """
         self._give_back_reserved()
-        self.forget_ended()
+        self.drop_prefixes()
         least = max(int(SHRUNK_SHARE * self.max_tokens), self.num_committed_slots, min_tokens)
         self.max_tokens = min(self.max_tokens, least)
         capacity = min(-(-self.num_committed_slots // GROWTH_STEP) * GROWTH_STEP, self.max_tokens)

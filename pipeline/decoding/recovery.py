@@ -1,6 +1,6 @@
-"""What is done where a step fails: fewer sequences go on, or only those fail that cannot be run alone.
+"""Recovery from a failed step: fewer sequences go on, or only those fail that cannot be run alone.
 
-Of an `engine` its memory is asked for, and the hops of a step after the draft: `_forward`, `_verify`, `_commit`.
+It calls the engine's `_execute`, `_verify` and `_update` again, and reads its cache.
 """
 
 import logging
@@ -73,13 +73,13 @@ def _one_by_one(engine, steps: list[Step], stream: Stream) -> Outcomes:
     for step in steps:
         torch.cuda.empty_cache()
         try:
-            engine._forward(step)
+            engine._execute(step)
             accepted = engine._verify(step, stream.verifier)
         except Exception as error:  # whatever the model meets in a text is that row's failure; others go on
             require_device(error)
             outcomes |= _failed(step.sequences[0], f"model-error: {type(error).__name__}: {first_line(error)}")
             continue
-        outcomes |= engine._commit(step, accepted, stream)
+        outcomes |= engine._update(step, accepted, stream)
     return outcomes
 
 

@@ -122,7 +122,7 @@ class Scheduler:
             self._waiting.pop(0)
             yield GenerationFailure(waiting.request.request_id, reason)
 
-    def feeds(self) -> tuple[list[Sequence], list[Feed], list[int]]:
+    def schedule(self) -> tuple[list[Sequence], list[Feed], list[int]]:
         """The sequences of the next step, what each feeds, and the places of those that write a token in it.
 
         Prompts share the step's room for them, the oldest first; one that gets no room waits.

@@ -5,8 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
+from laserbatch.pipeline.decoding.plugins import RULES, TEXT_SOURCES, drafter_plugin, verifier_plugin
+from laserbatch.pipeline.plugins import validated_options
 from laserbatch.pipeline.validation import Strict
 
 # Arguments of vllm.LLM that options decide, or that would run or load what nobody has looked at.
@@ -14,9 +16,6 @@ OURS_IN_VLLM = {
     "model", "tokenizer", "dtype", "max_num_seqs", "speculative_config", "generation_config", "load_format", "seed",
     "trust_remote_code", "disable_log_stats", "hf_overrides", "worker_cls", "model_impl",
 }  # fmt: skip
-DraftSource = Literal["previous", "prompt", "output", "pool", "aligned", "lookahead"]
-TEXT_SOURCES = ("previous", "prompt", "output", "pool")
-SAMPLING_RULES = ("leviathan", "specinfer", "k_seq", "rsd")
 
 
 class DecodingSettings(Strict):
@@ -51,17 +50,12 @@ class DecodingSettings(Strict):
         ge=1,
         description="A text ends after this many tokens at the latest. Raise it if the report shows many cut texts.",
     )
-    verifier: Literal[
-        "greedy", "top_k", "probability", "relaxed", "typical", "aasd", "fly", "leviathan", "specinfer", "k_seq", "rsd"
-    ] = Field(
+    verifier: str = Field(
         "relaxed",
         description="This rule says which drafted tokens are accepted. greedy: the model's most likely token, so the "
         "text equals that of plain decoding; relaxed: a token among the top_k and above min_probability "
-        "(LASER, Eq. 8); top_k, probability: one of the two conditions alone. typical (Medusa) accepts "
-        "less probable tokens where the model is unsure, aasd only more probable ones; fly accepts any "
-        "token if the next six drafted tokens are the model's most likely ones. With a temperature, "
-        "samples of draft_models are verified by leviathan (one chain), specinfer or k_seq (SpecTr; "
-        "several chains) or rsd (a tree without replacement).",
+        "(LASER, Eq. 8); top_k, probability: one of the two conditions alone. laserbatch.research adds typical, aasd, "
+        "fly, and for samples leviathan, specinfer, k_seq, rsd.",
     )
     top_k: int = Field(
         2,
@@ -73,43 +67,24 @@ class DecodingSettings(Strict):
         0.1,
         ge=0.0,
         lt=1.0,
-        description="The verifiers relaxed and probability accept a token only above this probability; typical lowers"
-        " it and aasd raises it where the model is unsure. A lower value accepts more drafts and moves "
-        "texts further from plain ones.",
+        description="The verifiers relaxed and probability accept a token only above this probability. A lower value "
+        "accepts more drafts and moves texts further from plain ones.",
     )
     temperature: float = Field(
         0.0,
         ge=0.0,
         description="Texts are sampled at this temperature; at 0 each token is the most likely one. With verifier "
-        "greedy, drafts do not change which text is sampled for an entity and a prompt; with leviathan, "
-        "specinfer, k_seq or rsd they do, and the text is still a sample of the model.",
+        "greedy, drafts do not change which text is sampled for an entity and a prompt.",
     )
-    drafters: tuple[DraftSource, ...] = Field(
+    drafters: tuple[str, ...] = Field(
         TEXT_SOURCES,
-        description="Drafts come from these texts. aligned: the prompt with the model's alternatives to its tokens "
-        "(AASD); lookahead: n-grams that the model generates ahead. With none, and no draft_models or "
-        "draft_head, decoding is plain.",
+        description="Drafts come from these texts: the entity's previous text, its prompt, its output so far, and the "
+        "pool. Packages add drafters of other kinds (laserbatch.research: trained, aligned, lookahead). With none "
+        "decoding is plain.",
     )
-    draft_models: tuple[Path, ...] = Field(
-        (), description="The small models in these folders draft too; they need the tokenizer of the model."
-    )
-    draft_head: Path | None = Field(
-        None, description="The head in this folder drafts too; `laserbatch drafter train` trains one for the model."
-    )
-    draft_width: int = Field(
-        1, ge=1, le=64, description="draft_models and draft_head draft this many alternative tokens at each depth."
-    )
-    draft_length: int = Field(
-        5,
-        ge=1,
-        le=64,
-        description="draft_models and draft_head draft this many tokens ahead; each costs one forward pass of the "
-        "draft model.",
-    )
-    draft_branching: tuple[int, ...] = Field(
-        (),
-        description="With verifier rsd, a draft has this many tokens after each node of depth 0, 1, ... (RSD-C), in "
-        "place of draft_width and draft_length.",
+    drafter_options: dict[str, SerializeAsAny[Strict]] = Field(
+        {},
+        description="The options of drafters that packages add, by drafter, such as {trained: {head: DIR}}.",
     )
     max_draft_tokens: int | None = Field(
         None,
@@ -163,7 +138,10 @@ class DecodingSettings(Strict):
             ),
             (self.temperature and f"temperature {self.temperature:g}", "texts of vLLM are not sampled: say 0"),
             (self.adapter and f"adapter {self.adapter}", "merge it into the model first"),
-            ((self.draft_models or self.draft_head) and "draft_models, draft_head", "vLLM drafts from pools here"),
+            (
+                self.plugin_drafters and f"drafters {', '.join(self.plugin_drafters)}",
+                "vLLM drafts from texts alone here",
+            ),
             (taken and f"vllm.{', vllm.'.join(taken)}", "options of this section say it"),
         ):
             if problem:
@@ -186,28 +164,46 @@ class DecodingSettings(Strict):
         return int(self.vllm.get("tensor_parallel_size", 1)) * int(self.vllm.get("pipeline_parallel_size", 1))
 
     @property
-    def drafts_from_texts_alone(self) -> bool:
-        """So that a pool's replays say what a budget gains."""
-        return not self.draft_models and self.draft_head is None and set(self.drafters) <= set(TEXT_SOURCES)
+    def plugin_drafters(self) -> tuple[str, ...]:
+        """Those that packages bring, in their order."""
+        return tuple(name for name in self.drafters if name not in TEXT_SOURCES)
+
+    @property
+    def text_sources(self) -> tuple[str, ...]:
+        """The drafters that are built in; what they gain with a pool its replays say."""
+        return tuple(name for name in self.drafters if name in TEXT_SOURCES)
+
+    @property
+    def verifier_samples(self) -> bool:
+        """Whether the verifier draws samples, for which drafts must stay as they were drawn."""
+        return self.verifier not in RULES and verifier_plugin(self.verifier).samples
+
+    def options_of(self, drafter: str) -> Any:
+        """The section of a drafter that a package brings."""
+        return self.drafter_options.get(drafter) or drafter_plugin(drafter).Options()
+
+    @field_validator("drafter_options", mode="before")
+    @classmethod
+    def _validated_by_plugins(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            return raw
+        return {name: validated_options(drafter_plugin(name).Options, value, name) for name, value in raw.items()}
 
     @model_validator(mode="after")
-    def _samples_exactly(self) -> "DecodingSettings":
-        rule = f"verifier {self.verifier}"
-        if self.verifier in SAMPLING_RULES:
-            if not self.temperature:
-                raise ValueError(f"{rule} samples: say a temperature above 0, or `verifier: greedy`")
-            num_models = len(self.draft_models) + (self.draft_head is not None)
-            if num_models == 0:
-                raise ValueError(f"{rule} judges what a small model or a head draws: name one, or say `greedy`")
-            if num_models > 1 and (self.verifier != "specinfer" or self.draft_head is not None):
-                raise ValueError(f"{rule} judges what one model draws, {num_models} are named")
-        elif self.temperature and self.verifier != "greedy":
+    def _goes_with_plugins(self) -> "DecodingSettings":
+        for name in self.drafter_options.keys() - set(self.drafters):
+            raise ValueError(f"drafter_options has {name}, which is not among drafters: add it there")
+        for name in self.plugin_drafters:
+            drafter_plugin(name).check(self.options_of(name), self)
+        if self.verifier not in RULES:
+            verifier_plugin(self.verifier).check(self)
+        if self.verifier_samples and not self.temperature:
+            raise ValueError(f"verifier {self.verifier} samples: say a temperature above 0, or `verifier: greedy`")
+        if self.temperature and self.verifier != "greedy" and not self.verifier_samples:
             raise ValueError(
-                f"temperature {self.temperature:g} samples, which {rule} would distort: say "
+                f"temperature {self.temperature:g} samples, which verifier {self.verifier} would distort: say "
                 "`verifier: greedy`, which accepts drafted samples, or `temperature: 0`"
             )
-        if self.draft_branching and self.verifier != "rsd":
-            raise ValueError(f"draft_branching is of verifier rsd, not of {self.verifier}: say draft_width")
         return self
 
 

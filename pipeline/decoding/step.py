@@ -1,4 +1,4 @@
-"""A step under way, its stream of texts, and how what it accepted becomes part of the cache and of the texts."""
+"""A step and its stream, and `commit`, which adds the accepted tokens to the cache and the texts."""
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -32,9 +32,9 @@ class Stream:
 
 @dataclass
 class Step:
-    """What each of some sequences adds to a forward; then its output, or the error of it.
+    """The tokens that sequences add to a forward; after it its output, or its error.
 
-    `number` : of the forward, among all of the engine; `submit_s` : seconds that the host took to begin it.
+    `number` : of the forward, among all of the engine; `submit_s` : seconds that the host took to submit it.
     """
 
     sequences: list[Sequence]
@@ -51,29 +51,29 @@ class Step:
 
 
 def commit(step: Step, accepted: list[Acceptance | None], cache: KVCache, is_end: np.ndarray) -> dict[Sequence, str]:
-    """Keep what was accepted; where that is None, nothing. Of the sequences that ended the finish reason.
+    """Commit accepted tokens to the cache and the texts; return the finish reasons of the sequences that ended.
 
-    `is_end` : bool[vocab_size], the end tokens.
+    A sequence whose acceptance is None stays as it was. `is_end` : bool[vocab_size], the end tokens.
     """
     outcomes: dict[Sequence, str] = {}
     batch, trees = step.output.batch, step.trees
-    sound, nodes, lengths = _kept(step, accepted)
+    finite, nodes, lengths = _accepted_nodes(step, accepted)
     token_ids, sources = trees.token_ids[nodes], trees.source[nodes]
-    if len(sound):
-        is_kept = batch.kept(sound, nodes)
-        counts = np.add.reduceat(is_kept, batch.offsets, dtype=np.int64)[sound]
-        cache.commit(batch.rows[sound], counts, batch.slot_mapping[is_kept])
+    if len(finite):
+        is_kept = batch.committed_mask(finite, nodes)
+        counts = np.add.reduceat(is_kept, batch.offsets, dtype=np.int64)[finite]
+        cache.commit(batch.rows[finite], counts, batch.slot_mapping[is_kept])
     # Lists of Python's numbers: a step of many sequences spends its time on the host in this loop.
-    numbers, next_tokens = sound.tolist(), [accepted[i].next_token for i in sound.tolist()]
+    numbers, next_tokens = finite.tolist(), [accepted[i].next_token for i in finite.tolist()]
     of_sequences = zip(
         numbers,
         pairwise(accumulate(lengths, initial=0)),  # of each path, its part of the tokens
         next_tokens,
         is_end[next_tokens].tolist(),
-        batch.num_committed[sound].tolist(),
-        cache.lengths[batch.rows[sound]].tolist(),
-        trees.starts[sound].tolist(),
-        trees.sizes[sound].tolist(),
+        batch.num_committed[finite].tolist(),
+        cache.lengths[batch.rows[finite]].tolist(),
+        trees.starts[finite].tolist(),
+        trees.sizes[finite].tolist(),
         strict=True,
     )
     for i, (start, end), next_token, at_end, num_before, num_cached, first_node, num_nodes in of_sequences:
@@ -95,10 +95,10 @@ def commit(step: Step, accepted: list[Acceptance | None], cache: KVCache, is_end
 
 
 def observation_of(step: Step, accepted: list[Acceptance | None]) -> Observation:
-    """What drafters may see of a step that has been committed."""
+    """What drafters observe of a committed step."""
     batch = step.output.batch
-    sound, nodes, _ = _kept(step, accepted)
-    kept = np.flatnonzero(batch.kept(sound, nodes))
+    finite, nodes, _ = _accepted_nodes(step, accepted)
+    kept = np.flatnonzero(batch.committed_mask(finite, nodes))
     hidden = step.output.rows.hidden
     return Observation(
         sequences=step.sequences,
@@ -107,14 +107,14 @@ def observation_of(step: Step, accepted: list[Acceptance | None]) -> Observation
         positions=batch.positions[kept],
         hidden=hidden.index_select(0, to_device(kept, hidden.device)),
         rows=step.output.rows,
-        starts=batch.wanted_starts,
+        starts=batch.logit_starts,
     )
 
 
-def _kept(step: Step, accepted: list[Acceptance | None]) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """The sequences whose logits are finite, of all trees' nodes those that were accepted, and how many of each."""
-    sound = np.array([i for i, acceptance in enumerate(accepted) if acceptance is not None], np.int64)
-    paths = [accepted[i].nodes for i in sound.tolist()]
+def _accepted_nodes(step: Step, accepted: list[Acceptance | None]) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """The sequences whose logits are finite, the accepted nodes among those of all trees, and how many of each."""
+    finite = np.array([i for i, acceptance in enumerate(accepted) if acceptance is not None], np.int64)
+    paths = [accepted[i].nodes for i in finite.tolist()]
     lengths = [len(path) for path in paths]
-    nodes = np.concatenate([*paths, _NO_NODES]) + np.repeat(step.trees.starts[sound], lengths)
-    return sound, nodes, lengths
+    nodes = np.concatenate([*paths, _NO_NODES]) + np.repeat(step.trees.starts[finite], lengths)
+    return finite, nodes, lengths

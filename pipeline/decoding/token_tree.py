@@ -40,7 +40,7 @@ class Proposals:
     rows: np.ndarray
     log_q: torch.Tensor
 
-    def of_kept(self, keep: np.ndarray) -> "Proposals":
+    def select(self, keep: np.ndarray) -> "Proposals":
         """The draws of those nodes that stay, bool[n]."""
         stays = keep[self.nodes]
         return Proposals((np.cumsum(keep) - 1)[self.nodes[stays]], self.rows[stays], self.log_q)
@@ -101,7 +101,7 @@ class TreeBatch:
     def __iter__(self) -> Iterator[TokenTree]:
         return map(self.__getitem__, range(self.num_trees))
 
-    def spread(self, places: Sequence[int], num_trees: int) -> "TreeBatch":
+    def scatter(self, places: Sequence[int], num_trees: int) -> "TreeBatch":
         """So many trees, of which those at some rising places are these; the others have no nodes."""
         if len(places) == num_trees:
             return self
@@ -122,16 +122,16 @@ class TreeBatch:
     @cached_property
     def depths(self) -> np.ndarray:
         """int64[n]: 1 for a node that follows the last committed token."""
-        return self.along_paths(np.add, np.ones(len(self), np.int64))
+        return self.scan_from_root(np.add, np.ones(len(self), np.int64))
 
     @cached_property
     def ancestors(self) -> np.ndarray:
         """int64[n]: bit j is set for node j of the same tree if that is the node itself or above it."""
         assert self.sizes.max(initial=0) <= MAX_NODES, "a tree's nodes do not fit a mask"
         own = np.left_shift(np.uint64(1), self.places.astype(np.uint64))
-        return self.along_paths(np.bitwise_or, own).view(np.int64)
+        return self.scan_from_root(np.bitwise_or, own).view(np.int64)
 
-    def along_paths(self, join: np.ufunc, values: np.ndarray) -> np.ndarray:
+    def scan_from_root(self, join: np.ufunc, values: np.ndarray) -> np.ndarray:
         """For each node, its value [n] joined with those of all nodes above it: `np.add`, `np.logical_and`, ..."""
         joined = np.empty(len(self) + 1, values.dtype)
         joined[:-1], joined[-1] = values, join.identity
@@ -170,7 +170,7 @@ def prune(
     keep &= trees.depths <= np.asarray(max_depths)[trees.tree_of]
     if keep.all() and trees.sizes.max() <= max_nodes:
         return trees
-    keep = trees.along_paths(np.logical_and, keep)
+    keep = trees.scan_from_root(np.logical_and, keep)
     number = np.cumsum(keep) - 1  # of a kept node among those of all trees, then of its own
     first = np.cumsum(np.bincount(trees.tree_of, keep, trees.num_trees)).astype(np.int64)
     number -= np.append(0, first[:-1])[trees.tree_of]
@@ -179,4 +179,4 @@ def prune(
     parents = np.where(trees.parents == ROOT, ROOT, above).astype(np.int32)
     sizes = np.bincount(trees.tree_of[keep], minlength=trees.num_trees)
     arrays = (trees.token_ids[keep], parents[keep], trees.log_acceptance[keep], trees.source[keep])
-    return TreeBatch(sizes, *arrays, trees.proposals and trees.proposals.of_kept(keep))
+    return TreeBatch(sizes, *arrays, trees.proposals and trees.proposals.select(keep))

@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 
@@ -17,17 +17,13 @@ from laserbatch.pipeline.distributed.cluster import WorkerLayout, cluster_nodes,
 from laserbatch.pipeline.distributed.device_loss import ends_process_if_device_is_lost
 from laserbatch.pipeline.distributed.settings import ClusterSettings
 from laserbatch.pipeline.distributed.shared_folder import TOKEN_FILE, require_same_folder
-from laserbatch.pipeline.distributed.spec import ListSpec, WorkerSpec
+from laserbatch.pipeline.distributed.spec import WorkerSpec
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.planning.plan import Shard, read_ids, split_shard
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
 from laserbatch.pipeline.storage.run_folder import RunFolder, ShardRecord
 from laserbatch.retrieval_pools.step_cost import StepCost
-
-if TYPE_CHECKING:
-    from laserbatch.pipeline.distributed.list_worker import ListWorker
-    from laserbatch.pipeline.distributed.worker import ShardWorker
 
 logger = logging.getLogger(__name__)
 
@@ -242,9 +238,8 @@ class WorkerPool:
                 self.idle.remove(worker)
                 self._replace_lost(lost, was_ready=True)
         raise RunFailed(
-            f"{self.max_attempts} workers died while they measured what drafts cost; lower decoding.batch_size (of "
-            "lists recommending.batch_size) if memory ran out, or give decoding.max_draft_tokens and "
-            "decoding.min_acceptance (recommending.num_drafted): then nothing is measured"
+            f"{self.max_attempts} workers died while they measured what drafts cost; lower decoding.batch_size if "
+            "memory ran out, or set decoding.max_draft_tokens and decoding.min_acceptance: then nothing is measured"
         )
 
     def resize(self, num_workers: int) -> None:
@@ -322,7 +317,7 @@ class _Worker:
         if self._spec.device == "cuda":
             require_own_gpu(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
         with ends_process_if_device_is_lost():
-            self._worker = _loaded(self._spec)
+            self._worker = self._spec.load()
             self._worker.warm_up()
 
     def run(self, spec: WorkerSpec, shard: Shard, budget: Budget | int | None) -> ShardRecord:
@@ -337,22 +332,12 @@ class _Worker:
         with ends_process_if_device_is_lost():
             return self._worker.engine.measured_step_cost(save)
 
-    def tried_drafts(self, shards: Sequence[Shard]) -> dict[int, float]:
+    def measured(self, method: str, *arguments) -> Any:
+        """What a method of the worker, of an extension say, measures."""
         with ends_process_if_device_is_lost():
-            return self._worker.tried_drafts(shards)
+            return getattr(self._worker, method)(*arguments)
 
     @ray.method(concurrency_group="heartbeat")
     def heartbeat(self) -> tuple[int, float, int]:
         """Forwards so far, seconds of the costliest step, and finished texts."""
         return (0, 0.0, 0) if self._worker is None else self._worker.progress()
-
-
-def _loaded(spec: WorkerSpec) -> "ShardWorker | ListWorker":
-    """What a specification asks for; torch and transformers, which take seconds, are loaded now."""
-    if isinstance(spec, ListSpec):
-        from laserbatch.pipeline.distributed.list_worker import ListWorker
-
-        return ListWorker(spec)
-    from laserbatch.pipeline.distributed.worker import ShardWorker
-
-    return ShardWorker(spec)

@@ -3,10 +3,11 @@
 import datetime
 from dataclasses import dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any, ClassVar
 
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, PromptTemplate
-from laserbatch.pipeline.recommending.settings import RecommendingSettings
 from laserbatch.pipeline.sides import Side
 
 
@@ -21,6 +22,12 @@ class WorkerSpec:
     num_threads: int = 1
     num_workers: int = 1  # that work side by side
     token: str = ""  # by which workers see that the run's folder is the same as where the run was started
+
+    worker: ClassVar[str]  # "module:class"
+
+    def load(self) -> Any:
+        """The worker; torch, transformers and the model are loaded now."""
+        return resolve_name(self.worker)(self)
 
     @property
     def gpus_a_worker(self) -> int:
@@ -39,13 +46,8 @@ class TextSpec(WorkerSpec):
     pool_dirs: dict[Side, Path] = field(default_factory=dict)  # frozen pools, where there are any
     pool_versions: dict[Side, str] = field(default_factory=dict)
 
+    worker: ClassVar[str] = "laserbatch.pipeline.distributed.worker:ShardWorker"
+
     @property
     def gpus_a_worker(self) -> int:
         return self.decoding.gpus_a_worker
-
-
-@dataclass(frozen=True, kw_only=True)
-class ListSpec(WorkerSpec):
-    """Of a worker that lists items; `model_dir` is a recommender's folder, `plan/catalogue.parquet` what it lists."""
-
-    options: RecommendingSettings

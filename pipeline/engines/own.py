@@ -9,11 +9,12 @@ import torch
 from laserbatch.pipeline.budget.choice import UNCHECKED_SIZE
 from laserbatch.pipeline.budget.measuring import StepCostCache, measure_step_cost, texts_of
 from laserbatch.pipeline.decoding.device_memory import host_memory
-from laserbatch.pipeline.decoding.drafters import DraftModels, drafter_from
+from laserbatch.pipeline.decoding.drafters import PluginDrafters, drafter_from
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.folder import tokenizer_folder
+from laserbatch.pipeline.decoding.model.load import load_model
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
-from laserbatch.pipeline.decoding.settings import TEXT_SOURCES, Budget, DecodingSettings
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import MAX_NODES
 from laserbatch.pipeline.decoding.verifiers import verifier_from
 from laserbatch.pipeline.engines.answers import Answers
@@ -50,7 +51,9 @@ class OwnEngine:
         step_cost_dir: Path,
     ) -> None:
         torch.set_num_threads(num_threads)
-        self.engine = Engine.from_pretrained(model_dir, decoding, device, num_sharing)
+        loaded = load_model(model_dir, decoding.dtype, device, decoding.adapter)
+        self._plugins = PluginDrafters.load(decoding, loaded)
+        self.engine = Engine(loaded, decoding, num_sharing, self._plugins.bytes_per_token)
         self.tokenizer = self.engine.tokenizer
         self._answers = Answers(self.tokenizer, self.engine.end_ids)
         self.engine.end_at(self._answers.role_ids)
@@ -60,7 +63,6 @@ class OwnEngine:
             side: Pool.open(path, expected, max_resident_bytes=int(RESIDENT_SHARE * host_memory().free_bytes))
             for side, path in pool_dirs.items()
         }
-        loaded = self.engine.loaded
         packed = f" ({loaded.quantization} weights)" if loaded.quantization else ""
         self.model = ModelFigures(
             id=self.engine.model_id,
@@ -90,10 +92,11 @@ class OwnEngine:
         budget: Budget | None = None,
     ) -> Iterator[GenerationResult | GenerationFailure]:
         self.engine.reset_prefix_cache()  # what was written before, for whatever purpose, must not matter
-        engine = self.engine
-        drafter = drafter_from(decoding, self._pools.get(side), budget, engine.num_draft_threads, engine.draft_models)
         # The engine's own settings may be those of another pass.
-        budget = budget or Budget.of(decoding)
+        engine, budget = self.engine, budget or Budget.of(decoding)
+        drafter = drafter_from(
+            decoding, self._pools.get(side), budget, engine.num_draft_threads, self._plugins, engine.cache.max_tokens
+        )
         prompts: dict[str, np.ndarray] = {}
 
         def remembered() -> Iterator[GenerationRequest]:
@@ -103,11 +106,6 @@ class OwnEngine:
 
         written = engine.generate(remembered(), drafter, verifier_from(decoding), budget=budget)
         return self._answers.of(written, prompts)
-
-    def draft_with(self, decoding: DecodingSettings) -> None:
-        """Load the draft models that settings name, in the place of those before."""
-        self.engine.draft_models = DraftModels()
-        self.engine.draft_models = DraftModels.load(decoding, self.engine.loaded, self.engine.cache.max_tokens)
 
     def warm_up(self, sides: Iterable[Side]) -> None:
         for side in sides:
@@ -133,9 +131,8 @@ class OwnEngine:
 
     def measured_step_cost(self, save: bool = True) -> StepCost:
         batch_size = self._decoding.batch_size
-        sources = tuple(source for source in self._decoding.drafters if source in TEXT_SOURCES)
         largest = UNCHECKED_SIZE if self._largest_pool is None else MAX_NODES  # of what may be chosen
-        found = measure_step_cost(self.engine, self._largest_pool, sources, [batch_size], largest)
+        found = measure_step_cost(self.engine, self._largest_pool, self._decoding.text_sources, [batch_size], largest)
         return self._cost_cache.write(found) if save else found
 
     @property

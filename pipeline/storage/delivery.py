@@ -188,5 +188,6 @@ def _described(run: RunFolder) -> dict[str, tuple[int, str]]:
     """Bytes and SHA-256 of each file of a run that readers want, by its path within it, `_SUCCESS` last."""
     paths = [path for name in FOLDERS for path in sorted((run.root / name).rglob("*"))]
     paths = [path for path in paths if path.is_file() and not path.name.startswith(".")]
-    paths += [path for path in (run.lists_path, run.manifest_path, run.report_path, run.success_path) if path.exists()]
+    paths += sorted(run.root.glob("*.parquet"))
+    paths += [path for path in (run.manifest_path, run.report_path, run.success_path) if path.exists()]
     return {path.relative_to(run.root).as_posix(): (path.stat().st_size, sha256_file(path)) for path in paths}

@@ -12,7 +12,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, Valida
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import canonical_json, read_json, write_json
-from laserbatch.pipeline.storage.drafters import DrafterUsed
 from laserbatch.pipeline.storage.stats import DecodingStats
 
 MANIFEST_VERSION = 2
@@ -183,7 +182,6 @@ class SideFigures:
     num_without_text: int = 0  # without a text, for want of interactions or of a place in the budget
     postponed: dict[str, int] = field(default_factory=dict)  # reason -> entities, of both
     stats_of_tonight: DecodingStats | None = None  # of plain decoding: of the entities that the night wrote about
-    num_shorter: int = 0  # lists of items with fewer than were asked for, since their users have had the others
 
 
 @dataclass(frozen=True)
@@ -330,9 +328,10 @@ class RunManifest:
     machine: dict[str, Any]
     force: bool = False
     previous_run_id: str | None = None
+    extension: str | None = None  # whose run it is; None: a night's
+    extension_figures: dict[str, float] = field(default_factory=dict)
     inputs: dict[str, dict[str, Any]] = field(default_factory=dict)
     pools: PoolsUsed = PoolsUsed()
-    drafter: DrafterUsed | None = None
     budgets: dict[Side, BudgetFigures] = field(default_factory=dict)
     model: ModelFigures | None = None
     workers: WorkerFigures | None = None

@@ -105,11 +105,6 @@ class RunFolder:
         """Centroids of the clusters that a side's features name."""
         return self.root / "features" / f"{side}-centroids.parquet"
 
-    @property
-    def lists_path(self) -> Path:
-        """Of a run of lists what readers want of it."""
-        return self.root / "lists.parquet"
-
     def quarantine_path(self, side: Side) -> Path:
         """The quarantine of a side, all shards' together."""
         return self.root / "quarantine" / f"{side}.parquet"

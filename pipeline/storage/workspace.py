@@ -13,14 +13,12 @@ from pathlib import Path
 
 from laserbatch.pipeline.errors import WorkspaceBusy, WorkspaceError
 from laserbatch.pipeline.storage.atomic import read_json, write_json
-from laserbatch.pipeline.storage.drafters import DrafterStore
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
 logger = logging.getLogger("laserbatch.storage")
 
 WORKSPACE_VERSION = 1
 EXPERIMENTS = "experiments"  # folder of a workspace
-RECOMMENDATIONS = "recommendations"  # likewise, a workspace of its own
 MAX_REMEMBERED = 100  # earlier published runs that the pointer remembers
 NUM_TRIES, RETRY_AFTER_S = 5, 0.02  # of the lock, while it is held
 _VERSION_TEXT = f'{{"format_version": {WORKSPACE_VERSION}}}'
@@ -67,10 +65,6 @@ class Workspace:
         return self.root / "pools"
 
     @property
-    def drafters(self) -> DrafterStore:
-        return DrafterStore(self.root / "drafters")
-
-    @property
     def step_costs_folder(self) -> Path:
         return self.root / "step-costs"
 
@@ -106,10 +100,14 @@ class Workspace:
             raise WorkspaceError(f"{name!r} cannot name an experiment; expected letters, digits, dots and dashes.")
         return ExperimentFolder(self.root / EXPERIMENTS / name)
 
-    def recommendations(self) -> "list[Workspace]":
-        """That of lists of items, where there is one."""
-        root = self.root / RECOMMENDATIONS
-        return [Workspace.open(root, create=False)] if (root / "workspace.json").exists() else []
+    def within(self) -> "list[Workspace]":
+        """The workspaces of extensions, folders of this one, in the order of their names."""
+        return [Workspace.open(path.parent, create=False) for path in sorted(self.root.glob("*/workspace.json"))]
+
+    @property
+    def is_within(self) -> bool:
+        """Whether it is the workspace of an extension, which has no pools."""
+        return (self.root.parent / "workspace.json").exists()
 
     def runs(self) -> list[RunFolder]:
         """Every run, finished or not, in the order of their ids, which begin with their date."""

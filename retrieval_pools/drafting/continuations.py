@@ -10,7 +10,7 @@ import numpy as np
 from laserbatch.retrieval_pools.compiled import part
 from laserbatch.retrieval_pools.drafting.estimate import acceptance, kind_of, most_acceptance
 from laserbatch.retrieval_pools.drafting.intervals import num_samples_behind
-from laserbatch.retrieval_pools.drafting.levels import stand_at
+from laserbatch.retrieval_pools.drafting.levels import advance_level
 from laserbatch.retrieval_pools.drafting.runs import list_own_runs, list_pool_runs
 from laserbatch.retrieval_pools.drafting.state import END, MAX_LEVELS, MIN_SHARE_LEFT, NUM_CANDIDATES, NUM_SLOTS
 from laserbatch.retrieval_pools.sources import SOURCE_POOL
@@ -36,12 +36,12 @@ def count_continuations(
     for level in range(num_levels):
         if left < MIN_SHARE_LEFT:
             break
-        if levels.may_know[node] >> level & 1 == 0:
+        if levels.may_match[node] >> level & 1 == 0:
             continue
-        stand_at(levels, level, node, frontier, index, preference, context)
+        advance_level(levels, level, node, frontier, index, preference, context)
         first, last = np.int64(levels.first[node, level]), np.int64(levels.last[node, level])
         if first >= last:
-            levels.may_know[node] &= ~(1 << level)
+            levels.may_match[node] &= ~(1 << level)
             continue
         source, length = levels.source[level], levels.length[level] + depth
         if source == SOURCE_POOL:

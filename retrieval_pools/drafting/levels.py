@@ -133,30 +133,30 @@ def _insert_own_level(levels, num_levels, source, length, count, escape):
 
 
 @part
-def stand_at_root(levels, num_levels):
+def init_levels(levels, num_levels):
     """The levels are known at node 0, and nowhere else."""
     levels.depth[0] = 0
-    levels.known_at[0] = levels.may_know[0] = (1 << num_levels) - 1
+    levels.matched[0] = levels.may_match[0] = (1 << num_levels) - 1
 
 
 @part
 def add_node(levels, node, parent, has_run):
     """A node is drafted: no level is known there. A level that counted all behind the parent may know only its runs."""
     levels.depth[node] = levels.depth[parent] + 1
-    levels.known_at[node] = 0
-    levels.may_know[node] = levels.may_know[parent] & ~(levels.counted[parent] & ~has_run)
+    levels.matched[node] = 0
+    levels.may_match[node] = levels.may_match[parent] & ~(levels.counted[parent] & ~has_run)
 
 
 @part
-def stand_at(levels, level, node, frontier, index, preference, context):
+def advance_level(levels, level, node, frontier, index, preference, context):
     """See to it that a level's interval at a drafted node is known, by way of those of the nodes above.
 
     Most levels are never asked at most nodes: none is followed before that.
     """
     bit = 1 << level
-    while levels.known_at[node] & bit == 0:
+    while levels.matched[node] & bit == 0:
         below, parent = node, frontier.parent[frontier.slots[node - 1]]
-        while levels.known_at[parent] & bit == 0:
+        while levels.matched[parent] & bit == 0:
             below, parent = parent, frontier.parent[frontier.slots[parent - 1]]
         slot = frontier.slots[below - 1]
         if levels.source[level] == SOURCE_POOL:
@@ -167,7 +167,7 @@ def stand_at(levels, level, node, frontier, index, preference, context):
         else:
             first, last = 0, _follow_own_text(levels, level, below, frontier, slot, context)
         levels.first[below, level], levels.last[below, level] = first, last
-        levels.known_at[below] |= bit
+        levels.matched[below] |= bit
 
 
 @part

@@ -25,7 +25,7 @@ MAX_NODES = 64
 # budget, so that estimates do not either and the tree of a smaller budget is the beginning of that of a larger one.
 MIN_SHARE_LEFT = 1 / 32
 MIN_ACCEPTANCE = 1 / 2048  # the paths not yet drafted exclude each other, so no more than 2048 of them are as likely
-WORTH_OF_NEXT = 0.5  # of a chain's token, beside one before it that is as likely. Where a text leaves a chain, the
+DEPTH_DISCOUNT = 0.5  # of a chain's token, beside one before it that is as likely. Where a text leaves a chain, the
 # next step drafts what comes then: to be wrong early costs a step, to be right late saves little. With 1 (most tokens
 # expected of this step) whole texts took 1 % more steps; with 0.3 to 0.5 they took fewest
 END = -1  # the separator: the text ends here
@@ -35,7 +35,7 @@ MAX_LEVELS = 12
 NUM_CANDIDATES = 1024
 NUM_SLOTS = 2048  # of the hash table from token to candidate; a power of two
 NUM_RUNS = NUM_CANDIDATES  # of next tokens of a level
-EVERYONE, UNKNOWN = -1, -2  # in place of a group: a sequence of none, one of a group that has no texts
+NO_GROUP, UNKNOWN = -1, -2  # in place of a group: a sequence of none, one of a group that has no texts
 NUM_SEQUENCE_COLUMNS = 8
 CONTEXT_BEGIN, CONTEXT_END, NUM_PROMPT, PREVIOUS_BEGIN, PREVIOUS_END, GROUP, MAX_DEPTH, NUM_NODES = range(
     NUM_SEQUENCE_COLUMNS
@@ -226,9 +226,9 @@ _LEVELS = np.dtype(  # who is asked, longest context first, and where each stand
         ("worth", np.float64, (_NUM_KNOWN,)),  # of chains: of the path to it
         ("path", np.int32, (MAX_NODES,)),  # of a chain, its nodes
         # A bit for each level: whether those are known there, every occurrence was counted, there may be any.
-        ("known_at", np.int32, (_NUM_KNOWN,)),
+        ("matched", np.int32, (_NUM_KNOWN,)),
         ("counted", np.int32, (_NUM_KNOWN,)),
-        ("may_know", np.int32, (_NUM_KNOWN,)),
+        ("may_match", np.int32, (_NUM_KNOWN,)),
     ],
     align=True,
 )

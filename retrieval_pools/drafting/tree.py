@@ -18,11 +18,11 @@ from laserbatch.retrieval_pools.compiled import cached, called, int32s_at, part
 from laserbatch.retrieval_pools.drafting import state
 from laserbatch.retrieval_pools.drafting.continuations import count_continuations, least_acceptance, push_candidates
 from laserbatch.retrieval_pools.drafting.estimate import note_own_tokens
-from laserbatch.retrieval_pools.drafting.levels import add_node, add_own_levels, add_pool_levels, stand_at_root
+from laserbatch.retrieval_pools.drafting.levels import add_node, add_own_levels, add_pool_levels, init_levels
 from laserbatch.retrieval_pools.drafting.state import (
+    DEPTH_DISCOUNT,
     PLACE,
     WEIGHT,
-    WORTH_OF_NEXT,
     Context,
     Options,
     Preference,
@@ -86,11 +86,11 @@ def compiled_draft_trees() -> Callable:
 
 @part
 def preference_of(group, places, weights):
-    """How much each occurrence counts for a sequence of a group: a code, state.EVERYONE or state.UNKNOWN."""
+    """How much each occurrence counts for a sequence of a group: a code, state.NO_GROUP or state.UNKNOWN."""
     inside = outside = 1.0
     if group == state.UNKNOWN:
         inside = outside = weights[WEIGHT.of_unknown]
-    elif group != state.EVERYONE:
+    elif group != state.NO_GROUP:
         inside, outside = weights[WEIGHT.inside], weights[WEIGHT.outside]
     return Preference(group, inside, outside, places[PLACE.num_samples])
 
@@ -102,7 +102,7 @@ def draft_tree(scratch, index, preference, context, options, max_depth, estimate
     `found`, int32 (NUM_OUTPUTS, max_nodes), gets a row for each of the OUT_ constants; log acceptance and relative
     count are float32s, written through `found_floats`.
 
-    A chain's worth is the sum of its paths' probabilities, each token's WORTH_OF_NEXT times that of the one before it.
+    A chain's worth is the sum of its paths' probabilities, each token's DEPTH_DISCOUNT times that of the one before it.
     What could not become worth more than the best chain is not looked at: no path is more probable than its beginning.
     """
     lookup, levels, candidates, runs, frontier = scratch
@@ -114,13 +114,13 @@ def draft_tree(scratch, index, preference, context, options, max_depth, estimate
     note_own_tokens(lookup.own, context, options.use_prompt and not is_first, options.use_output)
     node, probability, size, num_nodes = 0, 1.0, 0, 0  # node 0 is the root, node n the n-th drafted
     best_node, levels.worth[0] = 0, 0.0
-    stand_at_root(levels, num_levels)
+    init_levels(levels, num_levels)
     while num_nodes < max_nodes:
         depth = levels.depth[node]
         if depth < max_depth:
             enough = min_acceptance
             if options.is_chain:
-                of_rest = (WORTH_OF_NEXT**depth - WORTH_OF_NEXT**max_depth) / (1 - WORTH_OF_NEXT)
+                of_rest = (DEPTH_DISCOUNT**depth - DEPTH_DISCOUNT**max_depth) / (1 - DEPTH_DISCOUNT)
                 enough = max(enough, (levels.worth[best_node] - levels.worth[node]) / of_rest)
             least = least_acceptance(frontier, size, max_nodes, enough)
             num_candidates = count_continuations(
@@ -145,7 +145,7 @@ def draft_tree(scratch, index, preference, context, options, max_depth, estimate
         node = num_nodes
         add_node(levels, node, parent, frontier.has_run[slot])
         if options.is_chain:
-            levels.worth[node] = levels.worth[parent] + probability * WORTH_OF_NEXT ** levels.depth[parent]
+            levels.worth[node] = levels.worth[parent] + probability * DEPTH_DISCOUNT ** levels.depth[parent]
             if levels.worth[node] > levels.worth[best_node]:
                 best_node = node
     return keep_path(found, levels.path, best_node, levels.depth[best_node]) if options.is_chain else num_nodes

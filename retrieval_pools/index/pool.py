@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from laserbatch.retrieval_pools.drafting.estimate import CURVES_SHAPE, IDENTITY_CURVES
-from laserbatch.retrieval_pools.drafting.state import EVERYONE, UNKNOWN, Index, PoolHandle
+from laserbatch.retrieval_pools.drafting.state import NO_GROUP, UNKNOWN, Index, PoolHandle
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.arrays import make_resident, read_chunks
 from laserbatch.retrieval_pools.index.calibration_record import BudgetCurve, Calibration
@@ -147,8 +147,8 @@ class Pool:
         return {name: code for code, name in enumerate(self.manifest.groups)}
 
     def group_code(self, group: str | None) -> int:
-        """A group as `drafting.tree` knows it: `drafting.state.EVERYONE` for none, UNKNOWN for one without texts."""
-        return EVERYONE if group is None else self._group_codes.get(group, UNKNOWN)
+        """A group as `drafting.tree` knows it: `drafting.state.NO_GROUP` for none, UNKNOWN for one without texts."""
+        return NO_GROUP if group is None else self._group_codes.get(group, UNKNOWN)
 
     @cached_property
     def handle(self) -> PoolHandle:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-for tests in ("decoding", "recommending"):  # the slow reference; a catalogue
+for tests in ("decoding", "research"):  # the slow reference; a catalogue
     sys.path.append(str(Path(__file__).resolve().parents[1] / tests))
 
 

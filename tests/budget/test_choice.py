@@ -108,14 +108,16 @@ def test_what_models_draft_is_verified_where_it_is_likelier_than_its_price():
     def chosen(step_cost, **options):
         return side_budget(DecodingSettings(batch_size=1, **options), pool_with(), step_cost, 0.0).budget
 
-    head = {"draft_head": "head"}
+    head = {"drafters": ("pool", "trained"), "drafter_options": {"trained": {"head": "head"}}}
     assert chosen(cost(FREE), **head) == Budget(16, MIN_ACCEPTANCES[0])  # not that of the replays, which ran no head
     assert chosen(cost(STEEP), **head) == PLAIN
     assert chosen(cost(FREE), **head, max_draft_tokens=8) == Budget(8, MIN_ACCEPTANCES[0])
     price = cost({1: 0.01, 17: 0.01 + 16 * 0.002})  # a fifth of a plain token
     trained, unchecked = chosen(price, **head), chosen(price, drafters=("lookahead",))
     assert 0.2 <= trained.min_acceptance < 0.4 <= unchecked.min_acceptance
-    drawn = DecodingSettings(temperature=1.0, verifier="rsd", draft_models=["small"])
+    drawn = DecodingSettings(
+        temperature=1.0, verifier="rsd", drafters=("trained",), drafter_options={"trained": {"models": ["small"]}}
+    )
     assert budget_step_cost(drawn, None) is None  # what was drawn stays whole
 
 

@@ -1,6 +1,7 @@
 """Slow, obvious versions of what production does fast: attention over slots, and acceptance of a draft."""
 
 from dataclasses import dataclass
+from functools import singledispatch
 
 import numpy as np
 import torch
@@ -9,8 +10,6 @@ from laserbatch.pipeline.decoding.acceptance import Acceptance
 from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata
 from laserbatch.pipeline.decoding.token_tree import TokenTree
 from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed, Verifier
-from laserbatch.pipeline.decoding.verifiers.unsure import Conditional, Loosely, Typical
-from laserbatch.retrieval_pools.sources import SOURCE_NAMES
 
 
 @dataclass(frozen=True)
@@ -124,21 +123,19 @@ def reference_accept(rule: Verifier, logits: np.ndarray, tree: TokenTree, end_id
     return Acceptance(np.array(best_path, np.int64), int(logits[last].argmax()))
 
 
+@singledispatch
 def reference_rule(rule: Verifier, logits: np.ndarray, log_probs: np.ndarray, token: int, source: int) -> bool:
     """Whether a token that is not the target's choice is accepted by one row of the target's: as its paper says."""
-    probabilities = np.exp(log_probs.astype(np.float64))
-    entropy = -sum(p * np.log(p) for p in probabilities if p > 0)
-    match rule:
-        case Greedy():
-            return False
-        case Relaxed(k, least):
-            is_probable = bool(log_probs[token] > np.log(max(least, 1e-300)))
-            return is_probable and (k is None or (k > 1 and logits[token] >= sorted(logits)[-min(k, len(logits))]))
-        case Typical(epsilon):
-            return bool(probabilities[token] > min(epsilon, np.sqrt(epsilon) * np.exp(-entropy)))
-        case Conditional(alpha, beta):
-            least = min(alpha * entropy + beta, probabilities.max())
-            return bool(probabilities[token] >= least) and SOURCE_NAMES[source] != "output"
-        case Loosely(least, _):
-            return bool(entropy / np.log(len(logits)) >= least)
     raise AssertionError(rule)
+
+
+@reference_rule.register
+def _(rule: Greedy, logits, log_probs, token, source) -> bool:
+    return False
+
+
+@reference_rule.register
+def _(rule: Relaxed, logits, log_probs, token, source) -> bool:
+    is_probable = bool(log_probs[token] > np.log(max(rule.min_probability, 1e-300)))
+    k = rule.k
+    return is_probable and (k is None or (k > 1 and logits[token] >= sorted(logits)[-min(k, len(logits))]))

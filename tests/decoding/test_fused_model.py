@@ -33,7 +33,7 @@ def forwards(model, fused) -> tuple[list[torch.Tensor], KVCache]:
     drafted = rng.integers(0, VOCAB, len(PARENTS)).astype(np.int32)
     tree = TokenTree(drafted, PARENTS, np.zeros(len(PARENTS), np.float32), np.zeros(len(PARENTS), np.uint8))
     feeds = [Feed(row, prompt[-1:]) for row, prompt in zip(rows, prompts, strict=True)]
-    for trees in (TreeBatch.of([tree]).spread([1], 3), TreeBatch.empty(3)):
+    for trees in (TreeBatch.of([tree]).scatter([1], 3), TreeBatch.empty(3)):
         found.append(runner.forward(feeds, trees).logits)
     return found, cache
 

@@ -11,7 +11,6 @@ from test_pretend_cuda import KERNEL
 from tiny_models import IN_USE, VOCAB, byte_tokenizer, plain_texts, requests_for, tiny_model, tiny_prompts
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from laserbatch.pipeline.decoding import engine as engine_module
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model import checks
 from laserbatch.pipeline.decoding.model import runner as runner_module
@@ -382,25 +381,6 @@ def test_model_that_computes_something_else_packed_is_refused():
 def test_bench_model_loads(shared_models):
     loaded = load_model(shared_models / "bench-target")
     assert loaded.max_context == 4096 and np.array(loaded.end_ids).tolist() == [4]
-
-
-def test_draft_models_are_loaded_before_the_cache_is_bounded(monkeypatch):
-    calls = []
-    load = engine_module.DraftModels.load
-
-    def loading(*arguments):
-        calls.append("load")
-        return load(*arguments)
-
-    def bound(device, bytes_per_token, *others):
-        calls.append(bytes_per_token)
-        return 5000
-
-    monkeypatch.setattr(engine_module.DraftModels, "load", loading)
-    monkeypatch.setattr(engine_module, "cache_bound", bound)
-    engine = Engine.from_pretrained("sample", DecodingSettings(draft_models=["sample"]), device="cpu")
-    assert calls == ["load", 2 * engine.loaded.bytes_per_token]
-    assert engine.cache.max_tokens == engine.draft_models.max_tokens == 5000
 
 
 @pytest.mark.parametrize(("num_spoiled", "is_refused"), [(2, False), (3, True)])

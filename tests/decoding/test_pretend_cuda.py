@@ -1,6 +1,5 @@
 """What the engine asks of a CUDA device, on a pretended one: where tensors lie, what is waited for and captured."""
 
-import copy
 import itertools
 import logging
 from dataclasses import replace
@@ -11,14 +10,11 @@ import pytest
 import torch
 from pretend_cuda import DEVICE, PretendError, move, pretend_cuda
 from test_cuda_graphs import masked_attention
-from test_draft_methods import like
-from test_heads import written_head
 from tiny_models import NonsenseDrafter, OracleDrafter, plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 
 from laserbatch.pipeline.budget import measuring
 from laserbatch.pipeline.decoding import device_memory
 from laserbatch.pipeline.decoding.device_memory import to_device
-from laserbatch.pipeline.decoding.drafters import DraftModels, drafter_from
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model import runner
 from laserbatch.pipeline.decoding.model.cuda_graphs import TOKEN_BUCKETS
@@ -130,54 +126,6 @@ def test_attention_without_a_kernel_waits_once_too():
     assert set(steps) == {(1, False)}
 
 
-@pytest.mark.parametrize("kind", ["small", "eagle"])
-def test_what_small_models_draft_is_computed_by_graphs_that_wait_once_a_level(kind, tmp_path):
-    """Each level of a tree is a forward of the draft model, and its likeliest tokens come to the host."""
-    model, prompts, num_new, length = one_layer(), tiny_prompts(2), 6, 2
-    expected = plain_texts(model, prompts, num_new)
-    small = like(model, 0.15)
-    settings = {"verifier": "greedy", "drafters": (), "draft_width": 2, "draft_length": length}
-    if kind == "small":
-        settings["draft_models"] = ["unused"]
-    else:
-        settings["draft_head"] = written_head(tmp_path, kind)
-    launches, by_round = {}, []
-    with pretend_cuda() as cuda, KERNEL:
-        for attention, num_rounds in (("torch", 1), ("auto", 3)):
-            engine = engine_on_device(copy.deepcopy(model), attention=attention, **settings)
-            models = DraftModels.load(DecodingSettings(draft_head=settings.get("draft_head")), engine.loaded, 1 << 20)
-            if kind == "small":
-                models = DraftModels((prepare_model(move(copy.deepcopy(small))),), (None,))
-            drafter = drafter_from(engine.settings, models=models)
-            drafts = watch_drafts(drafter, cuda)
-            for _ in range(num_rounds):
-                start = len(drafts)
-                results = engine.generate(requests_for(prompts, num_new), drafter)
-                texts = {result.request_id: result.token_ids.tolist() for result in results}
-                assert [texts[str(i)] for i in range(len(prompts))] == expected
-                by_round.append([token_ids for token_ids, _, _ in drafts[start:]])
-            steps = [draft for draft in drafts if draft[0]][1:]  # the first compares the kernel
-            num_waits = [waits for _, waits, _ in steps]
-            assert np.median(num_waits) == min(num_waits) == length
-            launches[attention] = min(num_launches for _, _, num_launches in steps)  # once all sizes are captured
-    assert all(drafts == by_round[0] for drafts in by_round) and any(by_round[0])
-    assert launches["auto"] < 0.25 * launches["torch"], launches
-
-
-def watch_drafts(drafter, cuda) -> list[tuple[list[int], int, int]]:
-    """Of each step's drafts from now on: their tokens, and how often the host waits and launches for them."""
-    drafts, draft_all = [], drafter.draft_all
-
-    def watched(*arguments):
-        before = cuda.num_waits, cuda.num_launches
-        trees = draft_all(*arguments)
-        drafts.append((trees.token_ids.tolist(), cuda.num_waits - before[0], cuda.num_launches - before[1]))
-        return trees
-
-    drafter.draft_all = watched
-    return drafts
-
-
 def test_a_text_is_handed_over_while_the_device_computes_the_next_step():
     """But for the last, behind which there is no step."""
     model, prompts = one_layer(), tiny_prompts(NUM_PROMPTS)
@@ -276,17 +224,17 @@ def test_a_step_without_memory_drops_the_graphs_and_texts_go_on():
     assert False in graphs[0] and graphs[1:] == [{True}]
 
 
-def test_the_cache_leaves_memory_to_draft_models_and_to_steps(monkeypatch):
+def test_the_cache_leaves_memory_to_drafters_and_to_steps(monkeypatch):
     memory = device_memory.Memory("cuda:0", 10**9, 2 * 10**9)
     monkeypatch.setattr(device_memory, "memory_of", lambda device: memory)
     settings = DecodingSettings(batch_size=3, max_draft_tokens=5)
     with pretend_cuda(), KERNEL:
         target, small = (prepare_model(move(one_layer())) for _ in range(2))
-        engine = Engine(target, settings, draft_models=DraftModels((small,), (None,)))
+        engine = Engine(target, settings, drafter_bytes_per_token=small.bytes_per_token)
     config = target.model.config
     reserved = device_memory.step_bytes(config, 3 * 6, 3 * 6 + 2048, 8)  # of 128 positions: 8 parts
     expected = int((10**9 - reserved) * 0.8) // (2 * target.bytes_per_token)
-    assert engine.cache.max_tokens == engine.draft_models.max_tokens == expected
+    assert engine.cache.max_tokens == expected
 
 
 def test_drafts_take_several_threads_beside_a_device_and_one_beside_torchs(monkeypatch):

@@ -28,8 +28,8 @@ def path(tree, node):
 def test_a_batch_of_trees_says_of_each_what_it_says_alone(forest, seed):
     batch = TreeBatch.of(forest)
     values = np.random.default_rng(seed).integers(0, 9, len(batch))
-    sums = batch.along_paths(np.add, values)
-    every = batch.along_paths(np.logical_and, values > 2)
+    sums = batch.scan_from_root(np.add, values)
+    every = batch.scan_from_root(np.logical_and, values > 2)
     assert len(batch) == sum(map(len, forest)) and batch.sizes.tolist() == list(map(len, forest))
     for number, (start, tree) in enumerate(zip(batch.starts.tolist(), forest, strict=True)):
         own = slice(start, start + len(tree))
@@ -101,7 +101,7 @@ def test_a_drafters_mistakes_are_named():
 
 def test_trees_among_others_without_nodes():
     trees = TreeBatch.of([chain_tree([1, 2]), chain_tree([3])])
-    spread = trees.spread([1, 3], 4)
+    spread = trees.scatter([1, 3], 4)
     assert [tree.token_ids.tolist() for tree in spread] == [[], [1, 2], [], [3]] and spread.num_trees == 4
     assert spread.depths.tolist() == [1, 2, 1]
-    assert trees.spread([0, 1], 2) is trees
+    assert trees.scatter([0, 1], 2) is trees

@@ -52,7 +52,8 @@ def test_every_fault_is_told_with_how_to_mend_it_and_the_code_is_3(world, tmp_pa
     (tmp_path / "notes" / "todo.txt").write_text("no workspace")
     config = write_config(
         world, "broken.yaml", workspace=str(tmp_path / "notes"), tables={"path": "nowhere"},
-        decoding={"model": "no-model"}, encoding={"encoder": "no-encoder"}, recommending={"model": "no-recommender"},
+        decoding={"model": "no-model"}, encoding={"encoder": "no-encoder"},
+        extensions={"recommending": {"model": "no-recommender"}},
     )  # fmt: skip
     done = run_here(capfd, "doctor", "--config", str(config), "--no-ray")
     assert done.returncode == 3
@@ -62,7 +63,7 @@ def test_every_fault_is_told_with_how_to_mend_it_and_the_code_is_3(world, tmp_pa
         ("workspace: ", "Give a new or empty folder"),
         ("encoder: encoder folder", "expected a folder"),
         ("tables: ", "nowhere"),
-        ("recommender: ", "`laserbatch recommender train"),
+        ("extensions: ", "`laserbatch recommender train"),
     ):
         assert [line for line in lines if about in line and advice in line], (about, lines)
 

@@ -81,7 +81,7 @@ def test_what_a_library_says_of_the_data_is_not_in_the_events(night):
 
 def test_status_tells_of_a_run_under_way_of_one_that_died_and_of_one_that_failed(night):
     assert workspace_state(night.workspace, NOW) | {"workspace": ""} == {
-        "workspace": "", "state": "idle", "lock": None, "run": None, "published": None, "lists": None
+        "workspace": "", "state": "idle", "lock": None, "run": None, "published": None, "within": {}
     }  # fmt: skip
     now = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=10)
     with night.workspace.lock(), recorded(night.manifest):

@@ -17,14 +17,11 @@ from laserbatch.jobs.stages import publishing
 from laserbatch.jobs.stages import run_night as stages
 from laserbatch.jobs.stages.budgets import known_step_cost, night_tokens
 from laserbatch.jobs.stages.build_pools import unchanged_pools
-from laserbatch.jobs.stages.night import open_night, open_run, previous_run, trained_drafter
+from laserbatch.jobs.stages.night import open_night, open_run, previous_run
 from laserbatch.jobs.stages.run_night import close, publish, run_night
 from laserbatch.jobs.stages.variants import framework_of
-from laserbatch.pipeline.decoding.model.folder import model_identity
-from laserbatch.pipeline.drafter_training.settings import DrafterTrainingSettings
 from laserbatch.pipeline.errors import RunHeld, TableError, WorkspaceError
 from laserbatch.pipeline.planning.postpone import unusable_texts
-from laserbatch.pipeline.storage.drafters import DrafterTrial, DrafterUsed
 from laserbatch.pipeline.storage.manifest import GateFigures, PoolsUsed, SideFigures
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -134,20 +131,12 @@ def test_what_was_taken_back_is_not_built_on_nor_published_by_itself(world, caps
 def test_nothing_of_what_was_taken_back_is_used(world, capfd):
     days = [DAY + datetime.timedelta(days=number) for number in range(5)]
     first, second = done(opened(world, days[0])), done(opened(world, days[1]))
-    workspace, settings = second.workspace, second.settings.model_copy(
-        update={"drafter_training": DrafterTrainingSettings(kind="medusa")}
-    )  # fmt: skip
-    trial = DrafterTrial(second.run.run_id, "medusa", model_identity(settings.model_dir), True, 2, 3, 2, 3, 16, 99, 1)
-    workspace.drafters.folder(trial.run_id).mkdir(parents=True)
-    (workspace.drafters.folder(trial.run_id) / "model.safetensors").touch()
-    workspace.drafters.end(trial)
-    assert trained_drafter(workspace, settings, days[2]).run_id == second.run.run_id
+    workspace = second.workspace
     begun, unseen = opened(world, days[2]), done(opened(world, days[3]), "never")
     assert begun.previous.run_id == second.run.run_id == begun.manifest.pools.version == unseen.previous.run_id
 
     run_here(capfd, "runs", "rollback", "--workspace", str(workspace.root))
     assert first.pools.current_version() == first.run.run_id
-    assert trained_drafter(workspace, settings, days[2]) is None
     for before in (begun, unseen):  # another run of the same date, built on what stands
         again = opened(world, before.date)
         assert (again.run.run_id, again.previous.run_id) == (f"{before.run.run_id}-2", first.run.run_id)
@@ -156,10 +145,9 @@ def test_nothing_of_what_was_taken_back_is_used(world, capfd):
     again = opened(world, days[2], force=True)
     assert again.manifest.pools.version == first.run.run_id
     again.manifest.pools = PoolsUsed(second.run.run_id)  # as it began, before the other was taken back
-    again.manifest.drafter = DrafterUsed(second.run.run_id, "medusa", 3, 16)
     again.manifest.save()
     again = opened(world, days[2])
-    assert (again.manifest.pools.version, again.manifest.drafter) == (None, None)
+    assert again.manifest.pools.version is None
 
 
 def test_pools_of_what_was_taken_back_do_not_stay_current(world, capfd):
@@ -275,7 +263,7 @@ def test_old_pools_that_cannot_be_removed_fail_no_night(world, monkeypatch, capl
 
 
 def test_what_is_damaged_of_earlier_nights_is_named_and_passed_over(world, caplog):
-    """No file of another night ends tonight's: manifests, quarantine, trials, receipts, step costs."""
+    """No file of another night ends tonight's: manifests, quarantine, receipts, step costs."""
     (world / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\nrefresh: {max_hours: 1}\n")
     first = opened(world)
     stats = DecodingStats(num_texts=10, num_tokens=2000, wall_s=10.0)
@@ -285,7 +273,6 @@ def test_what_is_damaged_of_earlier_nights_is_named_and_passed_over(world, caplo
     damaged = [
         second.run.manifest_path,
         second.run.quarantine_path("user"),
-        workspace.drafters.folder(second.run.run_id) / "trial.json",
         workspace.root / "forgotten" / "2025-03-01T00-00-00Z-1a2b3c4d.json",
         workspace.step_costs_folder / "1a2b3c4d.json",
     ]
@@ -294,11 +281,9 @@ def test_what_is_damaged_of_earlier_nights_is_named_and_passed_over(world, caplo
         path.write_text("{")
     third = opened(world, DAY + datetime.timedelta(days=2))
     assert third.previous.run_id == second.run.run_id
-    third.settings = third.settings.model_copy(update={"drafter_training": DrafterTrainingSettings(kind="medusa")})
-    assert trained_drafter(workspace, third.settings, third.date) is None
     assert unchanged_pools(third, second.run.run_id) == {}
     assert night_tokens(third) == 3600 * 200  # as the night before it says
-    assert known_step_cost(workspace, third.decoding) is None and framework_of(second.run) is None
+    assert known_step_cost(workspace, third.settings.decoding) is None and framework_of(second.run) is None
     assert unusable_texts(second.run, "user", third.date) is None
     measure(third.manifest, third.run, third.previous)
     assert not workspace.not_built_on()

@@ -8,7 +8,7 @@ from laserbatch.pipeline.decoding.drafters.drafter import Drafter, Observation
 from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.token_tree import MAX_NODES, ROOT, Proposals, TreeBatch
 
-ORDER = ("nothing", "texts", "prompts")
+ORDER = ("nothing", "decode", "prefill")
 
 
 class BlendedDrafter(Drafter):
@@ -19,14 +19,14 @@ class BlendedDrafter(Drafter):
 
     def __init__(self, drafters: SequenceOf[Drafter], max_nodes: int = MAX_NODES) -> None:
         self._drafters, self._max_nodes = drafters, max_nodes
-        self.sees = max((drafter.sees for drafter in drafters), key=ORDER.index)
+        self.observes = max((drafter.observes for drafter in drafters), key=ORDER.index)
 
     def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> TreeBatch:
         return blend([drafter.draft_all(sequences, max_depths) for drafter in self._drafters], self._max_nodes)
 
     def observe(self, observation: Observation) -> None:
         for drafter in self._drafters:
-            if drafter.sees != "nothing":
+            if drafter.observes != "nothing":
                 drafter.observe(observation)
 
     def forget(self, sequence: Sequence) -> None:

@@ -1,4 +1,4 @@
-"""What every way to draft has in common: a drafter proposes and never decides."""
+"""The contract of drafters: a drafter proposes tokens, the verifier decides."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -31,13 +31,15 @@ class Observation:
 
 
 class Drafter:
-    """Proposes what may follow sequences' last committed tokens. A class has `draft_all`, or only `draft`.
+    """Proposes tokens that may follow the last committed token of a sequence. A class defines `draft` or `draft_all`.
 
-    `sees` : what of the target's work it is shown: "nothing"; "texts", all steps, but not what is computed once for
-        prompts that begin alike; "prompts", whole ones, so that each is computed for itself.
+    Attributes
+    ----------
+    observes : the steps that `observe` gets. "nothing": none; "decode": all, but a prefix that several prompts share is
+        computed once and shown once; "prefill": all, and each prompt is computed whole.
     """
 
-    sees: Literal["nothing", "texts", "prompts"] = "nothing"
+    observes: Literal["nothing", "decode", "prefill"] = "nothing"
 
     def draft(self, sequence: Sequence) -> TokenTree:
         """A tree of at most `token_tree.MAX_NODES` tokens; may be empty. Must not change the sequence."""
@@ -48,10 +50,10 @@ class Drafter:
         return TreeBatch.of([self.draft(one) for one in sequences])
 
     def observe(self, observation: Observation) -> None:
-        """Look at a step, whose tokens have become part of the texts. Called where `sees` says so."""
+        """Called after a step whose tokens were committed, for the steps that `observes` names."""
 
     def forget(self, sequence: Sequence) -> None:
-        """It has ended."""
+        """Drop what is held for a sequence that has ended."""
 
 
 class NoDrafter(Drafter):

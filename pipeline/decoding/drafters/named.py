@@ -1,70 +1,32 @@
-"""The drafter that settings name."""
+"""The drafter that settings name: over texts, beside those that other packages bring."""
 
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from itertools import accumulate
 
-from laserbatch.pipeline.decoding.drafters.aligned import AlignedDrafter
 from laserbatch.pipeline.decoding.drafters.blended import BlendedDrafter
 from laserbatch.pipeline.decoding.drafters.drafter import Drafter, NoDrafter
-from laserbatch.pipeline.decoding.drafters.growing import DraftModel, Growth, ModelDrafter
-from laserbatch.pipeline.decoding.drafters.grown import Beams, Branching, Chains, StochasticBeams
-from laserbatch.pipeline.decoding.drafters.lookahead import LookaheadDrafter
 from laserbatch.pipeline.decoding.drafters.retrieval import RetrievalDrafter
-from laserbatch.pipeline.decoding.drafters.small_model import SmallModel
-from laserbatch.pipeline.decoding.drafters.trained import DrafterCard, TrainedHead, read_card
 from laserbatch.pipeline.decoding.kv_cache import UNBOUNDED
-from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
-from laserbatch.pipeline.decoding.settings import SAMPLING_RULES, TEXT_SOURCES, Budget, DecodingSettings
-from laserbatch.pipeline.errors import ModelError
-from laserbatch.retrieval_pools.sources import SOURCE_HEAD, SOURCE_MODEL
+from laserbatch.pipeline.decoding.model.load import LoadedModel
+from laserbatch.pipeline.decoding.plugins import LoadedDrafter, drafter_plugin
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 
 
 @dataclass(frozen=True)
-class DraftModels:
-    """What was trained to draft for a target, loaded; each small model's cache holds `max_tokens`."""
+class PluginDrafters:
+    """What the drafters of other packages have loaded for a target, in the order in which settings name them."""
 
-    small: tuple[LoadedModel, ...] = ()
-    cards: tuple[DrafterCard | None, ...] = ()  # of the small ones
-    head: TrainedHead | None = None
-    max_tokens: int = UNBOUNDED
+    loaded: tuple[LoadedDrafter, ...] = ()
 
     @classmethod
-    def load(cls, settings: DecodingSettings, target: LoadedModel, max_tokens: int) -> "DraftModels":
-        """Those that settings name. Raises ModelError: one cannot be read, or is of another tokenizer."""
-        small = []
-        for folder in settings.draft_models:
-            loaded = load_model(folder, settings.dtype, str(target.device))
-            if loaded.vocab_size != target.vocab_size or vocabulary_of(loaded) != vocabulary_of(target):
-                raise ModelError(
-                    f"draft model {folder} has another vocabulary ({loaded.vocab_size} tokens) than {target.model_id} "
-                    f"({target.vocab_size}): a draft model needs its target's tokenizer"
-                )
-            small.append(loaded)
-        head = None if settings.draft_head is None else TrainedHead(settings.draft_head, target)
-        return cls(tuple(small), tuple(map(read_card, settings.draft_models)), head, max_tokens)
+    def load(cls, settings: DecodingSettings, target: LoadedModel) -> "PluginDrafters":
+        """Raises ModelError: one cannot be read, or does not fit the target."""
+        names = settings.plugin_drafters
+        return cls(tuple(drafter_plugin(name).load(settings.options_of(name), settings, target) for name in names))
 
     @property
     def bytes_per_token(self) -> int:
-        """Memory of a token in all of their KV caches."""
-        of_head = 0 if self.head is None else self.head.bytes_per_token
-        return of_head + sum(loaded.bytes_per_token for loaded in self.small)
-
-    def of_texts(self, settings: DecodingSettings) -> list[tuple[DraftModel, int]]:
-        """Each with its source, and with nothing known of any text."""
-        limits = settings.batch_size, self.max_tokens
-        models: list[tuple[DraftModel, int]] = []
-        for loaded, card in zip(self.small, self.cards, strict=True):
-            log_acceptance = card and card.log_acceptance
-            models.append((SmallModel(loaded, *limits, log_acceptance, settings.attention), SOURCE_MODEL))
-        if self.head is not None:
-            models.append((self.head.draft_model(*limits, settings.attention), SOURCE_HEAD))
-        return models
-
-
-def vocabulary_of(loaded: LoadedModel) -> dict[str, int] | None:
-    """Of its tokenizer, where it has one."""
-    return None if loaded.tokenizer is None else loaded.tokenizer.get_vocab()
+        """Memory of one token in all of their KV caches."""
+        return sum(one.bytes_per_token for one in self.loaded)
 
 
 def drafter_from(
@@ -72,42 +34,26 @@ def drafter_from(
     pool=None,
     budget: Budget | None = None,
     num_threads: int = 1,
-    models: DraftModels | None = None,
+    plugins: PluginDrafters | None = None,
+    max_tokens: int = UNBOUNDED,
 ) -> Drafter:
-    """The drafter over a pool or none; `budget` None is that of the settings."""
-    budget, models = budget or Budget.of(settings), models or DraftModels()
+    """The drafter over a pool or none.
+
+    Parameters
+    ----------
+    budget : None is that of the settings.
+    plugins : None loads those that need no target model.
+    max_tokens : bound of each KV cache that a drafter has.
+    """
+    budget = budget or Budget.of(settings)
     if budget.max_draft_tokens == 0:
         return NoDrafter()
-    drafters: list[Drafter] = []
-    growth, found = growth_of(settings, budget), models.of_texts(settings)
-    for source in (SOURCE_MODEL, SOURCE_HEAD) if settings.verifier in SAMPLING_RULES else ():
-        if of_source := [model for model, its in found if its == source]:
-            drafters.append(ModelDrafter(of_source, growth, settings.temperature, source))
-    if settings.verifier not in SAMPLING_RULES:
-        drafters += [ModelDrafter([model], growth, settings.temperature, source) for model, source in found]
-    if sources := tuple(source for source in settings.drafters if source in TEXT_SOURCES):
+    plugins = plugins or PluginDrafters.load(settings, None)
+    # A drafter that samples its drafts comes first, as `BlendedDrafter` wants it.
+    drafters = [drafter for one in plugins.loaded for drafter in one.drafters(settings, budget, max_tokens)]
+    if settings.text_sources:
         limits = budget.max_draft_tokens, budget.min_acceptance
-        drafters.append(RetrievalDrafter(pool, sources, *limits, num_threads))
-    others: SequenceOf[tuple[str, type[Drafter]]] = (("aligned", AlignedDrafter), ("lookahead", LookaheadDrafter))
-    drafters += [kind() for name, kind in others if name in settings.drafters]
+        drafters.append(RetrievalDrafter(pool, settings.text_sources, *limits, num_threads))
     if len(drafters) > 1:
         return BlendedDrafter(drafters, budget.max_draft_tokens)
     return drafters[0] if drafters else NoDrafter()
-
-
-def growth_of(settings: DecodingSettings, budget: Budget) -> Growth:
-    """How small models' drafts grow under a rule; never above the budget, since what was drawn must stay whole."""
-    width = min(settings.draft_width, budget.max_draft_tokens)
-    length = min(settings.draft_length, budget.max_draft_tokens // width)
-    match settings.verifier:
-        case "leviathan":
-            return Chains(1, min(settings.draft_length, budget.max_draft_tokens))
-        case "specinfer" | "k_seq":
-            return Chains(width, length)
-        case "rsd" if settings.draft_branching:
-            levels = accumulate(settings.draft_branching, int.__mul__)
-            fitting = sum(total <= budget.max_draft_tokens for total in accumulate(levels))
-            return Branching(settings.draft_branching[:fitting])
-        case "rsd":
-            return StochasticBeams(width, length)
-    return Beams(width, length)

@@ -265,9 +265,9 @@ def _packed_logits(runner: ModelRunner, probe: Probe) -> list[torch.Tensor]:
     first = runner.forward([Feed(row, prompt[:size]) for row, prompt, size in parts])
     cache.commit(rows, first.batch.sizes, first.batch.slot_mapping)
     second = [Feed(row, prompt[size:]) for row, prompt, size in parts]
-    out = runner.forward(second, TreeBatch.of([probe.tree]).spread([0], 2))
+    out = runner.forward(second, TreeBatch.of([probe.tree]).scatter([0], 2))
     logits = out.logits
-    return [logits[6], logits[3], logits[out.batch.wanted_starts[1]]]
+    return [logits[6], logits[3], logits[out.batch.logit_starts[1]]]
 
 
 def _require_all_layers(runner: ModelRunner, attention: str) -> None:

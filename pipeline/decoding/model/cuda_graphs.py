@@ -177,7 +177,7 @@ class BufferedForward:
     def run(self, batch: Batch, metadata: AttentionMetadata) -> StepLogits:
         """Logits of the batch's wanted tokens, in their order. Valid until the next step."""
         with self._on_device():
-            return HiddenRows(self._head, self._run(batch, metadata), batch.wanted)
+            return HiddenRows(self._head, self._run(batch, metadata), batch.logit_indices)
 
     @torch.inference_mode()
     def warm_up(self, num_sequences: int, max_draft_tokens: int, min_keys: int, max_keys: int) -> None:
@@ -225,7 +225,7 @@ class BufferedForward:
         if self._layers is not None:
             self._layers.cover(int(batch.positions.max()))
         shape = LaunchShape.of(int(np.diff(metadata.cu_seqlens_k).max()), num_tokens, num_sequences, self._num_kv_heads)
-        num_padded = self._padded_tokens(num_tokens, len(batch.wanted))
+        num_padded = self._padded_tokens(num_tokens, len(batch.logit_indices))
         if num_padded is None:
             buffers = StepBuffers(num_tokens, num_sequences, len(metadata.slots), self._device)
             buffers.fill(batch, metadata, self._cache.scratch_slot)

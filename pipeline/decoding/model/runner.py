@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 class StepOutput:
     """Result of one forward.
 
-    `rows` gives logits of the batch's wanted tokens, until the next forward. Of feed i, rows `batch.wanted_starts[i]`
+    `rows` gives logits of the batch's wanted tokens, until the next forward. Of feed i, rows `batch.logit_starts[i]`
     (after the chain) and those of its tree's nodes behind it are its own.
     """
 
@@ -88,9 +88,9 @@ class ModelRunner:
         attention = EagerAttention(metadata, self.device)
         plan = self.last_plan = StepPlan(self.cache, self._on_device(batch.slot_mapping), attention)
         if self.fused is not None:
-            return HiddenRows(self.fused, self.fused.hidden_of(batch, plan), batch.wanted)
+            return HiddenRows(self.fused, self.fused.hidden_of(batch, plan), batch.logit_indices)
         with planned(plan):
-            return HiddenRows(self.head, self.head.hidden_of(input_ids, position_ids), batch.wanted)
+            return HiddenRows(self.head, self.head.hidden_of(input_ids, position_ids), batch.logit_indices)
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return to_device(array.astype(np.int64, copy=False), self.device)

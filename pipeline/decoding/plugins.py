@@ -1,0 +1,90 @@
+"""Drafters and verifiers that other packages bring, as the configuration sees them: no torch, no model.
+
+A package declares them by entry points in the groups `laserbatch.drafters` and `laserbatch.verifiers`. In the
+signatures below `decoding` is a `DecodingSettings`, `target` a `LoadedModel`; settings import this module.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from laserbatch.pipeline.plugins import load_plugin
+from laserbatch.pipeline.validation import Strict
+
+TEXT_SOURCES = ("previous", "prompt", "output", "pool")  # drafters that are built in
+RULES = ("greedy", "top_k", "probability", "relaxed")  # verifiers that are built in
+
+
+class NoOptions(Strict):
+    """For a drafter without options."""
+
+
+class LoadedDrafter(Protocol):
+    """What a plug-in has loaded for a target model."""
+
+    bytes_per_token: int  # memory of one token of a text in its own KV caches
+
+    def drafters(self, decoding: Any, budget: Any, max_tokens: int) -> list[Any]:
+        """New `Drafter`s, which know no text yet; each KV cache of theirs holds at most `max_tokens`."""
+        ...
+
+
+class DrafterPlugin:
+    """A drafter that a package brings. An entry point may also name a `Drafter` class that takes no arguments.
+
+    Attributes
+    ----------
+    Options : the keys of its section, `decoding.drafter_options.<name>`.
+    is_calibrated : whether its estimates of acceptance were fitted on held-back texts.
+    """
+
+    Options: ClassVar[type[Strict]] = NoOptions
+    is_calibrated: ClassVar[bool] = False
+
+    def check(self, options: Any, decoding: Any) -> None:
+        """Raise ValueError where its options, and those of decoding, contradict each other."""
+
+    def load(self, options: Any, decoding: Any, target: Any) -> LoadedDrafter:
+        """Load what it drafts with. Raises ModelError: it cannot be read, or does not fit the target."""
+        raise NotImplementedError
+
+
+class VerifierPlugin:
+    """A rule of acceptance that a package brings.
+
+    `samples` : whether it needs a temperature above 0 and its texts are samples of the model.
+    """
+
+    samples: ClassVar[bool] = False
+
+    def check(self, decoding: Any) -> None:
+        """Raise ValueError where the options of decoding do not fit it."""
+
+    def make(self, decoding: Any) -> Any:
+        """The `Verifier`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _OneClass(DrafterPlugin):
+    """A drafter whose entry point names its class."""
+
+    new: Callable[[], Any]
+    bytes_per_token: ClassVar[int] = 0
+
+    def load(self, options, decoding, target) -> LoadedDrafter:
+        return self
+
+    def drafters(self, decoding, budget, max_tokens) -> list[Any]:
+        return [self.new()]
+
+
+def drafter_plugin(name: str) -> DrafterPlugin:
+    """The drafter of a name that is not built in. Raises UnknownPlugin."""
+    found = load_plugin("drafters", name, TEXT_SOURCES)
+    return found if isinstance(found, DrafterPlugin) else _OneClass(found)
+
+
+def verifier_plugin(name: str) -> VerifierPlugin:
+    """The rule of a name that is not built in. Raises UnknownPlugin."""
+    return load_plugin("verifiers", name, RULES)

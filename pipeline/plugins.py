@@ -1,0 +1,72 @@
+"""What other packages add: found by the entry points that they declare, loaded when a configuration names them.
+
+Groups: `laserbatch.drafters` and `laserbatch.verifiers` (`decoding/plugins.py`), `laserbatch.extensions` (work beside
+the night, with runs of its own: `jobs/extensions.py`), `laserbatch.commands` (`jobs/cli.py`).
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.validation import explain, nearest
+
+
+class UnknownPlugin(ConfigError, ValueError):
+    """No installed package brings what a configuration names, or it cannot be imported."""
+
+
+@cache
+def installed(group: str) -> Mapping[str, EntryPoint]:
+    """The entry points of a group, such as "drafters", by name. Raises UnknownPlugin: two packages bring one name."""
+    found: dict[str, EntryPoint] = {}
+    for entry in sorted(entry_points(group=f"laserbatch.{group}"), key=lambda entry: entry.name):
+        other = found.setdefault(entry.name, entry)
+        if other.value != entry.value:
+            raise UnknownPlugin(
+                f"{_package(other)} and {_package(entry)} both bring {entry.name!r} ({group}); uninstall one of them"
+            )
+    return found
+
+
+def load_plugin(group: str, name: str, built_in: tuple[str, ...] = ()) -> Any:
+    """The object of an entry point. `built_in` names need no package; they are listed where the name is unknown.
+
+    Raises UnknownPlugin.
+    """
+    known = installed(group)
+    if name not in known:
+        brought = ", ".join(f"{other} ({_package(entry)})" for other, entry in known.items()) or "none"
+        raise UnknownPlugin(
+            f"no installed package brings {name!r}; {nearest(name, [*built_in, *known])} "
+            f"Built in: {', '.join(built_in) or 'none'}; installed: {brought}"
+        )
+    try:
+        return known[name].load()
+    except (ImportError, AttributeError) as error:
+        raise UnknownPlugin(f"{name!r} of the package {_package(known[name])} cannot be loaded: {error}") from error
+
+
+def validated_options(kind: type[BaseModel], raw: Any, place: str) -> BaseModel:
+    """The section of a plug-in. Raises ValueError: the key below `place`, the value and what was expected."""
+    try:
+        return raw if isinstance(raw, kind) else kind.model_validate({} if raw is None else raw)
+    except ValidationError as error:
+        raise ValueError(f"{place}: {explain(error, kind)}") from None
+
+
+def path_fields(kind: type[BaseModel]) -> list[str]:
+    """The options of a plug-in that are paths, or lists of paths."""
+    return [name for name, field in kind.model_fields.items() if _holds_paths(field.annotation)]
+
+
+def _holds_paths(annotation: Any) -> bool:
+    return annotation is Path or any(map(_holds_paths, get_args(annotation)))
+
+
+def _package(entry: EntryPoint) -> str:
+    return "an unnamed package" if entry.dist is None else entry.dist.name

@@ -1,0 +1,106 @@
+"""`laserbatch recommend` and `laserbatch recommender ...`: nightly lists of items, and the models that make them."""
+
+from pathlib import Path
+
+import typer
+
+from laserbatch.jobs.console import say, summary
+from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings
+from laserbatch.jobs.stages.night import parse_date, parse_night
+from laserbatch.pipeline.errors import ConfigError
+from laserbatch.research.recommending.settings import CodeMaker, DraftLoss
+
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+
+
+def recommend(
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
+    date: str = typer.Option(..., help="Date of the lists, which use what was known at the end of this day."),
+    force: bool = typer.Option(
+        False, help="Also make new lists for unchanged users, in a new run; also accept a date after tomorrow."
+    ),
+    as_json: bool = JSON,
+) -> None:
+    """List the best items of every user, and publish them as Parquet: user_id, rank, item_id, score.
+
+    The same command finishes a run that was killed. `recommendations/published.json` names the published run.
+
+    Example: `laserbatch recommend --config laserbatch.yaml --date 2025-03-01`
+    """
+    from laserbatch.research.recommending.nightly import recommend
+
+    settings = load_settings(config, {"workspace": workspace})
+    manifest = recommend(settings, parse_night(date, force), force)
+    figures, folder = manifest.sides["user"], manifest.path.parent
+    names = ("entities", "generated", "carried_over", "quarantined")
+    stats = figures.stats
+    summary(
+        {
+            "run_id": manifest.run_id,
+            "users": {name: getattr(figures, f"num_{name}") for name in names},
+            "without_a_history": figures.routes.get("popular", 0),
+            "shorter_lists": int(manifest.extension_figures["num_shorter"]),
+            "forwards_saved": stats.num_accepted,
+            "seconds": stats.wall_s,
+            "lists": str(folder / "lists.parquet"),
+            "report": str(folder / "report.html"),
+        },
+        as_json,
+    )
+
+
+@app.command()
+def train(
+    out: Path = typer.Option(..., help="Folder to write."),
+    config: Path | None = CONFIG,
+    workspace: Path | None = WORKSPACE,
+    codes: Path | None = typer.Option(
+        None,
+        show_default="made from the item vectors of the published run",
+        help="Parquet file with the columns item_id and codes.",
+    ),
+    code_maker: CodeMaker = typer.Option("kmeans", help="Method that makes codes from vectors."),
+    draft_for: Path | None = typer.Option(None, help="Train a small model to draft for this folder's recommender."),
+    loss: DraftLoss = typer.Option("wordkd", help="Loss that the small model is trained with."),
+    base: Path | None = typer.Option(
+        None, help="Folder of a language model: its vocabulary is extended by the codes, and a LoRA adapts it."
+    ),
+    date: str | None = typer.Option(
+        None, show_default="all interactions", help="Train on interactions up to the end of this day."
+    ),
+    epochs: int | None = typer.Option(
+        None, min=1, show_default="15, of a small model 5", help="Passes over the histories; the best epoch is kept."
+    ),
+    as_json: bool = JSON,
+) -> None:
+    """Train a recommender on the interactions of the tables, or a small model that drafts for one.
+
+    Set `extensions.recommending.model` or `extensions.recommending.draft_model` to its folder. The same command
+    continues a killed training.
+
+    Example: `laserbatch recommender train --out recommender --config laserbatch.yaml`
+    """
+    from laserbatch.research.recommending.train_on_tables import train_on_tables
+
+    if codes is not None and draft_for is not None:
+        raise ConfigError("--codes and --draft-for: a small model has the codes of its target, so leave --codes out")
+    settings = load_settings(config, {"workspace": workspace})
+    day = None if date is None else parse_date(date)
+    if base is not None and draft_for is not None:
+        raise ConfigError("--base and --draft-for: a small model begins with nothing, so leave --base out")
+    card = train_on_tables(settings, out, codes, draft_for, loss, day, epochs, code_maker, base)
+    result: dict = {"folder": str(out), "histories": card.num_histories, "training_seconds": card.training_seconds}
+    if card.held_back is not None:
+        result["epoch_kept"] = card.epoch
+        names = {"": card.held_back, "_of_neighbours": card.neighbours, "_of_popular_items": card.popular}
+        result["of_held_back_items"] = {f"recall_10{of}": round(one.recall_10, 4) for of, one in names.items()}
+    summary(result, as_json)
+    if card.held_back is not None and card.held_back.recall_10 < max(card.popular.recall_10, card.neighbours.recall_10):
+        say(
+            "recall@10 of a baseline (most popular items, or neighbours of the user's items) beats this recommender: "
+            "train longer, on more interactions or with other codes before nights use it"
+        )
+    if not as_json:
+        key = "model" if draft_for is None else "draft_model"
+        say(f"nights use it by `extensions: {{recommending: {{{key}: {out}}}}}`")

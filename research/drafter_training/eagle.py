@@ -1,0 +1,104 @@
+"""EAGLE's head (Li et al., ICML 2024, section 3.2), and HASS (Zhang et al., ICLR 2025, section 3) for the same head.
+
+While it drafts, a head goes on from features of its own, which training on the target's alone never shows it. HASS
+trains it over several steps, each on the features that the step before has said ("harmonized context alignment"), and
+on the tokens that the target finds likeliest ("harmonized objective distillation").
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, LlamaConfig
+
+from laserbatch.research.drafter_training.method import Method
+from laserbatch.research.drafter_training.texts import Batch, Target
+from laserbatch.research.drafters.eagle import EagleHead
+
+STEPS_NAME = "laserbatch_steps"
+CLASS_WEIGHT = 0.1  # of the cross entropy beside the features' loss (EAGLE, Eq. 5)
+NUM_LIKELIEST = 10  # K of HASS's top-K distillation (its Eq. 1)
+ALIGNED_STEPS = 3
+_steps: ContextVar[list[tuple[torch.Tensor, torch.Tensor]]] = ContextVar("laserbatch_steps")
+
+
+def steps_attention(module, query, key, value, attention_mask, scaling=None, **_) -> tuple[torch.Tensor, None]:
+    """Attention of step j of several over the same tokens: (B, n, num_heads, head_dim).
+
+    The query at place t sees the step's own key there, those of the step before at t - 1, and so on: what it would see
+    while it drafts the j-th token; and behind these the first step's keys, of the target's features.
+    """
+    steps = _steps.get()
+    num_folded = query.shape[1] // key.shape[1]
+    steps.append(tuple(each.repeat_interleave(num_folded, 1) for each in (key, value)))
+    num_back, n = len(steps) - 1, query.shape[2]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    first_keys, first_values = steps[0]
+    places = torch.arange(n, device=query.device)
+    is_seen = places[:, None] - places[None, :] >= num_back
+    scores = [(query @ first_keys.transpose(-1, -2) * scale).masked_fill(~is_seen, -torch.inf)]
+    for back in range(num_back):  # from the step's own to the second one's
+        keys = steps[-1 - back][0].roll(back, 2)
+        own = (query * keys).sum(-1, keepdim=True) * scale
+        scores.append(own.masked_fill((places < back)[:, None], -torch.inf))
+    weights = torch.softmax(torch.cat(scores, -1), -1)
+    found = weights[..., :n] @ first_values
+    for back in range(num_back):
+        found = found + weights[..., n + back, None] * steps[-1 - back][1].roll(back, 2)
+    return found.transpose(1, 2), None
+
+
+AttentionInterface.register(STEPS_NAME, steps_attention)
+
+
+@contextmanager
+def several_steps() -> Iterator[None]:
+    """Forwards within the block are steps over the same tokens."""
+    token = _steps.set([])
+    try:
+        yield
+    finally:
+        _steps.reset(token)
+
+
+class Eagle(Method):
+    """The head, trained over so many steps; one is EAGLE, more are HASS's context alignment.
+
+    `distils` : HASS's loss of the target's likeliest tokens is added.
+    """
+
+    def __init__(self, target: Target, config: LlamaConfig, num_steps: int = 1, distils: bool = False) -> None:
+        config._attn_implementation = STEPS_NAME
+        self.module = EagleHead(config).to(target.device)
+        self._target, self._num_steps, self._distils = target, num_steps, distils
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        wanted, is_known = batch.features[:, 1:], batch.is_token
+        p = torch.softmax(self._target.logits_of(wanted), -1)
+        likeliest = p.topk(NUM_LIKELIEST, -1)
+        total = wanted.new_zeros(())
+        for found in self._steps_of(batch, self._num_steps):
+            log_q = torch.log_softmax(self._target.logits_of(found), -1)
+            of_features = F.smooth_l1_loss(found, wanted, reduction="none").mean(-1)
+            loss = of_features - CLASS_WEIGHT * (p * log_q).sum(-1)
+            if self._distils:
+                loss = loss - (likeliest.values * log_q.gather(-1, likeliest.indices)).sum(-1)
+            total = total + (loss * is_known).sum() / is_known.sum().clamp_min(1)
+        return total
+
+    def log_probs_by_depth(self, batch: Batch, num_depths: int) -> Iterator[torch.Tensor]:
+        last = batch.tokens.shape[1] - 1
+        for depth, found in enumerate(self._steps_of(batch, num_depths)):
+            yield torch.log_softmax(self._target.logits_of(found[:, depth:last]), -1)
+
+    def _steps_of(self, batch: Batch, num_steps: int) -> Iterator[torch.Tensor]:
+        """Features (B, T, hidden_size) of the next tokens, of each step from those that the step before has said."""
+        embeddings = self._target.embed(batch.tokens).float()
+        features, positions = batch.features[:, :-1], torch.arange(batch.tokens.shape[1], device=self._target.device)
+        with several_steps():
+            for _ in range(num_steps):
+                found = self.module(embeddings, features, positions[None])
+                yield found
+                features = torch.cat((batch.features[:, :1], found[:, :-1].detach()), 1)

@@ -1,0 +1,100 @@
+"""What every way to train a drafter has in common, and how good a drafter is."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from sklearn.isotonic import IsotonicRegression
+from torch import nn
+
+from laserbatch.research.drafter_training.texts import Batch, Target, TrainingText, batches_of
+from laserbatch.research.drafters.trained import CONFIDENCES, WEIGHTS_NAME
+
+DEPTHS = 5
+NUM_CANDIDATES = 4  # of each place, whose confidence is compared with how often they are right
+
+
+class Method:
+    """A drafter that is being trained: those parameters of `module` that ask for gradients."""
+
+    module: nn.Module
+
+    def save(self, folder: Path, model_dir: Path) -> None:
+        """Write what was learned for the target of a folder, as `drafters/trained.py` reads it."""
+        save_weights(self.module, folder)
+
+    def pace(self, name: str) -> float:
+        """The learning rate of a parameter, as a share of that of all."""
+        return 1.0
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """A scalar."""
+        raise NotImplementedError
+
+    def log_probs_by_depth(self, batch: Batch, num_depths: int) -> Iterator[torch.Tensor]:
+        """Of depth j = 1, 2, ... log probabilities (B, T - j, vocab_size) of token s + j by what was known at token s.
+
+        Where the tokens between were drafted, and right.
+        """
+        raise NotImplementedError
+
+
+def save_weights(module: nn.Module, folder: Path) -> None:
+    weights = {name: each.detach().cpu().contiguous() for name, each in module.state_dict().items()}
+    save_file(weights, folder / WEIGHTS_NAME)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Of each depth the acceptance of the likeliest token where all above were right, and it by confidence; and the
+    pace of a replay. See `DrafterCard`."""
+
+    acceptance: tuple[float, ...]
+    curves: tuple[tuple[float, ...], ...]
+    tokens_per_step: float
+
+
+@torch.no_grad()
+def judged(method: Method, target: Target, texts: Sequence[TrainingText], batch_size: int = 8) -> Judgement:
+    """How good a drafter is on texts that it was not trained on, for greedy verification."""
+    asked, right, num_tokens, num_steps = np.zeros(DEPTHS), np.zeros(DEPTHS), 0, 0
+    pairs: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(DEPTHS)]
+    method.module.eval()
+    for part in batches_of([text for text in texts if len(text.token_ids) > DEPTHS], batch_size):
+        batch = target.batch(part)
+        alive, runs = batch.is_token, torch.zeros_like(batch.tokens)
+        for depth, log_q in enumerate(method.said(batch, DEPTHS)):
+            labels = batch.tokens[:, depth + 1 :]
+            alive = alive[:, : labels.shape[1]] & batch.is_token[:, depth + 1 :]
+            best = log_q.topk(NUM_CANDIDATES, -1)
+            is_right = best.indices == labels[..., None]
+            asked[depth] += int(alive.sum())
+            right[depth] += int((is_right[..., 0] & alive).sum())
+            pairs[depth].append((best.values[alive].exp().cpu().numpy(), is_right[alive].cpu().numpy()))
+            alive = alive & is_right[..., 0]
+            runs[:, : alive.shape[1]] += alive
+        for length, of_text in zip(batch.is_token.sum(1).tolist(), runs.tolist(), strict=True):
+            num_tokens, num_steps = num_tokens + length, num_steps + _steps(of_text[:length])
+    curves = tuple(_curve(*map(np.concatenate, zip(*of_depth, strict=True))) for of_depth in pairs if of_depth)
+    acceptance = right / np.maximum(asked, 1)
+    return Judgement(tuple(acceptance.round(4).tolist()), curves, round(num_tokens / max(1, num_steps), 4))
+
+
+def _steps(runs: list[int]) -> int:
+    """Steps of a text, of which behind token s `runs[s]` drafted tokens are right: the first writes its first token."""
+    num_steps, place = 1, 0
+    while place < len(runs) - 1:
+        place += runs[place] + 1
+        num_steps += 1
+    return num_steps
+
+
+def _curve(confidence: np.ndarray, is_right: np.ndarray) -> tuple[float, ...]:
+    """The share that is right at each of CONFIDENCES, nondecreasing; without anything known the confidence itself."""
+    if confidence.size == 0:
+        return CONFIDENCES
+    fit = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip").fit(confidence.ravel(), is_right.ravel())
+    return tuple(fit.predict(CONFIDENCES).round(4).tolist())

@@ -1,0 +1,55 @@
+"""A small model of the target's tokenizer, by distillation from the target's own texts."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from laserbatch.pipeline.decoding.model.folder import load_tokenizer
+from laserbatch.research.drafter_training.method import Method
+from laserbatch.research.drafter_training.texts import Batch, Target
+
+Loss = Literal["seqkd", "wordkd", "tvdkd"]
+
+
+class Small(Method):
+    """`module`, a Llama. seqkd: the texts' tokens (Kim and Rush 2016, 3.2); wordkd: the target's distribution at each
+    (3.1); tvdkd: the total variation distance from it (Wen et al. 2023), which is the share that sampling rejects."""
+
+    def __init__(self, target: Target, config: LlamaConfig, loss: Loss = "wordkd") -> None:
+        self.module = LlamaForCausalLM(config).to(target.device)
+        self._target, self._loss = target, loss
+
+    def save(self, folder: Path, model_dir: Path) -> None:
+        self.module.save_pretrained(folder)
+        load_tokenizer(model_dir).save_pretrained(folder)
+        if (model_dir / "generation_config.json").is_file():
+            shutil.copyfile(model_dir / "generation_config.json", folder / "generation_config.json")
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        log_q = self._log_q(batch)
+        match self._loss:
+            case "seqkd":
+                of_token = -log_q.gather(-1, batch.tokens[..., None])[..., 0]
+            case "wordkd":
+                of_token = -(self._p(batch) * log_q).sum(-1)
+            case "tvdkd":
+                of_token = (self._p(batch) - log_q.exp()).abs().sum(-1) / 2
+        return (of_token * batch.is_token).sum() / batch.is_token.sum()
+
+    def log_probs_by_depth(self, batch: Batch, num_depths: int) -> Iterator[torch.Tensor]:
+        log_q = self._log_q(batch)
+        for depth in range(1, num_depths + 1):
+            yield log_q[:, depth:]
+
+    def _p(self, batch: Batch) -> torch.Tensor:
+        """The target's of each token, likewise."""
+        return torch.softmax(self._target.logits_of(batch.features[:, :-1]), -1)
+
+    def _log_q(self, batch: Batch) -> torch.Tensor:
+        """Of each token by what is before it: (B, T, vocab_size)."""
+        logits = self.module(**batch.inputs, logits_to_keep=batch.tokens.shape[1] + 1).logits  # behind the prompts
+        return torch.log_softmax(logits[:, :-1].float(), -1)

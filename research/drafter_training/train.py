@@ -1,0 +1,137 @@
+"""The one loop that trains every kind of drafter, and the folder that it leaves. Killed at any moment, it goes on."""
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers.utils import logging as transformers_logging
+
+from laserbatch.pipeline.decoding.model.folder import model_identity
+from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.storage.atomic import write_json
+from laserbatch.research.drafter_training.eagle import ALIGNED_STEPS, Eagle
+from laserbatch.research.drafter_training.medusa import ADAPTER_NAME, Medusa, Medusa2
+from laserbatch.research.drafter_training.method import Method, judged
+from laserbatch.research.drafter_training.settings import Kind
+from laserbatch.research.drafter_training.small import Loss, Small
+from laserbatch.research.drafter_training.texts import HELD_BACK_EVERY, Target, TrainingText, batches_of, held_back
+from laserbatch.research.drafters.trained import CARD_NAME, DrafterCard, layer_of
+from laserbatch.research.learning import CHECKPOINT_NAME, drop_files, files_there, train_steps
+
+MIN_TEXTS = 20
+USUAL_WIDTH = 256
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """`loss` : of a small model; its `small_share` is of the target's hidden size.
+
+    `learning_rate` : of a target as wide as USUAL_WIDTH; of a wider one it is as much lower (Yang et al. 2022).
+    """
+
+    epochs: int = 3
+    batch_size: int = 8
+    learning_rate: float = 3e-3
+    num_heads: int = 4
+    loss: Loss = "wordkd"
+    small_share: float = 0.5
+    seed: int = 0
+    seconds_between_checkpoints: float = 60.0
+
+
+def train_drafter(
+    kind: Kind,
+    model_dir: Path,
+    texts: Sequence[TrainingText],
+    folder: Path,
+    options: TrainingOptions | None = None,
+    tell: Callable[[int, float], None] = lambda step, loss: None,
+) -> DrafterCard:
+    """Train a drafter for a model's folder on texts that it wrote, and write it; the same again, the same bytes.
+
+    `tell` : called after each step, with its number and its loss. Raises ConfigError: too few texts, or other things in
+    the folder.
+    """
+    options = options or TrainingOptions()
+    if len(texts) < MIN_TEXTS:
+        raise ConfigError(
+            f"{len(texts)} texts are too few to train a drafter on, at least {MIN_TEXTS} are needed: name a run that "
+            "wrote more"
+        )
+    there = files_there(folder)
+    if there and not there & {CARD_NAME, CHECKPOINT_NAME}:
+        raise ConfigError(f"{folder} holds other things than a drafter ({min(there)}): give a new folder")
+    torch.manual_seed(options.seed)
+    transformers_logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
+    )
+    target = Target(model.to("cuda" if torch.cuda.is_available() else "cpu"))
+    shown, judging = held_back(texts)
+    method, card = _method(kind, target, options)
+    folder.mkdir(parents=True, exist_ok=True)
+    seeds = (options.seed + epoch for epoch in range(options.epochs))
+    seconds = train_steps(
+        method.module,
+        [batch for seed in seeds for batch in batches_of(shown, options.batch_size, seed)],
+        lambda batch: method.loss(target.batch(batch)),
+        folder,
+        _digest(kind, model_dir, texts, options),
+        options.learning_rate * USUAL_WIDTH / max(USUAL_WIDTH, target.embed.weight.shape[1]),
+        method.pace,
+        tell,
+        seconds_between_checkpoints=options.seconds_between_checkpoints,
+    )
+    start_s = time.perf_counter()
+    found = judged(method, target, judging)
+    method.save(folder, model_dir)
+    adapter = folder / ADAPTER_NAME if kind == "medusa2" else None
+    card = card.model_copy(
+        update=asdict(found)
+        | {"target": model_identity(model_dir, adapter), "num_texts": len(shown), "num_held_back": len(judging)}
+        | {"training_seconds": round(seconds + time.perf_counter() - start_s, 1)}
+    )
+    write_json(card.model_dump(mode="json"), folder / CARD_NAME)
+    drop_files(folder, CHECKPOINT_NAME)
+    return card
+
+
+def num_steps(num_texts: int, options: TrainingOptions) -> int:
+    """Of a training on so many texts, a part of which is held back."""
+    num_shown = num_texts - -(-num_texts // HELD_BACK_EVERY)
+    return options.epochs * -(-num_shown // options.batch_size)
+
+
+def _method(kind: Kind, target: Target, options: TrainingOptions) -> tuple[Method, DrafterCard]:
+    config = target.model.config.get_text_config()
+    if kind in ("medusa", "medusa2"):
+        method = (Medusa if kind == "medusa" else Medusa2)(target, options.num_heads)
+        return method, DrafterCard(kind="medusa", target="", num_heads=options.num_heads)
+    if kind == "small":
+        return Small(target, small_config(config, options.small_share), options.loss), DrafterCard(kind=kind, target="")
+    layer = layer_of(config)
+    method = Eagle(target, LlamaConfig(**layer), ALIGNED_STEPS if kind == "hass" else 1, distils=kind == "hass")
+    return method, DrafterCard(kind=kind, target="", layer=layer)
+
+
+def small_config(config: AutoConfig, share: float) -> LlamaConfig:
+    """Of a Llama with two layers, so much narrower, of the same vocabulary and tokens."""
+    head_dim = 64
+    num_heads = max(1, int(config.hidden_size * share) // head_dim)
+    return LlamaConfig(
+        vocab_size=config.vocab_size, hidden_size=num_heads * head_dim, intermediate_size=3 * num_heads * head_dim,
+        num_hidden_layers=2, num_attention_heads=num_heads, num_key_value_heads=num_heads, head_dim=head_dim,
+        max_position_embeddings=config.max_position_embeddings, tie_word_embeddings=True,
+        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id,
+    )  # fmt: skip
+
+
+def _digest(kind: Kind, model_dir: Path, texts: Sequence[TrainingText], options: TrainingOptions) -> str:
+    digest = hashlib.sha256(repr((kind, model_identity(model_dir), options)).encode())
+    for text in texts:
+        digest.update(text.prompt_ids.tobytes() + text.token_ids.tobytes())
+    return digest.hexdigest()

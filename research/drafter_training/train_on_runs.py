@@ -1,0 +1,74 @@
+"""Drafters trained on the texts that runs wrote."""
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from laserbatch.jobs.console import progress, say
+from laserbatch.jobs.formatting import counted
+from laserbatch.jobs.stages.night import Night, open_run
+from laserbatch.jobs.stages.pool_texts import planned_rows, read_run_texts
+from laserbatch.pipeline.decoding.model.folder import model_identity
+from laserbatch.pipeline.distributed.settings import usable_cores
+from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.damage import unless_damaged
+from laserbatch.pipeline.storage.scratch import ScratchFolder
+from laserbatch.research.drafter_training.settings import Kind
+
+if TYPE_CHECKING:
+    from laserbatch.research.drafter_training.texts import TrainingText
+    from laserbatch.research.drafters.trained import DrafterCard
+
+
+def train_on_runs(night: Night, kind: Kind, folder: Path, num_texts: int, epochs: int) -> "DrafterCard":
+    """Train a drafter for the model on the newest texts of a run and of those before it; see `train_drafter`.
+
+    Raises ConfigError: too few texts.
+    """
+    import torch
+
+    from laserbatch.research.drafter_training.train import TrainingOptions, num_steps, train_drafter
+
+    torch.set_num_threads(usable_cores())  # whatever was done before: sums come out by it
+    options = TrainingOptions(epochs=epochs, seed=night.settings.seed)
+    texts = texts_of_runs(night, num_texts)
+    say(f"training a drafter ({kind}) on {counted(len(texts), 'text')} of {night.run.run_id} and before")
+    with progress(f"train {kind}", num_steps(len(texts), options)) as bar:
+
+        def tell(step: int, loss: float) -> None:
+            bar.reach(step, f"loss {loss:.3f}")
+
+        return train_drafter(kind, night.settings.model_dir, texts, folder, options, tell)
+
+
+def texts_of_runs(night: Night, num_texts: int) -> "list[TrainingText]":
+    """Prompts and the texts that the model wrote to them, half of each side; of each entity the newest."""
+    target, found = model_identity(night.settings.model_dir), []
+    not_built_on = night.workspace.not_built_on()
+    for side in SIDES:
+        one, texts = night, {}
+        num_wanted = num_texts // len(SIDES)
+        while one is not None and len(texts) < num_wanted:
+            is_of_target = one.manifest.model is not None and one.manifest.model.id == target
+            if is_of_target and one.run.run_id not in not_built_on:
+                for entity_id, text in _texts_of_run(one, side, num_wanted).items():
+                    texts.setdefault(entity_id, text)
+            earlier = one.manifest.previous_run_id
+            is_there = earlier is not None and night.workspace.run(earlier).manifest_path.exists()
+            one = unless_damaged(partial(open_run, night.settings, earlier)) if is_there else None
+        found += list(texts.values())[:num_wanted]
+    return found
+
+
+def _texts_of_run(night: Night, side: Side, num_wanted: int) -> "dict[str | int, TrainingText]":
+    from laserbatch.research.drafter_training.texts import TrainingText
+
+    rows = planned_rows(night, side, num_wanted)
+    with ScratchFolder("texts") as scratch:
+        run_texts = read_run_texts(night.run, side, Path(scratch)) if rows else None
+        written = {} if run_texts is None else run_texts.of_entities([row.entity_id for row in rows])
+        return {
+            row.entity_id: TrainingText(row.prompt_ids, written[row.entity_id].copy())
+            for row in rows
+            if len(written.get(row.entity_id, ()))
+        }

@@ -1,0 +1,86 @@
+"""What was trained to draft for a target, loaded: small models and a head."""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from laserbatch.pipeline.decoding.drafters.drafter import Drafter
+from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
+from laserbatch.pipeline.errors import ModelError
+from laserbatch.research.drafters.model_drafter import DraftModel, ModelDrafter, TreeShape
+from laserbatch.research.drafters.options import TrainedOptions
+from laserbatch.research.drafters.small_model import SmallModel
+from laserbatch.research.drafters.trained import DrafterCard, TrainedHead, read_card
+from laserbatch.research.drafters.tree_shapes import Beams, Branching, Chains, StochasticBeams
+from laserbatch.retrieval_pools.sources import SOURCE_HEAD, SOURCE_MODEL
+
+DEFAULTS = TrainedOptions()
+
+
+@dataclass(frozen=True)
+class DraftModels:
+    """Small models with their cards, and a head; `options` say how much they draft."""
+
+    small: tuple[LoadedModel, ...] = ()
+    cards: tuple[DrafterCard | None, ...] = ()
+    head: TrainedHead | None = None
+    options: TrainedOptions = DEFAULTS
+
+    @classmethod
+    def load(cls, options: TrainedOptions, dtype: str, target: LoadedModel) -> "DraftModels":
+        """Those that options name. Raises ModelError: one cannot be read, or has another tokenizer."""
+        small = []
+        for folder in options.models:
+            loaded = load_model(folder, dtype, str(target.device))
+            if loaded.vocab_size != target.vocab_size or vocabulary_of(loaded) != vocabulary_of(target):
+                raise ModelError(
+                    f"draft model {folder} has another vocabulary ({loaded.vocab_size} tokens) than {target.model_id} "
+                    f"({target.vocab_size}): a draft model needs its target's tokenizer"
+                )
+            small.append(loaded)
+        head = None if options.head is None else TrainedHead(options.head, target)
+        return cls(tuple(small), tuple(map(read_card, options.models)), head, options)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Memory of a token in all of their KV caches."""
+        of_head = 0 if self.head is None else self.head.bytes_per_token
+        return of_head + sum(loaded.bytes_per_token for loaded in self.small)
+
+    def drafters(self, decoding: DecodingSettings, budget: Budget, max_tokens: int) -> list[Drafter]:
+        """One for each model; one for all models of a kind under a rule that judges what they draw."""
+        limits, shape = (decoding.batch_size, max_tokens), shape_of(self.options, decoding.verifier, budget)
+        small: list[DraftModel] = [
+            SmallModel(loaded, *limits, card and card.log_acceptance, decoding.attention)
+            for loaded, card in zip(self.small, self.cards, strict=True)
+        ]
+        heads = [] if self.head is None else [self.head.draft_model(*limits, decoding.attention)]
+        sides = ((small, SOURCE_MODEL), (heads, SOURCE_HEAD))
+        if decoding.verifier_samples:
+            groups = [(models, source) for models, source in sides if models]
+        else:
+            groups = [([model], source) for models, source in sides for model in models]
+        return [ModelDrafter(models, shape, decoding.temperature, source) for models, source in groups]
+
+
+def vocabulary_of(loaded: LoadedModel) -> dict[str, int] | None:
+    """The vocabulary of its tokenizer, if it has one."""
+    return None if loaded.tokenizer is None else loaded.tokenizer.get_vocab()
+
+
+def shape_of(options: TrainedOptions, verifier: str, budget: Budget) -> TreeShape:
+    """How drafts grow under a rule; never above the budget, since what was drawn must stay whole."""
+    width = min(options.width, budget.max_draft_tokens)
+    length = min(options.length, budget.max_draft_tokens // width)
+    match verifier:
+        case "leviathan":
+            return Chains(1, min(options.length, budget.max_draft_tokens))
+        case "specinfer" | "k_seq":
+            return Chains(width, length)
+        case "rsd" if options.branching:
+            levels = accumulate(options.branching, int.__mul__)
+            fitting = sum(total <= budget.max_draft_tokens for total in accumulate(levels))
+            return Branching(options.branching[:fitting])
+        case "rsd":
+            return StochasticBeams(width, length)
+    return Beams(width, length)

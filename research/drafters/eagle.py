@@ -1,0 +1,141 @@
+"""EAGLE's head: one decoder layer that goes on from the target's own features (Li et al., ICML 2024, section 3).
+
+A feature is the target's last hidden state, which its output layer reads. The head has the feature of a token and the
+embedding of the next one, and says the next one's feature; drafting goes on with what it said itself. A head that was
+trained by HASS (Zhang et al., ICLR 2025) is the same head. Of a prompt only the last token's feature is used: others
+may have been computed once for many prompts.
+"""
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from laserbatch.pipeline.decoding.attention.interface import ATTENTION_NAME
+from laserbatch.pipeline.decoding.batch import Feed
+from laserbatch.pipeline.decoding.device_memory import to_device
+from laserbatch.pipeline.decoding.drafters.drafter import Observation
+from laserbatch.pipeline.decoding.model.cuda_graphs import TOKEN_BUCKETS
+from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.token_tree import TreeBatch
+from laserbatch.research.drafters.model_drafter import CachedModel
+
+
+class EagleHead(nn.Module):
+    """From tokens' features and the embeddings of the next ones to those ones' features.
+
+    `config` : of a Llama whose one layer it is; its attention is what `config._attn_implementation` names.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.join = nn.Linear(2 * config.hidden_size, config.hidden_size)
+        self.layer = LlamaDecoderLayer(config, 0)
+        self.layer.input_layernorm = nn.Identity()  # as in EAGLE
+        self.rotary = LlamaRotaryEmbedding(config)
+
+    def forward(self, embeddings: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """(batch, num_tokens, hidden_size) both, positions (1, num_tokens): features of the next tokens, like them."""
+        hidden = self.join(torch.cat((embeddings, features), -1))
+        found = self.layer(hidden, position_embeddings=self.rotary(hidden, position_ids), position_ids=position_ids)
+        return found if isinstance(found, torch.Tensor) else found[0]
+
+
+class _PackedHead:
+    """A head in the two parts that `ModelRunner` calls: hidden states, and their logits.
+
+    Features of a forward's tokens are not an argument of it. Those of a step that may be captured lie at one place,
+    where a replay reads them; what padding reads there is never used.
+    """
+
+    def __init__(self, head: EagleHead, embed, logits_of) -> None:
+        head.config._attn_implementation = ATTENTION_NAME
+        self._head, self._embed, self.logits_of = head, embed, logits_of
+        self._features = self._static = head.join.weight.new_zeros(TOKEN_BUCKETS[-1], head.config.hidden_size)
+
+    def take(self, features: torch.Tensor) -> None:
+        """Those of the next forward's tokens: (num_tokens, hidden_size)."""
+        self._features = features
+        if len(features) <= len(self._static):
+            self._static[: len(features)] = features
+            self._features = self._static
+
+    def hidden_of(self, token_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Features of a step's next tokens, padding included: (num_tokens, hidden_size) for ids (1, num_tokens)."""
+        features = self._features[None, : token_ids.shape[1]]
+        return self._head(self._embed(token_ids), features, position_ids)[0]
+
+
+class EagleModel(CachedModel):
+    """A head of a target, for the texts that it writes.
+
+    Parameters
+    ----------
+    embed, logits_of : the target's: token ids int64[n] to (n, hidden_size), that to (n, vocab_size).
+    """
+
+    observes = "decode"
+
+    def __init__(
+        self,
+        head: EagleHead,
+        embed,
+        logits_of,
+        max_rows: int,
+        max_tokens: int,
+        log_acceptance=None,
+        attention: str = "torch",
+    ) -> None:
+        self._packed = _PackedHead(head, embed, logits_of)
+        super().__init__(self._packed, head.join.weight.device, max_rows, max_tokens, log_acceptance, attention)
+        self._seen: dict[Sequence, list[torch.Tensor]] = {}  # features that are not in the cache yet
+
+    def has_room(self, sequence: Sequence) -> bool:
+        own = sequence.context[-1:], sequence.num_left
+        return sequence in self._seen and self._has_row(sequence, *own, shares=False)
+
+    def begin(self, sequences: list[Sequence]) -> None:
+        seen = [torch.cat(self._seen[one]) for one in sequences]
+        feeds = [Feed(self._rows[one], one.context[-len(new) :]) for one, new in zip(sequences, seen, strict=True)]
+        self._packed.take(torch.cat(seen))
+        output = self._read(feeds)
+        self._last = torch.stack([new[-1] for new in seen])
+        for one, last in zip(sequences, self._last, strict=True):
+            self._seen[one] = [last[None]]
+        self._found = output.rows.hidden[to_device(output.batch.logit_indices, self._last.device)]
+        self._rows_of_trees = np.arange(len(sequences))
+        self._root = output.rows.of(np.arange(len(sequences)))
+
+    def log_q(self, trees: TreeBatch, tree_of: np.ndarray, places: np.ndarray) -> torch.Tensor:
+        if len(trees) == 0:
+            return torch.log_softmax(self._root[to_device(tree_of, self._root.device)].float(), -1)
+        # In a forward's order: of each tree the last token, then its nodes, which go on from what their parents gave.
+        roots = trees.starts + np.arange(trees.num_trees)
+        features = self._last.new_empty(len(trees) + trees.num_trees, self._last.shape[1])
+        device = features.device
+        features[to_device(roots, device)] = self._last
+        parents = self._rows_of_trees[trees.tree_of] + 1 + trees.parents
+        nodes = np.arange(len(trees)) + trees.tree_of + 1
+        features[to_device(nodes, device)] = self._found[to_device(parents, device)]
+        self._packed.take(features)
+        output = self._runner.forward(self._feeds, trees)
+        self._found, self._rows_of_trees = output.rows.hidden, roots
+        return torch.log_softmax(output.rows.of(roots[tree_of] + 1 + places).float(), -1)
+
+    @torch.inference_mode()
+    def observe(self, observation: Observation) -> None:
+        ends = np.searchsorted(observation.sequence_of, np.arange(len(observation.sequences) + 1))
+        for sequence, start, end in zip(observation.sequences, ends[:-1], ends[1:], strict=True):
+            seen = self._seen.get(sequence, [])
+            num_known = sum(map(len, seen))
+            if sequence in self._rows:
+                num_known += int(self._cache.lengths[self._rows[sequence]])
+            new = start + np.flatnonzero(observation.positions[start:end] >= sequence.num_prompt - 1 + num_known)
+            if len(new):
+                self._seen[sequence] = [*seen, observation.hidden[to_device(new, observation.hidden.device)]]
+
+    def forget(self, sequence: Sequence) -> None:
+        self._seen.pop(sequence, None)
+        super().forget(sequence)

@@ -1,0 +1,101 @@
+"""Lookahead decoding (Fu et al., ICML 2024): the target guesses ahead of itself, without texts or models to draft from.
+
+Beside what is verified, a step computes a window: guesses at `width` places ahead, of `ngram` - 1 earlier steps. The
+oldest are a chain below the root, and each later one hangs below the guess one place before it (section 3.1, Figure 2),
+so the window is a tree like any draft. What the target says after a column's last guess completes an n-gram; n-grams
+that begin with a text's last token are its drafts (section 3.2).
+"""
+
+from collections import OrderedDict, defaultdict
+
+import numpy as np
+
+from laserbatch.pipeline.decoding.drafters.drafter import Drafter, Observation
+from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.token_tree import ROOT, TokenTree
+from laserbatch.retrieval_pools.sources import SOURCE_LOOKAHEAD
+
+LOG_ACCEPTANCE = np.log(
+    0.6
+)  # of an n-gram's next token; a guess was right so often on the profiles that it was tried on
+
+
+class _Guesses:
+    """The window of one text, int32 (ngram - 1, width), oldest row first, and its n-grams by their first token."""
+
+    def __init__(self, sequence: Sequence, width: int, ngram: int) -> None:
+        known = sequence.context
+        self.window = np.resize(known[-width * (ngram - 1) :], (ngram - 1, width)).astype(np.int32)
+        self.ngrams: defaultdict[int, OrderedDict[tuple[int, ...], None]] = defaultdict(OrderedDict)
+
+    def remember(self, ngram: tuple[int, ...], most: int) -> None:
+        """As the newest of its first token, of which `most` stay."""
+        found = self.ngrams[ngram[0]]
+        found.pop(ngram[1:], None)
+        found[ngram[1:]] = None
+        while len(found) > most:
+            found.popitem(last=False)
+
+
+class LookaheadDrafter(Drafter):
+    """Guesses at `width` places; drafts n-grams of `ngram` tokens, of one first token the newest `most`."""
+
+    observes = "decode"
+
+    def __init__(self, width: int = 4, ngram: int = 4, most: int = 4) -> None:
+        self._width, self._ngram, self._most = width, ngram, most
+        self._guesses: dict[Sequence, _Guesses] = {}
+
+    def draft(self, sequence: Sequence) -> TokenTree:
+        guesses = self._guesses.get(sequence)
+        if guesses is None:
+            guesses = self._guesses[sequence] = _Guesses(sequence, self._width, self._ngram)
+        width, num_rows = self._width, self._ngram - 1
+        tokens, parents = list(guesses.window.ravel()), [*range(-1, width - 1), *range(width * (num_rows - 1))]
+        acceptance = [0.0] * len(tokens)  # they are computed to see what follows
+        for ngram in reversed(guesses.ngrams.get(int(sequence.context[-1]), ())):
+            for depth, token in enumerate(ngram):
+                parents.append(ROOT if depth == 0 else len(tokens) - 1)
+                tokens.append(token)
+                acceptance.append(LOG_ACCEPTANCE * (depth + 1))
+        source = np.full(len(tokens), SOURCE_LOOKAHEAD, np.uint8)
+        arrays = np.array(tokens, np.int32), np.array(parents, np.int32), np.array(acceptance, np.float32)
+        return TokenTree(*arrays, source)
+
+    def observe(self, observation: Observation) -> None:
+        """Take the target's choices after the windows of a step as new guesses."""
+        asked: list[tuple[_Guesses, int, int]] = []  # a window, its column and the row behind it
+        for number, sequence in enumerate(observation.sequences):
+            guesses = self._guesses.get(sequence)
+            if guesses is not None and observation.trees.sizes[number]:
+                columns = columns_of(observation.trees[number], guesses.window)
+                start = int(observation.starts[number]) + 1
+                asked += [(guesses, column, start + place) for column, place in columns]
+        if not asked:
+            return
+        chosen = observation.rows.of(np.array([row for _, _, row in asked])).argmax(-1).tolist()
+        new = {guesses: guesses.window[-1].copy() for guesses, _, _ in asked}
+        for (guesses, column, _), token in zip(asked, chosen, strict=True):
+            guesses.remember((*guesses.window[:, column].tolist(), token), self._most)
+            new[guesses][column] = token
+        for guesses, row in new.items():
+            guesses.window = np.vstack((guesses.window[1:], row))
+
+    def forget(self, sequence: Sequence) -> None:
+        self._guesses.pop(sequence, None)
+
+
+def columns_of(tree: TokenTree, window: np.ndarray) -> list[tuple[int, int]]:
+    """The window's columns that a verified tree has whole, each with the place of its last guess."""
+    keys = list(zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True))
+    below = {key: place for place, key in reversed(list(enumerate(keys)))}
+    found, oldest = [], ROOT
+    for column, guesses in enumerate(window.T.tolist()):
+        place = oldest = below.get((oldest, guesses[0]))
+        for token in guesses[1:]:
+            place = below.get((place, token))
+        if place is not None:
+            found.append((column, place))
+        if oldest is None:
+            break
+    return found

@@ -1,0 +1,75 @@
+"""Medusa heads: each guesses a token further ahead from the target's one hidden state (Cai et al., ICML 2024, 2.1)."""
+
+import numpy as np
+import torch
+from torch import nn
+
+from laserbatch.pipeline.decoding.device_memory import to_device
+from laserbatch.pipeline.decoding.drafters.drafter import Observation
+from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.token_tree import TreeBatch
+from laserbatch.research.drafters.model_drafter import DraftModel
+
+
+class MedusaHeads(nn.Module):
+    """Residual blocks, one for each token ahead; the target's own output layer reads what they give.
+
+    A block begins as the identity (its weights as zeros), as in section 2.2.1.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(hidden_size, hidden_size) for _ in range(num_heads))
+        for block in self.blocks:
+            nn.init.zeros_(block.weight)
+            nn.init.zeros_(block.bias)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of hidden states (..., hidden_size) those for the first token that is drafted behind each, the second, ...:
+        (..., num_heads, hidden_size)."""
+        return torch.stack([hidden + nn.functional.silu(block(hidden)) for block in self.blocks], -2)
+
+
+class MedusaModel(DraftModel):
+    """Heads of a target, for the texts that it writes; what a head says does not depend on the path above it.
+
+    Parameters
+    ----------
+    logits_of : the target's output layer, (n, hidden_size) to (n, vocab_size).
+    """
+
+    observes = "decode"
+
+    def __init__(self, heads: MedusaHeads, logits_of, log_acceptance=None) -> None:
+        self._heads, self._logits_of = heads, logits_of
+        self.log_acceptance = log_acceptance or self.log_acceptance
+        self._hidden: dict[Sequence, torch.Tensor] = {}  # the state that the last token was chosen by
+        self._log_q: torch.Tensor | None = None
+
+    def has_room(self, sequence: Sequence) -> bool:
+        return sequence in self._hidden
+
+    def begin(self, sequences: list[Sequence]) -> None:
+        states = self._heads(torch.stack([self._hidden[one] for one in sequences]))
+        logits = self._logits_of(states.flatten(0, 1)).unflatten(0, states.shape[:2])
+        self._log_q = torch.log_softmax(logits.float(), -1)
+
+    def log_q(self, trees: TreeBatch, tree_of: np.ndarray, places: np.ndarray) -> torch.Tensor:
+        """As the heads say; as deep as none of them looks, nothing is likely."""
+        depths = np.zeros(len(places), np.int64)
+        if len(trees):
+            depths[places >= 0] = trees.depths[(trees.starts[tree_of] + places)[places >= 0]]
+        device, deepest = self._log_q.device, self._log_q.shape[1] - 1
+        found = self._log_q[to_device(tree_of, device), to_device(np.minimum(depths, deepest), device)]
+        return found.masked_fill(to_device(depths > deepest, device)[:, None], -torch.inf)
+
+    @torch.inference_mode()
+    def observe(self, observation: Observation) -> None:
+        last = np.flatnonzero(np.diff(observation.sequence_of, append=-1))  # of each sequence, its last token
+        for place in last.tolist():
+            sequence = observation.sequences[observation.sequence_of[place]]
+            if observation.positions[place] == len(sequence.context) - 2:  # it chose the last token
+                self._hidden[sequence] = observation.hidden[place].clone()
+
+    def forget(self, sequence: Sequence) -> None:
+        self._hidden.pop(sequence, None)

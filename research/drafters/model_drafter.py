@@ -1,0 +1,196 @@
+"""Trees of several sequences that grow a level at a time, as small models draft them."""
+
+from collections.abc import Sequence as SequenceOf
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+
+from laserbatch.pipeline.decoding.batch import Feed
+from laserbatch.pipeline.decoding.device_memory import to_device
+from laserbatch.pipeline.decoding.drafters.drafter import Drafter, Observation
+from laserbatch.pipeline.decoding.kv_cache import KVCache
+from laserbatch.pipeline.decoding.model.runner import ModelRunner, StepOutput
+from laserbatch.pipeline.decoding.model.sampling import gumbel_noise
+from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.token_tree import Proposals, TreeBatch
+from laserbatch.retrieval_pools.sources import SOURCE_MODEL
+
+DRAFT_SEED = 0x5DEECE66D  # drafts are drawn with other numbers than the target's tokens
+MAX_TAGS = 1024
+
+
+class DraftModel:
+    """A model that says what may follow sequences: a small one of its own, or a head of the target.
+
+    `observes` and `observe` are those of `Drafter`.
+    """
+
+    observes: Literal["nothing", "decode"] = "nothing"
+
+    def has_room(self, sequence: Sequence) -> bool:
+        """Whether it can draft for the sequence now."""
+        return True
+
+    def begin(self, sequences: list[Sequence]) -> None:
+        """Read what is new of the sequences, for which `log_q` answers then."""
+
+    def log_q(self, trees: TreeBatch, tree_of: np.ndarray, places: np.ndarray) -> torch.Tensor:
+        """After nodes int64[n], by tree and place in it, -1 for the root: float32 (n, vocab_size), temperature 1.
+
+        The trees grow: nodes that were there keep their places, and all nodes but the deepest were asked about.
+        """
+        raise NotImplementedError
+
+    def log_acceptance(self, depth: int, log_q: np.ndarray) -> np.ndarray:
+        """Of tokens drafted at a depth, 0 for those behind the root, by what `log_q` says of them."""
+        return log_q
+
+    def observe(self, observation: Observation) -> None:
+        """Look at a step of the target."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has ended."""
+
+
+class CachedModel(DraftModel):
+    """One with a KV cache of its own, and rows of it for the sequences that it drafts for.
+
+    `attention` : as `decoding.attention`; on CUDA a kernel, whose steps are replayed as CUDA graphs of this model.
+
+    A row holds what the sequence's text is but for the last token, which every forward computes anew with the tree.
+    """
+
+    def __init__(
+        self, model, device: torch.device, max_rows: int, max_tokens: int, log_acceptance=None, attention: str = "torch"
+    ) -> None:
+        self.log_acceptance = log_acceptance or self.log_acceptance
+        self._cache = KVCache(max_rows, max_tokens)
+        self._runner = ModelRunner(model, self._cache, device, attention)
+        self._rows: dict[Sequence, int] = {}
+        self._feeds: list[Feed] = []  # the last tokens
+
+    def _has_row(self, sequence: Sequence, token_ids: np.ndarray, num_expected: int, shares: bool = True) -> bool:
+        """Whether the sequence has a row, or can have one: see `KVCache.acquire`."""
+        if sequence not in self._rows:
+            lease = self._cache.acquire(token_ids, num_expected, shares)
+            if lease is None:
+                return False
+            self._rows[sequence] = lease.row
+        return True
+
+    def _read(self, feeds: list[Feed]) -> StepOutput:
+        """A forward of new tokens, of which all stay but each feed's last."""
+        output = self._runner.forward(feeds)
+        batch = output.batch
+        stays = np.ones(len(batch), bool)
+        stays[batch.offsets + batch.num_chain - 1] = False
+        self._cache.commit(batch.rows, batch.num_chain - 1, batch.slot_mapping[stays])
+        self._feeds = [Feed(feed.row, feed.chain_ids[-1:]) for feed in feeds]
+        return output
+
+    def forget(self, sequence: Sequence) -> None:
+        row = self._rows.pop(sequence, None)
+        if row is not None:
+            self._cache.release(row)
+
+
+class TreeShape(Protocol):
+    """A way to grow trees by what models say."""
+
+    def grow(self, models: SequenceOf[DraftModel], sequences: list[Sequence], temperature: float) -> TreeBatch:
+        """A tree of each sequence."""
+        ...
+
+
+class GrowingTrees:
+    """Nodes of `num_trees` trees, in the order in which they are added; parents before children."""
+
+    def __init__(self, num_trees: int) -> None:
+        self.sizes = np.zeros(num_trees, np.int64)
+        self._columns: list[tuple[np.ndarray, ...]] = []  # tree, place, token, parent, log acceptance
+        self._drawn: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # tree, place, row
+        self._log_q: list[torch.Tensor] = []
+        self._num_rows = 0
+
+    def add(self, tree_of, parents, token_ids, log_acceptance) -> np.ndarray:
+        """Add nodes int64[n] below others of their trees; returns their places, int64[n]."""
+        order = np.argsort(tree_of, kind="stable")
+        counts = np.bincount(tree_of, minlength=len(self.sizes))
+        numbers = np.empty(len(tree_of), np.int64)
+        numbers[order] = np.arange(len(tree_of)) - np.repeat(np.cumsum(counts) - counts, counts)
+        places = self.sizes[tree_of] + numbers
+        self.sizes = self.sizes + counts
+        self._columns.append((tree_of, places, token_ids, parents, log_acceptance))
+        return places
+
+    def drawn(self, tree_of: np.ndarray, places: np.ndarray, rows: np.ndarray, log_q: torch.Tensor) -> None:
+        """State that nodes int64[m], maybe one of them twice, were drawn in this order from rows int64[m] of log_q."""
+        self._drawn.append((tree_of, places, rows + self._num_rows))
+        self._log_q.append(log_q)
+        self._num_rows += len(log_q)
+
+    def batch(self) -> TreeBatch:
+        """As they are now; whose drafts they are is not said."""
+        if not self._columns:
+            return TreeBatch.empty(len(self.sizes))
+        columns = [np.concatenate(column) for column in zip(*self._columns, strict=True)]
+        order = np.lexsort((columns[1], columns[0]))
+        _, _, token_ids, parents, log_acceptance = (column[order] for column in columns)
+        arrays = token_ids.astype(np.int32), parents.astype(np.int32), log_acceptance.astype(np.float32)
+        proposals = None
+        if self._drawn:
+            tree_of, places, rows = (np.concatenate(column) for column in zip(*self._drawn, strict=True))
+            starts = np.cumsum(self.sizes) - self.sizes
+            proposals = Proposals(starts[tree_of] + places, rows, torch.cat(self._log_q))
+        return TreeBatch(self.sizes, *arrays, np.zeros(len(token_ids), np.uint8), proposals)
+
+
+class ModelDrafter(Drafter):
+    """Drafts as models say, in trees that a `TreeShape` grows.
+
+    Parameters
+    ----------
+    temperature : that texts are sampled at; 0: they are not.
+    source : a code of `retrieval_pools.sources`.
+    """
+
+    def __init__(
+        self, models: SequenceOf[DraftModel], shape: TreeShape, temperature: float = 0.0, source: int = SOURCE_MODEL
+    ) -> None:
+        self._models, self._shape, self._temperature, self._source = models, shape, temperature, source
+        self.observes = "decode" if any(model.observes == "decode" for model in models) else "nothing"
+
+    @torch.inference_mode()
+    def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> TreeBatch:
+        places = [i for i, one in enumerate(sequences) if all([model.has_room(one) for model in self._models])]
+        if not places:
+            return TreeBatch.empty(len(sequences))
+        drafting = [sequences[place] for place in places]
+        for model in self._models:
+            model.begin(drafting)
+        trees = self._shape.grow(self._models, drafting, self._temperature)
+        trees.source = np.full(len(trees), self._source, np.uint8)
+        return trees.scatter(places, len(sequences))
+
+    def observe(self, observation: Observation) -> None:
+        for model in self._models:
+            model.observe(observation)
+
+    def forget(self, sequence: Sequence) -> None:
+        for model in self._models:
+            model.forget(sequence)
+
+
+def draft_noise(sequences: list[Sequence], tree_of: np.ndarray, depth: int, tags: np.ndarray, like) -> torch.Tensor:
+    """Gumbel noise of drafts by text, position and tag int64[n] below MAX_TAGS: as `like` float32 (n, vocab_size)."""
+    seeds = np.array([one.request.seed for one in sequences])[tree_of] ^ DRAFT_SEED
+    positions = (np.array([len(one.context) for one in sequences])[tree_of] + depth) * MAX_TAGS + tags
+    return gumbel_noise(*to_device(np.stack((seeds, positions)), like.device), like.shape[-1])
+
+
+def on_host(*tensors: torch.Tensor) -> list[np.ndarray]:
+    """Tensors of one shape in one copy, which waits for the device once; float64 holds every token id."""
+    found = torch.stack([tensor.double() for tensor in tensors]).cpu().numpy()
+    names = (str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+    return [array.astype(name) for array, name in zip(found, names, strict=True)]

@@ -1,0 +1,34 @@
+"""The options of the drafter `trained`."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from laserbatch.pipeline.validation import Strict
+
+
+class TrainedOptions(Strict):
+    """`decoding.drafter_options.trained`."""
+
+    models: tuple[Path, ...] = Field(
+        (), description="The small models in these folders draft; they need the tokenizer of the model."
+    )
+    head: Path | None = Field(
+        None, description="The head in this folder drafts; `laserbatch drafter train` trains one for the model."
+    )
+    width: int = Field(1, ge=1, le=64, description="Each of them drafts this many alternative tokens at each depth.")
+    length: int = Field(
+        5,
+        ge=1,
+        le=64,
+        description="Each of them drafts this many tokens ahead; each costs one forward pass of the draft model.",
+    )
+    branching: tuple[int, ...] = Field(
+        (),
+        description="With verifier rsd, a draft has this many tokens after each node of depth 0, 1, ... (RSD-C), in "
+        "place of width and length.",
+    )
+
+    @property
+    def num_models(self) -> int:
+        return len(self.models) + (self.head is not None)

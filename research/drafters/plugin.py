@@ -1,0 +1,27 @@
+"""`trained` as a drafter of the configuration: small models and a head that were trained to draft for the model."""
+
+from laserbatch.pipeline.decoding.plugins import DrafterPlugin, LoadedDrafter
+from laserbatch.research.drafters.options import TrainedOptions
+
+
+class TrainedPlugin(DrafterPlugin):
+    """Drafts of a model are forwards of that model; what they say of a token was fitted on held-back texts."""
+
+    Options = TrainedOptions
+    is_calibrated = True
+
+    def check(self, options: TrainedOptions, decoding) -> None:
+        if options.num_models == 0:
+            raise ValueError("drafter trained has neither models nor a head: give drafter_options.trained one")
+        if options.branching and decoding.verifier != "rsd":
+            raise ValueError(
+                f"trained.branching belongs to verifier rsd, not to {decoding.verifier}: give trained.width"
+            )
+
+    def load(self, options: TrainedOptions, decoding, target) -> LoadedDrafter:
+        from laserbatch.research.drafters.draft_models import DraftModels
+
+        return DraftModels.load(options, decoding.dtype, target)
+
+
+TRAINED = TrainedPlugin()

@@ -1,0 +1,131 @@
+"""What a recommender on disk is, without its weights: `recommender.json` beside a causal model of safetensors."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from pydantic import ValidationError
+
+from laserbatch.pipeline.errors import ModelError
+from laserbatch.pipeline.storage.atomic import read_json, sha256_file
+from laserbatch.pipeline.validation import Strict, explain
+from laserbatch.research.recommending.codes import ItemCodes, read_codes
+
+CARD_NAME, CODES_NAME, WEIGHTS_NAME = "recommender.json", "item_codes.parquet", "model.safetensors"
+
+
+class Ranking(Strict):
+    """How well lists of ten items foretell the last item of histories that were not learned from."""
+
+    num_histories: int
+    recall_10: float
+    ndcg_10: float  # with one item to find: 1 / log2(1 + its rank)
+
+    @classmethod
+    def of(cls, lists: Sequence[np.ndarray], answers: Sequence[int]) -> "Ranking":
+        """Of lists of rows of a catalogue, the best first, and the row that was to be foretold by each."""
+        places = [np.flatnonzero(rows[:10] == answer) for rows, answer in zip(lists, answers, strict=True)]
+        ranks = [int(place[0]) + 1 for place in places if len(place)]
+        count = max(1, len(lists))
+        return cls(
+            num_histories=len(lists),
+            recall_10=len(ranks) / count,
+            ndcg_10=float(sum(1 / np.log2(1 + rank) for rank in ranks) / count),
+        )
+
+
+class RecommenderCard(Strict):
+    """What a recommender knows.
+
+    Attributes
+    ----------
+    sizes : codes of each level that it has tokens for; code c of level j is token begin + 1 + sum(sizes[:j]) + c.
+    begin : the token that every history begins with; those before it are of the language model that it was made of.
+    codes : digest of the items' codes that it was trained on.
+    history : newest items of a user that it is shown.
+    loss : that a draft model learned by, of which target; None: it was trained on the log alone.
+    held_back, popular, neighbours : how well its lists do, one list of the most popular items, and lists of the items
+        that go with a user's.
+    epoch : that did best on what was held back, and is kept.
+    """
+
+    sizes: tuple[int, ...]
+    begin: int = 0
+    codes: str
+    history: int = 20
+    loss: str | None = None
+    target: str | None = None
+    num_histories: int = 0
+    training_seconds: float = 0.0
+    held_back: Ranking | None = None
+    popular: Ranking | None = None
+    neighbours: Ranking | None = None
+    epoch: int | None = None
+
+    @property
+    def first_tokens(self) -> tuple[int, ...]:
+        return tuple(self.begin + 1 + int(before) for before in np.cumsum((0, *self.sizes[:-1])))
+
+    @property
+    def vocab_size(self) -> int:
+        return self.begin + 1 + sum(self.sizes)
+
+    def prompt(self, items: np.ndarray) -> np.ndarray:
+        """Token ids int64 of a history, codes (n, num_levels) of its items, the oldest first."""
+        return self.tokens(items[-self.history :])
+
+    def tokens(self, items: np.ndarray) -> np.ndarray:
+        """Likewise of all of them."""
+        return np.concatenate(([self.begin], (items.astype(np.int64) + np.array(self.first_tokens)).ravel()))
+
+
+@dataclass(frozen=True)
+class KnownRecommender:
+    """A recommender whose weights need not be loaded. `model_id` : its folder's name and the digest of its weights."""
+
+    card: RecommenderCard
+    model_id: str
+
+    def require(self, codes: ItemCodes) -> None:
+        """Raises ModelError where it was trained on other codes."""
+        if self.card.codes != codes_digest(codes):
+            raise ModelError(f"{self.model_id} was trained on other item codes: train it again, or give those")
+
+    def require_drafts_for(self, target: "KnownRecommender") -> None:
+        """Raises ModelError where its vocabulary is another than its target's."""
+        if (self.card.sizes, self.card.codes) != (target.card.sizes, target.card.codes):
+            raise ModelError(
+                f"the draft model {self.model_id} has another vocabulary of codes {self.card.sizes} than "
+                f"{target.model_id} {target.card.sizes}: a draft model needs its target's codes"
+            )
+
+
+def known_recommender(folder: Path) -> KnownRecommender:
+    """Raises ModelError: the folder holds none."""
+    path, weights = folder / CARD_NAME, folder / WEIGHTS_NAME
+    if not path.is_file() or not weights.is_file():
+        raise ModelError(f"{folder} holds no recommender: `laserbatch recommender train --out {folder}` makes one")
+    try:
+        card = RecommenderCard.model_validate(read_json(path))
+    except ValidationError as error:
+        raise ModelError(f"{path}: {explain(error, RecommenderCard)}; train it again") from None
+    return KnownRecommender(card, f"{folder.resolve().name}-{sha256_file(weights)[:12]}")
+
+
+def codes_of_recommender(folder: Path, known: KnownRecommender) -> ItemCodes:
+    """The item codes beside a recommender, as many of each level as it has tokens for.
+
+    Raises TableError: there are none; ModelError: it was trained on others.
+    """
+    codes = read_codes(folder / CODES_NAME)
+    known.require(codes)
+    return replace(codes, sizes=known.card.sizes)
+
+
+def codes_digest(codes: ItemCodes) -> str:
+    """Of the codes of all items by id."""
+    names = np.array([str(one) for one in codes.item_ids.to_pylist()])
+    order = np.argsort(names)
+    return hashlib.sha256("\n".join(names[order]).encode() + codes.codes[order].tobytes()).hexdigest()[:16]

@@ -1,0 +1,125 @@
+"""Trees of codes below users' prompts in one KV cache: a forward adds nodes to all of them, each of which sees its
+prompt and the nodes above it (tree attention: Miao et al., ASPLOS 2024, section 4.2)."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from laserbatch.research.recommending.item_trie import ItemTrie, Path
+
+ROOT: Path = ()
+BROKEN = -1e30  # stands for log probabilities that are no numbers: beams go on, and their scores tell
+
+
+class CodeTrees:
+    """What a model says may follow paths of codes, of several users.
+
+    Parameters
+    ----------
+    model : a causal model of transformers. Code c of level j is its token `first_tokens[j] + c`.
+    prompts : int64[n] token ids each, at least one.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, trie: ItemTrie, first_tokens: Sequence[int], prompts: Sequence[np.ndarray]
+    ) -> None:
+        self._model, self._trie, self._first_tokens = model, trie, first_tokens
+        self._prompts = prompts
+        self._cache = DynamicCache()
+        longest = max(map(len, prompts))
+        self._is_prompt = np.arange(longest) >= longest - np.array([len(one) for one in prompts])[:, None]
+        self._places: list[dict[Path, int]] = [{} for _ in prompts]  # of paths among a user's nodes
+        self._above = np.zeros((len(prompts), 0, 0), bool)  # of nodes, themselves included
+        self._log_p: list[dict[Path, np.ndarray]] = [{} for _ in prompts]
+        self.num_forwards = self.num_tokens = 0  # of prompts and paths, without what fills rows
+
+    def log_p(self, user: int, path: Path, node: int) -> np.ndarray | None:
+        """Log probabilities float32[width] of what may follow a path, as `ItemTrie.codes` has it; None: not asked.
+
+        What alone may follow is certain, and need not be asked.
+        """
+        found = self._log_p[user].get(path)
+        if found is None and self._trie.num_children[len(path)][node] == 1:
+            return np.where(self._trie.codes[len(path)][node] >= 0, 0.0, -np.inf)
+        return found
+
+    def add(self, wanted: Sequence[Sequence[tuple[Path, int]]]) -> None:
+        """Have the model say what follows paths, each with its node of the trie, of every user in one forward.
+
+        Those that are there already are not computed again; paths above must be there, or wanted earlier in the list.
+        """
+        new = [[pair for pair in dict(pairs).items() if pair[0] not in log_p and self._is_asked(*pair)]
+               for pairs, log_p in zip(wanted, self._log_p, strict=True)]  # fmt: skip
+        is_first = self._cache.get_seq_length() == 0
+        num_new = max(map(len, new))
+        if num_new == 0 and not is_first:
+            return
+        logits = self._forward(new, num_new, is_first)
+        rows: list[list[tuple[int, int, Path, int]]] = [[] for _ in range(self._trie.num_levels)]  # by level
+        for user, pairs in enumerate(new):
+            if is_first:
+                rows[0].append((user, 0, ROOT, 0))
+            for place, (path, node) in enumerate(pairs, int(is_first)):
+                rows[len(path)].append((user, place, path, node))
+        for level, found in enumerate(rows):
+            if found:
+                users, places, paths, nodes = zip(*found, strict=True)
+                codes = self._trie.codes[level][list(nodes)]
+                tokens = torch.from_numpy(np.maximum(codes, 0) + self._first_tokens[level]).to(logits.device)
+                asked = torch.tensor([users, places]).to(logits.device)
+                own = logits[asked[0], asked[1]].float().gather(1, tokens)
+                is_none = torch.from_numpy(codes < 0).to(logits.device)
+                log_p = torch.log_softmax(own.masked_fill(is_none, -torch.inf), -1)
+                log_p = log_p.nan_to_num(BROKEN, neginf=-torch.inf).masked_fill(is_none, -torch.inf)
+                for user, path, row in zip(users, paths, log_p.cpu().numpy(), strict=True):
+                    self._log_p[user][path] = row
+
+    def _is_asked(self, path: Path, node: int) -> bool:
+        """Not of the root, which prompts ask of, nor of a last code but one that one item alone has."""
+        level = len(path)
+        return level > 0 and not (level == self._trie.num_levels - 1 and self._trie.num_children[level][node] == 1)
+
+    @torch.inference_mode()
+    def _forward(self, new: list[list[tuple[Path, int]]], num_new: int, is_first: bool) -> torch.Tensor:
+        """Logits (num_users, num_new, vocab_size) of new nodes; in the first forward behind those of the prompts' last
+        tokens."""
+        num_users, longest = self._is_prompt.shape
+        before = self._above.shape[1]
+        above = np.zeros((num_users, before + num_new, before + num_new), bool)
+        above[:, np.arange(before + num_new), np.arange(before + num_new)] = True  # what only fills a row sees itself
+        above[:, :before, :before] = self._above
+        tokens, depths = np.zeros((num_users, num_new), np.int64), np.zeros((num_users, num_new), np.int64)
+        for user, pairs in enumerate(new):
+            for place, (path, _) in enumerate(pairs, before):
+                if len(path) > 1:
+                    above[user, place] |= above[user, self._places[user][path[:-1]]]
+                self._places[user][path] = place
+                tokens[user, place - before] = self._first_tokens[len(path) - 1] + path[-1]
+                depths[user, place - before] = len(path) - 1
+        self._above = above
+        lengths = self._is_prompt.sum(1, keepdims=True)
+        prompts = np.broadcast_to(self._is_prompt[:, None], (num_users, num_new, longest))
+        seen, positions = np.concatenate((prompts, above[:, before:]), 2), lengths + depths
+        if is_first:
+            ids = np.zeros((num_users, longest), np.int64)
+            ids[self._is_prompt] = np.concatenate(self._prompts)
+            own = self._is_prompt[:, None] & np.tri(longest, dtype=bool)
+            own[:, np.arange(longest), np.arange(longest)] = True
+            seen = np.concatenate((np.pad(own, ((0, 0), (0, 0), (0, num_new))), seen), 1)
+            positions = np.concatenate((np.maximum(self._is_prompt.cumsum(1) - 1, 0), positions), 1)
+            tokens = np.concatenate((ids, tokens), 1)
+        device, dtype = self._model.device, self._model.dtype
+        mask = torch.zeros(seen.shape, dtype=dtype, device=device)
+        mask.masked_fill_(torch.from_numpy(~seen).to(device), torch.finfo(dtype).min)
+        self.num_forwards += 1
+        self.num_tokens += sum(map(len, new)) + (int(self._is_prompt.sum()) if is_first else 0)
+        return self._model(
+            input_ids=torch.from_numpy(tokens).to(device),
+            attention_mask=mask[:, None],
+            position_ids=torch.from_numpy(positions).to(device),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=num_new + int(is_first),
+        ).logits

@@ -1,0 +1,163 @@
+"""Semantic ids: each item is a few codes from coarse to fine, as a table brings them or as they are made here.
+
+Made from item vectors by residual k-means, or a residual-quantised autoencoder, each level of what the levels before it
+leave; the last code tells items apart that are alike in the others (TIGER: Rajput et al., NeurIPS 2023, section 3.1).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.storage.parquet import read_parquet, rows_among
+from laserbatch.research.recommending.settings import CodeMaker
+
+NUM_LEVELS = 4
+CODEBOOK_SIZE = 256
+SPARE_CODES = 4  # of the last level, for items that come later
+MAX_PRODUCTS = 2**24  # products of vectors held in memory at once
+
+
+@dataclass(frozen=True)
+class ItemCodes:
+    """`codes` int32 (n, num_levels) of n items, all different; `sizes` says how many codes each level may have."""
+
+    item_ids: pa.Array
+    codes: np.ndarray
+    sizes: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.item_ids)
+
+    def rows_of(self, item_ids: pa.Array) -> np.ndarray:
+        """The row of each item, int64[n], -1 where it has no codes. Raises TableError: ids are of another type."""
+        if item_ids.type != self.item_ids.type:
+            raise TableError(
+                f"items have ids of type {item_ids.type}, their codes are of ids of type {self.item_ids.type}: give "
+                "codes of the same ids"
+            )
+        return rows_among(item_ids, self.item_ids)
+
+    def of_catalogue(self, item_ids: pa.Array) -> "ItemCodes":
+        """Those of the items that are there and have codes."""
+        rows = self.rows_of(item_ids)
+        known = rows >= 0
+        return ItemCodes(item_ids.filter(pa.array(known)), self.codes[rows[known]], self.sizes)
+
+
+def read_codes(path: Path) -> ItemCodes:
+    """From a Parquet file with `item_id` and `codes`, a list of integers or of texts, as many for each item.
+
+    Of items with the same codes a further one is made. Raises TableError, which names file and item: a column or a code
+    is missing, or an item is there twice.
+    """
+    table = read_parquet(path)
+    if missing := {"item_id", "codes"} - set(table.column_names):
+        raise TableError(f"{path} has no column {min(missing)}; item codes are the columns item_id and codes (a list)")
+    item_ids, lists = (table[name].combine_chunks() for name in ("item_id", "codes"))
+    item_ids = item_ids.cast(pa.int64() if pa.types.is_integer(item_ids.type) else pa.string())  # as tables have them
+    lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
+    if len(lengths) == 0 or lengths.max() == 0:
+        raise TableError(f"{path} has no codes: it is empty")
+    counts = np.bincount(lengths)
+    num_levels = int(np.flatnonzero(counts == counts.max())[-1])  # that most have
+    values = lists.flatten()
+    wrong = item_ids.filter(pa.array(lengths != num_levels))
+    if len(wrong):
+        raise TableError(
+            f"{path}: {preview_ids(wrong)} with another number of codes than {num_levels}: each needs them all"
+        )
+    if values.null_count:
+        row = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0]) // num_levels
+        raise TableError(f"{path}: item {item_ids[row]} has a null among its codes")
+    if pc.count_distinct(item_ids).as_py() < len(item_ids):
+        twice = next(pair["values"] for pair in pc.value_counts(item_ids).to_pylist() if pair["counts"] > 1)
+        raise TableError(f"{path}: item {twice} is there twice")
+    # Codes are numbered by level in the order of their names, so that the same file gives the same numbers.
+    columns = [pc.rank(values[level::num_levels], tiebreaker="dense").to_numpy() - 1 for level in range(num_levels)]
+    codes = np.stack(columns, 1).astype(np.int32)
+    if len(np.unique(codes, axis=0)) < len(codes):
+        codes = np.column_stack((codes, _digits(codes)))
+    return ItemCodes(item_ids, codes, tuple((codes.max(0) + 1).tolist()))
+
+
+def made_codes(item_ids: pa.Array, vectors: np.ndarray, seed: int = 0, maker: CodeMaker = "kmeans") -> ItemCodes:
+    """Of vectors float32 (n, dim), on all levels but the last, which numbers those that are alike in these.
+
+    Its size leaves room for a few more.
+    """
+    coarse = _kmeans_codes
+    if maker == "rqvae":
+        from laserbatch.research.recommending.rqvae import rqvae_codes as coarse  # torch: seconds to load
+    columns = coarse(vectors.astype(np.float32), NUM_LEVELS - 1, CODEBOOK_SIZE, seed).T
+    codes = np.stack([np.unique(column, return_inverse=True)[1].ravel() for column in columns], 1)  # those in use
+    codes = np.column_stack((codes, _digits(codes))).astype(np.int32)
+    *sizes, last = (codes.max(0) + 1).tolist()
+    return ItemCodes(item_ids, codes, (*sizes, last + SPARE_CODES))
+
+
+def with_new_items(known: ItemCodes, item_ids: pa.Array, vectors: np.ndarray) -> ItemCodes:
+    """Codes of items that came later too: those of the most alike item that has some, but for the last, which is the
+    first that no item with the others has.
+
+    An item stays without where its most alike one's last codes are used up.
+
+    Parameters
+    ----------
+    item_ids, vectors : of items with and without codes, float32 (n, dim).
+    """
+    rows = known.rows_of(item_ids)
+    has, lacks = np.flatnonzero(rows >= 0), np.flatnonzero(rows < 0)
+    if not len(has):
+        return known
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    unit = vectors / np.maximum(lengths, 1e-12)
+    used: dict[tuple[int, ...], set[int]] = {}
+    for *above, last in known.codes.tolist():
+        used.setdefault(tuple(above), set()).add(last)
+    new_rows, new_codes = [], []
+    size = max(1, MAX_PRODUCTS // len(has))
+    for start in range(0, len(lacks), size):
+        some = lacks[start : start + size]
+        alike = rows[has[(unit[some] @ unit[has].T).argmax(1)]]
+        for row, above in zip(some.tolist(), map(tuple, known.codes[alike, :-1].tolist()), strict=True):
+            last = next((code for code in range(known.sizes[-1]) if code not in used[above]), None)
+            if last is not None:
+                used[above].add(last)
+                new_rows.append(row)
+                new_codes.append((*above, last))
+    new = np.array(new_codes, np.int32).reshape(-1, known.codes.shape[1])
+    new_ids = item_ids.take(pa.array(new_rows, pa.int64()))
+    return ItemCodes(pa.concat_arrays([known.item_ids, new_ids]), np.concatenate((known.codes, new)), known.sizes)
+
+
+def _kmeans_codes(left: np.ndarray, num_levels: int, size: int, seed: int) -> np.ndarray:
+    """Residual k-means: each level's codes are of what the levels before leave."""
+    from sklearn.cluster import KMeans
+
+    columns = []
+    for _ in range(num_levels):
+        fit = KMeans(min(size, len(np.unique(left, axis=0))), n_init=1, random_state=seed).fit(left)
+        columns.append(fit.labels_)
+        left = left - fit.cluster_centers_[fit.labels_].astype(np.float32)
+    return np.stack(columns, 1)
+
+
+def _digits(codes: np.ndarray) -> np.ndarray:
+    """int32[n]: 0, 1, ... of items that have the same codes, in their order."""
+    _, groups = np.unique(codes, axis=0, return_inverse=True)
+    order = np.argsort(groups.ravel(), kind="stable")
+    starts = np.flatnonzero(np.diff(groups.ravel()[order], prepend=-1))
+    digits = np.empty(len(order), np.int32)
+    digits[order] = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
+    return digits
+
+
+def preview_ids(ids: pa.Array) -> str:
+    """`items 3, 7, 9 and 4 more`."""
+    names = ", ".join(map(str, ids.to_pylist()[:3]))
+    more = f" and {len(ids) - 3} more" if len(ids) > 3 else ""
+    return f"item{'s' if len(ids) > 1 else ''} {names}{more}"

@@ -1,0 +1,99 @@
+"""A catalogue's codes as a trie in flat arrays: what may follow a path of codes, so that only items come out."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from laserbatch.research.recommending.codes import ItemCodes
+
+Path = tuple[int, ...]  # codes from the first level on
+
+
+@dataclass(frozen=True)
+class ItemTrie:
+    """Nodes of level j are the different paths of j codes, in their order; level 0 is the root, the last one the items.
+
+    Of each level but the last, of its nodes: `codes[j]` int64 (num_nodes, width) what may follow, rising, -1 beyond;
+    `nodes[j]` likewise the nodes of the next level, where that is the last one the items' rows in the catalogue.
+    """
+
+    codes: tuple[np.ndarray, ...]
+    nodes: tuple[np.ndarray, ...]
+
+    @classmethod
+    def of(cls, items: ItemCodes) -> "ItemTrie":
+        order = np.lexsort(items.codes.T[::-1])
+        ordered = items.codes[order]
+        above = np.zeros(len(ordered), np.int64)  # the node of each item's path so far
+        codes, nodes = [], []
+        for level in range(ordered.shape[1]):
+            begins = np.ones(len(ordered), bool)
+            begins[1:] = (above[1:] != above[:-1]) | (ordered[1:, level] != ordered[:-1, level])
+            parents, own = above[begins], ordered[begins, level]
+            first = np.searchsorted(parents, parents)
+            places = np.arange(len(parents)) - first  # among its parent's children
+            shape = int(parents[-1]) + 1, int(places.max()) + 1
+            found = np.full((2, *shape), -1, np.int64)
+            is_last = level == ordered.shape[1] - 1
+            found[0, parents, places], found[1, parents, places] = own, order if is_last else np.arange(len(parents))
+            codes.append(found[0])
+            nodes.append(found[1])
+            above = np.cumsum(begins) - 1
+        return cls(tuple(codes), tuple(nodes))
+
+    @property
+    def num_levels(self) -> int:
+        return len(self.codes)
+
+    @cached_property
+    def num_children(self) -> tuple[np.ndarray, ...]:
+        """Of each level but the last, int64[num_nodes]."""
+        return tuple((codes >= 0).sum(1) for codes in self.codes)
+
+    @cached_property
+    def num_items(self) -> tuple[np.ndarray, ...]:
+        """Of each level but the last, of its nodes: items below, int64[num_nodes]."""
+        found = [self.num_children[-1]]
+        for nodes in self.nodes[-2::-1]:
+            found.append(np.where(nodes >= 0, found[-1][nodes], 0).sum(1))
+        return tuple(reversed(found))
+
+    def emptied_by(self, codes: np.ndarray) -> list[np.ndarray]:
+        """Without some different items, codes int (n, num_levels): of each level from the first on, the nodes that have
+        nothing below them any more, on the last one these items' rows."""
+        above, places = self.ways_to(codes)
+        below = [nodes[above[:, level], places[:, level]] for level, nodes in enumerate(self.nodes)]
+        emptied = []
+        for nodes, num_items in zip(below[:-1], self.num_items[1:], strict=True):
+            nodes, counts = np.unique(nodes, return_counts=True)
+            emptied.append(nodes[counts == num_items[nodes]])
+        return [*emptied, below[-1]]
+
+    @cached_property
+    def _found(self) -> dict[Path, int | None]:
+        """Paths that were looked for; at most those of all items, and some that no item has."""
+        return {(): 0}
+
+    def ways_to(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of items that are all there, codes int (n, num_levels): the node above each code, and the code's place among
+        what may follow that, both int64 (n, num_levels)."""
+        above, places = np.zeros(codes.shape, np.int64), np.zeros(codes.shape, np.int64)
+        node = np.zeros(len(codes), np.int64)
+        for level in range(self.num_levels):
+            above[:, level] = node
+            places[:, level] = (self.codes[level][node] == codes[:, level, None]).argmax(1)
+            node = self.nodes[level][node, places[:, level]]
+        return above, places
+
+    def node_of(self, path: Path) -> int | None:
+        """The node of a path; None where no item has it."""
+        if path not in self._found:
+            level, node, found = len(path) - 1, self.node_of(path[:-1]), None
+            if node is not None:
+                children = self.codes[level][node, : self.num_children[level][node]]
+                place = int(np.searchsorted(children, path[-1]))
+                if place < len(children) and children[place] == path[-1]:
+                    found = int(self.nodes[level][node, place])
+            self._found[path] = found
+        return self._found[path]

@@ -1,0 +1,109 @@
+"""One worker of nightly lists: a recommender, tonight's catalogue as a trie, and one shard of users after another."""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from laserbatch.pipeline.planning.plan import Shard
+from laserbatch.pipeline.storage.manifest import ModelFigures
+from laserbatch.pipeline.storage.parquet import read_parquet
+from laserbatch.pipeline.storage.quarantine import QuarantineRow
+from laserbatch.pipeline.storage.run_folder import RunFolder, ShardInfo, ShardRecord
+from laserbatch.pipeline.storage.stats import DecodingStats
+from laserbatch.research.recommending.beams import BeamDrafter, Found, ListedItems, ModelBeams, search
+from laserbatch.research.recommending.code_trees import CodeTrees
+from laserbatch.research.recommending.item_trie import ItemTrie
+from laserbatch.research.recommending.lists import CATALOGUE_PATH, ListRow, lists_schema, lists_table, read_catalogue
+from laserbatch.research.recommending.models import Recommender, load_recommender
+from laserbatch.research.recommending.spec import ListSpec
+from laserbatch.research.recommending.trial import tried_seconds
+
+TRIED_BATCHES = 4  # of users, spread over all shards
+
+
+class ListWorker:
+    """Lists the items of the users of shards. Raises ModelError, TableError: model or codes cannot be used."""
+
+    def __init__(self, spec: ListSpec) -> None:
+        torch.set_num_threads(spec.num_threads)
+        options = spec.options
+        self._target = load_recommender(spec.model_dir, spec.device)
+        self._small = None if options.draft_model is None else load_recommender(options.draft_model, spec.device)
+        self._catalogue = read_catalogue(spec.run_dir / CATALOGUE_PATH, self._target.card.sizes)
+        self._trie = ItemTrie.of(self._catalogue)
+        model = self._target.model
+        self._figures = ModelFigures(self._target.model_id, "float32", str(model.device), model.num_parameters())
+        self._num_forwards, self._costliest_step_s, self._num_lists = 0, 0.0, 0
+        self.reconfigure(spec)
+
+    def reconfigure(self, spec: ListSpec) -> None:
+        """Use another specification of the same model and catalogue."""
+        self._spec = spec
+
+    def progress(self) -> tuple[int, float, int]:
+        """Forwards so far, seconds of the costliest batch, and finished lists."""
+        return self._num_forwards, self._costliest_step_s, self._num_lists
+
+    def warm_up(self) -> None:
+        """List something that nobody keeps: code is loaded before a shard."""
+        self._found([ListRow(None, np.zeros(1, np.int64), np.zeros(0, np.int64), "")], 1)
+
+    def run(self, shard: Shard, budget: int | None = None) -> ShardRecord:
+        """List the items of one shard's users and write its files; `budget`: how much is drafted."""
+        start_s, size = time.perf_counter(), self._spec.options.batch_size
+        rows = self._read(shard)
+        found = [one for start in range(0, len(rows), size) for one in self._found(rows[start : start + size], budget)]
+        good, quarantined = [], []
+        for row, one in zip(rows, found, strict=True):
+            if one.is_sound:
+                good.append((row, one))
+            else:
+                message = "not-finite: the model's numbers for the user's history are not finite"
+                quarantined.append(QuarantineRow.of(row.user_id, shard.side, message, row.fingerprint))
+        schema = lists_schema(pa.array([row.user_id for row in rows]).type, self._catalogue.item_ids.type)
+        table = lists_table(good, self._catalogue.item_ids, schema, self._spec.run_id, self._target.model_id)
+        num_accepted = sum(one.num_accepted for one in found)
+        num_tokens = self._trie.num_levels * len(found)
+        stats = DecodingStats(
+            num_texts=len(found), num_tokens=num_tokens, num_steps=num_tokens - num_accepted,
+            num_accepted=num_accepted, wall_s=time.perf_counter() - start_s,
+        )  # fmt: skip
+        info = ShardInfo(shard.sha256, shard.group, stats, self._figures, self._spec.num_workers)
+        return RunFolder(self._spec.run_dir).write_shard(shard.side, shard.name, table, quarantined, info)
+
+    def tried_drafts(self, shards: Sequence[Shard]) -> dict[int, float]:
+        """Seconds of some batches, by how much was drafted for them; 0 is plain beams."""
+        options = self._spec.options
+        chosen = [shards[place] for place in np.linspace(0, len(shards) - 1, TRIED_BATCHES).astype(int).tolist()]
+        batches = [self._read(shard)[: options.batch_size] for shard in chosen]
+        return tried_seconds(batches, options.num_items, self._found)
+
+    def _read(self, shard: Shard) -> list[ListRow]:
+        return ListRow.of_table(read_parquet(self._spec.run_dir / shard.path))
+
+    def _found(self, rows: Sequence[ListRow], budget: int) -> list[Found]:
+        """The lists of a batch of users."""
+        start_s, size, codes = time.perf_counter(), self._spec.options.num_items, self._catalogue.codes
+
+        def trees_of(model: Recommender) -> CodeTrees:
+            prompts = [model.card.prompt(codes[row.history]) for row in rows]
+            return CodeTrees(model.model, self._trie, model.card.first_tokens, prompts)
+
+        trees, drafter = trees_of(self._target), BeamDrafter()
+        if budget and self._small is not None:
+            drafter = ModelBeams(trees_of(self._small), self._trie, len(rows), max(budget, size))
+        elif budget:
+            drafter = ListedItems([list(map(tuple, codes[row.drafts].tolist())) for row in rows], self._trie, budget)
+        left_out = None if self._spec.options.list_again else [self._had(row) for row in rows]
+        found = search(trees, self._trie, len(rows), size, drafter, left_out)
+        self._num_forwards += trees.num_forwards
+        self._costliest_step_s = max(self._costliest_step_s, time.perf_counter() - start_s)
+        self._num_lists += len(rows)
+        return found
+
+    def _had(self, row: ListRow) -> list[np.ndarray]:
+        """What is left out for a user's own items; where few others are there the list is shorter."""
+        return self._trie.emptied_by(self._catalogue.codes[np.unique(row.history)])

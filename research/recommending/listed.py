@@ -1,0 +1,131 @@
+"""What the lists of a night follow from: the catalogue with its codes, what users have done, and what most have."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from laserbatch.jobs.console import say
+from laserbatch.jobs.settings import Settings
+from laserbatch.pipeline.encoding.vectors import vectors_of
+from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.knowledge.histories import Histories
+from laserbatch.pipeline.storage.parquet import read_parquet
+from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.pipeline.tables.read import Tables
+from laserbatch.research.recommending.card import KnownRecommender, codes_of_recommender, known_recommender
+from laserbatch.research.recommending.codes import ItemCodes, with_new_items
+from laserbatch.research.recommending.lists import lists_schema
+from laserbatch.research.recommending.planned import list_fingerprints
+from laserbatch.research.recommending.settings import RecommendingSettings
+
+
+def known_models(options: RecommendingSettings) -> tuple[KnownRecommender, ItemCodes]:
+    """The recommender that nights list by, which must be set, and the codes that it knows; weights are not loaded.
+
+    Raises ModelError, TableError: a folder is none, or what drafts for it has other codes.
+    """
+    target = known_recommender(options.model)
+    codes = codes_of_recommender(options.model, target)
+    if options.draft_model is not None:
+        known_recommender(options.draft_model).require_drafts_for(target)
+    return target, codes
+
+
+def known_histories(tables: Tables, codes: ItemCodes) -> list[np.ndarray]:
+    """What each user has done, the oldest first: rows of the codes, without items that have none."""
+    known = Histories(tables)
+    places, starts = known.newest(np.arange(tables.users.num_rows), tables.interactions.num_rows)
+    rows = codes.rows_of(tables.items["item_id"].combine_chunks())[known.items(places)]
+    found = [rows[start:stop] for start, stop in pairwise(starts)]
+    return [one[one >= 0] for one in found]
+
+
+@dataclass
+class Lists:
+    """What the lists of a night follow from. Items are rows of `catalogue`: those that are there and have codes."""
+
+    settings: Settings
+    tables: Tables
+    target: KnownRecommender
+    codes: ItemCodes
+    catalogue: ItemCodes = field(init=False)
+
+    @property
+    def options(self) -> RecommendingSettings:
+        return self.settings.extension("recommending")
+
+    def __post_init__(self) -> None:
+        item_ids = self.tables.items["item_id"].combine_chunks()
+        codes, num_items = self.codes, self.options.num_items
+        num_new = len(item_ids) - len(codes.of_catalogue(item_ids))
+        if num_new:
+            codes = self._with_new_items(item_ids)
+        self.catalogue = codes.of_catalogue(item_ids)
+        if num_new:
+            num_without = len(item_ids) - len(self.catalogue)
+            say(
+                f"{num_new} items came since the recommender was trained: {num_new - num_without} have codes like "
+                f"those of the most alike item, {num_without} are not listed, for want of a vector or of codes"
+            )
+        if num_items > len(self.catalogue):
+            raise ConfigError(
+                f"extensions.recommending.num_items {num_items} is more than the {len(self.catalogue)} items of the "
+                "catalogue that have codes: ask for fewer"
+            )
+
+    def _with_new_items(self, item_ids: pa.Array) -> ItemCodes:
+        """The codes, and those of new items whose vectors the published run of texts has."""
+        if not self.settings.workspace.is_dir():
+            return self.codes
+        run = Workspace.open(self.settings.workspace, create=False).published()
+        if run is None or not run.features_path("item").exists():
+            return self.codes
+        features = read_parquet(run.features_path("item"), ["item_id", "vector"])
+        if features["item_id"].type != item_ids.type:
+            return self.codes
+        features = features.filter(pc.is_in(features["item_id"], value_set=item_ids))
+        return with_new_items(self.codes, features["item_id"].combine_chunks(), vectors_of(features))
+
+    @cached_property
+    def user_ids(self) -> pa.Array:
+        return self.tables.users["user_id"].combine_chunks()
+
+    @property
+    def schema(self) -> pa.Schema:
+        return lists_schema(self.user_ids.type, self.catalogue.item_ids.type)
+
+    @cached_property
+    def histories(self) -> list[np.ndarray]:
+        """What each user has done, the oldest first."""
+        return known_histories(self.tables, self.catalogue)
+
+    @cached_property
+    def popular(self) -> tuple[np.ndarray, np.ndarray]:
+        """The items that most histories have, the most of all first, and how many have each."""
+        listed = np.concatenate([np.empty(0, np.int64), *(np.unique(one) for one in self.histories)])
+        counts = np.bincount(listed, minlength=len(self.catalogue))
+        rows = np.argsort(-counts, kind="stable")[: self.options.num_items]
+        return rows, counts[rows].astype(float)
+
+    @cached_property
+    def fingerprints(self) -> pa.Array:
+        options = self.options
+        asked = f"{self.target.model_id} {options.num_items} {options.list_again or 'never'}"
+        return list_fingerprints(self.catalogue, self.histories, asked, self.popular[0])
+
+    def popular_lists(self, users: np.ndarray, run_id: str) -> pa.Table:
+        """The lists of users without a history."""
+        rows, counts = self.popular
+        user_ids = self.user_ids.take(pa.array(users))
+        shared = {
+            "items": self.catalogue.item_ids.take(pa.array(rows)).to_pylist(), "scores": counts.tolist(),
+            "route": "popular", "last_item": None, "run_id": run_id, "model_id": self.target.model_id,
+            "is_stale": False,
+        }  # fmt: skip
+        own = {"entity_id": user_ids, "fingerprint": self.fingerprints.take(pa.array(users))}
+        columns = [own.get(one.name, pa.array([shared.get(one.name)] * len(users), one.type)) for one in self.schema]
+        return pa.table(columns, schema=self.schema)

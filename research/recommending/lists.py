@@ -1,0 +1,116 @@
+"""Lists of items on disk: as they are planned, a row a user, and as readers want them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from laserbatch.pipeline.storage.damage import unless_damaged
+from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
+from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.research.recommending.beams import Found
+from laserbatch.research.recommending.codes import ItemCodes
+
+LISTS_NAME = "lists.parquet"  # within a run: what readers want of it
+CATALOGUE_PATH = "plan/catalogue.parquet"  # within a run: `item_id` and `codes` of what may be listed
+
+
+def write_catalogue(catalogue: ItemCodes, path: Path) -> None:
+    table = {"item_id": catalogue.item_ids, "codes": pa.array(catalogue.codes.tolist(), pa.list_(pa.int32()))}
+    write_parquet(pa.table(table), path)
+
+
+def read_catalogue(path: Path, sizes: tuple[int, ...]) -> ItemCodes:
+    """What `write_catalogue` has written, row by row."""
+    table = read_parquet(path)
+    codes = table["codes"].combine_chunks().flatten().to_numpy().reshape(-1, len(sizes))
+    return ItemCodes(table["item_id"].combine_chunks(), codes, sizes)
+
+
+def has_new_items(catalogue: ItemCodes, runs: Path, run_id: str) -> bool:
+    """Whether a catalogue has items that a run could not list; so where the run's is gone or damaged."""
+    path = runs / run_id / CATALOGUE_PATH
+    table = unless_damaged(partial(read_parquet, path, ["item_id"])) if path.exists() else None
+    known = catalogue.item_ids[:0] if table is None else table["item_id"].combine_chunks()
+    return not pc.all(pc.is_in(catalogue.item_ids, value_set=known)).as_py()
+
+
+@dataclass(frozen=True)
+class ListRow:
+    """A user who gets a list: rows of the catalogue of the history, the oldest first, int64[n], and of likely items."""
+
+    user_id: object
+    history: np.ndarray
+    drafts: np.ndarray
+    fingerprint: str
+
+    @classmethod
+    def of_table(cls, table: pa.Table) -> "list[ListRow]":
+        """The rows of a shard's plan."""
+        histories, drafts = (
+            [np.asarray(one.values, np.int64) for one in table[name].combine_chunks()] for name in ("history", "drafts")
+        )
+        ids, fingerprints = (table[name].to_pylist() for name in ("entity_id", "fingerprint"))
+        return [cls(*row) for row in zip(ids, histories, drafts, fingerprints, strict=True)]
+
+
+def lists_schema(user_type: pa.DataType, item_type: pa.DataType) -> pa.Schema:
+    """Of the files of `knowledge/user/`, one row a user."""
+    return pa.schema(
+        [
+            pa.field("entity_id", user_type, nullable=False),
+            pa.field("items", pa.list_(item_type), nullable=False),  # the best first
+            pa.field("scores", pa.list_(pa.float64()), nullable=False),  # log probabilities; of popular ones counts
+            pa.field("route", pa.string(), nullable=False),  # "history" or "popular"
+            pa.field("last_item", item_type),  # of the history; null: there is none
+            pa.field("fingerprint", pa.string(), nullable=False),
+            pa.field("run_id", pa.string(), nullable=False),  # that made it, not that carried it over
+            pa.field("model_id", pa.string(), nullable=False),
+            pa.field("is_stale", pa.bool_(), nullable=False),
+        ]
+    )
+
+
+def flat_lists(run: RunFolder, schema: pa.Schema) -> pa.RecordBatchReader:
+    """All lists of a run as readers want them: `user_id`, `rank` from 1, `item_id`, `score`."""
+    flat = pa.schema(
+        [
+            pa.field("user_id", schema.field("entity_id").type, nullable=False),
+            pa.field("rank", pa.int32(), nullable=False),
+            pa.field("item_id", schema.field("items").type.value_type, nullable=False),
+            pa.field("score", pa.float64(), nullable=False),
+        ]
+    )
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for batch in run.iter_knowledge("user", ["entity_id", "items", "scores"]):
+            counts = pc.list_value_length(batch["items"]).to_numpy()
+            users = batch["entity_id"].take(pa.array(np.repeat(np.arange(len(counts)), counts)))
+            ranks = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + 1
+            columns = [users, pa.array(ranks, pa.int32()), batch["items"].flatten(), batch["scores"].flatten()]
+            yield pa.record_batch(columns, schema=flat)
+
+    return pa.RecordBatchReader.from_batches(flat, batches())
+
+
+def lists_table(
+    rows: Sequence[tuple[ListRow, Found]], item_ids: pa.Array, schema: pa.Schema, run_id: str, model_id: str
+) -> pa.Table:
+    """What was found for users, as `schema`."""
+    listed = [item_ids.take(pa.array(found.rows)).to_pylist() for _, found in rows]
+    columns = {
+        "entity_id": [row.user_id for row, _ in rows],
+        "items": listed,
+        "scores": [found.scores.tolist() for _, found in rows],
+        "route": ["history"] * len(rows),
+        "last_item": item_ids.take(pa.array([row.history[-1] for row, _ in rows], pa.int64())).to_pylist(),
+        "fingerprint": [row.fingerprint for row, _ in rows],
+        "run_id": [run_id] * len(rows),
+        "model_id": [model_id] * len(rows),
+        "is_stale": [False] * len(rows),
+    }
+    return pa.table(columns, schema=schema)

@@ -1,0 +1,91 @@
+"""Recommenders in memory: causal models over tokens of codes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from laserbatch.pipeline.decoding.model.folder import require_whole_files
+from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.storage.atomic import write_json
+from laserbatch.research.recommending.card import CARD_NAME, KnownRecommender, RecommenderCard, known_recommender
+
+LORA_RANK = 16
+
+
+@dataclass(frozen=True)
+class Recommender(KnownRecommender):
+    """One in memory."""
+
+    model: torch.nn.Module
+
+
+def new_model(card: RecommenderCard, hidden_size: int, num_layers: int, seed: int) -> LlamaForCausalLM:
+    """An untrained one for a card's tokens."""
+    transformers_logging.disable_progress_bar()
+    torch.manual_seed(seed)
+    num_heads = max(1, hidden_size // 64)
+    config = LlamaConfig(
+        vocab_size=card.vocab_size, hidden_size=hidden_size, intermediate_size=3 * hidden_size,
+        num_hidden_layers=num_layers, num_attention_heads=num_heads, num_key_value_heads=num_heads,
+        max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=card.begin, eos_token_id=None,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def drop_out(model: LlamaForCausalLM, share: float) -> None:
+    """Have so much of what embeddings, attention and MLPs say be left out while the model is trained."""
+
+    def hook(module: torch.nn.Module, _, said):
+        first = said[0] if isinstance(said, tuple) else said
+        first = torch.nn.functional.dropout(first, share, module.training)
+        return (first, *said[1:]) if isinstance(said, tuple) else first
+
+    for module in [
+        model.model.embed_tokens,
+        *(part for one in model.model.layers for part in (one.self_attn, one.mlp)),
+    ]:
+        module.register_forward_hook(hook)
+
+
+def extended_model(base: Path, card: RecommenderCard, seed: int) -> tuple[torch.nn.Module, RecommenderCard]:
+    """A language model with a card's tokens behind its own, and a LoRA to be trained; the card as it then is.
+
+    Learned are the LoRA, of all linear layers, and the embeddings. Raises ConfigError: peft is not installed;
+    ModelError: the folder holds no model.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        advice = "pip install 'laserbatch[lora]'"
+        raise ConfigError(f"a language model is adapted by peft, which is not there ({error}): {advice}") from error
+    require_whole_files(base)
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # it tells of how new embeddings begin
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
+    )
+    card = card.model_copy(update={"begin": model.get_input_embeddings().num_embeddings})
+    model.resize_token_embeddings(card.vocab_size)
+    adapted = get_peft_model(model, LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear"))
+    for embeddings in (model.get_input_embeddings(), model.get_output_embeddings()):
+        embeddings.weight.requires_grad_(True)
+    return adapted, card
+
+
+def save_recommender(model: LlamaForCausalLM, card: RecommenderCard, folder: Path) -> None:
+    model.save_pretrained(folder)
+    write_json(card.model_dump(mode="json"), folder / CARD_NAME)
+
+
+def load_recommender(folder: Path, device: str = "cpu") -> Recommender:
+    """Raises ModelError: the folder holds none."""
+    known = known_recommender(folder)
+    transformers_logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
+    )
+    return Recommender(known.card, known.model_id, model.to(device).eval())

@@ -1,0 +1,340 @@
+"""The nightly lists: each user's best items by a recommender over codes, in runs of their own beside those of texts.
+
+A run is a folder as any other, in the workspace `recommendations/` within the workspace. Who has the same history keeps
+the list, unless one of its items has left the catalogue, or new ones came and it is its day of the week; who has none
+gets what most others have. The others are given to workers in shards; `research/recommending/list_worker.py` is one.
+"""
+
+import datetime
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from laserbatch.jobs.console import progress, say
+from laserbatch.jobs.settings import Settings
+from laserbatch.jobs.stages.attempt import new_manifest, newest_attempt, recorded, stage
+from laserbatch.jobs.stages.inputs import sound_tables
+from laserbatch.jobs.stages.metrics import NightMetrics, night_metrics
+from laserbatch.jobs.stages.publishing import (
+    deliver,
+    delivery_uri,
+    ends_no_night,
+    finalize_run,
+    publish_run,
+    remove_delivered,
+    repair_pointer,
+)
+from laserbatch.jobs.stages.shards import Finished, gather, hand_out, stats_of
+from laserbatch.jobs.stages.workers import NightWorkers
+from laserbatch.pipeline.distributed.actors import ShardAbandoned, WorkerPool
+from laserbatch.pipeline.distributed.cluster import end_leftovers
+from laserbatch.pipeline.distributed.shared_folder import TOKEN_FILE
+from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.planning.plan import (
+    CARRIED_SHARD,
+    Shard,
+    SidePlan,
+    load_plan,
+    open_plan,
+    write_shard_plan,
+)
+from laserbatch.pipeline.storage.atomic import remove_folder
+from laserbatch.pipeline.storage.manifest import (
+    BudgetFigures,
+    BudgetForecast,
+    GateFigures,
+    RunManifest,
+    SampleSpan,
+    SampleText,
+    SideFigures,
+)
+from laserbatch.pipeline.storage.parquet import write_parquet
+from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.pipeline.tables.check import check_tables
+from laserbatch.research.recommending.listed import Lists, known_models
+from laserbatch.research.recommending.lists import (
+    CATALOGUE_PATH,
+    LISTS_NAME,
+    flat_lists,
+    has_new_items,
+    read_catalogue,
+    write_catalogue,
+)
+from laserbatch.research.recommending.planned import due_lists, kept_lists, listed_drafts, stale_lists, without_had
+from laserbatch.research.recommending.settings import RecommendingSettings
+from laserbatch.research.recommending.spec import ListSpec
+from laserbatch.research.recommending.trial import TRIED_SHARES, fastest
+
+NAME = "recommending"  # the extension
+RECOMMENDATIONS = "recommendations"  # its workspace, a folder of the night's
+METRICS_PREFIX = "laserbatch_lists"
+SHARDS = 64  # about, of a night; of these batches each at least, and at most
+SHARD_BATCHES, MAX_BATCHES = 8, 128
+NUM_SAMPLES = 3
+MIN_TRIED = 10  # shards of a night, below which what drafts gain would not repay trying them
+
+
+def recommend(settings: Settings, date: datetime.date, force: bool = False) -> RunManifest:
+    """The lists of a date, published; a finished run is left as it is, unless `force` asks for another edition.
+
+    Raises ConfigError, ModelError, TableError for what cannot be recommended from, WorkspaceError where an unfinished
+    run was started from other inputs, RunHeld where a gate keeps it back.
+    """
+    with night_metrics(settings, METRICS_PREFIX, RECOMMENDATIONS) as metrics:
+        return _recommend(settings, date, force, metrics)
+
+
+def _recommend(settings: Settings, date: datetime.date, force: bool, metrics: NightMetrics) -> RunManifest:
+    if settings.extension("recommending").model is None:
+        raise ConfigError("extensions.recommending names no model; `laserbatch recommender train` makes one")
+    if settings.tables.path is None:
+        raise ConfigError("no input tables: set tables.path in the configuration; `laserbatch init TABLES` writes one")
+    target, catalogue_codes = known_models(settings.extension("recommending"))
+    check = partial(check_tables, settings.tables.path, None, settings.gates.max_failed_share)
+    inputs, tables = sound_tables(settings, date, check)
+    lists = Lists(settings, tables, target, catalogue_codes)
+    workspace = Workspace.open(Workspace.open(settings.workspace).root / RECOMMENDATIONS)
+    with workspace.lock():
+        repair_pointer(workspace)
+        end_leftovers(workspace.root)
+        metrics.manifest = manifest = _opened(workspace, lists, date, inputs, force)
+        run = workspace.run(manifest.run_id)
+        if run.is_finished:
+            say(f"run {run.run_id} is finished already; --force makes every list again")
+        else:
+            with recorded(manifest):
+                if run.is_held:
+                    say(f"run {run.run_id} is done already; its gates are judged again")
+                    finalize_run(run, manifest, manifest.gates, settings.gates)
+                else:
+                    _write(workspace, run, manifest, lists)
+        _publish(workspace, run, settings)
+    return manifest
+
+
+def _opened(
+    workspace: Workspace, lists: Lists, date: datetime.date, inputs: Mapping[str, Any], force: bool
+) -> RunManifest:
+    """The manifest of the newest run of the date, or of another edition where that is finished and `force` asks."""
+    settings = lists.settings
+    identity = {
+        "tables": settings.tables.model_dump(mode="json", exclude={"path"}),
+        **settings.extension("recommending").model_dump(include={"num_items", "list_again"}),
+        "model": lists.target.model_id,
+    }
+    attempt = newest_attempt(workspace, date, identity, inputs, force)
+    if attempt.manifest is not None:
+        if not attempt.is_done:
+            say(f"going on with run {attempt.run.run_id}")
+        return attempt.manifest
+    recorded = settings.model_dump(mode="json", include={"tables": True, "extensions": {NAME}})
+    recorded["recommender"] = lists.target.card.model_dump(mode="json")
+    manifest = new_manifest(workspace, date, recorded, identity, attempt.edition)
+    earlier = [run for run in workspace.finished_runs() if run.date <= str(date) and run.run_id != manifest.run_id]
+    manifest.previous_run_id = earlier[-1].run_id if earlier else None
+    manifest.force, manifest.inputs, manifest.extension = force, dict(inputs), NAME
+    manifest.save()
+    return manifest
+
+
+def _write(workspace: Workspace, run: RunFolder, manifest: RunManifest, lists: Lists) -> None:
+    """Make the lists that are not there yet, check that nobody is missing, and finish the run."""
+    previous, schema = lists.schema.empty_table(), lists.schema
+    if manifest.previous_run_id is not None:
+        batches = list(workspace.run(manifest.previous_run_id).iter_knowledge("user", schema.names))
+        if batches:  # none where it was removed since
+            previous = pa.Table.from_batches(batches).cast(schema)
+    with stage(manifest, "plan"):
+        (run.root / TOKEN_FILE).unlink(missing_ok=True)  # of an attempt that was killed
+        catalogue = run.root / CATALOGUE_PATH
+        if catalogue.exists():  # texts, whose vectors new items' codes go by, may have been written since
+            lists.catalogue = read_catalogue(catalogue, lists.target.card.sizes)
+        else:
+            write_catalogue(lists.catalogue, catalogue)
+        plan, finished = open_plan(run, "user", lambda: _plan(run, manifest, lists, previous))
+    with stage(manifest, "recommend"):
+        pending, abandoned = [shard for shard in plan.shards if shard.name not in finished], []
+        if pending:
+            abandoned = _hand_out(workspace, run, manifest, lists, pending, finished)
+    with stage(manifest, "gather"):
+        plan = load_plan(run.root, "user") or plan  # with halves of shards
+        user_ids = pa.chunked_array([lists.user_ids])
+        reasons, num_stale = gather(
+            run, "user", user_ids, finished, abandoned,
+            partial(_stale, previous, lists),
+        )  # fmt: skip
+        write_parquet(flat_lists(run, schema), run.root / LISTS_NAME)
+        manifest.sides = {"user": _figures(run, manifest, lists, plan, finished, reasons, num_stale)}
+    finalize_run(run, manifest, _measured(manifest, previous.num_rows), lists.settings.gates)
+
+
+def _stale(previous: pa.Table, lists: Lists, failed: pa.ChunkedArray) -> pa.Table:
+    """The earlier lists that users keep for whom none could be made tonight."""
+    kept = stale_lists(previous, failed.combine_chunks(), lists.catalogue)
+    if lists.options.list_again:
+        return kept
+    return without_had(kept, lists.user_ids, lists.histories, lists.catalogue)
+
+
+def _plan(run: RunFolder, manifest: RunManifest, lists: Lists, previous: pa.Table) -> SidePlan:
+    """Write what needs no model, and the shards of what does; users side by side have histories of like length."""
+    user_ids, options = lists.user_ids, lists.options
+    with progress("plan lists", len(user_ids)) as bar:
+        lengths = np.array([len(one) for one in lists.histories], np.int64)
+        kept = np.full(len(user_ids), -1)
+        if not manifest.force:
+            kept = kept_lists(previous, user_ids, lists.fingerprints, lists.catalogue)
+            has_grown = partial(has_new_items, lists.catalogue, run.root.parent)
+            is_due = due_lists(previous, manifest.date, has_grown)
+            users = np.flatnonzero((kept >= 0) & (lengths > 0))
+            kept[users[is_due[kept[users]]]] = -1
+        popular = np.flatnonzero((kept < 0) & (lengths == 0))
+        carried = pa.concat_tables(
+            [previous.take(pa.array(kept[kept >= 0])), lists.popular_lists(popular, manifest.run_id)]
+        )
+        run.write_shard("user", CARRIED_SHARD, carried)
+        users = np.flatnonzero((kept < 0) & (lengths > 0))
+        users = users[np.argsort(lengths[users], kind="stable")]
+        last = np.array([lists.histories[user][-1] for user in users.tolist()], np.int64)
+        most = options.num_drafted
+        if most is None:
+            most = round(max(TRIED_SHARES) * options.num_items)
+        most = 0 if options.draft_model is not None else most  # which drafts by itself
+        chosen = user_ids.take(pa.array(users))
+        rows = pa.table(
+            {
+                "entity_id": chosen,
+                "history": pa.array([lists.histories[user] for user in users.tolist()], pa.list_(pa.int32())),
+                "drafts": listed_drafts(previous, chosen, last, lists.catalogue, most),
+                "fingerprint": lists.fingerprints.take(pa.array(users)),
+                "group": lists.catalogue.item_ids.take(pa.array(last)).cast(pa.string()),  # whose users' lists draft
+            }
+        )
+        num_batches = np.clip(rows.num_rows // (SHARDS * options.batch_size), SHARD_BATCHES, MAX_BATCHES)
+        size = int(num_batches) * options.batch_size
+        parts = [rows.slice(start, size) for start in range(0, rows.num_rows, size)]
+        shards = tuple(
+            write_shard_plan("user", f"{number:05d}", part, run.root, False) for number, part in enumerate(parts)
+        )
+        bar.advance(len(user_ids))
+    routes = {"history": int((lengths > 0).sum()), "popular": int((lengths == 0).sum())}
+    return SidePlan("user", len(user_ids), carried.num_rows, 0, routes, shards)
+
+
+def _hand_out(
+    workspace: Workspace, run: RunFolder, manifest: RunManifest, lists: Lists, pending: Sequence[Shard],
+    finished: Finished,
+) -> list[ShardAbandoned]:  # fmt: skip
+    """Have workers make the lists of shards, which are added to the finished ones; returns those that were given up."""
+    options = lists.options
+    places = {name: path.resolve() for name in ("model", "draft_model") if (path := getattr(options, name)) is not None}
+    spec = ListSpec(
+        run_id=run.run_id,
+        run_dir=run.root.resolve(),
+        model_dir=places["model"],
+        options=options.model_copy(update=places),
+    )
+
+    with NightWorkers(lists.settings.cluster, workspace.root) as workers:
+        worker_pool = workers.worker_pool(spec)
+        num_drafted = {"user": _drafted(manifest, options, worker_pool, pending)}
+        abandoned = hand_out(worker_pool, pending, {"user": finished}, "recommend", lambda _: num_drafted)
+        manifest.workers = workers.figures(worker_pool, len(pending))
+    return abandoned
+
+
+def _drafted(
+    manifest: RunManifest, options: RecommendingSettings, worker_pool: WorkerPool, shards: Sequence[Shard]
+) -> int:
+    """How much is drafted: that of the manifest, else as configured, else what was fastest when it was tried."""
+    if "user" not in manifest.budgets:
+        wanted, reason, gain = options.num_drafted, "as extensions.recommending.num_drafted says", None
+        if wanted is None and options.draft_model is None and manifest.previous_run_id is None:
+            wanted, reason = 0, "there is no list of an earlier night"
+        elif wanted is None and len(shards) < MIN_TRIED:
+            wanted, reason = 0, "too few users to repay a trial"
+        elif wanted is None:
+            wanted, gain = fastest(worker_pool.call_one("measured", "tried_drafts", shards))
+            reason = "the fastest of those tried" if wanted else "no draft was faster"
+        forecast = BudgetForecast(reason, batch_size=options.batch_size, speed_up=gain)
+        manifest.budgets = {"user": BudgetFigures(wanted, 0.0, forecast)}
+        manifest.save()
+        best = "" if gain is None else f": the best was {gain:.2f} times plain beams"
+        say(f"drafted for a user: {wanted or 'nothing'} ({reason}{best})")
+    return manifest.budgets["user"].max_draft_tokens
+
+
+def _figures(
+    run: RunFolder, manifest: RunManifest, lists: Lists, plan: SidePlan, finished: Finished, reasons: dict[str, int],
+    num_stale: int,
+) -> SideFigures:  # fmt: skip
+    written = [finished[shard.name] for shard in plan.shards if shard.name in finished]
+    num_written = sum(record.num_rows for record in written)
+    num_items = lists.options.num_items
+    by_plan, num_shorter = -num_written, 0  # lists of users without a history are new too
+    for batch in run.iter_knowledge("user", ["run_id", "items"]):
+        by_plan += pc.sum(pc.equal(batch["run_id"], manifest.run_id)).as_py() or 0
+        num_shorter += pc.sum(pc.less(pc.list_value_length(batch["items"]), num_items)).as_py() or 0
+    if num_shorter:
+        say(f"{num_shorter} users have lists of fewer than {num_items} items (num_items): they have had the others")
+    manifest.extension_figures = {"num_shorter": num_shorter}
+    manifest.model = next((record.info.model for record in written), manifest.model)
+    return SideFigures(
+        num_entities=plan.num_entities,
+        num_generated=by_plan + num_written,
+        num_carried_over=plan.num_carried_over - by_plan,
+        num_quarantined=sum(reasons.values()),
+        num_stale=num_stale,
+        quarantine_reasons=reasons,
+        routes=plan.routes,
+        shards=written,
+        stats=stats_of(written),
+        budget=manifest.budgets.get("user"),
+        samples=_samples(run, lists),
+    )
+
+
+def _samples(run: RunFolder, lists: Lists) -> list[SampleText]:
+    columns = (lists.tables.items[name].to_pylist() for name in ("item_id", "title"))
+    titles = dict(zip(*columns, strict=True))
+    samples = []
+    for batch in run.iter_knowledge("user", ["entity_id", "items", "route"]):
+        batch = batch.filter(pc.equal(batch["route"], "history"))
+        for row in batch.slice(0, NUM_SAMPLES - len(samples)).to_pylist():
+            user = pc.index(lists.user_ids, pa.scalar(row["entity_id"], lists.user_ids.type)).as_py()
+            shown = lists.catalogue.item_ids.take(pa.array(lists.histories[user])).to_pylist()
+            history = "\n".join(str(titles.get(item)) for item in shown)
+            text = ", ".join(str(titles.get(item)) for item in row["items"])
+            samples.append(SampleText(row["entity_id"], None, history, text, [SampleSpan(text, "target")], None))
+        if len(samples) == NUM_SAMPLES:
+            break
+    return samples
+
+
+def _measured(manifest: RunManifest, num_before: int) -> list[GateFigures]:
+    """What gates judge of lists; `num_before` are those of the run before."""
+    figures = manifest.sides["user"]
+    coverage = (figures.num_entities - figures.num_quarantined) / num_before if num_before else None
+    failed = figures.num_quarantined / max(1, figures.num_entities)
+    note = "" if num_before else "no run before"
+    return [GateFigures("quarantine", "user", failed), GateFigures("coverage", "user", coverage, reason=note)]
+
+
+def _publish(workspace: Workspace, run: RunFolder, settings: Settings) -> None:
+    """Let readers see a finished run, here and where it is delivered to, and remove runs that are too old."""
+    uri = delivery_uri(workspace, settings.deliver_to)
+    publish_run(workspace, run)
+    deliver(workspace, uri)
+    kept = workspace.pointed_to()
+    old = [one for one in workspace.finished_runs() if one.run_id != kept][
+        : -settings.extension("recommending").keep_runs
+    ]
+    with ends_no_night("old lists were not removed, the next night tries again"):
+        remove_delivered(uri, [one.run_id for one in old])
+        for one in old:
+            remove_folder(one.root)

@@ -1,0 +1,124 @@
+"""Who gets a new list tonight, and what drafts it: lists of the night before, of the user and of who did alike last."""
+
+import datetime
+import hashlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from laserbatch.pipeline.storage.parquet import rows_among
+from laserbatch.research.recommending.codes import ItemCodes
+
+DAYS = 7  # within which new items come into everybody's lists
+
+
+def list_fingerprints(
+    catalogue: ItemCodes, histories: Sequence[np.ndarray], asked: str, popular: np.ndarray
+) -> pa.Array:
+    """Of what each user's list follows from: what is asked of which model, and the history or, without one, what most
+    have. Histories are rows of the catalogue."""
+
+    def of(kind: bytes, rows: np.ndarray) -> str:
+        return hashlib.blake2b(asked.encode() + kind + catalogue.codes[rows].tobytes(), digest_size=16).hexdigest()
+
+    of_popular = of(b" popular ", popular)
+    return pa.array([of(b" history ", one) if len(one) else of_popular for one in histories], pa.string())
+
+
+def kept_lists(previous: pa.Table, user_ids: pa.Array, fingerprints: pa.Array, catalogue: ItemCodes) -> np.ndarray:
+    """Of each user the row of an earlier list that stays: int64[num_users], -1 where it does not.
+
+    It stays where it follows from the same, and all of its items are in the catalogue still.
+    """
+    rows = rows_among(user_ids, previous["entity_id"])
+    there = pa.array(rows, mask=rows < 0)
+    before, is_stale = (previous[name].combine_chunks().take(there) for name in ("fingerprint", "is_stale"))
+    same = pc.and_not(pc.equal(before, fingerprints), is_stale)
+    stays = (rows >= 0) & pc.fill_null(same, False).to_numpy(zero_copy_only=False)
+    stays[stays] = ~_has_gone(previous, catalogue)[rows[stays]]
+    return np.where(stays, rows, -1)
+
+
+def due_lists(previous: pa.Table, date: datetime.date, has_grown: Callable[[str], bool]) -> np.ndarray:
+    """Of each earlier list, bool, whether it is made anew on a date so that new items can come into it.
+
+    That is on one day of the week, another one for other histories, if the catalogue `has_grown` since the list's run.
+    """
+    digits = pc.utf8_slice_codeunits(previous["fingerprint"], 0, 1).to_pylist()
+    is_day = np.array([int(digit, 16) % DAYS == date.toordinal() % DAYS for digit in digits], bool)
+    grown = [run_id for run_id in pc.unique(previous["run_id"]).to_pylist() if has_grown(run_id)]
+    made_before = pc.is_in(previous["run_id"], value_set=pa.array(grown, pa.string()))
+    return is_day & made_before.to_numpy()
+
+
+def stale_lists(previous: pa.Table, user_ids: pa.Array, catalogue: ItemCodes) -> pa.Table:
+    """Earlier lists of some users, as stale, of those whose items are all in the catalogue still."""
+    rows = rows_among(user_ids, previous["entity_id"])
+    rows = rows[rows >= 0]
+    rows = rows[~_has_gone(previous, catalogue)[rows]]
+    kept = previous.take(pa.array(rows))
+    place = kept.schema.get_field_index("is_stale")
+    return kept.set_column(place, kept.schema.field(place), pa.repeat(True, len(rows)))
+
+
+def without_had(lists: pa.Table, user_ids: pa.Array, histories: Sequence[np.ndarray], catalogue: ItemCodes) -> pa.Table:
+    """Earlier lists without what their users have had since; histories are rows of the catalogue, of `user_ids`."""
+    users = rows_among(lists["entity_id"], user_ids)
+    items, scores = [], []
+    for user, listed, of_each in zip(users.tolist(), lists["items"], lists["scores"].to_pylist(), strict=True):
+        had = np.isin(rows_among(listed.values, catalogue.item_ids), histories[user])
+        items.append(listed.values.filter(pa.array(~had)).to_pylist())
+        scores.append([score for score, is_had in zip(of_each, had.tolist(), strict=True) if not is_had])
+    for name, values in (("items", items), ("scores", scores)):
+        place = lists.schema.get_field_index(name)
+        lists = lists.set_column(place, lists.schema.field(place), pa.array(values, lists.schema.field(place).type))
+    return lists
+
+
+def _has_gone(previous: pa.Table, catalogue: ItemCodes) -> np.ndarray:
+    """Of each earlier list whether one of its items has left the catalogue."""
+    lists = previous["items"].combine_chunks()
+    is_gone = pc.invert(pc.is_in(lists.flatten(), value_set=catalogue.item_ids)).to_numpy(zero_copy_only=False)
+    ends = np.cumsum(pc.list_value_length(lists).to_numpy())
+    return np.diff(np.append(0, np.cumsum(is_gone))[np.append(0, ends)]) > 0
+
+
+def listed_drafts(
+    previous: pa.Table, user_ids: pa.Array, last_items: np.ndarray, catalogue: ItemCodes, most: int
+) -> pa.Array:
+    """Likely items of users, at most so many each, the likeliest first, as lists of rows of the catalogue.
+
+    First the user's own earlier list, then what most lists have of those users whose history ended with the same item.
+
+    Parameters
+    ----------
+    last_items : of each user the row of the history's last item, int64[num_users].
+    """
+    if most == 0:
+        return pa.array([[]] * len(user_ids), pa.list_(pa.int32()))
+    lists = previous["items"].combine_chunks()
+    items = rows_among(lists.flatten(), catalogue.item_ids)
+    starts = np.append(0, np.cumsum(pc.list_value_length(lists).to_numpy()))
+    groups = _lists_by_last_item(previous, last_items, catalogue, items, np.diff(starts))
+    found, nobody = [], np.empty(0, np.int64)
+    for row, last in zip(rows_among(user_ids, previous["entity_id"]).tolist(), last_items.tolist(), strict=True):
+        own = items[starts[row] : starts[row + 1]] if row >= 0 else nobody
+        both = dict.fromkeys([*own.tolist(), *groups.get(last, nobody)[:most].tolist()])
+        both.pop(-1, None)
+        found.append(list(both)[:most])
+    return pa.array(found, pa.list_(pa.int32()))
+
+
+def _lists_by_last_item(
+    previous: pa.Table, wanted: np.ndarray, catalogue: ItemCodes, items: np.ndarray, lengths: np.ndarray
+) -> dict[int, np.ndarray]:
+    """Of each wanted last item the items of all earlier lists of users with it, those first that most lists have."""
+    last = np.repeat(rows_among(previous["last_item"], catalogue.item_ids), lengths)
+    asked = np.isin(last, wanted) & (items >= 0)
+    keys, counts = np.unique(last[asked] * len(catalogue) + items[asked], return_counts=True)
+    last, items = np.divmod(keys, len(catalogue))
+    order = np.lexsort((-counts, last))
+    begins = np.flatnonzero(np.diff(last[order], prepend=-1))
+    return dict(zip(last[order][begins].tolist(), np.split(items[order], begins[1:]), strict=True)) if len(keys) else {}

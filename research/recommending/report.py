@@ -1,0 +1,79 @@
+"""The page of a run of lists, drawn from its manifest."""
+
+from pathlib import Path
+
+from markupsafe import Markup
+
+from laserbatch.jobs.formatting import count, decimal, rate, ratio, seconds
+from laserbatch.jobs.report.blocks import Note, Section, Table
+from laserbatch.jobs.report.page import KeyFigure, log_warnings, render
+from laserbatch.jobs.report.work import gates_section, provenance_section
+from laserbatch.pipeline.storage.atomic import write_text
+from laserbatch.pipeline.storage.manifest import RunManifest, SideFigures
+
+NUM_LAST = 5  # titles of a history that are shown
+
+
+def write_lists_report(manifest: RunManifest, path: Path) -> None:
+    """Write or replace the report of a run of lists."""
+    figures = manifest.sides["user"]
+    stats = figures.stats
+    forwards = ratio(stats.num_steps, stats.num_steps + stats.num_accepted)
+    levels = None if not stats.num_texts else stats.num_tokens / stats.num_texts
+    num_shorter = int(manifest.extension_figures["num_shorter"])
+    key_figures = [
+        KeyFigure("users listed", count(figures.num_generated), [f"of {count(figures.num_entities)}; "
+                  f"{count(figures.num_carried_over)} carried over", f"{count(figures.num_quarantined)} quarantined"]),
+        KeyFigure("users per second", rate(ratio(stats.num_texts, stats.wall_s)), [seconds(stats.wall_s)]),
+        KeyFigure("forwards a user", decimal(None if levels is None or forwards is None else levels * forwards),
+                  [f"of {decimal(levels, 0)} levels"]),
+        KeyFigure("without a history", count(figures.routes.get("popular", 0)), ["they get what most others have"]),
+        KeyFigure("shorter lists", count(num_shorter), ["their users have had all other items"]),
+    ]  # fmt: skip
+    rows = [{"Reason": reason, "Users": count(number)} for reason, number in figures.quarantine_reasons.items()]
+    failed = Table("Users in quarantine", rows, ("Reason",)) if rows else Note("Nobody is in quarantine.")
+    samples = [
+        {
+            "User": str(one.entity_id),
+            "Last of the history": ", ".join(one.prompt.splitlines()[-NUM_LAST:]),
+            "List, the best first": one.text,
+        }
+        for one in figures.samples
+    ]
+    words = ("User", "Last of the history", "List, the best first")
+    shown = Table("Lists", samples, words) if samples else Note("No user with a history is listed.")
+    done = [Note(quality_of(manifest)), Note(drafts_of(figures)), failed]
+    sections = [
+        Section("work", "Work", done), gates_section(manifest), Section("lists", "Some lists", [shown]),
+        provenance_section(manifest),
+    ]  # fmt: skip
+    headline = Markup("<strong>{}</strong> of {} users got a new list").format(
+        count(figures.num_generated), count(figures.num_entities)
+    )
+    title = f"Lists of {manifest.date.day} {manifest.date:%B %Y}"
+    write_text(render(manifest, title, headline, key_figures, sections, log_warnings(manifest)), path)
+
+
+def quality_of(manifest: RunManifest) -> str:
+    """How well the recommender's lists did when it was trained."""
+    card = manifest.settings.get("recommender", {})
+    if not card.get("held_back"):
+        return "How good its lists are was not measured when the recommender was trained."
+    shares = {
+        name: f"{card[key]['recall_10']:.1%}"
+        for name, key in (("its own", "held_back"), ("the items that go with a user's", "neighbours"),
+                          ("the most popular items", "popular"))
+        if card.get(key)
+    }  # fmt: skip
+    held = ", ".join(f"{name} {share}" for name, share in shares.items())
+    number = count(card["held_back"]["num_histories"])
+    return f"Of {number} items that were held back when it was trained, lists of ten held: {held}."
+
+
+def drafts_of(figures: SideFigures) -> str:
+    """How much was drafted, and why."""
+    if figures.budget is None:
+        return "No user got a list by the model, so that nothing was drafted."
+    forecast, most = figures.budget.forecast, figures.budget.max_draft_tokens
+    gain = "" if forecast.speed_up is None else f"; the best was {decimal(forecast.speed_up)} times plain beams"
+    return f"Drafted for a user: {count(most) if most else 'nothing'} ({forecast.reason}{gain})."

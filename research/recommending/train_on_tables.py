@@ -1,0 +1,69 @@
+"""Recommenders trained on what users of the tables did, and small models that draft for them."""
+
+import datetime
+from pathlib import Path
+
+import torch
+
+from laserbatch.jobs.console import progress, say
+from laserbatch.jobs.settings import Settings
+from laserbatch.pipeline.distributed.settings import usable_cores
+from laserbatch.pipeline.encoding.vectors import vectors_of
+from laserbatch.pipeline.storage.parquet import read_parquet
+from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.pipeline.tables.read import read_tables
+from laserbatch.research.recommending.card import CODES_NAME, RecommenderCard, codes_of_recommender
+from laserbatch.research.recommending.codes import ItemCodes, made_codes, read_codes
+from laserbatch.research.recommending.listed import known_histories
+from laserbatch.research.recommending.lists import write_catalogue
+from laserbatch.research.recommending.models import load_recommender
+from laserbatch.research.recommending.settings import CodeMaker, DraftLoss
+from laserbatch.research.recommending.training import RecommenderOptions, train_draft, train_recommender
+
+
+def train_on_tables(
+    settings: Settings,
+    out: Path,
+    codes_file: Path | None,
+    draft_for: Path | None,
+    loss: DraftLoss,
+    date: datetime.date | None,
+    epochs: int | None,
+    code_maker: CodeMaker = "kmeans",
+    base: Path | None = None,
+) -> RecommenderCard:
+    """Train into a folder, with the codes beside the model; `draft_for` names the folder of a target, `base` that of a
+    language model to begin with."""
+    torch.set_num_threads(usable_cores())
+    tables = read_tables(settings.tables.path, as_of=date, keep_duplicates=settings.tables.keep_duplicates)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = None if draft_for is None else load_recommender(draft_for, device)
+    if target is not None:
+        codes = codes_of_recommender(draft_for, target)
+    elif codes_file is not None:
+        codes = read_codes(codes_file)
+    else:
+        codes = _codes_of_vectors(settings, code_maker)
+    item_ids, histories = tables.items["item_id"].combine_chunks(), known_histories(tables, codes)
+    if num_unknown := len(item_ids) - len(codes.of_catalogue(item_ids)):
+        say(f"{num_unknown} of {len(item_ids)} items have no codes: they are neither learned nor listed")
+    with progress("train recommender") as bar:
+
+        def tell(step: int, num_steps: int, value: float) -> None:
+            bar.reach(step, f"of {num_steps}, loss {value:.3f}")
+
+        if target is None:
+            options = RecommenderOptions(epochs=epochs or 15, seed=settings.seed)
+            card = train_recommender(codes, histories, out, options, tell, base)
+        else:
+            options = RecommenderOptions(hidden_size=64, num_layers=1, epochs=epochs or 5, seed=settings.seed)
+            card = train_draft(loss, target, codes, histories, out, options, tell)
+    write_catalogue(codes, out / CODES_NAME)
+    return card
+
+
+def _codes_of_vectors(settings: Settings, code_maker: CodeMaker) -> ItemCodes:
+    run = Workspace.open(settings.workspace, create=False).chosen_run(None)
+    table = read_parquet(run.features_path("item"), ["item_id", "vector"])
+    say(f"codes are made of the {table.num_rows} item vectors of run {run.run_id}")
+    return made_codes(table["item_id"].combine_chunks(), vectors_of(table), settings.seed, code_maker)

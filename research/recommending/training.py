@@ -1,0 +1,340 @@
+"""Training of recommenders over codes, and of the small models that draft for them."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from laserbatch.pipeline.decoding.model.folder import model_identity
+from laserbatch.pipeline.errors import ConfigError
+from laserbatch.research.learning import CHECKPOINT_NAME, drop_files, files_there, read_facts, save_whole, train_steps
+from laserbatch.research.recommending.baselines import neighbour_lists, popular_list
+from laserbatch.research.recommending.beams import BeamDrafter, search
+from laserbatch.research.recommending.card import CARD_NAME, Ranking, RecommenderCard, codes_digest
+from laserbatch.research.recommending.code_trees import CodeTrees
+from laserbatch.research.recommending.codes import ItemCodes
+from laserbatch.research.recommending.item_trie import ItemTrie
+from laserbatch.research.recommending.losses import NUM_ALIGNED, OF_LISTS, Rows, draft_loss
+from laserbatch.research.recommending.models import Recommender, drop_out, extended_model, new_model, save_recommender
+from laserbatch.research.recommending.settings import DraftLoss
+
+MIN_HISTORIES = 20
+HELD_BACK, MAX_HELD_BACK = 0.1, 1000  # share and number of histories whose last item is held out
+LISTS_AT_ONCE = 32
+NO_LABEL = -100  # where a window has no item
+BEST_NAME = "best.safetensors"  # weights of the best epoch so far, until the training ends
+
+Tell = Callable[[int, int, float], None]
+
+
+@dataclass(frozen=True)
+class RecommenderOptions:
+    """`num_listed`, of a draft model: histories whose lists by the target are learned from; `num_picked` items of each
+    a step."""
+
+    hidden_size: int = 256
+    num_layers: int = 4
+    dropout: float = 0.2  # of a new target
+    history: int = 20
+    epochs: int = 15
+    batch_size: int = 64
+    learning_rate: float = 2e-3
+    num_listed: int = 4000
+    num_picked: int = 3
+    seed: int = 0
+    seconds_between_checkpoints: float = 60.0
+
+
+def train_recommender(
+    codes: ItemCodes,
+    histories: Sequence[np.ndarray],
+    folder: Path,
+    options: RecommenderOptions = RecommenderOptions(),
+    tell: Tell = lambda step, num_steps, loss: None,
+    base: Path | None = None,
+) -> RecommenderCard:
+    """Train one to say the next item's codes behind each item of histories, rows of `codes` the oldest first.
+
+    Of some histories the last item is held back; the epoch that is the least surprised by those items is kept. The same
+    inputs, the same bytes, however often it was killed.
+
+    Parameters
+    ----------
+    base : folder of a language model whose vocabulary is extended by the codes, and which a LoRA adapts to them; None:
+        a new model of the options' size.
+
+    Raises ConfigError: too few histories have two items, or the folder holds other things.
+    """
+    usable = _enough(histories, folder)
+    card = RecommenderCard(sizes=codes.sizes, codes=codes_digest(codes), history=options.history)
+    if base is None:
+        model = new_model(card, options.hidden_size, options.num_layers, options.seed)
+        drop_out(model, options.dropout)
+    else:
+        model, card = extended_model(base, card, options.seed)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    is_held = _held_back(len(usable), options.seed)
+    asked = [usable[number] for number in np.flatnonzero(is_held)]
+    learned = [one[:-1] if held else one for one, held in zip(usable, is_held, strict=True)]
+    windows = [one[at : at + options.history + 1] for one in learned for at in _starts(len(one), options.history)]
+    trie = ItemTrie.of(codes)
+    ways = trie.ways_to(codes.codes)
+
+    def loss_of(numbered: tuple[int, Sequence[int]]) -> torch.Tensor:
+        step, batch = numbered
+        torch.manual_seed(options.seed + step)  # what is dropped out goes by the step, wherever a training goes on
+        some = [windows[number] for number in batch]
+        ids = _padded([card.tokens(codes.codes[one]) for one in some], card.begin).to(model.device)
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        return _catalogue_loss(logits, trie, card, some, ways)
+
+    digest = _digest("target" if base is None else model_identity(base), codes, usable, options)
+    best = folder / BEST_NAME
+    batches = list(enumerate(_batches([len(one) for one in windows], options)))
+    num_in_epoch = len(batches) // options.epochs
+
+    def after(step: int) -> None:
+        if step % num_in_epoch:
+            return
+        model.eval()
+        surprise, before = _surprise(model, card, codes, trie, asked), read_facts(best)
+        if before.get("digest") != digest or surprise < before["surprise"]:
+            facts = {"digest": digest, "surprise": surprise, "epoch": step // num_in_epoch}
+            save_whole(_weights(model), best, facts)
+
+    seconds = train_steps(
+        model, batches, loss_of, folder, digest, options.learning_rate,
+        tell=lambda step, loss: tell(step, len(batches), loss), after=after,
+        seconds_between_checkpoints=options.seconds_between_checkpoints,
+    )  # fmt: skip
+    model.load_state_dict(load_file(best), strict=False)
+    model = model.merge_and_unload() if base is not None else model
+    training_facts = {
+        "num_histories": len(usable),
+        "training_seconds": round(seconds, 1),
+        "epoch": read_facts(best)["epoch"],
+    }
+    rankings = _rankings(model, card, trie, codes, learned, asked)
+    return _saved(model, card.model_copy(update=training_facts | rankings), folder)
+
+
+def _rankings(
+    model, card: RecommenderCard, trie: ItemTrie, codes: ItemCodes, learned: Sequence[np.ndarray],
+    asked: Sequence[np.ndarray],
+) -> dict[str, Ranking]:  # fmt: skip
+    """How well the last item of asked histories is foretold by the model, and by what it is compared with."""
+    answers, before = [one[-1] for one in asked], [one[:-1] for one in asked]
+    lists = {
+        "held_back": listed(model, card, trie, codes, before),
+        "popular": [popular_list(learned, len(codes), 10)] * len(asked),
+        "neighbours": neighbour_lists(learned, len(codes), before, 10),
+    }
+    return {name: Ranking.of(found, answers) for name, found in lists.items()}
+
+
+def train_draft(
+    kind: DraftLoss,
+    target: Recommender,
+    codes: ItemCodes,
+    histories: Sequence[np.ndarray],
+    folder: Path,
+    options: RecommenderOptions = RecommenderOptions(hidden_size=64, num_layers=1),
+    tell: Tell = lambda step, num_steps, loss: None,
+) -> RecommenderCard:
+    """Train a small model to draft for a target; the last item of each history is what is to be said.
+
+    Lists are the target's own, not mixed with the draft's (lambda = 1 in D' of Eq. 3). Raises as `train_recommender`.
+    """
+    usable = _enough(histories, folder)
+    target.require(codes)
+    trie, rng = ItemTrie.of(codes), np.random.default_rng(options.seed)
+    card = RecommenderCard(
+        sizes=target.card.sizes, codes=target.card.codes, history=target.card.history, loss=kind, target=target.model_id
+    )
+    device = target.model.device
+    model = new_model(card, options.hidden_size, options.num_layers, options.seed).to(device)
+    lists = []
+    if kind in OF_LISTS:
+        usable = [usable[number] for number in rng.permutation(len(usable))[: options.num_listed]]
+        lists = listed(target.model, target.card, trie, codes, [one[:-1] for one in usable])
+
+    def loss_of(numbered: tuple[int, Sequence[int]]) -> torch.Tensor:
+        step, batch = numbered
+        of_logs = _rows_of(target, model, trie, card, codes, [usable[number] for number in batch])
+        of_lists = None
+        if lists:
+            drawn = np.random.default_rng((options.seed, step))  # by the step, wherever a training goes on
+            own = [lists[number] for number in batch]
+            picked = [
+                [*drawn.choice(rows, min(options.num_picked, len(rows)), replace=False), rows[-1]] for rows in own
+            ]
+            sequences = [[*usable[n][:-1], item] for n, items in zip(batch, picked, strict=True) for item in items]
+            of_lists = _rows_of(target, model, trie, card, codes, sequences, [len(items) for items in picked])
+        return draft_loss(kind, of_logs, of_lists)
+
+    batches = list(enumerate(_batches([len(one) for one in usable], options)))
+    seconds = train_steps(
+        model, batches, loss_of, folder, _digest(f"{kind} {target.model_id}", codes, usable, options),
+        options.learning_rate, tell=lambda step, loss: tell(step, len(batches), loss),
+        seconds_between_checkpoints=options.seconds_between_checkpoints,
+    )  # fmt: skip
+    update = {"num_histories": len(usable), "training_seconds": round(seconds, 1)}
+    return _saved(model, card.model_copy(update=update), folder)
+
+
+def listed(
+    model: torch.nn.Module, card: RecommenderCard, trie: ItemTrie, codes: ItemCodes, histories: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """A model's best NUM_ALIGNED items behind each history but those in it, rows of `codes`, the best first."""
+    found = []
+    for start in range(0, len(histories), LISTS_AT_ONCE):
+        part = histories[start : start + LISTS_AT_ONCE]
+        trees = CodeTrees(model, trie, card.first_tokens, [card.prompt(codes.codes[one]) for one in part])
+        left_out = [trie.emptied_by(codes.codes[np.unique(one)]) for one in part]
+        found += [one.rows for one in search(trees, trie, len(part), NUM_ALIGNED, BeamDrafter(), left_out)]
+    return found
+
+
+def _catalogue_loss(
+    logits: torch.Tensor, trie: ItemTrie, card: RecommenderCard, windows: Sequence[np.ndarray],
+    ways: tuple[np.ndarray, np.ndarray],
+) -> torch.Tensor:  # fmt: skip
+    """Cross entropy of a code, over those that a catalogue has there, as beams see them.
+
+    Over all codes a model would first of all learn the catalogue by heart. `logits` (B, T, vocab_size) of windows that
+    are filled on the right, `ways` those of `ItemTrie.ways_to`.
+    """
+    items = np.full((len(windows), logits.shape[1] // trie.num_levels), -1)
+    for row, one in enumerate(windows):
+        items[row, : len(one)] = one
+    total = logits.new_zeros(())
+    for level, said in enumerate(logits.unflatten(1, (-1, trie.num_levels)).unbind(2)):
+        followers = trie.codes[level][ways[0][items, level]]
+        tokens = torch.from_numpy(np.maximum(followers, 0) + card.first_tokens[level]).to(logits.device)
+        is_none = torch.from_numpy(followers < 0).to(logits.device)
+        own = said.float().gather(2, tokens).masked_fill(is_none, -torch.inf)
+        labels = torch.from_numpy(np.where(items < 0, NO_LABEL, ways[1][items, level])).to(logits.device)
+        total = total + torch.nn.functional.cross_entropy(own.flatten(0, 1), labels.flatten(), ignore_index=NO_LABEL)
+    return total / trie.num_levels
+
+
+@torch.no_grad()
+def _surprise(model, card: RecommenderCard, codes: ItemCodes, trie: ItemTrie, asked: Sequence[np.ndarray]) -> float:
+    """Mean over histories of -log p of the last item, among the items that there are."""
+    total = 0.0
+    for start in range(0, len(asked), LISTS_AT_ONCE):
+        part = asked[start : start + LISTS_AT_ONCE]
+        logits, labels, allowed = _said_of_last(model, trie, card, codes, part)
+        log_p = torch.log_softmax(logits.masked_fill(~allowed, -torch.inf), -1)
+        total -= float(log_p.gather(2, labels[..., None]).sum())
+    return total / max(1, len(asked))
+
+
+def _rows_of(
+    target: Recommender, model, trie: ItemTrie, card: RecommenderCard, codes: ItemCodes,
+    sequences: Sequence[Sequence[int]], counts: Sequence[int] = (),
+) -> Rows:  # fmt: skip
+    """The places of each sequence's last item's codes. `counts` : sequences of each list, whose last is the K-th."""
+    with torch.no_grad():
+        p, _, _ = _said_of_last(target.model, trie, target.card, codes, sequences)
+    q, labels, allowed = _said_of_last(model, trie, card, codes, sequences)
+    least = torch.zeros(labels.shape, device=labels.device)
+    if counts:
+        own = torch.log_softmax(p.masked_fill(~allowed, -torch.inf), -1).gather(2, labels[..., None])[..., 0]
+        ends = np.cumsum(counts) - 1
+        least = own[torch.from_numpy(np.repeat(ends, counts)).to(own.device)]
+    return Rows(*(each.flatten(0, 1) for each in (p, q)), labels.flatten(), allowed.flatten(0, 1), least.flatten())
+
+
+def _said_of_last(
+    model, trie: ItemTrie, card: RecommenderCard, codes: ItemCodes, sequences: Sequence[Sequence[int]]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a model says in the places of each sequence's last item's codes: logits (B, num_levels, V), tokens of these
+    codes int64 (B, num_levels), and what a catalogue has there, bool as the logits. Tokens count from the beginning's.
+    """
+    num_levels = codes.codes.shape[1]
+    rows = [card.tokens(codes.codes[np.asarray(one)[-card.history - 1 :]]) for one in sequences]
+    ids = _padded(rows, card.begin, left=True).to(model.device)
+    inputs = {"input_ids": ids, "attention_mask": _seen(ids, card.begin), "logits_to_keep": num_levels + 1}
+    logits = model(**inputs, use_cache=False).logits[:, :-1, card.begin :].float()
+    allowed = np.zeros(logits.shape, bool)
+    for number, one in enumerate(sequences):
+        path = codes.codes[one[-1]].tolist()
+        for level in range(num_levels):
+            node = trie.node_of(tuple(path[:level]))
+            children = trie.codes[level][node, : trie.num_children[level][node]]
+            allowed[number, level, children + card.first_tokens[level] - card.begin] = True
+    return logits, ids[:, -num_levels:] - card.begin, torch.from_numpy(allowed).to(model.device)
+
+
+def _saved(model, card: RecommenderCard, folder: Path) -> RecommenderCard:
+    save_recommender(model, card, folder)
+    drop_files(folder, CHECKPOINT_NAME, BEST_NAME)
+    return card
+
+
+def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Those that are learned; shared ones once."""
+    return {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
+
+
+def _batches(lengths: Sequence[int], options: RecommenderOptions) -> Iterator[list[int]]:
+    """Of every epoch all, those of like length together, in another order."""
+    order = np.argsort(lengths, kind="stable")
+    batches = [order[start : start + options.batch_size].tolist() for start in range(0, len(order), options.batch_size)]
+    for epoch in range(options.epochs):
+        yield from (batches[number] for number in np.random.default_rng(options.seed + epoch).permutation(len(batches)))
+
+
+def _enough(histories: Sequence[np.ndarray], folder: Path) -> list[np.ndarray]:
+    usable = [one for one in histories if len(one) > 1]
+    if len(usable) < MIN_HISTORIES:
+        raise ConfigError(
+            f"{len(usable)} users with two items or more are too few to train a recommender on, at least "
+            f"{MIN_HISTORIES} are needed"
+        )
+    there = files_there(folder)
+    if there and not there & {CARD_NAME, CHECKPOINT_NAME, BEST_NAME}:
+        raise ConfigError(f"{folder} holds other things than a recommender ({min(there)}): give a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    return usable
+
+
+def _held_back(num_histories: int, seed: int) -> np.ndarray:
+    """bool[num_histories]."""
+    num_held = max(1, min(MAX_HELD_BACK, round(HELD_BACK * num_histories)))
+    is_held = np.zeros(num_histories, bool)
+    is_held[np.random.default_rng(seed).permutation(num_histories)[:num_held]] = True
+    return is_held
+
+
+def _digest(kind: str, codes: ItemCodes, histories: Sequence[np.ndarray], options: RecommenderOptions) -> str:
+    option_values = asdict(options) | {"seconds_between_checkpoints": None}
+    digest = hashlib.sha256(f"{kind} {sorted(option_values.items(), key=str)} {codes_digest(codes)}".encode())
+    for one in histories:
+        digest.update(np.asarray(one, np.int64).tobytes() + b"|")
+    return digest.hexdigest()
+
+
+def _starts(length: int, history: int) -> range:
+    """Of windows of history + 1 items, in which each item but the first of all is behind another."""
+    return range(0, length - 1, history)
+
+
+def _padded(rows: Sequence[np.ndarray], begin: int, left: bool = False) -> torch.Tensor:
+    """int64 (len(rows), longest), with the token of beginnings where nothing is."""
+    longest = max(map(len, rows))
+    ids = np.full((len(rows), longest), begin, np.int64)
+    for number, row in enumerate(rows):
+        ids[number, slice(longest - len(row), longest) if left else slice(0, len(row))] = row
+    return torch.from_numpy(ids)
+
+
+def _seen(ids: torch.Tensor, begin: int) -> torch.Tensor:
+    """Attention mask of rows that are filled on the left: from their last beginning on."""
+    is_begin = ids == begin
+    return (is_begin.sum(1, keepdim=True) - is_begin.cumsum(1) == 0).long()

@@ -1,0 +1,1 @@
+"""Rules of acceptance beside greedy and relaxed ones."""

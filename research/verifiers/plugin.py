@@ -1,0 +1,51 @@
+"""The rules of this package by their names in the configuration."""
+
+from functools import partial
+
+from laserbatch.pipeline.decoding.plugins import VerifierPlugin
+
+
+class Unsure(VerifierPlugin):
+    """A rule of `unsure.py`; min_probability is the value of its `parameter`, if it has one."""
+
+    def __init__(self, name: str, parameter: str | None = None) -> None:
+        self._name, self._parameter = name, parameter
+
+    def make(self, decoding):
+        from laserbatch.research.verifiers import unsure
+
+        given = {} if self._parameter is None else {self._parameter: decoding.min_probability}
+        return getattr(unsure, self._name)(**given)
+
+
+class Sampling(VerifierPlugin):
+    """Judges what models draw: `first_draw` and the other functions of `rejection.py`."""
+
+    samples = True
+
+    def __init__(self, draw: str, judges_several: bool = False, **arguments) -> None:
+        self._draw, self._judges_several, self._arguments = draw, judges_several, arguments
+
+    def check(self, decoding) -> None:
+        rule = f"verifier {decoding.verifier}"
+        if "trained" not in decoding.drafters:
+            raise ValueError(
+                f"{rule} judges what a small model or a head draws: add trained to drafters, or say `greedy`"
+            )
+        options = decoding.options_of("trained")
+        if options.num_models > 1 and (not self._judges_several or options.head is not None):
+            raise ValueError(f"{rule} judges what one model draws, {options.num_models} are named")
+
+    def make(self, decoding):
+        from laserbatch.research.verifiers import rejection
+        from laserbatch.research.verifiers.draws import SamplingRule
+
+        draw = getattr(rejection, self._draw)
+        return SamplingRule(partial(draw, **self._arguments) if self._arguments else draw)
+
+
+TYPICAL, AASD, FLY = Unsure("Typical", "epsilon"), Unsure("AASD", "beta"), Unsure("FLy")
+LEVIATHAN = Sampling("first_draw")
+SPECINFER = Sampling("recursive_rejection", judges_several=True)
+K_SEQ = Sampling("k_seq")
+RSD = Sampling("recursive_rejection", without_replacement=True)

@@ -1,0 +1,90 @@
+"""Speculative sampling by rejection: of one chain, of several draws, of draws without replacement.
+
+Leviathan et al. (ICML 2023, Algorithm 1; Chen et al. 2023) judge one draw, SpecInfer (Miao et al., ASPLOS 2024,
+Algorithm 2) independent ones of one model or several, SpecTr (Sun et al., NeurIPS 2023, Algorithm 3 and section 4.2:
+K-SEQ) those of one model all at once, RSD (Jeon et al. 2024, section 3.1, Algorithm 1) those of a tree whose branches
+were drawn without replacement.
+"""
+
+import torch
+
+from laserbatch.research.verifiers.draws import Draws
+
+NUM_HALVINGS = 40
+
+
+def first_draw(p: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
+    """Accept x with min(1, p(x) / q(x)), else draw from what p has more than q. Of several drafts the first counts."""
+    is_first = torch.arange(draws.tokens.shape[1], device=p.device) == 0
+    return recursive_rejection(p, draws.only(is_first.expand_as(draws.tokens)))
+
+
+def recursive_rejection(
+    p: torch.Tensor, draws: Draws, without_replacement: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each draw in turn is accepted by its ratio of what is left of p to its own distribution q (RSD, Algorithm 1).
+
+    What is left after a rejection is p - q where that is positive. Of draws without replacement q is what earlier draws
+    of the same place left of it. Parameters and results as `SamplingRule.draw` has them.
+    """
+    drafted = torch.full((len(p),), -1, device=p.device)
+    for number in range(draws.tokens.shape[1]):
+        places = torch.nonzero((draws.tokens[:, number] >= 0) & (drafted < 0))[:, 0]
+        tokens, q = draws.tokens[places, number], draws.distribution(places, number)
+        if without_replacement and number:
+            earlier = draws.tokens[places, :number]
+            is_like = draws.rows[places, :number] == draws.rows[places, number : number + 1]
+            gone = torch.zeros_like(q).scatter_add_(1, earlier.clamp_min(0), (is_like & (earlier >= 0)).float())
+            q = normalised(q.masked_fill(gone > 0, 0.0))
+        left, at = p[places], tokens[:, None]
+        is_accepted = draws.uniform[places, number] * q.gather(1, at)[:, 0] < left.gather(1, at)[:, 0]
+        drafted[places[is_accepted]] = tokens[is_accepted]
+        p = p.index_put((places,), torch.where(is_accepted[:, None], left, normalised((left - q).clamp_min(0), left)))
+    return drafted, p
+
+
+def k_seq(p: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first of k independent draws x of one q with u < p(x) / (rho q(x)), rho as small as it may be.
+
+    Which is where 1 - (1 - beta)^k = rho beta, beta being the acceptance of one draw, sum min(q, p / rho).
+    """
+    is_drawn = (draws.tokens >= 0) & (draws.rows >= 0)
+    k = is_drawn.sum(1)
+    places = torch.nonzero(k)[:, 0]
+    drafted = torch.full((len(p),), -1, device=p.device)
+    if len(places):
+        own, count, q = p[places], k[places, None], draws.distribution(places, 0)
+        rho = smallest_rho(own, q, count)
+        beta = accepted_mass(own, q, rho)
+        tokens = torch.where(is_drawn[places], draws.tokens[places], 0)
+        is_accepted = is_drawn[places] & (draws.uniform[places] * rho * q.gather(1, tokens) < own.gather(1, tokens))
+        first = is_accepted.int().argmax(1, keepdim=True)
+        drafted[places] = torch.where(is_accepted.any(1), tokens.gather(1, first)[:, 0], -1)
+        share = (1 - (1 - beta) ** count) / beta.clamp_min(torch.finfo(p.dtype).tiny)
+        residual = normalised((own - torch.minimum(q, own / rho) * share).clamp_min(0), own)
+        p = p.index_put((places,), residual)
+    chosen, p = recursive_rejection(p, draws.only(~is_drawn & (drafted < 0)[:, None]))
+    return torch.where(drafted >= 0, drafted, chosen), p
+
+
+def accepted_mass(p: torch.Tensor, q: torch.Tensor, rho: torch.Tensor) -> torch.Tensor:
+    """How often one draw is accepted: (R, 1) of (R, vocab_size) twice and (R, 1)."""
+    return torch.minimum(q, p / rho).sum(1, keepdim=True)
+
+
+def smallest_rho(p: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """By halving between 1 and k, int64 (R, 1): (R, 1)."""
+    low, high = torch.ones_like(p[:, :1]), k.to(p.dtype)
+    for _ in range(NUM_HALVINGS):
+        middle = (low + high) / 2
+        beta = accepted_mass(p, q, middle)
+        is_enough = 1 - (1 - beta) ** k <= middle * beta
+        low, high = torch.where(is_enough, low, middle), torch.where(is_enough, middle, high)
+    return high
+
+
+def normalised(weights: torch.Tensor, otherwise: torch.Tensor | None = None) -> torch.Tensor:
+    """Rows that sum to 1; a row of zeros, which rounding can leave, becomes that of `otherwise`."""
+    total = weights.sum(-1, keepdim=True)
+    scaled = weights / total.clamp_min(torch.finfo(weights.dtype).tiny)
+    return scaled if otherwise is None else torch.where(total > 0, scaled, otherwise)

@@ -1,0 +1,67 @@
+"""Rules that go by how unsure the target is: Medusa's typical acceptance, AASD's conditional one, FLy's loose one."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from laserbatch.pipeline.decoding.verifiers.verifier import NodeVerdicts, entropy, is_choice, log_softmax
+from laserbatch.retrieval_pools.sources import SOURCE_OUTPUT
+
+
+@dataclass(frozen=True)
+class Typical:
+    """Accept what is not unlikely for how sure the target is: p(x) > min(epsilon, delta exp(-H(p))).
+
+    Cai et al., ICML 2024, section 2.3.1.
+
+    `epsilon`, a probability that always suffices; delta is its square root, as the paper advises. Where the target is
+    unsure, H being large, less suffices.
+    """
+
+    epsilon: float = 0.1
+
+    def __call__(self, logits, choices, nodes) -> NodeVerdicts:
+        log_p = log_softmax(logits)
+        threshold = (math.sqrt(self.epsilon) * torch.exp(-entropy(log_p))).clamp(max=self.epsilon)
+        log_probability = log_p[nodes.parents, nodes.token_ids]
+        is_typical = log_probability.exp() > threshold[nodes.parents]
+        return NodeVerdicts(is_choice(choices, nodes) | is_typical, log_probability)
+
+
+@dataclass(frozen=True)
+class AASD:
+    """Accept what is likely, the likelier the less sure the target is: p(x) >= min(alpha H(p) + beta, max p) (Eq. 4-6).
+
+    AASD: alignment-augmented speculative decoding, section 3.3.
+
+    What was drafted from the text's own output must be the target's choice: a loop would follow itself.
+    """
+
+    alpha: float = 0.1
+    beta: float = 0.1
+
+    def __call__(self, logits, choices, nodes) -> NodeVerdicts:
+        log_p = log_softmax(logits)
+        threshold = torch.minimum(self.alpha * entropy(log_p) + self.beta, log_p.amax(-1).exp())
+        log_probability = log_p[nodes.parents, nodes.token_ids]
+        is_likely = (log_probability.exp() >= threshold[nodes.parents]) & (nodes.sources != SOURCE_OUTPUT)
+        return NodeVerdicts(is_choice(choices, nodes) | is_likely, log_probability)
+
+
+@dataclass(frozen=True)
+class FLy:
+    """Accept any token where the target is unsure and then goes on as the draft does (Li et al., ICLR 2026).
+
+    The gate: the entropy of the target, as a share of the vocabulary's, is at least `min_entropy`. The window: so many
+    of the target's own choices follow the token in the draft; where the draft ends before, it is not accepted.
+    """
+
+    min_entropy: float = 0.3
+    window: int = 6
+
+    def __call__(self, logits, choices, nodes) -> NodeVerdicts:
+        log_p = log_softmax(logits)
+        is_open = entropy(log_p) >= self.min_entropy * math.log(logits.shape[-1])
+        log_probability = log_p[nodes.parents, nodes.token_ids]
+        return NodeVerdicts(is_choice(choices, nodes) | is_open[nodes.parents], log_probability)

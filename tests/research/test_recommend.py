@@ -1,0 +1,288 @@
+"""Nightly lists: written, carried over, resumed, held back; nothing that left the catalogue; wrong input is named."""
+
+import datetime
+import json
+import re
+import shutil
+from dataclasses import replace
+from itertools import islice
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+import torch
+from night_world import FIRST_DATE, SECOND_DATE, Done, make_world, run_here, write_config
+from safetensors.torch import load_file, save_file
+
+from laserbatch.jobs.stages import shards as shards_stage
+from laserbatch.jobs.stages.workers import NightWorkers
+from laserbatch.pipeline.distributed.cluster import WorkerLayout
+from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.pipeline.tables.read import read_tables
+from laserbatch.research.recommending import nightly as stage
+from laserbatch.research.recommending import planned
+from laserbatch.research.recommending.list_worker import ListWorker
+
+
+@pytest.fixture(autouse=True)
+def lists_are_made_here(request, monkeypatch):
+    """By one worker in this process, but for tests that are marked: Ray's take seconds to start."""
+    if not request.node.get_closest_marker("ray"):
+        make_lists_here(monkeypatch)
+
+
+def make_lists_here(patched: pytest.MonkeyPatch) -> None:
+    def worker_pool(_, spec):
+        spec = replace(spec, device="cpu", num_threads=1, num_workers=1)
+        worker = ListWorker(spec)
+        call_one = lambda method, *asked: getattr(worker, method)(*asked)  # noqa: E731
+        return SimpleNamespace(spec=spec, layout=WorkerLayout(1, 1, 0, "cpu"), run=worker.run, call_one=call_one)
+
+    def here(pending, worker_pool, choose, on_first_text):
+        for shard in pending:
+            yield shard, worker_pool.run(shard, choose(None)["user"])
+
+    patched.setattr(NightWorkers, "worker_pool", worker_pool)
+    patched.setattr(shards_stage, "run_shards", here)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A world, codes of its items, and a recommender that has seen it once."""
+    folder = make_world(tmp_path_factory.mktemp("world"))
+    items = read_tables(folder / "tables", as_of=datetime.date.fromisoformat(FIRST_DATE)).items
+    ids = items["item_id"].combine_chunks()  # later ones have no codes, as after a training
+    codes = [[number // 6, number // 2 % 3, number % 2] for number in range(len(ids))]
+    codes[-1][-1] = 2  # so that there is room behind the others' codes
+    pq.write_table(pa.table({"item_id": ids, "codes": codes}), folder / "codes.parquet")
+    return folder
+
+
+@pytest.fixture
+def world(trained, tmp_path, capfd):
+    """A copy to spoil."""
+    for name in ("tables", "codes.parquet"):
+        (tmp_path / name).symlink_to(trained / name)
+    if not (trained / "recommender").exists():
+        config = write_config(trained)
+        train = ("recommender", "train", "--config", str(config), "--codes", str(trained / "codes.parquet"))
+        assert run_here(capfd, *train, "--out", str(trained / "recommender"), "--epochs", "2").returncode == 0
+        small = ("recommender", "train", "--config", str(config), "--draft-for", str(trained / "recommender"))
+        done = run_here(capfd, *small, "--out", str(trained / "small"), "--epochs", "1")
+        assert done.returncode == 0, done.stderr
+    return tmp_path, trained
+
+
+def recommend(capfd, world, date=FIRST_DATE, *more, **options) -> Done:
+    folder, trained = world
+    of_all = {name: options.pop(name) for name in ("deliver_to", "gates", "metrics") if name in options}
+    options = {"model": str(trained / "recommender"), "num_items": 5, "batch_size": 4} | options
+    config = write_config(folder, extensions={"recommending": options}, **of_all)
+    return run_here(capfd, "recommend", "--config", str(config), "--date", date, *more, "--json")
+
+
+def lists_of(done: Done) -> dict:
+    table = pq.read_table(json.loads(done.stdout)["lists"])
+    assert table.column_names == ["user_id", "rank", "item_id", "score"]
+    found = {}
+    for row in table.to_pylist():
+        found.setdefault(row["user_id"], []).append(row["item_id"])
+        assert row["rank"] == len(found[row["user_id"]])
+    return found
+
+
+def test_everybody_gets_a_list_and_the_unchanged_keep_theirs(world, capfd):
+    first = recommend(capfd, world)
+    assert first.returncode == 0, first.stderr
+    told, lists = json.loads(first.stdout), lists_of(first)
+    assert len(lists) == told["users"]["entities"] and {len(one) for one in lists.values()} == {5}
+    assert Workspace.open(world[0] / "workspace" / "recommendations").published().run_id == told["run_id"]
+    again = recommend(capfd, world)
+    assert json.loads(again.stdout)["run_id"] == told["run_id"] and "finished already" in again.stderr
+    second = recommend(capfd, world, SECOND_DATE)
+    users = json.loads(second.stdout)["users"]
+    assert users["carried_over"] > 0 and users["generated"] + users["carried_over"] == users["entities"]
+    fresh = recommend(capfd, world, SECOND_DATE, "--force", num_drafted=20)
+    assert lists_of(fresh) == lists_of(second) and json.loads(fresh.stdout)["run_id"].endswith("-2")
+    assert (
+        json.loads(fresh.stdout)["forwards_saved"] > json.loads(first.stdout)["forwards_saved"]
+    )  # last night's drafted
+    older = recommend(capfd, world, "2025-02-27", keep_runs=1)
+    assert older.returncode == 0 and "stays published" in older.stderr
+    runs = Workspace.open(world[0] / "workspace" / "recommendations").runs()
+    assert [run.run_id for run in runs] == [json.loads(one.stdout)["run_id"] for one in (second, fresh)]
+
+
+def publish_vectors(folder) -> pa.ChunkedArray:
+    """Vectors of all items of the second date, as a run of texts leaves them; the items."""
+    items = read_tables(folder / "tables", as_of=datetime.date.fromisoformat(SECOND_DATE)).items["item_id"]
+    vectors = np.random.default_rng(0).normal(size=(len(items), 8)).astype(np.float32)
+    workspace = Workspace.open(folder / "workspace")
+    texts = workspace.run("2025-02-28-00000000")
+    column = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), 8)
+    texts.features_path("item").parent.mkdir(parents=True)
+    pq.write_table(pa.table({"item_id": items.combine_chunks(), "vector": column}), texts.features_path("item"))
+    texts.manifest_path.write_text("{}")
+    texts.finish()
+    workspace.publish(texts.run_id)
+    return items
+
+
+def test_who_did_nothing_new_gets_a_list_with_new_items_in_time(world, capfd, monkeypatch):
+    recommend(capfd, world)
+    publish_vectors(world[0])
+    monkeypatch.setattr(planned, "DAYS", 1)
+    second, third = (json.loads(recommend(capfd, world, date).stdout) for date in (SECOND_DATE, "2025-03-02"))
+    assert second["users"]["carried_over"] == 0 < third["users"]["carried_over"]
+
+
+def test_new_items_are_listed_by_the_codes_of_the_most_alike(world, capfd):
+    """Vectors are those of the published run of texts."""
+    folder, _ = world
+    alone = recommend(capfd, world, SECOND_DATE)
+    assert "0 have codes like those" in alone.stderr
+    items = publish_vectors(folder)
+    done = recommend(capfd, world, SECOND_DATE, "--force", num_items=len(items))
+    assert done.returncode == 0, done.stderr
+    told = re.search(r"(\d+) items came since the recommender was trained: (\d+) have", done.stderr)
+    assert told[1] == told[2] != "0"
+    known = pq.read_table(folder / "codes.parquet")["item_id"].to_pylist()
+    assert {item for one in lists_of(done).values() for item in one} - set(known)
+
+
+def test_a_small_model_drafts_the_same_lists(world, capfd):
+    alone = lists_of(recommend(capfd, world))
+    drafted = recommend(capfd, world, FIRST_DATE, "--force", draft_model=str(world[1] / "small"), num_drafted=20)
+    assert lists_of(drafted) == alone
+
+
+def had_by_users(path) -> dict:
+    had = {}
+    for row in pq.read_table(path).to_pylist():
+        if str(row["timestamp"])[:10] <= FIRST_DATE:
+            had.setdefault(row["user_id"], set()).add(row["item_id"])
+    return had
+
+
+def test_what_somebody_has_had_is_listed_again_only_where_it_may_be(world, capfd):
+    """Of three users one has had all items, one all but two, one all but five."""
+    folder, trained = world
+    (folder / "tables").unlink()
+    shutil.copytree(trained / "tables", folder / "tables")
+    path, items = folder / "tables" / "interactions.parquet", pq.read_table(folder / "codes.parquet")["item_id"]
+    log = pq.read_table(path)
+    row = log.filter(pc.less_equal(pc.strftime(log["timestamp"], "%Y-%m-%d"), FIRST_DATE)).slice(0, 1).to_pylist()[0]
+    users = pq.read_table(folder / "tables" / "users.parquet")["user_id"].slice(0, 3).to_pylist()
+    num_left = dict(zip(users, (0, 2, 5), strict=True))
+    log = log.filter(pc.invert(pc.is_in(log["user_id"], pa.array(users))))
+    more = [row | {"user_id": user, "item_id": item} for user in users for item in items.to_pylist()[num_left[user] :]]
+    pq.write_table(pa.concat_tables([log, pa.Table.from_pylist(more, log.schema)]), path)
+    done, had = recommend(capfd, world), had_by_users(path)
+    found = lists_of(done)
+    assert had and not any(had.get(user, set()) & set(items) for user, items in found.items())
+    assert [len(found.get(user, [])) for user in users] == [0, 2, 5] and set(map(len, found.values())) == {2, 5}
+    assert json.loads(done.stdout)["shorter_lists"] == 2 and "2 users have lists of fewer than 5 items" in done.stderr
+    assert json.loads(done.stdout)["users"]["quarantined"] == 0
+    again = recommend(capfd, world, list_again=True)
+    assert any(had.get(user, set()) & set(items) for user, items in lists_of(again).items())
+    assert json.loads(again.stdout)["shorter_lists"] == 0
+
+
+def test_what_left_the_catalogue_is_listed_no_more(world, capfd):
+    folder, trained = world
+    before = lists_of(recommend(capfd, world))
+    (gone, *_) = next(iter(before.values()))
+    (folder / "tables").unlink()
+    (folder / "tables").mkdir()
+    for name in ("users", "items", "interactions"):
+        table = pq.read_table(trained / "tables" / f"{name}.parquet")
+        if name != "users":
+            table = table.filter(pc.not_equal(table["item_id"], gone))
+        pq.write_table(table, folder / "tables" / f"{name}.parquet")
+    after = lists_of(recommend(capfd, world, SECOND_DATE))
+    assert before.keys() <= after.keys() and gone not in {item for one in after.values() for item in one}
+
+
+@pytest.mark.ray
+def test_rays_workers_go_on_with_what_a_killed_run_finished(world, capfd, monkeypatch):
+    monkeypatch.setattr(stage, "SHARD_BATCHES", 1)
+    with monkeypatch.context() as patched:
+        make_lists_here(patched)
+        whole, here = lists_of(recommend(capfd, world)), shards_stage.run_shards
+
+        def killed(shards, *arguments):
+            yield from islice(here(shards, *arguments), 2)
+            raise KeyboardInterrupt
+
+        patched.setattr(shards_stage, "run_shards", killed)
+        assert recommend(capfd, world, FIRST_DATE, "--force").returncode == 130
+    of_all = json.loads(run_here(capfd, "status", "--config", str(world[0] / "laserbatch.yaml"), "--json").stdout)
+    state = of_all["within"]["recommendations"]
+    assert state["state"] == "idle" and "interrupted" in state["run"]["failure"]
+    shards = world[0] / "workspace" / "recommendations" / "runs" / state["run"]["run_id"] / "shards" / "user"
+    records = {path: path.stat().st_mtime_ns for path in shards.glob("*.json")}
+    done = recommend(capfd, world)
+    assert done.returncode == 0 and lists_of(done) == whole and json.loads(done.stdout)["run_id"].endswith("-2")
+    assert len(records) > 1 and all(path.stat().st_mtime_ns == when for path, when in records.items())
+
+
+def test_lists_of_somebody_who_is_forgotten_go(world, capfd):
+    """Where they were delivered to as well."""
+    folder, _ = world
+    there = folder / "bucket"
+    there.mkdir()
+    deliver_to = {"deliver_to": there.as_uri()}
+    done = recommend(capfd, world, **deliver_to)
+    run_id = json.loads((there / "recommendations" / "published.json").read_text())["run_id"]
+    delivered = there / "recommendations" / "runs" / run_id / "lists.parquet"
+    assert pq.read_table(delivered) == pq.read_table(json.loads(done.stdout)["lists"])
+    user = next(iter(lists_of(done)))
+    forgotten = run_here(capfd, "forget", "--config", str(folder / "laserbatch.yaml"), "--user", str(user), "--json")
+    assert forgotten.returncode == 0, forgotten.stderr
+    assert user not in lists_of(done) and json.loads(forgotten.stdout)["ids"]["user"]
+    assert user not in pq.read_table(delivered)["user_id"].to_pylist()
+    assert recommend(capfd, world, **deliver_to).returncode == 0  # finished still
+    write_config(folder)
+    told = run_here(capfd, "forget", "--config", str(folder / "laserbatch.yaml"), "--user", "u0", "--dry-run", "--json")
+    assert json.loads(told.stdout)["not_reached"] == [f"{there.as_uri()}/recommendations"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"model": None}, "names no model"),
+        ({"model": "nowhere"}, "nowhere holds no recommender"),
+        ({"num_items": 100}, "recommending.num_items 100 is more than the"),
+    ],
+)
+def test_what_cannot_be_recommended_from_is_said(options, said, world, capfd):
+    done = recommend(capfd, world, **options)
+    assert done.returncode == 3 and said in done.stderr and not (world[0] / "workspace").exists()
+
+
+def test_users_whose_numbers_are_broken_keep_the_last_list_as_stale(world, capfd):
+    folder, trained = world
+    before = lists_of(recommend(capfd, world))
+    broken = folder / "broken" / "recommender"
+    shutil.copytree(trained / "recommender", broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.embed_tokens.weight"][1 + 3] = torch.nan  # the fourth code of the first level
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    done = recommend(capfd, world, SECOND_DATE, model=str(broken))
+    assert done.returncode == 4 and "quarantine" in done.stderr and "not published" in done.stderr
+    run = Workspace.open(folder / "workspace" / "recommendations").runs()[-1]
+    failed, lists = run.read_quarantine("user"), pq.read_table(run.root / "lists.parquet")
+    assert failed.num_rows > 0 and set(failed["reason"].to_pylist()) == {"not-finite"}
+    for user in failed["entity_id"].to_pylist():
+        rows = lists.filter(pc.equal(lists["user_id"], user))
+        assert rows["item_id"].to_pylist() == before.get(user, [])
+    told = {
+        "gates": {"max_failed_share": 1.0, "min_coverage": 0.0},
+        "metrics": {"textfile": str(folder / "laserbatch.prom")},
+    }
+    again = recommend(capfd, world, SECOND_DATE, model=str(broken), **told)
+    assert again.returncode == 0 and "judged again" in again.stderr and run.is_finished
+    assert "laserbatch_lists_last_exit_code 0" in (folder / "laserbatch_lists.prom").read_text()

@@ -1,0 +1,287 @@
+"""Losses of drafts against plain loops; training that learns, and gives the same bytes again."""
+
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
+from laserbatch.pipeline.errors import ConfigError, ModelError
+from laserbatch.research.recommending.baselines import neighbour_lists, popular_list
+from laserbatch.research.recommending.beams import BeamDrafter, ModelBeams, search
+from laserbatch.research.recommending.code_trees import CodeTrees
+from laserbatch.research.recommending.codes import ItemCodes
+from laserbatch.research.recommending.item_trie import ItemTrie
+from laserbatch.research.recommending.losses import (
+    NUM_ALIGNED,
+    Rows,
+    relaxed_loss,
+    strict_loss,
+    variation_loss,
+    word_loss,
+)
+from laserbatch.research.recommending.models import load_recommender
+from laserbatch.research.recommending.training import (
+    RecommenderOptions,
+    _catalogue_loss,
+    _held_back,
+    _starts,
+    listed,
+    train_draft,
+    train_recommender,
+)
+
+KINDS = ("sft", "wordkd", "tvdkd", "seqkd", "atspeed_s", "atspeed_r")
+
+
+def some_rows() -> Rows:
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.randn((6, 30), generator=generator) for _ in range(2))
+    allowed = torch.rand((6, 30), generator=generator) < 0.9
+    labels = allowed.float().argmax(-1)
+    return Rows(p, q, labels, allowed, torch.randn(6, generator=generator) - 2)
+
+
+def test_losses_are_their_definitions():
+    rows = some_rows()
+    word, variation, strict, plain_kl, relaxed = ([] for _ in range(5))
+    for p, q, allowed, least in zip(rows.p, rows.q, rows.allowed, rows.least.tolist(), strict=True):
+        whole_p, whole_q = torch.softmax(p, -1).tolist(), torch.softmax(q, -1).tolist()
+        word.append(-sum(a * np.log(b) for a, b in zip(whole_p, whole_q, strict=True)))
+        variation.append(sum(abs(a - b) for a, b in zip(whole_p, whole_q, strict=True)) / 2)
+        own_p, own_q = torch.softmax(p[allowed], -1).tolist(), torch.softmax(q[allowed], -1).tolist()
+        best = sorted(range(len(own_q)), key=lambda place: -own_q[place])[:NUM_ALIGNED]
+        plain_kl.append(sum(own_q[i] * np.log(own_q[i] / own_p[i]) for i in best))
+        strict.append(plain_kl[-1] - sum(own_q[i] * (np.log(own_q[i]) - least) for i in best))
+        best = sorted(range(len(own_p)), key=lambda place: -own_p[place])[:NUM_ALIGNED]
+        sums = [sum(one[i] for i in best) for one in (own_p, own_q)]
+        relaxed.append(sum(abs(own_p[i] / sums[0] - own_q[i] / sums[1]) for i in best) / 2)
+    for found, expected in (
+        (word_loss(rows), word), (variation_loss(rows), variation), (strict_loss(rows), strict),
+        (strict_loss(rows, is_dense=False), plain_kl), (relaxed_loss(rows), relaxed),
+    ):  # fmt: skip
+        assert float(found) == pytest.approx(np.mean(expected), rel=1e-4)
+
+
+def test_windows_hold_every_item_behind_another():
+    for length in range(2, 60):
+        said = [place for start in _starts(length, 7) for place in range(start + 1, min(start + 8, length))]
+        assert said == list(range(1, length)), length
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """Items of a few codes; users go on from one to the next, mostly. A target that was trained on them."""
+    rng = np.random.default_rng(0)
+    codes = np.array(sorted({tuple(row) for row in rng.integers(0, (4, 3, 3), (30, 3)).tolist()}), np.int32)
+    items = ItemCodes(pa.array([str(number) for number in range(len(codes))]), codes, (4, 3, 3))
+    histories = []
+    for _ in range(300):
+        steps = rng.choice([1, 1, 1, 2], int(rng.integers(4, 12)))
+        histories.append((int(rng.integers(len(codes))) + np.cumsum(steps)) % len(codes))
+    folder = tmp_path_factory.mktemp("recommenders")
+    options = RecommenderOptions(hidden_size=64, num_layers=2, epochs=12, batch_size=16)
+    train_recommender(items, histories, folder / "target", options)
+    return items, histories, folder
+
+
+def test_a_recommender_learns_what_comes_next_and_only_says_items(world):
+    items, histories, folder = world
+    target, trie = load_recommender(folder / "target"), ItemTrie.of(items)
+    told = histories[:40]
+    trees = CodeTrees(
+        target.model, trie, target.card.first_tokens, [target.card.prompt(items.codes[one[:-1]]) for one in told]
+    )
+    found = search(trees, trie, len(told), 3, BeamDrafter())
+    assert np.mean([one[-1] in list.rows for one, list in zip(told, found, strict=True)]) > 0.8
+    assert np.mean([one[-2] + 1 == list.rows[0] for one, list in zip(told, found, strict=True)]) > 0.7
+
+
+def test_the_loss_is_over_what_a_catalogue_has_there(world):
+    items, histories, folder = world
+    target, trie = load_recommender(folder / "target"), ItemTrie.of(items)
+    card, windows = target.card, [histories[0][:3], histories[1][:5]]
+    ids = torch.zeros((2, 1 + 5 * 3), dtype=torch.int64)
+    for row, one in enumerate(windows):
+        tokens = card.tokens(items.codes[one])
+        ids[row, : len(tokens)] = torch.from_numpy(tokens)
+    with torch.no_grad():
+        logits = target.model(ids).logits[:, :-1]
+    losses = []
+    for row, one in enumerate(windows):
+        for number, item in enumerate(one.tolist()):
+            for level, code in enumerate(items.codes[item].tolist()):
+                alike = items.codes[(items.codes[:, :level] == items.codes[item, :level]).all(1)]
+                said = logits[row, 3 * number + level]
+                allowed = {int(other): float(said[card.first_tokens[level] + other]) for other in alike[:, level]}
+                losses.append(np.logaddexp.reduce(list(allowed.values())) - allowed[code])
+    found = _catalogue_loss(logits, trie, card, windows, trie.ways_to(items.codes))
+    assert float(found) == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+def test_baselines_are_their_definitions():
+    rng = np.random.default_rng(1)
+    histories = [rng.integers(0, 12, int(rng.integers(1, 7))) for _ in range(40)]
+    asked = [np.array([3]), np.array([1, 5, 5]), np.array([11, 0])]
+    found, has = (
+        neighbour_lists(histories, 12, asked, 4),
+        np.array([[i in one for i in range(12)] for one in histories]),
+    )
+    for own, items in zip(asked, found, strict=True):
+        cosine = [
+            sum(
+                np.sum(has[:, i] & has[:, j]) / np.sqrt(max(1, has[:, i].sum()) * max(1, has[:, j].sum()))
+                for i in set(own.tolist())
+            )
+            for j in range(12)
+        ]
+        others = [j for j in sorted(range(12), key=lambda j: (-round(cosine[j], 5), j)) if j not in own]
+        assert items.tolist() == [j for j in others if cosine[j] > 0][:4]
+    counts = np.bincount(np.concatenate(histories), minlength=12)
+    assert popular_list(histories, 12, 3).tolist() == sorted(range(12), key=lambda i: -counts[i])[:3]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_model_saves_forwards_and_changes_no_list(kind, world, tmp_path):
+    items, histories, folder = world
+    target, trie = load_recommender(folder / "target"), ItemTrie.of(items)
+    options = RecommenderOptions(hidden_size=64, num_layers=1, epochs=4, batch_size=16, num_listed=60)
+    train_draft(kind, target, items, histories[:150], tmp_path / kind, options)
+    draft = load_recommender(tmp_path / kind)
+    draft.require_drafts_for(target)
+    prompts = [target.card.prompt(items.codes[one[:-1]]) for one in histories[:20]]
+
+    def lists(drafter_of):
+        trees = CodeTrees(target.model, trie, target.card.first_tokens, prompts)
+        return search(trees, trie, len(prompts), 3, drafter_of())
+
+    def small():
+        trees = CodeTrees(draft.model, trie, draft.card.first_tokens, prompts)
+        return ModelBeams(trees, trie, len(prompts), 12)
+
+    plain, drafted = lists(BeamDrafter), lists(small)
+    assert [one.rows.tolist() for one in plain] == [one.rows.tolist() for one in drafted]
+    assert sum(one.num_accepted for one in drafted) > sum(one.num_accepted for one in plain)
+
+
+def test_the_same_training_gives_the_same_bytes(world, tmp_path):
+    items, histories, _ = world
+    histories = histories[:100]
+    options = RecommenderOptions(hidden_size=64, num_layers=1, epochs=1, batch_size=16)
+    for name in ("a", "b"):
+        train_recommender(items, histories, tmp_path / name, options)
+    assert len({(tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b")}) == 1
+
+
+def test_what_does_not_fit_is_refused(world, tmp_path):
+    items, histories, folder = world
+    target = load_recommender(folder / "target")
+    others = ItemCodes(items.item_ids, items.codes[::-1], items.sizes)
+    with pytest.raises(ModelError, match="was trained on other item codes"):
+        target.require(others)
+    train_recommender(
+        others, histories[:20], tmp_path / "other", RecommenderOptions(hidden_size=64, num_layers=1, epochs=1)
+    )
+    with pytest.raises(ModelError, match="another vocabulary of codes"):
+        load_recommender(tmp_path / "other").require_drafts_for(target)
+    with pytest.raises(ModelError, match="holds no recommender"):
+        load_recommender(tmp_path)
+    with pytest.raises(ConfigError, match="3 users with two items or more are too few"):
+        train_recommender(items, [*histories[:3], histories[3][:1]], tmp_path / "few")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "notes.txt").touch()
+    with pytest.raises(ConfigError, match="holds other things than a recommender"):
+        train_recommender(items, histories, tmp_path / "texts")
+
+
+def test_a_killed_training_goes_on_to_the_same_bytes(world, tmp_path):
+    items, histories, _ = world
+    histories = histories[:100]
+    options = RecommenderOptions(
+        hidden_size=64, num_layers=1, epochs=2, batch_size=16, num_listed=60, seconds_between_checkpoints=0.0
+    )
+
+    def train(kind, folder, tell=lambda *told: None):
+        if kind == "target":
+            return train_recommender(items, histories, folder, options, tell)
+        return train_draft(kind, load_recommender(world[2] / "target"), items, histories, folder, options, tell)
+
+    for kind, last in (("target", 8), ("atspeed_s", 6)):
+        whole = train(kind, tmp_path / kind / "whole")
+
+        def killed(step, num_steps, loss, last=last):
+            if step == last:
+                raise KeyboardInterrupt
+
+        folder, told = tmp_path / kind / "killed", []
+        with pytest.raises(KeyboardInterrupt):
+            train(kind, folder, killed)
+        with pytest.raises(ModelError, match="holds no recommender"):
+            load_recommender(folder)
+        card = train(kind, folder, lambda step, *_, told=told: told.append(step))
+        assert told[0] == last and {path.name for path in folder.iterdir()} == {
+            "config.json", "generation_config.json", "model.safetensors", "recommender.json"
+        }  # fmt: skip
+        assert card.model_copy(update={"training_seconds": whole.training_seconds}) == whole
+        names = [tmp_path / kind / name / "model.safetensors" for name in ("whole", "killed")]
+        assert names[0].read_bytes() == names[1].read_bytes()
+
+
+def test_the_card_tells_how_lists_do_that_were_held_back(world):
+    items, histories, folder = world
+    target, trie = load_recommender(folder / "target"), ItemTrie.of(items)
+    card = target.card
+    asked = [one for one, held in zip(histories, _held_back(len(histories), 0), strict=True) if held]
+    lists = listed(target.model, card, trie, items, [one[:-1] for one in asked])
+    hits = [rows.tolist().index(one[-1]) for one, rows in zip(asked, lists, strict=True) if one[-1] in rows[:10]]
+    assert card.held_back.num_histories == card.popular.num_histories == len(asked) == 30
+    assert card.held_back.recall_10 == len(hits) / 30 > 0.9 > card.popular.recall_10
+    assert card.held_back.ndcg_10 == pytest.approx(sum(1 / np.log2(2 + place) for place in hits) / 30)
+
+
+def test_a_language_model_is_extended_by_codes_and_adapted(world, tmp_path):
+    pytest.importorskip("peft")
+    items, histories, _ = world
+    histories = histories[:80]
+    options = RecommenderOptions(epochs=4, batch_size=8, learning_rate=5e-3)
+    card = train_recommender(items, histories, tmp_path / "target", options, base=SAMPLE_MODEL)
+    target, trie = load_recommender(tmp_path / "target"), ItemTrie.of(items)
+    before = load_file(SAMPLE_MODEL / "model.safetensors")["model.embed_tokens.weight"]
+    assert card.begin == len(before) and target.model.get_input_embeddings().num_embeddings == card.vocab_size
+    assert card.held_back.recall_10 > 0.8 > card.popular.recall_10
+    small = train_draft(
+        "atspeed_s", target, items, histories, tmp_path / "small", replace(options, epochs=1, num_listed=40)
+    )
+    draft = load_recommender(tmp_path / "small")
+    draft.require_drafts_for(target)
+    assert small.begin == 0
+    asked = [items.codes[one[:-1]] for one in histories[:8]]
+
+    def trees(one):
+        return CodeTrees(one.model, trie, one.card.first_tokens, [one.card.prompt(codes) for codes in asked])
+
+    plain = search(trees(target), trie, 8, 3, BeamDrafter())
+    drafted = search(trees(target), trie, 8, 3, ModelBeams(trees(draft), trie, 8, 12))
+    assert [one.rows.tolist() for one in plain] == [one.rows.tolist() for one in drafted]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recommenders_are_trained_and_asked_on_a_device(kind, world, tmp_path, a_device):
+    items, histories, folder = world
+    options = RecommenderOptions(hidden_size=64, num_layers=1, epochs=1, batch_size=16, num_listed=20)
+    if kind == "sft":
+        train_recommender(items, histories[:20], tmp_path / "target", options)
+    target, trie = load_recommender(folder / "target", "cuda"), ItemTrie.of(items)
+    train_draft(kind, target, items, histories[:20], tmp_path / "draft", options)
+    draft = load_recommender(tmp_path / "draft", "cuda")
+    assert target.model.device.type == draft.model.device.type == "cuda"
+    prompts = [target.card.prompt(items.codes[one]) for one in histories[:4]]
+    own = CodeTrees(draft.model, trie, draft.card.first_tokens, prompts)
+    found = []
+    for drafter in (BeamDrafter(), ModelBeams(own, trie, len(prompts), 10)):
+        trees = CodeTrees(target.model, trie, target.card.first_tokens, prompts)
+        found.append([one.rows.tolist() for one in search(trees, trie, len(prompts), 5, drafter)])
+    assert found[0] == found[1]

@@ -1,0 +1,51 @@
+"""`laserbatch drafter train`: a drafter learns from a run's texts, and later nights draft with it."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from night_world import FIRST_DATE, SECOND_DATE, make_world, run_here, write_config, write_here
+from trained_drafters import trained
+
+from laserbatch.jobs.settings import load_settings
+from laserbatch.jobs.stages.night import parse_date
+from laserbatch.jobs.stages.run_night import run_night
+from laserbatch.research.drafter_training import train_on_runs
+
+DECODING = {"verifier": "greedy", "min_acceptance": 0.0, "max_new_tokens": 192}
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    folder = make_world(tmp_path_factory.mktemp("world"))
+    config = write_config(folder, decoding=DECODING)
+    with pytest.MonkeyPatch.context() as patched:
+        write_here(patched)
+        night = run_night(load_settings(config), parse_date(FIRST_DATE))
+    return SimpleNamespace(folder=folder, config=config, night=night)
+
+
+@pytest.mark.parametrize("kind", ["small", "medusa"])
+def test_a_drafter_that_is_trained_on_a_run_drafts_in_the_next_night(first, capfd, monkeypatch, tmp_path, kind):
+    monkeypatch.setattr(train_on_runs, "usable_cores", lambda: 1)
+    write_here(monkeypatch)
+    train = ("drafter", "train", kind, "--out", str(tmp_path / kind), "--texts", "40", "--epochs", "1")
+    done = run_here(capfd, *train, "--run", first.night.run.run_id, "--json", "--config", str(first.config))
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["num_texts"] + told["num_held_back"] == 40 and len(told["right_by_depth"]) in (4, 5)
+    assert f"train {kind}: " in done.stderr and (tmp_path / kind / "model.safetensors").is_file()
+    of_kind = {"models": [str(tmp_path / kind)]} if kind == "small" else {"head": str(tmp_path / kind)}
+    config = write_config(first.folder, f"{kind}.yaml", decoding=DECODING | trained("pool", **of_kind))
+    done = run_here(capfd, "nightly", "--date", SECOND_DATE, "--force", "--json", "--config", str(config))
+    assert done.returncode == 0, done.stderr
+    manifest = first.night.workspace.run(json.loads(done.stdout)["run_id"]).load_manifest()
+    source = "model" if kind == "small" else "head"
+    assert all(side.stats.drafted_by_source[source] for side in manifest.sides.values())
+
+
+def test_a_folder_with_other_files_is_not_written_to(first, capfd, tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    train = ("drafter", "train", "small", "--out", str(tmp_path), "--config", str(first.config))
+    refused = run_here(capfd, *train)
+    assert refused.returncode == 3 and "thesis.txt" in refused.stderr

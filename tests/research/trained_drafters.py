@@ -1,0 +1,34 @@
+"""Engines with the drafter `trained`, set up as a worker does."""
+
+from typing import Any
+
+from laserbatch.pipeline.decoding.drafters import Drafter, PluginDrafters, drafter_from
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.research.drafters.draft_models import DraftModels
+from laserbatch.research.drafters.options import TrainedOptions
+
+
+def trained(*others: str, **options: Any) -> dict[str, Any]:
+    """Settings of decoding by which `trained` drafts, with its options, beside other drafters."""
+    return {"drafters": (*others, "trained"), "drafter_options": {"trained": options}}
+
+
+def loaded_engine(settings: DecodingSettings, model="sample", device: str = "cpu") -> tuple[Engine, Drafter]:
+    loaded = load_model(model, settings.dtype, device, settings.adapter)
+    return engine_of_loaded(loaded, settings)
+
+
+def engine_of_loaded(loaded: LoadedModel, settings: DecodingSettings) -> tuple[Engine, Drafter]:
+    plugins = PluginDrafters.load(settings, loaded)
+    engine = Engine(loaded, settings, drafter_bytes_per_token=plugins.bytes_per_token)
+    return engine, drafter_from(settings, plugins=plugins, max_tokens=engine.cache.max_tokens)
+
+
+def drafter_of(small: tuple[LoadedModel, ...], settings: DecodingSettings, pool=None) -> Drafter:
+    """The drafter of settings whose small models are these."""
+    models = DraftModels(
+        small, (None,) * len(small), options=settings.drafter_options.get("trained") or TrainedOptions()
+    )
+    return drafter_from(settings, pool, plugins=PluginDrafters((models,)))
