@@ -189,8 +189,8 @@ def watched_night(folder: str, night: str) -> list[dict]:
                 watched(run_night.encode_and_build_pools, "encode beside pools", rows),
             ),
             (run_night, "measure", watched(run_night.measure, "gates", rows)),
-            (run_night, "close", watched(run_night.close, "report", rows)),
-            (run_night, "publish", watched(run_night.publish, "publish", rows)),
+            (run_night, "finish_night", watched(run_night.finish_night, "report", rows)),
+            (run_night, "publish_night", watched(run_night.publish_night, "publish", rows)),
         ):
             changed.enter_context(patch.object(owner, name, other))
         with stage("other", whole):
