@@ -163,7 +163,7 @@ class Figure:
 
     def __str__(self) -> str:
         verdict = "met    " if self.met else "NOT MET"
-        return f"{verdict}  {self.name}: {self.measured:.2f} (wanted {self.comparison} {self.logit_indices:g})"
+        return f"{verdict}  {self.name}: {self.measured:.2f} (wanted {self.comparison} {self.wanted:g})"
 
 
 def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> str:

@@ -180,7 +180,7 @@ def watched_night(folder: str, night: str) -> list[dict]:
             (router, "train_embeddings", train_one_step),
             (run_night, "open_night", watched(run_night.open_night, "read, check, hash", rows)),
             (generate, "plan_side", watched(generate.plan_side, "plan", rows)),
-            (generate.Keep, "write", watched(generate.Keep.write, "carry", rows, KEPT.release)),
+            (generate.CarryOver, "write", watched(generate.CarryOver.write, "carry", rows, KEPT.release)),
             (generate.GenerationStage, "_write", watched(generate.GenerationStage._write, "write", rows)),
             (generate.GenerationStage, "_gather", watched(generate.GenerationStage._gather, "gather", rows)),
             (
@@ -189,8 +189,8 @@ def watched_night(folder: str, night: str) -> list[dict]:
                 watched(run_night.encode_and_build_pools, "encode beside pools", rows),
             ),
             (run_night, "measure", watched(run_night.measure, "gates", rows)),
-            (run_night, "close", watched(run_night.close, "report", rows)),
-            (run_night, "publish", watched(run_night.publish, "publish", rows)),
+            (run_night, "finish_night", watched(run_night.finish_night, "report", rows)),
+            (run_night, "publish_night", watched(run_night.publish_night, "publish", rows)),
         ):
             changed.enter_context(patch.object(owner, name, other))
         with stage("other", whole):

@@ -12,7 +12,7 @@ from laserbatch.jobs.formatting import (
     seconds,
 )
 from laserbatch.jobs.report.blocks import PLAIN, Block, Figure, Note, Section, Series, Table, stacked_shares
-from laserbatch.jobs.report.sides import SIDE_LABELS, Side
+from laserbatch.jobs.report.sides import SIDE_LABELS, SideReport
 from laserbatch.pipeline.storage.manifest import PoolBuilt, PoolFigures, RunManifest
 from laserbatch.pipeline.storage.stats import DecodingStats
 
@@ -29,7 +29,7 @@ ROUTE_COLOURS = {
 }
 
 
-def drafts_section(manifest: RunManifest, sides: list[Side]) -> Section:
+def drafts_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
     """The section "Drafts and pools"."""
     written = [side for side in sides if side.tonight]
     has_drafts = any(side.tonight.num_drafted for side in written)
@@ -70,7 +70,7 @@ def how_built(pool: PoolBuilt) -> str:
     return f"merged from the earlier version, {sorted_texts}" if pool.incremental else "whole"
 
 
-def _origins(sides: list[Side]) -> Figure:
+def _origins(sides: list[SideReport]) -> Figure:
     by_source = [side.tonight.accepted_by_source for side in sides]
     drafted = [
         Series(SOURCE_LABELS[name], [counts.get(name, 0) for counts in by_source], colour)
@@ -88,7 +88,7 @@ def _origins(sides: list[Side]) -> Figure:
     )
 
 
-def _by_source(sides: list[Side]) -> Table:
+def _by_source(sides: list[SideReport]) -> Table:
     rows = []
     for side in sides:
         for name in SOURCE_COLOURS:
@@ -112,7 +112,7 @@ def _is_used(stats: DecodingStats, source: str) -> bool:
     return bool(stats.drafted_by_source.get(source) or stats.accepted_by_source.get(source))
 
 
-def _routes(sides: list[Side]) -> Figure:
+def _routes(sides: list[SideReport]) -> Figure:
     routes = [side.figures.routes for side in sides]
     return stacked_shares(
         "Where the router sent entities",

@@ -14,7 +14,7 @@ from laserbatch.jobs.report.audit import audit_section
 from laserbatch.jobs.report.blocks import Section
 from laserbatch.jobs.report.ctr_table import ALL_MODELS, ctr_section, own_gains
 from laserbatch.jobs.report.drafts import drafts_section
-from laserbatch.jobs.report.sides import Side, side_warnings, sides_of, speed_up, total
+from laserbatch.jobs.report.sides import SideReport, side_warnings, sides_of, speed_up, total
 from laserbatch.jobs.report.speed import speed_section
 from laserbatch.jobs.report.work import gates_section, provenance_section, samples_section, work_section
 from laserbatch.pipeline.storage.atomic import write_text
@@ -88,7 +88,7 @@ def render(
     )
 
 
-def sections_of(manifest: RunManifest, sides: list[Side]) -> list[Section]:
+def sections_of(manifest: RunManifest, sides: list[SideReport]) -> list[Section]:
     """The sections of a page."""
     return [
         work_section(manifest, sides),
@@ -102,7 +102,7 @@ def sections_of(manifest: RunManifest, sides: list[Side]) -> list[Section]:
     ]
 
 
-def headline(manifest: RunManifest, sides: list[Side]) -> Markup:
+def headline(manifest: RunManifest, sides: list[SideReport]) -> Markup:
     """The result of the night as one sentence."""
     entities, generated, carried = (
         sum(getattr(side.figures, f"num_{name}") for side in sides)
@@ -129,13 +129,13 @@ def headline(manifest: RunManifest, sides: list[Side]) -> Markup:
     return Markup().join(phrases)
 
 
-def _factors(sides: list[Side]) -> list[str]:
+def _factors(sides: list[SideReport]) -> list[str]:
     """How many times as fast tonight was as others."""
     factors = [(speed_up(sides, "plain"), "plain"), (speed_up(sides, "previous_night"), "the previous night")]
     return [f"{times(factor)} {name}" for factor, name in factors if factor is not None]
 
 
-def _judgement(manifest: RunManifest, sides: list[Side]) -> str:
+def _judgement(manifest: RunManifest, sides: list[SideReport]) -> str:
     """What the CTR comparison has shown, and no more; nothing where no text could differ from plain decoding's."""
     verdicts = {model: found.verdict for model, found in manifest.ctr.equivalence.items() if model != ALL_MODELS}
     if not verdicts or not any(side.figures.num_carried_over or side.figures.stats.num_drafted for side in sides):
@@ -153,7 +153,7 @@ def _judgement(manifest: RunManifest, sides: list[Side]) -> str:
     return f"; AUC unharmed{of}"
 
 
-def key_figures(manifest: RunManifest, sides: list[Side]) -> list[KeyFigure]:
+def key_figures(manifest: RunManifest, sides: list[SideReport]) -> list[KeyFigure]:
     """Four numbers with what they compare to."""
     tonight, before, plain = (
         total(getattr(side, name) for side in sides) for name in ("tonight", "previous_night", "plain")
@@ -192,7 +192,7 @@ def _wall_s(manifest: RunManifest) -> float:
     return sum(manifest.stages.values())
 
 
-def _warnings(manifest: RunManifest, sides: list[Side]) -> list[str]:
+def _warnings(manifest: RunManifest, sides: list[SideReport]) -> list[str]:
     """What needs somebody today: why a run failed, first."""
     done = "Not published" if manifest.status == "held" else "Published all the same"
     found = [f"{done}: {gate_sentence(gate)}." for gate in blocking(manifest.gates)]

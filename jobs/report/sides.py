@@ -14,7 +14,7 @@ MAX_SHARE_CUT = 0.05  # the report warns where a larger share of texts ended at 
 
 
 @dataclass(frozen=True)
-class Side:
+class SideReport:
     """One side of a manifest, and the passes that counted a text.
 
     `plain` is of the entities that were written about tonight, where it was counted apart: those that are carried over
@@ -33,7 +33,7 @@ class Side:
         return SIDE_LABELS[self.name]
 
 
-def sides_of(manifest: RunManifest) -> list[Side]:
+def sides_of(manifest: RunManifest) -> list[SideReport]:
     """The sides of a run, users first. A run that failed early has none."""
     before = manifest.previous_night.sides if manifest.previous_night is not None else {}
     sides = []
@@ -43,7 +43,7 @@ def sides_of(manifest: RunManifest) -> list[Side]:
             plain = manifest.plain.get(name)
             of_same = plain and (_counted(plain.stats_of_tonight) or _counted(plain.stats))
             figures = manifest.sides[name]
-            sides.append(Side(name, figures, _counted(figures.stats), _counted(previous_night), of_same))
+            sides.append(SideReport(name, figures, _counted(figures.stats), _counted(previous_night), of_same))
     return sides
 
 
@@ -53,7 +53,7 @@ def total(parts: Iterable[DecodingStats | None]) -> DecodingStats | None:
     return DecodingStats.total(known) if known else None
 
 
-def speed_up(sides: list[Side], over: str) -> float | None:
+def speed_up(sides: list[SideReport], over: str) -> float | None:
     """Tonight's tokens per second over those of "plain" or "previous_night", on the sides that both did."""
     both = [side for side in sides if side.tonight and getattr(side, over)]
     mine, other = total(side.tonight for side in both), total(getattr(side, over) for side in both)

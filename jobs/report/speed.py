@@ -2,7 +2,7 @@
 
 from laserbatch.jobs.formatting import MISSING, count, counted, decimal, percent, rate, ratio, seconds, times
 from laserbatch.jobs.report.blocks import PLAIN, PREVIOUS_NIGHT, TONIGHT, Block, Note, Section, Series, Table, bars
-from laserbatch.jobs.report.sides import Side, total
+from laserbatch.jobs.report.sides import SideReport, total
 from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.stats import DecodingStats
 
@@ -13,7 +13,7 @@ PASSES = (
 )
 
 
-def speed_section(manifest: RunManifest, sides: list[Side]) -> Section:
+def speed_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
     """The section "Speed"."""
     sides = [side for side in sides if side.tonight]
     if not sides:
@@ -56,7 +56,7 @@ def speed_section(manifest: RunManifest, sides: list[Side]) -> Section:
     return Section("speed", "Speed", blocks, lead)
 
 
-def _numbers(sides: list[Side], tonight_name: str) -> Table:
+def _numbers(sides: list[SideReport], tonight_name: str) -> Table:
     shown = [(side, key, name) for side in sides for key, name, _ in reversed(PASSES) if getattr(side, key)]
     return Table(
         "Speed, in numbers",
@@ -72,7 +72,7 @@ def _numbers(sides: list[Side], tonight_name: str) -> Table:
     )
 
 
-def _pass_row(side: Side, name: str, stats: DecodingStats, is_compared: bool) -> dict[str, str]:
+def _pass_row(side: SideReport, name: str, stats: DecodingStats, is_compared: bool) -> dict[str, str]:
     faster = ratio(stats.tokens_per_s, side.plain.tokens_per_s) if side.plain and is_compared else None
     return {
         "Side": side.label,
@@ -90,7 +90,7 @@ def _pass_row(side: Side, name: str, stats: DecodingStats, is_compared: bool) ->
     }
 
 
-def _forecast(sides: list[Side]) -> Table:
+def _forecast(sides: list[SideReport]) -> Table:
     """How much was drafted and why, with what was forecast of it beside what came."""
     rows = []
     for side in sides:

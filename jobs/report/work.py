@@ -16,7 +16,7 @@ from laserbatch.jobs.report.blocks import (
     bars,
     stacked_shares,
 )
-from laserbatch.jobs.report.sides import SIDE_LABELS, Side
+from laserbatch.jobs.report.sides import SIDE_LABELS, SideReport
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.manifest import RunManifest, SampleText
 
@@ -31,7 +31,7 @@ WRITING = ("generate", "generate plain", "generate audited")  # stages in which 
 GIVEN = ("inputs", "model", "features", "machine", "settings")
 
 
-def work_section(manifest: RunManifest, sides: list[Side]) -> Section:
+def work_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
     """The section "What was done and skipped"."""
     busy = [side for side in sides if side.figures.num_entities]
     blocks: list[Block] = [Note(f"{side.label}: there were no entities.") for side in sides if side not in busy]
@@ -104,7 +104,7 @@ def gates_section(manifest: RunManifest) -> Section:
     return Section("gates", "Gates", [table, Note(f"Not judged: {not_judged}.")] if not_judged else [table])
 
 
-def _cost(manifest: RunManifest, sides: list[Side]) -> Table:
+def _cost(manifest: RunManifest, sides: list[SideReport]) -> Table:
     """Hours of workers, and money where there is a price: of the night, a million entities, a million written ones."""
     workers, stages = manifest.workers, manifest.stages
     hours = workers.num_workers * sum(stages.get(name, 0.0) for name in WRITING) / 3600
@@ -127,18 +127,18 @@ def _cost(manifest: RunManifest, sides: list[Side]) -> Table:
     return Table("What it cost", rows, ("Of",), caption)
 
 
-def _outcomes(side: Side) -> str:
+def _outcomes(side: SideReport) -> str:
     counts = ", ".join(f"{count(getattr(side.figures, key))} {name}" for key, name, _ in OUTCOMES)
     return f"{side.label}: {counts} of {count(side.figures.num_entities)}."
 
 
-def samples_section(sides: list[Side]) -> Section:
+def samples_section(sides: list[SideReport]) -> Section:
     """The section "Sample texts"."""
     samples = [_sample(side, sample) for side in sides for sample in side.figures.samples]
     return Section("samples", "Sample texts", samples or [Note("No sample texts were kept in this run.")])
 
 
-def _sample(side: Side, sample: SampleText) -> Sample:
+def _sample(side: SideReport, sample: SampleText) -> Sample:
     facts = [f"pool group {sample.group}" if sample.group else "no pool group"]
     facts.append(f"{decimal(sample.tokens_per_step)} tokens per step")
     drafted = sum(len(span.text) for span in sample.spans if span.source != "target")

@@ -70,7 +70,7 @@ def run_night(
             if night.changed_inputs:
                 names = " and ".join(night.changed_inputs)
                 say(f"{names} of that date changed since: --redo writes what this changes, in a run of its own")
-            publish(night, policy)
+            publish_night(night, policy)
         else:
             with recorded(night.manifest):
                 _do_stages(night, policy)
@@ -81,8 +81,8 @@ def _do_stages(night: Night, policy: PublishPolicy) -> None:
     settings = night.settings
     if night.run.is_held:
         say(f"run {night.run.run_id} is done already; its gates are judged again")
-        close(night)
-        publish(night, policy)
+        finish_night(night)
+        publish_night(night, policy)
         return
     with NightWorkers(settings.cluster, night.workspace.root) as workers:
         try:
@@ -99,8 +99,8 @@ def _do_stages(night: Night, policy: PublishPolicy) -> None:
         night.manifest.ctr = compare_night(night)
     with night.stage("gates"):
         night.manifest.gates = measure(night.manifest, night.run, night.previous)
-    close(night)
-    publish(night, policy)
+    finish_night(night)
+    publish_night(night, policy)
 
 
 def encode_and_build_pools(night: Night) -> None:
@@ -230,7 +230,7 @@ def _close_failed(night: Night, reason: str) -> None:
     say(f"report of the failed night: {night.run.report_path}")
 
 
-def close(night: Night) -> None:
+def finish_night(night: Night) -> None:
     """Finish the run with its report, or hold it back, so that nothing builds on it. Raises RunHeld."""
     manifest = night.manifest
     if night.previous is not None and (earlier := unless_damaged(night.previous.load_manifest)) is not None:
@@ -239,7 +239,7 @@ def close(night: Night) -> None:
     finalize_run(night.run, manifest, manifest.gates, night.settings.gates)
 
 
-def publish(night: Night, policy: PublishPolicy = "if-newer") -> None:
+def publish_night(night: Night, policy: PublishPolicy = "if-newer") -> None:
     """Let readers see a finished run, and the next night draft from its pools.
 
     May be called again: whatever a killed night has left of it is done.

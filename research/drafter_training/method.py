@@ -66,7 +66,7 @@ def judged(method: Method, target: Target, texts: Sequence[TrainingText], batch_
     for part in batches_of([text for text in texts if len(text.token_ids) > DEPTHS], batch_size):
         batch = target.batch(part)
         alive, runs = batch.is_token, torch.zeros_like(batch.tokens)
-        for depth, log_q in enumerate(method.said(batch, DEPTHS)):
+        for depth, log_q in enumerate(method.log_probs_by_depth(batch, DEPTHS)):
             labels = batch.tokens[:, depth + 1 :]
             alive = alive[:, : labels.shape[1]] & batch.is_token[:, depth + 1 :]
             best = log_q.topk(NUM_CANDIDATES, -1)

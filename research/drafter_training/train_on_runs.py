@@ -68,7 +68,7 @@ def _texts_of_run(night: Night, side: Side, num_wanted: int) -> "dict[str | int,
         run_texts = read_run_texts(night.run, side, Path(scratch)) if rows else None
         written = {} if run_texts is None else run_texts.of_entities([row.entity_id for row in rows])
         return {
-            row.entity_id: TrainingText(row.prompt_ids, written[row.entity_id].copy())
+            row.entity_id: TrainingText(row.prompt.token_ids, written[row.entity_id].copy())
             for row in rows
             if len(written.get(row.entity_id, ()))
         }

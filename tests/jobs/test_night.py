@@ -18,7 +18,7 @@ from laserbatch.jobs.stages import run_night as stages
 from laserbatch.jobs.stages.budgets import known_step_cost, night_tokens
 from laserbatch.jobs.stages.build_pools import unchanged_pools
 from laserbatch.jobs.stages.night import open_night, open_run, previous_run
-from laserbatch.jobs.stages.run_night import close, publish, run_night
+from laserbatch.jobs.stages.run_night import finish_night, publish_night, run_night
 from laserbatch.jobs.stages.variants import framework_of
 from laserbatch.pipeline.errors import RunHeld, TableError, WorkspaceError
 from laserbatch.pipeline.planning.postpone import unusable_texts
@@ -65,8 +65,8 @@ def done(night, policy="if-newer"):
     night.manifest.pools_built = {}
     with night.pools.publish(night.run.run_id, make_current=False):
         pass
-    close(night)
-    publish(night, policy)
+    finish_night(night)
+    publish_night(night, policy)
     return night
 
 
@@ -119,12 +119,12 @@ def test_an_older_date_is_published_where_that_is_asked_for_and_rolled_back_from
 def test_what_was_taken_back_is_not_built_on_nor_published_by_itself(world, capsys):
     first, second = done(opened(world)), done(opened(world, DAY + datetime.timedelta(days=1)))
     second.workspace.roll_back()
-    publish(second)
+    publish_night(second)
     assert f"not published: run {second.run.run_id} was rolled back" in capsys.readouterr().err
     assert second.workspace.published().run_id == first.run.run_id
     third = opened(world, DAY + datetime.timedelta(days=2))
     assert third.previous.run_id == first.run.run_id
-    publish(second, "always")
+    publish_night(second, "always")
     assert second.workspace.rolled_back() == [] and second.workspace.published().run_id == second.run.run_id
 
 
@@ -236,7 +236,7 @@ def test_publishing_a_held_run_goes_on_where_it_was_killed(world, monkeypatch, s
         pass
     night.manifest.gates = [GateFigures("quarantine", "user", 1.0)]
     with pytest.raises(RunHeld):
-        close(night)
+        finish_night(night)
     owners = {"use": type(night.pools), "publish": type(night.workspace), "finish": type(night.run)}
 
     def killed(*arguments, **named):
@@ -295,7 +295,7 @@ def test_what_is_damaged_of_earlier_nights_is_named_and_passed_over(world, caplo
 def test_a_pointer_that_cannot_be_followed_is_replaced(world, capsys):
     night = done(opened(world))
     (night.workspace.root / "published.json").write_text('{"run_id": "2025-04-01-gone"}')
-    publish(night)
+    publish_night(night)
     assert night.workspace.published().run_id == night.run.run_id
     assert "2025-04-01-gone, which is not there" in " ".join(capsys.readouterr().err.split())
 

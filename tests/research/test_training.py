@@ -198,7 +198,7 @@ def test_judgement_counts_chains(texts):
     class Fixed:
         module = torch.nn.Identity()
 
-        def said(self, batch, num_depths):
+        def log_probs_by_depth(self, batch, num_depths):
             """Depth j says the token's own successor where the token before it is even."""
             for depth in range(1, num_depths + 1):
                 labels, before = batch.tokens[:, depth:], batch.tokens[:, depth - 1 : -1]

@@ -61,7 +61,7 @@ class Oracle:
         self.runs: dict[str, Run] = {}
         self.held: set[str] = set()
         self.seen: list[str] = []  # what readers see, and before it what they saw
-        self.withdrawn: set[str] = set()
+        self.rolled_back: set[str] = set()
         self.is_pointer_lost = False
         self.gone: str | None = None  # what the pointer names though it was deleted
         self.unusable_pools: set[str] = set()
@@ -77,24 +77,24 @@ class Oracle:
 
     def publishes(self, date: str, run_id: str | None = None) -> bool:
         """Whether a night of a date publishes by itself; `run_id`: it was finished before."""
-        return run_id not in self.withdrawn and (self.published is None or self.published[:10] <= date)
+        return run_id not in self.rolled_back and (self.published is None or self.published[:10] <= date)
 
     def publish(self, run_id: str) -> None:
         self.seen = [run_id, *(other for other in self.seen if other != run_id)]
-        self.withdrawn.discard(run_id)
+        self.rolled_back.discard(run_id)
 
     def mended(self) -> None:
         """A command has written the pointer anew."""
         self.is_pointer_lost, self.gone = False, None
 
     def take_back(self) -> str:
-        self.withdrawn.add(taken_back := self.seen.pop(0))
+        self.rolled_back.add(taken_back := self.seen.pop(0))
         return taken_back
 
     @property
     def not_built_on(self) -> set[str]:
         """What was taken back, and what was built on it that readers never saw."""
-        found = set(self.withdrawn)
+        found = set(self.rolled_back)
         for run in sorted(self.runs.values(), key=lambda run: run.order):
             if run.previous in found and run.run_id not in self.seen:
                 found.add(run.run_id)
@@ -104,7 +104,7 @@ class Oracle:
         """The newest finished run of a date and settings, unless its date would be done anew."""
         there = [run for run in self.runs.values() if (run.date, run.settings) == (date, settings)]
         found = max(there, key=lambda run: run.order, default=None)
-        return None if found and found.run_id in self.not_built_on - self.withdrawn else found
+        return None if found and found.run_id in self.not_built_on - self.rolled_back else found
 
     def previous(self, date: str, settings: str) -> Run | None:
         """The newest finished run that is not of a later date, but none that is not built on.
@@ -393,7 +393,7 @@ class Oracle:
         """A run was deleted by hand."""
         del self.runs[run_id]
         self.seen = [other for other in self.seen if other != run_id]
-        self.withdrawn.discard(run_id)
+        self.rolled_back.discard(run_id)
 
     def kept_by_gc(self, keep: int) -> set[str]:
         """What `runs gc --keep N` must leave."""
