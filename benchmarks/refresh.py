@@ -54,7 +54,7 @@ def live(first_day: int, users: np.ndarray, days: np.ndarray, settings: RefreshS
         rows = np.flatnonzero((now != seen) | (is_old & has_text))
         candidates = Candidates(
             has_text=has_text[rows],
-            is_asked_otherwise=is_old[rows],
+            is_changed_beyond_history=is_old[rows],
             num_interactions=now[rows],
             num_seen=seen[rows],
             age_days=np.where(has_text[rows], day - written_on[rows], 0).astype(float),

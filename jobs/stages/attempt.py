@@ -1,4 +1,4 @@
-"""Attempts at a run: which run a command is at, begun, gone on with or done, and what happens to it, recorded."""
+"""Attempts at a run: which run a command starts or resumes, and the record of what happens in it."""
 
 import datetime
 import os
@@ -29,8 +29,8 @@ class Attempt:
 
     Attributes
     ----------
-    manifest : None where the run is to begin.
-    changed : inputs that say something else of the date than when the run began.
+    manifest : None: the run has not begun.
+    changed : inputs whose content for the date differs from that at the start of the run.
     """
 
     run: RunFolder
@@ -40,7 +40,7 @@ class Attempt:
 
     @property
     def is_done(self) -> bool:
-        """Whether everything of the run is written; it may be held back."""
+        """Whether the run is completely written; a gate may hold it."""
         return self.run.is_finished or self.run.is_held
 
 
@@ -52,10 +52,10 @@ def newest_attempt(
     force: bool = False,
     redo: bool = False,
 ) -> Attempt:
-    """Which run is meant: the newest of a date and of the settings that name it, finished or not, or another edition.
+    """The newest run of a date and of the settings that name it, finished or not, or another edition of it.
 
-    Files of a finished run never change: `force` asks for another edition, and `redo` for one if inputs have changed.
-    Another edition is also of a run that was built on one that was rolled back since, finished or not.
+    Files of a finished run never change: `force` starts another edition, and so does `redo` if inputs have changed. A
+    run that was built on a run that was rolled back since gets another edition too.
     Raises WorkspaceError where an unfinished run was started from other inputs.
     """
     edition = newest_edition(workspace, date, identity)
@@ -81,7 +81,7 @@ def newest_attempt(
 
 
 def newest_edition(workspace: Workspace, date: datetime.date, identity: Mapping[str, Any]) -> int:
-    """Number of the newest run of a date and of the settings that name it; 1 where there is none."""
+    """The edition of the newest run of a date and of the settings that name it; 1 if there is none."""
     first = make_run_id(date, identity)
     tails = [run.run_id.removeprefix(f"{first}-") for run in workspace.runs() if run.run_id.startswith(f"{first}-")]
     return max((int(tail) for tail in tails if tail.isdecimal()), default=1)
@@ -90,7 +90,7 @@ def newest_edition(workspace: Workspace, date: datetime.date, identity: Mapping[
 def new_manifest(
     workspace: Workspace, date: datetime.date, settings: Mapping[str, Any], identity: Mapping[str, Any], edition: int
 ) -> RunManifest:
-    """The manifest of a run that begins, with the `settings` to record in it; not saved."""
+    """The manifest of a new run, which records `settings`; not saved yet."""
     run = workspace.run(make_run_id(date, identity, edition))
     machine = {
         "platform": platform.platform(),
@@ -112,7 +112,7 @@ def new_manifest(
 
 @contextmanager
 def recorded(manifest: RunManifest) -> Iterator[None]:
-    """Keep what happens in the block in the run's events; who meets its error is told where to look."""
+    """Record the events of the block in the run; its errors name the files to look at."""
     run = RunFolder(manifest.path.parent)
     with event_log(run.events_path):
         emit(

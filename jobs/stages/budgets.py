@@ -1,4 +1,4 @@
-"""A run's budgets: of drafts, chosen once before its first text and written down for every later attempt; of tokens."""
+"""A run's budgets: of drafts, chosen once before its first text and saved for later attempts; and of tokens."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -22,7 +22,7 @@ NUM_SAMPLED_SHARDS = 8  # read to see how many entities have a previous text
 
 
 def night_tokens(night: Night) -> float | None:
-    """Tokens that the budget lets a night write, on both sides; None: no limit.
+    """The number of tokens that a night may write, on both sides; None: no limit.
 
     Hours count at the speed of the newest earlier night that wrote anything.
     """
@@ -39,7 +39,7 @@ def night_tokens(night: Night) -> float | None:
 
 
 def last_speed(night: Night, sides: Iterable[Side]) -> float | None:
-    """Tokens a second of the newest earlier night that wrote something of some sides; None where there is none."""
+    """Tokens a second of the newest earlier night that wrote texts of `sides`; None if there is none."""
     run, seen = night.previous, set()
     while run is not None and run not in seen and run.manifest_path.exists():
         seen.add(run)
@@ -55,9 +55,9 @@ def last_speed(night: Night, sides: Iterable[Side]) -> float | None:
 
 
 def night_budgets(night: Night, shards: Iterable[Shard], measure: Callable[[], StepCost]) -> dict[Side, Budget]:
-    """The budget of each side, for shards to be generated: that of the manifest, else chosen and saved there.
+    """The draft budget of each side: that of the manifest, else chosen and saved there.
 
-    `measure` has a worker say what steps cost; it is called only where something has to be chosen by it.
+    `measure` has a worker measure the step cost; it is called only if a budget has to be chosen.
     """
     if not night.manifest.budgets:
         shards = list(shards)
@@ -78,7 +78,7 @@ def night_budgets(night: Night, shards: Iterable[Shard], measure: Callable[[], S
 
 
 def known_step_cost(workspace: Workspace, decoding: DecodingSettings, path: Path | None = None) -> StepCost | None:
-    """The cost of a file, or the configured one, or the newest that a night of a workspace measured; None without."""
+    """The step cost of a file, the configured one, or the newest measured in a workspace; None if there is none."""
     measured = sorted(workspace.step_costs_folder.glob("*.json"), key=lambda kept: kept.stat().st_mtime)
     if path is not None or decoding.step_cost is not None:
         return read_step_cost(Path(path or decoding.step_cost))

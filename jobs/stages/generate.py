@@ -1,4 +1,4 @@
-"""The stage that writes texts: plan both sides, hand unfinished shards to the workers, gather what came of them."""
+"""The stage that writes texts: plan both sides, give unfinished shards to workers, gather the results."""
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -52,9 +52,9 @@ MAX_SHARE_UNUSABLE = 0.5  # the night stops if more of the first texts fail: the
 
 
 def generate_knowledge(night: Night, workers: NightWorkers) -> None:
-    """The night's texts, into its run folder. Does nothing when they are all there.
+    """Write the night's texts into its run folder; finished ones stay.
 
-    Raises RunFailed where most of the first texts cannot be kept.
+    Raises RunFailed if most of the first texts cannot be used.
     """
     with night.stage("generate"):
         night.manifest.sides = GenerationStage(night, night.run, night.settings.decoding, workers).run()
@@ -66,7 +66,7 @@ def plan_night(night: Night, folder: RunFolder) -> dict[Side, SidePlan]:
 
 
 def plan_one(night: Night, folder: RunFolder, side: Side) -> tuple[SidePlan, TextSpec]:
-    """The plan of a side, made in a folder that need not be the run's, and what a worker needs to write it there."""
+    """The plan of a side, made in a folder that need not be the run's, and the specification of its worker."""
     stage = GenerationStage(night, folder, night.settings.decoding)
     return stage.plan(side)[0], stage.worker_spec()
 
@@ -112,7 +112,7 @@ class GenerationStage:
     label: ClassVar[str] = "generate"
 
     def run(self) -> dict[Side, SideFigures]:
-        """Do what is not done yet."""
+        """Plan and write what is not finished yet; returns the figures of both sides."""
         (self.folder.root / TOKEN_FILE).unlink(missing_ok=True)  # of an attempt that was killed
         if self._will_probably_write():
             self.workers.start(self.worker_spec())
@@ -124,12 +124,12 @@ class GenerationStage:
         pending = [shard for plan in plans.values() for shard in plan.shards if shard.name not in finished[shard.side]]
         pending.sort(key=lambda shard: shard.name)  # so that both sides' first texts are judged before the others
         abandoned = []
-        with ThreadPoolExecutor(1) as aside:
-            carried = {side: aside.submit(carry_over.write) for side, carry_over in self._carry_overs.items()}
+        with ThreadPoolExecutor(1) as background:
+            carried = {side: background.submit(carry_over.write) for side, carry_over in self._carry_overs.items()}
             if pending:
                 settings = self.night.settings
                 folders = settings.model_dir, settings.decoding.adapter
-                load = partial(aside.submit, load_tokenizer, *folders)  # seconds, for later stages
+                load = partial(background.submit, load_tokenizer, *folders)  # seconds, for later stages
                 abandoned = self._write(pending, plans, finished, carried.values(), load)
             for side, written in carried.items():
                 finished[side] |= written.result()
@@ -140,7 +140,7 @@ class GenerationStage:
     def _will_probably_write(self) -> bool:
         """Whether there is no plan yet, and inputs or settings differ from those of the run before.
 
-        Workers then start while plans are made.
+        Workers then start while the plans are made.
         """
         night, previous = self.night, self.night.previous
         if all(load_plan(self.folder.root, side) for side in SIDES):
@@ -151,7 +151,7 @@ class GenerationStage:
         return before is None or bool(changed_inputs(before.inputs, night.manifest.inputs))
 
     def plans(self) -> tuple[dict[Side, SidePlan], dict[Side, Finished]]:
-        """What is to be done of both sides, and their shards that are done."""
+        """The plans of both sides, and their finished shards."""
         made = {side: self.plan(side) for side in SIDES}
         users, items = (plan for plan, _ in made.values())
         is_left = self._budget is not None and users.num_tokens + items.num_tokens < self._budget
@@ -171,7 +171,7 @@ class GenerationStage:
         return night_tokens(self.night)
 
     def plan(self, side: Side) -> tuple[SidePlan, Finished]:
-        """What is to be done of a side, and the shards of it that are done."""
+        """The plan of a side, and its finished shards."""
         night, settings, tables = self.night, self.night.settings, self.night.tables
         template = night.template(side)
 
@@ -206,7 +206,7 @@ class GenerationStage:
         }
 
     def _refresh(self, side: Side) -> Refresh | None:
-        """What decides whose change waits; None where none does."""
+        """What decides whose change waits; None: every changed prompt gets a new text."""
         night, settings = self.night, self.night.settings.refresh
         if settings.is_off:
             return None
@@ -247,13 +247,13 @@ class GenerationStage:
         pending: list[Shard],
         plans: dict[Side, SidePlan],
         finished: dict[Side, Finished],
-        aside: Iterable[Future],
+        background: Iterable[Future],
         on_first_text: Callable[[], object],
     ) -> list[ShardAbandoned]:
-        """Have the workers write shards, which are added to the finished ones; returns those that were given up.
+        """Have the workers write shards, which are added to the finished ones; returns the abandoned ones.
 
-        What is written aside and fails, on a full disk, ends it at the next shard. `on_first_text` begins what would
-        take the processor from workers that load their model.
+        A background write that fails, on a full disk, ends the work at the next shard. `on_first_text` starts work that
+        would compete with workers while they load their model.
         """
 
         def notify_first_text() -> None:
@@ -261,7 +261,7 @@ class GenerationStage:
             on_first_text()
 
         def check(shard: Shard) -> None:
-            for written in filter(Future.done, aside):
+            for written in filter(Future.done, background):
                 written.result()
             self._require_usable(plans[shard.side], finished[shard.side])
 
@@ -369,7 +369,7 @@ class PlainBaselineStage(GenerationStage):
 
 
 def require_usable_texts(night: Night, plan: SidePlan, finished: Mapping[str, ShardRecord]) -> None:
-    """Stop a night of which most texts cannot be kept, when it has written the first ones."""
+    """Stop a night if most of its first texts cannot be used. Raises RunFailed."""
     done = [finished[shard.name] for shard in plan.shards if shard.name in finished]
     num_failed = sum(record.num_quarantined for record in done)
     num_rows = sum(record.num_rows for record in done) + num_failed

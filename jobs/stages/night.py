@@ -75,7 +75,7 @@ class Night:
         return PoolStore(self.workspace.pools_folder)
 
     def template(self, side: Side) -> PromptTemplate:
-        """What is asked about a side, in words that fit its tables."""
+        """The prompt template of a side, in words that fit its tables."""
         return self.settings.effective_knowledge.template(side, self._labels)
 
     @cached_property
@@ -164,7 +164,7 @@ def open_night(
 
 
 def _go_on(night: Night) -> None:
-    """Take up an unfinished run again, without what it drafted from where that is gone."""
+    """Resume an unfinished run, without pools or a drafter that are gone or rolled back."""
     say(f"going on with run {night.run.run_id}")
     manifest, pools, not_built_on = night.manifest, night.manifest.pools.version, night.workspace.not_built_on()
     if pools in not_built_on:
@@ -199,7 +199,7 @@ def new_night(
 
 
 def say_other_prompts(night: Night) -> None:
-    """Say by which other rules or templates than those of the run before a night's prompts are made."""
+    """Say that a night's prompts follow other rules or templates than those of the run before."""
     before = None if night.previous is None else unless_damaged(night.previous.load_manifest)
     if before is None:
         return
@@ -216,7 +216,7 @@ def say_other_prompts(night: Night) -> None:
 
 
 def warn_of_shared_words(settings: Settings) -> None:
-    """Say that words of one user can come into another's text, where they can."""
+    """Warn if words of one user can get into another user's text."""
     decoding = settings.decoding
     is_lossless = decoding.verifier == "greedy" or decoding.max_draft_tokens == 0
     if "pool" in decoding.drafters and not is_lossless and settings.pools.min_support == 1:
@@ -228,10 +228,10 @@ def warn_of_shared_words(settings: Settings) -> None:
 
 
 def previous_run(workspace: Workspace, run_id: str) -> RunFolder | None:
-    """The run that another one builds on: of the finished ones the newest by date, of its own date or an earlier one.
+    """The run that another one builds on: the newest finished run of its own date or an earlier one.
 
-    So a night of an older date sees only what is older. Of several runs of one date that of the same settings is taken,
-    else the one that was finished last. Runs that were rolled back are left out.
+    A night of an older date therefore sees only what is older. Of several runs of one date that of the same settings
+    is taken, else the one that was finished last. Runs that were rolled back are left out.
     """
     run = workspace.run(run_id)
     finished = [other for other in workspace.finished_runs(run.settings_hash) if other.run_id != run_id]

@@ -104,7 +104,7 @@ def _do_stages(night: Night, policy: PublishPolicy) -> None:
 
 
 def encode_and_build_pools(night: Night) -> None:
-    """Encode a night's texts while its pools are built of them in a thread; neither needs the other.
+    """Encode a night's texts while a thread builds its pools from them; neither needs the other.
 
     The stage "pools" is what these take longer, beside the fit of their routers, which comes first.
     """
@@ -125,7 +125,7 @@ def encode_and_build_pools(night: Night) -> None:
 
 @contextmanager
 def run_in_background(function: Callable[[], Any]) -> Iterator[Future]:
-    """Have a function called in a thread, which the block's errors wait for; not so who ends the process."""
+    """Call a function in a thread. An error of the block waits for it; the end of the process does not."""
     result = Future()
 
     def call() -> None:
@@ -145,7 +145,7 @@ def run_in_background(function: Callable[[], Any]) -> Iterator[Future]:
 
 
 def _import_first(night: Night) -> None:
-    """Import what texts are both encoded and replayed with: of two threads at it one may be given half a package."""
+    """Import what encoding and replays share, since two threads that import one package may see half of it."""
     import sklearn.cluster
     import sklearn.linear_model
     import sklearn.metrics  # noqa: F401
@@ -202,14 +202,14 @@ def encode_run(
 
 
 def load_encoder(settings: EncodingSettings) -> "TextEncoder":
-    """The encoder, which only a text asks for that was not encoded before."""
+    """The encoder; it is loaded only if a text was not encoded before."""
     from laserbatch.pipeline.encoding.encoder import TextEncoder  # torch and the model take seconds to load
 
     return TextEncoder.load(settings)
 
 
 def _earlier(previous: RunFolder | None, side: Side, encoder_id: str, max_text_tokens: int) -> EarlierFeatures | None:
-    """Features of a finished run; None when its encoder was another or cut texts elsewhere, or nothing is known."""
+    """Features of a finished run; None if it has none, or if its encoder or text limit was another."""
     if previous is None or not previous.centroids_path(side).exists() or not previous.features_path(side).exists():
         return None
     manifest = unless_damaged(previous.load_manifest)
@@ -223,7 +223,7 @@ def _earlier(previous: RunFolder | None, side: Side, encoder_id: str, max_text_t
 
 
 def _close_failed(night: Night, reason: str) -> None:
-    """Keep what there is to look at; nothing is published, and the next attempt goes on from the finished shards."""
+    """Save and report the failed run; nothing is published, and the next attempt resumes at the finished shards."""
     night.manifest.status, night.manifest.failure = "failed", reason
     night.manifest.save()
     draw_report(night.run, night.manifest)
@@ -231,7 +231,7 @@ def _close_failed(night: Night, reason: str) -> None:
 
 
 def finish_night(night: Night) -> None:
-    """Finish the run with its report, or hold it back, so that nothing builds on it. Raises RunHeld."""
+    """Finish the run with its report, or hold it, so that nothing builds on it. Raises RunHeld."""
     manifest = night.manifest
     if night.previous is not None and (earlier := unless_damaged(night.previous.load_manifest)) is not None:
         sides = {side: figures.stats for side, figures in earlier.sides.items()}
@@ -240,9 +240,9 @@ def finish_night(night: Night) -> None:
 
 
 def publish_night(night: Night, policy: PublishPolicy = "if-newer") -> None:
-    """Let readers see a finished run, and the next night draft from its pools.
+    """Publish a finished run and its pools by a policy, and deliver it.
 
-    May be called again: whatever a killed night has left of it is done.
+    May be called again: it completes what a killed night left.
     """
     run, workspace = night.run, night.workspace
     publish_run(workspace, run, policy)

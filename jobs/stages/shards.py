@@ -31,10 +31,10 @@ def hand_out(
     check: Callable[[Shard], object] = lambda shard: None,
     on_first_text: Callable[[], None] = lambda: None,
 ) -> list[ShardAbandoned]:
-    """Have workers do shards, which are added to the finished ones; returns those that were given up.
+    """Have workers write shards, which are added to `finished`; returns the abandoned ones.
 
-    `choose` and `on_first_text` are those of `run_shards`. `check` is called with each shard that is finished; what it
-    raises ends the work.
+    `choose` and `on_first_text` are those of `run_shards`. `check` is called with each finished shard; its errors end
+    the work.
     """
     end_at_sigterm()
     abandoned, num_done, num_rows = [], 0, sum(shard.num_rows for shard in pending)
@@ -67,11 +67,11 @@ def gather(
     abandoned: Iterable[ShardAbandoned],
     stale_of: Callable[[pa.ChunkedArray], Any],
 ) -> tuple[dict[str, int], int]:
-    """Close a side: its quarantine in one file, what there was before of who is in it kept, and nobody missing.
+    """Finish a side: merge its quarantine, keep stale texts of quarantined entities, and check that none is missing.
 
-    `stale_of` gives what entities in quarantine had before, as `RunFolder.write_shard` takes it, or None. Returns how
-    many are in quarantine by reason, and how many of them keep something. Raises WorkspaceError where somebody is
-    missing; the side is then planned anew.
+    `stale_of` returns the earlier texts of quarantined entities, as `RunFolder.write_shard` takes them, or None.
+    Returns the quarantine counts by reason, and how many entities keep a stale text. Raises WorkspaceError if an
+    entity is missing; the next attempt then plans the side again.
     """
     rows = [row for lost in abandoned if lost.shard.side == side for row in lost.rows(folder.root)]
     folder.merge_quarantine(side, finished.values(), rows, entity_ids.type)
@@ -87,7 +87,7 @@ def gather(
 
 
 def stats_of(records: Iterable[ShardRecord]) -> DecodingStats:
-    """Of shards together. Workers run side by side: of the night's time a shard takes its own by their number."""
+    """The sum over shards. Workers run in parallel, so the time of a shard is divided by their number."""
     infos = (record.info for record in records)
     return DecodingStats.total(replace(info.stats, wall_s=info.stats.wall_s / info.num_workers) for info in infos)
 

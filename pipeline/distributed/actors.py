@@ -1,4 +1,4 @@
-"""Workers under Ray: kept busy with shards; what a lost one was given is done again, by halves if need be."""
+"""Workers under Ray: they get shards as they become free; the shard of a lost worker is repeated, halved if needed."""
 
 import logging
 import os
@@ -36,7 +36,7 @@ MAX_LOST_WORKERS = 100  # after this many lost workers a run no longer halves th
 
 @dataclass(frozen=True)
 class ShardAbandoned:
-    """A shard, or the part of one, whose worker was lost every time."""
+    """A shard, or part of one, whose worker was lost on every attempt."""
 
     shard: Shard
     reason: str
@@ -193,7 +193,7 @@ class WorkerPool:
         self._calls[worker.call("run", self.spec, shard, budget)] = worker, shard
 
     def next_answer(self) -> tuple[Shard, ShardRecord | _WorkerLost] | None:
-        """Wait for what came of a shard; None where only a worker has become ready, or was lost before."""
+        """Wait for the next result of a shard; None if a worker has become ready instead, or was lost before that."""
         reference = self._wait({reference: worker for reference, (worker, _) in self._calls.items()})
         worker, shard = self._calls.pop(reference)
         try:
@@ -271,7 +271,7 @@ class WorkerPool:
             raise RunFailed(f"all workers were lost while they loaded the model and wrote a text; the last: {lost}")
 
     def _wait(self, asked: Mapping[ray.ObjectRef, _WorkerHandle]) -> ray.ObjectRef:
-        """Which of the answers is the next to be there, or will not come because its worker hangs."""
+        """Wait for the next open call that is answered, or whose worker hangs."""
         while True:
             poll_s = FIRST_POLL_S if self.on_first_text else POLL_S
             done, _ = ray.wait(list(asked), num_returns=1, timeout=poll_s)
@@ -291,7 +291,7 @@ class WorkerPool:
                 )
 
     def _answer(self, reference: ray.ObjectRef, worker: _WorkerHandle) -> object:
-        """What an actor returned; an error that it reports is raised as itself."""
+        """The result of a call; an error that the worker reports is raised as itself."""
         try:
             if ray.wait([reference], timeout=0)[0]:
                 return ray.get(reference, timeout=FETCH_TIMEOUT_S)
@@ -306,7 +306,7 @@ class WorkerPool:
 
 
 class _Worker:
-    """The actor: a specification's worker that Ray can place."""
+    """The Ray actor around the worker of a specification."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec

@@ -42,12 +42,12 @@ class WorkerLayout:
 
     @property
     def need(self) -> str:
-        """Of each worker, in words."""
+        """What each worker needs, in words."""
         return str(Node(self.num_threads, self.num_gpus))
 
 
 def worker_layout(settings: ClusterSettings, nodes: Sequence[Node], gpus_a_worker: int = 1) -> WorkerLayout:
-    """One worker per GPU, or per so many; without GPUs one per group of cores, with its threads set explicitly.
+    """One worker for each `gpus_a_worker` GPUs; without GPUs one for each group of cores, with its threads set.
 
     A worker lies on one node, so its threads follow from what each node has and not from their sum.
 
@@ -80,7 +80,7 @@ def worker_layout(settings: ClusterSettings, nodes: Sequence[Node], gpus_a_worke
 
 
 def format_nodes(nodes: Sequence[Node]) -> str:
-    """Nodes in words, those that are alike together."""
+    """Nodes in words; equal ones are counted."""
     alike = Counter(map(str, nodes))
     return ", ".join(f"{count} nodes of {kind}" if count > 1 else f"a node of {kind}" for kind, count in alike.items())
 
@@ -160,14 +160,14 @@ def _short_folder() -> ScratchFolder | None:
 
 
 def end_leftovers(workspace: Path) -> int:
-    """End what killed nights of a workspace have left of their Ray on this machine; how many processes there were.
+    """Kill the Ray processes that killed nights of a workspace left on this machine; returns how many.
 
-    The workspace's lock must be held: whoever bears its mark then belongs to nobody who lives.
+    The workspace's lock must be held: a process with its mark then belongs to no living night.
     """
     wanted, num_ended = f"{MARK}={_mark_of(workspace)}".encode(), 0
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # it is another user's, or has ended
-            process = os.pidfd_open(int(path.parent.name))  # its number may be another's meanwhile
+            process = os.pidfd_open(int(path.parent.name))  # not its id, which another process may have meanwhile
             try:
                 if wanted in path.read_bytes().split(b"\0"):
                     signal.pidfd_send_signal(process, signal.SIGKILL)
@@ -179,7 +179,7 @@ def end_leftovers(workspace: Path) -> int:
 
 @contextmanager
 def _marked(workspace: Path | None) -> Iterator[None]:
-    """Have processes that are started in the block bear a workspace's mark."""
+    """Mark processes that the block starts with the workspace, in their environment."""
     if workspace is not None:
         os.environ[MARK] = _mark_of(workspace)
     try:
@@ -189,13 +189,13 @@ def _marked(workspace: Path | None) -> Iterator[None]:
 
 
 def _mark_of(workspace: Path) -> str:
-    """The folder itself, not only its path: that may mean another one in a container."""
+    """Identifies the folder itself, since its path may mean another one in a container."""
     found = workspace.stat()
     return f"{found.st_dev}-{found.st_ino} {workspace.resolve()}"
 
 
 def _root_reason(error: BaseException) -> str:
-    """Of what Ray wraps in others, and of an error of its core in a traceback that is text."""
+    """The innermost reason of an error that Ray wraps in others or reports as a traceback."""
     while error.__cause__ is not None:
         error = error.__cause__
     message = str(error).strip()

@@ -1,4 +1,4 @@
-"""What a worker is started with; who only hands it out loads no model code."""
+"""What a worker is started with. Importing it loads no model code."""
 
 import datetime
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class TextSpec(WorkerSpec):
-    """Of a worker that writes texts."""
+    """The specification of a worker that writes texts."""
 
     decoding: DecodingSettings
     templates: dict[Side, PromptTemplate]

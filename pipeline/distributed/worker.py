@@ -111,7 +111,7 @@ class ShardWorker:
     def _outcomes(
         self, side: Side, rows: dict[str, RenderedRow], budget: Budget | None
     ) -> Iterator[tuple[GenerationResult | GenerationFailure, str]]:
-        """What came of each row, and the verifier of it: a relaxed text that ran on is written again as a greedy one.
+        """The outcome and verifier of each row; a relaxed text that ran on is written again with the greedy verifier.
 
         It may have missed its end, and then drafts itself, again and again; plain decoding would seldom have. Where
         many reach the limit, it is the limit that is short for them, and they stay.
@@ -189,7 +189,7 @@ class ShardWorker:
 
 
 def engine_of(spec: TextSpec) -> TextEngine:
-    """The engine that a specification names, loaded; of the other one no code is."""
+    """The engine that a specification names; code of the other one is not imported."""
     given = {name: getattr(spec, name) for name in ("model_dir", "decoding", "device", "num_threads", "pool_dirs",
                                                     "step_cost_dir")}  # fmt: skip
     given["num_sharing"] = workers_of_node(spec.num_workers, spec.num_threads)

@@ -1,1 +1,1 @@
-"""A night's work list: what is asked about whom, who is carried over, and in which shard the others are written."""
+"""A night's work list: which entities get a new text, from which prompt and in which shard, and which keep theirs."""

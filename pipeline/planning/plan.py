@@ -32,7 +32,7 @@ STALE_SHARD = "stale"  # earlier texts of rows in quarantine
 
 @dataclass(frozen=True)
 class PlannedRow:
-    """One entity to generate; its prompt is rendered by who reads it."""
+    """One entity to generate; its prompt is not rendered yet."""
 
     entity_id: object
     shown: Shown
@@ -71,7 +71,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class SidePlan:
-    """Everything that a side's generation needs to know; counts are of entities."""
+    """The plan of a side; counts are of entities."""
 
     side: Side
     num_entities: int
@@ -91,7 +91,7 @@ _PLAN = TypeAdapter(SidePlan)
 def open_plan(
     folder: RunFolder, side: Side, make_plan: Callable[[], SidePlan]
 ) -> tuple[SidePlan, dict[str, ShardRecord]]:
-    """What is to be done of a side, and the shards of it that are done; planned where there is no whole plan.
+    """The plan of a side and its finished shards; `make_plan` is called if there is no complete plan.
 
     What is left of unfinished shards, or of shards of another plan, is deleted.
     """
@@ -143,7 +143,7 @@ def read_ids(path: Path) -> Iterator[tuple[object, str]]:
 
 
 def split_shard(run_dir: Path, shard: Shard) -> tuple[Shard, Shard]:
-    """The halves of a shard of two rows or more, which take its place in the plan, now and for later attempts."""
+    """Replace a shard of two rows or more by its halves, in the plan too, so that later attempts see them."""
     table = read_parquet(run_dir / shard.path)
     middle = len(table) // 2
     first, second = (
@@ -163,7 +163,7 @@ def save_plan(plan: SidePlan, run_dir: Path) -> None:
 
 
 def load_plan(run_dir: Path, side: Side) -> SidePlan | None:
-    """A plan written by an earlier attempt at this run; None where there is none, or no longer a whole one."""
+    """The plan that an earlier attempt at this run wrote; None if there is no complete one."""
     path = _plan_path(run_dir, side)
     if not path.exists():
         return None
@@ -183,12 +183,12 @@ def load_plan(run_dir: Path, side: Side) -> SidePlan | None:
 
 
 def drop_plan(run_dir: Path, side: Side) -> None:
-    """Have the next attempt plan a side again; finished shards of which it makes the same rows stay."""
+    """Delete a side's plan, so that the next attempt makes a new one; finished shards with the same rows stay."""
     _plan_path(run_dir, side).unlink(missing_ok=True)
 
 
 def _is_whole(plan: SidePlan, finished: Mapping[str, ShardRecord], run_dir: Path) -> bool:
-    """Whether everything that a plan has written is there and as it was: its shards' inputs, and what is carried over.
+    """Whether all files of a plan are unchanged: its shards' inputs, and the records that it carries over.
 
     `finished` are the side's finished shards by name.
     """

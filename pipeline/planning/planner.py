@@ -1,6 +1,6 @@
-"""Of each entity: whether its text is carried over, and its pool group and shard where it is not; all in columns.
+"""Decides which entities keep their text, and sorts the others into shards by pool group; all in columns.
 
-Shards follow the order of pool groups: a worker's consecutive texts share drafts.
+Shards follow the order of pool groups, so that consecutive texts of a worker share drafts.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,8 +21,8 @@ from laserbatch.pipeline.planning.plan import CARRIED_SHARD, WAITING_SHARD, Shar
 from laserbatch.pipeline.planning.postpone import (
     Refresh,
     choose,
-    failing_still,
     interactions_of,
+    still_failing,
     without_evidence,
     write_postponed,
 )
@@ -57,7 +57,7 @@ class CarryOver:
     quarantined: list[QuarantineRow]  # entities without a prompt tonight
 
     def write(self) -> dict[str, ShardRecord]:
-        """Write it, once; the shards that were written, by name. A plan is not whole before."""
+        """Write the records, once; returns the written shards by name. Before that the plan is incomplete."""
         self.folder.drop_shard(self.side, WAITING_SHARD)
         carried = self.carried if self._lost_file() else self.carried_file
         # Of none too: a side then has its schema.
@@ -67,7 +67,7 @@ class CarryOver:
         return written
 
     def _lost_file(self) -> bool:
-        """Whether there is no file of just these records, or it is not as it was written."""
+        """Whether no earlier file holds exactly these records, or it changed since it was written."""
         file = self.carried_file
         return file is None or file.stem not in RunFolder(file.parents[2]).finished_shards(self.side)
 
@@ -75,9 +75,9 @@ class CarryOver:
 def shared_fingerprint(
     template: PromptTemplate, max_prompt_tokens: int, decoding: DecodingSettings, model_dir: Path
 ) -> str:
-    """The parts of fingerprints that all entities of a side share, joined; of the model's files, which are not loaded.
+    """The joined parts of fingerprints that all entities of a side share. The model's files are hashed, not loaded.
 
-    So a chat template that writes today's date does not ask everybody anew each day.
+    A chat template that prints today's date therefore does not change the fingerprints every day.
     """
     paths = [path for pattern in CHAT_FILES for path in sorted(model_dir.glob(pattern))]
     if decoding.adapter is not None:  # its own chat template and tokenizer are used
@@ -94,9 +94,9 @@ def shared_fingerprint(
 
 
 def side_routes(router: Router | None, tables: Tables, side: Side) -> Routes:
-    """The pool group of each entity of a side, by what the tables, cut at the end of a date, say of it then.
+    """The pool group of each entity of a side, from tables that are cut at the end of a date.
 
-    None of them has one where there is no router: there are no pools, or none are used.
+    Without a router no entity has a group: there are no pools, or none are used.
     """
     entities = tables.entities(side)
     if router is None:
@@ -123,11 +123,11 @@ def plan_side(
     unusable: pa.Table | None = None,
     carry_over: Callable[[CarryOver], object] = CarryOver.write,
 ) -> SidePlan:
-    """Decide about every entity of a side and write its shards' inputs. Nothing is rendered, and nothing tokenised.
+    """Plan every entity of a side and write the inputs of its shards. Nothing is rendered or tokenised.
 
     Parameters
     ----------
-    template, shared : what is asked, and the parts of fingerprints that all share, as `shared_fingerprint` gives them.
+    template, shared : the prompt template, and the result of `shared_fingerprint`.
     previous : the last published records.
     batch_size : texts that a worker writes side by side.
     run_dir : the run's folder; `plan/<side>/` and the carried-over records are written below it.
@@ -135,9 +135,9 @@ def plan_side(
     force : generate unchanged entities too.
     shard_size : rows a shard; None: `default_shard_size`.
     isolate_ids : ids of entities that share no shard with others and come first, so that their time can be measured.
-    refresh : what says whose change waits; None: nobody's.
+    refresh : decides whose change waits; None: every changed prompt gets a new text.
     excluded : entities, as `run_folder.POSTPONED`, that get no text in any case.
-    unusable : rows of the last quarantine, whose entities stay there where they would be asked the same again.
+    unusable : rows of the last quarantine; their entities stay there as long as their prompt is the same.
     carry_over : called with the records that stay; writes them now, or later while other texts are generated.
     """
     entities, folder = tables.entities(side), RunFolder(run_dir)
@@ -186,12 +186,12 @@ def plan_side(
 
 @dataclass(frozen=True)
 class _Compared:
-    """Who is as before: rows of entities, int64, but of `carried`, which are those of their earlier records."""
+    """Entities by how their fingerprint changed: int64 rows of the table; of `carried`, rows of earlier records."""
 
     changed: np.ndarray
     fingerprints: pa.Array  # of the changed ones
     carried: np.ndarray
-    refused: np.ndarray  # who cannot be asked about
+    refused: np.ndarray  # without a prompt
 
 
 def _compared(
@@ -202,7 +202,7 @@ def _compared(
     force: bool,
     on_entities: Callable[[int], None],
 ) -> _Compared:
-    """Fingerprints beside those of earlier records, `before` by row, of all who are not left out."""
+    """Compare fingerprints with those of earlier records (`before`, by row), of all entities that are not left out."""
     changed, carried, refused, fingerprints = [], [], [], []
     for start in range(0, len(before), ROWS_AT_ONCE):
         stop = min(start + ROWS_AT_ONCE, len(before))
@@ -222,9 +222,9 @@ def _compared(
 def _without_failing(
     found: _Compared, side: Side, ids: pa.ChunkedArray, unusable: pa.Table | None
 ) -> tuple[_Compared, list[QuarantineRow]]:
-    """Who is left to be asked; and the rows of quarantine of the others: nothing to ask about, or asked in vain."""
+    """The comparison without entities that have no prompt or whose prompt failed before; their quarantine rows."""
     quarantined = [QuarantineRow.of(one, side, NO_TITLE) for one in ids.take(pa.array(found.refused)).to_pylist()]
-    failing = failing_still(unusable, ids.take(pa.array(found.changed)).combine_chunks(), found.fingerprints)
+    failing = still_failing(unusable, ids.take(pa.array(found.changed)).combine_chunks(), found.fingerprints)
     is_failing = failing >= 0
     if is_failing.any():
         quarantined += [QuarantineRow(**row) for row in unusable.take(pa.array(failing[is_failing])).to_pylist()]
@@ -242,7 +242,7 @@ def _write_shards(
     shard_size: int,
     run_dir: Path,
 ) -> tuple[Shard, ...]:
-    """Write what is asked of the entities of some rows, by group; `columns` are of these rows."""
+    """Write the shards of some rows, ordered by group; `columns` belong to these rows."""
     ids = questions.entities[f"{side}_id"].take(pa.array(rows))
     turns = np.argsort(pc.rank(pc.fill_null(columns["group"], ""), tiebreaker="dense").to_numpy(), kind="stable")
     is_isolated = np.zeros(len(rows), bool) if isolate_ids is None else pc.is_in(ids, value_set=isolate_ids).to_numpy()
@@ -260,7 +260,7 @@ def _concatenated(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def default_shard_size(num_rows: int, batch_size: int) -> int:
-    """Rows a shard of a side that has so many to generate.
+    """The number of rows a shard, for a side with `num_rows` texts to generate.
 
     A shard's texts are written together and with no others, so that its forwards, and with them how sums are rounded,
     are the same whatever came before it and on which worker. So the batch empties at its end, which costs the less the

@@ -1,7 +1,7 @@
-"""Who is not asked tonight: of whom a new text waits, as `refresh` decides, and who failed by the same question before.
+"""Entities that get no new text tonight: `refresh` postpones them, or the same prompt failed before.
 
-A row of the earlier quarantine without a text of the model's (a lost worker, a prompt that is too long) says nothing of
-the next try, and costs little or may succeed. Of the others the model would answer the same.
+A quarantine row without a text (a lost worker, a prompt that is too long) is tried again: that costs little or may
+succeed. With a text it is not, since the model would write the same.
 """
 
 import datetime
@@ -30,13 +30,13 @@ _SEEN = ["run_id", "num_tokens", "num_history", "num_history_dropped"]
 
 @dataclass(frozen=True)
 class Refresh:
-    """What a night decides by who is written about.
+    """The inputs of a night's refresh decisions.
 
     Attributes
     ----------
     max_tokens : of this side tonight; None: no limit.
     usual_tokens : expected of a text where no earlier one says more.
-    waiting : those that the night before has postponed, as `run_folder.POSTPONED`.
+    waiting : entities that the previous night postponed, as `run_folder.POSTPONED`.
     clusters : of items, where `min_drift` asks for them of users and they are known.
     """
 
@@ -50,7 +50,7 @@ class Refresh:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Of some changed entities who is written about: bool[n]; the others; and what is expected of the texts."""
+    """Which changed entities get a new text (bool[n]), the postponed ones, and the expected tokens of the texts."""
 
     is_written: np.ndarray
     postponed: pa.Table  # of POSTPONED
@@ -78,7 +78,7 @@ def choose(
     fingerprints: pa.Array,
     before: np.ndarray,
 ) -> Chosen:
-    """Decide about entities of a side whose prompt is not that of their text.
+    """Decide which entities of a side, whose prompt differs from that of their text, get a new one.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ def choose(
     same_but_history = pc.fill_null(pc.equal(_without_history(known_by), _without_history(fingerprints)), False)
     candidates = Candidates(
         has_text=has_text,
-        is_asked_otherwise=~same_but_history.to_numpy(False),
+        is_changed_beyond_history=~same_but_history.to_numpy(False),
         num_interactions=num_interactions,
         num_seen=seen,
         age_days=np.maximum(today - since, 0).astype(float),
@@ -126,14 +126,14 @@ def choose(
 
 
 def without_evidence(refresh: Refresh, entity_ids: pa.Array) -> pa.Table:
-    """Those who are not asked about for want of interactions, as `POSTPONED`."""
+    """Entities with too few interactions for a text, as `POSTPONED`."""
     n = len(entity_ids)
     columns = [entity_ids, pa.repeat(EVIDENCE, n), pa.repeat(False, n), pa.nulls(n, pa.float64())]
     return pa.Table.from_arrays([*columns, _waiting_since(refresh, entity_ids)], schema=_schema(entity_ids.type))
 
 
 def write_postponed(folder: RunFolder, side: Side, postponed: pa.Table | None) -> None:
-    """Write who waits; no file where nobody does."""
+    """Write the postponed entities; no file if there are none."""
     path = folder.postponed_path(side)
     if postponed is None or not len(postponed):
         path.unlink(missing_ok=True)
@@ -142,9 +142,9 @@ def write_postponed(folder: RunFolder, side: Side, postponed: pa.Table | None) -
 
 
 def unusable_texts(previous: RunFolder | None, side: Side, date: datetime.date) -> pa.Table | None:
-    """Rows of a run's quarantine whose text is not asked for again on a date unless it is asked otherwise.
+    """Rows of a run's quarantine that are not tried again on a date unless their prompt changes.
 
-    Everybody has one night of a week to try again, not all the same.
+    Each entity is tried again on one night a week, not all on the same one.
     """
     if previous is None:
         return None
@@ -158,7 +158,7 @@ def unusable_texts(previous: RunFolder | None, side: Side, date: datetime.date) 
     return rows.filter(pa.array((np.array(turns) + date.toordinal()) % DAYS_BETWEEN_TRIES != 0))
 
 
-def failing_still(unusable: pa.Table | None, entity_ids: pa.Array, fingerprints: pa.Array) -> np.ndarray:
+def still_failing(unusable: pa.Table | None, entity_ids: pa.Array, fingerprints: pa.Array) -> np.ndarray:
     """The row of each entity in `unusable` that has the same fingerprint: int64[n], -1 without one."""
     if unusable is None:
         return np.full(len(entity_ids), -1)
@@ -168,7 +168,7 @@ def failing_still(unusable: pa.Table | None, entity_ids: pa.Array, fingerprints:
 
 
 def _waiting_since(refresh: Refresh, entity_ids: pa.Array) -> pa.Array:
-    """Since when they wait who have no text: the date of the first night that said so, else tonight's."""
+    """The date since which entities without a text wait: that of the first night that postponed them, else tonight."""
     tonight = pa.scalar(refresh.date, pa.date32())
     waiting = refresh.waiting.filter(pc.invert(refresh.waiting["has_text"]))
     rows = rows_among(entity_ids, waiting["entity_id"])
@@ -180,5 +180,5 @@ def _schema(entity_id_type: pa.DataType) -> pa.Schema:
 
 
 def _without_history(fingerprints: pa.Array) -> pa.Array:
-    """All parts but the last."""
+    """Fingerprints without their last part, that of the history."""
     return pc.replace_substring_regex(fingerprints, "-[^-]*$", "")

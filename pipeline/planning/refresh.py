@@ -69,16 +69,16 @@ class Candidates:
     Attributes
     ----------
     has_text : bool.
-    is_asked_otherwise : bool; template, model, decoding or attributes differ, not the history alone.
+    is_changed_beyond_history : bool; template, model, decoding or attributes differ.
     num_interactions : int, of today.
-    num_seen : int, that the text has seen.
+    num_seen : int, interactions that the text has seen.
     age_days : float, since the text was written; without one, since the entity began to wait.
-    num_tokens : float, that its text is expected to have.
-    drift : float, how far the history has moved since the text; NaN where that is not known. None: of nobody.
+    num_tokens : float, expected of its text.
+    drift : float, how far the history has moved since the text; NaN: not known. None: known of no candidate.
     """
 
     has_text: np.ndarray
-    is_asked_otherwise: np.ndarray
+    is_changed_beyond_history: np.ndarray
     num_interactions: np.ndarray
     num_seen: np.ndarray
     age_days: np.ndarray
@@ -88,21 +88,21 @@ class Candidates:
     def scores(self) -> np.ndarray:
         """What a new text is worth: log2(2 + interactions) x share of them that are new + days / 7; float64[n].
 
-        The share is 1 where there is no text or it was asked for otherwise. Days grow without bound, so nobody waits
+        The share is 1 without a text, or if more than the history changed. Days grow without bound, so nobody waits
         for ever.
         """
         most = np.maximum(np.maximum(self.num_interactions, self.num_seen), 1)
         novelty = np.abs(self.num_interactions - self.num_seen) / most
-        novelty = np.where(self.has_text & ~self.is_asked_otherwise, novelty, 1.0)
+        novelty = np.where(self.has_text & ~self.is_changed_beyond_history, novelty, 1.0)
         return np.log2(2 + self.num_interactions) * novelty + self.age_days / DAYS_OF_A_POINT
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided of each candidate: arrays of length n."""
+    """Arrays of length n, one value a candidate."""
 
     is_written: np.ndarray  # bool
-    is_over_budget: np.ndarray  # bool; of those that are not written, who is due: the others are not
+    is_over_budget: np.ndarray  # bool; due, but not written for lack of budget
     scores: np.ndarray  # float64
 
     def num_tokens(self, candidates: Candidates) -> int:
@@ -111,11 +111,11 @@ class Decision:
 
 
 def decide(candidates: Candidates, settings: RefreshSettings, max_tokens: float | None = None) -> Decision:
-    """Who is written about tonight.
+    """Decide which candidates get a new text tonight.
 
-    Due is who has no text, was asked otherwise, has a text of `max_age_days`, or `min_new_interactions` more or fewer
-    than the text has seen and a history that moved by `min_drift`, or may have. Of those the most valuable are written
-    while tokens are left; of equal scores the first.
+    A candidate is due if it has no text, if more than its history changed, if its text is `max_age_days` old, or if its
+    history has `min_new_interactions` more or fewer than the text has seen and may have moved by `min_drift`. The due
+    ones with the highest scores are written while tokens are left; of equal scores the first.
 
     Parameters
     ----------
@@ -125,7 +125,7 @@ def decide(candidates: Candidates, settings: RefreshSettings, max_tokens: float 
     is_other = num_new >= settings.min_new_interactions
     if settings.min_drift is not None and candidates.drift is not None:
         is_other &= ~(candidates.drift < settings.min_drift)
-    is_due = ~candidates.has_text | candidates.is_asked_otherwise | is_other
+    is_due = ~candidates.has_text | candidates.is_changed_beyond_history | is_other
     if settings.max_age_days is not None:
         is_due |= candidates.age_days >= settings.max_age_days
     scores = candidates.scores()

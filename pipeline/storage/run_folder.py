@@ -110,7 +110,7 @@ class RunFolder:
         return self.root / "quarantine" / f"{side}.parquet"
 
     def postponed_path(self, side: Side) -> Path:
-        """Entities of a side of which no new text was asked for tonight, and why."""
+        """Entities of a side that get no new text tonight, and why."""
         return self.root / "postponed" / f"{side}.parquet"
 
     def load_manifest(self) -> RunManifest:

@@ -152,7 +152,7 @@ class Workspace:
         return folder
 
     def pointed_to(self) -> str | None:
-        """Id of the run that the pointer names, whether or not it is there; None where it names none."""
+        """The id in the pointer, whether or not that run exists; None if it names none."""
         return self._history["run_id"]
 
     def publish(self, run_id: str) -> None:
@@ -199,10 +199,9 @@ class Workspace:
         self._point_to(before[0].run_id, older, [*history["rolled_back"], history["run_id"]])
 
     def repair_pointer(self) -> str | None:
-        """Where the pointer is lost or damaged, or names a run that is gone: point to what readers saw last.
+        """If the pointer is lost, damaged, or names a run that is gone, point to the last published run that exists.
 
-        Returns the run that they see again; None where nothing was to be mended, or nothing that is there was ever
-        published. The lock must be held.
+        Returns that run's id; None if the pointer was fine, or no published run exists. The lock must be held.
         """
         with suppress(WorkspaceError):
             if self.published() is not None:
@@ -220,12 +219,12 @@ class Workspace:
 
     @property
     def _pointer_copy(self) -> Path:
-        """The same again, for when the pointer is lost."""
+        """A copy of the pointer, read if that is lost."""
         return self.root / "published-copy.json"
 
     @property
     def _history(self) -> dict:
-        """What the pointer names now and did before; of a damaged or missing one what its copy says, else nothing."""
+        """The content of the pointer, else of its copy, else nothing."""
         for path in (self._pointer, self._pointer_copy):
             with suppress(WorkspaceError):
                 found = {"before": [], "rolled_back": []} | read_json(path)
@@ -313,5 +312,5 @@ def _take(descriptor: int) -> None:
 
 
 def _holder(descriptor: int) -> str:
-    """What the file says of who holds the lock; nothing where a writer was killed in between."""
+    """The holder that the lock file names; empty if a writer was killed in between."""
     return os.pread(descriptor, 300, 0).decode(errors="replace").strip("\0")

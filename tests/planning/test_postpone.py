@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 
 from laserbatch.pipeline.planning import postpone
-from laserbatch.pipeline.planning.postpone import DAYS_BETWEEN_TRIES, failing_still, unusable_texts
+from laserbatch.pipeline.planning.postpone import DAYS_BETWEEN_TRIES, still_failing, unusable_texts
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, quarantine_table
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -46,7 +46,7 @@ def test_only_the_same_question_of_the_same_entity_is_not_asked(tmp_path, monkey
     monkeypatch.setattr(postpone, "DAYS_BETWEEN_TRIES", 1 << 40)
     rows = [QuarantineRow.of(n, "user", "unparsable: no", f"f{n}", "text") for n in (5, 3)]
     unusable = unusable_texts(quarantined(tmp_path, rows, pa.int64()), "user", DATE)
-    found = failing_still(unusable, pa.array([1, 3, 5, 7]), pa.array(["f3", "f3", "other", "f5"]))
+    found = still_failing(unusable, pa.array([1, 3, 5, 7]), pa.array(["f3", "f3", "other", "f5"]))
     assert [None if row < 0 else unusable["entity_id"][row].as_py() for row in found.tolist()] == [None, 3, None, None]
-    assert (failing_still(unusable, pa.array(["3"]), pa.array(["f3"])) == np.array([-1])).all()  # ids of another type
-    assert (failing_still(None, pa.array([3]), pa.array(["f3"])) == np.array([-1])).all()
+    assert (still_failing(unusable, pa.array(["3"]), pa.array(["f3"])) == np.array([-1])).all()  # ids of another type
+    assert (still_failing(None, pa.array([3]), pa.array(["f3"])) == np.array([-1])).all()

@@ -15,8 +15,8 @@ from laserbatch.pipeline.storage.run_folder import RunFolder
 def candidates(**columns) -> Candidates:
     """Users with a text of yesterday that has seen 10 of 10 interactions, unless said otherwise."""
     num = max(len(values) for values in columns.values())
-    usual = {"has_text": True, "is_asked_otherwise": False, "num_interactions": 10, "num_seen": 10, "age_days": 1.0,
-             "num_tokens": 100.0}  # fmt: skip
+    usual = {"has_text": True, "is_changed_beyond_history": False, "num_interactions": 10, "num_seen": 10,
+             "age_days": 1.0, "num_tokens": 100.0}  # fmt: skip
     filled = {name: np.asarray(columns.get(name, [value] * num)) for name, value in usual.items()}
     return Candidates(**filled, drift=np.array(columns["drift"]) if "drift" in columns else None)
 
@@ -33,7 +33,7 @@ def test_by_default_every_change_is_written():
 def test_so_many_interactions_must_have_come_or_gone_since_the_text():
     some = candidates(num_interactions=[11, 12, 13, 7, 8])
     assert written(some, min_new_interactions=3) == [2, 3]
-    otherwise = candidates(num_interactions=[11, 11], is_asked_otherwise=[True, False])
+    otherwise = candidates(num_interactions=[11, 11], is_changed_beyond_history=[True, False])
     assert written(otherwise, min_new_interactions=3) == [0]
     assert written(candidates(num_interactions=[1, 11], has_text=[False, True]), min_new_interactions=3) == [0]
 
@@ -108,7 +108,7 @@ def test_a_changed_template_is_written_over_nights_and_comes_to_an_end():
     for night in range(1, 5):
         rows = np.flatnonzero(is_old)
         some = candidates(num_interactions=activity[rows], num_seen=activity[rows], age_days=[night] * len(rows),
-                          is_asked_otherwise=[True] * len(rows)) if len(rows) else None  # fmt: skip
+                          is_changed_beyond_history=[True] * len(rows)) if len(rows) else None  # fmt: skip
         if some is None:
             break
         picked = rows[decide(some, RefreshSettings(min_new_interactions=5), max_tokens=3000).is_written]
