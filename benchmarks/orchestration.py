@@ -179,7 +179,7 @@ def watched_night(folder: str, night: str) -> list[dict]:
             (run_night, "encoder_identity", lambda settings: "stand-in"),
             (router, "train_embeddings", train_one_step),
             (run_night, "open_night", watched(run_night.open_night, "read, check, hash", rows)),
-            (generate, "plan_side", watched(generate.plan_side, "plan", rows)),
+            (generate.GenerationStage, "_make_plan", watched(generate.GenerationStage._make_plan, "plan", rows)),
             (generate.CarryOver, "write", watched(generate.CarryOver.write, "carry", rows, KEPT.release)),
             (generate.GenerationStage, "_write", watched(generate.GenerationStage._write, "write", rows)),
             (generate.GenerationStage, "_gather", watched(generate.GenerationStage._gather, "gather", rows)),

@@ -27,6 +27,7 @@ from laserbatch.pipeline.distributed.actors import ShardAbandoned
 from laserbatch.pipeline.distributed.shared_folder import TOKEN_FILE
 from laserbatch.pipeline.distributed.spec import TextSpec
 from laserbatch.pipeline.errors import RunFailed
+from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.planning.drift import ItemClusters
 from laserbatch.pipeline.planning.plan import (
@@ -37,7 +38,15 @@ from laserbatch.pipeline.planning.plan import (
     open_plan,
     write_shard_plan,
 )
-from laserbatch.pipeline.planning.planner import FIRST_TEXTS, CarryOver, plan_side, shared_fingerprint
+from laserbatch.pipeline.planning.planner import (
+    FIRST_TEXTS,
+    CarryOver,
+    Sharding,
+    WriteRules,
+    decide_side,
+    shared_fingerprint,
+    write_side_plan,
+)
 from laserbatch.pipeline.planning.postpone import Refresh, unusable_texts
 from laserbatch.pipeline.planning.refresh import BUDGET
 from laserbatch.pipeline.sides import SIDES, Side
@@ -172,38 +181,30 @@ class GenerationStage:
 
     def plan(self, side: Side) -> tuple[SidePlan, Finished]:
         """The plan of a side, and its finished shards."""
-        night, settings, tables = self.night, self.night.settings, self.night.tables
-        template = night.template(side)
+        return open_plan(self.folder, side, partial(self._make_plan, side))
 
-        def make_plan() -> SidePlan:
-            with progress(f"plan {side}s", tables.entities(side).num_rows) as bar:
-                return plan_side(
-                    tables,
-                    side,
-                    template,
-                    shared_fingerprint(
-                        template, settings.knowledge.max_prompt_tokens, self.decoding, settings.model_dir
-                    ),
-                    previous=self._previous(side),
-                    batch_size=self.decoding.batch_size,
-                    run_dir=self.folder.root,
-                    force=night.manifest.force,
-                    shard_size=settings.night.shard_size,
-                    on_entities=bar.advance,
-                    carry_over=partial(self._carry_overs.__setitem__, side),
-                    **self._plan_options(side),
-                )
+    def _make_plan(self, side: Side) -> SidePlan:
+        tables, previous = self.night.tables, self._previous(side)
+        with progress(f"plan {side}s", tables.entities(side).num_rows) as bar:
+            questions = SideQuestions(tables, side, self.night.template(side), self._shared_fingerprint(side))
+            decision = decide_side(questions, previous, self._rules(side), bar.advance)
+            plan, self._carry_overs[side] = write_side_plan(
+                decision, questions, previous, self._sharding(side), self.folder
+            )
+        return plan
 
-        return open_plan(self.folder, side, make_plan)
+    def _shared_fingerprint(self, side: Side) -> str:
+        settings = self.night.settings
+        max_tokens = settings.knowledge.max_prompt_tokens
+        return shared_fingerprint(self.night.template(side), max_tokens, self.decoding, settings.model_dir)
 
-    def _plan_options(self, side: Side) -> dict[str, Any]:
-        """Options of `plan_side` that a plain baseline does not share."""
+    def _rules(self, side: Side) -> WriteRules:
         night = self.night
-        return {
-            "routes": night.routes(side),
-            "refresh": self._refresh(side),
-            "unusable": unusable_texts(night.previous, side, night.date),
-        }
+        unusable = unusable_texts(night.previous, side, night.date)
+        return WriteRules(night.manifest.force, refresh=self._refresh(side), unusable=unusable)
+
+    def _sharding(self, side: Side) -> Sharding:
+        return Sharding(self.decoding.batch_size, self.night.settings.night.shard_size, self.night.routes(side))
 
     def _refresh(self, side: Side) -> Refresh | None:
         """What decides whose change waits; None: every changed prompt gets a new text."""
@@ -339,12 +340,14 @@ class PlainBaselineStage(GenerationStage):
     label = "generate plain"
     _budget = None
 
-    def _plan_options(self, side: Side) -> dict[str, Any]:
+    def _rules(self, side: Side) -> WriteRules:
         postponed = self.night.run.read_postponed(side)
-        return {
-            "isolate_ids": _written_tonight(self.night, side),
-            "excluded": postponed.filter(pc.invert(postponed["has_text"])),  # they have no text to compare with
-        }
+        without_text = postponed.filter(pc.invert(postponed["has_text"]))  # nothing to compare with
+        return WriteRules(self.night.manifest.force, excluded=without_text)
+
+    def _sharding(self, side: Side) -> Sharding:
+        isolate_ids = _written_tonight(self.night, side)
+        return Sharding(self.decoding.batch_size, self.night.settings.night.shard_size, isolate_ids=isolate_ids)
 
     @property
     def _previous_folder(self) -> RunFolder | None:

@@ -37,8 +37,8 @@ class SideQuestions:
     """
 
     def __init__(self, tables: Tables, side: Side, template: PromptTemplate, shared: str) -> None:
-        self.entities, self._tables = tables.entities(side), tables
-        self._side, self._template, self._shared = side, template, shared
+        self.entities, self.tables = tables.entities(side), tables
+        self.side, self._template, self._shared = side, template, shared
 
     def fingerprints(self, start: int, stop: int) -> pa.Array:
         """Fingerprints of the entities of some rows, by `prompts.PARTS`; null where an item has no title."""
@@ -48,13 +48,13 @@ class SideQuestions:
         of_lines = pa.array(digests, pa.string()).take(lines.indices)
         histories = self._history_digests(np.arange(start, start + part.num_rows))
         known_by = pc.binary_join_element_wise(self._shared, of_lines, histories, "-")
-        if self._side == "user":
+        if self.side == "user":
             return known_by
         return pc.if_else(blank(part["title"].combine_chunks()), pa.scalar(None, pa.string()), known_by)
 
     def num_events(self) -> np.ndarray:
         """Events in the history of each user, shown or not, int64[num_entities]; of items none."""
-        return np.diff(self.histories.starts) if self._side == "user" else np.zeros(self.entities.num_rows, np.int64)
+        return np.diff(self.histories.starts) if self.side == "user" else np.zeros(self.entities.num_rows, np.int64)
 
     def shown(self, rows: np.ndarray) -> pa.Table:
         """What is shown of the entities of some rows: `SHOWN_SCHEMA`, for `shown_of_row`."""
@@ -73,24 +73,24 @@ class SideQuestions:
     @cached_property
     def histories(self) -> Histories:
         """Of users, what they did with which items."""
-        return Histories(self._tables)
+        return Histories(self.tables)
 
     @cached_property
     def _events(self) -> tuple[pa.Array, pa.Array]:
         """Of each item what a line of history shows: title, and attributes or null."""
-        columns, items = self._template.history, self._tables.items
+        columns, items = self._template.history, self.tables.items
         title = _mapped(items["title"], lambda value: plain_text(str(value), columns.max_value_chars))
-        names = _shown_names(items, columns, ("item_id", "title"), self._tables.personal.get("item", ()))
+        names = _shown_names(items, columns, ("item_id", "title"), self.tables.personal.get("item", ()))
         texts = [_mapped(items[name], lambda value, name=name: value_text(value, columns, name)) for name in names]
         return pc.fill_null(title, ""), _joined(texts, columns.separator, items.num_rows)
 
     def item_texts(self, titles: Collection[str]) -> dict[str, dict[str, str]]:
         """What histories show of the items of some titles, as prompts have these: by title, texts by column."""
-        columns, items = self._template.history, self._tables.items
+        columns, items = self._template.history, self.tables.items
         is_wanted = pc.is_in(self._events[0], value_set=pa.array(titles, pa.string()))
         part, found = items.filter(is_wanted), self._events[0].filter(is_wanted).to_pylist()
         texts: dict[str, dict[str, str]] = {title: {} for title in found}
-        for name in _shown_names(items, columns, ("item_id", "title"), self._tables.personal.get("item", ())):
+        for name in _shown_names(items, columns, ("item_id", "title"), self.tables.personal.get("item", ())):
             shown = _mapped(part[name], lambda value, name=name: value_text(value, columns, name)).to_pylist()
             for title, text in zip(found, shown, strict=True):
                 texts[title] |= {} if text is None else {name: text}
@@ -105,8 +105,8 @@ class SideQuestions:
         return _as_rows(title if rest is None else f"{title}\n{rest}" for title, rest in texts)
 
     def _attribute_lines(self, part: pa.Table) -> pa.Array:
-        columns, personal = self._template.attributes, self._tables.personal.get(self._side, ())
-        names = _shown_names(part, columns, (f"{self._side}_id",), personal)
+        columns, personal = self._template.attributes, self.tables.personal.get(self.side, ())
+        names = _shown_names(part, columns, (f"{self.side}_id",), personal)
         lines = [_mapped(part[name], lambda value, name=name: attribute_line(name, value, columns)) for name in names]
         return _joined(lines, "\n", part.num_rows)
 

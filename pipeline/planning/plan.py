@@ -57,7 +57,7 @@ class Shard:
     """Rows that one worker generates in one go.
 
     `path` is the plan's Parquet file, relative to the run's folder, and `sha256` its checksum; `is_isolated`: the rows
-    are `isolate_ids` of `plan_side`.
+    are those of `Sharding.isolate_ids`.
     """
 
     name: Inside  # of its files: "00000"

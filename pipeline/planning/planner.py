@@ -104,84 +104,133 @@ def side_routes(router: Router | None, tables: Tables, side: Side) -> Routes:
     return router.routes(entities, interactions_of(tables, side))
 
 
-def plan_side(
-    tables: Tables,
-    side: Side,
-    template: PromptTemplate,
-    shared: str,
-    *,
-    previous: PreviousKnowledge,
-    batch_size: int,
-    run_dir: Path,
-    routes: Routes | None = None,
-    force: bool = False,
-    shard_size: int | None = None,
-    on_entities: Callable[[int], None] = lambda num_entities: None,
-    isolate_ids: pa.Array | None = None,
-    refresh: Refresh | None = None,
-    excluded: pa.Table | None = None,
-    unusable: pa.Table | None = None,
-    carry_over: Callable[[CarryOver], object] = CarryOver.write,
-) -> SidePlan:
-    """Plan every entity of a side and write the inputs of its shards. Nothing is rendered or tokenised.
+@dataclass(frozen=True)
+class WriteRules:
+    """Which entities get a new text tonight, of those that may.
 
-    Parameters
+    Attributes
     ----------
-    template, shared : the prompt template, and the result of `shared_fingerprint`.
-    previous : the last published records.
-    batch_size : texts that a worker writes side by side.
-    run_dir : the run's folder; `plan/<side>/` and the carried-over records are written below it.
-    routes : as `side_routes` gives them; None: no groups.
-    force : generate unchanged entities too.
-    shard_size : rows a shard; None: `default_shard_size`.
-    isolate_ids : ids of entities that share no shard with others and come first, so that their time can be measured.
-    refresh : decides whose change waits; None: every changed prompt gets a new text.
+    force : write about unchanged entities too.
+    refresh : decides whose change waits; None: nobody's.
     excluded : entities, as `run_folder.POSTPONED`, that get no text in any case.
-    unusable : rows of the last quarantine; their entities stay there as long as their prompt is the same.
-    carry_over : called with the records that stay; writes them now, or later while other texts are generated.
+    unusable : rows of the last quarantine; their entities stay there if their prompt is the same.
     """
-    entities, folder = tables.entities(side), RunFolder(run_dir)
-    ids = entities[f"{side}_id"]
-    routes = routes or Routes.nowhere(entities.num_rows)
-    questions = SideQuestions(tables, side, template, shared)
+
+    force: bool = False
+    refresh: Refresh | None = None
+    excluded: pa.Table | None = None
+    unusable: pa.Table | None = None
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How rows are cut into shards.
+
+    Attributes
+    ----------
+    batch_size : texts that a worker writes side by side.
+    size : rows of a shard; None: `default_shard_size`.
+    routes : pool groups, as `side_routes` returns them; None: no groups.
+    isolate_ids : entities that share no shard with others and come first, so that their time can be measured.
+    """
+
+    batch_size: int
+    size: int | None = None
+    routes: Routes | None = None
+    isolate_ids: pa.Array | None = None
+
+
+@dataclass(frozen=True)
+class SideDecision:
+    """The decision about every entity of a side. Nothing is rendered, tokenised or written for it.
+
+    Attributes
+    ----------
+    rows : int64[n], the entities that get a new text, with their `fingerprints` and int64[n] `records`, the rows of
+        their earlier records (-1: none).
+    carried, waiting : int64, rows of earlier records that stay: unchanged ones, and those whose new text waits.
+    quarantined : entities without a prompt tonight.
+    postponed : as `run_folder.POSTPONED`; None if no rule postpones any.
+    num_tokens : expected of the new texts; 0 without a budget.
+    """
+
+    rows: np.ndarray
+    fingerprints: pa.Array
+    records: np.ndarray
+    carried: np.ndarray
+    waiting: np.ndarray
+    quarantined: list[QuarantineRow]
+    postponed: pa.Table | None
+    num_tokens: int
+
+
+def decide_side(
+    questions: SideQuestions,
+    previous: PreviousKnowledge,
+    rules: WriteRules,
+    on_entities: Callable[[int], None] = lambda num_entities: None,
+) -> SideDecision:
+    """Decide about every entity of a side, by its fingerprint, its earlier record and the rules."""
+    refresh, excluded = rules.refresh, rules.excluded
+    ids = questions.entities[f"{questions.side}_id"]
     before = previous.rows_of(ids)
-    left_out = np.zeros(entities.num_rows, bool)
-    if refresh is not None and side == "user" and refresh.settings.min_interactions:
+    left_out = np.zeros(len(ids), bool)
+    if refresh is not None and questions.side == "user" and refresh.settings.min_interactions:
         left_out = questions.num_events() < refresh.settings.min_interactions
         excluded = without_evidence(refresh, ids.combine_chunks().filter(pa.array(left_out)))
     elif excluded is not None:
         left_out = pc.is_in(ids, value_set=excluded["entity_id"].combine_chunks()).to_numpy()
-    found = _compared(questions, previous, before, left_out, force, on_entities)
-    found, quarantined = _without_failing(found, side, ids, None if force else unusable)
-    rows, known_by, waiting, postponed, num_tokens = found.changed, found.fingerprints, before[:0], excluded, 0
-    if refresh is not None and not force:
-        chosen = choose(refresh, tables, side, questions, previous, rows, known_by, before[rows])
+    found = _compared(questions, previous, before, left_out, rules.force, on_entities)
+    found, quarantined = _without_failing(found, questions.side, ids, None if rules.force else rules.unusable)
+    rows, fingerprints, waiting, postponed, num_tokens = found.changed, found.fingerprints, before[:0], excluded, 0
+    if refresh is not None and not rules.force:
+        chosen = choose(refresh, questions, previous, rows, fingerprints, before[rows])
         postponed = pa.concat_tables([part for part in (excluded, chosen.postponed) if part is not None])
         num_tokens, waiting = chosen.num_tokens, before[rows[~chosen.is_written]]
-        rows, known_by = rows[chosen.is_written], known_by.filter(pa.array(chosen.is_written))
-    write_postponed(folder, side, postponed)
+        rows, fingerprints = rows[chosen.is_written], fingerprints.filter(pa.array(chosen.is_written))
     waiting = np.sort(waiting[waiting >= 0])
-    carried = previous.records(np.sort(found.carried), ids.type, is_stale=False)
-    stale = previous.records(waiting, ids.type, is_stale=True) if len(waiting) else None
-    carry_over(CarryOver(folder, side, carried, previous.only_file(found.carried, ids.type), stale, quarantined))
+    return SideDecision(rows, fingerprints, before[rows], found.carried, waiting, quarantined, postponed, num_tokens)
+
+
+def write_side_plan(
+    decision: SideDecision,
+    questions: SideQuestions,
+    previous: PreviousKnowledge,
+    sharding: Sharding,
+    folder: RunFolder,
+) -> tuple[SidePlan, CarryOver]:
+    """Write the inputs of a side's shards and who waits; return the plan, and the carry-over that is to be written."""
+    side, rows, postponed, waiting = questions.side, decision.rows, decision.postponed, decision.waiting
+    ids = questions.entities[f"{side}_id"]
+    write_postponed(folder, side, postponed)
+    carry_over = CarryOver(
+        folder,
+        side,
+        carried=previous.records(np.sort(decision.carried), ids.type, is_stale=False),
+        carried_file=previous.only_file(decision.carried, ids.type),
+        waiting=previous.records(waiting, ids.type, is_stale=True) if len(waiting) else None,
+        quarantined=decision.quarantined,
+    )
+    routes = sharding.routes or Routes.nowhere(len(ids))
+    groups = routes.groups.take(pa.array(rows)).cast(pa.string())
     columns = {
-        "fingerprint": known_by,
-        "previous_ids": previous.token_ids(before[rows]),
-        "group": pc.if_else(pc.equal(groups := routes.groups.take(pa.array(rows)).cast(pa.string()), ""), None, groups),
+        "fingerprint": decision.fingerprints,
+        "previous_ids": previous.token_ids(decision.records),
+        "group": pc.if_else(pc.equal(groups, ""), None, groups),
     }
-    size = shard_size or default_shard_size(len(rows), batch_size)
-    return SidePlan(
+    plan = SidePlan(
         side=side,
-        num_entities=entities.num_rows,
-        num_carried_over=len(found.carried),
-        num_unpromptable=len(quarantined),
+        num_entities=len(ids),
+        num_carried_over=len(decision.carried),
+        num_unpromptable=len(decision.quarantined),
         routes=routes.num_by_scheme(),
-        shards=_write_shards(side, questions, rows, columns, isolate_ids, size, run_dir),
+        shards=_write_shards(questions, rows, columns, sharding, folder.root),
         num_waiting=len(waiting),
         num_without_text=0 if postponed is None else len(postponed) - len(waiting),
         postponed={} if postponed is None else count_reasons(postponed),
-        num_tokens=num_tokens,
+        num_tokens=decision.num_tokens,
     )
+    return plan, carry_over
 
 
 @dataclass(frozen=True)
@@ -234,20 +283,16 @@ def _without_failing(
 
 
 def _write_shards(
-    side: Side,
-    questions: SideQuestions,
-    rows: np.ndarray,
-    columns: dict[str, pa.Array],
-    isolate_ids: pa.Array | None,
-    shard_size: int,
-    run_dir: Path,
+    questions: SideQuestions, rows: np.ndarray, columns: dict[str, pa.Array], sharding: Sharding, run_dir: Path
 ) -> tuple[Shard, ...]:
-    """Write the shards of some rows, ordered by group; `columns` belong to these rows."""
+    """Write what prompts show of the entities of some rows, by group; `columns` are of these rows."""
+    side, isolate_ids = questions.side, sharding.isolate_ids
     ids = questions.entities[f"{side}_id"].take(pa.array(rows))
     turns = np.argsort(pc.rank(pc.fill_null(columns["group"], ""), tiebreaker="dense").to_numpy(), kind="stable")
     is_isolated = np.zeros(len(rows), bool) if isolate_ids is None else pc.is_in(ids, value_set=isolate_ids).to_numpy()
+    size = sharding.size or default_shard_size(len(rows), sharding.batch_size)
     shards = []
-    for places, of_isolated in _cut(turns, is_isolated, shard_size):
+    for places, of_isolated in _cut(turns, is_isolated, size):
         shown = questions.shown(rows[places])
         part = {"entity_id": ids.take(pa.array(places))} | {name: shown[name] for name in shown.column_names}
         part |= {name: values.take(pa.array(places)) for name, values in columns.items()}

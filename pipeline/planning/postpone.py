@@ -70,8 +70,6 @@ def interactions_of(tables: Tables, side: Side) -> np.ndarray:
 
 def choose(
     refresh: Refresh,
-    tables: Tables,
-    side: Side,
     questions: SideQuestions,
     previous: PreviousKnowledge,
     rows: np.ndarray,
@@ -86,8 +84,9 @@ def choose(
     fingerprints : of tonight's prompts.
     before : rows of their earlier records, int64[n]; -1 without one.
     """
+    side = questions.side
     entity_ids = questions.entities[f"{side}_id"].combine_chunks().take(pa.array(rows))
-    num_interactions = (questions.num_events() if side == "user" else interactions_of(tables, side))[rows]
+    num_interactions = (questions.num_events() if side == "user" else interactions_of(questions.tables, side))[rows]
     has_text = before >= 0
     seen, since = num_interactions.copy(), np.zeros(len(before), np.int32)
     num_tokens = np.full(len(before), float(refresh.usual_tokens))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 import ray
+from planned_side import plan_side
 from ray import cloudpickle
 
 from laserbatch.jobs.settings import load_settings
@@ -26,9 +27,8 @@ from laserbatch.pipeline.distributed.settings import ClusterSettings, workers_of
 from laserbatch.pipeline.distributed.spec import TextSpec
 from laserbatch.pipeline.distributed.worker import ShardWorker
 from laserbatch.pipeline.errors import ModelError, RunFailed, WorkspaceError
-from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.planning.plan import load_plan, read_shard, save_plan
-from laserbatch.pipeline.planning.planner import plan_side, shared_fingerprint
+from laserbatch.pipeline.planning.planner import shared_fingerprint
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder, ShardInfo
@@ -66,10 +66,7 @@ def planned(world: Path, run_dir: Path):
         "item",
         settings.effective_knowledge.template("item"),
         shared_fingerprint(settings.effective_knowledge.template("item"), 1024, settings.decoding, settings.model_dir),
-        previous=PreviousKnowledge(None),
-        shard_size=4,
-        batch_size=4,
-        run_dir=run_dir,
+        run_dir,
     )
     spec = TextSpec(
         run_id="2025-03-01-00000000",

@@ -6,11 +6,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
+from planned_side import plan_side
 
-from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.planning.plan import save_plan
-from laserbatch.pipeline.planning.planner import plan_side
 
 
 class Encoder:
@@ -41,10 +40,10 @@ def write_night(night, num_changed: int = 0, previous: Path | None = None) -> pa
         "item",
         load_template("kar_item"),
         f"{night.date}",
-        previous=PreviousKnowledge(previous),
+        night.run.root,
+        previous,
         shard_size=32,
         batch_size=16,
-        run_dir=night.run.root,
     )
     save_plan(plan, night.run.root)
     token_ids = [invented_text(zlib.crc32(key.encode()), num_changed) for key in ids]

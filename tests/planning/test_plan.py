@@ -5,6 +5,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned_side import plan_side
 
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.knowledge import records as earlier_records
@@ -12,7 +13,7 @@ from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge, knowledge_schema
 from laserbatch.pipeline.knowledge.templates import PromptTemplate
 from laserbatch.pipeline.planning.plan import load_plan, read_shard, save_plan
-from laserbatch.pipeline.planning.planner import FIRST_TEXTS, default_shard_size, plan_side
+from laserbatch.pipeline.planning.planner import FIRST_TEXTS, default_shard_size
 from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.tables.read import Tables
@@ -61,12 +62,12 @@ def plan(rows, run_dir, previous=None, force=False, shard_size=4, isolate_ids=No
         "user",
         TEMPLATE,
         "s",
+        run_dir,
         routes=by_length([key for key, _ in rows]) if routes else None,
-        previous=PreviousKnowledge(previous_folder(previous, run_dir) if isinstance(previous, pa.Table) else previous),
+        previous=previous_folder(previous, run_dir) if isinstance(previous, pa.Table) else previous,
         force=force,
         shard_size=shard_size,
         batch_size=1,
-        run_dir=run_dir,
         isolate_ids=isolate_ids,
     )
 
@@ -126,8 +127,7 @@ def test_an_item_without_a_title_is_refused(tmp_path):
     items = pa.table({"item_id": ["a", "b"], "title": ["A", " "]})
     template = TEMPLATE.model_copy(update={"side": "item"})
     planned = plan_side(
-        Tables(items, items, items), "item", template, "s",
-        previous=PreviousKnowledge(None), batch_size=1, run_dir=tmp_path,
+        Tables(items, items, items), "item", template, "s", tmp_path, batch_size=1,
     )  # fmt: skip
     assert planned.num_unpromptable == sum(shard.num_rows for shard in planned.shards) == 1
     run = RunFolder(tmp_path)
