@@ -28,8 +28,9 @@ from laserbatch.ctr.knowledge import Knowledge, align_sides, build_knowledge
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.ctr.training import train_model
 from laserbatch.jobs.stages import build_pools, night
+from laserbatch.jobs.stages.encode import encode_run
 from laserbatch.jobs.stages.night import Night
-from laserbatch.jobs.stages.run_night import encode_run, run_night
+from laserbatch.jobs.stages.run_night import run_night
 from laserbatch.pipeline.decoding.drafters import RetrievalDrafter
 from laserbatch.pipeline.sample.world import LAST_DATE
 from laserbatch.pipeline.sides import SIDES

@@ -163,7 +163,7 @@ def watched_night(folder: str, night: str) -> list[dict]:
     rows: list[dict] = []
     with stage("start", rows):
         from laserbatch.jobs.settings import load_settings
-        from laserbatch.jobs.stages import generate, run_night, shards
+        from laserbatch.jobs.stages import encode, generate, run_night, shards
         from laserbatch.jobs.stages.workers import NightWorkers
         from laserbatch.retrieval_pools.routing import router
 
@@ -176,7 +176,8 @@ def watched_night(folder: str, night: str) -> list[dict]:
             (NightWorkers, "start", lambda workers, spec: None),
             (NightWorkers, "worker_pool", no_workers),
             (run_night, "load_encoder", lambda settings: StandInEncoder()),
-            (run_night, "encoder_identity", lambda settings: "stand-in"),
+            (encode, "load_encoder", lambda settings: StandInEncoder()),
+            (encode, "encoder_identity", lambda settings: "stand-in"),
             (router, "train_embeddings", train_one_step),
             (run_night, "open_night", watched(run_night.open_night, "read, check, hash", rows)),
             (generate.GenerationStage, "_make_plan", watched(generate.GenerationStage._make_plan, "plan", rows)),

@@ -47,25 +47,30 @@ TOO_FEW = (
 )
 
 
+def needs_audited_texts(night: Night) -> bool:
+    """Whether a sample of tonight's texts is to be decoded plainly before the audit."""
+    is_open = night.manifest.audit is None and _why_not(night) is None
+    return is_open and not night.settings.night.compare_with_plain and bool(_sample_sizes(night))
+
+
 def generate_audited(night: Night, workers: NightWorkers) -> None:
-    """Decode a sample of tonight's texts plainly, into `audit/` of the run; nothing where they are there or useless."""
-    if night.manifest.audit is not None or _why_not(night) or night.settings.night.compare_with_plain:
-        return
+    """Decode a sample of tonight's texts plainly into `audit/` of the run."""
     rows = {side: sample.planned for side, sample in _samples(night).items()}
-    if rows:
-        with night.stage("generate audited"):
-            generate_plain_sample(night, workers, _audit_folder(night), rows)
+    generate_plain_sample(night, workers, _audit_folder(night), rows)
 
 
-def audit_texts(night: Night, load_encoder: "Callable[[], TextEncoder]") -> None:
-    """Compare the sampled texts with plain ones, into the manifest; both are encoded here, as features are."""
-    if night.manifest.audit is None:
-        with night.stage("audit"):
-            samples = {} if (reason := _why_not(night)) else _samples(night)
-            encoder = cache(load_encoder)
-            found = {side: _audit(night, side, sample, encoder) for side, sample in samples.items()}
-            sides = {side: figures for side, figures in found.items() if figures is not None}
-            night.manifest.audit = AuditFigures(reason if reason or sides else TOO_FEW, sides)
+def audit_texts(night: Night, load_encoder: "Callable[[], TextEncoder]") -> AuditFigures:
+    """Compare the sampled texts with plain ones; both are encoded here, as features are."""
+    reason = _why_not(night)
+    samples = {} if reason else _samples(night)
+    encoder = cache(load_encoder)
+    found = {side: _audit(night, side, sample, encoder) for side, sample in samples.items()}
+    sides = {side: figures for side, figures in found.items() if figures is not None}
+    return AuditFigures(reason if reason or sides else TOO_FEW, sides)
+
+
+def remove_audited_texts(night: Night) -> None:
+    """Remove `audit/` of the run, of which the manifest has the figures."""
     if _audit_folder(night).root.is_dir():
         remove_folder(_audit_folder(night).root)
 
@@ -91,18 +96,24 @@ class _Sample:
     planned: pa.Table
 
 
-def _samples(night: Night) -> dict[Side, _Sample]:
-    """Of each side of which enough was written, texts evenly over its shards: the same whenever it is asked."""
-    settings, found = night.settings.night, {}
+def _sample_sizes(night: Night) -> dict[Side, int]:
+    """Texts to compare, of each side of which enough was written."""
+    settings = night.settings.night
     share, fewest = (1, 1) if settings.compare_with_plain else (MIN_TEXTS_PER_AUDITED, MIN_PAIRS)
-    for side, figures in night.manifest.sides.items():
+    written = {side: sum(shard.num_rows for shard in figures.shards) for side, figures in night.manifest.sides.items()}
+    sizes = {side: min(settings.num_audited, num_texts // share) for side, num_texts in written.items()}
+    return {side: size for side, size in sizes.items() if size >= fewest}
+
+
+def _samples(night: Night) -> dict[Side, _Sample]:
+    """Texts evenly over the shards of each side: the same in every attempt."""
+    found = {}
+    for side, size in _sample_sizes(night).items():
+        figures = night.manifest.sides[side]
         ends = np.cumsum([0, *(shard.num_rows for shard in figures.shards)])
         num_texts = int(ends[-1])
-        wanted = min(settings.num_audited, num_texts // share)
-        if wanted < fewest:
-            continue
         first = int(hashlib.sha256(f"{night.date} {side}".encode()).hexdigest(), 16) % num_texts
-        places = (np.arange(wanted) * num_texts + first) // wanted  # below num_texts, and no two are the same
+        places = (np.arange(size) * num_texts + first) // size  # below num_texts, and no two are the same
         texts, planned = [], []
         for shard, start, end in zip(figures.shards, ends[:-1], ends[1:], strict=True):
             rows = places[(places >= start) & (places < end)] - start

@@ -60,13 +60,12 @@ from laserbatch.retrieval_pools.step_cost import StepCost
 MAX_SHARE_UNUSABLE = 0.5  # the night stops if more of the first texts fail: the model does not fit the template
 
 
-def generate_knowledge(night: Night, workers: NightWorkers) -> None:
-    """Write the night's texts into its run folder; finished ones stay.
+def generate_knowledge(night: Night, workers: NightWorkers) -> dict[Side, SideFigures]:
+    """Write the night's texts that are not there yet into its run folder.
 
     Raises RunFailed if most of the first texts cannot be used.
     """
-    with night.stage("generate"):
-        night.manifest.sides = GenerationStage(night, night.run, night.settings.decoding, workers).run()
+    return GenerationStage(night, night.run, night.settings.decoding, workers).run()
 
 
 def plan_night(night: Night, folder: RunFolder) -> dict[Side, SidePlan]:
@@ -80,14 +79,13 @@ def plan_one(night: Night, folder: RunFolder, side: Side) -> tuple[SidePlan, Tex
     return stage.plan(side)[0], stage.worker_spec()
 
 
-def generate_plain(night: Night, workers: NightWorkers) -> None:
-    """The same prompts decoded plainly, into the run's `plain` folder, to compare with.
+def generate_plain(night: Night, workers: NightWorkers) -> dict[Side, SideFigures]:
+    """Decode the same prompts plainly into the run's `plain` folder, to compare with.
 
     Texts that plain decoding gave on an earlier night are carried over like any others. Entities that the night wrote
     about come in shards of their own: their time is compared with the night's, since others have shorter prompts.
     """
-    with night.stage("generate plain"):
-        night.manifest.plain = PlainBaselineStage(night, night.run.plain, _plain_decoding(night), workers).run()
+    return PlainBaselineStage(night, night.run.plain, _plain_decoding(night), workers).run()
 
 
 def generate_plain_sample(

@@ -1,21 +1,21 @@
 """A night's stages in order, and what is published when. A night that was killed goes on where it stopped."""
 
 import datetime
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from laserbatch.jobs.console import progress, say
+from laserbatch.jobs.console import say
 from laserbatch.jobs.gates import measure
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.attempt import recorded
-from laserbatch.jobs.stages.audit import audit_texts, generate_audited
+from laserbatch.jobs.stages.audit import audit_texts, generate_audited, needs_audited_texts, remove_audited_texts
 from laserbatch.jobs.stages.build_pools import collect_pools, prepare_pools
 from laserbatch.jobs.stages.compare_ctr import compare_night
+from laserbatch.jobs.stages.encode import encode_run, load_encoder
 from laserbatch.jobs.stages.generate import generate_knowledge, generate_plain
 from laserbatch.jobs.stages.metrics import night_metrics
 from laserbatch.jobs.stages.night import Night, open_night, pools_in_use
@@ -28,21 +28,36 @@ from laserbatch.jobs.stages.publishing import (
     publish_run,
     repair_pointer,
 )
+from laserbatch.jobs.stages.stage import Stage, run_stages
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.distributed.cluster import end_leftovers
-from laserbatch.pipeline.encoding.features import EarlierFeatures, write_features
-from laserbatch.pipeline.encoding.identity import encoder_identity
-from laserbatch.pipeline.encoding.settings import EncodingSettings
-from laserbatch.pipeline.errors import RunFailed, WorkspaceError
-from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.errors import RunFailed
+from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.damage import unless_damaged
-from laserbatch.pipeline.storage.manifest import FeatureFigures, PreviousNight
+from laserbatch.pipeline.storage.manifest import PreviousNight
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 
 if TYPE_CHECKING:
-    from laserbatch.pipeline.encoding.encoder import TextEncoder
+    pass
+
+
+WRITING = (
+    Stage("generate", generate_knowledge, "sides"),
+    Stage("generate plain", generate_plain, "plain", lambda night: night.settings.night.compare_with_plain),
+    Stage("generate audited", generate_audited, is_due=needs_audited_texts),
+)
+JUDGING = (
+    Stage(
+        "audit",
+        lambda night: audit_texts(night, partial(load_encoder, night.settings.encoding)),
+        "audit",
+        lambda night: night.manifest.audit is None,
+    ),
+    Stage("ctr", compare_night, "ctr"),
+    Stage("gates", lambda night: measure(night.manifest, night.run, night.previous), "gates"),
+)
 
 
 def run_night(
@@ -86,19 +101,12 @@ def _do_stages(night: Night, policy: PublishPolicy) -> None:
         return
     with NightWorkers(settings.cluster, night.workspace.root) as workers:
         try:
-            generate_knowledge(night, workers)
+            run_stages(night, WRITING, workers)
         except RunFailed as error:
             _close_failed(night, str(error))
             raise
-        if settings.night.compare_with_plain:
-            generate_plain(night, workers)
-        generate_audited(night, workers)
     encode_and_build_pools(night)
-    audit_texts(night, partial(load_encoder, settings.encoding))
-    with night.stage("ctr"):
-        night.manifest.ctr = compare_night(night)
-    with night.stage("gates"):
-        night.manifest.gates = measure(night.manifest, night.run, night.previous)
+    run_stages(night, JUDGING)
     finish_night(night)
     publish_night(night, policy)
 
@@ -153,75 +161,6 @@ def _import_first(night: Night) -> None:
     load_tokenizer(night.settings.model_dir, night.settings.decoding.adapter)
 
 
-def encode_run(
-    run_dir: Path,
-    settings: EncodingSettings | None = None,
-    previous: RunFolder | None = None,
-    codes_of: RunFolder | None = None,
-    fields: Mapping[Side, Collection[str]] | None = None,
-) -> dict[Side, FeatureFigures]:
-    """Encode `knowledge/<side>/*.parquet` of a run into `features/<side>.parquet` and its centroids, atomically.
-
-    Doing it again writes the same bytes; a side without a text has a file without a row. Raises ModelError where the
-    encoder is missing or not the expected one, WorkspaceError where the run has no texts at all.
-
-    Parameters
-    ----------
-    run_dir : folder of a run, or its `plain` folder.
-    previous : a finished run whose codebook, and vectors of texts that were carried over from it, are taken over where
-        the encoder is the same.
-    codes_of : the run whose plain texts these are: they get the codes of its codebook.
-    fields : of each side the parts of its answers that vectors are of; None: of whole texts.
-    """
-    settings = settings or EncodingSettings()
-    folder = RunFolder(Path(run_dir))
-    sides = [side for side in SIDES if any(folder.knowledge_folder(side).glob("*.parquet"))]
-    if not sides:
-        raise WorkspaceError(f"{run_dir} holds no texts to encode")
-    encoder_id = encoder_identity(settings)
-
-    encoder = cache(partial(load_encoder, settings))
-    figures: dict[Side, FeatureFigures] = {}
-    for side in sides:
-        num_rows = sum(batch.num_rows for batch in folder.iter_knowledge(side, ["entity_id"]))
-        with progress(f"encode {side} texts", num_rows) as bar:
-            earlier = _earlier(previous, side, encoder_id, settings.max_text_tokens)
-            write = partial(write_features, folder, side, encoder, encoder_id, settings, codes_of=codes_of)
-            write = partial(write, on_batch=bar.advance, fields=(fields or {}).get(side, ()))
-            try:
-                figures[side] = write(earlier)
-            except WorkspaceError as error:
-                if earlier is None:
-                    raise
-                say(f"{side} texts are all encoded again: {error}")
-                figures[side] = write()
-            bar.advance(num_rows - figures[side].num_encoded)
-        if num_truncated := figures[side].num_truncated:
-            say(f"{num_truncated} {side} texts are longer than the encoder takes and lost their end")
-    return figures
-
-
-def load_encoder(settings: EncodingSettings) -> "TextEncoder":
-    """The encoder; it is loaded only if a text was not encoded before."""
-    from laserbatch.pipeline.encoding.encoder import TextEncoder  # torch and the model take seconds to load
-
-    return TextEncoder.load(settings)
-
-
-def _earlier(previous: RunFolder | None, side: Side, encoder_id: str, max_text_tokens: int) -> EarlierFeatures | None:
-    """Features of a finished run; None if it has none, or if its encoder or text limit was another."""
-    if previous is None or not previous.centroids_path(side).exists() or not previous.features_path(side).exists():
-        return None
-    manifest = unless_damaged(previous.load_manifest)
-    if manifest is None:
-        return None
-    before = manifest.features.get(side)
-    cut_at = manifest.settings.get("encoding", {}).get("max_text_tokens", max_text_tokens)
-    if before is None or before.encoder != encoder_id or cut_at != max_text_tokens:
-        return None
-    return EarlierFeatures(previous, before)
-
-
 def _close_failed(night: Night, reason: str) -> None:
     """Save and report the failed run; nothing is published, and the next attempt resumes at the finished shards."""
     night.manifest.status, night.manifest.failure = "failed", reason
@@ -231,7 +170,8 @@ def _close_failed(night: Night, reason: str) -> None:
 
 
 def finish_night(night: Night) -> None:
-    """Finish the run with its report, or hold it, so that nothing builds on it. Raises RunHeld."""
+    """Finish the run with its report, or hold it back, so that nothing builds on it. Raises RunHeld."""
+    remove_audited_texts(night)
     manifest = night.manifest
     if night.previous is not None and (earlier := unless_damaged(night.previous.load_manifest)) is not None:
         sides = {side: figures.stats for side, figures in earlier.sides.items()}

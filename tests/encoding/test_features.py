@@ -9,7 +9,7 @@ import pytest
 from manifests import manifest_of
 from tiny_encoders import load
 
-from laserbatch.jobs.stages.run_night import encode_run
+from laserbatch.jobs.stages.encode import encode_run
 from laserbatch.pipeline.encoding.codebook import fit_centroids, fit_codebook, followed, nearest_centroids
 from laserbatch.pipeline.encoding.features import write_features
 from laserbatch.pipeline.encoding.schema import check_feature_schema, feature_schema, run_date

@@ -169,17 +169,17 @@ def test_what_is_beyond_a_limit_keeps_a_night_from_its_readers(lived):
 )
 def test_a_night_that_has_nothing_to_compare_says_why_and_passes(lived, section, option, told):
     night = changed(lived[0], section, **option)
-    audit.generate_audited(night, None)  # asks no worker
-    audit.audit_texts(night, Encoder)
+    assert not audit.needs_audited_texts(night)
+    night.manifest.audit = audit.audit_texts(night, Encoder)
     (gate,) = judge(_audited(night.manifest.audit), GateSettings())
     assert told in gate_sentence(gate) and gate.verdict == "passes" and told in render_page(night.manifest)
 
 
 def test_plain_texts_that_are_there_already_are_compared_however_few(lived, settings):
     night = changed(lived[0], "night", compare_with_plain=True)
-    generate.generate_plain(night, NightWorkers(settings.cluster))
-    audit.generate_audited(night, None)  # asks no worker
-    audit.audit_texts(night, Encoder)
+    night.manifest.plain = generate.generate_plain(night, NightWorkers(settings.cluster))
+    assert not audit.needs_audited_texts(night)
+    night.manifest.audit = audit.audit_texts(night, Encoder)
     assert {side: night.manifest.audit.sides[side].num_pairs for side in SIDES} == {"user": 32, "item": 3}
     (gate,) = [gate for gate in _audited(night.manifest.audit) if gate.side == "item"]
     assert "too few texts beside plain ones" in gate_sentence(gate) and night.run.plain.root.is_dir()

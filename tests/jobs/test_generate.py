@@ -21,6 +21,8 @@ from laserbatch.jobs.settings import PACKAGE_ROOT, load_settings
 from laserbatch.jobs.stages import generate, shards
 from laserbatch.jobs.stages.budgets import night_tokens
 from laserbatch.jobs.stages.night import Night, open_night, parse_date
+from laserbatch.jobs.stages.run_night import WRITING
+from laserbatch.jobs.stages.stage import run_stages
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.knowledge.records import knowledge_schema
@@ -79,7 +81,7 @@ def writer(patched: pytest.MonkeyPatch):
     def generated(night: Night, **options) -> Workers:
         workers = Workers(**options)
         patched.setattr(shards, "run_shards", workers.run_shards)
-        generate.generate_knowledge(night, NightWorkers(night.settings.cluster))
+        run_stages(night, WRITING[:1], NightWorkers(night.settings.cluster))
         return workers
 
     without_ray(patched.setattr)
@@ -171,7 +173,7 @@ def test_a_disk_that_is_full_of_what_is_carried_over_ends_the_night_at_the_next_
     monkeypatch.setattr(shards, "run_shards", workers.run_shards)
     without_ray(monkeypatch.setattr)
     with pytest.raises(OSError, match=r"No space left on device.*carried\.parquet"):
-        generate.generate_knowledge(night, NightWorkers(night.settings.cluster))
+        run_stages(night, WRITING[:1], NightWorkers(night.settings.cluster))
     assert len(workers.shards) == 1
 
 

@@ -1,0 +1,88 @@
+"""The stage that encodes a run's texts into its feature tables."""
+
+from collections.abc import Collection, Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from laserbatch.jobs.console import progress, say
+from laserbatch.pipeline.encoding.features import EarlierFeatures, write_features
+from laserbatch.pipeline.encoding.identity import encoder_identity
+from laserbatch.pipeline.encoding.settings import EncodingSettings
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.damage import unless_damaged
+from laserbatch.pipeline.storage.manifest import FeatureFigures
+from laserbatch.pipeline.storage.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from laserbatch.pipeline.encoding.encoder import TextEncoder
+
+
+def encode_run(
+    run_dir: Path,
+    settings: EncodingSettings | None = None,
+    previous: RunFolder | None = None,
+    codes_of: RunFolder | None = None,
+    fields: Mapping[Side, Collection[str]] | None = None,
+) -> dict[Side, FeatureFigures]:
+    """Encode `knowledge/<side>/*.parquet` of a run into `features/<side>.parquet` and its centroids, atomically.
+
+    Doing it again writes the same bytes; a side without a text has a file without a row. Raises ModelError where the
+    encoder is missing or not the expected one, WorkspaceError where the run has no texts at all.
+
+    Parameters
+    ----------
+    run_dir : folder of a run, or its `plain` folder.
+    previous : a finished run whose codebook, and vectors of texts that were carried over from it, are taken over where
+        the encoder is the same.
+    codes_of : the run whose plain texts these are: they get the codes of its codebook.
+    fields : of each side the parts of its answers that vectors are of; None: of whole texts.
+    """
+    settings = settings or EncodingSettings()
+    folder = RunFolder(Path(run_dir))
+    sides = [side for side in SIDES if any(folder.knowledge_folder(side).glob("*.parquet"))]
+    if not sides:
+        raise WorkspaceError(f"{run_dir} holds no texts to encode")
+    encoder_id = encoder_identity(settings)
+
+    encoder = cache(partial(load_encoder, settings))
+    figures: dict[Side, FeatureFigures] = {}
+    for side in sides:
+        num_rows = sum(batch.num_rows for batch in folder.iter_knowledge(side, ["entity_id"]))
+        with progress(f"encode {side} texts", num_rows) as bar:
+            earlier = _earlier(previous, side, encoder_id, settings.max_text_tokens)
+            write = partial(write_features, folder, side, encoder, encoder_id, settings, codes_of=codes_of)
+            write = partial(write, on_batch=bar.advance, fields=(fields or {}).get(side, ()))
+            try:
+                figures[side] = write(earlier)
+            except WorkspaceError as error:
+                if earlier is None:
+                    raise
+                say(f"{side} texts are all encoded again: {error}")
+                figures[side] = write()
+            bar.advance(num_rows - figures[side].num_encoded)
+        if num_truncated := figures[side].num_truncated:
+            say(f"{num_truncated} {side} texts are longer than the encoder takes and lost their end")
+    return figures
+
+
+def load_encoder(settings: EncodingSettings) -> "TextEncoder":
+    """The encoder, which only a text asks for that was not encoded before."""
+    from laserbatch.pipeline.encoding.encoder import TextEncoder  # torch and the model take seconds to load
+
+    return TextEncoder.load(settings)
+
+
+def _earlier(previous: RunFolder | None, side: Side, encoder_id: str, max_text_tokens: int) -> EarlierFeatures | None:
+    """Features of a finished run; None when its encoder was another or cut texts elsewhere, or nothing is known."""
+    if previous is None or not previous.centroids_path(side).exists() or not previous.features_path(side).exists():
+        return None
+    manifest = unless_damaged(previous.load_manifest)
+    if manifest is None:
+        return None
+    before = manifest.features.get(side)
+    cut_at = manifest.settings.get("encoding", {}).get("max_text_tokens", max_text_tokens)
+    if before is None or before.encoder != encoder_id or cut_at != max_text_tokens:
+        return None
+    return EarlierFeatures(previous, before)
