@@ -107,7 +107,7 @@ def texts_of(nights: Mapping[str, Night], folder: Path) -> dict[str, RunFolder]:
     runs = {name: RunFolder(folder / name) for name in found}
     for name, run in runs.items():
         for side, rows in found[name].items():
-            run.write_shard(side, "00000", rows)
+            run.shards(side).write("00000", rows)
         encode_run(run.root, ours.settings.encoding, codes_of=ours.run)
     return runs | {"relaxed": ours.run}
 

@@ -294,7 +294,7 @@ def write_shards(pending, worker_pool, *arguments):
             num_workers=1,
         )
         table = pa.table(columns, schema)
-        yield shard, RunFolder(spec.run_dir).write_shard(shard.side, shard.name, table, (), info)
+        yield shard, RunFolder(spec.run_dir).shards(shard.side).write(shard.name, table, (), info)
 
 
 def loaded_once(model_dir: Path, adapter: str | None = None) -> None:

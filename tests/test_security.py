@@ -88,7 +88,7 @@ def test_paths_that_a_run_wrote_down_and_somebody_changed_are_not_followed(tmp_p
     assert load_plan(run.root, "user") is None
     record = {"name": "00000", "file": path, "num_rows": 1, "sha256": ""}
     (run.root / "shards" / "user" / "00000.json").write_text(json.dumps(record))
-    assert run.finished_shards("user") == {}
+    assert run.shards("user").finished() == {}
 
 
 def test_a_terminal_obeys_nothing_that_data_say(capfd):

@@ -86,7 +86,7 @@ def planned_night(settings: Settings, date: datetime.date, force: bool, redo: bo
 
 def _planned_side(night: Night, plan: SidePlan, scratch: RunFolder) -> dict[str, Any]:
     side = plan.side
-    records = night.run.finished_shards(side)
+    records = night.run.shards(side).finished()
     done = {record.info.planned_sha256 for record in records.values() if record.info is not None}
     pending = [shard for shard in plan.shards if shard.sha256 not in done]
     num_rows = sum(shard.num_rows for shard in pending)

@@ -95,7 +95,7 @@ def generate_plain_sample(
     pending = []
     for side, table in rows.items():
         shard = write_shard_plan(side, "00000", table, folder.root, is_isolated=False)
-        done = folder.finished_shards(side).get(shard.name)
+        done = folder.shards(side).finished().get(shard.name)
         if done is None or done.info.planned_sha256 != shard.sha256:
             pending.append(shard)
     if pending:

@@ -13,6 +13,7 @@ from laserbatch.pipeline.distributed.actors import ShardAbandoned, WorkerPool, r
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.planning.plan import STALE_SHARD, Shard, drop_plan
 from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.completeness import require_every_entity
 from laserbatch.pipeline.storage.manifest import ShardRecord
 from laserbatch.pipeline.storage.quarantine import count_reasons
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -69,7 +70,7 @@ def gather(
 ) -> tuple[dict[str, int], int]:
     """Finish a side: merge its quarantine, keep stale texts of quarantined entities, and check that none is missing.
 
-    `stale_of` returns the earlier texts of quarantined entities, as `RunFolder.write_shard` takes them, or None.
+    `stale_of` returns the earlier texts of quarantined entities, as `SideShards.write` takes them, or None.
     Returns the quarantine counts by reason, and how many entities keep a stale text. Raises WorkspaceError if an
     entity is missing; the next attempt then plans the side again.
     """
@@ -77,9 +78,9 @@ def gather(
     folder.merge_quarantine(side, finished.values(), rows, entity_ids.type)
     quarantine = folder.read_quarantine(side, ["entity_id", "reason"])
     stale = stale_of(quarantine["entity_id"]) if quarantine.num_rows else None
-    num_stale = 0 if stale is None else folder.write_shard(side, STALE_SHARD, stale).num_rows
+    num_stale = 0 if stale is None else folder.shards(side).write(STALE_SHARD, stale).num_rows
     try:
-        folder.require_every_entity(side, entity_ids)
+        require_every_entity(folder, side, entity_ids)
     except WorkspaceError:
         drop_plan(folder.root, side)
         raise

@@ -21,8 +21,9 @@ from laserbatch.pipeline.distributed.spec import WorkerSpec
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.planning.plan import Shard, read_ids, split_shard
 from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.manifest import ShardRecord
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
-from laserbatch.pipeline.storage.run_folder import RunFolder, ShardRecord
+from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.retrieval_pools.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ def run_shards(
             queue.appendleft(shard)
             continue
         # The last worker may have begun to write it.
-        RunFolder(worker_pool.spec.run_dir).drop_shard(shard.side, shard.name)
+        RunFolder(worker_pool.spec.run_dir).shards(shard.side).drop(shard.name)
         if shard.num_rows > 1 and worker_pool.num_lost < MAX_LOST_WORKERS:
             halves = split_shard(worker_pool.spec.run_dir, shard)
             logger.warning("%s %s: halved, to find the row that workers are lost to", shard.side, shard.name)

@@ -28,8 +28,9 @@ from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, render_shown
 from laserbatch.pipeline.knowledge.records import knowledge_schema
 from laserbatch.pipeline.planning.plan import PlannedRow, RenderedRow, Shard, read_shard
 from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.manifest import ShardInfo, ShardRecord
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
-from laserbatch.pipeline.storage.run_folder import RunFolder, ShardInfo, ShardRecord
+from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ class ShardWorker:
             model=self.engine.model,
             num_workers=self.spec.num_workers,
         )
-        return RunFolder(self.spec.run_dir).write_shard(shard.side, shard.name, table, quarantined, info)
+        return RunFolder(self.spec.run_dir).shards(shard.side).write(shard.name, table, quarantined, info)
 
     def _outcomes(
         self, side: Side, rows: dict[str, RenderedRow], budget: Budget | None

@@ -18,9 +18,9 @@ from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, Shown
 from laserbatch.pipeline.knowledge.questions import shown_of_row
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import read_json, sha256_file, write_json
-from laserbatch.pipeline.storage.manifest import Inside
+from laserbatch.pipeline.storage.manifest import Inside, ShardRecord
 from laserbatch.pipeline.storage.parquet import iter_parquet, read_parquet, write_parquet
-from laserbatch.pipeline.storage.run_folder import RunFolder, ShardRecord
+from laserbatch.pipeline.storage.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -95,19 +95,19 @@ def open_plan(
 
     What is left of unfinished shards, or of shards of another plan, is deleted.
     """
-    plan, finished = load_plan(folder.root, side), folder.finished_shards(side)
+    plan, finished = load_plan(folder.root, side), folder.shards(side).finished()
     if plan is None or not _is_whole(plan, finished, folder.root):
-        folder.drop_unfinished(side, set(finished) - BY_PLAN)
+        folder.shards(side).drop_unfinished(set(finished) - BY_PLAN)
         plan = make_plan()
         save_plan(plan, folder.root)
-        finished = folder.finished_shards(side)
+        finished = folder.shards(side).finished()
     planned = {shard.name: shard.sha256 for shard in plan.shards}
     finished = {
         name: record
         for name, record in finished.items()
         if name in BY_PLAN or (record.info is not None and record.info.planned_sha256 == planned.get(name))
     }
-    folder.drop_unfinished(side, finished)
+    folder.shards(side).drop_unfinished(finished)
     return plan, finished
 
 

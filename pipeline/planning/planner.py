@@ -28,8 +28,9 @@ from laserbatch.pipeline.planning.postpone import (
 )
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import sha256_file
+from laserbatch.pipeline.storage.manifest import ShardRecord
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, count_reasons
-from laserbatch.pipeline.storage.run_folder import RunFolder, ShardRecord
+from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.tables.read import Tables
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.routing.router import Router, Routes
@@ -58,18 +59,18 @@ class CarryOver:
 
     def write(self) -> dict[str, ShardRecord]:
         """Write the records, once; returns the written shards by name. Before that the plan is incomplete."""
-        self.folder.drop_shard(self.side, WAITING_SHARD)
+        self.folder.shards(self.side).drop(WAITING_SHARD)
         carried = self.carried if self._lost_file() else self.carried_file
         # Of none too: a side then has its schema.
-        written = {CARRIED_SHARD: self.folder.write_shard(self.side, CARRIED_SHARD, carried, self.quarantined)}
+        written = {CARRIED_SHARD: self.folder.shards(self.side).write(CARRIED_SHARD, carried, self.quarantined)}
         if self.waiting is not None:
-            written[WAITING_SHARD] = self.folder.write_shard(self.side, WAITING_SHARD, self.waiting)
+            written[WAITING_SHARD] = self.folder.shards(self.side).write(WAITING_SHARD, self.waiting)
         return written
 
     def _lost_file(self) -> bool:
         """Whether no earlier file holds exactly these records, or it changed since it was written."""
         file = self.carried_file
-        return file is None or file.stem not in RunFolder(file.parents[2]).finished_shards(self.side)
+        return file is None or file.stem not in RunFolder(file.parents[2]).shards(self.side).finished()
 
 
 def shared_fingerprint(

@@ -1,18 +1,14 @@
 """A workspace: the folder that keeps every night, one writer at a time, and one published run."""
 
-import fcntl
 import logging
-import os
 import re
-import socket
-import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from laserbatch.pipeline.errors import WorkspaceBusy, WorkspaceError
+from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.atomic import read_json, write_json
+from laserbatch.pipeline.storage.lock import hold_lock
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
 logger = logging.getLogger("laserbatch.storage")
@@ -20,7 +16,6 @@ logger = logging.getLogger("laserbatch.storage")
 WORKSPACE_VERSION = 1
 EXPERIMENTS = "experiments"  # folder of a workspace
 MAX_REMEMBERED = 100  # earlier published runs that the pointer remembers
-NUM_TRIES, RETRY_AFTER_S = 5, 0.02  # of the lock, while it is held
 _VERSION_TEXT = f'{{"format_version": {WORKSPACE_VERSION}}}'
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -242,41 +237,9 @@ class Workspace:
         for path in (self._pointer_copy, self._pointer):
             write_json({"run_id": run_id, "before": before, "rolled_back": rolled_back}, path)
 
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold the workspace for writing. Raises WorkspaceBusy, with pid and host, where another process holds it.
-
-        The kernel holds the lock (flock) for as long as this process lives, so a dead holder's is free at once; the
-        file says who holds it, for people. The file is never deleted: a delete could take away another's lock.
-        """
-        descriptor = os.open(self.root / "LOCK", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            try:
-                _take(descriptor)
-            except BlockingIOError:
-                holder = _holder(descriptor) or "another process"
-                raise WorkspaceBusy(
-                    f"the workspace {self.root} is in use by {holder}, or by workers that it left; wait for it to end "
-                    "and run this again."
-                ) from None
-            except OSError as error:
-                raise WorkspaceError(
-                    f"{self.root} cannot be locked ({error}); expected a file system that supports flock. "
-                    "Put the workspace on a local disk or on NFS 4."
-                ) from None
-            left_by = _holder(descriptor)
-            if left_by:
-                logger.warning("the lock of %s was left by %s, which is gone; taking it over", self.root, left_by)
-            os.ftruncate(descriptor, 0)
-            with suppress(OSError):  # on a full disk: who holds it is for people, and `pools gc` is to make room
-                os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
-            try:
-                yield
-            finally:
-                os.ftruncate(descriptor, 0)
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-        finally:
-            os.close(descriptor)
+    def lock(self) -> AbstractContextManager[None]:
+        """Hold the workspace for writing. Raises WorkspaceBusy, with pid and host, if another process holds it."""
+        return hold_lock(self.root)
 
 
 @dataclass(frozen=True)
@@ -299,18 +262,4 @@ class ExperimentFolder:
 
     def lock(self) -> AbstractContextManager[None]:
         """Hold it for writing, as a workspace is held."""
-        return Workspace(self.root).lock()
-
-
-def _take(descriptor: int) -> None:
-    """Lock a file for writing. Raises BlockingIOError where it stays held: `status` holds it for a moment to look."""
-    for _ in range(NUM_TRIES - 1):
-        with suppress(BlockingIOError):
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        time.sleep(RETRY_AFTER_S)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _holder(descriptor: int) -> str:
-    """The holder that the lock file names; empty if a writer was killed in between."""
-    return os.pread(descriptor, 300, 0).decode(errors="replace").strip("\0")
+        return hold_lock(self.root)

@@ -8,10 +8,10 @@ import pyarrow as pa
 import torch
 
 from laserbatch.pipeline.planning.plan import Shard
-from laserbatch.pipeline.storage.manifest import ModelFigures
+from laserbatch.pipeline.storage.manifest import ModelFigures, ShardInfo, ShardRecord
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
-from laserbatch.pipeline.storage.run_folder import RunFolder, ShardInfo, ShardRecord
+from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.research.recommending.beams import BeamDrafter, Found, ListedItems, ModelBeams, search
 from laserbatch.research.recommending.code_trees import CodeTrees
@@ -72,7 +72,7 @@ class ListWorker:
             num_accepted=num_accepted, wall_s=time.perf_counter() - start_s,
         )  # fmt: skip
         info = ShardInfo(shard.sha256, shard.group, stats, self._figures, self._spec.num_workers)
-        return RunFolder(self._spec.run_dir).write_shard(shard.side, shard.name, table, quarantined, info)
+        return RunFolder(self._spec.run_dir).shards(shard.side).write(shard.name, table, quarantined, info)
 
     def tried_drafts(self, shards: Sequence[Shard]) -> dict[int, float]:
         """Seconds of some batches, by how much was drafted for them; 0 is plain beams."""

@@ -197,7 +197,7 @@ def _plan(run: RunFolder, manifest: RunManifest, lists: Lists, previous: pa.Tabl
         carried = pa.concat_tables(
             [previous.take(pa.array(kept[kept >= 0])), lists.popular_lists(popular, manifest.run_id)]
         )
-        run.write_shard("user", CARRIED_SHARD, carried)
+        run.shards("user").write(CARRIED_SHARD, carried)
         users = np.flatnonzero((kept < 0) & (lengths > 0))
         users = users[np.argsort(lengths[users], kind="stable")]
         last = np.array([lists.histories[user][-1] for user in users.tolist()], np.int64)

@@ -30,8 +30,9 @@ from laserbatch.pipeline.errors import ModelError, RunFailed, WorkspaceError
 from laserbatch.pipeline.planning.plan import load_plan, read_shard, save_plan
 from laserbatch.pipeline.planning.planner import shared_fingerprint
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
+from laserbatch.pipeline.storage.manifest import ShardInfo
 from laserbatch.pipeline.storage.parquet import read_parquet
-from laserbatch.pipeline.storage.run_folder import RunFolder, ShardInfo
+from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.tables.read import read_tables
 from laserbatch.retrieval_pools.step_cost import StepCost, StepPoint
@@ -215,7 +216,7 @@ def worker_pool(cluster, world, tmp_path, monkeypatch):
             ids = [row.entity_id for row in read_shard(spec.run_dir / shard.path)]
             table = pa.table({"entity_id": ids, "text": ids})
             info = ShardInfo(shard.sha256, str(budget), DecodingStats(), None, num_workers=1)
-            return RunFolder(spec.run_dir).write_shard(shard.side, shard.name, table, info=info)
+            return RunFolder(spec.run_dir).shards(shard.side).write(shard.name, table, info=info)
 
         def cached_step_cost(self) -> StepCost | None:
             return COST

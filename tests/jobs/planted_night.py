@@ -56,6 +56,6 @@ def write_night(night, num_changed: int = 0, previous: Path | None = None) -> pa
             "token_ids": pa.array(token_ids, pa.list_(pa.int32())),
         }
     )
-    night.run.write_shard("item", "00000", texts)
-    night.run.write_shard("user", "00000", texts.slice(0, 0))
+    night.run.shards("item").write("00000", texts)
+    night.run.shards("user").write("00000", texts.slice(0, 0))
     return texts

@@ -61,7 +61,7 @@ def written(pending, worker_pool, *_):
         stats = DecodingStats(len(records), 9, 5, num_drafted=0 if is_plain else 9, wall_s=1.0,
                               drafted_by_source={"pool": 9}, accepted_by_source={"pool": 4})  # fmt: skip
         info = ShardInfo(shard.sha256, shard.group, stats, ModelFigures("m", "float32", "cpu", 1), 1)
-        yield shard, folder.write_shard(shard.side, shard.name, pa.Table.from_pylist(records, schema), (), info)
+        yield shard, folder.shards(shard.side).write(shard.name, pa.Table.from_pylist(records, schema), (), info)
 
 
 class Encoder:

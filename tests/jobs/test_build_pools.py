@@ -53,8 +53,8 @@ def write_texts(night):
     columns = {name: [row[name] for row in rows] for name in ("entity_id", "model_id", "run_id")}
     token_ids = pa.array([row["token_ids"] for row in rows], pa.list_(pa.int32()))
     texts = pa.table(columns | {"token_ids": token_ids})
-    night.run.write_shard("item", "00000", texts)
-    night.run.write_shard("user", "00000", texts.slice(0, 0))
+    night.run.shards("item").write("00000", texts)
+    night.run.shards("user").write("00000", texts.slice(0, 0))
 
 
 def test_tonights_limits_decide_over_the_groups_of_last_nights_pools(world):
@@ -78,8 +78,8 @@ def test_routers_are_kept_until_a_twentieth_of_what_they_were_fitted_on_has_chan
     assert 0 < 1 - now["num_rows"]["interactions"] / describe_fit(night)["num_rows"]["interactions"] <= 0.05
     routers, fit = kept_routers(next_night, version, now)
     assert fit == json.loads(fitted_on.read_text()) and set(routers) == {"user", "item"}
-    next_night.run.write_shard("item", "00000", read_parquet(night.run.knowledge_folder("item")))
-    next_night.run.write_shard("user", "00000", read_parquet(night.run.knowledge_folder("user")))
+    next_night.run.shards("item").write("00000", read_parquet(night.run.knowledge_folder("item")))
+    next_night.run.shards("user").write("00000", read_parquet(night.run.knowledge_folder("user")))
     build_pools(next_night)
     kept = next_night.pools.folder(next_night.run.run_id) / "router" / "fit.json"
     assert kept.read_bytes() == fitted_on.read_bytes()
@@ -95,7 +95,7 @@ def changed(night, every):
     before = read_parquet(night.run.knowledge_folder("item"))
     ids = [ids[:-1] if row % every == 0 else ids for row, ids in enumerate(before["token_ids"].to_pylist())]
     column = before.schema.get_field_index("token_ids")
-    night.run.write_shard("item", "00000", before.set_column(column, "token_ids", pa.array(ids, pa.list_(pa.int32()))))
+    night.run.shards("item").write("00000", before.set_column(column, "token_ids", pa.array(ids, pa.list_(pa.int32()))))
 
 
 def test_nights_pools_are_merged_from_the_current_version_and_equal_a_full_build(world):
@@ -158,8 +158,8 @@ def test_texts_come_in_the_order_of_the_table(world, tmp_path):
     write_texts(night)
     rows = read_parquet(night.run.knowledge_folder("item"))
     shuffled = rows.take(pa.array(np.random.default_rng(1).permutation(rows.num_rows)))
-    night.run.write_shard("item", "00000", shuffled.slice(0, 10))
-    night.run.write_shard("item", "00001", shuffled.slice(10, 30))
+    night.run.shards("item").write("00000", shuffled.slice(0, 10))
+    night.run.shards("item").write("00001", shuffled.slice(10, 30))
     read = read_run_texts(night.run, "item", tmp_path)
     ids, routes = night.tables.items["item_id"].to_pylist(), Routes.nowhere(night.tables.items.num_rows)
     (texts,) = read.pool_texts(night.tables, "item", routes)

@@ -61,7 +61,7 @@ def planted(pending, worker_pool, *_):
             records.append({name: filled.get(name, None if name == "pool_version" else 1) for name in schema.names})
         stats = DecodingStats(num_texts=len(records), num_tokens=9 * len(records), num_steps=9, wall_s=1.0)
         info = ShardInfo(shard.sha256, shard.group, stats, ModelFigures("m", "float32", "cpu", 1), 1)
-        yield shard, folder.write_shard(shard.side, shard.name, pa.Table.from_pylist(records, schema), failed, info)
+        yield shard, folder.shards(shard.side).write(shard.name, pa.Table.from_pylist(records, schema), failed, info)
 
 
 def first_planted_world() -> World:
@@ -219,7 +219,7 @@ def _check_sums(workspace: Path) -> None:
         for folder in (RunFolder(run), RunFolder(run).plain):
             for side in ("user", "item"):
                 names = {path.stem for path in folder.root.glob(f"shards/{side}/*.json")}
-                assert set(folder.finished_shards(side)) == names != set()
+                assert set(folder.shards(side).finished()) == names != set()
                 plan = json.loads((folder.root / "plan" / f"{side}.json").read_text())
                 written = sum(shard["num_rows"] for shard in plan["shards"])
                 assert plan["num_entities"] == written + plan["num_carried_over"] + plan["num_unpromptable"]

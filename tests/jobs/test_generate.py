@@ -29,10 +29,10 @@ from laserbatch.pipeline.knowledge.records import knowledge_schema
 from laserbatch.pipeline.planning import postpone
 from laserbatch.pipeline.planning.plan import read_shard
 from laserbatch.pipeline.sides import SIDES
-from laserbatch.pipeline.storage.manifest import ModelFigures, SideFigures
+from laserbatch.pipeline.storage.manifest import ModelFigures, ShardInfo, SideFigures
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
-from laserbatch.pipeline.storage.run_folder import RunFolder, ShardInfo
+from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
 
@@ -72,7 +72,7 @@ class Workers:
         stats, model = DecodingStats(wall_s=1.0), ModelFigures("m", "float32", "cpu", 1)
         info = ShardInfo(shard.sha256, shard.group, stats, model, num_workers=1)
         table = pa.Table.from_pylist(records, schema=schema)
-        return RunFolder(spec.run_dir).write_shard(shard.side, shard.name, table, failed, info)
+        return RunFolder(spec.run_dir).shards(shard.side).write(shard.name, table, failed, info)
 
 
 def writer(patched: pytest.MonkeyPatch):
@@ -193,7 +193,7 @@ def test_what_is_lost_while_a_run_goes_on_ends_it_and_the_next_attempt_heals_it(
     night = opened(world, SECOND_DATE)
 
     def lose() -> None:
-        while "carried" not in night.run.finished_shards("user"):  # it is written while workers write
+        while "carried" not in night.run.shards("user").finished():  # it is written while workers write
             time.sleep(0.01)
         (night.run.knowledge_folder("user") / "carried.parquet").unlink()
 

@@ -33,7 +33,7 @@ def run_of(workspace, day, texts=(), is_finished=True, previous=None, failed=(),
         {name: pa.array(map(str, column), pa.string()) for name, column in zip(names, columns, strict=True)}
     )
     rows = [QuarantineRow.of(entity, "user", reason) for entity, reason in failed]
-    record = run.write_shard("user", "00000", knowledge, rows)
+    record = run.shards("user").write("00000", knowledge, rows)
     run.merge_quarantine("user", [record], [], pa.string())
     manifest.save()
     if is_finished:

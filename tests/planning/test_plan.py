@@ -131,7 +131,7 @@ def test_an_item_without_a_title_is_refused(tmp_path):
     )  # fmt: skip
     assert planned.num_unpromptable == sum(shard.num_rows for shard in planned.shards) == 1
     run = RunFolder(tmp_path)
-    run.merge_quarantine("item", run.finished_shards("item").values(), [], pa.string())
+    run.merge_quarantine("item", run.shards("item").finished().values(), [], pa.string())
     (row,) = run.read_quarantine("item").to_pylist()
     assert (row["entity_id"], row["reason"]) == ("b", "no-title")
 
@@ -200,7 +200,7 @@ def test_more_than_2_gib_of_text_is_carried_over_a_part_at_a_time(tmp_path, monk
     monkeypatch.setattr(earlier_records, "iter_parquet", read)
     previous = PreviousKnowledge(tmp_path)
     kept = previous.records(np.array([7]), pa.string(), False)
-    written = RunFolder(tmp_path / "run").write_shard("user", "carried", kept)
+    written = RunFolder(tmp_path / "run").shards("user").write("carried", kept)
     assert written.num_rows == 1
     assert previous.rows_of(pa.chunked_array([["u31", "u2", "nobody"]])).tolist() == [31, 2, -1]
     assert previous.token_ids(np.array([31, -1, 2])).to_pylist() == [[1, 2], None, [1, 2]]
@@ -210,12 +210,12 @@ def test_records_that_all_stay_share_the_file_of_the_night_before(tmp_path):
     """No room is taken; a file that holds more, or is not as it was written, is not shared."""
     runs = [RunFolder(tmp_path / name) for name in ("first", "same", "gone", "damaged")]
     file = runs[0].knowledge_folder("user") / "carried.parquet"
-    runs[0].write_shard("user", "carried", records({"a": NOW, "b": NOW}))
+    runs[0].shards("user").write("carried", records({"a": NOW, "b": NOW}))
     carried = lambda run: run.knowledge_folder("user") / "carried.parquet"  # noqa: E731
     plan_side_of = lambda ids, run: plan(users(ids), run.root, runs[0].knowledge_folder("user"))  # noqa: E731
     for ids, run in (["a", "b"], runs[1]), (["a"], runs[2]):
         assert plan_side_of(ids, run).num_carried_over == len(ids)
-        assert run.finished_shards("user")["carried"].num_rows == len(ids)
+        assert run.shards("user").finished()["carried"].num_rows == len(ids)
     assert carried(runs[1]).samefile(file) and not carried(runs[2]).samefile(file)
     file.write_bytes(file.read_bytes().replace(b"2025-01-01-00000000", b"2025-01-01-00000001"))
     with pytest.raises(WorkspaceError, match=r"carried\.parquet is damaged"):

@@ -19,12 +19,13 @@ from laserbatch.pipeline.storage.manifest import (
     PoolsUsed,
     SampleSpan,
     SampleText,
+    ShardInfo,
     SideFigures,
     make_run_id,
 )
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, count_reasons, quarantine_schema, quarantine_table
-from laserbatch.pipeline.storage.run_folder import RunFolder, ShardInfo
+from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
 
 FAILED = QuarantineRow("u9", "user", "too-long", "900 tokens", "ff")
@@ -37,7 +38,7 @@ def knowledge(*ids: object) -> pa.Table:
 def merged(run: RunFolder, side: str, more=(), id_type=None) -> pa.Table:
     """The quarantine of a side as it is read."""
     ids = id_type or pa.string()
-    run.merge_quarantine(side, run.finished_shards(side).values(), more, ids)
+    run.merge_quarantine(side, run.shards(side).finished().values(), more, ids)
     return run.read_quarantine(side)
 
 
@@ -49,17 +50,17 @@ def run(tmp_path) -> RunFolder:
 def test_a_shard_comes_back_with_what_was_recorded(run):
     counted = DecodingStats(2, 9, 4, wall_s=1.5, drafted_by_source={"pool": 3})
     info = ShardInfo("ff", "g/0", counted, ModelFigures("m", "float32", "cpu", 9), 2)
-    written = run.write_shard("user", "00000", knowledge("u1", "u2"), [FAILED], info)
-    assert run.finished_shards("user") == {"00000": written}
+    written = run.shards("user").write("00000", knowledge("u1", "u2"), [FAILED], info)
+    assert run.shards("user").finished() == {"00000": written}
     assert written.file == "knowledge/user/00000.parquet"
     assert (written.num_rows, written.num_quarantined, written.info.group) == (2, 1, "g/0")
-    assert run.finished_shards("item") == {}
-    assert run.plain.finished_shards("user") == {}
+    assert run.shards("item").finished() == {}
+    assert run.plain.shards("user").finished() == {}
 
 
 def test_defaults_and_empty_shards_work(run):
-    run.write_shard("item", "00000", knowledge("i1").slice(0, 0))
-    assert run.finished_shards("item")["00000"].num_rows == 0
+    run.shards("item").write("00000", knowledge("i1").slice(0, 0))
+    assert run.shards("item").finished()["00000"].num_rows == 0
     assert read_parquet(run.knowledge_folder("item")).num_rows == 0
     assert read_parquet(run.knowledge_folder("user"), schema=pa.schema([("entity_id", pa.string())])).num_rows == 0
     assert merged(run, "user").schema.equals(quarantine_schema(pa.string()))
@@ -69,31 +70,31 @@ def test_defaults_and_empty_shards_work(run):
 @pytest.mark.parametrize("lost", ["shards/user/00001.json", "knowledge/user/00001.parquet"])
 def test_a_shard_with_a_lost_file_is_done_again_and_the_others_are_not(run, lost):
     for number in range(3):
-        run.write_shard("user", f"{number:05d}", knowledge(number))
+        run.shards("user").write(f"{number:05d}", knowledge(number))
     (run.root / lost).unlink()
-    finished = run.finished_shards("user")
+    finished = run.shards("user").finished()
     assert list(finished) == ["00000", "00002"]
     (run.knowledge_folder("user") / ".ipynb_checkpoints").mkdir()
-    run.drop_unfinished("user", finished)
+    run.shards("user").drop_unfinished(finished)
     assert read_parquet(run.knowledge_folder("user"))["entity_id"].to_pylist() == [0, 2]
     assert len(list(run.root.rglob("*.*"))) == 4
 
 
 @pytest.mark.parametrize("file", ["knowledge/user/00000.parquet", "shards/user/00000.parquet"])
 def test_a_changed_file_unfinishes_its_shard(run, file, caplog):
-    run.write_shard("user", "00000", knowledge("u1"), [FAILED])
+    run.shards("user").write("00000", knowledge("u1"), [FAILED])
     path = run.root / file
     path.write_bytes(path.read_bytes()[:-1])
-    assert run.finished_shards("user") == {}
+    assert run.shards("user").finished() == {}
     assert file in caplog.text
 
 
 def test_a_damaged_record_unfinishes_its_shard(run, caplog):
-    run.write_shard("user", "00000", knowledge("u1"))
+    run.shards("user").write("00000", knowledge("u1"))
     (run.root / "shards" / "user" / "00000.json").write_text('{"name": "000')
-    assert run.finished_shards("user") == {}
+    assert run.shards("user").finished() == {}
     (run.root / "shards" / "user" / "00000.json").write_text('{"shape": "of another version"}')
-    assert run.finished_shards("user") == {}
+    assert run.shards("user").finished() == {}
     assert "00000.json" in caplog.text
 
 
@@ -101,13 +102,13 @@ KILLED_IN_THE_SECOND_SHARD = """
 import os, signal, sys
 from pathlib import Path
 import pyarrow as pa
-from laserbatch.pipeline.storage import run_folder
+from laserbatch.pipeline.storage import run_folder, side_shards
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
 run = run_folder.RunFolder(Path(sys.argv[1]))
-run.write_shard("user", "00000", pa.table({"entity_id": ["u1"]}), [QuarantineRow("u2", "user", "too-long")])
+run.shards("user").write("00000", pa.table({"entity_id": ["u1"]}), [QuarantineRow("u2", "user", "too-long")])
 name = sys.argv[2]
-setattr(run_folder, name, lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
-run.write_shard("user", "00001", pa.table({"entity_id": ["u3"]}), [QuarantineRow("u4", "user", "too-long")])
+setattr(side_shards, name, lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
+run.shards("user").write("00001", pa.table({"entity_id": ["u3"]}), [QuarantineRow("u4", "user", "too-long")])
 """
 
 
@@ -115,17 +116,17 @@ run.write_shard("user", "00001", pa.table({"entity_id": ["u3"]}), [QuarantineRow
 def test_a_kill_loses_the_shard_in_flight_and_no_other(run, killed_at):
     command = [sys.executable, "-c", KILLED_IN_THE_SECOND_SHARD, str(run.root), killed_at]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
-    finished = run.finished_shards("user")
+    finished = run.shards("user").finished()
     assert list(finished) == ["00000"]
-    run.drop_unfinished("user", finished)
-    run.write_shard("user", "00001", pa.table({"entity_id": ["u3"]}))  # done again; this time u4 is fine elsewhere
+    run.shards("user").drop_unfinished(finished)
+    run.shards("user").write("00001", pa.table({"entity_id": ["u3"]}))  # done again; this time u4 is fine elsewhere
     assert read_parquet(run.knowledge_folder("user"))["entity_id"].to_pylist() == ["u1", "u3"]
     assert merged(run, "user")["entity_id"].to_pylist() == ["u2"]
 
 
 def test_a_shard_written_again_replaces_itself(run):
-    run.write_shard("user", "00000", knowledge("u1"), [FAILED])
-    run.write_shard("user", "00000", knowledge("u1", "u9"))
+    run.shards("user").write("00000", knowledge("u1"), [FAILED])
+    run.shards("user").write("00000", knowledge("u1", "u9"))
     assert merged(run, "user").num_rows == 0
     assert read_parquet(run.knowledge_folder("user")).num_rows == 2
 
@@ -137,7 +138,7 @@ def test_the_merged_quarantine_keeps_ids_and_texts_and_does_not_depend_on_the_or
     for name, cuts in (("a", [rows[:3], rows[3:5]]), ("b", [rows[4:5], rows[:4][::-1]])):
         run = RunFolder(tmp_path / name)
         for number, part in enumerate(cuts):
-            run.write_shard("item", f"{number:05d}", knowledge(*ids[:1]), part)
+            run.shards("item").write(f"{number:05d}", knowledge(*ids[:1]), part)
         tables.append(merged(run, "item", rows[5:], pa.array(ids).type))
     assert tables[0].equals(tables[1])
     assert tables[0].to_pylist() == sorted(map(asdict, rows), key=lambda row: row["entity_id"])
@@ -164,7 +165,7 @@ def test_a_manifest_comes_back(run):
     manifest = manifest_of(run.manifest_path, DATE, {"b": 1, "a": [2]})
     counted = DecodingStats(1, 5, 2, num_accepted=3, wall_s=0.5, finish_reasons={"stop": 1})
     info = ShardInfo("ff", "g", counted, ModelFigures("m", "float32", "cpu", 9), 2)
-    shard = run.write_shard("user", "00000", knowledge(7), info=info)
+    shard = run.shards("user").write("00000", knowledge(7), info=info)
     sample = SampleText(7, None, "prompt", "text", [SampleSpan("text", "pool")], 2.5)
     manifest.sides = {"user": SideFigures(3, 1, 1, 1, 0, {"empty": 1}, {"none": 3}, [shard], counted, None, [sample])}
     manifest.pools = PoolsUsed("v", item=PoolFigures("v", 2, 9, {"g": {"num_texts": 2, "num_tokens": 9}}))

@@ -1,0 +1,67 @@
+"""The lock of a workspace: one writer at a time."""
+
+import fcntl
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from laserbatch.pipeline.errors import WorkspaceBusy, WorkspaceError
+
+logger = logging.getLogger("laserbatch.storage")
+
+NUM_TRIES, RETRY_AFTER_S = 5, 0.02  # while the lock is held
+
+
+@contextmanager
+def hold_lock(root: Path) -> Iterator[None]:
+    """Hold the workspace in `root` for writing. Raises WorkspaceBusy, with pid and host, if another process holds it.
+
+    The kernel holds the lock (flock) for as long as this process lives, so a dead holder's is free at once; the
+    file says who holds it, for people. The file is never deleted: a delete could take away another's lock.
+    """
+    descriptor = os.open(root / "LOCK", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            _take(descriptor)
+        except BlockingIOError:
+            holder = _holder(descriptor) or "another process"
+            raise WorkspaceBusy(
+                f"the workspace {root} is in use by {holder}, or by workers that it left; wait for it to end "
+                "and run this again."
+            ) from None
+        except OSError as error:
+            raise WorkspaceError(
+                f"{root} cannot be locked ({error}); expected a file system that supports flock. "
+                "Put the workspace on a local disk or on NFS 4."
+            ) from None
+        left_by = _holder(descriptor)
+        if left_by:
+            logger.warning("the lock of %s was left by %s, which is gone; taking it over", root, left_by)
+        os.ftruncate(descriptor, 0)
+        with suppress(OSError):  # on a full disk: who holds it is for people, and `pools gc` is to make room
+            os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        try:
+            yield
+        finally:
+            os.ftruncate(descriptor, 0)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
+
+
+def _take(descriptor: int) -> None:
+    """Lock a file for writing. Raises BlockingIOError where it stays held: `status` holds it for a moment to look."""
+    for _ in range(NUM_TRIES - 1):
+        with suppress(BlockingIOError):
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(RETRY_AFTER_S)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _holder(descriptor: int) -> str:
+    """The holder that the lock file names; empty if a writer was killed in between."""
+    return os.pread(descriptor, 300, 0).decode(errors="replace").strip("\0")

@@ -1,0 +1,121 @@
+"""The shards of a run's side: each is finished, or not there.
+
+A shard is written as its quarantine rows, then its knowledge, then a record with the checksums of both. Only that last
+file makes it finished, so a killed run loses no more than the shards in flight, and none is half there. Records and
+failed rows lie in `shards/`, so that `knowledge/` and `quarantine/` hold nothing but what readers want.
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import TypeAdapter, ValidationError
+
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.atomic import read_json, remove, remove_leftovers, sha256_file, write_json
+from laserbatch.pipeline.storage.manifest import ShardInfo, ShardRecord
+from laserbatch.pipeline.storage.parquet import link_parquet, write_parquet
+from laserbatch.pipeline.storage.quarantine import QuarantineRow, quarantine_table
+
+logger = logging.getLogger("laserbatch.storage")
+
+_SHARD_RECORD = TypeAdapter(ShardRecord)
+
+
+@dataclass(frozen=True)
+class SideShards:
+    """The shards of one side; `root` is the run's folder."""
+
+    root: Path
+    side: Side
+
+    def write(
+        self,
+        name: str,
+        knowledge: pa.Table | pa.RecordBatchReader | Path,
+        quarantined: Iterable[QuarantineRow] = (),
+        info: ShardInfo | None = None,
+    ) -> ShardRecord:
+        """Write one shard, so that it is finished or not there.
+
+        Any process may call it (an actor on another machine too, on a shared file system). Writing a shard again
+        replaces it. Of a reader a little knowledge at a time is in memory; a file of another run is shared with it. In
+        the order of names, shards are in order.
+        """
+        self._record_path(name).unlink(missing_ok=True)  # not finished while its files change
+        schema = pq.read_schema(knowledge) if isinstance(knowledge, Path) else knowledge.schema
+        rows = quarantine_table(quarantined, schema.field("entity_id").type)
+        failed = write_parquet(rows, self.quarantine_path(name)) if rows.num_rows else None
+        write = link_parquet if isinstance(knowledge, Path) else write_parquet
+        written = write(knowledge, self._knowledge / f"{name}.parquet")
+        record = ShardRecord(
+            name=name,
+            file=written.path.relative_to(self.root).as_posix(),
+            num_rows=written.num_rows,
+            sha256=written.sha256,
+            num_quarantined=rows.num_rows,
+            quarantine_sha256=failed.sha256 if failed else None,
+            info=info,
+        )
+        write_json(asdict(record), self._record_path(name))
+        return record
+
+    def finished(self) -> dict[str, ShardRecord]:
+        """The shards that need not be done again, by name in name order.
+
+        A shard whose files are missing, damaged or changed since is left out, with a warning.
+        """
+        finished = {}
+        for path in sorted(self._folder.glob("*.json")):
+            try:
+                record = _SHARD_RECORD.validate_python(read_json(path))
+                files = {self.root / record.file: record.sha256}
+                if record.quarantine_sha256:
+                    files[self.quarantine_path(record.name)] = record.quarantine_sha256
+                changed = [file for file, sha256 in files.items() if not file.exists() or sha256_file(file) != sha256]
+            except (WorkspaceError, ValidationError) as error:
+                logger.warning("shard record %s cannot be used and its shard is done again: %s", path, error)
+                continue
+            if changed:
+                logger.warning("%s is missing or changed since it was written; its shard is done again", changed[0])
+                continue
+            finished[record.name] = record
+        return finished
+
+    def drop_unfinished(self, keep: Iterable[str]) -> None:
+        """Delete the files of every shard not named in `keep`, and what killed writers left.
+
+        Call it under the workspace's lock before going on with a run, so that no reader sees a stray file.
+        """
+        keep = set(keep)
+        remove_leftovers(self.root)
+        for folder in (self._folder, self._knowledge):
+            for path in sorted(folder.glob("*")):  # records first: a shard is then unfinished before it is incomplete
+                if path.stem not in keep:
+                    remove(path)
+
+    def drop(self, name: str) -> None:
+        """Delete what there is of a shard."""
+        folder = self._knowledge
+        for path in (self._record_path(name), folder / f"{name}.parquet"):
+            path.unlink(missing_ok=True)
+        self.quarantine_path(name).unlink(missing_ok=True)
+
+    def quarantine_path(self, name: str) -> Path:
+        """The failed rows of a shard, if it has any."""
+        return self._folder / f"{name}.parquet"
+
+    @property
+    def _folder(self) -> Path:
+        return self.root / "shards" / self.side
+
+    @property
+    def _knowledge(self) -> Path:
+        return self.root / "knowledge" / self.side
+
+    def _record_path(self, name: str) -> Path:
+        return self._folder / f"{name}.json"
