@@ -11,7 +11,7 @@ from typing import Any, Literal
 import typer
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from laserbatch.ctr.settings import CtrSettings
+from laserbatch.ctr.settings import CtrOptions
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.distributed.settings import ClusterSettings
 from laserbatch.pipeline.drafter_training.settings import DrafterTrainingSettings
@@ -230,7 +230,7 @@ class Settings(Strict):
     routing: RoutingSettings = RoutingSettings()
     encoding: EncodingSettings = EncodingSettings()
     recommending: RecommendingSettings = RecommendingSettings()
-    ctr: CtrSettings = CtrSettings()
+    ctr: CtrOptions = CtrOptions()
     night: NightSettings = NightSettings()
     gates: GateSettings = GateSettings()
     cluster: ClusterSettings = ClusterSettings()

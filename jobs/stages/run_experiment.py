@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.settings import CtrSettings
 from laserbatch.jobs.console import say
 from laserbatch.jobs.formatting import count, percent
 from laserbatch.jobs.gates import gate_sentence
@@ -213,8 +214,8 @@ def _tried(folder: ExperimentFolder, name: str, settings: Settings, date: dateti
         if gate.verdict == "holds":
             say(f"a night with {name} would be held back: {gate_sentence(gate)}")
     # One night has no earlier texts that training rows could see.
-    is_asof = settings.ctr.history == "asof"
-    return Variant(name, night, settings.ctr.model_copy(update={"history": "latest"}) if is_asof else settings.ctr)
+    ctr = CtrSettings.of(settings.ctr)
+    return Variant(name, night, ctr.model_copy(update={"history": "latest"}) if ctr.history == "asof" else ctr)
 
 
 def _what_differs(before: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> str:
