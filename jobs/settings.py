@@ -55,6 +55,7 @@ FRAMEWORKS = typer.Option([], "--framework", help="A framework of prompts, such 
 WORKSPACE = typer.Option(None, "--workspace", "-w", show_default="that of the configuration", help="Workspace folder.")
 JSON = typer.Option(False, "--json", help="Print the result as JSON.")
 DRY_RUN = typer.Option(False, "--dry-run", help="Remove nothing; print what would be removed.")
+Consequence = Literal["stop", "warn", "ignore"]
 NOT_OF_OUTPUT = ("workspace", "deliver_to", "cluster", "metrics", "gates", "recommending")  # changes no file of a run
 _PATH_KEYS = (
     (None, "workspace"),
@@ -128,60 +129,13 @@ class GateSettings(Strict):
         description="The run is not published if more than this share of the texts written tonight is empty or ends "
         "at the token limit.",
     )
-    max_repetitive_share: float = Field(
-        0.1,
-        ge=0,
-        le=1,
-        description="The run is not published if more than this share of the texts written tonight mostly repeats "
-        "itself.",
+    audit: Consequence = Field(
+        "stop",
+        description="This says what follows if audited texts differ too much from plain texts of the same prompts, in "
+        "length, meaning, repetition, lost fields or added names. stop: the run is not published; warn: it is "
+        "published with a warning; ignore: it is published.",
     )
-    max_length_factor: float = Field(
-        1.5,
-        ge=1,
-        description="The run is not published if rewritten texts are on average longer, or shorter, by more than this"
-        " factor than the previous texts of the same entities.",
-    )
-    min_cosine: float = Field(
-        0.3,
-        ge=-1,
-        le=1,
-        description="The run is not published if the mean cosine between vectors of rewritten texts and of the "
-        "previous texts is below this.",
-    )
-    max_audit_length_factor: float = Field(
-        1.3,
-        ge=1,
-        description="The run is not published if audited texts are on average longer, or shorter, by more than this "
-        "factor than plain texts of the same prompts.",
-    )
-    min_audit_cosine: float = Field(
-        0.6,
-        ge=-1,
-        le=1,
-        description="The run is not published if the mean cosine between vectors of audited texts and of plain texts "
-        "of the same prompts is below this.",
-    )
-    max_added_repetition: float = Field(
-        0.05,
-        ge=0,
-        le=1,
-        description="The run is not published if the share of itself that a text repeats is, beyond chance, greater "
-        "by more than this in audited texts than in plain ones.",
-    )
-    max_lost_fields: float = Field(
-        0.05,
-        ge=0,
-        le=1,
-        description="The run is not published if audited texts lack, beyond chance, more than this share of the "
-        "requested fields that plain texts have.",
-    )
-    max_added_names: float = Field(
-        0.5,
-        ge=0,
-        description="The run is not published if audited texts have, beyond chance, more than this number of "
-        "additional names per text that are neither in the prompt nor in the catalogue.",
-    )
-    auc: Literal["stop", "warn", "ignore"] = Field(
+    auc: Consequence = Field(
         "stop",
         description="This says what follows if the CTR comparison finds the texts worse than plain ones. stop: the "
         "run is not published; warn: it is published with a warning; ignore: it is published.",
