@@ -12,6 +12,7 @@ import typer
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from laserbatch.ctr.settings import CtrOptions
+from laserbatch.jobs.removed_options import removed_options
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.distributed.settings import ClusterSettings
 from laserbatch.pipeline.drafter_training.settings import DrafterTrainingSettings
@@ -25,7 +26,7 @@ from laserbatch.pipeline.storage.uris import is_uri, without_credentials
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.settings import TablesSettings
 from laserbatch.pipeline.validation import Strict, explain, read_yaml
-from laserbatch.retrieval_pools.settings import PoolBuildSettings, PoolSettings, RoutingSettings
+from laserbatch.retrieval_pools.settings import PoolBuildOptions, PoolSettings, RoutingOptions
 
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent  # configs/ and models/ lie beside the packages
 SAMPLE_MODEL = "sample"
@@ -56,7 +57,8 @@ WORKSPACE = typer.Option(None, "--workspace", "-w", show_default="that of the co
 JSON = typer.Option(False, "--json", help="Print the result as JSON.")
 DRY_RUN = typer.Option(False, "--dry-run", help="Remove nothing; print what would be removed.")
 Consequence = Literal["stop", "warn", "ignore"]
-NOT_OF_OUTPUT = ("workspace", "deliver_to", "cluster", "metrics", "gates", "recommending")  # changes no file of a run
+# They change no file of a run.
+NOT_OF_OUTPUT = ("workspace", "deliver_to", "cluster", "metrics", "gates", "recommending", "pool_building")
 _PATH_KEYS = (
     (None, "workspace"),
     ("tables", "path"),
@@ -92,7 +94,6 @@ class NightSettings(Strict):
     train_ctr: bool = Field(
         True, description="The night trains CTR models if the tables hold interactions after its date."
     )
-    num_report_samples: int = Field(3, ge=0, description="The report shows this many texts of each side.")
     num_audited: int = Field(
         32,
         ge=0,
@@ -151,12 +152,6 @@ class MetricsSettings(Strict):
         "`.../laserbatch.prom`. Those of lists of items go to `.../laserbatch_lists.prom` beside it. "
         "null: no file.",
     )
-    push_gateway: str | None = Field(
-        None,
-        pattern="^https?://",
-        description="Metrics are pushed to the Prometheus push gateway at this URL, such as "
-        "`http://pushgateway:9091`. null: they are not pushed.",
-    )
 
 
 class Settings(Strict):
@@ -180,8 +175,8 @@ class Settings(Strict):
     decoding: DecodingSettings = DecodingSettings()
     drafter_training: DrafterTrainingSettings = DrafterTrainingSettings()
     pools: PoolSettings = PoolSettings()
-    pool_building: PoolBuildSettings = PoolBuildSettings()
-    routing: RoutingSettings = RoutingSettings()
+    pool_building: PoolBuildOptions = PoolBuildOptions()
+    routing: RoutingOptions = RoutingOptions()
     encoding: EncodingSettings = EncodingSettings()
     recommending: RecommendingSettings = RecommendingSettings()
     ctr: CtrOptions = CtrOptions()
@@ -223,9 +218,7 @@ class Settings(Strict):
 
     def of_output(self) -> dict[str, Any]:
         """All that may change what a run writes; where it runs and writes, what it keeps and who may see it are not."""
-        housekeeping = {"memory_mb", "keep_versions"}
-        elsewhere = dict.fromkeys(NOT_OF_OUTPUT, True)
-        return self.model_dump(mode="json", exclude=elsewhere | {"pool_building": housekeeping})
+        return self.model_dump(mode="json", exclude=set(NOT_OF_OUTPUT))
 
     def identity(self) -> dict[str, Any]:
         """What runs are named after: `of_output`, paths below the configuration's folder as they are seen from there.
@@ -301,6 +294,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected sections (`decoding:`, `pools:`, ...), found a {type(data).__name__}")
     data = _without_empty_sections(data, Settings)
+    if gone := list(removed_options(data)):
+        raise ConfigError(f"{path}: {'; '.join(gone)}")
     _anchor_paths(data, path.resolve().parent)
     return data
 

@@ -187,7 +187,7 @@ def _require_judges(tables: Path, experiment: Experiment) -> None:
 
 def _tried(folder: ExperimentFolder, name: str, settings: Settings, date: datetime.date) -> Variant:
     """A variant's night on the sample, done now or before. Raises RunFailed where it writes nothing of use."""
-    unlimited = settings.refresh.model_copy(update={"max_tokens": None, "max_hours": None})
+    unlimited = settings.refresh.model_copy(update={"max_tokens": None})
     apart = settings.model_copy(
         update={
             "workspace": folder.root / name,

@@ -14,6 +14,8 @@ from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.storage.manifest import WorkerFigures
 from laserbatch.retrieval_pools.draft import draft
 
+MAX_SHARD_ATTEMPTS = 2  # a shard is halved after so many of its workers were lost; a single row is given up
+
 
 class NightWorkers:
     """A cluster and its crew, until the block is left; nothing is started before somebody asks."""
@@ -65,7 +67,7 @@ class NightWorkers:
         try:
             cluster = ray_cluster(self._settings, spec.loads_quickly, self._workspace, spec.gpus_a_worker)
             layout = self._cluster.enter_context(cluster)
-            crew = Crew(spec, layout, self._settings.max_shard_attempts, self._settings.start_timeout_s)
+            crew = Crew(spec, layout, MAX_SHARD_ATTEMPTS, self._settings.start_timeout_s)
             self._cluster.callback(crew.dismiss)
             if isinstance(spec, TextSpec) and spec.decoding.drafters:
                 draft(None, [], 0)  # compiled here, so that workers find it in numba's cache

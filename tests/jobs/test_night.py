@@ -15,7 +15,7 @@ from laserbatch.jobs.gates import measure
 from laserbatch.jobs.settings import load_settings
 from laserbatch.jobs.stages import publishing
 from laserbatch.jobs.stages import run_night as stages
-from laserbatch.jobs.stages.budgets import kept_step_cost, night_tokens
+from laserbatch.jobs.stages.budgets import kept_step_cost, last_speed
 from laserbatch.jobs.stages.build_pools import unchanged_pools
 from laserbatch.jobs.stages.night import open_night, open_run, previous_run, trained_drafter
 from laserbatch.jobs.stages.run_night import close, publish, run_night
@@ -24,6 +24,7 @@ from laserbatch.pipeline.decoding.model.folder import model_identity
 from laserbatch.pipeline.drafter_training.settings import DrafterTrainingSettings
 from laserbatch.pipeline.errors import RunHeld, TableError, WorkspaceError
 from laserbatch.pipeline.planning.postpone import unusable_texts
+from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.drafters import DrafterTrial, DrafterUsed
 from laserbatch.pipeline.storage.manifest import GateFigures, PoolsUsed, SideFigures
 from laserbatch.pipeline.storage.stats import DecodingStats
@@ -276,7 +277,6 @@ def test_old_pools_that_cannot_be_removed_fail_no_night(world, monkeypatch, capl
 
 def test_what_is_damaged_of_earlier_nights_is_named_and_passed_over(world, caplog):
     """No file of another night ends tonight's: manifests, quarantine, trials, receipts, step costs."""
-    (world / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\nrefresh: {max_hours: 1}\n")
     first = opened(world)
     stats = DecodingStats(num_texts=10, num_tokens=2000, wall_s=10.0)
     first.manifest.sides = {"user": SideFigures(1, 1, 0, 0, 0, {}, {}, [], stats)}
@@ -297,7 +297,7 @@ def test_what_is_damaged_of_earlier_nights_is_named_and_passed_over(world, caplo
     third.settings = third.settings.model_copy(update={"drafter_training": DrafterTrainingSettings(kind="medusa")})
     assert trained_drafter(workspace, third.settings, third.date) is None
     assert unchanged_pools(third, second.run.run_id) == {}
-    assert night_tokens(third) == 3600 * 200  # as the night before it says
+    assert last_speed(third, SIDES) == 200  # as the night before it says
     assert kept_step_cost(workspace, third.decoding) is None and framework_of(second.run) is None
     assert unusable_texts(second.run, "user", third.date) is None
     measure(third.manifest, third.run, third.previous)

@@ -112,13 +112,6 @@ def test_a_known_entity_with_too_few_interactions_now_is_cold(router):
     assert route(router, "u0", {"taste": ["Romance"]}, SETTINGS.min_interactions - 1).scheme == "attribute"
 
 
-def test_tonights_limits_decide_in_place_of_the_saved_ones(router, tmp_path):
-    router.save(tmp_path)
-    tonight = Router.load(tmp_path, RoutingSettings(scheme="global", min_interactions=50))
-    assert route(tonight, "u0", {}, 49).scheme == "attribute"
-    assert route(tonight, "u0", {}, 50).scheme == "collaborative"
-
-
 def test_an_entity_that_became_active_after_the_fit_stays_with_its_attributes(router):
     assert route(router, f"u{NUM_USERS - 1}", {"taste": ["Mystery"]}, 500) == Route("attribute/Mystery", "attribute")
 
