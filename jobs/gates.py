@@ -32,7 +32,9 @@ NGRAM = 4  # tokens
 MAX_SHARE_REPEATED = 0.5  # a text with a larger share of repeated n-grams counts as repetitive
 NORM_ERROR = 0.01  # of a vector that has length 1
 MAX_SHARE_MISSING = 0.2  # share of the accepted tokens forecast by replays that may be missing
-MAX_REPETITIVE_SHARE = 0.1  # of the texts written tonight
+MAX_UNUSABLE_SHARE = 0.3  # of the texts written tonight: cannot be parsed, or rejected
+MAX_CUT_SHARE = 0.5  # likewise: empty, or ending at the token limit
+MAX_REPETITIVE_SHARE = 0.1  # likewise: mostly repeating themselves
 MAX_LENGTH_FACTOR = 1.5  # of rewritten texts and the previous texts of the same entities, on average
 MIN_COSINE = 0.3  # of their vectors, on average
 # Audited texts beside plain texts of the same prompts; the last three are judged beyond chance (two standard errors).
@@ -60,8 +62,8 @@ class _Gate:
 GATES = {
     "coverage": _Gate("{value} as many texts as the run before", "min_coverage", is_least=True),
     "quarantine": _Gate("{value} of the entities are in quarantine", "max_failed_share"),
-    "unusable": _Gate("{value} of the texts written could not be used", "max_unusable_share"),
-    "cut": _Gate("{value} of the texts written are empty or cut at their limit", "max_cut_share"),
+    "unusable": _Gate("{value} of the texts written could not be used", MAX_UNUSABLE_SHARE),
+    "cut": _Gate("{value} of the texts written are empty or cut at their limit", MAX_CUT_SHARE),
     "repetition": _Gate("{value} of the texts written mostly repeat themselves", MAX_REPETITIVE_SHARE),
     "length": _Gate("rewritten texts differ {value} times in length from their last ones", MAX_LENGTH_FACTOR,
                     share=False),

@@ -9,6 +9,7 @@ from typing import Any
 _WARN = "to let such a night be published, publish it by name with `laserbatch runs publish`"
 _AUDIT = "it is fixed at {}; gates.audit (stop, warn, ignore) says what follows beyond it"
 REMOVED = {
+    "seed": "it is fixed at 0",
     "ctr.seed": "it is fixed at 0",
     "ctr.negatives_per_positive": "it is fixed at 4",
     "ctr.negatives_by": "negatives are sampled uniformly",
@@ -27,6 +28,8 @@ REMOVED = {
     "ctr.max_epochs": "it is fixed at 15",
     "ctr.patience": "it is fixed at 2",
     "ctr.confidence": "it is fixed at 0.95",
+    "gates.max_unusable_share": f"it is fixed at 0.3; {_WARN}",
+    "gates.max_cut_share": f"it is fixed at 0.5; {_WARN}",
     "gates.max_repetitive_share": f"it is fixed at 0.1; {_WARN}",
     "gates.max_length_factor": f"it is fixed at 1.5; {_WARN}",
     "gates.min_cosine": f"it is fixed at 0.3; {_WARN}",
@@ -37,11 +40,14 @@ REMOVED = {
     "gates.max_added_names": _AUDIT.format("0.5"),
     "pools.group_weight": "it is fixed at 3; pools.scope: group drafts from the entity's own group alone",
     "pools.calibration_texts": "it is fixed at 400",
+    "pool_building.keep_versions": "it is fixed at 3; `laserbatch pools gc --keep` takes another number",
     "pool_building.memory_mb": "it is fixed at 512 MiB",
     "routing.min_interactions": "it is fixed at 5",
     "routing.num_groups": "it is half the square root of the number of entities",
+    "encoding.max_text_tokens": "it is fixed at 512, or the encoder's own limit",
     "encoding.max_batch_tokens": "it is fixed at 2,048 on a CPU and 65,536 on a GPU",
     "encoding.seed": "it is fixed at 0; another encoding.num_clusters fits all clusters anew",
+    "decoding.attention": "it is Triton's kernel on CUDA if it is installed and works, else torch's",
     "refresh.min_drift": "use refresh.min_new_interactions",
     "refresh.max_hours": "use refresh.max_tokens, hours times the tokens a second of the last report",
     "night.num_report_samples": "it is fixed at 3",
@@ -54,7 +60,7 @@ REMOVED = {
 def removed_options(data: Mapping[str, Any]) -> Iterator[str]:
     """A sentence for each option of a configuration that is gone."""
     for option, now in REMOVED.items():
-        section, _, key = option.partition(".")
-        holder = data.get(section)
+        section, _, key = option.rpartition(".")
+        holder = data.get(section) if section else data
         if isinstance(holder, Mapping) and key in holder:
             yield f"{option}: this option is gone: {now}. Delete the line"

@@ -1,7 +1,8 @@
 """The whole configuration: each package's own section, composed, loaded once from YAML, frozen.
 
 A misspelled key fails before any work starts, naming the key and the nearest valid one. Relative paths in a file are
-relative to that file's folder. Every option has a default; `configs/default.yaml` shows them all.
+relative to that file's folder. Every option has a default and a description; `configs/default.yaml` shows them all.
+A field without a description is no option: code may set it, a file may not.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from laserbatch.pipeline.storage.uris import is_uri, without_credentials
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.settings import TablesSettings
 from laserbatch.pipeline.validation import Strict, explain, read_yaml
-from laserbatch.retrieval_pools.settings import PoolBuildOptions, PoolSettings, RoutingOptions
+from laserbatch.retrieval_pools.settings import PoolSettings, RoutingOptions
 
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent  # configs/ and models/ lie beside the packages
 SAMPLE_MODEL = "sample"
@@ -58,7 +59,7 @@ JSON = typer.Option(False, "--json", help="Print the result as JSON.")
 DRY_RUN = typer.Option(False, "--dry-run", help="Remove nothing; print what would be removed.")
 Consequence = Literal["stop", "warn", "ignore"]
 # They change no file of a run.
-NOT_OF_OUTPUT = ("workspace", "deliver_to", "cluster", "metrics", "gates", "recommending", "pool_building")
+NOT_OF_OUTPUT = ("workspace", "deliver_to", "cluster", "metrics", "gates", "recommending")
 _PATH_KEYS = (
     (None, "workspace"),
     ("tables", "path"),
@@ -116,20 +117,6 @@ class GateSettings(Strict):
         ge=0,
         description="The run is not published if a side has fewer texts than this share of those of the run before.",
     )
-    max_unusable_share: float = Field(
-        0.3,
-        ge=0,
-        le=1,
-        description="The run is not published if more than this share of the texts written tonight cannot be parsed "
-        "or is rejected.",
-    )
-    max_cut_share: float = Field(
-        0.5,
-        ge=0,
-        le=1,
-        description="The run is not published if more than this share of the texts written tonight is empty or ends "
-        "at the token limit.",
-    )
     audit: Consequence = Field(
         "stop",
         description="This says what follows if audited texts differ too much from plain texts of the same prompts, in "
@@ -166,16 +153,13 @@ class Settings(Strict):
         description="Published runs are copied to this URI (s3://bucket/prefix) for readers elsewhere. null: they are"
         " not copied.",
     )
-    seed: int = Field(
-        0, description="This seed decides the random choices of routing, drafter training and simulation."
-    )
+    seed: int = 0  # of routing, drafter training and simulation
     tables: TablesSettings = TablesSettings()
     knowledge: KnowledgeSettings = KnowledgeSettings()
     refresh: RefreshSettings = RefreshSettings()
     decoding: DecodingSettings = DecodingSettings()
     drafter_training: DrafterTrainingSettings = DrafterTrainingSettings()
     pools: PoolSettings = PoolSettings()
-    pool_building: PoolBuildOptions = PoolBuildOptions()
     routing: RoutingOptions = RoutingOptions()
     encoding: EncodingSettings = EncodingSettings()
     recommending: RecommendingSettings = RecommendingSettings()

@@ -7,6 +7,7 @@ from pydantic import BaseModel, Field
 
 MAX_MATCH_TOKENS = 32
 MAX_CONTEXT_LENGTHS = 8
+KEEP_VERSIONS = 3  # a night keeps so many of the newest pool versions, and all that are in use
 BUILT_SETTINGS = ("index_depth", "min_support")  # what a pool's files depend on
 Scheme = Literal["router", "collaborative", "attribute", "random", "global"]
 
@@ -77,14 +78,6 @@ class DraftSettings(PoolSettings):
     def of(cls, settings: PoolSettings | None) -> "DraftSettings":
         """Those of a configuration; None: the defaults."""
         return cls() if settings is None else cls.model_validate(settings.model_dump())
-
-
-class PoolBuildOptions(Frozen):
-    """How long pools are kept."""
-
-    keep_versions: int = Field(
-        3, ge=1, description="A night keeps this many of the newest pool versions, and all that are in use."
-    )
 
 
 class PoolBuildSettings(Frozen):

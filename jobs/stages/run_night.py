@@ -42,6 +42,7 @@ from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.manifest import FeatureFigures, PreviousNight
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.retrieval_pools.settings import KEEP_VERSIONS
 
 if TYPE_CHECKING:
     from laserbatch.pipeline.encoding.encoder import TextEncoder
@@ -253,6 +254,6 @@ def publish(night: Night, publishing: Publishing = "forwards") -> None:
     publish_run(workspace, run, publishing)
     with ends_no_night("old pools were not removed, the next night tries again"):
         in_use = pools_in_use(workspace) | {run.run_id}  # the next night of a backfill drafts from this one's
-        collect_pools(night.pools, night.settings.pool_building.keep_versions, in_use)
+        collect_pools(night.pools, KEEP_VERSIONS, in_use)
     if publishing != "never":
         deliver(workspace, night.settings.deliver_to, is_asked=publishing == "always")

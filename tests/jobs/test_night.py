@@ -106,7 +106,7 @@ def test_an_older_date_is_neither_published_nor_drafted_from(world, capsys):
     assert older.run.is_finished
     assert f"not published: run {night.run.run_id}, of a later date, stays published" in capsys.readouterr().err
     assert night.workspace.published().run_id == night.run.run_id == night.pools.current_version()
-    (world / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\nseed: 1\n")
+    (world / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\npools: {scope: group}\n")
     same_date = done(opened(world))
     assert night.workspace.published().run_id == same_date.run.run_id == night.pools.current_version()
 
@@ -174,7 +174,7 @@ def test_pools_of_what_was_taken_back_do_not_stay_current(world, capfd):
 
 def test_a_backfill_goes_from_each_night_to_the_next_and_publishes_its_last_when_asked(world, capfd, monkeypatch):
     newest = done(opened(world, DAY + datetime.timedelta(days=9)))
-    (world / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\nseed: 1\n")
+    (world / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\npools: {scope: group}\n")
     other = done(opened(world, DAY + datetime.timedelta(days=1)))  # of other settings and a date within the range
     (world / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\n")
     fails_on = {DAY + datetime.timedelta(days=2)}

@@ -214,6 +214,17 @@ def test_random_groups_depend_on_the_seed_only(users, interactions):
     assert route(first, "never seen", {}, 0).group.startswith("random/")
 
 
+@pytest.mark.parametrize("side", ["user", "item"])
+def test_the_attributes_that_are_named_for_a_side_decide_its_groups(side):
+    entities, groups = _users().rename_columns([f"{side}_id", "taste", "age"]), {}
+    for column in ("taste", "age"):
+        settings = RoutingSettings(scheme="attribute", **{f"{side}_attributes": (column,)})
+        routes = Router.fit(side, entities, _interactions(), settings).routes(entities, np.zeros(NUM_USERS, int))
+        groups[column] = set(routes.groups.to_pylist())
+    assert groups["taste"] == {f"attribute/{path}" for path in ("Mystery/Harbour", "Mystery/Manor", "Romance")}
+    assert len(groups["age"]) > 1 and all(group.startswith("attribute/age=") for group in groups["age"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -240,7 +240,6 @@ SETTINGS = [
     _set("pools", "scope", "side", "group"),
     _set("routing", "scheme", "router", "random", "attribute", "global"),
     _set("encoding", "encoder", *ENCODERS),
-    _set("encoding", "max_text_tokens", 96, 24),
     _set("encoding", "num_clusters", 2, 3),
     _set("refresh", "min_new_interactions", 0, 2),
     _set("refresh", "max_age_days", 3, 10),
@@ -250,7 +249,6 @@ SETTINGS = [
     _set("night", "compare_with_plain", True, False, False),
     _set("night", "train_ctr", True, False, False),
     _set("night", "shard_size", None, 3),
-    _set("pool_building", "keep_versions", 3, 1),
 ]
 EVERY_DAY = [(interactions, 9), (new_user, 3), (new_item, 3), (changed, 4), (deleted, 3), (returned, 3), (renamed, 2)]
 EVERY_DAY += [(column_added, 1), (column_dropped, 1), (column_retyped, 3), (columns_moved, 1), (times_retyped, 1)]

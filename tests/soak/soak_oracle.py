@@ -334,7 +334,7 @@ class Oracle:
                 assert {key: old[key][level] for key in kept} == {key: features[key][level] for key in kept}
 
     def _encoder(self, settings: dict) -> str:
-        return json.dumps([settings["encoding"][name] for name in ("encoder", "max_text_tokens")])
+        return json.dumps(settings["encoding"]["encoder"])
 
     def check_pointers(self, run: Run, keep_versions: int, is_new: bool) -> None:
         """After a night: what readers see, what the next one drafts from, and what there is of pools."""
