@@ -63,7 +63,7 @@ SETTINGS = {
     "gates": {"max_failed_share": 0.5},
     "encoding": {"num_clusters": 4},
     "refresh": {"min_interactions": 2, "max_tokens": 6000},
-    "cluster": {"num_workers": 2, "threads_per_worker": 1},
+    "cluster": {"num_workers": 2},
 }
 NUM_USERS, NUM_ITEMS = 10, 14
 MAX_LINGER_S = 60.0  # processes of a killed night may live this long after the next command ended

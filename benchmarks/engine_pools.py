@@ -21,7 +21,13 @@ from tasks import Task, build, own_texts
 from threadpoolctl import threadpool_limits
 
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.retrieval_pools.calibration.calibrate import calibrate, num_held_back, spread_positions, with_budgets
+from laserbatch.retrieval_pools.calibration.calibrate import (
+    NUM_CALIBRATION_TEXTS,
+    calibrate,
+    num_held_back,
+    spread_positions,
+    with_budgets,
+)
 from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText
 from laserbatch.retrieval_pools.index.build import HeldBack
 from laserbatch.retrieval_pools.index.calibration_record import Calibration
@@ -126,7 +132,7 @@ def calibrated_pool(
 ) -> GroupedPool:
     """The pool of all texts, believing what replays say of one without some of them."""
     documents = _documents(task.pool_prompts, texts, groups)
-    numbers = spread_positions(len(documents), num_held_back(len(documents), settings.calibration_texts)).tolist()
+    numbers = spread_positions(len(documents), num_held_back(len(documents), NUM_CALIBRATION_TEXTS)).tolist()
     held_back = HeldBack(numbers, lambda others: _replayed(others, [documents[number] for number in numbers]))
     names = [document.group or "all" for document in documents]
     pool = build(texts, folder, task.side, names, settings, held_back if len(numbers) > 1 else None)

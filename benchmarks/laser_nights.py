@@ -45,8 +45,7 @@ SAMPLED_AT_ONCE = 64
 TEMPERATURES = (0.5, 1.0)
 SHARED = {
     "decoding.max_draft_tokens": 16, "decoding.min_acceptance": 0.07, "night.train_ctr": False, "night.num_audited": 0,
-    "night.compare_with_plain": False, "gates.max_failed_share": 1.0, "gates.max_repetitive_share": 1.0,
-    "gates.max_length_factor": 100.0, "gates.min_cosine": -1.0,
+    "night.compare_with_plain": False, "gates.max_failed_share": 1.0,
 }  # fmt: skip
 AS_PUBLISHED = {"decoding.drafters": ["prompt", "output", "pool"]}  # without the entity's own text of before
 NIGHTS = {

@@ -89,13 +89,12 @@ def _value(text: str, rule: str) -> float | bool | str:
 
 
 def sample_negatives(
-    users: np.ndarray, items: np.ndarray, num_train: int, num_items: int, per_positive: int, by: str, seed: int
+    users: np.ndarray, items: np.ndarray, num_train: int, num_items: int, per_positive: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Items that their users never met, in the log before or after, as negatives of the moments of positives.
 
     Candidates of training rows, the first `num_train`, are the items of those; of later rows those of the whole log.
-    `by` "popularity" draws them as often as they occur there, "uniform" all alike. A user who met nearly all items may
-    get fewer.
+    All are drawn alike. A user who met nearly all items may get fewer.
 
     Returns the row of the positive that each stands beside, int64 (m,) ascending, and its item, int32 (m,).
     """
@@ -104,7 +103,7 @@ def sample_negatives(
     rows_of_parts, items_of_parts = [], []
     for first, end, known in ((0, num_train, num_train), (num_train, len(users), len(users))):
         counts = np.bincount(items[:known], minlength=num_items)
-        weights = np.cumsum(counts if by == "popularity" else counts > 0)
+        weights = np.cumsum(counts > 0)
         rows = np.repeat(np.arange(first, end), per_positive)
         drawn = np.zeros(len(rows), np.int32)
         open_rows = np.arange(len(rows))

@@ -21,10 +21,7 @@ from laserbatch.ctr.settings import CtrSettings
 from laserbatch.pipeline.storage.manifest import CtrScores, CtrVerdict
 
 # Settings that decide which rows judge, by how many trainings, and what counts as a difference.
-JUDGED_BY = (
-    "models", "num_seeds", "seed", "label", "negatives_per_positive", "negatives_by", "validation_share",
-    "cold_max_interactions", "equivalence_margin", "confidence",
-)  # fmt: skip
+JUDGED_BY = ("models", "num_seeds", "label", "equivalence_margin")
 USE_OF_TEXTS = {"adaptor", "vector_dim", "history"}  # settings that models without texts do not see
 
 

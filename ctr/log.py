@@ -140,7 +140,7 @@ def with_negatives(log: Log, num_items: int, end_us: int, settings: CtrSettings)
     """A log of positives with the sampled negatives that settings ask for, each at the moment of a positive."""
     rows, items = sample_negatives(
         log.users, log.items, int(np.searchsorted(log.times_us, end_us)), num_items,
-        settings.negatives_per_positive, settings.negatives_by, settings.seed,
+        settings.negatives_per_positive, settings.seed,
     )  # fmt: skip
     users = np.concatenate([log.users, log.users[rows]])
     times_us, labels = np.concatenate([log.times_us, log.times_us[rows]]), np.ones(len(users), np.float32)

@@ -14,7 +14,6 @@ from laserbatch.ctr.settings import CtrSettings
 
 ATTENTION_SIZES = (32, 16)  # of DIN
 NUM_CROSS_LAYERS = 2  # of DCNv2
-NUM_CROSS_EXPERTS = 4  # of its low-rank form
 
 
 class LocalActivationUnit(nn.Module):
@@ -77,48 +76,20 @@ class CrossNetwork(nn.Module):
         return x
 
 
-class CrossMixture(nn.Module):
-    """Cross layers of low rank, as a mixture of experts (Eqs. 2 to 4).
-
-    x_{l+1} = sum_i G_i(x_l) E_i(x_l) + x_l, with E_i(x_l) = x_0 * (U_i g(C_i g(V_i^T x_l)) + b): matrices of rank r
-    instead of full ones, g = tanh, a softmax over experts as the gate G.
-    """
-
-    def __init__(self, dim: int, num_layers: int, rank: int) -> None:
-        super().__init__()
-        shape = num_layers, NUM_CROSS_EXPERTS
-        self.v = nn.Parameter(nn.init.normal_(torch.empty(*shape, dim, rank), std=dim**-0.5))
-        self.c = nn.Parameter(nn.init.normal_(torch.empty(*shape, rank, rank), std=rank**-0.5))
-        self.u = nn.Parameter(nn.init.normal_(torch.empty(*shape, rank, dim), std=rank**-0.5))
-        self.bias = nn.Parameter(torch.zeros(num_layers, dim))
-        self.gates = nn.ModuleList(nn.Linear(dim, NUM_CROSS_EXPERTS, bias=False) for _ in range(num_layers))
-
-    def forward(self, x0: torch.Tensor) -> torch.Tensor:  # (batch, dim)
-        x = x0
-        for gate, v, c, u, bias in zip(self.gates, self.v, self.c, self.u, self.bias, strict=True):
-            low = torch.tanh(torch.tanh(x @ v) @ c)  # (experts, batch, rank)
-            experts = x0 * (low @ u + bias)  # (experts, batch, dim)
-            x = (gate(x).softmax(dim=1).T.unsqueeze(-1) * experts).sum(dim=0) + x
-        return x
-
-
 class DCNv2(nn.Module):
-    """DCNv2 over user, target, knowledge and the mean of the history; its deep part beside the cross, or behind it."""
+    """DCNv2 over user, target, knowledge and the mean of the history; its deep part beside the cross (parallel)."""
 
     def __init__(self, inputs: RowInputs, settings: CtrSettings) -> None:
         super().__init__()
         self.inputs = inputs
-        dim, rank = inputs.out_dim + inputs.item_dim, settings.dcnv2_rank
-        self.cross = CrossMixture(dim, NUM_CROSS_LAYERS, rank) if rank else CrossNetwork(dim, NUM_CROSS_LAYERS)
+        dim = inputs.out_dim + inputs.item_dim
+        self.cross = CrossNetwork(dim, NUM_CROSS_LAYERS)
         self.deep = mlp(dim, settings.hidden_sizes, settings.dropout)
-        self.is_stacked = settings.dcnv2_structure == "stacked"
-        self.logit = nn.Linear(settings.hidden_sizes[-1] + (0 if self.is_stacked else dim), 1)
+        self.logit = nn.Linear(settings.hidden_sizes[-1] + dim, 1)
 
     def forward(self, batch: CtrBatch) -> torch.Tensor:
         table, (items, liked) = self.inputs.item_embedding.table(batch.items, batch.liked)
         target = F.embedding(items, table)
         mean_liked = F.embedding_bag(liked, table, batch.offsets, mode="mean")  # (batch, item_dim); zeros of none
         x0 = torch.cat([self.inputs(batch, target), mean_liked], dim=1)
-        crossed = self.cross(x0)
-        last = self.deep(crossed) if self.is_stacked else torch.cat([crossed, self.deep(x0)], dim=1)
-        return self.logit(last).squeeze(1)
+        return self.logit(torch.cat([self.cross(x0), self.deep(x0)], dim=1)).squeeze(1)

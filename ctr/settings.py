@@ -19,7 +19,7 @@ def _is_rule(text: str) -> str:
     return text
 
 
-class CtrSettings(BaseModel):
+class CtrOptions(BaseModel):
     """The CTR models that judge texts: data split, features and training."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -43,25 +43,11 @@ class CtrSettings(BaseModel):
         description="Each model is trained this many times on each variant of the texts. More trainings narrow the "
         "interval and take longer.",
     )
-    seed: int = Field(
-        0,
-        description="The first training has this seed, each further one the next number. It also seeds the sampling "
-        "of negatives.",
-    )
-
     label: Annotated[str, AfterValidator(_is_rule)] = Field(
         "rating >= 4",
         description="This rule says which interactions are positives: `rating >= 4`, `clicked`, `event == 'buy'`, "
-        "`rating is not null`, or `all`, for which negatives are sampled. Rows without a value are left "
+        "`rating is not null`, or `all`, with 4 sampled negatives for each positive. Rows without a value are left "
         "out.",
-    )
-    negatives_per_positive: int = Field(
-        4, ge=1, description="With `label: all`, this many items that the user never met are sampled for each positive."
-    )
-    negatives_by: Literal["uniform", "popularity"] = Field(
-        "uniform",
-        description="This says how negatives are sampled. uniform: every item alike; popularity: in proportion to its"
-        " interactions.",
     )
     history: Literal["latest", "asof", "split"] = Field(
         "latest",
@@ -69,61 +55,56 @@ class CtrSettings(BaseModel):
         "labels; asof: the newest that are older than the row; split: those of the run, and only rows "
         "after its date train.",
     )
-    validation_share: float = Field(
-        0.3,
-        gt=0,
-        lt=1,
-        description="This share of the interactions after the training period, the earliest, is for validation; the "
-        "others are for the test.",
-    )
-    cold_max_interactions: int = Field(
-        5, ge=1, description="A user with fewer interactions up to the date counts as cold."
-    )
-
-    min_id_interactions: int = Field(3, ge=1, description="Ids that training sees less often share one embedding.")
-    max_history: int = Field(20, ge=1, description="A row sees this many of the user's newest positives.")
-
-    embedding_dim: int = Field(
-        8, ge=1, description="Each id and each attribute value has an embedding of this many dimensions."
-    )
-    hidden_sizes: tuple[int, ...] = Field(
-        (64, 32), min_length=1, description="The deep layers of din and dcnv2 have these widths."
-    )
-    vector_dim: int = Field(
-        32,
-        ge=2,
-        description="Knowledge vectors are reduced to this many dimensions by a projection that is fitted once, on "
-        "the training entities.",
-    )
     adaptor: AdaptorName = Field(
         "linear",
         description="This adaptor brings texts into din and dcnv2. linear: a linear layer over both vectors and their"
         " product; the others are those of the frameworks of that name (rlmrec: contrastive, rlmrec_gen: "
         "generative). gbdt takes vectors as they are.",
     )
-    dropout: float = Field(0.3, ge=0, lt=1, description="This share of the hidden units is dropped in training.")
-    dcnv2_structure: Literal["parallel", "stacked"] = Field(
-        "parallel",
-        description="This places the deep layers of dcnv2. parallel: beside the cross layers; stacked: after them.",
-    )
-    dcnv2_rank: int | None = Field(
-        None,
-        ge=1,
-        description="The matrices of the cross layers have this rank, in a mixture of 4 experts. null: full matrices.",
-    )
-
-    learning_rate: float = Field(3e-3, gt=0, description="Adam trains with this learning rate.")
-    weight_decay: float = Field(
-        1e-3, ge=0, description="Adam trains with this L2 penalty; a smaller one lets embeddings of ids memorise more."
-    )
-    max_epochs: int = Field(15, ge=1, description="A training ends after this many epochs at the latest.")
-    patience: int = Field(
-        2, ge=1, description="A training ends after this many epochs without a better validation AUC."
-    )
-
     equivalence_margin: float = Field(
         0.002, gt=0, description="Two kinds of texts count as equally good if their AUC differs by less than this."
     )
-    confidence: float = Field(
-        0.95, gt=0.5, lt=1, description="The verdict rests on an interval of the AUC difference with this confidence."
-    )
+
+
+class CtrSettings(CtrOptions):
+    """The same with what is the same in every comparison.
+
+    The networks and their training are small, because the tables of one night are: layers, dropout, L2 and learning
+    rate are those that `benchmarks/ctr.py` and the table of adaptors in `benchmarks/README.md` were measured with.
+
+    Attributes
+    ----------
+    seed : of the first training; each further one has the next number. It also seeds the sampling of negatives.
+    negatives_per_positive : with `label: all`, sampled items that the user never met.
+    validation_share : of the interactions after the training period, the earliest; the others are the test.
+    cold_max_interactions : a user with fewer up to the date is cold.
+    min_id_interactions : ids that training sees less often share one embedding.
+    max_history : newest positives of the user that a row sees.
+    embedding_dim : of each id and each attribute value.
+    hidden_sizes : widths of the deep layers of din and dcnv2.
+    vector_dim : of knowledge vectors after a projection that is fitted once, on the training entities.
+    weight_decay : L2 penalty of Adam; a smaller one lets embeddings of ids memorise more.
+    patience : epochs without a better validation AUC after which a training ends.
+    confidence : of the interval of the AUC difference, by which the verdict is made.
+    """
+
+    seed: int = 0
+    negatives_per_positive: int = Field(4, ge=1)
+    validation_share: float = Field(0.3, gt=0, lt=1)
+    cold_max_interactions: int = Field(5, ge=1)
+    min_id_interactions: int = Field(3, ge=1)
+    max_history: int = Field(20, ge=1)
+    embedding_dim: int = Field(8, ge=1)
+    hidden_sizes: tuple[int, ...] = Field((64, 32), min_length=1)
+    vector_dim: int = Field(32, ge=2)
+    dropout: float = Field(0.3, ge=0, lt=1)
+    learning_rate: float = Field(3e-3, gt=0)
+    weight_decay: float = Field(1e-3, ge=0)
+    max_epochs: int = Field(15, ge=1)
+    patience: int = Field(2, ge=1)
+    confidence: float = Field(0.95, gt=0.5, lt=1)
+
+    @classmethod
+    def of(cls, options: CtrOptions) -> "CtrSettings":
+        """Those of a configuration."""
+        return cls.model_validate(options.model_dump())

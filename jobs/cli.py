@@ -22,8 +22,9 @@ COMMANDS = {
     "data": LazyCommand("data:app", "Sample, import and check input tables."),
     "init": LazyCommand(
         "init:init",
-        "Write a commented configuration for your own tables, and a guessed mapping for you to correct.",
+        "Write a short configuration for your own tables, and a guessed mapping for you to correct.",
     ),
+    "config": LazyCommand("config:config", "Show every option with its value, its default and what it does."),
     "try": LazyCommand(
         "try_one:try_one",
         "Write the text of one entity: show its prompt, pool, text by source, and whether a night would accept it.",

@@ -32,6 +32,17 @@ NGRAM = 4  # tokens
 MAX_SHARE_REPEATED = 0.5  # a text with a larger share of repeated n-grams counts as repetitive
 NORM_ERROR = 0.01  # of a vector that has length 1
 MAX_SHARE_MISSING = 0.2  # share of the accepted tokens forecast by replays that may be missing
+MAX_UNUSABLE_SHARE = 0.3  # of the texts written tonight: cannot be parsed, or rejected
+MAX_CUT_SHARE = 0.5  # likewise: empty, or ending at the token limit
+MAX_REPETITIVE_SHARE = 0.1  # likewise: mostly repeating themselves
+MAX_LENGTH_FACTOR = 1.5  # of rewritten texts and the previous texts of the same entities, on average
+MIN_COSINE = 0.3  # of their vectors, on average
+# Audited texts beside plain texts of the same prompts; the last three are judged beyond chance (two standard errors).
+MAX_AUDIT_LENGTH_FACTOR = 1.3
+MIN_AUDIT_COSINE = 0.6
+MAX_ADDED_REPETITION = 0.05  # of the share of itself that a text repeats
+MAX_LOST_FIELDS = 0.05  # share of the requested fields
+MAX_ADDED_NAMES = 0.5  # names a text that stand in neither prompt nor catalogue
 MIN_STEPS = 200  # of fewer steps nothing can be said of them
 PROVENANCE = ("template", "model_id", "decoding_json")  # texts that differ in one of these are not comparable
 
@@ -42,6 +53,7 @@ class _Gate:
 
     message: str  # says the value in words; `{value}` is replaced by what `shown` returns
     limit: str | float | None  # the name of its option, or the limit itself; None: it comes with the value
+    consequence: str | None = None  # the option that says what follows beyond the limit
     is_least: bool = False  # the limit is the least that passes, else the most
     only_warns: bool = False
     share: bool = True  # shown as a percentage
@@ -50,28 +62,30 @@ class _Gate:
 GATES = {
     "coverage": _Gate("{value} as many texts as the run before", "min_coverage", is_least=True),
     "quarantine": _Gate("{value} of the entities are in quarantine", "max_failed_share"),
-    "unusable": _Gate("{value} of the texts written could not be used", "max_unusable_share"),
-    "cut": _Gate("{value} of the texts written are empty or cut at their limit", "max_cut_share"),
-    "repetition": _Gate("{value} of the texts written mostly repeat themselves", "max_repetitive_share"),
-    "length": _Gate("rewritten texts differ {value} times in length from their last ones", "max_length_factor",
+    "unusable": _Gate("{value} of the texts written could not be used", MAX_UNUSABLE_SHARE),
+    "cut": _Gate("{value} of the texts written are empty or cut at their limit", MAX_CUT_SHARE),
+    "repetition": _Gate("{value} of the texts written mostly repeat themselves", MAX_REPETITIVE_SHARE),
+    "length": _Gate("rewritten texts differ {value} times in length from their last ones", MAX_LENGTH_FACTOR,
                     share=False),
     "vector norm": _Gate("{value} of the vectors do not have length 1", 0.0),
-    "vector drift": _Gate("vectors of rewritten texts have a mean cosine of {value} with their last ones", "min_cosine",
+    "vector drift": _Gate("vectors of rewritten texts have a mean cosine of {value} with their last ones", MIN_COSINE,
                           is_least=True, share=False),
     "audit": _Gate("", None),  # has a reason, and a value never: there are no plain texts to compare with
-    "length beside plain": _Gate("texts differ {value} times in length from plain ones", "max_audit_length_factor",
-                                 share=False),
+    "length beside plain": _Gate("texts differ {value} times in length from plain ones", MAX_AUDIT_LENGTH_FACTOR,
+                                 "audit", share=False),
     "cosine with plain": _Gate("vectors of texts have a mean cosine of {value} with those of plain ones",
-                               "min_audit_cosine", is_least=True, share=False),
-    "added repetition": _Gate("texts surely repeat {value} more of themselves than plain ones", "max_added_repetition"),
-    "lost fields": _Gate("texts surely lack {value} of the fields asked for that plain ones have", "max_lost_fields"),
+                               MIN_AUDIT_COSINE, "audit", is_least=True, share=False),
+    "added repetition": _Gate("texts surely repeat {value} more of themselves than plain ones",
+                              MAX_ADDED_REPETITION, "audit"),
+    "lost fields": _Gate("texts surely lack {value} of the fields asked for that plain ones have",
+                         MAX_LOST_FIELDS, "audit"),
     "added names": _Gate("texts surely have {value} more names than plain ones that stand in neither prompt nor "
-                         "catalogue", "max_added_names", share=False),
+                         "catalogue", MAX_ADDED_NAMES, "audit", share=False),
     "speed": _Gate("{value} of the draft tokens were accepted that were forecast", 1 - MAX_SHARE_MISSING, is_least=True,
                    only_warns=True),
-    "AUC": _Gate("against plain texts AUC changes by at most {value}", None, is_least=True, share=False),
+    "AUC": _Gate("against plain texts AUC changes by at most {value}", None, "auc", is_least=True, share=False),
 }  # fmt: skip
-AUC_VERDICTS = {"stop": "blocks", "warn": "warns", "ignore": "passes"}  # of `gates.auc`
+VERDICTS = {"stop": "blocks", "warn": "warns", "ignore": "passes"}  # of `gates.audit` and `gates.auc`
 
 
 def judge(measured: Sequence[GateFigures], settings: GateSettings) -> list[GateFigures]:
@@ -87,14 +101,19 @@ def _judged(figures: GateFigures, settings: GateSettings) -> GateFigures:
         return replace(figures, limit=limit, verdict="passes")
     is_beyond = value < limit if gate.is_least else value > limit
     beyond = "warns" if gate.only_warns or not figures.can_block else "blocks"
-    if figures.gate == "AUC":
-        beyond = AUC_VERDICTS[settings.auc]
+    if beyond == "blocks" and gate.consequence is not None:
+        beyond = VERDICTS[getattr(settings, gate.consequence)]
     return replace(figures, limit=limit, verdict=beyond if is_beyond else "passes")
 
 
 def blocking(gates: Sequence[GateFigures]) -> list[GateFigures]:
     """Gates that block the publication."""
     return [figures for figures in gates if figures.verdict == "blocks"]
+
+
+def warning(gates: Sequence[GateFigures]) -> list[GateFigures]:
+    """Those that would keep the run from its readers, if an option did not say `warn`."""
+    return [figures for figures in gates if figures.verdict == "warns" and GATES[figures.gate].consequence is not None]
 
 
 def gate_sentence(figures: GateFigures) -> str:
@@ -106,6 +125,7 @@ def gate_sentence(figures: GateFigures) -> str:
     message = gate.message.format(value=shown(figures, figures.value))
     option = f"gates.{gate.limit}" if isinstance(gate.limit, str) else "the limit"
     note = f"; {figures.reason}" if figures.reason else ""
+    note += f"; gates.{gate.consequence} says what follows" if gate.consequence is not None else ""
     return f"{where}{message} ({option} is {shown(figures, figures.limit)}{note})"
 
 

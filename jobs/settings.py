@@ -1,7 +1,8 @@
 """The whole configuration: each package's own section, composed, loaded once from YAML, frozen.
 
 A misspelled key fails before any work starts, naming the key and the nearest valid one. Relative paths in a file are
-relative to that file's folder. Every option has a default; `configs/default.yaml` shows them all.
+relative to that file's folder. Every option has a default and a description; `configs/default.yaml` shows them all.
+A field without a description is no option: code may set it, a file may not.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +13,9 @@ from typing import Any, Literal
 import typer
 from pydantic import BaseModel, Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
-from laserbatch.ctr.settings import CtrSettings
+from laserbatch.ctr.settings import CtrOptions
 from laserbatch.jobs.extensions import extension
+from laserbatch.jobs.removed_options import removed_options
 from laserbatch.pipeline.decoding.plugins import drafter_plugin
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.distributed.settings import ClusterSettings
@@ -27,7 +29,7 @@ from laserbatch.pipeline.storage.uris import is_uri, without_credentials
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.settings import TablesSettings
 from laserbatch.pipeline.validation import Strict, explain, read_yaml
-from laserbatch.retrieval_pools.settings import PoolBuildSettings, PoolSettings, RoutingSettings
+from laserbatch.retrieval_pools.settings import PoolSettings, RoutingOptions
 
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent  # configs/ and models/ lie beside the packages
 SAMPLE_MODEL = "sample"
@@ -57,7 +59,9 @@ FRAMEWORKS = typer.Option([], "--framework", help="A framework of prompts, such 
 WORKSPACE = typer.Option(None, "--workspace", "-w", show_default="that of the configuration", help="Workspace folder.")
 JSON = typer.Option(False, "--json", help="Print the result as JSON.")
 DRY_RUN = typer.Option(False, "--dry-run", help="Remove nothing; print what would be removed.")
-NOT_OF_OUTPUT = ("workspace", "deliver_to", "cluster", "metrics", "gates", "extensions")  # changes no file of a run
+Consequence = Literal["stop", "warn", "ignore"]
+# They change no file of a run.
+NOT_OF_OUTPUT = ("workspace", "deliver_to", "cluster", "metrics", "gates", "extensions")
 _PATH_KEYS = (
     (None, "workspace"),
     ("tables", "path"),
@@ -89,7 +93,6 @@ class NightSettings(Strict):
     train_ctr: bool = Field(
         True, description="The night trains CTR models if the tables hold interactions after its date."
     )
-    num_report_samples: int = Field(3, ge=0, description="The report shows this many texts of each side.")
     num_audited: int = Field(
         32,
         ge=0,
@@ -112,74 +115,13 @@ class GateSettings(Strict):
         ge=0,
         description="The run is not published if a side has fewer texts than this share of those of the run before.",
     )
-    max_unusable_share: float = Field(
-        0.3,
-        ge=0,
-        le=1,
-        description="The run is not published if more than this share of the texts written tonight cannot be parsed "
-        "or is rejected.",
+    audit: Consequence = Field(
+        "stop",
+        description="This says what follows if audited texts differ too much from plain texts of the same prompts, in "
+        "length, meaning, repetition, lost fields or added names. stop: the run is not published; warn: it is "
+        "published with a warning; ignore: it is published.",
     )
-    max_cut_share: float = Field(
-        0.5,
-        ge=0,
-        le=1,
-        description="The run is not published if more than this share of the texts written tonight is empty or ends "
-        "at the token limit.",
-    )
-    max_repetitive_share: float = Field(
-        0.1,
-        ge=0,
-        le=1,
-        description="The run is not published if more than this share of the texts written tonight mostly repeats "
-        "itself.",
-    )
-    max_length_factor: float = Field(
-        1.5,
-        ge=1,
-        description="The run is not published if rewritten texts are on average longer, or shorter, by more than this"
-        " factor than the previous texts of the same entities.",
-    )
-    min_cosine: float = Field(
-        0.3,
-        ge=-1,
-        le=1,
-        description="The run is not published if the mean cosine between vectors of rewritten texts and of the "
-        "previous texts is below this.",
-    )
-    max_audit_length_factor: float = Field(
-        1.3,
-        ge=1,
-        description="The run is not published if audited texts are on average longer, or shorter, by more than this "
-        "factor than plain texts of the same prompts.",
-    )
-    min_audit_cosine: float = Field(
-        0.6,
-        ge=-1,
-        le=1,
-        description="The run is not published if the mean cosine between vectors of audited texts and of plain texts "
-        "of the same prompts is below this.",
-    )
-    max_added_repetition: float = Field(
-        0.05,
-        ge=0,
-        le=1,
-        description="The run is not published if the share of itself that a text repeats is, beyond chance, greater "
-        "by more than this in audited texts than in plain ones.",
-    )
-    max_lost_fields: float = Field(
-        0.05,
-        ge=0,
-        le=1,
-        description="The run is not published if audited texts lack, beyond chance, more than this share of the "
-        "requested fields that plain texts have.",
-    )
-    max_added_names: float = Field(
-        0.5,
-        ge=0,
-        description="The run is not published if audited texts have, beyond chance, more than this number of "
-        "additional names per text that are neither in the prompt nor in the catalogue.",
-    )
-    auc: Literal["stop", "warn", "ignore"] = Field(
+    auc: Consequence = Field(
         "stop",
         description="This says what follows if the CTR comparison finds the texts worse than plain ones. stop: the "
         "run is not published; warn: it is published with a warning; ignore: it is published.",
@@ -195,12 +137,6 @@ class MetricsSettings(Strict):
         "`.../laserbatch.prom`. Those of lists of items go to `.../laserbatch_lists.prom` beside it. "
         "null: no file.",
     )
-    push_gateway: str | None = Field(
-        None,
-        pattern="^https?://",
-        description="Metrics are pushed to the Prometheus push gateway at this URL, such as "
-        "`http://pushgateway:9091`. null: they are not pushed.",
-    )
 
 
 class Settings(Strict):
@@ -215,18 +151,15 @@ class Settings(Strict):
         description="Published runs are copied to this URI (s3://bucket/prefix) for readers elsewhere. null: they are"
         " not copied.",
     )
-    seed: int = Field(
-        0, description="This seed decides the random choices of routing, drafter training and simulation."
-    )
+    seed: int = 0  # of routing, drafter training and simulation
     tables: TablesSettings = TablesSettings()
     knowledge: KnowledgeSettings = KnowledgeSettings()
     refresh: RefreshSettings = RefreshSettings()
     decoding: DecodingSettings = DecodingSettings()
     pools: PoolSettings = PoolSettings()
-    pool_building: PoolBuildSettings = PoolBuildSettings()
-    routing: RoutingSettings = RoutingSettings()
+    routing: RoutingOptions = RoutingOptions()
     encoding: EncodingSettings = EncodingSettings()
-    ctr: CtrSettings = CtrSettings()
+    ctr: CtrOptions = CtrOptions()
     night: NightSettings = NightSettings()
     gates: GateSettings = GateSettings()
     cluster: ClusterSettings = ClusterSettings()
@@ -273,9 +206,7 @@ class Settings(Strict):
 
     def of_output(self) -> dict[str, Any]:
         """All that may change what a run writes; where it runs and writes, what it keeps and who may see it are not."""
-        housekeeping = {"memory_mb", "keep_versions"}
-        elsewhere = dict.fromkeys(NOT_OF_OUTPUT, True)
-        return self.model_dump(mode="json", exclude=elsewhere | {"pool_building": housekeeping})
+        return self.model_dump(mode="json", exclude=set(NOT_OF_OUTPUT))
 
     def identity(self) -> dict[str, Any]:
         """What runs are named after: `of_output`, paths below the configuration's folder as they are seen from there.
@@ -353,6 +284,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected sections (`decoding:`, `pools:`, ...), found a {type(data).__name__}")
     data = _without_empty_sections(data, Settings)
+    if gone := list(removed_options(data)):
+        raise ConfigError(f"{path}: {'; '.join(gone)}")
     _anchor_paths(data, path.resolve().parent)
     return data
 

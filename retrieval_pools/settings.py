@@ -7,6 +7,7 @@ from pydantic import BaseModel, Field
 
 MAX_MATCH_TOKENS = 32
 MAX_CONTEXT_LENGTHS = 8
+KEEP_VERSIONS = 3  # a night keeps so many of the newest pool versions, and all that are in use
 BUILT_SETTINGS = ("index_depth", "min_support")  # what a pool's files depend on
 Scheme = Literal["router", "collaborative", "attribute", "random", "global"]
 
@@ -18,8 +19,8 @@ class Frozen(BaseModel, frozen=True, extra="forbid"):
 class PoolSettings(Frozen):
     """How drafts are taken from pools.
 
-    `scope` "side" drafts from every text of the side, those of the sequence's own group counting `group_weight` times;
-    "group" drafts from the group's texts alone (the walls of the LASER paper).
+    `scope` "side" drafts from every text of the side, those of the sequence's own group counting 3 times; "group"
+    drafts from the group's texts alone (the walls of the LASER paper).
 
     With `min_support` m above 1 the pool drafts a token only if texts of m entities or more hold the n-gram that it
     claims: the matched context, the path down the draft tree, and the token. This is asked of every context length that
@@ -35,19 +36,11 @@ class PoolSettings(Frozen):
         description="This says which texts a pool drafts from. side: all texts of the side, those of the entity's own"
         " group with more weight; group: only those of the group.",
     )
-    group_weight: float = Field(
-        3.0, ge=1, le=1000, description="With scope side, a text of the entity's own group counts this many times."
-    )
     min_support: int = Field(
         1,
         ge=1,
         description="A pool drafts an n-gram only if the texts of at least this many entities hold it. Raise it if "
         "drafts must not carry what the texts of only a few other entities say. 1: any n-gram.",
-    )
-    calibration_texts: int = Field(
-        400,
-        ge=0,
-        description="The build of a pool replays this many texts to learn how often drafts are accepted. 0: no replay.",
     )
 
 
@@ -60,6 +53,7 @@ class DraftSettings(PoolSettings):
 
     Attributes
     ----------
+    group_weight : with `scope` "side", a text of the sequence's own group counts so many times.
     index_depth : tokens by which the index is sorted: longest match plus draft.
     max_match_tokens, num_context_lengths : longest context looked up, and how many lengths are blended in a draft.
     num_samples : occurrences of a context counted where a draft begins, behind a path as many fewer as it is
@@ -70,6 +64,7 @@ class DraftSettings(PoolSettings):
     max_local_tokens : searched of each of the own texts.
     """
 
+    group_weight: float = Field(3.0, ge=1, le=1000)
     index_depth: Literal[16, 32, 64] = 64
     max_match_tokens: int = Field(16, ge=1, le=MAX_MATCH_TOKENS)
     num_context_lengths: int = Field(4, ge=1, le=MAX_CONTEXT_LENGTHS)
@@ -86,16 +81,14 @@ class DraftSettings(PoolSettings):
 
 
 class PoolBuildSettings(Frozen):
-    """How pools are built, and how long they are kept."""
+    """How pools are built.
 
-    memory_mb: int | None = Field(
-        512,
-        ge=1,
-        description="Sorting takes at most this much memory in MiB; larger pools are sorted in parts. null: no limit.",
-    )
-    keep_versions: int = Field(
-        3, ge=1, description="A night keeps this many of the newest pool versions, and all that are in use."
-    )
+    Attributes
+    ----------
+    memory_mb : MiB that sorting takes at most; larger pools are sorted in parts. None: no limit.
+    """
+
+    memory_mb: int | None = Field(512, ge=1)
 
     @property
     def memory_bytes(self) -> int | None:
@@ -103,7 +96,7 @@ class PoolBuildSettings(Frozen):
         return None if self.memory_mb is None else self.memory_mb << 20
 
 
-class RoutingSettings(Frozen):
+class RoutingOptions(Frozen):
     """How the entities of one side are put into groups. Every option has a default that works.
 
     `scheme` is "router" (collaborative where interactions suffice, else attributes) or a baseline of the LASER
@@ -115,15 +108,6 @@ class RoutingSettings(Frozen):
         description="This says how groups are made. router: from interactions where there are enough, else from "
         "attributes; collaborative, attribute, random and global (one pool) are the baselines of the "
         "LASER paper.",
-    )
-    min_interactions: int = Field(
-        5, ge=1, description="An entity with at least this many interactions gets a collaborative group."
-    )
-    num_groups: int | None = Field(
-        None,
-        ge=1,
-        description="There are this many collaborative or random groups. null: half the square root of the number of "
-        "entities.",
     )
     user_embeddings: Path | None = Field(
         None,
@@ -150,3 +134,21 @@ class RoutingSettings(Frozen):
     def embeddings_of(self, side: str) -> Path | None:
         """File of the user's own vectors of `side`, or None for "train LightGCN"."""
         return self.user_embeddings if side == "user" else self.item_embeddings
+
+
+class RoutingSettings(RoutingOptions):
+    """The same with what is the same in every night.
+
+    Attributes
+    ----------
+    min_interactions : an entity with at least so many gets a collaborative group.
+    num_groups : collaborative or random groups; None: half the square root of the number of entities.
+    """
+
+    min_interactions: int = Field(5, ge=1)
+    num_groups: int | None = Field(None, ge=1)
+
+    @classmethod
+    def of(cls, options: RoutingOptions) -> "RoutingSettings":
+        """Those of a configuration."""
+        return cls.model_validate(options.model_dump())

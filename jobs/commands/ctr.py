@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import typer
 
-from laserbatch.ctr.settings import CtrSettings, ModelName
+from laserbatch.ctr.settings import CtrOptions, CtrSettings, ModelName
 from laserbatch.jobs.console import print_table, stdout, summary
 from laserbatch.jobs.report.ctr_table import ctr_lead, ctr_table
 from laserbatch.jobs.report.variant_table import between_line, variant_table
@@ -52,7 +52,7 @@ def train(
     features: str = typer.Option(
         "own", help="Features to train on. own: those of the run; plain: those of its plainly decoded texts; none."
     ),
-    seed: int | None = typer.Option(None, show_default="ctr.seed of the run", help="Seed of the training."),
+    seed: int = typer.Option(0, help="Seed of the training."),
     history: str | None = HISTORY,
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
@@ -72,7 +72,6 @@ def train(
             raise ConfigError(f"--{option}: {value!r} is none; expected one of {', '.join(known)}")
     night = open_run(load_settings(config, {"workspace": workspace}), run)
     settings = changed_settings(night.settings.ctr, None, None, history)
-    seed = settings.seed if seed is None else seed
     tables = tables or str(night.settings.tables.path)
     found = train_to_folder(night, model, features, seed, tables, settings, out)
     summary({"folder": str(out), "run_id": night.run.run_id, "model": model, **found}, as_json)
@@ -187,7 +186,7 @@ def print_variants(comparison: Mapping[str, Any]) -> None:
 
 
 def changed_settings(
-    settings: CtrSettings, models: str | None, seeds: int | None, history: str | None = None
+    options: CtrOptions, models: str | None, seeds: int | None, history: str | None = None
 ) -> CtrSettings:
     """The settings with what the command line says otherwise. Raises ConfigError on a word that is none of ours."""
     changes: dict[str, Any] = {} if seeds is None else {"num_seeds": seeds}
@@ -196,11 +195,11 @@ def changed_settings(
         if not set(changes["models"]) <= set(get_args(ModelName)):
             raise ConfigError(f"--models: {models!r} is not a list of models; expected some of din, dcnv2, gbdt")
     if history is not None:
-        known = get_args(CtrSettings.model_fields["history"].annotation)
+        known = get_args(CtrOptions.model_fields["history"].annotation)
         if history not in known:
             raise ConfigError(f"--history: {history!r} is none; expected one of {', '.join(known)}")
         changes["history"] = history
-    return settings.model_copy(update=changes)
+    return CtrSettings.of(options).model_copy(update=changes)
 
 
 def print_ctr(figures: CtrFigures) -> None:

@@ -166,13 +166,12 @@ def check_kernels(settings: Settings) -> Iterator[CheckResult]:
     try:
         kernel = kernel_for(decoding.attention, torch.device("cuda"))
     except (ImportError, OSError, RuntimeError) as error:
-        hint = "Install the Triton that this torch names, or set decoding.attention: torch, which is slower"
+        hint = "Install the Triton that this torch names, or remove Triton: torch's own attention is slower"
         yield CheckResult("attention", "fault", f"Triton cannot be imported: {first_line(error)}", hint)
         return
     if kernel is None:
-        reason = "decoding.attention says so" if decoding.attention == "torch" else "Triton is not installed"
         hint = "Use Triton where it runs: its kernel takes no padding, and small steps are CUDA graphs"
-        yield CheckResult("attention", "warning", f"torch's, over padded masks ({reason})", hint)
+        yield CheckResult("attention", "warning", "torch's, over padded masks (Triton is not installed)", hint)
     elif not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         found = "Triton needs a C compiler, and there is none: attention will be torch's, over padded masks"
         yield CheckResult("attention", "warning", found, "Install gcc, or name a compiler in CC")

@@ -1,4 +1,4 @@
-"""`laserbatch init TABLES`: a commented configuration for the user's own tables, with what can be guessed filled in.
+"""`laserbatch init TABLES`: a short configuration for the user's own tables, with what can be guessed filled in.
 
 Tables that are in the input schema already need no mapping; for others a guessed one is written beside the
 configuration, to be read and corrected by a person.
@@ -17,13 +17,14 @@ import pyarrow.compute as pc
 import typer
 import yaml
 
+from laserbatch.ctr.settings import CtrOptions
 from laserbatch.jobs.console import say, summary
-from laserbatch.jobs.settings import JSON, PACKAGE_ROOT, load_settings
+from laserbatch.jobs.settings import JSON, SAMPLE_MODEL, load_settings
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, check_inputs, say_left_out
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.knowledge.domains import Domain, domain_of, domains
 from laserbatch.pipeline.knowledge.histories import event_text
-from laserbatch.pipeline.knowledge.templates import Words
+from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, Words
 from laserbatch.pipeline.sample.world import is_sample_world
 from laserbatch.pipeline.storage.atomic import write_text
 from laserbatch.pipeline.storage.uris import is_uri
@@ -37,6 +38,16 @@ Guessed = tuple[Any, str]  # a value of an option, and what it rests on
 MIN_SHARE_POSITIVE = 0.05  # a guessed label rule takes at least this share of the ratings seen as positive
 ROWS_SEEN = 65_536  # interactions that a guess looks at
 MAX_EVENT_KINDS = 20  # `init` lists at most this many kinds of events in the configuration
+HEAD = "# `laserbatch config` shows every option with its default; add here what you change."
+WORDS = tuple(f"knowledge.words.{key}" for key in Words.model_fields)
+WRITTEN = ("tables.path", "knowledge.user_template", "knowledge.item_template", *WORDS, "knowledge.user_factors",
+           "knowledge.item_factors", "knowledge.paths", "decoding.model", "ctr.label")  # fmt: skip
+ALWAYS = ("tables.path", "knowledge.user_template", "knowledge.item_template", "knowledge.words.user",
+          "knowledge.words.item", "knowledge.words.items", "decoding.model", "ctr.label")  # fmt: skip
+COMMENTS = {
+    "decoding.model": "folder of a model; sample: the bundled one, which knows the sample tables alone",
+    "ctr.label": "which interactions are positives",
+}
 STRONG_EVENTS = ("bought", "ordered", "applied for", "put into the cart", "liked", "saved", "clicked", "played")
 
 
@@ -48,7 +59,7 @@ def init(
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace OUT if it is there."),
     as_json: bool = JSON,
 ) -> None:
-    """Write a commented configuration for your own tables, and a guessed mapping for you to correct.
+    """Write a short configuration for your own tables, and a guessed mapping for you to correct.
 
     Example: `laserbatch init exports/ --out laserbatch.yaml`
     """
@@ -131,12 +142,11 @@ def _guessed(domain: Domain | None, rows: pa.Table | None, named: Mapping[str, A
     if 0 < len(events) <= MAX_EVENT_KINDS:
         texts = {event: event_text(event, {}) for event in events}
         guessed["knowledge.words.events"] = texts, f"from the events of the first {rows.num_rows:,} interactions"
-    label = _label(known) if rows is not None else None
-    return guessed | ({"ctr.label": label} if label is not None else {})
+    return guessed if rows is None else guessed | {"ctr.label": _label(known)}
 
 
-def _label(known: Mapping[str, pa.ChunkedArray]) -> Guessed | None:
-    """A rule of what counts as a positive; None where the usual one fits."""
+def _label(known: Mapping[str, pa.ChunkedArray]) -> Guessed:
+    """A rule of what counts as a positive."""
     if "rating" in known:
         return _rated_label(known["rating"].drop_null())
     events = _events(known)
@@ -149,8 +159,8 @@ def _label(known: Mapping[str, pa.ChunkedArray]) -> Guessed | None:
     return "all", "the interactions are all alike"
 
 
-def _rated_label(ratings: pa.ChunkedArray) -> Guessed | None:
-    """From three quarters of the scale on, which is 4 of 1 to 5; None for that."""
+def _rated_label(ratings: pa.ChunkedArray) -> Guessed:
+    """From three quarters of the scale on, which is 4 of 1 to 5."""
     least, most = pc.min_max(ratings).as_py().values()
     if least is None or least == most:
         return "all", "the ratings are all alike"
@@ -158,7 +168,7 @@ def _rated_label(ratings: pa.ChunkedArray) -> Guessed | None:
     if (least, most) == (0, 1):
         return "rating >= 1", seen
     if least >= 0 and 4 <= most <= 5:
-        return None
+        return CtrOptions().label, seen
     start = math.ceil(least + 0.75 * (most - least))
     start = start if least < start <= most else most
     share = pc.sum(pc.greater_equal(ratings, start)).as_py() / len(ratings)
@@ -198,15 +208,30 @@ def _is_in_schema(folder: str) -> bool:
 
 
 def _configuration(tables: Path | str, note: str, guessed: Mapping[str, Guessed]) -> str:
-    head = f"# laserbatch configuration. Every option is shown with its default; delete what you do not change.\n{note}"
-    options = (PACKAGE_ROOT / "configs" / "default.yaml").read_text(encoding="utf-8").split("\n", 2)[2]
-    options = options.replace("  path: null", f"  path: {json.dumps(str(tables), ensure_ascii=False)}", 1)
-    for option, (value, why) in guessed.items():
-        section, key = option.split(".")[0], option.split(".")[-1]
-        before, begin, rest = options.partition(f"\n{section}:\n")
-        value = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
-        line = f"{key}: {value.removesuffix('...' + chr(10)).strip()}  # guessed: {' '.join(why.split())}".replace(
-            "\\", r"\\"
-        )
-        options = before + begin + re.sub(rf"^( +){key}: .*$", rf"\g<1>{line}", rest, count=1, flags=re.MULTILINE)
-    return head + options
+    """What a newcomer decides, as YAML: values of `guessed` with what they rest on, the others by default."""
+    usual = {f"knowledge.words.{key}": word for key, word in Words()} | {
+        "tables.path": str(tables),
+        "knowledge.user_template": KnowledgeSettings().user_template,
+        "knowledge.item_template": KnowledgeSettings().item_template,
+        "decoding.model": SAMPLE_MODEL,
+        "ctr.label": CtrOptions().label,
+    }
+    lines, within = [HEAD, *note.splitlines()], ()
+    for option in WRITTEN:
+        if option not in guessed and option not in ALWAYS:
+            continue
+        value, why = guessed.get(option, (usual.get(option), COMMENTS.get(option)))
+        *sections, key = option.split(".")
+        for depth, section in enumerate(sections):
+            if (*within[: depth + 1],) != (*sections[: depth + 1],):
+                lines.append(f"{'  ' * depth}{section}:")
+        within = tuple(sections)
+        text = json.dumps(value, ensure_ascii=False) if option == "tables.path" else _flow(value)
+        comment = f"  # {'guessed: ' if option in guessed else ''}{' '.join(why.split())}" if why else ""
+        lines.append(f"{'  ' * len(sections)}{key}: {text}{comment}")
+    return "\n".join(lines) + "\n"
+
+
+def _flow(value: object) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
+    return text.removesuffix("...\n").strip()

@@ -14,6 +14,7 @@ from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.manifest import PoolManifest
 from laserbatch.retrieval_pools.index.store import PoolStore, PoolVersion
+from laserbatch.retrieval_pools.settings import KEEP_VERSIONS
 
 NUM_GROUPS = 20  # shown a side, the largest first
 LAZY_COMMANDS = {
@@ -124,11 +125,8 @@ def use(
 
 @app.command()
 def gc(
-    keep: int | None = typer.Option(
-        None,
-        min=1,
-        show_default="pool_building.keep_versions",
-        help="Number of the newest versions to keep, the current one included.",
+    keep: int = typer.Option(
+        KEEP_VERSIONS, min=1, help="Number of the newest versions to keep, the current one included."
     ),
     dry_run: bool = DRY_RUN,
     config: Path | None = CONFIG,
@@ -145,7 +143,6 @@ def gc(
     settings = load_settings(config, {"workspace": workspace})
     opened = Workspace.open(settings.workspace, create=False)
     with opened.lock():
-        keep = settings.pool_building.keep_versions if keep is None else keep
         collected = collect_pools(_store(settings), keep, pools_in_use(opened), dry_run)
     if as_json:
         summary({**asdict(collected), "dry_run": dry_run}, as_json=True)

@@ -28,12 +28,17 @@ from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.scratch import ScratchFolder
-from laserbatch.retrieval_pools.calibration.calibrate import calibrate, num_held_back, with_budgets
+from laserbatch.retrieval_pools.calibration.calibrate import (
+    NUM_CALIBRATION_TEXTS,
+    calibrate,
+    num_held_back,
+    with_budgets,
+)
 from laserbatch.retrieval_pools.calibration.replay import ReplayText, Tally, replay
 from laserbatch.retrieval_pools.index.build import build_pool
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.routing.router import Routes, fit_routers
-from laserbatch.retrieval_pools.settings import PoolSettings
+from laserbatch.retrieval_pools.settings import PoolSettings, RoutingSettings
 from laserbatch.retrieval_pools.step_cost import StepCost
 
 SCHEMES = ("router", "collaborative", "attribute", "global", "random")
@@ -187,7 +192,7 @@ def divided_texts(night: Night, settings: Settings, side: Side, num_texts: int, 
     run_texts = read_run_texts(night.run, side, Path(tempfile.mkdtemp(dir=scratch)))
     num_all = 0 if run_texts is None else len(run_texts)
     num_measured = min(num_texts, int(MAX_HELD_BACK_SHARE * num_all))
-    num_calibration = num_held_back(num_all, settings.pools.calibration_texts)
+    num_calibration = num_held_back(num_all, NUM_CALIBRATION_TEXTS)
     rows = planned_rows(night, side, num_measured + num_calibration)
     if len(rows) < num_measured + num_calibration:  # most was carried over
         num_measured = len(rows) // 2
@@ -210,7 +215,8 @@ def divided_texts(night: Night, settings: Settings, side: Side, num_texts: int, 
 def routing(night: Night, settings: Settings) -> RoutesOf:
     """The group of each entity, under any scheme. Raises PoolError: the configuration asks for what cannot be."""
     tables = night.tables
-    options = settings.routing.model_copy(update={"scheme": "router"})  # it knows all that the others do
+    options = RoutingSettings.of(settings.routing)
+    options = options.model_copy(update={"scheme": "router"})  # it knows all that the others do
     routers = fit_routers(tables.users, tables.items, tables.interactions, options, settings.seed)
 
     @cache

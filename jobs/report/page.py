@@ -8,7 +8,7 @@ import jinja2
 from markupsafe import Markup
 
 from laserbatch.jobs.formatting import SOURCE_LABELS, count, counted, decimal, rate, seconds, times
-from laserbatch.jobs.gates import age_of_judged, blocking, gate_sentence
+from laserbatch.jobs.gates import age_of_judged, blocking, gate_sentence, warning
 from laserbatch.jobs.log_age import recorded_age
 from laserbatch.jobs.report.audit import audit_section
 from laserbatch.jobs.report.blocks import Section
@@ -196,7 +196,7 @@ def _warnings(manifest: RunManifest, sides: list[SideReport]) -> list[str]:
     """What needs somebody today: why a run failed, first."""
     done = "Not published" if manifest.status == "held" else "Published all the same"
     found = [f"{done}: {gate_sentence(gate)}." for gate in blocking(manifest.gates)]
-    found += [f"{gate_sentence(gate)}." for gate in manifest.gates if (gate.gate, gate.verdict) == ("AUC", "warns")]
+    found += [f"{gate_sentence(gate)}." for gate in warning(manifest.gates)]
     found += log_warnings(manifest)
     found += [f"{side.label}: {warning}." for side in sides for warning in side_warnings(side.figures)]
     for table, facts in manifest.inputs.items():

@@ -17,8 +17,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from laserbatch.jobs.gates import MIN_PAIRS, repeated_shares
-from laserbatch.jobs.settings import GateSettings
+from laserbatch.jobs.gates import (
+    MAX_ADDED_NAMES,
+    MAX_ADDED_REPETITION,
+    MAX_AUDIT_LENGTH_FACTOR,
+    MAX_LOST_FIELDS,
+    MIN_AUDIT_COSINE,
+    MIN_PAIRS,
+    repeated_shares,
+)
 from laserbatch.jobs.stages.generate import generate_plain_sample
 from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.workers import NightWorkers
@@ -192,7 +199,7 @@ def _audit(night: Night, side: Side, sample: _Sample, load_encoder: "Callable[[]
         repetition=_mean(ours.repetition, theirs.repetition),
         fields=_mean(ours.fields, theirs.fields, worse=-1),
         names=_mean(*num_names),
-        cases=sorted(differing, key=lambda pair: _badness(pair, night.settings.gates), reverse=True)[:NUM_CASES],
+        cases=sorted(differing, key=_badness, reverse=True)[:NUM_CASES],
     )
 
 
@@ -222,12 +229,12 @@ def _mean(own: np.ndarray, plain: np.ndarray, worse: int = 1) -> AuditedMean:
     return AuditedMean(float(own.mean()), float(plain.mean()), float(max(added.mean() - 2 * error, 0)))
 
 
-def _badness(pair: AuditedText, limits: GateSettings) -> float:
+def _badness(pair: AuditedText) -> float:
     """How near to its limit, which is 1, or how far beyond it the worst of a pair's measures is."""
     return max(
-        abs(math.log(pair.length_ratio)) / max(math.log(limits.max_audit_length_factor), 1e-9),
-        (1 - pair.cosine) / max(1 - limits.min_audit_cosine, 1e-9),
-        pair.added_repetition / max(limits.max_added_repetition, 1e-9),
-        pair.lost_fields / max(limits.max_lost_fields, 1e-9),
-        len(pair.names) / max(limits.max_added_names, 1e-9),
+        abs(math.log(pair.length_ratio)) / math.log(MAX_AUDIT_LENGTH_FACTOR),
+        (1 - pair.cosine) / (1 - MIN_AUDIT_COSINE),
+        pair.added_repetition / MAX_ADDED_REPETITION,
+        pair.lost_fields / MAX_LOST_FIELDS,
+        len(pair.names) / MAX_ADDED_NAMES,
     )

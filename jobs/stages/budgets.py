@@ -1,4 +1,4 @@
-"""A run's budgets: of drafts, chosen once before its first text and saved for later attempts; and of tokens."""
+"""A run's draft budgets, chosen once before its first text and saved for later attempts."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -19,23 +19,6 @@ from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.step_cost import StepCost
 
 NUM_SAMPLED_SHARDS = 8  # read to see how many entities have a previous text
-
-
-def night_tokens(night: Night) -> float | None:
-    """The number of tokens that a night may write, on both sides; None: no limit.
-
-    Hours count at the speed of the newest earlier night that wrote anything.
-    """
-    settings, limits = night.settings.refresh, []
-    if settings.max_tokens is not None:
-        limits.append(float(settings.max_tokens))
-    if settings.max_hours is not None:
-        speed = last_speed(night, SIDES)
-        if speed is None:
-            say("refresh.max_hours does not limit this night: no earlier one says how fast texts are written here")
-        else:
-            limits.append(settings.max_hours * 3600 * speed)
-    return min(limits, default=None)
 
 
 def last_speed(night: Night, sides: Iterable[Side]) -> float | None:

@@ -37,6 +37,7 @@ from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.index.store import GcResult, PoolStore
 from laserbatch.retrieval_pools.routing.embeddings import id_column
 from laserbatch.retrieval_pools.routing.router import Router, fit_routers
+from laserbatch.retrieval_pools.settings import RoutingSettings
 
 SCRATCH_NAME = "scratch"
 FIT_NAME = "fit.json"
@@ -62,7 +63,8 @@ def prepare_pools(night: Night, make_current: bool = True, anew: bool = False) -
     kept = None if drafted_from is None else kept_routers(night, drafted_from, fit)
     if kept is None:
         tables, settings = night.tables, night.settings
-        routers = fit_routers(tables.users, tables.items, tables.interactions, settings.routing, settings.seed)
+        routing = RoutingSettings.of(settings.routing)
+        routers = fit_routers(tables.users, tables.items, tables.interactions, routing, settings.seed)
     else:
         routers, fit = kept
     return partial(_build_pools, night, routers, fit, make_current)
@@ -196,7 +198,6 @@ def _build(night: Night, side: Side, version: str, run_texts: RunTexts, router: 
         model_id=run_texts.model_id,
         settings=night.settings.pools,
         previous=previous,
-        building=night.settings.pool_building,
         on_sorted=num_sorted.append,
         calibration=calibration,
     )

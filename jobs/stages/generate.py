@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.events import emit
 from laserbatch.jobs.failures import end_at_sigterm
-from laserbatch.jobs.stages.budgets import night_budgets, night_tokens
+from laserbatch.jobs.stages.budgets import night_budgets
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, changed_inputs, needs_a_model
 from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.shards import Finished, gather, hand_out, stats_of
@@ -29,7 +29,6 @@ from laserbatch.pipeline.distributed.spec import TextSpec
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
-from laserbatch.pipeline.planning.drift import ItemClusters
 from laserbatch.pipeline.planning.plan import (
     Shard,
     SidePlan,
@@ -175,7 +174,7 @@ class GenerationStage:
     @cached_property
     def _budget(self) -> float | None:
         """Tokens of both sides tonight; None: no limit."""
-        return night_tokens(self.night)
+        return self.night.settings.refresh.max_tokens
 
     def plan(self, side: Side) -> tuple[SidePlan, Finished]:
         """The plan of a side, and its finished shards."""
@@ -215,11 +214,8 @@ class GenerationStage:
             other = load_plan(self.folder.root, "item" if side == "user" else "user")
             sizes = {one: night.tables.entities(one).num_rows for one in SIDES}
             budget = budget * sizes[side] / sum(sizes.values()) if other is None else budget - other.num_tokens
-        clusters = None
-        if settings.min_drift is not None and side == "user":
-            clusters = unless_damaged(partial(ItemClusters.of_run, night.previous, night.tables.items))
         postponed = unless_damaged(partial(waiting.read_postponed, side), POSTPONED.empty_table())
-        return Refresh(settings, night.date, budget, self.decoding.max_new_tokens, postponed, clusters)
+        return Refresh(settings, night.date, budget, self.decoding.max_new_tokens, postponed)
 
     @property
     def _previous_folder(self) -> RunFolder | None:

@@ -1,31 +1,25 @@
-"""Figures of the last night for Prometheus, after each night however it ended: a file for the node exporter, a push.
+"""Figures of the last night for Prometheus, after each night however it ended: a file for the node exporter.
 
-Those of an extension have another prefix, such as `laserbatch_lists`, in names and job, and a file of their own.
+Those of an extension have another prefix, such as `laserbatch_lists`, and a file of their own.
 """
 
-import base64
 import datetime
 import math
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.client import HTTPException
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
-from laserbatch.jobs.console import say
 from laserbatch.jobs.failures import exit_code_of
 from laserbatch.jobs.formatting import ratio
-from laserbatch.jobs.settings import MetricsSettings, Settings
+from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.publishing import ends_no_night
 from laserbatch.pipeline.errors import LaserbatchError
 from laserbatch.pipeline.storage.atomic import write_text
 from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.workspace import Workspace
 
-PUSH_TIMEOUT_S = 10.0
 NAME = "laserbatch"
 OUTCOMES = ("generated", "carried_over", "quarantined")
 OF_SIDES = (
@@ -69,7 +63,7 @@ class _Page:
 
 @contextmanager
 def night_metrics(settings: Settings, name: str = NAME, within: str = ".") -> Iterator[NightMetrics]:
-    """Write the figures when the block ends, with its exit code. That they cannot be written or pushed fails none.
+    """Write the figures when the block ends, with its exit code. That they cannot be written fails none.
 
     `within` : the folder of an extension's workspace in that of the nights.
     """
@@ -80,9 +74,11 @@ def night_metrics(settings: Settings, name: str = NAME, within: str = ".") -> It
         night.exit_code = exit_code_of(error)
         raise
     finally:
-        if settings.metrics != MetricsSettings():
+        path = settings.metrics.textfile
+        if path is not None:
             with ends_no_night("the metrics are not written"):
-                _publish(settings, name, exposition(night, settings.workspace / within, start_s, time.time(), name))
+                text = exposition(night, settings.workspace / within, start_s, time.time(), name)
+                write_text(text, path.with_stem(path.stem + name.removeprefix(NAME)))
 
 
 def exposition(night: NightMetrics, workspace: Path, start_s: float, end_s: float, name: str = NAME) -> str:
@@ -124,28 +120,3 @@ def _successes(workspace: Path) -> tuple[datetime.date | None, float | None]:
         run = opened.published()
         published = None if run is None else datetime.date.fromisoformat(run.date)
     return published, max(finished, default=None)
-
-
-def _publish(settings: Settings, name: str, text: str) -> None:
-    path = settings.metrics.textfile
-    if path is not None:
-        try:
-            write_text(text, path.with_stem(path.stem + name.removeprefix(NAME)))
-        except OSError as error:
-            say(f"the metrics are not written: {error}")
-    if settings.metrics.push_gateway is not None:
-        try:
-            request = _push_request(settings.metrics.push_gateway, name, text)
-            urllib.request.urlopen(request, timeout=PUSH_TIMEOUT_S).close()
-        except (OSError, ValueError, HTTPException) as error:
-            say(f"the metrics are not pushed: {type(error).__name__}: {getattr(error, 'reason', error)}")
-
-
-def _push_request(gateway: str, name: str, text: str) -> urllib.request.Request:
-    """A push; name and password of the address go into a header, where no error names them."""
-    url, headers = urlsplit(gateway), {"Content-Type": "text/plain; version=0.0.4"}
-    if url.username is not None:
-        given = f"{unquote(url.username)}:{unquote(url.password or '')}"
-        headers["Authorization"] = f"Basic {base64.b64encode(given.encode()).decode()}"
-    url = url._replace(netloc=url.netloc.rpartition("@")[2], path=f"{url.path.rstrip('/')}/metrics/job/{name}")
-    return urllib.request.Request(url.geturl(), text.encode(), headers, method="PUT")

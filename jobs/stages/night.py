@@ -36,7 +36,6 @@ from laserbatch.pipeline.tables.read import Tables, read_tables
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.store import PoolStore, PoolVersion
 from laserbatch.retrieval_pools.routing.router import Router, Routes
-from laserbatch.retrieval_pools.settings import RoutingSettings
 
 
 @dataclass
@@ -86,7 +85,7 @@ class Night:
         """The pool group that each entity drafts from; none before the first pools are built."""
         version, router = self.manifest.pools.version, None
         if version is not None:
-            router = Router.load(self.pools.folder(version) / "router" / side, self.settings.routing)
+            router = Router.load(self.pools.folder(version) / "router" / side)
         return side_routes(router, self.tables, side)
 
     def stage(self, name: str) -> AbstractContextManager[None]:
@@ -170,7 +169,7 @@ def _go_on(night: Night) -> None:
     if pools in not_built_on:
         say(f"not drafting from the pools {pools}, whose run was rolled back")
         manifest.pools = PoolsUsed()
-    elif pools is not None and not can_be_used(night.pools, pools, night.settings.routing):
+    elif pools is not None and not can_be_used(night.pools, pools):
         manifest.pools = PoolsUsed()
     manifest.status = "running"
 
@@ -193,7 +192,7 @@ def new_night(
     night = Night(settings, workspace, date, run, manifest)
     wanted = None if base_run is None else base_run.run_id
     not_used = {run.run_id for run in workspace.runs() if run.is_held} | workspace.not_built_on()
-    pools = current_pools(night.pools, settings.pools.min_support, date, settings.routing, wanted, not_used)
+    pools = current_pools(night.pools, settings.pools.min_support, date, wanted, not_used)
     manifest.pools = describe_pools(pools)
     return night
 
@@ -250,9 +249,8 @@ def _settings_of(manifest: RunManifest, here: Settings) -> Settings:
     """A run's own settings, on this machine's workspace and cluster; where they are those of here, its paths too."""
     if settings_hash(here.identity()) == manifest.settings_hash:
         return here
-    building = here.pool_building.model_dump() | manifest.settings.get("pool_building", {})
     elsewhere = {name: getattr(here, name) for name in NOT_OF_OUTPUT}
-    raw = copy.deepcopy(manifest.settings) | elsewhere | {"pool_building": building}
+    raw = copy.deepcopy(manifest.settings) | elsewhere
     try:
         return Settings.model_validate(_without_unknown(raw, manifest.run_id))
     except ValidationError as error:
@@ -281,7 +279,6 @@ def current_pools(
     store: PoolStore,
     min_support: int,
     date: datetime.date,
-    routing: RoutingSettings,
     wanted: str | None = None,
     not_used: Collection[str] = (),
 ) -> PoolVersion | None:
@@ -301,7 +298,7 @@ def current_pools(
     except PoolError as error:
         say(f"drafting from no pools: {error}")
         return None
-    if version is None or not can_be_used(store, version, routing):
+    if version is None or not can_be_used(store, version):
         return None
     if any(pool.settings.min_support < min_support for pool in known[version].pools.values()):
         say(
@@ -312,11 +309,11 @@ def current_pools(
     return known[version]
 
 
-def can_be_used(store: PoolStore, version: str, routing: RoutingSettings) -> bool:
+def can_be_used(store: PoolStore, version: str) -> bool:
     """Whether a version's pools and routers are as they were written, every byte of the pools; says what is not."""
     try:
         for side in store.verify(version):
-            Router.load(store.folder(version) / "router" / side, routing)
+            Router.load(store.folder(version) / "router" / side)
     except PoolError as error:
         say(f"not drafting from the pools {version}: {error} Those that are built from this run take their place")
         return False

@@ -29,6 +29,7 @@ from laserbatch.pipeline.tables.read import Tables
 from laserbatch.retrieval_pools.calibration.calibrate import (
     MIN_CHANGED_TEXTS,
     MIN_TEXTS,
+    NUM_CALIBRATION_TEXTS,
     calibrate,
     num_held_back,
     spread_positions,
@@ -129,12 +130,10 @@ def read_run_texts(run: RunFolder, side: Side, scratch: Path) -> RunTexts | None
 def calibrate_side(night: Night, side: Side, run_texts: RunTexts, routes: Routes) -> Calibration | HeldBack | None:
     """Replay some texts of a side, or say which are to be replayed against a pool of the others.
 
-    None where there are too few, or none are wanted. The same run, the same result. `routes` are the groups of the
+    None where there are too few. The same run, the same result. `routes` are the groups of the
     tables' entities.
     """
-    settings, options = night.settings.pools, draft_options(night.settings.decoding, drafted_with(night, side))
-    if not settings.calibration_texts:
-        return None
+    options = draft_options(night.settings.decoding, drafted_with(night, side))
     drafted_from = _drafted_from(
         night, side, tokenizer_hash(tokenizer_folder(night.settings.model_dir, night.settings.decoding.adapter))
     )
@@ -146,14 +145,14 @@ def calibrate_side(night: Night, side: Side, run_texts: RunTexts, routes: Routes
         holds_on = _holds_on(known, run_texts, drafted_from, options)
         if holds_on and known.budgets.changed is not None:
             return known
-        rows = planned_rows(night, side, settings.calibration_texts)
+        rows = planned_rows(night, side, NUM_CALIBRATION_TEXTS)
         token_ids = run_texts.of_entities([row.entity_id for row in rows])
         texts = [_replayed(row, token_ids[row.entity_id], row.group) for row in rows if row.entity_id in token_ids]
         num_with_previous = sum(text.previous_ids is not None for text in texts)
         if len(texts) < MIN_TEXTS or (holds_on and num_with_previous < MIN_CHANGED_TEXTS):
             return known
         return _calibrated(night, drafted_from, texts, options)
-    rows = planned_rows(night, side, num_held_back(len(run_texts), settings.calibration_texts))
+    rows = planned_rows(night, side, num_held_back(len(run_texts), NUM_CALIBRATION_TEXTS))
     asked = {row.entity_id: row for row in rows}
     token_ids, table_ids = run_texts.of_entities(list(asked)), night.tables.entities(side)[f"{side}_id"]
     places = pc.index_in(pa.array(token_ids, table_ids.type), value_set=table_ids.combine_chunks()).to_pylist()
@@ -212,9 +211,7 @@ def _drafted_from(night: Night, side: Side, hash_of_tokenizer: str) -> Pool | No
     pool = night.pools.open(version, side, hash_of_tokenizer)
     if pool is None:
         return None
-    wanted = DraftSettings.of(night.settings.pools)
-    is_alike = wanted.model_copy(update={"calibration_texts": pool.settings.calibration_texts}) == pool.settings
-    return pool if is_alike else None
+    return pool if pool.settings == DraftSettings.of(night.settings.pools) else None
 
 
 def planned_rows(night: Night, side: Side, num_wanted: int) -> list[RenderedRow]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.settings import CtrSettings
 from laserbatch.jobs.console import say
 from laserbatch.jobs.formatting import count, percent
 from laserbatch.jobs.gates import gate_sentence
@@ -198,7 +199,7 @@ def _require_judges(tables: Path, experiment: Experiment) -> None:
 
 def _tried(folder: ExperimentFolder, name: str, settings: Settings, date: datetime.date) -> Variant:
     """A variant's night on the sample, done now or before. Raises RunFailed where it writes nothing of use."""
-    unlimited = settings.refresh.model_copy(update={"max_tokens": None, "max_hours": None})
+    unlimited = settings.refresh.model_copy(update={"max_tokens": None})
     apart = settings.model_copy(
         update={
             "workspace": folder.root / name,
@@ -224,8 +225,8 @@ def _tried(folder: ExperimentFolder, name: str, settings: Settings, date: dateti
         if gate.verdict == "blocks":
             say(f"a night with {name} would be held back: {gate_sentence(gate)}")
     # One night has no earlier texts that training rows could see.
-    is_asof = settings.ctr.history == "asof"
-    return Variant(name, night, settings.ctr.model_copy(update={"history": "latest"}) if is_asof else settings.ctr)
+    ctr = CtrSettings.of(settings.ctr)
+    return Variant(name, night, ctr.model_copy(update={"history": "latest"}) if ctr.history == "asof" else ctr)
 
 
 def _what_differs(before: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> str:

@@ -38,6 +38,7 @@ from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.manifest import PreviousNight
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.retrieval_pools.settings import KEEP_VERSIONS
 
 if TYPE_CHECKING:
     pass
@@ -188,6 +189,6 @@ def publish_night(night: Night, policy: PublishPolicy = "if-newer") -> None:
     publish_run(workspace, run, policy)
     with ends_no_night("old pools were not removed, the next night tries again"):
         in_use = pools_in_use(workspace) | {run.run_id}  # the next night of a backfill drafts from this one's
-        collect_pools(night.pools, night.settings.pool_building.keep_versions, in_use)
+        collect_pools(night.pools, KEEP_VERSIONS, in_use)
     if policy != "never":
         deliver(workspace, night.settings.deliver_to, force=policy == "always")

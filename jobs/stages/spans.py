@@ -18,22 +18,22 @@ from laserbatch.retrieval_pools.sources import SOURCE_NAMES
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+NUM_SAMPLES = 3  # texts of each side in the report: what a person reads
 UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
 
 
 def report_samples(night: Night, folder: RunFolder, side: Side, plan: SidePlan) -> list[SampleText]:
     """Sample texts of a side: evenly spread over the plan's shards, the first row of each."""
-    wanted = night.settings.night.num_report_samples
-    if not plan.shards or not wanted:
+    if not plan.shards:
         return []
     tokenizer, knowledge = (
         load_tokenizer(night.settings.model_dir, night.settings.decoding.adapter),
         night.settings.knowledge,
     )
     template = night.template(side)
-    stride = max(1, len(plan.shards) // wanted)
+    stride = max(1, len(plan.shards) // NUM_SAMPLES)
     samples = []
-    for shard in plan.shards[::stride][:wanted]:
+    for shard in plan.shards[::stride][:NUM_SAMPLES]:
         path = folder.knowledge_folder(side) / f"{shard.name}.parquet"
         for record in read_parquet(path).slice(0, 1).to_pylist() if path.exists() else []:
             planned = next(row for row in read_shard(folder.root / shard.path) if row.entity_id == record["entity_id"])

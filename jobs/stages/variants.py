@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from laserbatch.ctr.feature_set import read_feature_set
 from laserbatch.ctr.log import EntityTables
-from laserbatch.ctr.settings import AdaptorName, CtrSettings
+from laserbatch.ctr.settings import AdaptorName, CtrOptions, CtrSettings
 from laserbatch.jobs.console import progress
 from laserbatch.jobs.formatting import ratio
 from laserbatch.jobs.gates import gate_sentence
@@ -92,15 +92,15 @@ def framework_of(run: RunFolder) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
-def with_adaptor(settings: CtrSettings, framework: str) -> CtrSettings:
-    """The settings with a framework's own way to use texts, where it has one."""
-    return settings.model_copy(update={"adaptor": framework}) if framework in get_args(AdaptorName) else settings
+def with_adaptor(options: CtrOptions, framework: str) -> CtrOptions:
+    """The options with a framework's own way to use texts, where it has one."""
+    return options.model_copy(update={"adaptor": framework}) if framework in get_args(AdaptorName) else options
 
 
 def _variant(name: str, settings: Settings, run_id: str, adaptor: str | None = None) -> Variant:
     night = open_run(settings, run_id)
     ctr = night.settings.ctr if adaptor is None else with_adaptor(night.settings.ctr, adaptor)
-    return Variant(name, night, ctr)
+    return Variant(name, night, CtrSettings.of(ctr))
 
 
 def _of_one_date(

@@ -14,6 +14,8 @@ from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.storage.manifest import WorkerFigures
 from laserbatch.retrieval_pools.draft import draft
 
+MAX_SHARD_ATTEMPTS = 2  # a shard is halved after so many of its workers were lost; a single row is given up
+
 
 class NightWorkers:
     """A Ray cluster with its worker pool; both start on first use and end with the block."""
@@ -65,7 +67,7 @@ class NightWorkers:
         try:
             cluster = ray_cluster(self._settings, self._workspace, spec.gpus_a_worker)
             layout = self._cluster.enter_context(cluster)
-            worker_pool = WorkerPool(spec, layout, self._settings.max_shard_attempts, self._settings.start_timeout_s)
+            worker_pool = WorkerPool(spec, layout, MAX_SHARD_ATTEMPTS, self._settings.start_timeout_s)
             self._cluster.callback(worker_pool.shutdown)
             if isinstance(spec, TextSpec) and spec.decoding.drafters:
                 draft(None, [], 0)  # compiled here, so that workers find it in numba's cache

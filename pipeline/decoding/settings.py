@@ -105,11 +105,9 @@ class DecodingSettings(Strict):
         description="This YAML or JSON file holds the measured cost of steps, by which the draft budget is chosen. "
         "null: the first run measures it and keeps it in the workspace.",
     )
-    attention: Literal["auto", "torch", "triton"] = Field(
-        "auto",
-        description="This kernel computes attention. triton: one kernel over ragged sequences, in CUDA graphs, which "
-        "needs CUDA; torch: padded masks. auto: triton on CUDA if it is installed, else torch.",
-    )
+    # "triton": one kernel over ragged sequences, in CUDA graphs; "torch": padded masks; "auto": triton on CUDA if it is
+    # installed, else torch. A kernel that fails or differs in its first runs is given up with a warning.
+    attention: Literal["auto", "torch", "triton"] = "auto"
     max_cache_tokens: int | None = Field(
         None,
         ge=1,

@@ -288,7 +288,7 @@ class WorkerPool:
                     f"no worker found a place within {self.start_timeout_s:g} seconds: each needs "
                     f"{self.layout.need}, and the cluster has {format_nodes(cluster_nodes())}, of which "
                     f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs are free. Wait for what uses "
-                    "them, set cluster.threads_per_worker, or raise cluster.start_timeout_s if nodes start first"
+                    "them, or raise cluster.start_timeout_s if nodes start first"
                 )
 
     def _answer(self, reference: ray.ObjectRef, worker: _WorkerHandle) -> object:

@@ -60,10 +60,10 @@ def worker_layout(settings: ClusterSettings, nodes: Sequence[Node], gpus_a_worke
         places = ((node.num_cpus // num_threads, node.num_gpus // gpus_a_worker) for node in nodes)
         return sum(min(place) if on_gpu else place[0] for place in places)
 
-    num_threads, num_workers = settings.threads_per_worker, settings.num_workers
-    if num_threads is None and num_workers is None and not on_gpu:
+    num_workers = settings.num_workers
+    if num_workers is None and not on_gpu:
         num_threads = max(1, most_threads // WORKERS_A_NODE)
-    elif num_threads is None:
+    else:
         wanted = num_workers or sum(node.num_gpus // gpus_a_worker for node in nodes)
         num_threads = max((n for n in range(1, most_threads + 1) if num_places(n) >= wanted), default=1)
     places = num_places(num_threads)
@@ -73,8 +73,8 @@ def worker_layout(settings: ClusterSettings, nodes: Sequence[Node], gpus_a_worke
     if places < max(1, layout.num_workers):
         raise ConfigError(
             f"there is no room for {layout.num_workers or 1} workers of {layout.need} each, but for {places}: the "
-            f"cluster has {format_nodes(nodes)}. Lower cluster.num_workers or cluster.threads_per_worker, or leave "
-            "them out"
+            f"cluster has {format_nodes(nodes)}. Lower cluster.num_workers, or leave it "
+            "out"
         )
     return layout
 

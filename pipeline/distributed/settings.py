@@ -18,16 +18,8 @@ class ClusterSettings(Strict):
     num_workers: int | None = Field(
         None,
         ge=1,
-        description="This many workers write texts. null: one for each GPU, or on CPUs one for each "
-        "threads_per_worker cores.",
-    )
-    threads_per_worker: int | None = Field(
-        None, ge=1, description="One worker computes with this many CPU threads. null: an eighth of a node's cores."
-    )
-    max_shard_attempts: int = Field(
-        2,
-        ge=1,
-        description="A shard is halved after this many of its workers were lost; a single row then goes to quarantine.",
+        description="This many workers write texts. null: one for each GPU, or on CPUs eight on the "
+        "largest node, and as many cores a worker elsewhere.",
     )
     start_timeout_s: float = Field(
         600.0, gt=0, allow_inf_nan=False,

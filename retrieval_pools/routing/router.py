@@ -169,8 +169,8 @@ class Router:
         (folder / ROUTER_FILE).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, folder: Path | str, limits: RoutingSettings | None = None) -> "Router":
-        """Read what `save` wrote; `min_interactions` of `limits` decides in place of the saved one.
+    def load(cls, folder: Path | str) -> "Router":
+        """Read what `save` wrote.
 
         Raises
         ------
@@ -194,8 +194,6 @@ class Router:
             expected = description["num_collaborative"], description["num_attribute_groups"]
             if (len(ids), len(attributes.num_entities)) != expected:
                 raise PoolError(f"router in {folder} is damaged: its tables do not match {ROUTER_FILE}; {again}")
-            if limits is not None:
-                settings = settings.model_copy(update={"min_interactions": limits.min_interactions})
             collaborative = CollaborativeGroups(ids, groups)
             return cls(
                 description["side"], settings, description["seed"], description["num_groups"], collaborative, attributes

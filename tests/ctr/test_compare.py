@@ -15,7 +15,7 @@ from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.feature_set import read_feature_set
 from laserbatch.ctr.gbdt import GbdtColumns, fit_gbdt
 from laserbatch.ctr.log import read_log
-from laserbatch.ctr.settings import CtrSettings
+from laserbatch.ctr.settings import CtrOptions, CtrSettings
 
 
 def small_world(**options):
@@ -45,6 +45,18 @@ def test_the_manifest_section_is_plain_json():
     assert set(section["equivalence"]) == {"DIN", "LightGBM", "all"}
     assert section["equivalence"]["all"]["num_pairs"] == 4
     assert len({row["auc"] for row in section["seeds"] if row["model"] == "DIN"}) == 4  # equal texts, equal models
+
+
+def test_the_margin_that_is_configured_decides_the_verdict():
+    world, options = small_world(), CtrOptions(models=("din",), num_seeds=2)
+    features = {"plain": make_features(world, noise=0.5), "relaxed": make_features(world)}
+    verdicts = {}
+    for margin in (0.5, 1e-9):
+        settings = CtrSettings.of(options.model_copy(update={"equivalence_margin": margin}))
+        settings = settings.model_copy(update={"max_epochs": 1})
+        verdicts[margin] = train_ctr(world, features, AS_OF, settings).equivalence["all"]
+    assert verdicts[0.5].verdict == "equivalent" != verdicts[1e-9].verdict
+    assert [verdict.margin for verdict in verdicts.values()] == [0.5, 1e-9]
 
 
 def test_the_same_seed_gives_the_same_table():

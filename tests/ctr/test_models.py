@@ -10,7 +10,7 @@ from laserbatch.ctr.fields import Field
 from laserbatch.ctr.knowledge import build_knowledge
 from laserbatch.ctr.layers import CtrBatch, Dice, EntityEmbedding
 from laserbatch.ctr.loop import predict
-from laserbatch.ctr.networks import CrossMixture, CrossNetwork, LocalActivationUnit
+from laserbatch.ctr.networks import CrossNetwork, LocalActivationUnit
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.ctr.training import build_network
 
@@ -93,29 +93,3 @@ def test_attention_sums_over_each_rows_own_history(data):
     expected = sum(unit(embed(torch.tensor([j])), target, torch.tensor([0])) * embed(torch.tensor([j])) for j in (5, 6))
     interest = seen["row"][:, -network.inputs.item_dim :]
     assert torch.allclose(interest[0], expected[0], atol=1e-6) and (interest[1] == 0).all()
-
-
-def test_mixture_of_low_rank_crosses_follows_equations_2_to_4():
-    network = CrossMixture(5, 2, rank=3)
-    with torch.no_grad():
-        network.bias.normal_()
-    x0 = torch.randn(4, 5)
-    x = x0
-    for layer in range(2):
-        gate = torch.softmax(x @ network.gates[layer].weight.T, dim=1)
-        total = torch.zeros_like(x)
-        for expert in range(4):
-            low = torch.tanh(x @ network.v[layer, expert])
-            low = torch.tanh(low @ network.c[layer, expert])
-            total += gate[:, expert, None] * (x0 * (low @ network.u[layer, expert] + network.bias[layer]))
-        x = total + x
-    assert torch.allclose(network(x0), x, atol=1e-5)
-
-
-def test_the_stacked_structure_has_its_deep_part_behind_the_cross(data):
-    network = build_network("dcnv2", data, None, CtrSettings(dcnv2_structure="stacked", dcnv2_rank=4), seed=0).eval()
-    seen = {}
-    network.cross.register_forward_hook(lambda module, inputs, output: seen.update(crossed=output))
-    network.deep.register_forward_pre_hook(lambda module, inputs: seen.update(deep=inputs[0]))
-    assert predict(network, data, data.test[:9]).shape == (9,)
-    assert isinstance(network.cross, CrossMixture) and seen["crossed"] is seen["deep"]

@@ -35,8 +35,6 @@ from laserbatch.pipeline.errors import ConfigError
         ({}, [Node(0), Node(16), Node(3)], WorkerLayout(9, 2, 0, "cpu")),
         ({"num_workers": 1}, [Node(2)], WorkerLayout(1, 2, 0, "cpu")),
         ({"num_workers": 3}, [Node(16)] * 2, WorkerLayout(3, 8, 0, "cpu")),
-        ({"threads_per_worker": 4}, [Node(8)], WorkerLayout(2, 4, 0, "cpu")),
-        ({"threads_per_worker": 4}, [Node(7), Node(7)], WorkerLayout(2, 4, 0, "cpu")),
         ({}, [Node(16, 4)], WorkerLayout(4, 4, 1, "cuda")),
         ({}, [Node(8), Node(16, 2), Node(8, 2)], WorkerLayout(4, 4, 1, "cuda")),
         ({}, [Node(2, 4)], WorkerLayout(2, 1, 1, "cuda")),  # more GPUs than CPUs to wait beside them
@@ -63,7 +61,6 @@ def test_a_worker_may_have_several_gpus_of_one_node():
             "3 workers of 1 CPUs and 1 GPUs each, but for 2: .*a node of 16 CPUs and 2 G",
         ),
         ({"num_workers": 40}, [Node(16), Node(16)], "40 workers of 1 CPUs each, but for 32: .*2 nodes of 16 CPUs"),
-        ({"threads_per_worker": 18}, [Node(16)] * 9, "1 workers of 18 CPUs each, but for 0: .*9 nodes of 16 CPUs"),
     ],
 )
 def test_workers_that_no_node_has_room_for_are_refused(settings, nodes, told):

@@ -28,5 +28,6 @@ def write_tiny_encoder(folder: Path) -> Path:
     return folder
 
 
-def load(folder, **options):
-    return TextEncoder.load(EncodingSettings(encoder=folder, dtype=options.pop("dtype", "float32"), **options))
+def load(folder, max_batch_tokens=None, **options):
+    settings = EncodingSettings(encoder=folder, dtype=options.pop("dtype", "float32"), **options)
+    return TextEncoder.load(settings, max_batch_tokens)

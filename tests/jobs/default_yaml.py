@@ -11,8 +11,7 @@ from laserbatch.jobs.settings import PACKAGE_ROOT, Settings
 DEFAULT_YAML = PACKAGE_ROOT / "configs" / "default.yaml"
 YAML_LINE_WIDTH = 110
 HEAD = """\
-# Every option of laserbatch with its default. `laserbatch init TABLES` writes this for your own tables.
-# Delete what you do not change.
+# Every option of laserbatch with its default; `laserbatch config` shows yours. A configuration names what it changes.
 
 """
 
@@ -32,6 +31,8 @@ def commented_yaml(model: type[BaseModel], indent: int = 0) -> str:
             lines += ["", f"{pad}# {about}", f"{pad}{name}:"] if indent == 0 else [f"{pad}{name}:  # {about}"]
             lines.append(commented_yaml(section, indent + 2))
             continue
+        if field.description is None:
+            continue  # no option
         for line in textwrap.wrap(field.description or "", YAML_LINE_WIDTH - indent):
             lines.append(f"{pad}# {line}")
         value = to_jsonable_python(field.get_default(call_default_factory=True))

@@ -30,7 +30,7 @@ def write_config(folder: Path, name: str = "laserbatch.yaml", **sections) -> Pat
         },
         "night": {"shard_size": 8, "train_ctr": False},
         "gates": {"max_failed_share": 0.2},
-        "ctr": {"models": ["gbdt"], "num_seeds": 1, "max_epochs": 2},
+        "ctr": {"models": ["gbdt"], "num_seeds": 1},
         "encoding": {"num_clusters": 4},
     }
     for section, values in sections.items():

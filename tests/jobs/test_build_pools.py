@@ -57,15 +57,6 @@ def write_texts(night):
     night.run.shards("user").write("00000", texts.slice(0, 0))
 
 
-def test_tonights_limits_decide_over_the_groups_of_last_nights_pools(world):
-    night = opened(world, FIRST_DATE, "{min_interactions: 5}")
-    write_texts(night)
-    assert any(group.startswith("collaborative") for group in build_pools(night)["item"].groups)
-    for min_interactions, expected in ((5, {"collaborative", "attribute"}), (1000, {"attribute"})):
-        next_night = opened(world, SECOND_DATE, f"{{min_interactions: {min_interactions}}}")
-        assert set(next_night.routes("item").schemes.to_pylist()) == expected
-
-
 def test_routers_are_kept_until_a_twentieth_of_what_they_were_fitted_on_has_changed(world):
     night = opened(world, FIRST_DATE, "{}")
     write_texts(night)
@@ -143,7 +134,7 @@ def test_pools_that_cannot_be_used_are_not_drafted_from_and_cost_a_full_build_an
             (pool.parent / "router" / "item" / "collaborative.parquet").write_bytes(b"x")
         case "pointer":
             (night.pools.root / "CURRENT").write_text("2025-01-01-gone")
-    assert current_pools(night.pools, 1, night.date, night.settings.routing) is None
+    assert current_pools(night.pools, 1, night.date) is None
     resumed = opened(world, SECOND_DATE, "{}").manifest.pools.version
     assert resumed == (night.run.run_id if damage == "pointer" else None)
     assert build_pools(night)["item"].incremental is (damage == "router")
@@ -211,7 +202,7 @@ def test_collection_spares_what_an_unfinished_run_drafts_from(world, capfd):
 
 @pytest.fixture
 def first_night(world):
-    night = opened(world, FIRST_DATE, "{min_interactions: 5}")
+    night = opened(world, FIRST_DATE, "{}")
     write_texts(night)
     return night
 

@@ -28,11 +28,9 @@ def world(tmp_path):
     return tmp_path
 
 
-def opened(world, date, calibration_texts=400):
+def opened(world, date):
     path = world / "laserbatch.yaml"
-    path.write_text(
-        f"workspace: workspace\ntables: {{path: tables}}\npools: {{calibration_texts: {calibration_texts}}}\n"
-    )
+    path.write_text("workspace: workspace\ntables: {path: tables}\n")
     return open_night(load_settings(path), date)
 
 
@@ -97,9 +95,9 @@ def test_building_again_gives_the_same_files(world):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-@pytest.mark.parametrize("calibration_texts", [0, 1])
-def test_pools_without_replays_believe_relative_counts(world, calibration_texts):
-    night = opened(world, FIRST_DATE, calibration_texts)
+def test_pools_without_replays_believe_relative_counts(world, monkeypatch):
+    monkeypatch.setattr(pool_texts, "NUM_CALIBRATION_TEXTS", 1)
+    night = opened(world, FIRST_DATE)
     write_night(night)
     assert build_pools(night)["item"].calibration_error is None
     assert night.pools.open(night.run.run_id, "item").manifest.calibration is None

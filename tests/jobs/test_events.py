@@ -1,6 +1,5 @@
 """What a night tells while it goes on and afterwards: its events, `status`, and figures for Prometheus."""
 
-import base64
 import datetime
 import fcntl
 import json
@@ -182,38 +181,10 @@ def test_figures_are_what_prometheus_reads(night):
     assert "laserbatch_stage_seconds" in {family.name for family in parser.text_string_to_metric_families(text)}
 
 
-def test_figures_are_pushed_and_a_gateway_that_is_away_fails_no_night(night, monkeypatch, capfd):
-    pushed = []
-
-    class Answer:
-        def close(self):
-            pass
-
-    def urlopen(request, timeout):
-        pushed.append((request.method, request.full_url, request.data.decode(), request.get_header("Authorization")))
-        return Answer()
-
-    settings = Settings(workspace=night.workspace.root, metrics=MetricsSettings(push_gateway="http://127.0.0.1:1/"))
-    with night_metrics(settings):
-        pass
-    assert "the metrics are not pushed: URLError" in capfd.readouterr().err
-    monkeypatch.setattr(metrics.urllib.request, "urlopen", urlopen)
-    metrics_of = MetricsSettings(push_gateway="http://me:se%2Fcret@127.0.0.1:1")
-    with night_metrics(settings), night_metrics(Settings(workspace=night.workspace.root, metrics=metrics_of)):
-        pass
-    assert [push[1] for push in pushed] == ["http://127.0.0.1:1/metrics/job/laserbatch"] * 2
-    assert pushed[0][3] == f"Basic {base64.b64encode(b'me:se/cret').decode()}" and pushed[1][3] is None
-    assert pushed[0][0] == "PUT"
-    assert "laserbatch_last_exit_code 0" in pushed[0][2]
-
-
-@pytest.mark.parametrize("gateway", ["http://me:hunter2@127.0.0.1:1", "http://me:hunter2@gateway.invalid"])
-def test_no_secret_of_the_environment_or_of_an_address_stands_in_what_a_night_leaves(
-    tmp_path, monkeypatch, capfd, gateway
-):
+def test_no_secret_of_the_environment_stands_in_what_a_night_leaves(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
     write_sample_world(tmp_path / "tables", num_users=2, num_items=8)
-    figures = {"push_gateway": gateway, "textfile": tmp_path / "workspace" / "night.prom"}
+    figures = {"textfile": tmp_path / "workspace" / "night.prom"}
     settings = Settings.model_validate(
         {"workspace": tmp_path / "workspace", "tables": {"path": tmp_path / "tables"}, "metrics": figures}
     )
@@ -226,7 +197,6 @@ def test_no_secret_of_the_environment_or_of_an_address_stands_in_what_a_night_le
     written = [path for path in settings.workspace.rglob("*") if path.is_file()]
     assert {"manifest.json", "events.jsonl", "report.html", "night.prom"} <= {path.name for path in written}
     told = capfd.readouterr()
-    assert "not pushed" in told.err
     assert "hunter2" not in told.out + told.err and not [path for path in written if b"hunter2" in path.read_bytes()]
 
 

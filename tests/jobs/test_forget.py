@@ -20,7 +20,7 @@ from small_world import TEMPLATES, World, first_world
 from laserbatch.jobs.cli import main
 from laserbatch.jobs.commands import forget as forgetting
 from laserbatch.jobs.settings import PACKAGE_ROOT
-from laserbatch.jobs.stages import generate, shards
+from laserbatch.jobs.stages import generate, shards, spans
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.encoding.encoder import TextEncoder
 from laserbatch.pipeline.knowledge.records import knowledge_schema
@@ -88,13 +88,13 @@ def lived(tmp_path_factory) -> Path:
         "workspace": "workspace", "tables": {"path": "tables"}, "encoding": {"num_clusters": 8},
         "knowledge": {"template_dir": "prompts", "user_template": "brief_user", "item_template": "brief_item"},
         "decoding": {"max_draft_tokens": 4, "min_acceptance": 0.1, "batch_size": 8},
-        "night": {"shard_size": 2, "num_report_samples": 9, "compare_with_plain": True, "train_ctr": False},
-        "gates": {"max_failed_share": 0.9, "max_unusable_share": 1.0}, "routing": {"min_interactions": 1},
-        "pools": {"calibration_texts": 0},
+        "night": {"shard_size": 2, "compare_with_plain": True, "train_ctr": False},
+        "gates": {"max_failed_share": 0.9},
     }  # fmt: skip
     (folder / "laserbatch.yaml").write_text(yaml.safe_dump(settings))
     with pytest.MonkeyPatch.context() as patched:
         write_here(patched)
+        patched.setattr(spans, "NUM_SAMPLES", 9)
         patched.setattr(shards, "run_shards", planted)
         patched.setattr(TextEncoder, "load", lambda settings: Encoder())
         from laserbatch.jobs.settings import load_settings

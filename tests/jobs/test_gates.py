@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from manifest_fixture import manifest_of, night_manifest
 
-from laserbatch.jobs.gates import GATES, _of_side, gate_sentence, judge, repeated_shares
+from laserbatch.jobs.gates import GATES, _of_side, gate_sentence, judge, repeated_shares, warning
 from laserbatch.jobs.report.page import render_page
 from laserbatch.jobs.settings import GateSettings
 from laserbatch.pipeline.storage.manifest import GateFigures
@@ -52,13 +52,25 @@ def test_speed_only_warns_and_auc_holds_where_the_whole_interval_is_worse():
     assert verdict("AUC", -0.01, GateSettings(auc="ignore"), limit=-0.002) == "passes"
 
 
+@pytest.mark.parametrize(
+    "gate", ["length beside plain", "cosine with plain", "added repetition", "lost fields", "added names"]
+)
+def test_one_option_says_what_follows_where_audited_texts_differ_too_much(gate):
+    value = 0.4 if gate == "cosine with plain" else 1.5
+    for option, expected in (("stop", "blocks"), ("warn", "warns"), ("ignore", "passes")):
+        (figures,) = judge([GateFigures(gate, "user", value)], GateSettings(audit=option, auc="stop"))
+        assert figures.verdict == expected and "gates.audit says what follows" in gate_sentence(figures)
+        assert warning([figures]) == ([figures] if option == "warn" else [])
+
+
 def test_a_raised_limit_is_judged_by_the_same_value():
-    figures = judge([GateFigures("repetition", "user", 0.2)], GateSettings())
-    assert "gates.max_repetitive_share is 10.0 %" in gate_sentence(figures[0])
-    assert judge(figures, GateSettings(max_repetitive_share=0.25))[0].verdict == "passes"
-    assert {gate.limit for gate in GATES.values() if isinstance(gate.limit, str)} | {"auc"} == set(
-        GateSettings.model_fields
-    )
+    figures = judge([GateFigures("quarantine", "user", 0.06)], GateSettings())
+    assert "gates.max_failed_share is 5.0 %" in gate_sentence(figures[0])
+    assert judge(figures, GateSettings(max_failed_share=0.07))[0].verdict == "passes"
+    (figures,) = judge([GateFigures("coverage", "user", 0.85)], GateSettings(min_coverage=0.8))
+    assert figures.verdict == "passes"  # held by the default, see above
+    options = {gate.limit for gate in GATES.values() if isinstance(gate.limit, str)}
+    assert options | {"audit", "auc"} == set(GateSettings.model_fields)
 
 
 def test_a_text_that_repeats_itself_is_told_from_one_that_does_not():

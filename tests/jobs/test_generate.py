@@ -19,7 +19,6 @@ from night_world import FIRST_DATE, SECOND_DATE, make_world, write_config
 from benchmarks.chaos_nights import without_ray
 from laserbatch.jobs.settings import PACKAGE_ROOT, load_settings
 from laserbatch.jobs.stages import generate, shards
-from laserbatch.jobs.stages.budgets import night_tokens
 from laserbatch.jobs.stages.night import Night, open_night, parse_date
 from laserbatch.jobs.stages.run_night import WRITING
 from laserbatch.jobs.stages.stage import run_stages
@@ -29,7 +28,7 @@ from laserbatch.pipeline.knowledge.records import knowledge_schema
 from laserbatch.pipeline.planning import postpone
 from laserbatch.pipeline.planning.plan import read_shard
 from laserbatch.pipeline.sides import SIDES
-from laserbatch.pipeline.storage.manifest import ModelFigures, ShardInfo, SideFigures
+from laserbatch.pipeline.storage.manifest import ModelFigures, ShardInfo
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -94,7 +93,7 @@ def write(monkeypatch):
 
 
 def opened(folder: Path, date: str, shard_size: int = 1, **sections) -> Night:
-    night = {"shard_size": shard_size, "train_ctr": False, "num_report_samples": 0}
+    night = {"shard_size": shard_size, "train_ctr": False}
     return open_night(load_settings(write_config(folder, night=night, **sections)), parse_date(date))
 
 
@@ -324,16 +323,6 @@ def test_about_whom_there_is_no_evidence_nothing_is_written(world, write):
     assert figures.num_without_text == figures.num_entities == night.tables.users.num_rows
     assert figures.postponed == {"evidence": figures.num_entities} and figures.num_quarantined == 0
     assert found.keys() == set(night.tables.items["item_id"].to_pylist())
-
-
-def test_hours_count_at_the_speed_of_the_night_before(world, write):
-    night = opened(world, SECOND_DATE, refresh={"max_hours": 0.5, "max_tokens": 10**9})
-    assert night_tokens(night) == 10**9  # nobody has been timed yet
-    earlier = night.previous.load_manifest()
-    stats = DecodingStats(num_tokens=600, wall_s=3.0)
-    earlier.sides = {"user": SideFigures(1, 1, 0, 0, 0, {}, {}, [], stats)}
-    earlier.save()
-    assert night_tokens(night) == 0.5 * 3600 * 200
 
 
 def test_a_folder_of_knowledge_is_read_as_it_is(world):

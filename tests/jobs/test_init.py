@@ -18,6 +18,8 @@ from laserbatch.pipeline.tables.guess import guess_mapping, read_sources
 from laserbatch.pipeline.tables.mapping import import_mapped, load_mapping
 from laserbatch.pipeline.tables.read import read_tables
 
+MAX_LINES = 25  # that a newcomer reads
+
 
 @pytest.fixture
 def job_board(tmp_path):
@@ -33,6 +35,7 @@ def job_board(tmp_path):
 
 def run_init(capsys, tables, out) -> dict:
     init(tables=tables, out=out, overwrite=False, as_json=True)
+    assert len(out.read_text().splitlines()) <= MAX_LINES
     return json.loads(capsys.readouterr().out)
 
 
@@ -97,6 +100,19 @@ def test_the_sample_world_is_asked_about_in_its_own_words(tmp_path, capsys):
     assert [knowledge.template(side) for side in SIDES] == [
         Settings().effective_knowledge.template(side) for side in SIDES
     ]
+
+
+def test_a_newcomer_reads_what_to_decide_and_what_of_it_is_a_guess(tmp_path, capsys):
+    write_sample_world(tmp_path / "tables", num_users=20, num_items=20)
+    run_init(capsys, str(tmp_path / "tables"), tmp_path / "night.yaml")
+    lines = (tmp_path / "night.yaml").read_text().splitlines()
+    assert lines[0].startswith("# `laserbatch config` shows every option")
+    assert {line.split(":")[0] for line in lines[1:] if line[0] != " "} == {"tables", "knowledge", "decoding", "ctr"}
+    options = {line.split(":")[0].strip() for line in lines[1:]}
+    assert {"path", "user_template", "item_template", "user", "item", "items", "model", "label"} <= options
+    assert "  label: rating >= 4  # guessed: the ratings seen are from 1 to 5" in lines
+    is_guess = {line.split(":")[0].strip(): "# guessed: " in line for line in lines[1:]}
+    assert is_guess["user_factors"] and is_guess["collection"] and not is_guess["user_template"]
 
 
 def test_german_names_semicolons_and_another_encoding_are_guessed(tmp_path, capsys):

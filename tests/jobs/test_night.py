@@ -15,13 +15,14 @@ from laserbatch.jobs.gates import measure
 from laserbatch.jobs.settings import load_settings
 from laserbatch.jobs.stages import publishing
 from laserbatch.jobs.stages import run_night as stages
-from laserbatch.jobs.stages.budgets import known_step_cost, night_tokens
+from laserbatch.jobs.stages.budgets import known_step_cost, last_speed
 from laserbatch.jobs.stages.build_pools import unchanged_pools
 from laserbatch.jobs.stages.night import open_night, open_run, previous_run
 from laserbatch.jobs.stages.run_night import finish_night, publish_night, run_night
 from laserbatch.jobs.stages.variants import framework_of
 from laserbatch.pipeline.errors import RunHeld, TableError, WorkspaceError
 from laserbatch.pipeline.planning.postpone import unusable_texts
+from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.manifest import GateFigures, PoolsUsed, SideFigures
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -102,7 +103,7 @@ def test_an_older_date_is_neither_published_nor_drafted_from(world, capsys):
     assert older.run.is_finished
     assert f"not published: run {night.run.run_id}, of a later date, stays published" in capsys.readouterr().err
     assert night.workspace.published().run_id == night.run.run_id == night.pools.current_version()
-    (world / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\nseed: 1\n")
+    (world / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\npools: {scope: group}\n")
     same_date = done(opened(world))
     assert night.workspace.published().run_id == same_date.run.run_id == night.pools.current_version()
 
@@ -161,7 +162,7 @@ def test_pools_of_what_was_taken_back_do_not_stay_current(world, capfd):
 
 def test_a_backfill_goes_from_each_night_to_the_next_and_publishes_its_last_when_asked(world, capfd, monkeypatch):
     newest = done(opened(world, DAY + datetime.timedelta(days=9)))
-    (world / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\nseed: 1\n")
+    (world / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\npools: {scope: group}\n")
     other = done(opened(world, DAY + datetime.timedelta(days=1)))  # of other settings and a date within the range
     (world / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\n")
     fails_on = {DAY + datetime.timedelta(days=2)}
@@ -264,7 +265,6 @@ def test_old_pools_that_cannot_be_removed_fail_no_night(world, monkeypatch, capl
 
 def test_what_is_damaged_of_earlier_nights_is_named_and_passed_over(world, caplog):
     """No file of another night ends tonight's: manifests, quarantine, receipts, step costs."""
-    (world / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\nrefresh: {max_hours: 1}\n")
     first = opened(world)
     stats = DecodingStats(num_texts=10, num_tokens=2000, wall_s=10.0)
     first.manifest.sides = {"user": SideFigures(1, 1, 0, 0, 0, {}, {}, [], stats)}
@@ -282,7 +282,7 @@ def test_what_is_damaged_of_earlier_nights_is_named_and_passed_over(world, caplo
     third = opened(world, DAY + datetime.timedelta(days=2))
     assert third.previous.run_id == second.run.run_id
     assert unchanged_pools(third, second.run.run_id) == {}
-    assert night_tokens(third) == 3600 * 200  # as the night before it says
+    assert last_speed(third, SIDES) == 200  # as the night before it says
     assert known_step_cost(workspace, third.settings.decoding) is None and framework_of(second.run) is None
     assert unusable_texts(second.run, "user", third.date) is None
     measure(third.manifest, third.run, third.previous)

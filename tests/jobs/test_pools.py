@@ -83,15 +83,15 @@ def test_a_run_does_not_draft_from_pools_of_a_lower_min_support(tmp_path, capsys
     store = PoolStore(tmp_path)
     date, routing = datetime.date(2025, 3, 1), RoutingSettings(scheme="global")
     items, interactions = pa.table({"item_id": ["a"]}), pa.table({"user_id": ["u"], "item_id": ["a"]})
-    assert current_pools(store, 1, date, routing) is None
+    assert current_pools(store, 1, date) is None
     with store.publish("2025-02-28-aa") as folder:
         rows = [PoolText(np.array([1, 2], np.int32))]
         limited = PoolSettings(min_support=2)
         build_pool(rows, folder / "item", side="item", tokenizer_hash="t", model_id="m", settings=limited)
         Router.fit("item", items, interactions, routing).save(folder / "router" / "item")
     for min_support in (1, 2):
-        assert describe_pools(current_pools(store, min_support, date, routing)).item.num_texts == 1
-    assert describe_pools(current_pools(store, 3, date, routing)) == PoolsUsed()
+        assert describe_pools(current_pools(store, min_support, date)).item.num_texts == 1
+    assert describe_pools(current_pools(store, 3, date)) == PoolsUsed()
     assert "lower pools.min_support than 3" in " ".join(capsys.readouterr().err.split())
 
 

@@ -7,8 +7,11 @@ import yaml
 from default_yaml import DEFAULT_YAML, default_yaml
 from pydantic import BaseModel, ValidationError
 
+from laserbatch.jobs.removed_options import REMOVED
 from laserbatch.jobs.settings import PACKAGE_ROOT, Settings, load_settings
 from laserbatch.pipeline.errors import ConfigError
+
+MAX_OPTIONS = 65
 
 
 def write(path, text):
@@ -57,6 +60,34 @@ def test_commented_yaml_loads_into_the_defaults_again(tmp_path):
 def test_the_committed_default_configuration_is_the_generated_one():
     """If it is not: `python tests/jobs/default_yaml.py`."""
     assert DEFAULT_YAML.read_text(encoding="utf-8") == default_yaml()
+
+
+@pytest.mark.parametrize("option", REMOVED)
+def test_an_option_that_is_gone_is_refused_with_what_it_is_now(tmp_path, option):
+    section, _, key = option.rpartition(".")
+    config = write(tmp_path / "c.yaml", f"{section}: {{{key}: 1}}\n" if section else f"{key}: 1\n")
+    with pytest.raises(ConfigError, match=re.escape(f"c.yaml: {option}: this option is gone: {REMOVED[option]}.")):
+        load_settings(config)
+    assert option not in leaf_options(Settings)
+
+
+def leaf_options(model: type[BaseModel], within: str = "") -> list[str]:
+    """Dotted names of all options that a file may set; words of prompts are one."""
+    names = []
+    for name, field in model.model_fields.items():
+        section = field.annotation
+        if field.description is not None:
+            names.append(f"{within}{name}")
+        elif isinstance(section, type) and issubclass(section, BaseModel):
+            names += leaf_options(section, f"{within}{name}.")
+    return names
+
+
+def test_the_core_has_at_most_65_options():
+    """A new option must be one that a team can set without a study of its own; another one makes room for it."""
+    of_drafters = re.compile(r"(drafter_training|recommending)\.|decoding\.draft_(models|head|width|length|branching)$")
+    options = [name for name in leaf_options(Settings) if not of_drafters.match(name)]
+    assert len(options) <= MAX_OPTIONS, options
 
 
 @pytest.mark.parametrize(

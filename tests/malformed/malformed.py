@@ -255,7 +255,7 @@ CASES = [
          "5")),
     Case("a choice is none", config(decoding={"verifier": "strict"}), ("decoding.verifier", "relaxed (built in)",
          "'strict'")),
-    Case("a key is twice", text("laserbatch.yaml", "seed: 1\nworkspace: a\nseed: 2\n"), ("seed twice",
+    Case("a key is twice", text("laserbatch.yaml", "workspace: a\ngates: {}\nworkspace: c\n"), ("workspace twice",
          "lines 1 and 3")),
     Case("tabs indent", text("laserbatch.yaml", "decoding:\n\tbatch_size: 3\n"), ("laserbatch.yaml", "is not YAML",
          "line 2")),

@@ -1,15 +1,9 @@
 """Who is worth a new text tonight: policies, and a budget under which nobody waits for ever."""
 
-from types import SimpleNamespace
-
 import numpy as np
-import pyarrow as pa
 import pytest
 
-from laserbatch.pipeline.planning.drift import ItemClusters, history_drift
 from laserbatch.pipeline.planning.refresh import Candidates, RefreshSettings, decide
-from laserbatch.pipeline.storage.parquet import write_parquet
-from laserbatch.pipeline.storage.run_folder import RunFolder
 
 
 def candidates(**columns) -> Candidates:
@@ -18,7 +12,7 @@ def candidates(**columns) -> Candidates:
     usual = {"has_text": True, "is_changed_beyond_history": False, "num_interactions": 10, "num_seen": 10,
              "age_days": 1.0, "num_tokens": 100.0}  # fmt: skip
     filled = {name: np.asarray(columns.get(name, [value] * num)) for name, value in usual.items()}
-    return Candidates(**filled, drift=np.array(columns["drift"]) if "drift" in columns else None)
+    return Candidates(**filled)
 
 
 def written(some: Candidates, max_tokens=None, **settings) -> list[int]:
@@ -40,39 +34,6 @@ def test_so_many_interactions_must_have_come_or_gone_since_the_text():
 
 def test_an_old_text_is_rewritten_however_little_came():
     assert written(candidates(age_days=[6, 7, 8]), min_new_interactions=3, max_age_days=7) == [1, 2]
-
-
-def test_a_history_that_stayed_where_it_was_waits_unless_that_is_not_known():
-    some = candidates(
-        num_interactions=[12, 12, 12, 11, 12], drift=[0.1, 0.3, np.nan, 0.3, 0.1], age_days=[1, 1, 1, 1, 9]
-    )
-    assert written(some, min_new_interactions=2, min_drift=0.2, max_age_days=7) == [1, 2, 4]
-
-
-def test_drift_is_the_angle_between_the_means_of_what_the_text_has_seen_and_of_all(tmp_path):
-    draw = np.random.default_rng(0)
-    centroids, of_items = draw.normal(size=(3, 4)).astype(np.float32), np.array([0, 1, 2, -1, 1])
-    starts, items = np.array([0, 4, 4, 9, 10]), np.array([0, 3, 1, 2, 2, 2, 1, 0, 4, 3])
-    histories = SimpleNamespace(starts=starts, items=lambda places: items[places])
-    users, num_seen = np.array([2, 0, 1, 3]), np.array([2, 3, 0, 1])
-    found = history_drift(histories, users, num_seen, ItemClusters(of_items, centroids))
-    for value, user, seen in zip(found[:2], users, num_seen, strict=False):
-        of_user = [of_items[item] for item in items[starts[user] : starts[user + 1]]]
-        then, now = (np.mean([centroids[k] for k in part if k >= 0], axis=0) for part in (of_user[:seen], of_user))
-        assert value == pytest.approx(1 - then @ now / np.linalg.norm(then) / np.linalg.norm(now))
-    assert np.isnan(found[2:]).all()  # of no event, and of an item without a cluster
-
-    run = RunFolder(tmp_path)
-    write_parquet(
-        pa.table({"item_id": ["b", "a"], "cluster_id": pa.array([1, 0], pa.int32())}), run.features_path("item")
-    )
-    vectors = pa.FixedSizeListArray.from_arrays(pa.array(centroids[:2].reshape(-1)), 4)
-    codes = {"level": ["cluster_id", "cluster_id"], "code": pa.array([0, 1], pa.int32()), "vector": vectors}
-    write_parquet(pa.table(codes), run.centroids_path("item"))
-    known = ItemClusters.of_run(run, pa.table({"item_id": ["a", "new", "b"]}))
-    assert known.of_items.tolist() == [0, -1, 1] and np.array_equal(known.centroids, centroids[:2])
-    assert ItemClusters.of_run(run, pa.table({"item_id": [1, 2]})) is None
-    assert ItemClusters.of_run(RunFolder(tmp_path / "none"), pa.table({"item_id": ["a"]})) is None
 
 
 def test_a_budget_takes_the_most_valuable_and_counts_the_rest():

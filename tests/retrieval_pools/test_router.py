@@ -112,13 +112,6 @@ def test_a_known_entity_with_too_few_interactions_now_is_cold(router):
     assert route(router, "u0", {"taste": ["Romance"]}, SETTINGS.min_interactions - 1).scheme == "attribute"
 
 
-def test_tonights_limits_decide_in_place_of_the_saved_ones(router, tmp_path):
-    router.save(tmp_path)
-    tonight = Router.load(tmp_path, RoutingSettings(scheme="global", min_interactions=50))
-    assert route(tonight, "u0", {}, 49).scheme == "attribute"
-    assert route(tonight, "u0", {}, 50).scheme == "collaborative"
-
-
 def test_an_entity_that_became_active_after_the_fit_stays_with_its_attributes(router):
     assert route(router, f"u{NUM_USERS - 1}", {"taste": ["Mystery"]}, 500) == Route("attribute/Mystery", "attribute")
 
@@ -219,6 +212,17 @@ def test_random_groups_depend_on_the_seed_only(users, interactions):
     assert _route_all(first, users, counts) == _route_all(second, users, counts)
     assert _route_all(first, users, counts) != _route_all(other, users, counts)
     assert route(first, "never seen", {}, 0).group.startswith("random/")
+
+
+@pytest.mark.parametrize("side", ["user", "item"])
+def test_the_attributes_that_are_named_for_a_side_decide_its_groups(side):
+    entities, groups = _users().rename_columns([f"{side}_id", "taste", "age"]), {}
+    for column in ("taste", "age"):
+        settings = RoutingSettings(scheme="attribute", **{f"{side}_attributes": (column,)})
+        routes = Router.fit(side, entities, _interactions(), settings).routes(entities, np.zeros(NUM_USERS, int))
+        groups[column] = set(routes.groups.to_pylist())
+    assert groups["taste"] == {f"attribute/{path}" for path in ("Mystery/Harbour", "Mystery/Manor", "Romance")}
+    assert len(groups["age"]) > 1 and all(group.startswith("attribute/age=") for group in groups["age"])
 
 
 @pytest.mark.parametrize(

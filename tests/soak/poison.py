@@ -125,7 +125,7 @@ def unseen_workspace(world: Path, folder: Path) -> dict:
 
 def cluster_layout():
     """A worker of one thread a node."""
-    with ray_cluster(ClusterSettings(num_workers=2, threads_per_worker=1)) as layout:
+    with ray_cluster(ClusterSettings(num_workers=2)) as layout:
         return layout
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 from soak_models import ENCODERS, MODELS
-from soak_oracle import AMPLE_HOURS, NOBODY_FITS, pool_folder
+from soak_oracle import NOBODY_FITS, pool_folder
 from soak_world import NUMBER_TYPES, PATH_TYPES, RATING_TYPES, TIME_TYPES, WORD_TYPES, Event
 
 WORDS = ("harbour", "radio", "gulls", "salt", "pier", "night", "signal", "rope", "lamp", "quiet", "tide", "storm")
@@ -238,22 +238,17 @@ SETTINGS = [
     _set("decoding", "max_new_tokens", 12, 9),
     _set("pools", "min_support", 1, 2),
     _set("pools", "scope", "side", "group"),
-    _set("routing", "num_groups", 2, 3, None),
     _set("routing", "scheme", "router", "random", "attribute", "global"),
     _set("encoding", "encoder", *ENCODERS),
-    _set("encoding", "max_text_tokens", 96, 24),
     _set("encoding", "num_clusters", 2, 3),
     _set("refresh", "min_new_interactions", 0, 2),
     _set("refresh", "max_age_days", 3, 10),
     _set("refresh", "min_interactions", 0, 1, 2),
     _set("refresh", "max_tokens", 20, 60, 10_000),
-    _set("refresh", "max_hours", 1e-5, AMPLE_HOURS),
-    _set("refresh", "min_drift", 0.001, 0.05, 0.4),
     _refresh_off,
     _set("night", "compare_with_plain", True, False, False),
     _set("night", "train_ctr", True, False, False),
     _set("night", "shard_size", None, 3),
-    _set("pool_building", "keep_versions", 3, 1),
 ]
 EVERY_DAY = [(interactions, 9), (new_user, 3), (new_item, 3), (changed, 4), (deleted, 3), (returned, 3), (renamed, 2)]
 EVERY_DAY += [(column_added, 1), (column_dropped, 1), (column_retyped, 3), (columns_moved, 1), (times_retyped, 1)]
@@ -543,7 +538,7 @@ def held(year, rng, day):
     Everybody is asked: of those whom a budget leaves over nothing fails.
     """
     before = set((year.workspace / "runs").iterdir())
-    budgets = {name: year.settings["refresh"].pop(name, None) for name in ("max_tokens", "max_hours")}
+    max_tokens = year.settings["refresh"].pop("max_tokens", None)
     year.settings["knowledge"]["max_prompt_tokens"] = NOBODY_FITS
     year.held(str(day), before)
     if rng.random() < 0.5:
@@ -551,5 +546,5 @@ def held(year, rng, day):
         year.night(str(day))
         year.settings["gates"]["max_failed_share"] = 0.5
     year.settings["knowledge"]["max_prompt_tokens"] = 200
-    year.settings["refresh"] |= {name: limit for name, limit in budgets.items() if limit is not None}
+    year.settings["refresh"] |= {} if max_tokens is None else {"max_tokens": max_tokens}
     year.night(str(day))

@@ -7,14 +7,12 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from soak_world import SIDES, World
 
 EVIDENCE = "evidence"
 FUTURE_WORD = "zukunft"  # in titles of items that only come later
-AMPLE_HOURS = 10.0  # for everybody's texts
 NOBODY_FITS = 16  # tokens of a prompt: fewer than the instruction has
 KNOWLEDGE = {
     "side": "string", "framework": "string", "template": "string", "text": "string", "fields_json": "string",
@@ -244,14 +242,12 @@ class Oracle:
             share = 1.0 if is_otherwise else abs(num[key] - seen) / max(num[key], seen, 1)
             scores[key] = math.log2(2 + num[key]) * share + age / 7
             is_new = abs(num[key] - seen) >= policy["min_new_interactions"]
-            if is_new and not is_otherwise and policy.get("min_drift") is not None:
-                is_new = self._drift(world, key, date, seen, previous) >= policy["min_drift"]
             if is_otherwise or is_new or age >= policy.get("max_age_days", math.inf):
                 due.add(key)
             else:
                 waiting[key] = "not-due"
         beyond = {key for key, row in found.items() if row["reason"] == "budget"}
-        is_limited = "max_tokens" in policy or policy.get("max_hours", AMPLE_HOURS) < AMPLE_HOURS
+        is_limited = "max_tokens" in policy
         assert beyond <= due and (not beyond or is_limited), (side, beyond, due)
         left = min((scores[key] for key in due - beyond), default=math.inf)
         assert all(scores[key] <= left + 1e-9 for key in beyond), (side, beyond, scores)
@@ -263,21 +259,6 @@ class Oracle:
         )
         known = dict.fromkeys(asked, date) | (previous.since[side] if previous else {})
         return waiting, {key: known[key] for key in waiting if key not in texts}
-
-    def _drift(self, world: World, user: object, date: str, num_seen: int, previous: Run) -> float:
-        """How far a history has moved since a text saw the oldest so many of it; infinite where no item tells."""
-        features = self.workspace / "runs" / previous.run_id / "features"
-        codes = {row["item_id"]: row["cluster_id"] for row in pq.read_table(features / "item.parquet").to_pylist()}
-        rows = pq.read_table(features / "item-centroids.parquet").to_pylist()
-        centroids = {row["code"]: np.array(row["vector"], float) for row in rows if row["level"] == "cluster_id"}
-        events = [event.item for event in world.history(user, date)]
-        now, then = (
-            [centroids[codes[item]] for item in items if item in codes] for items in (events, events[:num_seen])
-        )
-        if not now or not then:
-            return math.inf
-        places = [np.mean(vectors, axis=0) for vectors in (now, then)]
-        return 1 - float(np.dot(*places) / np.prod([np.linalg.norm(place) for place in places]))
 
     def _came_to_nothing(self, run: Path, side: str, asked: set) -> dict[object, str]:
         """Those whose text is empty: a model may end at once."""
@@ -353,7 +334,7 @@ class Oracle:
                 assert {key: old[key][level] for key in kept} == {key: features[key][level] for key in kept}
 
     def _encoder(self, settings: dict) -> str:
-        return json.dumps([settings["encoding"][name] for name in ("encoder", "max_text_tokens")])
+        return json.dumps(settings["encoding"]["encoder"])
 
     def check_pointers(self, run: Run, keep_versions: int, is_new: bool) -> None:
         """After a night: what readers see, what the next one drafts from, and what there is of pools."""

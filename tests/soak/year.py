@@ -37,6 +37,7 @@ from soak_oracle import Oracle, contents, pool_folder
 from soak_world import NUMBER_TYPES, PATH_TYPES, WORD_TYPES, Event, World
 
 from laserbatch.jobs.cli import main as laserbatch
+from laserbatch.retrieval_pools.settings import KEEP_VERSIONS
 
 HISTORY = {"columns": [], "line": "- {rating}: {title}", "line_unrated": "- {title}"}
 INSTRUCTION = (
@@ -116,22 +117,19 @@ class Year:
                           "max_prompt_tokens": 200},
             "decoding": {"model": MODELS[0], "max_new_tokens": 12, "batch_size": 8, "max_draft_tokens": 4,
                          "min_acceptance": 0.1, "verifier": "relaxed"},
-            "pools": {"min_support": 1, "calibration_texts": 4},
-            "pool_building": {"keep_versions": 3},
-            "routing": {"num_groups": 2},
+            "pools": {"min_support": 1},
+            "routing": {},
             "gates": {"max_failed_share": 0.5},
-            "night": {"num_report_samples": 1, "compare_with_plain": False,
+            "night": {"compare_with_plain": False,
                       "train_ctr": False},
-            "encoding": {"encoder": ENCODERS[0], "num_clusters": 2, "max_batch_tokens": 512, "max_text_tokens": 96},
+            "encoding": {"encoder": ENCODERS[0], "num_clusters": 2},
             "ctr": {"models": ["gbdt"], "num_seeds": 1},
             "refresh": {},
         }  # fmt: skip
 
     def settings_key(self) -> str:
         """What a run's folder is named after, beside its date."""
-        named = {
-            key: value for key, value in self.settings.items() if key not in ("workspace", "pool_building", "gates")
-        }
+        named = {key: value for key, value in self.settings.items() if key not in ("workspace", "gates")}
         for section, values in named.items():  # who writes a default down says nothing
             named[section] = DEFAULTS[section] | values
         return json.dumps(named, sort_keys=True)
@@ -200,7 +198,7 @@ class Year:
         if is_published:
             oracle.publish(run_id)
         assert summary["published"] == oracle.published
-        oracle.check_pointers(oracle.runs[run_id], self.settings["pool_building"]["keep_versions"], is_new)
+        oracle.check_pointers(oracle.runs[run_id], KEEP_VERSIONS, is_new)
         return run_id
 
     def backfill(self, first: str, last: str, publish: bool, stop_at: int | None = None) -> None:
@@ -227,7 +225,7 @@ class Year:
         assert told["published"] == oracle.published
         before = oracle.runs[run_id]
         is_new = before.order == self.num_commands
-        oracle.check_pointers(before, self.settings["pool_building"]["keep_versions"] + 1, is_new)
+        oracle.check_pointers(before, KEEP_VERSIONS + 1, is_new)
 
     def summary_of(self, run_id: str) -> dict:
         """A run's counts as a night's summary has them."""
