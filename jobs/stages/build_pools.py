@@ -72,7 +72,7 @@ def prepare_pools(night: Night, make_current: bool = True, anew: bool = False) -
 
 def describe_fit(night: Night) -> dict[str, Any]:
     """What routers fitted now would come from: the numbers of rows, and what must not differ at all."""
-    tables, routing = night.tables, night.settings.routing
+    tables, routing = night.tables, RoutingSettings.of(night.settings.routing)
     num_rows = {name: getattr(tables, name).num_rows for name in TABLE_NAMES}
     return {
         "num_rows": num_rows,

@@ -189,7 +189,8 @@ def _require_judges(tables: Path, experiment: Experiment) -> None:
     require_one_judgement({name: of_variant.ctr for name, of_variant in experiment.settings.items()})
     for of_variant in experiment.settings.values():
         try:
-            build_dataset(open_tables(tables, of_variant.tables.keep_duplicates), experiment.date, of_variant.ctr)
+            opened = open_tables(tables, of_variant.tables.keep_duplicates)
+            build_dataset(opened, experiment.date, CtrSettings.of(of_variant.ctr))
         except CtrError as error:
             raise CtrError(
                 f"the sample of {experiment.num_users} users could not judge what is written about it, so nothing was: "

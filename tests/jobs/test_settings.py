@@ -83,6 +83,21 @@ def leaf_options(model: type[BaseModel], within: str = "") -> list[str]:
     return names
 
 
+def internal_fields(model: type[BaseModel], within: str = "") -> list[str]:
+    """Dotted names of fields that are no options: they have no description, and are no sections."""
+    names = []
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            names += internal_fields(field.annotation, f"{within}{name}.")
+        elif field.description is None:
+            names.append(f"{within}{name}")
+    return names
+
+
+def test_a_file_may_not_name_what_is_for_code_alone():
+    assert internal_fields(Settings) and set(internal_fields(Settings)) <= set(REMOVED)
+
+
 def test_the_core_has_at_most_65_options():
     """A new option must be one that a team can set without a study of its own; another one makes room for it."""
     options = leaf_options(Settings)
