@@ -35,34 +35,36 @@ class CtrOptions(BaseModel):
         return {"label": f"rating >= {rating:g}" if isinstance(rating, int | float) else rating} | raw
 
     models: tuple[ModelName, ...] = Field(
-        ("din", "dcnv2", "gbdt"), min_length=1, description="The comparison trains these models."
+        default=("din", "dcnv2", "gbdt"), min_length=1, description="The comparison trains these models."
     )
     num_seeds: int = Field(
-        3,
+        default=3,
         ge=1,
         description="Each model is trained this many times on each variant of the texts. More trainings narrow the "
         "interval and take longer.",
     )
     label: Annotated[str, AfterValidator(_is_rule)] = Field(
-        "rating >= 4",
+        default="rating >= 4",
         description="This rule says which interactions are positives: `rating >= 4`, `clicked`, `event == 'buy'`, "
         "`rating is not null`, or `all`, with 4 sampled negatives for each positive. Rows without a value are left "
         "out.",
     )
     history: Literal["latest", "asof", "split"] = Field(
-        "latest",
+        default="latest",
         description="This says which texts training rows see. latest: those of the run, which may have seen the "
         "labels; asof: the newest that are older than the row; split: those of the run, and only rows "
         "after its date train.",
     )
     adaptor: AdaptorName = Field(
-        "linear",
+        default="linear",
         description="This adaptor brings texts into din and dcnv2. linear: a linear layer over both vectors and their"
         " product; the others are those of the frameworks of that name (rlmrec: contrastive, rlmrec_gen: "
         "generative). gbdt takes vectors as they are.",
     )
     equivalence_margin: float = Field(
-        0.002, gt=0, description="Two kinds of texts count as equally good if their AUC differs by less than this."
+        default=0.002,
+        gt=0,
+        description="Two kinds of texts count as equally good if their AUC differs by less than this.",
     )
 
 
@@ -89,20 +91,20 @@ class CtrSettings(CtrOptions):
     """
 
     seed: int = 0
-    negatives_per_positive: int = Field(4, ge=1)
-    validation_share: float = Field(0.3, gt=0, lt=1)
-    cold_max_interactions: int = Field(5, ge=1)
-    min_id_interactions: int = Field(3, ge=1)
-    max_history: int = Field(20, ge=1)
-    embedding_dim: int = Field(8, ge=1)
-    hidden_sizes: tuple[int, ...] = Field((64, 32), min_length=1)
-    vector_dim: int = Field(32, ge=2)
-    dropout: float = Field(0.3, ge=0, lt=1)
-    learning_rate: float = Field(3e-3, gt=0)
-    weight_decay: float = Field(1e-3, ge=0)
-    max_epochs: int = Field(15, ge=1)
-    patience: int = Field(2, ge=1)
-    confidence: float = Field(0.95, gt=0.5, lt=1)
+    negatives_per_positive: int = Field(default=4, ge=1)
+    validation_share: float = Field(default=0.3, gt=0, lt=1)
+    cold_max_interactions: int = Field(default=5, ge=1)
+    min_id_interactions: int = Field(default=3, ge=1)
+    max_history: int = Field(default=20, ge=1)
+    embedding_dim: int = Field(default=8, ge=1)
+    hidden_sizes: tuple[int, ...] = Field(default=(64, 32), min_length=1)
+    vector_dim: int = Field(default=32, ge=2)
+    dropout: float = Field(default=0.3, ge=0, lt=1)
+    learning_rate: float = Field(default=3e-3, gt=0)
+    weight_decay: float = Field(default=1e-3, ge=0)
+    max_epochs: int = Field(default=15, ge=1)
+    patience: int = Field(default=2, ge=1)
+    confidence: float = Field(default=0.95, gt=0.5, lt=1)
 
     @classmethod
     def of(cls, options: CtrOptions) -> "CtrSettings":

@@ -80,21 +80,21 @@ class NightSettings(Strict):
     """What a night does besides writing texts."""
 
     shard_size: int | None = Field(
-        None,
+        default=None,
         ge=1,
         description="A shard holds this many entities and is what is redone when a worker dies; lower it if workers "
         "are often lost. null: a sixteenth of the side's entities, but 4 to 32 batches.",
     )
     compare_with_plain: bool = Field(
-        False,
+        default=False,
         description="The night also decodes every text plainly, so that CTR models can be compared on both. This "
         "takes as long as a night without drafts.",
     )
     train_ctr: bool = Field(
-        True, description="The night trains CTR models if the tables hold interactions after its date."
+        default=True, description="The night trains CTR models if the tables hold interactions after its date."
     )
     num_audited: int = Field(
-        32,
+        default=32,
         ge=0,
         description="The night decodes this many of its texts of each side plainly as well and compares them, but at "
         "most a tenth of those it wrote. 0 turns the comparison off.",
@@ -105,24 +105,24 @@ class GateSettings(Strict):
     """Limits beyond which a finished run is not published. A change of them needs no new run."""
 
     max_failed_share: float = Field(
-        0.05,
+        default=0.05,
         ge=0,
         le=1,
         description="The run is not published if more than this share of a side's entities is in quarantine.",
     )
     min_coverage: float = Field(
-        0.9,
+        default=0.9,
         ge=0,
         description="The run is not published if a side has fewer texts than this share of those of the run before.",
     )
     audit: Consequence = Field(
-        "stop",
+        default="stop",
         description="This says what follows if audited texts differ too much from plain texts of the same prompts, in "
         "length, meaning, repetition, lost fields or added names. stop: the run is not published; warn: it is "
         "published with a warning; ignore: it is published.",
     )
     auc: Consequence = Field(
-        "stop",
+        default="stop",
         description="This says what follows if the CTR comparison finds the texts worse than plain ones. stop: the "
         "run is not published; warn: it is published with a warning; ignore: it is published.",
     )
@@ -132,7 +132,7 @@ class MetricsSettings(Strict):
     """Where each night, successful or not, writes its metrics for Prometheus."""
 
     textfile: Path | None = Field(
-        None,
+        default=None,
         description="Metrics are written to this file for the textfile collector of the node exporter, such as "
         "`.../laserbatch.prom`. Those of lists of items go to `.../laserbatch_lists.prom` beside it. "
         "null: no file.",
@@ -143,10 +143,10 @@ class Settings(Strict):
     """Everything a run is configured by."""
 
     workspace: Path = Field(
-        Path("workspace"), description="This folder holds runs, pools and whatever else nights write."
+        default=Path("workspace"), description="This folder holds runs, pools and whatever else nights write."
     )
     deliver_to: str | None = Field(
-        None,
+        default=None,
         pattern="://",
         description="Published runs are copied to this URI (s3://bucket/prefix) for readers elsewhere. null: they are"
         " not copied.",
@@ -165,7 +165,7 @@ class Settings(Strict):
     cluster: ClusterSettings = ClusterSettings()
     metrics: MetricsSettings = MetricsSettings()
     extensions: dict[str, SerializeAsAny[Strict]] = Field(
-        {},
+        default={},
         description="The options of work that packages add beside the night, by its name, such as "
         "{recommending: {model: DIR}} of laserbatch.research.",
     )

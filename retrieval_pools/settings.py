@@ -32,12 +32,12 @@ class PoolSettings(Frozen):
     """
 
     scope: Literal["side", "group"] = Field(
-        "side",
+        default="side",
         description="This says which texts a pool drafts from. side: all texts of the side, those of the entity's own"
         " group with more weight; group: only those of the group.",
     )
     min_support: int = Field(
-        1,
+        default=1,
         ge=1,
         description="A pool drafts an n-gram only if the texts of at least this many entities hold it. Raise it if "
         "drafts must not carry what the texts of only a few other entities say. 1: any n-gram.",
@@ -64,15 +64,15 @@ class DraftSettings(PoolSettings):
     max_local_tokens : searched of each of the own texts.
     """
 
-    group_weight: float = Field(3.0, ge=1, le=1000)
+    group_weight: float = Field(default=3.0, ge=1, le=1000)
     index_depth: Literal[16, 32, 64] = 64
-    max_match_tokens: int = Field(16, ge=1, le=MAX_MATCH_TOKENS)
-    num_context_lengths: int = Field(4, ge=1, le=MAX_CONTEXT_LENGTHS)
-    num_samples: int = Field(256, ge=1)
-    pool_escape_per_token: float | None = Field(None, gt=0)
-    local_escape: float = Field(2.2, gt=0)
-    previous_escape: float = Field(0.5, gt=0)
-    max_local_tokens: int = Field(4096, ge=1)
+    max_match_tokens: int = Field(default=16, ge=1, le=MAX_MATCH_TOKENS)
+    num_context_lengths: int = Field(default=4, ge=1, le=MAX_CONTEXT_LENGTHS)
+    num_samples: int = Field(default=256, ge=1)
+    pool_escape_per_token: float | None = Field(default=None, gt=0)
+    local_escape: float = Field(default=2.2, gt=0)
+    previous_escape: float = Field(default=0.5, gt=0)
+    max_local_tokens: int = Field(default=4096, ge=1)
 
     @classmethod
     def of(cls, settings: PoolSettings | None) -> "DraftSettings":
@@ -88,7 +88,7 @@ class PoolBuildSettings(Frozen):
     memory_mb : MiB that sorting takes at most; larger pools are sorted in parts. None: no limit.
     """
 
-    memory_mb: int | None = Field(512, ge=1)
+    memory_mb: int | None = Field(default=512, ge=1)
 
     @property
     def memory_bytes(self) -> int | None:
@@ -104,27 +104,27 @@ class RoutingOptions(Frozen):
     """
 
     scheme: Scheme = Field(
-        "router",
+        default="router",
         description="This says how groups are made. router: from interactions where there are enough, else from "
         "attributes; collaborative, attribute, random and global (one pool) are the baselines of the "
         "LASER paper.",
     )
     user_embeddings: Path | None = Field(
-        None,
+        default=None,
         description="This Parquet file holds your own vectors of users, in place of LightGCN's: columns user_id and "
         "vector (a list of floats). Users without a vector are grouped by attributes. null: LightGCN is "
         "trained.",
     )
     item_embeddings: Path | None = Field(
-        None,
+        default=None,
         description="This Parquet file holds your own vectors of items: columns item_id and vector. null: LightGCN is"
         " trained.",
     )
     user_attributes: tuple[str, ...] | None = Field(
-        None, description="Users are grouped by these columns. null: the columns are guessed."
+        default=None, description="Users are grouped by these columns. null: the columns are guessed."
     )
     item_attributes: tuple[str, ...] | None = Field(
-        None, description="Items are grouped by these columns. null: the columns are guessed."
+        default=None, description="Items are grouped by these columns. null: the columns are guessed."
     )
 
     def attributes_of(self, side: str) -> tuple[str, ...] | None:
@@ -145,8 +145,8 @@ class RoutingSettings(RoutingOptions):
     num_groups : collaborative or random groups; None: half the square root of the number of entities.
     """
 
-    min_interactions: int = Field(5, ge=1)
-    num_groups: int | None = Field(None, ge=1)
+    min_interactions: int = Field(default=5, ge=1)
+    num_groups: int | None = Field(default=None, ge=1)
 
     @classmethod
     def of(cls, options: RoutingOptions) -> "RoutingSettings":

@@ -26,9 +26,11 @@ class StepPoint(BaseModel, frozen=True, extra="forbid"):
 class DraftCost(BaseModel, frozen=True, extra="forbid"):
     """What drafting takes beside the step that verifies: of one call for all its sequences."""
 
-    seconds_per_step: float = Field(0.0, ge=0, description="Of the call itself, however many sequences it is for.")
-    seconds: float = Field(0.0, ge=0, description="Of each sequence, for a draft that finds nothing.")
-    seconds_per_token: float = Field(0.0, ge=0, description="Of each draft token.")
+    seconds_per_step: float = Field(
+        default=0.0, ge=0, description="Of the call itself, however many sequences it is for."
+    )
+    seconds: float = Field(default=0.0, ge=0, description="Of each sequence, for a draft that finds nothing.")
+    seconds_per_token: float = Field(default=0.0, ge=0, description="Of each draft token.")
 
 
 class StepCost(BaseModel, frozen=True, extra="forbid"):
@@ -37,13 +39,14 @@ class StepCost(BaseModel, frozen=True, extra="forbid"):
     Where the engine pads steps, a step costs what one of the size that it is padded to costs.
     """
 
-    name: str = Field("step cost of a file", description="What was measured: shown beside every figure.")
+    name: str = Field(default="step cost of a file", description="What was measured: shown beside every figure.")
     steps: tuple[StepPoint, ...] = Field(min_length=1, description="At least two points of each batch size.")
     padded_to: tuple[int, ...] = Field(
-        (), description="Ascending numbers of tokens to which the engine pads a step; a larger step is not padded."
+        default=(),
+        description="Ascending numbers of tokens to which the engine pads a step; a larger step is not padded.",
     )
-    draft: DraftCost = Field(DraftCost(), description="Of drafting; nothing where it was not measured.")
-    measured_on: datetime.date | None = Field(None, description="The day of the measurement.")
+    draft: DraftCost = Field(default=DraftCost(), description="Of drafting; nothing where it was not measured.")
+    measured_on: datetime.date | None = Field(default=None, description="The day of the measurement.")
 
     @model_validator(mode="after")
     def _is_a_curve(self) -> "StepCost":

@@ -22,86 +22,89 @@ class DecodingSettings(Strict):
     """How texts are drafted, verified and written."""
 
     engine: Literal["laserbatch", "vllm"] = Field(
-        "laserbatch",
+        default="laserbatch",
         description="This engine computes texts. vllm: vLLM, which must be installed, with pools of laserbatch and "
         "greedy verification.",
     )
     vllm: dict[str, Any] = Field(
-        {}, description="With engine vllm, these are more arguments of vllm.LLM, such as {tensor_parallel_size: 2}."
+        default={},
+        description="With engine vllm, these are more arguments of vllm.LLM, such as {tensor_parallel_size: 2}.",
     )
     model: str = Field(
-        "sample",
+        default="sample",
         description="This folder holds the model: safetensors weights, configuration and tokenizer. sample: the "
         "bundled model.",
     )
     adapter: str | None = Field(
-        None,
+        default=None,
         description="The LoRA adapter in this folder (PEFT, safetensors) is merged into the model; this needs the "
         "extra `lora`. null: no adapter.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto",
+        default="auto",
         description="The model computes in this type. auto: float32 on a CPU; on CUDA, or if the weights are "
         "quantised, the type of the weights.",
     )
-    batch_size: int = Field(16, ge=1, description="One worker writes this many texts at once. Use 64 to 256 on a GPU.")
+    batch_size: int = Field(
+        default=16, ge=1, description="One worker writes this many texts at once. Use 64 to 256 on a GPU."
+    )
     max_new_tokens: int = Field(
-        512,
+        default=512,
         ge=1,
         description="A text ends after this many tokens at the latest. Raise it if the report shows many cut texts.",
     )
     verifier: str = Field(
-        "relaxed",
+        default="relaxed",
         description="This rule says which drafted tokens are accepted. greedy: the model's most likely token, so the "
         "text equals that of plain decoding; relaxed: a token among the top_k and above min_probability "
         "(LASER, Eq. 8); top_k, probability: one of the two conditions alone. laserbatch.research adds typical, aasd, "
         "fly, and for samples leviathan, specinfer, k_seq, rsd.",
     )
     top_k: int = Field(
-        2,
+        default=2,
         ge=1,
         description="The verifiers top_k and relaxed accept a token among this many most probable ones. A higher "
         "number accepts more drafts and moves texts further from plain ones.",
     )
     min_probability: float = Field(
-        0.1,
+        default=0.1,
         ge=0.0,
         lt=1.0,
         description="The verifiers relaxed and probability accept a token only above this probability. A lower value "
         "accepts more drafts and moves texts further from plain ones.",
     )
     temperature: float = Field(
-        0.0,
+        default=0.0,
         ge=0.0,
         description="Texts are sampled at this temperature; at 0 each token is the most likely one. With verifier "
         "greedy, drafts do not change which text is sampled for an entity and a prompt.",
     )
     drafters: tuple[str, ...] = Field(
-        TEXT_SOURCES,
+        default=TEXT_SOURCES,
         description="Drafts come from these texts: the entity's previous text, its prompt, its output so far, and the "
         "pool. Packages add drafters of other kinds (laserbatch.research: trained, aligned, lookahead). With none "
         "decoding is plain.",
     )
     drafter_options: dict[str, SerializeAsAny[Strict]] = Field(
-        {},
+        default={},
         description="The options of drafters that packages add, by drafter, such as {trained: {head: DIR}}.",
     )
     max_draft_tokens: int | None = Field(
-        None,
+        default=None,
         ge=0,
         le=64,
         description="A draft tree has at most this many tokens; 0 decodes plainly. null: the number that is fastest "
         "by the measured cost of a step and the pool's calibration.",
     )
     min_acceptance: float | None = Field(
-        None,
+        default=None,
         ge=0.0,
         le=1.0,
         description="A token is not drafted if the estimated probability that its path is accepted is lower than "
         "this. null: the value that is fastest, chosen together with max_draft_tokens.",
     )
     step_cost: Path | None = Field(
-        None,
+        default=None,
         description="This YAML or JSON file holds the measured cost of steps, by which the draft budget is chosen. "
         "null: the first run measures it and keeps it in the workspace.",
     )
@@ -109,7 +112,7 @@ class DecodingSettings(Strict):
     # installed, else torch. A kernel that fails or differs in its first runs is given up with a warning.
     attention: Literal["auto", "torch", "triton"] = "auto"
     max_cache_tokens: int | None = Field(
-        None,
+        default=None,
         ge=1,
         description="The KV cache of a worker holds at most this many tokens; lower it if memory runs short. null: "
         "what fits into half of the free memory on a CPU, into most of it on CUDA.",

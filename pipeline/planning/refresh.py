@@ -19,25 +19,25 @@ class RefreshSettings(Strict):
     """When a text whose prompt has changed is written again, and how much a night writes."""
 
     min_interactions: int = Field(
-        0,
+        default=0,
         ge=0,
         description="A user with fewer interactions gets no new text and loses the one that there is, since there is "
         "too little to write from.",
     )
     min_new_interactions: int = Field(
-        0,
+        default=0,
         ge=0,
         description="A user whose history alone changed is rewritten once this many interactions were added or "
         "removed. 0: after any change.",
     )
     max_age_days: int | None = Field(
-        None,
+        default=None,
         ge=1,
         description="A text of an earlier prompt is rewritten once it is this many days old, even if too little "
         "changed. null: its age does not matter.",
     )
     max_tokens: int | None = Field(
-        None,
+        default=None,
         ge=1,
         description="A night writes at most about this many tokens, the most valuable texts first; the others wait "
         "for a later night. null: no limit.",

@@ -20,12 +20,12 @@ class TablesSettings(Strict):
     """The tables a run reads."""
 
     path: Path | str | None = Field(
-        None,
+        default=None,
         description="This folder, or URI (s3://bucket/prefix), holds the tables users, items and interactions. Every "
         "command except the demo needs it.",
     )
     keep_duplicates: bool = Field(
-        False,
+        default=False,
         description="Interactions that equal another one in user, item, time, event and rating are kept. Otherwise "
         "only the first of them is kept, and the others are counted.",
     )
@@ -42,11 +42,11 @@ class SourceColumn(Strict):
     """Where one attribute comes from."""
 
     column: str | None = None
-    flags: dict[str, str] = Field({})  # instead of `column`: columns of 0 and 1, and the words that make a list
+    flags: dict[str, str] = Field(default={})  # instead of `column`: columns of 0 and 1, and the words that make a list
     type: Literal["string", "int64", "float64", "bool"] | None = None  # None keeps Parquet's type, and text in a CSV
-    separator: str | None = Field(None, min_length=1)  # of a text that is split into a list of strings
-    null_values: list[str] = Field([])  # texts that mean that nothing is known
-    words: dict[str, str] = Field({})  # what codes stand for
+    separator: str | None = Field(default=None, min_length=1)  # of a text that is split into a list of strings
+    null_values: list[str] = Field(default=[])  # texts that mean that nothing is known
+    words: dict[str, str] = Field(default={})  # what codes stand for
 
     @model_validator(mode="after")
     def _is_of_one_kind(self) -> "SourceColumn":
@@ -98,12 +98,14 @@ Encoding = Annotated[str, AfterValidator(_known_encoding)]
 class CsvFormat(Strict):
     """How the CSV files of one table are written."""
 
-    delimiter: str | None = Field(None, min_length=1)  # None: tab for .tsv, else comma
+    delimiter: str | None = Field(default=None, min_length=1)  # None: tab for .tsv, else comma
     quote: str | None = (
         None  # one character; null or "": no field is quoted. Default: none where the delimiter is a tab
     )
-    escape: str | None = Field(None, min_length=1, max_length=1)  # the character before one that is meant as it is
-    null_values: list[str] = Field([])  # fields that mean that nothing is known, besides the empty one
+    escape: str | None = Field(
+        default=None, min_length=1, max_length=1
+    )  # the character before one that is meant as it is
+    null_values: list[str] = Field(default=[])  # fields that mean that nothing is known, besides the empty one
     encoding: Encoding | None = None  # None: utf-8
 
     @field_validator("quote")
@@ -138,10 +140,12 @@ class SourceFiles(Strict):
 
     files: str  # a file, a folder (all its files with rows, sub-folders too) or a pattern, inside the source folder
     csv: CsvFormat = CsvFormat()
-    delimiter: str | None = Field(None, min_length=1)  # short for `csv.delimiter`
+    delimiter: str | None = Field(default=None, min_length=1)  # short for `csv.delimiter`
     encoding: Encoding | None = None  # short for `csv.encoding`
     column_names: list[str] | None = None  # of a CSV without a header line
-    drop_without: list[str] = Field([])  # rows in which one of these columns of the table is null or blank are left out
+    drop_without: list[str] = Field(
+        default=[]
+    )  # rows in which one of these columns of the table is null or blank are left out
 
     @field_validator("files")
     @classmethod
@@ -194,7 +198,9 @@ class InteractionMapping(SourceFiles):
     event: str | None = None
     keep_duplicates: bool = False  # whether rows that are exact copies of another one are kept
     drop_unknown: bool = False  # whether rows of users or items that are in no table are left out
-    max_unknown_share: float = Field(0.5, ge=0, le=1)  # of the rows, that `drop_unknown` may leave out for one column
+    max_unknown_share: float = Field(
+        default=0.5, ge=0, le=1
+    )  # of the rows, that `drop_unknown` may leave out for one column
 
 
 class IdTypes(Strict):

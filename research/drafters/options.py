@@ -11,20 +11,22 @@ class TrainedOptions(Strict):
     """`decoding.drafter_options.trained`."""
 
     models: tuple[Path, ...] = Field(
-        (), description="The small models in these folders draft; they need the tokenizer of the model."
+        default=(), description="The small models in these folders draft; they need the tokenizer of the model."
     )
     head: Path | None = Field(
-        None, description="The head in this folder drafts; `laserbatch drafter train` trains one for the model."
+        default=None, description="The head in this folder drafts; `laserbatch drafter train` trains one for the model."
     )
-    width: int = Field(1, ge=1, le=64, description="Each of them drafts this many alternative tokens at each depth.")
+    width: int = Field(
+        default=1, ge=1, le=64, description="Each of them drafts this many alternative tokens at each depth."
+    )
     length: int = Field(
-        5,
+        default=5,
         ge=1,
         le=64,
         description="Each of them drafts this many tokens ahead; each costs one forward pass of the draft model.",
     )
     branching: tuple[int, ...] = Field(
-        (),
+        default=(),
         description="With verifier rsd, a draft has this many tokens after each node of depth 0, 1, ... (RSD-C), in "
         "place of width and length.",
     )

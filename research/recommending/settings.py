@@ -15,26 +15,27 @@ class RecommendingSettings(Strict):
     """Lists of items for every user, by a recommender over item codes (`laserbatch recommend`)."""
 
     model: Path | None = Field(
-        None, description="The recommender in this folder makes the lists; `laserbatch recommender train` makes one."
+        default=None,
+        description="The recommender in this folder makes the lists; `laserbatch recommender train` makes one.",
     )
     draft_model: Path | None = Field(
-        None,
+        default=None,
         description="The small model in this folder drafts for the recommender. null: the lists of the last night "
         "draft.",
     )
-    num_items: int = Field(20, ge=1, description="A user's list has this many items.")
+    num_items: int = Field(default=20, ge=1, description="A user's list has this many items.")
     list_again: bool = Field(
-        False,
+        default=False,
         description="Lists may hold items that the user already interacted with, as suits songs or food. Otherwise "
         "they never do, and a user who knows nearly every item gets a shorter list.",
     )
     num_drafted: int | None = Field(
-        None,
+        default=None,
         ge=0,
         description="This many paths, or listed items, are drafted for a user. null: the number that is fastest here,"
         " measured each night.",
     )
-    batch_size: int = Field(32, ge=1, description="One worker makes the lists of this many users at once.")
+    batch_size: int = Field(default=32, ge=1, description="One worker makes the lists of this many users at once.")
     keep_runs: int = Field(
-        7, ge=1, description="This many of the newest runs of lists are kept, and the published one."
+        default=7, ge=1, description="This many of the newest runs of lists are kept, and the published one."
     )

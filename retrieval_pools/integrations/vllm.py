@@ -75,7 +75,7 @@ class ProposerSettings(BaseModel, frozen=True, extra="forbid"):
     version: str | None = None
     routes: Path | None = None
     step_cost: Path | None = None
-    min_acceptance: float = Field(0.05, ge=0, le=1)
+    min_acceptance: float = Field(default=0.05, ge=0, le=1)
 
     @classmethod
     def read(cls) -> "tuple[ProposerSettings, ...]":
