@@ -27,12 +27,8 @@ from laserbatch.ctr.feature_set import read_feature_set
 from laserbatch.ctr.knowledge import Knowledge, align_sides, build_knowledge
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.ctr.training import train_model
-<<<<<<< HEAD
-from laserbatch.jobs.stages import build_pools, night
-from laserbatch.jobs.stages.encode import encode_run
-=======
 from laserbatch.jobs.stages import build_pools, night, publishing
->>>>>>> opt
+from laserbatch.jobs.stages.encode import encode_run
 from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.run_night import run_night
 from laserbatch.pipeline.decoding.drafters import RetrievalDrafter
