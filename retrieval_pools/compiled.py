@@ -15,33 +15,36 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, cast
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import from_dtype, njit, types
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.core.base import BaseContext
-from numba.core.datamodel import models, register_default
-from numba.core.typing import Signature, signature
-from numba.extending import intrinsic, lower_builtin
+from numba.core.datamodel import models
+from numba.core.datamodel.registry import register_default
+from numba.core.typing.templates import Signature, signature
+from numba.extending import intrinsic as numba_intrinsic
+from numba.extending import lower_builtin
 from numba.np.arrayobj import getitem_array_tuple, getitem_arraynd_intp, populate_array, setitem_array
 
 logger = logging.getLogger(__name__)
+intrinsic = cast(Callable[[Callable], Callable], numba_intrinsic)  # who calls one gives no typing context
 
 _HERE = Path(__file__).parent
 _SOURCES = sorted(path for pattern in ("*.py", "index/*.py", "drafting/*.py") for path in _HERE.glob(pattern))
 _STAMP = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()
 
 
-def cached(**options) -> Callable[[Callable], Callable]:
+def cached(**options) -> Callable[[Callable], Any]:
     """`numba.njit` with these options, its machine code kept on disk.
 
     A function's code holds that of those it calls, so what is kept must go when any of their files changes; numba looks
     at the function's own file alone.
     """
 
-    def compile_when_called(function: Callable) -> Callable:
+    def compile_when_called(function: Callable) -> Any:
         compiled = kept_on_disk(**options)(function)
         compiled._cache._cache_file._source_stamp = _STAMP
         return compiled
@@ -49,21 +52,21 @@ def cached(**options) -> Callable[[Callable], Callable]:
     return compile_when_called
 
 
-def kept_on_disk(**options) -> Callable[[Callable], Callable]:
+def kept_on_disk(**options) -> Callable[[Callable], Any]:
     """`numba.njit` with these options and `cache=True`, also where numba finds no folder that it may write.
 
     In a container with a read-only root and no HOME neither the folder of the package nor the user's cache may be
     written, and numba raises. The machine code then goes to a temporary folder, for this process and those it starts.
     """
 
-    def compile_when_called(function: Callable) -> Callable:
+    def compile_when_called(function: Callable) -> Any:
         try:
             return njit(cache=True, **options)(function)
         except RuntimeError as error:
             if "no locator available" not in str(error):
                 raise
         folder = str(_temporary_cache())
-        os.environ["NUMBA_CACHE_DIR"] = numba.config.CACHE_DIR = folder
+        os.environ["NUMBA_CACHE_DIR"] = cast(Any, config).CACHE_DIR = folder
         logger.warning(
             "neither the folder of the package nor the cache of the user may be written: numba's machine code goes to "
             "%s; set NUMBA_CACHE_DIR to a folder that stays, so that it is not compiled again",
@@ -149,7 +152,7 @@ def _unsigned(
     """A call whose index is one that cannot be below 0: its signature and its arguments."""
     kind, index = called_as.args[1], arguments[1]
     if isinstance(kind, types.BaseTuple):
-        kinds, values = kind.types, cgutils.unpack_tuple(builder, index, count=len(kind))
+        kinds, values = cast(types.Tuple, kind).types, cgutils.unpack_tuple(builder, index, count=len(kind))
         values = [_widened(context, builder, one, value) for one, value in zip(kinds, values, strict=True)]
         kind = types.Tuple([types.uintp if isinstance(one, types.Integer) else one for one in kinds])
         index = context.make_tuple(builder, kind, values)
@@ -191,9 +194,9 @@ def arrays_at(layout: np.dtype, whole: type[tuple], parts: Sequence[type[tuple]]
 
     It returns `whole`, a named tuple of `parts`, each a named tuple of arrays.
     """
-    inner = list(layout.fields.values())
+    inner = _fields(layout)
     kinds = [
-        types.NamedTuple([_FromStart(from_dtype(array.base), array.ndim) for array, _ in fields.fields.values()], part)
+        types.NamedTuple([_FromStart(from_dtype(array.base), array.ndim) for array, _ in _fields(fields)], part)
         for part, (fields, _) in zip(parts, inner, strict=True)
     ]
 
@@ -203,7 +206,7 @@ def arrays_at(layout: np.dtype, whole: type[tuple], parts: Sequence[type[tuple]]
             found = []
             for kind, (fields, begin) in zip(kinds, inner, strict=True):
                 arrays = []
-                for array, (dtype, offset) in zip(kind.types, fields.fields.values(), strict=True):
+                for array, (dtype, offset) in zip(kind.types, _fields(fields), strict=True):
                     place = builder.add(arguments[0], context.get_constant(types.int64, begin + offset))
                     sizes = [context.get_constant(types.intp, size) for size in dtype.shape]
                     arrays.append(_emit_array(context, builder, array, place, sizes))
@@ -213,6 +216,12 @@ def arrays_at(layout: np.dtype, whole: type[tuple], parts: Sequence[type[tuple]]
         return types.NamedTuple(kinds, whole)(types.int64), emit
 
     return views
+
+
+def _fields(layout: np.dtype) -> list[tuple[np.dtype, int]]:
+    """Of each field its dtype and where it begins."""
+    assert layout.fields is not None
+    return [(field[0], field[1]) for field in layout.fields.values()]
 
 
 def _emit_array(

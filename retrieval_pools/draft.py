@@ -5,7 +5,7 @@ What is compiled begins in `drafting/tree.py` and takes flat arrays.
 
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
@@ -71,7 +71,7 @@ class Draft:
         return self._rows[state.OUT_KIND]
 
 
-class Drafts(Sequence[Draft]):
+class Drafts:
     """What `draft_batch` found for several sequences, all of it in one array."""
 
     def __init__(self, found: np.ndarray, num_nodes: np.ndarray) -> None:
@@ -80,6 +80,9 @@ class Drafts(Sequence[Draft]):
 
     def __len__(self) -> int:
         return len(self._found)
+
+    def __iter__(self) -> Iterator[Draft]:
+        return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, number: int) -> Draft:
         return Draft(self._found[number, :, : self._num_nodes[number]])
@@ -236,12 +239,12 @@ def _pack_sequences(
     sequences = np.zeros((num_sequences, state.NUM_SEQUENCE_COLUMNS), np.int64)
     packed_contexts = _pack(contexts, sequences[:, state.CONTEXT_BEGIN : state.CONTEXT_END + 1])
     packed_previous = _pack(previous, sequences[:, state.PREVIOUS_BEGIN : state.PREVIOUS_END + 1])
-    sequences[:, state.NUM_PROMPT] = num_prompts = np.asarray(num_prompts, np.int64)
+    sequences[:, state.NUM_PROMPT] = prompts = np.asarray(num_prompts, np.int64)
     sequences[:, state.GROUP] = list(map(pool.group_code, groups))
     sequences[:, state.MAX_DEPTH] = max_depths
     num_known = sequences[:, state.CONTEXT_END] - sequences[:, state.CONTEXT_BEGIN]
-    if ((num_known < num_prompts) | (num_prompts < 0)).any():
-        raise ValueError(f"num_prompts are {num_prompts.tolist()}; the contexts have {list(map(len, contexts))} tokens")
+    if ((num_known < prompts) | (prompts < 0)).any():
+        raise ValueError(f"num_prompts are {prompts.tolist()}; the contexts have {list(map(len, contexts))} tokens")
     return packed_contexts, packed_previous, sequences
 
 
@@ -270,7 +273,7 @@ class _Workspace(threading.local):
     def __init__(self) -> None:
         self.scratch = new_scratch()
         self.sequences = np.zeros((1, state.NUM_SEQUENCE_COLUMNS), np.int64)
-        self.row = memoryview(self.sequences).cast("B").cast("q")
+        self.row = self.sequences.data.cast("B").cast("q")
 
 
 _workspace = _Workspace()

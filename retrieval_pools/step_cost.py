@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import ArrayLike
 from pydantic import BaseModel, Field, model_validator
 
 from laserbatch.retrieval_pools.errors import PoolError
@@ -96,7 +97,7 @@ class StepCost(BaseModel, frozen=True, extra="forbid"):
         of_token = np.diff(self._on_curve(batch_size, np.array([most, most + 1])))[0]
         return float(num_steps * step / batch_size + num_prompt_tokens * of_token)
 
-    def draft_seconds(self, batch_size: int, mean_drafted: np.ndarray) -> np.ndarray:
+    def draft_seconds(self, batch_size: int, mean_drafted: ArrayLike) -> np.ndarray:
         """Seconds that drafting adds to a step, by draft tokens a sequence."""
         of_one = self.draft.seconds + self.draft.seconds_per_token * np.asarray(mean_drafted)
         return self.draft.seconds_per_step + batch_size * of_one
@@ -130,4 +131,4 @@ class StepCost(BaseModel, frozen=True, extra="forbid"):
         """Packed tokens and seconds of the points of each batch size, both ascending by tokens."""
         points = sorted((one.batch_size, one.num_tokens, one.seconds) for one in self.steps)
         of_size = {size: [one[1:] for one in points if one[0] == size] for size, _, _ in points}
-        return {size: tuple(zip(*some, strict=True)) for size, some in of_size.items()}
+        return {size: (x, y) for size, some in of_size.items() for x, y in [zip(*some, strict=True)]}

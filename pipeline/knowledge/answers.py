@@ -64,10 +64,10 @@ def require_answer(
     asked, scripts = script_of(question), scripts_in(text)
     num_letters = sum(scripts.values())
     if asked is not None and num_letters >= MIN_LETTERS and scripts.get(asked, 0) < MIN_SHARE_OWN_SCRIPT * num_letters:
-        most = max(scripts, key=scripts.get)
+        most = max(scripts, key=scripts.__getitem__)
         raise RowError(f"wrong-language: asked in {asked.title()} script, answered in {most.title()}{MEANT}")
     asked, answered = language_of(question), language_of(text)
-    if None not in (asked, answered) and asked != answered:
+    if asked is not None and answered is not None and asked != answered:
         of_asked, of_answered = COMMON_WORDS[asked], COMMON_WORDS[answered]
         if _share(text, of_asked - of_answered) < MAX_SHARE_OF_QUESTION_LANGUAGE * _share(text, of_answered - of_asked):
             raise RowError(f"wrong-language: asked in {asked}, answered in {answered}{MEANT}")
@@ -77,7 +77,7 @@ def require_answer(
 def language_of(text: str) -> str | None:
     """The language whose common words make up most of a text; None of a short text, or one with few of any."""
     shares = {name: _share(text, words) for name, words in COMMON_WORDS.items()}
-    most = max(shares, key=shares.get)
+    most = max(shares, key=shares.__getitem__)
     return most if len(_WORD.findall(text)) >= MIN_WORDS and shares[most] >= MIN_SHARE_COMMON else None
 
 
@@ -111,7 +111,7 @@ def _runs(ids: np.ndarray) -> np.ndarray:
 def script_of(text: str) -> str | None:
     """The script that most letters of a text are of; None without a letter."""
     scripts = scripts_in(text)
-    return max(scripts, key=scripts.get) if scripts else None
+    return max(scripts, key=scripts.__getitem__) if scripts else None
 
 
 def scripts_in(text: str) -> dict[str, int]:

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -93,7 +93,7 @@ def chat_skeleton(
             "the model's tokenizer has no chat template, so prompts are plain text after its begin-of-text token; if "
             "the model was trained on chats, put its chat_template.jinja into the model's folder"
         )
-        bos = () if tokenizer.bos_token_id is None else (int(tokenizer.bos_token_id),)
+        bos = () if tokenizer.bos_token_id is None else (cast(int, tokenizer.bos_token_id),)
         return ChatSkeleton((Slot("user", False, False), "\n\n"), True, (), bos)
     rendered = _apply(tokenizer, ["system", "user"], chat_options, date) if with_system else ""
     merges_system = any(rendered.count(sentinel) != 1 for sentinel in _SENTINELS.values())
@@ -134,7 +134,8 @@ def _apply(
         options |= json.loads(chat_options)
         if date is not None and "strftime_now" in (template := tokenizer.get_chat_template()):
             options["chat_template"] = _strftime_macro(date) + template
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        return cast(str, rendered)
     except Exception as error:  # a chat template is a program of the model's and may raise anything
         if "system" in roles:
             return ""  # many templates refuse a system message
@@ -182,5 +183,5 @@ def control_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
     for token_id, token in zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True):
         control[token_id] = token
     if tokenizer.unk_token_id not in (None, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
-        control.pop(tokenizer.unk_token_id, None)  # an unknown character is no control
+        control.pop(cast(int, tokenizer.unk_token_id), None)  # an unknown character is no control
     return control

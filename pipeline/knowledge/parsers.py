@@ -83,9 +83,11 @@ def _attributes(text: str, factors: tuple[str, ...]) -> dict[str, str]:
     known = {factor.lower(): factor for factor in factors}
     fields: dict[str, str] = {}
     for line in text.splitlines():
-        body = line[_BULLET.match(line).end() :]
+        body = _BULLET.sub("", line, count=1)
         label = _LABEL.match(body)
-        name = known.get(label.group(1).strip(" *").lower()) if label else None
+        if label is None:
+            continue
+        name = known.get(label.group(1).strip(" *").lower())
         if name is not None and body[label.end() :].strip(" *"):
             fields.setdefault(name, body[label.end() :].strip(" *"))
     if not fields:
@@ -118,8 +120,9 @@ def _text_of(name: str, kind: str, value: Any) -> tuple[str, bool]:
     """A field as text, and whether it was of the kind asked for. Raises RowError where it is nothing of the sort."""
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         return str(value).strip(), kind == "text" and isinstance(value, str)
-    is_plain = isinstance(value, list) and all(isinstance(part, str | int | float) for part in value)
-    parts = [str(part).strip() for part in value if str(part).strip()] if is_plain else []
+    parts = []
+    if isinstance(value, list) and all(isinstance(part, str | int | float) for part in value):
+        parts = [str(part).strip() for part in value if str(part).strip()]
     if not parts:
         raise RowError(f"wrong-type: {name!r} is {json.dumps(value, ensure_ascii=False)[:60]}; expected a {kind}")
     return ", ".join(dict.fromkeys(parts)), kind == "list"
@@ -165,6 +168,7 @@ def load_parser(path: Path) -> Callable[[str], dict[str, str]]:
     """The function `parse` of a Python file. Raises ConfigError where it cannot be had."""
     try:
         spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module.parse

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -38,7 +39,8 @@ class SideQuestions:
 
     def __init__(self, tables: Tables, side: Side, template: PromptTemplate, shared: str) -> None:
         self.entities, self.tables = tables.entities(side), tables
-        self.side, self._template, self._shared = side, template, shared
+        self.side: Side = side
+        self._template, self._shared = template, shared
 
     def fingerprints(self, start: int, stop: int) -> pa.Array:
         """Fingerprints of the entities of some rows, by `prompts.PARTS`; null where an item has no title."""
@@ -70,6 +72,11 @@ class SideQuestions:
         columns = [self._attribute_lines(part), history, pa.array(num_events)]
         return pa.table(columns, SHOWN_SCHEMA)
 
+    @property
+    def _history_lines(self) -> HistoryLines:
+        assert self._template.history is not None
+        return self._template.history
+
     @cached_property
     def histories(self) -> Histories:
         """Of users, what they did with which items."""
@@ -78,7 +85,7 @@ class SideQuestions:
     @cached_property
     def _events(self) -> tuple[pa.Array, pa.Array]:
         """Of each item what a line of history shows: title, and attributes or null."""
-        columns, items = self._template.history, self.tables.items
+        columns, items = self._history_lines, self.tables.items
         title = _mapped(items["title"], lambda value: plain_text(str(value), columns.max_value_chars))
         names = _shown_names(items, columns, ("item_id", "title"), self.tables.personal.get("item", ()))
         texts = [_mapped(items[name], lambda value, name=name: value_text(value, columns, name)) for name in names]
@@ -86,7 +93,7 @@ class SideQuestions:
 
     def item_texts(self, titles: Collection[str]) -> dict[str, dict[str, str]]:
         """What histories show of the items of some titles, as prompts have these: by title, texts by column."""
-        columns, items = self._template.history, self.tables.items
+        columns, items = self._history_lines, self.tables.items
         is_wanted = pc.is_in(self._events[0], value_set=pa.array(titles, pa.string()))
         part, found = items.filter(is_wanted), self._events[0].filter(is_wanted).to_pylist()
         texts: dict[str, dict[str, str]] = {title: {} for title in found}
@@ -123,7 +130,7 @@ class SideQuestions:
 
     def _labels(self, places: np.ndarray) -> pa.Array:
         """What is said of the events of some places, string[n]: the event, the rating, both; null where neither is."""
-        lines, (events, ratings) = self._template.history, (self.histories.values(n, places) for n in LABEL_COLUMNS)
+        lines, (events, ratings) = self._history_lines, (self.histories.values(n, places) for n in LABEL_COLUMNS)
         kind = {pa.null(): pa.float64(), pa.bool_(): pa.int8()}.get(ratings.type, ratings.type)
         rated = _mapped(ratings.cast(kind), lambda value: _rating_label(value, lines))
         if events.null_count == len(events):
@@ -149,7 +156,7 @@ def _shown_names(table: pa.Table, columns: Columns, left_out: tuple[str, ...], p
     return columns.shown(dict.fromkeys(names), personal)
 
 
-def _mapped(column: pa.ChunkedArray | pa.Array, show: Callable[[object], str | None]) -> pa.Array:
+def _mapped(column: pa.ChunkedArray | pa.Array, show: Callable[[Any], str | None]) -> pa.Array:
     """The text of each distinct value, made once; null where there is none."""
     values = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     if pt.is_list(values.type) and not pc.any(_is_undecided(values.flatten())).as_py():

@@ -92,7 +92,7 @@ class PreviousKnowledge:
 
     def only_file(self, rows: np.ndarray, entity_id_type: pa.DataType) -> Path | None:
         """The file that holds the records of some rows as tonight's would, and no others; None where there is none."""
-        if not self.num_rows or len(rows) != self.num_rows:
+        if self._folder is None or not self.num_rows or len(rows) != self.num_rows:
             return None
         files = [file for file in self._folder.glob("*.parquet") if pq.read_metadata(file).num_rows]
         if len(files) != 1:
@@ -118,7 +118,7 @@ class PreviousKnowledge:
 def _taken(folder: Path | None, num_rows: int, rows: np.ndarray, columns: list[str]) -> Iterator[pa.RecordBatch]:
     is_taken, start = np.zeros(num_rows, bool), 0
     is_taken[rows] = True
-    for batch in iter_parquet(folder, columns) if len(rows) else ():
+    for batch in iter_parquet(folder, columns) if folder is not None and len(rows) else ():
         mask = is_taken[start : start + batch.num_rows]
         start += batch.num_rows
         if mask.any():

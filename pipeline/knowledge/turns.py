@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from laserbatch.pipeline.knowledge.chat_format import control_tokens
 from laserbatch.pipeline.knowledge.thoughts import is_thought_mark
@@ -79,7 +79,7 @@ def _between_messages(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[str], 
             rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception:  # a chat template is a program of the model's; many refuse a system message
             continue
-        parts = re.split("(" + "|".join(roles) + ")", rendered)
+        parts = re.split("(" + "|".join(roles) + ")", cast(str, rendered))
         return parts[::2], [roles[placeholder] for placeholder in parts[1::2]]
     return [""], []
 

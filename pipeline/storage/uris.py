@@ -6,7 +6,7 @@ Credentials come from the standard chain of each service alone (for S3 the envir
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from laserbatch.pipeline.errors import ConfigError, LaserbatchError, first_line
 
@@ -21,7 +21,7 @@ ADVICE = (
 )
 
 
-def is_uri(path: object) -> bool:
+def is_uri(path: object) -> TypeGuard[str]:
     """Whether it is text such as `s3://bucket/prefix`."""
     return isinstance(path, str) and "://" in path
 

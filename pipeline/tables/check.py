@@ -152,30 +152,32 @@ def _check_interactions(
     num_rows = 0
     for part in _open_parts(path, "interactions", findings):
         num_rows += 0 if part.file is None else part.file.metadata.num_rows
-        comparable: dict[str, str] = {}  # column of interactions -> its entity table
+        comparable: dict[str, tuple[str, pa.Array]] = {}  # column of interactions -> its entity table and its ids
         for table, column in ID_COLUMNS.items():
             known = known_ids[table]
             if known is None or column not in part.usable:
                 continue
             kind = id_type(part.schema.field(column).type)
             if kind == known.type:
-                comparable[column] = table
+                comparable[column] = table, known
                 continue
             found = f"the column is of type {kind}, but of type {known.type} in {table}"
             advice = "write ids of one type, or set `ids` in the mapping of `laserbatch data import`"
             findings.add(Finding("types-differ", "interactions", found, "one type", advice, column, part.name))
         # Looking ids up begins with a table of all that are known: not for fewer rows than that has.
-        rows_at_once = max([BATCH_ROWS, *(len(known_ids[table]) for table in comparable.values())])
+        rows_at_once = max([BATCH_ROWS, *(len(known) for _, known in comparable.values())])
         for first_row, batch in _checked_batches(part, findings, rows_at_once):
-            is_later = before.is_later(batch["timestamp"]) if known_before and "timestamp" in part.usable else None
-            for column, table in comparable.items():
-                values = batch[column].cast(known_ids[table].type, safe=False)
+            is_later = None
+            if before and known_before and "timestamp" in part.usable:
+                is_later = before.is_later(batch["timestamp"])
+            for column, (table, known) in comparable.items():
+                values = batch[column].cast(known.type, safe=False)
                 if is_later is None or column not in known_before:
-                    is_known = pc.is_in(values, value_set=known_ids[table])
+                    is_known = pc.is_in(values, value_set=known)
                 elif not pc.any(is_later, min_count=0).as_py():
                     continue
                 else:
-                    later = pc.is_in(values.filter(is_later), value_set=known_ids[table])
+                    later = pc.is_in(values.filter(is_later), value_set=known)
                     is_known = pc.replace_with_mask(pc.invert(is_later), is_later, later)
                 unknown = pc.and_(pc.is_valid(values), pc.invert(is_known))
                 found = f"{table} has no such {column}:"
@@ -279,7 +281,7 @@ def _checked_batches(
     Yields the number of the first row, and the values by column. Damage that shows only now becomes a finding.
     """
     columns, first_row = part.ruled_columns(), 0
-    if not columns:
+    if part.file is None or not columns:
         return
     try:
         for batch in part.file.iter_batches(rows_at_once, columns=columns):
@@ -287,6 +289,7 @@ def _checked_batches(
             values |= {name: in_unit(values[name], unit) for name, unit in part.units.items() if name in values}
             for column, array in values.items():
                 role = RATING_OF_EVENT if column == "rating" and "event" in values else role_of(part.table, column)
+                assert role is not None
                 for rule in role.rules:
                     rule.check(part.table, column, part.name, first_row, array, findings)
             yield first_row, values

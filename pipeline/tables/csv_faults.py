@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from laserbatch.pipeline.errors import TableError
-from laserbatch.pipeline.tables.settings import CsvFormat
+from laserbatch.pipeline.tables.settings import FileFormat
 
 CHUNK_BYTES = 1 << 24
 _MARKS = (
@@ -56,7 +56,7 @@ class Doubts:
     """What the quotes of a file that is being read leave in doubt."""
 
     path: Path
-    form: CsvFormat
+    form: FileFormat
     over_lines: _Doubt = field(default_factory=_Doubt)
     kept_quotes: _Doubt = field(default_factory=_Doubt)
     single_quotes: _Doubt = field(default_factory=_Doubt)  # around all values of a column
@@ -194,7 +194,7 @@ def encoding_doubt(path: Path, encoding: str) -> str | None:
     )  # fmt: skip
 
 
-def quote_fault(path: Path, form: CsvFormat, is_sure: bool = False) -> str | None:
+def quote_fault(path: Path, form: FileFormat, is_sure: bool = False) -> str | None:
     """Where a field goes on after its closing quote, or a quote is never closed: Arrow reads both.
 
     The quote before it was probably plain text. Unless it `is_sure` that a strict reader has to look, which is slow,
@@ -231,10 +231,11 @@ def quote_fault(path: Path, form: CsvFormat, is_sure: bool = False) -> str | Non
     )
 
 
-def _has_text_beside_quotes(path: Path, form: CsvFormat) -> bool:
+def _has_text_beside_quotes(path: Path, form: FileFormat) -> bool:
     """Whether a quote has neither a delimiter nor a line's end beside it, nor a quote behind it."""
     if "A\n".encode(form.encoding) != b"A\n":
         return True  # bytes are no characters
+    assert form.quote is not None
     ends = list(form.delimiter.encode(form.encoding) + b"\r\n")
     with pa.input_stream(str(path)) as raw:
         held = b"\n"
@@ -248,8 +249,9 @@ def _has_text_beside_quotes(path: Path, form: CsvFormat) -> bool:
     return False
 
 
-def unclosed_quote(path: Path, form: CsvFormat, row: int, last: pa.RecordBatch) -> str | None:
+def unclosed_quote(path: Path, form: FileFormat, row: int, last: pa.RecordBatch) -> str | None:
     """What is said where the last value begins with a quote and holds all lines that follow, as Arrow takes it."""
+    assert form.quote is not None
     value = last.column(last.num_columns - 1)[-1].as_py() if last.num_columns else None
     if value is None or "\n" not in value:
         return None
@@ -272,7 +274,7 @@ def open_lines(raw: pa.NativeFile, encoding: str) -> io.TextIOWrapper:
     return io.TextIOWrapper(raw, encoding=encoding, newline="")
 
 
-def python_reader(lines: io.TextIOWrapper, form: CsvFormat) -> Any:
+def python_reader(lines: io.TextIOWrapper, form: FileFormat) -> Any:
     """Python's reader of the same format, which is slow, and strict about quotes."""
     quoting = csv.QUOTE_MINIMAL if form.quote else csv.QUOTE_NONE
     return csv.reader(

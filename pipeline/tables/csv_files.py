@@ -1,6 +1,7 @@
 """CSV files of any format, read as text in batches; what is in doubt is counted, shown or refused (`csv_faults.py`)."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,23 +17,23 @@ from laserbatch.pipeline.tables.csv_faults import (
     quote_fault,
     unclosed_quote,
 )
-from laserbatch.pipeline.tables.settings import CsvFormat, SourceFiles
+from laserbatch.pipeline.tables.settings import FileFormat, SourceFiles
 
 
 def read_csv(path: Path, files: SourceFiles, note: Callable[[str], object]) -> Iterator[pa.RecordBatch]:
     """A CSV as text columns: nothing is guessed, so the zip code 01234 stays one."""
     form = files.csv_format(path)
     delimiter = form.delimiter
-    is_long = len(delimiter) > 1  # MovieLens' `::`
-    if is_long:
+    held = None
+    if len(delimiter) > 1:  # MovieLens' `::`
         with pa.input_stream(str(path)) as raw:
             held = pa.py_buffer(raw.read().replace(delimiter.encode(form.encoding), b"\x1f"))
         delimiter = "\x1f"
 
     def opened() -> pa.NativeFile:
-        return pa.BufferReader(held) if is_long else pa.input_stream(str(path))
+        return pa.input_stream(str(path)) if held is None else pa.BufferReader(held)
 
-    form = form.model_copy(update={"delimiter": delimiter})
+    form = replace(form, delimiter=delimiter)
     names = files.column_names
     if names is None:
         with open_lines(opened(), form.encoding) as lines:
@@ -68,7 +69,7 @@ def read_csv(path: Path, files: SourceFiles, note: Callable[[str], object]) -> I
             raise TableError(fault)
 
 
-def csv_fault(path: Path, form: CsvFormat, error: Exception) -> str | None:
+def csv_fault(path: Path, form: FileFormat, error: Exception) -> str | None:
     """Why a CSV cannot be read, where its encoding or its quotes say so."""
     if isinstance(error, UnicodeDecodeError) or "UTF8" in str(error):
         return encoding_fault(path, form.encoding)

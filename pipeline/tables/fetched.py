@@ -33,9 +33,9 @@ def copy_of(path: Path | str) -> Path | None:
     return _COPIES.get(without_credentials(path)) if is_uri(path) else None
 
 
-def use_copy(path: Path | str, folder: Path) -> None:
+def use_copy(uri: str, folder: Path) -> None:
     """Read the tables at a URI from the copy of another process, which goes on living meanwhile and removes it."""
-    uri = without_credentials(path)
+    uri = without_credentials(uri)
     _COPIES[uri], _URIS[folder] = folder, uri
 
 

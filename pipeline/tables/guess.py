@@ -100,7 +100,7 @@ def read_sources(folder: Path, note: Callable[[str], object] = lambda text: None
             if not listed:
                 continue
             options = {} if is_parquet(listed[0].path) else _csv_options(listed[0].path)
-            files = SourceFiles(files=path.name, **options)
+            files = SourceFiles.model_validate({"files": path.name, **options})
             with closing(read_source(files, folder, path.stem, note)) as batches:
                 first, is_whole = next(batches, None), False
                 try:
@@ -145,8 +145,10 @@ def guess_mapping(sources: list[SourceTable]) -> GuessedMapping:
     _add_entities(guessed, "items", items, {"id": of_item.id, "title": title})
     _add_log(guessed, log, of_user, of_item)
     for side, join, entities in (("user", of_user, users), ("item", of_item, items)):
-        is_known = entities is not None and None not in (join.of_log.value, join.id.value)
-        if is_known and log.is_text(join.of_log.value) != entities.is_text(join.id.value):
+        of_log, of_id = join.of_log.value, join.id.value
+        if entities is None or of_log is None or of_id is None:
+            continue
+        if log.is_text(of_log) != entities.is_text(of_id):
             guessed.mapping.setdefault("ids", {})[f"{side}_id"] = "string"
             guessed.reasons["ids", f"{side}_id"] = "guessed: numbers in one of the files, text in the other"
     for source in sources:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -49,7 +50,7 @@ class SourceTable:
         """The name without suffix or parts."""
         return re.split(r"[./]", self.name)[0]
 
-    def named(self, pattern: str, taken: Iterable[str] = ()) -> list[str]:
+    def named(self, pattern: str, taken: Iterable[str | None] = ()) -> list[str]:
         """The columns whose name matches and is not taken."""
         taken = {*taken}
         names = (name for name in self.head.column_names if name not in taken)
@@ -150,7 +151,7 @@ def _overlap(log: SourceTable, of_log: str, entities: SourceTable, of_id: str) -
     return len(values & entities.id_set(of_id)) / len(values) if values else 0.0
 
 
-def guess_title(items: SourceTable, taken: Iterable[str]) -> Guess:
+def guess_title(items: SourceTable, taken: Iterable[str | None]) -> Guess:
     """The title of items: text, of most rows, that differs between most of them."""
     found, contradicted = [], []
     for place, name in enumerate(items.named(TITLE, taken)):
@@ -179,7 +180,7 @@ class TimeGuess:
     doubt: str | None = None
 
 
-def guess_time(log: SourceTable, taken: Iterable[str]) -> TimeGuess:
+def guess_time(log: SourceTable, taken: Iterable[str | None]) -> TimeGuess:
     """When interactions were: a column whose values are times of our days; one named otherwise has to be no number."""
     named, contradicted = log.named(TIME, taken), []
     for name in [*named, *log.named("", [*taken, *named])]:
@@ -227,7 +228,7 @@ def _units(column: pa.Array) -> list[tuple[str, str, str]]:
     return found[:1] if found and found[0][0] in sc.UNITS_PER_SECOND else found
 
 
-def guess_rating(log: SourceTable, taken: Iterable[str]) -> Guess | None:
+def guess_rating(log: SourceTable, taken: Iterable[str | None]) -> Guess | None:
     """How interactions were rated: numbers that repeat."""
     for name in log.named(RATING, taken):
         column = log.head[name].combine_chunks()
@@ -243,7 +244,7 @@ def guess_rating(log: SourceTable, taken: Iterable[str]) -> Guess | None:
     return None
 
 
-def guess_event(log: SourceTable, taken: Iterable[str]) -> Guess | None:
+def guess_event(log: SourceTable, taken: Iterable[str | None]) -> Guess | None:
     """What was done: a few words that repeat."""
     for name in log.named(EVENT, taken):
         values, kind = log.values(name), sc.plain_type(log.head[name].type)
@@ -255,7 +256,7 @@ def guess_event(log: SourceTable, taken: Iterable[str]) -> Guess | None:
     return None
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: Any) -> bool:
     try:
         float(value)
     except (TypeError, ValueError):

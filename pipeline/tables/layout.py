@@ -298,5 +298,5 @@ def _bad_partition(table: str, found: str, expected: str, advice: str) -> Faulty
 def _require_plain(folders: Iterable[Path], table: str) -> None:
     """Refuse folders in which a format keeps the files of several versions."""
     for folder in folders:
-        if format_of(folder):
-            raise versions_refused(folder, table)
+        if kind := format_of(folder):
+            raise versions_refused(folder, kind, table)

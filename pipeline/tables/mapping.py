@@ -233,11 +233,12 @@ class _Import:
                     self.progress(batch.rows.num_rows, table)
 
         parts = batches()
-        first_file, first = next(parts, (None, None))
-        if first is None:
+        start = next(parts, None)
+        if start is None:
             raise TableError(
                 f"table {table}: its source files have no rows; expected at least one. Check `files` in the mapping."
             )
+        first_file, first = start
         others = (_alike(rows, file, first.schema, first_file, table) for file, rows in parts)
         write_parquet(chain([first], others), self.out / f"{table}.parquet", first.schema)
         self.judge_times(table)
@@ -318,7 +319,7 @@ class _Import:
                     f"{file}: {column} is {rows[column].type}, but {ids.type} in the table that lists them. "
                     f"Set `ids: {{{column}: {ids.type}}}` in the mapping."
                 )
-            if wanted.drop_unknown:
+            if isinstance(wanted, InteractionMapping) and wanted.drop_unknown:
                 is_known = pc.is_in(rows[column], ids)
                 unknown = self.unknown.setdefault(column, _Unknown(ids.slice(0, NUM_EXAMPLES).to_pylist()))
                 unknown.num_rows += len(is_known)

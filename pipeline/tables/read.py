@@ -240,7 +240,7 @@ def iter_rows(path: Path, table: str) -> Iterator[pa.RecordBatch]:
         parts = typed_parts(listing.files, table)
         for sentence in name_left_out(listing.left_out):
             _warn_once(f"{path}: {sentence}")
-    first: pa.Schema | None = None
+    first = None
     for part in parts:
         with _naming(table, part.path), part.open() as opened:
             first = first or opened.schema_arrow

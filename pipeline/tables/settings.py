@@ -4,6 +4,7 @@ The mapping is read from a YAML file; `configs/import_example.yaml` explains eac
 """
 
 import codecs
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Annotated, Literal
 
@@ -124,8 +125,8 @@ class CsvFormat(Strict):
 
     @model_validator(mode="after")
     def _can_be_read(self) -> "CsvFormat":
-        for value in self.null_values if self.escape else ():
-            if value.startswith(self.escape):
+        for value in self.null_values:
+            if self.escape and value.startswith(self.escape):
                 raise ValueError(
                     f"the null value {value!r} begins with the `escape`, which is taken away before null values are "
                     "looked for; leave out `escape`, or export nulls as empty fields"
@@ -133,6 +134,17 @@ class CsvFormat(Strict):
         if len(self.delimiter or "") > 1 and (self.quote or self.escape):
             raise ValueError("`quote` and `escape` need a `delimiter` of one character; leave them out, or convert")
         return self
+
+
+@dataclass(frozen=True)
+class FileFormat:
+    """How one CSV file is read: a `CsvFormat` with the defaults for the file's name filled in."""
+
+    delimiter: str
+    quote: str | None
+    escape: str | None
+    null_values: list[str]
+    encoding: str
 
 
 class SourceFiles(Strict):
@@ -165,13 +177,13 @@ class SourceFiles(Strict):
             raise ValueError("`quote` and `escape` need a `delimiter` of one character; leave them out, or convert")
         return self
 
-    def csv_format(self, path: PurePath) -> CsvFormat:
+    def csv_format(self, path: PurePath) -> FileFormat:
         """How a CSV file is read, with the defaults for its name filled in."""
         delimiter = self.csv.delimiter or self.delimiter or ("\t" if ".tsv" in path.suffixes else ",")
         is_quoted = delimiter != "\t" and len(delimiter) == 1
         quote = self.csv.quote if "quote" in self.csv.model_fields_set else '"' if is_quoted else None
         encoding = self.csv.encoding or self.encoding or "utf-8"
-        return self.csv.model_copy(update={"delimiter": delimiter, "quote": quote, "encoding": encoding})
+        return FileFormat(delimiter, quote, self.csv.escape, self.csv.null_values, encoding)
 
 
 class EntityMapping(SourceFiles):

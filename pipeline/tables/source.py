@@ -4,7 +4,7 @@ What cannot be had is named with file, column, row and value.
 """
 
 import csv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,7 +147,7 @@ def list_source(files: SourceFiles, source: Path, table: str) -> Listing:
 
 def read_source(
     files: SourceFiles, source: Path, table: str, note: Callable[[str], object] = lambda text: None
-) -> Iterator[SourceBatch]:
+) -> Generator[SourceBatch, None, None]:
     """The rows of a table's source files, in name order, with the columns that the names of their folders hold.
 
     `note` is called with what the quotes of a CSV file leave in doubt: fields over several lines, quotes kept as text.

@@ -61,10 +61,11 @@ def current_rows(folder: Path, table: str) -> Path:
     Raises FaultyTable for another format, where the library is not installed, and for what it cannot read.
     """
     kind = format_of(folder)
-    read = {"Delta": _delta, "Iceberg": _iceberg}.get(kind)
-    if read is None:
-        raise versions_refused(folder, table)
-    library = {"Delta": "deltalake", "Iceberg": "pyiceberg"}[kind]
+    assert kind is not None
+    readers = {"Delta": ("deltalake", _delta), "Iceberg": ("pyiceberg", _iceberg)}
+    if kind not in readers:
+        raise versions_refused(folder, kind, table)
+    library, read = readers[kind]
     expected = f"{_with_article(kind)} table that {library} reads"
     try:
         with _WRITING:
@@ -89,9 +90,9 @@ def current_rows(folder: Path, table: str) -> Path:
 EXPORT = "write its current rows as plain Parquet with the engine that wrote it, and give that folder"
 
 
-def versions_refused(folder: Path, table: str) -> FaultyTable:
+def versions_refused(folder: Path, kind: str, table: str) -> FaultyTable:
     """What is raised for a folder with files of several versions that cannot be told apart here."""
-    found = f"{shown_path(folder)} is {_with_article(format_of(folder))} table, with files of several versions"
+    found = f"{shown_path(folder)} is {_with_article(kind)} table, with files of several versions"
     expected = "plain Parquet files, or a Delta or Iceberg table that is named as a whole"
     return FaultyTable(Finding("versioned-table", table, found, expected, EXPORT))
 
@@ -133,16 +134,16 @@ def _iceberg(folder: Path) -> _Version:
 
     newest = _newest_metadata(folder)
     metadata = FromInputFile.table_metadata(opened(newest))
-    location = _without_scheme(metadata.location)
+    root = _without_scheme(metadata.location)
 
     class InThisFolder(PyArrowFileIO):
         """Reads what the metadata name at the table's location, which may have been another place, from its folder."""
 
-        def new_input(self, location_of_file: str) -> PyArrowFile:
-            within = _without_scheme(location_of_file)
-            if not within.startswith(f"{location}/") or ".." in within.split("/"):
-                raise ValueError(f"its file {location_of_file} is not below {metadata.location}, where the table is")
-            return opened(folder / within.removeprefix(f"{location}/"))
+        def new_input(self, location: str) -> PyArrowFile:
+            within = _without_scheme(location)
+            if not within.startswith(f"{root}/") or ".." in within.split("/"):
+                raise ValueError(f"its file {location} is not below {metadata.location}, where the table is")
+            return opened(folder / within.removeprefix(f"{root}/"))
 
     snapshot = metadata.current_snapshot()
     table = StaticTable(("static", str(newest)), metadata, str(newest), InThisFolder(), NoopCatalog("static"))

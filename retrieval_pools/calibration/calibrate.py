@@ -84,13 +84,15 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
     options = DraftOptions() if options is None else options
     texts = _of_bounded_length(texts, MAX_TOKENS)
     plain = _with_best_escape(pool.with_calibration(None), texts, options)
+    pool_escape = plain.settings.pool_escape_per_token
+    assert pool_escape is not None
     widest = replace(options, max_nodes=MAX_NODES, min_acceptance=0.0)
     others = texts[1::2]
     nodes = [replay_nodes(plain, half, widest, options) for half in (texts[0::2], others)]
     nodes = [part[part["is_parent_accepted"]] for part in nodes]
     fitted_to_half = plain.with_curves(curves_of(fit_sources(nodes[0])))
     return Calibration(
-        pool_escape=plain.settings.pool_escape_per_token,
+        pool_escape=pool_escape,
         num_texts=len(texts),
         num_tokens=sum(len(text.text_ids) for text in texts),
         sources=fit_sources(np.concatenate(nodes)),
@@ -239,10 +241,11 @@ def replay_budgets(
     num_prompt, num_tokens = len(text.prompt_ids), len(text.text_ids)
     context = np.concatenate([text.prompt_ids, text.text_ids]).astype(np.int32)
     contexts = [context[: num_prompt + position] for position in range(num_tokens + 1)]
-    of_each = ([value] * len(contexts) for value in (num_prompt, text.previous_ids, text.group))
+    num_prompts, previous = [num_prompt] * len(contexts), [text.previous_ids] * len(contexts)
+    drafts = draft_batch(pool, contexts, num_prompts, previous, [text.group] * len(contexts), **widest)
     truth = text.text_ids.tolist()
     num_drafted, num_accepted = np.zeros((2, len(contexts), len(budgets)), np.int64)
-    for position, tree in enumerate(draft_batch(pool, contexts, *of_each, **widest)):
+    for position, tree in enumerate(drafts):
         likely = np.searchsorted(-tree.log_acceptance, -least, side="right")  # the most probable nodes come first
         num_drafted[position] = np.minimum(sizes, likely)
         num_accepted[position] = np.searchsorted(accepted_path(tree, truth, position), num_drafted[position])
@@ -262,7 +265,7 @@ def _replayed(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions) ->
     texts = texts[::stride]
     if not texts:
         return None
-    num_at_knots = sum(replay_budgets(pool, text, options) for text in texts)
+    num_at_knots = np.sum([replay_budgets(pool, text, options) for text in texts], axis=0)
     num_steps, num_tokens = num_at_knots.sum(axis=1), sum(len(text.text_ids) for text in texts)
     tokens_per_step = (num_tokens + len(texts)) / num_steps  # every text's end is written too
     shares = num_at_knots / num_steps[:, None]

@@ -9,7 +9,7 @@ more than a replay of its texts.
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -67,13 +67,16 @@ class Tree(Protocol):
     """What is used of a draft: parents come before their children, -1 is the context's last token."""
 
     @property
-    def token_ids(self) -> Sequence[int]: ...
+    def token_ids(self) -> Sequence[int] | np.ndarray: ...
     @property
-    def parents(self) -> Sequence[int]: ...
+    def parents(self) -> Sequence[int] | np.ndarray: ...
+
+
+TreeT = TypeVar("TreeT", bound=Tree)
 
 
 @dataclass(frozen=True)
-class ReplayStep:
+class ReplayStep(Generic[TreeT]):
     """One draft along a text.
 
     Attributes
@@ -85,7 +88,7 @@ class ReplayStep:
     """
 
     position: int
-    tree: Tree
+    tree: TreeT
     path: list[int]
     draft_us: float
 
@@ -146,8 +149,8 @@ def replay_nodes(
     return np.concatenate([np.empty(0, NODE), *drafts])
 
 
-def _nodes(step: ReplayStep) -> np.ndarray:
-    tree: Draft = step.tree
+def _nodes(step: ReplayStep[Draft]) -> np.ndarray:
+    tree = step.tree
     is_accepted = np.zeros(len(tree) + 1, bool)
     is_accepted[[*step.path, -1]] = True  # the root comes last: it is the parent -1
     nodes = np.empty(len(tree), NODE)
@@ -159,7 +162,7 @@ def _nodes(step: ReplayStep) -> np.ndarray:
 
 def pool_steps(
     pool: Pool | None, text: ReplayText, options: DraftOptions | None = None, verified: DraftOptions | None = None
-) -> Iterator[ReplayStep]:
+) -> Iterator[ReplayStep[Draft]]:
     """The drafts along one text, as `draft` makes them for a sequence whose model writes that text.
 
     Parameters
@@ -174,18 +177,21 @@ def pool_steps(
     def draft_after(position: int) -> Draft:
         return draft(pool, context[: num_prompt + position], num_prompt, text.previous_ids, text.group, **asked)
 
+    if verified is None:
+        return steps_along(text.text_ids, draft_after)
+
     def num_verified(tree: Draft) -> int:  # the most probable nodes come first
         is_likely = np.exp(tree.log_acceptance) >= verified.min_acceptance
         return min(verified.max_nodes, int(np.count_nonzero(is_likely)))
 
-    return steps_along(text.text_ids, draft_after, verified and num_verified)
+    return steps_along(text.text_ids, draft_after, num_verified)
 
 
 def steps_along(
     text_ids: np.ndarray,
-    draft_after: Callable[[int], Tree],
-    num_verified: Callable[[Tree], int] | None = None,
-) -> Iterator[ReplayStep]:
+    draft_after: Callable[[int], TreeT],
+    num_verified: Callable[[TreeT], int] | None = None,
+) -> Iterator[ReplayStep[TreeT]]:
     """Draft along a text with any drafter. Every step ends with a bonus token, the last one with the end token.
 
     Parameters

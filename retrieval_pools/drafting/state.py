@@ -5,6 +5,7 @@ arrays would take numba microseconds to unpack.
 """
 
 from collections import namedtuple
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -57,6 +58,12 @@ class Index(NamedTuple):
     starts: np.ndarray
     support: np.ndarray | None
     depth: int
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, np.ndarray], depth: int) -> "Index":
+        """The index of arrays by name; `support` may be missing."""
+        tokens, order, group_codes, starts = (arrays[name] for name in cls._fields[:4])
+        return cls(tokens, order, group_codes, starts, arrays.get("support"), depth)
 
 
 class CompiledIndex(NamedTuple):
@@ -283,8 +290,10 @@ SCRATCH = np.dtype(
     ],
     align=True,
 )
-Lookup, Levels, Candidates, Runs, Frontier = (namedtuple(name.title(), SCRATCH[name].names) for name in SCRATCH.names)
-Scratch = namedtuple("Scratch", SCRATCH.names)
+Lookup, Levels, Candidates, Runs, Frontier = (
+    namedtuple(name.title(), SCRATCH[name].names or ()) for name in SCRATCH.names or ()
+)
+Scratch = namedtuple("Scratch", SCRATCH.names or ())
 scratch_at = arrays_at(SCRATCH, Scratch, (Lookup, Levels, Candidates, Runs, Frontier))
 
 

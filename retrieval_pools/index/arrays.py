@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import BinaryIO, TypeVar
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -28,14 +29,14 @@ _header_lock = threading.Lock()
 class ArrayWriter:
     """An array that is written as it is made; its length is known when the `with` block ends, which closes the file."""
 
-    def __init__(self, path: Path, dtype: np.dtype | str) -> None:
+    def __init__(self, path: Path, dtype: DTypeLike) -> None:
         self._dtype, self._length = np.dtype(dtype), 0
         self._file = open(path, "wb", buffering=1 << 20)  # noqa: SIM115
         self._file.write(self._header())
 
     def write(self, values: np.ndarray) -> None:
         """Append values, which are cast to the array's dtype. Raises OSError when the disk is full."""
-        self._file.write(np.ascontiguousarray(values, self._dtype))
+        self._file.write(np.ascontiguousarray(values, self._dtype).data)
         self._length += len(values)
 
     def _header(self) -> bytes:
@@ -125,7 +126,7 @@ def give_back(*arrays: np.ndarray | None) -> None:
             mapped.madvise(mmap.MADV_DONTNEED)
 
 
-def _owner(array: np.ndarray) -> object:
+def _owner(array: object) -> object:
     while isinstance(array, np.ndarray):
         array = array.base
     return array

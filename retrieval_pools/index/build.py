@@ -171,7 +171,7 @@ def _order(
 def _write_arrays(
     order: Iterator[np.ndarray],
     laid: LaidTexts,
-    settings: PoolSettings,
+    settings: DraftSettings,
     folder: Path,
     scratch: Path,
     left_out: np.ndarray = _NONE,
@@ -179,7 +179,7 @@ def _write_arrays(
     """`order` and, place by place, `group_codes` and `support`; `starts`. Some texts may be left out of the order."""
     text_of = TextOf(laid.starts)
     files = {array_path(folder, "group_codes"): laid.group_codes}
-    if settings.min_support > 1:
+    if laid.entity_codes is not None:
         files[scratch / "entities.npy"] = laid.entity_codes
 
     def with_values(chunk: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -211,9 +211,11 @@ def _without(left_out: np.ndarray, laid: LaidTexts, manifest: PoolManifest, fold
     order = read_chunks(array_path(folder, "order"))
     kept = in_threads(lambda chunk: chunk[text_of.values(is_kept, chunk)], order)
     _write_arrays(kept, laid, manifest.settings, scratch, scratch, left_out)
-    names = [name for name in array_names(manifest.settings) if name != "tokens"]
-    arrays = {name: map_array(array_path(scratch, name)) for name in names}
-    index = Index(**{"support": None} | arrays, tokens=laid.tokens, depth=manifest.settings.index_depth)
+    arrays = {"tokens": laid.tokens}
+    arrays |= {
+        name: map_array(array_path(scratch, name)) for name in array_names(manifest.settings) if name != "tokens"
+    }
+    index = Index.of(arrays, manifest.settings.index_depth)
     return Pool.of_arrays(None, manifest, index)
 
 

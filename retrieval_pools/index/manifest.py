@@ -3,7 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 from pydantic import Field, ValidationError
@@ -145,7 +145,8 @@ def read_array(folder: Path, name: ArrayName, manifest: PoolManifest, verify: bo
 
 
 def _described(path: Path, array: np.ndarray, sha256: str) -> ArrayFile:
-    return ArrayFile(dtype=array.dtype.str, length=len(array), size_bytes=path.stat().st_size, sha256=sha256)
+    dtype = cast(DType, array.dtype.str)
+    return ArrayFile(dtype=dtype, length=len(array), size_bytes=path.stat().st_size, sha256=sha256)
 
 
 def tokenizer_hash(folder: Path) -> str:

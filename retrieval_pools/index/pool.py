@@ -14,6 +14,7 @@ from laserbatch.retrieval_pools.index.calibration_record import BudgetCurve, Cal
 from laserbatch.retrieval_pools.index.manifest import (
     FORMAT_VERSION,
     REBUILD,
+    ArrayName,
     PoolManifest,
     array_names,
     array_path,
@@ -80,8 +81,9 @@ class Pool:
             )
         lying = _lying(folder)
         verify = verify and lying not in _VERIFIED
+        arrays: dict[str, np.ndarray]
         arrays = {name: read_array(folder, name, manifest, verify) for name in array_names(manifest.settings)}
-        index = Index(**{"support": None} | arrays, depth=manifest.settings.index_depth)
+        index = Index.of(arrays, manifest.settings.index_depth)
         _check_arrays_fit(folder, manifest, index)
         if verify:
             _check_texts(folder, manifest, index)
@@ -191,6 +193,7 @@ def _check_texts(folder: Path, manifest: PoolManifest, index: Index) -> None:
 
     In pieces, not as mapped: the pages of a whole pool would count as this process's memory.
     """
+    stops: dict[ArrayName, int]
     stops = {"tokens": manifest.vocab_size, "order": len(index.order), "group_codes": max(len(manifest.groups), 1)}
     num_separators, fits = 0, True
     for name, stop in stops.items():

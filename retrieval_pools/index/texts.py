@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -122,7 +123,8 @@ def lay_end_to_end(
             tokens.write(gather_texts(block.tokens, block.begins, block.lengths)[1:])
             in_block, first = np.unique(block.group_codes, return_index=True)
             code_in_pool = np.zeros(len(block.groups), np.int32)
-            for code in in_block[np.argsort(first)].tolist():
+            as_they_come: list[int] = in_block[np.argsort(first)].tolist()
+            for code in as_they_come:
                 code_in_pool[code] = code_of.setdefault(block.groups[code], len(code_of))
             if len(code_of) > MAX_GROUPS:
                 raise PoolError(f"a pool holds {MAX_GROUPS:,} groups; there are more before text {num_texts}.")
@@ -150,6 +152,7 @@ def _in_blocks(texts: Iterable[PoolText] | Iterable[PoolTexts], with_entities: b
             yield block[0]
             continue
         block += itertools.islice(source, _BLOCK_TEXTS - 1)
+        block = cast(list[PoolText], block)
         rows = [_row(text, number) for number, text in enumerate(block, num_texts)]
         names = ((k,) if text.entity is None else text.entity for k, text in enumerate(block, num_texts))
         entities = [entity_codes.setdefault(name, len(entity_codes)) for name in names] if with_entities else []

@@ -128,8 +128,8 @@ def register() -> None:
 
 
 def _register() -> None:
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-    from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # pyright: ignore[reportMissingImports]
+    from sglang.srt.speculative.spec_registry import CustomSpecAlgo  # pyright: ignore[reportMissingImports]
 
     ngram = SpeculativeAlgorithm.NGRAM
 
@@ -156,7 +156,7 @@ def require_pools(server_args: Any) -> None:
 
 def worker_class() -> type:
     """SGLang's n-gram worker with trees from pools; its module wants a GPU, so it is imported here."""
-    from sglang.srt.speculative.ngram_worker import NGRAMWorker
+    from sglang.srt.speculative.ngram_worker import NGRAMWorker  # pyright: ignore[reportMissingImports]
 
     class PoolWorker(NGRAMWorker):
         def __init__(self, server_args: Any, *arguments: Any, **options: Any) -> None:

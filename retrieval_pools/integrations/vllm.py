@@ -85,7 +85,9 @@ class ProposerSettings(BaseModel, frozen=True, extra="forbid"):
         path = Path(os.environ[SETTINGS_VARIABLE])
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-            found = TypeAdapter(tuple[cls, ...]).validate_python(raw if isinstance(raw, list) and raw else [raw])
+            found = TypeAdapter(tuple[ProposerSettings, ...]).validate_python(
+                raw if isinstance(raw, list) and raw else [raw]
+            )
         except (OSError, ValueError) as error:
             raise PoolError(f"{path} does not say what to draft from: {_fault(error)}") from None
         return tuple(one._beside(path.parent) for one in found)
@@ -151,7 +153,7 @@ class PoolProposer:
         self._max_kept = 2 * vllm_config.scheduler_config.max_num_seqs
         self._drafted: dict[int, tuple[int, float]] = {}  # what is being verified of each: tokens, and how many hold
         self.num_started = self.num_failed = self.num_drafted = self.num_accepted = 0
-        prior = 1.0 if all(one.pool.is_calibrated for one in self._pools) else UNCHECKED_TRUST
+        prior = 1.0 if all(one.pool is not None and one.pool.is_calibrated for one in self._pools) else UNCHECKED_TRUST
         self._num_right, self._num_expected = prior * EVIDENCE, EVIDENCE
         first = self._pools[0]
         first.start(-1, np.zeros(1, np.int32))

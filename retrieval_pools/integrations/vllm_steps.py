@@ -64,7 +64,8 @@ class StepTimer:
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         self._sizes = draft_sizes(vllm_config.speculative_config.num_speculative_tokens)
         self._path = Path(os.environ[TIMES_VARIABLE])
-        self._lengths, self._size, self._num_steps, self._end_s = None, 0, 0, 0.0
+        self._lengths: np.ndarray | None = None
+        self._size, self._num_steps, self._end_s = 0, 0, 0.0
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
         """There is no model."""
@@ -81,7 +82,8 @@ class StepTimer:
         num_rows = len(sampled_token_ids)
         lengths = np.array(num_tokens_no_spec[:num_rows])
         before = lengths - [len(sampled) for sampled in sampled_token_ids]
-        if np.array_equal(before, self._lengths):  # nobody came, nobody left, no prompt was read
+        # nobody came, nobody left, no prompt was read
+        if self._lengths is not None and np.array_equal(before, self._lengths):
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(f"{num_rows} {self._size} {seconds}\n")
         self._size = self._sizes[self._num_steps % len(self._sizes)]
@@ -105,7 +107,8 @@ def measure_step_cost(
     ----------
     engine : arguments of `vllm.LLM`, those that the cost is going to be used with.
     """
-    from vllm import LLM, SamplingParams
+    # The checker takes vllm.py of this folder for the engine.
+    from vllm import LLM, SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
 
     with tempfile.TemporaryDirectory() as folder:
         times = Path(folder) / "times"

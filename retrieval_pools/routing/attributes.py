@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import pyarrow as pa
@@ -52,8 +52,9 @@ class AttributeColumn:
         if self.kind == "path":
             return self._path_tokens(value if isinstance(value, list | tuple) else (value,))
         if self.kind == "number":
-            is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-            return (self.bin_names[bisect_right(self.edges, value)],) if is_number else ()
+            if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
+                return ()
+            return (self.bin_names[bisect_right(self.edges, float(value))],)
         text = _text(value)
         return (self._token(text),) if text else ()
 
@@ -87,6 +88,7 @@ def choose_columns(entities: pa.Table, names: Sequence[str] | None) -> tuple[Att
     PoolError
         A named column is not there, or is of a type that cannot be grouped by.
     """
+    chosen: list[tuple[str, Kind]]
     chosen = _guess(entities) if names is None else [(name, _kind_of_named(entities, name)) for name in names]
     columns, has_plain_path = [], False
     for name, kind in chosen:
@@ -97,13 +99,13 @@ def choose_columns(entities: pa.Table, names: Sequence[str] | None) -> tuple[Att
     return tuple(columns)
 
 
-def tokens_of(columns: Sequence[AttributeColumn], attributes: dict[str, object]) -> tuple[str, ...]:
+def tokens_of(columns: Sequence[AttributeColumn], attributes: Mapping[str, object]) -> tuple[str, ...]:
     """All tokens of one entity, in the order of the columns."""
     return tuple(token for column in columns for token in column.tokens(attributes.get(column.name)))
 
 
 def _guess(entities: pa.Table) -> list[tuple[str, Kind]]:
-    found: dict[str, list[str]] = {"path": [], "value": [], "number": []}
+    found: dict[Kind, list[str]] = {"path": [], "value": [], "number": []}
     num_values: dict[str, int] = {}
     for name in sorted(entities.column_names):
         kind = None if name in NEVER_GUESSED else _kind(entities[name].type)
@@ -235,7 +237,7 @@ class AttributeGroups:
 
     def group_of(self, attributes: Mapping[str, object]) -> str:
         """Group of one entity by the longest known prefix of its tokens; the root when none is known."""
-        return self._trie.longest_prefix(tokens_of(self.columns, attributes)).value
+        return cast(str, self._trie.longest_prefix(tokens_of(self.columns, attributes)).value)
 
     def save(self, folder: Path) -> None:
         """Write the groups, rows of `GROUP_SCHEMA`, to `ATTRIBUTE_FILE`; the columns are not in it."""

@@ -3,6 +3,7 @@
 import math
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -107,7 +108,8 @@ def cluster_embeddings(vectors: np.ndarray, num_groups: int, seed: int) -> np.nd
     rows = unit
     if len(unit) > MAX_FIT_ROWS:
         rows = unit[np.sort(np.random.default_rng(seed).choice(len(unit), MAX_FIT_ROWS, replace=False))]
-    kmeans = KMeans(min(num_groups, len(rows)), n_init=NUM_INITS, max_iter=MAX_ITERATIONS, random_state=seed % 2**32)
+    n_init: Any = NUM_INITS  # scikit-learn has no types; its default is a text
+    kmeans = KMeans(min(num_groups, len(rows)), n_init=n_init, max_iter=MAX_ITERATIONS, random_state=seed % 2**32)
     with threadpool_limits(1), warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # fewer distinct vectors than groups: allowed, see above
         labels = kmeans.fit(rows).predict(unit)

@@ -58,6 +58,7 @@ def train_lightgcn(interactions: pa.Table, seed: int = 0, max_steps: int = MAX_S
         final = propagate(adjacency, layer_0, NUM_LAYERS).requires_grad_()
         loss = bpr_loss(final, batch_users, positives, negatives)
         loss.backward()
+        assert final.grad is not None
         # The propagation is linear and symmetric, so its gradient is the propagation of the gradient.
         layer_0.grad = propagate(adjacency, final.grad, NUM_LAYERS) + L2 / len(layer_0) * layer_0
         optimizer.step()

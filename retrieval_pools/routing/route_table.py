@@ -15,7 +15,7 @@ SCHEMA = pa.schema([("prompt_hash", pa.binary(16)), ("group", pa.string()), ("pr
 
 def prompt_hash(prompt_ids: np.ndarray) -> bytes:
     """16 bytes of a prompt's token ids, int[n]: BLAKE2b of little-endian int32s."""
-    return hashlib.blake2b(np.ascontiguousarray(prompt_ids, "<i4"), digest_size=16).digest()
+    return hashlib.blake2b(np.ascontiguousarray(prompt_ids, "<i4").data, digest_size=16).digest()
 
 
 def write_routes(path: Path | str, routes: Iterable[tuple[np.ndarray, str | None, np.ndarray | None]]) -> None:
