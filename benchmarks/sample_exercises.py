@@ -67,7 +67,12 @@ def make_copy_example(entity: Entity, tokenizer: PreTrainedTokenizerBase, rng: n
     template = template_of("user")
     rendered = render_prompt(template, entity, tokenizer, MAX_PROMPT_TOKENS)
     shown = entity.history[len(entity.history) - rendered.num_history :]
-    lines = rendered.text.split(template.history.heading + "\n")[1].split("<|assistant|>")[0].split("\n")
+    lines = (
+        tokenizer.decode(rendered.token_ids)
+        .split(template.history.heading + "\n")[1]
+        .split("<|assistant|>")[0]
+        .split("\n")
+    )
     heading = "All titles:"
     if rng.random() < 0.5:
         heading = "Liked titles:"

@@ -86,7 +86,7 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
     plain = wrap_tokenizer(_byte_tokenizer())
     texts = []
     for entity in users + items:
-        texts.append(render_prompt(template_of(entity.side), entity, plain, 1_000_000).text)
+        texts.append(plain.decode(render_prompt(template_of(entity.side), entity, plain, 1_000_000).token_ids))
         history = entity.history[-24:]
         texts.append(write_user_text(entity, history, rng) if entity.side == "user" else write_item_text(entity, rng))
     tokenizer.train_from_iterator(texts, trainer)

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -77,7 +78,7 @@ def train_ctr(
     scores: dict[str, Scores] = {}  # by variant
     for variant in features:
         seen, of_variant = data, knowledge.get(variant)
-        if settings.history == "asof" and of_variant is not None:
+        if settings.history == "asof" and of_variant is not None and versions is not None:
             seen, of_variant = join_as_of(tables, data, of_variant, versions[variant])
         found, scores[variant] = train_models(variant, data, seen, of_variant, settings, on_fit)
         rows += found
@@ -140,7 +141,7 @@ def item_rate(data: CtrData) -> CtrScores:
     return CtrScores(ITEM_RATE, "none", 1, **_judged(data, rates[data.items[data.test]]))
 
 
-def _judged(data: CtrData, scores: np.ndarray) -> dict[str, float | None]:
+def _judged(data: CtrData, scores: np.ndarray) -> dict[str, Any]:
     """What is kept of predictions of the test rows: the fields of a row."""
     labels, users, is_cold = (of_row[data.test] for of_row in (data.labels, data.users, data.is_cold))
     found = measure(labels, scores, users, is_cold)

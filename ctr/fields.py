@@ -47,9 +47,11 @@ class Encoder:
             raise CtrError(f"the tables have no column {self.name!r}, which the model was trained with")
         column = table[self.name].combine_chunks()
         if self.kind == "bins":
+            assert self.edges is not None
             if not _is_number(column.type):
                 raise CtrError(f"column {self.name} is of type {column.type}; the model was trained with numbers")
             return Field(self.name, _bins(column, self.edges), NUM_RESERVED + len(self.edges) + 1)
+        assert self.vocabulary is not None
         num_codes = NUM_RESERVED + len(self.vocabulary)
         column = column.cast(pa.string()) if pt.is_boolean(column.type) else column
         if column.type != (pa.list_(self.vocabulary.type) if self.kind == "bag" else self.vocabulary.type):

@@ -81,7 +81,7 @@ def fit_gbdt(columns: GbdtColumns, data: CtrData, settings: CtrSettings, seed: i
         def __len__(self) -> int:
             return len(self._rows)
 
-        def __getitem__(self, index: int | slice) -> np.ndarray:
+        def __getitem__(self, index) -> np.ndarray:  # an int or a slice
             if isinstance(index, slice):
                 return columns(self._rows[index])
             if not self._start <= index < self._start + len(self._block):

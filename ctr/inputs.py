@@ -31,7 +31,7 @@ class RowInputs(nn.Module):
 
     def __init__(self, rows: ModelRows, knowledge: Knowledge | None, settings: CtrSettings) -> None:
         super().__init__()
-        self.knowledge = None
+        self.knowledge: Adaptor | None = None
         user_fields, item_fields = rows.user_fields, rows.item_fields
         if knowledge is not None:
             user_fields += _cluster_fields(knowledge.user)

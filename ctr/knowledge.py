@@ -33,6 +33,7 @@ class FeatureVersions(Protocol):
 
     def of(self, ids: pa.Array, days: np.ndarray) -> np.ndarray:
         """The newest version of each id that is older than a day since 1970: int64 (n,), -1 without one."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ def join_as_of(
         logger.warning(
             "ctr.history asof: most training rows see no text of their %s (%d users', %d items' of %d rows are without "
             "an older one); models can learn little of texts then: keep more nights, or set ctr.history to latest",
-            max(num_without, key=num_without.get), num_without["user"], num_without["item"], len(data.train),
+            max(num_without, key=lambda side: num_without[side]),
+            num_without["user"], num_without["item"], len(data.train),
         )  # fmt: skip
     sides = {}
     for side, of_versions in knowledge.basis.reduce(extra).items():

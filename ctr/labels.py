@@ -75,7 +75,8 @@ class LabelRule:
     @property
     def least_rating(self) -> float | None:
         """The rating from which on a row is a positive, where that is the rule."""
-        return self.value if self.column == "rating" and self.comparison == ">=" else None
+        is_limit = self.column == "rating" and self.comparison == ">="
+        return float(self.value) if is_limit and isinstance(self.value, (int, float)) else None
 
 
 def _value(text: str, rule: str) -> float | bool | str:

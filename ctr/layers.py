@@ -1,5 +1,6 @@
 """Layers that networks share: entity embeddings, MLP, Dice; and rows as networks take them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,10 @@ class EntityEmbedding(nn.Module):
 
     A table of many rows has sparse gradients: a step then costs what its batch touches, not what there is.
     """
+
+    codes: torch.Tensor  # int32 (num_entities, num_slots)
+    weights: torch.Tensor  # float32 (num_entities, num_slots)
+    pooling: torch.Tensor  # float32 (num_fields, num_slots)
 
     def __init__(self, fields: tuple[Field, ...], embedding_dim: int) -> None:
         super().__init__()
@@ -70,7 +75,13 @@ class Dice(nn.Module):
         return p * s + (1 - p) * self.alpha * s
 
 
-def mlp(in_dim: int, hidden_sizes: tuple[int, ...], dropout: float, activation=nn.ReLU, out_dim: int | None = None):
+def mlp(
+    in_dim: int,
+    hidden_sizes: tuple[int, ...],
+    dropout: float,
+    activation: Callable[..., nn.Module] = nn.ReLU,
+    out_dim: int | None = None,
+) -> nn.Sequential:
     """Linear layers with activation and dropout between them; a last linear layer when `out_dim` is given."""
     layers: list[nn.Module] = []
     for size in hidden_sizes:

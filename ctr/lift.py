@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from laserbatch.ctr.compare import CtrRow, Scores, describe_split, item_rate, summarise, train_models
-from laserbatch.ctr.dataset import build_dataset
+from laserbatch.ctr.dataset import CtrData, build_dataset
 from laserbatch.ctr.equivalence import compare_paired, pair
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.feature_set import FeatureSet
@@ -67,28 +67,30 @@ def train_ways(
 
     lifts: dict[str, Lift] = {}
     scores: dict[str, Scores] = {}
+    data = None  # its test rows are the same under all settings
     for names in _alike_without_texts(ways):
         settings = ways[names[0]].settings
         data = build_dataset(tables, as_of, settings)
         none, without = train_models("none", data, data, None, settings, on_fit)
-        labels, users = data.labels[data.test], data.users[data.test]
-
-        def verdicts(of: Scores, other: Scores, labels=labels, users=users) -> dict[str, CtrVerdict]:
-            pairs = {model: pair(labels, users, of[model], other[model]) for model in of}
-            return compare_paired(pairs, len(labels), margin.equivalence_margin, margin.confidence)
-
         for name in names:
             way = ways[name]
             seen, knowledge = data, build_knowledge(tables, data, {name: way.features}, as_of, way.settings)[name]
             if way.versions is not None:
                 seen, knowledge = join_as_of(tables, data, knowledge, way.versions)
             rows, scores[name] = train_models(name, data, seen, knowledge, way.settings, on_fit)
-            lifts[name] = Lift(verdicts(scores[name], without), [*summarise(none), *summarise(rows)])
+            lifts[name] = Lift(_verdicts(data, scores[name], without, margin), [*summarise(none), *summarise(rows)])
+    assert data is not None
     between = {}
     for one, other in combinations(ways, 2):
-        between[one, other] = verdicts(scores[one], scores[other])["all"]
-        between[other, one] = verdicts(scores[other], scores[one])["all"]
+        between[one, other] = _verdicts(data, scores[one], scores[other], margin)["all"]
+        between[other, one] = _verdicts(data, scores[other], scores[one], margin)["all"]
     return Lifts(describe_split(data), item_rate(data), {name: lifts[name] for name in ways}, between)
+
+
+def _verdicts(data: CtrData, scores: Scores, others: Scores, margin: CtrSettings) -> dict[str, CtrVerdict]:
+    labels, users = data.labels[data.test], data.users[data.test]
+    pairs = {model: pair(labels, users, scores[model], others[model]) for model in scores}
+    return compare_paired(pairs, len(labels), margin.equivalence_margin, margin.confidence)
 
 
 def num_trainings(ways: Mapping[str, Way]) -> int:

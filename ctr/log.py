@@ -29,9 +29,15 @@ logger = logging.getLogger(__name__)
 class EntityTables(Protocol):
     """What is needed of the input tables; interactions are a table, or are streamed by methods as a data set has."""
 
-    users: pa.Table
-    items: pa.Table
-    interactions: Any  # with `schema`, `count_rows` and `to_batches`, unless it is a pa.Table
+    @property
+    def users(self) -> pa.Table: ...
+
+    @property
+    def items(self) -> pa.Table: ...
+
+    @property
+    def interactions(self) -> Any:
+        """With `schema`, `count_rows` and `to_batches`, unless it is a pa.Table."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ def read_log(tables: EntityTables, label: str) -> Log:
     times_us, labels = np.empty(num_rows, np.int64), np.ones(num_rows, np.float32)
     known = ids_of(tables)
     columns = dict.fromkeys(["user_id", "item_id", "timestamp", *([rule.column] if rule.column else [])])
+    is_positive = None
     for batch in source.to_batches(columns=list(columns), batch_size=BATCH_ROWS, batch_readahead=1):
         if rule.column is not None:
             is_positive = rule.labels(batch[rule.column])
@@ -77,7 +84,7 @@ def read_log(tables: EntityTables, label: str) -> Log:
         is_known = (of_user >= 0) & (of_item >= 0)
         num_left += len(batch) - (num_known := int(is_known.sum()))
         place = slice(num_read, num_read := num_read + num_known)
-        if rule.column is not None:
+        if is_positive is not None:
             labels[place] = is_positive.to_numpy(zero_copy_only=False)[is_known]
         users[place], items[place] = of_user[is_known], of_item[is_known]
         times_us[place] = to_us(batch["timestamp"])[is_known]

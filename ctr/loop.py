@@ -104,7 +104,10 @@ def _shift_to_base_rate(model: nn.Module, data: CtrData) -> None:
     rate = data.labels[data.validation].mean()
     if 0 < rate < 1:
         logits = logit(predict(model, data, data.validation).clip(1e-9, 1 - 1e-9))
-        model.logit.bias += brentq(lambda shift: expit(logits + shift).mean() - rate, -50, 50)
+        shift, _ = brentq(lambda shift: expit(logits + shift).mean() - rate, -50, 50, full_output=True)
+        last = model.logit
+        assert isinstance(last, nn.Linear)
+        last.bias.add_(float(shift))
 
 
 def _optimizers(model: nn.Module, settings: CtrSettings) -> list[torch.optim.Optimizer]:
@@ -112,7 +115,7 @@ def _optimizers(model: nn.Module, settings: CtrSettings) -> list[torch.optim.Opt
     sparse = [module.weight for module in model.modules() if isinstance(module, nn.Embedding) and module.sparse]
     dense = [weight for weight in model.parameters() if not any(weight is other for other in sparse)]
     rate = settings.learning_rate
-    found = [torch.optim.Adam(dense, rate, weight_decay=settings.weight_decay, fused=True)]
+    found: list[torch.optim.Optimizer] = [torch.optim.Adam(dense, rate, weight_decay=settings.weight_decay, fused=True)]
     return found + [torch.optim.SparseAdam([weight], rate) for weight in sparse]
 
 

@@ -50,7 +50,9 @@ class DIN(nn.Module):
     @property
     def logit(self) -> nn.Linear:
         """The last layer."""
-        return self.mlp[-1]
+        last = self.mlp[-1]
+        assert isinstance(last, nn.Linear)
+        return last
 
     def forward(self, batch: CtrBatch) -> torch.Tensor:
         table, (items, liked) = self.inputs.item_embedding.table(batch.items, batch.liked)

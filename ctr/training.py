@@ -54,7 +54,9 @@ def train_model(
     else:
         model = build_network(name, data, knowledge, settings, seed)
         if start is None and knowledge is not None:
-            _fit_adaptor(model.inputs.knowledge, data, seed)
+            inputs = model.inputs
+            assert isinstance(inputs, RowInputs) and inputs.knowledge is not None
+            _fit_adaptor(inputs.knowledge, data, seed)
         fitted = fit(model, data, settings, seed, start, on_epoch)
         best_epoch, validation_auc = fitted.best_epoch, fitted.best_auc
         scores = predict(model, data, data.test)

@@ -57,19 +57,19 @@ def decimal(value: float | None, digits: int = 2, *, signed: bool = False) -> st
 
 
 @_or_dash
-def rate(value: float | None) -> str:
+def rate(value: float) -> str:
     """A rate to three digits or so: `8.40`, `84.0`, `1,234`."""
     return decimal(value, 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2)
 
 
 @_or_dash
-def times(value: float | None) -> str:
+def times(value: float) -> str:
     """A factor: `3.2×`."""
     return decimal(value, 0 if value >= 99.95 else 1 if value >= 1.095 else 2) + "×"
 
 
 @_or_dash
-def percent(value: float | None, digits: int = 0) -> str:
+def percent(value: float, digits: int = 0) -> str:
     """A share of one as `87 %`; shares that are small but not nothing keep a digit, and are `under 0.1 %` below it.
 
     What is not all is not `100 %` but `over 99 %`.
@@ -82,7 +82,7 @@ def percent(value: float | None, digits: int = 0) -> str:
 
 
 @_or_dash
-def seconds(value: float | None) -> str:
+def seconds(value: float) -> str:
     """`0.34 s`, `21.5 s`, `3 min 20 s`, `2 h 05 min`."""
     if value < 59.95:
         return f"{value:.{2 if value < 9.995 else 1}f} s"

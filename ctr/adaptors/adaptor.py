@@ -24,6 +24,10 @@ class Adaptor(nn.Module):
     """
 
     out_dim: int  # set by each
+    ids_0: torch.Tensor
+    ids_1: torch.Tensor
+    vectors_0: torch.Tensor
+    vectors_1: torch.Tensor
 
     def __init__(self, vectors: tuple[np.ndarray, np.ndarray], ids: tuple[Field, Field]) -> None:
         super().__init__()

@@ -81,6 +81,7 @@ class AlignedAdaptor(LinearAdaptor):
                 asked = asked[torch.randint(len(asked), (min(len(asked), IDS_PER_STEP),), device=asked.device)]
                 loss = loss + ALIGNMENT * self.disagreement(final, texts, asked, sigma)
             loss.backward()
+            assert final.grad is not None
             layer_0.grad, token.grad = spread_back(adjacency, final.grad, masked)
             layer_0.grad += L2 / len(layer_0) * layer_0
             optimizer.step()

@@ -58,7 +58,7 @@ class ContrastiveAdaptor(LinearAdaptor):
         optimizer = torch.optim.Adam(self.adapters.parameters(), LEARNING_RATE)
         for _ in range(NUM_STEPS):
             optimizer.zero_grad()
-            loss = sum(self._step_loss(*of) for of in pairs)
+            loss = torch.stack([self._step_loss(*of) for of in pairs]).sum()
             loss.backward()
             optimizer.step()
         optimizer.zero_grad()
