@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
 
 from laserbatch.pipeline.errors import ConfigError
 
@@ -24,7 +25,7 @@ class _KeyTwice(yaml.YAMLError):
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
@@ -78,7 +79,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known) or 'none'}"
 
 
-def _sentence(fault: dict[str, Any], model: type[BaseModel]) -> str:
+def _sentence(fault: ErrorDetails, model: type[BaseModel]) -> str:
     *parents, key = fault["loc"] or ("",)
     place = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":

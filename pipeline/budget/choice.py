@@ -82,6 +82,7 @@ def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, sh
     if cells:
         chosen = _fastest(step_cost, batch_size, cells)
         gain = chosen.forecast.speed_up
+        assert gain is not None
         if gain < MIN_GAIN and decoding.min_acceptance is None:
             reason = f"no budget of the replays is worth its cost: the best would be {gain:.2f} times plain"
             return ChosenBudget(PLAIN, BudgetForecast(reason, step_cost.name, batch_size, 1.0, 0.0, 1.0))

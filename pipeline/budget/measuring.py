@@ -254,6 +254,7 @@ class _TimedSteps(Drafter):
                 f"steps cannot be timed: {failures[0].reason}; give decoding.max_draft_tokens and "
                 "decoding.min_acceptance: then nothing is measured"
             )
+        assert step is not None  # else its only text failed
         num_texts = len(step.sequences)
         self._num_short = self._num_short + 1 if num_texts < self.batch_size else 0
         if self._num_short > PATIENCE and step.num_tokens == num_texts + drafts.num_tokens(num_texts):

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator
+from typing import cast
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.cuda_graphs import TOKEN_BUCKETS
 from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
-from laserbatch.pipeline.decoding.model.output_head import ContextIds, PenalisedLogits
+from laserbatch.pipeline.decoding.model.output_head import ContextIds, PenalisedLogits, StepLogits
 from laserbatch.pipeline.decoding.model.runner import ModelRunner
 from laserbatch.pipeline.decoding.model.sampling import SampledLogits
 from laserbatch.pipeline.decoding.scheduler import Concurrency, RequestLimits, Scheduler
@@ -280,13 +281,15 @@ class Engine:
 
     def _verify(self, step: Step, verifier: Verifier) -> list[Acceptance | None]:
         """Accept drafts. Neither this nor `_execute` changes any state, so that both can be repeated."""
-        rows, penalty = step.output.rows, self.loaded.repetition_penalty
+        assert step.output is not None
+        rows: StepLogits = step.output.rows
+        penalty = self.loaded.repetition_penalty
         if penalty != 1.0:
             rows = PenalisedLogits(penalty, rows, self._context_ids.of(step.sequences), step.trees)
         if self.settings.temperature:
-            drawn = [(one.request.seed, len(one.context)) for one in step.sequences]
             sampled = getattr(verifier, "sampled", SampledLogits)
-            rows = sampled(self.settings.temperature, rows, *zip(*drawn, strict=True), step.trees)
+            seeds, lengths = [one.request.seed for one in step.sequences], [len(one.context) for one in step.sequences]
+            rows = sampled(self.settings.temperature, rows, seeds, lengths, step.trees)
         return verify(verifier, rows, step.trees, step.output.batch.logit_starts, self._is_end)
 
     def _update(self, step: Step, accepted: list[Acceptance | None], stream: Stream) -> recovery.Outcomes:
@@ -296,7 +299,9 @@ class Engine:
             stream.drafter.observe(observation_of(step, accepted))
         return outcomes | recovery.without_drafts(self, step, accepted, stream)
 
-    def _results(self, ended) -> Iterator[GenerationResult | GenerationFailure]:
+    def _results(
+        self, ended: deque[tuple[Sequence, str | GenerationFailure]]
+    ) -> Iterator[GenerationResult | GenerationFailure]:
         """Results of the sequences in `ended`, which is emptied."""
         while ended:
             sequence, outcome = ended.popleft()
@@ -305,7 +310,7 @@ class Engine:
                 continue
             text = ""
             if self.tokenizer is not None:
-                text = self.tokenizer.decode(sequence.output_ids.tolist(), skip_special_tokens=True)
+                text = cast("str", self.tokenizer.decode(sequence.output_ids.tolist(), skip_special_tokens=True))
             yield sequence.result(outcome, text)
 
     def reset_prefix_cache(self) -> None:

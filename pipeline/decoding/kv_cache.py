@@ -123,7 +123,9 @@ class KVCache:
         """How many leading tokens of a text are cached, and their slots; a live row's where it has as many."""
         live, ended = self._prefixes.longest(token_ids), self._ended.longest(token_ids)
         num_shared, donor = ended if ended[0] > live[0] else live
-        return (num_shared, donor.slots[:num_shared]) if num_shared >= MIN_SHARED_TOKENS else (0, _NO_SLOTS)
+        if donor is None or num_shared < MIN_SHARED_TOKENS:
+            return 0, _NO_SLOTS
+        return num_shared, donor.slots[:num_shared]
 
     def slots_of(self, row: int) -> np.ndarray:
         """Slots of a row's committed tokens in text order: int32 view."""

@@ -22,7 +22,10 @@ class NoOptions(Strict):
 class LoadedDrafter(Protocol):
     """What a plug-in has loaded for a target model."""
 
-    bytes_per_token: int  # memory of one token of a text in its own KV caches
+    @property
+    def bytes_per_token(self) -> int:
+        """Memory of one token of a text in its own KV caches."""
+        ...
 
     def drafters(self, decoding: Any, budget: Any, max_tokens: int) -> list[Any]:
         """New `Drafter`s, which know no text yet; each KV cache of theirs holds at most `max_tokens`."""
@@ -70,7 +73,7 @@ class _OneClass(DrafterPlugin):
     """A drafter whose entry point names its class."""
 
     new: Callable[[], Any]
-    bytes_per_token: ClassVar[int] = 0
+    bytes_per_token: int = 0
 
     def load(self, options, decoding, target) -> LoadedDrafter:
         return self

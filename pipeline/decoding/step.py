@@ -56,6 +56,7 @@ def commit(step: Step, accepted: list[Acceptance | None], cache: KVCache, is_end
     A sequence whose acceptance is None stays as it was. `is_end` : bool[vocab_size], the end tokens.
     """
     outcomes: dict[Sequence, str] = {}
+    assert step.output is not None
     batch, trees = step.output.batch, step.trees
     finite, nodes, lengths = _accepted_nodes(step, accepted)
     token_ids, sources = trees.token_ids[nodes], trees.source[nodes]
@@ -96,6 +97,7 @@ def commit(step: Step, accepted: list[Acceptance | None], cache: KVCache, is_end
 
 def observation_of(step: Step, accepted: list[Acceptance | None]) -> Observation:
     """What drafters observe of a committed step."""
+    assert step.output is not None
     batch = step.output.batch
     finite, nodes, _ = _accepted_nodes(step, accepted)
     kept = np.flatnonzero(batch.committed_mask(finite, nodes))

@@ -72,8 +72,11 @@ class TreeBatch:
         if not any(map(len, trees)):
             return cls.empty(len(trees))
         names = ("token_ids", "parents", "log_acceptance", "source")
-        joined = (np.concatenate([getattr(tree, name) for tree in trees]) for name in names)
-        return cls(np.array([len(tree) for tree in trees], np.int64), *joined)
+        sizes = np.array([len(tree) for tree in trees], np.int64)
+        token_ids, parents, log_acceptance, source = (
+            np.concatenate([getattr(tree, name) for tree in trees]) for name in names
+        )
+        return cls(sizes, token_ids, parents, log_acceptance, source)
 
     @classmethod
     def empty(cls, num_trees: int) -> "TreeBatch":

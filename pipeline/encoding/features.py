@@ -88,21 +88,23 @@ def write_features(
     encoder = load_encoder() if known is None or num_new else None
     dim = pq.read_schema(known).field("vector").type.list_size if encoder is None else encoder.dim
     schema = feature_schema(side, id_type, dim)
-    if None not in (before, earlier) and not num_new and _holds_all(earlier, known, found, schema):
+    is_comparable = before is not None and not num_new
+    if is_comparable and earlier is not None and known is not None and _holds_all(earlier, known, found, schema):
         link_file(known, table)
         link_file(earlier.run.centroids_path(side), centroids)
         return replace(earlier.figures, num_encoded=0, num_truncated=0)
     table.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=table.parent, buffering=0) as scratch:
         new = _NewVectors(scratch, dim, num_new)
-        num_truncated = _encode(knowledge, order[found < 0], fields, encoder, new, on_batch) if num_new else 0
+        num_truncated = 0 if encoder is None else _encode(knowledge, order[found < 0], fields, encoder, new, on_batch)
         vectors = _MergedVectors(found, new, known)
-        of_new = _codes_before(new, None if before is None else with_codes.features_path(side))
-        codebook = before
+        of_new = _codes_before(new, None if before is None or with_codes is None else with_codes.features_path(side))
         if before is None:
             codebook = fit_codebook(vectors.sample(), settings.num_clusters, CLUSTER_SEED)
         elif codes_of is None:
             codebook = _followed_by(before, new, of_new[:, 0] < 0, settings)
+        else:
+            codebook = before
         clusters_in_use: set[int] = set()
 
         def groups() -> Iterator[pa.Table]:
@@ -145,13 +147,13 @@ class _NewVectors:
         self.digests[rows], self.heads[rows] = digests(vectors), _heads(vectors)
         size = 4 * self.dim
         for row, vector in zip(rows.tolist(), np.ascontiguousarray(vectors, np.float32), strict=True):
-            os.pwrite(self._scratch.fileno(), vector, row * size)
+            os.pwrite(self._scratch.fileno(), vector.data, row * size)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """float32 (stop - start, dim)."""
         vectors = np.empty((stop - start, self.dim), np.float32)
         if len(vectors):
-            os.preadv(self._scratch.fileno(), [vectors], 4 * self.dim * start)
+            os.preadv(self._scratch.fileno(), [vectors.data], 4 * self.dim * start)
         return vectors
 
     def sample(self, most: int) -> tuple[np.ndarray, np.ndarray]:
@@ -321,6 +323,7 @@ class _MergedVectors:
                 while found[wanted[0]] >= stop:
                     batch = next(batches)
                     start, stop = stop, stop + batch.num_rows
+                assert batch is not None
                 here = wanted[found[wanted] < stop]
                 vectors[here] = vectors_of(batch)[found[here] - start]
                 codes[here] = np.column_stack([batch[name].to_numpy()[found[here] - start] for name in LEVELS])

@@ -48,10 +48,9 @@ def find_encoder(settings: EncodingSettings) -> tuple[Path, str]:
 
     Raises ModelError: it is not there, or not the expected one.
     """
-    is_bundled = settings.encoder is None
-    folder = _minilm_folder() if is_bundled else Path(settings.encoder)
+    folder = _minilm_folder() if settings.encoder is None else Path(settings.encoder)
     digest = sha256_file(weights_in(folder))
-    if is_bundled and digest != MINILM_SHA256:
+    if settings.encoder is None and digest != MINILM_SHA256:
         raise ModelError(
             f"{folder}: the SHA-256 of {WEIGHTS_FILE} is {digest}, expected {MINILM_SHA256}; the weights are not "
             "the pinned ones: install the encoder again"

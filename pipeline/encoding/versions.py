@@ -138,7 +138,7 @@ def read_versions(
             batch = batch.filter(is_new)
             vectors = vectors_of(batch)
             dim = vectors.shape[1]
-            scratch.write(vectors)
+            scratch.write(vectors.data)
             codes = np.full((len(batch), len(LEVELS)), -1, np.int32)
             if has_codes:
                 codes = np.column_stack([batch[name].to_numpy() for name in LEVELS])

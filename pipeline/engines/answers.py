@@ -7,7 +7,7 @@ plain text are looked for in finished texts, once: so drafted and plain texts ar
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -86,7 +86,7 @@ class Answers:
         return replace(result, finish_reason=ROLE_MARK, role_mark=turn.group().strip()) if turn else result
 
     def _decoded(self, ids: np.ndarray, skip_special_tokens: bool = False) -> str:
-        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=skip_special_tokens)
+        return cast("str", self._tokenizer.decode(ids.tolist(), skip_special_tokens=skip_special_tokens))
 
     def _tokens(self, ids: np.ndarray, num_chars: int, bisect: Callable[..., int]) -> int:
         """Tokens before a place: the first that begins there or behind it (left), or as many as end there (right)."""

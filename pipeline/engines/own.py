@@ -54,7 +54,8 @@ class OwnEngine:
         loaded = load_model(model_dir, decoding.dtype, device, decoding.adapter)
         self._plugins = PluginDrafters.load(decoding, loaded)
         self.engine = Engine(loaded, decoding, num_sharing, self._plugins.bytes_per_token)
-        self.tokenizer = self.engine.tokenizer
+        assert loaded.tokenizer is not None
+        self.tokenizer = loaded.tokenizer
         self._answers = Answers(self.tokenizer, self.engine.end_ids)
         self.engine.end_at(self._answers.role_ids)
         self._decoding, self._num_workers, self._step_cost_dir = decoding, num_workers, step_cost_dir

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -226,7 +226,7 @@ class VllmEngine:
                 request_id=text.request.request_id,
                 token_ids=np.array(text.token_ids, np.int32),
                 sources=np.array(text.sources, np.uint8),
-                text=self.tokenizer.decode(text.token_ids, skip_special_tokens=True),
+                text=cast("str", self.tokenizer.decode(text.token_ids, skip_special_tokens=True)),
                 finish_reason="end_of_text" if at_end else "length",
                 num_steps=text.num_steps,
                 num_drafted=num_accepted + num_rejected,

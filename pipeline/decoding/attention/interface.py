@@ -99,7 +99,7 @@ AttentionInterface.register(ATTENTION_NAME, slot_attention)
 class EagerAttention:
     """A step's attention without a kernel: compiled loops on a CPU where they serve, else torch's."""
 
-    metadata: AttentionMetadata
+    metadata: AttentionMetadata[np.ndarray]
     device: torch.device
     _tasks: dict = field(default_factory=dict)
 
@@ -148,7 +148,7 @@ class CheckedKernel:
     """
 
     kernel: Callable[..., torch.Tensor]
-    metadata: AttentionMetadata
+    metadata: AttentionMetadata[torch.Tensor]
     shape: LaunchShape
     eager: EagerAttention
     checked: set[tuple]

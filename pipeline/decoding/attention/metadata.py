@@ -19,6 +19,7 @@ The contract is implemented by `triton_attention` (CUDA), `numba_attention` (a C
 """
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -32,9 +33,11 @@ MAX_PARTS = 32
 MIN_PROGRAMS = 1024  # below which keys are cut: an H100 runs some 500 programs of the kernel at once
 MAX_TILE_TOKENS = 64
 
+Array = TypeVar("Array", np.ndarray, torch.Tensor)
+
 
 @dataclass(frozen=True)
-class AttentionMetadata:
+class AttentionMetadata(Generic[Array]):
     """A batch of B sequences and N new tokens; arrays of numpy on the host, or tensors on one device.
 
     `slots` int32[total]: of each sequence the slots of its committed tokens in text order, then those of its new tokens
@@ -48,16 +51,16 @@ class AttentionMetadata:
     and their result is zero.
     """
 
-    slots: np.ndarray | torch.Tensor
-    cu_seqlens_k: np.ndarray | torch.Tensor
-    num_committed: np.ndarray | torch.Tensor
-    cu_seqlens_q: np.ndarray | torch.Tensor
-    num_chain: np.ndarray | torch.Tensor
-    ancestors: np.ndarray | torch.Tensor
-    positions: np.ndarray | torch.Tensor
+    slots: Array
+    cu_seqlens_k: Array
+    num_committed: Array
+    cu_seqlens_q: Array
+    num_chain: Array
+    ancestors: Array
+    positions: Array
 
 
-def attention_metadata(batch: Batch, cache: KVCache) -> AttentionMetadata:
+def attention_metadata(batch: Batch, cache: KVCache) -> AttentionMetadata[np.ndarray]:
     """The arrays of a batch over a cache, on the host."""
     ends = np.cumsum(batch.num_committed + batch.sizes)
     slots = np.empty(ends[-1], np.int32)

@@ -33,7 +33,7 @@ class Tasks:
     num_scores: int
 
     @classmethod
-    def of(cls, metadata: AttentionMetadata, sequences: np.ndarray, num_folded: int) -> "Tasks":
+    def of(cls, metadata: AttentionMetadata[np.ndarray], sequences: np.ndarray, num_folded: int) -> "Tasks":
         """The tasks of some sequences, int64[n], where `num_folded` query heads share a key-value head."""
         starts = metadata.cu_seqlens_q.astype(np.int64)
         sizes = np.diff(starts)[sequences]
@@ -51,7 +51,7 @@ def numba_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    metadata: AttentionMetadata,
+    metadata: AttentionMetadata[np.ndarray],
     tasks: Tasks,
     scale: float,
     window: int | None,
@@ -82,7 +82,8 @@ def _num_threads() -> int:
     of_torch = torch.get_num_threads()
     numba.set_num_threads(1)  # starts them
     torch.set_num_threads(of_torch)
-    return numba.config.NUMBA_NUM_THREADS
+    # numba sets it as it is imported, which its types do not show.
+    return numba.config.NUMBA_NUM_THREADS  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
 
 @kept_on_disk(nogil=True, parallel=True)

@@ -122,7 +122,7 @@ def _written_out(query, keys, values, mask, scale, softcap, sinks) -> torch.Tens
     return torch.matmul(weights.to(query.dtype), values)
 
 
-def cut_groups(metadata: AttentionMetadata, sequences: np.ndarray, call_cost: int) -> list[Group]:
+def cut_groups(metadata: AttentionMetadata[np.ndarray], sequences: np.ndarray, call_cost: int) -> list[Group]:
     """Some sequences of a batch, int64[n], in groups of like numbers of new tokens; prompts in blocks.
 
     A group is closed where a further call, of cost `call_cost`, is cheaper than padding to the longest.
@@ -151,7 +151,7 @@ def cut_groups(metadata: AttentionMetadata, sequences: np.ndarray, call_cost: in
     return [_group(metadata, of[members], begin[members], end[members]) for members in groups]
 
 
-def _group(metadata: AttentionMetadata, sequences: np.ndarray, begin: np.ndarray, end: np.ndarray) -> Group:
+def _group(metadata: AttentionMetadata[np.ndarray], sequences: np.ndarray, begin: np.ndarray, end: np.ndarray) -> Group:
     """Index and mask arrays of the new tokens [begin, end) of some sequences, int64[num_rows] all."""
     begin, end = begin[:, None], end[:, None]  # (num_rows, 1), as those that follow
     committed, chain = metadata.num_committed[sequences, None], metadata.num_chain[sequences, None]

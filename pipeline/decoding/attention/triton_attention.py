@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 import triton
+from triton import knobs
 
 from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata, LaunchShape
 from laserbatch.pipeline.decoding.attention.triton_kernel import attend, combine
@@ -27,14 +28,14 @@ class Blocks:
 
 DEFAULT_BLOCKS = Blocks()  # the fastest of eleven on an H200 in all but plain steps of batch 64, there 3 % behind
 COMBINED_RESULTS = 32  # partial results (heads x parts) of one program of `combine`
-INTERPRETED = triton.knobs.runtime.interpret  # as it was when the kernels were defined
+INTERPRETED = knobs.runtime.interpret  # as it was when the kernels were defined
 
 
 def triton_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    metadata: AttentionMetadata,
+    metadata: AttentionMetadata[torch.Tensor],
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -138,8 +139,8 @@ def sequences_block(num_sequences: int) -> int:
 
 def block_rows(shape: LaunchShape, num_folded: int, blocks: Blocks = DEFAULT_BLOCKS) -> int:
     """Query rows (tokens x folded heads) of one program; a token's heads stay together."""
-    least = max(16, triton.next_power_of_2(num_folded))
-    return max(least, min(shape.tile_tokens * triton.next_power_of_2(num_folded), blocks.rows))
+    rows_of_token = _power_of_2(num_folded)
+    return max(16, rows_of_token, min(shape.tile_tokens * rows_of_token, blocks.rows))
 
 
 def block_keys(head_dim: int, dtype: torch.dtype, blocks: Blocks = DEFAULT_BLOCKS) -> int:
@@ -149,4 +150,9 @@ def block_keys(head_dim: int, dtype: torch.dtype, blocks: Blocks = DEFAULT_BLOCK
 
 def _block(dim: int) -> int:
     """The least size of a block that holds a head's dimensions and that can be multiplied."""
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, _power_of_2(dim))
+
+
+def _power_of_2(number: int) -> int:
+    """The least power of two that is not below a number above 0."""
+    return 1 << (number - 1).bit_length()

@@ -9,13 +9,19 @@ batch.
 Tested through Triton's interpreter on a CPU, and on an NVIDIA H200 (`docs/gpu.md`), where block sizes were measured.
 """
 
+from collections.abc import Callable
+from typing import Any, cast
+
 import triton
 import triton.language as tl
+
+# A launch has options of its own and takes plain numbers for constexpr, which the types of triton.jit deny.
+jit = cast("Callable[..., Any]", triton.jit)
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_parts", "part_keys"])
+@jit(do_not_specialize=["num_sequences", "num_parts", "part_keys"])
 def attend(
     query_ptr, key_ptr, value_ptr, sink_ptr,
     out_ptr,  # (N, num_heads, value_dim), or of parts: (N, num_heads, num_parts, value_dim) in float32
@@ -113,7 +119,7 @@ def attend(
     )
 
 
-@triton.jit
+@jit
 def _own_tile(cu_seqlens_q_ptr, num_sequences, SEQUENCES_BLOCK: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
     """The program's sequence, the batch's number of its first new token, how many it has, and the tile's first of them.
 
@@ -130,7 +136,7 @@ def _own_tile(cu_seqlens_q_ptr, num_sequences, SEQUENCES_BLOCK: tl.constexpr, BL
     return sequence, query_start, num_new, (tile - query_start // BLOCK_TOKENS - sequence) * BLOCK_TOKENS
 
 
-@triton.jit
+@jit
 def _load_rows(ptr, place, exists, dim, DIM: tl.constexpr, IN_FLOAT32: tl.constexpr):
     """Vectors of DIM numbers that begin at `place`: (rows, block of DIM), zeros where there are none."""
     places = ptr + place[:, None] + dim[None, :]
@@ -145,7 +151,7 @@ def _load_rows(ptr, place, exists, dim, DIM: tl.constexpr, IN_FLOAT32: tl.conste
     return rows
 
 
-@triton.jit
+@jit
 def _scores(query, keys, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """Scores in powers of two: (rows, keys)."""
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
@@ -154,7 +160,7 @@ def _scores(query, keys, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     return scores * (scale * _LOG2E)
 
 
-@triton.jit
+@jit
 def _sees(key, exists, position, ancestors, num_before_tree, key_positions_ptr, window, HAS_WINDOW: tl.constexpr):
     """Which keys each row sees: of those before the tree all up to its own position, of the tree its ancestors."""
     node = key - num_before_tree
@@ -169,7 +175,7 @@ def _sees(key, exists, position, ancestors, num_before_tree, key_positions_ptr, 
     return sees
 
 
-@triton.jit
+@jit
 def _with_keys(highest, total, weighted, scores, values):
     """The online softmax after further keys: highest score, sum of weights, weighted sum of values."""
     new_highest = tl.maximum(highest, tl.max(scores, 1))
@@ -180,14 +186,14 @@ def _with_keys(highest, total, weighted, scores, values):
     return new_highest, total * decay + tl.sum(weights, 1), weighted
 
 
-@triton.jit
+@jit
 def _share_beside_sink(sink_ptr, exists, log_sum):
     """Share of the softmax's sum that is not the sink's, of a score by natural exponent."""
     sink = tl.load(sink_ptr, mask=exists, other=0.0).to(tl.float32) * _LOG2E
     return 1.0 / (1.0 + tl.exp2(sink - log_sum))
 
 
-@triton.jit(do_not_specialize=["num_sequences"])
+@jit(do_not_specialize=["num_sequences"])
 def combine(
     parts_ptr, log_sum_ptr, sink_ptr, out_ptr, cu_seqlens_q_ptr, num_sequences, num_heads,
     NUM_PARTS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, HAS_SINKS: tl.constexpr,

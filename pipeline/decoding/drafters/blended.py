@@ -4,11 +4,11 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
-from laserbatch.pipeline.decoding.drafters.drafter import Drafter, Observation
+from laserbatch.pipeline.decoding.drafters.drafter import Drafter, Observation, Observes
 from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.token_tree import MAX_NODES, ROOT, Proposals, TreeBatch
 
-ORDER = ("nothing", "decode", "prefill")
+ORDER: tuple[Observes, ...] = ("nothing", "decode", "prefill")
 
 
 class BlendedDrafter(Drafter):
@@ -19,7 +19,7 @@ class BlendedDrafter(Drafter):
 
     def __init__(self, drafters: SequenceOf[Drafter], max_nodes: int = MAX_NODES) -> None:
         self._drafters, self._max_nodes = drafters, max_nodes
-        self.observes = max((drafter.observes for drafter in drafters), key=ORDER.index)
+        self.observes = ORDER[max(ORDER.index(drafter.observes) for drafter in drafters)]
 
     def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> TreeBatch:
         return blend([drafter.draft_all(sequences, max_depths) for drafter in self._drafters], self._max_nodes)

@@ -10,6 +10,8 @@ from laserbatch.pipeline.decoding.model.output_head import HiddenRows
 from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, TreeBatch
 
+Observes = Literal["nothing", "decode", "prefill"]
+
 
 @dataclass(frozen=True)
 class Observation:
@@ -39,7 +41,7 @@ class Drafter:
         computed once and shown once; "prefill": all, and each prompt is computed whole.
     """
 
-    observes: Literal["nothing", "decode", "prefill"] = "nothing"
+    observes: Observes = "nothing"
 
     def draft(self, sequence: Sequence) -> TokenTree:
         """A tree of at most `token_tree.MAX_NODES` tokens; may be empty. Must not change the sequence."""

@@ -18,7 +18,7 @@ class PluginDrafters:
     loaded: tuple[LoadedDrafter, ...] = ()
 
     @classmethod
-    def load(cls, settings: DecodingSettings, target: LoadedModel) -> "PluginDrafters":
+    def load(cls, settings: DecodingSettings, target: LoadedModel | None) -> "PluginDrafters":
         """Raises ModelError: one cannot be read, or does not fit the target."""
         names = settings.plugin_drafters
         return cls(tuple(drafter_plugin(name).load(settings.options_of(name), settings, target) for name in names))

@@ -239,7 +239,7 @@ def _compare(
     Rounding may spoil the logits of one text, and a broken mask spoils most: the median error over probes is judged.
     """
     name = model.config.model_type
-    errors = []
+    errors, bytes_per_token = [], 0
     for probe, expected in zip(probes, plain, strict=True):
         cache = KVCache(2)
         runner = ModelRunner(model, cache, device, attention)
@@ -251,19 +251,21 @@ def _compare(
             raise ModelError(f"{name} cannot be run packed: {first_line(error)}") from error
         _require_all_layers(runner, attention)
         errors.append([relative_error(*pair) for pair in zip(packed, expected, strict=True)])
+        bytes_per_token = cache.bytes_per_token()
     error = float(np.median(errors, axis=0).max())
     if not error <= tolerance:
         raise ModelError(f"{name} gives other logits packed than alone (relative error {error:.1e}); not supported")
-    return cache.bytes_per_token()
+    return bytes_per_token
 
 
 def _packed_logits(runner: ModelRunner, probe: Probe) -> list[torch.Tensor]:
     """Logits behind each path of a probe, whose prompts are fed in two parts."""
     cache = runner.cache
-    rows = [cache.acquire(prompt, 32).row for prompt in probe.prompts]
+    leases = [cache.acquire(prompt, 32) for prompt in probe.prompts]
+    rows = [lease.row for lease in leases if lease is not None]
     parts = list(zip(rows, probe.prompts, _FIRST_PARTS, strict=True))
     first = runner.forward([Feed(row, prompt[:size]) for row, prompt, size in parts])
-    cache.commit(rows, first.batch.sizes, first.batch.slot_mapping)
+    cache.commit(np.array(rows), first.batch.sizes, first.batch.slot_mapping)
     second = [Feed(row, prompt[size:]) for row, prompt, size in parts]
     out = runner.forward(second, TreeBatch.of([probe.tree]).scatter([0], 2))
     logits = out.logits
@@ -276,6 +278,7 @@ def _require_all_layers(runner: ModelRunner, attention: str) -> None:
     if attention != "torch" and runner.buffered is None:
         raise ModelError("the attention kernel failed")
     plan = runner.last_plan if runner.buffered is None else runner.buffered.last_plan
+    assert plan is not None
     seen, num_layers = plan.layers_seen, config.get_text_config().num_hidden_layers
     if len(set(seen)) < len(seen):
         raise ModelError(f"{config.model_type} cannot be packed: a layer attends more than once in a forward")

@@ -9,6 +9,7 @@ Where the operators are missing, or a layer's results are not those of torch, la
 """
 
 import logging
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -90,7 +91,8 @@ def relayout_linear_layers(model: nn.Module) -> int:
     num_relaid = 0
     for module in list(model.modules()):
         linear = {name: child for name, child in module.named_children() if _can_be_relaid(child)}
-        groups = [names for names in SAME_INPUT if _is_group([linear.get(name) for name in names])]
+        there = (names for names in SAME_INPUT if linear.keys() >= set(names))
+        groups = [names for names in there if _is_group([linear[name] for name in names])]
         groups += [(name,) for name in linear if not any(name in names for names in groups)]
         for names in groups:
             layers = [linear[name] for name in names]
@@ -103,16 +105,16 @@ def relayout_linear_layers(model: nn.Module) -> int:
     return num_relaid
 
 
-def _can_be_relaid(module: nn.Module) -> bool:
+def _can_be_relaid(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a module is a plain linear layer, watched by nobody."""
     if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
         return False
     return module.weight.dtype == torch.float32 and module.weight.device.type == "cpu"
 
 
-def _is_group(layers: list[nn.Linear | None]) -> bool:
-    """Whether layers can be one product: all there, all with a bias or none."""
-    return None not in layers and len({(layer.in_features, layer.bias is None) for layer in layers}) == 1
+def _is_group(layers: list[nn.Linear]) -> bool:
+    """Whether layers can be one product: all with a bias or none."""
+    return len({(layer.in_features, layer.bias is None) for layer in layers}) == 1
 
 
 @torch.no_grad()

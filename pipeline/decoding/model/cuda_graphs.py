@@ -27,7 +27,7 @@ from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata, L
 from laserbatch.pipeline.decoding.batch import Batch
 from laserbatch.pipeline.decoding.device_memory import is_out_of_memory
 from laserbatch.pipeline.decoding.kv_cache import KVCache
-from laserbatch.pipeline.decoding.model.output_head import HiddenRows, OutputHead, StepLogits
+from laserbatch.pipeline.decoding.model.output_head import HiddenRows, OutputHead
 from laserbatch.pipeline.errors import ModelError
 
 if TYPE_CHECKING:  # Triton may not be installed
@@ -98,7 +98,7 @@ class StepBuffers:
             token, AttentionMetadata(slot, until_one, zero, until_one, one, zero.astype(np.int64), zero), scratch_slot
         )
 
-    def fill(self, batch: Batch, metadata: AttentionMetadata, scratch_slot: int) -> None:
+    def fill(self, batch: Batch | SimpleNamespace, metadata: AttentionMetadata[np.ndarray], scratch_slot: int) -> None:
         """Write a batch's numbers and padding, and send them to the device; what `scratch_slot` holds is never read."""
         self.wait()
         self._put("token_ids", batch.token_ids, 0)
@@ -174,7 +174,7 @@ class BufferedForward:
         self._checked: set[tuple] = set()  # kinds of layers of which the kernel was compared with torch's attention
 
     @torch.inference_mode()
-    def run(self, batch: Batch, metadata: AttentionMetadata) -> StepLogits:
+    def run(self, batch: Batch, metadata: AttentionMetadata[np.ndarray]) -> HiddenRows:
         """Logits of the batch's wanted tokens, in their order. Valid until the next step."""
         with self._on_device():
             return HiddenRows(self._head, self._run(batch, metadata), batch.logit_indices)
@@ -219,7 +219,7 @@ class BufferedForward:
         """Triton launches on the current device, and streams and events are made there: let it be the model's."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
-    def _run(self, batch: Batch, metadata: AttentionMetadata) -> torch.Tensor:
+    def _run(self, batch: Batch, metadata: AttentionMetadata[np.ndarray]) -> torch.Tensor:
         """What `_forward` gives, maybe with padding behind it."""
         num_tokens, num_sequences = len(batch), len(batch.feeds)
         if self._layers is not None:
@@ -318,6 +318,7 @@ class BufferedForward:
         bucket.graph, bucket.hidden = graph, hidden
 
     def _replay(self, bucket: Bucket) -> torch.Tensor:
+        assert bucket.graph is not None and bucket.hidden is not None
         bucket.graph.replay()
         return bucket.hidden
 
@@ -350,8 +351,9 @@ def likely_steps(
     while lengths[-1] > min_keys:
         lengths.append(max(min_keys, lengths[-1] // 2))
     limits = num_sequences, num_kv_heads
-    steps = [(bucket_of(num), LaunchShape.of(keys, num, *limits)) for keys in lengths for num in numbers]
-    return list(dict.fromkeys(step for step in steps if step[0] is not None))
+    sizes = [(num, size) for num in numbers if (size := bucket_of(num)) is not None]
+    steps = ((size, LaunchShape.of(keys, num, *limits)) for keys in lengths for num, size in sizes)
+    return list(dict.fromkeys(steps))
 
 
 @contextmanager

@@ -10,6 +10,7 @@ has no store into slots, and would serve the norm alone; flashinfer-python build
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,16 +36,19 @@ class _Norm:
     epsilon: float
 
     @classmethod
-    def of(cls, module: nn.Module | None) -> "_Norm | None":
-        if module is None:
-            return None
+    def of(cls, module: Any) -> "_Norm":
         return cls(module.weight.detach(), getattr(module, "variance_epsilon", None) or module.eps)
+
+    @classmethod
+    def of_optional(cls, owner: nn.Module, name: str) -> "_Norm | None":
+        module = getattr(owner, name, None)
+        return None if module is None else cls.of(module)
 
 
 class _Layer:
     """Weights and sizes of a decoder layer. Its own projections become views of the joined ones."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.number, self.scale, self.head_dim = attention.layer_idx, attention.scaling, attention.head_dim
         self.num_heads = attention.q_proj.out_features // self.head_dim
@@ -53,13 +57,14 @@ class _Layer:
         self.gate_up = _joined(mlp.gate_proj, mlp.up_proj)
         self.attention_output = (attention.o_proj.weight, attention.o_proj.bias)
         self.mlp_output = (mlp.down_proj.weight, mlp.down_proj.bias)
-        self.query_norm, self.key_norm = (_Norm.of(getattr(attention, name, None)) for name in ("q_norm", "k_norm"))
+        self.query_norm, self.key_norm = (_Norm.of_optional(attention, name) for name in ("q_norm", "k_norm"))
         self.norm = _Norm.of(layer.input_layernorm)
         # Gemma 3 normalises what attention and MLP add to the residual stream.
         before_mlp = getattr(layer, "pre_feedforward_layernorm", None)
-        self.mlp_norm = _Norm.of(before_mlp or layer.post_attention_layernorm)
-        self.attention_output_norm = _Norm.of(layer.post_attention_layernorm if before_mlp is not None else None)
-        self.mlp_output_norm = _Norm.of(getattr(layer, "post_feedforward_layernorm", None))
+        after_attention = _Norm.of(layer.post_attention_layernorm)
+        self.mlp_norm = after_attention if before_mlp is None else _Norm.of(before_mlp)
+        self.attention_output_norm = None if before_mlp is None else after_attention
+        self.mlp_output_norm = _Norm.of_optional(layer, "post_feedforward_layernorm")
         self.rotary_type = getattr(attention, "layer_type", None) if before_mlp is not None else None
         self._window_owner = attention.config if type(layer).__name__.startswith("Mistral") else attention
 
@@ -71,7 +76,7 @@ class _Layer:
 class CudaLayers:
     """The decoder of a causal language model of transformers, from token ids to hidden states."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         body = model.model
         self._embedding, self._rotary = body.embed_tokens, body.rotary_emb
         self._layers = [_Layer(layer) for layer in body.layers]
@@ -82,7 +87,7 @@ class CudaLayers:
         self._num_positions = 0
 
     @classmethod
-    def of(cls, model: nn.Module) -> "CudaLayers | None":
+    def of(cls, model: Any) -> "CudaLayers | None":
         """Layers with the weights of a model; None if the model is of no known kind."""
         if not is_of_kind(model, KNOWN_KINDS, OTHER_PARTS):
             return None

@@ -15,13 +15,14 @@ from collections.abc import Mapping
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import SafetensorError, safe_open
 
 from laserbatch.pipeline.errors import ModelError, first_line
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SAMPLE_MODEL = Path(__file__).resolve().parents[3] / "models" / "sample"
@@ -264,8 +265,8 @@ def require_described_weights(folder: Path) -> int | None:
     try:
         config = AutoConfig.from_pretrained(folder, **local)
         if is_quantised:
-            del config.quantization_config  # whose library need not be here: the plain model is compared
-        model, loading_info = AutoModelForCausalLM.from_pretrained(
+            delattr(config, "quantization_config")  # whose library need not be here: the plain model is compared
+        loaded = AutoModelForCausalLM.from_pretrained(
             folder, config=config, device_map={"": "meta"}, use_safetensors=True, output_loading_info=True,
             ignore_mismatched_sizes=True, **local,
         )  # fmt: skip
@@ -273,10 +274,11 @@ def require_described_weights(folder: Path) -> int | None:
         return None
     finally:
         transformers_logging.set_verbosity(verbosity)
+    model, loading_info = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
     if is_quantised and (loading_info := _without_packed(model, loading_info)) is None:
         return None
     require_whole_weights(folder, loading_info, harmless=QUANTIZED_EXTRAS if is_quantised else HARMLESS_WEIGHTS)
-    return int(model.get_input_embeddings().num_embeddings)
+    return cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
 
 
 def _without_packed(model: "PreTrainedModel", loading_info: dict) -> dict | None:
@@ -378,7 +380,8 @@ def end_ids_of(
     """
     found = {*_ids(generation)}
     if tokenizer is not None:
-        found |= {*_ids(tokenizer.eos_token_id), *(i for i in _ids(config) if i in tokenizer.added_tokens_decoder)}
+        own = cast("int | None", tokenizer.eos_token_id)
+        found |= {*_ids(own), *(i for i in _ids(config) if i in tokenizer.added_tokens_decoder)}
     return tuple(sorted(int(i) for i in found))
 
 

@@ -6,6 +6,8 @@ with compiled loops between them: normalisation; rotation, and writing to the KV
 what transformers does, but for rounding; `checks` compares both before the engine believes it.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -29,7 +31,7 @@ _product, _sum_with_product = torch.ops.mkldnn._linear_pointwise.default, torch.
 class _Norm:
     """Normalisation by the root mean square; of no module none, whose weight is empty."""
 
-    def __init__(self, module: nn.Module | None) -> None:
+    def __init__(self, module: Any) -> None:
         self.weight = np.empty(0, np.float32) if module is None else module.weight.detach().numpy()
         self.epsilon = np.float32(0 if module is None else module.variance_epsilon)
 
@@ -41,7 +43,7 @@ class _Norm:
 class _Layer:
     """The parts of a decoder layer."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.number, self.scale, self.head_dim = attention.layer_idx, attention.scaling, attention.head_dim
         self.num_heads, self.num_kv_heads = (size // self.head_dim for size in attention.q_proj.out_features[:2])
@@ -60,7 +62,7 @@ class _Layer:
 class FusedModel:
     """A causal language model of transformers, for the engine's steps."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         body = model.model
         self._embedding, self._rotary = body.embed_tokens, body.rotary_emb
         self._layers = [_Layer(layer) for layer in body.layers]

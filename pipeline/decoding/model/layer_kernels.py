@@ -4,11 +4,12 @@ Each reads and writes its operands once. Sums are taken in float32, and results 
 round them. Tested through Triton's interpreter on a CPU, and on an NVIDIA H200 (`docs/gpu.md`).
 """
 
-import triton
 import triton.language as tl
 
+from laserbatch.pipeline.decoding.attention.triton_kernel import jit
 
-@triton.jit
+
+@jit
 def rms_norm(
     hidden_ptr,  # (num_tokens, size): the residual stream, to which the update is added in place
     update_ptr,  # (num_tokens, size): result of the layer's last product
@@ -36,14 +37,14 @@ def rms_norm(
     tl.store(out_ptr + start + channel, _normalised(hidden, weight, epsilon, SIZE, ADDS_ONE), mask=exists)
 
 
-@triton.jit
+@jit
 def _normalised(values, weight, epsilon, SIZE: tl.constexpr, ADDS_ONE: tl.constexpr):
     """RMSNorm of one token's float32 values, in the type of the weight; values beyond SIZE are zero."""
     mean = tl.sum(values * values, axis=0) / SIZE
     return _weighted(values * (1.0 / tl.sqrt(mean + epsilon)), weight, ADDS_ONE)
 
 
-@triton.jit
+@jit
 def _weighted(values, weight, ADDS_ONE: tl.constexpr):
     """Normalised float32 values times the weight: Llama rounds before the product, Gemma after it alone."""
     if ADDS_ONE:
@@ -51,7 +52,7 @@ def _weighted(values, weight, ADDS_ONE: tl.constexpr):
     return (values.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(weight.dtype)
 
 
-@triton.jit
+@jit
 def rotate_and_store(
     qkv_ptr,  # (num_tokens, num_heads + 2 * num_kv_heads, HEAD_DIM): queries are rotated in place
     query_weight_ptr, key_weight_ptr,  # (HEAD_DIM,) of the norms of queries and keys
@@ -108,13 +109,13 @@ def rotate_and_store(
     tl.store(values_ptr + value_place + HALF, new_second, mask=is_value)
 
 
-@triton.jit
+@jit
 def _rounded(values, dtype: tl.constexpr):
     """Float32 values as transformers' rotation rounds its products."""
     return values.to(dtype).to(tl.float32)
 
 
-@triton.jit
+@jit
 def _head_weight(query_weight_ptr, key_weight_ptr, is_query, channel, exists):
     """Weights of each head's norm: (heads, channels)."""
     query_weight = tl.load(query_weight_ptr + channel, mask=exists, other=0.0)[None, :]
@@ -122,7 +123,7 @@ def _head_weight(query_weight_ptr, key_weight_ptr, is_query, channel, exists):
     return tl.where(is_query, query_weight, key_weight)
 
 
-@triton.jit
+@jit
 def gate(
     gate_up_ptr,  # (num_tokens, 2 * SIZE): of each token the gate, then what it gates
     out_ptr,  # (num_tokens, SIZE)

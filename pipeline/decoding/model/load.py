@@ -7,9 +7,10 @@ does not fit the memory (`device_memory`), and after it when its attention canno
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from laserbatch.pipeline.decoding.device_memory import (
@@ -50,7 +51,7 @@ class LoadedModel:
     """
 
     model: torch.nn.Module
-    tokenizer: object
+    tokenizer: PreTrainedTokenizerBase | None
     device: torch.device
     model_id: str
     end_ids: tuple[int, ...]
@@ -100,7 +101,7 @@ def load_model(
     # Weights go from their files to a GPU one by one, so that main memory holds few of them.
     placed = {} if target.type == "cpu" else {"device_map": {"": target}}
     try:
-        model, loading_info = AutoModelForCausalLM.from_pretrained(
+        loaded = AutoModelForCausalLM.from_pretrained(
             path, dtype=weights_dtype, attn_implementation="eager", use_safetensors=True, output_loading_info=True,
             ignore_mismatched_sizes=True, **placed, **local,
         )  # fmt: skip
@@ -110,10 +111,12 @@ def load_model(
             "torchao and compressed-tensors), or use the unquantised checkpoint"
         )  # fmt: skip
         raise ModelError(f"the weights in {path} cannot be loaded: {first_line(error)}{advice}") from error
+    model, loading_info = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
     require_whole_weights(path, loading_info, harmless=HARMLESS_WEIGHTS if quantization is None else QUANTIZED_EXTRAS)
     if adapter is not None:
         model = merge_adapter(model, adapter)
-    if warning := require_token_rows(path, tokenizer, model.get_input_embeddings().num_embeddings):
+    num_rows = cast("torch.nn.Embedding", model.get_input_embeddings()).num_embeddings
+    if warning := require_token_rows(path, tokenizer, num_rows):
         logger.warning("%s", warning)
     return prepare_model(model, tokenizer, model_id)
 
@@ -149,7 +152,7 @@ def prepare_model(model, tokenizer=None, model_id: str = "unnamed") -> LoadedMod
     )
 
 
-def resolve_dtype(dtype: str, device: torch.device, quantization: str | None = None) -> torch.dtype | str:
+def resolve_dtype(dtype: str, device: torch.device, quantization: str | None = None) -> torch.dtype | Literal["auto"]:
     """The type of weights: "auto" is float32 on a CPU, where token identity counts, else the weights' own.
 
     Of quantised weights it is the type of what is not packed, for which they were made.
@@ -159,7 +162,9 @@ def resolve_dtype(dtype: str, device: torch.device, quantization: str | None = N
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
 
 
-def require_room(path: Path, weights: list[Path], config, dtype: torch.dtype | str, target: torch.device) -> None:
+def require_room(
+    path: Path, weights: list[Path], config, dtype: torch.dtype | Literal["auto"], target: torch.device
+) -> None:
     """Refuse a model that does not fit the device, or main memory where it goes through that as a whole.
 
     Raises ModelError: naming what is needed and what there is.

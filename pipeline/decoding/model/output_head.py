@@ -8,7 +8,7 @@ or capping of logits is written again. A model that cannot be taken apart so is 
 import copy
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -19,11 +19,14 @@ from laserbatch.pipeline.decoding.device_memory import to_device
 from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 class OutputHead:
     """A causal language model of transformers in two parts that share its weights."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: "PreTrainedModel") -> None:
         name = model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"
         self.body = getattr(model, name)
         # A copy of the model's own attributes, so that only the copy has another body.
@@ -37,6 +40,20 @@ class OutputHead:
     def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits (n, vocab_size) of hidden states (n, hidden_size)."""
         return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+
+
+class StepLogits(Protocol):
+    """Logits of `num_rows` tokens of a step, on `device`."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def num_rows(self) -> int: ...
+
+    def of(self, rows: np.ndarray) -> torch.Tensor:
+        """Of some rows, int64[n]: (n, vocab_size)."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -134,7 +151,7 @@ class PenalisedLogits:
     context_ids : as `ContextIds` gives them.
     """
 
-    def __init__(self, penalty: float, rows: HiddenRows, context_ids: torch.Tensor, trees: TreeBatch) -> None:
+    def __init__(self, penalty: float, rows: StepLogits, context_ids: torch.Tensor, trees: TreeBatch) -> None:
         self._penalty, self._rows, self._context_ids = penalty, rows, context_ids
         self.device, self.num_rows = rows.device, rows.num_rows
         self._context_of = np.repeat(np.arange(len(context_ids)), trees.sizes + 1)  # of each row
@@ -157,14 +174,3 @@ class PenalisedLogits:
         scores = logits.gather(1, token_ids)
         scores = torch.where(scores < 0, scores * self._penalty, scores / self._penalty)
         return logits.scatter_(1, token_ids, scores)
-
-
-class StepLogits(Protocol):
-    """Logits of `num_rows` tokens of a step, on `device`."""
-
-    device: torch.device
-    num_rows: int
-
-    def of(self, rows: np.ndarray) -> torch.Tensor:
-        """Of some rows, int64[n]: (n, vocab_size)."""
-        ...

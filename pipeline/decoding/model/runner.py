@@ -16,7 +16,7 @@ from laserbatch.pipeline.decoding.batch import Batch, Feed
 from laserbatch.pipeline.decoding.device_memory import is_device_lost, is_out_of_memory, to_device
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.cuda_graphs import BufferedForward, kernel_for
-from laserbatch.pipeline.decoding.model.output_head import HiddenRows, OutputHead, StepLogits
+from laserbatch.pipeline.decoding.model.output_head import HiddenRows, OutputHead
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class StepOutput:
     (after the chain) and those of its tree's nodes behind it are its own.
     """
 
-    rows: StepLogits
+    rows: HiddenRows
     batch: Batch
 
     @property
@@ -82,7 +82,7 @@ class ModelRunner:
         return StepOutput(self._run(batch, metadata), batch)
 
     @torch.inference_mode()
-    def _run(self, batch: Batch, metadata: AttentionMetadata) -> StepLogits:
+    def _run(self, batch: Batch, metadata: AttentionMetadata[np.ndarray]) -> HiddenRows:
         """The model without a kernel."""
         input_ids, position_ids = self._on_device(batch.token_ids)[None], self._on_device(batch.positions)[None]
         attention = EagerAttention(metadata, self.device)

@@ -47,7 +47,8 @@ class SampledLogits:
     def of(self, rows: np.ndarray) -> torch.Tensor:
         """Logits of some rows, int64[n], over the temperature and with noise: float32 (n, vocab_size)."""
         logits = self._rows.of(rows).float() / self._temperature
-        return logits + gumbel_noise(*self._own(rows), logits.shape[-1])
+        seeds, positions = self._own(rows)
+        return logits + gumbel_noise(seeds, positions, logits.shape[-1])
 
     def _own(self, rows: np.ndarray) -> torch.Tensor:
         """Seeds and positions of some rows, int64[n]: int64 (2, n)."""
