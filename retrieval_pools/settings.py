@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 MAX_MATCH_TOKENS = 32
 MAX_CONTEXT_LENGTHS = 8
@@ -12,8 +12,10 @@ BUILT_SETTINGS = ("index_depth", "min_support")  # what a pool's files depend on
 Scheme = Literal["router", "collaborative", "attribute", "random", "global"]
 
 
-class Frozen(BaseModel, frozen=True, extra="forbid"):
+class Frozen(BaseModel):
     """A model that cannot be changed, and whose unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class PoolSettings(Frozen):
