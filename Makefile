@@ -24,15 +24,16 @@ demo: install
 PYTEST := $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=15
 
 test: install
-	$(PYTEST) --ignore tests/research
+	$(PYTEST) --ignore tests/research --ignore tests/benchmarks
 
-# Those of research/, which no night needs.
+# Those of research/ and benchmarks/, which no night needs.
 test-research: install
-	$(PYTEST) tests/research
+	$(PYTEST) tests/research tests/benchmarks
 
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright --level error
 
 # The pages and the reference of the public interfaces, in site/; a broken link fails it.
 docs: install

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError, RayTaskError
 
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.distributed.cluster import WorkerLayout, cluster_nodes, format_nodes, require_own_gpu
@@ -132,7 +133,7 @@ class _WorkerHandle:
         if ray.wait([self._heartbeat], timeout=0)[0]:
             try:
                 num_forwards, self.costliest_step_s, self.num_texts = ray.get(self._heartbeat, timeout=POLL_S)
-            except ray.exceptions.RayError:
+            except RayError:
                 return False  # whoever waits for its answer hears of it
             if not self.is_scheduled or num_forwards != self._num_forwards:
                 self.is_scheduled, self._num_forwards, self._last_progress_s = True, num_forwards, time.monotonic()
@@ -291,15 +292,15 @@ class WorkerPool:
                     "them, or raise cluster.start_timeout_s if nodes start first"
                 )
 
-    def _answer(self, reference: ray.ObjectRef, worker: _WorkerHandle) -> object:
+    def _answer(self, reference: ray.ObjectRef, worker: _WorkerHandle) -> Any:
         """The result of a call; an error that the worker reports is raised as itself."""
         try:
             if ray.wait([reference], timeout=0)[0]:
                 return ray.get(reference, timeout=FETCH_TIMEOUT_S)
             reason = f"worker-hung: for {worker.idle_s:.0f} seconds a worker ran no step of its model"
-        except ray.exceptions.RayTaskError as error:
+        except RayTaskError as error:
             raise error.cause from None
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             message = str(error).partition("Some common causes")[0]
             reason = f"worker-died: {' '.join(message.split())}"
         ray.kill(worker.actor)
@@ -311,7 +312,7 @@ class _Worker:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
-        self._worker = None
+        self._worker: Any = None  # that of the specification, once it is loaded
 
     def load(self) -> None:  # not in __init__, so that a refused model is reported, not a dead actor
         require_same_folder(self._spec)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray
+from ray.exceptions import RayError
 
 from laserbatch.pipeline.distributed.settings import ClusterSettings, usable_cores
 from laserbatch.pipeline.errors import ConfigError
@@ -130,7 +131,7 @@ def ray_cluster(
     elif started:
         try:
             ray.init(address=settings.ray_address, log_to_driver=False, logging_level=logging.ERROR)
-        except (OSError, RuntimeError, ValueError, ImportError, ray.exceptions.RayError) as error:
+        except (OSError, RuntimeError, ValueError, ImportError, RayError) as error:
             reason = f"the Ray cluster at {settings.ray_address!r} cannot be joined: {_root_reason(error)}"
             raise ConfigError(reason) from error
     try:

@@ -84,7 +84,8 @@ class TextWriter:
             raise ConfigError(f"TextWriter: {explain(error, DecodingSettings)}") from None
         if self._settings.engine != "laserbatch":
             raise ConfigError("TextWriter writes with our engine; docs/ray-data.md has Ray Data LLM for vLLM")
-        self._system, self._side, self._budget, self._pool = system, side, None, None
+        self._system, self._budget, self._pool = system, None, None
+        self._side: Side = side
         try:
             self._date = datetime.date.fromisoformat(str(date)) if date is not None else datetime.date.today()
         except ValueError:
@@ -94,12 +95,15 @@ class TextWriter:
             self._pool = open_pool(
                 pools, side, version, tokenizer_hash=tokenizer_hash(tokenizer_folder(folder, self._settings.adapter))
             ).pool
+        pool_dirs: dict[Side, Path] = {}
+        if self._pool is not None and self._pool.folder is not None:
+            pool_dirs[side] = self._pool.folder
         num_threads = num_threads or torch.get_num_threads()
         self._engine = OwnEngine(
             folder, self._settings, device, num_threads,
             num_sharing=max(1, usable_cores() // num_threads),  # as many as find room here, one beside the other
             num_workers=1,
-            pool_dirs={} if self._pool is None else {side: self._pool.folder},
+            pool_dirs=pool_dirs,
             step_cost_dir=folder,  # where none is read or written
         )  # fmt: skip
 

@@ -120,8 +120,13 @@ class ShardWorker:
         decoding, usual, run_on = self.spec.decoding, self._usual_tokens[side], []
         verifier = decoding.verifier
         for outcome in self._generate(side, rows, budget, decoding):
-            is_cut = isinstance(outcome, GenerationResult) and outcome.finish_reason in ("length", UNCLOSED_THOUGHTS)
-            if verifier != "greedy" and is_cut and usual is not None and len(outcome.token_ids) > usual:
+            if (
+                verifier != "greedy"
+                and usual is not None
+                and isinstance(outcome, GenerationResult)
+                and outcome.finish_reason in ("length", UNCLOSED_THOUGHTS)
+                and len(outcome.token_ids) > usual
+            ):
                 run_on.append(outcome)
             else:
                 yield outcome, verifier

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -34,7 +35,7 @@ STALE_SHARD = "stale"  # earlier texts of rows in quarantine
 class PlannedRow:
     """One entity to generate; its prompt is not rendered yet."""
 
-    entity_id: object
+    entity_id: str | int
     shown: Shown
     fingerprint: str
     previous_ids: np.ndarray | None  # int32, the entity's own earlier text
@@ -136,7 +137,7 @@ def read_shard(path: Path) -> list[PlannedRow]:
     return rows
 
 
-def read_ids(path: Path) -> Iterator[tuple[object, str]]:
+def read_ids(path: Path) -> Iterator[tuple[Any, str]]:
     """Entity id and fingerprint of each row of a shard's plan file."""
     for batch in iter_parquet(path, ["entity_id", "fingerprint"]):
         yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)

@@ -276,7 +276,7 @@ def _without_failing(
     quarantined = [QuarantineRow.of(one, side, NO_TITLE) for one in ids.take(pa.array(found.refused)).to_pylist()]
     failing = still_failing(unusable, ids.take(pa.array(found.changed)).combine_chunks(), found.fingerprints)
     is_failing = failing >= 0
-    if is_failing.any():
+    if unusable is not None and is_failing.any():
         quarantined += [QuarantineRow(**row) for row in unusable.take(pa.array(failing[is_failing])).to_pylist()]
         left = found.fingerprints.filter(pa.array(~is_failing))
         found = replace(found, changed=found.changed[~is_failing], fingerprints=left)

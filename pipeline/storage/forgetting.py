@@ -69,8 +69,9 @@ def forget_in_run(run: RunFolder, files: Mapping[str, int], ids: Ids) -> int:
 
     `files` are those that `rows_of` named, now or in an attempt that died; the report is to be drawn anew.
     """
-    for features in (folder.features_path(side) for folder in (run, run.plain) for side in SIDES if ids[side]):
-        _leave_clusters(features, ids[features.stem])
+    for side in SIDES:
+        for folder in (run, run.plain) if ids[side] else ():
+            _leave_clusters(folder.features_path(side), ids[side])
     for name in files:
         _take_rows_out(run.root / name, run.root, ids)
     of_plain = {name.removeprefix("plain/") for name in files if name.startswith("plain/")}
@@ -109,7 +110,7 @@ def _owners(path: Path, root: Path) -> list[tuple[str, Side]]:
         raise WorkspaceError(
             f"{path} cannot be read ({error}), so nobody knows whom it holds; restore it from a copy, or remove it"
         ) from None
-    owners = [(f"{side}_id", side) for side in SIDES if f"{side}_id" in names]
+    owners: list[tuple[str, Side]] = [(f"{side}_id", side) for side in SIDES if f"{side}_id" in names]
     parts = {*path.relative_to(root).parts, path.stem}
     return owners + [("entity_id", side) for side in SIDES if "entity_id" in names and side in parts]
 
@@ -165,7 +166,7 @@ def _update(described: Any, sums: Mapping[str, tuple[str, int]]) -> None:
             _update(part, sums)
     if not isinstance(described, dict):
         return
-    name = described.get("file") or described.get("path")
+    name = described.get("file") or described.get("path") or ""
     if name in sums and "sha256" in described:
         described["sha256"], described["num_rows"] = sums[name]
     if "quarantine_sha256" in described:  # the record of a shard: what failed and what was planned lie beside it

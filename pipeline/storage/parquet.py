@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -40,7 +41,10 @@ def write_parquet(
     while one is written. `schema` is the file's, its metadata is kept; None: that of `rows`, which is a table or a
     reader then.
     """
-    path, schema, num_rows = Path(path), schema or rows.schema, 0
+    path, num_rows = Path(path), 0
+    if schema is None:
+        described: Any = rows  # a table or a reader
+        schema = described.schema
     groups = _row_groups([rows], schema) if isinstance(rows, pa.Table) else _ahead(_row_groups(rows, schema))
     with atomic_path(path) as temporary:
         with pq.ParquetWriter(temporary, schema, write_page_checksum=True, **_encodings(schema)) as writer:
