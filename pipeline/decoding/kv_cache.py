@@ -316,7 +316,8 @@ class KVCache:
     def _widen_table(self, width: int) -> None:
         held = self._table.shape[1]
         if width > held:
-            self._table = np.pad(self._table, ((0, 0), (0, int(max(width - held, held)))))
+            more = np.zeros((len(self._table), max(width - held, held)), self._table.dtype)
+            self._table = np.hstack((self._table, more))
 
     def _grow(self, num_tokens: int) -> bool:
         """Add at least so many slots, if bound and device allow it; if the device does not, the bound sinks."""

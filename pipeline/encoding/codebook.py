@@ -131,6 +131,7 @@ def nearest_centroids(vectors: np.ndarray, centroids: np.ndarray) -> np.ndarray:
 
 def digests(vectors: np.ndarray) -> np.ndarray:
     """A number of 64 bits that tells vectors, float32 (n, dim), apart by their bits: uint64 (n,)."""
-    words = np.ascontiguousarray(np.pad(vectors, ((0, 0), (0, int(vectors.shape[1] % 2)))), np.float32).view(np.uint64)
+    padding = np.zeros((len(vectors), vectors.shape[1] % 2), vectors.dtype)
+    words = np.ascontiguousarray(np.hstack((vectors, padding)), np.float32).view(np.uint64)
     multipliers = np.random.default_rng(0).integers(1, 2**63, words.shape[1], dtype=np.uint64) | np.uint64(1)
     return (words * multipliers).sum(axis=1, dtype=np.uint64)
