@@ -70,7 +70,12 @@ COMMANDS = {
 
 def _commands_of_plugins() -> Iterator[tuple[str, LazyCommand]]:
     """Those of other packages; one that cannot be loaded, or has the name of one of ours, is left out."""
-    for name in installed("commands"):
+    try:
+        names = list(installed("commands"))
+    except UnknownPlugin as error:
+        print_line(f"laserbatch: the commands of other packages are left out: {error}")
+        return
+    for name in names:
         try:
             command = load_plugin("commands", name)
         except UnknownPlugin as error:

@@ -134,7 +134,7 @@ class MetricsSettings(Strict):
     textfile: Path | None = Field(
         default=None,
         description="Metrics are written to this file for the textfile collector of the node exporter, such as "
-        "`.../laserbatch.prom`. Those of lists of items go to `.../laserbatch_lists.prom` beside it. "
+        "`.../laserbatch.prom`. Those of an extension go to a file beside it, such as `.../laserbatch_lists.prom`. "
         "null: no file.",
     )
 

@@ -4,6 +4,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
+from laserbatch.jobs import cli
 from laserbatch.pipeline import plugins
 from laserbatch.pipeline.decoding.drafters import drafter_from
 from laserbatch.pipeline.decoding.drafters.drafter import Drafter
@@ -58,3 +59,10 @@ def test_two_packages_of_one_name_are_refused(entries):
     entries += [brought("nothing", f"{__name__}:Nothing"), brought("nothing", f"{__name__}:Drafter")]
     with pytest.raises(UnknownPlugin, match=r"both bring 'nothing'"):
         installed("drafters")
+
+
+def test_two_packages_with_one_command_leave_the_others_working(entries, capsys):
+    group = "laserbatch.commands"
+    entries += [brought("mine", "a:b", group), brought("mine", "c:d", group)]
+    assert list(cli._commands_of_plugins()) == []
+    assert "the commands of other packages are left out" in capsys.readouterr().err
