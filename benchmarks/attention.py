@@ -119,7 +119,7 @@ def kernel_system(problem: Problem, **blocks) -> Callable[[], torch.Tensor]:
 def one_group(metadata: AttentionMetadata) -> Group:
     """All sequences, padded to the longest."""
     on_host = AttentionMetadata(**{name: tensor.cpu().numpy() for name, tensor in vars(metadata).items()})
-    (group,) = cut_groups(on_host, np.arange(len(on_host.num_chain)), call_cost=1 << 60)
+    (group,) = cut_groups(on_host, call_cost=1 << 60)
     return group
 
 

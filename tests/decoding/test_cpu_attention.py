@@ -12,7 +12,7 @@ from packs import Pack, random_pack
 from reference import reference_attention
 
 from laserbatch.pipeline.decoding.attention import numba_attention
-from laserbatch.pipeline.decoding.attention.interface import CALL_COST, MAX_LOOP_TOKENS, EagerAttention
+from laserbatch.pipeline.decoding.attention.interface import CALL_COST, EagerAttention
 from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata
 
 CPU = torch.device("cpu")
@@ -70,26 +70,44 @@ def test_any_ragged_batch_on_any_number_of_threads(lengths, dims, window, thread
     torch.set_num_threads(before)
 
 
-def test_a_result_does_not_depend_on_what_shares_the_batch():
-    pack = random_pack(LENGTHS)
+def part_of(metadata: AttentionMetadata, b: int, new: np.ndarray) -> AttentionMetadata:
+    """Sequence b alone, with those of its new tokens alone; the chain stays whole, and what it sees stays with it."""
+    slots = metadata.slots[slice(*metadata.cu_seqlens_k[b : b + 2].tolist())]
+    committed, chain = int(metadata.num_committed[b]), int(metadata.num_chain[b])
+    tokens, nodes = metadata.cu_seqlens_q[b] + new, new[new >= chain] - chain
+    bits = np.zeros(len(new), np.int64)
+    for place, node in enumerate(nodes):
+        bits |= (metadata.ancestors[tokens] >> node & 1) << place
+    return AttentionMetadata(
+        slots=np.concatenate((slots[:committed], slots[committed + new])),
+        cu_seqlens_k=np.array([0, committed + len(new)], np.int32),
+        num_committed=metadata.num_committed[b : b + 1],
+        cu_seqlens_q=np.array([0, len(new)], np.int32),
+        num_chain=np.array([min(chain, int((new < chain).sum()))], np.int32),
+        ancestors=bits,
+        positions=metadata.positions[tokens],
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_token_has_the_same_bits_whatever_shares_batch_and_tree(dtype, window):
+    """Each sequence alone, each node with its ancestors alone, and a prompt in parts."""
+    pack = random_pack(LENGTHS, 6, 2, 40, 24, dtype=dtype)
     metadata, query = on_host(pack.metadata), pack.query
     keys, values = pack.keys.contiguous(), pack.values.contiguous()
-    together = EagerAttention(metadata, CPU)(query, keys, values, 0.3, None, None, None)
+    together = EagerAttention(metadata, CPU)(query, keys, values, 0.3, window, None, None)
     for b in range(len(LENGTHS)):
-        tokens = slice(*metadata.cu_seqlens_q[b : b + 2].tolist())
-        if tokens.stop - tokens.start > MAX_LOOP_TOKENS:
-            continue
-        alone = AttentionMetadata(
-            slots=metadata.slots[slice(*metadata.cu_seqlens_k[b : b + 2].tolist())],
-            cu_seqlens_k=metadata.cu_seqlens_k[b : b + 2] - metadata.cu_seqlens_k[b],
-            num_committed=metadata.num_committed[b : b + 1],
-            cu_seqlens_q=metadata.cu_seqlens_q[b : b + 2] - metadata.cu_seqlens_q[b],
-            num_chain=metadata.num_chain[b : b + 1],
-            ancestors=metadata.ancestors[tokens],
-            positions=metadata.positions[tokens],
-        )
-        found = EagerAttention(alone, CPU)(query[tokens], keys, values, 0.3, None, None, None)
-        assert torch.equal(found, together[tokens])
+        start, end = metadata.cu_seqlens_q[b : b + 2].tolist()
+        chain = int(metadata.num_chain[b])
+        parts = [np.arange(end - start), np.arange(chain), np.arange((chain + 1) // 2)]
+        for node in range(0, end - start - chain, 3):
+            seen = metadata.ancestors[start + chain + node] >> np.arange(end - start - chain) & 1
+            parts.append(np.concatenate((np.arange(chain), chain + np.flatnonzero(seen))))
+        for new in parts:
+            alone = EagerAttention(part_of(metadata, b, new), CPU)
+            found = alone(query[start + new], keys, values, 0.3, window, None, None)
+            assert torch.equal(found, together[start + new])
 
 
 @pytest.mark.parametrize("spoiled", [torch.nan, torch.inf])
@@ -108,8 +126,9 @@ def test_weights_are_those_of_numpy():
     scores = np.concatenate((np.linspace(-300, 0, 12_001), [-np.inf, -3e38])).astype(np.float32)
     expected = np.exp(scores.astype(np.float64))
     weights = scores.copy()
-    numba_attention._softmax(weights)
-    found, is_large = weights * expected.sum(), scores > -10
-    np.testing.assert_allclose(found[is_large], expected[is_large], rtol=2e-6)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-38)
+    total = numba_attention._set_weights(weights)
+    is_large = scores > -10
+    np.testing.assert_allclose(weights[is_large], expected[is_large], rtol=2e-6)
+    np.testing.assert_allclose(weights, expected, rtol=1e-5, atol=2e-38)
+    np.testing.assert_allclose(total, expected.sum(), rtol=2e-6)
     assert weights[-2] == 0

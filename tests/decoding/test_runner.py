@@ -24,15 +24,13 @@ def path_to(tree: TokenTree, node: int) -> list[int]:
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt_neox", "gpt_oss", "olmo2"])
 @pytest.mark.parametrize(
-    ("call_cost", "block_tokens", "most_loop_tokens"),
-    [(0, 128, 0), (1000, 128, 0), (10**9, 128, 0), (0, 3, 0), (8, 3, 4), (1000, 128, 65)],
+    ("call_cost", "block_tokens", "loop_types"),
+    [(0, 128, ()), (1000, 128, ()), (10**9, 128, ()), (0, 3, ()), (8, 3, ()), (1000, 128, interface.LOOP_TYPES)],
 )
-def test_every_node_gets_the_logits_of_its_own_path(
-    architecture, call_cost, block_tokens, most_loop_tokens, monkeypatch
-):
+def test_every_node_gets_the_logits_of_its_own_path(architecture, call_cost, block_tokens, loop_types, monkeypatch):
     """Ragged trees of several sequences, by loops or in any grouping, against plain causal runs."""
     monkeypatch.setattr(torch_attention, "BLOCK_TOKENS", block_tokens)
-    monkeypatch.setattr(interface, "MAX_LOOP_TOKENS", most_loop_tokens)
+    monkeypatch.setattr(interface, "LOOP_TYPES", loop_types)
     monkeypatch.setitem(interface.CALL_COST, "cpu", call_cost)
     sizes = {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": None}
     model = tiny_model(architecture, **(sizes if architecture == "gpt_oss" else {}))

@@ -23,7 +23,7 @@ from laserbatch.pipeline.errors import ModelError
 ATTENTION_NAME = "laserbatch_slots"
 # Relative error of what is computed in another way, above which it is wrong. Broken masks or positions give 0.1 to 1.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
-MAX_LOOP_TOKENS = 65  # new tokens a sequence (last token and largest tree) up to which this is faster than torch
+LOOP_TYPES = (torch.float32, torch.bfloat16)  # that compiled loops serve
 _ABSENT = object()
 
 
@@ -104,36 +104,18 @@ class EagerAttention:
     _tasks: dict = field(default_factory=dict)
 
     def __call__(self, query, keys, values, scale, window, softcap, sinks) -> torch.Tensor:
-        on_loops = query.device.type == "cpu" and query.dtype == torch.float32 and softcap is None and sinks is None
-        if not on_loops or not len(self._short):
+        if query.device.type != "cpu" or query.dtype not in LOOP_TYPES or softcap is not None or sinks is not None:
             return torch_attention(query, keys, values, self.groups, scale, window, softcap, sinks)
         from laserbatch.pipeline.decoding.attention.numba_attention import Tasks, numba_attention
 
         num_folded = query.shape[1] // keys.shape[0]
         if num_folded not in self._tasks:
-            self._tasks[num_folded] = Tasks.of(self.metadata, self._short, num_folded)
-        result = numba_attention(query, keys, values, self.metadata, self._tasks[num_folded], scale, window)
-        if self._long_groups:
-            torch_attention(query, keys, values, self._long_groups, scale, window, None, None, result)
-        return result
+            self._tasks[num_folded] = Tasks.of(self.metadata, num_folded)
+        return numba_attention(query, keys, values, self.metadata, self._tasks[num_folded], scale, window)
 
     @cached_property
     def groups(self) -> list[Group]:
-        """All sequences."""
-        return self._groups_of(np.arange(len(self.metadata.num_chain)))
-
-    @cached_property
-    def _short(self) -> np.ndarray:
-        """int64[n]: the sequences that the loops serve."""
-        return np.flatnonzero(np.diff(self.metadata.cu_seqlens_q) <= MAX_LOOP_TOKENS)
-
-    @cached_property
-    def _long_groups(self) -> list[Group]:
-        others = np.flatnonzero(np.diff(self.metadata.cu_seqlens_q) > MAX_LOOP_TOKENS)
-        return self._groups_of(others) if len(others) else []
-
-    def _groups_of(self, sequences: np.ndarray) -> list[Group]:
-        return cut_groups(self.metadata, sequences, CALL_COST["cpu" if self.device.type == "cpu" else "cuda"])
+        return cut_groups(self.metadata, CALL_COST["cpu" if self.device.type == "cpu" else "cuda"])
 
 
 class KernelError(RuntimeError):

@@ -1,4 +1,4 @@
-"""Attention by torch, on any device: for prompts on a CPU, and where neither loops nor kernel serve.
+"""Attention by torch, on any device: where neither loops nor kernel serve.
 
 A batch's sequences are cut into groups; each is one attention call, padded to its longest. Query heads that share a
 key-value head are folded into the query length, so that no key is repeated for them. A single sequence's run of slots
@@ -84,13 +84,12 @@ def torch_attention(
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
-    result: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of the groups' tokens, written to their places in `result` (N, num_heads, value_dim)."""
+    """Attention of the groups' tokens, at their places of (N, num_heads, value_dim)."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, value_dim = keys.shape[0], values.shape[2]
     num_folded = num_heads // num_kv_heads
-    result = query.new_empty(num_tokens, num_heads, value_dim) if result is None else result
+    result = query.new_empty(num_tokens, num_heads, value_dim)
     for group in groups:
         num_rows, num_padded = group.queries.shape
         tokens = group.index("queries", query.device)
@@ -122,15 +121,15 @@ def _written_out(query, keys, values, mask, scale, softcap, sinks) -> torch.Tens
     return torch.matmul(weights.to(query.dtype), values)
 
 
-def cut_groups(metadata: AttentionMetadata[np.ndarray], sequences: np.ndarray, call_cost: int) -> list[Group]:
-    """Some sequences of a batch, int64[n], in groups of like numbers of new tokens; prompts in blocks.
+def cut_groups(metadata: AttentionMetadata[np.ndarray], call_cost: int) -> list[Group]:
+    """The sequences of a batch in groups of like numbers of new tokens; prompts in blocks.
 
     A group is closed where a further call, of cost `call_cost`, is cheaper than padding to the longest.
     """
-    sizes = np.diff(metadata.cu_seqlens_q)[sequences]
+    sizes = np.diff(metadata.cu_seqlens_q)
     most = BLOCK_TOKENS if call_cost < BLOCK_TOKENS**2 else int(sizes.max(initial=1))
     num_blocks = -(-sizes // most)
-    of = np.repeat(sequences, num_blocks)
+    of = np.repeat(np.arange(len(sizes)), num_blocks)
     begin = (np.arange(len(of)) - np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)) * most
     end = np.minimum(begin + most, np.repeat(sizes, num_blocks))
     widths = metadata.num_committed[of] + end
