@@ -70,8 +70,10 @@ SMOKE = Scale((TaskSize(4, 12, 0, 2), TaskSize(4, 20, 0, 2)), num_rounds=1, most
 class Served:
     """A vLLM in a process of its own, which is waited for by `ready`; with a call like `EngineSystem`'s."""
 
-    def __init__(self, model: Path, speculative: dict | None, environment: dict[str, str]) -> None:
-        told = {"model": str(model), "engine": ENGINE, "speculative_config": speculative}
+    def __init__(
+        self, model: Path, speculative: dict | None, environment: dict[str, str], dtype: str = ENGINE["dtype"]
+    ) -> None:
+        told = {"model": str(model), "engine": ENGINE | {"dtype": dtype}, "speculative_config": speculative}
         command = [sys.executable, str(Path(__file__).with_name("peers_worker.py")), json.dumps(told)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
         self._process = subprocess.Popen(command, env=os.environ | environment, **pipes)

@@ -4,6 +4,7 @@ A pool holds the model's own texts on its pool prompts, never a text of a held-o
 by prompt. Texts are generated once and kept on disk by model. Measures nothing.
 """
 
+import datetime
 import hashlib
 import itertools
 import logging
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from common import SAMPLE_MODEL, SEED
 from entities import iter_entities, render_prompt
@@ -34,6 +36,7 @@ from laserbatch.retrieval_pools.settings import PoolSettings
 
 logger = logging.getLogger("benchmarks")
 
+MAX_PROMPT_TOKENS = 768  # of viewers and films
 GOODREADS_PROMPT = 'Describe the book "{title}" in one or two sentences.'
 
 
@@ -122,6 +125,32 @@ def sample_tasks(tokenizer, size: TaskSize) -> list[Task]:
             different = list({prompt.tobytes(): prompt for prompt in prompts}.values())
             name = f"sample-{side}s"
             tasks.append(_task(name, side, _chosen(name, different, size), size, max_new_tokens=320))
+    return tasks
+
+
+def movielens_tasks(tokenizer, data: Path, size: TaskSize, max_new_tokens: int) -> list[Task]:
+    """KAR's questions about viewers and films of MovieLens 100K, by the project's own templates and words."""
+    settings = of_domain(KnowledgeSettings(max_prompt_tokens=MAX_PROMPT_TOKENS), "films")
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("users", "items", "interactions"):
+            table = pq.read_table(data / "ml-100k" / f"{name}.parquet")
+            if name == "interactions":
+                moments = pc.cast(pc.multiply(table["timestamp"], 1_000_000), pa.timestamp("us", "UTC"))
+                table = table.set_column(table.column_names.index("timestamp"), "timestamp", moments)
+            else:
+                table = table.drop_columns([name for name in ("zip_code",) if name in table.column_names])
+            pq.write_table(table, Path(folder) / f"{name}.parquet")
+        last = pc.max(pq.read_table(Path(folder) / "interactions.parquet")["timestamp"]).as_py().date()
+        tables = read_tables(folder, as_of=last + datetime.timedelta(days=1))
+        tasks = []
+        for side in SIDES:
+            ids = _chosen(f"movielens-{side}s", sorted(tables.entities(side)[f"{side}_id"].to_pylist()), size)
+            found = {
+                entity.entity_id: render_prompt(settings.template(side), entity, tokenizer, MAX_PROMPT_TOKENS).token_ids
+                for entity in iter_entities(tables, side, ids)
+            }
+            prompts = [found[entity_id] for entity_id in ids]
+            tasks.append(_task(f"movielens-{side}s", side, prompts, size, max_new_tokens=max_new_tokens))
     return tasks
 
 

@@ -152,8 +152,7 @@ def check_gpu(settings: Settings) -> Iterator[CheckResult]:
 
 
 def check_kernels(settings: Settings) -> Iterator[CheckResult]:
-    """With which attention and in which type laserbatch's engine computes on a GPU."""
-    from laserbatch.pipeline.decoding.model.folder import read_config
+    """With which attention laserbatch's engine computes on a GPU."""
     from laserbatch.pipeline.gpus import num_gpus
 
     decoding = settings.decoding
@@ -177,18 +176,36 @@ def check_kernels(settings: Settings) -> Iterator[CheckResult]:
         yield CheckResult("attention", "warning", found, "Install gcc, or name a compiler in CC")
     else:
         yield CheckResult("attention", "ok", "Triton's kernel, small steps as CUDA graphs")
-    config = read_config(settings.model_dir)
-    config = config.get("text_config", config) | config
-    own = str(config.get("dtype") or config.get("torch_dtype") or "that of the weights")
-    dtype, reason = (own, "the model's own") if decoding.dtype == "auto" else (decoding.dtype, "decoding.dtype")
-    if dtype == "float32":
-        hint = "Set decoding.dtype: bfloat16, unless texts have to be those of a CPU"
-        yield CheckResult("dtype", "warning", f"float32 ({reason}), which takes twice the memory of bfloat16", hint)
-    elif dtype == "bfloat16" and torch.cuda.get_device_capability() < (8, 0):
-        hint = "Use a GPU of compute capability 8.0 or above, or decoding.dtype: float32"
-        yield CheckResult("dtype", "warning", f"bfloat16 ({reason}), for which this GPU has no fast products", hint)
-    else:
-        yield CheckResult("dtype", "ok", f"{dtype} ({reason})")
+
+
+def check_dtype(settings: Settings) -> Iterator[CheckResult]:
+    """In which type the model computes here, and why."""
+    from laserbatch.pipeline.decoding.model.compute_type import choose_dtype
+    from laserbatch.pipeline.decoding.model.folder import quantization_of, read_config, stored_dtype
+    from laserbatch.pipeline.gpus import num_gpus
+
+    decoding, has_gpu = settings.decoding, num_gpus() > 0
+    stored, quantization = stored_dtype(settings.model_dir), quantization_of(read_config(settings.model_dir))
+    try:
+        choice = choose_dtype(decoding.dtype, "cuda" if has_gpu else "cpu", stored, quantization)
+    except ModelError as error:
+        yield CheckResult("dtype", "fault", str(error))
+        return
+    dtype = stored if choice.name == "auto" else choice.name
+    found, hint = f"{dtype}: {choice.reason}", None
+    if has_gpu:
+        import torch
+
+        if dtype == "float32":
+            found += "; it takes twice the memory of bfloat16"
+            hint = "Set decoding.dtype: bfloat16, unless texts have to be those of a CPU"
+        elif dtype == "bfloat16" and torch.cuda.get_device_capability() < (8, 0):
+            found += "; this GPU has no fast products for it"
+            hint = "Use a GPU of compute capability 8.0 or above, or decoding.dtype: float32"
+    elif decoding.dtype == "float32" and choose_dtype("auto", "cpu", stored, quantization).name == "bfloat16":
+        found += "; bfloat16 is faster on this processor"
+        hint = "Set decoding.dtype: auto"
+    yield CheckResult("dtype", "warning" if hint else "ok", found, hint)
 
 
 def check_engine(settings: Settings) -> Iterator[CheckResult]:
@@ -256,11 +273,15 @@ def fitting_engine(settings: Settings, num_values: int, file_bytes: int) -> Chec
 def check_memory_and_model(settings: Settings) -> Iterator[CheckResult]:
     from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, needs_a_model
     from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
+    from laserbatch.pipeline.decoding.model.compute_type import choose_dtype
     from laserbatch.pipeline.decoding.model.folder import (
         find_weights,
         load_tokenizer,
+        quantization_of,
+        read_config,
         require_described_weights,
         require_token_rows,
+        stored_dtype,
     )
     from laserbatch.pipeline.distributed.cluster import Node, worker_layout
     from laserbatch.pipeline.distributed.settings import usable_cores
@@ -296,7 +317,13 @@ def check_memory_and_model(settings: Settings) -> Iterator[CheckResult]:
     if num_gpus():
         return  # each GPU holds the weights of one worker, which refuses what does not fit it
     num_workers = worker_layout(settings.cluster, [Node(usable_cores())]).num_workers
-    needed = num_workers * max(num_bytes, 4 * num_values if settings.decoding.dtype != "bfloat16" else 2 * num_values)
+    try:
+        choice = choose_dtype(
+            settings.decoding.dtype, "cpu", stored_dtype(folder), quantization_of(read_config(folder))
+        )
+    except ModelError:
+        return  # `check_dtype` has said it
+    needed = num_workers * max(num_bytes, {"float32": 4, "bfloat16": 2, "auto": 0}[choice.name] * num_values)
     message = f"{memory.free_bytes / 1e9:.1f} of {memory.total_bytes / 1e9:.1f} GB free; the weights of {num_workers} "
     message += f"workers take {needed / 1e9:.1f} GB"
     hint = "Take a smaller model, or lower cluster.num_workers" if needed > 0.8 * memory.free_bytes else None
@@ -457,6 +484,7 @@ CHECKS: list[Check] = [
     check_versions,
     check_gpu,
     check_kernels,
+    check_dtype,
     check_engine,
     check_memory_and_model,
     check_answer,

@@ -216,7 +216,8 @@ def _facts(manifest: RunManifest) -> list[str]:
     if model is not None:
         facts.append(f"model {model.id} ({rate(model.num_parameters / 1e6)} M parameters)")
         by_vllm = manifest.settings.get("decoding", {}).get("engine") == "vllm"
-        facts.append(f"{model.dtype} on {model.device}{', by vLLM, which verifies greedily' * by_vllm}")
+        reason = f" ({model.dtype_reason})" if model.dtype_reason else ""
+        facts.append(f"{model.dtype} on {model.device}{reason}{', by vLLM, which verifies greedily' * by_vllm}")
     if machine.get("gpu") or machine.get("num_cpus"):
         facts.append(machine.get("gpu") or f"{machine['num_cpus']} CPU cores")
     return [*facts, f"{seconds(_wall_s(manifest))} in all"]

@@ -42,8 +42,8 @@ class DecodingSettings(Strict):
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
-        description="The model computes in this type. auto: float32 on a CPU; on CUDA, or if the weights are "
-        "quantised, the type of the weights.",
+        description="The model computes in this type. auto: the type of the weights; on a CPU bfloat16 if they are "
+        "stored in 16 bits and the processor multiplies bfloat16, else float32.",
     )
     batch_size: int = Field(
         default=16, ge=1, description="One worker writes this many texts at once. Use 64 to 256 on a GPU."

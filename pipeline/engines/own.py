@@ -70,6 +70,7 @@ class OwnEngine:
             dtype=str(loaded.model.dtype).removeprefix("torch.") + packed,
             device=self.engine.device.type,
             num_parameters=loaded.num_parameters,
+            dtype_reason=loaded.dtype_reason,
         )
 
     @property

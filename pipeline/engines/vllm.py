@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
+from laserbatch.pipeline.decoding.model.compute_type import choose_dtype
 from laserbatch.pipeline.decoding.model.folder import (
     end_ids_of,
     find_weights,
@@ -30,6 +31,7 @@ from laserbatch.pipeline.decoding.model.folder import (
     model_identity,
     require_described_weights,
     require_token_rows,
+    stored_dtype,
 )
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
@@ -269,7 +271,7 @@ def engine_arguments(model_dir: Path, decoding: DecodingSettings, device: str) -
     """Arguments of `vllm.LLM`, those of `decoding.vllm` among them."""
     return {
         "model": str(model_dir),
-        "dtype": "float32" if device == "cpu" and decoding.dtype == "auto" else decoding.dtype,
+        "dtype": choose_dtype(decoding.dtype, device, stored_dtype(model_dir)).name,
         "max_num_seqs": decoding.batch_size,
         "generation_config": "vllm",
         "load_format": "safetensors",

@@ -86,6 +86,7 @@ class ModelFigures:
     dtype: str
     device: str
     num_parameters: int
+    dtype_reason: str = ""
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def test_load_asks_before_it_reads_weights(folder, monkeypatch):
         memory = Memory("cpu", num_bytes, num_bytes)
         monkeypatch.setattr(load, "memory_of", lambda _, memory=memory: memory)
         with pytest.raises(ModelError, match=message):
-            load_model(folder, device="cpu")
+            load_model(folder, "float32", "cpu")
 
 
 def test_machine_says_what_is_available():

@@ -1,5 +1,6 @@
 """A fused model against transformers' own layers, on any batch of prompts, trees and single tokens."""
 
+import copy
 from unittest import mock
 
 import numpy as np
@@ -7,13 +8,18 @@ import pytest
 import torch
 from tiny_models import VOCAB, perturb_constants, tiny_model
 
-from laserbatch.pipeline.decoding.attention.interface import relative_error
+from laserbatch.pipeline.decoding.attention.interface import ATTENTION_NAME, relative_error
 from laserbatch.pipeline.decoding.batch import Feed
+from laserbatch.pipeline.decoding.drafters import drafter_from
+from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.fused_model import FusedModel
 from laserbatch.pipeline.decoding.model.load import prepare_model
 from laserbatch.pipeline.decoding.model.runner import ModelRunner
+from laserbatch.pipeline.decoding.sequence import GenerationRequest
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import TokenTree, TreeBatch
+from laserbatch.pipeline.processor import multiplies_bfloat16
 
 CPU = torch.device("cpu")
 PARENTS = np.array([-1, 0, 0, 2, -1], np.int32)
@@ -42,7 +48,7 @@ def forwards(model, fused) -> tuple[list[torch.Tensor], KVCache]:
     ("architecture", "changes"),
     [("llama", {}), ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
      ("mistral", {}), ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
-     ("qwen3", {"num_key_value_heads": 1})],
+     ("qwen3", {"num_key_value_heads": 1}), ("gemma3_text", {"hidden_activation": "gelu_pytorch_tanh"})],
 )  # fmt: skip
 def test_it_computes_what_transformers_does(architecture, changes):
     model = tiny_model(architecture, **changes)
@@ -56,6 +62,43 @@ def test_it_computes_what_transformers_does(architecture, changes):
     for number, memory in own_cache.layers.items():
         assert relative_error(cache.layers[number].keys, memory.keys) < 1e-5
         assert relative_error(cache.layers[number].values, memory.values) < 1e-5
+
+
+@pytest.mark.skipif(not multiplies_bfloat16(), reason="this processor does not multiply bfloat16")
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text"])
+def test_in_bfloat16_its_error_is_no_larger_than_that_of_transformers(architecture):
+    """Both against transformers' own layers in float32, over the same rounded weights."""
+    rounded = tiny_model(architecture).bfloat16()
+    exact = prepare_model(copy.deepcopy(rounded).float()).model
+    plain, model = copy.deepcopy(rounded), prepare_model(rounded).model
+    assert isinstance(model.fused, FusedModel)
+    plain.set_attn_implementation(ATTENTION_NAME)
+    expected, own, theirs = forwards(exact, None)[0], forwards(model, model.fused)[0], forwards(plain, None)[0]
+    errors = [
+        [relative_error(one, other) for one, other in zip(found, expected, strict=True)] for found in (own, theirs)
+    ]
+    assert np.mean(errors[0]) <= 1.05 * np.mean(errors[1])
+
+
+@pytest.mark.skipif(not multiplies_bfloat16(), reason="this processor does not multiply bfloat16")
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "mistral"])
+def test_in_bfloat16_texts_have_the_same_bits_at_any_batch_size_drafted_or_not(architecture):
+    loaded = prepare_model(tiny_model(architecture).bfloat16())
+    assert loaded.model.fused is not None
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, VOCAB, int(size)).astype(np.int32) for size in rng.integers(4, 80, 20)]
+    requests = [GenerationRequest(str(n), prompt, max_new_tokens=30) for n, prompt in enumerate(prompts)]
+    texts = []
+    for batch_size, num_drafts in ((1, 0), (4, 0), (16, 0), (1, 9), (16, 9), (7, 3)):
+        settings = DecodingSettings(
+            batch_size=batch_size, verifier="greedy", drafters=("prompt", "output"), max_draft_tokens=num_drafts
+        )
+        engine, budget = Engine(loaded, settings), Budget(num_drafts, 0.0)
+        drafter = drafter_from(settings, None, budget) if num_drafts else None
+        order = [requests[n] for n in rng.permutation(len(requests))]
+        results = {one.request_id: one for one in engine.generate(order, drafter, None, budget)}
+        texts.append([results[one.request_id].token_ids.tolist() for one in requests])
+    assert all(found == texts[0] for found in texts)
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "phi3", "qwen3_moe"])
@@ -79,8 +122,8 @@ def test_one_that_computes_something_else_is_not_believed(caplog):
 
 def test_positions_beyond_those_seen_are_rotated_alike():
     fused = prepare_model(tiny_model("llama", max_position_embeddings=4096)).model.fused
-    fused._see(3)
-    before = fused._cos.copy()
-    fused._see(2000)
-    assert len(fused._cos) > 2000
-    np.testing.assert_array_equal(fused._cos[: len(before)], before)
+    fused._cover(3)
+    before = fused._tables[None][0].copy()
+    fused._cover(2000)
+    assert len(fused._tables[None][0]) > 2000
+    np.testing.assert_array_equal(fused._tables[None][0][: len(before)], before)

@@ -253,6 +253,7 @@ def test_tied_weights_are_not_missing(folder):
                                                    ("gpt_neox", {}), ("mixtral", {})])  # fmt: skip
 def test_weights_that_go_straight_to_a_device_are_the_same(folder, monkeypatch, architecture, changes):
     """Buffers that no file has and tied weights included; the device is this CPU."""
+    monkeypatch.setattr(checks, "relayout_linear_layers", lambda model: 0)  # whose weights cannot be compared
     tiny_model(architecture, vocab_size=257, **changes).save_pretrained(folder)
     plain = load_model(folder, "bfloat16", "cpu").model
     direct = partial(AutoModelForCausalLM.from_pretrained, device_map={"": torch.device("cpu")})
@@ -383,9 +384,9 @@ def test_bench_model_loads(shared_models):
     assert loaded.max_context == 4096 and np.array(loaded.end_ids).tolist() == [4]
 
 
-@pytest.mark.parametrize(("num_spoiled", "is_refused"), [(2, False), (3, True)])
+@pytest.mark.parametrize(("num_spoiled", "is_refused"), [(1, False), (2, True)])
 def test_rounding_that_spoils_a_few_texts_does_not_refuse_a_model(monkeypatch, num_spoiled, is_refused):
-    """Of five probes; what is wrong for every text is wrong for most of them."""
+    """Of three probes; what is wrong for every text is wrong for most of them."""
     packed_logits, num_rounded = checks._packed_logits, itertools.count()
 
     def spoiled(runner, probe):
@@ -394,13 +395,14 @@ def test_rounding_that_spoils_a_few_texts_does_not_refuse_a_model(monkeypatch, n
         return [2 * one for one in logits] if is_spoiled else logits
 
     monkeypatch.setattr(checks, "_packed_logits", spoiled)
+    monkeypatch.setattr(checks, "relayout_linear_layers", lambda model: 0)  # so that there are no fused layers to try
     model = tiny_model("llama").to(torch.bfloat16)
     if is_refused:
         with pytest.raises(ModelError, match="other logits packed than alone"):
             prepare_model(model)
     else:
         prepare_model(model)
-    assert next(num_rounded) == 5
+    assert next(num_rounded) == 3
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "smollm3"])

@@ -10,13 +10,14 @@ from tiny_models import requests_for
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.model.compute_type import choose_dtype
 from laserbatch.pipeline.decoding.model.folder import (
     SAMPLE_MODEL,
     num_parameters_of,
     quantization_of,
     require_described_weights,
 )
-from laserbatch.pipeline.decoding.model.load import load_model, resolve_dtype
+from laserbatch.pipeline.decoding.model.load import load_model
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.errors import ModelError
 
@@ -178,7 +179,5 @@ def test_parameters_are_those_of_the_plain_model():
 
 
 def test_packed_weights_keep_the_type_they_were_made_for():
-    cpu = torch.device("cpu")
-    assert resolve_dtype("auto", cpu, "torchao") == "auto"
-    assert resolve_dtype("auto", cpu) == torch.float32
-    assert resolve_dtype("bfloat16", cpu, "torchao") == torch.bfloat16
+    assert choose_dtype("auto", "cpu", "bfloat16", "torchao").name == "auto"
+    assert choose_dtype("float32", "cpu", "bfloat16", "torchao").name == "float32"

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _POSITION_DEPENDENT_ROPE = ("dynamic", "longrope")  # take the longest position of the whole batch
 # Kernels of packed weights may round otherwise with another number of tokens, whatever the type of activations.
 _QUANTISED_TOLERANCE = 0.05
-_NUM_ROUNDED_PROBES = 5  # where results are rounded to fewer bits than float32's
+_NUM_ROUNDED_PROBES = 3  # where results are rounded to fewer bits than float32's
 _ROUNDED_TOLERANCE = 0.25  # of a model in bfloat16 or float16 whose first layers were checked in float32
 _MIN_CHECKED_LAYERS = 4  # some models differ in every fourth layer
 _PACKED_LAYER_TYPES = {"full_attention", "sliding_attention"}

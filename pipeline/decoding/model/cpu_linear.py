@@ -2,13 +2,18 @@
 
 torch multiplies float32 matrices with MKL, in the weights' own layout. Weights in oneDNN's layout take a third to a
 half of the time for a few tokens on AMD processors, and a token's result does not depend on how many others are in
-the product. oneDNN compiles a product anew for each number of tokens, which takes longer than the product itself, and
-keeps some thousand of them; so the ever other numbers of steps with drafts are rounded up to few.
+the product. In bfloat16 torch lays weights out anew for each product, which takes longer than the product. oneDNN
+compiles a product anew for each number of tokens, which takes longer than the product itself, and keeps some thousand
+of them; so the ever other numbers of steps with drafts are rounded up to few.
+
+A bfloat16 product of few tokens adds in another order than one of many. A text must not depend on how many others are
+written beside it, so products are computed only for numbers of tokens that give the same bits (`_sizes_of_same_bits`).
 
 Where the operators are missing, or a layer's results are not those of torch, layers stay as they are.
 """
 
 import logging
+from functools import cache
 from typing import TypeGuard
 
 import torch
@@ -17,6 +22,7 @@ from torch import nn
 
 from laserbatch.pipeline.decoding.attention.interface import relative_error
 from laserbatch.pipeline.errors import first_line
+from laserbatch.pipeline.processor import multiplies_bfloat16
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +30,14 @@ logger = logging.getLogger(__name__)
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 LAYOUT_TOKENS = 16  # the layout is chosen for products of so many tokens; it serves any number
 SIZES_PER_DOUBLING = 32  # numbers of tokens between one power of two and the next: 1 % is added in the mean
-TOLERANCE = 1e-4  # relative error of a layer above which it stays as it is
+# Relative error of a layer above which it stays as it is.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02}
+# Numbers of tokens that a bfloat16 product may be computed for, where they give the bits of REFERENCE_TOKENS.
+BFLOAT16_SIZES = (1, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+REFERENCE_TOKENS = 64
+
+_OPERATOR = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+_product, _product_plus = getattr(_OPERATOR, "default", None), getattr(_OPERATOR, "binary", None)
 
 
 class OneDnnLinear(nn.Module):
@@ -38,6 +51,11 @@ class OneDnnLinear(nn.Module):
         bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.out_features = [layer.out_features for layer in layers]
+        in_features, threads = layers[0].in_features, torch.get_num_threads()
+        # None: any number of tokens.
+        self.sizes = None
+        if relaid.dtype == torch.bfloat16:
+            self.sizes = _sizes_of_same_bits(sum(self.out_features), in_features, bias is not None, threads)
         # The newest input and its parts, in a list: setting a module's attribute takes longer than a small product.
         self._newest: list = [None, ()]
 
@@ -59,11 +77,35 @@ class OneDnnLinear(nn.Module):
 
     def _product(self, inputs: torch.Tensor) -> torch.Tensor:
         num_tokens = inputs.shape[-2]
-        size = compiled_size(num_tokens)
+        size = padded_size(num_tokens, self.sizes)
         if size > num_tokens:
             inputs = F.pad(inputs, (0, 0, 0, size - num_tokens))
-        results = torch.ops.mkldnn._linear_pointwise.default(inputs, self.weight, self.bias, "none", [], "")
+        results = product(inputs, self.weight, self.bias, self.sizes)
         return results if size == num_tokens else results.narrow(-2, 0, num_tokens)
+
+
+def product(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sizes: tuple[int, ...] | None
+) -> torch.Tensor:
+    """Result (..., num_tokens, out_features) of inputs (..., num_tokens, in_features), padded by `padded_size`."""
+    if sizes is None or inputs.shape[-2] <= sizes[-1]:
+        return _product(inputs, weight, bias, "none", [], "")
+    parts = inputs.split(sizes[-1], -2)
+    return torch.cat([_product(part, weight, bias, "none", [], "") for part in parts], -2)
+
+
+def product_plus(
+    inputs: torch.Tensor,
+    addend: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    sizes: tuple[int, ...] | None,
+) -> torch.Tensor:
+    """The same plus `addend` (num_tokens, out_features), rounded once."""
+    if sizes is None or len(inputs) <= sizes[-1]:
+        return _product_plus(inputs, addend, weight, bias, "add")
+    parts = zip(inputs.split(sizes[-1]), addend.split(sizes[-1]), strict=True)
+    return torch.cat([_product_plus(part, own, weight, bias, "add") for part, own in parts])
 
 
 class PartOfLinear(nn.Module):
@@ -78,15 +120,45 @@ class PartOfLinear(nn.Module):
         return self._relaid[0].part(inputs, self._index)
 
 
-def compiled_size(num_tokens: int) -> int:
-    """The number of tokens, rounded up, that a product is computed for."""
-    step = max(1, (1 << num_tokens.bit_length() - 1) // SIZES_PER_DOUBLING)
-    return -(-num_tokens // step) * step
+def padded_size(num_tokens: int, sizes: tuple[int, ...] | None) -> int:
+    """The number of tokens, rounded up, that products are computed for; of `sizes` the largest is repeated."""
+    if sizes is None:
+        step = max(1, (1 << num_tokens.bit_length() - 1) // SIZES_PER_DOUBLING)
+        return -(-num_tokens // step) * step
+    whole = (num_tokens - 1) // sizes[-1] * sizes[-1]
+    return whole + next(size for size in sizes if size >= num_tokens - whole)
+
+
+@cache
+def _sizes_of_same_bits(out_features: int, in_features: int, has_bias: bool, num_threads: int) -> tuple[int, ...]:
+    """Ascending numbers of tokens of a bfloat16 product that give a token the same bits as among REFERENCE_TOKENS.
+
+    Tried with sums that cancel: what remains of them is rounding error, which another order of adding changes in three
+    of four results. `num_threads` is torch's: products may be divided otherwise among others.
+    """
+    half = in_features // 2
+    drawn = torch.Generator().manual_seed(0)
+    rows = torch.randn(min(64, out_features), half, generator=drawn)
+    weight = torch.cat((rows, -rows, rows.new_zeros(len(rows), in_features % 2)), 1)
+    tokens = torch.randn(BFLOAT16_SIZES[-1], half, generator=drawn)
+    inputs = torch.cat((tokens, tokens, tokens.new_zeros(len(tokens), in_features % 2)), 1)
+    shuffled = torch.randperm(in_features, generator=drawn)
+    weight = weight[:, shuffled].bfloat16().repeat(-(-out_features // len(rows)), 1)[:out_features].contiguous()
+    inputs = inputs[:, shuffled].bfloat16()
+    relaid = torch.ops.mkldnn._reorder_linear_weight(weight, LAYOUT_TOKENS)
+    bias = torch.zeros(out_features, dtype=torch.bfloat16) if has_bias else None
+    found = {size: _product(inputs[:size], relaid, bias, "none", [], "") for size in BFLOAT16_SIZES}
+    expected = found[REFERENCE_TOKENS]
+    shared = {size: min(size, REFERENCE_TOKENS) for size in BFLOAT16_SIZES}
+    return tuple(size for size, n in shared.items() if torch.equal(found[size][:n], expected[:n]))
 
 
 def relayout_linear_layers(model: nn.Module) -> int:
-    """Replace a model's float32 linear layers on a CPU for good; returns how many were. Tied embeddings stay."""
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    """Replace a model's linear layers on a CPU for good; returns how many were. Tied embeddings stay.
+
+    Layers in float32, and those in bfloat16 where the processor multiplies it.
+    """
+    if not torch.backends.mkldnn.is_available() or _OPERATOR is None:
         return 0
     num_relaid = 0
     for module in list(model.modules()):
@@ -109,7 +181,9 @@ def _can_be_relaid(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a module is a plain linear layer, watched by nobody."""
     if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
         return False
-    return module.weight.dtype == torch.float32 and module.weight.device.type == "cpu"
+    if module.weight.device.type != "cpu":
+        return False
+    return module.weight.dtype == torch.float32 or (module.weight.dtype == torch.bfloat16 and multiplies_bfloat16())
 
 
 def _is_group(layers: list[nn.Linear]) -> bool:
@@ -120,7 +194,8 @@ def _is_group(layers: list[nn.Linear]) -> bool:
 @torch.no_grad()
 def _relaid(layers: list[nn.Linear]) -> OneDnnLinear | None:
     """Layers as one; None where that does not work here."""
-    inputs = torch.linspace(-1, 1, 2 * layers[0].in_features).view(1, 2, -1)
+    dtype = layers[0].weight.dtype
+    inputs = torch.linspace(-1, 1, 2 * layers[0].in_features, dtype=dtype).view(1, 2, -1)
     expected = [layer(inputs) for layer in layers]
     try:
         relaid = OneDnnLinear(layers)
@@ -128,7 +203,7 @@ def _relaid(layers: list[nn.Linear]) -> OneDnnLinear | None:
     except (RuntimeError, NotImplementedError) as error:
         logger.info("linear layers stay in torch's layout: %s", first_line(error))
         return None
-    if all(relative_error(*pair) <= TOLERANCE for pair in zip(found, expected, strict=True)):
+    if all(relative_error(*pair) <= TOLERANCE[dtype] for pair in zip(found, expected, strict=True)):
         return relaid
     logger.warning("linear layers in oneDNN's layout give other results here; they stay in torch's")
     return None

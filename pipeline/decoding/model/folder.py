@@ -186,6 +186,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     return _read(folder / "config.json")
 
 
+def stored_dtype(folder: Path) -> str:
+    """The type, as torch names it, in which a folder's weights are stored by its config.json; float32 if it names none.
+
+    Raises ModelError where that is no JSON object.
+    """
+    config = read_config(folder)
+    named = [part.get(key) for part in (config.get("text_config") or {}, config) for key in ("dtype", "torch_dtype")]
+    return next((str(name) for name in named if name), "float32")
+
+
 def num_parameters_of(config) -> int:
     """Parameters of the plain model that a configuration describes: packed values cannot be counted one by one."""
     plain = copy.deepcopy(config)

@@ -1,9 +1,10 @@
-"""A plain model on a CPU in few calls a layer.
+"""A plain model on a CPU in few calls a layer, in float32 or bfloat16.
 
 A decoder layer of transformers is some forty small operations of torch, which for a few tokens take longer than its
 matrices' products. Where a model is of a known kind, here are the same products over the same weights (`cpu_linear`)
 with compiled loops between them: normalisation; rotation, and writing to the KV cache; attention; the gate. It computes
-what transformers does, but for rounding; `checks` compares both before the engine believes it.
+what transformers does, but for rounding: in bfloat16 each loop computes in float32 and rounds its result once.
+`checks` compares both before the engine believes it.
 """
 
 from typing import Any
@@ -12,31 +13,33 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numba import njit
-from torch import nn
 
+from laserbatch.pipeline.decoding.attention.bfloat16 import as_array, narrowed, widened
 from laserbatch.pipeline.decoding.attention.interface import StepPlan
 from laserbatch.pipeline.decoding.attention.numba_attention import LOG2E, SUMS, power_of_two
 from laserbatch.pipeline.decoding.batch import Batch
-from laserbatch.pipeline.decoding.model.cpu_linear import compiled_size
+from laserbatch.pipeline.decoding.model.cpu_linear import BFLOAT16_SIZES, padded_size, product, product_plus
 from laserbatch.pipeline.decoding.model.known_models import is_of_kind
 
-KNOWN_KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3")
-OTHER_PARTS = ("OneDnnLinear", "PartOfLinear")
+KNOWN_KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3")
+OTHER_PARTS = ("OneDnnLinear", "PartOfLinear", "GELUTanh", "Gemma3TextModel", "Gemma3TextScaledWordEmbedding")
 FIRST_POSITIONS = 1024
 # As Python divides, a loop looks for zeros and is not computed in vectors.
 _COMPILED = {"cache": True, "nogil": True, "fastmath": SUMS, "error_model": "numpy"}
-_product, _sum_with_product = torch.ops.mkldnn._linear_pointwise.default, torch.ops.mkldnn._linear_pointwise.binary
 
 
 class _Norm:
-    """Normalisation by the root mean square; of no module none, whose weight is empty."""
+    """RMSNorm; the identity, with an empty weight, if the layer has no such module."""
 
     def __init__(self, module: Any) -> None:
-        self.weight = np.empty(0, np.float32) if module is None else module.weight.detach().numpy()
-        self.epsilon = np.float32(0 if module is None else module.variance_epsilon)
+        self.weight, self.epsilon = np.empty(0, np.float32), np.float32(0)
+        if module is not None:
+            is_gemma = type(module).__name__.startswith("Gemma")  # which multiplies by 1 + weight
+            self.weight = module.weight.detach().float().add(1 if is_gemma else 0).numpy()
+            self.epsilon = np.float32(module.eps if is_gemma else module.variance_epsilon)
 
     def __call__(self, hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        _normalise(hidden.numpy(), self.weight, self.epsilon, result.numpy())
+        _normalise(as_array(hidden), self.weight, self.epsilon, as_array(result))
         return result
 
 
@@ -47,16 +50,22 @@ class _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         self.number, self.scale, self.head_dim = attention.layer_idx, attention.scaling, attention.head_dim
         self.num_heads, self.num_kv_heads = (size // self.head_dim for size in attention.q_proj.out_features[:2])
-        linear = (attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj)
+        self.linear = (attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj)
         # Weights and biases: asking a module for one takes as long as a small loop.
-        self.qkv, self.attention_output, self.gate_up, self.mlp_output = ((each.weight, each.bias) for each in linear)
-        self.norm, self.mlp_norm = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
+        self.qkv, self.attention_output, self.gate_up, self.mlp_output = ((it.weight, it.bias) for it in self.linear)
+        self.norm, after_attention = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
         self.query_norm, self.key_norm = (_Norm(getattr(attention, name, None)) for name in ("q_norm", "k_norm"))
-        self._has_window = attention.config if type(layer).__name__.startswith("Mistral") else attention
+        # Gemma 3 normalises what attention and MLP add to the residual stream.
+        self.is_gemma = hasattr(layer, "pre_feedforward_layernorm")
+        self.mlp_norm = _Norm(layer.pre_feedforward_layernorm) if self.is_gemma else after_attention
+        self.attention_output_norm = after_attention
+        self.mlp_output_norm = _Norm(getattr(layer, "post_feedforward_layernorm", None))
+        self.rotary_type = attention.layer_type if self.is_gemma else None
+        self._window_owner = attention.config if type(layer).__name__.startswith("Mistral") else attention
 
     @property
     def window(self) -> int | None:
-        return getattr(self._has_window, "sliding_window", None)
+        return getattr(self._window_owner, "sliding_window", None)
 
 
 class FusedModel:
@@ -67,12 +76,21 @@ class FusedModel:
         self._embedding, self._rotary = body.embed_tokens, body.rotary_emb
         self._layers = [_Layer(layer) for layer in body.layers]
         self._norm, self._output_layer = _Norm(body.norm), model.lm_head
-        self._cos = self._sin = np.empty((0, 0), np.float32)  # (positions, head_dim / 2)
+        self._is_gelu = type(body.layers[0].mlp.act_fn).__name__ == "GELUTanh"
+        self._tables: dict[str | None, tuple[np.ndarray, np.ndarray]] = {}  # cosine, sine: (positions, head_dim / 2)
+        self._num_positions = 0
+        self._sizes: tuple[int, ...] | None = None
+        if self._embedding.weight.dtype == torch.bfloat16:
+            of_layers = [set(linear.sizes) for layer in self._layers for linear in layer.linear]
+            self._sizes = tuple(sorted(set(BFLOAT16_SIZES).intersection(*of_layers)))
 
     @classmethod
-    def of(cls, model: nn.Module) -> "FusedModel | None":
+    def of(cls, model: Any) -> "FusedModel | None":
         """A model with the weights of another; None where that is of no known kind or not laid out for a CPU."""
-        return cls(model) if is_of_kind(model, KNOWN_KINDS, OTHER_PARTS) else None
+        if not is_of_kind(model, KNOWN_KINDS, OTHER_PARTS):
+            return None
+        has_softcap = getattr(model.model.layers[0].self_attn, "attn_logit_softcapping", None) is not None
+        return None if has_softcap else cls(model)
 
     def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits (n, vocab_size) of hidden states (n, hidden_size)."""
@@ -80,19 +98,20 @@ class FusedModel:
 
     def hidden_of(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
         """Hidden states of a step's tokens: (num_tokens, hidden_size)."""
-        num_tokens = len(batch)
-        self._see(int(batch.positions.max()))
-        token_ids = np.zeros(compiled_size(num_tokens), np.int64)
+        num_tokens, sizes = len(batch), self._sizes
+        self._cover(int(batch.positions.max()))
+        token_ids = np.zeros(padded_size(num_tokens, sizes), np.int64)
         token_ids[:num_tokens] = batch.token_ids
         hidden = self._embedding(torch.from_numpy(token_ids)[None])[0]
         normed, gated = torch.empty_like(hidden), None
         for layer in self._layers:
-            qkv = _product(layer.norm(hidden, normed), *layer.qkv, "none", [], "")
-            hidden = _sum_with_product(self._attended(layer, qkv, batch, plan), hidden, *layer.attention_output, "add")
-            gate_up = _product(layer.mlp_norm(hidden, normed), *layer.gate_up, "none", [], "")
+            qkv = product(layer.norm(hidden, normed), *layer.qkv, sizes)
+            attended = self._attended(layer, qkv, batch, plan)
+            hidden = _plus(hidden, attended, layer.attention_output, layer.attention_output_norm, layer.is_gemma, sizes)
+            gate_up = product(layer.mlp_norm(hidden, normed), *layer.gate_up, sizes)
             gated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2) if gated is None else gated
-            _gate(gate_up.numpy(), gated.numpy())
-            hidden = _sum_with_product(gated, hidden, *layer.mlp_output, "add")
+            _gate(as_array(gate_up), as_array(gated), self._is_gelu)
+            hidden = _plus(hidden, gated, layer.mlp_output, layer.mlp_output_norm, layer.is_gemma, sizes)
         return self._norm(hidden, normed)[:num_tokens]
 
     def _attended(self, layer: _Layer, qkv: torch.Tensor, batch: Batch, plan: StepPlan) -> torch.Tensor:
@@ -104,20 +123,41 @@ class FusedModel:
             memory = plan.cache.write(layer.number, plan.slot_mapping[:0], nothing, nothing)
         query = qkv.new_empty(num_tokens, layer.num_heads, layer.head_dim)
         _rotate(
-            qkv.numpy(), batch.positions, self._cos, self._sin, batch.slot_mapping, layer.query_norm.weight,
-            layer.key_norm.weight, layer.query_norm.epsilon, query.numpy(), memory.keys.numpy(), memory.values.numpy(),
+            as_array(qkv), batch.positions, *self._tables[layer.rotary_type], batch.slot_mapping,
+            layer.query_norm.weight, layer.key_norm.weight, layer.query_norm.epsilon,
+            as_array(query), as_array(memory.keys), as_array(memory.values),
         )  # fmt: skip
         plan.layers_seen.append(layer.number)
         out = plan.attention(query, memory.keys, memory.values, layer.scale, layer.window, None, None)
         out = out.view(num_tokens, -1)
         return F.pad(out, (0, 0, 0, num_padding)) if num_padding else out
 
-    def _see(self, position: int) -> None:
-        """Have the rotations of all positions up to one."""
-        if position >= len(self._cos):
-            positions = torch.arange(max(FIRST_POSITIONS, 2 * position))[None]
-            cos, sin = self._rotary(self._embedding.weight, positions)
-            self._cos, self._sin = (each[0, :, : each.shape[2] // 2].contiguous().numpy() for each in (cos, sin))
+    def _cover(self, max_position: int) -> None:
+        """Grow the rotary tables to cover `max_position`."""
+        if max_position < self._num_positions:
+            return
+        self._num_positions = max(FIRST_POSITIONS, 2 * max_position)
+        like, positions = torch.empty(0), torch.arange(self._num_positions)[None]  # in float32 whatever the weights
+        for rotary_type in {layer.rotary_type for layer in self._layers}:
+            tables = self._rotary(like, positions, *(() if rotary_type is None else (rotary_type,)))
+            self._tables[rotary_type] = tuple(
+                table[0, :, : table.shape[2] // 2].contiguous().numpy() for table in tables
+            )
+
+
+def _plus(
+    hidden: torch.Tensor,
+    inputs: torch.Tensor,
+    linear: tuple[torch.Tensor, torch.Tensor | None],
+    norm: _Norm,
+    normalises: bool,
+    sizes: tuple[int, ...] | None,
+) -> torch.Tensor:
+    """The residual stream (num_padded, hidden_size) plus a layer's result, which is normalised first if it says so."""
+    if not normalises:
+        return product_plus(inputs, hidden, *linear, sizes)
+    _add_normalised(as_array(product(inputs, *linear, sizes)), norm.weight, norm.epsilon, as_array(hidden))
+    return hidden
 
 
 @njit(**_COMPILED)
@@ -125,14 +165,24 @@ def _normalise(hidden, weight, epsilon, result):
     for i in range(len(hidden)):
         factor = _root_mean_square(hidden[i], epsilon)
         for j in range(hidden.shape[1]):
-            result[i, j] = hidden[i, j] * factor * weight[j]
+            result[i, j] = narrowed(widened(hidden[i, j]) * factor * weight[j], result)
+
+
+@njit(**_COMPILED)
+def _add_normalised(update, weight, epsilon, hidden):
+    for i in range(len(hidden)):
+        factor = _root_mean_square(update[i], epsilon)
+        for j in range(hidden.shape[1]):
+            total = widened(hidden[i, j]) + widened(update[i, j]) * factor * weight[j]
+            hidden[i, j] = narrowed(total, hidden)
 
 
 @njit(**_COMPILED)
 def _root_mean_square(values, epsilon):
     """What the values are multiplied by: 1 / their root mean square."""
     total = np.float32(0)
-    for value in values:
+    for i in range(len(values)):
+        value = widened(values[i])
         total += value * value
     return np.float32(1) / np.sqrt(total / np.float32(len(values)) + epsilon)
 
@@ -142,20 +192,22 @@ def _rotate(qkv, positions, cos, sin, slots, query_weight, key_weight, epsilon, 
     """Each token's queries, to (num_tokens, num_heads, dim), its keys and values, to its slot of (heads, any, dim)."""
     num_heads, dim = query.shape[1:]
     num_kv_heads, half = len(keys), dim // 2
+    own = np.empty(dim, np.float32)
     for i in range(len(query)):
         c, s, slot = cos[positions[i]], sin[positions[i]], slots[i]
         for head in range(num_heads + num_kv_heads):
             is_query = head < num_heads
-            own = qkv[i, head * dim : (head + 1) * dim]
             to = query[i, head] if is_query else keys[head - num_heads, slot]
             weight = query_weight if is_query else key_weight
+            for d in range(dim):
+                own[d] = widened(qkv[i, head * dim + d])
             if len(weight):
                 factor = _root_mean_square(own, epsilon)
                 for d in range(dim):
                     own[d] *= factor * weight[d]
             for d in range(half):
-                to[d] = own[d] * c[d] - own[half + d] * s[d]
-                to[half + d] = own[half + d] * c[d] + own[d] * s[d]
+                to[d] = narrowed(own[d] * c[d] - own[half + d] * s[d], to)
+                to[half + d] = narrowed(own[half + d] * c[d] + own[d] * s[d], to)
         for head in range(num_kv_heads):
             begin = (num_heads + num_kv_heads + head) * dim
             for d in range(dim):
@@ -163,11 +215,15 @@ def _rotate(qkv, positions, cos, sin, slots, query_weight, key_weight, epsilon, 
 
 
 @njit(**_COMPILED)
-def _gate(gate_up, result):
-    """silu(gate) * up of (num_tokens, 2 * n), n numbers of the gate first."""
+def _gate(gate_up, result, is_gelu):
+    """activation(gate) * up of (num_tokens, 2 * n), n numbers of the gate first: SiLU, or the tanh form of GELU."""
     n = result.shape[1]
     for i in range(len(result)):
         for j in range(n):
-            x = gate_up[i, j]
-            e = power_of_two(-abs(x) * LOG2E)
-            result[i, j] = x * (e if x < 0 else np.float32(1)) / (np.float32(1) + e) * gate_up[i, n + j]
+            x = widened(gate_up[i, j])
+            exponent = x
+            if is_gelu:  # (1 + tanh(u)) / 2 = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
+                exponent = np.float32(1.5957691216057308) * (x + np.float32(0.044715) * x * x * x)
+            e = power_of_two(-abs(exponent) * LOG2E)
+            activated = x * (e if exponent < 0 else np.float32(1)) / (np.float32(1) + e)
+            result[i, j] = narrowed(activated * widened(gate_up[i, n + j]), result)

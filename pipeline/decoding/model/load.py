@@ -5,7 +5,7 @@ does not fit the memory (`device_memory`), and after it when its attention canno
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -22,6 +22,7 @@ from laserbatch.pipeline.decoding.device_memory import (
 )
 from laserbatch.pipeline.decoding.model.adapters import merge_adapter
 from laserbatch.pipeline.decoding.model.checks import check_equivalence, refuse_by_config
+from laserbatch.pipeline.decoding.model.compute_type import choose_dtype
 from laserbatch.pipeline.decoding.model.folder import (
     HARMLESS_WEIGHTS,
     QUANTIZED_EXTRAS,
@@ -35,6 +36,7 @@ from laserbatch.pipeline.decoding.model.folder import (
     repetition_penalty_of,
     require_token_rows,
     require_whole_weights,
+    stored_dtype,
 )
 from laserbatch.pipeline.errors import ModelError, first_line
 
@@ -47,7 +49,8 @@ class LoadedModel:
 
     `end_ids`: every token that ends a text; `max_context`: positions the model has; `bytes_per_token`: of its KV cache.
     `num_parameters` are those of the plain model; `quantization` names the method by which weights are stored in fewer
-    bits, None where they are not. `repetition_penalty`: of its generation configuration, 1 for none.
+    bits, None where they are not. `repetition_penalty`: of its generation configuration, 1 for none. `dtype_reason`
+    says why the model computes in its type.
     """
 
     model: torch.nn.Module
@@ -61,6 +64,7 @@ class LoadedModel:
     num_parameters: int
     quantization: str | None = None
     repetition_penalty: float = 1.0
+    dtype_reason: str = ""
 
 
 def load_model(
@@ -94,7 +98,8 @@ def load_model(
             f"an adapter cannot be merged into weights quantised with {quantization}: merge {adapter} into the "
             f"unquantised model of {path}, or name that one in decoding.model"
         )
-    weights_dtype = resolve_dtype(dtype, target, quantization)
+    choice = choose_dtype(dtype, target.type, stored_dtype(path), quantization)
+    weights_dtype = "auto" if choice.name == "auto" else getattr(torch, choice.name)
     require_room(path, weights, config, weights_dtype, target)
     tokenizer = load_tokenizer(path, adapter)
     transformers_logging.disable_progress_bar()
@@ -118,7 +123,7 @@ def load_model(
     num_rows = cast("torch.nn.Embedding", model.get_input_embeddings()).num_embeddings
     if warning := require_token_rows(path, tokenizer, num_rows):
         logger.warning("%s", warning)
-    return prepare_model(model, tokenizer, model_id)
+    return replace(prepare_model(model, tokenizer, model_id), dtype_reason=choice.reason)
 
 
 def prepare_model(model, tokenizer=None, model_id: str = "unnamed") -> LoadedModel:
@@ -150,16 +155,6 @@ def prepare_model(model, tokenizer=None, model_id: str = "unnamed") -> LoadedMod
             generation.to_dict() if generation else {}, "the model's generation_config"
         ),
     )
-
-
-def resolve_dtype(dtype: str, device: torch.device, quantization: str | None = None) -> torch.dtype | Literal["auto"]:
-    """The type of weights: "auto" is float32 on a CPU, where token identity counts, else the weights' own.
-
-    Of quantised weights it is the type of what is not packed, for which they were made.
-    """
-    if dtype == "auto":
-        return torch.float32 if device.type == "cpu" and quantization is None else "auto"
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
 
 
 def require_room(

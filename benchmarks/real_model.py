@@ -1,0 +1,153 @@
+"""A real small language model on a CPU, in float32 and bfloat16, plain and drafted, beside vLLM in its own type.
+
+    make .venv-vllm/.installed
+    .venv-vllm/bin/python benchmarks/real_model.py --models DIR --quick --json real_model.json
+
+DIR has the folder `smollm2-135m-instruct`, SmolLM2-135M-Instruct as safetensors; where it is missing nothing is
+measured. Prompts are KAR's questions about viewers and films of MovieLens 100K. Drafts come from pools of the model's
+own plain texts about other entities, under the budgets that a night would choose. Systems are `float32` and `bfloat16`,
+our engine without drafts; `greedy` and `relaxed`, drafted in bfloat16; `vllm` and `vllm-ngram` in bfloat16, which run
+where vLLM is installed. They answer the same prompts in an order that is drawn anew: trust ratios within one run.
+"""
+
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from common import Figure, Spread, begin, benchmark_parser, finish, scale_of, turns
+from engine_pools import GroupedPool, pools_of, unseen_prompts
+from engine_systems import ADAPTIVE, Engines, adaptive_budget, relaxed_pools, speculating
+from peers import NGRAM, ON_A_CPU, POOL, SPECULATIONS, Served
+from systems import EngineSystem, Pass
+from tasks import Task, TaskSize, movielens_tasks
+
+MODEL = "smollm2-135m-instruct"
+FLOAT32, BFLOAT16, VLLM, VLLM_NGRAM = "float32", "bfloat16", "vllm", "vllm-ngram"
+MAX_NEW_TOKENS = 160
+WARM_UP_TOKENS = 16
+NUM_AT_BATCH_1 = 3  # prompts
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Prompts, batch sizes, rounds, and tokens of a text."""
+
+    size: TaskSize
+    batches: tuple[int, ...]
+    num_rounds: int
+    max_new_tokens: int = MAX_NEW_TOKENS
+
+
+FULL = Scale(TaskSize(24, 120, 0, 24), (1, 4, 16), num_rounds=5)
+QUICK = Scale(TaskSize(16, 40, 0, 8), (1, 16), num_rounds=2)
+SMOKE = Scale(TaskSize(3, 6, 0, 2), (1, 2), num_rounds=1, max_new_tokens=8)
+
+
+def systems_at(engines: dict[str, Engines], pools: dict[str, GroupedPool], batch: int) -> dict[str, EngineSystem]:
+    """Our engine without drafts in both types, and with drafts in bfloat16."""
+    systems = {dtype: EngineSystem.plain(engines[dtype].of_batch(batch)) for dtype in (FLOAT32, BFLOAT16)}
+    own = engines[BFLOAT16]
+    for name, speculation in SPECULATIONS.items():
+        budget = adaptive_budget(own.step_cost(batch, pools[POOL].pool), batch, pools, speculation)
+        systems[name] = speculating(own.of_batch(batch), pools, speculation, ADAPTIVE, budget).runner
+    return systems
+
+
+def measure(
+    systems: dict[str, Served | EngineSystem], task: Task, batch: int, scale: Scale, plain: dict[str, tuple]
+) -> Iterator[dict]:
+    """A row for each system; `plain` keeps the texts of undrafted bfloat16 by prompt, over all batch sizes."""
+    prompts = task.held_out[: NUM_AT_BATCH_1 if batch == 1 else None]
+    parts = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
+    passes: dict[str, list[Pass]] = {name: [] for name in systems}
+    for system in systems.values():  # what is compiled when it is first called
+        system.run(prompts[:batch], batch, WARM_UP_TOKENS)
+    orders = turns(list(systems))
+    for _ in range(scale.num_rounds):
+        for name in next(orders):
+            written = [systems[name].run(part, batch, scale.max_new_tokens) for part in parts]
+            passes[name].append(Pass.joined(written))
+    for prompt, text in zip(prompts, passes[BFLOAT16][0].texts, strict=True):
+        plain.setdefault(prompt.tobytes(), text)
+    expected = [plain[prompt.tobytes()] for prompt in prompts]
+    for name, own in passes.items():
+        yield {
+            "system": name,
+            "task": task.name,
+            "batch": batch,
+            "tokens_per_s": Spread.of([one.tokens_per_s for one in own]),
+            "tokens_per_step": own[0].tokens_per_step,
+            "num_tokens": own[0].num_tokens,
+            "ratios": {
+                other: Spread.of([a.tokens_per_s / b.tokens_per_s for a, b in zip(own, theirs, strict=True)])
+                for other, theirs in passes.items()
+                if other in (FLOAT32, BFLOAT16, VLLM)
+            },
+            "num_texts": len(prompts),
+            "num_texts_as_plain_bfloat16": sum(map(tuple.__eq__, own[0].texts, expected)),
+        }
+
+
+def figures_of(rows: Sequence[dict]) -> Iterator[Figure]:
+    """Speeds over what each is to be held against, and the texts that must be the same at any batch size."""
+    wanted = {(BFLOAT16, FLOAT32): {1: 1.5, 16: 3.0}, (BFLOAT16, VLLM): {1: 1.2, 16: 1.3}}
+    for row in rows:
+        system, batch, where = row["system"], row["batch"], f"{row['task']}, batch {row['batch']}"
+        for (own, other), at_least in wanted.items():
+            if system == own and batch in at_least and other in row["ratios"]:
+                about = f"{where}: plain bfloat16 over {other}, tokens a second"
+                yield Figure.at_least(about, row["ratios"][other].median, at_least[batch])
+        if system in SPECULATIONS:
+            about = f"{where}: {system} drafts over plain, bfloat16, tokens a second"
+            yield Figure.at_least(about, row["ratios"][BFLOAT16].median, 1.0)
+        if system in (BFLOAT16, "greedy"):
+            share = row["num_texts_as_plain_bfloat16"] / row["num_texts"]
+            yield Figure.at_least(f"{where}: share of {system} texts that are the same at every batch size", share, 1.0)
+
+
+def main() -> None:
+    """Write the pools' texts, then measure all systems."""
+    parser = benchmark_parser(__doc__, "data", "threads", "cache")
+    parser.add_argument("--models", type=Path, required=True, help=f"folder with {MODEL}/")
+    arguments = parser.parse_args()
+    model = arguments.models / MODEL
+    if not (model / "model.safetensors").is_file():
+        print(f"{model} is not there: nothing is measured", file=sys.stderr)
+        return
+    begin(arguments.threads)
+    scale = scale_of(arguments, FULL, QUICK, SMOKE)
+    environment = ON_A_CPU | dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), str(arguments.threads))
+    peers = {}
+    if find_spec("vllm"):
+        peers = {
+            name: Served(model, drafts, environment, BFLOAT16)
+            for name, drafts in {VLLM: None, VLLM_NGRAM: NGRAM}.items()
+        }
+    engines, rows = {dtype: Engines(model, dtype, "cpu") for dtype in (FLOAT32, BFLOAT16)}, []
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = engines[BFLOAT16].tokenizer
+        for task in movielens_tasks(tokenizer, arguments.data, scale.size, scale.max_new_tokens):
+            writer, plain = engines[BFLOAT16].of_batch(max(scale.batches)), {}
+            task = unseen_prompts(writer, task, arguments.cache)
+            pools = pools_of(writer, task, arguments.cache, Path(folder) / task.name, [POOL])
+            pools |= relaxed_pools(writer, pools, task, list(SPECULATIONS.values()))
+            for peer in peers.values():  # they start while texts are written, not while anything is measured
+                peer.ready()
+            for batch in sorted(scale.batches, reverse=True):
+                rows += measure(peers | systems_at(engines, pools, batch), task, batch, scale, plain)
+    for peer in peers.values():
+        peer.close()
+    table = [
+        f"{row['task']:15} batch {row['batch']:2}  {row['system']:10}  {row['tokens_per_s']} tokens/s, "
+        f"{row['tokens_per_step']:.2f} a step, {row['ratios'][BFLOAT16]} of plain bfloat16, "
+        f"{row['num_texts_as_plain_bfloat16']} of {row['num_texts']} texts as plain"
+        for row in rows
+    ]
+    finish(arguments.json, list(figures_of(rows)), ["\n".join(table)], {"rows": rows, "model": MODEL})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""In which type a model computes, and why: by what is asked, what its weights are stored in and what the device has."""
+
+from typing import Literal, NamedTuple
+
+from laserbatch.pipeline.errors import ModelError
+from laserbatch.pipeline.processor import multiplies_bfloat16
+
+HALF_TYPES = ("bfloat16", "float16")
+
+
+class ComputeType(NamedTuple):
+    """A type, or "auto" for that of the weights as they are stored, and the reason for it."""
+
+    name: Literal["float32", "bfloat16", "auto"]
+    reason: str
+
+
+def choose_dtype(
+    requested: Literal["auto", "float32", "bfloat16"] | str,
+    device_type: str,
+    stored: str,
+    quantization: str | None = None,
+) -> ComputeType:
+    """The type for a model.
+
+    Parameters
+    ----------
+    requested : as `decoding.dtype`.
+    device_type : torch's, "cpu" or "cuda".
+    stored : type of the weights in their files, as torch names it. Of quantised weights it is the type of what is not
+        packed, for which they were made.
+
+    Raises
+    ------
+    ModelError : bfloat16 on a processor that does not multiply it.
+    """
+    is_native = device_type != "cpu" or multiplies_bfloat16()
+    if requested == "bfloat16" and not is_native:
+        raise ModelError(
+            "decoding.dtype is bfloat16, and this processor has no instructions for it (AVX512-BF16, AMX, or BF16 of "
+            "ARM): emulated it is slower than float32; use dtype auto or float32"
+        )
+    if requested == "float32":
+        return ComputeType("float32", "decoding.dtype")
+    if requested == "bfloat16":
+        return ComputeType("bfloat16", "decoding.dtype")
+    if device_type != "cpu" or quantization is not None:
+        return ComputeType("auto", f"the weights are stored in {stored}")
+    if stored not in HALF_TYPES:
+        return ComputeType("float32", f"the weights are stored in {stored}")
+    if not is_native:
+        return ComputeType("float32", f"the weights are stored in {stored}, which this processor does not multiply")
+    return ComputeType("bfloat16", f"the weights are stored in {stored}, and this processor multiplies bfloat16")
