@@ -50,7 +50,7 @@ class LoadedModel:
     bits, None where they are not. `repetition_penalty`: of its generation configuration, 1 for none.
     """
 
-    model: torch.nn.Module
+    model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     device: torch.device
     model_id: str
