@@ -16,7 +16,7 @@ import numpy as np
 
 from laserbatch.ctr.dataset import CtrData, build_dataset
 from laserbatch.ctr.equivalence import PairedAuc, compare_paired, pair
-from laserbatch.ctr.feature_set import FeatureSet
+from laserbatch.ctr.feature_set import FeatureSet, Side
 from laserbatch.ctr.knowledge import FeatureVersions, Knowledge, build_knowledge, join_as_of
 from laserbatch.ctr.log import EntityTables
 from laserbatch.ctr.metrics import measure
@@ -56,7 +56,7 @@ def train_ctr(
     as_of: datetime.date,
     settings: CtrSettings | None = None,
     on_fit: Callable[[CtrRow], None] | None = None,
-    versions: Mapping[str, Mapping[str, FeatureVersions]] | None = None,
+    versions: Mapping[str, Mapping[Side, FeatureVersions]] | None = None,
 ) -> CtrFigures:
     """Train and judge every model with every variant of knowledge.
 

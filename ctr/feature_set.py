@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +17,8 @@ import pyarrow.parquet as pq
 from laserbatch.ctr.errors import CtrError
 from laserbatch.pipeline.encoding.schema import LEVELS, check_feature_schema, run_date
 
-SIDES = ("user", "item")
+Side = Literal["user", "item"]
+SIDES: tuple[Side, ...] = ("user", "item")
 FeatureSet = dict[str, pa.Table]  # features of both sides, as `pipeline.encoding.schema` describes them
 
 

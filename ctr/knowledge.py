@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from laserbatch.ctr.dataset import CtrData
 from laserbatch.ctr.errors import CtrError
-from laserbatch.ctr.feature_set import Basis, FeatureSet, SideVectors, align, check_provenance, fit_basis
+from laserbatch.ctr.feature_set import SIDES, Basis, FeatureSet, Side, SideVectors, align, check_provenance, fit_basis
 from laserbatch.ctr.log import BATCH_ROWS, EntityTables, ids_of
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.pipeline.encoding.schema import DAY_US
@@ -27,9 +27,12 @@ logger = logging.getLogger(__name__)
 class FeatureVersions(Protocol):
     """Every version of a side's features, as `pipeline.encoding.versions` reads them."""
 
-    rows: np.ndarray  # int64 (num_versions,), rows of `vectors`
-    vectors: np.ndarray  # float32 (n, dim)
-    codes: np.ndarray  # int32 (num_versions, num_levels), -1 where they do not compare
+    @property
+    def rows(self) -> np.ndarray: ...  # int64 (num_versions,), rows of `vectors`
+    @property
+    def vectors(self) -> np.ndarray: ...  # float32 (n, dim)
+    @property
+    def codes(self) -> np.ndarray: ...  # int32 (num_versions, num_levels), -1 where they do not compare
 
     def of(self, ids: pa.Array, days: np.ndarray) -> np.ndarray:
         """The newest version of each id that is older than a day since 1970: int64 (n,), -1 without one."""
@@ -76,7 +79,7 @@ def align_sides(tables: EntityTables, features: FeatureSet) -> dict[str, SideVec
 
 
 def join_as_of(
-    tables: EntityTables, data: CtrData, knowledge: Knowledge, versions: Mapping[str, FeatureVersions]
+    tables: EntityTables, data: CtrData, knowledge: Knowledge, versions: Mapping[Side, FeatureVersions]
 ) -> tuple[CtrData, Knowledge]:
     """The same rows, of which those of training see what was known before their day; histories keep the run's own.
 
@@ -85,8 +88,9 @@ def join_as_of(
     """
     days = data.times_us[data.train] // DAY_US
     numbers, fields, extra, num_without = {}, {}, {}, {}
-    for side, of_data in (("user", data.users), ("item", data.items)):
-        of_rows, of_side, ids = of_data[data.train], versions[side], ids_of(tables)[side]
+    for side in SIDES:
+        of_data, of_side, ids = getattr(data, f"{side}s"), versions[side], ids_of(tables)[side]
+        of_rows = of_data[data.train]
         found = np.empty(len(of_rows), np.int64)
         for start in range(0, len(of_rows), BATCH_ROWS):
             part = slice(start, start + BATCH_ROWS)

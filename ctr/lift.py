@@ -14,10 +14,10 @@ from laserbatch.ctr.compare import CtrRow, Scores, describe_split, item_rate, su
 from laserbatch.ctr.dataset import CtrData, build_dataset
 from laserbatch.ctr.equivalence import compare_paired, pair
 from laserbatch.ctr.errors import CtrError
-from laserbatch.ctr.feature_set import FeatureSet
+from laserbatch.ctr.feature_set import FeatureSet, Side
 from laserbatch.ctr.knowledge import FeatureVersions, build_knowledge, join_as_of
 from laserbatch.ctr.log import EntityTables
-from laserbatch.ctr.settings import CtrSettings
+from laserbatch.ctr.settings import CtrOptions, CtrSettings
 from laserbatch.pipeline.storage.manifest import CtrScores, CtrVerdict
 
 # Settings that decide which rows judge, by how many trainings, and what counts as a difference.
@@ -31,7 +31,7 @@ class Way:
 
     features: FeatureSet
     settings: CtrSettings
-    versions: Mapping[str, FeatureVersions] | None = None
+    versions: Mapping[Side, FeatureVersions] | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def num_trainings(ways: Mapping[str, Way]) -> int:
     return (len(ways) + len(list(_alike_without_texts(ways)))) * len(settings.models) * settings.num_seeds
 
 
-def require_one_judgement(settings: Mapping[str, CtrSettings]) -> None:
+def require_one_judgement(settings: Mapping[str, CtrOptions]) -> None:
     """Raise CtrError where settings of ways differ in what decides by which rows and trainings they are judged."""
     for key in JUDGED_BY:
         found = {name: getattr(of_way, key) for name, of_way in settings.items()}

@@ -8,6 +8,7 @@ from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.labels import LabelRule
 
 ModelName = Literal["din", "dcnv2", "gbdt"]
+History = Literal["latest", "asof", "split"]
 AdaptorName = Literal["linear", "kar", "once", "trawl", "rlmrec", "rlmrec_gen"]
 
 
@@ -49,7 +50,7 @@ class CtrOptions(BaseModel):
         "`rating is not null`, or `all`, with 4 sampled negatives for each positive. Rows without a value are left "
         "out.",
     )
-    history: Literal["latest", "asof", "split"] = Field(
+    history: History = Field(
         default="latest",
         description="This says which texts training rows see. latest: those of the run, which may have seen the "
         "labels; asof: the newest that are older than the row; split: those of the run, and only rows "

@@ -1,4 +1,4 @@
-"""`laserbatch`: every command, wired; and the one place where an error becomes a line and an exit code."""
+"""`laserbatch`: the table of its commands, and the one place where an error becomes a line and an exit code."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ from laserbatch.jobs.console import ExitCode, LazyCommand, lazy_app, logger, pri
 from laserbatch.jobs.failures import end_at_sigterm, exit_code_of, line_of
 from laserbatch.pipeline.plugins import UnknownPlugin, installed, load_plugin
 
-# transformers loads torchao wherever it is installed, which then tells which of its own parts do not fit the machine.
+# transformers loads torchao wherever it is installed, which then warns about parts that do not fit the machine.
 for name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -69,7 +69,7 @@ COMMANDS = {
 
 
 def _commands_of_plugins() -> Iterator[tuple[str, LazyCommand]]:
-    """Those of other packages; one that cannot be loaded, or has the name of one of ours, is left out."""
+    """The commands of other packages, without those that cannot be loaded or have the name of one of ours."""
     try:
         names = list(installed("commands"))
     except UnknownPlugin as error:
@@ -116,38 +116,40 @@ def _global(
     logger.setLevel(logging.DEBUG if verbose else logging.WARNING)
 
 
-def report_error(error: BaseException) -> int:
-    """Say why a command ended, in a line and with --json as an object; its exit code."""
+def report_error(error: BaseException) -> int | str | None:
+    """Print why a command ended, as a line and with --json as an object; returns its exit code."""
     while isinstance(error, SystemExit | typer.Exit | typer.Abort) and error.__context__ is not None:
-        error = error.__context__  # what Typer caught
+        error = error.__context__  # the error that Typer caught
     if isinstance(error, SystemExit | typer.Exit):
         return error.code if isinstance(error, SystemExit) else error.exit_code
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed when Python ends
         return ExitCode.NOT_READ
-    is_usage = hasattr(error, "format_message")  # Typer has shown it
-    if is_usage:
-        code, line = error.exit_code, error.format_message()
+    usage_message = getattr(error, "format_message", None)  # Typer has printed it
+    if usage_message is not None:
+        code, line = getattr(error, "exit_code", ExitCode.USAGE), usage_message()
     else:
         code, line = exit_code_of(error), line_of(error)
     if "-v" in sys.argv or "--verbose" in sys.argv:
         traceback.print_exception(error)
-    if not is_usage:
+    if usage_message is None:
         print_line(f"laserbatch: {line}")
     if "--json" in sys.argv:
-        payload = {"error": line, "kind": type(error).__name__, "exit_code": int(code)} | getattr(error, "see", {})
+        payload = {"error": line, "kind": type(error).__name__, "exit_code": int(code)} | vars(error).get(
+            "recorded_in", {}
+        )
         print(json.dumps(payload, ensure_ascii=False))
     return code
 
 
 def main() -> None:
     """Run the command line."""
-    os.umask(os.umask(0o022) | 0o002)  # what is written is not for everybody to change, whoever starts this how
+    os.umask(os.umask(0o022) | 0o002)  # no file is writable for everybody
     end_at_sigterm()
     try:
         try:
             app()
         finally:
             sys.stdout.flush()
-    except BaseException as error:  # the last one to meet it, which says it and gives the exit code
+    except BaseException as error:  # printed as one line, whatever it is
         sys.exit(report_error(error))

@@ -1,4 +1,4 @@
-"""What every command shares towards the person who runs it: progress, summaries, exit codes, help.
+"""The parts of commands that a user sees: progress, summaries, exit codes, help.
 
 Progress and log lines go to standard error, summaries to standard output: `laserbatch ... --json | jq` works.
 """
@@ -60,29 +60,31 @@ class ProgressBar:
 
     def advance(self, num_done: int = 1, detail: str = "") -> None:
         """Add to the count; `detail` replaces the text behind the bar."""
-        self._terminal.update(self._task, advance=num_done, **({"detail": detail} if detail else {}))
+        self._terminal.update(self._task, advance=num_done)
+        if detail:
+            self._terminal.update(self._task, detail=detail)
         now_s = time.monotonic()
         if now_s - self._printed_s >= PLAIN_LINE_EVERY_S:
             self.tell(notes=now_s - self._noted_s >= EVENT_EVERY_S)
 
     def reach(self, num_done: int, detail: str) -> None:
-        """As `advance`, to a count."""
+        """Set the count; `detail` as in `advance`."""
         self.advance(num_done - int(self._terminal.tasks[self._task].completed), detail)
 
     def tell(self, notes: bool = True) -> None:
-        """Where it stands, how fast it goes, how long it will take: a line of a log, and where it `notes` an event."""
+        """Update the rate; in a log, print the count, the rate and the time left; with `notes`, emit them."""
         self._printed_s = time.monotonic()
         task = self._terminal.tasks[self._task]
-        done, pace, left_s = f"{task.completed:.0f}", None, None
-        if task.completed and task.elapsed > 0:
-            pace = task.completed / task.elapsed
+        elapsed_s, done, pace, left_s = task.elapsed or 0.0, f"{task.completed:.0f}", None, None
+        if task.completed and elapsed_s > 0:
+            pace = task.completed / elapsed_s
             left_s = None if task.total is None else (task.total - task.completed) / pace
         going = f"{rate(pace)}/s" if pace else ""
         self._terminal.update(self._task, rate=going)
         if self._terminal.disable:
             done += "" if task.total is None else f"/{task.total:.0f}"
             going += f", {seconds(left_s)} left" if left_s else ""
-            parts = (f"{task.description}: {done}", f"{task.elapsed:.0f} s", going, task.fields["detail"])
+            parts = (f"{task.description}: {done}", f"{elapsed_s:.0f} s", going, task.fields["detail"])
             print_line("  ".join(part for part in parts if part))
         if notes:
             self._noted_s = self._printed_s
@@ -92,7 +94,7 @@ class ProgressBar:
 
 @contextmanager
 def progress(label: str, total: int | None = None) -> Iterator[ProgressBar]:
-    """A progress bar for what is being done, of so many steps; None when their number is unknown."""
+    """A progress bar of `total` steps; None if their number is unknown."""
     columns = (TextColumn("{task.description:<22}"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn())
     columns += (TimeRemainingColumn(), TextColumn("{task.fields[rate]}"), TextColumn("{task.fields[detail]}"))
     with Progress(*columns, console=stderr, disable=not stderr.is_terminal) as terminal:
@@ -102,23 +104,23 @@ def progress(label: str, total: int | None = None) -> Iterator[ProgressBar]:
 
 
 def say(line: str) -> None:
-    """One line for the person or the log, which the events of a run that is under way keep too."""
+    """Print a line to standard error, and add it to the events of the run that is under way."""
     print_line(line)
     emit("said", line=line)
 
 
 def print_line(line: str) -> None:
-    """One line to standard error."""
+    """Print a line to standard error."""
     stderr.print(visible(line), markup=False, soft_wrap=True)
 
 
 def visible(text: str) -> str:
-    """The text without what controls a terminal; line ends and tabs stay."""
+    """The text without control characters, except line ends and tabs."""
     return re.sub(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]", "\N{REPLACEMENT CHARACTER}", text.replace("\r\n", "\n"))
 
 
 def summary(data: Mapping, as_json: bool) -> None:
-    """Print what a command did, as one JSON object or as a table; nested mappings become indented rows."""
+    """Print the result of a command as one JSON object or as a table; nested mappings become indented rows."""
     if as_json:
         print(json.dumps(data, indent=2, default=str, ensure_ascii=False))
         return
@@ -171,8 +173,8 @@ def _shown(value: object) -> Text:
 class LazyCommand:
     """A command whose module is imported when it is run: `--help` and completion do not wait for torch and Ray."""
 
-    target: str  # "module:name", without a dot of `jobs/commands/`: a function, or a Typer app
-    short_help: str  # the first line of the command's own help; of an app all of it
+    target: str  # "module:name" of a function or a Typer app; a module without a dot is in `jobs/commands/`
+    short_help: str  # the first line of the command's own help, or the whole help of an app
 
     def load(self, name: str):
         """The command itself, as Typer makes it."""
@@ -190,7 +192,7 @@ class LazyCommand:
 
 
 def lazy_app(commands: dict[str, LazyCommand], **options: Any) -> typer.Typer:
-    """An app that knows these commands by their lines and loads the one that is asked for, and no other."""
+    """An app that lists the commands by their short help and loads a command when it runs."""
 
     class LazyGroup(TyperGroup):
         def resolve_command(self, ctx, args):

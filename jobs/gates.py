@@ -1,7 +1,7 @@
-"""Gates between a finished run and its readers: what is measured of it, and whether that lets it be published.
+"""Gates between a finished run and its readers: their measured values, and whether these allow its publication.
 
-Values are measured once and kept in the manifest. Limits are settings that do not belong to the run: after a change of
-one the same command judges the same values again and generates nothing.
+Values are measured once and stored in the manifest. Limits are settings that do not belong to the run: after a change
+of one, the same command judges the same values again and generates nothing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from laserbatch.jobs.formatting import counted, decimal, percent
+from laserbatch.jobs.formatting import counted, decimal, percent, ratio
 from laserbatch.jobs.settings import GateSettings
 from laserbatch.pipeline.encoding.vectors import vectors_of
 from laserbatch.pipeline.knowledge.records import knowledge_schema
@@ -22,28 +22,28 @@ from laserbatch.pipeline.storage.manifest import AuditFigures, CtrFigures, GateF
 from laserbatch.pipeline.storage.parquet import iter_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
-FEWEST = 32  # texts, of which fewer say nothing
+FEWEST = 32  # fewer texts decide nothing
 MAX_TEXTS_JUDGED = 10_000  # gates read the tokens of at most this many texts a side, evenly spaced
 MAX_ROW_GROUPS = 8  # gates read the vectors of these texts from at most this many row groups, evenly spaced
-EMPTY_TOKENS = 3  # a text of fewer is as good as none
+EMPTY_TOKENS = 3  # a text of fewer tokens counts as empty
 TOO_FEW = "too few texts to judge"
 MIN_PAIRS = 16  # fewer pairs of a text and its plain version decide nothing
 NGRAM = 4  # tokens
 MAX_SHARE_REPEATED = 0.5  # a text with a larger share of repeated n-grams counts as repetitive
-NORM_ERROR = 0.01  # of a vector that has length 1
+NORM_ERROR = 0.01  # a vector counts as normalised if its length differs from 1 by no more
 MAX_SHARE_MISSING = 0.2  # share of the accepted tokens forecast by replays that may be missing
-MAX_UNUSABLE_SHARE = 0.3  # of the texts written tonight: cannot be parsed, or rejected
-MAX_CUT_SHARE = 0.5  # likewise: empty, or ending at the token limit
-MAX_REPETITIVE_SHARE = 0.1  # likewise: mostly repeating themselves
-MAX_LENGTH_FACTOR = 1.5  # of rewritten texts and the previous texts of the same entities, on average
-MIN_COSINE = 0.3  # of their vectors, on average
+MAX_UNUSABLE_SHARE = 0.3  # share of the texts written tonight that cannot be parsed or are rejected
+MAX_CUT_SHARE = 0.5  # share of them that are empty or end at the token limit
+MAX_REPETITIVE_SHARE = 0.1  # share of them that mostly repeat themselves
+MAX_LENGTH_FACTOR = 1.5  # between the mean lengths of rewritten texts and the previous texts of the same entities
+MIN_COSINE = 0.3  # mean cosine of their vectors
 # Audited texts beside plain texts of the same prompts; the last three are judged beyond chance (two standard errors).
 MAX_AUDIT_LENGTH_FACTOR = 1.3
 MIN_AUDIT_COSINE = 0.6
-MAX_ADDED_REPETITION = 0.05  # of the share of itself that a text repeats
+MAX_ADDED_REPETITION = 0.05  # added to the share of its n-grams that a text repeats
 MAX_LOST_FIELDS = 0.05  # share of the requested fields
-MAX_ADDED_NAMES = 0.5  # names a text that stand in neither prompt nor catalogue
-MIN_STEPS = 200  # of fewer steps nothing can be said of them
+MAX_ADDED_NAMES = 0.5  # names per text that occur neither in its prompt nor in the catalogue
+MIN_STEPS = 200  # fewer steps do not decide whether a forecast held
 PROVENANCE = ("template", "model_id", "decoding_json")  # texts that differ in one of these are not comparable
 
 
@@ -89,7 +89,7 @@ VERDICTS = {"stop": "blocks", "warn": "warns", "ignore": "passes"}  # of `gates.
 
 
 def judge(measured: Sequence[GateFigures], settings: GateSettings) -> list[GateFigures]:
-    """The same values with their limits and verdicts: "passes", "warns" or "blocks"; what has no value passes."""
+    """The same values with their limits and verdicts: "passes", "warns" or "blocks"; a gate without a value passes."""
     return [_judged(figures, settings) for figures in measured]
 
 
@@ -97,7 +97,7 @@ def _judged(figures: GateFigures, settings: GateSettings) -> GateFigures:
     gate, value = GATES[figures.gate], figures.value
     limit = getattr(settings, gate.limit) if isinstance(gate.limit, str) else gate.limit
     limit = figures.limit if limit is None else limit
-    if value is None:
+    if value is None or limit is None:
         return replace(figures, limit=limit, verdict="passes")
     is_beyond = value < limit if gate.is_least else value > limit
     beyond = "warns" if gate.only_warns or not figures.can_block else "blocks"
@@ -112,12 +112,12 @@ def blocking(gates: Sequence[GateFigures]) -> list[GateFigures]:
 
 
 def warning(gates: Sequence[GateFigures]) -> list[GateFigures]:
-    """Those that would keep the run from its readers, if an option did not say `warn`."""
+    """Gates that would block the publication if an option did not say `warn`."""
     return [figures for figures in gates if figures.verdict == "warns" and GATES[figures.gate].consequence is not None]
 
 
 def gate_sentence(figures: GateFigures) -> str:
-    """What a gate has measured, and against which limit, in words."""
+    """A sentence with the value and the limit of a gate."""
     gate = GATES[figures.gate]
     where = "" if figures.side is None else f"{figures.side}s: "
     if figures.value is None:
@@ -130,30 +130,27 @@ def gate_sentence(figures: GateFigures) -> str:
 
 
 def shown(figures: GateFigures, value: float | None) -> str:
-    """A value or limit of a gate as it is read."""
+    """A value or limit of a gate as text."""
     return percent(value, 1) if GATES[figures.gate].share else decimal(value, 3)
 
 
 def accepted_share(side: SideFigures) -> float | None:
-    """Accepted draft tokens a step, over those that the budget was chosen for; None of few steps or no forecast."""
-    drafts = side.budget is not None and side.budget.max_draft_tokens > 0
-    forecast = (side.budget.forecast.tokens_per_step or 1) - 1 if drafts else 0  # the bonus token not counted
-    if forecast <= 0 or side.stats.num_steps < MIN_STEPS:
+    """The acceptance length over the one that was forecast; None with few steps or without a forecast."""
+    if side.forecast_acceptance <= 0 or side.stats.num_steps < MIN_STEPS:
         return None
-    return side.stats.acceptance_length / forecast
+    return ratio(side.stats.acceptance_length, side.forecast_acceptance)
 
 
 def measure(manifest: RunManifest, run: RunFolder, previous: RunFolder | None) -> list[GateFigures]:
-    """Everything that the gates judge, of both sides: from the manifest, and of a sample of tonight's texts."""
+    """The values that the gates judge, from the manifest and from a sample of tonight's texts of both sides."""
     before = None if previous is None else unless_damaged(previous.load_manifest)
     found = [part for side in manifest.sides for part in _of_side(side, manifest, run, before, previous)]
     return [*found, *_audited(manifest.audit), _auc(manifest.ctr)]
 
 
 def _audited(audit: AuditFigures | None) -> Iterator[GateFigures]:
-    """Texts beside plain ones; one sentence where there are none."""
     if audit is None or not audit.sides:
-        yield GateFigures("audit", reason="not compared with plain texts" if audit is None else audit.skipped)
+        yield GateFigures("audit", reason=(audit and audit.skipped) or "not compared with plain texts")
         return
     for side, found in audit.sides.items():
         if found.num_pairs < MIN_PAIRS:
@@ -179,44 +176,44 @@ def _auc(figures: CtrFigures) -> GateFigures:
 
 
 def age_of_judged(figures: CtrFigures) -> str:
-    """Which earlier run was judged, and how old it is."""
+    """The id and the age of the earlier run that was judged."""
     return f"run {figures.judged_run_id}, {counted(figures.judged_age_days, 'day')} older"
 
 
 def _of_side(
     side: Side, manifest: RunManifest, run: RunFolder, before: RunManifest | None, previous: RunFolder | None
 ) -> Iterator[GateFigures]:
-    def gate(name: str, value: float | None, is_judged: bool, why_not: str = TOO_FEW) -> GateFigures:
-        return GateFigures(name, side, float(value)) if is_judged else GateFigures(name, side, reason=why_not)
+    def gate(name: str, value: float | None, why_not: str = TOO_FEW) -> GateFigures:
+        return GateFigures(name, side, reason=why_not) if value is None else GateFigures(name, side, float(value))
 
     figures, features = manifest.sides[side], manifest.features.get(side)
     earlier = None if before is None else before.features.get(side)
     num_before = 0 if earlier is None else earlier.num_rows
     num_texts = 0 if features is None else features.num_rows
-    if before is not None and _least_evidence(manifest) > _least_evidence(before):  # who lost a text was to lose it
+    if before is not None and _least_evidence(manifest) > _least_evidence(before):  # a raised limit drops texts
         num_texts += figures.postponed.get(EVIDENCE, 0) - before.sides[side].postponed.get(EVIDENCE, 0)
-    yield gate("coverage", num_texts / max(num_before, 1), num_before >= FEWEST, "no run before with enough texts")
+    coverage = num_texts / num_before if num_before >= FEWEST else None
+    yield gate("coverage", coverage, "no run before with enough texts")
     failed = figures.num_quarantined / max(figures.num_entities, 1)
     reasons = ", ".join(f"{reason} ({number})" for reason, number in figures.quarantine_reasons.items())
     yield GateFigures("quarantine", side, failed, reason=reasons)
     num_lost = sum(shard.num_quarantined for shard in figures.shards)
     num_written = num_lost + sum(shard.num_rows for shard in figures.shards)
-    yield gate("unusable", num_lost / max(num_written, 1), num_written >= FEWEST)
+    yield gate("unusable", num_lost / num_written if num_written >= FEWEST else None)
     texts = _sample(run, figures)
     enough = texts.num_rows >= FEWEST
     lengths = texts["num_tokens"].to_numpy()
     is_cut = pc.equal(texts["finish_reason"], "length").to_numpy().astype(bool) | (lengths < EMPTY_TOKENS)
-    yield gate("cut", is_cut.mean() if enough else 0, enough)
+    yield gate("cut", is_cut.mean() if enough else None)
     is_repetitive = repeated_shares(texts["token_ids"]) > MAX_SHARE_REPEATED
-    yield gate("repetition", is_repetitive.mean() if enough else 0, enough)
+    yield gate("repetition", is_repetitive.mean() if enough else None)
     vectors = _vectors(run, side, texts["entity_id"].combine_chunks(), MAX_ROW_GROUPS)
     norms = np.linalg.norm(vectors.matrix, axis=1)
-    is_wrong = ~(np.abs(norms - 1) <= NORM_ERROR)  # so that what is no number is wrong too
-    yield gate("vector norm", is_wrong.mean() if enough else 0, enough)
+    is_wrong = ~(np.abs(norms - 1) <= NORM_ERROR)  # NaN counts as wrong
+    yield gate("vector norm", is_wrong.mean() if enough else None)
     same_encoder = features is not None and earlier is not None and features.encoder == earlier.encoder
     yield from _drift(side, texts, vectors, previous, same_encoder)
-    share = accepted_share(figures)
-    yield gate("speed", share, share is not None, "no forecast to compare with")
+    yield gate("speed", accepted_share(figures), "no forecast to compare with")
 
 
 def _least_evidence(manifest: RunManifest) -> int:
@@ -229,15 +226,13 @@ def _drift(
     """Rewritten texts beside the last ones of the same entities; only warns after a change of template or model."""
     names = ["entity_id", "num_tokens", *PROVENANCE]
     wanted = texts["entity_id"].combine_chunks()
-    is_judged = previous is not None and len(wanted) >= FEWEST
-    batches = iter_parquet(previous.knowledge_folder(side), names) if is_judged else ()
-    parts = [
-        pa.Table.from_batches([batch]).filter(pc.is_in(batch["entity_id"], value_set=wanted))
-        for batch in batches
-        if batch.schema.field("entity_id").type == wanted.type
-    ]
-    last = pa.concat_tables(parts) if parts else texts.select(names)[:0]
-    if last.num_rows < FEWEST:
+    parts = [texts.select(names)[:0]]
+    for batch in iter_parquet(previous.knowledge_folder(side), names) if previous and len(wanted) >= FEWEST else ():
+        if batch.schema.field("entity_id").type == wanted.type:
+            rows = pa.Table.from_batches([batch]).filter(pc.is_in(batch["entity_id"], value_set=wanted))
+            parts.append(rows)
+    last = pa.concat_tables(parts)
+    if previous is None or last.num_rows < FEWEST:
         yield from (GateFigures(name, side, reason=TOO_FEW) for name in ("length", "vector drift"))
         return
     now = texts.take(pc.index_in(last["entity_id"], value_set=wanted))
@@ -261,7 +256,7 @@ def _drift(
 
 
 def _sample(run: RunFolder, figures: SideFigures) -> pa.Table:
-    """Texts that the run has written, every n-th of them, so that at most `MAX_TEXTS_JUDGED` are in memory."""
+    """Every n-th text that the run wrote, so that at most `MAX_TEXTS_JUDGED` are in memory."""
     names = ["entity_id", "num_tokens", "token_ids", "finish_reason", *PROVENANCE]
     stride = -(-sum(shard.num_rows for shard in figures.shards) // MAX_TEXTS_JUDGED)
     parts, first = [], 0
@@ -281,7 +276,7 @@ class _FeatureRows:
 
 
 def _vectors(run: RunFolder, side: Side, wanted: pa.Array, most_groups: int | None = None) -> _FeatureRows:
-    """The vectors of some entities, in the order of the feature file; at most those in so many of its row groups."""
+    """The vectors of entities, in the order of the feature file, from at most `most_groups` of its row groups."""
     path, key, ids, rows = run.features_path(side), f"{side}_id", [wanted[:0]], [np.zeros((0, 0), np.float32)]
     batches = enumerate(iter_parquet(path, [key])) if len(wanted) else ()
     groups = [number for number, batch in batches if pc.any(pc.is_in(batch[key], value_set=wanted)).as_py()]
@@ -294,7 +289,7 @@ def _vectors(run: RunFolder, side: Side, wanted: pa.Array, most_groups: int | No
 
 
 def repeated_shares(token_ids: pa.ChunkedArray) -> np.ndarray:
-    """Of each text the share of its n-grams that stand in it before: float64[n]; 0 of a text without one."""
+    """The share of the n-grams of each text that occur in it before: float64[n]; 0 for a text without n-grams."""
     lists = token_ids.combine_chunks()
     flat, lengths = lists.flatten().to_numpy().astype(np.uint64), pc.list_value_length(lists).to_numpy()
     offsets = np.cumsum(lengths) - lengths

@@ -60,10 +60,10 @@ WORKSPACE = typer.Option(None, "--workspace", "-w", show_default="that of the co
 JSON = typer.Option(False, "--json", help="Print the result as JSON.")
 DRY_RUN = typer.Option(False, "--dry-run", help="Remove nothing; print what would be removed.")
 Consequence = Literal["stop", "warn", "ignore"]
-# They change no file of a run.
+# Sections that change no file of a run.
 NOT_OF_OUTPUT = ("workspace", "deliver_to", "cluster", "metrics", "gates", "extensions")
 _PATH_KEYS = (
-    (None, "workspace"),
+    ("", "workspace"),
     ("tables", "path"),
     ("decoding", "model"),
     ("decoding", "adapter"),
@@ -140,7 +140,7 @@ class MetricsSettings(Strict):
 
 
 class Settings(Strict):
-    """Everything a run is configured by."""
+    """The configuration of a run."""
 
     workspace: Path = Field(
         default=Path("workspace"), description="This folder holds runs, pools and whatever else nights write."
@@ -205,29 +205,28 @@ class Settings(Strict):
         return of_domain(self.knowledge, "sample") if self.decoding.model == SAMPLE_MODEL else self.knowledge
 
     def of_output(self) -> dict[str, Any]:
-        """All that may change what a run writes; where it runs and writes, what it keeps and who may see it are not."""
+        """The settings that may change the files of a run."""
         return self.model_dump(mode="json", exclude=set(NOT_OF_OUTPUT))
 
     def identity(self) -> dict[str, Any]:
-        """What runs are named after: `of_output`, paths below the configuration's folder as they are seen from there.
+        """The settings that name a run: `of_output`, with paths below the configuration's folder relative to it.
 
         So the nights of a folder that is copied or moved as a whole are the same nights.
         """
-        named = self.of_output()
-        for section, key in _PATH_KEYS if self._folder is not None else ():
-            holder = named.get(section, {})
-            if holder.get(key) is not None:
-                holder[key] = _each(holder[key], self._within)
-        for options, keys in _plugin_paths(named) if self._folder is not None else ():
-            options.update({key: _each(options[key], self._within) for key in keys if options.get(key) is not None})
-        return named
+        named, folder = self.of_output(), self._folder
+        if folder is None:
+            return named
 
-    def _within(self, path: str) -> str:
-        return str(Path(path).relative_to(self._folder)) if Path(path).is_relative_to(self._folder) else path
+        def within(path: str) -> str:
+            return str(Path(path).relative_to(folder)) if Path(path).is_relative_to(folder) else path
+
+        sections = [(named.get(section, {}), [key]) for section, key in _PATH_KEYS]
+        for options, keys in (*sections, *_plugin_paths(named)):
+            options.update({key: _each(options[key], within) for key in keys if options.get(key) is not None})
+        return named
 
 
 def _each(paths: str | list[str], change: Callable[[str], str]) -> str | list[str]:
-    """A path, or each of several, changed."""
     return [change(path) for path in paths] if isinstance(paths, list) else change(paths)
 
 
@@ -257,9 +256,9 @@ def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) ->
 
 
 def variant_names(configs: Sequence[Path], frameworks: Sequence[str]) -> list[str]:
-    """What variants are called: frameworks, or files of configurations without their suffix.
+    """The names of variants: frameworks, or files of configurations without their suffix.
 
-    Raises BadParameter where both are given several times, one alone, or a name twice.
+    Raises BadParameter if both are given several times, one variant alone is, or a name occurs twice.
     """
     if frameworks and len(configs) > 1:
         raise typer.BadParameter("give frameworks of one configuration, or several configurations, not both")
@@ -291,7 +290,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _without_empty_sections(data: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """A section whose every option is left out is read as nothing; it means the defaults."""
+    """The configuration without sections that have no option; YAML reads those as null."""
     kept = dict(data)
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) and name in data:
@@ -304,7 +303,7 @@ def _without_empty_sections(data: dict[str, Any], model: type[BaseModel]) -> dic
 
 def _anchor_paths(data: dict[str, Any], folder: Path) -> None:
     for section, key in _PATH_KEYS:
-        holder = data if section is None else data.get(section)
+        holder = data.get(section) if section else data
         if not isinstance(holder, dict) or not isinstance(holder.get(key), str | list):
             continue
         if (section, key) == ("decoding", "model") and holder[key] == SAMPLE_MODEL:
@@ -317,7 +316,7 @@ def _anchor_paths(data: dict[str, Any], folder: Path) -> None:
 
 
 def _plugin_paths(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """The raw options of each plug-in, and which of them are paths; an unknown plug-in is refused later."""
+    """The raw options of each plug-in, and the names of those that are paths; validation refuses unknown plug-ins."""
     decoding = data.get("decoding")
     sections = (
         (decoding.get("drafter_options") if isinstance(decoding, dict) else None, drafter_plugin),

@@ -1,4 +1,4 @@
-"""The loop that trains whatever learns by gradients here. Killed at any moment, it goes on to the same bytes."""
+"""The training loop of all modules here; a killed training continues to the same bytes."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ from laserbatch.pipeline.storage.atomic import atomic_path, leftovers
 logger = logging.getLogger("laserbatch")
 
 CHECKPOINT_NAME = "checkpoint.safetensors"
-WARM_UP = 0.05  # of all steps
+WARM_UP = 0.05  # share of the steps in which the learning rate rises
 
 BatchT = TypeVar("BatchT")
 
@@ -34,16 +34,16 @@ def train_steps(
     after: Callable[[int], None] = lambda step: None,
     seconds_between_checkpoints: float = 60.0,
 ) -> float:
-    """Train those parameters of a module that ask for gradients, a step a batch; returns all seconds that it took.
+    """Train the parameters of a module that require gradients, one step per batch; return the seconds of all attempts.
 
-    The rate rises over the first WARM_UP of all steps and falls to nothing at the last.
+    The learning rate rises over the first WARM_UP of all steps and falls to 0 at the last.
 
     Parameters
     ----------
-    folder : of the checkpoint, which stays there; one of another `digest` is not used.
-    pace : a parameter's learning rate by its name, as a share of `rate`.
+    folder : holds the checkpoint, which stays there; one of another `digest` is not used.
+    pace : the factor of a parameter's learning rate, by its name.
     tell : called after each step with its number, from 1 on, and its loss.
-    after : likewise, before the step can be in a checkpoint; after a kill it may be called again for a step.
+    after : called after each step before a checkpoint can hold it; after a kill perhaps again for the same step.
     """
     learned = {name: each for name, each in module.named_parameters() if each.requires_grad}
     groups = [{"params": [each], "pace": pace(name)} for name, each in learned.items()]
@@ -72,26 +72,26 @@ def train_steps(
 
 
 def save_whole(tensors: dict[str, torch.Tensor], path: Path, facts: dict) -> None:
-    """Write a file of tensors, whole or not at all."""
+    """Write a file of tensors atomically."""
     whole = {name: each.cpu().contiguous() for name, each in tensors.items()}
     with atomic_path(path) as temporary:
         save_file(whole, temporary, {"facts": json.dumps(facts)})
 
 
 def files_there(folder: Path) -> set[str]:
-    """Names of what a folder holds, without what a killed training was about to write."""
+    """Names of the files of a folder, without temporary files of a killed training."""
     return {path.name for path in folder.glob("*")} - {path.name for path in leftovers(folder)}
 
 
 def drop_files(folder: Path, *names: str) -> None:
-    """Delete files that only a training that is under way needs, and what a killed one was about to write of them."""
+    """Delete files that only a running training needs, and temporary files that a killed one left of them."""
     unfinished = (path for path in leftovers(folder) if path.name.startswith(tuple(f".{name}." for name in names)))
     for path in (*(folder / name for name in names), *unfinished):
         path.unlink(missing_ok=True)
 
 
 def read_facts(path: Path) -> dict:
-    """What was written beside the tensors of a file; nothing where there is none, or where it is damaged."""
+    """The facts in a file of tensors; empty if the file is missing or damaged."""
     if not path.is_file():
         return {}
     try:
@@ -114,7 +114,7 @@ def _keep(learned: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, pa
 def _resumed(
     learned: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, path: Path, digest: str
 ) -> tuple[int, float]:
-    """Steps and seconds that a checkpoint of the same training has done, which is loaded."""
+    """Load a checkpoint of the same training; return its steps and seconds."""
     facts = read_facts(path)
     if facts.get("digest") != digest:
         return 0, 0.0

@@ -1,4 +1,4 @@
-"""`laserbatch ctr`: models trained on the features of a run, judged and asked; and what features are worth to them."""
+"""`laserbatch ctr`: train, evaluate and apply CTR models on the features of a run, and compare features by them."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import typer
 
-from laserbatch.ctr.settings import CtrOptions, CtrSettings, ModelName
+from laserbatch.ctr.settings import CtrOptions, CtrSettings, History, ModelName
 from laserbatch.jobs.console import print_table, stdout, summary
 from laserbatch.jobs.report.ctr_table import ctr_lead, ctr_table
 from laserbatch.jobs.report.variant_table import between_line, variant_table
@@ -38,9 +38,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 TABLES = typer.Option(None, show_default="those that the run read", help="Folder or URI of the input tables.")
 RUN = typer.Option(None, show_default="the published run", help="A run id.")
 OF_MODEL = typer.Option(None, show_default="the run that it was trained on", help="Run whose features the model reads.")
-HISTORY = typer.Option(
-    None, show_default="the run's setting", help="Which texts training rows see: latest, asof or split."
-)
+HISTORY = typer.Option(None, show_default="the run's setting", help="Which texts training rows see.")
 MODEL = typer.Argument(..., help="A folder of `laserbatch ctr train`.")
 JSON = typer.Option(False, "--json", help="Print everything as JSON.")
 
@@ -48,12 +46,12 @@ JSON = typer.Option(False, "--json", help="Print everything as JSON.")
 @app.command()
 def train(
     out: Path = typer.Argument(..., help="Folder of the model to write."),
-    model: str = typer.Option("dcnv2", help="din, dcnv2 or gbdt."),
-    features: str = typer.Option(
+    model: ModelName = typer.Option("dcnv2", help="Model to train."),
+    features: FeatureName = typer.Option(
         "own", help="Features to train on. own: those of the run; plain: those of its plainly decoded texts; none."
     ),
     seed: int = typer.Option(0, help="Seed of the training."),
-    history: str | None = HISTORY,
+    history: History | None = HISTORY,
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     run: str | None = RUN,
@@ -67,12 +65,9 @@ def train(
 
     Example: `laserbatch ctr train models/dcnv2 --model dcnv2 --workspace workspace`
     """
-    for option, value, known in (("model", model, get_args(ModelName)), ("features", features, get_args(FeatureName))):
-        if value not in known:
-            raise ConfigError(f"--{option}: {value!r} is none; expected one of {', '.join(known)}")
     night = open_run(load_settings(config, {"workspace": workspace}), run)
     settings = changed_settings(night.settings.ctr, None, None, history)
-    tables = tables or str(night.settings.tables.path)
+    tables = tables or str(night.settings.tables.required_path)
     found = train_to_folder(night, model, features, seed, tables, settings, out)
     summary({"folder": str(out), "run_id": night.run.run_id, "model": model, **found}, as_json)
 
@@ -131,7 +126,7 @@ def compare(
     seeds: int | None = typer.Option(
         None, min=1, show_default="the run's setting", help="Trainings of each model and variant."
     ),
-    history: str | None = HISTORY,
+    history: History | None = HISTORY,
     tables: str | None = TABLES,
     as_json: bool = typer.Option(False, "--json", help="Print everything, each seed too, as JSON."),
 ) -> None:
@@ -150,10 +145,10 @@ def compare(
         comparison = _compared(config, framework, workspace, run, models, seeds, history, tables)
         summary(comparison, as_json=True) if as_json else print_variants(comparison)
         return
-    config = config[0] if config else config_here()
-    night = open_run(load_settings(config, {"workspace": workspace}), run)
+    night = open_run(load_settings(config[0] if config else config_here(), {"workspace": workspace}), run)
     settings = changed_settings(night.settings.ctr, models, seeds, history)
-    later_tables = open_tables(tables or night.settings.tables.path, night.settings.tables.keep_duplicates)
+    of_run = night.settings.tables
+    later_tables = open_tables(tables or of_run.required_path, of_run.keep_duplicates)
     runs, verifier = night.workspace.runs_up_to(night.run), night.settings.decoding.verifier
     figures = compare_ctr(night.run.root, later_tables, night.date, verifier, settings, runs)
     if as_json:
@@ -175,35 +170,32 @@ def _compared(configs, frameworks, workspace, run, models, seeds, history, table
         variants = of_configs(dict(zip(names, loaded, strict=True)))
     variants = [replace(one, ctr=changed_settings(one.ctr, models, seeds, history)) for one in variants]
     of_first = variants[0].night.settings.tables
-    return compare_variants(variants, open_tables(tables or of_first.path, of_first.keep_duplicates))
+    return compare_variants(variants, open_tables(tables or of_first.required_path, of_first.keep_duplicates))
 
 
 def print_variants(comparison: Mapping[str, Any]) -> None:
-    """Show several variants beside each other on the terminal."""
+    """Print the comparison of several variants."""
     print_table(variant_table(comparison))
     if line := between_line(comparison):
         stdout.print(line, markup=False, soft_wrap=True)
 
 
 def changed_settings(
-    options: CtrOptions, models: str | None, seeds: int | None, history: str | None = None
+    options: CtrOptions, models: str | None, seeds: int | None, history: History | None = None
 ) -> CtrSettings:
-    """The settings with what the command line says otherwise. Raises ConfigError on a word that is none of ours."""
+    """The settings with the changes of the command line. Raises ConfigError if a model is unknown."""
     changes: dict[str, Any] = {} if seeds is None else {"num_seeds": seeds}
     if models is not None:
         changes["models"] = tuple(name.strip().lower() for name in models.split(","))
         if not set(changes["models"]) <= set(get_args(ModelName)):
             raise ConfigError(f"--models: {models!r} is not a list of models; expected some of din, dcnv2, gbdt")
     if history is not None:
-        known = get_args(CtrOptions.model_fields["history"].annotation)
-        if history not in known:
-            raise ConfigError(f"--history: {history!r} is none; expected one of {', '.join(known)}")
         changes["history"] = history
     return CtrSettings.of(options).model_copy(update=changes)
 
 
 def print_ctr(figures: CtrFigures) -> None:
-    """Show the report's table of a comparison on the terminal, or why there is none."""
+    """Print the report's table of a comparison, or why there is none."""
     if figures.skipped:
         stdout.print(f"CTR models were not trained: {figures.skipped}", markup=False, soft_wrap=True)
         return

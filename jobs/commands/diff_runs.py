@@ -1,4 +1,4 @@
-"""The difference between two runs: whose text changed and why, and those added or removed."""
+"""The difference between two runs: the entities whose text changed, and why, and those added or removed."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -87,7 +87,8 @@ class _Texts:
     """A side of a run: ids, fingerprints and origins in memory, texts read when they are asked for."""
 
     def __init__(self, run: RunFolder, side: Side) -> None:
-        self._run, self._side = run, side
+        self._run: RunFolder = run
+        self._side: Side = side
         batches = list(run.iter_knowledge(side, ["entity_id", "fingerprint", "run_id"]))
         table = pa.Table.from_batches(batches) if batches else knowledge_schema(pa.string()).empty_table()
         self.ids, self.fingerprints = table["entity_id"], table["fingerprint"]

@@ -1,7 +1,8 @@
-"""`laserbatch nightly --dry-run`: what a night would do, planned as it would be, beside the workspace."""
+"""`laserbatch nightly --dry-run`: the plan of a night, made outside the workspace."""
 
 import datetime
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,12 @@ NEW, FORCED = "new", "forced"  # reasons to write about an entity that are no pa
 
 
 def planned_night(settings: Settings, date: datetime.date, force: bool, redo: bool) -> dict[str, Any]:
-    """What `run_night` would do with the same arguments; nothing of the workspace is written, nor its lock taken.
+    """The work of `run_night` with the same arguments, predicted without writing to the workspace or locking it.
 
-    Of a side: counts of entities, those to be written by reason (parts of the fingerprint that changed, joined by "+"),
-    columns that changed for over half of those that have a text, shards, predicted tokens by the mean of the texts that
-    it builds on, and hours by the last measured tokens a second.
-    None stands where nothing is known to predict from. Raises as `open_night` does.
+    A side has counts of entities, those to be written by reason (parts of the fingerprint that changed, joined by "+"),
+    columns that changed for over half of the entities with a text, shards, tokens predicted by the mean of the last
+    texts, and hours predicted by the last measured tokens per second. A value is None if nothing predicts it. Raises
+    as `open_night` does.
     """
     inputs, tables = checked_inputs(settings, date)
     with ScratchFolder("dry-run") as scratch:
@@ -132,13 +133,13 @@ def _reasons(night: Night, plan: SidePlan, shards: list[Shard], scratch: RunFold
 def _most_changed(
     night: Night, side: Side, part: str, keys: pa.Array, num_before: int, known: PreviousKnowledge, scratch: RunFolder
 ) -> dict[str, str]:
-    """What became of columns that changed for over half of the entities with a text.
+    """The columns that changed for over half of the entities with a text, and how.
 
     Parameters
     ----------
-    part : of fingerprints: attributes or history.
-    keys : ids of the entities of which that part changed; a sample of them is compared.
-    num_before : entities that have a text.
+    part : the part of fingerprints that changed: attributes or history.
+    keys : ids of the entities whose part changed; a sample of them is compared.
+    num_before : number of entities with a text.
     """
     sample = keys.take(pa.array(np.unique(np.linspace(0, len(keys) - 1, min(len(keys), MAX_COMPARED)).astype(int))))
     records = known.values(known.rows_of(pa.chunked_array([sample])), ["entity_id", "fingerprint", "run_id"])
@@ -148,18 +149,19 @@ def _most_changed(
     for run_id in records["run_id"].unique().to_pylist():
         shown = shown_in_plan(night.workspace.run(run_id).root, side, ids)
         before |= {key: row for key, row in shown.items() if row["fingerprint"] == written[key]}
-    now = shown_in_plan(scratch.root, side, before)
-    pairs = [(before[key][part], now[key][part]) for key in before if key in now]
+    tonight = shown_in_plan(scratch.root, side, before)
+    pairs = [(before[key][part], tonight[key][part]) for key in before if key in tonight]
     if not pairs:
         say(f"{side}s: how their {part} changed is not known: the runs that wrote their texts are gone, or their plans")
         return {}
     template = night.template(side)
-    if part == "history":
+    if part == "history" and template.history is not None:
         texts_of = SideQuestions(night.tables, side, template, "").item_texts
         found = changed_in_histories(pairs, template.history.separator, texts_of)
         found = {f"items.{name}" if name != ITEM_ATTRIBUTES else name: change for name, change in found.items()}
     else:
-        found = changed_columns([tuple(attributes_of(lines, template.attributes) for lines in pair) for pair in pairs])
+        read = partial(attributes_of, columns=template.attributes)
+        found = changed_columns([(read(then), read(now)) for then, now in pairs])
     share, about = len(keys) / len(pairs), "about " * (len(pairs) < len(keys))
     return {
         name: f"{what} ({about}{round(num * share):,} of {num_before:,} {side}s)"
@@ -169,7 +171,7 @@ def _most_changed(
 
 
 def _say_why(night: Night, sides: dict[str, dict[str, Any]]) -> None:
-    """Say what makes a night write about most entities anew, before it costs anything."""
+    """Print the changes that make a night write about most entities anew."""
     say_other_prompts(night)
     for side, prompt in night.manifest.prompts.items():
         for name, what in sides[f"{side}s"].get("changed_columns", {}).items():

@@ -85,7 +85,7 @@ def experiment(
     elif folder is not None and (folder.root / RECORD).exists():
         day = parse_date(read_record(folder)["spec"]["date"])
     else:
-        day = day_of_share(open_tables(first.tables.path, first.tables.keep_duplicates), SHARE_BEFORE)
+        day = day_of_share(open_tables(first.tables.required_path, first.tables.keep_duplicates), SHARE_BEFORE)
     experiment = Experiment(settings, day, users, items or ITEMS_A_USER * users)
     comparison = run_experiment(opened, name or experiment.default_name, experiment)
     if as_json:

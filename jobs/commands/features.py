@@ -1,7 +1,6 @@
 """`laserbatch features ...`: the features of runs as other tools want them: by time, or in their layouts."""
 
 from collections.abc import Iterator
-from enum import StrEnum
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -16,7 +15,7 @@ from laserbatch.ctr.errors import CtrError
 from laserbatch.jobs.console import progress, say, summary
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings, open_workspace
 from laserbatch.jobs.stages.night import open_run
-from laserbatch.pipeline.encoding.exports import FORMATS, SideExport
+from laserbatch.pipeline.encoding.exports import FORMATS, FormatName, SideExport
 from laserbatch.pipeline.encoding.features import changed_rows
 from laserbatch.pipeline.encoding.schema import DAY_US, MOMENT, moments
 from laserbatch.pipeline.encoding.vectors import VectorForm
@@ -30,12 +29,10 @@ from laserbatch.pipeline.tables.conversion import ConversionFault, to_time
 from laserbatch.pipeline.tables.findings import FaultyTable
 from laserbatch.pipeline.tables.layout import list_folder
 from laserbatch.pipeline.tables.read import iter_rows
-from laserbatch.pipeline.tables.schema import UNITS_PER_SECOND, plain_ids
+from laserbatch.pipeline.tables.schema import UNITS_PER_SECOND, TimeUnit, plain_ids
 from laserbatch.pipeline.tables.time_units import integer_times
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
-Format = StrEnum("Format", {name: name for name in FORMATS})
-TimeUnit = StrEnum("TimeUnit", {name: name for name in UNITS_PER_SECOND})
 FLOAT16 = typer.Option(False, "--float16", help="Write vectors in half precision.")
 BASIS = typer.Option(None, "--basis", help="Reduce vectors as the model in this folder of `laserbatch ctr train` does.")
 
@@ -63,7 +60,9 @@ def asof(
     Example: `laserbatch features asof tables/interactions.parquet train.parquet --workspace workspace`
     """
     with feature_versions(open_workspace(config, workspace).finished_runs()) as versions:
-        forms = {side: _form(side, found.vectors.shape[1], float16, basis) for side, found in versions.items()}
+        forms: dict[Side, VectorForm] = {
+            side: _form(side, found.vectors.shape[1], float16, basis) for side, found in versions.items()
+        }
         num_without = dict.fromkeys(SIDES, 0)
         batches = iter_rows(interactions, "interactions")
         first = next(batches, None)
@@ -72,7 +71,7 @@ def asof(
         asked = pa.schema([field for field in first.schema if field.name in ("user_id", "item_id", "timestamp")])
         for finding in schema_findings("interactions", str(interactions), asked):
             raise FaultyTable(finding)
-        unit = _unit(interactions, unit)
+        read_unit = unit or _unit(interactions)
         added = [field for side in SIDES for field in version_fields(forms[side], f"{side}_")]
         for name in {field.name for field in added} & set(first.schema.names):
             raise TableError(f"{interactions} has a column {name!r} already, which is to be added. Rename or drop it.")
@@ -82,7 +81,7 @@ def asof(
             def joined() -> Iterator[pa.RecordBatch]:
                 first_row = 0
                 for batch in chain([first], batches):
-                    days = _days(batch["timestamp"], unit, interactions, first_row)
+                    days = _days(batch["timestamp"], read_unit, interactions, first_row)
                     first_row += batch.num_rows
                     columns = list(batch.columns)
                     for side, found in versions.items():
@@ -135,7 +134,7 @@ def history(
 @app.command()
 def export(
     out: Path = typer.Argument(..., help="Folder to write; formats that need a name of the data set take its name."),
-    layout: Format = typer.Option(Format.merlin, "--format", help="Tool whose layout is written."),
+    layout: FormatName = typer.Option("merlin", "--format", help="Tool whose layout is written."),
     run: str | None = typer.Option(None, show_default="the published run", help="A run id."),
     since: str | None = typer.Option(
         None, help="Write only rows that differ from this run's, and ids that were removed since."
@@ -152,12 +151,12 @@ def export(
     Example: `laserbatch features export fuxictr_data --format fuxictr --workspace workspace`
     """
     night = open_run(load_settings(config, {"workspace": workspace}), run)
-    files = {side: night.run.features_path(side) for side in SIDES}
     before = None if since is None else night.workspace.existing_run(since)
     counts: dict[str, dict[str, int]] = {}
     with atomic_folder(out, overwrite) as folder:
         sides = []
-        for side, path in files.items():
+        for side in SIDES:
+            path = night.run.features_path(side)
             if not path.is_file():
                 again = f"`laserbatch nightly --date {night.date} --force` makes features"
                 raise WorkspaceError(f"{path} is missing; expected the features of {side}s. {again}")
@@ -170,11 +169,11 @@ def export(
             form = _form(side, schema.field("vector").type.list_size, float16, basis)
             sides.append(SideExport(side, schema, _kept(path, wanted), form))
         FORMATS[layout](sides, folder, out.resolve())
-    summary({"folder": out, "format": str(layout), "run_id": night.run.run_id, **counts}, as_json)
+    summary({"folder": out, "format": layout, "run_id": night.run.run_id, **counts}, as_json)
 
 
 def _form(side: Side, dim: int, is_half: bool, model: Path | None) -> VectorForm:
-    """How vectors of a side are written: as they are, or reduced by the basis of a trained model."""
+    """The form of written vectors of a side: unchanged, or reduced by the basis of a trained model."""
     dtype = np.float16 if is_half else np.float32
     if model is None:
         return VectorForm(dim, dtype=dtype)
@@ -194,10 +193,8 @@ def _kept(path: Path, is_wanted: np.ndarray | None) -> Iterator[pa.RecordBatch]:
         start += batch.num_rows
 
 
-def _unit(interactions: Path, stated: str | None) -> str:
-    """The unit of a log's integer times; what is not stated is inferred from all files, and said."""
-    if stated is not None:
-        return stated
+def _unit(interactions: Path) -> str:
+    """The unit of integer times, inferred from all files of a log."""
     files = [interactions]
     if interactions.is_dir():
         files = [file.path for file in list_folder(interactions, "interactions").files]
@@ -210,10 +207,10 @@ def _unit(interactions: Path, stated: str | None) -> str:
 
 
 def _days(times: pa.Array, unit: str, file: Path, first_row: int) -> np.ndarray:
-    """Days since 1970 (UTC) of moments: int64[n]; of a missing one 0, which is before every version.
+    """Days since 1970 (UTC) of times: int64[n]; 0, which is before every version, for a missing time.
 
-    Integers count units of `unit`. Raises TableError where one is no time between 1900 and 2200, since times of another
-    unit would be joined with features that know what came after them.
+    Integers count units of `unit`. Raises TableError if one is not between 1900 and 2200, since times of another unit
+    would be joined with features that know what came after them.
     """
     try:
         return pc.fill_null(to_time(times, unit).cast(pa.int64()), 0).to_numpy() // DAY_US

@@ -1,7 +1,7 @@
-"""`laserbatch forget`: a person, or an item, taken out of everything that a workspace holds, with a receipt.
+"""`laserbatch forget`: remove users or items from everything that a workspace holds, and write a receipt.
 
-The receipt is written before anything is removed and says what is to be; so a command that was killed goes on where it
-stopped, and the receipt is whole. It holds neither a text nor an id: ids stand in it as digests.
+The receipt is written before anything is removed and lists what will be; so a command that was killed goes on where it
+stopped, and its receipt is complete. It holds neither a text nor an id: ids are written as digests.
 """
 
 import datetime
@@ -47,16 +47,16 @@ from laserbatch.retrieval_pools.index.store import PoolStore
 
 @dataclass
 class Receipt:
-    """What one command removes, and how far it is.
+    """The rows, runs and pools that one command removes, and its progress.
 
     Attributes
     ----------
-    ids : digest of an id -> whether anything of it was found.
+    ids : digest of an id -> whether any row of it was found.
     nowhere : digests of ids that are neither in the workspace, nor in the input tables, nor in an earlier receipt.
     rows : run -> file -> rows removed from it.
-    removed_runs : unfinished ones, whose nights are begun anew.
-    removed_experiments : those whose sample or texts hold somebody, whole.
-    pools : version -> "rebuild" or "drop", and what was done: "rebuilt" or "dropped".
+    removed_runs : unfinished runs; their nights begin anew.
+    removed_experiments : experiments whose sample or texts hold one of the ids.
+    pools : version -> "rebuild" or "drop"; once that is done, "rebuilt" or "dropped".
     """
 
     path: Path
@@ -116,7 +116,7 @@ def forget(
         _scan(opened, wanted, receipt)
         receipt.not_reached = _places_not_reached(opened, settings, receipt.not_reached)
         in_tables = _in_tables(settings, wanted)
-        unknown = {
+        unknown: dict[Side, list[str]] = {
             side: [key for key in sorted(keys) if not receipt.ids[side][digest(side, key)]]
             for side, keys in wanted.items()
         }
@@ -168,13 +168,15 @@ def forget(
 
 
 def digest(side: Side, entity_id: str) -> str:
-    """What stands for an id in a receipt: who knows the id finds its receipt, and the receipt tells nobody the id."""
+    """The digest that a receipt holds for an id: it can be searched for, and does not reveal the id."""
     return hashlib.sha256(f"{side}:{entity_id}".encode()).hexdigest()[:32]
 
 
 def _opened_receipt(workspace: Workspace, wanted: Ids) -> Receipt:
-    """That of the same command, if it was killed, else a new one; nothing is written."""
-    ids = {side: {digest(side, key): False for key in sorted(keys)} for side, keys in wanted.items()}
+    """The receipt of the same command if that was killed, else a new one; nothing is written."""
+    ids: dict[Side, dict[str, bool]] = {
+        side: {digest(side, key): False for key in sorted(keys)} for side, keys in wanted.items()
+    }
     name = hashlib.sha256(canonical_json(ids).encode()).hexdigest()[:8]
     for path in unfinished_receipts(workspace.root):
         if path.stem.endswith(name):
@@ -186,7 +188,7 @@ def _opened_receipt(workspace: Workspace, wanted: Ids) -> Receipt:
 
 
 def _scan(workspace: Workspace, wanted: Ids, receipt: Receipt) -> None:
-    """Add to the receipt what is there now of the ids."""
+    """Add the places that hold the ids now to the receipt."""
 
     def rows_in(folder: Path) -> dict[str, int]:
         found, seen = rows_of(folder, wanted)
@@ -217,10 +219,10 @@ def _scan(workspace: Workspace, wanted: Ids, receipt: Receipt) -> None:
 
 
 def _places_not_reached(workspace: Workspace, settings: Settings, known: Sequence[str]) -> list[str]:
-    """Where runs were delivered to by any command, extensions' and experiments' too, and nothing is removed now.
+    """The places that runs were delivered to, those of extensions and experiments too, but that are not cleaned now.
 
-    Read before anything is removed: a place of an experiment, or of a run's events, is known by its files alone; of a
-    command that was killed meanwhile by its receipt (`known`).
+    Call it before anything is removed: only files of an experiment, or events of a run, name their places. `known` are
+    those in the receipt of a command that was killed.
     """
     reached = [workspace, *workspace.within()]
     variants = [Workspace(path.parent) for path in workspace.root.glob(f"{EXPERIMENTS}/*/*/workspace.json")]
@@ -234,7 +236,7 @@ def _places_not_reached(workspace: Workspace, settings: Settings, known: Sequenc
 
 
 def _runs(workspace: Workspace) -> dict[str, RunFolder]:
-    """All runs by their name; those of an extension are named with its folder."""
+    """All runs by name; the name of an extension's run begins with its folder."""
     runs = {run.run_id: run for run in workspace.runs()}
     return runs | {f"{other.root.name}/{run.run_id}": run for other in workspace.within() for run in other.runs()}
 
@@ -278,7 +280,7 @@ def _remove(workspace: Workspace, settings: Settings, wanted: Ids, receipt: Rece
 
 
 def _rebuilt(settings: Settings, name: str, wanted: Ids) -> bool:
-    """Build the pools of a run again without some entities; False, and said, where that cannot be done."""
+    """Build the pools of a run again without some entities; False, after a message, if that fails."""
     from laserbatch.jobs.stages.build_pools import build_pools
     from laserbatch.jobs.stages.night import open_run
 
@@ -297,7 +299,7 @@ def _rebuilt(settings: Settings, name: str, wanted: Ids) -> bool:
 
 
 def _forget_in_events(path: Path, wanted: Ids) -> None:
-    """Events hold no ids but in what was said in words; such lines that name one go."""
+    """Remove the events whose message names an id; others hold no ids."""
     if not path.exists():
         return
     named = re.compile("|".join(rf"(?<!\w){re.escape(key)}(?!\w)" for keys in wanted.values() for key in keys))
@@ -310,7 +312,7 @@ def _forget_in_events(path: Path, wanted: Ids) -> None:
 def _nowhere(
     workspace: Workspace, unknown: Mapping[Side, list[str]], in_tables: Mapping[tuple[str, Side], set[str]]
 ) -> dict[Side, list[str]]:
-    """Those of the ids that the workspace does not hold which no input table has, and no receipt says were removed."""
+    """The unknown ids that are in no input table, and that no receipt lists as removed."""
     removed = {side: set() for side in SIDES}
     for path in (workspace.root / RECEIPTS).glob("*.json"):
         for side, ids in unless_damaged(partial(read_json, path), {}).get("ids", {}).items():
@@ -330,7 +332,7 @@ def _by_table(in_tables: Mapping[tuple[str, Side], set[str]]) -> dict[str, list[
 
 
 def _in_tables(settings: Settings, wanted: Ids) -> dict[tuple[str, Side], set[str]] | None:
-    """By input table and side, the ids that are still in it; None where the tables are not known or cannot be read."""
+    """The ids that are still in input tables, by table and side; None if the tables are not set or cannot be read."""
     if settings.tables.path is None:
         return None
     found: dict[tuple[str, Side], set[str]] = {}

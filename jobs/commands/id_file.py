@@ -54,7 +54,7 @@ def read_ids(path: Path, note: Callable[[str], object] = lambda text: None) -> s
 
 
 def _of_text(path: Path) -> tuple[list[tuple[int, str]], str]:
-    """The ids of a text with their lines, and what was taken for one."""
+    """The ids of a text file with their lines, and a description of what was read as an id."""
     lines = [_trimmed(line) for line in re.split(r"\r\n|\r|\n", _text(path))]
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line]
     if not numbered:
@@ -76,7 +76,7 @@ def _of_text(path: Path) -> tuple[list[tuple[int, str]], str]:
 
 
 def _only_column(path: Path, numbered: list[tuple[int, str]]) -> list[tuple[int, str]] | None:
-    """The ids of a CSV without a header of which all other columns are empty; None of another file."""
+    """The ids of a CSV without a header whose other columns are all empty; None for another file."""
     first = numbered[0][1]
     for delimiter in _DELIMITERS:
         if delimiter in first and first.startswith(delimiter) != first.endswith(delimiter):
@@ -88,7 +88,7 @@ def _only_column(path: Path, numbered: list[tuple[int, str]]) -> list[tuple[int,
 
 
 def _of_json(path: Path, numbered: list[tuple[int, str]]) -> list[tuple[int, str]] | None:
-    """The ids of JSON lines, or of one JSON list; None where the file does not begin as one."""
+    """The ids of JSON lines or of a JSON list; None if the file does not begin as one."""
     first = numbered[0][1]
     if first[0] not in "{[":
         return None
@@ -114,7 +114,7 @@ def _of_json(path: Path, numbered: list[tuple[int, str]]) -> list[tuple[int, str
 
 
 def _of_parquet(path: Path) -> tuple[list[tuple[int, str]], str]:
-    """The ids of a Parquet file with their rows, counted from 1, and what was taken for one."""
+    """The ids of a Parquet file with their rows, counted from 1, and a description of what was read as an id."""
     try:
         schema = pq.read_schema(path)
         name = HEADER if HEADER in schema.names else schema.names[0]
@@ -150,7 +150,7 @@ def _text(path: Path) -> str:
 
 
 def _delimiter(first: str) -> str | None:
-    """That of a CSV whose header names the column; None where the first line is no such header."""
+    """The delimiter of a CSV whose header names the column; None if the first line is no such header."""
     for delimiter in _DELIMITERS:
         if delimiter in first and HEADER in [_unquoted(name) for name in first.split(delimiter)]:
             return delimiter
@@ -191,7 +191,7 @@ def _unquoted(field: str) -> str:
 
 
 def _trimmed(text: str) -> str:
-    """Text without blanks and characters that nobody sees around it: no-break spaces, zero-width marks."""
+    """Text without surrounding blanks and invisible characters: no-break spaces, zero-width marks."""
     begin, end = 0, len(text)
     while begin < end and _is_unseen(text[begin]):
         begin += 1

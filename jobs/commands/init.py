@@ -34,7 +34,7 @@ from laserbatch.pipeline.tables.personal import personal_data
 from laserbatch.pipeline.tables.read import open_tables
 from laserbatch.pipeline.tables.schema import REQUIRED_COLUMNS, table_parts
 
-Guessed = tuple[Any, str]  # a value of an option, and what it rests on
+Guessed = tuple[Any, str]  # a value of an option, and the reason for it
 MIN_SHARE_POSITIVE = 0.05  # a guessed label rule takes at least this share of the ratings seen as positive
 ROWS_SEEN = 65_536  # interactions that a guess looks at
 MAX_EVENT_KINDS = 20  # `init` lists at most this many kinds of events in the configuration
@@ -132,21 +132,22 @@ def _guessed(domain: Domain | None, rows: pa.Table | None, named: Mapping[str, A
         guessed = {f"knowledge.words.{key}": (word, why) for key, word in domain.words if word != usual[key]}
         guessed |= {f"knowledge.{key}": (list(getattr(domain, key)), why) for key in ("user_factors", "item_factors")}
         guessed |= {"knowledge.paths": (list(domain.paths), why)} if domain.paths else {}
+    if rows is None:
+        return guessed
     known: dict[str, pa.ChunkedArray] = {}
     for column, kind in (("event", pa.string()), ("rating", pa.float64())):
         name = named.get(column, None if named else column)
         with suppress(pa.ArrowException):  # no such label
-            if rows is not None and name in rows.column_names:
+            if name in rows.column_names:
                 known[column] = pc.cast(rows[name], kind)
     events = _events(known)
     if 0 < len(events) <= MAX_EVENT_KINDS:
         texts = {event: event_text(event, {}) for event in events}
         guessed["knowledge.words.events"] = texts, f"from the events of the first {rows.num_rows:,} interactions"
-    return guessed if rows is None else guessed | {"ctr.label": _label(known)}
+    return guessed | {"ctr.label": _label(known)}
 
 
 def _label(known: Mapping[str, pa.ChunkedArray]) -> Guessed:
-    """A rule of what counts as a positive."""
     if "rating" in known:
         return _rated_label(known["rating"].drop_null())
     events = _events(known)
@@ -160,7 +161,7 @@ def _label(known: Mapping[str, pa.ChunkedArray]) -> Guessed:
 
 
 def _rated_label(ratings: pa.ChunkedArray) -> Guessed:
-    """From three quarters of the scale on, which is 4 of 1 to 5."""
+    """The rule that ratings from three quarters of the scale on are positives: 4 on a scale from 1 to 5."""
     least, most = pc.min_max(ratings).as_py().values()
     if least is None or least == most:
         return "all", "the ratings are all alike"
@@ -182,7 +183,7 @@ def _events(known: Mapping[str, pa.ChunkedArray]) -> list[str]:
 
 
 def _nouns(id_column: str, stem: str) -> dict[str, Guessed]:
-    """What items are called, by the name of their id and of their file."""
+    """The words for an item and for items, from the names of the id column and of the file."""
     noun = re.sub(r"[_ ]*(id|no|key|code|nr|nummer)$", "", id_column, flags=re.IGNORECASE).lower()
     if not noun or noun == "item" or not noun.isalpha():
         return {}
@@ -208,7 +209,7 @@ def _is_in_schema(folder: str) -> bool:
 
 
 def _configuration(tables: Path | str, note: str, guessed: Mapping[str, Guessed]) -> str:
-    """What a newcomer decides, as YAML: values of `guessed` with what they rest on, the others by default."""
+    """The options that a new user decides, as YAML: values of `guessed` with their reasons, the others by default."""
     usual = {f"knowledge.words.{key}": word for key, word in Words()} | {
         "tables.path": str(tables),
         "knowledge.user_template": KnowledgeSettings().user_template,

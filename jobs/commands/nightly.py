@@ -1,4 +1,4 @@
-"""The commands that run nights: `nightly`; `backfill`, those of a range of dates; and `demo`, two in a row."""
+"""The commands that run nights: `nightly`, `backfill` for a range of dates, and `demo` for two in a row."""
 
 import datetime
 from dataclasses import asdict
@@ -109,31 +109,32 @@ def backfill(
     start, end = parse_night(first, force), parse_night(last, force)
     if end < start:
         raise ConfigError(f"--from {start} is after --to {end}; give the earlier date first")
-    num_nights, before = (end - start).days + 1, None
+    num_nights = (end - start).days + 1
     rows: list[dict[str, str | int]] = []
+    run = base_run = None
     for number in range(num_nights):
         date = start + datetime.timedelta(days=number)
         say(f"night {number + 1} of {num_nights}: {date}")
         try:
-            night = run_night(settings, date, redo=redo, policy="never", base_run=before)
+            night = run_night(settings, date, redo=redo, policy="never", base_run=base_run)
         except BaseException as error:
             say(f"the backfill stopped at {date}, {number} of {num_nights} nights done; the same command goes on there")
             if isinstance(error, LaserbatchError):
                 error.args = (f"the night of {date}: {error}",)
             raise
         rows.append(_counts(night))
-        is_taken_back = night.run.run_id in night.workspace.not_built_on()
-        if is_taken_back:
+        run = night.run
+        if run.run_id in night.workspace.not_built_on():
             how = f"`laserbatch nightly --date {date} --force` does its date again"
-            say(f"run {night.run.run_id} was rolled back, so the next night is built on an earlier one; {how}")
+            say(f"run {run.run_id} was rolled back, so the next night is built on an earlier one; {how}")
         else:
-            before = night.run
+            base_run = run
     opened = Workspace.open(settings.workspace)
-    if publish and is_taken_back:
-        say(f"not published: run {night.run.run_id} was rolled back; {command_to_publish(night.run)} changes that")
-    elif publish:
+    if publish and run is not None and run is not base_run:
+        say(f"not published: run {run.run_id} was rolled back; {command_to_publish(run)} changes that")
+    elif publish and run is not None:
         with opened.lock():
-            force_publish(opened, before.run_id)
+            force_publish(opened, run.run_id)
             deliver(opened, settings.deliver_to, force=True)
     pointed_to = opened.pointed_to()
     if as_json:
@@ -173,7 +174,7 @@ def demo(
         PACKAGE_ROOT / "configs" / "demo.yaml",
         {"workspace": str(folder / "workspace"), "tables.path": str(folder / "tables")},
     )
-    # What the first night leaves out is compared on the second, which has every text.
+    # The first night compares nothing: the second one, which has every text, does.
     alone = settings.night.model_copy(update={"train_ctr": False, "compare_with_plain": False})
     say("night 1: no pools yet, so drafts come from each text's own prompt and output")
     first = run_night(settings.model_copy(update={"night": alone}), LAST_DATE - datetime.timedelta(days=1))
@@ -194,7 +195,7 @@ def left_out_columns(manifest: RunManifest) -> list[str]:
 
 
 def night_counts(night: Night) -> dict[str, Any]:
-    """What generation did, a line a side."""
+    """The counts of the generation, by side."""
     counts = {}
     for side, figures in night.manifest.sides.items():
         names = ("num_entities", "num_generated", "num_carried_over", "num_quarantined")
@@ -209,13 +210,13 @@ def night_counts(night: Night) -> dict[str, Any]:
 
 
 def nights_table(nights: list[Night]) -> Table:
-    """One row a night and side; plain decoding of the same texts, where it was run, below."""
+    """One row per night and side; rows of plain decoding of the same texts, if there was any, follow."""
     rows = []
     for night in nights:
         rows += [_row(str(night.date), side, one.stats, one) for side, one in night.manifest.sides.items()]
         for side, figures in night.manifest.plain.items():
-            if figures.stats_of_tonight.num_texts:
-                rows.append(_row(f"{night.date} plain, these texts", side, figures.stats_of_tonight))
+            if (stats := figures.stats_of_tonight) and stats.num_texts:
+                rows.append(_row(f"{night.date} plain, these texts", side, stats))
     return Table("What the nights did", rows, ("night", "side"))
 
 

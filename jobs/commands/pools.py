@@ -182,7 +182,7 @@ def _row(side: str, manifest: PoolManifest | None) -> dict[str, str]:
 
 
 def _groups_table(side: str, manifest: PoolManifest) -> Table:
-    """The largest groups of a pool, and how far its estimates of acceptance can be believed."""
+    """The largest groups of a pool, and the calibration error of its acceptance estimates."""
     ordered = sorted(manifest.groups.items(), key=lambda item: (-item[1]["num_tokens"], item[0]))
     rows = [
         {

@@ -1,4 +1,4 @@
-"""`laserbatch prompts`: what prompts are made of, and what shorter ones would save."""
+"""`laserbatch prompts`: the tokens of prompts by part, and the savings of shorter ones."""
 
 import datetime
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class PromptPart:
 
 @dataclass(frozen=True)
 class PromptReport:
-    """What a side's prompts are made of."""
+    """The tokens of the prompts of a side, by part."""
 
     side: str
     template: str
@@ -68,8 +68,8 @@ def report(
     Example: `laserbatch prompts report --config laserbatch.yaml`
     """
     settings = load_settings(config)
-    as_of = parse_date(date) if date else None
-    tables = read_tables(settings.tables.path, as_of=as_of, keep_duplicates=settings.tables.keep_duplicates)
+    path, as_of = settings.tables.required_path, parse_date(date) if date else None
+    tables = read_tables(path, as_of=as_of, keep_duplicates=settings.tables.keep_duplicates)
     require_plain_words(settings)
     say_left_out(settings, tables.personal)
     tokenizer = load_tokenizer(settings.model_dir, settings.decoding.adapter)
@@ -78,7 +78,7 @@ def report(
     day = as_of or (newest.date() if newest else datetime.date.today())  # a chat template may print the night's
     reports = []
     for side in SIDES:
-        require_template_columns(settings.tables.path, settings, side)
+        require_template_columns(path, settings, side)
         template = settings.effective_knowledge.template(side, labels)
         questions = SideQuestions(tables, side, template, "")
         num_rows = questions.entities.num_rows

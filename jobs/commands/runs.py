@@ -1,4 +1,4 @@
-"""`laserbatch runs ...`: what nights have left, which one readers see, and how old ones are removed."""
+"""`laserbatch runs ...`: list, show, compare, publish, roll back and remove runs."""
 
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -154,8 +154,7 @@ def rollback(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, a
         rolled_back = opened.pointed_to()
         if rolled_back is None:
             raise WorkspaceError(f"{opened.root} has no published run, so there is nothing to roll back")
-        opened.roll_back()
-        published = opened.pointed_to()
+        published = opened.roll_back()
         use_pools_of(opened, published)
         deliver(opened, delivery_uri(opened, settings.deliver_to), force=True)
     summary({"published": published, "rolled_back": rolled_back}, as_json)
@@ -220,9 +219,9 @@ def gc(
 def kept_runs(workspace: Workspace, keep: int, also_unfinished: bool = False) -> dict[str, str]:
     """Ids of the runs that a collection leaves, and why, oldest first.
 
-    `keep` of the newest finished ones, rolled back or not; what readers see, and would after a rollback; what the next
-    night builds on; unfinished ones, with `also_unfinished` only those that are newer than any of these; and what an
-    unfinished one or the published one was built on.
+    These are the `keep` newest finished runs, rolled back or not; the published run and the one before it; the run that
+    the next night builds on; unfinished runs, with `also_unfinished` only those that are newer than any of these; and
+    the runs that an unfinished run or the published run was built on.
     """
     runs = {run.run_id: run for run in workspace.runs()}
     finished = [run_id for run_id, run in runs.items() if run.is_finished or run.is_held]
@@ -246,7 +245,6 @@ def kept_runs(workspace: Workspace, keep: int, also_unfinished: bool = False) ->
 
 
 def _described(workspace: Workspace, run: RunFolder) -> dict[str, Any]:
-    """A run as plain values."""
     described: dict[str, Any] = {"run_id": run.run_id, "date": run.date, "state": "unfinished", "failure": None}
     described["published"] = run.run_id == workspace.pointed_to()
     described["rolled_back"] = run.run_id in workspace.rolled_back()

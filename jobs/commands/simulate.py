@@ -38,30 +38,30 @@ from laserbatch.retrieval_pools.calibration.replay import ReplayText, Tally, rep
 from laserbatch.retrieval_pools.index.build import build_pool
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.routing.router import Routes, fit_routers
-from laserbatch.retrieval_pools.settings import PoolSettings, RoutingSettings
+from laserbatch.retrieval_pools.settings import RoutingSettings
 from laserbatch.retrieval_pools.step_cost import StepCost
 
 SCHEMES = ("router", "collaborative", "attribute", "global", "random")
 TREE_SIZES = (4, 16, 64)
 POOL_SHARES = (0.5, 0.25)
-NOTABLE_GAIN = 1.01  # less is not worth another setting, were it real
-MIN_TEXTS = 5  # held back of a side; of fewer nothing can be said
+NOTABLE_GAIN = 1.01  # a smaller gain is not worth another setting
+MIN_TEXTS = 5  # fewer texts held back of a side say nothing
 MAX_HELD_BACK_SHARE = 0.25
-MAX_POOL_TEXTS = 20_000  # of more a sample makes the pools
+MAX_POOL_TEXTS = 20_000  # pools are built from a sample of at most this many texts
 NUM_RESAMPLES = 2000
 RoutesOf = Callable[[Side, str], Routes]  # of the entities of a side's table, under a scheme
 
 
 @dataclass(frozen=True)
 class SideTexts:
-    """The texts of a side. What is measured or calibrated with is held back: pools see the others alone.
+    """The texts of a side; pools of the simulation hold only those that are neither measured nor used to calibrate.
 
     Attributes
     ----------
-    texts : all that the run has.
-    measured, calibration : of those that the run wrote itself, so that earlier texts of their entities are known in the
-        share that a night knows them; each with its entity's row in the table, without its group.
-    held_back, others : ids; of the others in random order.
+    texts : all texts of the run.
+    measured, calibration : texts that the run wrote itself, so that as many of their entities have an earlier text as
+        on a night; each with the row of its entity in the table, without its group.
+    held_back, others : ids of entities; `others` are in random order.
     """
 
     side: Side
@@ -83,10 +83,11 @@ class SideTexts:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a change of the configuration, or a share of the pool's texts, gave in full batches whose prompts are there.
+    """The predicted speed after a change of the configuration, or with a share of the pool's texts, in full batches.
 
-    `over_configured` is tokens per second over those of the configuration on the same texts, `low` to `high` its 95 %
-    bootstrap interval over texts: steps of a text are alike, so texts are resampled. Bonus tokens are counted.
+    Prefill is not counted. `over_configured` is tokens per second over those of the configuration on the same texts,
+    `low` to `high` its 95 % bootstrap interval; whole texts are resampled, since steps of one text are alike. Bonus
+    tokens are counted.
     """
 
     change: Mapping[str, Any]
@@ -102,7 +103,7 @@ class Outcome:
 
     @property
     def words(self) -> str:
-        """What was tried, as a configuration has it."""
+        """The change as a configuration has it."""
         if self.pool_share < 1:
             return f"a pool of {percent(self.pool_share)} of the texts"
         changes = (f"{key}: {'null' if value is None else value}" for key, value in self.change.items())
@@ -177,7 +178,7 @@ def simulate(
 
 
 def _pace(night: Night, settings: Settings, path: Path | None, batch_size: int | None) -> tuple[StepCost, int]:
-    """The cost of the given file, or the configured one, or the newest that a night measured; at which batch size."""
+    """The step cost of `path`, the configuration or the newest measurement of a night; and the batch size."""
     wanted = batch_size or settings.decoding.batch_size
     step_cost = known_step_cost(night.workspace, settings.decoding, path)
     if step_cost is None:
@@ -188,15 +189,15 @@ def _pace(night: Night, settings: Settings, path: Path | None, batch_size: int |
 
 
 def divided_texts(night: Night, settings: Settings, side: Side, num_texts: int, scratch: Path) -> SideTexts | None:
-    """Hold back `num_texts` of a side, at most a quarter, the same for the same seed; None where there are too few."""
+    """Hold back `num_texts` of a side, at most a quarter, the same for the same seed; None if there are too few."""
     run_texts = read_run_texts(night.run, side, Path(tempfile.mkdtemp(dir=scratch)))
-    num_all = 0 if run_texts is None else len(run_texts)
+    num_all = len(run_texts) if run_texts else 0
     num_measured = min(num_texts, int(MAX_HELD_BACK_SHARE * num_all))
     num_calibration = num_held_back(num_all, NUM_CALIBRATION_TEXTS)
     rows = planned_rows(night, side, num_measured + num_calibration)
     if len(rows) < num_measured + num_calibration:  # most was carried over
         num_measured = len(rows) // 2
-    if num_measured < MIN_TEXTS:
+    if run_texts is None or num_measured < MIN_TEXTS:
         say(f"no simulation of {side}s: the run {night.run.run_id} has {num_all} texts and wrote {len(rows)} anew")
         return None
     generator, held_back = np.random.default_rng(settings.seed), [row.entity_id for row in rows]
@@ -256,7 +257,7 @@ def _outcomes(
     batch_size: int,
     folder: Path,
 ) -> list[Outcome]:
-    """What every trial gives on a side, the configuration first."""
+    """The outcomes of all trials on a side, the configuration first."""
     num_texts, plain = len(texts.measured), batch_size / step_cost.plain_seconds(batch_size)
     draws = np.random.default_rng(settings.seed).multinomial(
         num_texts, np.full(num_texts, 1 / num_texts), NUM_RESAMPLES
@@ -264,7 +265,7 @@ def _outcomes(
     weights = np.vstack([np.ones(num_texts), draws])  # (1 + NUM_RESAMPLES, num_texts), the same for all trials
 
     @cache
-    def pool_of(scheme: str, pools: PoolSettings, share: float) -> Pool:
+    def pool_of(scheme: str, scope: str, share: float) -> Pool:
         left_out = [*texts.held_back, *texts.others[max(1, round(share * texts.num_pool_texts)) :]]
         return build_pool(
             texts.texts.pool_texts(night.tables, texts.side, routes_of(texts.side, scheme), left_out),
@@ -272,14 +273,14 @@ def _outcomes(
             side=texts.side,
             tokenizer_hash="simulation",  # these pools live as long as the simulation
             model_id="simulation",
-            settings=pools,
+            settings=settings.pools.model_copy(update={"scope": scope}),
         )
 
     def grouped(some: list[tuple[int, ReplayText]], scheme: str) -> list[ReplayText]:
         routes = routes_of(texts.side, scheme)
         return [replace(text, group=routes.of(row).group or None) for row, text in some]
 
-    pool, calibration = pool_of(settings.routing.scheme, settings.pools, 1.0), None
+    pool, calibration = pool_of(settings.routing.scheme, settings.pools.scope, 1.0), None
     replayed = grouped(texts.calibration, settings.routing.scheme)
     if len(replayed) > 1:
         options = draft_options(settings.decoding)
@@ -293,7 +294,7 @@ def _outcomes(
             budget = side_budget(decoding, pool, step_cost, texts.share_changed).budget
             measured = grouped(texts.measured, changed.routing.scheme)
             if budget.max_draft_tokens:
-                tried = pool_of(changed.routing.scheme, changed.pools, share)
+                tried = pool_of(changed.routing.scheme, changed.pools.scope, share)
                 tried = tried.with_calibration(calibration) if "pool" in decoding.drafters else None
                 tally = replay(tried, measured, draft_options(decoding, budget))
             else:
@@ -311,7 +312,7 @@ def _outcomes(
 
 
 def _best(sides: Sequence[list[Outcome]]) -> tuple[Outcome, ...] | None:
-    """What the trial gives on each side that gains on all of them by more than noise, most where it gains least."""
+    """The outcomes, by side, of the trial whose smallest gain is the largest; None if that is within noise."""
     trials = [outcomes for outcomes in zip(*sides, strict=True) if outcomes[0].change]
     gains = [min(one.low for one in outcomes) for outcomes in trials]
     return trials[int(np.argmax(gains))] if max(gains) >= NOTABLE_GAIN else None

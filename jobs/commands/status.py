@@ -140,7 +140,7 @@ def _run_state(run: RunFolder, now: datetime.datetime, is_running: bool) -> dict
 
 
 def _progress(going: list[dict[str, Any]], now: datetime.datetime) -> dict[str, Any]:
-    """Of the last count that was begun: how far it is, and how long what is left takes as fast as until now."""
+    """The progress of the last count that began, and the time left at its pace so far."""
     counted = [event for event in going if event["event"] == "progress"]
     name = counted[-1]["of"] if counted else "generate"
     begun = next((event for event in counted if event["of"] == name), going[0])

@@ -1,4 +1,4 @@
-"""`laserbatch try`: one entity's prompt, pool and text, drawn as text alone. Writes nothing to disk."""
+"""`laserbatch try`: print the prompt, pool and text of one entity. Writes nothing to disk."""
 
 import datetime
 import json
@@ -22,7 +22,7 @@ from laserbatch.jobs.stages.inputs import (
     say_left_out,
 )
 from laserbatch.jobs.stages.night import Night, new_night, parse_date
-from laserbatch.jobs.stages.spans import text_spans
+from laserbatch.jobs.stages.spans import decoded, text_spans
 from laserbatch.pipeline.budget.choice import budget_step_cost, side_budget
 from laserbatch.pipeline.distributed.settings import usable_cores
 from laserbatch.pipeline.errors import TableError
@@ -50,7 +50,7 @@ SOURCE_STYLES = {
 
 @dataclass(frozen=True)
 class TriedEntity:
-    """One entity, tried."""
+    """The result for one entity."""
 
     side: Side
     entity_id: object
@@ -88,22 +88,22 @@ def try_one(
     settings = load_settings(config, {"workspace": workspace})
     side: Side = "item" if item is not None else "user"
     night_date = parse_date(date) if date else None
-    tables = read_tables(settings.tables.path, as_of=night_date, keep_duplicates=settings.tables.keep_duplicates)
-    require_template_columns(settings.tables.path, settings, side)
+    path = settings.tables.required_path
+    tables = read_tables(path, as_of=night_date, keep_duplicates=settings.tables.keep_duplicates)
+    require_template_columns(path, settings, side)
     require_plain_words(settings)
     say_left_out(settings, tables.personal)
     alone = with_one(tables, side, user if item is None else item)
     if needs_a_model(settings):
         say(NEEDS_A_MODEL)
-    settings = settings.model_copy(update={"refresh": RefreshSettings()})  # whether a night would is not asked
-    if settings.decoding.engine == "vllm":  # it wants a process in which nothing was planned
+    settings = settings.model_copy(update={"refresh": RefreshSettings()})  # written even if a night would wait
+    if settings.decoding.engine == "vllm":  # it needs a process in which nothing was planned
         say("tried with our engine: vLLM writes the same, but for near-ties")
         ours = settings.decoding.model_copy(update={"engine": "laserbatch", "vllm": {}})
         settings = settings.model_copy(update={"decoding": ours})
-    workspace = Workspace(settings.workspace)
-    if (settings.workspace / "workspace.json").exists():
-        workspace = Workspace.open(settings.workspace, create=False)
-    night = new_night(settings, workspace, night_date or datetime.datetime.now(datetime.UTC).date())
+    is_there = (settings.workspace / "workspace.json").exists()
+    opened = Workspace.open(settings.workspace, create=False) if is_there else Workspace(settings.workspace)
+    night = new_night(settings, opened, night_date or datetime.datetime.now(datetime.UTC).date())
     night.manifest.force, night.tables = True, alone
     tried = write_one(night, side)
     if as_json:
@@ -113,7 +113,7 @@ def try_one(
 
 
 def with_one(tables: Tables, side: Side, text: str | None) -> Tables:
-    """Tables with one entity of a side: that of an id, as text, or the first. Raises TableError if it is not there."""
+    """Tables with one entity of a side: the one whose id as text is `text`, or the first. Raises TableError."""
     name = f"{side}s"
     ids = tables.entities(side)[f"{side}_id"].to_pylist()
     row = next((row for row, known in enumerate(ids) if text is None or str(known) == text), None)
@@ -124,7 +124,7 @@ def with_one(tables: Tables, side: Side, text: str | None) -> Tables:
 
 
 def write_one(night: Night, side: Side) -> TriedEntity:
-    """Write about the only entity of a side as a night's worker does, into a folder that goes again."""
+    """Write about the only entity of a side as the worker of a night does, in a temporary folder."""
     from laserbatch.pipeline.distributed.worker import ShardWorker
 
     decoding, version = night.settings.decoding, night.manifest.pools.version
@@ -158,7 +158,7 @@ def write_one(night: Night, side: Side) -> TriedEntity:
         side=side,
         entity_id=entity_id,
         template=night.settings.knowledge.template_of(side),
-        prompt=tokenizer.decode(prompt.token_ids.tolist(), skip_special_tokens=False),
+        prompt=decoded(tokenizer, prompt.token_ids.tolist(), skip_special_tokens=False),
         num_prompt_tokens=len(prompt.token_ids),
         num_history=prompt.num_history,
         num_history_dropped=prompt.num_history_dropped,
@@ -167,14 +167,14 @@ def write_one(night: Night, side: Side) -> TriedEntity:
         scheme=scheme,
         text=text,
         spans=spans,
-        stats=record.info.stats,
+        stats=record.written_by.stats,
         fields=fields,
         problem=problem,
     )
 
 
 def print_tried(tried: TriedEntity) -> None:
-    """Draw a tried entity on the terminal, from its prompt to whether a night would keep it."""
+    """Print the result, from the prompt to whether a night would keep the text."""
     cut = f", {counted(tried.num_history_dropped, 'older event')} cut" if tried.num_history_dropped else ""
     about = f"{tried.template}: {counted(tried.num_prompt_tokens, 'token')}, {tried.num_history} of history{cut}"
     pool = "No pool yet: drafts come from the prompt, the output and the entity's own earlier text."
@@ -204,7 +204,7 @@ def print_tried(tried: TriedEntity) -> None:
 
 
 def _verdict(tried: TriedEntity) -> Text:
-    """Whether a night would keep the text, and what to do where something is wrong with it."""
+    """Whether a night would keep the text, and advice if not."""
     is_cut = "length" in tried.stats.finish_reasons
     if tried.fields is None:
         where = ", and it was cut at the token limit" if is_cut else ""

@@ -1,8 +1,8 @@
-"""Texts of the night beside plain ones: figures, and the worst pairs with what differs marked."""
+"""The section that compares texts of the night with plain ones: figures, and the worst pairs with marked changes."""
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -25,21 +25,21 @@ def audit_section(audit: AuditFigures | None) -> Section:
     """The section "Beside plain texts"."""
     blocks: list[Block] = []
     if audit is None or not audit.sides:
-        blocks.append(Note("No text was compared with a plain one." if audit is None else audit.skipped))
+        blocks.append(Note((audit and audit.skipped) or "No text was compared with a plain one."))
     else:
         rows = [{"Side": SIDE_LABELS[side]} | audit_row(asdict(found), 1) for side, found in audit.sides.items()]
         blocks.append(Table("Tonight's texts beside plain ones of the same prompts", rows, ("Side",), CAPTION))
-        cases = [(side, case) for side, found in audit.sides.items() for case in found.cases]
-        blocks += [_case(side, case) for side, case in cases]
+        cases = [_case(side, case) for side, found in audit.sides.items() for case in found.cases]
+        blocks += cases
         if not cases:
             blocks.append(Note("Every text that was compared is the plain one, to the last character."))
     return Section("audit", "Beside plain texts", blocks)
 
 
 def audit_row(found: Mapping[str, Any], digits: int) -> dict[str, str]:
-    """Cells of a `SideAudit` in plain values; `digits` are of percentages."""
+    """Table cells of a `SideAudit` given as plain values; percentages have `digits` digits."""
 
-    def both(mean: Mapping[str, float], show) -> str:
+    def both(mean: Mapping[str, float], show: Callable[[float], str]) -> str:
         return f"{show(mean['own'])} ({show(mean['plain'])})"
 
     return {
@@ -66,7 +66,7 @@ def _case(side: Side, case: AuditedText) -> SideBySide:
 
 
 def _marked(own: str, plain: str) -> tuple[list[tuple[str, bool]], list[tuple[str, bool]]]:
-    """Both texts in parts, of which those are marked that the other text does not have there."""
+    """Both texts in parts; a part that the other text lacks there is marked."""
     words = PARTS.findall(own), PARTS.findall(plain)
     steps = difflib.SequenceMatcher(None, *words, autojunk=False).get_opcodes()
     return (

@@ -15,7 +15,7 @@ POWER_ENOUGH = 0.8
 
 @dataclass(frozen=True)
 class Gain:
-    """What knowledge adds to a model's mean AUC; `is_shown`: more seeds than one, and more than the spread of both."""
+    """The gain of a model's mean AUC by knowledge; `is_shown` with several seeds, if it exceeds both spreads."""
 
     auc: float
     is_shown: bool
@@ -28,7 +28,7 @@ def ctr_rows(figures: CtrFigures) -> list[CtrScores]:
 
 
 def gain_of(rows: Sequence[CtrScores], row: CtrScores) -> Gain | None:
-    """What a variant adds to its model without knowledge; None when either AUC is missing."""
+    """The gain of a variant over its model without knowledge; None if either AUC is missing."""
     none = next((other for other in rows if (other.model, other.variant) == (row.model, "none")), None)
     if none is None or none is row or none.auc is None or row.auc is None:
         return None
@@ -37,7 +37,7 @@ def gain_of(rows: Sequence[CtrScores], row: CtrScores) -> Gain | None:
 
 
 def own_gains(figures: CtrFigures) -> list[Gain]:
-    """What the run's own knowledge adds, model by model."""
+    """The gains of the run's own knowledge, by model."""
     rows = ctr_rows(figures)
     return [gain for row in rows if row.variant not in VARIANTS and (gain := gain_of(rows, row)) is not None]
 
@@ -51,7 +51,7 @@ def ctr_section(figures: CtrFigures) -> Section:
 
 
 def ctr_lead(figures: CtrFigures) -> str:
-    """What was trained and judged, and how much of it is of users whom training has not seen."""
+    """The sizes of the split, and the shares of test rows of unseen and cold users."""
     split = figures.split
     parts = ", ".join(f"{count(split[name])} {name}" for name in ("train", "validation", "test") if name in split)
     seeds = counted(max(row.num_seeds for row in figures.rows), "seed")
@@ -107,7 +107,7 @@ def _how_judged(compared: Mapping[str, CtrVerdict]) -> str:
 
 
 def _power(judged: CtrVerdict) -> str:
-    """What this comparison could have shown, and what a larger one would take."""
+    """The power of this comparison, and the size of one that would be enough."""
     if judged.power is None:
         return "One seed has no interval: train with more (ctr.num_seeds)."
     said = f"Texts that are equal would have been called as good in {percent(judged.power)} of such comparisons"

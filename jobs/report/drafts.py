@@ -1,4 +1,4 @@
-"""Where drafts came from and which were accepted; which groups entities were sent to; pools used and built."""
+"""The section about sources and acceptance of drafts, routes of entities, and the pools used and built."""
 
 from laserbatch.jobs.formatting import (
     MISSING,
@@ -13,6 +13,7 @@ from laserbatch.jobs.formatting import (
 )
 from laserbatch.jobs.report.blocks import PLAIN, Block, Figure, Note, Section, Series, Table, stacked_shares
 from laserbatch.jobs.report.sides import SIDE_LABELS, SideReport
+from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.manifest import PoolBuilt, PoolFigures, RunManifest
 from laserbatch.pipeline.storage.stats import DecodingStats
 
@@ -32,7 +33,7 @@ ROUTE_COLOURS = {
 def drafts_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
     """The section "Drafts and pools"."""
     written = [side for side in sides if side.tonight]
-    has_drafts = any(side.tonight.num_drafted for side in written)
+    has_drafts = any(side.figures.stats.num_drafted for side in written)
     routed = [side for side in sides if any(side.figures.routes.values())]
     reason = "nothing was drafted" if written else "no text was generated"
     blocks: list[Block] = [
@@ -41,7 +42,9 @@ def drafts_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
     ]
     if has_drafts:
         blocks.append(_by_source(written))
-    used = {name: pool for name in SIDE_LABELS if (pool := getattr(manifest.pools, name)) is not None}
+    used: dict[Side, PoolFigures] = {
+        name: pool for name in SIDES if (pool := getattr(manifest.pools, name)) is not None
+    }
     built = manifest.pools_built
     if lacking := [side.label for side in sides if side.name not in used]:
         blocks.append(Note(f"{' and '.join(lacking)} had no pool to draft from."))
@@ -51,7 +54,7 @@ def drafts_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
         blocks.append(Note("The pools built tonight are not calibrated: too few texts, or no replays wanted."))
     rows = [
         _pool_row(name, use, pools[name])
-        for name in SIDE_LABELS
+        for name in SIDES
         for use, pools in (("tonight", used), ("next night", built))
         if name in pools
     ]
@@ -65,20 +68,19 @@ def drafts_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
 
 
 def how_built(pool: PoolBuilt) -> str:
-    """How a pool was made, in a few words."""
+    """How a pool was built, in a few words."""
     sorted_texts = f"{counted(pool.num_texts_changed, 'text')} sorted"
     return f"merged from the earlier version, {sorted_texts}" if pool.incremental else "whole"
 
 
 def _origins(sides: list[SideReport]) -> Figure:
-    by_source = [side.tonight.accepted_by_source for side in sides]
+    stats = [side.figures.stats for side in sides]
     drafted = [
-        Series(SOURCE_LABELS[name], [counts.get(name, 0) for counts in by_source], colour)
+        Series(SOURCE_LABELS[name], [one.accepted_by_source.get(name, 0) for one in stats], colour)
         for name, colour in SOURCE_COLOURS.items()
-        if any(_is_used(side.tonight, name) for side in sides)
+        if any(_is_used(one, name) for one in stats)
     ]
-    wholes = [side.tonight.num_tokens for side in sides]
-    own = [whole - sum(of_side) for whole, *of_side in zip(wholes, *(one.values for one in drafted), strict=True)]
+    own = [one.num_tokens - sum(one.accepted_by_source.get(name, 0) for name in SOURCE_COLOURS) for one in stats]
     return stacked_shares(
         "Where the written tokens came from",
         [side.label for side in sides],
@@ -91,10 +93,10 @@ def _origins(sides: list[SideReport]) -> Figure:
 def _by_source(sides: list[SideReport]) -> Table:
     rows = []
     for side in sides:
+        stats = side.figures.stats
         for name in SOURCE_COLOURS:
-            if _is_used(side.tonight, name):
-                drafted = side.tonight.drafted_by_source.get(name, 0)
-                accepted = side.tonight.accepted_by_source.get(name, 0)
+            if _is_used(stats, name):
+                drafted, accepted = stats.drafted_by_source.get(name, 0), stats.accepted_by_source.get(name, 0)
                 rows.append(
                     {
                         "Side": side.label,
@@ -127,7 +129,7 @@ def _routes(sides: list[SideReport]) -> Figure:
     )
 
 
-def _pool_row(name: str, use: str, pool: PoolFigures) -> dict[str, str]:
+def _pool_row(name: Side, use: str, pool: PoolFigures) -> dict[str, str]:
     is_built = isinstance(pool, PoolBuilt)
     return {
         "Side": SIDE_LABELS[name],

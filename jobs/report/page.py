@@ -130,13 +130,13 @@ def headline(manifest: RunManifest, sides: list[SideReport]) -> Markup:
 
 
 def _factors(sides: list[SideReport]) -> list[str]:
-    """How many times as fast tonight was as others."""
+    """The speed-up of tonight over plain decoding and the previous night."""
     factors = [(speed_up(sides, "plain"), "plain"), (speed_up(sides, "previous_night"), "the previous night")]
     return [f"{times(factor)} {name}" for factor, name in factors if factor is not None]
 
 
 def _judgement(manifest: RunManifest, sides: list[SideReport]) -> str:
-    """What the CTR comparison has shown, and no more; nothing where no text could differ from plain decoding's."""
+    """The verdict of the CTR comparison; empty if no text can differ from plain decoding's."""
     verdicts = {model: found.verdict for model, found in manifest.ctr.equivalence.items() if model != ALL_MODELS}
     if not verdicts or not any(side.figures.num_carried_over or side.figures.stats.num_drafted for side in sides):
         return ""
@@ -193,7 +193,7 @@ def _wall_s(manifest: RunManifest) -> float:
 
 
 def _warnings(manifest: RunManifest, sides: list[SideReport]) -> list[str]:
-    """What needs somebody today: why a run failed, first."""
+    """Warnings that need action, the reason of a failure first."""
     done = "Not published" if manifest.status == "held" else "Published all the same"
     found = [f"{done}: {gate_sentence(gate)}." for gate in blocking(manifest.gates)]
     found += [f"{gate_sentence(gate)}." for gate in warning(manifest.gates)]
@@ -205,7 +205,7 @@ def _warnings(manifest: RunManifest, sides: list[SideReport]) -> list[str]:
 
 
 def log_warnings(manifest: RunManifest) -> list[str]:
-    """That the newest interaction is older than usual, if it is."""
+    """A warning if the newest interaction is older than usual."""
     age = recorded_age(manifest.inputs)
     return [] if age is None or not age.is_stale else [f"{str(age)[0].upper()}{str(age)[1:]}."]
 

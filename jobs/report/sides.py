@@ -1,27 +1,27 @@
-"""A night's sides as the sections read them: what was counted, what it is compared with, and what it warns of."""
+"""The sides of a night as the sections read them: counts, the passes they are compared with, and warnings."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from laserbatch.jobs.formatting import percent, ratio
 from laserbatch.jobs.gates import MAX_SHARE_MISSING, accepted_share
-from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.manifest import RunManifest, SideFigures
 from laserbatch.pipeline.storage.stats import DecodingStats
 
-SIDE_LABELS = {"user": "Users", "item": "Items"}
+SIDE_LABELS: dict[Side, str] = {"user": "Users", "item": "Items"}
 MAX_SHARE_CUT = 0.05  # the report warns where a larger share of texts ended at the token limit
 
 
 @dataclass(frozen=True)
 class SideReport:
-    """One side of a manifest, and the passes that counted a text.
+    """One side of a manifest, and the passes that wrote a text.
 
-    `plain` is of the entities that were written about tonight, where it was counted apart: those that are carried over
-    differ in the length of their prompts.
+    `plain` counts the entities that were written about tonight, where these were counted apart: prompts of entities
+    that are carried over differ in length.
     """
 
-    name: str
+    name: Side
     figures: SideFigures
     tonight: DecodingStats | None
     previous_night: DecodingStats | None
@@ -54,14 +54,14 @@ def total(parts: Iterable[DecodingStats | None]) -> DecodingStats | None:
 
 
 def speed_up(sides: list[SideReport], over: str) -> float | None:
-    """Tonight's tokens per second over those of "plain" or "previous_night", on the sides that both did."""
+    """Tonight's tokens per second over those of "plain" or "previous_night", on the sides that both wrote."""
     both = [side for side in sides if side.tonight and getattr(side, over)]
     mine, other = total(side.tonight for side in both), total(getattr(side, over) for side in both)
     return ratio(mine.tokens_per_s, other.tokens_per_s) if mine and other else None
 
 
 def side_warnings(side: SideFigures) -> list[str]:
-    """Texts that end at their limit or had to be mended, and drafts that are not accepted as forecast."""
+    """Warnings of texts that were cut or repaired, and of drafts that were not accepted as forecast."""
     cut = ratio(side.stats.finish_reasons.get("length"), side.stats.num_texts) or 0.0
     warnings, loops = [], side.quarantine_reasons.get("loops")
     if cut > MAX_SHARE_CUT:
@@ -90,12 +90,11 @@ def side_warnings(side: SideFigures) -> list[str]:
         warnings.append(f"of {side.stats.num_texts} texts some were mended before they could be parsed: {kinds}")
     share = accepted_share(side)
     if share is not None and 1 - share > MAX_SHARE_MISSING:
-        forecast = side.budget.forecast.tokens_per_step - 1  # the bonus token not counted
         warnings.append(
             f"drafts were accepted {side.stats.acceptance_length:.2f} tokens a step, {1 - share:.0%} less than the "
-            f"{forecast:.2f} that its budget was chosen for (up to {MAX_SHARE_MISSING:.0%} is usual): the texts have "
-            "changed since. The next night drafts by replays of these, if pools are built from them (`laserbatch pools "
-            "rebuild`)"
+            f"{side.forecast_acceptance:.2f} that its budget was chosen for (up to {MAX_SHARE_MISSING:.0%} is usual): "
+            "the texts have changed since. The next night drafts by replays of these, if pools are built from them "
+            "(`laserbatch pools rebuild`)"
         )
     return warnings
 

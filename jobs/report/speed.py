@@ -2,7 +2,7 @@
 
 from laserbatch.jobs.formatting import MISSING, count, counted, decimal, percent, rate, ratio, seconds, times
 from laserbatch.jobs.report.blocks import PLAIN, PREVIOUS_NIGHT, TONIGHT, Block, Note, Section, Series, Table, bars
-from laserbatch.jobs.report.sides import SideReport, total
+from laserbatch.jobs.report.sides import SideReport
 from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.stats import DecodingStats
 
@@ -45,10 +45,10 @@ def speed_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
         )
     verifier = manifest.settings.get("decoding", {}).get("verifier")
     blocks.append(_numbers(sides, f"tonight ({verifier})"))
-    if forecast := [side for side in sides if side.figures.budget]:
-        blocks.append(_forecast(forecast))
-    rewritten, lead = total(side.tonight for side in sides).num_rewritten, ""
-    if rewritten:
+    if any(side.figures.budget for side in sides):
+        blocks.append(_forecast(sides))
+    lead = ""
+    if rewritten := sum(side.figures.stats.num_rewritten for side in sides):
         lead = (
             f"{counted(rewritten, 'text')} had run on to their limit under relaxed verification, and were written "
             "again as plain decoding writes them."
@@ -91,17 +91,20 @@ def _pass_row(side: SideReport, name: str, stats: DecodingStats, is_compared: bo
 
 
 def _forecast(sides: list[SideReport]) -> Table:
-    """How much was drafted and why, with what was forecast of it beside what came."""
+    """The budgets and why they were chosen, with the forecasts beside the measured values."""
     rows = []
     for side in sides:
-        budget, forecast = side.figures.budget, side.figures.budget.forecast
+        stats, budget = side.figures.stats, side.figures.budget
+        if budget is None:
+            continue
+        forecast = budget.forecast
         rows.append(
             {
                 "Side": side.label,
                 "Largest tree": count(budget.max_draft_tokens),
                 "Threshold": decimal(budget.min_acceptance) if budget.max_draft_tokens else MISSING,
-                "Drafted/step (forecast)": _beside(side.tonight.drafted_per_step, forecast.mean_drafted),
-                "Tokens/step (forecast)": _beside(side.tonight.tokens_per_step, forecast.tokens_per_step),
+                "Drafted/step (forecast)": _beside(stats.drafted_per_step, forecast.mean_drafted),
+                "Tokens/step (forecast)": _beside(stats.tokens_per_step, forecast.tokens_per_step),
                 "vs plain, full batches": times(forecast.speed_up) if budget.max_draft_tokens else MISSING,
                 "Why": forecast.reason,
             }

@@ -81,4 +81,5 @@ def _verdict(found: Mapping[str, Any], between: str = "\n") -> str:
     parts = [decimal(found["mean_difference"], 4, signed=True)]
     if found["low"] is not None:
         parts.append(f"±{decimal(found['high'] - found['mean_difference'], 4)}")
-    return between.join([*parts, WORDS.get(found["verdict"], found["verdict"])])
+    verdict: str = found["verdict"]
+    return between.join([*parts, WORDS.get(verdict, verdict)])

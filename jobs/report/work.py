@@ -1,4 +1,6 @@
-"""What the night did and left alone, texts that it wrote, and what it was given."""
+"""The sections about work and cost, gates, sample texts, and inputs."""
+
+from collections.abc import Mapping
 
 import yaml
 
@@ -18,7 +20,7 @@ from laserbatch.jobs.report.blocks import (
 )
 from laserbatch.jobs.report.sides import SIDE_LABELS, SideReport
 from laserbatch.pipeline.sides import SIDES
-from laserbatch.pipeline.storage.manifest import RunManifest, SampleText
+from laserbatch.pipeline.storage.manifest import RunManifest, SampleText, WorkerFigures
 
 OUTCOMES = (
     ("num_generated", "generated", TONIGHT),
@@ -57,7 +59,7 @@ def work_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
     else:
         blocks.append(Note("No stage was timed."))
     if manifest.workers is not None and manifest.stages and busy:
-        blocks.append(_cost(manifest, busy))
+        blocks.append(_cost(manifest.workers, manifest.stages, busy))
     reasons = [
         {
             "Side": side.label,
@@ -77,14 +79,14 @@ def work_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
 
 
 def gates_section(manifest: RunManifest) -> Section:
-    """The section "Gates": what was measured before the run was let to its readers."""
+    """The section "Gates", with the values measured before publication."""
     if not manifest.gates:
         return Section("gates", "Gates", [Note("This run was not judged.")])
     judged = [gate for gate in manifest.gates if gate.value is not None]
     judged.sort(key=lambda gate: (*SIDES, None).index(gate.side))
     rows = [
         {
-            "Side": SIDE_LABELS.get(gate.side, "Both"),
+            "Side": "Both" if gate.side is None else SIDE_LABELS[gate.side],
             "Gate": gate.gate,
             "Value": shown(gate, gate.value),
             "Limit": shown(gate, gate.limit),
@@ -104,9 +106,8 @@ def gates_section(manifest: RunManifest) -> Section:
     return Section("gates", "Gates", [table, Note(f"Not judged: {not_judged}.")] if not_judged else [table])
 
 
-def _cost(manifest: RunManifest, sides: list[SideReport]) -> Table:
-    """Hours of workers, and money where there is a price: of the night, a million entities, a million written ones."""
-    workers, stages = manifest.workers, manifest.stages
+def _cost(workers: WorkerFigures, stages: Mapping[str, float], sides: list[SideReport]) -> Table:
+    """Worker-hours, and money if there is a price, for the night, a million entities and a million written ones."""
     hours = workers.num_workers * sum(stages.get(name, 0.0) for name in WRITING) / 3600
     price = workers.price_per_hour
     money = None if price is None else price * sum(stages.values()) / 3600
@@ -114,14 +115,8 @@ def _cost(manifest: RunManifest, sides: list[SideReport]) -> Table:
     kind = "GPU-hours" if workers.device == "cuda" else "Worker-hours"
     rows = [{"Of": "the night", kind: decimal(hours, 3), "Money": decimal(money)}]
     for name, number in zip(("a million entities", "a million written"), numbers, strict=True):
-        million = ratio(1e6, number)
-        rows.append(
-            {
-                "Of": name,
-                kind: decimal(None if million is None else hours * million, 1),
-                "Money": decimal(None if None in (million, money) else money * million),
-            }
-        )
+        shown_hours, shown_money = ratio(1e6 * hours, number), None if money is None else ratio(1e6 * money, number)
+        rows.append({"Of": name, kind: decimal(shown_hours, 1), "Money": decimal(shown_money)})
     caption = "Hours of all workers while texts were written. "
     caption += "Set cluster.price_per_hour to see money." if money is None else "Money: of the cluster, for all stages."
     return Table("What it cost", rows, ("Of",), caption)

@@ -112,7 +112,7 @@ def new_manifest(
 
 @contextmanager
 def recorded(manifest: RunManifest) -> Iterator[None]:
-    """Record the events of the block in the run; its errors name the files to look at."""
+    """Record the events of the block in the run; an error of the block gets the places as `recorded_in`."""
     run = RunFolder(manifest.path.parent)
     with event_log(run.events_path):
         emit(
@@ -131,9 +131,8 @@ def recorded(manifest: RunManifest) -> Iterator[None]:
         except BaseException as error:
             exit_code = int(exit_code_of(error))
             emit("failure", error=line_of(error, names_values=False), kind=type(error).__name__, exit_code=exit_code)
-            error.see = {"run_id": run.run_id, "events": str(run.events_path)}
-            if run.report_path.exists():
-                error.see["report"] = str(run.report_path)
+            report = {"report": str(run.report_path)} if run.report_path.exists() else {}
+            vars(error)["recorded_in"] = {"run_id": run.run_id, "events": str(run.events_path)} | report
             raise
 
 

@@ -1,8 +1,8 @@
-"""The stage that sets texts of the night beside plain ones of the same prompts: is what was drafted as good?
+"""The stage that compares texts of the night with plainly decoded texts of the same prompts.
 
-A sample of the texts that were written tonight is decoded plainly too, unless the night does so with all of them. What
-it costs is bounded by the sample; the plain texts are deleted when they are compared, and the manifest keeps figures
-and the worst few pairs.
+A sample of the texts that were written tonight is decoded plainly too, unless the night does so with all of them. The
+size of the sample bounds the cost. The plain texts are deleted after the comparison; the manifest keeps figures and the
+worst few pairs.
 """
 
 import hashlib
@@ -55,14 +55,14 @@ TOO_FEW = (
 
 
 def needs_audited_texts(night: Night) -> bool:
-    """Whether a sample of tonight's texts is to be decoded plainly before the audit."""
+    """Whether the audit needs a sample of tonight's texts to be decoded plainly."""
     is_open = night.manifest.audit is None and _why_not(night) is None
     return is_open and not night.settings.night.compare_with_plain and bool(_sample_sizes(night))
 
 
 def generate_audited(night: Night, workers: NightWorkers) -> None:
     """Decode a sample of tonight's texts plainly into `audit/` of the run."""
-    rows = {side: sample.planned for side, sample in _samples(night).items()}
+    rows: dict[Side, pa.Table] = {side: sample.planned for side, sample in _samples(night).items()}
     generate_plain_sample(night, workers, _audit_folder(night), rows)
 
 
@@ -71,13 +71,16 @@ def audit_texts(night: Night, load_encoder: "Callable[[], TextEncoder]") -> Audi
     reason = _why_not(night)
     samples = {} if reason else _samples(night)
     encoder = cache(load_encoder)
-    found = {side: _audit(night, side, sample, encoder) for side, sample in samples.items()}
-    sides = {side: figures for side, figures in found.items() if figures is not None}
+    sides: dict[Side, SideAudit] = {
+        side: figures
+        for side, sample in samples.items()
+        if (figures := _audit(night, side, sample, encoder)) is not None
+    }
     return AuditFigures(reason if reason or sides else TOO_FEW, sides)
 
 
 def remove_audited_texts(night: Night) -> None:
-    """Remove `audit/` of the run, of which the manifest has the figures."""
+    """Remove `audit/` of the run; the manifest has its figures."""
     if _audit_folder(night).root.is_dir():
         remove_folder(_audit_folder(night).root)
 
@@ -97,23 +100,25 @@ def _audit_folder(night: Night) -> RunFolder:
 
 @dataclass(frozen=True)
 class _Sample:
-    """Texts of a side that were written tonight, and what was planned of the same entities; in one order."""
+    """Texts of a side that were written tonight, and the rows of the plan of the same entities, in one order."""
 
     texts: pa.Table  # `COLUMNS`
     planned: pa.Table
 
 
 def _sample_sizes(night: Night) -> dict[Side, int]:
-    """Texts to compare, of each side of which enough was written."""
+    """Number of texts to compare on each side that has enough of tonight's."""
     settings = night.settings.night
     share, fewest = (1, 1) if settings.compare_with_plain else (MIN_TEXTS_PER_AUDITED, MIN_PAIRS)
-    written = {side: sum(shard.num_rows for shard in figures.shards) for side, figures in night.manifest.sides.items()}
-    sizes = {side: min(settings.num_audited, num_texts // share) for side, num_texts in written.items()}
-    return {side: size for side, size in sizes.items() if size >= fewest}
+    return {
+        side: size
+        for side, figures in night.manifest.sides.items()
+        if (size := min(settings.num_audited, sum(shard.num_rows for shard in figures.shards) // share)) >= fewest
+    }
 
 
 def _samples(night: Night) -> dict[Side, _Sample]:
-    """Texts evenly over the shards of each side: the same in every attempt."""
+    """Texts spread evenly over the shards of each side, the same in every attempt."""
     found = {}
     for side, size in _sample_sizes(night).items():
         figures = night.manifest.sides[side]
@@ -133,18 +138,17 @@ def _samples(night: Night) -> dict[Side, _Sample]:
 
 
 def _rows_of(table: pa.Table, ids: pa.ChunkedArray) -> pa.Table:
-    """The rows of some entities, in their order; each has one."""
     return table.take(pc.index_in(ids, value_set=table["entity_id"].combine_chunks()))
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """Of texts, in their order."""
+    """Measures of texts, in their order."""
 
     num_tokens: np.ndarray
     repetition: np.ndarray
     fields: np.ndarray  # shares of those that the template asks for
-    names: list[set[str]]  # that stand nowhere
+    names: list[set[str]]  # those that `_unfounded` returns
 
     @classmethod
     def of(cls, texts: pa.Table, names: list[set[str]], num_fields: int) -> "_Measured":
@@ -156,7 +160,7 @@ class _Measured:
 
 
 def _audit(night: Night, side: Side, sample: _Sample, load_encoder: "Callable[[], TextEncoder]") -> SideAudit | None:
-    """The pairs of a side; None where no text has a plain one, which it may have failed to get."""
+    """The comparison of a side; None if no sampled text has a plain one, since plain decoding may have failed."""
     folder = night.run.plain if night.settings.night.compare_with_plain else _audit_folder(night)
     ids, parts = sample.texts["entity_id"].combine_chunks(), [sample.texts[:0]]
     for batch in folder.iter_knowledge(side, [*COLUMNS, "is_stale"]):
@@ -190,7 +194,6 @@ def _audit(night: Night, side: Side, sample: _Sample, load_encoder: "Callable[[]
         for row, entity_id in enumerate(own["entity_id"].to_pylist())
     ]
     differing = [pair for pair in pairs if pair.text != pair.plain_text]
-    num_names = [np.array([len(found) for found in measured.names], np.float64) for measured in (ours, theirs)]
     return SideAudit(
         num_pairs=len(pairs),
         num_identical=len(pairs) - len(differing),
@@ -198,7 +201,7 @@ def _audit(night: Night, side: Side, sample: _Sample, load_encoder: "Callable[[]
         cosine=float(cosines.mean()),
         repetition=_mean(ours.repetition, theirs.repetition),
         fields=_mean(ours.fields, theirs.fields, worse=-1),
-        names=_mean(*num_names),
+        names=_mean(np.array([*map(len, ours.names)], float), np.array([*map(len, theirs.names)], float)),
         cases=sorted(differing, key=_badness, reverse=True)[:NUM_CASES],
     )
 
@@ -206,9 +209,9 @@ def _audit(night: Night, side: Side, sample: _Sample, load_encoder: "Callable[[]
 def _unfounded(
     night: Night, template: PromptTemplate, planned: pa.Table, texts: list[list[str]]
 ) -> list[list[set[str]]]:
-    """Of each text the names that stand neither in its prompt nor in any text of the table of items.
+    """The names in each text that occur neither in its prompt nor in the table of items.
 
-    `planned` are the rows that both lists of `texts` answer, in their order.
+    `planned` has the rows that both lists of `texts` answer, in their order.
     """
     tokenizer, prompts = load_tokenizer(night.settings.model_dir, night.settings.decoding.adapter), []
     for row in planned.drop_columns(["previous_ids"]).to_pylist():
@@ -223,14 +226,14 @@ def _unfounded(
 
 
 def _mean(own: np.ndarray, plain: np.ndarray, worse: int = 1) -> AuditedMean:
-    """Means, and by how much `own` is surely more; or less, where `worse` is -1."""
+    """Means, and the excess of `own` (its shortfall if `worse` is -1) beyond two standard errors."""
     added = worse * (own - plain)
     error = added.std(ddof=1) / math.sqrt(len(added)) if len(added) > 1 else math.inf
     return AuditedMean(float(own.mean()), float(plain.mean()), float(max(added.mean() - 2 * error, 0)))
 
 
 def _badness(pair: AuditedText) -> float:
-    """How near to its limit, which is 1, or how far beyond it the worst of a pair's measures is."""
+    """The largest measure of a pair in units of its limit."""
     return max(
         abs(math.log(pair.length_ratio)) / math.log(MAX_AUDIT_LENGTH_FACTOR),
         (1 - pair.cosine) / (1 - MIN_AUDIT_COSINE),

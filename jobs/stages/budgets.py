@@ -63,19 +63,19 @@ def night_budgets(night: Night, shards: Iterable[Shard], measure: Callable[[], S
 def known_step_cost(workspace: Workspace, decoding: DecodingSettings, path: Path | None = None) -> StepCost | None:
     """The step cost of a file, the configured one, or the newest measured in a workspace; None if there is none."""
     measured = sorted(workspace.step_costs_folder.glob("*.json"), key=lambda kept: kept.stat().st_mtime)
-    if path is not None or decoding.step_cost is not None:
-        return read_step_cost(Path(path or decoding.step_cost))
+    if (configured := path or decoding.step_cost) is not None:
+        return read_step_cost(Path(configured))
     found = (unless_damaged(partial(read_step_cost, path)) for path in reversed(measured))
     return next((cost for cost in found if cost is not None), None)
 
 
 def budget_of(figures: BudgetFigures) -> Budget:
-    """The budget that a manifest keeps."""
+    """The budget that a manifest records."""
     return Budget(figures.max_draft_tokens, figures.min_acceptance)
 
 
 def describe_budget(chosen: ChosenBudget) -> str:
-    """A budget in a line."""
+    """A line about a budget."""
     budget, reason = chosen.budget, chosen.forecast.reason
     if budget.max_draft_tokens == 0:
         return f"nothing is drafted ({reason})"
@@ -83,7 +83,7 @@ def describe_budget(chosen: ChosenBudget) -> str:
 
 
 def _share_changed(night: Night, shards: list[Shard]) -> float:
-    """Of the rows of some shards, spread over all, the share whose entity has a previous text."""
+    """The share of rows whose entity has a previous text, in a sample spread over the shards."""
     stride = max(1, len(shards) // NUM_SAMPLED_SHARDS)
     rows = [row for shard in shards[::stride] for row in read_shard(night.run.root / shard.path)]
     return sum(row.previous_ids is not None for row in rows) / max(1, len(rows))

@@ -1,11 +1,11 @@
 """Pools for the next night, from a run's knowledge: routers fitted, indexes built, one version published.
 
-Whatever the run holds goes in, carried-over texts too: the pools of a version stand for the newest text of every
-entity. What the current version has of them is merged, not sorted again; the files are the same. Only tables as of the
-run's date are seen.
+All texts of the run go in, carried-over ones too, so a version has the newest text of every entity. Texts that the
+current version has already are merged, not sorted again; the files are the same. Only tables as of the run's date are
+read.
 
-Routers of last night hold while little has changed, and all of its files where nothing has. A router that is kept knows
-the entities of its fit: those that came later have the groups of their attributes.
+Routers of last night are reused while little has changed, and all its files if nothing has. A reused router knows the
+entities of its fit; later ones get the groups of their attributes.
 """
 
 import shutil
@@ -45,16 +45,16 @@ MAX_SHARE_DRIFTED = 0.05  # of the rows that routers were fitted on, and of the 
 
 
 def build_pools(night: Night, make_current: bool = True, anew: bool = False) -> dict[Side, PoolBuilt]:
-    """Build and publish the pools of a run; what was built, by side. The arguments are those of `prepare_pools`."""
+    """Build and publish the pools of a run, and return them by side. The arguments are those of `prepare_pools`."""
     return prepare_pools(night, make_current, anew)()
 
 
 def prepare_pools(night: Night, make_current: bool = True, anew: bool = False) -> Callable[[], dict[Side, PoolBuilt]]:
-    """What builds and publishes the pools of a run, for the next run if `make_current`, and says what was built.
+    """A function that builds and publishes the pools of a run, for the next run if `make_current`, and returns them.
 
-    The routers of the version that the run drafted from are kept while `kept_routers` says so, and where nothing at all
-    has changed its files too; not with `anew`. Routers are fitted here: their last bits depend on the threads that
-    libraries have, which others may limit while the pools are built in a thread of their own.
+    The routers of the version that the run drafted from are reused if `kept_routers` returns them, and its files if
+    nothing at all has changed; neither with `anew`. Routers are fitted here: their last bits depend on the number of
+    threads of libraries, which other code may limit while the pools are built in a thread of their own.
     """
     drafted_from = None if anew or night.manifest.pools.version is None else night.manifest.pools.version
     if drafted_from is not None and (before := unchanged_pools(night, drafted_from)):
@@ -71,7 +71,7 @@ def prepare_pools(night: Night, make_current: bool = True, anew: bool = False) -
 
 
 def describe_fit(night: Night) -> dict[str, Any]:
-    """What routers fitted now would come from: the numbers of rows, and what must not differ at all."""
+    """The inputs of routers that are fitted now: numbers of rows, which may drift, and values that must not differ."""
     tables, routing = night.tables, RoutingSettings.of(night.settings.routing)
     num_rows = {name: getattr(tables, name).num_rows for name in TABLE_NAMES}
     return {
@@ -83,11 +83,11 @@ def describe_fit(night: Night) -> dict[str, Any]:
     }
 
 
-def kept_routers(night: Night, version: str, now: dict[str, Any]) -> tuple[dict[Side, Router], dict[str, Any]] | None:
-    """The routers of a version, and what they were fitted on; None where they are to be fitted again.
+def kept_routers(night: Night, version: str, now: dict[str, Any]) -> tuple[dict[str, Router], dict[str, Any]] | None:
+    """The routers of a version and the inputs of their fit; None if they must be fitted again.
 
-    That is where settings, columns or own embeddings differ, where more than `MAX_SHARE_DRIFTED` of the rows of a
-    table have come or gone since the fit, or of the entities that have a collaborative group have gone.
+    They must if settings, columns or embeddings differ, if more than `MAX_SHARE_DRIFTED` of the rows of a table were
+    added or removed since the fit, or if that share of the entities with a collaborative group is gone.
     """
     folder = night.pools.folder(version) / "router"
     try:
@@ -100,7 +100,7 @@ def kept_routers(night: Night, version: str, now: dict[str, Any]) -> tuple[dict[
         return None
     if any(abs(now["num_rows"][name] - count) > MAX_SHARE_DRIFTED * count for name, count in then.items()):
         return None
-    if not all(_knows(router, night.tables.entities(side)) for side, router in routers.items()):
+    if not all(_knows(routers[side], night.tables.entities(side)) for side in SIDES):
         return None
     return routers, fit
 
@@ -113,9 +113,10 @@ def _knows(router: Router, entities: pa.Table) -> bool:
 
 
 def unchanged_pools(night: Night, version: str) -> dict[Side, PoolBuilt]:
-    """The pools of a version where tonight's would be the same, file by file; none where they may not.
+    """The pools of a version if tonight's would be the same, file by file; empty if they may differ.
 
-    They are of the run before with the same settings, all of whose texts are carried over, of the same tables.
+    They are the same if the version is of the run before, with the same settings and tables, and all of its texts are
+    carried over.
     """
     previous = night.previous
     if previous is None or previous.run_id != version or previous.settings_hash != night.run.settings_hash:
@@ -152,7 +153,7 @@ def _link_pools(
 
 
 def _build_pools(
-    night: Night, routers: dict[Side, Router], fit: dict[str, Any], make_current: bool
+    night: Night, routers: dict[str, Router], fit: dict[str, Any], make_current: bool
 ) -> dict[Side, PoolBuilt]:
     built: dict[Side, PoolBuilt] = {}
     version = night.run.run_id
@@ -173,7 +174,7 @@ def _build_pools(
 
 
 def collect_pools(store: PoolStore, keep: int, in_use: Collection[str], dry_run: bool = False) -> GcResult:
-    """Remove what `PoolStore.collect` may, under the workspace's lock, and say so; with `dry_run` only say it."""
+    """Remove the pools that `PoolStore.collect` may, under the workspace's lock; with `dry_run` only print them."""
     collected = store.collect(keep, in_use, dry_run)
     megabytes = f"{collected.num_bytes / 1e6:,.1f} MB"
     if collected.versions or collected.num_leftovers:
@@ -215,7 +216,7 @@ def _build(night: Night, side: Side, version: str, run_texts: RunTexts, router: 
 
 
 def _previous_pool(night: Night, side: Side, hash_of_tokenizer: str) -> Pool | None:
-    """The current version's pool when tonight's can be merged from it. Nothing is lost without it but time."""
+    """The current version's pool if tonight's can be merged from it, which only saves time."""
     try:
         current = night.pools.current_version()
         return None if current is None else night.pools.open(current, side, hash_of_tokenizer, verify=True)

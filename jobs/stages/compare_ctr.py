@@ -56,11 +56,12 @@ def compare_night(night: "Night") -> CtrFigures:
         and run.date < of_night.date
         and run.plain.features_path("user").exists() == wanted
     ]
-    copy = copy_of(night.settings.tables.path) if night.settings.tables.path is not None else None
+    path = night.settings.tables.required_path
+    copy = copy_of(path)
     asked = {
         "workspace": str(night.workspace.root),
         "run_ids": [run.run_id for run in [of_night, *stand_ins][:MAX_RUNS_TRIED]],
-        "tables": str(night.settings.tables.path),
+        "tables": str(path),
         "keep_duplicates": night.settings.tables.keep_duplicates,
         "copy": None if copy is None else str(copy),  # of tables at a URI: the night has brought them already
         "verifier": night.settings.decoding.verifier,
@@ -70,6 +71,7 @@ def compare_night(night: "Night") -> CtrFigures:
     with Popen(CHILD, stdin=PIPE, stdout=PIPE, text=True) as child:
         with suppress(BrokenPipeError):
             print(json.dumps(asked), file=child.stdin, flush=True)
+        assert child.stdout is not None  # a pipe
         output = child.stdout.read()
     if child.returncode == 0:
         figures = FIGURES.validate_json(output.splitlines()[-1])
@@ -155,7 +157,7 @@ def run_variants(run: RunFolder, verifier: str) -> dict[str, FeatureSet | None]:
 
 
 def _answer() -> None:
-    """What the process of `compare_night` does: one line of JSON in, one out."""
+    """The child process of `compare_night`: reads a line of JSON, and prints one."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # rather this process than the night
     asked = json.loads(sys.stdin.readline())

@@ -37,11 +37,11 @@ def encode_run(
     previous : a finished run whose codebook, and vectors of texts that were carried over from it, are taken over where
         the encoder is the same.
     codes_of : the run whose plain texts these are: they get the codes of its codebook.
-    fields : of each side the parts of its answers that vectors are of; None: of whole texts.
+    fields : by side, the parts of answers that are encoded; None: whole texts.
     """
     settings = settings or EncodingSettings()
     folder = RunFolder(Path(run_dir))
-    sides = [side for side in SIDES if any(folder.knowledge_folder(side).glob("*.parquet"))]
+    sides: list[Side] = [side for side in SIDES if any(folder.knowledge_folder(side).glob("*.parquet"))]
     if not sides:
         raise WorkspaceError(f"{run_dir} holds no texts to encode")
     encoder_id = encoder_identity(settings)
@@ -68,14 +68,14 @@ def encode_run(
 
 
 def load_encoder(settings: EncodingSettings) -> "TextEncoder":
-    """The encoder, which only a text asks for that was not encoded before."""
+    """Load the encoder."""
     from laserbatch.pipeline.encoding.encoder import TextEncoder  # torch and the model take seconds to load
 
     return TextEncoder.load(settings)
 
 
 def _earlier(previous: RunFolder | None, side: Side, encoder_id: str, max_text_tokens: int) -> EarlierFeatures | None:
-    """Features of a finished run; None when its encoder was another or cut texts elsewhere, or nothing is known."""
+    """Features of a finished run; None if there are none, or another encoder or text limit made them."""
     if previous is None or not previous.centroids_path(side).exists() or not previous.features_path(side).exists():
         return None
     manifest = unless_damaged(previous.load_manifest)

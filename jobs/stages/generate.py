@@ -64,7 +64,7 @@ def generate_knowledge(night: Night, workers: NightWorkers) -> dict[Side, SideFi
 
     Raises RunFailed if most of the first texts cannot be used.
     """
-    return GenerationStage(night, night.run, night.settings.decoding, workers).run()
+    return GenerationStage(night, night.run, night.settings.decoding).run(workers)
 
 
 def plan_night(night: Night, folder: RunFolder) -> dict[Side, SidePlan]:
@@ -84,7 +84,7 @@ def generate_plain(night: Night, workers: NightWorkers) -> dict[Side, SideFigure
     Texts that plain decoding gave on an earlier night are carried over like any others. Entities that the night wrote
     about come in shards of their own: their time is compared with the night's, since others have shorter prompts.
     """
-    return PlainBaselineStage(night, night.run.plain, _plain_decoding(night), workers).run()
+    return PlainBaselineStage(night, night.run.plain, _plain_decoding(night)).run(workers)
 
 
 def generate_plain_sample(
@@ -95,11 +95,11 @@ def generate_plain_sample(
     for side, table in rows.items():
         shard = write_shard_plan(side, "00000", table, folder.root, is_isolated=False)
         done = folder.shards(side).finished().get(shard.name)
-        if done is None or done.info.planned_sha256 != shard.sha256:
+        if done is None or done.written_by.planned_sha256 != shard.sha256:
             pending.append(shard)
     if pending:
         say(f"generate plain: {sum(shard.num_rows for shard in pending)} sampled texts, to compare with tonight's")
-        spec = PlainBaselineStage(night, folder, _plain_decoding(night), workers).worker_spec()
+        spec = PlainBaselineStage(night, folder, _plain_decoding(night)).worker_spec()
         hand_out(workers.worker_pool(spec), pending, {side: {} for side in rows}, "generate audited", no_draft_budgets)
 
 
@@ -109,19 +109,19 @@ def _plain_decoding(night: Night) -> DecodingSettings:
 
 @dataclass(frozen=True)
 class GenerationStage:
-    """The generation of a night's texts, of both sides, into a run folder."""
+    """The generation of the texts of a night, on both sides, into a run folder."""
 
     night: Night
     folder: RunFolder
     decoding: DecodingSettings
-    workers: NightWorkers | None = None  # None: plans only
     label: ClassVar[str] = "generate"
+    is_limited: ClassVar[bool] = True  # by refresh.max_tokens
 
-    def run(self) -> dict[Side, SideFigures]:
-        """Plan and write what is not finished yet; returns the figures of both sides."""
+    def run(self, workers: NightWorkers) -> dict[Side, SideFigures]:
+        """Plan and write what is not finished yet; return the figures of both sides."""
         (self.folder.root / TOKEN_FILE).unlink(missing_ok=True)  # of an attempt that was killed
         if self._will_probably_write():
-            self.workers.start(self.worker_spec())
+            workers.start(self.worker_spec())
         plans, finished = self.plans()
         self.night.tables.release_pages()
         for side in SIDES:
@@ -131,13 +131,15 @@ class GenerationStage:
         pending.sort(key=lambda shard: shard.name)  # so that both sides' first texts are judged before the others
         abandoned = []
         with ThreadPoolExecutor(1) as background:
-            carried = {side: background.submit(carry_over.write) for side, carry_over in self._carry_overs.items()}
+            carried: list[tuple[Side, Future[Finished]]] = [
+                (side, background.submit(carry.write)) for side, carry in self._carry_overs.items()
+            ]
             if pending:
                 settings = self.night.settings
                 folders = settings.model_dir, settings.decoding.adapter
                 load = partial(background.submit, load_tokenizer, *folders)  # seconds, for later stages
-                abandoned = self._write(pending, plans, finished, carried.values(), load)
-            for side, written in carried.items():
+                abandoned = self._write(workers, pending, plans, finished, [written for _, written in carried], load)
+            for side, written in carried:
                 finished[side] |= written.result()
         end_at_sigterm()
         plans = {side: load_plan(self.folder.root, side) or plans[side] for side in SIDES}  # with halves of shards
@@ -158,23 +160,18 @@ class GenerationStage:
 
     def plans(self) -> tuple[dict[Side, SidePlan], dict[Side, Finished]]:
         """The plans of both sides, and their finished shards."""
-        made = {side: self.plan(side) for side in SIDES}
-        users, items = (plan for plan, _ in made.values())
-        is_left = self._budget is not None and users.num_tokens + items.num_tokens < self._budget
-        if is_left and BUDGET in users.postponed:  # users have what items leave of their share
+        (users, done_users), (items, done_items) = self.plan("user"), self.plan("item")
+        budget = self.night.settings.refresh.max_tokens if self.is_limited else None
+        is_left = budget is not None and users.num_tokens + items.num_tokens < budget
+        if is_left and BUDGET in users.postponed:  # users get what items leave of their share
             drop_plan(self.folder.root, "user")
-            made["user"] = self.plan("user")
-        return {side: plan for side, (plan, _) in made.items()}, {side: done for side, (_, done) in made.items()}
+            users, done_users = self.plan("user")
+        return {"user": users, "item": items}, {"user": done_users, "item": done_items}
 
     @cached_property
     def _carry_overs(self) -> dict[Side, CarryOver]:
         """Records that the plans carry over; they are written while workers generate the others."""
         return {}
-
-    @cached_property
-    def _budget(self) -> float | None:
-        """Tokens of both sides tonight; None: no limit."""
-        return self.night.settings.refresh.max_tokens
 
     def plan(self, side: Side) -> tuple[SidePlan, Finished]:
         """The plan of a side, and its finished shards."""
@@ -204,12 +201,12 @@ class GenerationStage:
         return Sharding(self.decoding.batch_size, self.night.settings.night.shard_size, self.night.routes(side))
 
     def _refresh(self, side: Side) -> Refresh | None:
-        """What decides whose change waits; None: every changed prompt gets a new text."""
+        """The rule by which changed prompts wait; None: every changed prompt gets a new text."""
         night, settings = self.night, self.night.settings.refresh
         if settings.is_off:
             return None
         waiting = night.run if night.previous is None else night.previous
-        budget = self._budget
+        budget = settings.max_tokens
         if budget is not None:
             other = load_plan(self.folder.root, "item" if side == "user" else "user")
             sizes = {one: night.tables.entities(one).num_rows for one in SIDES}
@@ -239,13 +236,14 @@ class GenerationStage:
 
     def _write(
         self,
+        workers: NightWorkers,
         pending: list[Shard],
         plans: dict[Side, SidePlan],
         finished: dict[Side, Finished],
         background: Iterable[Future],
         on_first_text: Callable[[], object],
     ) -> list[ShardAbandoned]:
-        """Have the workers write shards, which are added to the finished ones; returns the abandoned ones.
+        """Have the workers write shards, which are added to the finished ones; return the abandoned ones.
 
         A background write that fails, on a full disk, ends the work at the next shard. `on_first_text` starts work that
         would compete with workers while they load their model.
@@ -260,10 +258,10 @@ class GenerationStage:
                 written.result()
             self._require_usable(plans[shard.side], finished[shard.side])
 
-        worker_pool = self.workers.worker_pool(self.worker_spec())
+        worker_pool = workers.worker_pool(self.worker_spec())
         choose = partial(self._choose_budgets, pending)
         abandoned = hand_out(worker_pool, pending, finished, self.label, choose, check, notify_first_text)
-        self.night.manifest.workers = self.workers.figures(worker_pool, len(pending))
+        self.night.manifest.workers = workers.figures(worker_pool, len(pending))
         return abandoned
 
     @property
@@ -286,7 +284,7 @@ class GenerationStage:
             date=night.date,
             step_cost_dir=night.workspace.step_costs_folder.resolve(),
             pool_dirs=pool_dirs,
-            pool_versions={side: night.manifest.pools.version for side in pool_dirs},
+            pool_version=night.manifest.pools.version,
         )
 
     def _gather(self, plan: SidePlan, finished: Finished, abandoned: Iterable[ShardAbandoned]) -> SideFigures:
@@ -295,7 +293,7 @@ class GenerationStage:
         reasons, num_stale = gather(folder, side, entity_ids, finished, abandoned, partial(self._stale, side))
         written = [(shard, finished[shard.name]) for shard in plan.shards if shard.name in finished]
         for _, record in written[:1]:
-            night.manifest.model = record.info.model
+            night.manifest.model = record.written_by.model
         return SideFigures(
             num_entities=plan.num_entities,
             num_generated=sum(record.num_rows for _, record in written),
@@ -332,7 +330,7 @@ class PlainBaselineStage(GenerationStage):
     """The same prompts decoded plainly, to compare with: without pools, drafts, refresh limits or checks."""
 
     label = "generate plain"
-    _budget = None
+    is_limited = False
 
     def _rules(self, side: Side) -> WriteRules:
         postponed = self.night.run.read_postponed(side)

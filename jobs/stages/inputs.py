@@ -1,4 +1,4 @@
-"""What a run starts from, checked before anything is written and described for its manifest."""
+"""The inputs of a run: checks before anything is written, and their description for the manifest."""
 
 import datetime
 import hashlib
@@ -26,7 +26,7 @@ from laserbatch.pipeline.encoding.identity import weights_in
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.knowledge.chat_format import LOOKS_LIKE_CONTROL, control_tokens
 from laserbatch.pipeline.knowledge.parsers import load_parser
-from laserbatch.pipeline.knowledge.templates import load_template, template_path
+from laserbatch.pipeline.knowledge.templates import Columns, load_template, template_path
 from laserbatch.pipeline.sample.world import is_sample_world
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import sha256_file
@@ -48,7 +48,7 @@ NEEDS_A_MODEL = (
 
 def needs_a_model(settings: Settings) -> bool:
     """Whether a configuration has the bundled model write about tables that are not its sample world."""
-    return settings.decoding.model == SAMPLE_MODEL and not is_sample_world(settings.tables.path)
+    return settings.decoding.model == SAMPLE_MODEL and not is_sample_world(settings.tables.required_path)
 
 
 def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, dict[str, Any]], Tables]:
@@ -60,10 +60,9 @@ def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, d
     how many ids are of no entity that is known then. Raises ConfigError, ModelError, TableError or PoolError, which
     name all faults of settings and templates, of a model's files, of the tables, or of a file of embeddings.
     """
-    if settings.tables.path is None:
-        raise ConfigError("no input tables: set tables.path in the configuration; `laserbatch init TABLES` writes one")
+    path = settings.tables.required_path
     _require_files(settings)
-    inputs, tables = sound_tables(settings, date, partial(check_inputs, settings.tables.path, settings))
+    inputs, tables = sound_tables(settings, date, partial(check_inputs, path, settings))
     for finding in say_left_out(settings, tables.personal):
         inputs[finding.table].setdefault(LEFT_OUT, {})[finding.column] = finding.found
     return inputs | _described_embeddings(settings, tables), tables
@@ -78,7 +77,7 @@ def say_left_out(settings: Settings, personal: Mapping[Side, Mapping[str, str]])
 
 
 def left_out_of_prompts(settings: Settings, personal: Mapping[Side, Mapping[str, str]]) -> list[Finding]:
-    """A warning for each attribute that prompts would show, did it not look like personal data or secrets.
+    """A warning for each attribute that prompts leave out because it looks like personal data or a secret.
 
     `personal` is that of `tables.personal.personal_data`.
     """
@@ -103,29 +102,30 @@ def left_out_of_prompts(settings: Settings, personal: Mapping[Side, Mapping[str,
 def sound_tables(
     settings: Settings, date: datetime.date, check: Callable[[Callable[[], IdsBefore | None]], list[Finding]]
 ) -> tuple[dict[str, dict[str, Any]], Tables]:
-    """The tables as known on a date, checked and described for a manifest; raises TableError, which names all faults.
+    """The tables as known on a date, and their description for a manifest; raises TableError, which names all faults.
 
-    `check` says what is wrong with them, given what finds the ids that interactions have.
+    `check` returns the faults of the tables; its argument returns the ids of the interactions.
     """
-    with ThreadPoolExecutor(1) as aside:  # what is read of faulty tables is not looked at
+    path = settings.tables.required_path
+    with ThreadPoolExecutor(1) as aside:  # reads the tables while they are checked
         scratch = settings.workspace if settings.workspace.is_dir() else None
-        reading = aside.submit(read_tables, settings.tables.path, date, scratch, settings.tables.keep_duplicates)
+        reading = aside.submit(read_tables, path, date, scratch, settings.tables.keep_duplicates)
         findings = check(lambda: _ids_before(date, reading))
-    require_sound(findings, settings.tables.path)
+    require_sound(findings, path)
     for warning in findings:
         say(str(warning))
     tables = replace(reading.result(), logged_ids={})
     if not any(tables.entities(side).num_rows for side in SIDES):
         raise TableError(
-            f"neither a user nor an item of {settings.tables.path} is known at the end of {date}: every created_at is "
+            f"neither a user nor an item of {path} is known at the end of {date}: every created_at is "
             "later; give a later --date, or correct created_at"
         )
-    inputs = describe(settings.tables.path)
+    inputs = describe(path)
     inputs["interactions"]["num_copies"] = tables.num_copies
     if (age := log_age(tables.interactions["timestamp"], date)) is not None:
         inputs["interactions"]["age"] = age.as_json()
         if age.is_stale:
-            say(f"WARNING: {settings.tables.path}: {age}")
+            say(f"WARNING: {path}: {age}")
     for name in sc.TABLE_NAMES:
         inputs[name]["known_sha256"] = _content_sha256(getattr(tables, name))
     tables.release_pages()
@@ -133,7 +133,7 @@ def sound_tables(
 
 
 def _require_files(settings: Settings) -> None:
-    """What a night needs beside tables and would miss hours later: model, encoder, a cost of steps; plain words."""
+    """Raise an error if the model, the encoder or the step cost is unusable, which a night would notice hours later."""
     require_whole_files(settings.model_dir)
     require_engine(settings)
     require_plain_words(settings)
@@ -144,13 +144,13 @@ def _require_files(settings: Settings) -> None:
 
 
 def require_engine(settings: Settings) -> None:
-    """Raise ConfigError where the engine is not installed that texts are to be written with."""
+    """Raise ConfigError if the configured engine is not installed."""
     if settings.decoding.engine == "vllm" and find_spec("vllm") is None:
         raise ConfigError("decoding.engine is vllm, which is not installed here; docs/vllm.md says how it is")
 
 
 def _ids_before(date: datetime.date, reading: Future[Tables]) -> IdsBefore | None:
-    """The ids of the interactions that are read; None where they cannot be."""
+    """The ids of the interactions; None if they cannot be read."""
     if reading.exception() is not None:
         return None
     return IdsBefore(end_of_day(date), reading.result().logged_ids)
@@ -200,14 +200,13 @@ def require_template_columns(path: Path | str, settings: Settings, side: Side) -
             raise ConfigError(
                 f"knowledge.paths: neither users nor items have an attribute {column!r}; {nearest(column, known)}"
             )
-    blocks = {"attributes": (template.attributes, side)}
-    if template.history is not None:
-        blocks["history"] = (template.history, "item")
-    for block, (columns, of_side) in blocks.items():
+    blocks: tuple[tuple[str, Columns | None, Side], ...]
+    blocks = ("attributes", template.attributes, side), ("history", template.history, "item")
+    for block, columns, of_side in blocks:
         table = sc.ENTITY_TABLES[of_side]
         known = _attributes_of(path, table)
         known += ["title"] if block == "attributes" and side == "item" else []
-        for column in columns.missing(known):
+        for column in columns.missing(known) if columns is not None else ():
             raise ConfigError(
                 f"prompt template {name}, {block}: the {table} table has no attribute {column!r}. Correct it, or list "
                 f"it under {block}.optional if a table may lack it; {nearest(column, known)}"
@@ -237,7 +236,7 @@ _CONTROL = "%s, a control token of the model: its chat template writes those"
 
 
 def _control_texts(settings: Settings) -> set[str]:
-    """What stands for control tokens in a model's tokenizer, by its file where it can be: loading it takes seconds."""
+    """The control tokens of the tokenizer, read from its file if possible, since loading it takes seconds."""
     try:
         folder = tokenizer_folder(settings.model_dir, settings.decoding.adapter)
         added = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
@@ -250,7 +249,7 @@ def _control_texts(settings: Settings) -> set[str]:
 
 
 def _texts(value: Any, *place: str) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Each text in some plain values, keys too, with the keys that lead to it."""
+    """Each text in plain values, keys included, with the path of keys to it."""
     if isinstance(value, str):
         yield place, value
     elif isinstance(value, Mapping):
@@ -262,7 +261,7 @@ def _texts(value: Any, *place: str) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def changed_inputs(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Names of the inputs that say something else of the date than they did; what only came later is no change."""
+    """Names of the inputs whose content as known on the date changed; rows of later dates are no change."""
     return [
         name
         for name, new in now.items()
@@ -271,7 +270,7 @@ def changed_inputs(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Ma
 
 
 def _content_sha256(table: pa.Table) -> str:
-    """Of a table's columns and values, whatever its file, its chunks and the order of its columns are like."""
+    """A digest of columns and values that does not depend on files, chunks or the order of columns."""
     table = table.select(sorted(table.column_names))
     digest, codes = hashlib.sha256(str(table.schema.remove_metadata()).encode()), {}
     for place, (name, kind) in enumerate(zip(table.column_names, table.schema.types, strict=True)):
@@ -292,9 +291,11 @@ def _content_sha256(table: pa.Table) -> str:
 
 
 def _described_embeddings(settings: Settings, tables: Tables) -> dict[str, dict[str, Any]]:
-    paths = {side: path for side in SIDES if (path := settings.routing.embeddings_of(side)) is not None}
     described = {}
-    for side, path in paths.items():
+    for side in SIDES:
+        path = settings.routing.embeddings_of(side)
+        if path is None:
+            continue
         embeddings = read_embeddings(path, side, id_column(tables.entities(side), f"{side}_id", f"{side}s"))
         num_rows = pq.read_metadata(path).num_rows
         described[f"{side}_embeddings"] = {

@@ -5,7 +5,7 @@ import datetime
 from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +59,15 @@ class Night:
     def tables(self) -> Tables:
         """The input tables as they were known at the end of the night's date."""
         return read_tables(
-            self.settings.tables.path, as_of=self.date, keep_duplicates=self.settings.tables.keep_duplicates
+            self.settings.tables.required_path, as_of=self.date, keep_duplicates=self.settings.tables.keep_duplicates
         )
 
     def pool_folders(self) -> dict[Side, Path]:
-        """The pools that it drafts from, of the sides that have one."""
-        version = self.manifest.pools.version
-        folders = {} if version is None else {side: self.pools.folder(version) / side for side in SIDES}
-        return {side: path.resolve() for side, path in folders.items() if path.is_dir()}
+        """The folder of the pool that each side drafts from, where it has one."""
+        if (version := self.manifest.pools.version) is None:
+            return {}
+        folder = self.pools.folder(version)
+        return {side: (folder / side).resolve() for side in SIDES if (folder / side).is_dir()}
 
     @cached_property
     def pools(self) -> PoolStore:
@@ -186,8 +187,9 @@ def new_night(
     run = workspace.run(manifest.run_id)
     previous = base_run or previous_run(workspace, run.run_id)
     manifest.previous_run_id = previous.run_id if previous is not None else None
-    templates = {side: settings.knowledge.template(side) for side in SIDES}
-    manifest.prompts = {side: PromptRef(template.framework, template.identity) for side, template in templates.items()}
+    for side in SIDES:
+        template = settings.knowledge.template(side)
+        manifest.prompts[side] = PromptRef(template.framework, template.identity)
     manifest.value_rules = RULES_VERSION
     night = Night(settings, workspace, date, run, manifest)
     wanted = None if base_run is None else base_run.run_id
@@ -262,13 +264,16 @@ def _settings_of(manifest: RunManifest, here: Settings) -> Settings:
 
 
 def _without_unknown(raw: dict[str, Any], run_id: str) -> dict[str, Any]:
-    """Settings without the keys that this version does not have, which are taken out and said."""
+    """Settings without the keys that this version does not have; a line names those."""
     try:
         Settings.model_validate(raw)
     except ValidationError as error:
         unknown = [item["loc"] for item in error.errors() if item["type"] == "extra_forbidden"]
         for *sections, key in unknown:
-            reduce(lambda holder, name: holder[name], sections, raw).pop(key)
+            holder: Any = raw
+            for name in sections:
+                holder = holder[name]
+            holder.pop(key)
         if unknown:
             names = ", ".join(".".join(map(str, loc)) for loc in unknown)
             say(f"run {run_id} has settings that this version does not have, which are left out: {names}")
@@ -328,7 +333,7 @@ def describe_pools(pools: PoolVersion | None) -> PoolsUsed:
         side: PoolFigures(pools.version, pool.num_texts, pool.num_tokens, pool.groups)
         for side, pool in pools.pools.items()
     }
-    return PoolsUsed(pools.version, **figures)
+    return PoolsUsed(pools.version, figures.get("user"), figures.get("item"))
 
 
 def pools_in_use(workspace: Workspace) -> set[str]:

@@ -1,11 +1,11 @@
-"""A run's texts as a pool takes them, and the calibration of that pool by replaying some of them.
+"""The texts of a run in the form that a pool takes, and the calibration of that pool by replays of some of them.
 
-The order is that of the entity table because it is the same every night: what has not changed then stands where it
-stood, and is not sorted again. Token ids are read in batches and lie in a file meanwhile; in memory are ids and places.
+Their order is that of the entity table, which is the same every night, so unchanged texts keep their place and are not
+sorted again. Token ids are read in batches into a file; ids and places are in memory.
 
-Where tonight's run drafted from a pool, the texts that it wrote are replayed against that one: prompts, groups and
-previous texts are those that the run had. On a first night some of its texts are replayed against a pool of the others.
-A calibration holds on until a tenth of a side's texts have been written since.
+If tonight's run drafted from a pool, the texts that it wrote are replayed against that pool with the run's prompts,
+groups and previous texts. On a first night some texts are replayed against a pool of the others. A calibration is valid
+until a tenth of a side's texts have been written since.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ from laserbatch.retrieval_pools.calibration.calibrate import (
 from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText
 from laserbatch.retrieval_pools.index.arrays import ArrayWriter, give_back, map_array
 from laserbatch.retrieval_pools.index.build import HeldBack
-from laserbatch.retrieval_pools.index.calibration_record import Calibration
+from laserbatch.retrieval_pools.index.calibration_record import BudgetCurve, Calibration
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.index.texts import PoolTexts
@@ -56,9 +56,8 @@ class RunTexts:
 
     Attributes
     ----------
-    entity_ids : whose they are.
-    starts : int64[num_texts + 1], where each begins in `tokens`, int32 mapped.
-    model_id : that wrote the first.
+    starts : int64[num_texts + 1], where each text begins in `tokens`, which is int32 and memory-mapped.
+    model_id : the model that wrote the first text.
     """
 
     entity_ids: pa.ChunkedArray
@@ -128,10 +127,9 @@ def read_run_texts(run: RunFolder, side: Side, scratch: Path) -> RunTexts | None
 
 
 def calibrate_side(night: Night, side: Side, run_texts: RunTexts, routes: Routes) -> Calibration | HeldBack | None:
-    """Replay some texts of a side, or say which are to be replayed against a pool of the others.
+    """The calibration by replays of some texts of a side, or the texts to replay against a pool of the others.
 
-    None where there are too few. The same run, the same result. `routes` are the groups of the
-    tables' entities.
+    None if there are too few. `routes` are the groups of the tables' entities.
     """
     options = draft_options(night.settings.decoding, drafted_with(night, side))
     drafted_from = _drafted_from(
@@ -142,14 +140,14 @@ def calibrate_side(night: Night, side: Side, run_texts: RunTexts, routes: Routes
         if known is not None:
             num_changed = known.num_texts_changed + num_written(night, side)
             known = known.model_copy(update={"num_texts_changed": num_changed})
-        holds_on = _holds_on(known, run_texts, drafted_from, options)
-        if holds_on and known.budgets.changed is not None:
+        budgets = _valid_budgets(known, run_texts, drafted_from, options)
+        if budgets is not None and budgets.changed is not None:
             return known
         rows = planned_rows(night, side, NUM_CALIBRATION_TEXTS)
         token_ids = run_texts.of_entities([row.entity_id for row in rows])
         texts = [_replayed(row, token_ids[row.entity_id], row.group) for row in rows if row.entity_id in token_ids]
         num_with_previous = sum(text.previous_ids is not None for text in texts)
-        if len(texts) < MIN_TEXTS or (holds_on and num_with_previous < MIN_CHANGED_TEXTS):
+        if len(texts) < MIN_TEXTS or (budgets is not None and num_with_previous < MIN_CHANGED_TEXTS):
             return known
         return _calibrated(night, drafted_from, texts, options)
     rows = planned_rows(night, side, num_held_back(len(run_texts), NUM_CALIBRATION_TEXTS))
@@ -161,7 +159,7 @@ def calibrate_side(night: Night, side: Side, run_texts: RunTexts, routes: Routes
         return None
     texts = [_replayed(asked[key], token_ids[key], routes.of(place).group) for place, key in known]
     numbers = np.searchsorted(run_texts.in_table(night.tables, side)[0], [place for place, _ in known])
-    return HeldBack(numbers, lambda pool: _calibrated(night, pool, texts, options))
+    return HeldBack(numbers.tolist(), lambda pool: _calibrated(night, pool, texts, options))
 
 
 def _calibrated(night: Night, pool: Pool, texts: list[ReplayText], options: DraftOptions) -> Calibration:
@@ -169,18 +167,21 @@ def _calibrated(night: Night, pool: Pool, texts: list[ReplayText], options: Draf
     return calibration.model_copy(update={"replayed_run": night.run.run_id})
 
 
-def _holds_on(known: Calibration | None, run_texts: RunTexts, pool: Pool, options: DraftOptions) -> bool:
-    """Whether what is known of the pool that the run drafted from is known of the coming one; it may be of new texts.
+def _valid_budgets(
+    known: Calibration | None, run_texts: RunTexts, pool: Pool, options: DraftOptions
+) -> BudgetCurve | None:
+    """The replayed budgets of the pool that the run drafted from; None if they are not valid for the coming pool.
 
-    It is not where much was written since, or by another model, or where drafts come from other sources.
+    They are not if many texts were written since, another model wrote the texts, or drafts come from other sources.
     """
     if known is None or known.budgets is None or pool.manifest.model_id != run_texts.model_id:
-        return False
-    return known.num_texts_changed <= MAX_SHARE_CHANGED * len(run_texts) and known.budgets.sources == options.sources
+        return None
+    is_stale = known.num_texts_changed > MAX_SHARE_CHANGED * len(run_texts)
+    return None if is_stale or known.budgets.sources != options.sources else known.budgets
 
 
 def num_written(night: Night, side: Side) -> int:
-    """Entities of a side that a run was to write about."""
+    """Number of entities of a side that the plan of a run has to write about."""
     plan = load_plan(night.run.root, side)
     return 0 if plan is None else sum(shard.num_rows for shard in plan.shards)
 
@@ -204,7 +205,7 @@ def draft_options(decoding: DecodingSettings, budget: Budget | None = None) -> D
 
 
 def _drafted_from(night: Night, side: Side, hash_of_tokenizer: str) -> Pool | None:
-    """The pool that the run drafted from, if it is still there and the coming one estimates alike."""
+    """The pool that the run drafted from, if it exists and has the draft settings of tonight's."""
     version = night.manifest.pools.version
     if version is None or version not in {known.version for known in night.pools.list() if known.problem is None}:
         return None
@@ -222,17 +223,13 @@ def planned_rows(night: Night, side: Side, num_wanted: int) -> list[RenderedRow]
     starts = np.cumsum([0, *(shard.num_rows for shard in plan.shards)])
     positions = spread_positions(int(starts[-1]), num_wanted, night.settings.seed)
     shard_of = np.searchsorted(starts, positions, side="right") - 1
-    knowledge, tokenizer, rows = (
-        night.settings.knowledge,
-        load_tokenizer(night.settings.model_dir, night.settings.decoding.adapter),
-        [],
-    )
-    template = night.template(side)
+    tokenizer, rows = load_tokenizer(night.settings.model_dir, night.settings.decoding.adapter), []
+    template, max_tokens = night.template(side), night.settings.knowledge.max_prompt_tokens
     for number in np.unique(shard_of):
         shard_rows = read_shard(night.run.root / plan.shards[number].path)
         for row in (shard_rows[position - starts[number]] for position in positions[shard_of == number]):
             try:
-                prompt = render_shown(template, row.shown, tokenizer, knowledge.max_prompt_tokens, night.date)
+                prompt = render_shown(template, row.shown, tokenizer, max_tokens, night.date)
             except RowError:
                 continue
             rows.append(RenderedRow.of(row, prompt))

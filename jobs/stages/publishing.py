@@ -138,7 +138,7 @@ def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
     if uri is None or run_id is None:
         return
     try:
-        run, destination = workspace.published(), Destination.at(uri)
+        run, destination = workspace.chosen_run(None), Destination.at(uri)
         if Path(destination.root) == workspace.root.resolve():
             raise ConfigError("deliver_to is the workspace itself; give another place")
         there = str(destination.published().get("run_id", ""))

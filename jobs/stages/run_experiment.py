@@ -47,7 +47,7 @@ SHARE_BEFORE = 0.8  # of all interactions, that have happened by the date where 
 
 @dataclass(frozen=True)
 class Experiment:
-    """What is tried on whom; `settings` by variant, whose tables are the same."""
+    """The variants of an experiment, by name, with the same tables, and the size of the sample they are tried on."""
 
     settings: Mapping[str, Settings]
     date: datetime.date
@@ -146,9 +146,9 @@ def read_record(folder: ExperimentFolder) -> dict[str, Any]:
 
 
 def _sampled(folder: ExperimentFolder, experiment: Experiment) -> dict[str, Any]:
-    """What the sample holds, which is taken once; checked beforehand is all that could stop the nights."""
+    """The counts of the sample, which is taken once, after checks of everything that could stop its nights."""
     path, first = folder.root / RECORD, next(iter(experiment.settings.values()))
-    source, now = first.tables.path, canonical_json(experiment.spec)
+    source, now = first.tables.required_path, canonical_json(experiment.spec)
     if path.exists():
         before = read_record(folder)
         if canonical_json(before["spec"]) != now:
@@ -199,7 +199,7 @@ def _require_judges(tables: Path, experiment: Experiment) -> None:
 
 
 def _tried(folder: ExperimentFolder, name: str, settings: Settings, date: datetime.date) -> Variant:
-    """A variant's night on the sample, done now or before. Raises RunFailed where it writes nothing of use."""
+    """The night of a variant on the sample, run now or earlier. Raises RunFailed if most texts cannot be used."""
     unlimited = settings.refresh.model_copy(update={"max_tokens": None})
     apart = settings.model_copy(
         update={

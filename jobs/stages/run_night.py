@@ -6,7 +6,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from laserbatch.jobs.console import say
 from laserbatch.jobs.gates import measure
@@ -33,16 +33,12 @@ from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.distributed.cluster import end_leftovers
 from laserbatch.pipeline.errors import RunFailed
-from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.manifest import PreviousNight
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.settings import KEEP_VERSIONS
-
-if TYPE_CHECKING:
-    pass
-
 
 WRITING = (
     Stage("generate", generate_knowledge, "sides"),
@@ -124,7 +120,7 @@ def encode_and_build_pools(night: Night) -> None:
         _import_first(night)
     with run_in_background(build) as built:
         with night.stage("encode"):
-            fields = {side: night.template(side).encode for side in SIDES}
+            fields: dict[Side, tuple[str, ...]] = {side: night.template(side).encode for side in SIDES}
             night.manifest.features = encode_run(night.run.root, encoding, night.previous, fields=fields)
             if night.settings.night.compare_with_plain:
                 encode_run(night.run.plain.root, encoding, codes_of=night.run, fields=fields)
@@ -175,8 +171,9 @@ def finish_night(night: Night) -> None:
     remove_audited_texts(night)
     manifest = night.manifest
     if night.previous is not None and (earlier := unless_damaged(night.previous.load_manifest)) is not None:
-        sides = {side: figures.stats for side, figures in earlier.sides.items()}
-        manifest.previous_night = PreviousNight(earlier.run_id, sides)
+        manifest.previous_night = PreviousNight(
+            earlier.run_id, {side: figures.stats for side, figures in earlier.sides.items()}
+        )
     finalize_run(night.run, manifest, manifest.gates, night.settings.gates)
 
 

@@ -9,6 +9,7 @@ import pyarrow as pa
 from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.events import emit
 from laserbatch.jobs.failures import end_at_sigterm
+from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.distributed.actors import ShardAbandoned, WorkerPool, run_shards
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.planning.plan import STALE_SHARD, Shard, drop_plan
@@ -28,7 +29,7 @@ def hand_out(
     pending: Sequence[Shard],
     finished: Mapping[Side, Finished],
     label: str,
-    choose: Callable[[Callable[[], StepCost]], Mapping[Side, Any]],
+    choose: Callable[[Callable[[], StepCost]], Mapping[Side, Budget | int]],
     check: Callable[[Shard], object] = lambda shard: None,
     on_first_text: Callable[[], None] = lambda: None,
 ) -> list[ShardAbandoned]:
@@ -49,7 +50,7 @@ def hand_out(
                 continue
             shard, record = outcome
             finished[shard.side][shard.name] = record
-            stats, num_done = record.info.stats, num_done + shard.num_rows
+            stats, num_done = record.written_by.stats, num_done + shard.num_rows
             counts = {"tokens": stats.num_tokens, "steps": stats.num_steps, "seconds": stats.wall_s}
             counts |= {"quarantined": record.num_quarantined, "done": num_done, "total": num_rows}
             emit("shard_done", **_named(shard), **counts)
@@ -89,7 +90,7 @@ def gather(
 
 def stats_of(records: Iterable[ShardRecord]) -> DecodingStats:
     """The sum over shards. Workers run in parallel, so the time of a shard is divided by their number."""
-    infos = (record.info for record in records)
+    infos = (record.written_by for record in records)
     return DecodingStats.total(replace(info.stats, wall_s=info.stats.wall_s / info.num_workers) for info in infos)
 
 

@@ -1,7 +1,7 @@
 """Texts cut into spans by the source of their tokens, and the few such texts that a report shows."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -18,31 +18,28 @@ from laserbatch.retrieval_pools.sources import SOURCE_NAMES
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NUM_SAMPLES = 3  # texts of each side in the report: what a person reads
-UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
+NUM_SAMPLES = 3  # texts of each side in the report, which a person reads
+UNFINISHED = "\ufffd"  # written by decoders for bytes that do not make a character (yet)
 
 
 def report_samples(night: Night, folder: RunFolder, side: Side, plan: SidePlan) -> list[SampleText]:
     """Sample texts of a side: evenly spread over the plan's shards, the first row of each."""
     if not plan.shards:
         return []
-    tokenizer, knowledge = (
-        load_tokenizer(night.settings.model_dir, night.settings.decoding.adapter),
-        night.settings.knowledge,
-    )
-    template = night.template(side)
+    tokenizer = load_tokenizer(night.settings.model_dir, night.settings.decoding.adapter)
+    template, max_tokens = night.template(side), night.settings.knowledge.max_prompt_tokens
     stride = max(1, len(plan.shards) // NUM_SAMPLES)
     samples = []
     for shard in plan.shards[::stride][:NUM_SAMPLES]:
         path = folder.knowledge_folder(side) / f"{shard.name}.parquet"
         for record in read_parquet(path).slice(0, 1).to_pylist() if path.exists() else []:
             planned = next(row for row in read_shard(folder.root / shard.path) if row.entity_id == record["entity_id"])
-            rendered = render_shown(template, planned.shown, tokenizer, knowledge.max_prompt_tokens, night.date)
+            rendered = render_shown(template, planned.shown, tokenizer, max_tokens, night.date)
             samples.append(
                 SampleText(
                     entity_id=record["entity_id"],
                     group=record["pool_group"],
-                    prompt=tokenizer.decode(rendered.token_ids.tolist(), skip_special_tokens=False),
+                    prompt=decoded(tokenizer, rendered.token_ids.tolist(), skip_special_tokens=False),
                     text=record["text"],
                     spans=text_spans(tokenizer, record["token_ids"], record["token_sources"]),
                     tokens_per_step=1 + record["num_accepted"] / record["num_steps"] if record["num_steps"] else None,
@@ -56,18 +53,18 @@ def text_spans(
 ) -> list[SampleSpan]:
     """Text of a generated sequence, cut where the source changes; neighbours differ in source, and none is empty.
 
-    A character whose bytes are spread over several tokens belongs to the token that completes it. Texts of the spans,
-    joined, are `tokenizer.decode(token_ids, skip_special_tokens=True)`: what a token means can depend on those before
-    it, so that a span ends where the text of all tokens up to there does. `sources` are SOURCE_* of each token.
+    A character whose bytes are spread over several tokens belongs to the token that completes it. The texts of the
+    spans, joined, are the decoded sequence: the text of a token can depend on the tokens before it, so a span ends
+    where the text of all tokens up to its end does. `sources` are SOURCE_* of each token.
     """
     ids, names = [int(token) for token in token_ids], [SOURCE_NAMES[code] for code in sources]
-    whole, spans, start = _decode(tokenizer, ids), [], 0
+    whole, spans, start = decoded(tokenizer, ids), [], 0
     for stop, source in enumerate(names, start=1):
         if stop < len(ids) and names[stop] == source:
             continue
         end = len(whole)
         if stop < len(ids):
-            end = max(start, len(_decode(tokenizer, ids[:stop]).rstrip(UNFINISHED)))
+            end = max(start, len(decoded(tokenizer, ids[:stop]).rstrip(UNFINISHED)))
         if end > start:
             before = spans.pop().text if spans and spans[-1].source == source else ""
             spans.append(SampleSpan(before + whole[start:end], source))
@@ -75,5 +72,7 @@ def text_spans(
     return spans
 
 
-def _decode(tokenizer: "PreTrainedTokenizerBase", ids: list[int]) -> str:
-    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def decoded(tokenizer: "PreTrainedTokenizerBase", ids: list[int], skip_special_tokens: bool = True) -> str:
+    """The exact text of tokens."""
+    text = tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+    return cast("str", text)

@@ -66,7 +66,7 @@ def train_to_folder(
             if vectors.num_foreign:
                 say(f"{vectors.num_foreign} features are of ids that are no {side}s of the tables; they are not used")
         seen = data
-        if history:
+        if history and knowledge is not None:
             with feature_versions(history, of_plain=features == "plain") as versions:
                 seen, knowledge = join_as_of(opened, data, knowledge, versions)
         start = _checkpoint(work / CHECKPOINT, asked_hash)
@@ -116,7 +116,7 @@ def _keep(path: Path, asked_hash: str, progress) -> None:
 
 
 def _checkpoint(path: Path, asked_hash: str):
-    """Where a killed training of the same kind stood; None without one."""
+    """The progress of a killed training of the same kind, or None."""
     from safetensors import SafetensorError, safe_open
 
     from laserbatch.ctr.loop import Progress
@@ -172,10 +172,10 @@ def predict_pairs(model: Path, night: Night, tables: str, pairs: Path, out: Path
     for column in ("user_id", "item_id"):
         if column not in asked.column_names:
             raise CtrError(f"{pairs} has no column {column}; expected user_id, item_id and perhaps timestamp")
-    numbers = [
+    users, items = (
         numbers_of(asked[f"{side}_id"].combine_chunks(), known, side, str(pairs))
         for side, known in ids_of(opened).items()
-    ]
+    )
     log = labelled_log(opened, card.as_of, card.settings)
     times_us = np.full(len(asked), log.times_us[-1] + 1)
     if "timestamp" in asked.column_names:
@@ -183,13 +183,13 @@ def predict_pairs(model: Path, night: Night, tables: str, pairs: Path, out: Path
         if (span := span_of(times)) is not None and (unit := unit_of(*span)):
             times = in_unit(times, unit)
         times_us = to_us(times)
-    scores = score(model, card, opened, features, log, *numbers, times_us)
+    scores = score(model, card, opened, features, log, users, items, times_us)
     write_parquet(asked.append_column("score", pa.array(scores.astype(np.float32))), out)
     return len(asked)
 
 
 def _opened(card, night: Night, tables: str):
-    """The features of a run as it wants them, and the tables."""
+    """The features of a run that the model reads, and the tables."""
     features, known = card.provenance["features"], card.provenance.get("encoders", {})
     for side, of_side in night.manifest.features.items():
         if known.get(side, of_side.encoder) != of_side.encoder:

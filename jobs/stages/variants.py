@@ -23,7 +23,7 @@ from laserbatch.jobs.stages.night import Night, open_run
 from laserbatch.pipeline.budget.choice import known_batch_size
 from laserbatch.pipeline.encoding.versions import feature_versions
 from laserbatch.pipeline.errors import WorkspaceError
-from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.manifest import RunManifest, SideAudit, settings_hash
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -126,7 +126,7 @@ def _of_one_date(
 
 
 def _place(manifest: RunManifest) -> tuple[str, ...]:
-    """What runs must share to be judged on the same rows: their date, and what was known then."""
+    """The date and the digests of the tables on it, which runs must share to be judged on the same rows."""
     inputs = (manifest.inputs.get(name, {}) for name in TABLE_NAMES)
     return (str(manifest.date), *(str(one.get("known_sha256", one.get("sha256"))) for one in inputs))
 
@@ -170,7 +170,7 @@ def compare_variants(variants: Sequence[Variant], tables: EntityTables) -> dict[
 
 
 def _rank(one: Mapping[str, Any]) -> tuple[bool, float]:
-    """The most lift an hour first; what has no hours last, the most lift first."""
+    """Sort key: the most lift per hour first; variants without hours last, by lift."""
     per_hour = one["lift_per_hour"]
     return per_hour is None, -(one["lift"]["all"]["mean_difference"] if per_hour is None else per_hour)
 
@@ -199,7 +199,7 @@ def _variant_figures(variant: Variant, step_cost: StepCost | None) -> dict[str, 
         "priced_by": "wall time" if step_cost is None else step_cost.name,
         "hours_per_million": None if hours is None or workers is None else hours * workers.num_workers,
         "hours_of": "GPU" if workers and workers.device == "cuda" else "worker",
-        "money_per_million": None if None in (hours, price) else hours * price,
+        "money_per_million": None if hours is None or price is None else hours * price,
         "audit": {side: _without_texts(found) for side, found in (audit.sides if audit else {}).items()},
         "gates": [gate_sentence(gate) for gate in night.manifest.gates if gate.verdict != "passes"],
     }
@@ -221,16 +221,18 @@ def cost_of_a_million(night: Night, step_cost: StepCost | None = None) -> float 
         if step_cost is None or workers is None:
             each = ratio(figures.stats.wall_s, figures.stats.num_texts)
         else:
-            counts = means(night.run, side, ("num_steps", "num_drafted", "num_prompt_tokens"))
+            steps, drafted, prompt = means(night.run, side, ("num_steps", "num_drafted", "num_prompt_tokens"))
+            if steps is None or drafted is None or prompt is None:
+                return None
             batch_size = known_batch_size(step_cost, night.settings.decoding.batch_size)
-            each = None if None in counts else step_cost.text_seconds(batch_size, *counts) / workers.num_workers
+            each = step_cost.text_seconds(batch_size, steps, drafted, prompt) / workers.num_workers
         if each is None:
             return None
         total, num_entities = total + each * figures.num_entities, num_entities + figures.num_entities
     return MILLION * total / num_entities if num_entities else None
 
 
-def means(run: RunFolder, side: str, columns: Sequence[str]) -> list[float | None]:
-    """Means over the texts of a side; None of none."""
+def means(run: RunFolder, side: Side, columns: Sequence[str]) -> list[float | None]:
+    """Means over the texts of a side; None if it has none."""
     batches = list(run.iter_knowledge(side, list(columns)))
     return [pc.mean(pa.chunked_array([batch[name] for batch in batches], pa.int32())).as_py() for name in columns]

@@ -1,9 +1,11 @@
-"""The workers of a night: started where texts will be written, while plans are made, and kept for all of its passes."""
+"""The workers of a night: they start while plans are made, if texts will be written, and serve all of its passes."""
 
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Event, Thread
+
+import numpy as np
 
 from laserbatch.jobs.console import say
 from laserbatch.pipeline.distributed.actors import WorkerPool
@@ -14,7 +16,7 @@ from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.storage.manifest import WorkerFigures
 from laserbatch.retrieval_pools.draft import draft
 
-MAX_SHARD_ATTEMPTS = 2  # a shard is halved after so many of its workers were lost; a single row is given up
+MAX_SHARD_ATTEMPTS = 2  # a shard is halved once this many of its workers were lost; a single row is given up
 
 
 class NightWorkers:
@@ -23,27 +25,28 @@ class NightWorkers:
     def __init__(self, settings: ClusterSettings, workspace: Path | None = None) -> None:
         self._settings, self._workspace = settings, workspace
         self._cluster = ExitStack()
-        self._started: Future[WorkerPool] | None = None
+        self._started: Future[WorkerPool] = Future()
+        self._starter: Thread | None = None
         self._left = Event()
 
     def __enter__(self) -> "NightWorkers":
         return self
 
     def __exit__(self, *_) -> None:
-        if self._started is not None and wait([self._started], timeout=self._settings.start_timeout_s).done:
+        if self._starter is not None and wait([self._started], timeout=self._settings.start_timeout_s).done:
             self._cluster.close()
         self._left.set()
 
     def start(self, spec: WorkerSpec) -> None:
-        """Have workers start and load their model in the background; those that were started before stay."""
-        if self._started is None:
-            self._started = Future()
-            Thread(target=self._start, args=(spec,), daemon=True).start()
+        """Start the workers, which load their model, in the background, unless they were started before."""
+        if self._starter is None:
+            self._starter = Thread(target=self._start, args=(spec,), daemon=True)
+            self._starter.start()
 
     def worker_pool(self, spec: WorkerSpec) -> WorkerPool:
         """The worker pool, configured by `spec`, which may differ from the one before in all but model and pools.
 
-        Raises RunFailed: Ray does not start; and what else starting them met.
+        Raises RunFailed if Ray does not start in time, and whatever starting the workers raised.
         """
         self.start(spec)
         if not self._started.done():
@@ -70,8 +73,8 @@ class NightWorkers:
             worker_pool = WorkerPool(spec, layout, MAX_SHARD_ATTEMPTS, self._settings.start_timeout_s)
             self._cluster.callback(worker_pool.shutdown)
             if isinstance(spec, TextSpec) and spec.decoding.drafters:
-                draft(None, [], 0)  # compiled here, so that workers find it in numba's cache
+                draft(None, np.empty(0, np.int32), 0)  # compiled here, so that workers find it in numba's cache
             self._started.set_result(worker_pool)
-        except BaseException as error:  # of a thread: raised in whoever asks for the pool
+        except BaseException as error:  # `worker_pool` raises it in the thread that waits
             self._started.set_exception(error)
         self._left.wait()  # Linux ends processes that Ray has started when the thread that started them ends

@@ -52,7 +52,7 @@ class ShardAbandoned:
 def run_shards(
     shards: Sequence[Shard],
     worker_pool: "WorkerPool",
-    choose_budgets: Callable[[Callable[[], StepCost]], dict[Side, Budget]] = lambda measure: {},
+    choose_budgets: Callable[[Callable[[], StepCost]], Mapping[Side, Budget | int]] = lambda measure: {},
     on_first_text: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Shard, ShardRecord] | ShardAbandoned]:
     """Hand out shards to workers as they become free; yield each one's outcome as it comes.

@@ -44,7 +44,7 @@ class TextSpec(WorkerSpec):
     date: datetime.date | None = None  # of the night, for chat templates that print today's date; None: the clock's
     step_cost_dir: Path  # where measured costs of steps are kept
     pool_dirs: dict[Side, Path] = field(default_factory=dict)  # frozen pools, where there are any
-    pool_versions: dict[Side, str] = field(default_factory=dict)
+    pool_version: str | None = None  # the version of `pool_dirs`
 
     worker: ClassVar[str] = "laserbatch.pipeline.distributed.worker:ShardWorker"
 

@@ -179,7 +179,7 @@ class ShardWorker:
             "fingerprint": row.fingerprint,
             "run_id": self.spec.run_id,
             "model_id": self.engine.model.id,
-            "pool_version": self.spec.pool_versions.get(side),
+            "pool_version": self.spec.pool_version if side in self.spec.pool_dirs else None,
             "pool_group": row.group,
             "decoding_json": json.dumps(self._provenance | {"verifier": verifier}, sort_keys=True),
             "num_prompt_tokens": len(prompt.token_ids),

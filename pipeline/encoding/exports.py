@@ -7,7 +7,7 @@ last part is the data set's name; `settings.yaml` in it is what the other librar
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import yaml
@@ -128,7 +128,8 @@ def _write_settings(settings: dict[str, Any], folder: Path) -> None:
     write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), folder / "settings.yaml")
 
 
-FORMATS: dict[str, Callable[[Sequence[SideExport], Path, Path], None]] = {
+FormatName = Literal["merlin", "fuxictr", "recbole"]
+FORMATS: dict[FormatName, Callable[[Sequence[SideExport], Path, Path], None]] = {
     "merlin": write_merlin,
     "fuxictr": write_fuxictr,
     "recbole": write_recbole,

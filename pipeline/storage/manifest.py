@@ -48,7 +48,7 @@ class PoolFigures:
     version: str
     num_texts: int
     num_tokens: int
-    groups: dict[str, dict[str, int]]
+    groups: Mapping[str, Mapping[str, object]]  # as in the manifest of the pool
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,13 @@ class ShardRecord:
     quarantine_sha256: str | None = None
     info: ShardInfo | None = None  # None where its texts needed no model
 
+    @property
+    def written_by(self) -> ShardInfo:
+        """`info`. Raises WorkspaceError if no model wrote the texts."""
+        if self.info is None:
+            raise WorkspaceError(f"the record of shard {self.file} does not say which model wrote its texts")
+        return self.info
+
 
 @dataclass(frozen=True)
 class SampleSpan:
@@ -183,6 +190,13 @@ class SideFigures:
     num_without_text: int = 0  # without a text, for want of interactions or of a place in the budget
     postponed: dict[str, int] = field(default_factory=dict)  # reason -> entities, of both
     stats_of_tonight: DecodingStats | None = None  # of plain decoding: of the entities that the night wrote about
+
+    @property
+    def forecast_acceptance(self) -> float:
+        """The acceptance length that the budget was chosen for; 0 if nothing was drafted or forecast."""
+        if self.budget is None or self.budget.max_draft_tokens == 0:
+            return 0.0
+        return (self.budget.forecast.tokens_per_step or 1.0) - 1  # without the bonus token
 
 
 @dataclass(frozen=True)

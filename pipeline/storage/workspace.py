@@ -179,10 +179,10 @@ class Workspace:
             found |= more
         return found
 
-    def roll_back(self) -> None:
+    def roll_back(self) -> str:
         """Publish the run that was published before, and mark the published one as rolled back, in one step.
 
-        Raises WorkspaceError where there is none.
+        Returns the id of the run that is published now. Raises WorkspaceError if there is none.
         """
         history, before = self._history, self.published_before()
         if not before:
@@ -192,6 +192,7 @@ class Workspace:
             )
         older = [run.run_id for run in before[1:]]
         self._point_to(before[0].run_id, older, [*history["rolled_back"], history["run_id"]])
+        return before[0].run_id
 
     def repair_pointer(self) -> str | None:
         """If the pointer is lost, damaged, or names a run that is gone, point to the last published run that exists.

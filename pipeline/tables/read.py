@@ -83,7 +83,7 @@ class Tables:
 
 
 def read_tables(
-    path: Path | str | None,
+    path: Path | str,
     as_of: datetime.date | None = None,
     scratch: Path | None = None,
     keep_duplicates: bool = False,
@@ -185,7 +185,7 @@ class OpenTables:
     interactions: OpenInteractions
 
 
-def open_tables(path: Path | str | None, keep_duplicates: bool = False) -> OpenTables:
+def open_tables(path: Path | str, keep_duplicates: bool = False) -> OpenTables:
     """The tables of a folder, of all days. Raises TableError as `read_tables` does.
 
     Files that are left out are named in the log, once a process.
@@ -462,7 +462,7 @@ def _read_column(parts: list[_Part], table: str, name: str) -> pa.ChunkedArray:
     return column.cast(pa.string()) if pt.is_null(column.type) else column
 
 
-def describe(path: Path | str | None) -> dict[str, dict]:
+def describe(path: Path | str) -> dict[str, dict]:
     """What the tables are, for the manifest's `inputs`: by table `path` in the folder, `num_rows`, and `sha256`.
 
     The hash is of the file's contents; of a folder, of the names of its files

@@ -11,6 +11,7 @@ What a column may hold is said in `columns.py`, what a folder may hold in `layou
 """
 
 from pathlib import Path
+from typing import Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -36,16 +37,12 @@ TIMESTAMP_TYPE = pa.timestamp("us", tz="UTC")
 PATH_TYPE = pa.list_(pa.string())
 # Times outside 1900 to 2200 are in another unit: milliseconds read as seconds are tens of thousands of years away.
 EARLIEST_S, LATEST_S = -2_208_988_800, 7_258_118_400
-UNITS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+TimeUnit = Literal["s", "ms", "us", "ns"]
+UNITS_PER_SECOND: dict[str, int] = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
 
-def tables_folder(path: Path | str | None) -> Path:
-    """The local folder of the tables, of a URI that of their copy. Raises TableError without one that is there."""
-    if path is None:
-        raise TableError(
-            "no input tables are named; set `tables.path` to a folder with users, items and interactions. "
-            "`laserbatch data sample` makes one to try."
-        )
+def tables_folder(path: Path | str) -> Path:
+    """The local folder of the tables, or of the copy of those at a URI. Raises TableError if it is not there."""
     path = local_tables(path, TABLE_NAMES)
     if not path.is_dir():
         found = f"{path} is not a folder" if path.exists() else f"{path} is not there"

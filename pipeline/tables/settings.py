@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
+from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.uris import is_uri, without_credentials
 from laserbatch.pipeline.tables.time_formats import format_fault
 from laserbatch.pipeline.validation import Strict
@@ -37,6 +38,16 @@ class TablesSettings(Strict):
         if is_uri(path):
             return without_credentials(path)
         return Path(path) if isinstance(path, str) else path
+
+    @property
+    def required_path(self) -> Path | str:
+        """`path`. Raises ConfigError if it is not set."""
+        if self.path is None:
+            raise ConfigError(
+                "no input tables: set tables.path in the configuration; `laserbatch init TABLES` writes one, and "
+                "`laserbatch data sample` makes tables to try"
+            )
+        return self.path
 
 
 class SourceColumn(Strict):

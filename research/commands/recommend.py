@@ -91,12 +91,13 @@ def train(
         raise ConfigError("--base and --draft-for: a small model begins with nothing, so leave --base out")
     card = train_on_tables(settings, out, codes, draft_for, loss, day, epochs, code_maker, base)
     result: dict = {"folder": str(out), "histories": card.num_histories, "training_seconds": card.training_seconds}
-    if card.held_back is not None:
+    rankings = {"": card.held_back, "_of_neighbours": card.neighbours, "_of_popular_items": card.popular}
+    recalls = {of: one.recall_10 for of, one in rankings.items() if one is not None}
+    if recalls:
         result["epoch_kept"] = card.epoch
-        names = {"": card.held_back, "_of_neighbours": card.neighbours, "_of_popular_items": card.popular}
-        result["of_held_back_items"] = {f"recall_10{of}": round(one.recall_10, 4) for of, one in names.items()}
+        result["of_held_back_items"] = {f"recall_10{of}": round(recall, 4) for of, recall in recalls.items()}
     summary(result, as_json)
-    if card.held_back is not None and card.held_back.recall_10 < max(card.popular.recall_10, card.neighbours.recall_10):
+    if recalls and recalls[""] < max(recalls.values()):
         say(
             "recall@10 of a baseline (most popular items, or neighbours of the user's items) beats this recommender: "
             "train longer, on more interactions or with other codes before nights use it"

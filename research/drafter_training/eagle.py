@@ -1,8 +1,8 @@
 """EAGLE's head (Li et al., ICML 2024, section 3.2), and HASS (Zhang et al., ICLR 2025, section 3) for the same head.
 
-While it drafts, a head goes on from features of its own, which training on the target's alone never shows it. HASS
-trains it over several steps, each on the features that the step before has said ("harmonized context alignment"), and
-on the tokens that the target finds likeliest ("harmonized objective distillation").
+While it drafts, a head reads features that it predicted itself, which never occur in training on the target's alone.
+HASS trains it over several steps, each on the features that the step before predicted ("harmonized context alignment"),
+and on the likeliest tokens of the target ("harmonized objective distillation").
 """
 
 from collections.abc import Iterator
@@ -27,8 +27,8 @@ _steps: ContextVar[list[tuple[torch.Tensor, torch.Tensor]]] = ContextVar("laserb
 def steps_attention(module, query, key, value, attention_mask, scaling=None, **_) -> tuple[torch.Tensor, None]:
     """Attention of step j of several over the same tokens: (B, n, num_heads, head_dim).
 
-    The query at place t sees the step's own key there, those of the step before at t - 1, and so on: what it would see
-    while it drafts the j-th token; and behind these the first step's keys, of the target's features.
+    The query at place t sees the step's own key there, that of the step before at t - 1, and so on, as it would in the
+    draft of the j-th token; further back it sees the keys of the first step, which are of the target's features.
     """
     steps = _steps.get()
     num_folded = query.shape[1] // key.shape[1]
@@ -55,7 +55,7 @@ AttentionInterface.register(STEPS_NAME, steps_attention)
 
 @contextmanager
 def several_steps() -> Iterator[None]:
-    """Forwards within the block are steps over the same tokens."""
+    """Make forwards within the block steps over the same tokens."""
     token = _steps.set([])
     try:
         yield
@@ -64,7 +64,7 @@ def several_steps() -> Iterator[None]:
 
 
 class Eagle(Method):
-    """The head, trained over so many steps; one is EAGLE, more are HASS's context alignment.
+    """The head, trained over `num_steps` steps: one is EAGLE, more are HASS's context alignment.
 
     `distils` : HASS's loss of the target's likeliest tokens is added.
     """
@@ -94,7 +94,7 @@ class Eagle(Method):
             yield torch.log_softmax(self._target.logits_of(found[:, depth:last]), -1)
 
     def _steps_of(self, batch: Batch, num_steps: int) -> Iterator[torch.Tensor]:
-        """Features (B, T, hidden_size) of the next tokens, of each step from those that the step before has said."""
+        """Features (B, T, hidden_size) of the next tokens by each step, from the predictions of the step before."""
         embeddings = self._target.embed(batch.tokens).float()
         features, positions = batch.features[:, :-1], torch.arange(batch.tokens.shape[1], device=self._target.device)
         with several_steps():

@@ -1,15 +1,17 @@
 """Medusa: heads learn from the target's own texts (Cai et al., ICML 2024).
 
-Medusa-1 leaves the target as it is (2.2.1). Medusa-2 adapts it to its heads (2.2.2) by a LoRA adapter that is held to
-what the target said before (self-distillation, 2.3.2): with it another model writes, nearly the same.
+Medusa-1 does not change the target (section 2.2.1). Medusa-2 adapts the target to its heads (2.2.2) by a LoRA adapter;
+self-distillation (2.3.2) keeps the adapted model close to the target.
 """
 
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from laserbatch.pipeline.decoding.model.output_head import OutputHead
 from laserbatch.pipeline.errors import ConfigError
@@ -18,14 +20,14 @@ from laserbatch.research.drafter_training.texts import Batch, Target
 from laserbatch.research.drafters.medusa import MedusaHeads
 
 DECAY = 0.8  # the loss of head k counts 0.8^k
-HEADS_WEIGHT = 0.2  # of the heads' loss beside how far the target moves
+HEADS_WEIGHT = 0.2  # weight of the heads' loss beside the divergence of the adapted model from the target
 RANK, ADAPTER_PACE = 16, 0.1
 ADAPTER_NAME = "adapter"
 INSTALL = "pip install 'laserbatch[lora]'"
 
 
 class Medusa(Method):
-    """`num_heads` heads: head k says token s + k by the state that chose token s."""
+    """`num_heads` heads: head k predicts token s + k from the state that chose token s."""
 
     def __init__(self, target: Target, num_heads: int) -> None:
         self.module = self.heads = MedusaHeads(target.embed.weight.shape[1], num_heads).to(target.device)
@@ -36,16 +38,16 @@ class Medusa(Method):
 
     def _loss_of(self, batch: Batch, features: torch.Tensor) -> torch.Tensor:
         total = features.new_zeros(())
-        for number, log_q in enumerate(self._said_of(batch, features, self._num_heads)):
+        for number, log_q in enumerate(self._log_probs(batch, features, self._num_heads)):
             labels, is_token = batch.tokens[:, number + 1 :], batch.is_token[:, number + 1 :]
             of_token = -log_q.gather(-1, labels[..., None])[..., 0]
             total = total + DECAY ** (number + 1) * (of_token * is_token).sum() / is_token.sum().clamp_min(1)
         return total
 
     def log_probs_by_depth(self, batch: Batch, num_depths: int) -> Iterator[torch.Tensor]:
-        return self._said_of(batch, batch.features, num_depths)
+        return self._log_probs(batch, batch.features, num_depths)
 
-    def _said_of(self, batch: Batch, features: torch.Tensor, num_depths: int) -> Iterator[torch.Tensor]:
+    def _log_probs(self, batch: Batch, features: torch.Tensor, num_depths: int) -> Iterator[torch.Tensor]:
         states = self.heads(features)
         for depth in range(1, min(num_depths, self._num_heads) + 1):
             own = states[:, : batch.tokens.shape[1] - depth, depth - 1]
@@ -53,7 +55,7 @@ class Medusa(Method):
 
 
 class Medusa2(Medusa):
-    """The heads, and an adapter of the target that is trained with them. Raises ConfigError: peft is not installed."""
+    """The heads and an adapter of the target, trained together. Raises ConfigError if peft is not installed."""
 
     def __init__(self, target: Target, num_heads: int) -> None:
         super().__init__(target, num_heads)
@@ -62,13 +64,13 @@ class Medusa2(Medusa):
         except ImportError as error:
             raise ConfigError(f"medusa2 adapts the model, for which peft is needed ({error}): {INSTALL}") from error
         self._tuned = get_peft_model(copy.deepcopy(target.model), LoraConfig(r=RANK, target_modules="all-linear"))
-        self._body = OutputHead(self._tuned.get_base_model()).body
+        self._body = OutputHead(cast("PreTrainedModel", self._tuned.get_base_model())).body
         self.module = nn.ModuleDict({"heads": self.heads, "tuned": self._tuned})
 
     def save(self, folder: Path, model_dir: Path) -> None:
         save_weights(self.heads, folder)
         self._tuned.peft_config["default"].base_model_name_or_path = model_dir.name
-        self._tuned.save_pretrained(folder / ADAPTER_NAME, save_embedding_layers=False)
+        self._tuned.save_pretrained(str(folder / ADAPTER_NAME), save_embedding_layers=False)
 
     def pace(self, name: str) -> float:
         return ADAPTER_PACE if "lora" in name else 1.0
@@ -80,4 +82,4 @@ class Medusa2(Medusa):
         return moved + HEADS_WEIGHT * self._loss_of(batch, features)
 
     def log_probs_by_depth(self, batch: Batch, num_depths: int) -> Iterator[torch.Tensor]:
-        return self._said_of(batch, batch.features_by(self._body), num_depths)
+        return self._log_probs(batch, batch.features_by(self._body), num_depths)

@@ -1,4 +1,4 @@
-"""What every way to train a drafter has in common, and how good a drafter is."""
+"""The interface of ways to train a drafter, and the evaluation of a drafter."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,26 +18,26 @@ NUM_CANDIDATES = 4  # of each place, whose confidence is compared with how often
 
 
 class Method:
-    """A drafter that is being trained: those parameters of `module` that ask for gradients."""
+    """A drafter in training; the parameters of `module` that require gradients are trained."""
 
     module: nn.Module
 
     def save(self, folder: Path, model_dir: Path) -> None:
-        """Write what was learned for the target of a folder, as `drafters/trained.py` reads it."""
+        """Write the weights for the target of a folder, as `drafters/trained.py` reads them."""
         save_weights(self.module, folder)
 
     def pace(self, name: str) -> float:
-        """The learning rate of a parameter, as a share of that of all."""
+        """The factor of a parameter's learning rate."""
         return 1.0
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        """A scalar."""
+        """The loss of a batch, a scalar."""
         raise NotImplementedError
 
     def log_probs_by_depth(self, batch: Batch, num_depths: int) -> Iterator[torch.Tensor]:
-        """Of depth j = 1, 2, ... log probabilities (B, T - j, vocab_size) of token s + j by what was known at token s.
+        """Log probabilities (B, T - j, vocab_size) of token s + j for depth j = 1, 2, ..., as drafted after token s.
 
-        Where the tokens between were drafted, and right.
+        The tokens between are the right ones.
         """
         raise NotImplementedError
 
@@ -49,8 +49,7 @@ def save_weights(module: nn.Module, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Of each depth the acceptance of the likeliest token where all above were right, and it by confidence; and the
-    pace of a replay. See `DrafterCard`."""
+    """Acceptance by depth and by confidence, and the tokens per step of a replay; see `DrafterCard`."""
 
     acceptance: tuple[float, ...]
     curves: tuple[tuple[float, ...], ...]
@@ -59,7 +58,7 @@ class Judgement:
 
 @torch.no_grad()
 def judged(method: Method, target: Target, texts: Sequence[TrainingText], batch_size: int = 8) -> Judgement:
-    """How good a drafter is on texts that it was not trained on, for greedy verification."""
+    """The acceptance of a drafter on held-back texts under greedy verification."""
     asked, right, num_tokens, num_steps = np.zeros(DEPTHS), np.zeros(DEPTHS), 0, 0
     pairs: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(DEPTHS)]
     method.module.eval()
@@ -84,7 +83,7 @@ def judged(method: Method, target: Target, texts: Sequence[TrainingText], batch_
 
 
 def _steps(runs: list[int]) -> int:
-    """Steps of a text, of which behind token s `runs[s]` drafted tokens are right: the first writes its first token."""
+    """Number of steps of a text if `runs[s]` drafted tokens are right after token s; step 1 writes token 0."""
     num_steps, place = 1, 0
     while place < len(runs) - 1:
         place += runs[place] + 1
@@ -93,7 +92,7 @@ def _steps(runs: list[int]) -> int:
 
 
 def _curve(confidence: np.ndarray, is_right: np.ndarray) -> tuple[float, ...]:
-    """The share that is right at each of CONFIDENCES, nondecreasing; without anything known the confidence itself."""
+    """The nondecreasing share of right tokens at each of CONFIDENCES; the confidence itself without data."""
     if confidence.size == 0:
         return CONFIDENCES
     fit = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip").fit(confidence.ravel(), is_right.ravel())

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
@@ -16,15 +17,17 @@ Loss = Literal["seqkd", "wordkd", "tvdkd"]
 
 
 class Small(Method):
-    """`module`, a Llama. seqkd: the texts' tokens (Kim and Rush 2016, 3.2); wordkd: the target's distribution at each
-    (3.1); tvdkd: the total variation distance from it (Wen et al. 2023), which is the share that sampling rejects."""
+    """A Llama. Loss seqkd: cross entropy of the texts' tokens (Kim and Rush 2016, 3.2); wordkd: that to the target's
+    distribution (3.1); tvdkd: total variation distance (Wen et al. 2023), the share of tokens that sampling rejects."""
 
     def __init__(self, target: Target, config: LlamaConfig, loss: Loss = "wordkd") -> None:
-        self.module = LlamaForCausalLM(config).to(target.device)
-        self._target, self._loss = target, loss
+        self._model = LlamaForCausalLM(config)
+        self.module = nn.Module.to(self._model, target.device)
+        self._target = target
+        self._loss: Loss = loss
 
     def save(self, folder: Path, model_dir: Path) -> None:
-        self.module.save_pretrained(folder)
+        self._model.save_pretrained(folder)
         load_tokenizer(model_dir).save_pretrained(folder)
         if (model_dir / "generation_config.json").is_file():
             shutil.copyfile(model_dir / "generation_config.json", folder / "generation_config.json")
@@ -46,10 +49,10 @@ class Small(Method):
             yield log_q[:, depth:]
 
     def _p(self, batch: Batch) -> torch.Tensor:
-        """The target's of each token, likewise."""
+        """Probabilities of the target for each token, as `_log_q`."""
         return torch.softmax(self._target.logits_of(batch.features[:, :-1]), -1)
 
     def _log_q(self, batch: Batch) -> torch.Tensor:
-        """Of each token by what is before it: (B, T, vocab_size)."""
-        logits = self.module(**batch.inputs, logits_to_keep=batch.tokens.shape[1] + 1).logits  # behind the prompts
+        """Log probabilities of each token given those before it: (B, T, vocab_size)."""
+        logits = self.module(**batch.inputs, logits_to_keep=batch.tokens.shape[1] + 1).logits
         return torch.log_softmax(logits[:, :-1].float(), -1)

@@ -1,20 +1,22 @@
-"""Texts to train on, in batches, with what the target says of them."""
+"""Texts to train on, in batches, with the hidden states and logits of the target."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from laserbatch.pipeline.decoding.model.output_head import OutputHead
 
 MAX_TEXT_TOKENS = 512  # longer texts are cut for training
-HELD_BACK_EVERY = 10  # of the texts one in so many is held back
+HELD_BACK_EVERY = 10  # one text in this many is held back
 
 
 @dataclass(frozen=True)
 class TrainingText:
-    """A prompt, int32[m], and what the target answered, int32[n]."""
+    """A prompt, int32[m], and the answer of the target, int32[n]."""
 
     prompt_ids: np.ndarray
     token_ids: np.ndarray
@@ -35,31 +37,31 @@ class Padded:
 
     @property
     def inputs(self) -> dict[str, torch.Tensor | bool]:
-        """Of a model of transformers: each prompt and its text."""
+        """Each prompt and its text, as arguments of a transformers model."""
         ids, mask = torch.cat((self.prompts, self.tokens), 1), torch.cat((self.is_prompt, self.is_token), 1)
         positions = (mask.cumsum(1) - 1).clamp_min(0)
         return {"input_ids": ids, "attention_mask": mask.long(), "position_ids": positions, "use_cache": False}
 
     def features_by(self, body: torch.nn.Module) -> torch.Tensor:
-        """Last hidden states float32 (B, T + 1, hidden_size), of which number i chooses token i."""
+        """Last hidden states float32 (B, T + 1, hidden_size); state i chooses token i."""
         return body(**self.inputs).last_hidden_state.float()[:, self.prompts.shape[1] - 1 :]
 
 
 @dataclass(frozen=True)
 class Batch(Padded):
-    """Texts with `features`, the target's states as `features_by` has them."""
+    """Texts with `features`, the target's states as `features_by` returns them."""
 
     features: torch.Tensor
 
 
 def held_back(texts: Sequence[TrainingText]) -> tuple[list[TrainingText], list[TrainingText]]:
-    """Texts to train on, and those to judge by, at least one."""
+    """Texts to train on, and at least one held back for the evaluation."""
     judged = list(texts[::HELD_BACK_EVERY])
     return [text for number, text in enumerate(texts) if number % HELD_BACK_EVERY], judged
 
 
 def batches_of(texts: Sequence[TrainingText], size: int, seed: int | None = None) -> list[list[TrainingText]]:
-    """All texts, those of like length together; `seed` shuffles."""
+    """All texts, batched by similar length; `seed` shuffles the batches."""
     order = np.argsort([len(text.token_ids) for text in texts], kind="stable")
     batches = [[texts[place] for place in order[start : start + size]] for start in range(0, len(order), size)]
     if seed is None:
@@ -68,17 +70,17 @@ def batches_of(texts: Sequence[TrainingText], size: int, seed: int | None = None
 
 
 class Target:
-    """A model of transformers in memory, which is not trained."""
+    """A transformers model in memory, which is not trained."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval().requires_grad_(False)
-        self.embed = model.get_input_embeddings()
+        self.embed = cast("torch.nn.Embedding", model.get_input_embeddings())
         self._head = OutputHead(model)
         self.device = self.embed.weight.device
 
     @torch.no_grad()
     def batch(self, texts: Sequence[TrainingText]) -> Batch:
-        """Some texts with their states."""
+        """Texts with the target's states."""
         texts = [TrainingText(text.prompt_ids, text.token_ids[:MAX_TEXT_TOKENS]) for text in texts]
         tokens = _padded([text.token_ids for text in texts], False, self.device)
         prompts = _padded([text.prompt_ids for text in texts], True, self.device)

@@ -1,4 +1,4 @@
-"""The one loop that trains every kind of drafter, and the folder that it leaves. Killed at any moment, it goes on."""
+"""The training of every kind of drafter into a folder; the same call continues a training that was killed."""
 
 import hashlib
 import time
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from laserbatch.pipeline.decoding.model.folder import model_identity
@@ -28,10 +28,8 @@ USUAL_WIDTH = 256
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """`loss` : of a small model; its `small_share` is of the target's hidden size.
-
-    `learning_rate` : of a target as wide as USUAL_WIDTH; of a wider one it is as much lower (Yang et al. 2022).
-    """
+    """`loss` and `small_share`, its width over the target's, are of a small model. `learning_rate` is for a target as
+    wide as USUAL_WIDTH; wider ones learn at a proportionally lower rate (Yang et al. 2022)."""
 
     epochs: int = 3
     batch_size: int = 8
@@ -51,10 +49,10 @@ def train_drafter(
     options: TrainingOptions | None = None,
     tell: Callable[[int, float], None] = lambda step, loss: None,
 ) -> DrafterCard:
-    """Train a drafter for a model's folder on texts that it wrote, and write it; the same again, the same bytes.
+    """Train a drafter for the model of a folder on texts that it wrote, and write it; equal inputs give equal bytes.
 
-    `tell` : called after each step, with its number and its loss. Raises ConfigError: too few texts, or other things in
-    the folder.
+    `tell` is called after each step with its number and its loss. Raises ConfigError if there are too few texts, or
+    other files in the folder.
     """
     options = options or TrainingOptions()
     if len(texts) < MIN_TEXTS:
@@ -70,7 +68,8 @@ def train_drafter(
     model = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
     )
-    target = Target(model.to("cuda" if torch.cuda.is_available() else "cpu"))
+    torch.nn.Module.to(model, "cuda" if torch.cuda.is_available() else "cpu")  # transformers types its own `to` wrongly
+    target = Target(model)
     shown, judging = held_back(texts)
     method, card = _method(kind, target, options)
     folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +100,7 @@ def train_drafter(
 
 
 def num_steps(num_texts: int, options: TrainingOptions) -> int:
-    """Of a training on so many texts, a part of which is held back."""
+    """Number of steps of a training on `num_texts` texts, some of them held back."""
     num_shown = num_texts - -(-num_texts // HELD_BACK_EVERY)
     return options.epochs * -(-num_shown // options.batch_size)
 
@@ -114,12 +113,12 @@ def _method(kind: Kind, target: Target, options: TrainingOptions) -> tuple[Metho
     if kind == "small":
         return Small(target, small_config(config, options.small_share), options.loss), DrafterCard(kind=kind, target="")
     layer = layer_of(config)
-    method = Eagle(target, LlamaConfig(**layer), ALIGNED_STEPS if kind == "hass" else 1, distils=kind == "hass")
+    method = Eagle(target, LlamaConfig.from_dict(layer), ALIGNED_STEPS if kind == "hass" else 1, distils=kind == "hass")
     return method, DrafterCard(kind=kind, target="", layer=layer)
 
 
-def small_config(config: AutoConfig, share: float) -> LlamaConfig:
-    """Of a Llama with two layers, so much narrower, of the same vocabulary and tokens."""
+def small_config(config: PreTrainedConfig, share: float) -> LlamaConfig:
+    """The configuration of a Llama with two layers, `share` of the width, and the same vocabulary."""
     head_dim = 64
     num_heads = max(1, int(config.hidden_size * share) // head_dim)
     return LlamaConfig(

@@ -1,7 +1,7 @@
-"""Drafts from the context, with what the target would have said there (AASD: Wang et al. 2025, sections 3.1 and 3.2).
+"""Drafts from the context, with the target's alternatives to it (AASD: Wang et al. 2025, sections 3.1 and 3.2).
 
-While a prompt is computed, the target's distributions over its next tokens are looked at: where it would sooner say
-another token than the prompt does, up to two such tokens are kept, and drafted beside the prompt's own.
+The prefill of a prompt gives the target's distribution at each of its places: up to two tokens there that are likelier
+than the prompt's own are stored, and drafted beside it.
 """
 
 import numpy as np
@@ -17,13 +17,13 @@ MAX_KEY_TOKENS = 6  # length of the longest n-gram that is looked up
 LENGTH = 6  # tokens of an n-gram
 MAX_NGRAMS = 3
 MAX_ALTERNATIVES = 2
-# Of a token behind 1, 2, ... tokens that are alike, and of the target's own sooner choice there.
+# Acceptance of a token after 1, 2, ... matching tokens, and of the target's likelier choice there.
 ACCEPTANCE, OF_ALTERNATIVE = (0.3, 0.45, 0.6, 0.7, 0.8, 0.85), 0.3
 ROWS_AT_ONCE = 256
 
 
 class AlignedDrafter(Drafter):
-    """N-grams of the context behind the longest key, with alternatives where they are of the prompt."""
+    """Drafts n-grams of the context after the longest key, with alternatives if they are of the prompt."""
 
     observes = "prefill"
 
@@ -59,7 +59,7 @@ class AlignedDrafter(Drafter):
 
     @torch.inference_mode()
     def observe(self, observation: Observation) -> None:
-        """Keep the alternatives of the prompts' tokens that a step has computed."""
+        """Store the alternatives to prompt tokens that a step computed."""
         of_prompt = np.array([one.num_prompt for one in observation.sequences])[observation.sequence_of]
         seen = np.flatnonzero(observation.positions < of_prompt - 1)
         for first in range(0, len(seen), ROWS_AT_ONCE):
@@ -80,9 +80,9 @@ class AlignedDrafter(Drafter):
 
 
 def ngrams_behind(context: np.ndarray) -> tuple[list[int], int]:
-    """Where the last MAX_NGRAMS of what followed the longest known ending of the context begin, the newest first.
+    """Starts of the MAX_NGRAMS last n-grams after the longest repeated suffix of the context, the newest first.
 
-    And of how many tokens that ending is, MAX_KEY_TOKENS at most.
+    The second result is the length of that suffix, MAX_KEY_TOKENS at most.
     """
     ends = np.flatnonzero(context[:-1] == context[-1])  # the last tokens of keys
     num_alike = 1

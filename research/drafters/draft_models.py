@@ -1,4 +1,4 @@
-"""What was trained to draft for a target, loaded: small models and a head."""
+"""The trained draft models of a target in memory: small models and a head."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -19,7 +19,7 @@ DEFAULTS = TrainedOptions()
 
 @dataclass(frozen=True)
 class DraftModels:
-    """Small models with their cards, and a head; `options` say how much they draft."""
+    """Small models with their cards, and a head; `options` has the size of their drafts."""
 
     small: tuple[LoadedModel, ...] = ()
     cards: tuple[DrafterCard | None, ...] = ()
@@ -28,7 +28,7 @@ class DraftModels:
 
     @classmethod
     def load(cls, options: TrainedOptions, dtype: str, target: LoadedModel) -> "DraftModels":
-        """Those that options name. Raises ModelError: one cannot be read, or has another tokenizer."""
+        """Load the configured models. Raises ModelError if one cannot be read, or has another tokenizer."""
         small = []
         for folder in options.models:
             loaded = load_model(folder, dtype, str(target.device))
@@ -48,7 +48,7 @@ class DraftModels:
         return of_head + sum(loaded.bytes_per_token for loaded in self.small)
 
     def drafters(self, decoding: DecodingSettings, budget: Budget, max_tokens: int) -> list[Drafter]:
-        """One for each model; one for all models of a kind under a rule that judges what they draw."""
+        """A drafter for each model, or for all models of a kind under a rule that verifies sampled drafts."""
         limits, shape = (decoding.batch_size, max_tokens), shape_of(self.options, decoding.verifier, budget)
         small: list[DraftModel] = [
             SmallModel(loaded, *limits, card and card.log_acceptance, decoding.attention)
@@ -69,7 +69,7 @@ def vocabulary_of(loaded: LoadedModel) -> dict[str, int] | None:
 
 
 def shape_of(options: TrainedOptions, verifier: str, budget: Budget) -> TreeShape:
-    """How drafts grow under a rule; never above the budget, since what was drawn must stay whole."""
+    """The shape of drafts under a rule, within the budget, since sampled drafts must not be cut."""
     width = min(options.width, budget.max_draft_tokens)
     length = min(options.length, budget.max_draft_tokens // width)
     match verifier:

@@ -1,9 +1,9 @@
-"""EAGLE's head: one decoder layer that goes on from the target's own features (Li et al., ICML 2024, section 3).
+"""EAGLE's head: one decoder layer that continues from the target's features (Li et al., ICML 2024, section 3).
 
-A feature is the target's last hidden state, which its output layer reads. The head has the feature of a token and the
-embedding of the next one, and says the next one's feature; drafting goes on with what it said itself. A head that was
-trained by HASS (Zhang et al., ICLR 2025) is the same head. Of a prompt only the last token's feature is used: others
-may have been computed once for many prompts.
+A feature is the target's last hidden state, which its output layer reads. The head takes the feature of a token and the
+embedding of the next one, and predicts the next one's feature; deeper draft tokens build on its own predictions. A head
+that was trained by HASS (Zhang et al., ICLR 2025) is the same head. It uses the feature of a prompt's last token only,
+since those of a shared prefix are not computed for each prompt.
 """
 
 import numpy as np
@@ -23,9 +23,9 @@ from laserbatch.research.drafters.model_drafter import CachedModel
 
 
 class EagleHead(nn.Module):
-    """From tokens' features and the embeddings of the next ones to those ones' features.
+    """Predicts the features of next tokens from the features of tokens and the embeddings of the next ones.
 
-    `config` : of a Llama whose one layer it is; its attention is what `config._attn_implementation` names.
+    `config` : of a Llama with this one layer; `config._attn_implementation` names its attention.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -33,7 +33,7 @@ class EagleHead(nn.Module):
         self.config = config
         self.join = nn.Linear(2 * config.hidden_size, config.hidden_size)
         self.layer = LlamaDecoderLayer(config, 0)
-        self.layer.input_layernorm = nn.Identity()  # as in EAGLE
+        self.layer.register_module("input_layernorm", nn.Identity())  # as in EAGLE
         self.rotary = LlamaRotaryEmbedding(config)
 
     def forward(self, embeddings: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
@@ -46,8 +46,8 @@ class EagleHead(nn.Module):
 class _PackedHead:
     """A head in the two parts that `ModelRunner` calls: hidden states, and their logits.
 
-    Features of a forward's tokens are not an argument of it. Those of a step that may be captured lie at one place,
-    where a replay reads them; what padding reads there is never used.
+    The features of a forward's tokens are no argument of it: those of a step that may be captured are in one buffer,
+    where a replay reads them. Results of padding are never used.
     """
 
     def __init__(self, head: EagleHead, embed, logits_of) -> None:
@@ -56,7 +56,7 @@ class _PackedHead:
         self._features = self._static = head.join.weight.new_zeros(TOKEN_BUCKETS[-1], head.config.hidden_size)
 
     def take(self, features: torch.Tensor) -> None:
-        """Those of the next forward's tokens: (num_tokens, hidden_size)."""
+        """Set the features of the next forward's tokens: (num_tokens, hidden_size)."""
         self._features = features
         if len(features) <= len(self._static):
             self._static[: len(features)] = features
@@ -69,11 +69,11 @@ class _PackedHead:
 
 
 class EagleModel(CachedModel):
-    """A head of a target, for the texts that it writes.
+    """An EAGLE head and its KV cache, as a draft model.
 
     Parameters
     ----------
-    embed, logits_of : the target's: token ids int64[n] to (n, hidden_size), that to (n, vocab_size).
+    embed, logits_of : the target's layers: token ids int64[n] to (n, hidden_size), and these to (n, vocab_size).
     """
 
     observes = "decode"
@@ -111,7 +111,7 @@ class EagleModel(CachedModel):
     def log_q(self, trees: TreeBatch, tree_of: np.ndarray, places: np.ndarray) -> torch.Tensor:
         if len(trees) == 0:
             return torch.log_softmax(self._root[to_device(tree_of, self._root.device)].float(), -1)
-        # In a forward's order: of each tree the last token, then its nodes, which go on from what their parents gave.
+        # In the order of a forward: the last token of each tree, then its nodes, which take their parents' features.
         roots = trees.starts + np.arange(trees.num_trees)
         features = self._last.new_empty(len(trees) + trees.num_trees, self._last.shape[1])
         device = features.device

@@ -1,9 +1,9 @@
-"""Lookahead decoding (Fu et al., ICML 2024): the target guesses ahead of itself, without texts or models to draft from.
+"""Lookahead decoding (Fu et al., ICML 2024): the target itself guesses the drafts, without texts or draft models.
 
-Beside what is verified, a step computes a window: guesses at `width` places ahead, of `ngram` - 1 earlier steps. The
-oldest are a chain below the root, and each later one hangs below the guess one place before it (section 3.1, Figure 2),
-so the window is a tree like any draft. What the target says after a column's last guess completes an n-gram; n-grams
-that begin with a text's last token are its drafts (section 3.2).
+Beside the draft, a step computes a window: guesses of `ngram` - 1 earlier steps at `width` places ahead. The oldest are
+a chain below the root, and each later guess hangs below the one a place before it (section 3.1, Figure 2), so the
+window is a tree like any draft. The target's choice after the last guess of a column completes an n-gram; n-grams that
+begin with the last token of a text are its drafts (section 3.2).
 """
 
 from collections import OrderedDict, defaultdict
@@ -15,9 +15,7 @@ from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.token_tree import ROOT, TokenTree
 from laserbatch.retrieval_pools.sources import SOURCE_LOOKAHEAD
 
-LOG_ACCEPTANCE = np.log(
-    0.6
-)  # of an n-gram's next token; a guess was right so often on the profiles that it was tried on
+LOG_ACCEPTANCE = np.log(0.6)  # of the next token of an n-gram, as measured on sample profiles
 
 
 class _Guesses:
@@ -29,7 +27,7 @@ class _Guesses:
         self.ngrams: defaultdict[int, OrderedDict[tuple[int, ...], None]] = defaultdict(OrderedDict)
 
     def remember(self, ngram: tuple[int, ...], most: int) -> None:
-        """As the newest of its first token, of which `most` stay."""
+        """Add an n-gram as the newest with its first token, and keep the `most` newest of those."""
         found = self.ngrams[ngram[0]]
         found.pop(ngram[1:], None)
         found[ngram[1:]] = None
@@ -38,7 +36,7 @@ class _Guesses:
 
 
 class LookaheadDrafter(Drafter):
-    """Guesses at `width` places; drafts n-grams of `ngram` tokens, of one first token the newest `most`."""
+    """Guesses at `width` places; drafts the newest `most` n-grams of `ngram` tokens with the same first token."""
 
     observes = "decode"
 
@@ -51,7 +49,7 @@ class LookaheadDrafter(Drafter):
         if guesses is None:
             guesses = self._guesses[sequence] = _Guesses(sequence, self._width, self._ngram)
         width, num_rows = self._width, self._ngram - 1
-        tokens, parents = list(guesses.window.ravel()), [*range(-1, width - 1), *range(width * (num_rows - 1))]
+        tokens, parents = guesses.window.ravel().tolist(), [*range(-1, width - 1), *range(width * (num_rows - 1))]
         acceptance = [0.0] * len(tokens)  # they are computed to see what follows
         for ngram in reversed(guesses.ngrams.get(int(sequence.context[-1]), ())):
             for depth, token in enumerate(ngram):
@@ -63,7 +61,7 @@ class LookaheadDrafter(Drafter):
         return TokenTree(*arrays, source)
 
     def observe(self, observation: Observation) -> None:
-        """Take the target's choices after the windows of a step as new guesses."""
+        """Add the target's choices after the windows of a step as new guesses."""
         asked: list[tuple[_Guesses, int, int]] = []  # a window, its column and the row behind it
         for number, sequence in enumerate(observation.sequences):
             guesses = self._guesses.get(sequence)
@@ -86,7 +84,7 @@ class LookaheadDrafter(Drafter):
 
 
 def columns_of(tree: TokenTree, window: np.ndarray) -> list[tuple[int, int]]:
-    """The window's columns that a verified tree has whole, each with the place of its last guess."""
+    """The columns of the window that a verified tree holds completely, each with the place of its last guess."""
     keys = list(zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True))
     below = {key: place for place, key in reversed(list(enumerate(keys)))}
     found, oldest = [], ROOT

@@ -1,4 +1,4 @@
-"""Medusa heads: each guesses a token further ahead from the target's one hidden state (Cai et al., ICML 2024, 2.1)."""
+"""Medusa heads: each predicts a token further ahead from a hidden state of the target (Cai et al., ICML 2024, 2.1)."""
 
 import numpy as np
 import torch
@@ -12,26 +12,27 @@ from laserbatch.research.drafters.model_drafter import DraftModel
 
 
 class MedusaHeads(nn.Module):
-    """Residual blocks, one for each token ahead; the target's own output layer reads what they give.
+    """Residual blocks, one for each token ahead, whose results the target's output layer reads.
 
-    A block begins as the identity (its weights as zeros), as in section 2.2.1.
+    A block starts as the identity, with zero weights, as in section 2.2.1.
     """
 
     def __init__(self, hidden_size: int, num_heads: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(hidden_size, hidden_size) for _ in range(num_heads))
-        for block in self.blocks:
+        blocks = [nn.Linear(hidden_size, hidden_size) for _ in range(num_heads)]
+        for block in blocks:
             nn.init.zeros_(block.weight)
             nn.init.zeros_(block.bias)
+        self.blocks = nn.ModuleList(blocks)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of hidden states (..., hidden_size) those for the first token that is drafted behind each, the second, ...:
-        (..., num_heads, hidden_size)."""
+        """States for the first, second, ... token after each hidden state (..., hidden_size): (..., num_heads,
+        hidden_size)."""
         return torch.stack([hidden + nn.functional.silu(block(hidden)) for block in self.blocks], -2)
 
 
 class MedusaModel(DraftModel):
-    """Heads of a target, for the texts that it writes; what a head says does not depend on the path above it.
+    """Medusa heads as a draft model; the prediction of a head does not depend on the path above it.
 
     Parameters
     ----------
@@ -43,8 +44,7 @@ class MedusaModel(DraftModel):
     def __init__(self, heads: MedusaHeads, logits_of, log_acceptance=None) -> None:
         self._heads, self._logits_of = heads, logits_of
         self.log_acceptance = log_acceptance or self.log_acceptance
-        self._hidden: dict[Sequence, torch.Tensor] = {}  # the state that the last token was chosen by
-        self._log_q: torch.Tensor | None = None
+        self._hidden: dict[Sequence, torch.Tensor] = {}  # the state that chose the last token
 
     def has_room(self, sequence: Sequence) -> bool:
         return sequence in self._hidden
@@ -55,7 +55,7 @@ class MedusaModel(DraftModel):
         self._log_q = torch.log_softmax(logits.float(), -1)
 
     def log_q(self, trees: TreeBatch, tree_of: np.ndarray, places: np.ndarray) -> torch.Tensor:
-        """As the heads say; as deep as none of them looks, nothing is likely."""
+        """Log probabilities by the heads; -inf for all tokens deeper than the last head."""
         depths = np.zeros(len(places), np.int64)
         if len(trees):
             depths[places >= 0] = trees.depths[(trees.starts[tree_of] + places)[places >= 0]]

@@ -1,4 +1,4 @@
-"""Trees of several sequences that grow a level at a time, as small models draft them."""
+"""Draft trees of several sequences that grow a level at a time by small models or heads."""
 
 from collections.abc import Sequence as SequenceOf
 from typing import Literal, Protocol
@@ -16,12 +16,12 @@ from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.token_tree import Proposals, TreeBatch
 from laserbatch.retrieval_pools.sources import SOURCE_MODEL
 
-DRAFT_SEED = 0x5DEECE66D  # drafts are drawn with other numbers than the target's tokens
+DRAFT_SEED = 0x5DEECE66D  # separates the random numbers of drafts from those of the target
 MAX_TAGS = 1024
 
 
 class DraftModel:
-    """A model that says what may follow sequences: a small one of its own, or a head of the target.
+    """A model that predicts the next tokens of sequences: a small model, or a head of the target.
 
     `observes` and `observe` are those of `Drafter`.
     """
@@ -33,32 +33,33 @@ class DraftModel:
         return True
 
     def begin(self, sequences: list[Sequence]) -> None:
-        """Read what is new of the sequences, for which `log_q` answers then."""
+        """Read the new tokens of the sequences that `log_q` will be called for."""
 
     def log_q(self, trees: TreeBatch, tree_of: np.ndarray, places: np.ndarray) -> torch.Tensor:
-        """After nodes int64[n], by tree and place in it, -1 for the root: float32 (n, vocab_size), temperature 1.
+        """Log probabilities after nodes, by tree and place int64[n], -1 for the root: float32 (n, vocab_size).
 
-        The trees grow: nodes that were there keep their places, and all nodes but the deepest were asked about.
+        They are of temperature 1. The trees grow: earlier nodes keep their places, and `log_q` was called for all nodes
+        but the deepest.
         """
         raise NotImplementedError
 
     def log_acceptance(self, depth: int, log_q: np.ndarray) -> np.ndarray:
-        """Of tokens drafted at a depth, 0 for those behind the root, by what `log_q` says of them."""
+        """Log acceptance of tokens drafted at a depth, from 0 below the root, by their `log_q`."""
         return log_q
 
     def observe(self, observation: Observation) -> None:
-        """Look at a step of the target."""
+        """Read the hidden states of a step of the target."""
 
     def forget(self, sequence: Sequence) -> None:
-        """It has ended."""
+        """Release what is kept for a sequence that has ended."""
 
 
 class CachedModel(DraftModel):
-    """One with a KV cache of its own, and rows of it for the sequences that it drafts for.
+    """A draft model with a KV cache of its own, which has a row for each sequence that it drafts for.
 
     `attention` : as `decoding.attention`; on CUDA a kernel, whose steps are replayed as CUDA graphs of this model.
 
-    A row holds what the sequence's text is but for the last token, which every forward computes anew with the tree.
+    A row holds the sequence without its last token, which every forward computes anew with the tree.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class CachedModel(DraftModel):
         self._feeds: list[Feed] = []  # the last tokens
 
     def _has_row(self, sequence: Sequence, token_ids: np.ndarray, num_expected: int, shares: bool = True) -> bool:
-        """Whether the sequence has a row, or can have one: see `KVCache.acquire`."""
+        """Whether the sequence has a row or can get one (`KVCache.acquire`)."""
         if sequence not in self._rows:
             lease = self._cache.acquire(token_ids, num_expected, shares)
             if lease is None:
@@ -80,7 +81,7 @@ class CachedModel(DraftModel):
         return True
 
     def _read(self, feeds: list[Feed]) -> StepOutput:
-        """A forward of new tokens, of which all stay but each feed's last."""
+        """Run a forward of new tokens; all but the last of each feed stay in the cache."""
         output = self._runner.forward(feeds)
         batch = output.batch
         stays = np.ones(len(batch), bool)
@@ -96,7 +97,7 @@ class CachedModel(DraftModel):
 
 
 class TreeShape(Protocol):
-    """A way to grow trees by what models say."""
+    """A way to grow trees by the predictions of models."""
 
     def grow(self, models: SequenceOf[DraftModel], sequences: list[Sequence], temperature: float) -> TreeBatch:
         """A tree of each sequence."""
@@ -125,13 +126,13 @@ class GrowingTrees:
         return places
 
     def drawn(self, tree_of: np.ndarray, places: np.ndarray, rows: np.ndarray, log_q: torch.Tensor) -> None:
-        """State that nodes int64[m], maybe one of them twice, were drawn in this order from rows int64[m] of log_q."""
+        """Record that nodes int64[m], some perhaps twice, were drawn in this order from rows int64[m] of log_q."""
         self._drawn.append((tree_of, places, rows + self._num_rows))
         self._log_q.append(log_q)
         self._num_rows += len(log_q)
 
     def batch(self) -> TreeBatch:
-        """As they are now; whose drafts they are is not said."""
+        """The trees so far; their source is not set."""
         if not self._columns:
             return TreeBatch.empty(len(self.sizes))
         columns = [np.concatenate(column) for column in zip(*self._columns, strict=True)]
@@ -147,11 +148,11 @@ class GrowingTrees:
 
 
 class ModelDrafter(Drafter):
-    """Drafts as models say, in trees that a `TreeShape` grows.
+    """Drafts of models, in trees that a `TreeShape` grows.
 
     Parameters
     ----------
-    temperature : that texts are sampled at; 0: they are not.
+    temperature : of the sampling of texts; 0 for greedy decoding.
     source : a code of `retrieval_pools.sources`.
     """
 
@@ -183,14 +184,15 @@ class ModelDrafter(Drafter):
 
 
 def draft_noise(sequences: list[Sequence], tree_of: np.ndarray, depth: int, tags: np.ndarray, like) -> torch.Tensor:
-    """Gumbel noise of drafts by text, position and tag int64[n] below MAX_TAGS: as `like` float32 (n, vocab_size)."""
+    """Gumbel noise of drafts by text, position and tag int64[n] below MAX_TAGS: float32 (n, vocab_size), as `like`."""
     seeds = np.array([one.request.seed for one in sequences])[tree_of] ^ DRAFT_SEED
     positions = (np.array([len(one.context) for one in sequences])[tree_of] + depth) * MAX_TAGS + tags
-    return gumbel_noise(*to_device(np.stack((seeds, positions)), like.device), like.shape[-1])
+    seeds, positions = to_device(np.stack((seeds, positions)), like.device)
+    return gumbel_noise(seeds, positions, like.shape[-1])
 
 
 def on_host(*tensors: torch.Tensor) -> list[np.ndarray]:
-    """Tensors of one shape in one copy, which waits for the device once; float64 holds every token id."""
+    """Copy tensors of one shape together, which waits for the device once; float64 holds every token id."""
     found = torch.stack([tensor.double() for tensor in tensors]).cpu().numpy()
     names = (str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
     return [array.astype(name) for array, name in zip(found, names, strict=True)]

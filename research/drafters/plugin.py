@@ -5,7 +5,7 @@ from laserbatch.research.drafters.options import TrainedOptions
 
 
 class TrainedPlugin(DrafterPlugin):
-    """Drafts of a model are forwards of that model; what they say of a token was fitted on held-back texts."""
+    """Drafts by forwards of trained models, whose acceptance estimates were fitted on held-back texts."""
 
     Options = TrainedOptions
     is_calibrated = True

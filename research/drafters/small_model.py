@@ -12,14 +12,13 @@ from laserbatch.research.drafters.model_drafter import CachedModel
 
 
 class SmallModel(CachedModel):
-    """A loaded model."""
+    """A small model in memory."""
 
     def __init__(
         self, loaded: LoadedModel, max_rows: int, max_tokens: int, log_acceptance=None, attention: str = "torch"
     ) -> None:
         super().__init__(loaded.model, loaded.device, max_rows, max_tokens, log_acceptance, attention)
         self.max_context = loaded.max_context
-        self._root: torch.Tensor | None = None
 
     def begin(self, sequences: list[Sequence]) -> None:
         rows = [self._rows[one] for one in sequences]

@@ -1,7 +1,7 @@
-"""Folders of what was trained to draft for a target: `drafter.json`, what it is and how good, beside its weights."""
+"""Folders of trained drafters: weights, and `drafter.json` with the kind and the measured acceptance."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import numpy as np
 from pydantic import Field, ValidationError
@@ -19,21 +19,21 @@ from laserbatch.research.drafters.medusa import MedusaHeads, MedusaModel
 from laserbatch.research.drafters.model_drafter import DraftModel
 
 CARD_NAME, WEIGHTS_NAME = "drafter.json", "model.safetensors"
-CONFIDENCES = tuple(k / 10 for k in range(11))  # at which curves of acceptance are known
+CONFIDENCES = tuple(k / 10 for k in range(11))  # the points of acceptance curves
 MIN_ACCEPTANCE = 1e-4
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class DrafterCard(Strict):
-    """What a trained drafter is, and what held-back texts said of it.
+    """The kind of a trained drafter, and its acceptance on held-back texts.
 
     Attributes
     ----------
-    target : the model's id whose states or texts it was trained on.
-    layer : of EAGLE's head, the configuration of its layer; `num_heads` of Medusa's.
-    acceptance : of each depth, the share of its likeliest tokens that were right where all above were.
-    curves : of each depth, that share at each of CONFIDENCES, by what the drafter itself says of a token.
-    tokens_per_step : of texts that were written again by chains of its likeliest tokens, the target's own included.
+    target : id of the model whose states or texts it was trained on.
+    layer : configuration of the layer of an EAGLE head; `num_heads` is of Medusa.
+    acceptance : by depth, the share of its likeliest tokens that were right, given that all above were.
+    curves : by depth, that share at each of CONFIDENCES, which are the drafter's own probabilities.
+    tokens_per_step : of a replay of the texts with chains of its likeliest tokens, the bonus token included.
     """
 
     kind: Literal["medusa", "eagle", "hass", "small"]
@@ -48,7 +48,7 @@ class DrafterCard(Strict):
     tokens_per_step: float = 1.0
 
     def log_acceptance(self, depth: int, log_q: np.ndarray) -> np.ndarray:
-        """Of tokens at a depth by what the drafter says of them, float[...] both; see `DraftModel`."""
+        """Log acceptance of tokens at a depth by their `log_q`, float[...] both; see `DraftModel`."""
         if not self.curves:
             return log_q
         curve = self.curves[min(depth, len(self.curves) - 1)]
@@ -57,7 +57,7 @@ class DrafterCard(Strict):
 
 
 def read_card(folder: Path) -> DrafterCard | None:
-    """A folder's card, None where it has none. Raises ModelError: it is not one."""
+    """The card of a folder, or None. Raises ModelError if the card is invalid."""
     path = folder / CARD_NAME
     if not path.is_file():
         return None
@@ -68,7 +68,7 @@ def read_card(folder: Path) -> DrafterCard | None:
 
 
 class TrainedHead:
-    """A head in memory, ready for its target. Raises ModelError: the folder has none, or one for another model."""
+    """A head in memory. Raises ModelError if the folder has none, or one for another model."""
 
     def __init__(self, folder: Path, target: LoadedModel) -> None:
         card = read_card(folder)
@@ -85,34 +85,34 @@ class TrainedHead:
             self._head.load_state_dict(load_file(folder / WEIGHTS_NAME))
         except (OSError, RuntimeError) as error:
             raise ModelError(f"{folder / WEIGHTS_NAME}: {first_line(error)}; train it again") from error
-        weight = target.model.get_input_embeddings().weight
+        self._embed = cast("nn.Embedding", target.model.get_input_embeddings())
+        weight = self._embed.weight
         self._head.to(device=weight.device, dtype=weight.dtype).eval().requires_grad_(False)
 
     @property
     def bytes_per_token(self) -> int:
         """Memory of a token in the KV cache of its layer; 0 without one."""
         dtype = next(self._head.parameters()).dtype
-        return cache_bytes_per_token(LlamaConfig(**self.card.layer), dtype) if self.card.layer else 0
+        return cache_bytes_per_token(LlamaConfig.from_dict(self.card.layer), dtype) if self.card.layer else 0
 
     def draft_model(self, max_rows: int, max_tokens: int, attention: str) -> DraftModel:
-        """With nothing known of any text; `attention` as `decoding.attention`."""
+        """A new draft model by this head; `attention` as `decoding.attention`."""
         model = self._target.model
         logits_of = (getattr(model, "fused", None) or OutputHead(model)).logits_of
         if isinstance(self._head, MedusaHeads):
             return MedusaModel(self._head, logits_of, self.card.log_acceptance)
-        embed = model.get_input_embeddings()
-        return EagleModel(self._head, embed, logits_of, max_rows, max_tokens, self.card.log_acceptance, attention)
+        return EagleModel(self._head, self._embed, logits_of, max_rows, max_tokens, self.card.log_acceptance, attention)
 
 
-def new_head(card: DrafterCard, hidden_size: int) -> nn.Module:
-    """Untrained, as a card says."""
+def new_head(card: DrafterCard, hidden_size: int) -> MedusaHeads | EagleHead:
+    """The untrained head of a card."""
     if card.kind == "medusa":
         return MedusaHeads(hidden_size, card.num_heads)
-    return EagleHead(LlamaConfig(**card.layer))
+    return EagleHead(LlamaConfig.from_dict(card.layer))
 
 
 def layer_of(config) -> dict[str, float | int | None]:
-    """The configuration of a head's layer for a target of a configuration: of its sizes."""
+    """The configuration of the layer of a head, with the sizes of a target's configuration."""
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     found = {name: getattr(config, name, None) for name in (*names, "rms_norm_eps", "max_position_embeddings")}
     found["rms_norm_eps"] = found["rms_norm_eps"] or 1e-6

@@ -19,7 +19,7 @@ from laserbatch.research.drafters.model_drafter import DraftModel, GrowingTrees,
 
 @dataclass(frozen=True)
 class Beams:
-    """`width` tokens a depth, `length` depths deep, those with the likeliest paths; one model's.
+    """The `width` tokens with the likeliest paths at each of `length` depths, by one model.
 
     Where texts are sampled the drafts' probabilities have the noise of the target's own tokens, so that models that
     agree draw alike (Daliri et al. 2024, section 3: the draft and the target then agree with probability
@@ -50,9 +50,9 @@ class Beams:
 
     @staticmethod
     def _noise(sequences: list[Sequence], tree_of: np.ndarray, depth: int, log_q: torch.Tensor) -> torch.Tensor:
-        """The noise that the target's tokens at that depth have."""
         own = [(sequences[tree].request.seed, len(sequences[tree].context) + depth) for tree in tree_of.tolist()]
-        return gumbel_noise(*to_device(np.ascontiguousarray(np.array(own).T), log_q.device), log_q.shape[-1])
+        seeds, positions = to_device(np.array(own), log_q.device).T.contiguous()
+        return gumbel_noise(seeds, positions, log_q.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ class Chains:
             )
             order = np.argsort(first)  # as they were drawn
             new = np.empty(len(first), np.int64)
-            new[order] = trees.add(*found[:, order], np.zeros(len(first)))
+            of_tree, above, of_token = found[:, order]
+            new[order] = trees.add(of_tree, above, of_token, np.zeros(len(first)))
             places = new[of_chain.ravel()]
             trees.drawn(tree_of, places, rows, log_q)
         return trees.batch()
@@ -140,9 +141,9 @@ class StochasticBeams:
 
 
 def best_of_trees(tree_of: np.ndarray, scores: np.ndarray, count: int) -> np.ndarray:
-    """Of each tree's candidates the `count` best, the best first: places in `scores` (n, k) laid flat, int64[m].
+    """The `count` best candidates of each tree, best first: places in the flattened `scores` (n, k), int64[m].
 
-    `tree_of` int64[n] : of each row of scores its tree, in rising order. Candidates of -inf are none.
+    `tree_of` int64[n] : the tree of each row of scores, in rising order. Scores of -inf are no candidates.
     """
     flat = np.arange(scores.size)
     trees = np.repeat(tree_of, scores.shape[1])

@@ -1,4 +1,4 @@
-"""What a recommender is compared with: one list of the most popular items, and the items that go with a user's."""
+"""The baselines of a recommender: the list of the most popular items, and neighbours of the user's items."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import scipy.sparse as sp
 
 
 def popular_list(histories: Sequence[np.ndarray], num_items: int, size: int) -> np.ndarray:
-    """The items that most events have, int64[size]; histories are rows of a catalogue of `num_items`."""
+    """The items with the most events, int64[size]; histories are rows of a catalogue of `num_items`."""
     counts = np.bincount(np.concatenate(histories), minlength=num_items)
     return np.argsort(-counts, kind="stable")[:size]
 
@@ -15,10 +15,10 @@ def popular_list(histories: Sequence[np.ndarray], num_items: int, size: int) -> 
 def neighbour_lists(
     histories: Sequence[np.ndarray], num_items: int, asked: Sequence[np.ndarray], size: int
 ) -> list[np.ndarray]:
-    """Of each asked history the items that stand in other histories with its items, the best first, int64[<= size].
+    """The items that occur with the items of each asked history in other histories, best first, int64[<= size].
 
-    Cosine between columns of who has what (Sarwar et al., WWW 2001), summed over the history's items; its own are left
-    out.
+    The score is the cosine between columns of the user-item matrix (Sarwar et al., WWW 2001), summed over the history's
+    items; these are left out.
     """
 
     def matrix(some: Sequence[np.ndarray]) -> sp.csr_matrix:

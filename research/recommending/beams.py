@@ -1,8 +1,8 @@
-"""Constrained beam search over codes, by drafts: the same items, order and scores with fewer forwards of the target.
+"""Constrained beam search over codes with drafts: the same items, order and scores with fewer forwards of the target.
 
-A draft is a set of paths. One forward says what follows each; then beams go on for as many levels as all K of them are
-among the paths that are known (strict N-to-K verification: AtSpeed, Lin et al., ICLR 2025, Algorithm 1). Where they are
-not, the next forward computes those that are missing, beside a new draft: nothing that was computed is thrown away.
+A draft is a set of paths. One forward computes what may follow each; then beams advance for as many levels as all K of
+them are among the computed paths (strict N-to-K verification: AtSpeed, Lin et al., ICLR 2025, Algorithm 1). If one is
+not, the next forward computes the missing paths beside a new draft; computed paths are never discarded.
 """
 
 from collections.abc import Sequence
@@ -30,19 +30,18 @@ class Beams:
         return len(self.paths[0])
 
     def are_done(self, trie: ItemTrie) -> bool:
-        """Whether they are items; or nothing, where nothing is left."""
+        """Whether the paths are whole items, or none is left."""
         return not self.paths or self.level == trie.num_levels
 
     def prefixes(self, trie: ItemTrie) -> list[tuple[Path, int]]:
         """The paths and all above them with their nodes, those above first."""
-        found = dict.fromkeys(path[:length] for length in range(1, self.level + 1) for path in self.paths)
-        return [(path, trie.node_of(path)) for path in found]
+        return trie.with_nodes(path[:length] for length in range(1, self.level + 1) for path in self.paths)
 
 
 @dataclass(frozen=True)
 class Found:
-    """A user's list: `rows` int64[k] of the catalogue, `scores` float64[k]. Of the levels, `num_accepted` needed no
-    forward of their own."""
+    """A user's list: `rows` int64[k] of the catalogue and `scores` float64[k]; `num_accepted` levels needed no forward
+    of their own."""
 
     rows: np.ndarray
     scores: np.ndarray
@@ -50,15 +49,15 @@ class Found:
 
     @property
     def is_sound(self) -> bool:
-        """Whether all that the model said on the way were numbers."""
+        """Whether all log probabilities on the way were numbers."""
         return bool((self.scores > BROKEN / 2).all())
 
 
 class BeamDrafter:
-    """Proposes paths that beams may take. This one proposes none: plain beam search."""
+    """Drafts the paths that beams may take. This one drafts none: plain beam search."""
 
     def draft(self, users: Sequence[int], beams: Sequence[Beams]) -> list[list[tuple[Path, int]]]:
-        """For each user paths with their nodes, those above first, of every level that is to be asked about."""
+        """Paths to compute for each user, with their nodes, those above first."""
         return [[] for _ in users]
 
 
@@ -75,16 +74,16 @@ class ModelBeams(BeamDrafter):
             live = {user for user in users if own[user].level == level}
             self._trees.add([asked[user] if user in live else [] for user in range(self._num_users)])
             for user in live:
-                own[user] = next_beams(self._trees, self._trie, user, own[user], self._size)
-                asked[user] = list(zip(own[user].paths, own[user].nodes.tolist(), strict=True))
-                drafts[user] += asked[user]
+                if (found := next_beams(self._trees, self._trie, user, own[user], self._size)) is not None:
+                    own[user], asked[user] = found, list(zip(found.paths, found.nodes.tolist(), strict=True))
+                    drafts[user] += asked[user]
         return [drafts[user] for user in users]
 
 
 class ListedItems(BeamDrafter):
-    """Paths to items that somebody expects: yesterday's list of the user, those of the group. Needs no model.
+    """Drafts the paths to items of earlier lists, of the user and of the group. Needs no model.
 
-    `lists` : of each user codes of items, the likeliest first; `size`, of how many of them at most.
+    `lists` : the codes of the items for each user, the likeliest first; at most `size` of them are drafted.
     """
 
     def __init__(self, lists: Sequence[Sequence[Path]], trie: ItemTrie, size: int) -> None:
@@ -97,20 +96,19 @@ class ListedItems(BeamDrafter):
         kept = set(beams.paths)
         near = [item for item in items if item[: beams.level] in kept][: self._size]
         levels = range(beams.level + 1, self._trie.num_levels)
-        paths = dict.fromkeys(item[:level] for level in levels for item in near)
-        nodes = ((path, self._trie.node_of(path)) for path in paths)
-        return [(path, node) for path, node in nodes if node is not None]
+        return self._trie.with_nodes(item[:level] for level in levels for item in near)
 
 
 def next_beams(
     trees: CodeTrees, trie: ItemTrie, user: int, beams: Beams, size: int, left_out: Sequence[np.ndarray] | None = None
 ) -> Beams | None:
-    """The best `size` paths one level on; None where what follows one of the beams is not known.
+    """The best `size` paths one level on; None if the log probabilities after one of the beams are not known.
 
-    `left_out` are nodes of each level that no path leads to, as `ItemTrie.emptied_by` has them.
+    `left_out` are the nodes of each level that no path may lead to, as `ItemTrie.emptied_by` returns them.
     """
-    followers = [trees.log_p(user, path, node) for path, node in zip(beams.paths, beams.nodes.tolist(), strict=True)]
-    if any(one is None for one in followers):
+    asked = zip(beams.paths, beams.nodes.tolist(), strict=True)
+    followers = [one for path, node in asked if (one := trees.log_p(user, path, node)) is not None]
+    if len(followers) < len(beams.paths):
         return None
     scores = (beams.scores[:, None] + np.stack(followers)).ravel()
     if left_out is not None:
@@ -134,9 +132,9 @@ def search(
     drafter: BeamDrafter,
     left_out: Sequence[Sequence[np.ndarray] | None] | None = None,
 ) -> list[Found]:
-    """The `size` best items of each user; fewer where fewer are there.
+    """The `size` best items of each user, or fewer if the catalogue has fewer.
 
-    `left_out` are of each user those of `next_beams`.
+    `left_out` has those of `next_beams` for each user.
     """
     left_out = left_out or [None] * num_users
     beams = [Beams() for _ in range(num_users)]

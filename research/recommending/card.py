@@ -1,4 +1,4 @@
-"""What a recommender on disk is, without its weights: `recommender.json` beside a causal model of safetensors."""
+"""The card of a recommender, without its weights: `recommender.json` beside a causal model of safetensors."""
 
 import hashlib
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ CARD_NAME, CODES_NAME, WEIGHTS_NAME = "recommender.json", "item_codes.parquet", 
 
 
 class Ranking(Strict):
-    """How well lists of ten items foretell the last item of histories that were not learned from."""
+    """The accuracy of lists of ten items for the last item of held-back histories."""
 
     num_histories: int
     recall_10: float
@@ -25,7 +25,7 @@ class Ranking(Strict):
 
     @classmethod
     def of(cls, lists: Sequence[np.ndarray], answers: Sequence[int]) -> "Ranking":
-        """Of lists of rows of a catalogue, the best first, and the row that was to be foretold by each."""
+        """The ranking of lists of catalogue rows, best first, by the row that each should hold."""
         places = [np.flatnonzero(rows[:10] == answer) for rows, answer in zip(lists, answers, strict=True)]
         ranks = [int(place[0]) + 1 for place in places if len(place)]
         count = max(1, len(lists))
@@ -37,18 +37,18 @@ class Ranking(Strict):
 
 
 class RecommenderCard(Strict):
-    """What a recommender knows.
+    """The vocabulary and the training of a recommender.
 
     Attributes
     ----------
-    sizes : codes of each level that it has tokens for; code c of level j is token begin + 1 + sum(sizes[:j]) + c.
-    begin : the token that every history begins with; those before it are of the language model that it was made of.
+    sizes : number of codes of each level with tokens; code c of level j is token begin + 1 + sum(sizes[:j]) + c.
+    begin : the token that begins every history; tokens before it are those of the extended language model.
     codes : digest of the items' codes that it was trained on.
-    history : newest items of a user that it is shown.
-    loss : that a draft model learned by, of which target; None: it was trained on the log alone.
-    held_back, popular, neighbours : how well its lists do, one list of the most popular items, and lists of the items
-        that go with a user's.
-    epoch : that did best on what was held back, and is kept.
+    history : number of a user's newest items in a prompt.
+    loss, target : of a draft model; None for a model that was trained on the log alone.
+    held_back, popular, neighbours : rankings of its lists, of the list of the most popular items, and of lists of the
+        neighbours of a user's items.
+    epoch : the epoch with the best result on held-back items, whose weights are kept.
     """
 
     sizes: tuple[int, ...]
@@ -73,28 +73,28 @@ class RecommenderCard(Strict):
         return self.begin + 1 + sum(self.sizes)
 
     def prompt(self, items: np.ndarray) -> np.ndarray:
-        """Token ids int64 of a history, codes (n, num_levels) of its items, the oldest first."""
+        """Token ids int64 of the newest items of a history, given as codes (n, num_levels), oldest first."""
         return self.tokens(items[-self.history :])
 
     def tokens(self, items: np.ndarray) -> np.ndarray:
-        """Likewise of all of them."""
+        """Token ids int64 of all items of a history, as `prompt`."""
         return np.concatenate(([self.begin], (items.astype(np.int64) + np.array(self.first_tokens)).ravel()))
 
 
 @dataclass(frozen=True)
 class KnownRecommender:
-    """A recommender whose weights need not be loaded. `model_id` : its folder's name and the digest of its weights."""
+    """A recommender without its weights; `model_id` is the name of its folder and the digest of its weights."""
 
     card: RecommenderCard
     model_id: str
 
     def require(self, codes: ItemCodes) -> None:
-        """Raises ModelError where it was trained on other codes."""
+        """Raise ModelError if it was trained on other codes."""
         if self.card.codes != codes_digest(codes):
             raise ModelError(f"{self.model_id} was trained on other item codes: train it again, or give those")
 
     def require_drafts_for(self, target: "KnownRecommender") -> None:
-        """Raises ModelError where its vocabulary is another than its target's."""
+        """Raise ModelError if its vocabulary differs from its target's."""
         if (self.card.sizes, self.card.codes) != (target.card.sizes, target.card.codes):
             raise ModelError(
                 f"the draft model {self.model_id} has another vocabulary of codes {self.card.sizes} than "
@@ -103,7 +103,7 @@ class KnownRecommender:
 
 
 def known_recommender(folder: Path) -> KnownRecommender:
-    """Raises ModelError: the folder holds none."""
+    """The recommender of a folder. Raises ModelError if the folder holds none."""
     path, weights = folder / CARD_NAME, folder / WEIGHTS_NAME
     if not path.is_file() or not weights.is_file():
         raise ModelError(f"{folder} holds no recommender: `laserbatch recommender train --out {folder}` makes one")
@@ -125,7 +125,7 @@ def codes_of_recommender(folder: Path, known: KnownRecommender) -> ItemCodes:
 
 
 def codes_digest(codes: ItemCodes) -> str:
-    """Of the codes of all items by id."""
+    """A digest of the codes of all items, by id."""
     names = np.array([str(one) for one in codes.item_ids.to_pylist()])
     order = np.argsort(names)
     return hashlib.sha256("\n".join(names[order]).encode() + codes.codes[order].tobytes()).hexdigest()[:16]

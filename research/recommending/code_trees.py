@@ -5,16 +5,16 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from laserbatch.research.recommending.item_trie import ItemTrie, Path
 
 ROOT: Path = ()
-BROKEN = -1e30  # stands for log probabilities that are no numbers: beams go on, and their scores tell
+BROKEN = -1e30  # replaces log probabilities that are no numbers, so that the search ends and scores show it
 
 
 class CodeTrees:
-    """What a model says may follow paths of codes, of several users.
+    """The log probabilities of codes after paths, by a model, for several users.
 
     Parameters
     ----------
@@ -23,7 +23,7 @@ class CodeTrees:
     """
 
     def __init__(
-        self, model: torch.nn.Module, trie: ItemTrie, first_tokens: Sequence[int], prompts: Sequence[np.ndarray]
+        self, model: PreTrainedModel, trie: ItemTrie, first_tokens: Sequence[int], prompts: Sequence[np.ndarray]
     ) -> None:
         self._model, self._trie, self._first_tokens = model, trie, first_tokens
         self._prompts = prompts
@@ -33,12 +33,12 @@ class CodeTrees:
         self._places: list[dict[Path, int]] = [{} for _ in prompts]  # of paths among a user's nodes
         self._above = np.zeros((len(prompts), 0, 0), bool)  # of nodes, themselves included
         self._log_p: list[dict[Path, np.ndarray]] = [{} for _ in prompts]
-        self.num_forwards = self.num_tokens = 0  # of prompts and paths, without what fills rows
+        self.num_forwards = self.num_tokens = 0  # of prompts and paths, without padding
 
     def log_p(self, user: int, path: Path, node: int) -> np.ndarray | None:
-        """Log probabilities float32[width] of what may follow a path, as `ItemTrie.codes` has it; None: not asked.
+        """Log probabilities float32[width] of the codes after a path, as in `ItemTrie.codes`; None if not computed.
 
-        What alone may follow is certain, and need not be asked.
+        A code that alone may follow is certain and is not computed.
         """
         found = self._log_p[user].get(path)
         if found is None and self._trie.num_children[len(path)][node] == 1:
@@ -46,9 +46,9 @@ class CodeTrees:
         return found
 
     def add(self, wanted: Sequence[Sequence[tuple[Path, int]]]) -> None:
-        """Have the model say what follows paths, each with its node of the trie, of every user in one forward.
+        """Compute what may follow paths, each with its node of the trie, for every user in one forward.
 
-        Those that are there already are not computed again; paths above must be there, or wanted earlier in the list.
+        Known paths are not computed again; paths above must be known, or earlier in the list.
         """
         new = [[pair for pair in dict(pairs).items() if pair[0] not in log_p and self._is_asked(*pair)]
                for pairs, log_p in zip(wanted, self._log_p, strict=True)]  # fmt: skip
@@ -77,27 +77,28 @@ class CodeTrees:
                     self._log_p[user][path] = row
 
     def _is_asked(self, path: Path, node: int) -> bool:
-        """Not of the root, which prompts ask of, nor of a last code but one that one item alone has."""
+        """Whether a path needs a forward: not the root, which prompts end in, nor one that leads to one item only."""
         level = len(path)
         return level > 0 and not (level == self._trie.num_levels - 1 and self._trie.num_children[level][node] == 1)
 
     @torch.inference_mode()
     def _forward(self, new: list[list[tuple[Path, int]]], num_new: int, is_first: bool) -> torch.Tensor:
-        """Logits (num_users, num_new, vocab_size) of new nodes; in the first forward behind those of the prompts' last
-        tokens."""
+        """Logits (num_users, num_new, vocab_size) of new nodes; in the first forward, those after the prompts come
+        first."""
         num_users, longest = self._is_prompt.shape
         before = self._above.shape[1]
         above = np.zeros((num_users, before + num_new, before + num_new), bool)
-        above[:, np.arange(before + num_new), np.arange(before + num_new)] = True  # what only fills a row sees itself
+        above[:, np.arange(before + num_new), np.arange(before + num_new)] = True  # padding sees itself
         above[:, :before, :before] = self._above
         tokens, depths = np.zeros((num_users, num_new), np.int64), np.zeros((num_users, num_new), np.int64)
         for user, pairs in enumerate(new):
             for place, (path, _) in enumerate(pairs, before):
-                if len(path) > 1:
-                    above[user, place] |= above[user, self._places[user][path[:-1]]]
+                level = len(path) - 1
+                if level > 0:
+                    above[user, place] |= above[user, self._places[user][path[:level]]]
                 self._places[user][path] = place
-                tokens[user, place - before] = self._first_tokens[len(path) - 1] + path[-1]
-                depths[user, place - before] = len(path) - 1
+                tokens[user, place - before] = self._first_tokens[level] + path[level]
+                depths[user, place - before] = level
         self._above = above
         lengths = self._is_prompt.sum(1, keepdims=True)
         prompts = np.broadcast_to(self._is_prompt[:, None], (num_users, num_new, longest))
@@ -107,7 +108,8 @@ class CodeTrees:
             ids[self._is_prompt] = np.concatenate(self._prompts)
             own = self._is_prompt[:, None] & np.tri(longest, dtype=bool)
             own[:, np.arange(longest), np.arange(longest)] = True
-            seen = np.concatenate((np.pad(own, ((0, 0), (0, 0), (0, num_new))), seen), 1)
+            own = np.concatenate((own, np.zeros((num_users, longest, num_new), bool)), 2)
+            seen = np.concatenate((own, seen), 1)
             positions = np.concatenate((np.maximum(self._is_prompt.cumsum(1) - 1, 0), positions), 1)
             tokens = np.concatenate((ids, tokens), 1)
         device, dtype = self._model.device, self._model.dtype

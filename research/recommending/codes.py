@@ -33,7 +33,7 @@ class ItemCodes:
         return len(self.item_ids)
 
     def rows_of(self, item_ids: pa.Array) -> np.ndarray:
-        """The row of each item, int64[n], -1 where it has no codes. Raises TableError: ids are of another type."""
+        """The row of each item, int64[n], -1 without codes. Raises TableError if ids are of another type."""
         if item_ids.type != self.item_ids.type:
             raise TableError(
                 f"items have ids of type {item_ids.type}, their codes are of ids of type {self.item_ids.type}: give "
@@ -42,7 +42,7 @@ class ItemCodes:
         return rows_among(item_ids, self.item_ids)
 
     def of_catalogue(self, item_ids: pa.Array) -> "ItemCodes":
-        """Those of the items that are there and have codes."""
+        """The codes of the given items that have some."""
         rows = self.rows_of(item_ids)
         known = rows >= 0
         return ItemCodes(item_ids.filter(pa.array(known)), self.codes[rows[known]], self.sizes)
@@ -135,7 +135,7 @@ def with_new_items(known: ItemCodes, item_ids: pa.Array, vectors: np.ndarray) ->
 
 
 def _kmeans_codes(left: np.ndarray, num_levels: int, size: int, seed: int) -> np.ndarray:
-    """Residual k-means: each level's codes are of what the levels before leave."""
+    """Residual k-means: the codes of a level are clusters of the residuals of the levels before."""
     from sklearn.cluster import KMeans
 
     columns = []
@@ -147,7 +147,7 @@ def _kmeans_codes(left: np.ndarray, num_levels: int, size: int, seed: int) -> np
 
 
 def _digits(codes: np.ndarray) -> np.ndarray:
-    """int32[n]: 0, 1, ... of items that have the same codes, in their order."""
+    """int32[n]: numbers 0, 1, ... of items with the same codes, in their order."""
     _, groups = np.unique(codes, axis=0, return_inverse=True)
     order = np.argsort(groups.ravel(), kind="stable")
     starts = np.flatnonzero(np.diff(groups.ravel()[order], prepend=-1))

@@ -1,5 +1,6 @@
-"""A catalogue's codes as a trie in flat arrays: what may follow a path of codes, so that only items come out."""
+"""The codes of a catalogue as a trie in flat arrays, which says what may follow a path of codes of an item."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,8 +15,8 @@ Path = tuple[int, ...]  # codes from the first level on
 class ItemTrie:
     """Nodes of level j are the different paths of j codes, in their order; level 0 is the root, the last one the items.
 
-    Of each level but the last, of its nodes: `codes[j]` int64 (num_nodes, width) what may follow, rising, -1 beyond;
-    `nodes[j]` likewise the nodes of the next level, where that is the last one the items' rows in the catalogue.
+    For the nodes of level j, `codes[j]` int64 (num_nodes, width) has the codes that may follow, rising, padded by -1;
+    `nodes[j]` has their nodes on the next level, on the last one the rows of items in the catalogue.
     """
 
     codes: tuple[np.ndarray, ...]
@@ -48,20 +49,20 @@ class ItemTrie:
 
     @cached_property
     def num_children(self) -> tuple[np.ndarray, ...]:
-        """Of each level but the last, int64[num_nodes]."""
+        """Number of children of the nodes of each level but the last, int64[num_nodes]."""
         return tuple((codes >= 0).sum(1) for codes in self.codes)
 
     @cached_property
     def num_items(self) -> tuple[np.ndarray, ...]:
-        """Of each level but the last, of its nodes: items below, int64[num_nodes]."""
+        """Number of items below the nodes of each level but the last, int64[num_nodes]."""
         found = [self.num_children[-1]]
         for nodes in self.nodes[-2::-1]:
             found.append(np.where(nodes >= 0, found[-1][nodes], 0).sum(1))
         return tuple(reversed(found))
 
     def emptied_by(self, codes: np.ndarray) -> list[np.ndarray]:
-        """Without some different items, codes int (n, num_levels): of each level from the first on, the nodes that have
-        nothing below them any more, on the last one these items' rows."""
+        """The nodes of each level, from the first on, that have no item below without some different items, codes int
+        (n, num_levels); on the last level the rows of these items."""
         above, places = self.ways_to(codes)
         below = [nodes[above[:, level], places[:, level]] for level, nodes in enumerate(self.nodes)]
         emptied = []
@@ -72,12 +73,12 @@ class ItemTrie:
 
     @cached_property
     def _found(self) -> dict[Path, int | None]:
-        """Paths that were looked for; at most those of all items, and some that no item has."""
+        """The nodes of paths that `node_of` was called for."""
         return {(): 0}
 
     def ways_to(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of items that are all there, codes int (n, num_levels): the node above each code, and the code's place among
-        what may follow that, both int64 (n, num_levels)."""
+        """The node above each code of items in the trie, codes int (n, num_levels), and the place of the code among the
+        node's children, both int64 (n, num_levels)."""
         above, places = np.zeros(codes.shape, np.int64), np.zeros(codes.shape, np.int64)
         node = np.zeros(len(codes), np.int64)
         for level in range(self.num_levels):
@@ -86,8 +87,12 @@ class ItemTrie:
             node = self.nodes[level][node, places[:, level]]
         return above, places
 
+    def with_nodes(self, paths: Iterable[Path]) -> list[tuple[Path, int]]:
+        """Each different path that an item has, with its node."""
+        return [(path, node) for path in dict.fromkeys(paths) if (node := self.node_of(path)) is not None]
+
     def node_of(self, path: Path) -> int | None:
-        """The node of a path; None where no item has it."""
+        """The node of a path; None if no item has it."""
         if path not in self._found:
             level, node, found = len(path) - 1, self.node_of(path[:-1]), None
             if node is not None:

@@ -25,7 +25,7 @@ TRIED_BATCHES = 4  # of users, spread over all shards
 
 
 class ListWorker:
-    """Lists the items of the users of shards. Raises ModelError, TableError: model or codes cannot be used."""
+    """Lists items for the users of shards. Raises ModelError or TableError if model or codes cannot be used."""
 
     def __init__(self, spec: ListSpec) -> None:
         torch.set_num_threads(spec.num_threads)
@@ -48,11 +48,11 @@ class ListWorker:
         return self._num_forwards, self._costliest_step_s, self._num_lists
 
     def warm_up(self) -> None:
-        """List something that nobody keeps: code is loaded before a shard."""
-        self._found([ListRow(None, np.zeros(1, np.int64), np.zeros(0, np.int64), "")], 1)
+        """Make a list that is not stored, so that code is loaded before the first shard."""
+        self._found([ListRow("", np.zeros(1, np.int64), np.zeros(0, np.int64), "")], 1)
 
-    def run(self, shard: Shard, budget: int | None = None) -> ShardRecord:
-        """List the items of one shard's users and write its files; `budget`: how much is drafted."""
+    def run(self, shard: Shard, budget: int = 0) -> ShardRecord:
+        """List the items of the users of a shard and write its files; `budget` is the number of drafted paths."""
         start_s, size = time.perf_counter(), self._spec.options.batch_size
         rows = self._read(shard)
         found = [one for start in range(0, len(rows), size) for one in self._found(rows[start : start + size], budget)]
@@ -75,7 +75,7 @@ class ListWorker:
         return RunFolder(self._spec.run_dir).shards(shard.side).write(shard.name, table, quarantined, info)
 
     def tried_drafts(self, shards: Sequence[Shard]) -> dict[int, float]:
-        """Seconds of some batches, by how much was drafted for them; 0 is plain beams."""
+        """Seconds of some batches by the number of drafted paths; 0 is plain beam search."""
         options = self._spec.options
         chosen = [shards[place] for place in np.linspace(0, len(shards) - 1, TRIED_BATCHES).astype(int).tolist()]
         batches = [self._read(shard)[: options.batch_size] for shard in chosen]
@@ -85,7 +85,6 @@ class ListWorker:
         return ListRow.of_table(read_parquet(self._spec.run_dir / shard.path))
 
     def _found(self, rows: Sequence[ListRow], budget: int) -> list[Found]:
-        """The lists of a batch of users."""
         start_s, size, codes = time.perf_counter(), self._spec.options.num_items, self._catalogue.codes
 
         def trees_of(model: Recommender) -> CodeTrees:
@@ -105,5 +104,5 @@ class ListWorker:
         return found
 
     def _had(self, row: ListRow) -> list[np.ndarray]:
-        """What is left out for a user's own items; where few others are there the list is shorter."""
+        """The nodes to leave out for the user's own items; with few other items the list is shorter."""
         return self._trie.emptied_by(self._catalogue.codes[np.unique(row.history)])

@@ -1,4 +1,4 @@
-"""What the lists of a night follow from: the catalogue with its codes, what users have done, and what most have."""
+"""The inputs of the lists of a night: the catalogue with its codes, histories, and the most popular items."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,19 +24,20 @@ from laserbatch.research.recommending.settings import RecommendingSettings
 
 
 def known_models(options: RecommendingSettings) -> tuple[KnownRecommender, ItemCodes]:
-    """The recommender that nights list by, which must be set, and the codes that it knows; weights are not loaded.
+    """The configured recommender and its codes; weights are not loaded.
 
-    Raises ModelError, TableError: a folder is none, or what drafts for it has other codes.
+    Raises ConfigError if none is configured, and ModelError or TableError if a folder holds none, or the draft model
+    has other codes.
     """
-    target = known_recommender(options.model)
-    codes = codes_of_recommender(options.model, target)
+    target = known_recommender(options.required_model)
+    codes = codes_of_recommender(options.required_model, target)
     if options.draft_model is not None:
         known_recommender(options.draft_model).require_drafts_for(target)
     return target, codes
 
 
 def known_histories(tables: Tables, codes: ItemCodes) -> list[np.ndarray]:
-    """What each user has done, the oldest first: rows of the codes, without items that have none."""
+    """The history of each user, oldest first, as rows of the codes, without items that have none."""
     known = Histories(tables)
     places, starts = known.newest(np.arange(tables.users.num_rows), tables.interactions.num_rows)
     rows = codes.rows_of(tables.items["item_id"].combine_chunks())[known.items(places)]
@@ -46,7 +47,7 @@ def known_histories(tables: Tables, codes: ItemCodes) -> list[np.ndarray]:
 
 @dataclass
 class Lists:
-    """What the lists of a night follow from. Items are rows of `catalogue`: those that are there and have codes."""
+    """The inputs of the lists of a night. Items are rows of `catalogue`, which has the items with codes."""
 
     settings: Settings
     tables: Tables
@@ -78,7 +79,7 @@ class Lists:
             )
 
     def _with_new_items(self, item_ids: pa.Array) -> ItemCodes:
-        """The codes, and those of new items whose vectors the published run of texts has."""
+        """The codes, and codes for new items whose vectors the published run of texts has."""
         if not self.settings.workspace.is_dir():
             return self.codes
         run = Workspace.open(self.settings.workspace, create=False).published()
@@ -100,12 +101,11 @@ class Lists:
 
     @cached_property
     def histories(self) -> list[np.ndarray]:
-        """What each user has done, the oldest first."""
         return known_histories(self.tables, self.catalogue)
 
     @cached_property
     def popular(self) -> tuple[np.ndarray, np.ndarray]:
-        """The items that most histories have, the most of all first, and how many have each."""
+        """The items that the most histories hold, the most popular first, and the number of histories of each."""
         listed = np.concatenate([np.empty(0, np.int64), *(np.unique(one) for one in self.histories)])
         counts = np.bincount(listed, minlength=len(self.catalogue))
         rows = np.argsort(-counts, kind="stable")[: self.options.num_items]

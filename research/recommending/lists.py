@@ -43,7 +43,7 @@ def has_new_items(catalogue: ItemCodes, runs: Path, run_id: str) -> bool:
 class ListRow:
     """A user who gets a list: rows of the catalogue of the history, the oldest first, int64[n], and of likely items."""
 
-    user_id: object
+    user_id: str | int
     history: np.ndarray
     drafts: np.ndarray
     fingerprint: str

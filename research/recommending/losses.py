@@ -1,4 +1,4 @@
-"""What small models learn from, that draft beams for a recommender (AtSpeed: Lin et al., ICLR 2025, section 3)."""
+"""The losses of small models that draft beams for a recommender (AtSpeed: Lin et al., ICLR 2025, section 3)."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,11 @@ STRENGTH = 0.5  # alpha of Eq. 5 and 9
 
 @dataclass(frozen=True)
 class Rows:
-    """R places of codes in sequences, of which each is to say the next.
+    """R places of codes in sequences, each with the code that follows.
 
-    `p` and `q` (R, vocab_size): logits of target and draft; `labels` int64[R] the codes' tokens; `allowed` bool (R,
-    vocab_size) what a catalogue has there. `least` float[R]: the target's log probability of the last of its K list's
-    code at the same place, log p(y_K); 0 where a sequence is none of a list.
+    `p` and `q` (R, vocab_size) are logits of target and draft; `labels` int64[R] tokens of codes; `allowed` bool (R,
+    vocab_size) marks the codes of the catalogue there. `least` float[R] is log p(y_K), the target's log probability of
+    the code at that place of the last item of its list; 0 for sequences of the log.
     """
 
     p: torch.Tensor
@@ -28,7 +28,7 @@ class Rows:
 
 
 def recommendation_loss(rows: Rows) -> torch.Tensor:
-    """Cross entropy of the codes that came: L_Rec."""
+    """Cross entropy of the codes of the log: L_Rec."""
     return torch.nn.functional.cross_entropy(rows.q, rows.labels)
 
 
@@ -69,7 +69,7 @@ def relaxed_loss(rows: Rows) -> torch.Tensor:
 
 
 def draft_loss(kind: DraftLoss, of_logs: Rows, of_lists: Rows | None) -> torch.Tensor:
-    """That of a step: of what came in the log, and of the target's lists where the kind learns from them."""
+    """The loss of a step on the log and, for kinds in `OF_LISTS`, on the target's lists."""
     match kind:
         case "sft":
             return recommendation_loss(of_logs)
@@ -77,12 +77,13 @@ def draft_loss(kind: DraftLoss, of_logs: Rows, of_lists: Rows | None) -> torch.T
             return word_loss(of_logs)
         case "tvdkd":
             return variation_loss(of_logs)
-        case "seqkd":
+        case "seqkd" if of_lists:
             return (recommendation_loss(of_logs) + recommendation_loss(of_lists)) / 2
-        case "atspeed_s":
+        case "atspeed_s" if of_lists:
             return STRENGTH * strict_loss(of_lists) + (1 - STRENGTH) * recommendation_loss(of_logs)
-        case "atspeed_r":
+        case "atspeed_r" if of_lists:
             return STRENGTH * relaxed_loss(of_lists) + (1 - STRENGTH) * recommendation_loss(of_logs)
+    raise ValueError(f"the loss {kind} needs rows of the target's lists")
 
 
 def _log_softmax(logits: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from laserbatch.pipeline.decoding.model.folder import require_whole_files
@@ -17,13 +17,13 @@ LORA_RANK = 16
 
 @dataclass(frozen=True)
 class Recommender(KnownRecommender):
-    """One in memory."""
+    """A recommender in memory."""
 
-    model: torch.nn.Module
+    model: PreTrainedModel
 
 
 def new_model(card: RecommenderCard, hidden_size: int, num_layers: int, seed: int) -> LlamaForCausalLM:
-    """An untrained one for a card's tokens."""
+    """An untrained model for the tokens of a card."""
     transformers_logging.disable_progress_bar()
     torch.manual_seed(seed)
     num_heads = max(1, hidden_size // 64)
@@ -36,7 +36,7 @@ def new_model(card: RecommenderCard, hidden_size: int, num_layers: int, seed: in
 
 
 def drop_out(model: LlamaForCausalLM, share: float) -> None:
-    """Have so much of what embeddings, attention and MLPs say be left out while the model is trained."""
+    """Apply dropout to the results of embeddings, attention and MLPs while the model is trained."""
 
     def hook(module: torch.nn.Module, _, said):
         first = said[0] if isinstance(said, tuple) else said
@@ -51,10 +51,10 @@ def drop_out(model: LlamaForCausalLM, share: float) -> None:
 
 
 def extended_model(base: Path, card: RecommenderCard, seed: int) -> tuple[torch.nn.Module, RecommenderCard]:
-    """A language model with a card's tokens behind its own, and a LoRA to be trained; the card as it then is.
+    """A language model with the tokens of a card after its own and an untrained LoRA, and the card with their offset.
 
-    Learned are the LoRA, of all linear layers, and the embeddings. Raises ConfigError: peft is not installed;
-    ModelError: the folder holds no model.
+    The LoRA of all linear layers and the embeddings are trainable. Raises ConfigError if peft is not installed,
+    ModelError if the folder holds no model.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -63,7 +63,7 @@ def extended_model(base: Path, card: RecommenderCard, seed: int) -> tuple[torch.
         raise ConfigError(f"a language model is adapted by peft, which is not there ({error}): {advice}") from error
     require_whole_files(base)
     transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()  # it tells of how new embeddings begin
+    transformers_logging.set_verbosity_error()  # it reports how new embeddings are initialised
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(
         base, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
@@ -72,20 +72,22 @@ def extended_model(base: Path, card: RecommenderCard, seed: int) -> tuple[torch.
     model.resize_token_embeddings(card.vocab_size)
     adapted = get_peft_model(model, LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear"))
     for embeddings in (model.get_input_embeddings(), model.get_output_embeddings()):
-        embeddings.weight.requires_grad_(True)
+        if embeddings is not None:
+            embeddings.weight.requires_grad_(True)
     return adapted, card
 
 
-def save_recommender(model: LlamaForCausalLM, card: RecommenderCard, folder: Path) -> None:
+def save_recommender(model: PreTrainedModel, card: RecommenderCard, folder: Path) -> None:
     model.save_pretrained(folder)
     write_json(card.model_dump(mode="json"), folder / CARD_NAME)
 
 
 def load_recommender(folder: Path, device: str = "cpu") -> Recommender:
-    """Raises ModelError: the folder holds none."""
+    """The recommender of a folder. Raises ModelError if the folder holds none."""
     known = known_recommender(folder)
     transformers_logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
     )
-    return Recommender(known.card, known.model_id, model.to(device).eval())
+    torch.nn.Module.to(model, device)
+    return Recommender(known.card, known.model_id, model.eval())

@@ -1,8 +1,8 @@
-"""The nightly lists: each user's best items by a recommender over codes, in runs of their own beside those of texts.
+"""The nightly lists: the best items of each user by a recommender over codes, in runs beside those of texts.
 
-A run is a folder as any other, in the workspace `recommendations/` within the workspace. Who has the same history keeps
-the list, unless one of its items has left the catalogue, or new ones came and it is its day of the week; who has none
-gets what most others have. The others are given to workers in shards; `research/recommending/list_worker.py` is one.
+A run is a folder like any other, in the workspace `recommendations/` within the workspace. A user with an unchanged
+history keeps the list, unless one of its items left the catalogue, or new items came and it is the list's day of the
+week. A user without a history gets the most popular items. Workers (`list_worker.py`) list the others in shards.
 """
 
 import datetime
@@ -33,7 +33,6 @@ from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.distributed.actors import ShardAbandoned, WorkerPool
 from laserbatch.pipeline.distributed.cluster import end_leftovers
 from laserbatch.pipeline.distributed.shared_folder import TOKEN_FILE
-from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.planning.plan import (
     CARRIED_SHARD,
     Shard,
@@ -73,10 +72,10 @@ from laserbatch.research.recommending.trial import TRIED_SHARES, fastest
 NAME = "recommending"  # the extension
 RECOMMENDATIONS = "recommendations"  # its workspace, a folder of the night's
 METRICS_PREFIX = "laserbatch_lists"
-SHARDS = 64  # about, of a night; of these batches each at least, and at most
-SHARD_BATCHES, MAX_BATCHES = 8, 128
+SHARDS = 64  # approximate number of shards of a night
+SHARD_BATCHES, MAX_BATCHES = 8, 128  # minimum and maximum number of batches of a shard
 NUM_SAMPLES = 3
-MIN_TRIED = 10  # shards of a night, below which what drafts gain would not repay trying them
+MIN_TRIED = 10  # with fewer shards, drafts would not repay a trial of them
 
 
 def recommend(settings: Settings, date: datetime.date, force: bool = False) -> RunManifest:
@@ -90,12 +89,8 @@ def recommend(settings: Settings, date: datetime.date, force: bool = False) -> R
 
 
 def _recommend(settings: Settings, date: datetime.date, force: bool, metrics: NightMetrics) -> RunManifest:
-    if settings.extension("recommending").model is None:
-        raise ConfigError("extensions.recommending names no model; `laserbatch recommender train` makes one")
-    if settings.tables.path is None:
-        raise ConfigError("no input tables: set tables.path in the configuration; `laserbatch init TABLES` writes one")
     target, catalogue_codes = known_models(settings.extension("recommending"))
-    check = partial(check_tables, settings.tables.path, None, settings.gates.max_failed_share)
+    check = partial(check_tables, settings.tables.required_path, None, settings.gates.max_failed_share)
     inputs, tables = sound_tables(settings, date, check)
     lists = Lists(settings, tables, target, catalogue_codes)
     workspace = Workspace.open(Workspace.open(settings.workspace).root / RECOMMENDATIONS)
@@ -120,7 +115,7 @@ def _recommend(settings: Settings, date: datetime.date, force: bool, metrics: Ni
 def _opened(
     workspace: Workspace, lists: Lists, date: datetime.date, inputs: Mapping[str, Any], force: bool
 ) -> RunManifest:
-    """The manifest of the newest run of the date, or of another edition where that is finished and `force` asks."""
+    """The manifest of the newest run of the date, or of another edition if that is finished and `force` is set."""
     settings = lists.settings
     identity = {
         "tables": settings.tables.model_dump(mode="json", exclude={"path"}),
@@ -143,7 +138,7 @@ def _opened(
 
 
 def _write(workspace: Workspace, run: RunFolder, manifest: RunManifest, lists: Lists) -> None:
-    """Make the lists that are not there yet, check that nobody is missing, and finish the run."""
+    """Make the missing lists, check that every user has one, and finish the run."""
     previous, schema = lists.schema.empty_table(), lists.schema
     if manifest.previous_run_id is not None:
         batches = list(workspace.run(manifest.previous_run_id).iter_knowledge("user", schema.names))
@@ -174,7 +169,7 @@ def _write(workspace: Workspace, run: RunFolder, manifest: RunManifest, lists: L
 
 
 def _stale(previous: pa.Table, lists: Lists, failed: pa.ChunkedArray) -> pa.Table:
-    """The earlier lists that users keep for whom none could be made tonight."""
+    """The earlier lists of users whose new list failed."""
     kept = stale_lists(previous, failed.combine_chunks(), lists.catalogue)
     if lists.options.list_again:
         return kept
@@ -182,7 +177,7 @@ def _stale(previous: pa.Table, lists: Lists, failed: pa.ChunkedArray) -> pa.Tabl
 
 
 def _plan(run: RunFolder, manifest: RunManifest, lists: Lists, previous: pa.Table) -> SidePlan:
-    """Write what needs no model, and the shards of what does; users side by side have histories of like length."""
+    """Write the lists that need no model, and the shards of the others; neighbours have histories of similar length."""
     user_ids, options = lists.user_ids, lists.options
     with progress("plan lists", len(user_ids)) as bar:
         lengths = np.array([len(one) for one in lists.histories], np.int64)
@@ -230,7 +225,7 @@ def _hand_out(
     workspace: Workspace, run: RunFolder, manifest: RunManifest, lists: Lists, pending: Sequence[Shard],
     finished: Finished,
 ) -> list[ShardAbandoned]:  # fmt: skip
-    """Have workers make the lists of shards, which are added to the finished ones; returns those that were given up."""
+    """Have workers make the lists of shards, which are added to the finished ones; return the abandoned ones."""
     options = lists.options
     places = {name: path.resolve() for name in ("model", "draft_model") if (path := getattr(options, name)) is not None}
     spec = ListSpec(
@@ -242,8 +237,8 @@ def _hand_out(
 
     with NightWorkers(lists.settings.cluster, workspace.root) as workers:
         worker_pool = workers.worker_pool(spec)
-        num_drafted = {"user": _drafted(manifest, options, worker_pool, pending)}
-        abandoned = hand_out(worker_pool, pending, {"user": finished}, "recommend", lambda _: num_drafted)
+        num_drafted = _drafted(manifest, options, worker_pool, pending)
+        abandoned = hand_out(worker_pool, pending, {"user": finished}, "recommend", lambda _: {"user": num_drafted})
         manifest.workers = workers.figures(worker_pool, len(pending))
     return abandoned
 
@@ -251,7 +246,7 @@ def _hand_out(
 def _drafted(
     manifest: RunManifest, options: RecommendingSettings, worker_pool: WorkerPool, shards: Sequence[Shard]
 ) -> int:
-    """How much is drafted: that of the manifest, else as configured, else what was fastest when it was tried."""
+    """The draft budget: that of the manifest, else the configured one, else the fastest in a trial."""
     if "user" not in manifest.budgets:
         wanted, reason, gain = options.num_drafted, "as extensions.recommending.num_drafted says", None
         if wanted is None and options.draft_model is None and manifest.previous_run_id is None:
@@ -283,7 +278,7 @@ def _figures(
     if num_shorter:
         say(f"{num_shorter} users have lists of fewer than {num_items} items (num_items): they have had the others")
     manifest.extension_figures = {"num_shorter": num_shorter}
-    manifest.model = next((record.info.model for record in written), manifest.model)
+    manifest.model = next((record.written_by.model for record in written), manifest.model)
     return SideFigures(
         num_entities=plan.num_entities,
         num_generated=by_plan + num_written,
@@ -317,7 +312,7 @@ def _samples(run: RunFolder, lists: Lists) -> list[SampleText]:
 
 
 def _measured(manifest: RunManifest, num_before: int) -> list[GateFigures]:
-    """What gates judge of lists; `num_before` are those of the run before."""
+    """The values that gates judge; `num_before` is the number of lists of the run before."""
     figures = manifest.sides["user"]
     coverage = (figures.num_entities - figures.num_quarantined) / num_before if num_before else None
     failed = figures.num_quarantined / max(1, figures.num_entities)
@@ -326,7 +321,7 @@ def _measured(manifest: RunManifest, num_before: int) -> list[GateFigures]:
 
 
 def _publish(workspace: Workspace, run: RunFolder, settings: Settings) -> None:
-    """Let readers see a finished run, here and where it is delivered to, and remove runs that are too old."""
+    """Publish and deliver a finished run, and remove old runs."""
     uri = delivery_uri(workspace, settings.deliver_to)
     publish_run(workspace, run)
     deliver(workspace, uri)

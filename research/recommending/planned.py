@@ -1,4 +1,4 @@
-"""Who gets a new list tonight, and what drafts it: lists of the night before, of the user and of who did alike last."""
+"""The users who get a new list, and its drafts: earlier lists of the user and of users with the same last item."""
 
 import datetime
 import hashlib
@@ -54,7 +54,7 @@ def due_lists(previous: pa.Table, date: datetime.date, has_grown: Callable[[str]
 
 
 def stale_lists(previous: pa.Table, user_ids: pa.Array, catalogue: ItemCodes) -> pa.Table:
-    """Earlier lists of some users, as stale, of those whose items are all in the catalogue still."""
+    """Earlier lists of some users, marked as stale, if all of their items are still in the catalogue."""
     rows = rows_among(user_ids, previous["entity_id"])
     rows = rows[rows >= 0]
     rows = rows[~_has_gone(previous, catalogue)[rows]]
@@ -64,7 +64,7 @@ def stale_lists(previous: pa.Table, user_ids: pa.Array, catalogue: ItemCodes) ->
 
 
 def without_had(lists: pa.Table, user_ids: pa.Array, histories: Sequence[np.ndarray], catalogue: ItemCodes) -> pa.Table:
-    """Earlier lists without what their users have had since; histories are rows of the catalogue, of `user_ids`."""
+    """Earlier lists without items that their users had since; `histories` of `user_ids` are rows of the catalogue."""
     users = rows_among(lists["entity_id"], user_ids)
     items, scores = [], []
     for user, listed, of_each in zip(users.tolist(), lists["items"], lists["scores"].to_pylist(), strict=True):
@@ -78,7 +78,7 @@ def without_had(lists: pa.Table, user_ids: pa.Array, histories: Sequence[np.ndar
 
 
 def _has_gone(previous: pa.Table, catalogue: ItemCodes) -> np.ndarray:
-    """Of each earlier list whether one of its items has left the catalogue."""
+    """Whether an item of each earlier list has left the catalogue."""
     lists = previous["items"].combine_chunks()
     is_gone = pc.invert(pc.is_in(lists.flatten(), value_set=catalogue.item_ids)).to_numpy(zero_copy_only=False)
     ends = np.cumsum(pc.list_value_length(lists).to_numpy())
@@ -114,7 +114,7 @@ def listed_drafts(
 def _lists_by_last_item(
     previous: pa.Table, wanted: np.ndarray, catalogue: ItemCodes, items: np.ndarray, lengths: np.ndarray
 ) -> dict[int, np.ndarray]:
-    """Of each wanted last item the items of all earlier lists of users with it, those first that most lists have."""
+    """By wanted last item, the items of the earlier lists of users with it, the most frequent first."""
     last = np.repeat(rows_among(previous["last_item"], catalogue.item_ids), lengths)
     asked = np.isin(last, wanted) & (items >= 0)
     keys, counts = np.unique(last[asked] * len(catalogue) + items[asked], return_counts=True)

@@ -10,7 +10,7 @@ NUM_STEPS, BATCH, LEARNING_RATE = 600, 1024, 1e-3
 
 
 class ResidualAutoencoder(nn.Module):
-    """Vectors (n, dim) to latent ones and back; `books` (num_levels, size, LATENT), of what the one before leaves."""
+    """Autoencoder of vectors (n, dim); `books` (num_levels, size, LATENT) quantise the residuals of those before."""
 
     def __init__(self, dim: int, num_levels: int, size: int) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class ResidualAutoencoder(nn.Module):
 
     @torch.no_grad()
     def begin(self, vectors: torch.Tensor, seed: int) -> None:
-        """Books from the vectors' own latents: without it most codes are never used."""
+        """Initialise the books by latents of the vectors; otherwise most codes are never used."""
         left, generator = self.encoder(vectors), torch.Generator().manual_seed(seed)
         for book in self.books:
             book.copy_(
@@ -29,7 +29,7 @@ class ResidualAutoencoder(nn.Module):
             left = left - book[torch.cdist(left, book).argmin(1)]
 
     def quantised(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The latents' codes int64 (n, num_levels), what these stand for, and the loss that brings both together."""
+        """Codes int64 (n, num_levels) of latents, the quantised latents, and the loss of the difference."""
         left, total, codes, loss = latent, torch.zeros_like(latent), [], latent.new_zeros(())
         for book in self.books:
             codes.append(torch.cdist(left.detach(), book.detach()).argmin(1))
@@ -40,7 +40,7 @@ class ResidualAutoencoder(nn.Module):
 
 
 def rqvae_codes(vectors: np.ndarray, num_levels: int, size: int, seed: int = 0) -> np.ndarray:
-    """Codes int64 (n, num_levels) below `size` of vectors float32 (n, dim); the same again for the same seed."""
+    """Codes int64 (n, num_levels) below `size` of vectors float32 (n, dim); equal seeds give equal codes."""
     torch.manual_seed(seed)
     data = torch.from_numpy(vectors)
     data = (data - data.mean(0)) / data.std().clamp_min(1e-6)

@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.validation import Strict
 
 CodeMaker = Literal["kmeans", "rqvae"]
@@ -39,3 +40,10 @@ class RecommendingSettings(Strict):
     keep_runs: int = Field(
         default=7, ge=1, description="This many of the newest runs of lists are kept, and the published one."
     )
+
+    @property
+    def required_model(self) -> Path:
+        """`model`. Raises ConfigError if it is not set."""
+        if self.model is None:
+            raise ConfigError("extensions.recommending names no model; `laserbatch recommender train` makes one")
+        return self.model

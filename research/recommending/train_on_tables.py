@@ -1,4 +1,4 @@
-"""Recommenders trained on what users of the tables did, and small models that draft for them."""
+"""Training of recommenders on the interactions of tables, and of small models that draft for them."""
 
 import datetime
 from pathlib import Path
@@ -32,13 +32,13 @@ def train_on_tables(
     code_maker: CodeMaker = "kmeans",
     base: Path | None = None,
 ) -> RecommenderCard:
-    """Train into a folder, with the codes beside the model; `draft_for` names the folder of a target, `base` that of a
-    language model to begin with."""
+    """Train a recommender into a folder, with its codes; `draft_for` is the folder of the target of a small model, and
+    `base` that of a language model to extend."""
     torch.set_num_threads(usable_cores())
-    tables = read_tables(settings.tables.path, as_of=date, keep_duplicates=settings.tables.keep_duplicates)
+    tables = read_tables(settings.tables.required_path, as_of=date, keep_duplicates=settings.tables.keep_duplicates)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = None if draft_for is None else load_recommender(draft_for, device)
-    if target is not None:
+    if draft_for is not None and target is not None:
         codes = codes_of_recommender(draft_for, target)
     elif codes_file is not None:
         codes = read_codes(codes_file)

@@ -6,8 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 from laserbatch.pipeline.decoding.model.folder import model_identity
 from laserbatch.pipeline.errors import ConfigError
@@ -76,7 +78,8 @@ def train_recommender(
         drop_out(model, options.dropout)
     else:
         model, card = extended_model(base, card, options.seed)
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.nn.Module.to(model, device)
     is_held = _held_back(len(usable), options.seed)
     asked = [usable[number] for number in np.flatnonzero(is_held)]
     learned = [one[:-1] if held else one for one, held in zip(usable, is_held, strict=True)]
@@ -88,7 +91,7 @@ def train_recommender(
         step, batch = numbered
         torch.manual_seed(options.seed + step)  # what is dropped out goes by the step, wherever a training goes on
         some = [windows[number] for number in batch]
-        ids = _padded([card.tokens(codes.codes[one]) for one in some], card.begin).to(model.device)
+        ids = _padded([card.tokens(codes.codes[one]) for one in some], card.begin).to(device)
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
         return _catalogue_loss(logits, trie, card, some, ways)
 
@@ -112,7 +115,8 @@ def train_recommender(
         seconds_between_checkpoints=options.seconds_between_checkpoints,
     )  # fmt: skip
     model.load_state_dict(load_file(best), strict=False)
-    model = model.merge_and_unload() if base is not None else model
+    merge = getattr(model, "merge_and_unload", None)  # of a LoRA
+    model = model if merge is None else merge()
     training_facts = {
         "num_histories": len(usable),
         "training_seconds": round(seconds, 1),
@@ -126,7 +130,7 @@ def _rankings(
     model, card: RecommenderCard, trie: ItemTrie, codes: ItemCodes, learned: Sequence[np.ndarray],
     asked: Sequence[np.ndarray],
 ) -> dict[str, Ranking]:  # fmt: skip
-    """How well the last item of asked histories is foretold by the model, and by what it is compared with."""
+    """The rankings of the last items of held-back histories by the model and the baselines."""
     answers, before = [one[-1] for one in asked], [one[:-1] for one in asked]
     lists = {
         "held_back": listed(model, card, trie, codes, before),
@@ -156,7 +160,7 @@ def train_draft(
         sizes=target.card.sizes, codes=target.card.codes, history=target.card.history, loss=kind, target=target.model_id
     )
     device = target.model.device
-    model = new_model(card, options.hidden_size, options.num_layers, options.seed).to(device)
+    model = torch.nn.Module.to(new_model(card, options.hidden_size, options.num_layers, options.seed), device)
     lists = []
     if kind in OF_LISTS:
         usable = [usable[number] for number in rng.permutation(len(usable))[: options.num_listed]]
@@ -187,9 +191,9 @@ def train_draft(
 
 
 def listed(
-    model: torch.nn.Module, card: RecommenderCard, trie: ItemTrie, codes: ItemCodes, histories: Sequence[np.ndarray]
+    model: PreTrainedModel, card: RecommenderCard, trie: ItemTrie, codes: ItemCodes, histories: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
-    """A model's best NUM_ALIGNED items behind each history but those in it, rows of `codes`, the best first."""
+    """A model's NUM_ALIGNED best items after each history, without those in it, as rows of `codes`, best first."""
     found = []
     for start in range(0, len(histories), LISTS_AT_ONCE):
         part = histories[start : start + LISTS_AT_ONCE]
@@ -224,7 +228,7 @@ def _catalogue_loss(
 
 @torch.no_grad()
 def _surprise(model, card: RecommenderCard, codes: ItemCodes, trie: ItemTrie, asked: Sequence[np.ndarray]) -> float:
-    """Mean over histories of -log p of the last item, among the items that there are."""
+    """Mean over histories of -log p of the last item, among the items of the catalogue."""
     total = 0.0
     for start in range(0, len(asked), LISTS_AT_ONCE):
         part = asked[start : start + LISTS_AT_ONCE]
@@ -236,9 +240,9 @@ def _surprise(model, card: RecommenderCard, codes: ItemCodes, trie: ItemTrie, as
 
 def _rows_of(
     target: Recommender, model, trie: ItemTrie, card: RecommenderCard, codes: ItemCodes,
-    sequences: Sequence[Sequence[int]], counts: Sequence[int] = (),
+    sequences: Sequence[npt.ArrayLike], counts: Sequence[int] = (),
 ) -> Rows:  # fmt: skip
-    """The places of each sequence's last item's codes. `counts` : sequences of each list, whose last is the K-th."""
+    """The places of the codes of each sequence's last item. `counts` : sequences of each list, the last with item K."""
     with torch.no_grad():
         p, _, _ = _said_of_last(target.model, trie, target.card, codes, sequences)
     q, labels, allowed = _said_of_last(model, trie, card, codes, sequences)
@@ -247,22 +251,21 @@ def _rows_of(
         own = torch.log_softmax(p.masked_fill(~allowed, -torch.inf), -1).gather(2, labels[..., None])[..., 0]
         ends = np.cumsum(counts) - 1
         least = own[torch.from_numpy(np.repeat(ends, counts)).to(own.device)]
-    return Rows(*(each.flatten(0, 1) for each in (p, q)), labels.flatten(), allowed.flatten(0, 1), least.flatten())
+    return Rows(p.flatten(0, 1), q.flatten(0, 1), labels.flatten(), allowed.flatten(0, 1), least.flatten())
 
 
 def _said_of_last(
-    model, trie: ItemTrie, card: RecommenderCard, codes: ItemCodes, sequences: Sequence[Sequence[int]]
+    model, trie: ItemTrie, card: RecommenderCard, codes: ItemCodes, sequences: Sequence[npt.ArrayLike]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What a model says in the places of each sequence's last item's codes: logits (B, num_levels, V), tokens of these
     codes int64 (B, num_levels), and what a catalogue has there, bool as the logits. Tokens count from the beginning's.
     """
-    num_levels = codes.codes.shape[1]
-    rows = [card.tokens(codes.codes[np.asarray(one)[-card.history - 1 :]]) for one in sequences]
-    ids = _padded(rows, card.begin, left=True).to(model.device)
+    num_levels, items = codes.codes.shape[1], [np.asarray(one)[-card.history - 1 :] for one in sequences]
+    ids = _padded([card.tokens(codes.codes[one]) for one in items], card.begin, left=True).to(model.device)
     inputs = {"input_ids": ids, "attention_mask": _seen(ids, card.begin), "logits_to_keep": num_levels + 1}
     logits = model(**inputs, use_cache=False).logits[:, :-1, card.begin :].float()
     allowed = np.zeros(logits.shape, bool)
-    for number, one in enumerate(sequences):
+    for number, one in enumerate(items):
         path = codes.codes[one[-1]].tolist()
         for level in range(num_levels):
             node = trie.node_of(tuple(path[:level]))
@@ -278,12 +281,12 @@ def _saved(model, card: RecommenderCard, folder: Path) -> RecommenderCard:
 
 
 def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Those that are learned; shared ones once."""
+    """The trainable parameters; shared ones once."""
     return {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
 
 
 def _batches(lengths: Sequence[int], options: RecommenderOptions) -> Iterator[list[int]]:
-    """Of every epoch all, those of like length together, in another order."""
+    """Batches of similar lengths, all of them in each epoch, in another order."""
     order = np.argsort(lengths, kind="stable")
     batches = [order[start : start + options.batch_size].tolist() for start in range(0, len(order), options.batch_size)]
     for epoch in range(options.epochs):
@@ -305,7 +308,6 @@ def _enough(histories: Sequence[np.ndarray], folder: Path) -> list[np.ndarray]:
 
 
 def _held_back(num_histories: int, seed: int) -> np.ndarray:
-    """bool[num_histories]."""
     num_held = max(1, min(MAX_HELD_BACK, round(HELD_BACK * num_histories)))
     is_held = np.zeros(num_histories, bool)
     is_held[np.random.default_rng(seed).permutation(num_histories)[:num_held]] = True
@@ -321,12 +323,12 @@ def _digest(kind: str, codes: ItemCodes, histories: Sequence[np.ndarray], option
 
 
 def _starts(length: int, history: int) -> range:
-    """Of windows of history + 1 items, in which each item but the first of all is behind another."""
+    """Starts of windows of history + 1 items; each item but the first follows another in one of them."""
     return range(0, length - 1, history)
 
 
 def _padded(rows: Sequence[np.ndarray], begin: int, left: bool = False) -> torch.Tensor:
-    """int64 (len(rows), longest), with the token of beginnings where nothing is."""
+    """Token ids int64 (len(rows), longest), padded by the token that begins histories."""
     longest = max(map(len, rows))
     ids = np.full((len(rows), longest), begin, np.int64)
     for number, row in enumerate(rows):
@@ -335,6 +337,6 @@ def _padded(rows: Sequence[np.ndarray], begin: int, left: bool = False) -> torch
 
 
 def _seen(ids: torch.Tensor, begin: int) -> torch.Tensor:
-    """Attention mask of rows that are filled on the left: from their last beginning on."""
+    """Attention mask of rows padded on the left: from the last token that begins a history on."""
     is_begin = ids == begin
     return (is_begin.sum(1, keepdim=True) - is_begin.cumsum(1) == 0).long()

@@ -1,9 +1,9 @@
-"""Sampling rules: they draw the target's token from what was drafted and how that was drawn.
+"""Sampling rules: they sample the target's tokens, given the draft tokens and their distributions.
 
-A rule draws one token after each place of a draft so that, whatever was drafted, the token is a sample of the target's
-distribution; drafted tokens are accepted where they are what was drawn. Which drafts there are must not depend on the
-tokens that were drawn but through the draws that the rule is shown. A node that was chosen, not drawn, counts as drawn
-from a distribution that has this token alone, after all draws of its place.
+A rule samples one token after each place of a draft so that it follows the target's distribution, whatever was drafted;
+draft tokens are accepted if they are the samples. The draft may depend on sampled tokens only through the draws that a
+rule receives. A draft token that was chosen, not sampled, counts as sampled from a distribution of this token alone,
+after all draws of its place.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from laserbatch.pipeline.decoding.verifiers.relaxed import Greedy
 
 @dataclass(frozen=True)
 class Draws:
-    """What was drawn after each of R places, K times at most.
+    """The draws after each of R places, at most K.
 
     `tokens` int64 (R, K), -1 where less was drawn; `rows` int64 (R, K), the draw's row of `log_q` (num_rows,
     vocab_size), -1 for a token that was chosen; `uniform` float64 (R, K), a number between 0 and 1 for each decision.
@@ -32,13 +32,13 @@ class Draws:
     uniform: torch.Tensor
 
     def distribution(self, places: torch.Tensor, number: int) -> torch.Tensor:
-        """What draw `number` of some places, int64[n], was drawn from: float32 (n, vocab_size)."""
+        """The distribution of draw `number` of some places, int64[n]: float32 (n, vocab_size)."""
         tokens, rows = self.tokens[places, number], self.rows[places, number]
         certain = torch.nn.functional.one_hot(tokens, self.log_q.shape[-1]).float()
         return torch.where((rows >= 0)[:, None], self.log_q[rows.clamp_min(0)].exp(), certain)
 
     def only(self, which: torch.Tensor) -> "Draws":
-        """Those draws alone, bool (R, K)."""
+        """The selected draws, bool (R, K)."""
         return replace(self, tokens=torch.where(which, self.tokens, -1))
 
 
@@ -47,21 +47,21 @@ Draw = Callable[[torch.Tensor, Draws], tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class SamplingRule(Greedy):
-    """Accepts a drafted token where it is the one that `draw` gives.
+    """Accepts a draft token if `draw` returns it.
 
-    `draw` : of the target's distributions (R, vocab_size) and what was drawn after each place, which drafted token is
-        the sample, int64[R], -1 for none; and what it is to be drawn from where none is (R, vocab_size).
+    `draw` : from the target's distributions (R, vocab_size) and the draws after each place, the draft tokens that are
+        the samples, int64[R], -1 for none; and the distributions of the samples if none is (R, vocab_size).
     """
 
     draw: Draw
 
     def sampled(self, temperature, rows, seeds, lengths, trees) -> "DrawnLogits":
-        """Rows whose argmax is what this rule draws; parameters as `SampledLogits` has them."""
+        """Rows whose argmax is the sample of this rule; parameters as those of `SampledLogits`."""
         return DrawnLogits(self, temperature, rows, seeds, lengths, trees)
 
 
 class DrawnLogits(SampledLogits):
-    """Rows of a step, each 1 at the token that a rule draws after it, and 0 elsewhere."""
+    """Rows of a step, each 1 at the token that a rule samples after it, and 0 elsewhere."""
 
     def __init__(self, rule: SamplingRule, temperature, rows, seeds, lengths, trees: TreeBatch) -> None:
         super().__init__(temperature, rows, seeds, lengths, trees)

@@ -1,4 +1,4 @@
-"""Rules that go by how unsure the target is: Medusa's typical acceptance, AASD's conditional one, FLy's loose one."""
+"""Rules that depend on the target's entropy: Medusa's typical acceptance, AASD's conditional one, FLy's loose one."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from laserbatch.retrieval_pools.sources import SOURCE_OUTPUT
 
 @dataclass(frozen=True)
 class Typical:
-    """Accept what is not unlikely for how sure the target is: p(x) > min(epsilon, delta exp(-H(p))).
+    """Accept tokens that are likely enough for the target's entropy: p(x) > min(epsilon, delta exp(-H(p))).
 
     Cai et al., ICML 2024, section 2.3.1.
 
@@ -31,11 +31,11 @@ class Typical:
 
 @dataclass(frozen=True)
 class AASD:
-    """Accept what is likely, the likelier the less sure the target is: p(x) >= min(alpha H(p) + beta, max p) (Eq. 4-6).
+    """Accept likely tokens; the threshold rises with the entropy: p(x) >= min(alpha H(p) + beta, max p) (Eq. 4-6).
 
     AASD: alignment-augmented speculative decoding, section 3.3.
 
-    What was drafted from the text's own output must be the target's choice: a loop would follow itself.
+    Tokens drafted from the text's own output must be the target's choice; otherwise loops would sustain themselves.
     """
 
     alpha: float = 0.1
@@ -51,10 +51,10 @@ class AASD:
 
 @dataclass(frozen=True)
 class FLy:
-    """Accept any token where the target is unsure and then goes on as the draft does (Li et al., ICLR 2026).
+    """Accept any token where the target is unsure and then continues as the draft does (Li et al., ICLR 2026).
 
-    The gate: the entropy of the target, as a share of the vocabulary's, is at least `min_entropy`. The window: so many
-    of the target's own choices follow the token in the draft; where the draft ends before, it is not accepted.
+    The gate: the entropy of the target, as a share of the vocabulary's, is at least `min_entropy`. The window: as many
+    choices of the target follow the token in the draft; if the draft ends before, the token is not accepted.
     """
 
     min_entropy: float = 0.3

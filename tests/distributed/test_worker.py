@@ -124,7 +124,7 @@ def test_a_relaxed_text_that_ran_on_is_written_again_as_a_greedy_one(tmp_path, m
         decoding = spec.decoding.model_copy(
             update={"max_new_tokens": 10, "verifier": name, "top_k": 9999, "min_probability": 0.0}
         )
-        spec = replace(spec, decoding=decoding, pool_dirs={"item": pool.folder}, pool_versions={"item": "v"})
+        spec = replace(spec, decoding=decoding, pool_dirs={"item": pool.folder}, pool_version="v")
         info = ShardWorker(spec).run(shards[0]).info
         found[name] = info.stats, read_parquet(RunFolder(tmp_path / name).knowledge_folder("item")).to_pylist()
     (stats, rows), (greedy_stats, greedy_rows) = found["relaxed"], found["greedy"]

@@ -75,7 +75,7 @@ def test_what_a_library_says_of_the_data_is_not_in_the_events(night):
         raise ValueError("could not convert 'a secret of somebody'")
     assert "secret" not in night.run.events_path.read_text()
     assert read_events(night.run.events_path)[-1]["kind"] == "ValueError"
-    assert raised.value.see == {"run_id": night.run.run_id, "events": str(night.run.events_path)}
+    assert vars(raised.value)["recorded_in"] == {"run_id": night.run.run_id, "events": str(night.run.events_path)}
 
 
 def test_status_tells_of_a_run_under_way_of_one_that_died_and_of_one_that_failed(night):

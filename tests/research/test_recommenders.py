@@ -24,6 +24,8 @@ from laserbatch.research.recommending.losses import (
     word_loss,
 )
 from laserbatch.research.recommending.models import load_recommender
+from laserbatch.research.recommending.plugin import RECOMMENDING
+from laserbatch.research.recommending.settings import RecommendingSettings
 from laserbatch.research.recommending.training import (
     RecommenderOptions,
     _catalogue_loss,
@@ -285,3 +287,8 @@ def test_recommenders_are_trained_and_asked_on_a_device(kind, world, tmp_path, a
         trees = CodeTrees(target.model, trie, target.card.first_tokens, prompts)
         found.append([one.rows.tolist() for one in search(trees, trie, len(prompts), 5, drafter)])
     assert found[0] == found[1]
+
+
+def test_the_check_of_doctor_names_the_option_of_a_model_that_is_not_set():
+    with pytest.raises(ConfigError, match=r"extensions\.recommending names no model"):
+        RECOMMENDING.check(RecommendingSettings())

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sound_world import DAY_1, DAY_1_S, replaced, sound_world, write_world
 
-from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.tables import check
 from laserbatch.pipeline.tables.check import IdsBefore, check_tables, require_sound
 from laserbatch.pipeline.tables.read import describe, end_of_day, read_tables
+from laserbatch.pipeline.tables.settings import TablesSettings
 
 
 def test_sound_tables_have_no_findings(tmp_path):
@@ -158,9 +159,9 @@ def test_a_folder_that_is_not_there_is_a_finding(tmp_path):
     assert "is not there" in str(check_tables(tmp_path / "none")[0])
     (tmp_path / "file").touch()
     assert "is not a folder" in str(check_tables(tmp_path / "file")[0])
+    with pytest.raises(ConfigError, match=r"set tables\.path in the configuration"):
+        _ = TablesSettings().required_path
     for use in (read_tables, describe):
-        with pytest.raises(TableError, match=r"set `tables\.path` to a folder"):
-            use(None)
         with pytest.raises(TableError, match=r"none is not there; expected a folder"):
             use(tmp_path / "none")
 

@@ -53,7 +53,7 @@ class LoadedModel:
     says why the model computes in its type.
     """
 
-    model: torch.nn.Module
+    model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     device: torch.device
     model_id: str
