@@ -1,9 +1,11 @@
 """One thread for tiny models: two of them mostly wait for each other, the more so on a busy machine."""
 
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
+from quick_interpreter import quick_interpreter
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -12,3 +14,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _quick_interpreter() -> Iterator[None]:
+    """Where tests of kernels have imported Triton."""
+    if "triton" not in sys.modules:
+        yield
+        return
+    with quick_interpreter():
+        yield
