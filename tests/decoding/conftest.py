@@ -1,9 +1,12 @@
 """One thread for tiny models: two of them mostly wait for each other, the more so on a busy machine."""
 
+import os
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
+from quick_interpreter import quick_interpreter
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -12,3 +15,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _quick_interpreter() -> Iterator[None]:
+    """Where tests of kernels have imported Triton and there is no GPU."""
+    if "triton" not in sys.modules or os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    with quick_interpreter():
+        yield

@@ -7,9 +7,10 @@ in the memory that it was recorded with, and spoils that of the other graphs, as
 autocast products are computed in its type, as torch's own autocast does on tensors of a real device.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import wraps
+from functools import cache, wraps
+from operator import attrgetter
 from unittest import mock
 
 import torch
@@ -91,10 +92,9 @@ class PretendCuda(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = function._opname
-        with self:
-            result = function.decompose(*args, **kwargs) if name != "native_batch_norm" else NotImplemented
-        if result is not NotImplemented:
-            return result
+        if _is_composite(function):
+            with self:
+                return function.decompose(*args, **kwargs)
         if name in ("is_pinned", "_pin_memory"):
             return self._pinned_already(args[0]) if name == "is_pinned" else self._pin(args[0].clone())
         if kwargs.get("pin_memory"):
@@ -125,12 +125,13 @@ class PretendCuda(TorchDispatchMode):
             self.num_launches += 1
         else:
             self.recording.calls.append((function, held_args, held_kwargs, result))
-        if not function._schema.returns:
+        returns_anything, written = _returns(function)
+        if not returns_anything:
             return None
-        for place, argument in enumerate(function._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:  # which is what it returns
-                return args[place] if place < len(args) else kwargs[argument.name]
-        return tree_map(lambda one: OnDevice(one) if isinstance(one, torch.Tensor) else one, result)
+        if written is not None:
+            place, argument_name = written
+            return args[place] if place < len(args) else kwargs[argument_name]
+        return _mapped(result, torch.Tensor, OnDevice)
 
     def _copy(self, function, args, kwargs):
         """`target.copy_(source)` and `source.to(device)`, within a place or between both."""
@@ -305,12 +306,44 @@ def move(model: nn.Module) -> nn.Module:
     return model
 
 
+@cache  # torch looks for it by name, in every call
+def _is_composite(function) -> bool:
+    """Whether an operation is made of others, which are launched in its place."""
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    has_parts = composite in function.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(
+        function.name(), composite
+    )
+    return has_parts and function._opname != "native_batch_norm"
+
+
+@cache
+def _returns(function) -> tuple[bool, tuple[int, str] | None]:
+    """Whether an operation returns anything; place and name of the argument that it writes and returns, if any."""
+    for place, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            return bool(function._schema.returns), (place, argument.name)
+    return bool(function._schema.returns), None
+
+
+def _mapped(tree, kind: type, change: Callable):
+    """`tree_map_only` for what arguments and results of operations are made of, which takes a fraction of its time."""
+    if isinstance(tree, kind):
+        return change(tree)
+    if type(tree) in (tuple, list):
+        return type(tree)(_mapped(one, kind, change) for one in tree)
+    if type(tree) is dict:
+        return {name: _mapped(one, kind, change) for name, one in tree.items()}
+    return tree
+
+
 def _held(tree):
-    return tree_map(lambda one: one.held if isinstance(one, OnDevice) else one, tree)
+    return _mapped(tree, OnDevice, attrgetter("held"))
 
 
 def _tensors(tree) -> list[torch.Tensor]:
-    return [one for one in tree_leaves(tree) if isinstance(one, torch.Tensor)]
+    found: list[torch.Tensor] = []
+    _mapped(tree, torch.Tensor, found.append)
+    return found
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -1,6 +1,7 @@
 """Calibrating while pools are built: what is replayed on a first night, on a second, and when there is too little."""
 
 import datetime
+import shutil
 
 import numpy as np
 import pytest
@@ -28,16 +29,33 @@ def world(tmp_path):
     return tmp_path
 
 
-def opened(world, date):
+def opened(world, date, routing="{}"):
     path = world / "laserbatch.yaml"
-    path.write_text("workspace: workspace\ntables: {path: tables}\n")
+    path.write_text(f"workspace: workspace\ntables: {{path: tables}}\nrouting: {routing}\n")
     return open_night(load_settings(path), date)
 
 
-def test_a_first_night_replays_texts_held_back_and_its_pool_holds_all(world):
+@pytest.fixture(scope="module")
+def first_night(tmp_path_factory):
+    """A world whose first night has written its texts and built its pools, and what it built of items."""
+    folder = tmp_path_factory.mktemp("first_night")
+    write_sample_world(folder / "tables", num_users=20, num_items=NUM_ITEMS)
+    night = opened(folder, FIRST_DATE)
+    write_night(night)
+    return folder, build_pools(night)["item"]
+
+
+@pytest.fixture
+def after_first_night(first_night, tmp_path):
+    """A copy of that world, and what its first night built of items."""
+    folder, built = first_night
+    return shutil.copytree(folder, tmp_path / "world"), built
+
+
+def test_a_first_night_replays_texts_held_back_and_its_pool_holds_all(after_first_night):
+    world, built = after_first_night
     night = opened(world, FIRST_DATE)
-    num_texts = write_night(night).num_rows
-    built = build_pools(night)["item"]
+    num_texts = night.tables.items.num_rows
     pool = night.pools.open(night.run.run_id, "item")
     calibration = pool.manifest.calibration
     assert pool.manifest.num_texts == built.num_texts == num_texts
@@ -52,10 +70,9 @@ def test_a_first_night_replays_texts_held_back_and_its_pool_holds_all(world):
     assert sorted(path.name for path in pool.folder.parent.iterdir()) == ["item", "router"]
 
 
-def test_a_second_night_replays_what_it_wrote_against_the_pool_it_drafted_from(world):
+def test_a_second_night_replays_what_it_wrote_against_the_pool_it_drafted_from(after_first_night):
+    world, _ = after_first_night
     night = opened(world, FIRST_DATE)
-    write_night(night)
-    build_pools(night)
     next_night = opened(world, SECOND_DATE)
     num_texts = write_night(next_night, 5, night.run.knowledge_folder("item")).num_rows
     build_pools(next_night)
@@ -72,7 +89,7 @@ def test_a_night_that_wrote_few_texts_keeps_the_calibration_and_counts_them(worl
     monkeypatch.setattr(pool_texts, "MAX_SHARE_CHANGED", 2.0)  # of a side's texts: these nights write all anew
     nights, dates = [], [FIRST_DATE + datetime.timedelta(days) for days in range(5)]
     for number, date in enumerate(dates):
-        nights.append(opened(world, date))
+        nights.append(opened(world, date, "{scheme: attribute}"))  # which no night has to learn
         num_texts = write_night(
             nights[-1], number, nights[-2].run.knowledge_folder("item") if number else None
         ).num_rows
@@ -85,10 +102,9 @@ def test_a_night_that_wrote_few_texts_keeps_the_calibration_and_counts_them(worl
     assert known[2].curves.tobytes() == known[1].curves.tobytes() != known[4].curves.tobytes()
 
 
-def test_building_again_gives_the_same_files(world):
+def test_building_again_gives_the_same_files(after_first_night):
+    world, _ = after_first_night
     night = opened(world, FIRST_DATE)
-    write_night(night)
-    build_pools(night)
     folder = night.pools.folder(night.run.run_id) / "item"
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     build_pools(night)
@@ -105,10 +121,9 @@ def test_pools_without_replays_believe_relative_counts(world, monkeypatch):
     assert "not calibrated" in shown.stdout
 
 
-def test_show_tells_how_well_estimates_hold(world):
-    night = opened(world, FIRST_DATE)
-    num_texts = write_night(night).num_rows
-    error = build_pools(night)["item"].calibration_error
+def test_show_tells_how_well_estimates_hold(after_first_night):
+    world, built = after_first_night
+    num_texts, error = opened(world, FIRST_DATE).tables.items.num_rows, built.calibration_error
     shown = CliRunner().invoke(app, ["show", "--config", str(world / "laserbatch.yaml")], catch_exceptions=False)
     said = " ".join(shown.stdout.split())
     assert f"calibrated on {num_texts // 5} texts" in said and f"error {error:.3f} on texts" in said
