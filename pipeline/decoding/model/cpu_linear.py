@@ -14,7 +14,7 @@ Where the operators are missing, or a layer's results are not those of torch, la
 
 import logging
 from functools import cache
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,8 @@ BFLOAT16_SIZES = (1, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 REFERENCE_TOKENS = 64
 
 _OPERATOR = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-_product, _product_plus = getattr(_OPERATOR, "default", None), getattr(_OPERATOR, "binary", None)
+_product: Any = getattr(_OPERATOR, "default", None)
+_product_plus: Any = getattr(_OPERATOR, "binary", None)
 
 
 class OneDnnLinear(nn.Module):
