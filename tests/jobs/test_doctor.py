@@ -14,7 +14,7 @@ from laserbatch.jobs.commands import doctor
 from laserbatch.jobs.settings import load_settings
 from laserbatch.jobs.stages import inputs
 from laserbatch.pipeline import gpus as gpus_module
-from laserbatch.pipeline.decoding.model import cuda_graphs
+from laserbatch.pipeline.decoding.model import compute_type, cuda_graphs
 from laserbatch.pipeline.decoding.model.folder import (
     SAMPLE_MODEL,
     is_mixture_of_experts,
@@ -182,7 +182,7 @@ def gpus(monkeypatch, tmp_path):
 
 
 def of_gpu(config, *checks):
-    checks = checks or (doctor.check_gpu, doctor.check_kernels, doctor.check_memory_and_model)
+    checks = checks or (doctor.check_gpu, doctor.check_kernels, doctor.check_dtype, doctor.check_memory_and_model)
     return doctor.examine(load_settings(config), list(checks))
 
 
@@ -196,7 +196,9 @@ def test_a_machine_with_gpus_has_no_fault(world, gpus):
     assert {level for _, level in levels(found)} == {"ok"}
     told = "\n".join(finding.found for finding in found)
     assert told.count("NVIDIA H100, 84.0 of 85.0 GB free") == 2 and "driver" in told
-    assert "Triton's kernel, small steps as CUDA graphs" in told and "bfloat16 (the model's own)" in told
+    assert (
+        "Triton's kernel, small steps as CUDA graphs" in told and "bfloat16: the weights are stored in bfloat16" in told
+    )
     assert "laserbatch's own engine fits this model and machine: the model fits one GPU" in told
 
 
@@ -221,26 +223,43 @@ def test_gpu_that_cannot_compute_is_a_fault_and_the_next_is_examined(world, gpus
     assert "torch sees no GPU" in of_gpu(write_config(world), doctor.check_gpu)[-1].found
 
 
-def test_attention_and_dtype_of_a_gpu_are_told(world, gpus, monkeypatch):
+def test_doctor_names_attention_and_dtype_of_a_gpu(world, gpus, monkeypatch):
     pytest.importorskip("triton")
+    checks = doctor.check_kernels, doctor.check_dtype
     with monkeypatch.context() as patched:
         patched.setattr(cuda_graphs, "kernel_for", lambda choice, device: None)
-        found = of_gpu(write_config(world, "t.yaml", decoding={"dtype": "bfloat16"}), doctor.check_kernels)
+        found = of_gpu(write_config(world, "t.yaml", decoding={"dtype": "bfloat16"}), *checks)
     assert [(finding.about, finding.level) for finding in found] == [("attention", "warning"), ("dtype", "ok")]
-    found = of_gpu(write_config(world, "f.yaml", decoding={"dtype": "float32"}), doctor.check_kernels)
+    found = of_gpu(write_config(world, "f.yaml", decoding={"dtype": "float32"}), *checks)
     assert found[-1].level == "warning" and "Set decoding.dtype: bfloat16" in found[-1].hint
     gpus["capability"] = (7, 5)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)
-    found = of_gpu(write_config(world, "b.yaml", decoding={"dtype": "bfloat16"}), doctor.check_kernels)
+    found = of_gpu(write_config(world, "b.yaml", decoding={"dtype": "bfloat16"}), *checks)
     assert [(finding.about, finding.level) for finding in found] == [("attention", "warning"), ("dtype", "warning")]
 
     def broken(choice, device):
         raise ImportError("libtriton.so: undefined symbol")
 
     monkeypatch.setattr(cuda_graphs, "kernel_for", broken)
-    found = of_gpu(write_config(world), doctor.check_kernels)
+    found = of_gpu(write_config(world), *checks)
     assert "undefined symbol" in found[0].found and "or remove Triton" in found[0].hint
+
+
+@pytest.mark.parametrize(
+    ("is_native", "decoding", "level", "says"),
+    [
+        (True, {}, "ok", "bfloat16: the weights are stored in bfloat16, and this processor multiplies bfloat16"),
+        (True, {"dtype": "float32"}, "warning", "float32: decoding.dtype; bfloat16 is faster on this processor"),
+        (False, {}, "ok", "float32: the weights are stored in bfloat16, which this processor does not multiply"),
+        (False, {"dtype": "bfloat16"}, "fault", "this processor has no instructions for it"),
+    ],
+)
+def test_doctor_names_the_dtype_of_a_cpu_and_its_reason(world, gpus, monkeypatch, is_native, decoding, level, says):
+    gpus["number"] = 0
+    monkeypatch.setattr(compute_type, "multiplies_bfloat16", lambda: is_native)
+    (found,) = of_gpu(write_config(world, "cpu.yaml", decoding=decoding), doctor.check_dtype)
+    assert (found.about, found.level) == ("dtype", level) and says in found.found
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ def gathered_columns(memory, slots):
     """Rows `slots` of `memory`, (any, dim) float32 or bfloat16, as columns: float32 (dim, padded number of slots)."""
     num_columns, dim = padded(len(slots), TILE_COLUMNS), memory.shape[1]
     places = np.empty(num_columns, np.int64)
-    places[: len(slots)] = slots
-    places[len(slots) :] = slots[-1]
+    for column in range(num_columns):
+        places[column] = slots[min(column, len(slots) - 1)]
     result = np.empty((dim, num_columns), np.float32)
     for column in range(0, num_columns, LANES):
         for d in range(0, dim - LANES + 1, LANES):
@@ -64,7 +64,8 @@ def gathered_rows(memory, slots):
         own = memory[slots[i]]
         for d in range(dim):
             result[i, d] = widened(own[d])
-        result[i, dim:] = 0
+        for d in range(dim, result.shape[1]):
+            result[i, d] = 0
     return result
 
 

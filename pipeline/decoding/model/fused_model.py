@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numba import njit
 
 from laserbatch.pipeline.decoding.attention.bfloat16 import as_array, narrowed, widened
@@ -38,8 +37,9 @@ class _Norm:
             self.weight = module.weight.detach().float().add(1 if is_gemma else 0).numpy()
             self.epsilon = np.float32(module.eps if is_gemma else module.variance_epsilon)
 
-    def __call__(self, hidden: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        _normalise(as_array(hidden), self.weight, self.epsilon, as_array(result))
+    def __call__(self, hidden: torch.Tensor, num_tokens: int, result: torch.Tensor) -> torch.Tensor:
+        """`result` (num_padded, hidden_size), set for the first `num_tokens`."""
+        _normalise(as_array(hidden), num_tokens, self.weight, self.epsilon, as_array(result))
         return result
 
 
@@ -103,20 +103,21 @@ class FusedModel:
         token_ids = np.zeros(padded_size(num_tokens, sizes), np.int64)
         token_ids[:num_tokens] = batch.token_ids
         hidden = self._embedding(torch.from_numpy(token_ids)[None])[0]
-        normed, gated = torch.empty_like(hidden), None
+        normed, attended, gated = torch.zeros_like(hidden), None, None
         for layer in self._layers:
-            qkv = product(layer.norm(hidden, normed), *layer.qkv, sizes)
-            attended = self._attended(layer, qkv, batch, plan)
+            qkv = product(layer.norm(hidden, num_tokens, normed), *layer.qkv, sizes)
+            attended = hidden.new_zeros(len(hidden), layer.num_heads * layer.head_dim) if attended is None else attended
+            attended[:num_tokens] = self._attended(layer, qkv, batch, plan)
             hidden = _plus(hidden, attended, layer.attention_output, layer.attention_output_norm, layer.is_gemma, sizes)
-            gate_up = product(layer.mlp_norm(hidden, normed), *layer.gate_up, sizes)
-            gated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2) if gated is None else gated
-            _gate(as_array(gate_up), as_array(gated), self._is_gelu)
+            gate_up = product(layer.mlp_norm(hidden, num_tokens, normed), *layer.gate_up, sizes)
+            gated = gate_up.new_zeros(len(gate_up), gate_up.shape[1] // 2) if gated is None else gated
+            _gate(as_array(gate_up), num_tokens, self._is_gelu, as_array(gated))
             hidden = _plus(hidden, gated, layer.mlp_output, layer.mlp_output_norm, layer.is_gemma, sizes)
-        return self._norm(hidden, normed)[:num_tokens]
+        return self._norm(hidden, num_tokens, normed)[:num_tokens]
 
     def _attended(self, layer: _Layer, qkv: torch.Tensor, batch: Batch, plan: StepPlan) -> torch.Tensor:
-        """Attention's result, (num_padded, num_heads * head_dim), of (num_padded, heads of all three * head_dim)."""
-        num_tokens, num_padding = len(batch), len(qkv) - len(batch)
+        """Attention's result, (num_tokens, num_heads * head_dim), of (num_padded, heads of all three * head_dim)."""
+        num_tokens = len(batch)
         memory = plan.cache.layers.get(layer.number)
         if memory is None:
             nothing = qkv.new_empty(layer.num_kv_heads, 0, layer.head_dim)
@@ -129,8 +130,7 @@ class FusedModel:
         )  # fmt: skip
         plan.layers_seen.append(layer.number)
         out = plan.attention(query, memory.keys, memory.values, layer.scale, layer.window, None, None)
-        out = out.view(num_tokens, -1)
-        return F.pad(out, (0, 0, 0, num_padding)) if num_padding else out
+        return out.view(num_tokens, -1)
 
     def _cover(self, max_position: int) -> None:
         """Grow the rotary tables to cover `max_position`."""
@@ -161,8 +161,8 @@ def _plus(
 
 
 @njit(**_COMPILED)
-def _normalise(hidden, weight, epsilon, result):
-    for i in range(len(hidden)):
+def _normalise(hidden, num_tokens, weight, epsilon, result):
+    for i in range(num_tokens):
         factor = _root_mean_square(hidden[i], epsilon)
         for j in range(hidden.shape[1]):
             result[i, j] = narrowed(widened(hidden[i, j]) * factor * weight[j], result)
@@ -215,10 +215,10 @@ def _rotate(qkv, positions, cos, sin, slots, query_weight, key_weight, epsilon, 
 
 
 @njit(**_COMPILED)
-def _gate(gate_up, result, is_gelu):
-    """activation(gate) * up of (num_tokens, 2 * n), n numbers of the gate first: SiLU, or the tanh form of GELU."""
+def _gate(gate_up, num_tokens, is_gelu, result):
+    """activation(gate) * up of (num_padded, 2 * n), n numbers of the gate first: SiLU, or the tanh form of GELU."""
     n = result.shape[1]
-    for i in range(len(result)):
+    for i in range(num_tokens):
         for j in range(n):
             x = widened(gate_up[i, j])
             exponent = x
