@@ -47,7 +47,7 @@ class Scale:
 
 
 FULL = Scale(TaskSize(24, 120, 0, 24), (1, 4, 16), num_rounds=5)
-QUICK = Scale(TaskSize(16, 24, 0, 4), (1, 16), num_rounds=1)
+QUICK = Scale(TaskSize(16, 24, 0, 4), (1, 16), num_rounds=1, max_new_tokens=80)
 SMOKE = Scale(TaskSize(3, 6, 0, 2), (1, 2), num_rounds=1, max_new_tokens=8)
 
 

@@ -33,7 +33,7 @@ SIZES_PER_DOUBLING = 32  # numbers of tokens between one power of two and the ne
 # Relative error of a layer above which it stays as it is.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 # Numbers of tokens that a bfloat16 product may be computed for, where they give the bits of REFERENCE_TOKENS.
-BFLOAT16_SIZES = (1, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+BFLOAT16_SIZES = (1, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 256)
 REFERENCE_TOKENS = 64
 
 _OPERATOR = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
