@@ -98,16 +98,18 @@ def test_a_bfloat16_token_has_the_same_bits_among_any_number_of_others(in_featur
 
 @pytest.mark.skipif(not multiplies_bfloat16(), reason="this processor does not multiply bfloat16")
 def test_sizes_of_other_bits_are_found(monkeypatch):
-    """A product that adds up in another order for few tokens."""
+    """A product that adds up in another order for few tokens, and for those behind the first 128."""
     real = cpu_linear._product
 
     def other_order(inputs, *others):
         result = real(inputs, *others)
-        return result if inputs.shape[-2] >= 56 else result + inputs.new_tensor(1e-4)
+        is_other = torch.full((len(inputs), 1), len(inputs) < 56)
+        is_other[128:] = True
+        return torch.where(is_other, result + inputs.new_tensor(1e-4), result)
 
     monkeypatch.setattr(cpu_linear, "_product", other_order)
     sizes = cpu_linear._sizes_of_same_bits.__wrapped__(64, 128, False, 1)
-    assert sizes and min(sizes) >= 56
+    assert sizes and min(sizes) >= 56 and max(sizes) <= 128
 
 
 def test_padded_sizes_repeat_the_largest():

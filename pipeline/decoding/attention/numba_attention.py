@@ -1,10 +1,11 @@
 """Attention on a CPU as compiled loops over the slots of each sequence: for trees and single tokens alike.
 
-Nothing is padded in memory. A task is a few neighbouring tokens of a sequence with all the query heads that share a
-key-value head; the tasks of a step are divided among torch's threads. A token's scores and sums are added up in an
-order of their own, and keys that it does not see add exact zeros, so that it has the same bits in a tree as alone, and
-whatever else is in the batch. In bfloat16 queries, keys, values and the result are rounded, and all else is float32.
-The contract is that of `metadata`, without softcap and sinks. Import it only where it is used: numba takes a while.
+No sequence is padded to another. A task is a few neighbouring tokens of a sequence with all the query heads that share
+a key-value head; it copies the keys and values that it needs as float32, in whole vectors, and the tasks of a step are
+divided among torch's threads. A token's scores and sums are added up in an order of their own, and keys that it does
+not see add exact zeros, so that it has the same bits in a tree as alone, and whatever else is in the batch. In bfloat16
+queries, keys, values and the result are rounded, and all else is float32. The contract is that of `metadata`, without
+softcap and sinks. Import it only where it is used: numba takes a while.
 """
 
 from dataclasses import dataclass

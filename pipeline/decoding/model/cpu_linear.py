@@ -148,10 +148,12 @@ def _sizes_of_same_bits(out_features: int, in_features: int, has_bias: bool, num
     inputs = inputs[:, shuffled].bfloat16()
     relaid = torch.ops.mkldnn._reorder_linear_weight(weight, LAYOUT_TOKENS)
     bias = torch.zeros(out_features, dtype=torch.bfloat16) if has_bias else None
-    found = {size: _product(inputs[:size], relaid, bias, "none", [], "") for size in BFLOAT16_SIZES}
-    expected = found[REFERENCE_TOKENS]
-    shared = {size: min(size, REFERENCE_TOKENS) for size in BFLOAT16_SIZES}
-    return tuple(size for size, n in shared.items() if torch.equal(found[size][:n], expected[:n]))
+
+    def found(part: torch.Tensor) -> torch.Tensor:
+        return _product(part, relaid, bias, "none", [], "")
+
+    expected = torch.cat([found(part) for part in inputs.split(REFERENCE_TOKENS)])
+    return tuple(size for size in BFLOAT16_SIZES if torch.equal(found(inputs[:size]), expected[:size]))
 
 
 def relayout_linear_layers(model: nn.Module) -> int:
