@@ -15,6 +15,7 @@ SOURCE_LABELS = {
     "lookahead": "lookahead n-grams",
     "model": "small model",
     "head": "trained head",
+    "form": "form of the answer",
     "target": "the model itself",
 }
 ROUTE_LABELS = {

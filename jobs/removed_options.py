@@ -46,6 +46,7 @@ REMOVED = {
     "routing.num_groups": "it is half the square root of the number of entities",
     "encoding.max_text_tokens": "it is fixed at 512, or the encoder's own limit",
     "encoding.max_batch_tokens": "it is fixed at 2,048 on a CPU and 65,536 on a GPU",
+    "encoding.dtype": "it is bfloat16 if the processor multiplies it natively, else float32",
     "encoding.seed": "it is fixed at 0; another encoding.num_clusters fits all clusters anew",
     "decoding.attention": "it is Triton's kernel on CUDA if it is installed and works, else torch's",
     "decoding.draft_models": "it is decoding.drafter_options.trained.models, with `trained` among decoding.drafters",

@@ -44,8 +44,10 @@ SOURCE_STYLES = {
     "previous": "#101820 on #a9d3f2 underline",
     "prompt": "#101820 on #f7d48a underline2",
     "output": "#101820 on #9edcc5 italic",
+    "form": "#101820 on #d5dae0",
     "target": "",
 }
+OTHER_STYLE = "#101820 on #d9d2ee"  # of drafters that packages add
 
 
 @dataclass(frozen=True)
@@ -180,8 +182,13 @@ def print_tried(tried: TriedEntity) -> None:
     pool = "No pool yet: drafts come from the prompt, the output and the entity's own earlier text."
     if tried.pool_version is not None:
         pool = f"Pool {tried.pool_version}, group {tried.group or 'none'} ({ROUTE_LABELS[tried.scheme]})"
-    text = Text.assemble(*((visible(span.text), SOURCE_STYLES[span.source]) for span in tried.spans))
-    legend = Text("  ").join(Text(f" {SOURCE_LABELS[name]} ", style) for name, style in SOURCE_STYLES.items())
+    text = Text.assemble(*((visible(span.text), SOURCE_STYLES.get(span.source, OTHER_STYLE)) for span in tried.spans))
+    used = {span.source for span in tried.spans}
+    legend = Text("  ").join(
+        Text(f" {label} ", SOURCE_STYLES.get(name, OTHER_STYLE))
+        for name, label in SOURCE_LABELS.items()
+        if name in used
+    )
     stats = tried.stats
     counts = (
         f"{counted(stats.num_tokens, 'token')} in {counted(stats.num_steps, 'step')}: "

@@ -19,7 +19,7 @@ from laserbatch.pipeline.storage.stats import DecodingStats
 
 SOURCE_COLOURS = {
     "pool": "#cc79a7", "previous": "#0072b2", "prompt": "#e69f00", "output": "#009e73", "aligned": "#56b4e9",
-    "lookahead": "#f0e442", "model": "#d55e00", "head": "#a6761d",
+    "lookahead": "#f0e442", "model": "#d55e00", "head": "#a6761d", "form": "#7a8490",
 }  # fmt: skip
 ROUTE_COLOURS = {
     "collaborative": "#0b4f8a",

@@ -138,7 +138,7 @@ def _factors(sides: list[SideReport]) -> list[str]:
 def _judgement(manifest: RunManifest, sides: list[SideReport]) -> str:
     """The verdict of the CTR comparison; empty if no text can differ from plain decoding's."""
     verdicts = {model: found.verdict for model, found in manifest.ctr.equivalence.items() if model != ALL_MODELS}
-    if not verdicts or not any(side.figures.num_carried_over or side.figures.stats.num_drafted for side in sides):
+    if not verdicts or not any(side.figures.num_carried_over or side.figures.stats.has_guesses for side in sides):
         return ""
     worse = [model for model, verdict in verdicts.items() if verdict == "worse"]
     unharmed = [model for model, verdict in verdicts.items() if verdict in ("equivalent", "better")]

@@ -89,7 +89,7 @@ def _why_not(night: Night) -> str | None:
     settings, stats = night.settings, [figures.stats for figures in night.manifest.sides.values()]
     if not settings.night.num_audited:
         return OFF
-    is_plain = settings.decoding.verifier == "greedy" or not any(side.num_drafted for side in stats)
+    is_plain = settings.decoding.verifier == "greedy" or not any(side.has_guesses for side in stats)
     is_written = any(side.num_texts for side in stats)
     return LOSSLESS if is_plain and is_written and not settings.night.compare_with_plain else None
 

@@ -25,6 +25,7 @@ from laserbatch.pipeline.decoding.model.folder import load_tokenizer, require_wh
 from laserbatch.pipeline.encoding.identity import weights_in
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.knowledge.chat_format import LOOKS_LIKE_CONTROL, control_tokens
+from laserbatch.pipeline.knowledge.forms import require_form
 from laserbatch.pipeline.knowledge.parsers import load_parser
 from laserbatch.pipeline.knowledge.templates import Columns, load_template, template_path
 from laserbatch.pipeline.sample.world import is_sample_world
@@ -194,6 +195,8 @@ def require_template_columns(path: Path | str, settings: Settings, side: Side) -
         )
     if template.parser_path is not None:
         load_parser(template.parser_path)
+    if settings.decoding.guided == "auto":
+        require_form(template)
     known = [name for table in sc.ENTITY_TABLES.values() for name in _attributes_of(path, table)]
     for column in settings.knowledge.paths:
         if column not in known:

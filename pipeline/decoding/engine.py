@@ -18,11 +18,12 @@ from typing import cast
 import numpy as np
 import torch
 
-from laserbatch.pipeline.decoding import recovery
+from laserbatch.pipeline.decoding import guided, recovery
 from laserbatch.pipeline.decoding.acceptance import Acceptance, verify
 from laserbatch.pipeline.decoding.attention.metadata import LaunchShape
 from laserbatch.pipeline.decoding.device_memory import cache_bound, is_out_of_memory, step_bytes
 from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter
+from laserbatch.pipeline.decoding.grammar import Grammars
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.cuda_graphs import TOKEN_BUCKETS
 from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
@@ -83,6 +84,7 @@ class Engine:
         self.num_forwards = 0  # of all streams
         self.costliest_step_s = 0.0  # submitting and finishing, without what the caller does between them
         self._has_lacked_drafts = False  # since a drafter found no memory
+        self._grammars: Grammars | None = None  # made for the first text that has one
         self._is_end = np.zeros(self.vocab_size, bool)
         self.end_at(())
 
@@ -101,6 +103,13 @@ class Engine:
         """Take more tokens for end tokens; those outside the vocabulary are never written."""
         self.end_ids = tuple(sorted({*self.end_ids, *(i for i in token_ids if i < self.vocab_size)}))
         self._is_end[list(self.end_ids)] = True
+
+    @property
+    def grammars(self) -> Grammars:
+        """Compiled grammars of requests. Raises ConfigError: they cannot be compiled for the tokenizer."""
+        if self._grammars is None:
+            self._grammars = Grammars(self.tokenizer, self.vocab_size, self.loaded.end_ids)
+        return self._grammars
 
     @property
     def num_draft_threads(self) -> int:
@@ -240,6 +249,8 @@ class Engine:
 
     def _schedule(self, stream: Stream) -> Step:
         """The tokens that each live sequence adds to the step, and drafts for those that write a token in it."""
+        if any(one.guide is None and one.request.grammar is not None for one in stream.scheduler.live):
+            guided.begin(stream.scheduler.live, self.grammars)
         sequences, feeds, writing = stream.scheduler.schedule()
         trees = self._trees([sequences[place] for place in writing], stream.drafter, stream.budget)
         return Step(sequences, feeds, trees.scatter(writing, len(sequences)))
@@ -286,6 +297,8 @@ class Engine:
         penalty = self.loaded.repetition_penalty
         if penalty != 1.0:
             rows = PenalisedLogits(penalty, rows, self._context_ids.of(step.sequences), step.trees)
+        if any(one.guide is not None for one in step.sequences):
+            rows = guided.GuidedLogits(rows, step.sequences, step.trees)
         if self.settings.temperature:
             sampled = getattr(verifier, "sampled", SampledLogits)
             seeds, lengths = [one.request.seed for one in step.sequences], [len(one.context) for one in step.sequences]
@@ -294,9 +307,10 @@ class Engine:
 
     def _update(self, step: Step, accepted: list[Acceptance | None], stream: Stream) -> recovery.Outcomes:
         """Commit the accepted tokens to the cache and the texts; return the outcomes of the sequences that ended."""
-        outcomes = commit(step, accepted, self.cache, self._is_end)
+        outcomes: recovery.Outcomes = dict(commit(step, accepted, self.cache, self._is_end))
         if stream.drafter.observes != "nothing":
             stream.drafter.observe(observation_of(step, accepted))
+        outcomes |= guided.advance(one for one in step.sequences if one not in outcomes)
         return outcomes | recovery.without_drafts(self, step, accepted, stream)
 
     def _results(

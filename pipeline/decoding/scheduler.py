@@ -15,7 +15,7 @@ import numpy as np
 from laserbatch.pipeline.decoding.batch import Feed
 from laserbatch.pipeline.decoding.kv_cache import MIN_SHARED_TOKENS, KVCache
 from laserbatch.pipeline.decoding.prefix_index import PrefixIndex
-from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, Sequence
+from laserbatch.pipeline.decoding.sequence import MAX_FORCED, GenerationFailure, GenerationRequest, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -125,14 +125,19 @@ class Scheduler:
     def schedule(self) -> tuple[list[Sequence], list[Feed], list[int]]:
         """The sequences of the next step, what each feeds, and the places of those that write a token in it.
 
-        Prompts share the step's room for them, the oldest first; one that gets no room waits.
+        Prompts share the step's room for them, the oldest first; one that gets no room waits. The few tokens that a
+        grammar forced behind a prompt need no room.
         """
         live = self.live
         num_cached = self._cache.lengths[[sequence.row for sequence in live]].tolist()
         chains = [sequence.context[cached:] for sequence, cached in zip(live, num_cached, strict=True)]
         is_whole = [True] * len(live)
         room = self._max_prefill_tokens
-        for i in sorted((i for i, chain in enumerate(chains) if len(chain) > 1), key=lambda i: live[i].order):
+        is_long = [
+            len(chain) > 1 and (cached < one.num_prompt or len(chain) > 1 + MAX_FORCED)
+            for one, cached, chain in zip(live, num_cached, chains, strict=True)
+        ]
+        for i in sorted(np.flatnonzero(is_long).tolist(), key=lambda i: live[i].order):
             # A prompt, or a preempted text: as much of it as there is room for.
             is_whole[i] = len(chains[i]) <= room
             chains[i] = chains[i][:room]

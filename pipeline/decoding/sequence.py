@@ -1,11 +1,16 @@
 """A text: what is asked for, what is written of it so far, and what comes of it."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from laserbatch.retrieval_pools.sources import NUM_SOURCES, SOURCE_TARGET
+from laserbatch.retrieval_pools.sources import NUM_SOURCES, SOURCE_FORM, SOURCE_TARGET
 
+if TYPE_CHECKING:
+    from laserbatch.pipeline.decoding.grammar import Guide
+
+MAX_FORCED = 64  # tokens at most that a grammar appends between two steps
 _NOTHING = np.empty(0, np.uint8)
 
 
@@ -21,6 +26,7 @@ class GenerationRequest:
     group : name of the pool group to prefer, or None.
     max_new_tokens : limit of this text's tokens.
     seed : int64, of its random numbers where texts are sampled.
+    grammar : which texts are allowed, in llguidance's variant of Lark; None: any.
     """
 
     request_id: str
@@ -29,6 +35,7 @@ class GenerationRequest:
     group: str | None = None
     max_new_tokens: int = 512
     seed: int = 0
+    grammar: str | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,7 @@ class Sequence:
         self.row = -1  # of the KV cache, once it has one
         self.order = -1  # in which it was asked for
         self.end_id: int | None = None  # the token that ended it
+        self.guide: Guide | None = None  # of its grammar, once it is live
         self.num_steps = self.num_drafted = self.num_accepted = 0
         self._drafted = [_NOTHING]  # the sources of each draft's tokens
         self._tokens = np.empty(self.num_prompt + max_new_tokens, np.int32)
@@ -141,6 +149,13 @@ class Sequence:
             end += 1
         self._length = end
         self.num_steps += 1
+
+    def append_forced(self, token_ids: list[int]) -> None:
+        """Append tokens that its grammar forces, without a step; they count as drafts that were accepted."""
+        if token_ids:
+            sources = np.full(len(token_ids), SOURCE_FORM, np.uint8)
+            self.append(np.array(token_ids, np.int32), sources, None, sources)
+            self.num_steps -= 1
 
     def result(self, finish_reason: str, text: str) -> GenerationResult:
         """The finished text, whose output tokens decode to `text`."""

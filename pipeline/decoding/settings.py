@@ -79,6 +79,12 @@ class DecodingSettings(Strict):
         description="Texts are sampled at this temperature; at 0 each token is the most likely one. With verifier "
         "greedy, drafts do not change which text is sampled for an entity and a prompt.",
     )
+    guided: Literal["auto", "off"] = Field(
+        default="auto",
+        description="auto: answers take the form that their template asks for, such as JSON or numbered lines, because "
+        "tokens that would leave it are never written. off: the model writes any text, and one that cannot be parsed "
+        "goes to quarantine.",
+    )
     drafters: tuple[str, ...] = Field(
         default=TEXT_SOURCES,
         description="Drafts come from these texts: the entity's previous text, its prompt, its output so far, and the "

@@ -23,6 +23,7 @@ from laserbatch.pipeline.engines.answers import UNCLOSED_THOUGHTS, unclosed_thou
 from laserbatch.pipeline.engines.engine import TextEngine
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.answers import require_answer
+from laserbatch.pipeline.knowledge.forms import grammar_of, is_guided
 from laserbatch.pipeline.knowledge.parsers import parse_answer
 from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, render_shown
 from laserbatch.pipeline.knowledge.records import knowledge_schema
@@ -45,6 +46,10 @@ class ShardWorker:
         self.engine = engine_of(spec)
         self._templates = spec.templates
         self._usual_tokens = {side: self.engine.usual_tokens(side) for side in spec.templates}
+        self._grammars: dict[Side, str | None] = {side: None for side in spec.templates}
+        for side, template in spec.templates.items():
+            if is_guided(template, spec.decoding):
+                self._grammars[side] = grammar_of(template, spec.decoding.max_new_tokens)
         self.num_texts = 0  # of all shards
         self.reconfigure(spec)
 
@@ -151,6 +156,7 @@ class ShardWorker:
                 row.group,
                 max_new_tokens,
                 seed_of(side, row.entity_id),
+                self._grammars[side],
             )
             for key, row in rows.items()
         )
@@ -160,6 +166,9 @@ class ShardWorker:
         self, side: Side, row: RenderedRow, result: GenerationResult, verifier: str, repairs: Counter[str]
     ) -> dict[str, Any]:
         template, prompt = self._templates[side], row.prompt
+        provenance = self._provenance | {"verifier": verifier}
+        if self._grammars[side] is not None:
+            provenance["guided"] = True
         if result.finish_reason == UNCLOSED_THOUGHTS:
             raise RowError(unclosed_thoughts(result))
         text = sound_text(self.engine.tokenizer, result, prompt.token_ids)
@@ -181,7 +190,7 @@ class ShardWorker:
             "model_id": self.engine.model.id,
             "pool_version": self.spec.pool_version if side in self.spec.pool_dirs else None,
             "pool_group": row.group,
-            "decoding_json": json.dumps(self._provenance | {"verifier": verifier}, sort_keys=True),
+            "decoding_json": json.dumps(provenance, sort_keys=True),
             "num_prompt_tokens": len(prompt.token_ids),
             "num_history": prompt.num_history,
             "num_history_dropped": prompt.num_history_dropped,

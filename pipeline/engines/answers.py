@@ -4,6 +4,7 @@ Role marks of one token end texts while they are written, and drafts stop at the
 plain text are looked for in finished texts, once: so drafted and plain texts are cut alike, and a step costs no more.
 """
 
+import logging
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -11,12 +12,14 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationResult
+from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.knowledge.thoughts import has_marks, opens_thoughts, without_thoughts
 from laserbatch.pipeline.knowledge.turns import chat_marks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 ROLE_MARK = "role_mark"  # the finish reason of a text that a role mark ended
 UNCLOSED_THOUGHTS = "unclosed_thoughts"  # that of one whose thoughts did not end: there is no answer
@@ -39,7 +42,16 @@ class Answers:
         self._added = {token.content: i for i, token in added.items()}
         special = {i for i, token in added.items() if token.special}
         self._hidden_ids = special.union(tokenizer.all_special_ids)  # that result.text does not show
-        self._may_open = has_marks(tokenizer)
+        self._may_open, self._has_warned = has_marks(tokenizer), False
+
+    def unguided_thoughts(self, request: GenerationRequest) -> GenerationRequest:
+        """The request without a grammar where its prompt has the model begin with thoughts, which have no form."""
+        if request.grammar is None or not self._opens_thoughts(request.prompt_ids):
+            return request
+        if not self._has_warned:
+            logger.warning("answers are not guided: the chat template has the model think first")
+            self._has_warned = True
+        return replace(request, grammar=None)
 
     def of(
         self, results: Iterable[GenerationResult | GenerationFailure], prompts: dict[str, np.ndarray]
@@ -55,8 +67,7 @@ class Answers:
             result = replace(result, finish_reason=ROLE_MARK, role_mark=self.role_ids[result.end_id])
         ids = result.token_ids
         shown = self._decoded(ids) if not self._hidden_ids.isdisjoint(ids.tolist()) else result.text
-        prompt_end = prompt_ids[-PROMPT_END_TOKENS:]
-        is_open = self._may_open and opens_thoughts(self._tokenizer, self._decoded(prompt_end))
+        is_open = self._opens_thoughts(prompt_ids)
         kept = without_thoughts(
             self._tokenizer,
             shown,
@@ -84,6 +95,9 @@ class Answers:
             num_invented=num_invented,
         )
         return replace(result, finish_reason=ROLE_MARK, role_mark=turn.group().strip()) if turn else result
+
+    def _opens_thoughts(self, prompt_ids: np.ndarray) -> bool:
+        return self._may_open and opens_thoughts(self._tokenizer, self._decoded(prompt_ids[-PROMPT_END_TOKENS:]))
 
     def _decoded(self, ids: np.ndarray, skip_special_tokens: bool = False) -> str:
         return cast("str", self._tokenizer.decode(ids.tolist(), skip_special_tokens=skip_special_tokens))

@@ -104,7 +104,7 @@ class OwnEngine:
         def remembered() -> Iterator[GenerationRequest]:
             for request in requests:
                 prompts[request.request_id] = request.prompt_ids
-                yield request
+                yield self._answers.unguided_thoughts(request)
 
         written = engine.generate(remembered(), drafter, verifier_from(decoding), budget=budget)
         return self._answers.of(written, prompts)

@@ -182,6 +182,11 @@ class PromptTemplate(Strict):
     factors: tuple[str, ...] = ()  # of aspects and attributes: their names
     fields: dict[str, Literal["text", "list"]] = Field(default_factory=dict)  # of JSON: what it is to hold
     optional_fields: tuple[str, ...] = ()  # that an answer may be without
+    max_items: dict[str, int] = Field(default_factory=dict)  # of a list in JSON, the most that it may hold
+    # The form of answers where the parser does not say it, for guided decoding: one of these.
+    json_schema: dict[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None  # in llguidance's variant of Lark
     encode: tuple[str, ...] = ()  # the parts of the answer that become its vector; none named: the whole text
     any_language: bool = False  # answers may be in another language than the question
     system: Text | None = None
@@ -212,6 +217,11 @@ class PromptTemplate(Strict):
             raise ValueError(f"parser `{self.parser}` needs `factors`, the names of them; or take parser `free`")
         if (self.parser == "json") != bool(self.fields):
             raise ValueError("parser `json` needs `fields`, the names and kinds (text, list) of them; no other has any")
+        if sum(form is not None for form in (self.json_schema, self.regex, self.grammar)) > 1:
+            raise ValueError("a template has one of `json_schema`, `regex` and `grammar`")
+        for name, most in self.max_items.items():
+            if self.fields.get(name) != "list" or most < 1:
+                raise ValueError(f"`max_items` has {name}: {most}; it gives lists among `fields` a number above 0")
         known = self.fields or dict.fromkeys(self.factors)
         for key, names in (("optional_fields", self.optional_fields), ("encode", self.encode)):
             for name in names if known else ():

@@ -94,6 +94,11 @@ class DecodingStats:
         return cls(**totals)
 
     @property
+    def has_guesses(self) -> bool:
+        """Whether tokens were drafted that the model might have rejected; what a form forces is no guess."""
+        return self.num_drafted > self.drafted_by_source.get("form", 0)
+
+    @property
     def acceptance_length(self) -> float | None:
         """Accepted draft tokens a step, the bonus token not counted; None without a step."""
         return self.num_accepted / self.num_steps if self.num_steps else None

@@ -1,0 +1,155 @@
+"""Grammars of texts, and what they allow after each token. llguidance compiles them and computes masks.
+
+Where a grammar forces bytes, a mask holds one token, so a text does not depend on where steps end. Before the token
+limit cuts an answer, masks hold only tokens that close what is open.
+"""
+
+from collections.abc import Iterable
+from itertools import takewhile
+
+import llguidance
+import numpy as np
+
+from laserbatch.pipeline.errors import ConfigError, first_line
+
+MARGIN = 6  # tokens before the last moment at which closing begins: one token may open a further part
+MAX_SHORTEST = 256  # tokens; where closing does not end an answer within so many, its limit cuts it
+
+
+class Grammars:
+    """The grammars of an engine, compiled for its tokenizer.
+
+    Raises ConfigError: llguidance cannot read the tokenizer.
+
+    Parameters
+    ----------
+    vocab_size : columns of the model's logits.
+    end_ids : the tokens that may end a text where its grammar allows the end.
+    """
+
+    def __init__(self, tokenizer, vocab_size: int, end_ids: Iterable[int]) -> None:
+        import llguidance.hf  # here: it loads transformers
+
+        end_ids = list(end_ids)
+        try:
+            self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, vocab_size, end_ids)
+        except Exception as error:  # it may raise anything
+            raise ConfigError(
+                f"answers cannot be guided with this model's tokenizer: {first_line(error)}; say `decoding.guided: off`"
+            ) from error
+        self._end_id = end_ids[0]
+        self._closing = _closing_masks(self._tokenizer, end_ids)
+        self._compiled: dict[str, tuple[llguidance.LLMatcher, int]] = {}
+
+    def guide(self, grammar: str, max_tokens: int) -> "Guide":
+        """The state of a new text of at most so many tokens. Raises ConfigError: the grammar does not compile."""
+        if grammar not in self._compiled:
+            require_grammar(grammar, self._tokenizer)
+            matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+            rest = Guide(matcher.deep_copy(), self._closing, self._end_id, max_tokens, 0).shortest_rest()
+            self._compiled[grammar] = matcher, rest if rest < MAX_SHORTEST else -MARGIN
+        matcher, shortest = self._compiled[grammar]
+        return Guide(matcher.deep_copy(), self._closing, self._end_id, max_tokens, shortest)
+
+
+class Guide:
+    """What a text's grammar allows after its output so far, and after drafts below it."""
+
+    def __init__(
+        self, matcher: llguidance.LLMatcher, closing: np.ndarray, end_id: int, max_tokens: int, shortest: int
+    ) -> None:
+        self.end_id = end_id
+        self._matcher, self._closing = matcher, closing
+        self._max_tokens, self._shortest = max_tokens, shortest  # of the text, and of the shortest whole answer
+        self._num_output = 0  # committed tokens that the matcher has consumed
+        self._path: list[int] = []  # drafted tokens that it has consumed behind them
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether only the end may follow the committed output."""
+        return self._matcher.is_stopped()
+
+    def advance(self, output_ids: np.ndarray) -> None:
+        """Consume what was committed, int32[n] of the whole output. Raises ValueError: the grammar forbids it."""
+        new = output_ids[self._num_output :].tolist()
+        if self._move(new) < len(new):
+            raise ValueError(f"token {new[len(self._path)]} is not allowed at position {len(output_ids)}")
+        self._num_output, self._path = len(output_ids), []
+
+    def forced(self, max_tokens: int) -> list[int]:
+        """Tokens that must come next, at most so many; they are consumed as committed."""
+        token_ids: list[int] = []
+        while len(token_ids) < max_tokens and (next_ids := self._matcher.compute_ff_tokens()):
+            token_ids.append(next_ids[0])
+            if not self._matcher.try_consume_tokens(next_ids[:1]):
+                raise ValueError(f"token {next_ids[0]} is forced, but not allowed")
+        self._num_output += len(token_ids)
+        return token_ids
+
+    def write_mask(self, path: list[int], mask: np.ndarray) -> None:
+        """Write what may follow a drafted path: uint32[ceil(vocab_size / 32)], bit i of word w is token 32 w + i.
+
+        Nothing may follow a path that is not allowed itself.
+        """
+        if self._move(path) < len(path):
+            mask[:] = 0
+            return
+        num_left = self._max_tokens - self._num_output - len(path)
+        must_close = num_left <= self._shortest + MARGIN and num_left <= self.shortest_rest() + MARGIN
+        self._write_allowed(mask, must_close)
+
+    def shortest_rest(self) -> int:
+        """Tokens that end the answer from here if each closes what it can; nothing is consumed for good."""
+        mask, num_consumed = np.empty(self._closing.shape[1], np.uint32), 0
+        while num_consumed < MAX_SHORTEST and not self._matcher.is_stopped():
+            token_ids = self._matcher.compute_ff_tokens()
+            if not token_ids:
+                self._write_allowed(mask, must_close=True)
+                word = int(np.argmax(mask != 0))
+                bits = int(mask[word])
+                token_ids = [32 * word + (bits & -bits).bit_length() - 1]
+            if token_ids == [self.end_id] or not self._matcher.try_consume_tokens(token_ids):
+                break
+            num_consumed += len(token_ids)
+        self._matcher.rollback(num_consumed)
+        return num_consumed
+
+    def _write_allowed(self, mask: np.ndarray, must_close: bool) -> None:
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        for closing in self._closing if must_close else ():
+            if (allowed := mask & closing).any():
+                mask[:] = allowed
+                return
+
+    def _move(self, path: list[int]) -> int:
+        """Have the matcher behind as much of a path as it allows; returns how many tokens that is."""
+        pairs = zip(path, self._path, strict=False)
+        num_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if num_common < len(self._path):
+            self._matcher.rollback(len(self._path) - num_common)
+        rest = path[num_common:]
+        num_consumed = num_common + (self._matcher.try_consume_tokens(rest) if rest else 0)
+        self._path = path[:num_consumed]
+        return num_consumed
+
+
+def _closing_masks(tokenizer: llguidance.LLTokenizer, end_ids: list[int]) -> np.ndarray:
+    """Kinds of tokens that close an answer or a part of it, the first that is allowed is taken: uint32 (6, num_words).
+
+    They are the end itself; a line break; a quote with the bracket behind it; a quote; a bracket; and, where a part
+    must not be empty, a word.
+    """
+    texts = [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]
+    bits = np.zeros((6, -(-len(texts) // 32) * 32), bool)
+    bits[0, end_ids] = True
+    for token, text in enumerate(texts):
+        starts = text[:1] == b"\n", text[:2] in (b'"]', b'"}'), text == b'"', text[:1] in (b"]", b"}")
+        bits[1:, token] = *starts, text.decode(errors="replace").strip()[:1].isalnum()
+    return np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
+
+
+def require_grammar(grammar: str, tokenizer: llguidance.LLTokenizer | None = None) -> None:
+    """Raises ConfigError, with the place: a grammar in llguidance's variant of Lark does not compile."""
+    is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
+    if is_error:
+        raise ConfigError(f"the form of answers does not compile: {' '.join(messages).strip()}")

@@ -1,0 +1,97 @@
+"""Guided decoding: texts keep to a grammar (`GenerationRequest.grammar`), drafted or not.
+
+A mask of allowed tokens applies to the logits of every row that is judged, after the last committed token and after
+each draft node, so every verifier ranks among allowed tokens alone. Where a grammar allows one token, it is appended
+without a forward of its own: the next step feeds it together with the token before it.
+"""
+
+import math
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import torch
+
+from laserbatch.pipeline.decoding.device_memory import to_device
+from laserbatch.pipeline.decoding.grammar import Grammars
+from laserbatch.pipeline.decoding.model.output_head import StepLogits
+from laserbatch.pipeline.decoding.sequence import MAX_FORCED, GenerationFailure, Sequence
+from laserbatch.pipeline.decoding.token_tree import TreeBatch
+
+
+class GuidedLogits:
+    """Rows of a step, in which tokens that a sequence's grammar forbids have a logit of minus infinity.
+
+    There is a row of each sequence after its last committed token, then one after each node of its tree.
+    """
+
+    def __init__(self, rows: StepLogits, sequences: SequenceOf[Sequence], trees: TreeBatch) -> None:
+        self._rows, self._guides, self._trees = rows, [one.guide for one in sequences], trees
+        self.device, self.num_rows = rows.device, rows.num_rows
+        self._tree_of = np.repeat(np.arange(len(trees.sizes)), trees.sizes + 1)  # of each row
+        first_rows = np.cumsum(trees.sizes + 1) - (trees.sizes + 1)
+        self._node_of = np.arange(self.num_rows) - first_rows[self._tree_of] - 1  # -1: the last committed token
+
+    @torch.inference_mode()
+    def of(self, rows: np.ndarray) -> torch.Tensor:
+        """Logits of some rows, int64[n]: (n, vocab_size)."""
+        logits = self._rows.of(rows)  # on CUDA queued, while masks are computed here
+        masks = self.masks(rows, logits.shape[-1])
+        if masks is None:
+            return logits
+        if self.device.type == "cpu":
+            bits = np.unpackbits(masks.view(np.uint8), axis=1, count=logits.shape[-1], bitorder="little")
+            return logits.masked_fill_(torch.from_numpy(bits.view(bool)).logical_not_(), -math.inf)
+        words = to_device(masks.view(np.int32), self.device)
+        bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=self.device)) & 1
+        return logits.masked_fill_(bits.flatten(1)[:, : logits.shape[-1]] == 0, -math.inf)
+
+    def masks(self, rows: np.ndarray, vocab_size: int) -> np.ndarray | None:
+        """Allowed tokens of some rows, uint32 (n, ceil(vocab_size / 32)); None where none has a grammar."""
+        if not any(self._guides):
+            return None
+        masks = np.full((len(rows), -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+        for mask, row in zip(masks, rows.tolist(), strict=True):
+            guide = self._guides[self._tree_of[row]]
+            if guide is not None:
+                guide.write_mask(self._path_to(row), mask)
+        return masks
+
+    def _path_to(self, row: int) -> list[int]:
+        """The drafted tokens from the last committed one to a row's node."""
+        node, first, path = int(self._node_of[row]), int(self._trees.starts[self._tree_of[row]]), []
+        while node >= 0:
+            path.append(int(self._trees.token_ids[first + node]))
+            node = int(self._trees.parents[first + node])
+        return path[::-1]
+
+
+def begin(sequences: Iterable[Sequence], grammars: Grammars) -> None:
+    """Give sequences that have a grammar and no guide yet theirs, and append what their texts must begin with."""
+    for sequence in sequences:
+        if sequence.guide is None and sequence.request.grammar is not None:
+            guide = sequence.guide = grammars.guide(sequence.request.grammar, sequence.max_new_tokens)
+            sequence.append_forced(guide.forced(_room(sequence)))
+
+
+def advance(sequences: Iterable[Sequence]) -> dict[Sequence, str | GenerationFailure]:
+    """Follow what a step committed, and append what must come next; returns the outcomes of texts that end so."""
+    outcomes: dict[Sequence, str | GenerationFailure] = {}
+    for sequence in sequences:
+        if (guide := sequence.guide) is None:
+            continue
+        try:
+            guide.advance(sequence.output_ids)
+            sequence.append_forced(guide.forced(_room(sequence)))
+        except ValueError as error:
+            outcomes[sequence] = GenerationFailure(sequence.request.request_id, f"left-form: {error}")
+            continue
+        if guide.is_complete:
+            sequence.end_id = guide.end_id
+            outcomes[sequence] = "end_of_text"
+    return outcomes
+
+
+def _room(sequence: Sequence) -> int:
+    """Tokens that may be appended: a last one is left to the step that follows."""
+    return max(0, min(MAX_FORCED, sequence.num_left - 1))

@@ -1,0 +1,205 @@
+"""Guided decoding: texts keep to their grammar, whatever is drafted, and are those of a plain loop of masked argmax."""
+
+import json
+
+import llguidance
+import llguidance.hf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from laserbatch.pipeline.decoding.drafters import RetrievalDrafter
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.grammar import MARGIN, Grammars, require_grammar
+from laserbatch.pipeline.decoding.guided import GuidedLogits
+from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
+from laserbatch.pipeline.decoding.sequence import GenerationRequest, GenerationResult
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed
+from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.knowledge.chat_format import encode_chat
+from laserbatch.retrieval_pools.sources import SOURCE_FORM
+
+TEXT = {"type": "string", "pattern": r'^[\p{L}\p{N}][^"\\\x00-\x1f]{0,60}$'}
+SCHEMA = {
+    "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+    "type": "object",
+    "properties": {
+        "kinds": {"type": "array", "items": TEXT, "minItems": 1, "maxItems": 4},
+        "summary": TEXT,
+    },
+    "required": ["kinds", "summary"],
+    "additionalProperties": False,
+}
+JSON = "start: %json " + json.dumps(SCHEMA)
+LINES = 'start: "1. Kinds:" LINE "\\n2. Style:" LINE\nLINE: / ?[\\p{L}\\p{N}][^\\n]{0,80}/\n'
+QUESTIONS = ("Describe Heat.", "Explain the preferences of a reader.", "List the genres of The Silent Harbour.")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine.from_pretrained(SAMPLE_MODEL, DecodingSettings(batch_size=4, dtype="float32"), "cpu")
+
+
+def requests(engine: Engine, grammars, max_new_tokens: int = 48) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            f"{number} {grammar}",
+            encode_chat(engine.tokenizer, question, None, {}),
+            np.array(engine.tokenizer.encode('{"kinds": ["Sea stories", "Crime"], "summary": "Reads'), np.int32),
+            max_new_tokens=max_new_tokens,
+            seed=number,
+            grammar=grammar,
+        )
+        for number, question in enumerate(QUESTIONS)
+        for grammar in grammars
+    ]
+
+
+def written(engine: Engine, asked, drafter=None, verifier=None) -> dict[str, GenerationResult]:
+    found = {one.request_id: one for one in engine.generate(asked, drafter, verifier or Greedy())}
+    assert all(isinstance(one, GenerationResult) for one in found.values()), found
+    return found
+
+
+def drafter(max_nodes: int = 8) -> RetrievalDrafter:
+    return RetrievalDrafter(max_nodes=max_nodes, min_acceptance=0.0)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return AutoModelForCausalLM.from_pretrained(SAMPLE_MODEL, dtype=torch.float32)
+
+
+@torch.inference_mode()
+def reference(engine: Engine, model, request: GenerationRequest) -> list[int]:
+    """The likeliest allowed token, one after the other, by whole forwards and a matcher that is never rolled back."""
+    tokenizer = llguidance.hf.from_tokenizer(engine.tokenizer, engine.vocab_size, list(engine.loaded.end_ids))
+    matcher = llguidance.LLMatcher(tokenizer, request.grammar)
+    context = request.prompt_ids.tolist()
+    while len(context) < len(request.prompt_ids) + request.max_new_tokens:
+        logits = model(torch.tensor([context])).logits[0, -1]
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        logits[torch.from_numpy(bits[: len(logits)] == 0)] = -torch.inf
+        token = int(logits.argmax())
+        if token in engine.loaded.end_ids:
+            break
+        assert matcher.consume_token(token)
+        context.append(token)
+        if matcher.is_stopped():
+            break
+    return context[len(request.prompt_ids) :]
+
+
+def test_texts_are_those_of_masked_argmax_and_no_draft_changes_them(engine, model):
+    asked = requests(engine, (JSON, LINES, None), max_new_tokens=128)
+    plain = written(engine, asked)
+    drafted = written(engine, asked, drafter())
+    assert sum(one.num_accepted - np.sum(one.sources == SOURCE_FORM) for one in drafted.values()) > 20
+    for request in asked:
+        assert drafted[request.request_id].token_ids.tolist() == plain[request.request_id].token_ids.tolist()
+        if request.grammar is not None:  # before any answer is closed early
+            expected = reference(engine, model, request)[:80]
+            assert plain[request.request_id].token_ids.tolist()[:80] == expected
+        if request.grammar == JSON:
+            assert set(json.loads(plain[request.request_id].text)) == {"kinds", "summary"}
+
+
+def test_a_text_is_the_same_alone_and_among_others_with_and_without_grammars(engine):
+    asked = requests(engine, (JSON, None, LINES))
+    together = written(engine, asked, drafter())
+    for request in asked[:4]:
+        (alone,) = written(engine, [request], drafter()).values()
+        assert alone.token_ids.tolist() == together[request.request_id].token_ids.tolist()
+
+
+@pytest.mark.parametrize("verifier", [Relaxed(2, 0.1), Relaxed(2, 0.0), Relaxed(None, 0.01)])
+def test_rules_accept_nothing_that_the_grammar_forbids(engine, verifier):
+    for one in written(engine, requests(engine, (JSON,)), drafter(16), verifier).values():
+        assert one.finish_reason == "end_of_text" and set(json.loads(one.text)) == {"kinds", "summary"}
+
+
+def test_forced_tokens_take_no_step_and_count_as_accepted_drafts(engine):
+    grammar = 'start: "Kinds: " /[a-c]/ " and that is all."'
+    for draft in (None, drafter()):
+        for one in written(engine, requests(engine, (grammar,)), draft).values():
+            assert one.finish_reason == "end_of_text" and one.text.endswith(" and that is all.")
+            num_forced = int(np.sum(one.sources == SOURCE_FORM))
+            assert one.num_steps <= 3 < num_forced and one.accepted_by_source[SOURCE_FORM] == num_forced
+            assert one.num_steps + one.num_accepted == len(one.token_ids)
+
+
+@pytest.mark.parametrize("max_new_tokens", [28, 33, 40, 64])
+def test_an_answer_is_closed_before_its_limit(engine, max_new_tokens):
+    for draft in (None, drafter()):
+        for one in written(engine, requests(engine, (JSON, LINES), max_new_tokens), draft).values():
+            assert one.finish_reason == "end_of_text" and len(one.token_ids) <= max_new_tokens, one.text
+
+
+def test_a_limit_below_the_shortest_answer_cuts_it(engine):
+    found = written(engine, requests(engine, (JSON,), max_new_tokens=6))
+    assert {one.finish_reason for one in found.values()} == {"length"}
+
+
+def test_samples_keep_to_the_grammar_and_no_draft_changes_them():
+    settings = DecodingSettings(batch_size=4, dtype="float32", temperature=0.8, verifier="greedy")
+    engine = Engine.from_pretrained(SAMPLE_MODEL, settings, "cpu")
+    asked = requests(engine, (JSON,))
+    plain, drafted = written(engine, asked), written(engine, asked, drafter())
+    for name, one in plain.items():
+        assert json.loads(one.text) and one.token_ids.tolist() == drafted[name].token_ids.tolist()
+
+
+def test_texts_that_give_their_memory_back_go_on_as_they_were(engine):
+    asked = requests(engine, (JSON, LINES))
+    expected = written(engine, asked)
+    longest = max(len(one.prompt_ids) for one in asked) + 48 + 8
+    settings = DecodingSettings(batch_size=4, dtype="float32", max_cache_tokens=2 * longest)
+    small = Engine.from_pretrained(SAMPLE_MODEL, settings, "cpu")
+    for name, one in written(small, asked, drafter()).items():
+        assert one.token_ids.tolist() == expected[name].token_ids.tolist()
+
+
+def test_masks_are_those_of_a_matcher_that_followed_the_path(engine):
+    """Rows in any order, siblings, and paths that the grammar forbids, which nothing may follow."""
+    from laserbatch.pipeline.decoding.token_tree import TokenTree, TreeBatch
+
+    class Rows:
+        device, num_rows = torch.device("cpu"), 6
+
+        def of(self, rows):
+            return torch.zeros(len(rows), engine.vocab_size)
+
+    class Text:
+        guide = engine.grammars.guide(LINES, 64)
+
+    start = Text.guide.forced(64)
+    words = [engine.tokenizer.encode(text, add_special_tokens=False) for text in (" Crime", " Sea", "\n")]
+    tokens = np.array([words[0][0], words[1][0], words[0][0], words[2][0], words[0][0]], np.int32)
+    parents = np.array([-1, 0, 0, -1, 3], np.int32)
+    tree = TokenTree(tokens, parents, np.zeros(5, np.float32), np.zeros(5, np.uint8))
+    logits = GuidedLogits(Rows(), [Text()], TreeBatch.of([tree])).of(np.array([2, 0, 5, 1, 3, 4]))  # pyright: ignore
+    tokenizer = llguidance.hf.from_tokenizer(engine.tokenizer, engine.vocab_size, list(engine.loaded.end_ids))
+    for row, path in zip(logits, ([0, 1], [], None, [0], [0, 2], None), strict=True):
+        if path is None:
+            assert torch.isinf(row).all()
+            continue
+        matcher = llguidance.LLMatcher(tokenizer, LINES)
+        assert matcher.consume_tokens([*start, *(int(tokens[node]) for node in path)])
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        assert (torch.isfinite(row).numpy() == bits[: engine.vocab_size].astype(bool)).all()
+
+
+def test_a_grammar_that_does_not_compile_is_refused_with_its_place(engine):
+    with pytest.raises(ConfigError, match=r'does not compile: .*unknown name: "LINE"'):
+        require_grammar('start: "a" LINE')
+    with pytest.raises(ConfigError, match="Unimplemented keys"):
+        engine.grammars.guide('start: %json {"type": "string", "uniqueItems": true}', 8)
+
+
+def test_free_text_is_not_closed_early(engine):
+    """Where closing tokens may be part of any text, nothing says that they end one: the limit cuts it."""
+    grammars = Grammars(engine.tokenizer, engine.vocab_size, engine.loaded.end_ids)
+    endless = 'start: "x" /[^a]+/ "a"'
+    assert grammars.guide(endless, 32)._shortest == -MARGIN

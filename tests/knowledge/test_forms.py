@@ -1,0 +1,95 @@
+"""The form of a template's answers: what it allows is what the template's parser reads."""
+
+import json
+
+import llguidance
+import pytest
+
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.knowledge.forms import grammar_of, is_guided, require_form
+from laserbatch.pipeline.knowledge.parsers import parse_answer
+from laserbatch.pipeline.knowledge.templates import SHIPPED_TEMPLATES, PromptTemplate, load_template
+
+BYTES = llguidance.LLTokenizer("byte")
+FREE = {"name": "mine", "version": 1, "framework": "own", "side": "item", "parser": "free", "instruction": "Describe."}
+
+
+def allowed(grammar: str, text: str) -> int:
+    """Bytes of a text that a grammar allows; one more where it may end there."""
+    matcher = llguidance.LLMatcher(BYTES, grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    num_allowed = matcher.try_consume_tokens(list(text.encode()))
+    return num_allowed + (num_allowed == len(text.encode()) and matcher.is_accepting())
+
+
+def is_whole(grammar: str, text: str) -> bool:
+    return allowed(grammar, text) == len(text.encode()) + 1
+
+
+def example(template: PromptTemplate) -> str:
+    if template.parser == "aspects":
+        return "\n".join(f"{number}. {name}: Café & “quotes” of 1990" for number, name in enumerate(template.factors, 1))
+    if template.parser == "attributes":
+        return "\n".join(f"{name}: sea stories" for name in template.factors)
+    kinds = {"text": "A reader's summary: it's 5/5.", "list": ["Sea", "Crime fiction"]}
+    return json.dumps({name: kinds[kind] for name, kind in template.fields.items()}, ensure_ascii=False)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in SHIPPED_TEMPLATES.glob("*.yaml")))
+def test_the_form_of_a_shipped_template_is_what_its_parser_reads(name):
+    template = load_template(name)
+    grammar = grammar_of(template, 200)
+    require_form(template)
+    if template.parser == "free":
+        assert grammar is None and not is_guided(template, DecodingSettings())
+        return
+    assert grammar is not None and is_guided(template, DecodingSettings())
+    assert not is_guided(template, DecodingSettings(guided="off"))
+    text = example(template)
+    assert is_whole(grammar, text)
+    parsed = parse_answer(template, text)
+    assert list(parsed.fields) == list(template.fields or template.factors) and not parsed.repairs
+    assert allowed(grammar, "Sure! Here") < 4 and allowed(grammar, text + "\n") == len(text.encode())
+
+
+def test_parts_are_words_and_lists_are_as_long_as_the_template_says():
+    grammar = grammar_of(load_template("once_user"), 200) or ""
+    assert is_whole(grammar, '{"interests": ["Sea"], "regions": []}')
+    assert not is_whole(grammar, '{"interests": [], "regions": []}')
+    assert allowed(grammar, '{"interests": ["...') == len('{"interests": ["')
+    five = ", ".join(['"Sea"'] * 5)
+    assert is_whole(grammar, f'{{"interests": [{five}], "regions": []}}')
+    assert allowed(grammar, f'{{"interests": [{five}, ') < len(f'{{"interests": [{five}, ')
+    assert not is_whole(grammar, '{"interests": ["' + "a" * 80 + '"], "regions": []}')
+
+
+@pytest.mark.parametrize(
+    ("form", "whole", "broken"),
+    [
+        ({"regex": "[A-Z]{2}/[0-9]+"}, "AB/12", "AB-"),
+        ({"grammar": 'start: "yes" | "no"'}, "no", "maybe"),
+        ({"json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}, '{"a": 3}', "[1]"),
+    ],
+)
+def test_a_template_of_ones_own_gives_its_form(form, whole, broken):
+    template = PromptTemplate.model_validate(FREE | form)
+    require_form(template)
+    grammar = grammar_of(template, 64) or ""
+    assert is_whole(grammar, whole) and allowed(grammar, broken) < len(broken)
+
+
+def test_a_form_that_does_not_compile_is_refused_with_its_place():
+    for form, place in (
+        ({"regex": "(a"}, "invalid regex"),
+        ({"grammar": "start: LINE"}, 'unknown name: "LINE"'),
+        ({"json_schema": {"type": "strin"}}, "Invalid type: strin"),
+    ):
+        with pytest.raises(ConfigError, match=f"prompt template mine@1: .*{place}"):
+            require_form(PromptTemplate.model_validate(FREE | form))
+    for wrong, reason in (
+        ({"regex": "a", "grammar": 'start: "a"'}, "one of `json_schema`, `regex` and `grammar`"),
+        ({"max_items": {"interests": 3}}, "`max_items` has interests: 3"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            PromptTemplate.model_validate(FREE | wrong)
