@@ -1,4 +1,4 @@
-"""`laserbatch try`: print the prompt, pool and text of one entity. Writes nothing to disk."""
+"""`laserbatch try`: print the prompt, pool and text of one entity. It keeps nothing but the measured cost of steps."""
 
 import datetime
 import json
@@ -24,6 +24,7 @@ from laserbatch.jobs.stages.inputs import (
 from laserbatch.jobs.stages.night import Night, new_night, parse_date
 from laserbatch.jobs.stages.spans import decoded, text_spans
 from laserbatch.pipeline.budget.choice import budget_step_cost, side_budget
+from laserbatch.pipeline.budget.measuring import user_step_costs
 from laserbatch.pipeline.distributed.settings import usable_cores
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.planning.plan import read_shard
@@ -138,10 +139,10 @@ def write_one(night: Night, side: Side) -> TriedEntity:
             raise TableError(f"{side} {entity_id} cannot be written: it has no title")
         (shard,), ((scheme, _),) = plan.shards, plan.routes.items()
         (row,) = read_shard(folder.root / shard.path)
-        worker = ShardWorker(replace(spec, num_threads=usable_cores()))
+        worker = ShardWorker(replace(spec, num_threads=usable_cores(), step_cost_dir=user_step_costs()))
 
         def measure() -> StepCost:
-            return worker.engine.cached_step_cost() or worker.engine.measured_step_cost(save=False)
+            return worker.engine.cached_step_cost() or worker.engine.measured_step_cost()
 
         pool = None if version is None else night.pools.open(version, side)
         budget = side_budget(decoding, pool, budget_step_cost(decoding, measure), float(row.previous_ids is not None))

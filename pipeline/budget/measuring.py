@@ -3,12 +3,12 @@
 Steps are real ones (draft, forward, verify, commit) of texts that say nothing. Every second token of their drafts is
 accepted, whatever the model says: an accepted node costs more than a rejected one, since on a CPU only of what follows
 accepted ones logits are computed. Trees that were mostly rejected would make large ones seem cheap. Drafting is timed
-apart. A few seconds for a small model: repetitions are fewer where steps are long.
+apart. All of it takes MAX_SECONDS at most, or three rounds of one batch size if these take longer.
 
 The same model on the same machine is measured once in a while, so that the budget that is chosen by it is the same the
-next time, and so are relaxed texts. What else the machine does must not decide whether a night drafts, so on a CPU a
-step takes what the thread that runs it computed for it, not what passed on the clock, and of like steps the quickest
-counts: nothing else can have made it shorter.
+next time, and so are relaxed texts. With another pool only drafting is timed again. What else the machine does must not
+decide whether a night drafts, so on a CPU a step takes what the thread that runs it computed for it, not what passed on
+the clock, and of like steps the quickest counts: nothing else can have made it shorter.
 """
 
 import datetime
@@ -21,12 +21,14 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from laserbatch.pipeline.budget.choice import UNCHECKED_SIZE
 from laserbatch.pipeline.budget.step_cost import MAX_AGE_DAYS, read_step_cost
 from laserbatch.pipeline.decoding.drafters import Drafter, RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
@@ -45,10 +47,12 @@ from laserbatch.retrieval_pools.step_cost import DraftCost, StepCost, StepPoint
 
 logger = logging.getLogger(__name__)
 
-VERSION = 9  # of how steps are measured
+VERSION = 10  # of how steps are measured
 PROMPT_TOKENS = 320
 NEW_TOKENS = 256  # then a text starts again; drafts deeper than what is left of it are cut, and not timed
 MIN_ROUNDS, MAX_ROUNDS = 3, 15  # each two steps of every size, of which the second is timed
+MAX_SLOWDOWN = 12  # a size is left out if its step takes so many plain ones: no draft of it would be worth that
+MAX_SECONDS = 15.0  # for all batch sizes, after which no further one begins
 WARM_UP_ROUNDS = {"cpu": 1, "cuda": 2}  # before them; on CUDA a step's first run compiles and its second is captured
 SECONDS = 2.0  # for one batch size, after which no further round begins
 MAX_TRIES = 3  # a step is timed again this often where a text's end cut its draft
@@ -68,6 +72,7 @@ class StepCostCache:
     """
 
     def __init__(self, folder: Path, engine: Engine, num_pool_tokens: int, num_workers: int = 1) -> None:
+        self._folders = folder, user_step_costs()
         on_cuda = engine.device.type == "cuda"
         facts = {
             "version": VERSION,
@@ -79,34 +84,60 @@ class StepCostCache:
             "batch_size": engine.settings.batch_size,
             "attention": engine.settings.attention,
             "verifier": engine.settings.verifier,
-            "drafters": list(engine.settings.drafters),
-            "pool_scale": (num_pool_tokens.bit_length() + 1) // 2,  # a draft takes longer from a larger one
             "libraries": {lib: importlib.metadata.version(lib) for lib in ("torch", "transformers", "numpy", "numba")},
         }
-        digest = hashlib.sha256(canonical_json(facts).encode()).hexdigest()[:12]
-        self.path = folder / f"{digest}.json"
+        pool_scale = (num_pool_tokens.bit_length() + 1) // 2  # a draft takes longer from a larger one
+        digest, of_drafts = (_digest(part) for part in (facts, [list(engine.settings.drafters), pool_scale]))
+        self.path, self._same_steps = folder / f"{digest}-{of_drafts}.json", f"{digest}-*.json"
         self._name = f"measured {digest}: {facts['model_id']} on {facts['device']}"
 
     def read(self) -> StepCost | None:
-        """The cost that was measured here before; None where there is none that can be used, or one that is old."""
-        if not self.path.exists():
+        """The cost that was measured on this machine before; None where there is none that can be used, or an old one.
+
+        One of another workspace is copied into the folder.
+        """
+        for folder in self._folders:
+            found = self._read(folder / self.path.name)
+            if found is not None:
+                return found if folder == self.path.parent else self.write(found)
+        return None
+
+    def known_steps(self) -> StepCost | None:
+        """The cost of the same steps, whatever was drafted from; None where it was not measured."""
+        paths = (path for folder in self._folders for path in sorted(folder.glob(self._same_steps)))
+        return next(filter(None, map(self._read, paths)), None)
+
+    def write(self, step_cost: StepCost) -> StepCost:
+        """Keep a cost in the folder and, if possible, for other workspaces; returns it as it will be read."""
+        kept = step_cost.model_copy(update={"name": self._name})
+        write_json(kept.model_dump(mode="json"), self.path)
+        with suppress(OSError):
+            write_json(kept.model_dump(mode="json"), self._folders[1] / self.path.name)
+        return kept
+
+    def _read(self, path: Path) -> StepCost | None:
+        if not path.exists():
             return None
         try:
-            found = read_step_cost(self.path)
+            found = read_step_cost(path)
             age_days = (datetime.date.today() - (found.measured_on or datetime.date.today())).days
             if found.name == self._name and age_days <= MAX_AGE_DAYS:
                 return found
-            problem = f"{self.path} is {found.name!r} and {age_days} days old, expected {self._name!r}"
+            problem = f"{path} is {found.name!r} and {age_days} days old, expected {self._name!r}"
         except ConfigError as error:
             problem = str(error)
         logger.warning("the cost of steps has to be measured again: %s", problem)
         return None
 
-    def write(self, step_cost: StepCost) -> StepCost:
-        """Keep a cost; returns it as it will be read."""
-        kept = step_cost.model_copy(update={"name": self._name})
-        write_json(kept.model_dump(mode="json"), self.path)
-        return kept
+
+def user_step_costs() -> Path:
+    """The folder of a user's measured costs, which all workspaces read: in LASERBATCH_CACHE, else in ~/.cache."""
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laserbatch"
+    return Path(os.environ.get("LASERBATCH_CACHE") or usual) / "step-costs"
+
+
+def _digest(facts: object) -> str:
+    return hashlib.sha256(canonical_json(facts).encode()).hexdigest()[:12]
 
 
 def _processor() -> str:
@@ -122,23 +153,30 @@ def measure_step_cost(
     pool,
     sources: SequenceOf[str],
     batch_sizes: SequenceOf[int],
-    most_nodes: int = MAX_NODES,
+    known: StepCost | None = None,
 ) -> StepCost:
     """Time the engine's steps. Nothing else may generate with it meanwhile.
 
     Parameters
     ----------
     pool, sources : what drafting is timed with.
-    batch_sizes : where the KV cache holds fewer sequences, steps of as many as it holds are timed instead.
-    most_nodes : of the trees that are timed.
+    batch_sizes : where the KV cache holds fewer sequences, steps of as many as it holds are timed instead. The first
+        one is timed in any case, the others while there is time.
+    known : the cost of these steps, of which drafting alone is timed again.
 
     Raises
     ------
     RunFailed : the engine cannot write the texts whose steps are timed.
     """
+    draft = _time_drafts(engine, pool, sources) if sources else DraftCost()
+    if known is not None:
+        return known.model_copy(update={"draft": draft})
     points: dict[tuple[int, int], StepPoint] = {}
+    began_s = time.perf_counter()
     for wanted in batch_sizes:
-        batch_size, seconds = _time_steps(engine, wanted, most_nodes)
+        if points and time.perf_counter() - began_s > MAX_SECONDS:
+            break
+        batch_size, seconds = _time_steps(engine, wanted)
         for num_drafted, duration in seconds.items():
             num_tokens = batch_size + num_drafted
             num_tokens = next((size for size in engine.token_buckets if size >= num_tokens), num_tokens)
@@ -148,14 +186,14 @@ def measure_step_cost(
         name=f"measured: {engine.model_id} on {engine.device.type}",
         steps=tuple(points.values()),
         padded_to=engine.token_buckets,
-        draft=_time_drafts(engine, pool, sources) if sources else DraftCost(),
+        draft=draft,
         measured_on=datetime.date.today(),
     )
 
 
-def _time_steps(engine: Engine, batch_size: int, most_nodes: int) -> tuple[int, dict[int, float]]:
+def _time_steps(engine: Engine, batch_size: int) -> tuple[int, dict[int, float]]:
     """The batch size that was reached, and seconds of its steps by their draft tokens."""
-    steps = _TimedSteps(engine, batch_size, most_nodes)
+    steps = _TimedSteps(engine, batch_size)
     try:
         steps.take_rounds()
     finally:
@@ -193,10 +231,9 @@ _ROUND = (*map(_Drafts, SIZE_KNOTS), _Drafts(1, is_alone=True))
 class _TimedSteps(Drafter):
     """Requests, drafter and verifier of a measurement in one, and the seconds of its steps."""
 
-    def __init__(self, engine: Engine, batch_size: int, most_nodes: int) -> None:
+    def __init__(self, engine: Engine, batch_size: int) -> None:
         self.batch_size = batch_size
-        self.seconds: dict[_Drafts, list[float]] = {drafts: [] for drafts in _ROUND if drafts.size <= most_nodes}
-        self._round = list(self.seconds)
+        self.seconds: dict[_Drafts, list[float]] = {drafts: [] for drafts in _ROUND}
         self._engine, self._clock = engine, clock_of(engine)
         self._prompt = random_tokens(engine, min(PROMPT_TOKENS, engine.max_context // 2))
         deepest = max(1, min(NEW_TOKENS, engine.max_context - len(self._prompt)) // 4)
@@ -233,12 +270,30 @@ class _TimedSteps(Drafter):
                 began_s = time.perf_counter()
             if number >= MIN_ROUNDS and time.perf_counter() - began_s > SECONDS:
                 return
-            for place in rng.permutation(len(self._round)):
-                drafts = self._round[place]
-                tries = (self.take(drafts) and self.take(drafts) for _ in range(MAX_TRIES))
-                seconds = next(filter(None, tries), None)
-                if number >= 0 and seconds is not None:
+            if number < 0:  # smaller ones first, so that what is too slow is met once
+                self._leave_out_slow()
+                continue
+            sizes = list(self.seconds)
+            for drafts in (sizes[place] for place in rng.permutation(len(sizes))):
+                seconds = self._timed(drafts)
+                if seconds is not None:
                     self.seconds[drafts].append(seconds)
+
+    def _leave_out_slow(self) -> None:
+        """Take a step of every size, up to one whose steps are too slow to be worth any draft."""
+        plain_s = self._timed(_ROUND[0])
+        for drafts in sorted(self.seconds, key=lambda drafts: drafts.num_tokens(self.batch_size)):
+            seconds = self._timed(drafts)
+            is_slow = seconds is not None and plain_s is not None and seconds > MAX_SLOWDOWN * plain_s
+            if is_slow and drafts.size > UNCHECKED_SIZE:
+                for other in [one for one in self.seconds if one.size >= drafts.size]:
+                    del self.seconds[other]
+                return
+
+    def _timed(self, drafts: _Drafts) -> float | None:
+        """Seconds of the second of two steps; None where texts' ends cut them."""
+        tries = (self.take(drafts) and self.take(drafts) for _ in range(MAX_TRIES))
+        return next(filter(None, tries), None)
 
     def take(self, drafts: _Drafts) -> float | None:
         """Seconds of a step with such drafts; None where it was another one: of a prompt, cut, or of fewer texts."""

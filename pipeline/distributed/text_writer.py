@@ -19,6 +19,7 @@ import torch
 from pydantic import ValidationError
 
 from laserbatch.pipeline.budget.choice import budget_step_cost, side_budget
+from laserbatch.pipeline.budget.measuring import user_step_costs
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, tokenizer_folder
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
@@ -104,7 +105,7 @@ class TextWriter:
             num_sharing=max(1, usable_cores() // num_threads),  # as many as find room here, one beside the other
             num_workers=1,
             pool_dirs=pool_dirs,
-            step_cost_dir=folder,  # where none is read or written
+            step_cost_dir=user_step_costs(),
         )  # fmt: skip
 
     def __call__(self, batch: Columns) -> Columns:
@@ -151,7 +152,8 @@ class TextWriter:
 
     def _chosen_budget(self, has_previous: bool) -> Budget:
         """How much is drafted: by what a step costs here, unless the options say it."""
-        step_cost = budget_step_cost(self._settings, lambda: self._engine.measured_step_cost(save=False))
+        engine = self._engine
+        step_cost = budget_step_cost(self._settings, lambda: engine.cached_step_cost() or engine.measured_step_cost())
         return side_budget(self._settings, self._pool, step_cost, float(has_previous)).budget
 
     def _request(self, row: int, prompt: Tokens, previous: Tokens | None, group: str | None) -> GenerationRequest:

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from laserbatch.pipeline.budget.choice import UNCHECKED_SIZE
 from laserbatch.pipeline.budget.measuring import StepCostCache, measure_step_cost, texts_of
 from laserbatch.pipeline.decoding.device_memory import host_memory
 from laserbatch.pipeline.decoding.drafters import PluginDrafters, drafter_from
@@ -15,7 +14,6 @@ from laserbatch.pipeline.decoding.model.folder import tokenizer_folder
 from laserbatch.pipeline.decoding.model.load import load_model
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
-from laserbatch.pipeline.decoding.token_tree import MAX_NODES
 from laserbatch.pipeline.decoding.verifiers import verifier_from
 from laserbatch.pipeline.engines.answers import Answers
 from laserbatch.pipeline.sides import Side
@@ -26,6 +24,7 @@ from laserbatch.retrieval_pools.step_cost import StepCost
 
 WARM_UP_PROMPT_TOKENS, WARM_UP_NEW_TOKENS = 64, 8
 GRAPH_COUNTS = ("captures", "failed_captures", "replays", "eager_steps")
+SMALL_BATCHES = 1, 4  # texts of a shard's last steps
 USUAL_SHARE = 0.99  # of a pool's texts
 RESIDENT_SHARE = 0.25  # of the free memory: a larger pool is read from the disk as drafts need it
 
@@ -132,10 +131,11 @@ class OwnEngine:
         return self._cost_cache.read()
 
     def measured_step_cost(self, save: bool = True) -> StepCost:
-        batch_size = self._decoding.batch_size
-        largest = UNCHECKED_SIZE if self._largest_pool is None else MAX_NODES  # of what may be chosen
-        found = measure_step_cost(self.engine, self._largest_pool, self._decoding.text_sources, [batch_size], largest)
-        return self._cost_cache.write(found) if save else found
+        decoding, cache = self._decoding, self._cost_cache
+        sizes = [decoding.batch_size, *(size for size in SMALL_BATCHES if size < decoding.batch_size)]
+        known = cache.known_steps()
+        found = measure_step_cost(self.engine, self._largest_pool, decoding.text_sources, sizes, known)
+        return cache.write(found) if save else found
 
     @property
     def _cost_cache(self) -> StepCostCache:

@@ -178,8 +178,9 @@ class VllmEngine:
     def _begin(self, request: GenerationRequest) -> None:
         """Hand a request to vLLM. Raises ValueError: it cannot be done, and why."""
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+        grammar = self._answers.unguided_thoughts(request).grammar
         room = self._max_context - len(request.prompt_ids)
         if room < 1:
             raise ValueError(
@@ -192,6 +193,7 @@ class VllmEngine:
             repetition_penalty=self._rules.get("repetition_penalty", 1.0),
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
+            structured_outputs=None if grammar is None else StructuredOutputsParams(grammar=grammar),
         )
         self._engine.add_request(request.request_id, {"prompt_token_ids": request.prompt_ids.tolist()}, sampling)
 
@@ -277,6 +279,7 @@ def engine_arguments(model_dir: Path, decoding: DecodingSettings, device: str) -
         "load_format": "safetensors",
         "disable_log_stats": False,  # by them drafts are counted
         "seed": 0,
+        "structured_outputs_config": {"backend": "guidance"},  # which reads the grammars of `knowledge.forms`
         **decoding.vllm,
     }
 

@@ -29,7 +29,9 @@ def is_whole(grammar: str, text: str) -> bool:
 
 def example(template: PromptTemplate) -> str:
     if template.parser == "aspects":
-        return "\n".join(f"{number}. {name}: Café & “quotes” of 1990" for number, name in enumerate(template.factors, 1))
+        return "\n".join(
+            f"{number}. {name}: Café & “quotes” of 1990" for number, name in enumerate(template.factors, 1)
+        )
     if template.parser == "attributes":
         return "\n".join(f"{name}: sea stories" for name in template.factors)
     kinds = {"text": "A reader's summary: it's 5/5.", "list": ["Sea", "Crime fiction"]}
