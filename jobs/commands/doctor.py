@@ -361,7 +361,7 @@ def check_answer(settings: Settings) -> Iterator[CheckResult]:
             "answer", "ok", f"no text was tried here, since laserbatch's engine cannot load the model: {error}"
         )
         return
-    options = settings.effective_knowledge.template("item").chat_options
+    options = settings.template("item").chat_options
     prompt = encode_chat(engine.tokenizer, QUESTION, None, options, datetime.datetime.now(datetime.UTC).date())
     request = GenerationRequest("answer", prompt, max_new_tokens=MAX_ANSWER_TOKENS)
     (answer,) = engine.generate("item", [request], decoding)
@@ -371,7 +371,7 @@ def check_answer(settings: Settings) -> Iterator[CheckResult]:
     shown = f"a short question was answered {answer.text.strip()[:60]!r}, in {len(answer.token_ids)} tokens, "
     shown += f"after {answer.num_thought_tokens} of thoughts, " if answer.num_thought_tokens else ""
     if answer.finish_reason == UNCLOSED_THOUGHTS:
-        hint = "Leave them room in decoding.max_new_tokens, or turn them off by the template's chat_options"
+        hint = "Leave them room in decoding.max_new_tokens, or set decoding.thinking: off"
         found = (
             f"{len(answer.token_ids)} tokens did not end the thoughts before a short answer; they are cut from texts"
         )

@@ -166,6 +166,7 @@ class ShardWorker:
         is_cut = result.finish_reason == "length"
         require_answer(template, text, result.token_ids, prompt.token_ids, is_cut)
         parsed = parse_answer(template, text, is_cut)
+        token_ids, sources = result.written
         repairs.update(parsed.repairs)
         return {
             "entity_id": row.entity_id,
@@ -173,8 +174,8 @@ class ShardWorker:
             "framework": template.framework,
             "template": template.identity,
             "text": text,
-            "token_ids": result.token_ids,
-            "token_sources": result.sources,
+            "token_ids": token_ids,
+            "token_sources": sources,
             "fields_json": json.dumps(parsed.fields, ensure_ascii=False, sort_keys=True),
             "fingerprint": row.fingerprint,
             "run_id": self.spec.run_id,
@@ -185,7 +186,7 @@ class ShardWorker:
             "num_prompt_tokens": len(prompt.token_ids),
             "num_history": prompt.num_history,
             "num_history_dropped": prompt.num_history_dropped,
-            "num_tokens": len(result.token_ids),
+            "num_tokens": len(token_ids),
             "num_steps": result.num_steps,
             "num_drafted": result.num_drafted,
             "num_accepted": result.num_accepted,

@@ -23,9 +23,7 @@ class EncodingSettings(Strict):
         description="The encoder computes in this type. auto: bfloat16 if the processor multiplies it natively, else "
         "float32.",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="The encoder runs on this device. auto: CUDA if there is a GPU, else the CPU."
-    )
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a GPU
     num_clusters: int = Field(
         default=32,
         ge=2,
