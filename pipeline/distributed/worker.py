@@ -164,7 +164,7 @@ class ShardWorker:
             raise RowError(unclosed_thoughts(result))
         text = sound_text(self.engine.tokenizer, result, prompt.token_ids)
         is_cut = result.finish_reason == "length"
-        require_answer(template, text, result.token_ids, prompt.token_ids, is_cut)
+        require_answer(template, text, result.token_ids, prompt.token_ids, is_cut, row.shown)
         parsed = parse_answer(template, text, is_cut)
         token_ids, sources = result.written
         repairs.update(parsed.repairs)
