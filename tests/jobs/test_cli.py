@@ -254,11 +254,11 @@ def test_init_knows_clicks_and_sends_to_the_check_where_there_are_faults(tmp_pat
     pq.write_table(events, tables / "interactions.parquet")
     told = json.loads(run("init", str(tables), "--out", str(out), "--json").stdout)
     assert load_settings(out).ctr.label == "rating >= 1"
-    assert told["num_faults"] == 0 and told["next"].startswith("laserbatch try")
+    assert told["num_faults"] == 0 and told["next"][0].startswith("laserbatch doctor")
     users = pq.read_table(tables / "users.parquet")
     pq.write_table(pa.concat_tables([users, users.slice(0, 1)]), tables / "users.parquet")
     told = json.loads(run("init", str(tables), "--out", str(out), "--overwrite", "--json").stdout)
-    assert told["num_faults"] > 0 and told["next"] == f"laserbatch data check {tables} --config {out}"
+    assert told["num_faults"] > 0 and told["next"][0] == f"laserbatch data check {tables} --config {out}"
 
 
 def test_init_guesses_a_mapping_that_imports(tmp_path, run):
