@@ -23,9 +23,10 @@ from laserbatch.pipeline.engines.answers import UNCLOSED_THOUGHTS, unclosed_thou
 from laserbatch.pipeline.engines.engine import TextEngine
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.answers import require_answer
-from laserbatch.pipeline.knowledge.parsers import parse_answer
-from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, render_shown
+from laserbatch.pipeline.knowledge.parsers import Parsed, parse_answer
+from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, Shown, render_shown
 from laserbatch.pipeline.knowledge.records import knowledge_schema
+from laserbatch.pipeline.knowledge.templates import PromptTemplate
 from laserbatch.pipeline.planning.plan import PlannedRow, RenderedRow, Shard, read_shard
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.manifest import ShardInfo, ShardRecord
@@ -160,12 +161,7 @@ class ShardWorker:
         self, side: Side, row: RenderedRow, result: GenerationResult, verifier: str, repairs: Counter[str]
     ) -> dict[str, Any]:
         template, prompt = self._templates[side], row.prompt
-        if result.finish_reason == UNCLOSED_THOUGHTS:
-            raise RowError(unclosed_thoughts(result))
-        text = sound_text(self.engine.tokenizer, result, prompt.token_ids)
-        is_cut = result.finish_reason == "length"
-        require_answer(template, text, result.token_ids, prompt.token_ids, is_cut, row.shown)
-        parsed = parse_answer(template, text, is_cut)
+        text, parsed = parsed_answer(self.engine.tokenizer, template, row.shown, prompt, result)
         token_ids, sources = result.written
         repairs.update(parsed.repairs)
         return {
@@ -193,6 +189,18 @@ class ShardWorker:
             "finish_reason": result.finish_reason,
             "is_stale": False,
         }
+
+
+def parsed_answer(
+    tokenizer, template: PromptTemplate, shown: Shown, prompt: RenderedPrompt, result: GenerationResult
+) -> tuple[str, Parsed]:
+    """The text that is kept of a result, and its fields. Raises RowError: nothing is kept of it, and why."""
+    if result.finish_reason == UNCLOSED_THOUGHTS:
+        raise RowError(unclosed_thoughts(result))
+    text = sound_text(tokenizer, result, prompt.token_ids)
+    is_cut = result.finish_reason == "length"
+    require_answer(template, text, result.token_ids, prompt.token_ids, is_cut, shown)
+    return text, parse_answer(template, text, is_cut)
 
 
 def engine_of(spec: TextSpec) -> TextEngine:
