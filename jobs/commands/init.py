@@ -4,6 +4,7 @@ Tables that are in the input schema already need no mapping; for others a guesse
 configuration, to be read and corrected by a person.
 """
 
+import datetime
 import json
 import math
 import re
@@ -30,9 +31,10 @@ from laserbatch.pipeline.storage.atomic import write_text
 from laserbatch.pipeline.storage.uris import is_uri
 from laserbatch.pipeline.tables.findings import count_faults
 from laserbatch.pipeline.tables.guess import guess_mapping, read_sources
+from laserbatch.pipeline.tables.guessed_columns import SourceTable, kinds_of
 from laserbatch.pipeline.tables.personal import personal_data
 from laserbatch.pipeline.tables.read import open_tables
-from laserbatch.pipeline.tables.schema import REQUIRED_COLUMNS, table_parts
+from laserbatch.pipeline.tables.schema import ID_COLUMNS, REQUIRED_COLUMNS, id_type, table_parts
 
 Guessed = tuple[Any, str]  # a value of an option, and the reason for it
 MIN_SHARE_POSITIVE = 0.05  # a guessed label rule takes at least this share of the ratings seen as positive
@@ -69,10 +71,9 @@ def init(
     if not is_uri(tables) and not source.is_dir():
         raise TableError(f"{tables} is not a folder; expected one with your tables")
     if _is_in_schema(tables):
-        items = table_parts(tables, "items")[0].schema().names
-        first = next(table_parts(tables, "interactions")[0].open().iter_batches(ROWS_SEEN), None)
-        domain = domains()["sample"] if is_sample_world(tables) else domain_of((), items)
-        guessed = _guessed(domain, None if first is None else pa.Table.from_batches([first]), {})
+        first = _first_rows(tables, "interactions")
+        domain = domains()["sample"] if is_sample_world(tables) else _domain((), _first_rows(tables, "items"), "title")
+        guessed = _guessed(domain, first, {})
         write_text(_configuration(tables if is_uri(tables) else source.resolve(), "", guessed), out)
         settings = load_settings(out)
         num_faults = count_faults(check_inputs(tables, settings))
@@ -82,8 +83,10 @@ def init(
         said = {"configuration": str(out), "tables": "in the input schema already", "num_faults": num_faults}
         if not is_sample_world(tables):
             said["model"] = NEEDS_A_MODEL
-        following = f"laserbatch data check {tables} --config {out}" if num_faults else f"laserbatch try --config {out}"
-        summary(said | {"next": following}, as_json)
+        first_command = (
+            f"laserbatch data check {tables}{_named(out)}" if num_faults else f"laserbatch doctor{_named(out)}"
+        )
+        _finish(said, first_command, out, as_json)
         return
     if is_uri(tables):
         raise TableError(
@@ -101,7 +104,7 @@ def init(
     (head,) = (one.head for one in sources if one.name == events["files"])
     (of_items,) = (one for one in sources if one.name == items["files"])
     item_id = items["id"] or of_items.stem
-    guessed = _guessed(domain_of((of_items.stem, item_id), of_items.head.column_names), head, events)
+    guessed = _guessed(_domain((of_items.stem, item_id), of_items.head, items["title"]), head, events)
     if "knowledge.words.item" not in guessed:
         guessed |= _nouns(item_id, of_items.stem)
     guessed |= {"knowledge.paths": (paths, "the mapping splits them at >")} if (paths := _paths(mapping)) else {}
@@ -119,16 +122,44 @@ def init(
     say(f"the mapping is a guess, which says at each line what it rests on; read {mapping_path} before you import")
     said = {"configuration": str(out), "mapping": str(mapping_path), "model": NEEDS_A_MODEL}
     said |= {"notes": notes} if as_json and notes else {}
-    has_gaps = any(reason.startswith("no guess") for reason in guess.reasons.values())
-    fill = f"fill in what {mapping_path} has no guess for, then " if has_gaps else ""
-    summary(said | {"next": f"{fill}{command}, then laserbatch try --config {out}"}, as_json)
+    _finish(said, command, out, as_json)
+
+
+def _finish(said: dict[str, Any], first_command: str, out: Path, as_json: bool) -> None:
+    """Print what was written and guessed, and the three commands that come next."""
+    today = datetime.datetime.now(datetime.UTC).date()
+    commands = [first_command, f"laserbatch try{_named(out)}", f"laserbatch nightly --date {today}{_named(out)}"]
+    if as_json:
+        summary(said | {"next": commands}, as_json)
+        return
+    summary(said, as_json)
+    print("next:", *commands, sep="\n  ")
+
+
+def _named(out: Path) -> str:
+    """The option that names a configuration; commands find one of the usual name in their folder by themselves."""
+    return "" if out == Path("laserbatch.yaml") else f" --config {out}"
+
+
+def _first_rows(tables: str, name: str) -> pa.Table | None:
+    first = next(table_parts(tables, name)[0].open().iter_batches(ROWS_SEEN), None)
+    return None if first is None else pa.Table.from_batches([first])
+
+
+def _domain(names: tuple[str, ...], items: pa.Table | None, title: str | None) -> Domain | None:
+    """What the items are, by the names of their file and id, and by their columns and values."""
+    if items is None:
+        return domain_of(names)
+    source = SourceTable("items", items, {})
+    titles = source.values(title) if title is not None else []
+    return domain_of(names, items.column_names, kinds_of(source, [title]), [str(one) for one in titles])
 
 
 def _guessed(domain: Domain | None, rows: pa.Table | None, named: Mapping[str, Any]) -> dict[str, Guessed]:
     """Values of options that fit a domain and the first interactions, whose columns may be named otherwise."""
     guessed: dict[str, Guessed] = {}
     if domain is not None:
-        usual, why = dict(Words()), "from the names of files and columns"
+        usual, why = dict(Words()), "by names and values of the tables"
         guessed = {f"knowledge.words.{key}": (word, why) for key, word in domain.words if word != usual[key]}
         guessed |= {f"knowledge.{key}": (list(getattr(domain, key)), why) for key in ("user_factors", "item_factors")}
         guessed |= {"knowledge.paths": (list(domain.paths), why)} if domain.paths else {}
@@ -201,11 +232,16 @@ def _paths(mapping: Mapping[str, Any]) -> list[str]:
 
 
 def _is_in_schema(folder: str) -> bool:
+    """Whether the tables have the columns that they must have, and ids of one type in both tables that hold them."""
     try:
-        found = {name: table_parts(folder, name)[0].schema().names for name in REQUIRED_COLUMNS}
+        found = {name: table_parts(folder, name)[0].schema() for name in REQUIRED_COLUMNS}
     except TableError:
         return False
-    return all(set(columns) <= set(found[name]) for name, columns in REQUIRED_COLUMNS.items())
+    if not all(set(columns) <= set(found[name].names) for name, columns in REQUIRED_COLUMNS.items()):
+        return False
+    types = {(name, column): id_type(found[name].field(column).type) for name in found for column in found[name].names
+             if column in ID_COLUMNS.values()}  # fmt: skip
+    return all(types[name, column] == types["interactions", column] for name, column in ID_COLUMNS.items())
 
 
 def _configuration(tables: Path | str, note: str, guessed: Mapping[str, Guessed]) -> str:

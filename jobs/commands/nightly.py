@@ -156,9 +156,14 @@ def demo(
     folder: Path = typer.Option(Path("demo"), help="Folder for the sample world and the workspace; it may exist."),
     num_users: int = typer.Option(400, help="Number of users in the sample world."),
     num_items: int = typer.Option(300, help="Number of items in the sample world."),
+    model_dir: Path | None = typer.Option(
+        None, "--model", metavar="FOLDER", help="Write with the model of this folder, in place of the bundled one."
+    ),
     as_json: bool = JSON,
 ) -> None:
     """Run two nights on a sample world with the bundled model; the second drafts from the texts of the first.
+
+    A model of your own writes real sentences and takes longer: begin with few entities, as `make demo-real` does.
 
     Example: `laserbatch demo --folder demo`
     """
@@ -171,8 +176,12 @@ def demo(
             if describe(tables) != describe(made):
                 raise TableError(f"{tables} holds other tables than this demo's; give another --folder")
     settings = load_settings(
-        PACKAGE_ROOT / "configs" / "demo.yaml",
-        {"workspace": str(folder / "workspace"), "tables.path": str(folder / "tables")},
+        PACKAGE_ROOT / "configs" / ("demo.yaml" if model_dir is None else "demo_real.yaml"),
+        {
+            "workspace": str(folder / "workspace"),
+            "tables.path": str(folder / "tables"),
+            "decoding.model": None if model_dir is None else str(model_dir.resolve()),
+        },
     )
     # The first night compares nothing: the second one, which has every text, does.
     alone = settings.night.model_copy(update={"train_ctr": False, "compare_with_plain": False})

@@ -79,7 +79,7 @@ def report(
     reports = []
     for side in SIDES:
         require_template_columns(path, settings, side)
-        template = settings.effective_knowledge.template(side, labels)
+        template = settings.template(side, labels)
         questions = SideQuestions(tables, side, template, "")
         num_rows = questions.entities.num_rows
         rows = np.unique(np.linspace(0, num_rows - 1, min(num_rows, NUM_SAMPLED)).astype(np.int64))

@@ -82,8 +82,8 @@ def side_warnings(side: SideFigures) -> list[str]:
         share = ratio(side.stats.num_thought_tokens, side.stats.num_thought_tokens + side.stats.num_tokens)
         warnings.append(
             f"{side.stats.num_thinking} of {side.stats.num_texts} texts had thoughts, which were cut: "
-            f"{side.stats.num_thought_tokens} tokens, {percent(share)} of what was written. Turn them off by the "
-            "template's chat_options where the model can do without"
+            f"{side.stats.num_thought_tokens} tokens, {percent(share)} of what was written. decoding.thinking: off "
+            "turns them off, if the model's chat template has a switch for them"
         )
     if side.stats.repairs:
         kinds = ", ".join(f"{name} {number}" for name, number in sorted(side.stats.repairs.items()))

@@ -84,7 +84,7 @@ def left_out_of_prompts(settings: Settings, personal: Mapping[Side, Mapping[str,
     """
     shown_without: dict[tuple[str, str], str] = {}
     for side in SIDES:
-        template = settings.effective_knowledge.template(side)
+        template = settings.template(side)
         blocks = [(template.attributes, side), *([(template.history, "item")] if template.history else [])]
         for columns, of_side in blocks:
             found = personal.get(of_side, {})
@@ -187,7 +187,7 @@ def require_template_columns(path: Path | str, settings: Settings, side: Side) -
                 f"{nearest(column, known)}"
             )
     name = settings.knowledge.template_of(side)
-    template = settings.effective_knowledge.template(side)
+    template = settings.template(side)
     if template.side != side:
         raise ConfigError(
             f"the prompt template {template.identity} is for {template.side}s; name one for {side}s as "

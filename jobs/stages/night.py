@@ -76,7 +76,7 @@ class Night:
 
     def template(self, side: Side) -> PromptTemplate:
         """The prompt template of a side, in words that fit its tables."""
-        return self.settings.effective_knowledge.template(side, self._labels)
+        return self.settings.template(side, self._labels)
 
     @cached_property
     def _labels(self) -> Labels:

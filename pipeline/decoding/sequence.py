@@ -49,8 +49,9 @@ class GenerationResult:
     the limit.
 
     Where `engines.answers` cuts a text at a role mark, `finish_reason` is "role_mark"; `role_mark` is the mark, and
-    `num_invented` counts the tokens that came after it. `num_thought_tokens` were cut as thoughts; where thoughts do
-    not end, `finish_reason` is "unclosed_thoughts" and nothing is cut.
+    `num_invented` counts the tokens that came after it. `num_thought_tokens` were cut as thoughts; `uncut` are then the
+    tokens and their sources with the thoughts. Where thoughts do not end, `finish_reason` is "unclosed_thoughts" and
+    nothing is cut.
     """
 
     request_id: str
@@ -67,6 +68,12 @@ class GenerationResult:
     role_mark: str = ""
     num_invented: int = 0
     num_thought_tokens: int = 0
+    uncut: tuple[np.ndarray, np.ndarray] | None = None
+
+    @property
+    def written(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens int32[n] and their sources uint8[n], thoughts included: what later texts are drafted from."""
+        return self.uncut or (self.token_ids, self.sources)
 
 
 @dataclass(frozen=True)

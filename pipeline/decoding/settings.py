@@ -53,6 +53,12 @@ class DecodingSettings(Strict):
         ge=1,
         description="A text ends after this many tokens at the latest. Raise it if the report shows many cut texts.",
     )
+    thinking: Literal["off", "cut"] = Field(
+        default="off",
+        description="off: the chat template is asked for an answer without thoughts, if it has a switch for that "
+        "(enable_thinking, thinking). cut: a reasoning model thinks first, for which max_new_tokens must leave room. "
+        "Thoughts are cut from texts either way.",
+    )
     verifier: str = Field(
         default="relaxed",
         description="This rule says which drafted tokens are accepted. greedy: the model's most likely token, so the "
@@ -124,6 +130,11 @@ class DecodingSettings(Strict):
         "what fits into half of the free memory on a CPU, into most of it on CUDA.",
     )
 
+    @field_validator("thinking", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, given: Any) -> Any:
+        return "off" if given is False else given  # YAML reads a bare `off` as false
+
     @model_validator(mode="before")
     @classmethod
     def _greedy_in_vllm(cls, given: Any) -> Any:
@@ -164,6 +175,11 @@ class DecodingSettings(Strict):
         if self.temperature:  # of texts that are not sampled fingerprints stay as they were
             names |= {"temperature"}
         return self.model_dump(mode="json", include=names)
+
+    @property
+    def chat_options(self) -> dict[str, Any]:
+        """What chat templates are asked, whose own switch is one of these; the others are ignored."""
+        return dict.fromkeys(("enable_thinking", "thinking"), self.thinking == "cut")
 
     @property
     def gpus_a_worker(self) -> int:

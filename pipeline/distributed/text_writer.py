@@ -35,7 +35,6 @@ from laserbatch.retrieval_pools.draft import int32_row
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.library import open_pool
 
-CHAT_OPTIONS = {"enable_thinking": False}  # as prompt templates have them
 Columns = dict[str, np.ndarray]
 Tokens = str | Sequence[int] | np.ndarray
 _NONE = np.zeros(0, np.int64)
@@ -160,7 +159,7 @@ class TextWriter:
         """Raises RowError: the prompt is neither a text nor tokens, or cannot be written in plain ones."""
         tokenizer = self._engine.tokenizer
         if isinstance(prompt, str):
-            prompt_ids = encode_chat(tokenizer, prompt, self._system, CHAT_OPTIONS, self._date)
+            prompt_ids = encode_chat(tokenizer, prompt, self._system, self._settings.chat_options, self._date)
         else:
             prompt_ids = _ids(prompt)
         if isinstance(previous, str):

@@ -24,9 +24,10 @@ from laserbatch.pipeline.engines.engine import TextEngine
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.answers import require_answer
 from laserbatch.pipeline.knowledge.forms import grammar_of, is_guided
-from laserbatch.pipeline.knowledge.parsers import parse_answer
-from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, render_shown
+from laserbatch.pipeline.knowledge.parsers import Parsed, parse_answer
+from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, Shown, render_shown
 from laserbatch.pipeline.knowledge.records import knowledge_schema
+from laserbatch.pipeline.knowledge.templates import PromptTemplate
 from laserbatch.pipeline.planning.plan import PlannedRow, RenderedRow, Shard, read_shard
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.manifest import ShardInfo, ShardRecord
@@ -169,12 +170,8 @@ class ShardWorker:
         provenance = self._provenance | {"verifier": verifier}
         if self._grammars[side] is not None:
             provenance["guided"] = True
-        if result.finish_reason == UNCLOSED_THOUGHTS:
-            raise RowError(unclosed_thoughts(result))
-        text = sound_text(self.engine.tokenizer, result, prompt.token_ids)
-        is_cut = result.finish_reason == "length"
-        require_answer(template, text, result.token_ids, prompt.token_ids, is_cut)
-        parsed = parse_answer(template, text, is_cut)
+        text, parsed = parsed_answer(self.engine.tokenizer, template, row.shown, prompt, result)
+        token_ids, sources = result.written
         repairs.update(parsed.repairs)
         return {
             "entity_id": row.entity_id,
@@ -182,8 +179,8 @@ class ShardWorker:
             "framework": template.framework,
             "template": template.identity,
             "text": text,
-            "token_ids": result.token_ids,
-            "token_sources": result.sources,
+            "token_ids": token_ids,
+            "token_sources": sources,
             "fields_json": json.dumps(parsed.fields, ensure_ascii=False, sort_keys=True),
             "fingerprint": row.fingerprint,
             "run_id": self.spec.run_id,
@@ -194,13 +191,25 @@ class ShardWorker:
             "num_prompt_tokens": len(prompt.token_ids),
             "num_history": prompt.num_history,
             "num_history_dropped": prompt.num_history_dropped,
-            "num_tokens": len(result.token_ids),
+            "num_tokens": len(token_ids),
             "num_steps": result.num_steps,
             "num_drafted": result.num_drafted,
             "num_accepted": result.num_accepted,
             "finish_reason": result.finish_reason,
             "is_stale": False,
         }
+
+
+def parsed_answer(
+    tokenizer, template: PromptTemplate, shown: Shown, prompt: RenderedPrompt, result: GenerationResult
+) -> tuple[str, Parsed]:
+    """The text that is kept of a result, and its fields. Raises RowError: nothing is kept of it, and why."""
+    if result.finish_reason == UNCLOSED_THOUGHTS:
+        raise RowError(unclosed_thoughts(result))
+    text = sound_text(tokenizer, result, prompt.token_ids)
+    is_cut = result.finish_reason == "length"
+    require_answer(template, text, result.token_ids, prompt.token_ids, is_cut, shown)
+    return text, parse_answer(template, text, is_cut)
 
 
 def engine_of(spec: TextSpec) -> TextEngine:

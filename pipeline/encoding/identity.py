@@ -28,7 +28,7 @@ def device_and_dtype(settings: EncodingSettings) -> tuple[str, str]:
     """What the encoder runs on, and in: torch's names. Raises ModelError: the device is not there."""
     has_cuda = num_gpus() > 0
     if settings.device == "cuda" and not has_cuda:
-        raise ModelError("encoding.device is cuda, but torch sees no CUDA device; use auto or cpu")
+        raise ModelError("the encoder is to run on CUDA, but torch sees no CUDA device; use auto or cpu")
     device = ("cuda" if has_cuda else "cpu") if settings.device == "auto" else settings.device
     if settings.dtype != "auto":
         return device, settings.dtype

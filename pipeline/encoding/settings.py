@@ -19,9 +19,7 @@ class EncodingSettings(Strict):
     # A text is cut there, or at the encoder's own limit if that is lower; cut texts are counted.
     max_text_tokens: int = Field(default=512, ge=8)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # bfloat16 if the processor multiplies it, else float32
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="The encoder runs on this device. auto: CUDA if there is a GPU, else the CPU."
-    )
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a GPU
     num_clusters: int = Field(
         default=32,
         ge=2,

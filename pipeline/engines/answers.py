@@ -86,12 +86,14 @@ class Answers:
             if first < end:
                 is_kept[self._tokens(ids, first, bisect_left) : self._tokens(ids, min(last, end), bisect_right)] = True
         num_invented = len(ids) - self._tokens(ids, end, bisect_right) if turn else 0
+        num_own = len(ids) - num_invented
         result = replace(
             result,
             token_ids=ids[is_kept],
             sources=result.sources[is_kept],
             text=self._decoded(ids[is_kept], skip_special_tokens=True),
-            num_thought_tokens=len(ids) - num_invented - int(is_kept.sum()),
+            num_thought_tokens=num_own - int(is_kept.sum()),
+            uncut=(ids[:num_own], result.sources[:num_own]),
             num_invented=num_invented,
         )
         return replace(result, finish_reason=ROLE_MARK, role_mark=turn.group().strip()) if turn else result
@@ -116,6 +118,6 @@ def unclosed_thoughts(result: GenerationResult) -> str:
     """Why a text whose thoughts did not end is none, as the reason of a row."""
     return (
         f"unclosed-thoughts: the model's thoughts did not end within {len(result.token_ids)} tokens, so there is no "
-        "answer; raise decoding.max_new_tokens, or turn thoughts off by the template's chat_options, where the model "
-        "can do without"
+        "answer; raise decoding.max_new_tokens, or set decoding.thinking: off, if the model's chat template has a "
+        "switch for thoughts"
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from laserbatch.pipeline.decoding.drafters import PluginDrafters, drafter_from
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.folder import tokenizer_folder
 from laserbatch.pipeline.decoding.model.load import load_model
-from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
+from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult, Sequence
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.decoding.verifiers import verifier_from
 from laserbatch.pipeline.engines.answers import Answers
@@ -107,6 +108,13 @@ class OwnEngine:
 
         written = engine.generate(remembered(), drafter, verifier_from(decoding), budget=budget)
         return self._answers.of(written, prompts)
+
+    def result(self, sequence: Sequence, outcome: str | GenerationFailure) -> GenerationResult | GenerationFailure:
+        """What `generate` yields for a text that ended so in a stream of the engine."""
+        if isinstance(outcome, GenerationFailure):
+            return outcome
+        text = self.tokenizer.decode(sequence.output_ids.tolist(), skip_special_tokens=True)
+        return self._answers.answer(sequence.result(outcome, cast("str", text)), sequence.request.prompt_ids)
 
     def warm_up(self, sides: Iterable[Side]) -> None:
         for side in sides:

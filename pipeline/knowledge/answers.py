@@ -1,16 +1,19 @@
 """Whether an answer is one at all: not the prompt over again, not in another language than the question, not a loop.
 
-Languages are told by their scripts, and some of Latin script by words that every longer text of them is full of.
+Languages are told by their scripts, and some of Latin script by words that every longer text of them is full of. Titles
+and names that an answer quotes from its prompt may be in any language, and are not looked at.
 """
 
 import re
 import unicodedata
 from collections import Counter
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
 from laserbatch.pipeline.errors import RowError
+from laserbatch.pipeline.knowledge.prompts import Shown
 from laserbatch.pipeline.knowledge.templates import PromptTemplate
 
 COPIED_TOKENS = 24  # in a row that stand in the prompt, too, are a copy
@@ -46,11 +49,17 @@ _CJK = frozenset({"CJK", "HIRAGANA", "KATAKANA", "HANGUL", "BOPOMOFO", "IDEOGRAP
 
 
 def require_answer(
-    template: PromptTemplate, text: str, token_ids: np.ndarray, prompt_ids: np.ndarray, is_cut: bool = False
+    template: PromptTemplate,
+    text: str,
+    token_ids: np.ndarray,
+    prompt_ids: np.ndarray,
+    is_cut: bool = False,
+    shown: Shown | None = None,
 ) -> None:
     """Raise RowError, `repeats-prompt`, `loops` or `wrong-language`, where a text is no answer.
 
     Token ids are int32 (n,). `is_cut` says that the token limit ended it, as it ends what says the same for ever.
+    `shown` is what the prompt says of the entity; what the text quotes of it may be in any language.
     """
     copied = copied_share(token_ids, prompt_ids)
     if copied > MAX_SHARE_COPIED:
@@ -61,7 +70,9 @@ def require_answer(
     if template.any_language:
         return
     question = " ".join(filter(None, (template.system, template.instruction, template.request)))
-    asked, scripts = script_of(question), scripts_in(text)
+    asked = script_of(question)
+    text = text if shown is None else own_words(text, shown, asked)
+    scripts = scripts_in(text)
     num_letters = sum(scripts.values())
     if asked is not None and num_letters >= MIN_LETTERS and scripts.get(asked, 0) < MIN_SHARE_OWN_SCRIPT * num_letters:
         most = max(scripts, key=scripts.__getitem__)
@@ -71,6 +82,20 @@ def require_answer(
         of_asked, of_answered = COMMON_WORDS[asked], COMMON_WORDS[answered]
         if _share(text, of_asked - of_answered) < MAX_SHARE_OF_QUESTION_LANGUAGE * _share(text, of_answered - of_asked):
             raise RowError(f"wrong-language: asked in {asked}, answered in {answered}{MEANT}")
+
+
+def own_words(text: str, shown: Shown, script: str | None) -> str:
+    """The words of a text that it does not quote from what its prompt shows of an entity, in lower case.
+
+    Two words or more that follow each other there, too, are quoted, and so is a word in another script than `script`.
+    """
+    titles = (part for event in shown.events for part in event[:2])
+    lines = "\n".join(filter(None, (shown.attributes, *titles))).lower()
+    pairs = {pair for line in lines.splitlines() for pair in pairwise(_WORD.findall(line))}
+    words = _WORD.findall(text.lower())
+    quoted = {place + step for place, pair in enumerate(pairwise(words)) if pair in pairs for step in (0, 1)}
+    quoted |= {place for place, word in enumerate(words) if word in lines and script_of(word) != script}
+    return " ".join(word for place, word in enumerate(words) if place not in quoted)
 
 
 @lru_cache(maxsize=16)

@@ -1,11 +1,13 @@
 """What people, items and what matters to a choice are called in some domains, read from `configs/domains.yaml`."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cache
 
 from laserbatch.pipeline.knowledge.templates import CONFIGS, KnowledgeSettings, Words
 from laserbatch.pipeline.validation import Strict, read_yaml
+
+MIN_SHARE = 0.5  # of the items, whose kinds or titles must be those of a domain
 
 
 class Domain(Strict):
@@ -13,6 +15,8 @@ class Domain(Strict):
 
     names: str | None = None  # a pattern of what files and ids of items are called; None: never proposed
     columns: str | None = None  # and of what other columns of them are
+    kinds: str | None = None  # and of what stands in columns whose values repeat, as genres and categories do
+    titles: str | None = None  # and of titles
     words: Words
     user_factors: tuple[str, ...]
     item_factors: tuple[str, ...]
@@ -26,14 +30,39 @@ def domains() -> dict[str, Domain]:
     return {name: Domain.model_validate(raw) for name, raw in read_yaml(path, "domains", "install anew").items()}
 
 
-def domain_of(names: Collection[str], columns: Collection[str] = ()) -> Domain | None:
-    """The domain that the names of a file of items and of its id speak of, else its other columns; None without one."""
-    for pattern, present in (("names", names), ("columns", columns)):
-        for domain in domains().values():
-            wanted = getattr(domain, pattern)
-            if wanted and any(re.search(wanted, name, re.IGNORECASE) for name in present):
-                return domain
+def domain_of(
+    names: Collection[str], columns: Collection[str] = (), kinds: Sequence[str] = (), titles: Sequence[str] = ()
+) -> Domain | None:
+    """The domain that the names of a file of items and of its id speak of, else its values, else its other columns.
+
+    `kinds` and `titles` are those of each item. None if nothing speaks of a domain.
+    """
+    values = {"kinds": kinds, "titles": titles}
+    return _named("names", names) or _most_like(values) or _named("columns", columns)
+
+
+def _named(pattern: str, present: Collection[str]) -> Domain | None:
+    for domain in domains().values():
+        wanted = getattr(domain, pattern)
+        if wanted and any(re.search(wanted, name, re.IGNORECASE) for name in present):
+            return domain
     return None
+
+
+def _most_like(values: dict[str, Sequence[str]]) -> Domain | None:
+    """The domain whose pattern fits the values of most items; None if it fits too few, or two domains fit alike."""
+    shares: list[tuple[float, Domain]] = []
+    for domain in domains().values():
+        for key, texts in values.items():
+            wanted = getattr(domain, key)
+            if wanted and texts:
+                share = sum(re.search(wanted, text, re.IGNORECASE) is not None for text in texts) / len(texts)
+                shares.append((share, domain))
+    shares.sort(key=lambda pair: -pair[0])
+    if not shares or shares[0][0] < MIN_SHARE:
+        return None
+    likest = [domain for share, domain in shares if share == shares[0][0]]
+    return likest[0] if all(domain is likest[0] for domain in likest) else None
 
 
 def of_domain(knowledge: KnowledgeSettings, name: str) -> KnowledgeSettings:

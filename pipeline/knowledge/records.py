@@ -1,8 +1,8 @@
 """The record that a night keeps of each text: its Arrow schema, and those of the night before by entity.
 
 One row an entity and side. The text and its token ids are both kept: the ids are what tomorrow's pools are built
-from, and they need not be recoverable from the text. Nothing here depends on the clock, so that the same night
-run twice writes the same bytes.
+from. Those of a reasoning model hold its thoughts, which it writes again tomorrow; its text does not. Nothing here
+depends on the clock, so that the same night run twice writes the same bytes.
 """
 
 from collections.abc import Iterator

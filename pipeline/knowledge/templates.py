@@ -194,7 +194,7 @@ class PromptTemplate(Strict):
     attributes: AttributeLines = AttributeLines()
     history: HistoryLines | None = None
     request: Text | None = None
-    chat_options: dict[str, Any] = Field(default_factory=lambda: {"enable_thinking": False})
+    chat_options: dict[str, Any] = Field(default_factory=dict)  # of the model's chat template; over those of `decoding`
     parser_path: Path | None = Field(
         default=None, exclude=True
     )  # of a parser of one's own; found when the template is loaded
@@ -276,6 +276,10 @@ class PromptTemplate(Strict):
             if block is not None:
                 changes[name] = block.model_copy(update={"paths": (*block.paths, *paths)})
         return self.model_copy(update=changes)
+
+    def with_chat_options(self, options: Mapping[str, Any]) -> "PromptTemplate":
+        """The same template, with these options of the chat template where it has none of its own."""
+        return self.model_copy(update={"chat_options": {**options, **self.chat_options}})
 
     @property
     def identity(self) -> str:

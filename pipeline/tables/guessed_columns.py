@@ -24,6 +24,8 @@ TIME = r"time|date|^ts$|_at$|when|zeit|datum|fecha|heure"
 RATING = r"rating|stars|score|^grade$|^overall$|click|like|bewertung|sterne|^note$|klick"
 EVENT = r"event|action|behaviou?r|^type$|aktion|ereignis"
 NO_LABEL = r"(^|[_ -])(ids?|uuid|key|url|count|number|num|no|nr|time|timestamp|ts|date|at)$|(Id|Time|Date|Count)$"
+MAX_SHARE_OF_KINDS = 0.6  # of the values of a column of genres or categories differ from each other
+MAX_KIND_CHARS = 80  # of such a value on average
 MAX_EVENTS = 50  # different values of a column that says what was done
 MIN_ROWS = 20  # below which all rows may differ by chance
 MIN_TITLED_SHARE = 0.5  # of the rows, that have a title, and of these, that have one of their own
@@ -242,6 +244,23 @@ def guess_rating(log: SourceTable, taken: Iterable[str | None]) -> Guess | None:
             least, most = pc.min_max(numbers).as_py().values()
             return Guess(name, f"by its name; numbers from {least:g} to {most:g}")
     return None
+
+
+def kinds_of(items: SourceTable, taken: Iterable[str | None]) -> list[str]:
+    """What columns of text say of each item whose values repeat, as genres and categories do."""
+    rows = items.head.slice(0, NUM_ROWS)
+    columns = []
+    for name in items.named("", taken):
+        kind = rows[name].type
+        if not items.is_text(name) and not pt.is_list(kind) and not pt.is_large_list(kind):
+            continue
+        texts = [
+            ", ".join(map(str, one)) if isinstance(one, list) else str(one or "") for one in rows[name].to_pylist()
+        ]
+        is_each = len(texts) >= MIN_ROWS and len(set(texts)) > MAX_SHARE_OF_KINDS * len(texts)
+        if not is_each and sum(map(len, texts)) <= MAX_KIND_CHARS * len(texts):
+            columns.append(texts)
+    return ["; ".join(row) for row in zip(*columns, strict=True)]
 
 
 def guess_event(log: SourceTable, taken: Iterable[str | None]) -> Guess | None:

@@ -68,6 +68,20 @@ def test_a_text_whose_thoughts_do_not_end_is_quarantined_as_such(tmp_path):
     assert record.info.stats.num_thinking == len(rows) and record.info.stats.num_thought_tokens == 48 * len(rows)
 
 
+def test_a_record_keeps_thoughts_among_its_tokens_and_not_in_its_text(tmp_path):
+    write_sample_world(tmp_path / "tables", num_users=4, num_items=20)
+    shards, spec = planned(tmp_path / "tables", tmp_path / "run")
+    factors = enumerate(spec.templates["item"].factors, 1)
+    lines = "\n".join(f"{number}. {name}: quiet and slow" for number, name in factors)
+    script = ["<think>", "An item.", " I list.", "</think>", lines]
+    ShardWorker(replace(spec, model_dir=parrot(tmp_path / "m", script))).run(shards[0])
+    record = read_parquet(RunFolder(tmp_path / "run").knowledge_folder("item")).to_pylist()[0]
+    assert record["text"] == lines
+    tokenizer = load_tokenizer(tmp_path / "m")
+    assert tokenizer.convert_ids_to_tokens(record["token_ids"]) == script
+    assert record["num_tokens"] == len(record["token_sources"]) == len(script)
+
+
 @pytest.mark.parametrize("finish_reason", ["end_of_text", "length"])
 def test_a_quoted_replacement_character_is_kept_and_a_broken_one_is_not(finish_reason):
     tokenizer = load_tokenizer(SAMPLE_MODEL)

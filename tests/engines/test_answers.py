@@ -94,6 +94,7 @@ def test_thoughts_are_cut_and_counted_whoever_opens_them(tmp_path, script, parts
     assert (plain.text, plain.finish_reason) == ("A tense crime film.", "end_of_text")
     assert tokenizer.convert_ids_to_tokens(plain.token_ids.tolist())[0] == "A tense" and len(plain.token_ids) == 3
     assert plain.num_thought_tokens == len(script) - 3 and plain.num_invented == 0
+    assert [len(part) for part in plain.written] == [len(script)] * 2, "later texts are drafted from thoughts, too"
 
 
 def test_a_mark_of_thoughts_that_a_text_quotes_is_text(tmp_path):

@@ -20,11 +20,13 @@ from night_world import make_world, run_here, write_config
 from laserbatch.jobs import failures
 from laserbatch.jobs.cli import COMMANDS as LAZY_COMMANDS
 from laserbatch.jobs.cli import exit_code_of
+from laserbatch.jobs.commands import nightly as night_commands
 from laserbatch.jobs.commands import pools
 from laserbatch.jobs.commands.pools import LAZY_COMMANDS as LAZY_POOL_COMMANDS
 from laserbatch.jobs.console import ExitCode
 from laserbatch.jobs.settings import Settings, load_settings
-from laserbatch.pipeline.errors import RunFailed, TableError, WorkspaceBusy
+from laserbatch.pipeline.errors import ConfigError, RunFailed, TableError, WorkspaceBusy
+from laserbatch.pipeline.sides import SIDES
 from laserbatch.retrieval_pools.errors import PoolError
 
 
@@ -254,11 +256,11 @@ def test_init_knows_clicks_and_sends_to_the_check_where_there_are_faults(tmp_pat
     pq.write_table(events, tables / "interactions.parquet")
     told = json.loads(run("init", str(tables), "--out", str(out), "--json").stdout)
     assert load_settings(out).ctr.label == "rating >= 1"
-    assert told["num_faults"] == 0 and told["next"].startswith("laserbatch try")
+    assert told["num_faults"] == 0 and told["next"][0].startswith("laserbatch doctor")
     users = pq.read_table(tables / "users.parquet")
     pq.write_table(pa.concat_tables([users, users.slice(0, 1)]), tables / "users.parquet")
     told = json.loads(run("init", str(tables), "--out", str(out), "--overwrite", "--json").stdout)
-    assert told["num_faults"] > 0 and told["next"] == f"laserbatch data check {tables} --config {out}"
+    assert told["num_faults"] > 0 and told["next"][0] == f"laserbatch data check {tables} --config {out}"
 
 
 def test_init_guesses_a_mapping_that_imports(tmp_path, run):
@@ -319,3 +321,22 @@ def test_the_configuration_of_the_current_folder_counts_unless_another_is_named(
         (tmp_path / f"{name}.yaml").write_text(f"workspace: of_{name}")
     for options, named in ((), "of_laserbatch"), (("--config", "other.yaml"), "of_other"):
         assert f"{tmp_path / named} " in run_here(capfd, "runs", "list", *options).stderr
+
+
+def test_demo_with_a_model_asks_it_for_short_texts_and_compares_nothing(tmp_path, monkeypatch):
+    asked = []
+
+    def run_night(settings, date):
+        asked.append((settings, date))
+        if len(asked) == 2:
+            raise ConfigError("two nights were asked for")
+
+    monkeypatch.setattr(night_commands, "run_night", run_night)
+    with pytest.raises(ConfigError, match="two nights"):
+        night_commands.demo(tmp_path / "demo", num_users=5, num_items=20, model_dir=tmp_path / "model", as_json=True)
+    (first, before), (second, after) = asked
+    assert (after - before).days == 1
+    for settings in (first, second):
+        assert settings.model_dir == tmp_path / "model"
+        assert [settings.template(side).identity for side in SIDES] == ["brief_user@1", "brief_item@1"]
+        assert not settings.night.compare_with_plain and not settings.night.train_ctr

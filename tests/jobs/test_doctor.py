@@ -1,6 +1,7 @@
 """`laserbatch doctor`: what it finds where all is well and where it is not, and that it says how to mend that."""
 
 import json
+import re
 import shutil
 import subprocess
 from collections import namedtuple
@@ -10,6 +11,7 @@ import torch
 from night_world import make_world, run_here, write_config
 from parrots import parrot
 
+from laserbatch.jobs.checks import machine, model, trial
 from laserbatch.jobs.commands import doctor
 from laserbatch.jobs.settings import load_settings
 from laserbatch.jobs.stages import inputs
@@ -75,7 +77,7 @@ def sample_copy(tmp_path):
 
 def model_faults(world, folder):
     settings = load_settings(write_config(world, "model.yaml", decoding={"model": str(folder)}))
-    found = doctor.examine(settings, [doctor.check_memory_and_model])
+    found = doctor.examine(settings, [model.check_memory_and_model])
     return [finding.found for finding in found if finding.about == "model" and finding.level == "fault"]
 
 
@@ -92,7 +94,7 @@ def test_added_tokens_without_rows_in_the_embedding_are_a_fault(world, sample_co
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|unused|>"]})
     tokenizer.save_pretrained(sample_copy)
     settings = load_settings(write_config(world, "model.yaml", decoding={"model": str(sample_copy)}))
-    levels = {found.found: found.level for found in doctor.examine(settings, [doctor.check_memory_and_model])}
+    levels = {found.found: found.level for found in doctor.examine(settings, [model.check_memory_and_model])}
     assert [level for found, level in levels.items() if "'<|unused|>'" in found] == ["warning"]
     tokenizer.add_tokens(["Heat", "crime"])
     tokenizer.save_pretrained(sample_copy)
@@ -105,33 +107,75 @@ def test_added_tokens_without_rows_in_the_embedding_are_a_fault(world, sample_co
     [
         (["Red", "."], "<|end|>", "ok", "answered 'Red.', in 2 tokens, and ended with '<|end|>'"),
         (["Red", "<|end|>", "<|user|>", " Why?"], "<|pad|>", "warning", "ended at '<|end|>', a role mark or end token"),
-        ([f" a{n}" for n in range(doctor.MAX_ANSWER_TOKENS + 1)], "<|end|>", "warning", "no end token came"),
+        ([f" a{n}" for n in range(trial.MAX_ANSWER_TOKENS + 1)], "<|end|>", "warning", "no end token came"),
     ],
 )
 def test_whether_an_end_token_comes_is_tried_with_a_short_question(world, tmp_path, script, end, level, said):
     folder = parrot(tmp_path / "model", script, end=end)
     config = write_config(world, "parrot.yaml", decoding={"model": str(folder)})
-    found = findings(config, doctor.check_answer)["answer"]
+    found = findings(config, trial.check_answer)["answer"]
     assert found.level == level and said in found.found
     assert found.hint is None or "eos_token_id in" in found.hint
+
+
+def about_model(capfd, config, model_dir, *options) -> dict[str, list[dict]]:
+    """The findings of `doctor --model`, by what they are about."""
+    done = run_here(capfd, "doctor", "--config", str(config), "--model", str(model_dir), "--json", *options)
+    assert done.returncode == 0, done.stderr
+    told: dict[str, list[dict]] = {}
+    for finding in json.loads(done.stdout)["findings"]:
+        told.setdefault(finding["about"], []).append(finding)
+    return told
+
+
+def test_a_model_is_measured_before_it_is_configured(world, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(trial, "SPEED_S", 0.1)
+    monkeypatch.setattr(trial, "NUM_TEXTS", 4)
+    config = write_config(world, "measured.yaml", decoding={"max_new_tokens": 80})
+    shutil.copytree(SAMPLE_MODEL, tmp_path / "copy")
+    told = about_model(capfd, config, tmp_path / "copy")
+    assert told.keys() >= {"dtype", "memory", "architecture", "answer", "speed", "form", "hours"}
+    assert "GPU" not in told, "the model alone is looked at"
+    assert told["architecture"][0]["found"] == "LlamaForCausalLM, computed by fused layers"
+    assert re.search(r"\d tokens a second at batch 1 and .* at batch 4, plain", told["speed"][0]["found"])
+    assert re.search(r"writes \d+ users and \d+ items, \d+ tokens each: about", told["hours"][0]["found"])
+    (of_items,) = (one for one in told["form"] if "item texts" in one["found"])
+    assert of_items["level"] == "ok" and re.search(r"kar_item@\d+: 2 of 2", of_items["found"])
+
+
+def test_texts_without_the_form_that_is_asked_for_are_counted_by_their_reasons(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(trial, "SPEED_S", 0.0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "laserbatch.yaml").write_text("")
+    folder = parrot(tmp_path / "model", ["Red", "."])
+    told = about_model(capfd, "laserbatch.yaml", folder)
+    assert [one["level"] for one in told["form"]] == ["warning", "ok"]  # any text describes an item
+    assert "hours" not in told, "there are no tables"
+    assert told["form"][0]["found"].endswith(
+        "0 of 8 user texts have the form that is asked for; refused: unparsable (8)"
+    )
+    assert "with prompts of the sample world" in told["speed"][0]["found"]
+    monkeypatch.setattr(trial, "TEXTS_S", 0.0)
+    told = about_model(capfd, "laserbatch.yaml", folder)
+    assert "too short" in told["speed"][0]["found"] and "none of 8 user texts ended" in told["form"][0]["found"]
 
 
 def test_a_folder_that_cannot_be_locked_is_told(world, monkeypatch):
     def refuse(*given):
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(doctor.fcntl, "flock", refuse)
-    found = findings(write_config(world), doctor.check_workspace)["workspace"]
+    monkeypatch.setattr(machine.fcntl, "flock", refuse)
+    found = findings(write_config(world), machine.check_workspace)["workspace"]
     assert found.level == "fault" and "Operation not supported" in found.found and "NFS 4" in found.hint
 
 
 def test_a_full_disk_and_versions_of_another_time_are_told(world, monkeypatch):
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: usage(10**12, 10**12, 10**6))
-    found = findings(write_config(world), doctor.check_workspace)["disk"]
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: usage(10**12, 10**12, 10**6))
+    found = findings(write_config(world), machine.check_workspace)["disk"]
     assert (found.level, found.found[:6]) == ("fault", "0.0 GB") and "pools gc" in found.hint
-    monkeypatch.setattr(doctor, "version", lambda name: "0.0.1" if name == "ray" else "99")
-    faults = [finding.found for finding in doctor.check_versions(None) if finding.level == "fault"]
+    monkeypatch.setattr(machine, "version", lambda name: "0.0.1" if name == "ray" else "99")
+    faults = [finding.found for finding in machine.check_versions(None) if finding.level == "fault"]
     assert any(fault.startswith("ray is 0.0.1; ray>=") for fault in faults)
 
 
@@ -148,8 +192,8 @@ def test_vllm_that_is_not_installed_or_cannot_be_imported_is_told(
 ):
     done = subprocess.CompletedProcess((), returncode, "0.20.2\n", "Traceback\nImportError: libcudart.so.12\n")
     monkeypatch.setattr(inputs, "find_spec", lambda name: object() if is_installed else None)
-    monkeypatch.setattr(doctor.subprocess, "run", lambda *arguments, **options: done)
-    found = findings(write_config(world, "vllm.yaml", decoding={"engine": "vllm"}), doctor.check_engine)["engine"]
+    monkeypatch.setattr(machine.subprocess, "run", lambda *arguments, **options: done)
+    found = findings(write_config(world, "vllm.yaml", decoding={"engine": "vllm"}), machine.check_engine)["engine"]
     assert found.level == level and said in found.found
 
 
@@ -182,7 +226,7 @@ def gpus(monkeypatch, tmp_path):
 
 
 def of_gpu(config, *checks):
-    checks = checks or (doctor.check_gpu, doctor.check_kernels, doctor.check_dtype, doctor.check_memory_and_model)
+    checks = checks or (machine.check_gpu, machine.check_kernels, model.check_dtype, model.check_memory_and_model)
     return doctor.examine(load_settings(config), list(checks))
 
 
@@ -204,7 +248,7 @@ def test_a_machine_with_gpus_has_no_fault(world, gpus):
 
 def test_gpu_that_other_processes_use_is_warned_of(world, gpus):
     gpus["free"] = 60 * GB
-    found = of_gpu(write_config(world), doctor.check_gpu)
+    found = of_gpu(write_config(world), machine.check_gpu)
     assert ("GPU", "warning") in levels(found) and "nvidia-smi" in found[-1].hint
 
 
@@ -213,19 +257,19 @@ def test_gpu_that_cannot_compute_is_a_fault_and_the_next_is_examined(world, gpus
         raise RuntimeError("The NVIDIA driver is too old")
 
     gpus["error"] = "CUDA error: no kernel image is available for execution on the device\nCompile with ..."
-    found = [finding for finding in of_gpu(write_config(world), doctor.check_gpu) if finding.level == "fault"]
+    found = [finding for finding in of_gpu(write_config(world), machine.check_gpu) if finding.level == "fault"]
     assert [finding.found[:20] for finding in found] == ["GPU 0 cannot compute", "GPU 1 cannot compute"]
     assert "Compile with" not in found[0].found
     monkeypatch.setattr(torch.cuda, "get_device_properties", refuse)
-    (found,) = [one for one in of_gpu(write_config(world), doctor.check_memory_and_model) if one.level == "fault"]
+    (found,) = [one for one in of_gpu(write_config(world), model.check_memory_and_model) if one.level == "fault"]
     assert "driver is too old" in found.found and found.hint is None
     gpus["number"] = 0
-    assert "torch sees no GPU" in of_gpu(write_config(world), doctor.check_gpu)[-1].found
+    assert "torch sees no GPU" in of_gpu(write_config(world), machine.check_gpu)[-1].found
 
 
 def test_doctor_names_attention_and_dtype_of_a_gpu(world, gpus, monkeypatch):
     pytest.importorskip("triton")
-    checks = doctor.check_kernels, doctor.check_dtype
+    checks = machine.check_kernels, model.check_dtype
     with monkeypatch.context() as patched:
         patched.setattr(cuda_graphs, "kernel_for", lambda choice, device: None)
         found = of_gpu(write_config(world, "t.yaml", decoding={"dtype": "bfloat16"}), *checks)
@@ -233,7 +277,7 @@ def test_doctor_names_attention_and_dtype_of_a_gpu(world, gpus, monkeypatch):
     found = of_gpu(write_config(world, "f.yaml", decoding={"dtype": "float32"}), *checks)
     assert found[-1].level == "warning" and "Set decoding.dtype: bfloat16" in found[-1].hint
     gpus["capability"] = (7, 5)
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)
     found = of_gpu(write_config(world, "b.yaml", decoding={"dtype": "bfloat16"}), *checks)
     assert [(finding.about, finding.level) for finding in found] == [("attention", "warning"), ("dtype", "warning")]
@@ -258,7 +302,7 @@ def test_doctor_names_attention_and_dtype_of_a_gpu(world, gpus, monkeypatch):
 def test_doctor_names_the_dtype_of_a_cpu_and_its_reason(world, gpus, monkeypatch, is_native, decoding, level, says):
     gpus["number"] = 0
     monkeypatch.setattr(compute_type, "multiplies_bfloat16", lambda: is_native)
-    (found,) = of_gpu(write_config(world, "cpu.yaml", decoding=decoding), doctor.check_dtype)
+    (found,) = of_gpu(write_config(world, "cpu.yaml", decoding=decoding), model.check_dtype)
     assert (found.about, found.level) == ("dtype", level) and says in found.found
 
 
@@ -279,9 +323,9 @@ def test_the_engine_that_fits_is_advised_and_another_is_no_fault(
     world, gpus, monkeypatch, changed, decoding, level, advice
 ):
     gpus |= changed
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setattr(model, "find_spec", lambda name: None)
     config = write_config(world, "fit.yaml", decoding=decoding)
-    found = findings(config, doctor.check_memory_and_model)["fitting engine"]
+    found = findings(config, model.check_memory_and_model)["fitting engine"]
     assert found.level == level
     assert found.hint is None if advice is None else advice in found.hint
 
@@ -289,7 +333,7 @@ def test_the_engine_that_fits_is_advised_and_another_is_no_fault(
 def test_nothing_is_said_of_the_machines_of_a_cluster(world, monkeypatch):
     monkeypatch.setattr(gpus_module, "GPU_DRIVERS", ())
     config = write_config(world, "cluster.yaml", cluster={"ray_address": "auto"})
-    found = findings(config, doctor.check_gpu, doctor.check_memory_and_model)
+    found = findings(config, machine.check_gpu, model.check_memory_and_model)
     assert "not known here" in found["fitting engine"].found and "Ray cluster" in found["GPU"].found
 
 

@@ -1,6 +1,7 @@
 """`laserbatch init`: what it guesses of a stranger's tables, and what it says of the bundled model."""
 
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,7 +12,9 @@ from laserbatch.jobs.commands.init import init
 from laserbatch.jobs.settings import Settings, load_settings
 from laserbatch.jobs.stages.inputs import needs_a_model
 from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.knowledge.domains import domains
 from laserbatch.pipeline.knowledge.histories import labels_of
+from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.tables.guess import guess_mapping, read_sources
@@ -51,7 +54,7 @@ def test_a_job_board_is_guessed_with_its_types_and_clicks(job_board, tmp_path, c
     words = settings.knowledge.words
     assert (words.user, words.item, words.items, words.collection) == ("applicant", "job", "jobs", "job board")
     assert "Seniority" in settings.knowledge.user_factors and "employer" in settings.knowledge.item_factors
-    assert "    item: job  # guessed: from the names of files and columns\n" in (tmp_path / "night.yaml").read_text()
+    assert "    item: job  # guessed: by names and values of the tables\n" in (tmp_path / "night.yaml").read_text()
 
 
 def test_events_of_text_are_guessed_and_the_strongest_is_the_positive(tmp_path, capsys):
@@ -91,6 +94,55 @@ def test_what_is_positive_is_guessed_of_tables_in_the_schema(tmp_path, capsys, c
     settings = load_settings(tmp_path / "night.yaml")
     assert settings.ctr.label == label
     assert settings.knowledge.words.user == "listener"  # by the column `artist`
+
+
+def test_the_three_commands_that_follow_are_printed_as_they_are_typed(job_board, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    init(tables="exports", out=Path("laserbatch.yaml"), overwrite=False, as_json=False)
+    printed = capsys.readouterr().out
+    _, first, second, third, _ = printed[printed.index("next:") :].split("\n")
+    assert first == "  laserbatch data import exports tables --mapping mapping.yaml"
+    assert second == "  laserbatch try" and third.startswith("  laserbatch nightly --date 20")
+
+
+ITEMS = {
+    "films": {"genres": ["Animation Children's Comedy", "Action Thriller", "Drama"], "year": ["1995", "1995", "1996"]},
+    "films by their titles": {"title": ["Toy Story (1995)", "Heat (1995)", "Ran"]},
+    "books": {"shelves": [["fiction", "fantasy"], ["poetry"], ["history", "biography"]]},
+    "songs": {"style": ["Rock", "hip-hop; rap", "Jazz"]},
+    "jobs": {"terms": ["Full-time", "Part-time, remote", "Contract"]},
+    "news": {"category": ["sports", "politics", "world"]},
+    "games": {"tags": ["RPG|Indie", "Strategy|Single-player", "Shooter"]},
+    "games by a column": {"platforms": ["PC", "PC", "Switch"], "price": [1.0, 2.0, 3.0]},
+    "none": {"kind": ["a", "b", "a"], "text": ["a drama of jazz and sports " * 9] * 3},
+}
+
+
+@pytest.mark.parametrize("case", ITEMS)
+def test_items_are_known_by_their_values(tmp_path, capsys, case):
+    folder, domain = tmp_path / "tables", case.split(" ")[0]
+    items = {"item_id": [1, 2, 3], "title": ["A", "B", "C"]} | ITEMS[case]
+    log = {"user_id": [7, 7], "item_id": [1, 2], "timestamp": [1_740_000_000, 1_740_000_001]}
+    write_exports(folder, users={"user_id": [7]}, items=items, interactions=log)
+    run_init(capsys, str(folder), tmp_path / "night.yaml")
+    knowledge, usual = load_settings(tmp_path / "night.yaml").knowledge, KnowledgeSettings()
+    expected = usual.words if domain == "none" else domains()[domain].words
+    assert knowledge.words == expected
+    assert knowledge.item_factors == (usual.item_factors if domain == "none" else domains()[domain].item_factors)
+
+
+def test_ids_that_are_integers_here_and_strings_there_get_a_mapping_that_imports(tmp_path, capsys):
+    """As MovieLens is often repacked: the columns are those of the schema, the types are not."""
+    log = {"user_id": [7, 8], "item_id": [2, 1], "timestamp": [881_250_949, 881_250_950], "rating": [3, 5]}
+    items = {"item_id": ["1", "2"], "title": ["Heat", "Ran"], "genres": ["Action Drama", "Drama War"]}
+    write_exports(tmp_path / "exports", users={"user_id": ["7", "8"]}, items=items, interactions=log)
+    said = run_init(capsys, str(tmp_path / "exports"), tmp_path / "night.yaml")
+    mapping = load_mapping(tmp_path / "mapping.yaml")
+    assert (mapping.ids.user_id, mapping.ids.item_id) == ("string", "string")
+    assert said["next"][0].startswith("laserbatch data import")
+    import_mapped(mapping, tmp_path / "exports", tmp_path / "tables")
+    assert read_tables(tmp_path / "tables").interactions["item_id"].to_pylist() == ["2", "1"]
+    assert load_settings(tmp_path / "night.yaml").knowledge.words.item == "film"
 
 
 def test_the_sample_world_is_asked_about_in_its_own_words(tmp_path, capsys):
@@ -139,7 +191,7 @@ def test_a_csv_with_a_header_alone_is_passed_over(job_board, tmp_path, capsys):
 def test_the_bundled_model_knows_the_sample_world_alone(tmp_path, capsys):
     write_sample_world(tmp_path / "tables", num_users=5, num_items=20)
     said = run_init(capsys, tmp_path / "tables", tmp_path / "night.yaml")
-    assert "model" not in said and said["next"].startswith("laserbatch try")
+    assert "model" not in said and said["next"][0].startswith("laserbatch doctor")
     items = pq.read_table(tmp_path / "tables" / "items.parquet")
     pq.write_table(items.rename_columns([*items.column_names[:-1], "posted"]), tmp_path / "tables" / "items.parquet")
     said = run_init(capsys, tmp_path / "tables", tmp_path / "other.yaml")
@@ -201,7 +253,7 @@ def test_an_id_that_repeats_is_no_guess(tmp_path, capsys):
     write_exports(tmp_path / "exports", **tables)
     said = run_init(capsys, str(tmp_path / "exports"), tmp_path / "night.yaml")
     mapping = yaml.safe_load((tmp_path / "mapping.yaml").read_text())
-    assert mapping["items"]["id"] is None and said["next"].startswith("fill in what")
+    assert mapping["items"]["id"] is None
     assert any("items.id is left for you to fill in (no guess: " in note for note in said["notes"])
     with pytest.raises(ConfigError, match=r"items\.id"):
         load_mapping(tmp_path / "mapping.yaml")

@@ -9,7 +9,9 @@ from pydantic import BaseModel, ValidationError
 
 from laserbatch.jobs.removed_options import REMOVED
 from laserbatch.jobs.settings import PACKAGE_ROOT, Settings, load_settings
+from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.knowledge.prompts import Shown, render_shown
 
 MAX_OPTIONS = 65
 
@@ -133,3 +135,23 @@ def test_the_page_of_vllm_shows_options_that_there_are():
     page = (PACKAGE_ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```yaml\n(.*?)```", page, re.MULTILINE | re.DOTALL)
     assert Settings.model_validate(yaml.safe_load(block)).decoding.gpus_a_worker == 2
+
+
+THINKS = "{{ messages[0].content }}{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("option", "own", "ends_with"),
+    [("off", "", "Go."), ("cut", "", "Go.<think>"), ("off", "chat_options: {enable_thinking: true}", "Go.<think>")],
+)
+def test_thinking_sets_the_switch_of_the_chat_template_unless_a_template_of_prompts_does(
+    tmp_path, option, own, ends_with
+):
+    own = f"name: mine\nversion: 1\nframework: own\nside: item\nparser: free\ninstruction: Go.\n{own}\n"
+    write(tmp_path / "mine.yaml", own)
+    knowledge = f"knowledge: {{template_dir: {tmp_path}, item_template: mine}}"
+    settings = load_settings(write(tmp_path / "c.yaml", f"{knowledge}\ndecoding: {{thinking: {option}}}\n"))
+    template, tokenizer = settings.template("item"), load_tokenizer(settings.model_dir)
+    tokenizer.chat_template = THINKS
+    rendered = render_shown(template, Shown(None, (), 0), tokenizer, 100)
+    assert tokenizer.decode(rendered.token_ids).endswith(ends_with)

@@ -50,7 +50,7 @@ def test_thoughts_that_were_cut_are_counted(manifest):
     side = with_forecast(manifest["sides"]["user"], 1.0)
     side["stats"] |= {"num_thinking": 4, "num_thought_tokens": side["stats"]["num_tokens"]}
     (warning,) = side_warnings(figures_of(side))
-    assert warning.startswith("4 of") and "50 % of what was written" in warning and "chat_options" in warning
+    assert warning.startswith("4 of") and "50 % of what was written" in warning and "decoding.thinking" in warning
 
 
 def test_few_steps_say_nothing(manifest):

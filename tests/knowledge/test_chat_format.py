@@ -59,7 +59,7 @@ def test_nothing_in_tables_becomes_a_control_token_wherever_it_stands(data, kind
 
 def test_equals_the_chat_template_for_harmless_contents(tokenizer):
     entity = Entity("item", 1, {"title": "The Salt Harbour"})
-    rendered = render_prompt(WITH_SYSTEM, entity, tokenizer, 10_000)
+    rendered = render_prompt(WITH_SYSTEM.with_chat_options({"enable_thinking": False}), entity, tokenizer, 10_000)
     messages = [{"role": "system", "content": WITH_SYSTEM.system}]
     messages.append({"role": "user", "content": "Describe.\n- title: The Salt Harbour"})
     expected = tokenizer.apply_chat_template(

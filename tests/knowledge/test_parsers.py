@@ -6,6 +6,7 @@ from laserbatch.jobs.settings import Settings
 from laserbatch.pipeline.errors import ConfigError, RowError
 from laserbatch.pipeline.knowledge.answers import language_of, require_answer
 from laserbatch.pipeline.knowledge.parsers import load_parser, parse_answer
+from laserbatch.pipeline.knowledge.prompts import Shown
 from laserbatch.pipeline.knowledge.templates import SHIPPED_TEMPLATES, KnowledgeSettings, load_template
 
 USER, ITEM = map(Settings().effective_knowledge.template, ("user", "item"))
@@ -186,6 +187,28 @@ def test_another_language_of_the_same_script_is_refused_and_the_asked_one_kept(t
         require_answer(template.model_copy(update={"any_language": True}), SAID[told], own, prompt)
         quoted = f"{SAID[asked]} {SAID[asked]} It is called “{SAID[told][:60]}”."
         require_answer(template, quoted, own, prompt)
+
+
+FILMS = ["Le Fabuleux destin d'Amélie Poulain", "La Cité des enfants perdus", "Les Parapluies de Cherbourg"]
+
+
+@pytest.mark.parametrize(
+    ("titles", "text"),
+    [
+        (FILMS, f"1. Favourites: {', '.join(FILMS)}. 2. Genre: whimsical romance."),
+        (["千と千尋の神隠し", "もののけ姫"], "1. Genre: anime; 千と千尋の神隠し (2001), もののけ姫 (1997)"),
+        (["Щелкунчик и Крысиный король"], "Like «Щелкунчик и Крысиный король»: a ballet"),
+    ],
+)
+def test_titles_that_a_text_quotes_may_be_in_any_language(titles, text):
+    nobody, shown = np.arange(60, dtype=np.int32), Shown(None, [(title, None, "5") for title in titles], len(titles))
+    with pytest.raises(RowError, match=r"^wrong-language: asked in "):
+        require_answer(USER, text, nobody, nobody + 1_000)
+    require_answer(USER, text, nobody, nobody + 1_000, shown=shown)
+    require_answer(USER, text, nobody, nobody + 1_000, shown=Shown("title: " + "; ".join(titles), (), 0))
+    for other in (SAID["French"], "喜欢海洋故事和日本动画电影的人，" * 2):
+        with pytest.raises(RowError, match=r"^wrong-language: asked in "):
+            require_answer(USER, f"{other} {titles[0]}.", nobody, nobody + 1_000, shown=shown)
 
 
 def test_a_text_of_few_common_words_is_of_no_language():

@@ -1,0 +1,220 @@
+"""Whether a night can run on this machine: its software, GPUs and disk, and the files that the configuration names.
+
+Nothing is written but a file in the workspace's folder that is taken away again. It knows nothing of the model.
+"""
+
+import fcntl
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+from packaging.requirements import Requirement
+
+from laserbatch.jobs.checks.result import Check, CheckResult
+from laserbatch.jobs.extensions import extension
+from laserbatch.jobs.settings import Settings
+from laserbatch.pipeline.errors import first_line
+from laserbatch.pipeline.storage.atomic import size_bytes
+from laserbatch.retrieval_pools.errors import PoolError
+
+MIN_FREE_BYTES = 2 * 10**9  # with less free disk a night is likely to fill it
+MIN_FREE_SHARE = 0.9  # of a GPU's memory; below it another process uses the GPU, and vLLM by default does not start
+MAX_IMPORT_S = 180.0
+
+
+def check_versions(settings: Settings) -> Iterator[CheckResult]:
+    for line in requires("laserbatch") or []:
+        wanted = Requirement(line)
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        hint = "Install what constraints.txt names: `pip install -c constraints.txt laserbatch`"
+        try:
+            found = version(wanted.name)
+        except PackageNotFoundError:
+            yield CheckResult("versions", "fault", f"{wanted.name} is not installed; {wanted} is expected", hint)
+            continue
+        if not wanted.specifier.contains(found, prereleases=True):
+            yield CheckResult("versions", "fault", f"{wanted.name} is {found}; {wanted} is expected", hint)
+    versions = ", ".join(f"{name} {version(name)}" for name in ("laserbatch", "torch", "transformers", "ray"))
+    yield CheckResult("versions", "ok", f"Python {platform.python_version()}, {versions}")
+
+
+def check_gpu(settings: Settings) -> Iterator[CheckResult]:
+    from laserbatch.pipeline.gpus import GPU_DRIVERS, driver_version, num_gpus, try_gpu
+
+    device_file = next((path for path in GPU_DRIVERS if Path(path).exists()), None)
+    if device_file is None:
+        writers = "the CPU" if settings.cluster.ray_address is None else "the nodes of the Ray cluster"
+        yield CheckResult("GPU", "ok", f"no driver of one is here: texts are written by {writers}")
+        return
+    import torch
+
+    built = torch.version.cuda or torch.version.hip or "no GPU"
+    versions = f"driver {driver_version() or f'at {device_file}'}, torch {torch.__version__} built for {built}"
+    number = num_gpus()
+    if not number:
+        hint = "Install the torch build that the driver takes (`nvidia-smi` names it), or unset CUDA_VISIBLE_DEVICES"
+        yield CheckResult("GPU", "fault", f"{versions}: torch sees no GPU", hint)
+        return
+    yield CheckResult("GPU", "ok", versions)
+    for device in range(number):
+        try:
+            gpu = try_gpu(device)
+        except RuntimeError as error:
+            hint = "Look at `nvidia-smi`; leave this GPU out of CUDA_VISIBLE_DEVICES, or install a torch build for it"
+            yield CheckResult("GPU", "fault", f"GPU {device} cannot compute: {first_line(error)}", hint)
+            continue
+        found = f"{gpu.name}, {gpu.free_bytes / 1e9:.1f} of {gpu.total_bytes / 1e9:.1f} GB free"
+        if gpu.free_bytes < MIN_FREE_SHARE * gpu.total_bytes:
+            hint = "Another process uses the rest (`nvidia-smi` names it): end it, or set CUDA_VISIBLE_DEVICES"
+            yield CheckResult("GPU", "warning", found, hint)
+        else:
+            yield CheckResult("GPU", "ok", found)
+
+
+def check_kernels(settings: Settings) -> Iterator[CheckResult]:
+    """With which attention laserbatch's engine computes on a GPU."""
+    from laserbatch.pipeline.gpus import num_gpus
+
+    decoding = settings.decoding
+    if decoding.engine != "laserbatch" or not num_gpus():
+        return
+    import torch
+
+    from laserbatch.pipeline.decoding.model.cuda_graphs import kernel_for
+
+    try:
+        kernel = kernel_for(decoding.attention, torch.device("cuda"))
+    except (ImportError, OSError, RuntimeError) as error:
+        hint = "Install the Triton that this torch names, or remove Triton: torch's own attention is slower"
+        yield CheckResult("attention", "fault", f"Triton cannot be imported: {first_line(error)}", hint)
+        return
+    if kernel is None:
+        hint = "Use Triton where it runs: its kernel takes no padding, and small steps are CUDA graphs"
+        yield CheckResult("attention", "warning", "torch's, over padded masks (Triton is not installed)", hint)
+    elif not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        found = "Triton needs a C compiler, and there is none: attention will be torch's, over padded masks"
+        yield CheckResult("attention", "warning", found, "Install gcc, or name a compiler in CC")
+    else:
+        yield CheckResult("attention", "ok", "Triton's kernel, small steps as CUDA graphs")
+
+
+def check_engine(settings: Settings) -> Iterator[CheckResult]:
+    from laserbatch.jobs.stages.inputs import require_engine
+
+    require_engine(settings)
+    if settings.decoding.engine != "vllm":
+        return
+    # In a process of its own: on a CPU vLLM crashes where numba has been loaded before.
+    importing = [sys.executable, "-c", "import vllm; print(vllm.__version__)"]
+    try:
+        imported = subprocess.run(importing, capture_output=True, text=True, timeout=MAX_IMPORT_S, check=False)
+    except subprocess.TimeoutExpired:
+        yield CheckResult("engine", "warning", f"importing vLLM takes more than {MAX_IMPORT_S:.0f} seconds")
+        return
+    if imported.returncode:
+        reason = (imported.stderr.strip() or f"exit code {imported.returncode}").splitlines()[-1]
+        hint = "Install it with the torch that it names, in an environment of its own (docs/vllm.md)"
+        yield CheckResult("engine", "fault", f"vLLM is installed and cannot be imported: {reason}", hint)
+    else:
+        found = f"vLLM {imported.stdout.split()[-1]} imports: texts are written with it, and verified greedily"
+        yield CheckResult("engine", "ok", found)
+
+
+def check_workspace(settings: Settings) -> Iterator[CheckResult]:
+    from laserbatch.pipeline.storage.workspace import Workspace
+
+    folder = settings.workspace
+    if folder.exists() and any(folder.iterdir()):
+        Workspace.open(folder, create=False)  # raises where it holds something else
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    inodes = os.statvfs(folder)
+    used = max((size_bytes(run.root) for run in Workspace(settings.workspace).runs()[-1:]), default=0)
+    level, hint = "ok", None
+    if free < max(MIN_FREE_BYTES, 2 * used) or (inodes.f_files and inodes.f_favail < 10_000):
+        level = "fault" if free < MIN_FREE_BYTES / 20 else "warning"
+        hint = "Make room: `laserbatch runs gc` removes old runs, `laserbatch pools gc` old pools"
+    yield CheckResult("disk", level, f"{free / 1e9:.1f} GB are free at {folder}", hint)
+    try:
+        with NamedTemporaryFile(dir=folder, prefix=".doctor-", suffix=".tmp") as probe:
+            fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.fsync(probe.fileno())
+            os.rename(probe.name, moved := f"{probe.name}.moved.tmp")
+            os.rename(moved, probe.name)
+    except OSError as error:
+        hint = "Put the workspace on a local disk or NFS 4, in a folder that this user may write to"
+        what = f"{folder} cannot be written, locked or renamed in ({error.strerror})"
+        yield CheckResult("workspace", "fault", what, hint)
+    else:
+        yield CheckResult("workspace", "ok", f"{folder} can be written, locked and renamed in")
+
+
+def check_encoder(settings: Settings) -> Iterator[CheckResult]:
+    from laserbatch.pipeline.encoding.identity import find_encoder
+
+    folder, digest = find_encoder(settings.encoding)
+    yield CheckResult("encoder", "ok", f"{folder} ({digest[:8]})")
+
+
+def check_pools(settings: Settings) -> Iterator[CheckResult]:
+    from laserbatch.pipeline.decoding.model.folder import tokenizer_folder
+    from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
+    from laserbatch.retrieval_pools.index.store import PoolStore
+
+    store = PoolStore(settings.workspace / "pools")
+    current = store.current_version()
+    if current is None:
+        yield CheckResult("pools", "ok", "none yet: the first night drafts from each text's own prompt and output")
+        return
+    expected = tokenizer_hash(tokenizer_folder(settings.model_dir, settings.decoding.adapter))
+    for side in store.verify(current):
+        try:
+            store.open(current, side, expected)
+        except PoolError as error:
+            hint = "The next night builds new ones, drafting less; or set decoding.model back"
+            yield CheckResult("pools", "warning", str(error), hint)
+            return
+    yield CheckResult("pools", "ok", f"{current}, every byte as it was written")
+
+
+def check_tables(settings: Settings) -> Iterator[CheckResult]:
+    from laserbatch.jobs.stages.inputs import check_inputs
+
+    if settings.tables.path is None:
+        yield CheckResult(
+            "tables", "fault", "tables.path is not set", "`laserbatch init TABLES` writes a configuration"
+        )
+        return
+    findings = check_inputs(settings.tables.path, settings)
+    faults = [finding for finding in findings if not finding.is_warning]
+    if faults:
+        problems = "; ".join(map(str, faults[:3]))
+        yield CheckResult("tables", "fault", problems, f"`laserbatch data check {settings.tables.path}` names them all")
+    else:
+        left_out = "".join(f"; {finding.found}" for finding in findings if finding.kind == "left-out")
+        yield CheckResult("tables", "ok", f"{settings.tables.path} has no fault{left_out}")
+
+
+def check_extensions(settings: Settings) -> Iterator[CheckResult]:
+    for name, options in settings.extensions.items():
+        yield CheckResult(name, "ok", extension(name).check(options))
+
+
+def check_ray(settings: Settings) -> Iterator[CheckResult]:
+    from laserbatch.pipeline.distributed.cluster import ray_cluster
+
+    with ray_cluster(settings.cluster, gpus_a_worker=settings.decoding.gpus_a_worker) as layout:
+        where = settings.cluster.ray_address or "a local Ray"
+        yield CheckResult("Ray", "ok", f"{where}: room for {layout.num_workers} workers of {layout.need} each")
+
+
+SOFTWARE: tuple[Check, ...] = (check_versions, check_gpu, check_kernels, check_engine)
+FILES: tuple[Check, ...] = (check_workspace, check_encoder, check_pools, check_tables, check_extensions)

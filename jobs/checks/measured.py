@@ -1,0 +1,72 @@
+"""Texts written plainly for a limited time, and how fast they came."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from laserbatch.pipeline.decoding.drafters import NoDrafter
+from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
+from laserbatch.pipeline.decoding.verifiers import verifier_from
+from laserbatch.pipeline.engines.own import OwnEngine
+
+
+@dataclass
+class Measured:
+    """Texts by the place of their prompt, those that ended in time.
+
+    `prompts_s`: seconds until each text had a token; `tokens_per_s`: of all texts from then on, while all were being
+    written. Both are None if the time was too short for that.
+    """
+
+    texts: dict[int, GenerationResult | GenerationFailure] = field(default_factory=dict)
+    prompts_s: float | None = None
+    tokens_per_s: float | None = None
+
+
+def write_for(
+    engine: OwnEngine,
+    decoding: DecodingSettings,
+    prompts: Sequence[np.ndarray],
+    max_s: float,
+    speed_s: float | None = None,
+) -> Measured:
+    """Write a text for each prompt, all at once.
+
+    Parameters
+    ----------
+    decoding : settings of plain decoding, with room for all prompts in a batch.
+    max_s : texts that have not ended by then are given up.
+    speed_s : all are given up once the speed has been measured for so long; None goes on.
+    """
+    own, found = engine.engine, Measured()
+    own.reset_prefix_cache()
+    requests = (GenerationRequest(str(place), prompt, max_new_tokens=decoding.max_new_tokens)
+                for place, prompt in enumerate(prompts))  # fmt: skip
+    stream = own.open_stream(requests, NoDrafter(), verifier_from(decoding), Budget(0, 0.0))
+    began_s = now_s = time.perf_counter()
+    num_at_first = 0
+    try:
+        while now_s - began_s < max_s:
+            found.texts |= {int(failure.request_id): failure for failure in stream.scheduler.admit()}
+            live = stream.scheduler.live
+            if not live:
+                break
+            num_tokens = sum(one.num_output for one in live)
+            if found.prompts_s is None and len(live) + len(found.texts) == len(prompts):
+                if all(one.num_output for one in live):
+                    found.prompts_s, num_at_first = now_s - began_s, num_tokens
+            elif found.prompts_s is not None and not found.texts:
+                writing_s = now_s - began_s - found.prompts_s
+                found.tokens_per_s = (num_tokens - num_at_first) / writing_s
+                if speed_s is not None and writing_s >= speed_s:
+                    break
+            for sequence, outcome in own.finish_step(own.submit_step(stream), stream):
+                place = int(sequence.request.request_id)
+                found.texts[place] = engine.result(sequence, outcome)
+            now_s = time.perf_counter()
+    finally:
+        stream.scheduler.close()
+    return found

@@ -1,0 +1,138 @@
+"""Whether the configured model fits this machine and engine, read from its files: nothing is loaded."""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from laserbatch.jobs.checks.result import CheckResult
+from laserbatch.jobs.settings import Settings
+from laserbatch.pipeline.errors import ModelError
+
+
+def check_dtype(settings: Settings) -> Iterator[CheckResult]:
+    """In which type the model computes here, and why."""
+    from laserbatch.pipeline.decoding.model.compute_type import choose_dtype
+    from laserbatch.pipeline.decoding.model.folder import quantization_of, read_config, stored_dtype
+    from laserbatch.pipeline.gpus import num_gpus
+
+    decoding, has_gpu = settings.decoding, num_gpus() > 0
+    stored, quantization = stored_dtype(settings.model_dir), quantization_of(read_config(settings.model_dir))
+    try:
+        choice = choose_dtype(decoding.dtype, "cuda" if has_gpu else "cpu", stored, quantization)
+    except ModelError as error:
+        yield CheckResult("dtype", "fault", str(error))
+        return
+    dtype = stored if choice.name == "auto" else choice.name
+    found, hint = f"{dtype}: {choice.reason}", None
+    if has_gpu:
+        import torch
+
+        if dtype == "float32":
+            found += "; it takes twice the memory of bfloat16"
+            hint = "Set decoding.dtype: bfloat16, unless texts have to be those of a CPU"
+        elif dtype == "bfloat16" and torch.cuda.get_device_capability() < (8, 0):
+            found += "; this GPU has no fast products for it"
+            hint = "Use a GPU of compute capability 8.0 or above, or decoding.dtype: float32"
+    elif decoding.dtype == "float32" and choose_dtype("auto", "cpu", stored, quantization).name == "bfloat16":
+        found += "; bfloat16 is faster on this processor"
+        hint = "Set decoding.dtype: auto"
+    yield CheckResult("dtype", "warning" if hint else "ok", found, hint)
+
+
+def fitting_engine(settings: Settings, num_values: int, file_bytes: int) -> CheckResult:
+    """Which engine fits the configured model and this machine; a warning where another one is configured."""
+    import torch
+
+    from laserbatch.pipeline.decoding.model.folder import is_mixture_of_experts, quantization_of, read_config
+    from laserbatch.pipeline.engine_choice import choose_engine, vllm_advice
+    from laserbatch.pipeline.gpus import num_gpus
+
+    decoding, config, number = settings.decoding, read_config(settings.model_dir), num_gpus()
+    if not number and settings.cluster.ray_address is not None:
+        found = "not known here: run `laserbatch doctor` on a node of the Ray cluster that writes texts"
+        return CheckResult("fitting engine", "ok", found)
+    quantization = quantization_of(config)
+    bytes_per_value = {"float32": 4, "bfloat16": 2}.get(decoding.dtype)
+    own_options = [
+        f"decoding.{name}" for name in ("temperature", "adapter", "plugin_drafters") if getattr(decoding, name)
+    ]
+    choice = choose_engine(
+        num_parameters=num_values,
+        weights_bytes=num_values * bytes_per_value if bytes_per_value and not quantization else file_bytes,
+        quantization=quantization,
+        is_mixture_of_experts=is_mixture_of_experts(config),
+        verifier=decoding.verifier,
+        device_type="cuda" if number else "cpu",
+        device_bytes=min((torch.cuda.get_device_properties(i).total_memory for i in range(number)), default=0),
+        num_gpus=number,
+        own_options=own_options,
+    )
+    name = {"laserbatch": "laserbatch's own engine", "vllm": "vLLM"}[choice.engine]
+    found = f"{name} fits this model and machine: {choice.reason}"
+    if decoding.engine == choice.engine and decoding.gpus_a_worker >= choice.tensor_parallel_size:
+        return CheckResult("fitting engine", "ok", found)
+    hint = "set decoding.engine: laserbatch"
+    if choice.engine == "vllm":
+        hint = "" if decoding.engine == "vllm" or find_spec("vllm") else "install vLLM and "
+        hint += vllm_advice(choice.tensor_parallel_size, own_options)
+        hint += "" if decoding.verifier == "greedy" else "; it verifies greedily"
+    return CheckResult("fitting engine", "warning", found, hint[0].upper() + hint[1:])
+
+
+def check_memory_and_model(settings: Settings) -> Iterator[CheckResult]:
+    from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, needs_a_model
+    from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
+    from laserbatch.pipeline.decoding.model.compute_type import choose_dtype
+    from laserbatch.pipeline.decoding.model.folder import (
+        find_weights,
+        load_tokenizer,
+        quantization_of,
+        read_config,
+        require_described_weights,
+        require_token_rows,
+        stored_dtype,
+    )
+    from laserbatch.pipeline.distributed.cluster import Node, worker_layout
+    from laserbatch.pipeline.distributed.settings import usable_cores
+    from laserbatch.pipeline.gpus import num_gpus
+
+    folder = settings.model_dir
+    weights = find_weights(folder)
+    num_values = num_stored_values(weights)
+    num_bytes = sum(path.stat().st_size for path in weights)
+    files = f"{folder}: {len(weights)} safetensors files, {num_values / 1e6:,.1f} M values"
+    try:
+        num_rows = require_described_weights(folder)
+    except ModelError as error:
+        yield CheckResult("model", "fault", str(error))
+        return
+    compared = "" if num_rows else "; tensors were not compared with config.json (unknown to transformers, or packed)"
+    yield CheckResult("model", "ok", files + compared)
+    if settings.tables.path is not None and needs_a_model(settings):
+        yield CheckResult("model", "warning", NEEDS_A_MODEL)
+    tokenizer = load_tokenizer(folder, settings.decoding.adapter)
+    try:
+        warning = require_token_rows(folder, tokenizer, num_rows) if num_rows else None
+    except ModelError as error:
+        yield CheckResult("model", "fault", str(error))
+        return
+    if warning:
+        yield CheckResult("model", "warning", warning)
+    if tokenizer.chat_template is None:
+        hint = "Most models that are made to answer have one: take the -Instruct model, or copy its chat_template"
+        yield CheckResult("model", "warning", "its tokenizer has no chat template: prompts go in as plain text", hint)
+    yield fitting_engine(settings, num_values, num_bytes)
+    memory = host_memory()
+    if num_gpus():
+        return  # each GPU holds the weights of one worker, which refuses what does not fit it
+    num_workers = worker_layout(settings.cluster, [Node(usable_cores())]).num_workers
+    try:
+        choice = choose_dtype(
+            settings.decoding.dtype, "cpu", stored_dtype(folder), quantization_of(read_config(folder))
+        )
+    except ModelError:
+        return  # `check_dtype` has said it
+    needed = num_workers * max(num_bytes, {"float32": 4, "bfloat16": 2, "auto": 0}[choice.name] * num_values)
+    message = f"{memory.free_bytes / 1e9:.1f} of {memory.total_bytes / 1e9:.1f} GB free; the weights of {num_workers} "
+    message += f"workers take {needed / 1e9:.1f} GB"
+    hint = "Take a smaller model, or lower cluster.num_workers" if needed > 0.8 * memory.free_bytes else None
+    yield CheckResult("memory", "fault" if needed > memory.free_bytes else "warning" if hint else "ok", message, hint)

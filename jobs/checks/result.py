@@ -1,0 +1,20 @@
+"""What a check of `laserbatch doctor` finds."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from laserbatch.jobs.settings import Settings
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What a check found, and a hint how to fix a warning or a fault."""
+
+    about: str
+    level: Literal["ok", "warning", "fault"]
+    found: str
+    hint: str | None = None
+
+
+Check = Callable[[Settings], Iterator[CheckResult]]

@@ -1,0 +1,239 @@
+"""What the configured model writes here: whether its texts end, how fast they come, and whether they have the form.
+
+The model is loaded and answers a short question. `check_model_here` also has it write texts of the templates, one alone
+for some seconds and some at once for a minute at most. Nothing is kept.
+"""
+
+import datetime
+from collections import Counter
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from laserbatch.jobs.checks.result import CheckResult
+from laserbatch.jobs.formatting import count, decimal, rate
+from laserbatch.jobs.settings import SAMPLE_MODEL, Settings
+from laserbatch.pipeline.errors import ModelError, RowError
+from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.storage.scratch import ScratchFolder
+
+if TYPE_CHECKING:
+    from laserbatch.jobs.checks.measured import Measured
+    from laserbatch.pipeline.engines.own import OwnEngine
+    from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, Shown
+    from laserbatch.pipeline.knowledge.templates import PromptTemplate
+    from laserbatch.pipeline.tables.read import Tables
+
+QUESTION = "Name one colour. Answer with one word."
+MAX_ANSWER_TOKENS = 64
+MAX_TRIED_BYTES = 8 * 10**9  # of weights on a CPU: a larger model takes minutes for a short text
+NUM_TEXTS = 16  # half of each side, written at once
+SPEED_S = 4.0  # of the time in which a text alone is written
+TEXTS_S = 60.0  # for texts that are written at once
+MIN_SHARE_KEPT = 0.7  # of the texts: with fewer, a night stops after its first ones
+
+
+class Task(NamedTuple):
+    """A prompt of a template, and the entity that it shows."""
+
+    template: "PromptTemplate"
+    shown: "Shown"
+    prompt: "RenderedPrompt"
+
+
+def check_answer(settings: Settings) -> Iterator[CheckResult]:
+    """Whether the model ends a short answer, and with which token."""
+    if settings.decoding.model != SAMPLE_MODEL:
+        engine = yield from _loaded(settings)
+        if engine is not None:
+            yield _answer(engine, settings)
+
+
+def check_model_here(settings: Settings) -> Iterator[CheckResult]:
+    """How the model is computed, how fast it is, what becomes of its texts, and how long those of the tables take."""
+    from laserbatch.jobs.checks.measured import write_for
+    from laserbatch.pipeline.sample.world import write_sample_world
+    from laserbatch.pipeline.tables.read import read_tables
+
+    engine = yield from _loaded(settings)
+    if engine is None:
+        return
+    yield _layers(engine)
+    yield _answer(engine, settings)
+    with ScratchFolder("doctor") as scratch:
+        path = settings.tables.path
+        if path is None:
+            write_sample_world(path := Path(scratch), num_users=NUM_TEXTS, num_items=2 * NUM_TEXTS)
+        tables = read_tables(path, keep_duplicates=settings.tables.keep_duplicates)
+        tasks = _tasks(engine, settings, tables)
+    if not tasks:
+        yield CheckResult("speed", "warning", f"no entity of {path} has a prompt, so nothing was measured")
+        return
+    prompts, decoding = [task.prompt.token_ids for task in tasks], _plain(settings)
+    alone = write_for(engine, decoding, prompts[:1], max_s=TEXTS_S, speed_s=SPEED_S)
+    together = write_for(engine, decoding, prompts, max_s=TEXTS_S)
+    yield _speed(settings, {1: alone, len(prompts): together})
+    yield from _forms(engine, settings, tasks, together)
+    if settings.tables.path is not None:
+        yield _hours(settings, tables, len(prompts), together)
+
+
+def _loaded(settings: Settings) -> Generator[CheckResult, None, "OwnEngine | None"]:
+    """The model as it writes plainly; None after a finding that says why it is not tried here."""
+    import torch
+
+    from laserbatch.pipeline.decoding.device_memory import num_stored_values
+    from laserbatch.pipeline.decoding.model.folder import find_weights
+    from laserbatch.pipeline.engines.own import OwnEngine
+    from laserbatch.pipeline.gpus import num_gpus
+
+    folder = settings.model_dir
+    is_large = not num_gpus() and 4 * num_stored_values(find_weights(folder)) > MAX_TRIED_BYTES
+    if is_large or settings.cluster.ray_address is not None or settings.decoding.gpus_a_worker > 1:
+        yield CheckResult("answer", "ok", "no text was tried here: `laserbatch try` writes one")
+        return None
+    try:
+        return OwnEngine(folder, _plain(settings), "auto", torch.get_num_threads(), 1, 1, {}, folder)
+    except ModelError as error:
+        if settings.decoding.engine == "laserbatch":
+            raise
+        found = f"no text was tried here, since laserbatch's engine cannot load the model: {error}"
+        yield CheckResult("answer", "ok", found)
+        return None
+
+
+def _plain(settings: Settings) -> Any:
+    plain = {"engine": "laserbatch", "vllm": {}, "verifier": "greedy", "drafters": (), "drafter_options": {},
+             "max_draft_tokens": 0, "batch_size": NUM_TEXTS, "temperature": 0.0}  # fmt: skip
+    return settings.decoding.model_copy(update=plain)
+
+
+def _layers(engine: "OwnEngine") -> CheckResult:
+    from laserbatch.pipeline.decoding.model.fused_model import KNOWN_KINDS
+
+    model = engine.engine.loaded.model
+    is_fused = any(getattr(model, name, None) is not None for name in ("fused", "cuda_layers"))
+    kinds = f"fused layers serve models of the kinds {', '.join(KNOWN_KINDS)}, unquantised"
+    by = "computed by fused layers" if is_fused else f"computed by transformers' layers, which are slower: {kinds}"
+    return CheckResult("architecture", "ok", f"{type(model).__name__}, {by}")
+
+
+def _answer(engine: "OwnEngine", settings: Settings) -> CheckResult:
+    from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest
+    from laserbatch.pipeline.engines.answers import UNCLOSED_THOUGHTS
+    from laserbatch.pipeline.knowledge.chat_format import encode_chat
+
+    options = settings.template("item").chat_options
+    prompt = encode_chat(engine.tokenizer, QUESTION, None, options, datetime.datetime.now(datetime.UTC).date())
+    request = GenerationRequest("answer", prompt, max_new_tokens=MAX_ANSWER_TOKENS)
+    (answer,) = engine.generate("item", [request], _plain(settings))
+    if isinstance(answer, GenerationFailure):
+        return CheckResult("answer", "warning", f"a short question could not be answered: {answer.reason}")
+    shown = f"a short question was answered {answer.text.strip()[:60]!r}, in {len(answer.token_ids)} tokens, "
+    shown += f"after {answer.num_thought_tokens} of thoughts, " if answer.num_thought_tokens else ""
+    if answer.finish_reason == UNCLOSED_THOUGHTS:
+        hint = "Leave them room in decoding.max_new_tokens, or set decoding.thinking: off"
+        found = (
+            f"{len(answer.token_ids)} tokens did not end the thoughts before a short answer; they are cut from texts"
+        )
+        return CheckResult("answer", "warning", found, hint)
+    if answer.role_mark:
+        hint = "Add the token that ends the model's turns to eos_token_id in its generation_config.json"
+        invented = f", and {answer.num_invented} tokens that came after it" if answer.num_invented else ""
+        shown += f"ended at {answer.role_mark!r}, a role mark or end token that its configuration does not name"
+        return CheckResult("answer", "warning", f"{shown}{invented}: texts are cut there", hint)
+    if answer.end_id is None:
+        hint = (
+            "Take a model that was tuned to answer; of one that was, see that eos_token_id in generation_config.json "
+            "names the token that ends its turns"
+        )
+        return CheckResult("answer", "warning", f"{shown}and no end token came: texts may run on to their limit", hint)
+    return CheckResult("answer", "ok", f"{shown}and ended with {engine.tokenizer.decode([answer.end_id])!r}")
+
+
+def _tasks(engine: "OwnEngine", settings: Settings, tables: "Tables") -> list[Task]:
+    """Prompts of both sides by turns, of entities from all over their tables; the first is a user's."""
+    from laserbatch.pipeline.knowledge.histories import labels_of
+    from laserbatch.pipeline.knowledge.prompts import render_shown
+    from laserbatch.pipeline.knowledge.questions import SideQuestions, shown_of_row
+
+    labels, most = labels_of(tables.interactions, settings.knowledge.words.events), settings.knowledge.max_prompt_tokens
+    sides: list[list[Task]] = []
+    for side in SIDES:
+        template = settings.template(side, labels)
+        questions, tasks = SideQuestions(tables, side, template, ""), []
+        num_rows = questions.entities.num_rows
+        rows = np.unique(np.linspace(0, num_rows - 1, min(num_rows, NUM_TEXTS)).astype(np.int64))
+        for row in questions.shown(rows).to_pylist():
+            shown = shown_of_row(row)
+            with suppress(RowError):  # it has no prompt, as a night would say
+                tasks.append(Task(template, shown, render_shown(template, shown, engine.tokenizer, most)))
+        sides.append(tasks)
+    by_turns = [task for pair in zip_longest(*sides) for task in pair if task is not None]
+    return by_turns[:NUM_TEXTS]
+
+
+def _speed(settings: Settings, measured: "Mapping[int, Measured]") -> CheckResult:
+    speeds = [f"{rate(one.tokens_per_s)} tokens a second at batch {size}"
+              for size, one in measured.items() if one.tokens_per_s]  # fmt: skip
+    if not speeds:
+        found = f"{TEXTS_S:.0f} seconds were too short for the prompts"
+        return CheckResult("speed", "warning", found, "Take a smaller model, or a GPU")
+    of = settings.tables.path or "the sample world"
+    return CheckResult("speed", "ok", f"{' and '.join(speeds)}, plain, with prompts of {of}")
+
+
+def _forms(
+    engine: "OwnEngine", settings: Settings, tasks: Sequence[Task], measured: "Measured"
+) -> Iterator[CheckResult]:
+    """Of each side, how many texts a night would keep, and what is wrong with the others."""
+    from laserbatch.pipeline.decoding.sequence import GenerationFailure
+    from laserbatch.pipeline.distributed.worker import parsed_answer
+
+    for side in SIDES:
+        reasons, num_kept, num_tried = Counter[str](), 0, 0
+        for place, task in enumerate(tasks):
+            if task.template.side != side:
+                continue
+            num_tried += 1
+            text = measured.texts.get(place)
+            try:
+                if isinstance(text, GenerationFailure):
+                    raise RowError(text.reason)
+                if text is not None:
+                    parsed_answer(engine.tokenizer, task.template, task.shown, task.prompt, text)
+                    num_kept += 1
+            except RowError as error:
+                reasons[error.reason.split(":")[0]] += 1
+        num_ended = num_kept + reasons.total()
+        name, in_time = settings.template(side).identity, f"ended within {TEXTS_S:.0f} seconds"
+        if not num_ended:
+            hint = "`laserbatch try` writes a whole text, however long it takes"
+            yield CheckResult("form", "warning", f"{name}: none of {num_tried} {side} texts {in_time}", hint)
+            continue
+        refused = ", ".join(f"{reason} ({number})" for reason, number in reasons.most_common())
+        found = f"{name}: {num_kept} of {num_ended} {side} texts have the form that is asked for"
+        found += f"; refused: {refused}" * bool(refused)
+        found += f"; {num_tried - num_ended} more had not {in_time}" * (num_ended < num_tried)
+        is_poor = num_kept < MIN_SHARE_KEPT * num_ended
+        hint = "Take a larger model, or a template that asks for less, such as those of kar" if is_poor else None
+        yield CheckResult("form", "warning" if is_poor else "ok", found, hint)
+
+
+def _hours(settings: Settings, tables: "Tables", batch_size: int, measured: "Measured") -> CheckResult:
+    """How long a first night takes plainly, by the speed and the lengths of the texts just written."""
+    from laserbatch.pipeline.decoding.sequence import GenerationResult
+
+    if not measured.prompts_s or not measured.tokens_per_s:
+        return CheckResult("hours", "warning", "not known, since the speed is not")
+    lengths = [len(text.written[0]) for text in measured.texts.values() if isinstance(text, GenerationResult)]
+    length = float(np.mean(lengths)) if lengths else settings.decoding.max_new_tokens
+    num_users, num_items = tables.users.num_rows, tables.items.num_rows
+    seconds = (num_users + num_items) * (measured.prompts_s / batch_size + length / measured.tokens_per_s)
+    each = f"{count(length)} tokens each" if lengths else f"at most {length} tokens each (decoding.max_new_tokens)"
+    found = f"a first night writes {count(num_users)} users and {count(num_items)} items, {each}: about "
+    return CheckResult("hours", "ok", f"{found}{decimal(seconds / 3600, 1)} hours on this machine, without drafts")

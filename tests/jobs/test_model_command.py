@@ -1,0 +1,27 @@
+"""`laserbatch model import`: a GGUF file becomes a folder that a night can use, or nothing."""
+
+import json
+
+import pytest
+from night_world import run_here
+
+pytest.importorskip("gguf", reason="gguf is not installed")
+from test_gguf_file import write_sample_gguf
+
+from laserbatch.jobs.settings import Settings
+
+
+def test_a_gguf_file_becomes_a_model_folder_and_another_file_changes_nothing(tmp_path, capfd):
+    path, out = write_sample_gguf(tmp_path / "m.gguf"), tmp_path / "model"
+    done = run_here(capfd, "model", "import", str(path), str(out), "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["architecture"], told["stored_as"]) == ("LlamaForCausalLM", "float32")
+    assert told["next"] == f"laserbatch doctor --model {out}"
+    assert Settings(decoding={"model": str(out)}).model_dir == out
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    assert run_here(capfd, "model", "import", str(path), str(out)).returncode == 3  # it is there
+    other = write_sample_gguf(tmp_path / "other.gguf", architecture="rwkv9")
+    refused = run_here(capfd, "model", "import", str(other), str(out), "--overwrite")
+    assert refused.returncode == 3 and "rwkv9" in refused.stderr
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
