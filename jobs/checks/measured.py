@@ -4,8 +4,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from laserbatch.pipeline.decoding.drafters import NoDrafter
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
@@ -29,22 +27,20 @@ class Measured:
 def write_for(
     engine: OwnEngine,
     decoding: DecodingSettings,
-    prompts: Sequence[np.ndarray],
+    requests: Sequence[GenerationRequest],
     max_s: float,
     speed_s: float | None = None,
 ) -> Measured:
-    """Write a text for each prompt, all at once.
+    """Write a text for each request, whose id is its place, all at once.
 
     Parameters
     ----------
-    decoding : settings of plain decoding, with room for all prompts in a batch.
+    decoding : settings of plain decoding, with room for all requests in a batch.
     max_s : texts that have not ended by then are given up.
     speed_s : all are given up once the speed has been measured for so long; None goes on.
     """
     own, found = engine.engine, Measured()
     own.reset_prefix_cache()
-    requests = (GenerationRequest(str(place), prompt, max_new_tokens=decoding.max_new_tokens)
-                for place, prompt in enumerate(prompts))  # fmt: skip
     stream = own.open_stream(requests, NoDrafter(), verifier_from(decoding), Budget(0, 0.0))
     began_s = now_s = time.perf_counter()
     num_at_first = 0
@@ -55,8 +51,8 @@ def write_for(
             if not live:
                 break
             num_tokens = sum(one.num_output for one in live)
-            if found.prompts_s is None and len(live) + len(found.texts) == len(prompts):
-                if all(one.num_output for one in live):
+            if found.prompts_s is None and len(live) + len(found.texts) == len(requests):
+                if all(one.num_steps for one in live):
                     found.prompts_s, num_at_first = now_s - began_s, num_tokens
             elif found.prompts_s is not None and not found.texts:
                 writing_s = now_s - began_s - found.prompts_s

@@ -23,6 +23,7 @@ from laserbatch.pipeline.storage.scratch import ScratchFolder
 
 if TYPE_CHECKING:
     from laserbatch.jobs.checks.measured import Measured
+    from laserbatch.pipeline.decoding.sequence import GenerationRequest
     from laserbatch.pipeline.engines.own import OwnEngine
     from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, Shown
     from laserbatch.pipeline.knowledge.templates import PromptTemplate
@@ -43,6 +44,16 @@ class Task(NamedTuple):
     template: "PromptTemplate"
     shown: "Shown"
     prompt: "RenderedPrompt"
+
+    def request(self, place: int, decoding: Any) -> "GenerationRequest":
+        """As a night asks for it, its place among the tasks as its id."""
+        from laserbatch.pipeline.decoding.sequence import GenerationRequest
+        from laserbatch.pipeline.knowledge.forms import guiding_grammar
+
+        grammar = guiding_grammar(self.template, decoding)
+        return GenerationRequest(
+            str(place), self.prompt.token_ids, max_new_tokens=decoding.max_new_tokens, grammar=grammar
+        )
 
 
 def check_answer(settings: Settings) -> Iterator[CheckResult]:
@@ -73,13 +84,14 @@ def check_model_here(settings: Settings) -> Iterator[CheckResult]:
     if not tasks:
         yield CheckResult("speed", "warning", f"no entity of {path} has a prompt, so nothing was measured")
         return
-    prompts, decoding = [task.prompt.token_ids for task in tasks], _plain(settings)
-    alone = write_for(engine, decoding, prompts[:1], max_s=TEXTS_S, speed_s=SPEED_S)
-    together = write_for(engine, decoding, prompts, max_s=TEXTS_S)
-    yield _speed(settings, {1: alone, len(prompts): together})
+    decoding = _plain(settings)
+    requests = [task.request(place, decoding) for place, task in enumerate(tasks)]
+    alone = write_for(engine, decoding, requests[:1], max_s=TEXTS_S, speed_s=SPEED_S)
+    together = write_for(engine, decoding, requests, max_s=TEXTS_S)
+    yield _speed(settings, {1: alone, len(tasks): together})
     yield from _forms(engine, settings, tasks, together)
     if settings.tables.path is not None:
-        yield _hours(settings, tables, len(prompts), together)
+        yield _hours(settings, tables, len(tasks), together)
 
 
 def _loaded(settings: Settings) -> Generator[CheckResult, None, "OwnEngine | None"]:

@@ -19,7 +19,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass
@@ -87,7 +87,9 @@ class StepCostCache:
             "libraries": {lib: importlib.metadata.version(lib) for lib in ("torch", "transformers", "numpy", "numba")},
         }
         pool_scale = (num_pool_tokens.bit_length() + 1) // 2  # a draft takes longer from a larger one
-        digest, of_drafts = (_digest(part) for part in (facts, [list(engine.settings.drafters), pool_scale]))
+        digest, of_drafts = (
+            _digest(part) for part in (facts, {"drafters": list(engine.settings.drafters), "pool_scale": pool_scale})
+        )
         self.path, self._same_steps = folder / f"{digest}-{of_drafts}.json", f"{digest}-*.json"
         self._name = f"measured {digest}: {facts['model_id']} on {facts['device']}"
 
@@ -136,7 +138,7 @@ def user_step_costs() -> Path:
     return Path(os.environ.get("LASERBATCH_CACHE") or usual) / "step-costs"
 
 
-def _digest(facts: object) -> str:
+def _digest(facts: Mapping[str, object]) -> str:
     return hashlib.sha256(canonical_json(facts).encode()).hexdigest()[:12]
 
 

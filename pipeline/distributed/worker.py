@@ -23,7 +23,7 @@ from laserbatch.pipeline.engines.answers import UNCLOSED_THOUGHTS, unclosed_thou
 from laserbatch.pipeline.engines.engine import TextEngine
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.answers import require_answer
-from laserbatch.pipeline.knowledge.forms import grammar_of, is_guided
+from laserbatch.pipeline.knowledge.forms import guiding_grammar
 from laserbatch.pipeline.knowledge.parsers import Parsed, parse_answer
 from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, Shown, render_shown
 from laserbatch.pipeline.knowledge.records import knowledge_schema
@@ -47,10 +47,7 @@ class ShardWorker:
         self.engine = engine_of(spec)
         self._templates = spec.templates
         self._usual_tokens = {side: self.engine.usual_tokens(side) for side in spec.templates}
-        self._grammars: dict[Side, str | None] = {side: None for side in spec.templates}
-        for side, template in spec.templates.items():
-            if is_guided(template, spec.decoding):
-                self._grammars[side] = grammar_of(template, spec.decoding.max_new_tokens)
+        self._grammars = {side: guiding_grammar(template, spec.decoding) for side, template in spec.templates.items()}
         self.num_texts = 0  # of all shards
         self.reconfigure(spec)
 

@@ -39,9 +39,9 @@ def grammar_of(template: PromptTemplate, max_new_tokens: int) -> str | None:
     return None
 
 
-def is_guided(template: PromptTemplate, decoding: DecodingSettings) -> bool:
-    """Whether a template's answers are held to its form."""
-    return decoding.guided == "auto" and grammar_of(template, decoding.max_new_tokens) is not None
+def guiding_grammar(template: PromptTemplate, decoding: DecodingSettings) -> str | None:
+    """The grammar that a night holds answers to a template to; None: it lets the model write any text."""
+    return grammar_of(template, decoding.max_new_tokens) if decoding.guided == "auto" else None
 
 
 def require_form(template: PromptTemplate) -> None:

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from laserbatch.pipeline.decoding.model.folder import model_identity, tokenizer_folder
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.knowledge.forms import is_guided
+from laserbatch.pipeline.knowledge.forms import guiding_grammar
 from laserbatch.pipeline.knowledge.prompts import LAYOUT_VERSION, NO_TITLE, PARTS, digest
 from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
@@ -90,7 +90,7 @@ def shared_fingerprint(
         "template": [LAYOUT_VERSION, template.model_dump(mode="json", exclude_defaults=True)],
         "prompt": chat,
         "model": model_identity(model_dir, decoding.adapter),
-        "decoding": decoding.provenance() | ({"guided": True} if is_guided(template, decoding) else {}),
+        "decoding": decoding.provenance() | ({"guided": True} if guiding_grammar(template, decoding) else {}),
     }
     return "-".join(digest(shared[name]) for name in PARTS[: len(shared)])
 

@@ -7,7 +7,7 @@ import pytest
 
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.errors import ConfigError
-from laserbatch.pipeline.knowledge.forms import grammar_of, is_guided, require_form
+from laserbatch.pipeline.knowledge.forms import grammar_of, guiding_grammar, require_form
 from laserbatch.pipeline.knowledge.parsers import parse_answer
 from laserbatch.pipeline.knowledge.templates import SHIPPED_TEMPLATES, PromptTemplate, load_template
 
@@ -44,10 +44,10 @@ def test_the_form_of_a_shipped_template_is_what_its_parser_reads(name):
     grammar = grammar_of(template, 200)
     require_form(template)
     if template.parser == "free":
-        assert grammar is None and not is_guided(template, DecodingSettings())
+        assert grammar is None and guiding_grammar(template, DecodingSettings()) is None
         return
-    assert grammar is not None and is_guided(template, DecodingSettings())
-    assert not is_guided(template, DecodingSettings(guided="off"))
+    assert grammar is not None and guiding_grammar(template, DecodingSettings(max_new_tokens=200)) == grammar
+    assert guiding_grammar(template, DecodingSettings(guided="off")) is None
     text = example(template)
     assert is_whole(grammar, text)
     parsed = parse_answer(template, text)
