@@ -130,7 +130,7 @@ class DecodingSettings(Strict):
         "what fits into half of the free memory on a CPU, into most of it on CUDA.",
     )
 
-    @field_validator("thinking", mode="before")
+    @field_validator("thinking", "guided", mode="before")
     @classmethod
     def _off_is_a_word(cls, given: Any) -> Any:
         return "off" if given is False else given  # YAML reads a bare `off` as false

@@ -40,8 +40,10 @@ def grammar_of(template: PromptTemplate, max_new_tokens: int) -> str | None:
 
 
 def guiding_grammar(template: PromptTemplate, decoding: DecodingSettings) -> str | None:
-    """The grammar that a night holds answers to a template to; None: it lets the model write any text."""
-    return grammar_of(template, decoding.max_new_tokens) if decoding.guided == "auto" else None
+    """The grammar that a night holds answers to; None: the model may write any text, or is to think first."""
+    if decoding.guided == "off" or decoding.thinking == "cut":
+        return None
+    return grammar_of(template, decoding.max_new_tokens)
 
 
 def require_form(template: PromptTemplate) -> None:

@@ -46,13 +46,13 @@ def readers(shared_data, tmp_path_factory):
     return folder
 
 
-def night(readers, model, template, capfd, monkeypatch):
+def night(readers, model, template, capfd, monkeypatch, guided="auto"):
     """Records and quarantined rows of users by a template."""
     write_here(monkeypatch)
     words = {"user": "reader", "item": "book", "items": "books", "interacted": "finished"}
     knowledge = {"template_dir": "prompts", "user_template": template, "item_template": "once_item", "words": words}
     write_config(readers, workspace=template, knowledge=knowledge, night={"train_ctr": False, "num_audited": 0},
-                 decoding={"model": str(model), "max_new_tokens": 128}, gates={"max_failed_share": 1.0})  # fmt: skip
+                 decoding={"model": str(model), "max_new_tokens": 128, "guided": guided}, gates={"max_failed_share": 1.0})  # fmt: skip
     monkeypatch.setattr(publishing, "judge", lambda measured, limits: [])  # a random model's texts would be held back
     config = readers / "laserbatch.yaml"
     assert run_here(capfd, "nightly", "--date", "2025-01-01", "--config", str(config)).returncode == 0
@@ -71,7 +71,7 @@ def test_in_the_form_that_it_was_trained_on_every_list_of_interests_is_parsed(
 
 @pytest.mark.slow
 def test_in_our_wording_what_is_no_list_is_refused_by_kind(readers, shared_models, capfd, monkeypatch):
-    kept, refused = night(readers, shared_models / "bench-target", "once_user", capfd, monkeypatch)
+    kept, refused = night(readers, shared_models / "bench-target", "once_user", capfd, monkeypatch, guided="off")
     assert len(kept) + len(refused) == NUM_READERS
     # Asked so, it often ends at once and invents another reader with an answer about that one.
     assert not any("A reader finished" in row["text"] for row in (*kept, *refused)), "a turn was invented"

@@ -146,7 +146,7 @@ def test_a_model_is_measured_before_it_is_configured(world, tmp_path, capfd, mon
 def test_texts_without_the_form_that_is_asked_for_are_counted_by_their_reasons(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(trial, "SPEED_S", 0.0)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "laserbatch.yaml").write_text("")
+    (tmp_path / "laserbatch.yaml").write_text("decoding: {guided: off}")
     folder = parrot(tmp_path / "model", ["Red", "."])
     told = about_model(capfd, "laserbatch.yaml", folder)
     assert [one["level"] for one in told["form"]] == ["warning", "ok"]  # any text describes an item

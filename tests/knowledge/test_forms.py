@@ -47,7 +47,8 @@ def test_the_form_of_a_shipped_template_is_what_its_parser_reads(name):
         assert grammar is None and guiding_grammar(template, DecodingSettings()) is None
         return
     assert grammar is not None and guiding_grammar(template, DecodingSettings(max_new_tokens=200)) == grammar
-    assert guiding_grammar(template, DecodingSettings(guided="off")) is None
+    assert guiding_grammar(template, DecodingSettings(guided=False)) is None  # YAML's bare `off`
+    assert guiding_grammar(template, DecodingSettings(thinking="cut")) is None
     text = example(template)
     assert is_whole(grammar, text)
     parsed = parse_answer(template, text)
