@@ -36,10 +36,11 @@ from laserbatch.pipeline.storage.atomic import (
 )
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.delivery import known_places
+from laserbatch.pipeline.storage.experiments import EXPERIMENTS, experiment_folder, experiment_folders
 from laserbatch.pipeline.storage.forgetting import RECEIPTS, Ids, forget_in_run, is_of, rows_of, unfinished_receipts
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.scratch import remove_dead_scratch
-from laserbatch.pipeline.storage.workspace import EXPERIMENTS, Workspace
+from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import iter_column
 from laserbatch.pipeline.tables.schema import TABLE_NAMES, tables_folder
 from laserbatch.retrieval_pools.index.store import PoolStore
@@ -110,7 +111,7 @@ def forget(
         raise typer.BadParameter("give --user ID, --item ID or --ids FILE with at least one id")
     opened = Workspace.open(settings.workspace, create=False)
     with opened.lock(), ExitStack() as others:
-        for other in (*opened.experiments(), *opened.within()):
+        for other in (*experiment_folders(opened), *opened.within()):
             others.enter_context(other.lock())
         receipt = _opened_receipt(opened, wanted)
         _scan(opened, wanted, receipt)
@@ -206,7 +207,7 @@ def _scan(workspace: Workspace, wanted: Ids, receipt: Receipt) -> None:
             receipt.rows[name] = receipt.rows.get(name, {}) | found
         elif name not in receipt.removed_runs:
             receipt.removed_runs.append(name)
-    for experiment in workspace.experiments():
+    for experiment in experiment_folders(workspace):
         if rows_in(experiment.root) and experiment.name not in receipt.removed_experiments:
             receipt.removed_experiments.append(experiment.name)
     store = PoolStore(workspace.pools_folder)
@@ -248,8 +249,8 @@ def _remove(workspace: Workspace, settings: Settings, wanted: Ids, receipt: Rece
         if name in runs:
             remove_folder(runs[name].root)
     for name in receipt.removed_experiments:
-        if workspace.experiment(name).root.is_dir():
-            remove_folder(workspace.experiment(name).root)
+        if experiment_folder(workspace, name).root.is_dir():
+            remove_folder(experiment_folder(workspace, name).root)
     for name, files in receipt.rows.items():
         run = runs.get(name)
         if run is None:

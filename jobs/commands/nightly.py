@@ -69,7 +69,7 @@ def nightly(
     summary(
         {
             "run_id": night.run.run_id,
-            "published": night.workspace.pointed_to(),
+            "published": night.workspace.publication.run_id(),
             **({"changed_since": list(night.changed_inputs)} if night.changed_inputs else {}),
             **night_counts(night),
             **({"left_out_of_prompts": left_out} if (left_out := left_out_columns(night.manifest)) else {}),
@@ -124,7 +124,7 @@ def backfill(
             raise
         rows.append(_counts(night))
         run = night.run
-        if run.run_id in night.workspace.not_built_on():
+        if run.run_id in night.workspace.publication.not_built_on():
             how = f"`laserbatch nightly --date {date} --force` does its date again"
             say(f"run {run.run_id} was rolled back, so the next night is built on an earlier one; {how}")
         else:
@@ -136,7 +136,7 @@ def backfill(
         with opened.lock():
             force_publish(opened, run.run_id)
             deliver(opened, settings.deliver_to, force=True)
-    pointed_to = opened.pointed_to()
+    pointed_to = opened.publication.run_id()
     if as_json:
         summary({"nights": rows, "published": pointed_to}, as_json=True)
         return

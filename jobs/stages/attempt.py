@@ -67,7 +67,7 @@ def newest_attempt(
         return found
     changed = tuple(changed_inputs(manifest.inputs, inputs))
     begins_anew = force or (redo and changed) if found.is_done else force and not manifest.force
-    if run.run_id in workspace.not_built_on() and run.run_id not in workspace.rolled_back():
+    if run.run_id in workspace.publication.not_built_on() and run.run_id not in workspace.publication.rolled_back():
         say(f"run {run.run_id} was built on a run that was since rolled back: its date is run again")
         begins_anew = True
     if begins_anew:

@@ -117,6 +117,6 @@ def _successes(workspace: Path) -> tuple[datetime.date | None, float | None]:
         return None, None
     published = None
     with suppress(LaserbatchError, ValueError):
-        run = opened.published()
+        run = opened.publication.run()
         published = None if run is None else datetime.date.fromisoformat(run.date)
     return published, max(finished, default=None)

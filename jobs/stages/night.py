@@ -166,8 +166,8 @@ def open_night(
 def _go_on(night: Night) -> None:
     """Resume an unfinished run, without pools or a drafter that are gone or rolled back."""
     say(f"going on with run {night.run.run_id}")
-    manifest, pools, not_built_on = night.manifest, night.manifest.pools.version, night.workspace.not_built_on()
-    if pools in not_built_on:
+    manifest, pools = night.manifest, night.manifest.pools.version
+    if pools in night.workspace.publication.not_built_on():
         say(f"not drafting from the pools {pools}, whose run was rolled back")
         manifest.pools = PoolsUsed()
     elif pools is not None and not can_be_used(night.pools, pools):
@@ -193,7 +193,7 @@ def new_night(
     manifest.value_rules = RULES_VERSION
     night = Night(settings, workspace, date, run, manifest)
     wanted = None if base_run is None else base_run.run_id
-    not_used = {run.run_id for run in workspace.runs() if run.is_held} | workspace.not_built_on()
+    not_used = {run.run_id for run in workspace.runs() if run.is_held} | workspace.publication.not_built_on()
     pools = current_pools(night.pools, settings.pools.min_support, date, wanted, not_used)
     manifest.pools = describe_pools(pools)
     return night

@@ -35,8 +35,9 @@ from laserbatch.pipeline.storage.atomic import (
     remove_leftovers,
     write_json,
 )
+from laserbatch.pipeline.storage.experiments import ExperimentFolder, experiment_folder
 from laserbatch.pipeline.storage.manifest import make_run_id
-from laserbatch.pipeline.storage.workspace import ExperimentFolder, Workspace
+from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.check import require_sound
 from laserbatch.pipeline.tables.read import describe, open_tables
 from laserbatch.pipeline.tables.sampled import write_sample
@@ -109,7 +110,7 @@ def run_experiment(workspace: Workspace, name: str, experiment: Experiment) -> d
     `failed`, and the others are tried all the same. Raises ConfigError where the name is that of another experiment,
     CtrError where the sample cannot judge, RunFailed where every variant failed.
     """
-    folder = workspace.experiment(name)
+    folder = experiment_folder(workspace, name)
     folder.root.mkdir(parents=True, exist_ok=True)
     with folder.lock():
         remove_leftovers(folder.root)

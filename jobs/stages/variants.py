@@ -25,6 +25,7 @@ from laserbatch.pipeline.encoding.versions import feature_versions
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
+from laserbatch.pipeline.storage.experiments import experiment_folders
 from laserbatch.pipeline.storage.manifest import RunManifest, SideAudit, settings_hash
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -50,7 +51,7 @@ def of_frameworks(settings: Settings, frameworks: Sequence[str]) -> list[Variant
     """
     opened = Workspace.open(settings.workspace, create=False)
     found: dict[str | None, list[tuple[Workspace, RunFolder]]] = {}
-    for workspace in (opened, *(one for folder in opened.experiments() for one in folder.variants())):
+    for workspace in (opened, *(one for folder in experiment_folders(opened) for one in folder.variants())):
         for run in workspace.finished_runs(include_held=True):
             found.setdefault(framework_of(run), []).append((workspace, run))
     for runs in found.values():

@@ -44,7 +44,7 @@ def train_on_runs(night: Night, kind: Kind, folder: Path, num_texts: int, epochs
 def texts_of_runs(night: Night, num_texts: int) -> "list[TrainingText]":
     """Prompts and the texts that the model wrote to them, half of each side; of each entity the newest."""
     target, found = model_identity(night.settings.model_dir), []
-    not_built_on = night.workspace.not_built_on()
+    not_built_on = night.workspace.publication.not_built_on()
     for side in SIDES:
         one, texts = night, {}
         num_wanted = num_texts // len(SIDES)

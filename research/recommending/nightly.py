@@ -325,7 +325,7 @@ def _publish(workspace: Workspace, run: RunFolder, settings: Settings) -> None:
     uri = delivery_uri(workspace, settings.deliver_to)
     publish_run(workspace, run)
     deliver(workspace, uri)
-    kept = workspace.pointed_to()
+    kept = workspace.publication.run_id()
     old = [one for one in workspace.finished_runs() if one.run_id != kept][
         : -settings.extension("recommending").keep_runs
     ]

@@ -21,7 +21,7 @@ from laserbatch.pipeline.budget.step_cost import read_step_cost
 from laserbatch.pipeline.encoding.encoder import TextEncoder
 from laserbatch.pipeline.errors import RunFailed, WorkspaceError
 from laserbatch.pipeline.sample.world import write_sample_world
-from laserbatch.pipeline.storage.workspace import ExperimentFolder
+from laserbatch.pipeline.storage.experiments import ExperimentFolder
 
 NAME = "2025-02-10-trial"
 TRIED = ("--framework", "kar", "--framework", "mine", "--users", "8", "--items", "4", "--date", "2025-02-10",

@@ -36,7 +36,7 @@ def planted(workspace: Workspace, day: int, of_users: dict[str, int], encoder: s
         manifest.features[side] = FeatureFigures(name, len(rows), file.sha256, 2, name, 1, 0, 0, encoder, codebook)
     manifest.save()
     run.finish()
-    workspace.publish(run.run_id)
+    workspace.publication.publish(run.run_id)
     return run.run_id
 
 

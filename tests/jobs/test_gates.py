@@ -113,19 +113,19 @@ def test_readers_see_one_whole_run_or_another_while_it_is_published(tmp_path):
         run.manifest_path.write_text("{}")
         run.finish()
         runs.append(run.run_id)
-    workspace.publish(runs[0])
+    workspace.publication.publish(runs[0])
     seen, stop = [], threading.Event()
 
     def read() -> None:
         while not stop.is_set():
-            run = Workspace.open(tmp_path / "workspace", create=False).published()
+            run = Workspace.open(tmp_path / "workspace", create=False).publication.run()
             seen.append({pq.read_table(run.features_path(side))["day"][0].as_py() for side in ("user", "item")})
 
     readers = [threading.Thread(target=read) for _ in range(2)]
     for reader in readers:
         reader.start()
     for number in range(60):
-        workspace.publish(runs[number % 3])
+        workspace.publication.publish(runs[number % 3])
     stop.set()
     for reader in readers:
         reader.join()

@@ -105,7 +105,7 @@ def first_night(tmp_path_factory) -> Path:
         night = opened(folder, FIRST_DATE, shard_size=16)
         writer(patched)(night)
     night.run.finish()
-    Workspace.open(folder / "workspace").publish(night.run.run_id)
+    Workspace.open(folder / "workspace").publication.publish(night.run.run_id)
     return folder
 
 
@@ -205,7 +205,7 @@ def test_what_is_lost_while_a_run_goes_on_ends_it_and_the_next_attempt_heals_it(
 
 
 def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_again_when_its_turn_comes(world, write, monkeypatch):
-    before = texts(Workspace.open(world / "workspace").published())
+    before = texts(Workspace.open(world / "workspace").publication.run())
     night = opened(world, SECOND_DATE)
     write(night)
     failing = [
@@ -228,7 +228,7 @@ def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_again_when_it
     assert (figures.num_quarantined, figures.num_stale) == (2, 2)
     assert figures.num_generated + figures.num_carried_over + figures.num_quarantined == figures.num_entities
     night.run.finish()
-    Workspace.open(world / "workspace").publish(night.run.run_id)
+    Workspace.open(world / "workspace").publication.publish(night.run.run_id)
 
     monkeypatch.setattr(postpone, "DAYS_BETWEEN_TRIES", 1 << 40)  # nobody's turn
     third = opened(world, "2025-03-02")
@@ -240,7 +240,7 @@ def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_again_when_it
     assert (figures.num_quarantined, figures.num_stale) == (2, 2) and figures.quarantine_reasons == {"unparsable": 2}
     third.manifest.save()
     third.run.finish()
-    Workspace.open(world / "workspace").publish(third.run.run_id)
+    Workspace.open(world / "workspace").publication.publish(third.run.run_id)
 
     monkeypatch.setattr(postpone, "DAYS_BETWEEN_TRIES", 1)  # everybody's
     third = opened(world, "2025-03-04")
@@ -265,12 +265,12 @@ def finished(night: Night) -> dict:
         )
     night.manifest.save()
     night.run.finish()
-    Workspace.open(night.workspace.root).publish(night.run.run_id)
+    Workspace.open(night.workspace.root).publication.publish(night.run.run_id)
     return texts(night.run)
 
 
 def test_whose_change_is_not_due_keeps_the_text_and_waits(world, write):
-    before = texts(Workspace.open(world / "workspace").published())
+    before = texts(Workspace.open(world / "workspace").publication.run())
     night = opened(world, SECOND_DATE, refresh={"min_new_interactions": 10**6})
     write(night)
     (night.run.knowledge_folder("user") / "waiting.parquet").unlink()  # lost in between: the side is planned again
@@ -288,7 +288,7 @@ def test_whose_change_is_not_due_keeps_the_text_and_waits(world, write):
 
 def test_a_budget_spreads_a_new_way_to_ask_over_nights_until_everybody_was_asked(world, write):
     """Everybody is due; eight texts of two tokens fit a night."""
-    first, num_written, num_old = Workspace.open(world / "workspace").published().run_id, [], []
+    first, num_written, num_old = Workspace.open(world / "workspace").publication.run().run_id, [], []
     for day in range(1, 8):
         budget = {"max_tokens": 16}
         night = opened(world, f"2025-03-0{day}", decoding={"max_new_tokens": 200}, refresh=budget)

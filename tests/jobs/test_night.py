@@ -102,31 +102,34 @@ def test_an_older_date_is_neither_published_nor_drafted_from(world, capsys):
     older = done(opened(world, DAY - datetime.timedelta(days=1)))
     assert older.run.is_finished
     assert f"not published: run {night.run.run_id}, of a later date, stays published" in capsys.readouterr().err
-    assert night.workspace.published().run_id == night.run.run_id == night.pools.current_version()
+    assert night.workspace.publication.run().run_id == night.run.run_id == night.pools.current_version()
     (world / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\npools: {scope: group}\n")
     same_date = done(opened(world))
-    assert night.workspace.published().run_id == same_date.run.run_id == night.pools.current_version()
+    assert night.workspace.publication.run().run_id == same_date.run.run_id == night.pools.current_version()
 
 
 def test_an_older_date_is_published_where_that_is_asked_for_and_rolled_back_from(world):
     newer, older = done(opened(world)), done(opened(world, DAY - datetime.timedelta(days=1)), "always")
     workspace = older.workspace
-    assert workspace.published().run_id == older.run.run_id == older.pools.current_version()
-    workspace.roll_back()
-    assert workspace.published().run_id == newer.run.run_id
-    assert workspace.rolled_back() == [older.run.run_id]
+    assert workspace.publication.run().run_id == older.run.run_id == older.pools.current_version()
+    workspace.publication.roll_back()
+    assert workspace.publication.run().run_id == newer.run.run_id
+    assert workspace.publication.rolled_back() == [older.run.run_id]
 
 
 def test_what_was_taken_back_is_not_built_on_nor_published_by_itself(world, capsys):
     first, second = done(opened(world)), done(opened(world, DAY + datetime.timedelta(days=1)))
-    second.workspace.roll_back()
+    second.workspace.publication.roll_back()
     publish_night(second)
     assert f"not published: run {second.run.run_id} was rolled back" in capsys.readouterr().err
-    assert second.workspace.published().run_id == first.run.run_id
+    assert second.workspace.publication.run().run_id == first.run.run_id
     third = opened(world, DAY + datetime.timedelta(days=2))
     assert third.previous.run_id == first.run.run_id
     publish_night(second, "always")
-    assert second.workspace.rolled_back() == [] and second.workspace.published().run_id == second.run.run_id
+    assert (
+        second.workspace.publication.rolled_back() == []
+        and second.workspace.publication.run().run_id == second.run.run_id
+    )
 
 
 def test_nothing_of_what_was_taken_back_is_used(world, capfd):
@@ -187,8 +190,8 @@ def test_a_backfill_goes_from_each_night_to_the_next_and_publishes_its_last_when
     assert [manifest.pools.version for manifest in manifests] == [None, *(run.run_id for run in runs[:-1])]
     assert other.run.run_id not in {run.run_id for run in runs}
     assert json.loads(run_here(capfd, *arguments, "--json", "--publish").stdout)["published"] == runs[-1].run_id
-    assert newest.workspace.published().run_id == runs[-1].run_id == newest.pools.current_version()
-    newest.workspace.roll_back()
+    assert newest.workspace.publication.run().run_id == runs[-1].run_id == newest.pools.current_version()
+    newest.workspace.publication.roll_back()
     told = run_here(capfd, *arguments, "--json", "--publish")
     assert f"not published: run {runs[-1].run_id} was rolled back" in " ".join(told.stderr.split())
     assert json.loads(told.stdout)["published"] == newest.run.run_id
@@ -212,7 +215,7 @@ def test_a_night_that_was_killed_at_its_end_is_published_by_the_same_command(wor
     owners = {
         "write_report": publishing,
         "use": type(night.pools),
-        "publish": type(night.workspace),
+        "publish": type(night.workspace.publication),
         "finish": type(night.run),
     }
 
@@ -226,7 +229,7 @@ def test_a_night_that_was_killed_at_its_end_is_published_by_the_same_command(wor
     # Not finished: the stages before the end find all their work done.
     again = run_night(night.settings, DAY) if night.run.is_finished else done(opened(world))
     assert again.run.run_id == night.run.run_id
-    assert night.workspace.published().run_id == night.run.run_id == night.pools.current_version()
+    assert night.workspace.publication.run().run_id == night.run.run_id == night.pools.current_version()
     assert night.run.report_path.exists()
 
 
@@ -238,7 +241,7 @@ def test_publishing_a_held_run_goes_on_where_it_was_killed(world, monkeypatch, s
     night.manifest.gates = [GateFigures("quarantine", "user", 1.0)]
     with pytest.raises(RunHeld):
         finish_night(night)
-    owners = {"use": type(night.pools), "publish": type(night.workspace), "finish": type(night.run)}
+    owners = {"use": type(night.pools), "publish": type(night.workspace.publication), "finish": type(night.run)}
 
     def killed(*arguments, **named):
         raise KeyboardInterrupt
@@ -247,9 +250,9 @@ def test_publishing_a_held_run_goes_on_where_it_was_killed(world, monkeypatch, s
         patched.setattr(owners.get(step, publishing), step, killed)
         with pytest.raises(KeyboardInterrupt):
             publishing.force_publish(night.workspace, night.run.run_id)
-    assert night.workspace.published() is None
+    assert night.workspace.publication.run() is None
     publishing.force_publish(night.workspace, night.run.run_id)
-    assert night.workspace.published().run_id == night.run.run_id == night.pools.current_version()
+    assert night.workspace.publication.run().run_id == night.run.run_id == night.pools.current_version()
     assert not night.run.held_path.exists() and night.run.load_manifest().status == "success"
 
 
@@ -259,7 +262,7 @@ def test_old_pools_that_cannot_be_removed_fail_no_night(world, monkeypatch, capl
 
     monkeypatch.setattr(stages, "collect_pools", busy)
     night = done(opened(world))
-    assert night.workspace.published().run_id == night.run.run_id
+    assert night.workspace.publication.run().run_id == night.run.run_id
     assert "old pools were not removed, the next night tries again: pools/.nfs01" in caplog.text
 
 
@@ -286,7 +289,7 @@ def test_what_is_damaged_of_earlier_nights_is_named_and_passed_over(world, caplo
     assert known_step_cost(workspace, third.settings.decoding) is None and framework_of(second.run) is None
     assert unusable_texts(second.run, "user", third.date) is None
     measure(third.manifest, third.run, third.previous)
-    assert not workspace.not_built_on()
+    assert not workspace.publication.not_built_on()
     done(third)
     for path in damaged:
         assert sum(str(path) in record.getMessage() for record in caplog.records) == 1, path
@@ -296,7 +299,7 @@ def test_a_pointer_that_cannot_be_followed_is_replaced(world, capsys):
     night = done(opened(world))
     (night.workspace.root / "published.json").write_text('{"run_id": "2025-04-01-gone"}')
     publish_night(night)
-    assert night.workspace.published().run_id == night.run.run_id
+    assert night.workspace.publication.run().run_id == night.run.run_id
     assert "2025-04-01-gone, which is not there" in " ".join(capsys.readouterr().err.split())
 
 
@@ -319,7 +322,7 @@ def test_a_finished_date_is_done_again_only_where_its_tables_changed(world):
     assert redone.previous.run_id == night.run.run_id
     done(redone)
     assert opened(world).run.run_id == redone.run.run_id and opened(world).changed_inputs == ()
-    assert redone.workspace.published().run_id == redone.run.run_id
+    assert redone.workspace.publication.run().run_id == redone.run.run_id
 
 
 def test_a_forced_run_is_another_one_and_gone_on_with_by_either_command(world):

@@ -204,7 +204,7 @@ def test_each_night_chose_its_budgets_by_what_steps_cost(two_nights):
 def test_the_last_night_is_published_with_its_pools_and_report(two_nights):
     workspace = Workspace.open(two_nights / "workspace", create=False)
     second = runs(two_nights)[1]
-    assert workspace.published().run_id == second.run_id
+    assert workspace.publication.run().run_id == second.run_id
     assert PoolStore(workspace.pools_folder).current_version() == second.run_id
     assert "<html" in second.report_path.read_text(encoding="utf-8")
     assert second.load_manifest().ctr.rows
