@@ -29,11 +29,8 @@ from laserbatch.jobs.gates import (
 from laserbatch.jobs.stages.generate import generate_plain_sample
 from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.workers import NightWorkers
-from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.knowledge.names import names_in, texts_of, unfounded
-from laserbatch.pipeline.knowledge.prompts import render_shown
 from laserbatch.pipeline.knowledge.questions import shown_of_row
-from laserbatch.pipeline.knowledge.templates import PromptTemplate
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import remove_folder
 from laserbatch.pipeline.storage.manifest import AuditedMean, AuditedText, AuditFigures, SideAudit
@@ -172,7 +169,7 @@ def _audit(night: Night, side: Side, sample: _Sample, load_encoder: "Callable[[]
     own = _rows_of(sample.texts, plain["entity_id"])
     planned = _rows_of(sample.planned, plain["entity_id"])
     template = night.template(side)
-    names = _unfounded(night, template, planned, [own["text"].to_pylist(), plain["text"].to_pylist()])
+    names = _unfounded(night, side, planned, [own["text"].to_pylist(), plain["text"].to_pylist()])
     ours, theirs = (
         _Measured.of(texts, found, len(template.factors or template.fields))
         for texts, found in zip((own, plain), names, strict=True)
@@ -206,18 +203,13 @@ def _audit(night: Night, side: Side, sample: _Sample, load_encoder: "Callable[[]
     )
 
 
-def _unfounded(
-    night: Night, template: PromptTemplate, planned: pa.Table, texts: list[list[str]]
-) -> list[list[set[str]]]:
+def _unfounded(night: Night, side: Side, planned: pa.Table, texts: list[list[str]]) -> list[list[set[str]]]:
     """The names in each text that occur neither in its prompt nor in the table of items.
 
     `planned` has the rows that both lists of `texts` answer, in their order.
     """
-    tokenizer, prompts = load_tokenizer(night.settings.model_dir, night.settings.decoding.adapter), []
-    for row in planned.drop_columns(["previous_ids"]).to_pylist():
-        most = night.settings.knowledge.max_prompt_tokens
-        prompt = render_shown(template, shown_of_row(row), tokenizer, most, night.date)
-        prompts.append(pa.array([tokenizer.decode(prompt.token_ids.tolist())]))
+    rendered = [night.render(side, shown_of_row(row)) for row in planned.drop_columns(["previous_ids"]).to_pylist()]
+    prompts = [pa.array([night.tokenizer.decode(prompt.token_ids.tolist())]) for prompt in rendered]
     found = [
         [unfounded(names_in(text), [prompt]) for text, prompt in zip(part, prompts, strict=True)] for part in texts
     ]

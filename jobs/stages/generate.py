@@ -21,7 +21,6 @@ from laserbatch.jobs.stages.shards import Finished, gather, hand_out, stats_of
 from laserbatch.jobs.stages.spans import report_samples
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.budget.choice import PLAIN
-from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.distributed.actors import ShardAbandoned
 from laserbatch.pipeline.distributed.shared_folder import TOKEN_FILE
@@ -135,9 +134,7 @@ class GenerationStage:
                 (side, background.submit(carry.write)) for side, carry in self._carry_overs.items()
             ]
             if pending:
-                settings = self.night.settings
-                folders = settings.model_dir, settings.decoding.adapter
-                load = partial(background.submit, load_tokenizer, *folders)  # seconds, for later stages
+                load = partial(background.submit, lambda: self.night.tokenizer)  # seconds, for later stages
                 abandoned = self._write(workers, pending, plans, finished, [written for _, written in carried], load)
             for side, written in carried:
                 finished[side] |= written.result()

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -15,9 +15,11 @@ from laserbatch.jobs.console import say
 from laserbatch.jobs.settings import NOT_OF_OUTPUT, Settings
 from laserbatch.jobs.stages.attempt import new_manifest, newest_attempt, stage
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, checked_inputs, needs_a_model
+from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.histories import labels_of
-from laserbatch.pipeline.knowledge.templates import Labels, PromptTemplate
+from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, Shown, render_shown
+from laserbatch.pipeline.knowledge.templates import PromptTemplate
 from laserbatch.pipeline.knowledge.values import RULES_VERSION
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
@@ -36,6 +38,9 @@ from laserbatch.pipeline.tables.read import Tables, read_tables
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.store import PoolStore, PoolVersion
 from laserbatch.retrieval_pools.routing.router import Router, Routes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
@@ -76,11 +81,23 @@ class Night:
 
     def template(self, side: Side) -> PromptTemplate:
         """The prompt template of a side, in words that fit its tables."""
-        return self.settings.effective_knowledge.template(side, self._labels)
+        return self._templates[side]
 
     @cached_property
-    def _labels(self) -> Labels:
-        return labels_of(self.tables.interactions, self.settings.knowledge.words.events)
+    def _templates(self) -> dict[Side, PromptTemplate]:
+        labels = labels_of(self.tables.interactions, self.settings.knowledge.words.events)
+        return {side: self.settings.effective_knowledge.template(side, labels) for side in SIDES}
+
+    @cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The tokenizer of the model that writes the night's texts; it takes seconds to load."""
+        return load_tokenizer(self.settings.model_dir, self.settings.decoding.adapter)
+
+    def render(self, side: Side, shown: Shown) -> RenderedPrompt:
+        """The prompt of an entity, as workers render it. Raises RowError where it has none."""
+        return render_shown(
+            self.template(side), shown, self.tokenizer, self.settings.knowledge.max_prompt_tokens, self.date
+        )
 
     def routes(self, side: Side) -> Routes:
         """The pool group that each entity drafts from; none before the first pools are built."""

@@ -18,10 +18,9 @@ import pyarrow.compute as pc
 
 from laserbatch.jobs.stages.budgets import budget_of
 from laserbatch.jobs.stages.night import Night
-from laserbatch.pipeline.decoding.model.folder import load_tokenizer, tokenizer_folder
+from laserbatch.pipeline.decoding.model.folder import tokenizer_folder
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.errors import RowError
-from laserbatch.pipeline.knowledge.prompts import render_shown
 from laserbatch.pipeline.planning.plan import RenderedRow, load_plan, read_shard
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -223,16 +222,14 @@ def planned_rows(night: Night, side: Side, num_wanted: int) -> list[RenderedRow]
     starts = np.cumsum([0, *(shard.num_rows for shard in plan.shards)])
     positions = spread_positions(int(starts[-1]), num_wanted, night.settings.seed)
     shard_of = np.searchsorted(starts, positions, side="right") - 1
-    tokenizer, rows = load_tokenizer(night.settings.model_dir, night.settings.decoding.adapter), []
-    template, max_tokens = night.template(side), night.settings.knowledge.max_prompt_tokens
+    rows = []
     for number in np.unique(shard_of):
         shard_rows = read_shard(night.run.root / plan.shards[number].path)
         for row in (shard_rows[position - starts[number]] for position in positions[shard_of == number]):
             try:
-                prompt = render_shown(template, row.shown, tokenizer, max_tokens, night.date)
+                rows.append(RenderedRow.of(row, night.render(side, row.shown)))
             except RowError:
                 continue
-            rows.append(RenderedRow.of(row, prompt))
     return rows
 
 

@@ -30,7 +30,6 @@ from laserbatch.jobs.stages.publishing import (
 )
 from laserbatch.jobs.stages.stage import Stage, run_stages
 from laserbatch.jobs.stages.workers import NightWorkers
-from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.distributed.cluster import end_leftovers
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.sides import SIDES, Side
@@ -155,7 +154,7 @@ def _import_first(night: Night) -> None:
     import sklearn.linear_model
     import sklearn.metrics  # noqa: F401
 
-    load_tokenizer(night.settings.model_dir, night.settings.decoding.adapter)
+    _ = night.tokenizer
 
 
 def _close_failed(night: Night, reason: str) -> None:
