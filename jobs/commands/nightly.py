@@ -73,14 +73,14 @@ def nightly(
             **({"changed_since": list(night.changed_inputs)} if night.changed_inputs else {}),
             **night_counts(night),
             **({"left_out_of_prompts": left_out} if (left_out := left_out_columns(night.manifest)) else {}),
-            **({"gates": [asdict(gate) for gate in night.manifest.gates]} if as_json else {}),
-            **({"ctr": asdict(night.manifest.ctr)} if as_json else {}),
+            **({"gates": [asdict(gate) for gate in night.manifest.judgement.gates]} if as_json else {}),
+            **({"ctr": asdict(night.manifest.judgement.ctr)} if as_json else {}),
             "report": str(night.run.report_path),
         },
         as_json,
     )
     if not as_json:
-        print_ctr(night.manifest.ctr)
+        print_ctr(night.manifest.judgement.ctr)
 
 
 def backfill(
@@ -147,7 +147,7 @@ def backfill(
 
 def _counts(night: Night) -> dict[str, str | int]:
     row: dict[str, str | int] = {"date": str(night.date), "run_id": night.run.run_id}
-    for side, figures in night.manifest.sides.items():
+    for side, figures in night.manifest.generation.sides.items():
         row |= {f"{side}s_{what}": getattr(figures, f"num_{what}") for what in ("generated", "carried_over")}
     return row
 
@@ -182,22 +182,24 @@ def demo(
     second = run_night(settings, LAST_DATE)
     if as_json:
         nights = {"first_night": night_counts(first), "second_night": night_counts(second)}
-        summary(nights | {"ctr": asdict(second.manifest.ctr)}, as_json=True)
+        summary(nights | {"ctr": asdict(second.manifest.judgement.ctr)}, as_json=True)
         return
     print_table(nights_table([first, second]))
-    print_ctr(second.manifest.ctr)
+    print_ctr(second.manifest.judgement.ctr)
     stdout.print(f"report: {second.run.report_path}", soft_wrap=True, markup=False)
 
 
 def left_out_columns(manifest: RunManifest) -> list[str]:
     """The columns that no prompt shows because they look like personal data, as `users.email`."""
-    return [f"{table}.{column}" for table, facts in manifest.inputs.items() for column in facts.get(LEFT_OUT, {})]
+    return [
+        f"{table}.{column}" for table, facts in manifest.origin.inputs.items() for column in facts.get(LEFT_OUT, {})
+    ]
 
 
 def night_counts(night: Night) -> dict[str, Any]:
     """The counts of the generation, by side."""
     counts = {}
-    for side, figures in night.manifest.sides.items():
+    for side, figures in night.manifest.generation.sides.items():
         names = ("num_entities", "num_generated", "num_carried_over", "num_quarantined")
         counts[f"{side}s"] = {name: getattr(figures, name) for name in names}
         if figures.postponed:
@@ -213,8 +215,8 @@ def nights_table(nights: list[Night]) -> Table:
     """One row per night and side; rows of plain decoding of the same texts, if there was any, follow."""
     rows = []
     for night in nights:
-        rows += [_row(str(night.date), side, one.stats, one) for side, one in night.manifest.sides.items()]
-        for side, figures in night.manifest.plain.items():
+        rows += [_row(str(night.date), side, one.stats, one) for side, one in night.manifest.generation.sides.items()]
+        for side, figures in night.manifest.generation.plain.items():
             if (stats := figures.stats_of_tonight) and stats.num_texts:
                 rows.append(_row(f"{night.date} plain, these texts", side, stats))
     return Table("What the nights did", rows, ("night", "side"))

@@ -61,10 +61,10 @@ def show(
     summary(
         _described(opened, folder)
         | {
-            "built_on": manifest.previous_run_id,
-            "drafted_from": manifest.pools.version,
-            "model": manifest.model.id if manifest.model else None,
-            "laserbatch": manifest.laserbatch_version,
+            "built_on": manifest.origin.previous_run_id,
+            "drafted_from": manifest.generation.pools.version,
+            "model": manifest.generation.model.id if manifest.generation.model else None,
+            "laserbatch": manifest.origin.laserbatch_version,
             "stages_s": {name: round(wall_s, 1) for name, wall_s in manifest.stages.items()},
             "knowledge": {side: folder.knowledge_folder(side) for side in SIDES},
             "features": features,
@@ -92,12 +92,12 @@ def diff(
 
     opened = open_workspace(config, workspace)
     new = opened.chosen_run(after)
-    before = before or new.load_manifest().previous_run_id
+    before = before or new.load_manifest().origin.previous_run_id
     if before is None:
         raise WorkspaceError(f"run {new.run_id} was built on none; name the run to compare it with")
     old = opened.existing_run(before)
     sides = {side: diff_side(old, new, side, limit) for side in SIDES}
-    settings = changed_settings(old.load_manifest().settings, new.load_manifest().settings)
+    settings = changed_settings(old.load_manifest().origin.settings, new.load_manifest().origin.settings)
     if as_json:
         payload = {f"{side}s": asdict(found) for side, found in sides.items()}
         summary({"before": old.run_id, "after": new.run_id, "settings": settings, **payload}, as_json=True)
@@ -258,8 +258,8 @@ def _described(workspace: Workspace, run: RunFolder) -> dict[str, Any]:
     described["state"] = "finished" if run.is_finished else "held" if run.is_held else described["state"]
     if manifest.status == "failed":
         described["state"] = "failed"
-    described["prompts"] = {side: asdict(prompt) for side, prompt in manifest.prompts.items()}
-    for side, figures in manifest.sides.items():
+    described["prompts"] = {side: asdict(prompt) for side, prompt in manifest.origin.prompts.items()}
+    for side, figures in manifest.generation.sides.items():
         described[f"{side}s"] = {f"num_{name}": getattr(figures, f"num_{name}") for name in ("entities", *COUNTED)}
     return described
 

@@ -43,7 +43,7 @@ def drafts_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
     if has_drafts:
         blocks.append(_by_source(written))
     used: dict[Side, PoolFigures] = {
-        name: pool for name in SIDES if (pool := getattr(manifest.pools, name)) is not None
+        name: pool for name in SIDES if (pool := getattr(manifest.generation.pools, name)) is not None
     }
     built = manifest.pools_built
     if lacking := [side.label for side in sides if side.name not in used]:

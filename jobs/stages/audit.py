@@ -53,7 +53,7 @@ TOO_FEW = (
 
 def needs_audited_texts(night: Night) -> bool:
     """Whether the audit needs a sample of tonight's texts to be decoded plainly."""
-    is_open = night.manifest.audit is None and _why_not(night) is None
+    is_open = night.manifest.judgement.audit is None and _why_not(night) is None
     return is_open and not night.settings.night.compare_with_plain and bool(_sample_sizes(night))
 
 
@@ -83,7 +83,7 @@ def remove_audited_texts(night: Night) -> None:
 
 
 def _why_not(night: Night) -> str | None:
-    settings, stats = night.settings, [figures.stats for figures in night.manifest.sides.values()]
+    settings, stats = night.settings, [figures.stats for figures in night.manifest.generation.sides.values()]
     if not settings.night.num_audited:
         return OFF
     is_plain = settings.decoding.verifier == "greedy" or not any(side.num_drafted for side in stats)
@@ -109,7 +109,7 @@ def _sample_sizes(night: Night) -> dict[Side, int]:
     share, fewest = (1, 1) if settings.compare_with_plain else (MIN_TEXTS_PER_AUDITED, MIN_PAIRS)
     return {
         side: size
-        for side, figures in night.manifest.sides.items()
+        for side, figures in night.manifest.generation.sides.items()
         if (size := min(settings.num_audited, sum(shard.num_rows for shard in figures.shards) // share)) >= fewest
     }
 
@@ -118,7 +118,7 @@ def _samples(night: Night) -> dict[Side, _Sample]:
     """Texts spread evenly over the shards of each side, the same in every attempt."""
     found = {}
     for side, size in _sample_sizes(night).items():
-        figures = night.manifest.sides[side]
+        figures = night.manifest.generation.sides[side]
         ends = np.cumsum([0, *(shard.num_rows for shard in figures.shards)])
         num_texts = int(ends[-1])
         first = int(hashlib.sha256(f"{night.date} {side}".encode()).hexdigest(), 16) % num_texts

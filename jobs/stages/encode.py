@@ -82,7 +82,7 @@ def _earlier(previous: RunFolder | None, side: Side, encoder_id: str, max_text_t
     if manifest is None:
         return None
     before = manifest.features.get(side)
-    cut_at = manifest.settings.get("encoding", {}).get("max_text_tokens", max_text_tokens)
+    cut_at = manifest.origin.settings.get("encoding", {}).get("max_text_tokens", max_text_tokens)
     if before is None or before.encoder != encoder_id or cut_at != max_text_tokens:
         return None
     return EarlierFeatures(previous, before)

@@ -94,7 +94,7 @@ def exposition(night: NightMetrics, workspace: Path, start_s: float, end_s: floa
         page.add("published_date_timestamp_seconds", "Midnight (UTC) of the date that readers see.", (none, midnight))
     if night.manifest is None:
         return "\n".join([*page.lines, ""])
-    sides = night.manifest.sides.items()
+    sides = night.manifest.generation.sides.items()
     entities = (
         ({"side": side, "outcome": outcome}, getattr(figures, f"num_{outcome}"))
         for side, figures in sides

@@ -187,7 +187,7 @@ def num_written(night: Night, side: Side) -> int:
 
 def drafted_with(night: Night, side: Side) -> Budget | None:
     """The budget that a run's side was drafted with; None where nothing was drafted, or nothing was chosen."""
-    recorded = night.manifest.budgets.get(side)
+    recorded = night.manifest.generation.budgets.get(side)
     return budget_of(recorded) if recorded is not None and recorded.max_draft_tokens else None
 
 
@@ -205,7 +205,7 @@ def draft_options(decoding: DecodingSettings, budget: Budget | None = None) -> D
 
 def _drafted_from(night: Night, side: Side, hash_of_tokenizer: str) -> Pool | None:
     """The pool that the run drafted from, if it exists and has the draft settings of tonight's."""
-    version = night.manifest.pools.version
+    version = night.manifest.generation.pools.version
     if version is None or version not in {known.version for known in night.pools.list() if known.problem is None}:
         return None
     pool = night.pools.open(version, side, hash_of_tokenizer)

@@ -30,8 +30,8 @@ PublishPolicy = Literal["if-newer", "always", "never"]
 
 def finalize_run(run: RunFolder, manifest: RunManifest, measured: Sequence[GateFigures], limits: GateSettings) -> None:
     """Judge a completely written run, draw its report, and finish or hold it. Raises RunHeld."""
-    manifest.gates = judge(measured, limits)
-    held_by = blocking(manifest.gates)
+    manifest.judgement.gates = judge(measured, limits)
+    held_by = blocking(manifest.judgement.gates)
     manifest.status, manifest.failure = "held" if held_by else "success", None
     manifest.save()
     draw_report(run, manifest)
@@ -63,7 +63,7 @@ def command_to_publish(run: RunFolder) -> str:
 
 def draw_report(run: RunFolder, manifest: RunManifest) -> None:
     """Write or replace the page of a run."""
-    write = write_report if manifest.extension is None else extension(manifest.extension).write_report
+    write = write_report if manifest.origin.extension is None else extension(manifest.origin.extension).write_report
     write(manifest, run.report_path)
 
 

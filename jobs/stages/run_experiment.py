@@ -223,7 +223,7 @@ def _tried(folder: ExperimentFolder, name: str, settings: Settings, date: dateti
         with suppress(RunHeld):
             run_night(apart, date, policy="never")
     night = open_run(apart, run.run_id)
-    for gate in night.manifest.gates:
+    for gate in night.manifest.judgement.gates:
         if gate.verdict == "blocks":
             say(f"a night with {name} would be held back: {gate_sentence(gate)}")
     # One night has no earlier texts that training rows could see.

@@ -89,7 +89,7 @@ def of_configs(configs: Mapping[str, Settings]) -> list[Variant]:
 def framework_of(run: RunFolder) -> str | None:
     """That by which both sides of a run were asked; None where they differ or its manifest does not say."""
     manifest = unless_damaged(run.load_manifest)
-    found = {prompt.framework for prompt in manifest.prompts.values()} if manifest else set()
+    found = {prompt.framework for prompt in manifest.origin.prompts.values()} if manifest else set()
     return found.pop() if len(found) == 1 else None
 
 
@@ -128,7 +128,7 @@ def _of_one_date(
 
 def _place(manifest: RunManifest) -> tuple[str, ...]:
     """The date and the digests of the tables on it, which runs must share to be judged on the same rows."""
-    inputs = (manifest.inputs.get(name, {}) for name in TABLE_NAMES)
+    inputs = (manifest.origin.inputs.get(name, {}) for name in TABLE_NAMES)
     return (str(manifest.date), *(str(one.get("known_sha256", one.get("sha256"))) for one in inputs))
 
 
@@ -183,7 +183,11 @@ def _variant_figures(variant: Variant, step_cost: StepCost | None) -> dict[str, 
     has but once. None where a side wrote nothing in the run.
     """
     night = variant.night
-    sides, workers, audit = night.manifest.sides, night.manifest.workers, night.manifest.audit
+    sides, workers, audit = (
+        night.manifest.generation.sides,
+        night.manifest.generation.workers,
+        night.manifest.judgement.audit,
+    )
     seconds = cost_of_a_million(night, step_cost)
     hours = None if seconds is None else seconds / 3600
     price = workers.price_per_hour if workers else None
@@ -202,7 +206,7 @@ def _variant_figures(variant: Variant, step_cost: StepCost | None) -> dict[str, 
         "hours_of": "GPU" if workers and workers.device == "cuda" else "worker",
         "money_per_million": None if hours is None or price is None else hours * price,
         "audit": {side: _without_texts(found) for side, found in (audit.sides if audit else {}).items()},
-        "gates": [gate_sentence(gate) for gate in night.manifest.gates if gate.verdict != "passes"],
+        "gates": [gate_sentence(gate) for gate in night.manifest.judgement.gates if gate.verdict != "passes"],
     }
 
 
@@ -215,8 +219,8 @@ def cost_of_a_million(night: Night, step_cost: StepCost | None = None) -> float 
 
     So what else runs on the machine does not count. Where nothing says what a step costs, they are by the clock.
     """
-    total, num_entities, workers = 0.0, 0, night.manifest.workers
-    for side, figures in night.manifest.sides.items():
+    total, num_entities, workers = 0.0, 0, night.manifest.generation.workers
+    for side, figures in night.manifest.generation.sides.items():
         if not figures.num_entities:
             continue
         if step_cost is None or workers is None:

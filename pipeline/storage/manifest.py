@@ -3,7 +3,7 @@
 import datetime
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -328,15 +328,9 @@ class PreviousNight:
 
 
 @dataclass(kw_only=True)
-class RunManifest:
-    """A run's manifest; a stage sets what is its own, and `save` writes all of it."""
+class RunOrigin:
+    """What a run was begun with; later attempts keep it."""
 
-    path: Annotated[Path, Field(exclude=True)]
-    format_version: int = MANIFEST_VERSION
-    run_id: str
-    date: datetime.date
-    status: Literal["running", "failed", "held", "success"] = "running"
-    failure: str | None = None
     settings: dict[str, Any]
     settings_hash: str  # of those that the run is named after
     laserbatch_version: str
@@ -344,22 +338,52 @@ class RunManifest:
     force: bool = False
     previous_run_id: str | None = None
     extension: str | None = None  # whose run it is; None: a night's
-    extension_figures: dict[str, float] = field(default_factory=dict)
     inputs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    value_rules: int = 1  # `RULES_VERSION` of how values read in prompts
+    prompts: dict[Side, PromptRef] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Generation:
+    """What the texts of a run were drafted from and written by, and the counts."""
+
     pools: PoolsUsed = PoolsUsed()
     budgets: dict[Side, BudgetFigures] = field(default_factory=dict)
     model: ModelFigures | None = None
     workers: WorkerFigures | None = None
     sides: dict[Side, SideFigures] = field(default_factory=dict)
     plain: dict[Side, SideFigures] = field(default_factory=dict)
-    features: dict[Side, FeatureFigures] = field(default_factory=dict)
-    value_rules: int = 1  # `RULES_VERSION` of how values read in prompts
-    prompts: dict[Side, PromptRef] = field(default_factory=dict)
-    audit: AuditFigures | None = None  # None: not done yet
-    gates: list[GateFigures] = field(default_factory=list)
-    ctr: Annotated[CtrFigures, BeforeValidator(lambda value: value or {})] = CtrFigures()
-    pools_built: dict[Side, PoolBuilt] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Judgement:
+    """What the publication of a run is decided by."""
+
     previous_night: PreviousNight | None = None
+    audit: AuditFigures | None = None  # None: not done yet
+    ctr: Annotated[CtrFigures, BeforeValidator(lambda value: value or {})] = CtrFigures()
+    gates: list[GateFigures] = field(default_factory=list)
+    extension_figures: dict[str, float] = field(default_factory=dict)
+
+
+_GROUPS = {"origin": RunOrigin, "generation": Generation, "judgement": Judgement}
+
+
+@dataclass(kw_only=True)
+class RunManifest:
+    """A run's manifest; a stage sets what is its own, and `save` writes all of it. The file has no groups."""
+
+    path: Annotated[Path, Field(exclude=True)]
+    format_version: int = MANIFEST_VERSION
+    run_id: str
+    date: datetime.date
+    status: Literal["running", "failed", "held", "success"] = "running"
+    failure: str | None = None
+    origin: RunOrigin
+    generation: Generation = field(default_factory=Generation)
+    features: dict[Side, FeatureFigures] = field(default_factory=dict)
+    pools_built: dict[Side, PoolBuilt] = field(default_factory=dict)
+    judgement: Judgement = field(default_factory=Judgement)
     stages: dict[str, float] = field(default_factory=dict)  # wall time in seconds, over all attempts
 
     @classmethod
@@ -374,18 +398,30 @@ class RunManifest:
                 f"Use the laserbatch that wrote it, or {anew}."
             )
         try:
-            return _MANIFEST.validate_python(data | {"path": Path(path)})
+            return cls.from_json(data, Path(path))
         except ValidationError as error:
             fault = error.errors(include_url=False)[0]
-            where = ".".join(str(part) for part in fault["loc"])
+            where = ".".join(str(part) for part in fault["loc"] if part not in _GROUPS)
             raise WorkspaceError(
                 f"{path} is not a manifest as this laserbatch writes it: {where}: {fault['msg']}. Use the laserbatch "
                 f"that wrote it, or {anew}."
             ) from None
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], path: Path) -> "RunManifest":
+        """The manifest of plain JSON values, to be saved at `path`. Raises pydantic's ValidationError."""
+        groups = {
+            name: {one.name: data[one.name] for one in fields(group) if one.name in data}
+            for name, group in _GROUPS.items()
+        }
+        return _MANIFEST.validate_python({**data, **groups, "path": path})
+
     def as_json(self) -> dict[str, Any]:
         """All of it as plain JSON values."""
-        return _MANIFEST.dump_python(self, mode="json")
+        values = _MANIFEST.dump_python(self, mode="json")
+        for name in _GROUPS:
+            values |= values.pop(name)
+        return values
 
     def save(self) -> None:
         """Write the file atomically: a reader sees the old one or the new one."""

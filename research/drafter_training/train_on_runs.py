@@ -49,11 +49,11 @@ def texts_of_runs(night: Night, num_texts: int) -> "list[TrainingText]":
         one, texts = night, {}
         num_wanted = num_texts // len(SIDES)
         while one is not None and len(texts) < num_wanted:
-            is_of_target = one.manifest.model is not None and one.manifest.model.id == target
+            is_of_target = one.manifest.generation.model is not None and one.manifest.generation.model.id == target
             if is_of_target and one.run.run_id not in not_built_on:
                 for entity_id, text in _texts_of_run(one, side, num_wanted).items():
                     texts.setdefault(entity_id, text)
-            earlier = one.manifest.previous_run_id
+            earlier = one.manifest.origin.previous_run_id
             is_there = earlier is not None and night.workspace.run(earlier).manifest_path.exists()
             one = unless_damaged(partial(open_run, night.settings, earlier)) if is_there else None
         found += list(texts.values())[:num_wanted]

@@ -16,11 +16,11 @@ NUM_LAST = 5  # titles of a history that are shown
 
 def write_lists_report(manifest: RunManifest, path: Path) -> None:
     """Write or replace the report of a run of lists."""
-    figures = manifest.sides["user"]
+    figures = manifest.generation.sides["user"]
     stats = figures.stats
     forwards = ratio(stats.num_steps, stats.num_steps + stats.num_accepted)
     levels = None if not stats.num_texts else stats.num_tokens / stats.num_texts
-    num_shorter = int(manifest.extension_figures["num_shorter"])
+    num_shorter = int(manifest.judgement.extension_figures["num_shorter"])
     key_figures = [
         KeyFigure("users listed", count(figures.num_generated), [f"of {count(figures.num_entities)}; "
                   f"{count(figures.num_carried_over)} carried over", f"{count(figures.num_quarantined)} quarantined"]),
@@ -56,7 +56,7 @@ def write_lists_report(manifest: RunManifest, path: Path) -> None:
 
 def quality_of(manifest: RunManifest) -> str:
     """How well the recommender's lists did when it was trained."""
-    card = manifest.settings.get("recommender", {})
+    card = manifest.origin.settings.get("recommender", {})
     if not card.get("held_back"):
         return "How good its lists are was not measured when the recommender was trained."
     shares = {

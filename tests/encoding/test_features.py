@@ -178,10 +178,10 @@ def test_vectors_and_clusters_of_carried_over_texts_are_taken_over_and_equal_enc
     again = encode_run(new.root, settings)
     assert (taken_over["user"].num_encoded, again["user"].num_encoded) == (1, 3)
     assert {key: row["vector"] for key, row in table_of(new).items()} == {k: r["vector"] for k, r in tonight.items()}
-    manifest.settings["encoding"] = {"max_text_tokens": 3}  # vectors of texts that were cut there are others
+    manifest.origin.settings["encoding"] = {"max_text_tokens": 3}  # vectors of texts that were cut there are others
     manifest.save()
     assert encode_run(new.root, settings, previous=old)["user"].num_encoded == 3
-    manifest.settings["encoding"] = {"max_text_tokens": settings.max_text_tokens}
+    manifest.origin.settings["encoding"] = {"max_text_tokens": settings.max_text_tokens}
     manifest.save()
     write_parquet(carried.slice(0, 0), new.root / "knowledge/user/carried.parquet")
     (new.root / "knowledge/user/00000.parquet").unlink()

@@ -152,7 +152,7 @@ def side_of(
 
 def night_of(data: dict) -> SimpleNamespace:
     """A night whose manifest has users of whom this is said."""
-    return SimpleNamespace(manifest=SimpleNamespace(sides={"user": figures_of(data)}))
+    return SimpleNamespace(manifest=SimpleNamespace(generation=SimpleNamespace(sides={"user": figures_of(data)})))
 
 
 def figures_of(data: dict) -> SideFigures:
@@ -162,7 +162,7 @@ def figures_of(data: dict) -> SideFigures:
 
 def manifest_of(data: dict) -> RunManifest:
     """A manifest of plain values, as its file is read."""
-    return TypeAdapter(RunManifest).validate_python(data | {"path": Path("manifest.json")})
+    return RunManifest.from_json(data, Path("manifest.json"))
 
 
 def plain_side(side: str, num_texts: int, *counted: float, seed: int) -> dict:

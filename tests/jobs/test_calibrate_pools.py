@@ -132,7 +132,7 @@ def test_show_tells_how_well_estimates_hold(after_first_night):
 def test_replays_draft_by_the_budget_that_the_night_chose(world):
     night = opened(world, FIRST_DATE)
     assert drafted_with(night, "item") is None
-    night.manifest.budgets = {
+    night.manifest.generation.budgets = {
         "user": BudgetFigures(0, 1.0, BudgetForecast("given")),
         "item": BudgetFigures(4, 0.3, BudgetForecast("given")),
     }

@@ -147,9 +147,9 @@ def test_a_million_costs_what_its_steps_do_however_loaded_the_machine_was(folder
     seconds, by_clock = cost_of_a_million(night, cost), cost_of_a_million(night)
     (told,) = (one["seconds_per_million"] for one in tried["variants"] if one["variant"] == "kar")
     assert told == seconds != by_clock
-    for side, figures in night.manifest.sides.items():
+    for side, figures in night.manifest.generation.sides.items():
         slower = replace(figures.stats, wall_s=10 * figures.stats.wall_s)
-        night.manifest.sides[side] = replace(figures, stats=slower)
+        night.manifest.generation.sides[side] = replace(figures, stats=slower)
     assert cost_of_a_million(night, cost) == seconds
     assert cost_of_a_million(night) == pytest.approx(10 * by_clock)
 

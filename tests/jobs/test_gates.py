@@ -87,15 +87,17 @@ def test_who_lost_a_text_by_a_raised_limit_of_evidence_is_not_missed():
     before, after = manifest_of(night_manifest()), manifest_of(night_manifest())
     for manifest, num_texts in ((before, 100), (after, 60)):
         manifest.features["user"] = replace(manifest.features["user"], num_rows=num_texts)
-    after.sides["user"] = replace(after.sides["user"], postponed={"evidence": 40, "budget": 9})
+    after.generation.sides["user"] = replace(after.generation.sides["user"], postponed={"evidence": 40, "budget": 9})
     assert next(_of_side("user", after, None, before, None)).value == 0.6
-    after.settings["refresh"] = {"min_interactions": 3}
+    after.origin.settings["refresh"] = {"min_interactions": 3}
     assert next(_of_side("user", after, None, before, None)).value == 1.0
 
 
 def test_the_page_shows_gates_as_a_table():
     manifest = manifest_of(night_manifest())
-    manifest.gates = judge([GateFigures("cut", "item", 0.7), GateFigures("AUC", reason="not compared")], GateSettings())
+    manifest.judgement.gates = judge(
+        [GateFigures("cut", "item", 0.7), GateFigures("AUC", reason="not compared")], GateSettings()
+    )
     manifest.status = "held"
     page = render_page(manifest)
     assert "held back and not published" in page and "What was judged before publication" in page

@@ -25,7 +25,7 @@ def run_of(workspace, day, texts=(), is_finished=True, previous=None, failed=(),
     root = workspace.root / "runs"
     manifest = manifest_of(root, datetime.date(2025, 3, day), settings)
     run = workspace.run(manifest.run_id)
-    manifest.path, manifest.previous_run_id = run.manifest_path, previous
+    manifest.path, manifest.origin.previous_run_id = run.manifest_path, previous
     manifest.status = "success" if is_finished else "running"
     columns = list(zip(*texts, strict=True)) or [[]] * 4
     names = ("entity_id", "text", "fingerprint", "run_id")
