@@ -28,7 +28,8 @@ from systems import EngineSystem, Pass
 from tasks import Task, TaskSize, own_texts, tasks_of
 
 from laserbatch.retrieval_pools.calibration.calibrate import calibrate
-from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText
+from laserbatch.retrieval_pools.calibration.replay import ReplayText
+from laserbatch.retrieval_pools.draft import DraftOptions
 from laserbatch.retrieval_pools.index.build import HeldBack, PoolText, build_pool
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.index.store import PoolStore

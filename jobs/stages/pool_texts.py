@@ -34,7 +34,8 @@ from laserbatch.retrieval_pools.calibration.calibrate import (
     spread_positions,
     with_budgets,
 )
-from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText
+from laserbatch.retrieval_pools.calibration.replay import ReplayText
+from laserbatch.retrieval_pools.draft import DraftOptions
 from laserbatch.retrieval_pools.index.arrays import ArrayWriter, give_back, map_array
 from laserbatch.retrieval_pools.index.build import HeldBack
 from laserbatch.retrieval_pools.index.calibration_record import BudgetCurve, Calibration

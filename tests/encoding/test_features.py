@@ -11,7 +11,7 @@ from tiny_encoders import load
 
 from laserbatch.jobs.stages.encode import encode_run
 from laserbatch.pipeline.encoding.codebook import fit_centroids, fit_codebook, followed, nearest_centroids
-from laserbatch.pipeline.encoding.features import write_features
+from laserbatch.pipeline.encoding.features import FeatureWriter
 from laserbatch.pipeline.encoding.schema import check_feature_schema, feature_schema, run_date
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import WorkspaceError
@@ -36,7 +36,7 @@ def written(knowledge, side, encoder, folder, settings=None):
     """The feature table of some knowledge."""
     run = RunFolder(folder)
     write_parquet(knowledge, run.knowledge_folder(side) / "00000.parquet")
-    write_features(run, side, lambda: encoder, "", settings or EncodingSettings())
+    FeatureWriter(run, side, lambda: encoder, "", settings or EncodingSettings()).write()
     return read_parquet(run.features_path(side))
 
 
