@@ -257,7 +257,7 @@ def write_shards(pending, worker_pool, *arguments):
         KEPT.acquire()
     loaded_once(spec.model_dir)
     from laserbatch.pipeline.knowledge.records import knowledge_schema
-    from laserbatch.pipeline.storage.manifest import ModelFigures, ShardInfo
+    from laserbatch.pipeline.storage.figures import ModelFigures, ShardInfo
     from laserbatch.pipeline.storage.parquet import read_parquet
     from laserbatch.pipeline.storage.run_folder import RunFolder
     from laserbatch.pipeline.storage.stats import DecodingStats

@@ -18,7 +18,8 @@ from laserbatch.pipeline.knowledge.records import knowledge_schema
 from laserbatch.pipeline.planning.refresh import EVIDENCE
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.damage import unless_damaged
-from laserbatch.pipeline.storage.manifest import AuditFigures, CtrFigures, GateFigures, RunManifest, SideFigures
+from laserbatch.pipeline.storage.figures import AuditFigures, CtrFigures, GateFigures, SideFigures
+from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.parquet import iter_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 

@@ -20,7 +20,8 @@ from laserbatch.jobs.stages.run_night import run_night
 from laserbatch.pipeline.errors import ConfigError, LaserbatchError, TableError
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.storage.atomic import atomic_folder
-from laserbatch.pipeline.storage.manifest import LEFT_OUT, RunManifest, SideFigures
+from laserbatch.pipeline.storage.figures import SideFigures
+from laserbatch.pipeline.storage.manifest import LEFT_OUT, RunManifest
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import describe

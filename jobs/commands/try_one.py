@@ -29,7 +29,7 @@ from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.planning.plan import read_shard
 from laserbatch.pipeline.planning.refresh import RefreshSettings
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.storage.manifest import SampleSpan
+from laserbatch.pipeline.storage.figures import SampleSpan
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.scratch import ScratchFolder

@@ -14,7 +14,8 @@ from laserbatch.jobs.formatting import (
 from laserbatch.jobs.report.blocks import PLAIN, Block, Figure, Note, Section, Series, Table, stacked_shares
 from laserbatch.jobs.report.sides import SIDE_LABELS, SideReport
 from laserbatch.pipeline.sides import SIDES, Side
-from laserbatch.pipeline.storage.manifest import PoolBuilt, PoolFigures, RunManifest
+from laserbatch.pipeline.storage.figures import PoolBuilt, PoolFigures
+from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.stats import DecodingStats
 
 SOURCE_COLOURS = {

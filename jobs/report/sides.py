@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from laserbatch.jobs.formatting import percent, ratio
 from laserbatch.jobs.gates import MAX_SHARE_MISSING, accepted_share
 from laserbatch.pipeline.sides import SIDES, Side
-from laserbatch.pipeline.storage.manifest import RunManifest, SideFigures
+from laserbatch.pipeline.storage.figures import SideFigures
+from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.stats import DecodingStats
 
 SIDE_LABELS: dict[Side, str] = {"user": "Users", "item": "Items"}

@@ -20,7 +20,8 @@ from laserbatch.jobs.report.blocks import (
 )
 from laserbatch.jobs.report.sides import SIDE_LABELS, SideReport
 from laserbatch.pipeline.sides import SIDES
-from laserbatch.pipeline.storage.manifest import RunManifest, SampleText, WorkerFigures
+from laserbatch.pipeline.storage.figures import SampleText, WorkerFigures
+from laserbatch.pipeline.storage.manifest import RunManifest
 
 OUTCOMES = (
     ("num_generated", "generated", TONIGHT),

@@ -33,7 +33,7 @@ from laserbatch.pipeline.knowledge.names import names_in, texts_of, unfounded
 from laserbatch.pipeline.knowledge.questions import shown_of_row
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import remove_folder
-from laserbatch.pipeline.storage.manifest import AuditedMean, AuditedText, AuditFigures, SideAudit
+from laserbatch.pipeline.storage.figures import AuditedMean, AuditedText, AuditFigures, SideAudit
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 

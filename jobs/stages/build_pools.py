@@ -28,7 +28,8 @@ from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import link_file, read_json, write_json
 from laserbatch.pipeline.storage.damage import unless_damaged
-from laserbatch.pipeline.storage.manifest import PoolBuilt, RunManifest
+from laserbatch.pipeline.storage.figures import PoolBuilt
+from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.tables.schema import TABLE_NAMES
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import build_pool

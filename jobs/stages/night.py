@@ -24,14 +24,9 @@ from laserbatch.pipeline.knowledge.values import RULES_VERSION
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
+from laserbatch.pipeline.storage.figures import PoolFigures, PoolsUsed, PromptRef
 from laserbatch.pipeline.storage.forgetting import unfinished_receipts
-from laserbatch.pipeline.storage.manifest import (
-    PoolFigures,
-    PoolsUsed,
-    PromptRef,
-    RunManifest,
-    settings_hash,
-)
+from laserbatch.pipeline.storage.manifest import RunManifest, settings_hash
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import Tables, read_tables

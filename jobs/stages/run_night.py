@@ -34,7 +34,7 @@ from laserbatch.pipeline.distributed.cluster import end_leftovers
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
-from laserbatch.pipeline.storage.manifest import PreviousNight
+from laserbatch.pipeline.storage.figures import PreviousNight
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.settings import KEEP_VERSIONS

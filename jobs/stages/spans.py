@@ -8,7 +8,7 @@ import numpy as np
 from laserbatch.jobs.stages.night import Night
 from laserbatch.pipeline.planning.plan import SidePlan, read_shard
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.storage.manifest import SampleSpan, SampleText
+from laserbatch.pipeline.storage.figures import SampleSpan, SampleText
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.retrieval_pools.sources import SOURCE_NAMES

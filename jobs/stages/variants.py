@@ -26,7 +26,8 @@ from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.experiments import experiment_folders
-from laserbatch.pipeline.storage.manifest import RunManifest, SideAudit, settings_hash
+from laserbatch.pipeline.storage.figures import SideAudit
+from laserbatch.pipeline.storage.manifest import RunManifest, settings_hash
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.schema import TABLE_NAMES

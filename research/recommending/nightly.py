@@ -42,15 +42,15 @@ from laserbatch.pipeline.planning.plan import (
     write_shard_plan,
 )
 from laserbatch.pipeline.storage.atomic import remove_folder
-from laserbatch.pipeline.storage.manifest import (
+from laserbatch.pipeline.storage.figures import (
     BudgetFigures,
     BudgetForecast,
     GateFigures,
-    RunManifest,
     SampleSpan,
     SampleText,
     SideFigures,
 )
+from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace

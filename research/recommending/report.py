@@ -9,7 +9,8 @@ from laserbatch.jobs.report.blocks import Note, Section, Table
 from laserbatch.jobs.report.page import KeyFigure, log_warnings, render
 from laserbatch.jobs.report.work import gates_section, provenance_section
 from laserbatch.pipeline.storage.atomic import write_text
-from laserbatch.pipeline.storage.manifest import RunManifest, SideFigures
+from laserbatch.pipeline.storage.figures import SideFigures
+from laserbatch.pipeline.storage.manifest import RunManifest
 
 NUM_LAST = 5  # titles of a history that are shown
 

@@ -9,7 +9,8 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from laserbatch.ctr.equivalence import PairedAuc, compare_paired
-from laserbatch.pipeline.storage.manifest import RunManifest, SideFigures
+from laserbatch.pipeline.storage.figures import SideFigures
+from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.retrieval_pools.sources import SOURCE_NAMES
 
 SHARES = {  # of accepted draft tokens, by source

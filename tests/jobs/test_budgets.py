@@ -16,7 +16,7 @@ from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.planning.plan import Shard
 from laserbatch.pipeline.sample.world import write_sample_world
-from laserbatch.pipeline.storage.manifest import BudgetForecast
+from laserbatch.pipeline.storage.figures import BudgetForecast
 from laserbatch.retrieval_pools.step_cost import StepCost, StepPoint
 
 DATE = datetime.date(2025, 3, 1)

@@ -14,7 +14,7 @@ from night_world import run_here
 from laserbatch.ctr.feature_set import Basis
 from laserbatch.ctr.folder import ModelCard
 from laserbatch.pipeline.encoding.schema import feature_schema
-from laserbatch.pipeline.storage.manifest import FeatureFigures
+from laserbatch.pipeline.storage.figures import FeatureFigures
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.workspace import Workspace
 

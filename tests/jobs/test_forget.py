@@ -26,8 +26,8 @@ from laserbatch.pipeline.encoding.encoder import TextEncoder
 from laserbatch.pipeline.knowledge.records import knowledge_schema
 from laserbatch.pipeline.planning.plan import read_shard
 from laserbatch.pipeline.storage import atomic
+from laserbatch.pipeline.storage.figures import AuditedText, ModelFigures, ShardInfo
 from laserbatch.pipeline.storage.forgetting import is_of, unfinished_receipts
-from laserbatch.pipeline.storage.manifest import AuditedText, ModelFigures, ShardInfo
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.stats import DecodingStats

@@ -12,7 +12,7 @@ from manifest_fixture import manifest_of, night_manifest
 from laserbatch.jobs.gates import GATES, _of_side, gate_sentence, judge, repeated_shares, warning
 from laserbatch.jobs.report.page import render_page
 from laserbatch.jobs.settings import GateSettings
-from laserbatch.pipeline.storage.manifest import GateFigures
+from laserbatch.pipeline.storage.figures import GateFigures
 from laserbatch.pipeline.storage.workspace import Workspace
 
 

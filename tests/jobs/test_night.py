@@ -23,7 +23,7 @@ from laserbatch.jobs.stages.variants import framework_of
 from laserbatch.pipeline.errors import RunHeld, TableError, WorkspaceError
 from laserbatch.pipeline.planning.postpone import unusable_texts
 from laserbatch.pipeline.sides import SIDES
-from laserbatch.pipeline.storage.manifest import GateFigures, PoolsUsed, SideFigures
+from laserbatch.pipeline.storage.figures import GateFigures, PoolsUsed, SideFigures
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
 

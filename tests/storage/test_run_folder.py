@@ -12,7 +12,7 @@ from manifests import manifest_of
 
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.atomic import write_json
-from laserbatch.pipeline.storage.manifest import (
+from laserbatch.pipeline.storage.figures import (
     CtrFigures,
     ModelFigures,
     PoolFigures,
@@ -21,8 +21,8 @@ from laserbatch.pipeline.storage.manifest import (
     SampleText,
     ShardInfo,
     SideFigures,
-    make_run_id,
 )
+from laserbatch.pipeline.storage.manifest import make_run_id
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, count_reasons, quarantine_schema, quarantine_table
 from laserbatch.pipeline.storage.run_folder import RunFolder
