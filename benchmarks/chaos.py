@@ -311,7 +311,7 @@ def rows_of(outcomes: list[Outcome]) -> list[dict]:
 def contents(place: Path) -> dict[str, str]:
     """By name a hash of each Parquet file of the published run, by content, and of the files of its pools."""
     workspace = Workspace.open(place / "workspace", create=False)
-    run = workspace.published()
+    run = workspace.publication.run()
     found = {"published": run.run_id}
     for path in sorted(run.root.rglob("*.parquet")):
         if path.relative_to(run.root).parts[0] not in ("plan", "shards"):
@@ -328,7 +328,7 @@ def contents(place: Path) -> dict[str, str]:
 
 def ids_of(place: Path) -> dict[str, Counter]:
     """How often each entity is in the published texts or in quarantine, by side."""
-    run = Workspace.open(place / "workspace", create=False).published()
+    run = Workspace.open(place / "workspace", create=False).publication.run()
     found = {}
     for side in SIDES:
         fresh = [i for batch in run.iter_knowledge(side, ["entity_id"]) for i in batch["entity_id"].to_pylist()]

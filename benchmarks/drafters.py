@@ -20,8 +20,8 @@ from corpora import Corpus, Document
 from tasks import build
 
 from laserbatch.retrieval_pools.calibration.calibrate import calibrate
-from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText, steps_along
-from laserbatch.retrieval_pools.draft import draft
+from laserbatch.retrieval_pools.calibration.replay import ReplayText, steps_along
+from laserbatch.retrieval_pools.draft import DraftOptions, draft
 from laserbatch.retrieval_pools.settings import PoolSettings
 
 try:
@@ -125,9 +125,7 @@ class Ours(Drafter):
             self.pools.get(max_nodes, self.pool),
             self.tokens[: self.length],
             self.num_prompt,
-            max_nodes=max_nodes,
-            min_acceptance=MIN_ACCEPTANCE,
-            use_previous=False,
+            options=DraftOptions(max_nodes, MIN_ACCEPTANCE, use_previous=False),
         )
         return tree.token_ids, tree.parents
 

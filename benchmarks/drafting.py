@@ -48,7 +48,7 @@ from drafters import (
 )
 from transformers import AutoTokenizer
 
-from laserbatch.retrieval_pools.draft import draft_batch
+from laserbatch.retrieval_pools.draft import DraftOptions, draft_batch
 from laserbatch.retrieval_pools.settings import PoolSettings
 
 logger = logging.getLogger("benchmarks")
@@ -236,11 +236,11 @@ def step_rows(corpus: Corpus, ours: Ours, sequences: tuple[list[np.ndarray], lis
     rows = []
     for k in MAX_NODES:
         times: dict[int, list[float]] = {num_threads: [] for num_threads in NUM_THREADS}
-        options = {"max_nodes": k, "min_acceptance": MIN_ACCEPTANCE, "use_previous": False}
+        options = DraftOptions(k, MIN_ACCEPTANCE, use_previous=False)
         for _ in range(scale.num_steps):
             for num_threads, found in times.items():
                 start_s = time.perf_counter()
-                draft_batch(ours.pools[k], *sequences, **options, num_threads=num_threads)
+                draft_batch(ours.pools[k], *sequences, options=options, num_threads=num_threads)
                 found.append((time.perf_counter() - start_s) * 1e3)
         row = {"corpus": corpus.name, "k": k, "num_sequences": NUM_SEQUENCES}
         rows += [row | {"num_threads": number, "step_ms": Spread.of(found)} for number, found in times.items()]

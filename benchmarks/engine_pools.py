@@ -28,7 +28,8 @@ from laserbatch.retrieval_pools.calibration.calibrate import (
     spread_positions,
     with_budgets,
 )
-from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText
+from laserbatch.retrieval_pools.calibration.replay import ReplayText
+from laserbatch.retrieval_pools.draft import DraftOptions
 from laserbatch.retrieval_pools.index.build import HeldBack
 from laserbatch.retrieval_pools.index.calibration_record import Calibration
 from laserbatch.retrieval_pools.index.pool import Pool

@@ -76,7 +76,7 @@ def write_nights(folder: Path, num_users: int) -> tuple[dict[str, Night], list[d
         settings = settings_of(SHARED | of_night)
         nights[name] = run_night(settings, LAST_DATE, force=True, policy="never", base_run=first.run)
         manifest = nights[name].manifest
-        stats = DecodingStats.total(figures.stats for figures in manifest.sides.values())
+        stats = DecodingStats.total(figures.stats for figures in manifest.generation.sides.values())
         took = {"grouping": seconds["grouping"] + seconds["routing"], "drafting": seconds["drafting"]}
         took["pools"] = manifest.stages["pools"] - seconds["grouping"]
         row = {"night": name, "num_texts": stats.num_texts, "tokens_per_step": stats.tokens_per_step}

@@ -164,6 +164,7 @@ def watched_night(folder: str, night: str) -> list[dict]:
     with stage("start", rows):
         from laserbatch.jobs.settings import load_settings
         from laserbatch.jobs.stages import encode, generate, run_night, shards
+        from laserbatch.jobs.stages import night as opened_night
         from laserbatch.jobs.stages.workers import NightWorkers
         from laserbatch.retrieval_pools.routing import router
 
@@ -172,7 +173,7 @@ def watched_night(folder: str, night: str) -> list[dict]:
     with ExitStack() as changed, redirect_stdout(sys.stderr):
         for owner, name, other in (
             (shards, "run_shards", write_shards),
-            (generate, "load_tokenizer", loaded_once),
+            (opened_night, "load_tokenizer", loaded_once),
             (NightWorkers, "start", lambda workers, spec: None),
             (NightWorkers, "worker_pool", no_workers),
             (run_night, "load_encoder", lambda settings: StandInEncoder()),
@@ -256,7 +257,7 @@ def write_shards(pending, worker_pool, *arguments):
         KEPT.acquire()
     loaded_once(spec.model_dir)
     from laserbatch.pipeline.knowledge.records import knowledge_schema
-    from laserbatch.pipeline.storage.manifest import ModelFigures, ShardInfo
+    from laserbatch.pipeline.storage.figures import ModelFigures, ShardInfo
     from laserbatch.pipeline.storage.parquet import read_parquet
     from laserbatch.pipeline.storage.run_folder import RunFolder
     from laserbatch.pipeline.storage.stats import DecodingStats
@@ -297,12 +298,12 @@ def write_shards(pending, worker_pool, *arguments):
         yield shard, RunFolder(spec.run_dir).shards(shard.side).write(shard.name, table, (), info)
 
 
-def loaded_once(model_dir: Path, adapter: str | None = None) -> None:
+def loaded_once(model_dir: Path, adapter: str | None = None) -> object:
     """Load a tokenizer, or wait until it is loaded: a night's texts take longer."""
     from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 
     with LOADING:
-        load_tokenizer(model_dir, adapter)
+        return load_tokenizer(model_dir, adapter)
 
 
 def plain(kind: pa.DataType, value: object) -> pa.Scalar:

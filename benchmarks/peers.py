@@ -28,7 +28,8 @@ from systems import EngineSystem, Pass
 from tasks import Task, TaskSize, own_texts, tasks_of
 
 from laserbatch.retrieval_pools.calibration.calibrate import calibrate
-from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText
+from laserbatch.retrieval_pools.calibration.replay import ReplayText
+from laserbatch.retrieval_pools.draft import DraftOptions
 from laserbatch.retrieval_pools.index.build import HeldBack, PoolText, build_pool
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.index.store import PoolStore
@@ -139,18 +140,31 @@ def of_our_engine(engines: Engines, batch: int, pools: dict[str, GroupedPool]) -
     return systems
 
 
-def measure(systems: dict[str, Served | EngineSystem], task: Task, batch: int, scale: Scale) -> Iterator[dict]:
-    """A row for each system; ratios are within a round. The next batch begins when all of the last have ended."""
-    prompts = task.held_out[: max(batch, scale.least_long if task.is_long else scale.least_short)]
+def passes_in_turns(
+    systems: dict[str, Served | EngineSystem],
+    prompts: Sequence[np.ndarray],
+    batch: int,
+    num_rounds: int,
+    max_new_tokens: int,
+) -> dict[str, list[Pass]]:
+    """By system its passes over the prompts, one a round, in batches; systems take turns."""
     parts = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
     passes: dict[str, list[Pass]] = {name: [] for name in systems}
     for system in systems.values():  # what is compiled when it is first called
         system.run(prompts[:batch], batch, WARM_UP_TOKENS)
     orders = turns(list(systems))
-    for _ in range(scale.num_rounds):
+    for _ in range(num_rounds):
         for name in next(orders):
-            written = [systems[name].run(part, batch, min(task.max_new_tokens, scale.most_tokens)) for part in parts]
+            written = [systems[name].run(part, batch, max_new_tokens) for part in parts]
             passes[name].append(Pass.joined(written))
+            logger.info("batch %d: %s %.1f tokens/s", batch, name, passes[name][-1].tokens_per_s)
+    return passes
+
+
+def measure(systems: dict[str, Served | EngineSystem], task: Task, batch: int, scale: Scale) -> Iterator[dict]:
+    """A row for each system; ratios are within a round. The next batch begins when all of the last have ended."""
+    prompts = task.held_out[: max(batch, scale.least_long if task.is_long else scale.least_short)]
+    passes = passes_in_turns(systems, prompts, batch, scale.num_rounds, min(task.max_new_tokens, scale.most_tokens))
     for name, own in passes.items():
         speeds = [one.tokens_per_s for one in own]
         undrafted = passes[VLLM if name.startswith(VLLM) else PLAIN][0]

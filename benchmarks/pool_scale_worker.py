@@ -14,11 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
-from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText, pool_steps
+from laserbatch.retrieval_pools.calibration.replay import ReplayText, pool_steps
+from laserbatch.retrieval_pools.draft import DraftOptions
+from laserbatch.retrieval_pools.index import build as index_build
 from laserbatch.retrieval_pools.index.arrays import ArrayWriter, map_array
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.pool import Pool
-from laserbatch.retrieval_pools.settings import PoolBuildSettings
 
 DRAFTS = DraftOptions(max_nodes=32, min_acceptance=1e-3)
 POOL = {"side": "user", "tokenizer_hash": "benchmark", "model_id": "benchmark"}
@@ -53,17 +54,17 @@ class TextFile:
 
 def measure_build(texts: str, out: str, memory_mb: int | None, previous: str | None) -> dict:
     """Build a pool of a file's texts; the process tells its memory before and after, its parent watches it between."""
-    options = POOL | {"building": PoolBuildSettings(memory_mb=memory_mb)}
+    index_build.SORT_MEMORY_BYTES = sys.maxsize if memory_mb is None else memory_mb << 20
     with tempfile.TemporaryDirectory() as folder:  # compiles all that a build and a merge call
         few = [PoolText(np.arange(number, number + 30, dtype=np.int32) % 50) for number in range(40)]
-        pool = build_pool(few, Path(folder, "one"), **options)
-        build_pool([PoolText(few[0].token_ids[1:]), *few[::2]], Path(folder, "two"), previous=pool, **options)
+        pool = build_pool(few, Path(folder, "one"), **POOL)
+        build_pool([PoolText(few[0].token_ids[1:]), *few[::2]], Path(folder, "two"), previous=pool, **POOL)
     older = Pool.open(previous) if previous else None
     print(json.dumps({"before_own_mb": memory_mb_of(os.getpid())[0]}), flush=True)
     num_sorted = []
     rows = (PoolText(text, f"g{number % NUM_GROUPS}") for number, text in enumerate(TextFile(Path(texts))))
     start_s = time.perf_counter()
-    pool = build_pool(rows, out, previous=older, on_sorted=num_sorted.append, **options)
+    pool = build_pool(rows, out, previous=older, on_sorted=num_sorted.append, **POOL)
     build_s = time.perf_counter() - start_s
     return {
         "num_texts": pool.manifest.num_texts,

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from common import Figure, Spread, begin, benchmark_parser, finish, scale_of, turns
+from common import Figure, Spread, begin, benchmark_parser, finish, scale_of
 from engine_pools import GroupedPool, pools_of, unseen_prompts
 from engine_systems import Engines, relaxed_pools, speculating
-from peers import MAX_DRAFT_TOKENS, NGRAM, ON_A_CPU, POOL, SPECULATIONS, Served
-from systems import EngineSystem, Pass
+from peers import MAX_DRAFT_TOKENS, NGRAM, ON_A_CPU, POOL, SPECULATIONS, Served, passes_in_turns
+from systems import EngineSystem
 from tasks import Task, TaskSize, movielens_tasks
 
 from laserbatch.pipeline.decoding.settings import Budget
@@ -32,7 +32,6 @@ logger = logging.getLogger("benchmarks")
 MODEL = "smollm2-135m-instruct"
 FLOAT32, BFLOAT16, VLLM, VLLM_NGRAM = "float32", "bfloat16", "vllm", "vllm-ngram"
 MAX_NEW_TOKENS = 160
-WARM_UP_TOKENS = 16
 NUM_AT_BATCH_1 = 2  # prompts
 
 
@@ -65,16 +64,7 @@ def measure(
 ) -> Iterator[dict]:
     """A row for each system; `plain` keeps the texts of undrafted bfloat16 by prompt, over all batch sizes."""
     prompts = task.held_out[: NUM_AT_BATCH_1 if batch == 1 else None]
-    parts = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
-    passes: dict[str, list[Pass]] = {name: [] for name in systems}
-    for system in systems.values():  # what is compiled when it is first called
-        system.run(prompts[:batch], batch, WARM_UP_TOKENS)
-    orders = turns(list(systems))
-    for _ in range(scale.num_rounds):
-        for name in next(orders):
-            written = [systems[name].run(part, batch, scale.max_new_tokens) for part in parts]
-            passes[name].append(Pass.joined(written))
-            logger.info("%s, batch %d: %s %.1f tokens/s", task.name, batch, name, passes[name][-1].tokens_per_s)
+    passes = passes_in_turns(systems, prompts, batch, scale.num_rounds, scale.max_new_tokens)
     for prompt, text in zip(prompts, passes[BFLOAT16][0].texts, strict=True):
         plain.setdefault(prompt.tobytes(), text)
     expected = [plain[prompt.tobytes()] for prompt in prompts]

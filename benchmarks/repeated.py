@@ -140,7 +140,7 @@ def judge(chain: str, night: int, side: Side, run: RunFolder, plain: RunFolder, 
         mean_tokens=float(np.mean(records["num_tokens"])),
         repetitive=float(np.mean(repeated_shares(records["token_ids"]) > MAX_SHARE_REPEATED)),
         as_plain=float(np.mean([beside.get(entity_id) == text for entity_id, text in texts.items()])),
-        tokens_per_step=run.load_manifest().sides[side].stats.tokens_per_step,
+        tokens_per_step=run.load_manifest().generation.sides[side].stats.tokens_per_step,
     )
 
 

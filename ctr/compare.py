@@ -22,7 +22,7 @@ from laserbatch.ctr.log import EntityTables
 from laserbatch.ctr.metrics import measure
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.ctr.training import MODEL_TITLES, train_model
-from laserbatch.pipeline.storage.manifest import CtrFigures, CtrScores
+from laserbatch.pipeline.storage.figures import CtrFigures, CtrScores
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import numpy as np
 from scipy.special import ndtr, stdtrit
 from scipy.stats import rankdata
 
-from laserbatch.pipeline.storage.manifest import CtrVerdict
+from laserbatch.pipeline.storage.figures import CtrVerdict
 
 ALL_MODELS = "all"
 WANTED_POWER = 0.8  # at which a comparison is large enough

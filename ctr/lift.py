@@ -18,7 +18,7 @@ from laserbatch.ctr.feature_set import FeatureSet, Side
 from laserbatch.ctr.knowledge import FeatureVersions, build_knowledge, join_as_of
 from laserbatch.ctr.log import EntityTables
 from laserbatch.ctr.settings import CtrOptions, CtrSettings
-from laserbatch.pipeline.storage.manifest import CtrScores, CtrVerdict
+from laserbatch.pipeline.storage.figures import CtrScores, CtrVerdict
 
 # Settings that decide which rows judge, by how many trainings, and what counts as a difference.
 JUDGED_BY = ("models", "num_seeds", "label", "equivalence_margin")

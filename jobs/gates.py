@@ -18,7 +18,8 @@ from laserbatch.pipeline.knowledge.records import knowledge_schema
 from laserbatch.pipeline.planning.refresh import EVIDENCE
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.damage import unless_damaged
-from laserbatch.pipeline.storage.manifest import AuditFigures, CtrFigures, GateFigures, RunManifest, SideFigures
+from laserbatch.pipeline.storage.figures import AuditFigures, CtrFigures, GateFigures, SideFigures
+from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.parquet import iter_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
@@ -144,8 +145,8 @@ def accepted_share(side: SideFigures) -> float | None:
 def measure(manifest: RunManifest, run: RunFolder, previous: RunFolder | None) -> list[GateFigures]:
     """The values that the gates judge, from the manifest and from a sample of tonight's texts of both sides."""
     before = None if previous is None else unless_damaged(previous.load_manifest)
-    found = [part for side in manifest.sides for part in _of_side(side, manifest, run, before, previous)]
-    return [*found, *_audited(manifest.audit), _auc(manifest.ctr)]
+    found = [part for side in manifest.generation.sides for part in _of_side(side, manifest, run, before, previous)]
+    return [*found, *_audited(manifest.judgement.audit), _auc(manifest.judgement.ctr)]
 
 
 def _audited(audit: AuditFigures | None) -> Iterator[GateFigures]:
@@ -186,12 +187,12 @@ def _of_side(
     def gate(name: str, value: float | None, why_not: str = TOO_FEW) -> GateFigures:
         return GateFigures(name, side, reason=why_not) if value is None else GateFigures(name, side, float(value))
 
-    figures, features = manifest.sides[side], manifest.features.get(side)
+    figures, features = manifest.generation.sides[side], manifest.features.get(side)
     earlier = None if before is None else before.features.get(side)
     num_before = 0 if earlier is None else earlier.num_rows
     num_texts = 0 if features is None else features.num_rows
     if before is not None and _least_evidence(manifest) > _least_evidence(before):  # a raised limit drops texts
-        num_texts += figures.postponed.get(EVIDENCE, 0) - before.sides[side].postponed.get(EVIDENCE, 0)
+        num_texts += figures.postponed.get(EVIDENCE, 0) - before.generation.sides[side].postponed.get(EVIDENCE, 0)
     coverage = num_texts / num_before if num_before >= FEWEST else None
     yield gate("coverage", coverage, "no run before with enough texts")
     failed = figures.num_quarantined / max(figures.num_entities, 1)
@@ -217,7 +218,7 @@ def _of_side(
 
 
 def _least_evidence(manifest: RunManifest) -> int:
-    return manifest.settings.get("refresh", {}).get("min_interactions", 0)
+    return manifest.origin.settings.get("refresh", {}).get("min_interactions", 0)
 
 
 def _drift(

@@ -28,7 +28,6 @@ def choose_engine(
     quantization: str | None,
     is_mixture_of_experts: bool,
     verifier: str,
-    device_type: str,
     device_bytes: int,
     num_gpus: int,
     own_options: Sequence[str] = (),
@@ -39,11 +38,11 @@ def choose_engine(
     ----------
     weights_bytes : size of the weights in the type that they are computed in.
     quantization : the method by which the weights are stored in fewer bits, as `quantization_of` names it.
-    device_type : "cpu" or "cuda".
-    device_bytes, num_gpus : total memory of one GPU, and GPUs of the machine; not read on a CPU.
+    num_gpus : of the machine; 0: texts are written on its CPU.
+    device_bytes : total memory of one GPU.
     own_options : options in use that vLLM refuses, such as `temperature`.
     """
-    if device_type != "cuda":
+    if not num_gpus:
         return EngineChoice(
             "laserbatch", "there is no GPU, and on a CPU it has every verifier and in float32 decodes faster than vLLM"
         )

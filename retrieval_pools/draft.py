@@ -7,6 +7,7 @@ import struct
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -20,6 +21,35 @@ SHARE = 8  # sequences that a thread drafts at a time; fewer take less time than
 UNLIMITED_DEPTH = MAX_NODES
 _NO_TOKENS = np.empty(0, np.int32)
 _INT32, _ONE_AFTER_THE_OTHER = _NO_TOKENS.dtype, _NO_TOKENS.strides
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """How drafts are asked for.
+
+    Attributes
+    ----------
+    max_nodes : at most this many tokens are drafted, 0 to 64.
+    min_acceptance : paths estimated to be less likely are not drafted, nor those of a product of estimates below
+        1/2048.
+    use_prompt, use_output, use_previous : which of the sequence's own texts may be drafted from.
+    as_chains : for engines that verify no trees: of each sequence the one path of at most `max_nodes` tokens that is
+        worth most, by the sum of its tokens' probabilities, those further on counting less (`state.DEPTH_DISCOUNT`). It
+        need not begin with the likeliest token; it is looked for among the MAX_NODES likeliest that could be in it.
+    """
+
+    max_nodes: int = 16
+    min_acceptance: float = 0.07
+    use_prompt: bool = True
+    use_output: bool = True
+    use_previous: bool = True
+    as_chains: bool = False
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """What is drafted from, by name."""
+        used = {"previous": self.use_previous, "prompt": self.use_prompt, "output": self.use_output, "pool": True}
+        return tuple(name for name, is_used in used.items() if is_used)
 
 
 class Draft:
@@ -109,12 +139,7 @@ def draft(
     num_prompt: int,
     previous: np.ndarray | None = None,
     group: str | None = None,
-    *,
-    max_nodes: int = 16,
-    min_acceptance: float = 0.02,
-    use_prompt: bool = True,
-    use_output: bool = True,
-    use_previous: bool = True,
+    options: DraftOptions | None = None,
     max_depth: int = UNLIMITED_DEPTH,
 ) -> Draft:
     """What a sequence is likely to go on with. Deterministic; safe to call from several threads; frees the GIL.
@@ -127,10 +152,6 @@ def draft(
     previous : int32[m], the entity's text of an earlier night without its end token, or None.
     group : the sequence's group; one that the pool does not know counts nothing more (scope "side") or has no texts
         (scope "group"). None: all texts count the same.
-    max_nodes : at most this many tokens are drafted, 0 to 64.
-    min_acceptance : paths estimated to be less likely are not drafted, nor those of a product of estimates below
-        1/2048.
-    use_prompt, use_output, use_previous : which of the sequence's own texts may be drafted from.
     max_depth : at most so many tokens follow each other.
 
     Raises
@@ -138,17 +159,19 @@ def draft(
     ValueError
         `max_nodes` is above 64, `num_prompt` is longer than the context, or an array does not hold integers in one row.
     """
+    options = DraftOptions() if options is None else options
     if not 0 <= num_prompt <= len(context):
         raise ValueError(f"num_prompt is {num_prompt}; the context has {len(context)} tokens")
     pool = EMPTY_POOL if pool is None else pool
     context = int32_row(context)
-    previous = int32_row(previous) if use_previous and previous is not None else _NO_TOKENS
-    options = _options(use_output, use_prompt, max_nodes, min_acceptance)
+    previous = int32_row(previous) if options.use_previous and previous is not None else _NO_TOKENS
+    compiled_options = _compiled_options(options)
     places, weights, _ = pool.handle
     mine = _workspace
+    max_depth = min(max_depth, options.max_nodes) if options.as_chains else max_depth
     _fill_row(mine.row, 0, 0, len(context), num_prompt, 0, len(previous), pool.group_code(group), max_depth, 0)
-    found = np.empty((1, state.NUM_OUTPUTS, max_nodes), np.int32)
-    compiled_draft_trees()(places, weights, mine.scratch, context, previous, mine.sequences, *options, found)
+    found = np.empty((1, state.NUM_OUTPUTS, compiled_options[2]), np.int32)
+    compiled_draft_trees()(places, weights, mine.scratch, context, previous, mine.sequences, *compiled_options, found)
     return Draft(found[0, :, : mine.row[state.NUM_NODES]])
 
 
@@ -159,14 +182,8 @@ def draft_batch(
     previous: Sequence[np.ndarray | None] | None = None,
     groups: Sequence[str | None] | None = None,
     max_depths: Sequence[int] | None = None,
-    *,
-    max_nodes: int = 16,
-    min_acceptance: float = 0.02,
-    use_prompt: bool = True,
-    use_output: bool = True,
-    use_previous: bool = True,
+    options: DraftOptions | None = None,
     num_threads: int = 1,
-    as_chains: bool = False,
 ) -> Drafts:
     """What `draft` says of each of many sequences, asked at once: a step of the engine.
 
@@ -175,27 +192,25 @@ def draft_batch(
     contexts, num_prompts, previous, groups, max_depths : one of each for every sequence, as `draft` takes them; None:
         what is its default there, for all of them.
     num_threads : threads that draft side by side, the caller's among them; fewer where there are few sequences.
-    as_chains : for engines that verify no trees: of each sequence the one path of at most `max_nodes` tokens that is
-        worth most, by the sum of its tokens' probabilities, those further on counting less (`state.DEPTH_DISCOUNT`). It
-        need not begin with the likeliest token; it is looked for among the MAX_NODES likeliest that could be in it.
 
     Raises
     ------
     ValueError
         As `draft`, or there is not one of each for every sequence.
     """
+    options = DraftOptions() if options is None else options
     num_sequences = len(contexts)
     pool = EMPTY_POOL if pool is None else pool
-    previous = [None] * num_sequences if previous is None or not use_previous else previous
+    previous = [None] * num_sequences if previous is None or not options.use_previous else previous
     groups = [None] * num_sequences if groups is None else groups
     max_depths = [UNLIMITED_DEPTH] * num_sequences if max_depths is None else max_depths
-    options = _options(use_output, use_prompt, max_nodes, min_acceptance, as_chains)
+    compiled_options = _compiled_options(options)
     packed_contexts, packed_previous, sequences = _pack_sequences(
         pool, contexts, num_prompts, previous, groups, max_depths
     )
-    if as_chains:
-        np.minimum(sequences[:, state.MAX_DEPTH], max_nodes, out=sequences[:, state.MAX_DEPTH])
-    found = np.empty((num_sequences, state.NUM_OUTPUTS, options[2]), np.int32)
+    if options.as_chains:
+        np.minimum(sequences[:, state.MAX_DEPTH], options.max_nodes, out=sequences[:, state.MAX_DEPTH])
+    found = np.empty((num_sequences, state.NUM_OUTPUTS, compiled_options[2]), np.int32)
     compiled, (places, weights, _) = compiled_draft_trees(), pool.handle
     num_threads = min(num_threads, num_sequences // SHARE)
     share = SHARE if num_threads > 1 else max(num_sequences, 1)
@@ -205,8 +220,8 @@ def draft_batch(
         for start in starts:  # each thread takes the next share that is left
             part = slice(start, start + share)
             compiled(
-                places, weights, _workspace.scratch, packed_contexts, packed_previous, sequences[part], *options,
-                found[part],
+                places, weights, _workspace.scratch, packed_contexts, packed_previous, sequences[part],
+                *compiled_options, found[part],
             )  # fmt: skip
 
     others = [_threads(num_threads).submit(draft_shares) for _ in range(1, num_threads)]
@@ -216,11 +231,13 @@ def draft_batch(
     return Drafts(found, sequences[:, state.NUM_NODES].copy())
 
 
-def _options(use_output: bool, use_prompt: bool, max_nodes: int, min_acceptance: float, as_chains: bool = False):
+def _compiled_options(options: DraftOptions) -> tuple[bool, bool, int, float, bool]:
     """As `tree.draft_trees` takes them."""
+    max_nodes, as_chains = options.max_nodes, options.as_chains
     if not 0 <= max_nodes <= MAX_NODES:
         raise ValueError(f"max_nodes is {max_nodes}; a tree has 0 to {MAX_NODES} nodes")
-    return use_output, use_prompt, MAX_NODES if as_chains and max_nodes else max_nodes, min_acceptance, as_chains
+    num_outputs = MAX_NODES if as_chains and max_nodes else max_nodes
+    return options.use_output, options.use_prompt, num_outputs, options.min_acceptance, as_chains
 
 
 def _pack_sequences(

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from laserbatch.retrieval_pools.draft import Draft, Drafts, draft_batch, int32_row
+from laserbatch.retrieval_pools.draft import Draft, DraftOptions, Drafts, draft_batch, int32_row
 from laserbatch.retrieval_pools.drafting.state import MAX_NODES
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.manifest import Side
@@ -174,10 +174,8 @@ class OpenPool:
             [text.num_prompt for text in texts],
             [text.previous_ids for text in texts],
             [text.group for text in texts],
-            max_nodes=budget.max_tokens,
-            min_acceptance=budget.min_acceptance,
+            options=DraftOptions(budget.max_tokens, budget.min_acceptance, as_chains=budget.form == "chain"),
             num_threads=num_threads,
-            as_chains=budget.form == "chain",
         )
 
     def context(self, request: Hashable) -> np.ndarray:

@@ -82,22 +82,6 @@ class DraftSettings(PoolSettings):
         return cls() if settings is None else cls.model_validate(settings.model_dump())
 
 
-class PoolBuildSettings(Frozen):
-    """How pools are built.
-
-    Attributes
-    ----------
-    memory_mb : MiB that sorting takes at most; larger pools are sorted in parts. None: no limit.
-    """
-
-    memory_mb: int | None = Field(default=512, ge=1)
-
-    @property
-    def memory_bytes(self) -> int | None:
-        """`memory_mb` in bytes."""
-        return None if self.memory_mb is None else self.memory_mb << 20
-
-
 class RoutingOptions(Frozen):
     """How the entities of one side are put into groups. Every option has a default that works.
 

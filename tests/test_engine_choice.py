@@ -7,8 +7,8 @@ import pytest
 from laserbatch.pipeline.engine_choice import choose_engine, num_gpus_for, vllm_advice
 
 GB = 10**9
-H100 = {"device_type": "cuda", "device_bytes": 85 * GB, "num_gpus": 8}
-CPU = {"device_type": "cpu", "device_bytes": 0, "num_gpus": 0}
+H100 = {"device_bytes": 85 * GB, "num_gpus": 8}
+CPU = {"device_bytes": 0, "num_gpus": 0}
 DENSE_8B = {
     "num_parameters": 8 * GB,
     "weights_bytes": 16 * GB,

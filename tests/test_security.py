@@ -69,7 +69,7 @@ def test_names_from_data_lead_nowhere_else(tmp_path, name):
         workspace.run(name)
     (workspace.root / "published.json").write_text(json.dumps({"run_id": name}))
     with pytest.raises(WorkspaceError):
-        workspace.published()
+        workspace.publication.run()
     with pytest.raises(PoolError):
         PoolStore(tmp_path / "pools").folder(name)
     with pytest.raises(Exception, match="template"):

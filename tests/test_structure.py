@@ -45,7 +45,7 @@ def test_imports_point_one_way():
         if package == "ctr":  # the schema of feature tables, the figures of a comparison, the root of errors, LightGCN
             allowed = (
                 "pipeline.encoding.schema.",
-                "pipeline.storage.manifest.",
+                "pipeline.storage.figures.",
                 "retrieval_pools.errors.",
                 "retrieval_pools.routing.lightgcn.",
             )

@@ -61,7 +61,6 @@ def fitting_engine(settings: Settings, num_values: int, file_bytes: int) -> Chec
         quantization=quantization,
         is_mixture_of_experts=is_mixture_of_experts(config),
         verifier=decoding.verifier,
-        device_type="cuda" if number else "cpu",
         device_bytes=min((torch.cuda.get_device_properties(i).total_memory for i in range(number)), default=0),
         num_gpus=number,
         own_options=own_options,

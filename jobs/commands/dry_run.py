@@ -57,7 +57,7 @@ def planned_night(settings: Settings, date: datetime.date, force: bool, redo: bo
             return {"run_id": attempt.run.run_id, "state": state, "changed_since": list(attempt.changed)}
         if attempt.manifest is None:
             night = new_night(settings, workspace, date, attempt.edition)
-            night.manifest.force = force
+            night.manifest.origin.force = force
         else:
             night = Night(settings, workspace, date, attempt.run, attempt.manifest)
         night.tables = tables
@@ -77,8 +77,8 @@ def planned_night(settings: Settings, date: datetime.date, force: bool, redo: bo
     return {
         "run_id": night.run.run_id,
         "state": "would begin" if attempt.manifest is None else "would go on",
-        "built_on": night.manifest.previous_run_id,
-        "drafted_from": night.manifest.pools.version,
+        "built_on": night.manifest.origin.previous_run_id,
+        "drafted_from": night.manifest.generation.pools.version,
         **sides,
         "predicted_hours": total,
         "predicted_cost": None if price is None or total is None else total * price,
@@ -173,7 +173,7 @@ def _most_changed(
 def _say_why(night: Night, sides: dict[str, dict[str, Any]]) -> None:
     """Print the changes that make a night write about most entities anew."""
     say_other_prompts(night)
-    for side, prompt in night.manifest.prompts.items():
+    for side, prompt in night.manifest.origin.prompts.items():
         for name, what in sides[f"{side}s"].get("changed_columns", {}).items():
             say(f"WARNING: {side}s: {name} {what}")
         if "changed_columns" in sides[f"{side}s"]:

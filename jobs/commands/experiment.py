@@ -27,6 +27,7 @@ from laserbatch.jobs.stages.run_experiment import (
     settings_of_framework,
 )
 from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.storage.experiments import experiment_folder
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import open_tables
 from laserbatch.pipeline.tables.sampled import day_of_share
@@ -79,7 +80,7 @@ def experiment(
                 "are tried on one sample, so set tables.path alike"
             )
     opened = Workspace.open(first.workspace)
-    folder = opened.experiment(name) if name else None
+    folder = experiment_folder(opened, name) if name else None
     if date is not None:
         day = parse_date(date)
     elif folder is not None and (folder.root / RECORD).exists():

@@ -36,10 +36,11 @@ from laserbatch.pipeline.storage.atomic import (
 )
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.delivery import known_places
+from laserbatch.pipeline.storage.experiments import EXPERIMENTS, experiment_folder, experiment_folders
 from laserbatch.pipeline.storage.forgetting import RECEIPTS, Ids, forget_in_run, is_of, rows_of, unfinished_receipts
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.scratch import remove_dead_scratch
-from laserbatch.pipeline.storage.workspace import EXPERIMENTS, Workspace
+from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import iter_column
 from laserbatch.pipeline.tables.schema import TABLE_NAMES, tables_folder
 from laserbatch.retrieval_pools.index.store import PoolStore
@@ -110,7 +111,7 @@ def forget(
         raise typer.BadParameter("give --user ID, --item ID or --ids FILE with at least one id")
     opened = Workspace.open(settings.workspace, create=False)
     with opened.lock(), ExitStack() as others:
-        for other in (*opened.experiments(), *opened.within()):
+        for other in (*experiment_folders(opened), *opened.within()):
             others.enter_context(other.lock())
         receipt = _opened_receipt(opened, wanted)
         _scan(opened, wanted, receipt)
@@ -130,41 +131,30 @@ def forget(
         payload = receipt.as_json() | {"receipt": str(receipt.path), "dry_run": dry_run, "nowhere": nowhere}
         summary(payload | {"unknown": unknown, "still_in_tables": still_there}, as_json=True)
     else:
-        summary(
-            {
-                "would be removed" if dry_run else "removed": {
-                    **{f"rows of {run_id}": sum(files.values()) for run_id, files in receipt.rows.items()},
-                    **dict.fromkeys(receipt.removed_runs, "unfinished; its night is begun anew by its command"),
-                    **dict.fromkeys(
-                        [f"experiment {name}" for name in receipt.removed_experiments],
-                        "whole; its command, given again, takes a sample anew",
-                    ),
-                },
-                "pools": receipt.pools,
-                "delivered": receipt.delivered,
-                "receipt": None if dry_run else str(receipt.path),
-            },
-            as_json=False,
-        )
+        _print_removed(receipt, dry_run)
     for side, keys in unknown.items():
         if keys:
             say(f"{counted(len(keys), side)} not found in {opened.root}: {', '.join(keys)}")
-    _warn(wanted, still_there)
-    for place in receipt.not_reached:
-        say(
-            f"WARNING: runs were delivered to {place} too: deliver_to does not name it, and nothing is removed there. "
-            "Delete it, or give this command again with deliver_to set to it"
-        )
-    for side, keys in nowhere.items():
-        if keys:
-            say(
-                f"WARNING: {counted(len(keys), f'{side} id')} found nowhere, neither here nor in the input tables: "
-                f"{', '.join(map(repr, keys[:5]))}{', ...' if len(keys) > 5 else ''}. Nothing was removed for "
-                "them, and the receipt says so. Check how the tables write the ids; an id that has blanks or quotes "
-                f"at its ends is given with --{side}"
-            )
+    _warn(wanted, still_there, receipt.not_reached, nowhere)
     if any(nowhere.values()):
         raise typer.Exit(ExitCode.RUN_FAILED)
+
+
+def _print_removed(receipt: Receipt, dry_run: bool) -> None:
+    experiments = [f"experiment {name}" for name in receipt.removed_experiments]
+    summary(
+        {
+            "would be removed" if dry_run else "removed": {
+                **{f"rows of {run_id}": sum(files.values()) for run_id, files in receipt.rows.items()},
+                **dict.fromkeys(receipt.removed_runs, "unfinished; its night is begun anew by its command"),
+                **dict.fromkeys(experiments, "whole; its command, given again, takes a sample anew"),
+            },
+            "pools": receipt.pools,
+            "delivered": receipt.delivered,
+            "receipt": None if dry_run else str(receipt.path),
+        },
+        as_json=False,
+    )
 
 
 def digest(side: Side, entity_id: str) -> str:
@@ -206,7 +196,7 @@ def _scan(workspace: Workspace, wanted: Ids, receipt: Receipt) -> None:
             receipt.rows[name] = receipt.rows.get(name, {}) | found
         elif name not in receipt.removed_runs:
             receipt.removed_runs.append(name)
-    for experiment in workspace.experiments():
+    for experiment in experiment_folders(workspace):
         if rows_in(experiment.root) and experiment.name not in receipt.removed_experiments:
             receipt.removed_experiments.append(experiment.name)
     store = PoolStore(workspace.pools_folder)
@@ -248,8 +238,8 @@ def _remove(workspace: Workspace, settings: Settings, wanted: Ids, receipt: Rece
         if name in runs:
             remove_folder(runs[name].root)
     for name in receipt.removed_experiments:
-        if workspace.experiment(name).root.is_dir():
-            remove_folder(workspace.experiment(name).root)
+        if experiment_folder(workspace, name).root.is_dir():
+            remove_folder(experiment_folder(workspace, name).root)
     for name, files in receipt.rows.items():
         run = runs.get(name)
         if run is None:
@@ -358,7 +348,12 @@ def _in_tables(settings: Settings, wanted: Ids) -> dict[tuple[str, Side], set[st
     return found
 
 
-def _warn(wanted: Ids, still_there: Mapping[str, list[str]] | None) -> None:
+def _warn(
+    wanted: Ids,
+    still_there: Mapping[str, list[str]] | None,
+    not_reached: Sequence[str],
+    nowhere: Mapping[Side, list[str]],
+) -> None:
     if still_there is None:
         say("the input tables were not read: the next night writes again about ids that they still hold")
     for table, keys in (still_there or {}).items():
@@ -374,3 +369,16 @@ def _warn(wanted: Ids, still_there: Mapping[str, list[str]] | None) -> None:
         )
     say("temporary folders of killed processes are removed on this machine only")
     say("copies elsewhere (exports, backups, snapshots, object versions in a bucket, trained models) are not removed")
+    for place in not_reached:
+        say(
+            f"WARNING: runs were delivered to {place} too: deliver_to does not name it, and nothing is removed there. "
+            "Delete it, or give this command again with deliver_to set to it"
+        )
+    for side, keys in nowhere.items():
+        if keys:
+            say(
+                f"WARNING: {counted(len(keys), f'{side} id')} found nowhere, neither here nor in the input tables: "
+                f"{', '.join(map(repr, keys[:5]))}{', ...' if len(keys) > 5 else ''}. Nothing was removed for "
+                "them, and the receipt says so. Check how the tables write the ids; an id that has blanks or quotes "
+                f"at its ends is given with --{side}"
+            )

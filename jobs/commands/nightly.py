@@ -20,7 +20,8 @@ from laserbatch.jobs.stages.run_night import run_night
 from laserbatch.pipeline.errors import ConfigError, LaserbatchError, TableError
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.storage.atomic import atomic_folder
-from laserbatch.pipeline.storage.manifest import LEFT_OUT, RunManifest, SideFigures
+from laserbatch.pipeline.storage.figures import SideFigures
+from laserbatch.pipeline.storage.manifest import LEFT_OUT, RunManifest
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import describe
@@ -69,18 +70,18 @@ def nightly(
     summary(
         {
             "run_id": night.run.run_id,
-            "published": night.workspace.pointed_to(),
+            "published": night.workspace.publication.run_id(),
             **({"changed_since": list(night.changed_inputs)} if night.changed_inputs else {}),
             **night_counts(night),
             **({"left_out_of_prompts": left_out} if (left_out := left_out_columns(night.manifest)) else {}),
-            **({"gates": [asdict(gate) for gate in night.manifest.gates]} if as_json else {}),
-            **({"ctr": asdict(night.manifest.ctr)} if as_json else {}),
+            **({"gates": [asdict(gate) for gate in night.manifest.judgement.gates]} if as_json else {}),
+            **({"ctr": asdict(night.manifest.judgement.ctr)} if as_json else {}),
             "report": str(night.run.report_path),
         },
         as_json,
     )
     if not as_json:
-        print_ctr(night.manifest.ctr)
+        print_ctr(night.manifest.judgement.ctr)
 
 
 def backfill(
@@ -124,7 +125,7 @@ def backfill(
             raise
         rows.append(_counts(night))
         run = night.run
-        if run.run_id in night.workspace.not_built_on():
+        if run.run_id in night.workspace.publication.not_built_on():
             how = f"`laserbatch nightly --date {date} --force` does its date again"
             say(f"run {run.run_id} was rolled back, so the next night is built on an earlier one; {how}")
         else:
@@ -136,7 +137,7 @@ def backfill(
         with opened.lock():
             force_publish(opened, run.run_id)
             deliver(opened, settings.deliver_to, force=True)
-    pointed_to = opened.pointed_to()
+    pointed_to = opened.publication.run_id()
     if as_json:
         summary({"nights": rows, "published": pointed_to}, as_json=True)
         return
@@ -147,7 +148,7 @@ def backfill(
 
 def _counts(night: Night) -> dict[str, str | int]:
     row: dict[str, str | int] = {"date": str(night.date), "run_id": night.run.run_id}
-    for side, figures in night.manifest.sides.items():
+    for side, figures in night.manifest.generation.sides.items():
         row |= {f"{side}s_{what}": getattr(figures, f"num_{what}") for what in ("generated", "carried_over")}
     return row
 
@@ -191,22 +192,24 @@ def demo(
     second = run_night(settings, LAST_DATE)
     if as_json:
         nights = {"first_night": night_counts(first), "second_night": night_counts(second)}
-        summary(nights | {"ctr": asdict(second.manifest.ctr)}, as_json=True)
+        summary(nights | {"ctr": asdict(second.manifest.judgement.ctr)}, as_json=True)
         return
     print_table(nights_table([first, second]))
-    print_ctr(second.manifest.ctr)
+    print_ctr(second.manifest.judgement.ctr)
     stdout.print(f"report: {second.run.report_path}", soft_wrap=True, markup=False)
 
 
 def left_out_columns(manifest: RunManifest) -> list[str]:
     """The columns that no prompt shows because they look like personal data, as `users.email`."""
-    return [f"{table}.{column}" for table, facts in manifest.inputs.items() for column in facts.get(LEFT_OUT, {})]
+    return [
+        f"{table}.{column}" for table, facts in manifest.origin.inputs.items() for column in facts.get(LEFT_OUT, {})
+    ]
 
 
 def night_counts(night: Night) -> dict[str, Any]:
     """The counts of the generation, by side."""
     counts = {}
-    for side, figures in night.manifest.sides.items():
+    for side, figures in night.manifest.generation.sides.items():
         names = ("num_entities", "num_generated", "num_carried_over", "num_quarantined")
         counts[f"{side}s"] = {name: getattr(figures, name) for name in names}
         if figures.postponed:
@@ -222,8 +225,8 @@ def nights_table(nights: list[Night]) -> Table:
     """One row per night and side; rows of plain decoding of the same texts, if there was any, follow."""
     rows = []
     for night in nights:
-        rows += [_row(str(night.date), side, one.stats, one) for side, one in night.manifest.sides.items()]
-        for side, figures in night.manifest.plain.items():
+        rows += [_row(str(night.date), side, one.stats, one) for side, one in night.manifest.generation.sides.items()]
+        for side, figures in night.manifest.generation.plain.items():
             if (stats := figures.stats_of_tonight) and stats.num_texts:
                 rows.append(_row(f"{night.date} plain, these texts", side, stats))
     return Table("What the nights did", rows, ("night", "side"))

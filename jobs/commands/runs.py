@@ -15,8 +15,9 @@ from laserbatch.jobs.stages.publishing import deliver, delivery_uri, force_publi
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import leftovers, remove_folder, remove_leftovers, size_bytes
+from laserbatch.pipeline.storage.experiments import EXPERIMENTS, experiment_folders
 from laserbatch.pipeline.storage.run_folder import RunFolder
-from laserbatch.pipeline.storage.workspace import EXPERIMENTS, Workspace
+from laserbatch.pipeline.storage.workspace import Workspace
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 COUNTED = ("generated", "carried_over", "quarantined")
@@ -60,10 +61,10 @@ def show(
     summary(
         _described(opened, folder)
         | {
-            "built_on": manifest.previous_run_id,
-            "drafted_from": manifest.pools.version,
-            "model": manifest.model.id if manifest.model else None,
-            "laserbatch": manifest.laserbatch_version,
+            "built_on": manifest.origin.previous_run_id,
+            "drafted_from": manifest.generation.pools.version,
+            "model": manifest.generation.model.id if manifest.generation.model else None,
+            "laserbatch": manifest.origin.laserbatch_version,
             "stages_s": {name: round(wall_s, 1) for name, wall_s in manifest.stages.items()},
             "knowledge": {side: folder.knowledge_folder(side) for side in SIDES},
             "features": features,
@@ -91,12 +92,12 @@ def diff(
 
     opened = open_workspace(config, workspace)
     new = opened.chosen_run(after)
-    before = before or new.load_manifest().previous_run_id
+    before = before or new.load_manifest().origin.previous_run_id
     if before is None:
         raise WorkspaceError(f"run {new.run_id} was built on none; name the run to compare it with")
     old = opened.existing_run(before)
     sides = {side: diff_side(old, new, side, limit) for side in SIDES}
-    settings = changed_settings(old.load_manifest().settings, new.load_manifest().settings)
+    settings = changed_settings(old.load_manifest().origin.settings, new.load_manifest().origin.settings)
     if as_json:
         payload = {f"{side}s": asdict(found) for side, found in sides.items()}
         summary({"before": old.run_id, "after": new.run_id, "settings": settings, **payload}, as_json=True)
@@ -133,7 +134,7 @@ def publish(
     settings = load_settings(config, {"workspace": workspace})
     opened = Workspace.open(settings.workspace, create=False)
     with opened.lock():
-        before = opened.pointed_to()
+        before = opened.publication.run_id()
         folder = opened.existing_run(run)
         if not (folder.is_finished or folder.is_held):
             raise WorkspaceError(f"run {run} is not finished; `laserbatch nightly --date {folder.date}` finishes it")
@@ -151,10 +152,10 @@ def rollback(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, a
     settings = load_settings(config, {"workspace": workspace})
     opened = Workspace.open(settings.workspace, create=False)
     with opened.lock():
-        rolled_back = opened.pointed_to()
+        rolled_back = opened.publication.run_id()
         if rolled_back is None:
             raise WorkspaceError(f"{opened.root} has no published run, so there is nothing to roll back")
-        published = opened.roll_back()
+        published = opened.publication.roll_back()
         use_pools_of(opened, published)
         deliver(opened, delivery_uri(opened, settings.deliver_to), force=True)
     summary({"published": published, "rolled_back": rolled_back}, as_json)
@@ -178,7 +179,7 @@ def gc(
     """
     settings = load_settings(config, {"workspace": workspace})
     opened = Workspace.open(settings.workspace, create=False)
-    tried = opened.experiments()
+    tried = experiment_folders(opened)
     with opened.lock(), ExitStack() as locked:
         for experiment in tried if experiments else ():
             locked.enter_context(experiment.lock())
@@ -226,16 +227,16 @@ def kept_runs(workspace: Workspace, keep: int, also_unfinished: bool = False) ->
     runs = {run.run_id: run for run in workspace.runs()}
     finished = [run_id for run_id, run in runs.items() if run.is_finished or run.is_held]
     kept = {run_id: f"among the newest {keep}" for run_id in finished[-keep:]}
-    not_built_on = workspace.not_built_on()
+    not_built_on = workspace.publication.not_built_on()
     usable = [run_id for run_id in finished if runs[run_id].is_finished and run_id not in not_built_on]
     newest = [run_id for run_id in usable if runs[run_id].date == runs[usable[-1]].date]  # settings say which of them
     kept |= dict.fromkeys(newest, "the next night builds on it")
-    for run in workspace.published_before()[:1]:
+    for run in workspace.publication.earlier_runs()[:1]:
         kept[run.run_id] = "a rollback publishes it"
     oldest = min(kept, default="")
     unfinished = [run_id for run_id in runs if run_id not in finished and not (also_unfinished and run_id < oldest)]
     kept |= dict.fromkeys(unfinished, "not finished")
-    published = workspace.pointed_to()
+    published = workspace.publication.run_id()
     kept |= {published: "published"} if published in runs else {}
     for run_id in {*unfinished, published} & runs.keys():
         built_on = runs[run_id].previous_run_id
@@ -246,8 +247,8 @@ def kept_runs(workspace: Workspace, keep: int, also_unfinished: bool = False) ->
 
 def _described(workspace: Workspace, run: RunFolder) -> dict[str, Any]:
     described: dict[str, Any] = {"run_id": run.run_id, "date": run.date, "state": "unfinished", "failure": None}
-    described["published"] = run.run_id == workspace.pointed_to()
-    described["rolled_back"] = run.run_id in workspace.rolled_back()
+    described["published"] = run.run_id == workspace.publication.run_id()
+    described["rolled_back"] = run.run_id in workspace.publication.rolled_back()
     described["num_bytes"] = size_bytes(run.root)
     try:
         manifest = run.load_manifest()
@@ -257,8 +258,8 @@ def _described(workspace: Workspace, run: RunFolder) -> dict[str, Any]:
     described["state"] = "finished" if run.is_finished else "held" if run.is_held else described["state"]
     if manifest.status == "failed":
         described["state"] = "failed"
-    described["prompts"] = {side: asdict(prompt) for side, prompt in manifest.prompts.items()}
-    for side, figures in manifest.sides.items():
+    described["prompts"] = {side: asdict(prompt) for side, prompt in manifest.origin.prompts.items()}
+    for side, figures in manifest.generation.sides.items():
         described[f"{side}s"] = {f"num_{name}": getattr(figures, f"num_{name}") for name in ("entities", *COUNTED)}
     return described
 

@@ -154,7 +154,7 @@ def _progress(going: list[dict[str, Any]], now: datetime.datetime) -> dict[str, 
 
 def _published(workspace: Workspace, now: datetime.datetime) -> dict[str, Any] | None:
     try:
-        run = workspace.published()
+        run = workspace.publication.run()
     except WorkspaceError as error:
         return {"error": str(error)}
     if run is None:

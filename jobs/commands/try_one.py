@@ -30,7 +30,7 @@ from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.planning.plan import read_shard
 from laserbatch.pipeline.planning.refresh import RefreshSettings
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.storage.manifest import SampleSpan
+from laserbatch.pipeline.storage.figures import SampleSpan
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.scratch import ScratchFolder
@@ -107,7 +107,7 @@ def try_one(
     is_there = (settings.workspace / "workspace.json").exists()
     opened = Workspace.open(settings.workspace, create=False) if is_there else Workspace(settings.workspace)
     night = new_night(settings, opened, night_date or datetime.datetime.now(datetime.UTC).date())
-    night.manifest.force, night.tables = True, alone
+    night.manifest.origin.force, night.tables = True, alone
     tried = write_one(night, side)
     if as_json:
         summary(asdict(tried), as_json=True)
@@ -130,7 +130,7 @@ def write_one(night: Night, side: Side) -> TriedEntity:
     """Write about the only entity of a side as the worker of a night does, in a temporary folder."""
     from laserbatch.pipeline.distributed.worker import ShardWorker
 
-    decoding, version = night.settings.decoding, night.manifest.pools.version
+    decoding, version = night.settings.decoding, night.manifest.generation.pools.version
     (entity_id,) = night.tables.entities(side)[f"{side}_id"].to_pylist()
     with ScratchFolder("try") as scratch:
         folder = RunFolder(Path(scratch))

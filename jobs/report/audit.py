@@ -10,7 +10,7 @@ from laserbatch.jobs.formatting import count, counted, decimal, percent
 from laserbatch.jobs.report.blocks import Block, Note, Section, SideBySide, Table
 from laserbatch.jobs.report.sides import SIDE_LABELS
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.storage.manifest import AuditedText, AuditFigures
+from laserbatch.pipeline.storage.figures import AuditedText, AuditFigures
 
 PARTS = re.compile(r"\s+|[^\s\w]+|\w+")
 CAPTION = (

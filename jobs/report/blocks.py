@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from laserbatch.jobs.formatting import percent
-from laserbatch.pipeline.storage.manifest import SampleText
+from laserbatch.pipeline.storage.figures import SampleText
 
 # Colour-blind safe: apart in lightness, or of Okabe and Ito's palette.
 TONIGHT, PREVIOUS_NIGHT, PLAIN = "#0b4f8a", "#7fb2de", "#b4bcc6"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from laserbatch.jobs.formatting import MISSING, count, counted, decimal, percent
 from laserbatch.jobs.gates import age_of_judged
 from laserbatch.jobs.report.blocks import Note, Section, Table
-from laserbatch.pipeline.storage.manifest import CtrFigures, CtrScores, CtrVerdict
+from laserbatch.pipeline.storage.figures import CtrFigures, CtrScores, CtrVerdict
 
 VARIANTS = ("none", "plain")  # any other: the run's own knowledge, by its verifier
 ALL_MODELS = "all"

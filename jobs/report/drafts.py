@@ -14,7 +14,8 @@ from laserbatch.jobs.formatting import (
 from laserbatch.jobs.report.blocks import PLAIN, Block, Figure, Note, Section, Series, Table, stacked_shares
 from laserbatch.jobs.report.sides import SIDE_LABELS, SideReport
 from laserbatch.pipeline.sides import SIDES, Side
-from laserbatch.pipeline.storage.manifest import PoolBuilt, PoolFigures, RunManifest
+from laserbatch.pipeline.storage.figures import PoolBuilt, PoolFigures
+from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.stats import DecodingStats
 
 SOURCE_COLOURS = {
@@ -43,7 +44,7 @@ def drafts_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
     if has_drafts:
         blocks.append(_by_source(written))
     used: dict[Side, PoolFigures] = {
-        name: pool for name in SIDES if (pool := getattr(manifest.pools, name)) is not None
+        name: pool for name in SIDES if (pool := getattr(manifest.generation.pools, name)) is not None
     }
     built = manifest.pools_built
     if lacking := [side.label for side in sides if side.name not in used]:

@@ -95,8 +95,8 @@ def sections_of(manifest: RunManifest, sides: list[SideReport]) -> list[Section]
         gates_section(manifest),
         speed_section(manifest, sides),
         drafts_section(manifest, sides),
-        ctr_section(manifest.ctr),
-        audit_section(manifest.audit),
+        ctr_section(manifest.judgement.ctr),
+        audit_section(manifest.judgement.audit),
         samples_section(sides),
         provenance_section(manifest),
     ]
@@ -117,7 +117,7 @@ def headline(manifest: RunManifest, sides: list[SideReport]) -> Markup:
         return Markup().join(
             [*phrases, strong(f"all {count(entities)}"), " entities were unchanged and kept their text"]
         )
-    verb = "rewritten" if manifest.previous_night else "written"
+    verb = "rewritten" if manifest.judgement.previous_night else "written"
     phrases += [strong(f"{count(generated)} of {count(entities)}"), f" entities {verb}"]
     if manifest.status != "failed":
         tonight = total(side.tonight for side in sides)
@@ -137,13 +137,15 @@ def _factors(sides: list[SideReport]) -> list[str]:
 
 def _judgement(manifest: RunManifest, sides: list[SideReport]) -> str:
     """The verdict of the CTR comparison; empty if no text can differ from plain decoding's."""
-    verdicts = {model: found.verdict for model, found in manifest.ctr.equivalence.items() if model != ALL_MODELS}
+    verdicts = {
+        model: found.verdict for model, found in manifest.judgement.ctr.equivalence.items() if model != ALL_MODELS
+    }
     if not verdicts or not any(side.figures.num_carried_over or side.figures.stats.has_guesses for side in sides):
         return ""
     worse = [model for model, verdict in verdicts.items() if verdict == "worse"]
     unharmed = [model for model, verdict in verdicts.items() if verdict in ("equivalent", "better")]
     undecided = [model for model, verdict in verdicts.items() if verdict == "undecided"]
-    of = f" (of {age_of_judged(manifest.ctr)})" if manifest.ctr.judged_run_id else ""
+    of = f" (of {age_of_judged(manifest.judgement.ctr)})" if manifest.judgement.ctr.judged_run_id else ""
     if worse:
         return f"; AUC harmed with {' and '.join(worse)}{of}"
     if not unharmed:
@@ -174,7 +176,7 @@ def key_figures(manifest: RunManifest, sides: list[SideReport]) -> list[KeyFigur
 
 
 def _ctr_figure(manifest: RunManifest) -> KeyFigure:
-    gains = own_gains(manifest.ctr)
+    gains = own_gains(manifest.judgement.ctr)
     if not gains:
         return KeyFigure("wall time", seconds(_wall_s(manifest)), ["all stages"])
     median = decimal(statistics.median(gain.auc for gain in gains), 4, signed=True)
@@ -182,7 +184,7 @@ def _ctr_figure(manifest: RunManifest) -> KeyFigure:
     is_shown = all(gain.is_shown for gain in gains)
     if not is_shown:
         notes = [f"{median}, {notes[0]}, but with one or more of them no more than the spread of seeds"]
-    overall = manifest.ctr.equivalence.get(ALL_MODELS)
+    overall = manifest.judgement.ctr.equivalence.get(ALL_MODELS)
     if overall is not None:
         notes.append(f"{decimal(overall.mean_difference, 4, signed=True)} against plain texts")
     return KeyFigure("AUC from knowledge", median if is_shown else "not shown", notes)
@@ -195,27 +197,27 @@ def _wall_s(manifest: RunManifest) -> float:
 def _warnings(manifest: RunManifest, sides: list[SideReport]) -> list[str]:
     """Warnings that need action, the reason of a failure first."""
     done = "Not published" if manifest.status == "held" else "Published all the same"
-    found = [f"{done}: {gate_sentence(gate)}." for gate in blocking(manifest.gates)]
-    found += [f"{gate_sentence(gate)}." for gate in warning(manifest.gates)]
+    found = [f"{done}: {gate_sentence(gate)}." for gate in blocking(manifest.judgement.gates)]
+    found += [f"{gate_sentence(gate)}." for gate in warning(manifest.judgement.gates)]
     found += log_warnings(manifest)
     found += [f"{side.label}: {warning}." for side in sides for warning in side_warnings(side.figures)]
-    for table, facts in manifest.inputs.items():
+    for table, facts in manifest.origin.inputs.items():
         found += [f"{table}.{column}: {why}." for column, why in facts.get(LEFT_OUT, {}).items()]
     return [manifest.failure, *found] if manifest.status == "failed" and manifest.failure else found
 
 
 def log_warnings(manifest: RunManifest) -> list[str]:
     """A warning if the newest interaction is older than usual."""
-    age = recorded_age(manifest.inputs)
+    age = recorded_age(manifest.origin.inputs)
     return [] if age is None or not age.is_stale else [f"{str(age)[0].upper()}{str(age)[1:]}."]
 
 
 def _facts(manifest: RunManifest) -> list[str]:
-    model, machine = manifest.model, manifest.machine
-    facts = [f"{side} prompts: {one.framework} ({one.template})" for side, one in manifest.prompts.items()]
+    model, machine = manifest.generation.model, manifest.origin.machine
+    facts = [f"{side} prompts: {one.framework} ({one.template})" for side, one in manifest.origin.prompts.items()]
     if model is not None:
         facts.append(f"model {model.id} ({rate(model.num_parameters / 1e6)} M parameters)")
-        by_vllm = manifest.settings.get("decoding", {}).get("engine") == "vllm"
+        by_vllm = manifest.origin.settings.get("decoding", {}).get("engine") == "vllm"
         reason = f" ({model.dtype_reason})" if model.dtype_reason else ""
         facts.append(f"{model.dtype} on {model.device}{reason}{', by vLLM, which verifies greedily' * by_vllm}")
     if machine.get("gpu") or machine.get("num_cpus"):

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from laserbatch.jobs.formatting import percent, ratio
 from laserbatch.jobs.gates import MAX_SHARE_MISSING, accepted_share
 from laserbatch.pipeline.sides import SIDES, Side
-from laserbatch.pipeline.storage.manifest import RunManifest, SideFigures
+from laserbatch.pipeline.storage.figures import SideFigures
+from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.stats import DecodingStats
 
 SIDE_LABELS: dict[Side, str] = {"user": "Users", "item": "Items"}
@@ -35,14 +36,14 @@ class SideReport:
 
 def sides_of(manifest: RunManifest) -> list[SideReport]:
     """The sides of a run, users first. A run that failed early has none."""
-    before = manifest.previous_night.sides if manifest.previous_night is not None else {}
+    before = manifest.judgement.previous_night.sides if manifest.judgement.previous_night is not None else {}
     sides = []
     for name in SIDES:
-        if name in manifest.sides:
+        if name in manifest.generation.sides:
             previous_night = before.get(name)
-            plain = manifest.plain.get(name)
+            plain = manifest.generation.plain.get(name)
             of_same = plain and (_counted(plain.stats_of_tonight) or _counted(plain.stats))
-            figures = manifest.sides[name]
+            figures = manifest.generation.sides[name]
             sides.append(SideReport(name, figures, _counted(figures.stats), _counted(previous_night), of_same))
     return sides
 

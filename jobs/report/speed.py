@@ -26,7 +26,7 @@ def speed_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
         ]
         for measured in ("tokens_per_s", "tokens_per_step")
     )
-    labels, workers = [side.label for side in sides], manifest.workers
+    labels, workers = [side.label for side in sides], manifest.generation.workers
     caption = "Tokens written, divided by the seconds of writing"
     if workers is not None:
         threads = counted(workers.num_threads, "thread")
@@ -43,7 +43,7 @@ def speed_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
         blocks.append(
             Note("Nothing was decoded plainly in this run, so there is no speed-up over plain decoding to show.")
         )
-    verifier = manifest.settings.get("decoding", {}).get("verifier")
+    verifier = manifest.origin.settings.get("decoding", {}).get("verifier")
     blocks.append(_numbers(sides, f"tonight ({verifier})"))
     if any(side.figures.budget for side in sides):
         blocks.append(_forecast(sides))

@@ -20,7 +20,8 @@ from laserbatch.jobs.report.blocks import (
 )
 from laserbatch.jobs.report.sides import SIDE_LABELS, SideReport
 from laserbatch.pipeline.sides import SIDES
-from laserbatch.pipeline.storage.manifest import RunManifest, SampleText, WorkerFigures
+from laserbatch.pipeline.storage.figures import SampleText, WorkerFigures
+from laserbatch.pipeline.storage.manifest import RunManifest
 
 OUTCOMES = (
     ("num_generated", "generated", TONIGHT),
@@ -39,7 +40,7 @@ def work_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
     blocks: list[Block] = [Note(f"{side.label}: there were no entities.") for side in sides if side not in busy]
     if not sides:
         blocks.append(Note("No side was finished in this run."))
-    if num_copies := manifest.inputs.get("interactions", {}).get("num_copies"):
+    if num_copies := manifest.origin.inputs.get("interactions", {}).get("num_copies"):
         blocks.append(Note(f"Interactions left out as exact copies of another one: {count(num_copies)}."))
     if busy:
         blocks.append(
@@ -58,8 +59,8 @@ def work_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
         blocks.append(bars("Time by stage", names, [Series("", times, TONIGHT)], "wall time", seconds, caption))
     else:
         blocks.append(Note("No stage was timed."))
-    if manifest.workers is not None and manifest.stages and busy:
-        blocks.append(_cost(manifest.workers, manifest.stages, busy))
+    if manifest.generation.workers is not None and manifest.stages and busy:
+        blocks.append(_cost(manifest.generation.workers, manifest.stages, busy))
     reasons = [
         {
             "Side": side.label,
@@ -80,9 +81,9 @@ def work_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
 
 def gates_section(manifest: RunManifest) -> Section:
     """The section "Gates", with the values measured before publication."""
-    if not manifest.gates:
+    if not manifest.judgement.gates:
         return Section("gates", "Gates", [Note("This run was not judged.")])
-    judged = [gate for gate in manifest.gates if gate.value is not None]
+    judged = [gate for gate in manifest.judgement.gates if gate.value is not None]
     judged.sort(key=lambda gate: (*SIDES, None).index(gate.side))
     rows = [
         {
@@ -99,7 +100,7 @@ def gates_section(manifest: RunManifest) -> Section:
     strong = [number for number, gate in enumerate(judged) if gate.verdict != "passes"]
     table = Table("What was judged before publication", rows, ("Side", "Gate", "Verdict", "Meaning"), caption, strong)
     reasons: dict[str, list[str]] = {}
-    for gate in manifest.gates:
+    for gate in manifest.judgement.gates:
         if gate.value is None:
             reasons.setdefault(gate_sentence(gate), []).append(gate.gate)
     not_judged = "; ".join(f"{', '.join(gates)} ({reason})" for reason, gates in reasons.items())
@@ -150,4 +151,4 @@ def provenance_section(manifest: RunManifest) -> Section:
         else Note(f"{key.capitalize()}: not recorded.")
         for key in GIVEN
     ]
-    return Section("provenance", "Inputs, settings, machine", blocks, f"Settings hash {manifest.settings_hash}.")
+    return Section("provenance", "Inputs, settings, machine", blocks, f"Settings hash {manifest.origin.settings_hash}.")

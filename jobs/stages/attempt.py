@@ -18,7 +18,7 @@ from laserbatch.jobs.log_age import recorded_age
 from laserbatch.jobs.stages.inputs import changed_inputs
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.gpus import gpu_name
-from laserbatch.pipeline.storage.manifest import RunManifest, make_run_id, settings_hash
+from laserbatch.pipeline.storage.manifest import RunManifest, RunOrigin, make_run_id, settings_hash
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 
@@ -65,9 +65,9 @@ def newest_attempt(
     found = Attempt(run, edition, manifest)
     if manifest is None:
         return found
-    changed = tuple(changed_inputs(manifest.inputs, inputs))
-    begins_anew = force or (redo and changed) if found.is_done else force and not manifest.force
-    if run.run_id in workspace.not_built_on() and run.run_id not in workspace.rolled_back():
+    changed = tuple(changed_inputs(manifest.origin.inputs, inputs))
+    begins_anew = force or (redo and changed) if found.is_done else force and not manifest.origin.force
+    if run.run_id in workspace.publication.not_built_on() and run.run_id not in workspace.publication.rolled_back():
         say(f"run {run.run_id} was built on a run that was since rolled back: its date is run again")
         begins_anew = True
     if begins_anew:
@@ -103,10 +103,12 @@ def new_manifest(
         path=run.manifest_path,
         run_id=run.run_id,
         date=date,
-        settings=dict(settings),
-        settings_hash=settings_hash(identity),
-        laserbatch_version=version("laserbatch"),
-        machine=machine,
+        origin=RunOrigin(
+            settings=dict(settings),
+            settings_hash=settings_hash(identity),
+            laserbatch_version=version("laserbatch"),
+            machine=machine,
+        ),
     )
 
 
@@ -119,12 +121,12 @@ def recorded(manifest: RunManifest) -> Iterator[None]:
             "run_begin",
             run_id=run.run_id,
             date=str(manifest.date),
-            version=manifest.laserbatch_version,
+            version=manifest.origin.laserbatch_version,
             process=f"pid {os.getpid()} on {socket.gethostname()}",
-            previous_run_id=manifest.previous_run_id,
-            pools=manifest.pools.version,
+            previous_run_id=manifest.origin.previous_run_id,
+            pools=manifest.generation.pools.version,
         )
-        if (age := recorded_age(manifest.inputs)) is not None:
+        if (age := recorded_age(manifest.origin.inputs)) is not None:
             emit("interactions", newest=age.newest, age_days=age.age_days, is_stale=age.is_stale)
         try:
             yield

@@ -29,14 +29,11 @@ from laserbatch.jobs.gates import (
 from laserbatch.jobs.stages.generate import generate_plain_sample
 from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.workers import NightWorkers
-from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.knowledge.names import names_in, texts_of, unfounded
-from laserbatch.pipeline.knowledge.prompts import render_shown
 from laserbatch.pipeline.knowledge.questions import shown_of_row
-from laserbatch.pipeline.knowledge.templates import PromptTemplate
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import remove_folder
-from laserbatch.pipeline.storage.manifest import AuditedMean, AuditedText, AuditFigures, SideAudit
+from laserbatch.pipeline.storage.figures import AuditedMean, AuditedText, AuditFigures, SideAudit
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
@@ -56,7 +53,7 @@ TOO_FEW = (
 
 def needs_audited_texts(night: Night) -> bool:
     """Whether the audit needs a sample of tonight's texts to be decoded plainly."""
-    is_open = night.manifest.audit is None and _why_not(night) is None
+    is_open = night.manifest.judgement.audit is None and _why_not(night) is None
     return is_open and not night.settings.night.compare_with_plain and bool(_sample_sizes(night))
 
 
@@ -86,7 +83,7 @@ def remove_audited_texts(night: Night) -> None:
 
 
 def _why_not(night: Night) -> str | None:
-    settings, stats = night.settings, [figures.stats for figures in night.manifest.sides.values()]
+    settings, stats = night.settings, [figures.stats for figures in night.manifest.generation.sides.values()]
     if not settings.night.num_audited:
         return OFF
     is_plain = settings.decoding.verifier == "greedy" or not any(side.has_guesses for side in stats)
@@ -112,7 +109,7 @@ def _sample_sizes(night: Night) -> dict[Side, int]:
     share, fewest = (1, 1) if settings.compare_with_plain else (MIN_TEXTS_PER_AUDITED, MIN_PAIRS)
     return {
         side: size
-        for side, figures in night.manifest.sides.items()
+        for side, figures in night.manifest.generation.sides.items()
         if (size := min(settings.num_audited, sum(shard.num_rows for shard in figures.shards) // share)) >= fewest
     }
 
@@ -121,7 +118,7 @@ def _samples(night: Night) -> dict[Side, _Sample]:
     """Texts spread evenly over the shards of each side, the same in every attempt."""
     found = {}
     for side, size in _sample_sizes(night).items():
-        figures = night.manifest.sides[side]
+        figures = night.manifest.generation.sides[side]
         ends = np.cumsum([0, *(shard.num_rows for shard in figures.shards)])
         num_texts = int(ends[-1])
         first = int(hashlib.sha256(f"{night.date} {side}".encode()).hexdigest(), 16) % num_texts
@@ -172,7 +169,7 @@ def _audit(night: Night, side: Side, sample: _Sample, load_encoder: "Callable[[]
     own = _rows_of(sample.texts, plain["entity_id"])
     planned = _rows_of(sample.planned, plain["entity_id"])
     template = night.template(side)
-    names = _unfounded(night, template, planned, [own["text"].to_pylist(), plain["text"].to_pylist()])
+    names = _unfounded(night, side, planned, [own["text"].to_pylist(), plain["text"].to_pylist()])
     ours, theirs = (
         _Measured.of(texts, found, len(template.factors or template.fields))
         for texts, found in zip((own, plain), names, strict=True)
@@ -206,18 +203,13 @@ def _audit(night: Night, side: Side, sample: _Sample, load_encoder: "Callable[[]
     )
 
 
-def _unfounded(
-    night: Night, template: PromptTemplate, planned: pa.Table, texts: list[list[str]]
-) -> list[list[set[str]]]:
+def _unfounded(night: Night, side: Side, planned: pa.Table, texts: list[list[str]]) -> list[list[set[str]]]:
     """The names in each text that occur neither in its prompt nor in the table of items.
 
     `planned` has the rows that both lists of `texts` answer, in their order.
     """
-    tokenizer, prompts = load_tokenizer(night.settings.model_dir, night.settings.decoding.adapter), []
-    for row in planned.drop_columns(["previous_ids"]).to_pylist():
-        most = night.settings.knowledge.max_prompt_tokens
-        prompt = render_shown(template, shown_of_row(row), tokenizer, most, night.date)
-        prompts.append(pa.array([tokenizer.decode(prompt.token_ids.tolist())]))
+    rendered = [night.render(side, shown_of_row(row)) for row in planned.drop_columns(["previous_ids"]).to_pylist()]
+    prompts = [pa.array([night.tokenizer.decode(prompt.token_ids.tolist())]) for prompt in rendered]
     found = [
         [unfounded(names_in(text), [prompt]) for text, prompt in zip(part, prompts, strict=True)] for part in texts
     ]

@@ -13,7 +13,7 @@ from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.planning.plan import Shard, read_shard
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
-from laserbatch.pipeline.storage.manifest import BudgetFigures
+from laserbatch.pipeline.storage.figures import BudgetFigures
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.step_cost import StepCost
@@ -30,10 +30,12 @@ def last_speed(night: Night, sides: Iterable[Side]) -> float | None:
         if earlier is None:
             run = previous_run(night.workspace, run.run_id)
             continue
-        stats = DecodingStats.total(earlier.sides[side].stats for side in sides if side in earlier.sides)
+        stats = DecodingStats.total(
+            earlier.generation.sides[side].stats for side in sides if side in earlier.generation.sides
+        )
         if stats.tokens_per_s:
             return stats.tokens_per_s
-        run = None if earlier.previous_run_id is None else night.workspace.run(earlier.previous_run_id)
+        run = None if earlier.origin.previous_run_id is None else night.workspace.run(earlier.origin.previous_run_id)
     return None
 
 
@@ -42,22 +44,22 @@ def night_budgets(night: Night, shards: Iterable[Shard], measure: Callable[[], S
 
     `measure` has a worker measure the step cost; it is called only if a budget has to be chosen.
     """
-    if not night.manifest.budgets:
+    if not night.manifest.generation.budgets:
         shards = list(shards)
-        decoding, version = night.settings.decoding, night.manifest.pools.version
+        decoding, version = night.settings.decoding, night.manifest.generation.pools.version
         step_cost = budget_step_cost(decoding, measure)
         chosen = {}
         for side in SIDES:
             pool = None if version is None else night.pools.open(version, side)
             share_changed = _share_changed(night, [shard for shard in shards if shard.side == side])
             chosen[side] = side_budget(decoding, pool, step_cost, share_changed)
-        night.manifest.budgets = {
+        night.manifest.generation.budgets = {
             side: BudgetFigures(**asdict(one.budget), forecast=one.forecast) for side, one in chosen.items()
         }
         night.manifest.save()
         for side, one in chosen.items():
             say(f"{side}s: {describe_budget(one)}")
-    return {side: budget_of(figures) for side, figures in night.manifest.budgets.items()}
+    return {side: budget_of(figures) for side, figures in night.manifest.generation.budgets.items()}
 
 
 def known_step_cost(workspace: Workspace, decoding: DecodingSettings, path: Path | None = None) -> StepCost | None:

@@ -28,7 +28,8 @@ from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import link_file, read_json, write_json
 from laserbatch.pipeline.storage.damage import unless_damaged
-from laserbatch.pipeline.storage.manifest import PoolBuilt, RunManifest
+from laserbatch.pipeline.storage.figures import PoolBuilt
+from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.tables.schema import TABLE_NAMES
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import build_pool
@@ -56,7 +57,9 @@ def prepare_pools(night: Night, make_current: bool = True, anew: bool = False) -
     nothing at all has changed; neither with `anew`. Routers are fitted here: their last bits depend on the number of
     threads of libraries, which other code may limit while the pools are built in a thread of their own.
     """
-    drafted_from = None if anew or night.manifest.pools.version is None else night.manifest.pools.version
+    drafted_from = (
+        None if anew or night.manifest.generation.pools.version is None else night.manifest.generation.pools.version
+    )
     if drafted_from is not None and (before := unchanged_pools(night, drafted_from)):
         return partial(_link_pools, night, drafted_from, before, make_current)
     fit = describe_fit(night)
@@ -79,7 +82,9 @@ def describe_fit(night: Night) -> dict[str, Any]:
         "routing": routing.model_dump(mode="json"),
         "seed": night.settings.seed,
         "columns": {side: str(tables.entities(side).schema.remove_metadata()) for side in SIDES},
-        "embeddings": {key: facts["sha256"] for key, facts in night.manifest.inputs.items() if key not in TABLE_NAMES},
+        "embeddings": {
+            key: facts["sha256"] for key, facts in night.manifest.origin.inputs.items() if key not in TABLE_NAMES
+        },
     }
 
 
@@ -128,16 +133,16 @@ def unchanged_pools(night: Night, version: str) -> dict[Side, PoolBuilt]:
         return {}
     is_same = all(_known(before, name) == _known(night.manifest, name) is not None for name in TABLE_NAMES)
     for side in SIDES:
-        then, now = before.sides.get(side), night.manifest.sides.get(side)
+        then, now = before.generation.sides.get(side), night.manifest.generation.sides.get(side)
         if then is None or now is None or now.num_generated:
             return {}
         is_same &= then.num_entities == now.num_entities
-    is_same &= before.inputs.keys() == set(TABLE_NAMES) == night.manifest.inputs.keys()
+    is_same &= before.origin.inputs.keys() == set(TABLE_NAMES) == night.manifest.origin.inputs.keys()
     return before.pools_built if is_same else {}
 
 
 def _known(manifest: RunManifest, table: str) -> str | None:
-    return manifest.inputs.get(table, {}).get("known_sha256")
+    return manifest.origin.inputs.get(table, {}).get("known_sha256")
 
 
 def _link_pools(

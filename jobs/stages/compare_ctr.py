@@ -24,7 +24,7 @@ from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.events import event_log
 from laserbatch.pipeline.encoding.versions import feature_versions
 from laserbatch.pipeline.errors import LaserbatchError
-from laserbatch.pipeline.storage.manifest import CtrFigures
+from laserbatch.pipeline.storage.figures import CtrFigures
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.fetched import copy_of, remove_copies, use_copy

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laserbatch.jobs.console import progress, say
-from laserbatch.pipeline.encoding.features import EarlierFeatures, write_features
+from laserbatch.pipeline.encoding.features import EarlierFeatures, FeatureWriter
 from laserbatch.pipeline.encoding.identity import encoder_identity
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
-from laserbatch.pipeline.storage.manifest import FeatureFigures
+from laserbatch.pipeline.storage.figures import FeatureFigures
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -52,15 +52,15 @@ def encode_run(
         num_rows = sum(batch.num_rows for batch in folder.iter_knowledge(side, ["entity_id"]))
         with progress(f"encode {side} texts", num_rows) as bar:
             earlier = _earlier(previous, side, encoder_id, settings.max_text_tokens)
-            write = partial(write_features, folder, side, encoder, encoder_id, settings, codes_of=codes_of)
-            write = partial(write, on_batch=bar.advance, fields=(fields or {}).get(side, ()))
+            parts = (fields or {}).get(side, ())
+            features = FeatureWriter(folder, side, encoder, encoder_id, settings, parts, bar.advance)
             try:
-                figures[side] = write(earlier)
+                figures[side] = features.write(earlier, codes_of)
             except WorkspaceError as error:
                 if earlier is None:
                     raise
                 say(f"{side} texts are all encoded again: {error}")
-                figures[side] = write()
+                figures[side] = features.write(None, codes_of)
             bar.advance(num_rows - figures[side].num_encoded)
         if num_truncated := figures[side].num_truncated:
             say(f"{num_truncated} {side} texts are longer than the encoder takes and lost their end")
@@ -82,7 +82,7 @@ def _earlier(previous: RunFolder | None, side: Side, encoder_id: str, max_text_t
     if manifest is None:
         return None
     before = manifest.features.get(side)
-    cut_at = manifest.settings.get("encoding", {}).get("max_text_tokens", max_text_tokens)
+    cut_at = manifest.origin.settings.get("encoding", {}).get("max_text_tokens", max_text_tokens)
     if before is None or before.encoder != encoder_id or cut_at != max_text_tokens:
         return None
     return EarlierFeatures(previous, before)

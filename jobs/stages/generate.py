@@ -21,7 +21,6 @@ from laserbatch.jobs.stages.shards import Finished, gather, hand_out, stats_of
 from laserbatch.jobs.stages.spans import report_samples
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.budget.choice import PLAIN
-from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.distributed.actors import ShardAbandoned
 from laserbatch.pipeline.distributed.shared_folder import TOKEN_FILE
@@ -50,7 +49,7 @@ from laserbatch.pipeline.planning.postpone import Refresh, unusable_texts
 from laserbatch.pipeline.planning.refresh import BUDGET
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
-from laserbatch.pipeline.storage.manifest import ShardRecord, SideFigures
+from laserbatch.pipeline.storage.figures import ShardRecord, SideFigures
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.quarantine import count_reasons
 from laserbatch.pipeline.storage.run_folder import POSTPONED, RunFolder
@@ -135,9 +134,7 @@ class GenerationStage:
                 (side, background.submit(carry.write)) for side, carry in self._carry_overs.items()
             ]
             if pending:
-                settings = self.night.settings
-                folders = settings.model_dir, settings.decoding.adapter
-                load = partial(background.submit, load_tokenizer, *folders)  # seconds, for later stages
+                load = partial(background.submit, lambda: self.night.tokenizer)  # seconds, for later stages
                 abandoned = self._write(workers, pending, plans, finished, [written for _, written in carried], load)
             for side, written in carried:
                 finished[side] |= written.result()
@@ -153,10 +150,10 @@ class GenerationStage:
         night, previous = self.night, self.night.previous
         if all(load_plan(self.folder.root, side) for side in SIDES):
             return False
-        if previous is None or night.manifest.force or previous.settings_hash != night.run.settings_hash:
+        if previous is None or night.manifest.origin.force or previous.settings_hash != night.run.settings_hash:
             return True
         before = unless_damaged(previous.load_manifest)
-        return before is None or bool(changed_inputs(before.inputs, night.manifest.inputs))
+        return before is None or bool(changed_inputs(before.origin.inputs, night.manifest.origin.inputs))
 
     def plans(self) -> tuple[dict[Side, SidePlan], dict[Side, Finished]]:
         """The plans of both sides, and their finished shards."""
@@ -195,7 +192,7 @@ class GenerationStage:
     def _rules(self, side: Side) -> WriteRules:
         night = self.night
         unusable = unusable_texts(night.previous, side, night.date)
-        return WriteRules(night.manifest.force, refresh=self._refresh(side), unusable=unusable)
+        return WriteRules(night.manifest.origin.force, refresh=self._refresh(side), unusable=unusable)
 
     def _sharding(self, side: Side) -> Sharding:
         return Sharding(self.decoding.batch_size, self.night.settings.night.shard_size, self.night.routes(side))
@@ -261,7 +258,7 @@ class GenerationStage:
         worker_pool = workers.worker_pool(self.worker_spec())
         choose = partial(self._choose_budgets, pending)
         abandoned = hand_out(worker_pool, pending, finished, self.label, choose, check, notify_first_text)
-        self.night.manifest.workers = workers.figures(worker_pool, len(pending))
+        self.night.manifest.generation.workers = workers.figures(worker_pool, len(pending))
         return abandoned
 
     @property
@@ -284,7 +281,7 @@ class GenerationStage:
             date=night.date,
             step_cost_dir=night.workspace.step_costs_folder.resolve(),
             pool_dirs=pool_dirs,
-            pool_version=night.manifest.pools.version,
+            pool_version=night.manifest.generation.pools.version,
         )
 
     def _gather(self, plan: SidePlan, finished: Finished, abandoned: Iterable[ShardAbandoned]) -> SideFigures:
@@ -293,7 +290,7 @@ class GenerationStage:
         reasons, num_stale = gather(folder, side, entity_ids, finished, abandoned, partial(self._stale, side))
         written = [(shard, finished[shard.name]) for shard in plan.shards if shard.name in finished]
         for _, record in written[:1]:
-            night.manifest.model = record.written_by.model
+            night.manifest.generation.model = record.written_by.model
         return SideFigures(
             num_entities=plan.num_entities,
             num_generated=sum(record.num_rows for _, record in written),
@@ -314,7 +311,7 @@ class GenerationStage:
         """Fields of `SideFigures` that a plain baseline does not share."""
         night, side = self.night, plan.side
         return {
-            "budget": night.manifest.budgets.get(side),
+            "budget": night.manifest.generation.budgets.get(side),
             "samples": report_samples(night, self.folder, side, plan),
         }
 
@@ -335,7 +332,7 @@ class PlainBaselineStage(GenerationStage):
     def _rules(self, side: Side) -> WriteRules:
         postponed = self.night.run.read_postponed(side)
         without_text = postponed.filter(pc.invert(postponed["has_text"]))  # nothing to compare with
-        return WriteRules(self.night.manifest.force, excluded=without_text)
+        return WriteRules(self.night.manifest.origin.force, excluded=without_text)
 
     def _sharding(self, side: Side) -> Sharding:
         isolate_ids = _written_tonight(self.night, side)

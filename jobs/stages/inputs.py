@@ -35,7 +35,8 @@ from laserbatch.pipeline.storage.manifest import LEFT_OUT
 from laserbatch.pipeline.tables import schema as sc
 from laserbatch.pipeline.tables.check import IdsBefore, check_tables, require_sound
 from laserbatch.pipeline.tables.findings import Finding
-from laserbatch.pipeline.tables.read import Tables, describe, end_of_day, only_chunk, read_tables
+from laserbatch.pipeline.tables.order import only_chunk
+from laserbatch.pipeline.tables.read import Tables, describe, end_of_day, read_tables
 from laserbatch.pipeline.validation import line_of, nearest
 from laserbatch.retrieval_pools.routing.embeddings import id_column, read_embeddings
 

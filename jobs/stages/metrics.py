@@ -94,7 +94,7 @@ def exposition(night: NightMetrics, workspace: Path, start_s: float, end_s: floa
         page.add("published_date_timestamp_seconds", "Midnight (UTC) of the date that readers see.", (none, midnight))
     if night.manifest is None:
         return "\n".join([*page.lines, ""])
-    sides = night.manifest.sides.items()
+    sides = night.manifest.generation.sides.items()
     entities = (
         ({"side": side, "outcome": outcome}, getattr(figures, f"num_{outcome}"))
         for side, figures in sides
@@ -117,6 +117,6 @@ def _successes(workspace: Path) -> tuple[datetime.date | None, float | None]:
         return None, None
     published = None
     with suppress(LaserbatchError, ValueError):
-        run = opened.published()
+        run = opened.publication.run()
         published = None if run is None else datetime.date.fromisoformat(run.date)
     return published, max(finished, default=None)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -15,27 +15,27 @@ from laserbatch.jobs.console import say
 from laserbatch.jobs.settings import NOT_OF_OUTPUT, Settings
 from laserbatch.jobs.stages.attempt import new_manifest, newest_attempt, stage
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, checked_inputs, needs_a_model
+from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.histories import labels_of
-from laserbatch.pipeline.knowledge.templates import Labels, PromptTemplate
+from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, Shown, render_shown
+from laserbatch.pipeline.knowledge.templates import PromptTemplate
 from laserbatch.pipeline.knowledge.values import RULES_VERSION
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
+from laserbatch.pipeline.storage.figures import PoolFigures, PoolsUsed, PromptRef
 from laserbatch.pipeline.storage.forgetting import unfinished_receipts
-from laserbatch.pipeline.storage.manifest import (
-    PoolFigures,
-    PoolsUsed,
-    PromptRef,
-    RunManifest,
-    settings_hash,
-)
+from laserbatch.pipeline.storage.manifest import RunManifest, settings_hash
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import Tables, read_tables
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.store import PoolStore, PoolVersion
 from laserbatch.retrieval_pools.routing.router import Router, Routes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Night:
     @property
     def previous(self) -> RunFolder | None:
         """The run whose texts are carried over and drafted from; see `previous_run`."""
-        run_id = self.manifest.previous_run_id
+        run_id = self.manifest.origin.previous_run_id
         return None if run_id is None else self.workspace.run(run_id)
 
     @cached_property
@@ -64,7 +64,7 @@ class Night:
 
     def pool_folders(self) -> dict[Side, Path]:
         """The folder of the pool that each side drafts from, where it has one."""
-        if (version := self.manifest.pools.version) is None:
+        if (version := self.manifest.generation.pools.version) is None:
             return {}
         folder = self.pools.folder(version)
         return {side: (folder / side).resolve() for side in SIDES if (folder / side).is_dir()}
@@ -76,15 +76,27 @@ class Night:
 
     def template(self, side: Side) -> PromptTemplate:
         """The prompt template of a side, in words that fit its tables."""
-        return self.settings.template(side, self._labels)
+        return self._templates[side]
 
     @cached_property
-    def _labels(self) -> Labels:
-        return labels_of(self.tables.interactions, self.settings.knowledge.words.events)
+    def _templates(self) -> dict[Side, PromptTemplate]:
+        labels = labels_of(self.tables.interactions, self.settings.knowledge.words.events)
+        return {side: self.settings.template(side, labels) for side in SIDES}
+
+    @cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The tokenizer of the model that writes the night's texts; it takes seconds to load."""
+        return load_tokenizer(self.settings.model_dir, self.settings.decoding.adapter)
+
+    def render(self, side: Side, shown: Shown) -> RenderedPrompt:
+        """The prompt of an entity, as workers render it. Raises RowError where it has none."""
+        return render_shown(
+            self.template(side), shown, self.tokenizer, self.settings.knowledge.max_prompt_tokens, self.date
+        )
 
     def routes(self, side: Side) -> Routes:
         """The pool group that each entity drafts from; none before the first pools are built."""
-        version, router = self.manifest.pools.version, None
+        version, router = self.manifest.generation.pools.version, None
         if version is not None:
             router = Router.load(self.pools.folder(version) / "router" / side)
         return side_routes(router, self.tables, side)
@@ -153,7 +165,7 @@ def open_night(
         if date > datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=1):
             say(f"{date} is in the future: once published, no night of an earlier date is published by itself")
         say_other_prompts(night)
-        night.manifest.force, night.manifest.inputs = force, inputs
+        night.manifest.origin.force, night.manifest.origin.inputs = force, inputs
         night.manifest.save()
     else:
         night = Night(settings, workspace, date, attempt.run, attempt.manifest, attempt.changed)
@@ -166,12 +178,12 @@ def open_night(
 def _go_on(night: Night) -> None:
     """Resume an unfinished run, without pools or a drafter that are gone or rolled back."""
     say(f"going on with run {night.run.run_id}")
-    manifest, pools, not_built_on = night.manifest, night.manifest.pools.version, night.workspace.not_built_on()
-    if pools in not_built_on:
+    manifest, pools = night.manifest, night.manifest.generation.pools.version
+    if pools in night.workspace.publication.not_built_on():
         say(f"not drafting from the pools {pools}, whose run was rolled back")
-        manifest.pools = PoolsUsed()
+        manifest.generation.pools = PoolsUsed()
     elif pools is not None and not can_be_used(night.pools, pools):
-        manifest.pools = PoolsUsed()
+        manifest.generation.pools = PoolsUsed()
     manifest.status = "running"
 
 
@@ -186,16 +198,16 @@ def new_night(
     manifest = new_manifest(workspace, date, output, named, edition)
     run = workspace.run(manifest.run_id)
     previous = base_run or previous_run(workspace, run.run_id)
-    manifest.previous_run_id = previous.run_id if previous is not None else None
+    manifest.origin.previous_run_id = previous.run_id if previous is not None else None
     for side in SIDES:
         template = settings.knowledge.template(side)
-        manifest.prompts[side] = PromptRef(template.framework, template.identity)
-    manifest.value_rules = RULES_VERSION
+        manifest.origin.prompts[side] = PromptRef(template.framework, template.identity)
+    manifest.origin.value_rules = RULES_VERSION
     night = Night(settings, workspace, date, run, manifest)
     wanted = None if base_run is None else base_run.run_id
-    not_used = {run.run_id for run in workspace.runs() if run.is_held} | workspace.not_built_on()
+    not_used = {run.run_id for run in workspace.runs() if run.is_held} | workspace.publication.not_built_on()
     pools = current_pools(night.pools, settings.pools.min_support, date, wanted, not_used)
-    manifest.pools = describe_pools(pools)
+    manifest.generation.pools = describe_pools(pools)
     return night
 
 
@@ -204,14 +216,14 @@ def say_other_prompts(night: Night) -> None:
     before = None if night.previous is None else unless_damaged(night.previous.load_manifest)
     if before is None:
         return
-    if before.value_rules != night.manifest.value_rules:
+    if before.origin.value_rules != night.manifest.origin.value_rules:
         say(
             f"this version of laserbatch writes values into prompts by other rules than that of {before.run_id} did: "
             "numbers in full, lists as sets with commas (knowledge.paths names paths), columns in the order of their "
             "names. Entities whose prompt changes by that are written once; docs/own-prompts.md has the rules"
         )
-    for side, prompt in night.manifest.prompts.items():
-        earlier = before.prompts.get(side, prompt).template
+    for side, prompt in night.manifest.origin.prompts.items():
+        earlier = before.origin.prompts.get(side, prompt).template
         if earlier != prompt.template:
             say(f"{side} prompts use the template {prompt.template}; those of {before.run_id} used {earlier}")
 
@@ -249,16 +261,16 @@ def open_run(settings: Settings, run_id: str | None) -> Night:
 
 def _settings_of(manifest: RunManifest, here: Settings) -> Settings:
     """A run's own settings, on this machine's workspace and cluster; where they are those of here, its paths too."""
-    if settings_hash(here.identity()) == manifest.settings_hash:
+    if settings_hash(here.identity()) == manifest.origin.settings_hash:
         return here
     elsewhere = {name: getattr(here, name) for name in NOT_OF_OUTPUT}
-    raw = copy.deepcopy(manifest.settings) | elsewhere
+    raw = copy.deepcopy(manifest.origin.settings) | elsewhere
     try:
         return Settings.model_validate(_without_unknown(raw, manifest.run_id))
     except ValidationError as error:
         keys = ", ".join(".".join(str(part) for part in item["loc"]) for item in error.errors())
         raise ConfigError(
-            f"run {manifest.run_id} was made by laserbatch {manifest.laserbatch_version} with settings that "
+            f"run {manifest.run_id} was made by laserbatch {manifest.origin.laserbatch_version} with settings that "
             f"this version does not have ({keys}); use that version for it, or run the night again"
         ) from None
 
@@ -343,5 +355,5 @@ def pools_in_use(workspace: Workspace) -> set[str]:
         if run.is_finished or run.is_held or not run.manifest_path.exists():
             continue
         if (manifest := unless_damaged(run.load_manifest)) is not None:  # else nobody can go on with it
-            used.add(manifest.pools.version)
+            used.add(manifest.generation.pools.version)
     return used - {None}

@@ -18,10 +18,9 @@ import pyarrow.compute as pc
 
 from laserbatch.jobs.stages.budgets import budget_of
 from laserbatch.jobs.stages.night import Night
-from laserbatch.pipeline.decoding.model.folder import load_tokenizer, tokenizer_folder
+from laserbatch.pipeline.decoding.model.folder import tokenizer_folder
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.errors import RowError
-from laserbatch.pipeline.knowledge.prompts import render_shown
 from laserbatch.pipeline.planning.plan import RenderedRow, load_plan, read_shard
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -35,7 +34,8 @@ from laserbatch.retrieval_pools.calibration.calibrate import (
     spread_positions,
     with_budgets,
 )
-from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText
+from laserbatch.retrieval_pools.calibration.replay import ReplayText
+from laserbatch.retrieval_pools.draft import DraftOptions
 from laserbatch.retrieval_pools.index.arrays import ArrayWriter, give_back, map_array
 from laserbatch.retrieval_pools.index.build import HeldBack
 from laserbatch.retrieval_pools.index.calibration_record import BudgetCurve, Calibration
@@ -188,7 +188,7 @@ def num_written(night: Night, side: Side) -> int:
 
 def drafted_with(night: Night, side: Side) -> Budget | None:
     """The budget that a run's side was drafted with; None where nothing was drafted, or nothing was chosen."""
-    recorded = night.manifest.budgets.get(side)
+    recorded = night.manifest.generation.budgets.get(side)
     return budget_of(recorded) if recorded is not None and recorded.max_draft_tokens else None
 
 
@@ -206,7 +206,7 @@ def draft_options(decoding: DecodingSettings, budget: Budget | None = None) -> D
 
 def _drafted_from(night: Night, side: Side, hash_of_tokenizer: str) -> Pool | None:
     """The pool that the run drafted from, if it exists and has the draft settings of tonight's."""
-    version = night.manifest.pools.version
+    version = night.manifest.generation.pools.version
     if version is None or version not in {known.version for known in night.pools.list() if known.problem is None}:
         return None
     pool = night.pools.open(version, side, hash_of_tokenizer)
@@ -223,16 +223,14 @@ def planned_rows(night: Night, side: Side, num_wanted: int) -> list[RenderedRow]
     starts = np.cumsum([0, *(shard.num_rows for shard in plan.shards)])
     positions = spread_positions(int(starts[-1]), num_wanted, night.settings.seed)
     shard_of = np.searchsorted(starts, positions, side="right") - 1
-    tokenizer, rows = load_tokenizer(night.settings.model_dir, night.settings.decoding.adapter), []
-    template, max_tokens = night.template(side), night.settings.knowledge.max_prompt_tokens
+    rows = []
     for number in np.unique(shard_of):
         shard_rows = read_shard(night.run.root / plan.shards[number].path)
         for row in (shard_rows[position - starts[number]] for position in positions[shard_of == number]):
             try:
-                prompt = render_shown(template, row.shown, tokenizer, max_tokens, night.date)
+                rows.append(RenderedRow.of(row, night.render(side, row.shown)))
             except RowError:
                 continue
-            rows.append(RenderedRow.of(row, prompt))
     return rows
 
 

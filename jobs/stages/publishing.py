@@ -16,7 +16,8 @@ from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import GateSettings
 from laserbatch.pipeline.errors import ConfigError, LaserbatchError, RunHeld, WorkspaceError
 from laserbatch.pipeline.storage.delivery import Destination, record_delivery, remember_place
-from laserbatch.pipeline.storage.manifest import GateFigures, RunManifest
+from laserbatch.pipeline.storage.figures import GateFigures
+from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.errors import PoolError
@@ -30,8 +31,8 @@ PublishPolicy = Literal["if-newer", "always", "never"]
 
 def finalize_run(run: RunFolder, manifest: RunManifest, measured: Sequence[GateFigures], limits: GateSettings) -> None:
     """Judge a completely written run, draw its report, and finish or hold it. Raises RunHeld."""
-    manifest.gates = judge(measured, limits)
-    held_by = blocking(manifest.gates)
+    manifest.judgement.gates = judge(measured, limits)
+    held_by = blocking(manifest.judgement.gates)
     manifest.status, manifest.failure = "held" if held_by else "success", None
     manifest.save()
     draw_report(run, manifest)
@@ -63,14 +64,14 @@ def command_to_publish(run: RunFolder) -> str:
 
 def draw_report(run: RunFolder, manifest: RunManifest) -> None:
     """Write or replace the page of a run."""
-    write = write_report if manifest.extension is None else extension(manifest.extension).write_report
+    write = write_report if manifest.origin.extension is None else extension(manifest.origin.extension).write_report
     write(manifest, run.report_path)
 
 
 def publish_run(workspace: Workspace, run: RunFolder, policy: PublishPolicy = "if-newer") -> None:
     """Publish a finished run by a policy, or say why not. May be called again."""
     try:
-        published = workspace.published()
+        published = workspace.publication.run()
     except WorkspaceError as error:
         say(f"{error} Run {run.run_id} takes its place")
         published = None
@@ -79,7 +80,7 @@ def publish_run(workspace: Workspace, run: RunFolder, policy: PublishPolicy = "i
     how = f"{command_to_publish(run)} changes that"
     if policy == "if-newer" and published is not None and published.date > run.date:
         say(f"not published: run {published.run_id}, of a later date, stays published; {how}")
-    elif policy == "if-newer" and run.run_id in workspace.rolled_back():
+    elif policy == "if-newer" and run.run_id in workspace.publication.rolled_back():
         say(f"not published: run {run.run_id} was rolled back; {how}")
     else:
         force_publish(workspace, run.run_id)
@@ -96,12 +97,12 @@ def force_publish(workspace: Workspace, run_id: str) -> None:
         draw_report(run, manifest)
         run.finish()
     use_pools_of(workspace, run_id)
-    workspace.publish(run_id)
+    workspace.publication.publish(run_id)
 
 
 def repair_pointer(workspace: Workspace) -> None:
     """Restore the pointer to the last run that was published, if it is lost, damaged, or its run is gone."""
-    if run_id := workspace.repair_pointer():
+    if run_id := workspace.publication.repair():
         say(f"published.json was missing, invalid or named a removed run; it is restored to the last one, {run_id}")
 
 
@@ -117,7 +118,7 @@ def use_pools_of(workspace: Workspace, run_id: str) -> None:
         store.use(run_id)
     except PoolError as error:
         how = f"`laserbatch pools rebuild --run {run_id}` builds them again"
-        if store.use_none_of(workspace.not_built_on()):
+        if store.use_none_of(workspace.publication.not_built_on()):
             say(f"no pools are current, because the current ones belong to a run that was rolled back: {error} {how}")
         else:
             say(f"the current pools do not change: {error} {how}")
@@ -134,7 +135,7 @@ def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
     Without `force` a run of a later date there stays, unless it was rolled back here. Raises ConfigError or
     WorkspaceError where it cannot be delivered.
     """
-    run_id = workspace.pointed_to()
+    run_id = workspace.publication.run_id()
     if uri is None or run_id is None:
         return
     try:
@@ -142,7 +143,7 @@ def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
         if Path(destination.root) == workspace.root.resolve():
             raise ConfigError("deliver_to is the workspace itself; give another place")
         there = str(destination.published().get("run_id", ""))
-        if not force and there[:10] > run.date and there not in workspace.rolled_back():
+        if not force and there[:10] > run.date and there not in workspace.publication.rolled_back():
             say(f"not delivered: {uri} has run {there}, of a later date; {command_to_publish(run)} changes that")
             return
         remember_place(workspace.root, uri)

@@ -35,8 +35,9 @@ from laserbatch.pipeline.storage.atomic import (
     remove_leftovers,
     write_json,
 )
+from laserbatch.pipeline.storage.experiments import ExperimentFolder, experiment_folder
 from laserbatch.pipeline.storage.manifest import make_run_id
-from laserbatch.pipeline.storage.workspace import ExperimentFolder, Workspace
+from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.check import require_sound
 from laserbatch.pipeline.tables.read import describe, open_tables
 from laserbatch.pipeline.tables.sampled import write_sample
@@ -109,7 +110,7 @@ def run_experiment(workspace: Workspace, name: str, experiment: Experiment) -> d
     `failed`, and the others are tried all the same. Raises ConfigError where the name is that of another experiment,
     CtrError where the sample cannot judge, RunFailed where every variant failed.
     """
-    folder = workspace.experiment(name)
+    folder = experiment_folder(workspace, name)
     folder.root.mkdir(parents=True, exist_ok=True)
     with folder.lock():
         remove_leftovers(folder.root)
@@ -222,7 +223,7 @@ def _tried(folder: ExperimentFolder, name: str, settings: Settings, date: dateti
         with suppress(RunHeld):
             run_night(apart, date, policy="never")
     night = open_run(apart, run.run_id)
-    for gate in night.manifest.gates:
+    for gate in night.manifest.judgement.gates:
         if gate.verdict == "blocks":
             say(f"a night with {name} would be held back: {gate_sentence(gate)}")
     # One night has no earlier texts that training rows could see.

@@ -30,30 +30,29 @@ from laserbatch.jobs.stages.publishing import (
 )
 from laserbatch.jobs.stages.stage import Stage, run_stages
 from laserbatch.jobs.stages.workers import NightWorkers
-from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.distributed.cluster import end_leftovers
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
-from laserbatch.pipeline.storage.manifest import PreviousNight
+from laserbatch.pipeline.storage.figures import PreviousNight
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.settings import KEEP_VERSIONS
 
 WRITING = (
-    Stage("generate", generate_knowledge, "sides"),
-    Stage("generate plain", generate_plain, "plain", lambda night: night.settings.night.compare_with_plain),
+    Stage("generate", generate_knowledge, "generation.sides"),
+    Stage("generate plain", generate_plain, "generation.plain", lambda night: night.settings.night.compare_with_plain),
     Stage("generate audited", generate_audited, is_due=needs_audited_texts),
 )
 JUDGING = (
     Stage(
         "audit",
         lambda night: audit_texts(night, partial(load_encoder, night.settings.encoding)),
-        "audit",
-        lambda night: night.manifest.audit is None,
+        "judgement.audit",
+        lambda night: night.manifest.judgement.audit is None,
     ),
-    Stage("ctr", compare_night, "ctr"),
-    Stage("gates", lambda night: measure(night.manifest, night.run, night.previous), "gates"),
+    Stage("ctr", compare_night, "judgement.ctr"),
+    Stage("gates", lambda night: measure(night.manifest, night.run, night.previous), "judgement.gates"),
 )
 
 
@@ -116,7 +115,7 @@ def encode_and_build_pools(night: Night) -> None:
     encoding = night.settings.encoding
     with night.stage("pools"):
         build = prepare_pools(night, make_current=False)
-    if any(figures.num_generated for figures in night.manifest.sides.values()):
+    if any(figures.num_generated for figures in night.manifest.generation.sides.values()):
         _import_first(night)
     with run_in_background(build) as built:
         with night.stage("encode"):
@@ -155,7 +154,7 @@ def _import_first(night: Night) -> None:
     import sklearn.linear_model
     import sklearn.metrics  # noqa: F401
 
-    load_tokenizer(night.settings.model_dir, night.settings.decoding.adapter)
+    _ = night.tokenizer
 
 
 def _close_failed(night: Night, reason: str) -> None:
@@ -171,10 +170,10 @@ def finish_night(night: Night) -> None:
     remove_audited_texts(night)
     manifest = night.manifest
     if night.previous is not None and (earlier := unless_damaged(night.previous.load_manifest)) is not None:
-        manifest.previous_night = PreviousNight(
-            earlier.run_id, {side: figures.stats for side, figures in earlier.sides.items()}
+        manifest.judgement.previous_night = PreviousNight(
+            earlier.run_id, {side: figures.stats for side, figures in earlier.generation.sides.items()}
         )
-    finalize_run(night.run, manifest, manifest.gates, night.settings.gates)
+    finalize_run(night.run, manifest, manifest.judgement.gates, night.settings.gates)
 
 
 def publish_night(night: Night, policy: PublishPolicy = "if-newer") -> None:

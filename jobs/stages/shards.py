@@ -15,7 +15,7 @@ from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.planning.plan import STALE_SHARD, Shard, drop_plan
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.completeness import require_every_entity
-from laserbatch.pipeline.storage.manifest import ShardRecord
+from laserbatch.pipeline.storage.figures import ShardRecord
 from laserbatch.pipeline.storage.quarantine import count_reasons
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.stats import DecodingStats

@@ -6,11 +6,9 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from laserbatch.jobs.stages.night import Night
-from laserbatch.pipeline.decoding.model.folder import load_tokenizer
-from laserbatch.pipeline.knowledge.prompts import render_shown
 from laserbatch.pipeline.planning.plan import SidePlan, read_shard
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.storage.manifest import SampleSpan, SampleText
+from laserbatch.pipeline.storage.figures import SampleSpan, SampleText
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.retrieval_pools.sources import SOURCE_NAMES
@@ -26,22 +24,20 @@ def report_samples(night: Night, folder: RunFolder, side: Side, plan: SidePlan) 
     """Sample texts of a side: evenly spread over the plan's shards, the first row of each."""
     if not plan.shards:
         return []
-    tokenizer = load_tokenizer(night.settings.model_dir, night.settings.decoding.adapter)
-    template, max_tokens = night.template(side), night.settings.knowledge.max_prompt_tokens
     stride = max(1, len(plan.shards) // NUM_SAMPLES)
     samples = []
     for shard in plan.shards[::stride][:NUM_SAMPLES]:
         path = folder.knowledge_folder(side) / f"{shard.name}.parquet"
         for record in read_parquet(path).slice(0, 1).to_pylist() if path.exists() else []:
             planned = next(row for row in read_shard(folder.root / shard.path) if row.entity_id == record["entity_id"])
-            rendered = render_shown(template, planned.shown, tokenizer, max_tokens, night.date)
+            rendered = night.render(side, planned.shown)
             samples.append(
                 SampleText(
                     entity_id=record["entity_id"],
                     group=record["pool_group"],
-                    prompt=decoded(tokenizer, rendered.token_ids.tolist(), skip_special_tokens=False),
+                    prompt=decoded(night.tokenizer, rendered.token_ids.tolist(), skip_special_tokens=False),
                     text=record["text"],
-                    spans=text_spans(tokenizer, record["token_ids"], record["token_sources"]),
+                    spans=text_spans(night.tokenizer, record["token_ids"], record["token_sources"]),
                     tokens_per_step=1 + record["num_accepted"] / record["num_steps"] if record["num_steps"] else None,
                 )
             )

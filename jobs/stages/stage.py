@@ -15,7 +15,7 @@ class Stage:
     ----------
     name : in the report, the events and `status`.
     run : called with the night and what `run_stages` was given; does what is not done yet.
-    result : the field of the manifest that gets what `run` returns; None: `run` returns nothing.
+    result : the field of the manifest that gets what `run` returns, `group.field`; None: `run` returns nothing.
     is_due : False where the stage is done, or not wanted.
     """
 
@@ -32,4 +32,5 @@ def run_stages(night: Night, stages: Iterable[Stage], *given: Any) -> None:
             with night.stage(stage.name):
                 value = stage.run(night, *given)
                 if stage.result is not None:
-                    setattr(night.manifest, stage.result, value)
+                    group, field = stage.result.split(".")
+                    setattr(getattr(night.manifest, group), field, value)

@@ -25,7 +25,9 @@ from laserbatch.pipeline.encoding.versions import feature_versions
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
-from laserbatch.pipeline.storage.manifest import RunManifest, SideAudit, settings_hash
+from laserbatch.pipeline.storage.experiments import experiment_folders
+from laserbatch.pipeline.storage.figures import SideAudit
+from laserbatch.pipeline.storage.manifest import RunManifest, settings_hash
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.schema import TABLE_NAMES
@@ -50,7 +52,7 @@ def of_frameworks(settings: Settings, frameworks: Sequence[str]) -> list[Variant
     """
     opened = Workspace.open(settings.workspace, create=False)
     found: dict[str | None, list[tuple[Workspace, RunFolder]]] = {}
-    for workspace in (opened, *(one for folder in opened.experiments() for one in folder.variants())):
+    for workspace in (opened, *(one for folder in experiment_folders(opened) for one in folder.variants())):
         for run in workspace.finished_runs(include_held=True):
             found.setdefault(framework_of(run), []).append((workspace, run))
     for runs in found.values():
@@ -88,7 +90,7 @@ def of_configs(configs: Mapping[str, Settings]) -> list[Variant]:
 def framework_of(run: RunFolder) -> str | None:
     """That by which both sides of a run were asked; None where they differ or its manifest does not say."""
     manifest = unless_damaged(run.load_manifest)
-    found = {prompt.framework for prompt in manifest.prompts.values()} if manifest else set()
+    found = {prompt.framework for prompt in manifest.origin.prompts.values()} if manifest else set()
     return found.pop() if len(found) == 1 else None
 
 
@@ -127,7 +129,7 @@ def _of_one_date(
 
 def _place(manifest: RunManifest) -> tuple[str, ...]:
     """The date and the digests of the tables on it, which runs must share to be judged on the same rows."""
-    inputs = (manifest.inputs.get(name, {}) for name in TABLE_NAMES)
+    inputs = (manifest.origin.inputs.get(name, {}) for name in TABLE_NAMES)
     return (str(manifest.date), *(str(one.get("known_sha256", one.get("sha256"))) for one in inputs))
 
 
@@ -182,7 +184,11 @@ def _variant_figures(variant: Variant, step_cost: StepCost | None) -> dict[str, 
     has but once. None where a side wrote nothing in the run.
     """
     night = variant.night
-    sides, workers, audit = night.manifest.sides, night.manifest.workers, night.manifest.audit
+    sides, workers, audit = (
+        night.manifest.generation.sides,
+        night.manifest.generation.workers,
+        night.manifest.judgement.audit,
+    )
     seconds = cost_of_a_million(night, step_cost)
     hours = None if seconds is None else seconds / 3600
     price = workers.price_per_hour if workers else None
@@ -201,7 +207,7 @@ def _variant_figures(variant: Variant, step_cost: StepCost | None) -> dict[str, 
         "hours_of": "GPU" if workers and workers.device == "cuda" else "worker",
         "money_per_million": None if hours is None or price is None else hours * price,
         "audit": {side: _without_texts(found) for side, found in (audit.sides if audit else {}).items()},
-        "gates": [gate_sentence(gate) for gate in night.manifest.gates if gate.verdict != "passes"],
+        "gates": [gate_sentence(gate) for gate in night.manifest.judgement.gates if gate.verdict != "passes"],
     }
 
 
@@ -214,8 +220,8 @@ def cost_of_a_million(night: Night, step_cost: StepCost | None = None) -> float 
 
     So what else runs on the machine does not count. Where nothing says what a step costs, they are by the clock.
     """
-    total, num_entities, workers = 0.0, 0, night.manifest.workers
-    for side, figures in night.manifest.sides.items():
+    total, num_entities, workers = 0.0, 0, night.manifest.generation.workers
+    for side, figures in night.manifest.generation.sides.items():
         if not figures.num_entities:
             continue
         if step_cost is None or workers is None:

@@ -13,7 +13,7 @@ from laserbatch.pipeline.distributed.cluster import ray_cluster
 from laserbatch.pipeline.distributed.settings import ClusterSettings
 from laserbatch.pipeline.distributed.spec import TextSpec, WorkerSpec
 from laserbatch.pipeline.errors import RunFailed
-from laserbatch.pipeline.storage.manifest import WorkerFigures
+from laserbatch.pipeline.storage.figures import WorkerFigures
 from laserbatch.retrieval_pools.draft import draft
 
 MAX_SHARD_ATTEMPTS = 2  # a shard is halved once this many of its workers were lost; a single row is given up

@@ -14,7 +14,7 @@ import numpy as np
 from laserbatch.pipeline.budget.step_cost import read_step_cost
 from laserbatch.pipeline.decoding.plugins import drafter_plugin
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
-from laserbatch.pipeline.storage.manifest import BudgetForecast
+from laserbatch.pipeline.storage.figures import BudgetForecast
 from laserbatch.retrieval_pools.index.calibration_record import MIN_ACCEPTANCES, SIZE_KNOTS, BudgetCell
 from laserbatch.retrieval_pools.step_cost import StepCost
 

@@ -22,7 +22,7 @@ from laserbatch.pipeline.distributed.spec import WorkerSpec
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.planning.plan import Shard, read_ids, split_shard
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.storage.manifest import ShardRecord
+from laserbatch.pipeline.storage.figures import ShardRecord
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.retrieval_pools.step_cost import StepCost

@@ -30,7 +30,7 @@ from laserbatch.pipeline.knowledge.records import knowledge_schema
 from laserbatch.pipeline.knowledge.templates import PromptTemplate
 from laserbatch.pipeline.planning.plan import PlannedRow, RenderedRow, Shard, read_shard
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.storage.manifest import ShardInfo, ShardRecord
+from laserbatch.pipeline.storage.figures import ShardInfo, ShardRecord
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.stats import DecodingStats

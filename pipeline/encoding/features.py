@@ -23,7 +23,7 @@ from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.encoding.vectors import VectorForm, vectors_of
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import link_file, sha256_file
-from laserbatch.pipeline.storage.manifest import FeatureFigures
+from laserbatch.pipeline.storage.figures import FeatureFigures
 from laserbatch.pipeline.storage.parquet import (
     ROW_GROUP_ROWS,
     as_large,
@@ -48,91 +48,149 @@ class EarlierFeatures:
     run: RunFolder
     figures: FeatureFigures
 
+    @property
+    def path(self) -> Path:
+        return self.run.root / self.figures.file
 
-def write_features(
-    run: RunFolder,
-    side: Side,
-    load_encoder: "Callable[[], TextEncoder]",
-    encoder_id: str,
-    settings: EncodingSettings,
-    earlier: EarlierFeatures | None = None,
-    codes_of: RunFolder | None = None,
-    on_batch: Callable[[int], None] = lambda num_texts: None,
-    fields: Collection[str] = (),
-) -> FeatureFigures:
-    """Write the features of one side of a run's texts: `schema.feature_schema` in the order of ids, and their codebook.
+
+@dataclass(frozen=True)
+class FeatureWriter:
+    """Writes the features of one side of a run's texts, `feature_schema` in the order of ids, and their codebook.
 
     In memory are ids and provenance; texts and vectors a row group at a time.
 
-    Parameters
+    Attributes
     ----------
     load_encoder : called where a vector is not known.
-    earlier : of the same encoder. The vectors of texts that are among them are taken over, which are bit for bit what
-        encoding again would give; so are their codes, and the codebook goes on from theirs. Where all texts are among
-        them, so are the files.
-    codes_of : the run whose plain texts these are: its codes and codebook are taken as they are.
-    on_batch : called with the number of texts that a batch encoded.
     fields : names of the parts of an answer that its vector is of; an answer without them, or none: the whole text.
+    on_batch : called with the number of texts that a batch encoded.
     """
-    knowledge, table, centroids = run.knowledge_folder(side), run.features_path(side), run.centroids_path(side)
-    known = None if earlier is None else earlier.run.features_path(side)
-    with_codes = codes_of or (None if earlier is None else earlier.run)
-    rows = read_parquet(knowledge, ["entity_id", "run_id", "fingerprint"])
-    id_type, rows = rows.schema.field("entity_id").type, as_large(rows)
-    order = pc.sort_indices(rows["entity_id"]).to_numpy()
-    found = np.full(len(order), -1) if known is None else _known_rows(rows, order, known, f"{side}_id")
-    num_new = int((found < 0).sum())
-    before = None if with_codes is None else _read_codebook(with_codes.centroids_path(side))
-    if codes_of is None and before is not None and not before.is_for(settings.num_clusters, CLUSTER_SEED):
-        before = None
-    encoder = load_encoder() if known is None or num_new else None
-    dim = pq.read_schema(known).field("vector").type.list_size if encoder is None else encoder.dim
-    schema = feature_schema(side, id_type, dim)
-    is_comparable = before is not None and not num_new
-    if is_comparable and earlier is not None and known is not None and _holds_all(earlier, known, found, schema):
-        link_file(known, table)
-        link_file(earlier.run.centroids_path(side), centroids)
-        return replace(earlier.figures, num_encoded=0, num_truncated=0)
-    table.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=table.parent, buffering=0) as scratch:
-        new = _NewVectors(scratch, dim, num_new)
-        num_truncated = 0 if encoder is None else _encode(knowledge, order[found < 0], fields, encoder, new, on_batch)
-        vectors = _MergedVectors(found, new, known)
-        of_new = _codes_before(new, None if before is None or with_codes is None else with_codes.features_path(side))
-        if before is None:
-            codebook = fit_codebook(vectors.sample(), settings.num_clusters, CLUSTER_SEED)
-        elif codes_of is None:
-            codebook = _followed_by(before, new, of_new[:, 0] < 0, settings)
+
+    run: RunFolder
+    side: Side
+    load_encoder: "Callable[[], TextEncoder]"
+    encoder_id: str
+    settings: EncodingSettings
+    fields: Collection[str] = ()
+    on_batch: Callable[[int], None] = lambda num_texts: None
+
+    def write(self, earlier: EarlierFeatures | None = None, codes_of: RunFolder | None = None) -> FeatureFigures:
+        """Write both files.
+
+        Parameters
+        ----------
+        earlier : of the same encoder. The vectors of texts that are among them are taken over, which are bit for bit
+            what encoding again would give; so are their codes, and the codebook goes on from theirs. Where all texts
+            are among them, so are the files.
+        codes_of : the run whose plain texts these are: its codes and codebook are taken as they are.
+        """
+        side, settings = self.side, self.settings
+        table, centroids = self.run.features_path(side), self.run.centroids_path(side)
+        known = None if earlier is None else earlier.path
+        with_codes = codes_of or (None if earlier is None else earlier.run)
+        texts = _Texts.read(self.run.knowledge_folder(side), known, f"{side}_id")
+        before = None if with_codes is None else _read_codebook(with_codes.centroids_path(side))
+        if codes_of is None and before is not None and not before.is_for(settings.num_clusters, CLUSTER_SEED):
+            before = None
+        encoder = self.load_encoder() if known is None or texts.num_new else None
+        dim = pq.read_schema(known).field("vector").type.list_size if encoder is None else encoder.dim
+        schema = feature_schema(side, texts.id_type, dim)
+        is_same = before is not None and not texts.num_new
+        if is_same and earlier is not None and _holds_all(earlier, texts.found, schema):
+            link_file(earlier.path, table)
+            link_file(earlier.run.centroids_path(side), centroids)
+            return replace(earlier.figures, num_encoded=0, num_truncated=0)
+        table.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=table.parent, buffering=0) as scratch:
+            new = _NewVectors(scratch, dim, texts.num_new)
+            num_truncated = 0 if encoder is None else self._encode(texts.order[texts.found < 0], encoder, new)
+            vectors = _MergedVectors(texts.found, new, known)
+            of_new = _codes_before(
+                new, None if before is None or with_codes is None else with_codes.features_path(side)
+            )
+            if before is None:
+                codebook, of_file = fit_codebook(vectors.sample(), settings.num_clusters, CLUSTER_SEED), None
+            elif codes_of is None:
+                codebook, of_file = _followed_by(before, new, of_new[:, 0] < 0, settings), of_new
+            else:
+                codebook, of_file = before, of_new
+            clusters: set[int] = set()
+            rows = _feature_rows(texts, vectors, codebook, of_file, clusters)
+            written = write_parquet((pa.table(columns, schema.names) for columns in rows), table, schema)
+        _write_codebook(codebook, centroids, side, dim)
+        return FeatureFigures(
+            file=table.relative_to(self.run.root).as_posix(),
+            num_rows=written.num_rows,
+            sha256=written.sha256,
+            dim=dim,
+            centroids=centroids.relative_to(self.run.root).as_posix(),
+            num_clusters=len(clusters),
+            num_encoded=texts.num_new,
+            num_truncated=num_truncated,
+            encoder=self.encoder_id,
+            codebook=codebook.key,
+        )
+
+    def _encode(self, rows: np.ndarray, encoder: "TextEncoder", new: "_NewVectors") -> int:
+        """Write the vectors of some rows, given in the order of ids; returns how many texts lost their end."""
+        by_file, row_of = np.sort(rows), np.argsort(rows)
+        texts, start, num_done, num_truncated = [], 0, 0, 0
+        columns = ["text", "fields_json"] if self.fields else ["text"]
+        for batch in iter_parquet(self.run.knowledge_folder(self.side), columns):
+            first, last = np.searchsorted(by_file, [start, start + batch.num_rows])
+            taken = batch.take(pa.array(by_file[first:last] - start))
+            texts += _parts(taken, self.fields) if self.fields else taken["text"].to_pylist()
+            start += batch.num_rows
+            if texts and (len(texts) >= ROW_GROUP_ROWS or last == len(rows)):
+                encoding = encoder.encode(texts, self.on_batch)
+                new.write(row_of[num_done : num_done + len(texts)], encoding.vectors)
+                num_done, num_truncated, texts = num_done + len(texts), num_truncated + encoding.num_truncated, []
+        return num_truncated
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """The texts of a side: ids and provenance in the order of files, and the order of ids.
+
+    `found`, int64[n], are rows of the earlier features by the order of ids, ascending but for -1 where the text is new.
+    """
+
+    rows: pa.Table
+    id_type: pa.DataType
+    order: np.ndarray
+    found: np.ndarray
+
+    @classmethod
+    def read(cls, knowledge: Path, earlier: Path | None, id_column: str) -> "_Texts":
+        rows = read_parquet(knowledge, ["entity_id", "run_id", "fingerprint"])
+        id_type, rows = rows.schema.field("entity_id").type, as_large(rows)
+        order = pc.sort_indices(rows["entity_id"]).to_numpy()
+        found = np.full(len(order), -1) if earlier is None else _known_rows(rows, order, earlier, id_column)
+        return cls(rows, id_type, order, found)
+
+    @property
+    def num_new(self) -> int:
+        return int((self.found < 0).sum())
+
+
+def _feature_rows(
+    texts: _Texts, vectors: "_MergedVectors", codebook: Codebook, of_new: np.ndarray | None, clusters: set[int]
+) -> Iterator[list[pa.Array | pa.ChunkedArray]]:
+    """The columns of each row group; clusters that a text is in are added to `clusters`.
+
+    `of_new`, int32 (num_new, num_levels), are codes that new vectors had before, -1 without; None: all are coded anew.
+    """
+    for places, new_places, matrix, codes in vectors.groups():
+        if of_new is None:
+            to_code = np.ones(len(codes), bool)
         else:
-            codebook = before
-        clusters_in_use: set[int] = set()
-
-        def groups() -> Iterator[pa.Table]:
-            for places, new_places, matrix, codes in vectors.groups():
-                is_new = found[places] < 0
-                codes[is_new] = of_new[new_places]
-                to_code = codes[:, 0] < 0 if before is not None else np.ones(len(codes), bool)
-                codes[to_code] = codebook.codes(matrix[to_code])
-                clusters_in_use.update(np.unique(codes[:, 0]).tolist())
-                ids, run_ids, fingerprints = rows.take(pa.array(order[places])).columns
-                columns = [ids, VectorForm(dim).column(matrix), *map(pa.array, codes.T), run_ids, fingerprints]
-                since = moments(days_valid(run_ids.combine_chunks()))
-                yield pa.table([*columns, since], schema.names)
-
-        written = write_parquet(groups(), table, schema)
-    _write_codebook(codebook, centroids, side, dim)
-    return FeatureFigures(
-        file=table.relative_to(run.root).as_posix(),
-        num_rows=written.num_rows,
-        sha256=written.sha256,
-        dim=dim,
-        centroids=centroids.relative_to(run.root).as_posix(),
-        num_clusters=len(clusters_in_use),
-        num_encoded=num_new,
-        num_truncated=num_truncated,
-        encoder=encoder_id,
-        codebook=codebook.key,
-    )
+            codes[texts.found[places] < 0] = of_new[new_places]
+            to_code = codes[:, 0] < 0
+        codes[to_code] = codebook.codes(matrix[to_code])
+        clusters.update(np.unique(codes[:, 0]).tolist())
+        ids, run_ids, fingerprints = texts.rows.take(pa.array(texts.order[places])).columns
+        since = moments(days_valid(run_ids.combine_chunks()))
+        yield [ids, VectorForm(matrix.shape[1]).column(matrix), *map(pa.array, codes.T), run_ids, fingerprints, since]
 
 
 class _NewVectors:
@@ -255,35 +313,12 @@ def _known_rows(rows: pa.Table, order: np.ndarray, earlier: Path, id_column: str
     return found
 
 
-def _holds_all(earlier: EarlierFeatures, path: Path, found: np.ndarray, schema: pa.Schema) -> bool:
+def _holds_all(earlier: EarlierFeatures, found: np.ndarray, schema: pa.Schema) -> bool:
     """Whether earlier features are those of tonight, row for row and as they were written."""
     is_whole = earlier.figures.num_rows == len(found) and np.array_equal(found, np.arange(len(found)))
-    found_schema = pq.read_schema(path)
+    found_schema = pq.read_schema(earlier.path)
     is_whole = is_whole and (found_schema.names, found_schema.metadata) == (schema.names, schema.metadata)
-    return is_whole and sha256_file(path) == earlier.figures.sha256
-
-
-def _encode(
-    knowledge: Path,
-    rows: np.ndarray,
-    fields: Collection[str],
-    encoder: "TextEncoder",
-    new: _NewVectors,
-    on_batch: Callable[[int], None],
-) -> int:
-    """Write the vectors of some rows of knowledge, given in the order of ids; returns how many texts lost their end."""
-    by_file, row_of = np.sort(rows), np.argsort(rows)
-    texts, start, num_done, num_truncated = [], 0, 0, 0
-    for batch in iter_parquet(knowledge, ["text", "fields_json"] if fields else ["text"]):
-        first, last = np.searchsorted(by_file, [start, start + batch.num_rows])
-        taken = batch.take(pa.array(by_file[first:last] - start))
-        texts += _parts(taken, fields) if fields else taken["text"].to_pylist()
-        start += batch.num_rows
-        if texts and (len(texts) >= ROW_GROUP_ROWS or last == len(rows)):
-            encoding = encoder.encode(texts, on_batch)
-            new.write(row_of[num_done : num_done + len(texts)], encoding.vectors)
-            num_done, num_truncated, texts = num_done + len(texts), num_truncated + encoding.num_truncated, []
-    return num_truncated
+    return is_whole and sha256_file(earlier.path) == earlier.figures.sha256
 
 
 def _parts(records: pa.RecordBatch, fields: Collection[str]) -> list[str]:

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.storage.manifest import ModelFigures
+from laserbatch.pipeline.storage.figures import ModelFigures
 from laserbatch.retrieval_pools.step_cost import StepCost
 
 

@@ -18,7 +18,7 @@ from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.decoding.verifiers import verifier_from
 from laserbatch.pipeline.engines.answers import Answers
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.storage.manifest import ModelFigures
+from laserbatch.pipeline.storage.figures import ModelFigures
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.step_cost import StepCost

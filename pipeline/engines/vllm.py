@@ -39,7 +39,7 @@ from laserbatch.pipeline.engines.answers import Answers
 from laserbatch.pipeline.errors import ModelError, first_line
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import atomic_path
-from laserbatch.pipeline.storage.manifest import ModelFigures
+from laserbatch.pipeline.storage.figures import ModelFigures
 from laserbatch.pipeline.storage.scratch import ScratchFolder
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.integrations import vllm_steps

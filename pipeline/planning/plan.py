@@ -19,7 +19,7 @@ from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, Shown
 from laserbatch.pipeline.knowledge.questions import shown_of_row
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import read_json, sha256_file, write_json
-from laserbatch.pipeline.storage.manifest import Inside, ShardRecord
+from laserbatch.pipeline.storage.figures import Inside, ShardRecord
 from laserbatch.pipeline.storage.parquet import iter_parquet, read_parquet, write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 

@@ -29,7 +29,7 @@ from laserbatch.pipeline.planning.postpone import (
 )
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import sha256_file
-from laserbatch.pipeline.storage.manifest import ShardRecord
+from laserbatch.pipeline.storage.figures import ShardRecord
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, count_reasons
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.tables.read import Tables

@@ -8,6 +8,7 @@ told only by the words of titles and by each user's sign-up statement: see `lore
 import datetime
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,15 @@ LAST_DATE = datetime.date(2025, 3, 1)  # the last day of the period; the future 
 USERS_PER_CHUNK = 20_000
 SHARE_ACTIVE_LAST_DAY = 0.17  # of the users known before it
 MAX_COLD_RATINGS = 3
+
+
+@dataclass(frozen=True)
+class Period:
+    """The days that interactions are of, the future days that follow them, and the first day's beginning."""
+
+    days: int
+    future_days: int
+    first_s: int
 
 
 def write_sample_world(
@@ -62,6 +72,7 @@ def write_sample_world(
     catalogue = make_catalogue(num_items, days, np.random.default_rng([seed, 0]))
     first_day = LAST_DATE - datetime.timedelta(days=days - 1)
     first_s = int(datetime.datetime.combine(first_day, datetime.time(), datetime.UTC).timestamp())
+    period = Period(days, future_days, first_s)
     item_ids = _ids("i", np.arange(num_items))
     pq.write_table(_item_table(catalogue, item_ids, first_s, seed), out_dir / "items.parquet", compression="zstd")
 
@@ -75,9 +86,7 @@ def write_sample_world(
             user_ids = _ids("u", np.arange(start, stop))
             known = user_table(users, user_ids, first_s, rng)
             asked = num_asked if future_days else 0, np.random.default_rng([seed, 4, chunk])
-            interactions = _interaction_table(
-                users, user_ids, item_ids, catalogue, days, future_days, first_s, rng, *asked
-            )
+            interactions = _interaction_table(users, user_ids, item_ids, catalogue, period, rng, *asked)
             for name, rows in (("users", known), ("interactions", interactions)):
                 if name not in writers:
                     writer = pq.ParquetWriter(out_dir / f"{name}.parquet", rows.schema, compression="zstd")
@@ -121,14 +130,13 @@ def _interaction_table(
     user_ids: pa.Array,
     item_ids: pa.Array,
     catalogue: Catalogue,
-    days: int,
-    future_days: int,
-    first_s: int,
+    period: Period,
     rng: np.random.Generator,
     num_asked: int,
     asked_rng: np.random.Generator,
 ) -> pa.Table:
     """Ratings of one chunk of users, ordered by user and time; a user rates an item once."""
+    days, future_days, first_s = astuple(period)
     user, day = _when(users, days, future_days, rng)
     item = _what(users, user, day, catalogue, days, rng)
     there = catalogue.created_day[item] <= day

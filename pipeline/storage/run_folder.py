@@ -1,5 +1,6 @@
 """One run on disk: where its files lie, and what readers want of it."""
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,13 @@ from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import read_json, write_text
 from laserbatch.pipeline.storage.damage import unless_damaged
-from laserbatch.pipeline.storage.manifest import RunManifest, ShardRecord
+from laserbatch.pipeline.storage.figures import ShardRecord
+from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.parquet import WrittenFile, iter_parquet, read_parquet, write_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, quarantine_schema, quarantine_table
 from laserbatch.pipeline.storage.side_shards import SideShards
 
+FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # of runs and experiments
 POSTPONED = pa.schema(
     [
         pa.field("entity_id", pa.string(), nullable=False),  # or an integer, as in the input table
@@ -150,3 +153,16 @@ class RunFolder:
         write_text("", self.held_path if is_held else self.success_path)
         if not is_held:
             self.held_path.unlink(missing_ok=True)
+
+
+def run_folder(workspace: Path, run_id: str) -> RunFolder:
+    """The folder of a run, which need not be there yet. Raises WorkspaceError when the id cannot name a folder."""
+    if not FOLDER_NAME.fullmatch(run_id):
+        raise WorkspaceError(f"{run_id!r} is not a run id; expected one like 2025-03-01-1a2b3c4d.")
+    return RunFolder(workspace / "runs" / run_id)
+
+
+def run_folders(workspace: Path) -> list[RunFolder]:
+    """Every run of a workspace, finished or not, in the order of their ids, which begin with their date."""
+    paths = sorted((workspace / "runs").glob("*"))
+    return [RunFolder(path) for path in paths if path.is_dir() and FOLDER_NAME.fullmatch(path.name)]

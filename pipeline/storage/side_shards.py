@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import read_json, remove, remove_leftovers, sha256_file, write_json
-from laserbatch.pipeline.storage.manifest import ShardInfo, ShardRecord
+from laserbatch.pipeline.storage.figures import ShardInfo, ShardRecord
 from laserbatch.pipeline.storage.parquet import link_parquet, write_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, quarantine_table
 

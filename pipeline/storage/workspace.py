@@ -1,23 +1,17 @@
 """A workspace: the folder that keeps every night, one writer at a time, and one published run."""
 
-import logging
-import re
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.atomic import read_json, write_json
 from laserbatch.pipeline.storage.lock import hold_lock
-from laserbatch.pipeline.storage.run_folder import RunFolder
-
-logger = logging.getLogger("laserbatch.storage")
+from laserbatch.pipeline.storage.publication import Publication
+from laserbatch.pipeline.storage.run_folder import RunFolder, run_folder, run_folders
 
 WORKSPACE_VERSION = 1
-EXPERIMENTS = "experiments"  # folder of a workspace
-MAX_REMEMBERED = 100  # earlier published runs that the pointer remembers
 _VERSION_TEXT = f'{{"format_version": {WORKSPACE_VERSION}}}'
-_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
@@ -63,11 +57,14 @@ class Workspace:
     def step_costs_folder(self) -> Path:
         return self.root / "step-costs"
 
+    @property
+    def publication(self) -> Publication:
+        """Which run readers see."""
+        return Publication(self.root)
+
     def run(self, run_id: str) -> RunFolder:
         """The folder of a run, which need not be there yet. Raises WorkspaceError when the id cannot name a folder."""
-        if not _RUN_ID.fullmatch(run_id):
-            raise WorkspaceError(f"{run_id!r} is not a run id; expected one like 2025-03-01-1a2b3c4d.")
-        return RunFolder(self.root / "runs" / run_id)
+        return run_folder(self.root, run_id)
 
     def existing_run(self, run_id: str) -> RunFolder:
         """A run that has a manifest. Raises WorkspaceError, which names the newest ones, where no run has that id."""
@@ -79,21 +76,10 @@ class Workspace:
 
     def chosen_run(self, run_id: str | None) -> RunFolder:
         """The run of an id, without one the published run. Raises WorkspaceError where there is none."""
-        run = self.existing_run(run_id) if run_id else self.published()
+        run = self.existing_run(run_id) if run_id else self.publication.run()
         if run is None:
             raise WorkspaceError(f"{self.root} has no published run yet; name a run, or run `laserbatch nightly` first")
         return run
-
-    def experiments(self) -> "list[ExperimentFolder]":
-        """Every experiment, in the order of their names."""
-        paths = sorted((self.root / EXPERIMENTS).glob("*"))
-        return [ExperimentFolder(path) for path in paths if path.is_dir() and _RUN_ID.fullmatch(path.name)]
-
-    def experiment(self, name: str) -> "ExperimentFolder":
-        """An experiment, which need not be there yet. Raises WorkspaceError when the name cannot name a folder."""
-        if not _RUN_ID.fullmatch(name):
-            raise WorkspaceError(f"{name!r} cannot name an experiment; expected letters, digits, dots and dashes.")
-        return ExperimentFolder(self.root / EXPERIMENTS / name)
 
     def within(self) -> "list[Workspace]":
         """The workspaces of extensions, folders of this one, in the order of their names."""
@@ -106,15 +92,14 @@ class Workspace:
 
     def runs(self) -> list[RunFolder]:
         """Every run, finished or not, in the order of their ids, which begin with their date."""
-        paths = sorted((self.root / "runs").glob("*"))
-        return [RunFolder(path) for path in paths if path.is_dir() and _RUN_ID.fullmatch(path.name)]
+        return run_folders(self.root)
 
     def finished_runs(self, prefer_settings: str | None = None, include_held: bool = False) -> list[RunFolder]:
         """Finished runs that may be built on, the newest last: by date, and of a date by when they were finished.
 
         Of a date those with the settings hash `prefer_settings` come last. `include_held`: also held runs.
         """
-        not_built_on = self.not_built_on()
+        not_built_on = self.publication.not_built_on()
         runs = [run for run in self.runs() if run.is_finished or (include_held and run.is_held)]
 
         def rank(run: RunFolder) -> tuple[str, bool, int]:
@@ -127,140 +112,6 @@ class Workspace:
         """Finished runs of earlier dates than a run's, and the run itself."""
         return [*(other for other in self.finished_runs() if other.date < run.date), run]
 
-    def published(self) -> RunFolder | None:
-        """The run that readers see; None before the first is published.
-
-        Raises WorkspaceError where the pointer is damaged, or names a run that is not there or not finished.
-        """
-        pointer = self._pointer
-        if not pointer.exists():
-            return None
-        run_id = read_json(pointer, ", or delete it: the next `laserbatch nightly` restores it").get("run_id")
-        if not isinstance(run_id, str):
-            raise WorkspaceError(f"{pointer} names no run_id; the next `laserbatch nightly` restores it.")
-        folder = self.run(run_id)
-        if not folder.is_finished:
-            raise WorkspaceError(
-                f"{pointer} names the run {run_id}, which is not there or not finished; the next `laserbatch nightly` "
-                "points to the one that was published before it."
-            )
-        return folder
-
-    def pointed_to(self) -> str | None:
-        """The id in the pointer, whether or not that run exists; None if it names none."""
-        return self._history["run_id"]
-
-    def publish(self, run_id: str) -> None:
-        """Make a finished run the one that readers see, in one step. Raises WorkspaceError where it is not finished."""
-        history = self._history
-        now = [history["run_id"]] if history["run_id"] else []
-        self._point_to(run_id, now + history["before"], [other for other in history["rolled_back"] if other != run_id])
-
-    def published_before(self) -> list[RunFolder]:
-        """The finished runs that readers saw before the published one, the last first."""
-        return [run for run in map(self.run, self._history["before"]) if run.is_finished]
-
-    def rolled_back(self) -> list[str]:
-        """Ids of rolled-back runs: nothing is built on them, and only an explicit command publishes them again."""
-        return self._history["rolled_back"]
-
-    def not_built_on(self) -> set[str]:
-        """Ids of runs that nothing is built on: those rolled back, and what was built on these and never published.
-
-        A run whose manifest cannot be read counts as built on none.
-        """
-        history = self._history
-        found, published = set(history["rolled_back"]), {history["run_id"], *history["before"]}
-        if not found:
-            return found
-        later = [run for run in self.runs() if run.date >= min(found)[:10] and run.run_id not in published]
-        built_on = {run.run_id: run.previous_run_id for run in later}
-        while more := {run_id for run_id, previous in built_on.items() if previous in found} - found:
-            found |= more
-        return found
-
-    def roll_back(self) -> str:
-        """Publish the run that was published before, and mark the published one as rolled back, in one step.
-
-        Returns the id of the run that is published now. Raises WorkspaceError if there is none.
-        """
-        history, before = self._history, self.published_before()
-        if not before:
-            raise WorkspaceError(
-                f"no run that is still there was published before {history['run_id']}; name one with "
-                "`laserbatch runs publish RUN`."
-            )
-        older = [run.run_id for run in before[1:]]
-        self._point_to(before[0].run_id, older, [*history["rolled_back"], history["run_id"]])
-        return before[0].run_id
-
-    def repair_pointer(self) -> str | None:
-        """If the pointer is lost, damaged, or names a run that is gone, point to the last published run that exists.
-
-        Returns that run's id; None if the pointer was fine, or no published run exists. The lock must be held.
-        """
-        with suppress(WorkspaceError):
-            if self.published() is not None:
-                return None
-        history = self._history
-        seen = [run_id for run_id in (history["run_id"], *history["before"]) if run_id and self.run(run_id).is_finished]
-        if not seen:
-            return None
-        self._point_to(seen[0], seen[1:], history["rolled_back"])
-        return seen[0]
-
-    @property
-    def _pointer(self) -> Path:
-        return self.root / "published.json"
-
-    @property
-    def _pointer_copy(self) -> Path:
-        """A copy of the pointer, read if that is lost."""
-        return self.root / "published-copy.json"
-
-    @property
-    def _history(self) -> dict:
-        """The content of the pointer, else of its copy, else nothing."""
-        for path in (self._pointer, self._pointer_copy):
-            with suppress(WorkspaceError):
-                found = {"before": [], "rolled_back": []} | read_json(path)
-                if "withdrawn" in found:  # the key of 0.1.0
-                    found["rolled_back"] = found.pop("withdrawn")
-                if _RUN_ID.fullmatch(str(found.get("run_id", ""))):
-                    return found
-        return {"run_id": None, "before": [], "rolled_back": []}
-
-    def _point_to(self, run_id: str, before: list[str], rolled_back: list[str]) -> None:
-        if not self.run(run_id).is_finished:
-            raise WorkspaceError(f"run {run_id} has no _SUCCESS, so it cannot be published; finish it first.")
-        before = [other for other in dict.fromkeys(before) if other != run_id][:MAX_REMEMBERED]
-        rolled_back = [other for other in dict.fromkeys(rolled_back) if self.run(other).root.is_dir()]
-        for path in (self._pointer_copy, self._pointer):
-            write_json({"run_id": run_id, "before": before, "rolled_back": rolled_back}, path)
-
     def lock(self) -> AbstractContextManager[None]:
         """Hold the workspace for writing. Raises WorkspaceBusy, with pid and host, if another process holds it."""
-        return hold_lock(self.root)
-
-
-@dataclass(frozen=True)
-class ExperimentFolder:
-    """Tables of a sample of people, and a workspace for each variant that was tried on them."""
-
-    root: Path
-
-    @property
-    def name(self) -> str:
-        return self.root.name
-
-    @property
-    def tables_folder(self) -> Path:
-        return self.root / "tables"
-
-    def variants(self) -> list[Workspace]:
-        """The workspaces of the variants that have begun."""
-        return [Workspace.open(path.parent, create=False) for path in sorted(self.root.glob("*/workspace.json"))]
-
-    def lock(self) -> AbstractContextManager[None]:
-        """Hold it for writing, as a workspace is held."""
         return hold_lock(self.root)

@@ -32,7 +32,7 @@ def recommend(
 
     settings = load_settings(config, {"workspace": workspace})
     manifest = recommend(settings, parse_night(date, force), force)
-    figures, folder = manifest.sides["user"], manifest.path.parent
+    figures, folder = manifest.generation.sides["user"], manifest.path.parent
     names = ("entities", "generated", "carried_over", "quarantined")
     stats = figures.stats
     summary(
@@ -40,7 +40,7 @@ def recommend(
             "run_id": manifest.run_id,
             "users": {name: getattr(figures, f"num_{name}") for name in names},
             "without_a_history": figures.routes.get("popular", 0),
-            "shorter_lists": int(manifest.extension_figures["num_shorter"]),
+            "shorter_lists": int(manifest.judgement.extension_figures["num_shorter"]),
             "forwards_saved": stats.num_accepted,
             "seconds": stats.wall_s,
             "lists": str(folder / "lists.parquet"),

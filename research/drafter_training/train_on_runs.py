@@ -44,16 +44,16 @@ def train_on_runs(night: Night, kind: Kind, folder: Path, num_texts: int, epochs
 def texts_of_runs(night: Night, num_texts: int) -> "list[TrainingText]":
     """Prompts and the texts that the model wrote to them, half of each side; of each entity the newest."""
     target, found = model_identity(night.settings.model_dir), []
-    not_built_on = night.workspace.not_built_on()
+    not_built_on = night.workspace.publication.not_built_on()
     for side in SIDES:
         one, texts = night, {}
         num_wanted = num_texts // len(SIDES)
         while one is not None and len(texts) < num_wanted:
-            is_of_target = one.manifest.model is not None and one.manifest.model.id == target
+            is_of_target = one.manifest.generation.model is not None and one.manifest.generation.model.id == target
             if is_of_target and one.run.run_id not in not_built_on:
                 for entity_id, text in _texts_of_run(one, side, num_wanted).items():
                     texts.setdefault(entity_id, text)
-            earlier = one.manifest.previous_run_id
+            earlier = one.manifest.origin.previous_run_id
             is_there = earlier is not None and night.workspace.run(earlier).manifest_path.exists()
             one = unless_damaged(partial(open_run, night.settings, earlier)) if is_there else None
         found += list(texts.values())[:num_wanted]

@@ -8,7 +8,7 @@ import pyarrow as pa
 import torch
 
 from laserbatch.pipeline.planning.plan import Shard
-from laserbatch.pipeline.storage.manifest import ModelFigures, ShardInfo, ShardRecord
+from laserbatch.pipeline.storage.figures import ModelFigures, ShardInfo, ShardRecord
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
 from laserbatch.pipeline.storage.run_folder import RunFolder

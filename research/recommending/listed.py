@@ -82,7 +82,7 @@ class Lists:
         """The codes, and codes for new items whose vectors the published run of texts has."""
         if not self.settings.workspace.is_dir():
             return self.codes
-        run = Workspace.open(self.settings.workspace, create=False).published()
+        run = Workspace.open(self.settings.workspace, create=False).publication.run()
         if run is None or not run.features_path("item").exists():
             return self.codes
         features = read_parquet(run.features_path("item"), ["item_id", "vector"])

@@ -42,15 +42,15 @@ from laserbatch.pipeline.planning.plan import (
     write_shard_plan,
 )
 from laserbatch.pipeline.storage.atomic import remove_folder
-from laserbatch.pipeline.storage.manifest import (
+from laserbatch.pipeline.storage.figures import (
     BudgetFigures,
     BudgetForecast,
     GateFigures,
-    RunManifest,
     SampleSpan,
     SampleText,
     SideFigures,
 )
+from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -105,7 +105,7 @@ def _recommend(settings: Settings, date: datetime.date, force: bool, metrics: Ni
             with recorded(manifest):
                 if run.is_held:
                     say(f"run {run.run_id} is done already; its gates are judged again")
-                    finalize_run(run, manifest, manifest.gates, settings.gates)
+                    finalize_run(run, manifest, manifest.judgement.gates, settings.gates)
                 else:
                     _write(workspace, run, manifest, lists)
         _publish(workspace, run, settings)
@@ -131,8 +131,8 @@ def _opened(
     recorded["recommender"] = lists.target.card.model_dump(mode="json")
     manifest = new_manifest(workspace, date, recorded, identity, attempt.edition)
     earlier = [run for run in workspace.finished_runs() if run.date <= str(date) and run.run_id != manifest.run_id]
-    manifest.previous_run_id = earlier[-1].run_id if earlier else None
-    manifest.force, manifest.inputs, manifest.extension = force, dict(inputs), NAME
+    manifest.origin.previous_run_id = earlier[-1].run_id if earlier else None
+    manifest.origin.force, manifest.origin.inputs, manifest.origin.extension = force, dict(inputs), NAME
     manifest.save()
     return manifest
 
@@ -140,8 +140,8 @@ def _opened(
 def _write(workspace: Workspace, run: RunFolder, manifest: RunManifest, lists: Lists) -> None:
     """Make the missing lists, check that every user has one, and finish the run."""
     previous, schema = lists.schema.empty_table(), lists.schema
-    if manifest.previous_run_id is not None:
-        batches = list(workspace.run(manifest.previous_run_id).iter_knowledge("user", schema.names))
+    if manifest.origin.previous_run_id is not None:
+        batches = list(workspace.run(manifest.origin.previous_run_id).iter_knowledge("user", schema.names))
         if batches:  # none where it was removed since
             previous = pa.Table.from_batches(batches).cast(schema)
     with stage(manifest, "plan"):
@@ -164,7 +164,7 @@ def _write(workspace: Workspace, run: RunFolder, manifest: RunManifest, lists: L
             partial(_stale, previous, lists),
         )  # fmt: skip
         write_parquet(flat_lists(run, schema), run.root / LISTS_NAME)
-        manifest.sides = {"user": _figures(run, manifest, lists, plan, finished, reasons, num_stale)}
+        manifest.generation.sides = {"user": _figures(run, manifest, lists, plan, finished, reasons, num_stale)}
     finalize_run(run, manifest, _measured(manifest, previous.num_rows), lists.settings.gates)
 
 
@@ -182,7 +182,7 @@ def _plan(run: RunFolder, manifest: RunManifest, lists: Lists, previous: pa.Tabl
     with progress("plan lists", len(user_ids)) as bar:
         lengths = np.array([len(one) for one in lists.histories], np.int64)
         kept = np.full(len(user_ids), -1)
-        if not manifest.force:
+        if not manifest.origin.force:
             kept = kept_lists(previous, user_ids, lists.fingerprints, lists.catalogue)
             has_grown = partial(has_new_items, lists.catalogue, run.root.parent)
             is_due = due_lists(previous, manifest.date, has_grown)
@@ -239,7 +239,7 @@ def _hand_out(
         worker_pool = workers.worker_pool(spec)
         num_drafted = _drafted(manifest, options, worker_pool, pending)
         abandoned = hand_out(worker_pool, pending, {"user": finished}, "recommend", lambda _: {"user": num_drafted})
-        manifest.workers = workers.figures(worker_pool, len(pending))
+        manifest.generation.workers = workers.figures(worker_pool, len(pending))
     return abandoned
 
 
@@ -247,9 +247,9 @@ def _drafted(
     manifest: RunManifest, options: RecommendingSettings, worker_pool: WorkerPool, shards: Sequence[Shard]
 ) -> int:
     """The draft budget: that of the manifest, else the configured one, else the fastest in a trial."""
-    if "user" not in manifest.budgets:
+    if "user" not in manifest.generation.budgets:
         wanted, reason, gain = options.num_drafted, "as extensions.recommending.num_drafted says", None
-        if wanted is None and options.draft_model is None and manifest.previous_run_id is None:
+        if wanted is None and options.draft_model is None and manifest.origin.previous_run_id is None:
             wanted, reason = 0, "there is no list of an earlier night"
         elif wanted is None and len(shards) < MIN_TRIED:
             wanted, reason = 0, "too few users to repay a trial"
@@ -257,11 +257,11 @@ def _drafted(
             wanted, gain = fastest(worker_pool.call_one("measured", "tried_drafts", shards))
             reason = "the fastest of those tried" if wanted else "no draft was faster"
         forecast = BudgetForecast(reason, batch_size=options.batch_size, speed_up=gain)
-        manifest.budgets = {"user": BudgetFigures(wanted, 0.0, forecast)}
+        manifest.generation.budgets = {"user": BudgetFigures(wanted, 0.0, forecast)}
         manifest.save()
         best = "" if gain is None else f": the best was {gain:.2f} times plain beams"
         say(f"drafted for a user: {wanted or 'nothing'} ({reason}{best})")
-    return manifest.budgets["user"].max_draft_tokens
+    return manifest.generation.budgets["user"].max_draft_tokens
 
 
 def _figures(
@@ -277,8 +277,8 @@ def _figures(
         num_shorter += pc.sum(pc.less(pc.list_value_length(batch["items"]), num_items)).as_py() or 0
     if num_shorter:
         say(f"{num_shorter} users have lists of fewer than {num_items} items (num_items): they have had the others")
-    manifest.extension_figures = {"num_shorter": num_shorter}
-    manifest.model = next((record.written_by.model for record in written), manifest.model)
+    manifest.judgement.extension_figures = {"num_shorter": num_shorter}
+    manifest.generation.model = next((record.written_by.model for record in written), manifest.generation.model)
     return SideFigures(
         num_entities=plan.num_entities,
         num_generated=by_plan + num_written,
@@ -289,7 +289,7 @@ def _figures(
         routes=plan.routes,
         shards=written,
         stats=stats_of(written),
-        budget=manifest.budgets.get("user"),
+        budget=manifest.generation.budgets.get("user"),
         samples=_samples(run, lists),
     )
 
@@ -313,7 +313,7 @@ def _samples(run: RunFolder, lists: Lists) -> list[SampleText]:
 
 def _measured(manifest: RunManifest, num_before: int) -> list[GateFigures]:
     """The values that gates judge; `num_before` is the number of lists of the run before."""
-    figures = manifest.sides["user"]
+    figures = manifest.generation.sides["user"]
     coverage = (figures.num_entities - figures.num_quarantined) / num_before if num_before else None
     failed = figures.num_quarantined / max(1, figures.num_entities)
     note = "" if num_before else "no run before"
@@ -325,7 +325,7 @@ def _publish(workspace: Workspace, run: RunFolder, settings: Settings) -> None:
     uri = delivery_uri(workspace, settings.deliver_to)
     publish_run(workspace, run)
     deliver(workspace, uri)
-    kept = workspace.pointed_to()
+    kept = workspace.publication.run_id()
     old = [one for one in workspace.finished_runs() if one.run_id != kept][
         : -settings.extension("recommending").keep_runs
     ]

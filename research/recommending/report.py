@@ -9,18 +9,19 @@ from laserbatch.jobs.report.blocks import Note, Section, Table
 from laserbatch.jobs.report.page import KeyFigure, log_warnings, render
 from laserbatch.jobs.report.work import gates_section, provenance_section
 from laserbatch.pipeline.storage.atomic import write_text
-from laserbatch.pipeline.storage.manifest import RunManifest, SideFigures
+from laserbatch.pipeline.storage.figures import SideFigures
+from laserbatch.pipeline.storage.manifest import RunManifest
 
 NUM_LAST = 5  # titles of a history that are shown
 
 
 def write_lists_report(manifest: RunManifest, path: Path) -> None:
     """Write or replace the report of a run of lists."""
-    figures = manifest.sides["user"]
+    figures = manifest.generation.sides["user"]
     stats = figures.stats
     forwards = ratio(stats.num_steps, stats.num_steps + stats.num_accepted)
     levels = None if not stats.num_texts else stats.num_tokens / stats.num_texts
-    num_shorter = int(manifest.extension_figures["num_shorter"])
+    num_shorter = int(manifest.judgement.extension_figures["num_shorter"])
     key_figures = [
         KeyFigure("users listed", count(figures.num_generated), [f"of {count(figures.num_entities)}; "
                   f"{count(figures.num_carried_over)} carried over", f"{count(figures.num_quarantined)} quarantined"]),
@@ -56,7 +57,7 @@ def write_lists_report(manifest: RunManifest, path: Path) -> None:
 
 def quality_of(manifest: RunManifest) -> str:
     """How well the recommender's lists did when it was trained."""
-    card = manifest.settings.get("recommender", {})
+    card = manifest.origin.settings.get("recommender", {})
     if not card.get("held_back"):
         return "How good its lists are was not measured when the recommender was trained."
     shares = {

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText, accepted_path, replay, replay_nodes
-from laserbatch.retrieval_pools.draft import draft_batch
+from laserbatch.retrieval_pools.calibration.replay import ReplayText, accepted_path, replay, replay_nodes
+from laserbatch.retrieval_pools.draft import DraftOptions, draft_batch
 from laserbatch.retrieval_pools.drafting.estimate import NUM_PLACES, NUM_TOKEN_KINDS
 from laserbatch.retrieval_pools.drafting.state import MAX_NODES
 from laserbatch.retrieval_pools.index.calibration_record import (
@@ -234,15 +234,12 @@ def replay_budgets(
     """
     sizes = np.array([size for size, _ in budgets])
     least = np.log([least for _, least in budgets], dtype=np.float32)
-    widest = vars(options) | {
-        "max_nodes": int(sizes.max()),
-        "min_acceptance": min(least for _, least in budgets),
-    }
+    widest = replace(options, max_nodes=int(sizes.max()), min_acceptance=min(least for _, least in budgets))
     num_prompt, num_tokens = len(text.prompt_ids), len(text.text_ids)
     context = np.concatenate([text.prompt_ids, text.text_ids]).astype(np.int32)
     contexts = [context[: num_prompt + position] for position in range(num_tokens + 1)]
     num_prompts, previous = [num_prompt] * len(contexts), [text.previous_ids] * len(contexts)
-    drafts = draft_batch(pool, contexts, num_prompts, previous, [text.group] * len(contexts), **widest)
+    drafts = draft_batch(pool, contexts, num_prompts, previous, [text.group] * len(contexts), options=widest)
     truth = text.text_ids.tolist()
     num_drafted, num_accepted = np.zeros((2, len(contexts), len(budgets)), np.int64)
     for position, tree in enumerate(drafts):

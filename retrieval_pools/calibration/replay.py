@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from laserbatch.retrieval_pools.draft import Draft, draft
+from laserbatch.retrieval_pools.draft import Draft, DraftOptions, draft
 from laserbatch.retrieval_pools.index.pool import Pool
 
 NODE = np.dtype(
@@ -44,23 +44,6 @@ class ReplayText:
     text_ids: np.ndarray
     previous_ids: np.ndarray | None = None
     group: str | None = None
-
-
-@dataclass(frozen=True)
-class DraftOptions:
-    """How drafts are asked for; the options of `draft` by their names there."""
-
-    max_nodes: int = 16
-    min_acceptance: float = 0.07
-    use_prompt: bool = True
-    use_output: bool = True
-    use_previous: bool = True
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """What is drafted from, by name."""
-        used = {"previous": self.use_previous, "prompt": self.use_prompt, "output": self.use_output, "pool": True}
-        return tuple(name for name, is_used in used.items() if is_used)
 
 
 class Tree(Protocol):
@@ -170,12 +153,12 @@ def pool_steps(
     verified : what of each tree is verified, by its size and its probability alone: the next draft starts behind that.
         None: all of it.
     """
-    asked = vars(DraftOptions() if options is None else options)
+    options = DraftOptions() if options is None else options
     context = np.concatenate([text.prompt_ids, text.text_ids]).astype(np.int32)
     num_prompt = len(text.prompt_ids)
 
     def draft_after(position: int) -> Draft:
-        return draft(pool, context[: num_prompt + position], num_prompt, text.previous_ids, text.group, **asked)
+        return draft(pool, context[: num_prompt + position], num_prompt, text.previous_ids, text.group, options)
 
     if verified is None:
         return steps_along(text.text_ids, draft_after)

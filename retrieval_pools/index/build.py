@@ -42,11 +42,14 @@ from laserbatch.retrieval_pools.index.texts import (
     find_known_texts,
     lay_end_to_end,
 )
-from laserbatch.retrieval_pools.settings import DraftSettings, PoolBuildSettings, PoolSettings
+from laserbatch.retrieval_pools.settings import DraftSettings, PoolSettings
 
 __all__ = ["HeldBack", "PoolText", "PoolTexts", "build_pool", "sync_folder"]
 
 SORT_BYTES_PER_POSITION = 16  # of memory, while they are sorted
+# Sorting takes so much memory beyond a hundred bytes a text, some megabytes, and the tokens' files, which are mapped:
+# the kernel takes their pages back. More positions are sorted in turns, those of one first token together.
+SORT_MEMORY_BYTES = 512 << 20
 _NONE = np.empty(0, np.int64)
 _GONE = np.iinfo(np.int32).min  # moves every position below 0
 
@@ -74,7 +77,6 @@ def build_pool(
     model_id: str,
     settings: PoolSettings | None = None,
     previous: Pool | None = None,
-    building: PoolBuildSettings | None = None,
     on_sorted: Callable[[int], None] = lambda num_texts: None,
     calibration: Calibration | HeldBack | None = None,
 ) -> Pool:
@@ -88,9 +90,6 @@ def build_pool(
     previous : an older pool whose texts are in great part these: what they have in common, in the same sequence, is not
         sorted again. It saves time and changes nothing else; open it with `verify`, for its order is believed. One of
         another `index_depth` is of no use and left alone.
-    building : the memory that sorting may take, beyond a hundred bytes a text, some megabytes, and the tokens' files,
-        which are mapped: the kernel takes back their pages when it needs them. More positions are sorted in turns,
-        those of one first token together at least.
     on_sorted : called with how many texts were sorted; the others stand where an older pool had them.
     calibration : what replays say of drafts from such a pool, or what is to be replayed; None believes relative counts.
 
@@ -101,7 +100,6 @@ def build_pool(
         tokens than the format holds, the disk is full, or something is at `out_dir` already.
     """
     settings = DraftSettings.of(settings)
-    building = PoolBuildSettings() if building is None else building
     out_dir = Path(out_dir)
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise PoolError(f"{out_dir} is there already; a pool is never changed. Give another folder or remove it.")
@@ -111,7 +109,7 @@ def build_pool(
     ):
         scratch = Path(in_folder)
         laid = lay_end_to_end(texts, array_path(folder, "tokens"), with_entities=settings.min_support > 1)
-        order, num_sorted = _order(laid, settings.index_depth, previous, building.memory_bytes)
+        order, num_sorted = _order(laid, settings.index_depth, previous)
         _write_arrays(order, laid, settings, folder, scratch)
         give_back(laid.tokens)
         names = array_names(settings)
@@ -141,9 +139,7 @@ def build_pool(
     return Pool.open(out_dir)
 
 
-def _order(
-    laid: LaidTexts, depth: int, previous: Pool | None, memory_bytes: int | None
-) -> tuple[Iterator[np.ndarray], int]:
+def _order(laid: LaidTexts, depth: int, previous: Pool | None) -> tuple[Iterator[np.ndarray], int]:
     """The order of all positions as a stream, an older pool's merged in; and how many texts are sorted."""
     starts = laid.starts
     is_new = np.ones(laid.num_texts, bool)
@@ -163,7 +159,7 @@ def _order(
         older = in_threads(moved, read_chunks(array_path(previous.folder, "order")))
     texts = np.flatnonzero(is_new)
     first_tokens = count_first_tokens(laid.tokens, starts, texts, laid.vocab_size)
-    max_positions = MAX_POSITIONS if memory_bytes is None else max(int(memory_bytes / SORT_BYTES_PER_POSITION), 1)
+    max_positions = min(max(SORT_MEMORY_BYTES // SORT_BYTES_PER_POSITION, 1), MAX_POSITIONS)
     added = sort_texts(laid.tokens, starts, texts, first_tokens, depth, max_positions)
     return (merge(laid.tokens, older, added, depth) if older else added), len(texts)
 

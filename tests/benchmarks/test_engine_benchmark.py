@@ -31,7 +31,8 @@ from tasks import Task, TaskSize, sample_tasks, tasks_of
 from transformers import AutoModelForCausalLM
 
 from laserbatch.pipeline.decoding.settings import Budget
-from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText, replay
+from laserbatch.retrieval_pools.calibration.replay import ReplayText, replay
+from laserbatch.retrieval_pools.draft import DraftOptions
 from laserbatch.retrieval_pools.step_cost import DraftCost, StepCost, StepPoint
 
 RATES = DeviceRates(1e10, 1e14)  # multiplying never takes longer

@@ -30,7 +30,7 @@ from laserbatch.pipeline.errors import ModelError, RunFailed, WorkspaceError
 from laserbatch.pipeline.planning.plan import load_plan, read_shard, save_plan
 from laserbatch.pipeline.planning.planner import shared_fingerprint
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
-from laserbatch.pipeline.storage.manifest import ShardInfo
+from laserbatch.pipeline.storage.figures import ShardInfo
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.stats import DecodingStats

@@ -11,11 +11,11 @@ from tiny_encoders import load
 
 from laserbatch.jobs.stages.encode import encode_run
 from laserbatch.pipeline.encoding.codebook import fit_centroids, fit_codebook, followed, nearest_centroids
-from laserbatch.pipeline.encoding.features import write_features
+from laserbatch.pipeline.encoding.features import FeatureWriter
 from laserbatch.pipeline.encoding.schema import check_feature_schema, feature_schema, run_date
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import WorkspaceError
-from laserbatch.pipeline.storage.manifest import FeatureFigures
+from laserbatch.pipeline.storage.figures import FeatureFigures
 from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
@@ -36,7 +36,7 @@ def written(knowledge, side, encoder, folder, settings=None):
     """The feature table of some knowledge."""
     run = RunFolder(folder)
     write_parquet(knowledge, run.knowledge_folder(side) / "00000.parquet")
-    write_features(run, side, lambda: encoder, "", settings or EncodingSettings())
+    FeatureWriter(run, side, lambda: encoder, "", settings or EncodingSettings()).write()
     return read_parquet(run.features_path(side))
 
 
@@ -178,10 +178,10 @@ def test_vectors_and_clusters_of_carried_over_texts_are_taken_over_and_equal_enc
     again = encode_run(new.root, settings)
     assert (taken_over["user"].num_encoded, again["user"].num_encoded) == (1, 3)
     assert {key: row["vector"] for key, row in table_of(new).items()} == {k: r["vector"] for k, r in tonight.items()}
-    manifest.settings["encoding"] = {"max_text_tokens": 3}  # vectors of texts that were cut there are others
+    manifest.origin.settings["encoding"] = {"max_text_tokens": 3}  # vectors of texts that were cut there are others
     manifest.save()
     assert encode_run(new.root, settings, previous=old)["user"].num_encoded == 3
-    manifest.settings["encoding"] = {"max_text_tokens": settings.max_text_tokens}
+    manifest.origin.settings["encoding"] = {"max_text_tokens": settings.max_text_tokens}
     manifest.save()
     write_parquet(carried.slice(0, 0), new.root / "knowledge/user/carried.parquet")
     (new.root / "knowledge/user/00000.parquet").unlink()

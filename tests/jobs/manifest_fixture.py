@@ -9,7 +9,8 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from laserbatch.ctr.equivalence import PairedAuc, compare_paired
-from laserbatch.pipeline.storage.manifest import RunManifest, SideFigures
+from laserbatch.pipeline.storage.figures import SideFigures
+from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.retrieval_pools.sources import SOURCE_NAMES
 
 SHARES = {  # of accepted draft tokens, by source
@@ -152,7 +153,7 @@ def side_of(
 
 def night_of(data: dict) -> SimpleNamespace:
     """A night whose manifest has users of whom this is said."""
-    return SimpleNamespace(manifest=SimpleNamespace(sides={"user": figures_of(data)}))
+    return SimpleNamespace(manifest=SimpleNamespace(generation=SimpleNamespace(sides={"user": figures_of(data)})))
 
 
 def figures_of(data: dict) -> SideFigures:
@@ -162,7 +163,7 @@ def figures_of(data: dict) -> SideFigures:
 
 def manifest_of(data: dict) -> RunManifest:
     """A manifest of plain values, as its file is read."""
-    return TypeAdapter(RunManifest).validate_python(data | {"path": Path("manifest.json")})
+    return RunManifest.from_json(data, Path("manifest.json"))
 
 
 def plain_side(side: str, num_texts: int, *counted: float, seed: int) -> dict:

@@ -30,7 +30,7 @@ from laserbatch.pipeline.knowledge.parsers import parse_answer
 from laserbatch.pipeline.knowledge.records import knowledge_schema
 from laserbatch.pipeline.planning.plan import read_shard
 from laserbatch.pipeline.sides import SIDES
-from laserbatch.pipeline.storage.manifest import ModelFigures, ShardInfo
+from laserbatch.pipeline.storage.figures import ModelFigures, ShardInfo
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
 
@@ -123,15 +123,19 @@ def changed(night: Night, section: str, **options) -> Night:
     """The night under other settings, and not compared yet."""
     part = getattr(night.settings, section).model_copy(update=options)
     settings = night.settings.model_copy(update={section: part})
-    return replace(night, settings=settings, manifest=replace(night.manifest, audit=None))
+    return replace(
+        night,
+        settings=settings,
+        manifest=replace(night.manifest, judgement=replace(night.manifest.judgement, audit=None)),
+    )
 
 
 def test_a_tenth_of_a_nights_texts_is_written_plainly_too_compared_and_thrown_away(lived):
     night, asked = lived
     assert asked == [(night.run.run_id, NUM_USERS + 3), ("audit", NUM_USERS // 10)]  # three items are too few
     assert not (night.run.root / "audit").exists() and "generate audited" in night.manifest.stages
-    assert list(night.manifest.audit.sides) == ["user"]
-    found = night.manifest.audit.sides["user"]
+    assert list(night.manifest.judgement.audit.sides) == ["user"]
+    found = night.manifest.judgement.audit.sides["user"]
     num_worse = found.num_pairs - found.num_identical
     share = num_worse / found.num_pairs
     assert found.num_pairs == 20 and 0 < num_worse < 20
@@ -151,7 +155,7 @@ def test_the_page_shows_the_worst_pairs_side_by_side_escaped(lived):
 
 
 def test_what_is_beyond_a_limit_keeps_a_night_from_its_readers(lived):
-    gates = judge(lived[0].manifest.gates, GateSettings())
+    gates = judge(lived[0].manifest.judgement.gates, GateSettings())
     (held,) = [gate for gate in blocking(gates) if gate.gate == "lost fields"]
     assert re.search(r"users: texts surely lack .* of the fields asked for .*gates\.audit says", gate_sentence(held))
 
@@ -167,16 +171,16 @@ def test_what_is_beyond_a_limit_keeps_a_night_from_its_readers(lived):
 def test_a_night_that_has_nothing_to_compare_says_why_and_passes(lived, section, option, told):
     night = changed(lived[0], section, **option)
     assert not audit.needs_audited_texts(night)
-    night.manifest.audit = audit.audit_texts(night, Encoder)
-    (gate,) = judge(_audited(night.manifest.audit), GateSettings())
+    night.manifest.judgement.audit = audit.audit_texts(night, Encoder)
+    (gate,) = judge(_audited(night.manifest.judgement.audit), GateSettings())
     assert told in gate_sentence(gate) and gate.verdict == "passes" and told in render_page(night.manifest)
 
 
 def test_plain_texts_that_are_there_already_are_compared_however_few(lived, settings):
     night = changed(lived[0], "night", compare_with_plain=True)
-    night.manifest.plain = generate.generate_plain(night, NightWorkers(settings.cluster))
+    night.manifest.generation.plain = generate.generate_plain(night, NightWorkers(settings.cluster))
     assert not audit.needs_audited_texts(night)
-    night.manifest.audit = audit.audit_texts(night, Encoder)
-    assert {side: night.manifest.audit.sides[side].num_pairs for side in SIDES} == {"user": 32, "item": 3}
-    (gate,) = [gate for gate in _audited(night.manifest.audit) if gate.side == "item"]
+    night.manifest.judgement.audit = audit.audit_texts(night, Encoder)
+    assert {side: night.manifest.judgement.audit.sides[side].num_pairs for side in SIDES} == {"user": 32, "item": 3}
+    (gate,) = [gate for gate in _audited(night.manifest.judgement.audit) if gate.side == "item"]
     assert "too few texts beside plain ones" in gate_sentence(gate) and night.run.plain.root.is_dir()

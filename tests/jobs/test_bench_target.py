@@ -52,7 +52,8 @@ def night(readers, model, template, capfd, monkeypatch, guided="auto"):
     words = {"user": "reader", "item": "book", "items": "books", "interacted": "finished"}
     knowledge = {"template_dir": "prompts", "user_template": template, "item_template": "once_item", "words": words}
     write_config(readers, workspace=template, knowledge=knowledge, night={"train_ctr": False, "num_audited": 0},
-                 decoding={"model": str(model), "max_new_tokens": 128, "guided": guided}, gates={"max_failed_share": 1.0})  # fmt: skip
+                 decoding={"model": str(model), "max_new_tokens": 128, "guided": guided},
+                 gates={"max_failed_share": 1.0})  # fmt: skip
     monkeypatch.setattr(publishing, "judge", lambda measured, limits: [])  # a random model's texts would be held back
     config = readers / "laserbatch.yaml"
     assert run_here(capfd, "nightly", "--date", "2025-01-01", "--config", str(config)).returncode == 0

@@ -16,7 +16,7 @@ from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.planning.plan import Shard
 from laserbatch.pipeline.sample.world import write_sample_world
-from laserbatch.pipeline.storage.manifest import BudgetForecast
+from laserbatch.pipeline.storage.figures import BudgetForecast
 from laserbatch.retrieval_pools.step_cost import StepCost, StepPoint
 
 DATE = datetime.date(2025, 3, 1)
@@ -49,7 +49,7 @@ def test_a_budget_is_chosen_once_and_read_back_by_a_resumed_run(world):
     resumed = opened(world)
     again = night_budgets(resumed, [], never)
     assert again == first
-    assert resumed.manifest.budgets["item"].forecast.step_cost == "invented"
+    assert resumed.manifest.generation.budgets["item"].forecast.step_cost == "invented"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_cost_that_was_measured_elsewhere_is_read_beside_the_configuration(wor
     (world / "cost.json").write_text(CHEAP.model_dump_json())
     night = opened(world, "{step_cost: cost.json}")
     night_budgets(night, [], never)
-    assert night.manifest.budgets["item"].forecast.step_cost == "invented"
+    assert night.manifest.generation.budgets["item"].forecast.step_cost == "invented"
     with pytest.raises(ConfigError, match=r"absent\.json is not there"):
         night_budgets(opened(world, "{step_cost: absent.json}"), [], never)
 
@@ -83,7 +83,7 @@ def test_budgets_survive_the_manifest_and_are_told_in_a_line(world):
     night = opened(world)
     night_budgets(night, [], lambda: CHEAP)
     kept = json.loads(night.run.manifest_path.read_text())["budgets"]["user"]
-    assert budget_of(night.manifest.budgets["user"]) == Budget(16, 0.05)
+    assert budget_of(night.manifest.generation.budgets["user"]) == Budget(16, 0.05)
     assert (kept["max_draft_tokens"], kept["min_acceptance"]) == (16, 0.05)
     assert kept["forecast"]["reason"].startswith("a draft token costs up to 0.0")
     forecast = BudgetForecast("the fastest of the replays")

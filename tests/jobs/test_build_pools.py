@@ -118,7 +118,7 @@ def test_pools_that_cannot_be_used_are_not_drafted_from_and_cost_a_full_build_an
     write_texts(night)
     build_pools(night)
     expected = contents(night)
-    assert opened(world, SECOND_DATE, "{}").manifest.pools.version == night.run.run_id
+    assert opened(world, SECOND_DATE, "{}").manifest.generation.pools.version == night.run.run_id
     pool = night.pools.folder(night.run.run_id) / "item"
     order, manifest = pool / "order.npy", pool / "manifest.json"
     match damage:
@@ -135,7 +135,7 @@ def test_pools_that_cannot_be_used_are_not_drafted_from_and_cost_a_full_build_an
         case "pointer":
             (night.pools.root / "CURRENT").write_text("2025-01-01-gone")
     assert current_pools(night.pools, 1, night.date) is None
-    resumed = opened(world, SECOND_DATE, "{}").manifest.pools.version
+    resumed = opened(world, SECOND_DATE, "{}").manifest.generation.pools.version
     assert resumed == (night.run.run_id if damage == "pointer" else None)
     assert build_pools(night)["item"].incremental is (damage == "router")
     said = " ".join(capsys.readouterr().err.split())
@@ -185,7 +185,7 @@ def test_collection_spares_what_an_unfinished_run_drafts_from(world, capfd):
     write_texts(night)
     build_pools(night)
     unfinished = opened(world, SECOND_DATE, "{}")
-    assert unfinished.manifest.pools.version == night.run.run_id
+    assert unfinished.manifest.generation.pools.version == night.run.run_id
     for version in ("2025-03-02-x", "2025-03-03-x"):
         with night.pools.publish(version) as folder:
             (folder / "item").mkdir()

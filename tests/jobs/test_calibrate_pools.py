@@ -16,7 +16,7 @@ from laserbatch.jobs.stages.night import open_night
 from laserbatch.jobs.stages.pool_texts import draft_options, drafted_with
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.sample.world import write_sample_world
-from laserbatch.pipeline.storage.manifest import BudgetFigures, BudgetForecast
+from laserbatch.pipeline.storage.figures import BudgetFigures, BudgetForecast
 from laserbatch.retrieval_pools.sources import SOURCE_PREVIOUS
 
 FIRST_DATE, SECOND_DATE = datetime.date(2025, 2, 28), datetime.date(2025, 3, 1)
@@ -132,7 +132,7 @@ def test_show_tells_how_well_estimates_hold(after_first_night):
 def test_replays_draft_by_the_budget_that_the_night_chose(world):
     night = opened(world, FIRST_DATE)
     assert drafted_with(night, "item") is None
-    night.manifest.budgets = {
+    night.manifest.generation.budgets = {
         "user": BudgetFigures(0, 1.0, BudgetForecast("given")),
         "item": BudgetFigures(4, 0.3, BudgetForecast("given")),
     }

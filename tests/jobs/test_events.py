@@ -147,7 +147,7 @@ def test_looking_at_the_lock_refuses_no_night(night):
 def test_figures_are_written_whatever_came_of_the_night(tmp_path, night):
     night.manifest.save()
     night.run.finish()
-    night.workspace.publish(night.run.run_id)
+    night.workspace.publication.publish(night.run.run_id)
     night.manifest.stages = {'a "stage"\n\\': 2.5}
     settings = Settings(workspace=night.workspace.root, metrics=MetricsSettings(textfile=tmp_path / "laserbatch.prom"))
     with pytest.raises(RunFailed), night_metrics(settings) as figures:

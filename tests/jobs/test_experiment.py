@@ -21,7 +21,7 @@ from laserbatch.pipeline.budget.step_cost import read_step_cost
 from laserbatch.pipeline.encoding.encoder import TextEncoder
 from laserbatch.pipeline.errors import RunFailed, WorkspaceError
 from laserbatch.pipeline.sample.world import write_sample_world
-from laserbatch.pipeline.storage.workspace import ExperimentFolder
+from laserbatch.pipeline.storage.experiments import ExperimentFolder
 
 NAME = "2025-02-10-trial"
 TRIED = ("--framework", "kar", "--framework", "mine", "--users", "8", "--items", "4", "--date", "2025-02-10",
@@ -147,9 +147,9 @@ def test_a_million_costs_what_its_steps_do_however_loaded_the_machine_was(folder
     seconds, by_clock = cost_of_a_million(night, cost), cost_of_a_million(night)
     (told,) = (one["seconds_per_million"] for one in tried["variants"] if one["variant"] == "kar")
     assert told == seconds != by_clock
-    for side, figures in night.manifest.sides.items():
+    for side, figures in night.manifest.generation.sides.items():
         slower = replace(figures.stats, wall_s=10 * figures.stats.wall_s)
-        night.manifest.sides[side] = replace(figures, stats=slower)
+        night.manifest.generation.sides[side] = replace(figures, stats=slower)
     assert cost_of_a_million(night, cost) == seconds
     assert cost_of_a_million(night) == pytest.approx(10 * by_clock)
 

@@ -14,7 +14,7 @@ from night_world import run_here
 from laserbatch.ctr.feature_set import Basis
 from laserbatch.ctr.folder import ModelCard
 from laserbatch.pipeline.encoding.schema import feature_schema
-from laserbatch.pipeline.storage.manifest import FeatureFigures
+from laserbatch.pipeline.storage.figures import FeatureFigures
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.workspace import Workspace
 
@@ -36,7 +36,7 @@ def planted(workspace: Workspace, day: int, of_users: dict[str, int], encoder: s
         manifest.features[side] = FeatureFigures(name, len(rows), file.sha256, 2, name, 1, 0, 0, encoder, codebook)
     manifest.save()
     run.finish()
-    workspace.publish(run.run_id)
+    workspace.publication.publish(run.run_id)
     return run.run_id
 
 

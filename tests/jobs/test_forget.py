@@ -26,8 +26,8 @@ from laserbatch.pipeline.encoding.encoder import TextEncoder
 from laserbatch.pipeline.knowledge.records import knowledge_schema
 from laserbatch.pipeline.planning.plan import read_shard
 from laserbatch.pipeline.storage import atomic
+from laserbatch.pipeline.storage.figures import AuditedText, ModelFigures, ShardInfo
 from laserbatch.pipeline.storage.forgetting import is_of, unfinished_receipts
-from laserbatch.pipeline.storage.manifest import AuditedText, ModelFigures, ShardInfo
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
@@ -198,7 +198,7 @@ def test_a_person_is_in_no_byte_of_the_workspace_after_being_forgotten(folder, c
 
 
 def _audited(run: Path) -> list[AuditedText]:
-    audit = RunFolder(run).load_manifest().audit
+    audit = RunFolder(run).load_manifest().judgement.audit
     return [case for found in audit.sides.values() for case in found.cases] if audit is not None else []
 
 
@@ -228,7 +228,7 @@ def _check_sums(workspace: Path) -> None:
                 record = json.loads((folder.root / "shards" / side / "00000.json").read_text()) if written else None
                 assert record is None or record["info"]["planned_sha256"] == plan["shards"][0]["sha256"]
         manifest = RunFolder(run).load_manifest()
-        for side, figures in manifest.sides.items():
+        for side, figures in manifest.generation.sides.items():
             assert figures.num_entities == {"user": 4, "item": 3}[side]
             assert figures.num_quarantined == sum(figures.quarantine_reasons.values())
             features = manifest.features[side]

@@ -12,7 +12,7 @@ from manifest_fixture import manifest_of, night_manifest
 from laserbatch.jobs.gates import GATES, _of_side, gate_sentence, judge, repeated_shares, warning
 from laserbatch.jobs.report.page import render_page
 from laserbatch.jobs.settings import GateSettings
-from laserbatch.pipeline.storage.manifest import GateFigures
+from laserbatch.pipeline.storage.figures import GateFigures
 from laserbatch.pipeline.storage.workspace import Workspace
 
 
@@ -87,15 +87,17 @@ def test_who_lost_a_text_by_a_raised_limit_of_evidence_is_not_missed():
     before, after = manifest_of(night_manifest()), manifest_of(night_manifest())
     for manifest, num_texts in ((before, 100), (after, 60)):
         manifest.features["user"] = replace(manifest.features["user"], num_rows=num_texts)
-    after.sides["user"] = replace(after.sides["user"], postponed={"evidence": 40, "budget": 9})
+    after.generation.sides["user"] = replace(after.generation.sides["user"], postponed={"evidence": 40, "budget": 9})
     assert next(_of_side("user", after, None, before, None)).value == 0.6
-    after.settings["refresh"] = {"min_interactions": 3}
+    after.origin.settings["refresh"] = {"min_interactions": 3}
     assert next(_of_side("user", after, None, before, None)).value == 1.0
 
 
 def test_the_page_shows_gates_as_a_table():
     manifest = manifest_of(night_manifest())
-    manifest.gates = judge([GateFigures("cut", "item", 0.7), GateFigures("AUC", reason="not compared")], GateSettings())
+    manifest.judgement.gates = judge(
+        [GateFigures("cut", "item", 0.7), GateFigures("AUC", reason="not compared")], GateSettings()
+    )
     manifest.status = "held"
     page = render_page(manifest)
     assert "held back and not published" in page and "What was judged before publication" in page
@@ -113,19 +115,19 @@ def test_readers_see_one_whole_run_or_another_while_it_is_published(tmp_path):
         run.manifest_path.write_text("{}")
         run.finish()
         runs.append(run.run_id)
-    workspace.publish(runs[0])
+    workspace.publication.publish(runs[0])
     seen, stop = [], threading.Event()
 
     def read() -> None:
         while not stop.is_set():
-            run = Workspace.open(tmp_path / "workspace", create=False).published()
+            run = Workspace.open(tmp_path / "workspace", create=False).publication.run()
             seen.append({pq.read_table(run.features_path(side))["day"][0].as_py() for side in ("user", "item")})
 
     readers = [threading.Thread(target=read) for _ in range(2)]
     for reader in readers:
         reader.start()
     for number in range(60):
-        workspace.publish(runs[number % 3])
+        workspace.publication.publish(runs[number % 3])
     stop.set()
     for reader in readers:
         reader.join()

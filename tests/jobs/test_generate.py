@@ -28,7 +28,7 @@ from laserbatch.pipeline.knowledge.records import knowledge_schema
 from laserbatch.pipeline.planning import postpone
 from laserbatch.pipeline.planning.plan import read_shard
 from laserbatch.pipeline.sides import SIDES
-from laserbatch.pipeline.storage.manifest import ModelFigures, ShardInfo
+from laserbatch.pipeline.storage.figures import ModelFigures, ShardInfo
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -105,7 +105,7 @@ def first_night(tmp_path_factory) -> Path:
         night = opened(folder, FIRST_DATE, shard_size=16)
         writer(patched)(night)
     night.run.finish()
-    Workspace.open(folder / "workspace").publish(night.run.run_id)
+    Workspace.open(folder / "workspace").publication.publish(night.run.run_id)
     return folder
 
 
@@ -148,7 +148,7 @@ def test_whatever_is_lost_of_an_unfinished_run_is_done_again_and_nothing_else(wo
     night = opened(world, SECOND_DATE)
     assert len(write(night).shards) > 2
     expected = texts(night.run)
-    counts = {side: night.manifest.sides[side].num_carried_over for side in SIDES}
+    counts = {side: night.manifest.generation.sides[side].num_carried_over for side in SIDES}
     assert min(counts.values()) > 0 and len(expected) == num_entities(night)
     for name, damage in DAMAGE.items():
         damage(night.run.root / name.partition(" ")[0])
@@ -156,7 +156,7 @@ def test_whatever_is_lost_of_an_unfinished_run_is_done_again_and_nothing_else(wo
         lost = [("user", "00000")] if name == "knowledge/user/00000.parquet" else []
         assert write(again).shards == lost, name
         assert texts(again.run) == expected, name
-        assert {side: again.manifest.sides[side].num_carried_over for side in SIDES} == counts
+        assert {side: again.manifest.generation.sides[side].num_carried_over for side in SIDES} == counts
         assert not list(night.run.root.rglob("*.tmp"))
 
 
@@ -205,7 +205,7 @@ def test_what_is_lost_while_a_run_goes_on_ends_it_and_the_next_attempt_heals_it(
 
 
 def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_again_when_its_turn_comes(world, write, monkeypatch):
-    before = texts(Workspace.open(world / "workspace").published())
+    before = texts(Workspace.open(world / "workspace").publication.run())
     night = opened(world, SECOND_DATE)
     write(night)
     failing = [
@@ -224,11 +224,11 @@ def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_again_when_it
     assert [(row["entity_id"], row["text"]) for row in rows] == [
         (id_, f"{id_} in {night.run.run_id}, before [1 2]") for id_ in sorted(failing[:2])
     ]
-    figures = night.manifest.sides["user"]
+    figures = night.manifest.generation.sides["user"]
     assert (figures.num_quarantined, figures.num_stale) == (2, 2)
     assert figures.num_generated + figures.num_carried_over + figures.num_quarantined == figures.num_entities
     night.run.finish()
-    Workspace.open(world / "workspace").publish(night.run.run_id)
+    Workspace.open(world / "workspace").publication.publish(night.run.run_id)
 
     monkeypatch.setattr(postpone, "DAYS_BETWEEN_TRIES", 1 << 40)  # nobody's turn
     third = opened(world, "2025-03-02")
@@ -236,11 +236,11 @@ def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_again_when_it
     after = texts(third.run)
     assert all(after[id_] == found[id_] for id_ in failing[:2])
     assert third.run.read_quarantine("user").to_pylist() == rows
-    figures = third.manifest.sides["user"]
+    figures = third.manifest.generation.sides["user"]
     assert (figures.num_quarantined, figures.num_stale) == (2, 2) and figures.quarantine_reasons == {"unparsable": 2}
     third.manifest.save()
     third.run.finish()
-    Workspace.open(world / "workspace").publish(third.run.run_id)
+    Workspace.open(world / "workspace").publication.publish(third.run.run_id)
 
     monkeypatch.setattr(postpone, "DAYS_BETWEEN_TRIES", 1)  # everybody's
     third = opened(world, "2025-03-04")
@@ -251,7 +251,7 @@ def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_again_when_it
 
 def finished(night: Night) -> dict:
     """What a night wrote, when it is published; whoever is counted is there, by id and once."""
-    for side, figures in night.manifest.sides.items():
+    for side, figures in night.manifest.generation.sides.items():
         told = figures.num_generated + figures.num_carried_over + figures.num_waiting + figures.num_without_text
         assert told + figures.num_quarantined == figures.num_entities
         postponed = night.run.read_postponed(side)
@@ -265,17 +265,17 @@ def finished(night: Night) -> dict:
         )
     night.manifest.save()
     night.run.finish()
-    Workspace.open(night.workspace.root).publish(night.run.run_id)
+    Workspace.open(night.workspace.root).publication.publish(night.run.run_id)
     return texts(night.run)
 
 
 def test_whose_change_is_not_due_keeps_the_text_and_waits(world, write):
-    before = texts(Workspace.open(world / "workspace").published())
+    before = texts(Workspace.open(world / "workspace").publication.run())
     night = opened(world, SECOND_DATE, refresh={"min_new_interactions": 10**6})
     write(night)
     (night.run.knowledge_folder("user") / "waiting.parquet").unlink()  # lost in between: the side is planned again
     assert not write(night).shards
-    found, figures = finished(night), night.manifest.sides["user"]
+    found, figures = finished(night), night.manifest.generation.sides["user"]
     waiting = [key for key, (_, is_stale) in found.items() if is_stale]
     assert figures.num_waiting == len(waiting) > 0 and figures.postponed == {"not-due": len(waiting)}
     assert all(found[key][0] == before[key][0] for key in waiting)
@@ -288,13 +288,13 @@ def test_whose_change_is_not_due_keeps_the_text_and_waits(world, write):
 
 def test_a_budget_spreads_a_new_way_to_ask_over_nights_until_everybody_was_asked(world, write):
     """Everybody is due; eight texts of two tokens fit a night."""
-    first, num_written, num_old = Workspace.open(world / "workspace").published().run_id, [], []
+    first, num_written, num_old = Workspace.open(world / "workspace").publication.run().run_id, [], []
     for day in range(1, 8):
         budget = {"max_tokens": 16}
         night = opened(world, f"2025-03-0{day}", decoding={"max_new_tokens": 200}, refresh=budget)
         write(night)
         found = finished(night)
-        num_written.append(sum(figures.num_generated for figures in night.manifest.sides.values()))
+        num_written.append(sum(figures.num_generated for figures in night.manifest.generation.sides.values()))
         num_old.append(sum(first in text for text, _ in found.values()))
     assert max(num_written) <= 9  # one a side may be begun with a token left
     assert num_old == sorted(num_old, reverse=True) and num_old[0] > 16 and num_old[-1] == 0
@@ -319,7 +319,7 @@ def test_each_side_has_what_the_other_leaves_of_a_budget(world, write, tmp_path)
 def test_about_whom_there_is_no_evidence_nothing_is_written(world, write):
     night = opened(world, SECOND_DATE, refresh={"min_interactions": 10**6})
     write(night)
-    found, figures = finished(night), night.manifest.sides["user"]
+    found, figures = finished(night), night.manifest.generation.sides["user"]
     assert figures.num_without_text == figures.num_entities == night.tables.users.num_rows
     assert figures.postponed == {"evidence": figures.num_entities} and figures.num_quarantined == 0
     assert found.keys() == set(night.tables.items["item_id"].to_pylist())

@@ -49,7 +49,7 @@ def opened(world):
 
 def test_embeddings_are_recorded_with_checksum_and_ids_that_are_of_nobody(world):
     manifest = opened(world).manifest
-    recorded = manifest.inputs
+    recorded = manifest.origin.inputs
     assert list(recorded) == ["users", "items", "interactions", "item_embeddings"]
     assert recorded["item_embeddings"] == {
         "path": "item.parquet",
@@ -146,7 +146,7 @@ def test_a_night_says_the_warnings_and_opens(world, capsys):
         config.write("gates: {max_failed_share: 0.1}\n")
     log = pq.read_table(world / "tables" / "interactions.parquet")
     pq.write_table(pa.concat_tables([log.slice(0, 2), log]), world / "tables" / "interactions.parquet")
-    assert opened(world).manifest.inputs["interactions"]["num_copies"] == 2
+    assert opened(world).manifest.origin.inputs["interactions"]["num_copies"] == 2
     assert "warning: items.title (items.parquet, 2 rows, first row 0): the title is empty" in capsys.readouterr().err
 
 
@@ -210,7 +210,7 @@ def test_a_night_says_that_the_log_has_stopped_and_opens(world, capsys):
     late = newest + datetime.timedelta(days=205)
     night = open_night(load_settings(world / "laserbatch.yaml"), late)
     said = capsys.readouterr().err
-    assert night.manifest.inputs["interactions"]["age"]["age_days"] == 205
+    assert night.manifest.origin.inputs["interactions"]["age"]["age_days"] == 205
     with recorded(night.manifest):
         events = read_events(night.run.events_path)
     assert events[-1] | {"newest": str(newest), "age_days": 205, "is_stale": True} == events[-1]

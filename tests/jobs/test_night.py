@@ -23,7 +23,7 @@ from laserbatch.jobs.stages.variants import framework_of
 from laserbatch.pipeline.errors import RunHeld, TableError, WorkspaceError
 from laserbatch.pipeline.planning.postpone import unusable_texts
 from laserbatch.pipeline.sides import SIDES
-from laserbatch.pipeline.storage.manifest import GateFigures, PoolsUsed, SideFigures
+from laserbatch.pipeline.storage.figures import GateFigures, PoolsUsed, SideFigures
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
 
@@ -76,11 +76,11 @@ def test_a_night_builds_on_the_newest_run_that_is_not_of_a_later_date(world):
     assert night.previous is None
     after, before = DAY + datetime.timedelta(days=2), DAY - datetime.timedelta(days=1)
     later = done(opened(world, after))
-    assert (later.previous.run_id, later.manifest.pools.version) == (night.run.run_id, night.run.run_id)
+    assert (later.previous.run_id, later.manifest.generation.pools.version) == (night.run.run_id, night.run.run_id)
     backfilled = opened(world, before)
-    assert backfilled.previous is None and backfilled.manifest.pools.version is None
+    assert backfilled.previous is None and backfilled.manifest.generation.pools.version is None
     between = opened(world, DAY + datetime.timedelta(days=1))
-    assert (between.previous.run_id, between.manifest.pools.version) == (night.run.run_id, night.run.run_id)
+    assert (between.previous.run_id, between.manifest.generation.pools.version) == (night.run.run_id, night.run.run_id)
 
 
 def test_of_runs_of_one_date_that_of_the_same_settings_is_built_on_else_the_last(tmp_path):
@@ -102,31 +102,34 @@ def test_an_older_date_is_neither_published_nor_drafted_from(world, capsys):
     older = done(opened(world, DAY - datetime.timedelta(days=1)))
     assert older.run.is_finished
     assert f"not published: run {night.run.run_id}, of a later date, stays published" in capsys.readouterr().err
-    assert night.workspace.published().run_id == night.run.run_id == night.pools.current_version()
+    assert night.workspace.publication.run().run_id == night.run.run_id == night.pools.current_version()
     (world / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\npools: {scope: group}\n")
     same_date = done(opened(world))
-    assert night.workspace.published().run_id == same_date.run.run_id == night.pools.current_version()
+    assert night.workspace.publication.run().run_id == same_date.run.run_id == night.pools.current_version()
 
 
 def test_an_older_date_is_published_where_that_is_asked_for_and_rolled_back_from(world):
     newer, older = done(opened(world)), done(opened(world, DAY - datetime.timedelta(days=1)), "always")
     workspace = older.workspace
-    assert workspace.published().run_id == older.run.run_id == older.pools.current_version()
-    workspace.roll_back()
-    assert workspace.published().run_id == newer.run.run_id
-    assert workspace.rolled_back() == [older.run.run_id]
+    assert workspace.publication.run().run_id == older.run.run_id == older.pools.current_version()
+    workspace.publication.roll_back()
+    assert workspace.publication.run().run_id == newer.run.run_id
+    assert workspace.publication.rolled_back() == [older.run.run_id]
 
 
 def test_what_was_taken_back_is_not_built_on_nor_published_by_itself(world, capsys):
     first, second = done(opened(world)), done(opened(world, DAY + datetime.timedelta(days=1)))
-    second.workspace.roll_back()
+    second.workspace.publication.roll_back()
     publish_night(second)
     assert f"not published: run {second.run.run_id} was rolled back" in capsys.readouterr().err
-    assert second.workspace.published().run_id == first.run.run_id
+    assert second.workspace.publication.run().run_id == first.run.run_id
     third = opened(world, DAY + datetime.timedelta(days=2))
     assert third.previous.run_id == first.run.run_id
     publish_night(second, "always")
-    assert second.workspace.rolled_back() == [] and second.workspace.published().run_id == second.run.run_id
+    assert (
+        second.workspace.publication.rolled_back() == []
+        and second.workspace.publication.run().run_id == second.run.run_id
+    )
 
 
 def test_nothing_of_what_was_taken_back_is_used(world, capfd):
@@ -134,21 +137,23 @@ def test_nothing_of_what_was_taken_back_is_used(world, capfd):
     first, second = done(opened(world, days[0])), done(opened(world, days[1]))
     workspace = second.workspace
     begun, unseen = opened(world, days[2]), done(opened(world, days[3]), "never")
-    assert begun.previous.run_id == second.run.run_id == begun.manifest.pools.version == unseen.previous.run_id
+    assert (
+        begun.previous.run_id == second.run.run_id == begun.manifest.generation.pools.version == unseen.previous.run_id
+    )
 
     run_here(capfd, "runs", "rollback", "--workspace", str(workspace.root))
     assert first.pools.current_version() == first.run.run_id
     for before in (begun, unseen):  # another run of the same date, built on what stands
         again = opened(world, before.date)
         assert (again.run.run_id, again.previous.run_id) == (f"{before.run.run_id}-2", first.run.run_id)
-        assert again.manifest.pools.version == first.run.run_id
+        assert again.manifest.generation.pools.version == first.run.run_id
     done(opened(world, days[4]))  # its pools are current, and of too late a date
     again = opened(world, days[2], force=True)
-    assert again.manifest.pools.version == first.run.run_id
-    again.manifest.pools = PoolsUsed(second.run.run_id)  # as it began, before the other was taken back
+    assert again.manifest.generation.pools.version == first.run.run_id
+    again.manifest.generation.pools = PoolsUsed(second.run.run_id)  # as it began, before the other was taken back
     again.manifest.save()
     again = opened(world, days[2])
-    assert again.manifest.pools.version is None
+    assert again.manifest.generation.pools.version is None
 
 
 def test_pools_of_what_was_taken_back_do_not_stay_current(world, capfd):
@@ -157,7 +162,7 @@ def test_pools_of_what_was_taken_back_do_not_stay_current(world, capfd):
     run_here(capfd, "runs", "rollback", "--workspace", str(first.workspace.root))
     assert first.pools.current_version() is None
     first.pools.use(second.run.run_id)  # by name; nights pass it over all the same
-    assert opened(world, DAY + datetime.timedelta(days=2)).manifest.pools.version is None
+    assert opened(world, DAY + datetime.timedelta(days=2)).manifest.generation.pools.version is None
 
 
 def test_a_backfill_goes_from_each_night_to_the_next_and_publishes_its_last_when_asked(world, capfd, monkeypatch):
@@ -183,18 +188,18 @@ def test_a_backfill_goes_from_each_night_to_the_next_and_publishes_its_last_when
     assert ended["published"] == newest.run.run_id
     runs = [newest.workspace.run(row["run_id"]) for row in ended["nights"]]
     manifests = [run.load_manifest() for run in runs]
-    assert [manifest.previous_run_id for manifest in manifests] == [None, *(run.run_id for run in runs[:-1])]
-    assert [manifest.pools.version for manifest in manifests] == [None, *(run.run_id for run in runs[:-1])]
+    assert [manifest.origin.previous_run_id for manifest in manifests] == [None, *(run.run_id for run in runs[:-1])]
+    assert [manifest.generation.pools.version for manifest in manifests] == [None, *(run.run_id for run in runs[:-1])]
     assert other.run.run_id not in {run.run_id for run in runs}
     assert json.loads(run_here(capfd, *arguments, "--json", "--publish").stdout)["published"] == runs[-1].run_id
-    assert newest.workspace.published().run_id == runs[-1].run_id == newest.pools.current_version()
-    newest.workspace.roll_back()
+    assert newest.workspace.publication.run().run_id == runs[-1].run_id == newest.pools.current_version()
+    newest.workspace.publication.roll_back()
     told = run_here(capfd, *arguments, "--json", "--publish")
     assert f"not published: run {runs[-1].run_id} was rolled back" in " ".join(told.stderr.split())
     assert json.loads(told.stdout)["published"] == newest.run.run_id
     longer = json.loads(run_here(capfd, *arguments[:-1], "2025-03-05", "--json").stdout)
     fifth = newest.workspace.run(longer["nights"][-1]["run_id"]).load_manifest()
-    assert fifth.previous_run_id == fifth.pools.version == runs[-2].run_id
+    assert fifth.origin.previous_run_id == fifth.generation.pools.version == runs[-2].run_id
 
 
 def test_words_that_users_may_share_are_warned_about_once_a_run(world, capsys):
@@ -212,7 +217,7 @@ def test_a_night_that_was_killed_at_its_end_is_published_by_the_same_command(wor
     owners = {
         "write_report": publishing,
         "use": type(night.pools),
-        "publish": type(night.workspace),
+        "publish": type(night.workspace.publication),
         "finish": type(night.run),
     }
 
@@ -226,7 +231,7 @@ def test_a_night_that_was_killed_at_its_end_is_published_by_the_same_command(wor
     # Not finished: the stages before the end find all their work done.
     again = run_night(night.settings, DAY) if night.run.is_finished else done(opened(world))
     assert again.run.run_id == night.run.run_id
-    assert night.workspace.published().run_id == night.run.run_id == night.pools.current_version()
+    assert night.workspace.publication.run().run_id == night.run.run_id == night.pools.current_version()
     assert night.run.report_path.exists()
 
 
@@ -235,10 +240,10 @@ def test_publishing_a_held_run_goes_on_where_it_was_killed(world, monkeypatch, s
     night = opened(world)
     with night.pools.publish(night.run.run_id, make_current=False):
         pass
-    night.manifest.gates = [GateFigures("quarantine", "user", 1.0)]
+    night.manifest.judgement.gates = [GateFigures("quarantine", "user", 1.0)]
     with pytest.raises(RunHeld):
         finish_night(night)
-    owners = {"use": type(night.pools), "publish": type(night.workspace), "finish": type(night.run)}
+    owners = {"use": type(night.pools), "publish": type(night.workspace.publication), "finish": type(night.run)}
 
     def killed(*arguments, **named):
         raise KeyboardInterrupt
@@ -247,9 +252,9 @@ def test_publishing_a_held_run_goes_on_where_it_was_killed(world, monkeypatch, s
         patched.setattr(owners.get(step, publishing), step, killed)
         with pytest.raises(KeyboardInterrupt):
             publishing.force_publish(night.workspace, night.run.run_id)
-    assert night.workspace.published() is None
+    assert night.workspace.publication.run() is None
     publishing.force_publish(night.workspace, night.run.run_id)
-    assert night.workspace.published().run_id == night.run.run_id == night.pools.current_version()
+    assert night.workspace.publication.run().run_id == night.run.run_id == night.pools.current_version()
     assert not night.run.held_path.exists() and night.run.load_manifest().status == "success"
 
 
@@ -259,7 +264,7 @@ def test_old_pools_that_cannot_be_removed_fail_no_night(world, monkeypatch, capl
 
     monkeypatch.setattr(stages, "collect_pools", busy)
     night = done(opened(world))
-    assert night.workspace.published().run_id == night.run.run_id
+    assert night.workspace.publication.run().run_id == night.run.run_id
     assert "old pools were not removed, the next night tries again: pools/.nfs01" in caplog.text
 
 
@@ -267,7 +272,7 @@ def test_what_is_damaged_of_earlier_nights_is_named_and_passed_over(world, caplo
     """No file of another night ends tonight's: manifests, quarantine, receipts, step costs."""
     first = opened(world)
     stats = DecodingStats(num_texts=10, num_tokens=2000, wall_s=10.0)
-    first.manifest.sides = {"user": SideFigures(1, 1, 0, 0, 0, {}, {}, [], stats)}
+    first.manifest.generation.sides = {"user": SideFigures(1, 1, 0, 0, 0, {}, {}, [], stats)}
     done(first)
     second, workspace = done(opened(world, DAY + datetime.timedelta(days=1))), first.workspace
     damaged = [
@@ -286,7 +291,7 @@ def test_what_is_damaged_of_earlier_nights_is_named_and_passed_over(world, caplo
     assert known_step_cost(workspace, third.settings.decoding) is None and framework_of(second.run) is None
     assert unusable_texts(second.run, "user", third.date) is None
     measure(third.manifest, third.run, third.previous)
-    assert not workspace.not_built_on()
+    assert not workspace.publication.not_built_on()
     done(third)
     for path in damaged:
         assert sum(str(path) in record.getMessage() for record in caplog.records) == 1, path
@@ -296,7 +301,7 @@ def test_a_pointer_that_cannot_be_followed_is_replaced(world, capsys):
     night = done(opened(world))
     (night.workspace.root / "published.json").write_text('{"run_id": "2025-04-01-gone"}')
     publish_night(night)
-    assert night.workspace.published().run_id == night.run.run_id
+    assert night.workspace.publication.run().run_id == night.run.run_id
     assert "2025-04-01-gone, which is not there" in " ".join(capsys.readouterr().err.split())
 
 
@@ -315,17 +320,17 @@ def test_a_finished_date_is_done_again_only_where_its_tables_changed(world):
     write_tables(world, moods=("calm", "quiet"))
     assert opened(world).changed_inputs == ("users",) and opened(world).run.run_id == night.run.run_id
     redone = opened(world, redo=True)
-    assert redone.run.run_id == f"{night.run.run_id}-2" and not redone.manifest.force
+    assert redone.run.run_id == f"{night.run.run_id}-2" and not redone.manifest.origin.force
     assert redone.previous.run_id == night.run.run_id
     done(redone)
     assert opened(world).run.run_id == redone.run.run_id and opened(world).changed_inputs == ()
-    assert redone.workspace.published().run_id == redone.run.run_id
+    assert redone.workspace.publication.run().run_id == redone.run.run_id
 
 
 def test_a_forced_run_is_another_one_and_gone_on_with_by_either_command(world):
     first = opened(world)
     forced = opened(world, force=True)
-    assert (first.manifest.force, forced.manifest.force) == (False, True)
+    assert (first.manifest.origin.force, forced.manifest.origin.force) == (False, True)
     assert forced.run.run_id == f"{first.run.run_id}-2"
     assert [opened(world, force=force).run.run_id for force in (True, False)] == [forced.run.run_id] * 2
     done(forced)
@@ -343,10 +348,10 @@ def test_a_date_on_which_nobody_is_known_is_refused(world):
 def test_a_run_of_before_is_read_by_what_its_settings_are_called_today(world, capsys):
     """Of a key that nobody knows any more a line says that it is left out; what is there under another name is kept."""
     night = opened(world)
-    ctr = night.manifest.settings["ctr"]
+    ctr = night.manifest.origin.settings["ctr"]
     ctr["positive_rating"], ctr["of_old"] = 3.0, 1
     del ctr["label"]
-    night.manifest.settings_hash = "another"
+    night.manifest.origin.settings_hash = "another"
     night.manifest.save()
     settings = open_run(load_settings(world / "laserbatch.yaml"), night.run.run_id).settings
     assert settings.ctr.label == "rating >= 3"

@@ -148,7 +148,7 @@ def test_a_wheel_holds_every_file_and_leaves_others_packages_alone(installed, tw
     told = subprocess.run(command, capture_output=True, text=True, check=True, cwd=installed, env={}).stdout.split()
     assert told[:2] == ["somebody"] * 2 and Path(told[2]).is_relative_to(installed.parent)
     manifest = runs(two_nights)[0].load_manifest()
-    assert manifest.status == "success" and manifest.workers.num_workers >= 1
+    assert manifest.status == "success" and manifest.generation.workers.num_workers >= 1
 
 
 def runs(folder: Path):
@@ -179,7 +179,7 @@ def test_the_second_night_carries_over_the_unchanged_and_drafts_the_rest_from_th
     first, second = runs(two_nights)
     manifest = second.load_manifest()
     for side in SIDES:
-        num_carried_over = manifest.sides[side].num_carried_over
+        num_carried_over = manifest.generation.sides[side].num_carried_over
         assert num_carried_over > 0
         table = read_parquet(second.knowledge_folder(side))
         origins = pc.value_counts(table["run_id"].combine_chunks()).to_pylist()
@@ -187,7 +187,7 @@ def test_the_second_night_carries_over_the_unchanged_and_drafts_the_rest_from_th
     new = read_parquet(second.knowledge_folder("user")).filter(pc.field("run_id") == second.run_id)
     assert new.num_rows > 0
     assert set(new["pool_version"].to_pylist()) == {first.run_id}
-    paces = [night.load_manifest().sides["user"].stats.acceptance_length for night in (first, second)]
+    paces = [night.load_manifest().generation.sides["user"].stats.acceptance_length for night in (first, second)]
     assert paces[1] > paces[0]
 
 
@@ -195,8 +195,8 @@ def test_each_night_chose_its_budgets_by_what_steps_cost(two_nights):
     for night in runs(two_nights):
         manifest = night.load_manifest()
         for side in SIDES:
-            budget, stats = manifest.budgets[side], manifest.sides[side].stats
-            assert manifest.sides[side].budget == budget
+            budget, stats = manifest.generation.budgets[side], manifest.generation.sides[side].stats
+            assert manifest.generation.sides[side].budget == budget
             assert budget.forecast.step_cost == "invented"
             assert 0 < stats.num_drafted <= budget.max_draft_tokens * stats.num_steps
 
@@ -204,10 +204,10 @@ def test_each_night_chose_its_budgets_by_what_steps_cost(two_nights):
 def test_the_last_night_is_published_with_its_pools_and_report(two_nights):
     workspace = Workspace.open(two_nights / "workspace", create=False)
     second = runs(two_nights)[1]
-    assert workspace.published().run_id == second.run_id
+    assert workspace.publication.run().run_id == second.run_id
     assert PoolStore(workspace.pools_folder).current_version() == second.run_id
     assert "<html" in second.report_path.read_text(encoding="utf-8")
-    assert second.load_manifest().ctr.rows
+    assert second.load_manifest().judgement.ctr.rows
 
 
 def test_the_summary_is_json(two_nights):

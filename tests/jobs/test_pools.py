@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from laserbatch.jobs.commands.pools import app
 from laserbatch.jobs.stages.night import current_pools, describe_pools
 from laserbatch.pipeline.errors import WorkspaceError
-from laserbatch.pipeline.storage.manifest import PoolsUsed
+from laserbatch.pipeline.storage.figures import PoolsUsed
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool

@@ -14,25 +14,25 @@ def sentence(manifest: dict) -> str:
 
 
 def table_of(manifest: dict):
-    return ctr_table(manifest_of(manifest).ctr)
+    return ctr_table(manifest_of(manifest).judgement.ctr)
 
 
 def test_rows_are_ordered_by_model_then_from_no_knowledge_to_the_runs_own():
     rows = [ctr_row("DIN", variant, 0.7, 0.6, 0.6, 0.001) for variant in ("top_k", "none", "plain")]
-    figures = manifest_of(night_manifest() | {"ctr": {"rows": rows}}).ctr
+    figures = manifest_of(night_manifest() | {"ctr": {"rows": rows}}).judgement.ctr
     assert [row.variant for row in ctr_rows(figures)] == ["none", "plain", "top_k"]
     assert ctr_table(figures).strong_rows == [2]
 
 
 def test_gain_is_the_difference_of_mean_auc():
-    gain = own_gains(manifest_of(night_manifest()).ctr)[0]
+    gain = own_gains(manifest_of(night_manifest()).judgement.ctr)[0]
     assert gain.auc == pytest.approx(0.7249 - 0.7112) and gain.is_shown
     rows = [row for row in night_manifest()["ctr"]["rows"] if row["variant"] != "none"]
-    assert own_gains(manifest_of(night_manifest() | {"ctr": {"rows": rows}}).ctr) == []
+    assert own_gains(manifest_of(night_manifest() | {"ctr": {"rows": rows}}).judgement.ctr) == []
 
 
 def test_verdicts_are_those_of_the_ctr_package():
-    found = manifest_of(night_manifest()).ctr.equivalence
+    found = manifest_of(night_manifest()).judgement.ctr.equivalence
     assert {model: item.verdict for model, item in found.items()} == {
         "DIN": "equivalent", "DCNv2": "undecided", "LightGBM": "equivalent", ALL_MODELS: "equivalent",
     }  # fmt: skip

@@ -25,7 +25,7 @@ def run_of(workspace, day, texts=(), is_finished=True, previous=None, failed=(),
     root = workspace.root / "runs"
     manifest = manifest_of(root, datetime.date(2025, 3, day), settings)
     run = workspace.run(manifest.run_id)
-    manifest.path, manifest.previous_run_id = run.manifest_path, previous
+    manifest.path, manifest.origin.previous_run_id = run.manifest_path, previous
     manifest.status = "success" if is_finished else "running"
     columns = list(zip(*texts, strict=True)) or [[]] * 4
     names = ("entity_id", "text", "fingerprint", "run_id")
@@ -56,7 +56,7 @@ def test_a_diff_names_who_changed_and_why_who_appeared_and_who_went(workspace, c
         ("new", "y", SAME, 2), ("mended", "y", SAME, 2), ("forced", "y", SAME, 2), ("alike", "x", "t-p-m-d-a-j", 2),
         ("moved", "y", "t-p-m-d-b-j", 2), ("rated", "y", "t-p-m-d-a-j", 2), ("kept", "x", SAME, 1),
     ], previous=before, failed=[("broken", "unparsable")], settings={"decoding": {"top_k": 3}})  # fmt: skip
-    workspace.publish(after)
+    workspace.publication.publish(after)
     for arguments in ((before, after), (before,), ()):  # the published one, and what it was built on
         told = asked(workspace, capfd, "diff", *arguments)
         assert (told["before"], told["after"], told["settings"]) == (before, after, {"decoding.top_k": [None, 3]})
@@ -92,8 +92,8 @@ def test_listed_are_state_mark_and_size_also_of_what_cannot_be_read(workspace, c
     ids = [run_of(workspace, 1), run_of(workspace, 2), run_of(workspace, 3, is_finished=False), run_of(workspace, 4)]
     workspace.run(ids[3]).manifest_path.write_text("{")
     for run_id in ids[:2]:
-        workspace.publish(run_id)
-    workspace.roll_back()
+        workspace.publication.publish(run_id)
+    workspace.publication.roll_back()
     (workspace.root / "runs" / ".gone.1-ab.tmp").mkdir()  # a removal that was killed
     told = asked(workspace, capfd, "list")["runs"]
     marks = [(one["state"], one["published"], one["rolled_back"]) for one in told]
@@ -116,9 +116,9 @@ def test_what_was_published_is_rolled_back_run_by_run_and_published_again(worksp
     assert asked(workspace, capfd, "rollback") == {"published": ids[1], "rolled_back": ids[2]}
     assert asked(workspace, capfd, "rollback") == {"published": ids[0], "rolled_back": ids[1]}
     assert "no run that is still there was published before" in asked(workspace, capfd, "rollback", code=3)["error"]
-    assert workspace.rolled_back() == [ids[2], ids[1]] and workspace.published().run_id == ids[0]
+    assert workspace.publication.rolled_back() == [ids[2], ids[1]] and workspace.publication.run().run_id == ids[0]
     assert asked(workspace, capfd, "publish", ids[2]) == {"published": ids[2], "published_before": ids[0]}
-    assert workspace.rolled_back() == [ids[1]]
+    assert workspace.publication.rolled_back() == [ids[1]]
     unfinished = run_of(workspace, 4, is_finished=False)
     assert (
         "`laserbatch nightly --date 2025-03-04` finishes it"
@@ -129,7 +129,7 @@ def test_what_was_published_is_rolled_back_run_by_run_and_published_again(worksp
 def test_a_published_run_that_was_deleted_by_hand_is_rolled_back_from(workspace, capfd):
     ids = [run_of(workspace, day) for day in (1, 2)]
     for run_id in ids:
-        workspace.publish(run_id)
+        workspace.publication.publish(run_id)
     (workspace.run(ids[1]).success_path).unlink()
     assert asked(workspace, capfd, "rollback")["published"] == ids[0]
 
@@ -139,9 +139,9 @@ def test_old_runs_are_removed_but_none_that_somebody_needs(workspace, capfd):
     ids[5] = run_of(workspace, 5, is_finished=False, previous=ids[4])
     ids[9] = run_of(workspace, 9)
     for day in (2, 3, 9, 8):
-        workspace.publish(ids[day])
-    workspace.roll_back()  # 8
-    workspace.roll_back()  # 9
+        workspace.publication.publish(ids[day])
+    workspace.publication.roll_back()  # 8
+    workspace.publication.roll_back()  # 9
 
     def run_ids():
         return [run.run_id for run in workspace.runs()]

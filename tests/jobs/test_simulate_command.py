@@ -32,7 +32,7 @@ def planted(folder: Path, date: datetime.date, num_changed: int = 0, previous: P
     night = open_night(load_settings(folder / "laserbatch.yaml"), date)
     write_night(night, num_changed, previous)
     night.run.finish()
-    night.workspace.publish(night.run.run_id)
+    night.workspace.publication.publish(night.run.run_id)
     return night
 
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from laserbatch.jobs.stages.spans import text_spans
-from laserbatch.pipeline.storage.manifest import SampleSpan as Span
+from laserbatch.pipeline.storage.figures import SampleSpan as Span
 from laserbatch.retrieval_pools.sources import SOURCE_NAMES, SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PROMPT, SOURCE_TARGET
 
 

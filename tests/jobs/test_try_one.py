@@ -9,7 +9,7 @@ from rich.console import Console
 
 from laserbatch.jobs.commands import try_one
 from laserbatch.jobs.commands.try_one import TriedEntity, print_tried
-from laserbatch.pipeline.storage.manifest import SampleSpan as Span
+from laserbatch.pipeline.storage.figures import SampleSpan as Span
 from laserbatch.pipeline.storage.stats import DecodingStats
 
 STATS = DecodingStats(

@@ -99,7 +99,7 @@ def test_everybody_gets_a_list_and_the_unchanged_keep_theirs(world, capfd):
     assert first.returncode == 0, first.stderr
     told, lists = json.loads(first.stdout), lists_of(first)
     assert len(lists) == told["users"]["entities"] and {len(one) for one in lists.values()} == {5}
-    assert Workspace.open(world[0] / "workspace" / "recommendations").published().run_id == told["run_id"]
+    assert Workspace.open(world[0] / "workspace" / "recommendations").publication.run().run_id == told["run_id"]
     again = recommend(capfd, world)
     assert json.loads(again.stdout)["run_id"] == told["run_id"] and "finished already" in again.stderr
     second = recommend(capfd, world, SECOND_DATE)
@@ -127,7 +127,7 @@ def publish_vectors(folder) -> pa.ChunkedArray:
     pq.write_table(pa.table({"item_id": items.combine_chunks(), "vector": column}), texts.features_path("item"))
     texts.manifest_path.write_text("{}")
     texts.finish()
-    workspace.publish(texts.run_id)
+    workspace.publication.publish(texts.run_id)
     return items
 
 

@@ -41,7 +41,7 @@ def test_a_drafter_that_is_trained_on_a_run_drafts_in_the_next_night(first, capf
     assert done.returncode == 0, done.stderr
     manifest = first.night.workspace.run(json.loads(done.stdout)["run_id"]).load_manifest()
     source = "model" if kind == "small" else "head"
-    assert all(side.stats.drafted_by_source[source] for side in manifest.sides.values())
+    assert all(side.stats.drafted_by_source[source] for side in manifest.generation.sides.values())
 
 
 def test_a_folder_with_other_files_is_not_written_to(first, capfd, tmp_path):

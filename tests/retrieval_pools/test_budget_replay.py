@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from test_replay import NO_TOKENS, grammar_texts
 
 from laserbatch.retrieval_pools.calibration.calibrate import GRID, budget_curve, calibrate, replay_budgets
-from laserbatch.retrieval_pools.calibration.replay import DraftOptions, ReplayText, replay
+from laserbatch.retrieval_pools.calibration.replay import ReplayText, replay
+from laserbatch.retrieval_pools.draft import DraftOptions
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.calibration_record import DRAFT_TOKENS, MIN_ACCEPTANCES, SIZE_KNOTS
 

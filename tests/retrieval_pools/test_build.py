@@ -5,12 +5,12 @@ import os
 
 import numpy as np
 import pytest
+from drafts import draft
 
-from laserbatch.retrieval_pools.draft import draft
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import HeldBack, PoolText, build_pool
 from laserbatch.retrieval_pools.index.pool import Pool
-from laserbatch.retrieval_pools.settings import PoolBuildSettings, PoolSettings
+from laserbatch.retrieval_pools.settings import PoolSettings
 
 
 def build(folder, texts, **options):
@@ -111,10 +111,7 @@ def test_texts_that_fail_leave_nothing_behind(tmp_path):
 @pytest.mark.parametrize("num_texts", [300, 1200, 2400])
 def test_disk_that_fills_up_publishes_nothing(small_disk, monkeypatch, num_texts, places_a_turn):
     """Full while texts are laid out, or while the order is written."""
-    monkeypatch.setattr(
-        "laserbatch.retrieval_pools.index.build.SORT_BYTES_PER_POSITION",
-        PoolBuildSettings().memory_bytes / places_a_turn,
-    )
+    monkeypatch.setattr("laserbatch.retrieval_pools.index.build.SORT_MEMORY_BYTES", 16 * places_a_turn)
     (small_disk / "other").write_bytes(b"x" * (3 << 18))
     texts = [(np.arange(100) % 90, "") for _ in range(num_texts)]
     with pytest.raises(OSError, match=r"No space left on device.*/p"):

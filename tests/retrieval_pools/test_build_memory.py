@@ -11,9 +11,9 @@ BUILDER = """
 import sys, tempfile
 from pathlib import Path
 import numpy as np
+from laserbatch.retrieval_pools.index import build as index_build
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.pool import Pool
-from laserbatch.retrieval_pools.settings import PoolBuildSettings
 
 tokens = np.random.default_rng(0).integers(0, 1000, 100_000).astype(np.int32)
 
@@ -23,11 +23,11 @@ def texts(num_texts, changed_every=1 << 30):
         yield PoolText(tokens[place : place + 40 + number % 20])
 
 def build(num_texts, memory_mb, out, previous):
-    building = PoolBuildSettings(memory_mb=memory_mb)
+    index_build.SORT_MEMORY_BYTES = memory_mb << 20
     num_sorted = []
     older = Pool.open(previous) if previous else None
     build_pool(texts(num_texts, 20 if previous else 1 << 30), out, side="item", tokenizer_hash="t", model_id="m",
-               building=building, previous=older, on_sorted=num_sorted.append)
+               previous=older, on_sorted=num_sorted.append)
     return num_sorted[0]
 
 with tempfile.TemporaryDirectory() as folder:  # compiles

@@ -21,7 +21,8 @@ from laserbatch.retrieval_pools.calibration.calibrate import (
     reliability,
     spread_positions,
 )
-from laserbatch.retrieval_pools.calibration.replay import NODE, DraftOptions, ReplayText, replay
+from laserbatch.retrieval_pools.calibration.replay import NODE, ReplayText, replay
+from laserbatch.retrieval_pools.draft import DraftOptions
 from laserbatch.retrieval_pools.drafting.estimate import COUNT_KNOTS, CURVES_SHAPE, IDENTITY_CURVES, NUM_PLACES
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.calibration_record import Calibration, curves_of

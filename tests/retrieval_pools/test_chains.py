@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
+from drafts import draft_batch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slow_drafts import ReferenceText, best_chain, draft_reference
 from test_query import cases, ids, paths, pool_of
 
-from laserbatch.retrieval_pools.draft import draft_batch
 from laserbatch.retrieval_pools.drafting.estimate import CURVES_SHAPE
 from laserbatch.retrieval_pools.drafting.state import MAX_NODES
 

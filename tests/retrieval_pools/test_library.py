@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from drafts import draft
 from test_query import ids, pool_of
 
 import laserbatch.retrieval_pools.library as library
-from laserbatch.retrieval_pools.draft import draft
 from laserbatch.retrieval_pools.library import DraftBudget, OpenPool, PoolError, open_pool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,9 +92,7 @@ def test_texts_of_an_engine_are_drafted_as_their_contexts_are(tmp_path):
     pools.start("x", prompt, [3, 4, 5], "a")
     for _ in range(40):
         (tree,) = pools.draft(["x"], DraftBudget(12, 0.01, "tree"))
-        expected = draft(
-            pool, ids(prompt + output), 3, ids([3, 4, 5]), "a", max_nodes=12, min_acceptance=0.01
-        )  # fmt: skip
+        expected = draft(pool, ids(prompt + output), 3, ids([3, 4, 5]), "a", max_nodes=12, min_acceptance=0.01)
         assert tree._rows.tolist() == expected._rows.tolist()
         step = rng.integers(0, 9, rng.integers(1, 5)).tolist()
         pools.accept("x", step)

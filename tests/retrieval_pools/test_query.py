@@ -5,11 +5,12 @@ import math
 
 import numpy as np
 import pytest
+from drafts import draft, draft_batch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slow_drafts import ReferenceText, draft_reference, node_kind, token_kind
 
-from laserbatch.retrieval_pools.draft import SHARE, draft, draft_batch
+from laserbatch.retrieval_pools.draft import SHARE
 from laserbatch.retrieval_pools.drafting.estimate import (
     CURVES_SHAPE,
     IN_OUTPUT,

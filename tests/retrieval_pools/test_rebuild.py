@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.pool import EMPTY_POOL, Pool
-from laserbatch.retrieval_pools.settings import DraftSettings, PoolBuildSettings
+from laserbatch.retrieval_pools.settings import DraftSettings
 
 TEXT = st.tuples(st.lists(st.integers(0, 2), max_size=10), st.sampled_from("abc"), st.integers(0, 4))
 TEXTS = st.lists(TEXT, max_size=12)
@@ -34,9 +34,8 @@ def build(folder, texts, min_support=1, depth=16, **options):
 
 
 def turns_of(num_places):
-    """Sort so few places at a time; a user may not ask for less than some megabytes."""
-    bytes_a_place = PoolBuildSettings().memory_bytes / num_places
-    return patch("laserbatch.retrieval_pools.index.build.SORT_BYTES_PER_POSITION", bytes_a_place)
+    """Sort so few places at a time."""
+    return patch("laserbatch.retrieval_pools.index.build.SORT_MEMORY_BYTES", 16 * num_places)
 
 
 def files(folder):
@@ -71,7 +70,7 @@ def test_bounded_build_equals_an_unbounded_one(tmp_path_factory, texts, min_supp
     folder = tmp_path_factory.mktemp("pools")
     with turns_of(num_places):
         build(folder / "bounded", texts, min_support)
-    build(folder / "unbounded", texts, min_support, building=PoolBuildSettings(memory_mb=None))
+    build(folder / "unbounded", texts, min_support)
     assert files(folder / "bounded") == files(folder / "unbounded")
 
 

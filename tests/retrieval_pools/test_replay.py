@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from laserbatch.retrieval_pools.calibration.replay import (
-    DraftOptions,
     ReplayText,
     accepted_path,
     pool_steps,
@@ -14,6 +13,7 @@ from laserbatch.retrieval_pools.calibration.replay import (
     replay_nodes,
     steps_along,
 )
+from laserbatch.retrieval_pools.draft import DraftOptions
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 
 Tree = namedtuple("Tree", "token_ids parents")

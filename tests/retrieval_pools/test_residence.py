@@ -4,8 +4,8 @@ import sys
 
 import numpy as np
 import pytest
+from drafts import draft
 
-from laserbatch.retrieval_pools.draft import draft
 from laserbatch.retrieval_pools.index.arrays import make_resident, map_array
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.pool import Pool

@@ -8,8 +8,8 @@ import sys
 
 import numpy as np
 import pytest
+from drafts import draft
 
-from laserbatch.retrieval_pools.draft import draft
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.manifest import FORMAT_VERSION

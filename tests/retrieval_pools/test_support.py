@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from drafts import draft
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from laserbatch.retrieval_pools.draft import draft
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.order import count_first_tokens, sort_texts
 from laserbatch.retrieval_pools.index.support import supported_lengths

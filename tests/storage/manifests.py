@@ -4,7 +4,7 @@ import datetime
 from collections.abc import Mapping
 from pathlib import Path
 
-from laserbatch.pipeline.storage.manifest import RunManifest, make_run_id, settings_hash
+from laserbatch.pipeline.storage.manifest import RunManifest, RunOrigin, make_run_id, settings_hash
 
 
 def manifest_of(path: Path, date: datetime.date, settings: Mapping | None = None) -> RunManifest:
@@ -13,8 +13,10 @@ def manifest_of(path: Path, date: datetime.date, settings: Mapping | None = None
         path=path,
         run_id=make_run_id(date, settings),
         date=date,
-        settings=settings,
-        settings_hash=settings_hash(settings),
-        laserbatch_version="0",
-        machine={},
+        origin=RunOrigin(
+            settings=settings,
+            settings_hash=settings_hash(settings),
+            laserbatch_version="0",
+            machine={},
+        ),
     )

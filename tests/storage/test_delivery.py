@@ -30,7 +30,7 @@ def workspace(tmp_path):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(f"{run_id} {name}")
         opened.run(run_id).finish()
-    opened.publish(OLD)
+    opened.publication.publish(OLD)
     return opened
 
 
@@ -57,7 +57,7 @@ def seen(uri):
 def test_a_killed_delivery_shows_readers_the_run_before_and_goes_on(workspace, place, monkeypatch):  # noqa: F811
     deliver(workspace, place)
     assert seen(place) == OLD
-    workspace.publish(NEW)
+    workspace.publication.publish(NEW)
     put, sent = Destination._put, []
 
     def killed(self, source, target):
@@ -100,10 +100,10 @@ def test_a_damaged_file_of_places_is_refused_by_name(workspace, place):  # noqa:
 
 
 def test_readers_go_back_only_where_somebody_asks_or_a_run_was_taken_back(workspace, place, tmp_path):  # noqa: F811
-    workspace.publish(NEW)
+    workspace.publication.publish(NEW)
     deliver(workspace, place)
     (workspace.root / "published.json").unlink()
-    workspace.publish(OLD)
+    workspace.publication.publish(OLD)
     deliver(workspace, place)
     assert seen(place) == NEW
     now = datetime.datetime.now(datetime.UTC)
@@ -112,16 +112,16 @@ def test_readers_go_back_only_where_somebody_asks_or_a_run_was_taken_back(worksp
     deliver(workspace, place, force=True)  # as `runs publish` does, which has no events
     assert seen(place) == last_deliveries(workspace.root)[0]["run_id"] == OLD
     assert f"{place}: {OLD}, sent at 20" in summary_rows(workspace_state(workspace, now))["delivered"]
-    workspace.publish(NEW)
+    workspace.publication.publish(NEW)
     deliver(workspace, place)
-    workspace.roll_back()
+    workspace.publication.roll_back()
     deliver(workspace, place)
     assert seen(place) == OLD
 
 
 def test_who_is_forgotten_here_is_forgotten_there(workspace, place):  # noqa: F811
     for run_id in (OLD, NEW):
-        workspace.publish(run_id)
+        workspace.publication.publish(run_id)
         deliver(workspace, place)
     Destination.at(place).copy(workspace.run(OLD))
     gone = workspace.run("2025-02-01-aaaaaaaa")

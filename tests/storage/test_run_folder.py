@@ -12,7 +12,7 @@ from manifests import manifest_of
 
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.atomic import write_json
-from laserbatch.pipeline.storage.manifest import (
+from laserbatch.pipeline.storage.figures import (
     CtrFigures,
     ModelFigures,
     PoolFigures,
@@ -21,8 +21,8 @@ from laserbatch.pipeline.storage.manifest import (
     SampleText,
     ShardInfo,
     SideFigures,
-    make_run_id,
 )
+from laserbatch.pipeline.storage.manifest import make_run_id
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, count_reasons, quarantine_schema, quarantine_table
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -167,8 +167,10 @@ def test_a_manifest_comes_back(run):
     info = ShardInfo("ff", "g", counted, ModelFigures("m", "float32", "cpu", 9), 2)
     shard = run.shards("user").write("00000", knowledge(7), info=info)
     sample = SampleText(7, None, "prompt", "text", [SampleSpan("text", "pool")], 2.5)
-    manifest.sides = {"user": SideFigures(3, 1, 1, 1, 0, {"empty": 1}, {"none": 3}, [shard], counted, None, [sample])}
-    manifest.pools = PoolsUsed("v", item=PoolFigures("v", 2, 9, {"g": {"num_texts": 2, "num_tokens": 9}}))
+    manifest.generation.sides = {
+        "user": SideFigures(3, 1, 1, 1, 0, {"empty": 1}, {"none": 3}, [shard], counted, None, [sample])
+    }
+    manifest.generation.pools = PoolsUsed("v", item=PoolFigures("v", 2, 9, {"g": {"num_texts": 2, "num_tokens": 9}}))
     manifest.add_stage("generate", 1.0)
     manifest.add_stage("encode", 2.0)
     manifest.add_stage("generate", 0.5)
@@ -177,7 +179,7 @@ def test_a_manifest_comes_back(run):
     assert loaded == manifest
     assert loaded.stages == {"generate": 1.5, "encode": 2.0}
     assert (loaded.run_id, loaded.status) == (make_run_id(DATE, {"a": [2], "b": 1}), "running")
-    assert loaded.ctr == CtrFigures()
+    assert loaded.judgement.ctr == CtrFigures()
 
 
 def test_the_run_id_follows_the_settings_not_their_order():

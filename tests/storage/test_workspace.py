@@ -55,7 +55,7 @@ def finish(workspace: Workspace, run_id: str, previous: str | None = None) -> No
 
 def test_opening_twice_is_the_same_workspace(workspace):
     assert Workspace.open(workspace.root, create=False) == workspace
-    assert workspace.published() is None
+    assert workspace.publication.run() is None
     assert workspace.runs() == []
 
 
@@ -88,21 +88,23 @@ def test_a_damaged_or_lost_version_is_mended_as_its_message_says(workspace, dama
 
 @pytest.mark.parametrize("damage", [None, '{"run', "[]", "{}", '{"run_id": "../x"}', '{"run_id": "2025-04-01-gone"}'])
 def test_a_pointer_that_is_lost_or_damaged_is_restored_with_all_that_it_knew(workspace, damage):
-    assert workspace.repair_pointer() is None
+    assert workspace.publication.repair() is None
     first, second, bad = (f"2025-03-0{day}-aaaaaaaa" for day in (1, 2, 3))
     for run_id in (first, second, bad):
         finish(workspace, run_id)
-        workspace.publish(run_id)
-    workspace.roll_back()
+        workspace.publication.publish(run_id)
+    workspace.publication.roll_back()
     pointer = workspace.root / "published.json"
     pointer.unlink() if damage is None else pointer.write_text(damage)
     if damage is None or "gone" not in damage:  # what somebody wrote is believed
-        assert workspace.pointed_to() == second and workspace.rolled_back() == [bad]
-        assert workspace.repair_pointer() == workspace.published().run_id == second
-        assert [run.run_id for run in workspace.published_before()] == [first] and workspace.rolled_back() == [bad]
+        assert workspace.publication.run_id() == second and workspace.publication.rolled_back() == [bad]
+        assert workspace.publication.repair() == workspace.publication.run().run_id == second
+        assert [run.run_id for run in workspace.publication.earlier_runs()] == [
+            first
+        ] and workspace.publication.rolled_back() == [bad]
         remove_folder(workspace.run(second).root)  # by hand
-        assert workspace.repair_pointer() == first
-    assert workspace.repair_pointer() is None
+        assert workspace.publication.repair() == first
+    assert workspace.publication.repair() is None
 
 
 def test_rolled_back_runs_in_a_pointer_of_version_0_1_0_stay_rolled_back(workspace):
@@ -110,9 +112,9 @@ def test_rolled_back_runs_in_a_pointer_of_version_0_1_0_stay_rolled_back(workspa
         finish(workspace, run_id)
     pointer = {"run_id": "2025-03-01-aaaaaaaa", "before": [], "withdrawn": ["2025-03-02-aaaaaaaa"]}
     write_json(pointer, workspace.root / "published.json")
-    assert workspace.rolled_back() == ["2025-03-02-aaaaaaaa"]
-    workspace.publish("2025-03-02-aaaaaaaa")
-    assert "withdrawn" not in read_json(workspace.root / "published.json") and workspace.rolled_back() == []
+    assert workspace.publication.rolled_back() == ["2025-03-02-aaaaaaaa"]
+    workspace.publication.publish("2025-03-02-aaaaaaaa")
+    assert "withdrawn" not in read_json(workspace.root / "published.json") and workspace.publication.rolled_back() == []
 
 
 def test_a_full_disk_does_not_keep_the_lock_from_who_makes_room(workspace, monkeypatch):
@@ -190,13 +192,13 @@ def test_whatever_a_killed_writer_left_in_the_lock_file_is_no_obstacle(workspace
 
 def test_only_a_finished_run_is_published(workspace):
     with pytest.raises(WorkspaceError, match="no _SUCCESS"):
-        workspace.publish("2025-03-01-aaaaaaaa")
+        workspace.publication.publish("2025-03-01-aaaaaaaa")
     finish(workspace, "2025-03-01-aaaaaaaa")
-    workspace.publish("2025-03-01-aaaaaaaa")
+    workspace.publication.publish("2025-03-01-aaaaaaaa")
     finish(workspace, "2025-03-02-aaaaaaaa")
-    assert workspace.published().run_id == "2025-03-01-aaaaaaaa"
-    workspace.publish("2025-03-02-aaaaaaaa")
-    assert workspace.published().run_id == "2025-03-02-aaaaaaaa"
+    assert workspace.publication.run().run_id == "2025-03-01-aaaaaaaa"
+    workspace.publication.publish("2025-03-02-aaaaaaaa")
+    assert workspace.publication.run().run_id == "2025-03-02-aaaaaaaa"
     assert [run.run_id for run in workspace.runs()] == ["2025-03-01-aaaaaaaa", "2025-03-02-aaaaaaaa"]
 
 
@@ -206,23 +208,23 @@ def test_what_was_taken_back_and_what_was_built_on_it_unseen_is_not_built_on(wor
     for run_id, previous in zip(ids, (None, first, bad, unseen, first, bad), strict=True):
         finish(workspace, run_id, previous)
     workspace.run(damaged).manifest_path.write_text("{")
-    workspace.publish(first)
-    workspace.publish(bad)
-    assert workspace.not_built_on() == set()
-    workspace.roll_back()
-    assert workspace.not_built_on() == {bad, unseen, later}
+    workspace.publication.publish(first)
+    workspace.publication.publish(bad)
+    assert workspace.publication.not_built_on() == set()
+    workspace.publication.roll_back()
+    assert workspace.publication.not_built_on() == {bad, unseen, later}
     assert [run.run_id for run in workspace.finished_runs()] == [first, beside, damaged]
-    workspace.publish(unseen)  # by name: somebody stands by it
-    assert workspace.not_built_on() == {bad}
+    workspace.publication.publish(unseen)  # by name: somebody stands by it
+    assert workspace.publication.not_built_on() == {bad}
 
 
 def test_a_pointer_to_nothing_is_an_error_not_an_empty_answer(workspace):
     write_json({"run_id": "2025-03-01-aaaaaaaa"}, workspace.root / "published.json")
     with pytest.raises(WorkspaceError, match="not there or not finished"):
-        workspace.published()
+        workspace.publication.run()
     write_json({}, workspace.root / "published.json")
     with pytest.raises(WorkspaceError, match="names no run_id"):
-        workspace.published()
+        workspace.publication.run()
 
 
 @pytest.mark.parametrize("run_id", ["", ".", "..", "../x", "a/b", "a b"])

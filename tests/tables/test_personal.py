@@ -214,5 +214,9 @@ def test_a_night_says_what_prompts_leave_out_and_its_manifest_keeps_it(world, ca
     inputs, _ = checked_inputs(Settings(tables={"path": world}), datetime.date(2025, 3, 1))
     assert set(inputs["users"]["left_out_of_prompts"]) == {"zip_code", "note"}
     assert "warning: users.note: the column looks like e-mail addresses" in capfd.readouterr().err
-    assert left_out_columns(SimpleNamespace(inputs=inputs)) == ["users.note", "users.zip_code", "items.api_key"]
+    assert left_out_columns(SimpleNamespace(origin=SimpleNamespace(inputs=inputs))) == [
+        "users.note",
+        "users.zip_code",
+        "items.api_key",
+    ]
     assert changed_inputs({name: {"sha256": of["sha256"]} for name, of in inputs.items()}, inputs) == []

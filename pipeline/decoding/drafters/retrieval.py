@@ -24,18 +24,12 @@ class RetrievalDrafter(Drafter):
         min_acceptance: float = 0.07,
         num_threads: int = 1,
     ) -> None:
-        from laserbatch.retrieval_pools.draft import draft_batch  # compiled code; a plain decoder need not load it
+        from laserbatch.retrieval_pools.draft import DraftOptions, draft_batch  # compiled; plain decoders go without
 
         self._draft_batch = draft_batch
         self._pool = pool if "pool" in sources else None
-        self._options = {
-            "max_nodes": max_nodes,
-            "min_acceptance": min_acceptance,
-            "use_previous": "previous" in sources,
-            "use_prompt": "prompt" in sources,
-            "use_output": "output" in sources,
-            "num_threads": num_threads,
-        }
+        own = ("prompt" in sources, "output" in sources, "previous" in sources)
+        self._options, self._num_threads = DraftOptions(max_nodes, min_acceptance, *own), num_threads
 
     def draft(self, sequence: Sequence) -> TokenTree:
         return self.draft_all([sequence], [MAX_DEPTH])[0]
@@ -48,6 +42,7 @@ class RetrievalDrafter(Drafter):
             [one.previous_ids for one in sequences],
             [one.group for one in sequences],
             max_depths,
-            **self._options,
+            self._options,
+            self._num_threads,
         )
         return TreeBatch(*drafts.joined())
