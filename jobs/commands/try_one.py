@@ -23,7 +23,7 @@ from laserbatch.jobs.stages.inputs import (
 )
 from laserbatch.jobs.stages.night import Night, new_night, parse_date
 from laserbatch.jobs.stages.spans import decoded, text_spans
-from laserbatch.pipeline.budget.choice import budget_step_cost, side_budget
+from laserbatch.pipeline.budget.choice import budget_step_cost, by_step, side_budget
 from laserbatch.pipeline.budget.measuring import user_step_costs
 from laserbatch.pipeline.distributed.settings import usable_cores
 from laserbatch.pipeline.errors import TableError
@@ -145,7 +145,8 @@ def write_one(night: Night, side: Side) -> TriedEntity:
             return worker.engine.cached_step_cost() or worker.engine.measured_step_cost()
 
         pool = None if version is None else night.pools.open(version, side)
-        budget = side_budget(decoding, pool, budget_step_cost(decoding, measure), float(row.previous_ids is not None))
+        has_previous = float(row.previous_ids is not None)
+        budget = by_step(decoding, side_budget(decoding, pool, budget_step_cost(decoding, measure), has_previous))
         prompt, tokenizer = worker.rendered(side, row), worker.engine.tokenizer
         record = worker.run(shard, budget.budget)
         kept = read_parquet(folder.root / record.file).to_pylist()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from laserbatch.jobs.console import say
 from laserbatch.jobs.stages.night import Night, previous_run
-from laserbatch.pipeline.budget.choice import ChosenBudget, budget_step_cost, side_budget
+from laserbatch.pipeline.budget.choice import ChosenBudget, budget_step_cost, by_step, side_budget
 from laserbatch.pipeline.budget.step_cost import read_step_cost
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.planning.plan import Shard, read_shard
@@ -52,7 +52,7 @@ def night_budgets(night: Night, shards: Iterable[Shard], measure: Callable[[], S
         for side in SIDES:
             pool = None if version is None else night.pools.open(version, side)
             share_changed = _share_changed(night, [shard for shard in shards if shard.side == side])
-            chosen[side] = side_budget(decoding, pool, step_cost, share_changed)
+            chosen[side] = by_step(decoding, side_budget(decoding, pool, step_cost, share_changed))
         night.manifest.generation.budgets = {
             side: BudgetFigures(**asdict(one.budget), forecast=one.forecast) for side, one in chosen.items()
         }
@@ -73,7 +73,7 @@ def known_step_cost(workspace: Workspace, decoding: DecodingSettings, path: Path
 
 def budget_of(figures: BudgetFigures) -> Budget:
     """The budget that a manifest records."""
-    return Budget(figures.max_draft_tokens, figures.min_acceptance)
+    return Budget(figures.max_draft_tokens, figures.min_acceptance, figures.is_by_step)
 
 
 def describe_budget(chosen: ChosenBudget) -> str:
@@ -81,6 +81,8 @@ def describe_budget(chosen: ChosenBudget) -> str:
     budget, reason = chosen.budget, chosen.forecast.reason
     if budget.max_draft_tokens == 0:
         return f"nothing is drafted ({reason})"
+    if budget.is_by_step:
+        return f"each step drafts what pays at its number of texts ({reason})"
     return f"up to {budget.max_draft_tokens} draft tokens above {budget.min_acceptance:g} ({reason})"
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from laserbatch.pipeline.budget.step_cost import read_step_cost
 from laserbatch.pipeline.decoding.plugins import drafter_plugin
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
+from laserbatch.pipeline.decoding.token_tree import MAX_NODES
 from laserbatch.pipeline.storage.figures import BudgetForecast
 from laserbatch.retrieval_pools.index.calibration_record import MIN_ACCEPTANCES, SIZE_KNOTS, BudgetCell
 from laserbatch.retrieval_pools.step_cost import StepCost
@@ -91,6 +92,17 @@ def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, sh
     has_texts = pool is not None and pool.manifest.num_texts > 0
     trust = 1.0 if is_calibrated else UNCHECKED_TRUST
     return _worth_its_price(step_cost, batch_size, trust, has_texts, *given)
+
+
+def by_step(decoding: DecodingSettings, chosen: ChosenBudget) -> ChosenBudget:
+    """A side's chosen budget; under greedy verification, all that may pay, of which each step is given what does.
+
+    Its forecast stays that of the best fixed budget.
+    """
+    is_open = decoding.max_draft_tokens is None and decoding.min_acceptance is None and decoding.step_cost is None
+    if decoding.verifier != "greedy" or decoding.engine == "vllm" or not is_open or not decoding.drafters:
+        return chosen
+    return replace(chosen, budget=Budget(MAX_NODES, MIN_ACCEPTANCES[0], is_by_step=True))
 
 
 def given_budget(budget: Budget, pool, sources: Sequence[str], share_changed: float) -> ChosenBudget:

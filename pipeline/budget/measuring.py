@@ -28,7 +28,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from laserbatch.pipeline.budget.choice import UNCHECKED_SIZE
 from laserbatch.pipeline.budget.step_cost import MAX_AGE_DAYS, read_step_cost
 from laserbatch.pipeline.decoding.drafters import Drafter, RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
@@ -50,8 +49,9 @@ logger = logging.getLogger(__name__)
 VERSION = 10  # of how steps are measured
 PROMPT_TOKENS = 320
 NEW_TOKENS = 256  # then a text starts again; drafts deeper than what is left of it are cut, and not timed
-MIN_ROUNDS, MAX_ROUNDS = 3, 15  # each two steps of every size, of which the second is timed
-MAX_SLOWDOWN = 12  # a size is left out if its step takes so many plain ones: no draft of it would be worth that
+MIN_ROUNDS, MAX_ROUNDS = 2, 15  # each two steps of every size, of which the second is timed
+MAX_SLOWDOWN = 6  # a size is left out if its step takes so many plain ones: no draft of it would be worth that
+MIN_SIZES = 4  # of trees that are timed in any case
 MAX_SECONDS = 15.0  # for all batch sizes, after which no further one begins
 WARM_UP_ROUNDS = {"cpu": 1, "cuda": 2}  # before them; on CUDA a step's first run compiles and its second is captured
 SECONDS = 2.0  # for one batch size, after which no further round begins
@@ -287,7 +287,7 @@ class _TimedSteps(Drafter):
         for drafts in sorted(self.seconds, key=lambda drafts: drafts.num_tokens(self.batch_size)):
             seconds = self._timed(drafts)
             is_slow = seconds is not None and plain_s is not None and seconds > MAX_SLOWDOWN * plain_s
-            if is_slow and drafts.size > UNCHECKED_SIZE:
+            if is_slow and drafts.size > SIZE_KNOTS[MIN_SIZES - 1]:
                 for other in [one for one in self.seconds if one.size >= drafts.size]:
                     del self.seconds[other]
                 return

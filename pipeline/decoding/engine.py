@@ -34,6 +34,7 @@ from laserbatch.pipeline.decoding.scheduler import Concurrency, RequestLimits, S
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult, Sequence
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.decoding.step import Step, Stream, commit, observation_of
+from laserbatch.pipeline.decoding.step_budget import StepBudget
 from laserbatch.pipeline.decoding.token_tree import TreeBatch, prune
 from laserbatch.pipeline.decoding.verifiers import Verifier, verifier_from
 from laserbatch.pipeline.errors import first_line
@@ -137,6 +138,7 @@ class Engine:
         drafter: Drafter | None = None,
         verifier: Verifier | None = None,
         budget: Budget | None = None,
+        step_budget: StepBudget | None = None,
     ) -> Iterator[GenerationResult | GenerationFailure]:
         """Write the texts of all requests, yielding each as it finishes.
 
@@ -146,13 +148,15 @@ class Engine:
         drafter : None decodes plainly, one token a step.
         verifier : None is the one the settings name.
         budget : how much of a draft is verified; None is that of the settings.
+        step_budget : what of that each step is given, for rules whose texts do not depend on it; None: all.
 
         Raises
         ------
         DeviceLost : a CUDA error after which this process can compute nothing more; no text is failed for it.
         """
         verifier = verifier or verifier_from(self.settings)
-        stream = self.open_stream(requests, drafter or NoDrafter(), verifier, budget or Budget.of(self.settings))
+        budget = budget or Budget.of(self.settings)
+        stream = self.open_stream(requests, drafter or NoDrafter(), verifier, budget, step_budget=step_budget)
         scheduler = stream.scheduler
         ended: deque[tuple[Sequence, str | GenerationFailure]] = deque()  # their results are not yielded yet
         is_warm = self.device.type != "cuda"
@@ -183,12 +187,13 @@ class Engine:
         verifier: Verifier,
         budget: Budget,
         concurrency: Concurrency | None = None,
+        step_budget: StepBudget | None = None,
     ) -> Stream:
         """A stream for callers that repeat `scheduler.admit`, `submit_step` and `finish_step`, as `generate` does."""
         shares = drafter.observes != "prefill"
         limits = RequestLimits(self.max_context, self.vocab_size, budget.max_draft_tokens, shares)
         scheduler = Scheduler(requests, self.cache, concurrency or self.concurrency, limits, self.max_prefill_tokens)
-        return Stream(scheduler, drafter, verifier, budget)
+        return Stream(scheduler, drafter, verifier, budget, step_budget)
 
     def _warm_up(self, stream: Stream) -> None:
         """Capture the steps of a full batch, over a cache that has room for what its texts may become."""
@@ -253,6 +258,8 @@ class Engine:
             guided.begin(stream.scheduler.live, self.grammars)
         sequences, feeds, writing = stream.scheduler.schedule()
         trees = self._trees([sequences[place] for place in writing], stream.drafter, stream.budget)
+        if stream.step_budget is not None:
+            trees = stream.step_budget.admit(trees, len(writing))
         return Step(sequences, feeds, trees.scatter(writing, len(sequences)))
 
     def _trees(self, sequences: list[Sequence], drafter: Drafter, budget: Budget) -> TreeBatch:
@@ -310,6 +317,8 @@ class Engine:
         outcomes: recovery.Outcomes = dict(commit(step, accepted, self.cache, self._is_end))
         if stream.drafter.observes != "nothing":
             stream.drafter.observe(observation_of(step, accepted))
+        if stream.step_budget is not None:
+            stream.step_budget.observe(step.trees, accepted)
         outcomes |= guided.advance(one for one in step.sequences if one not in outcomes)
         return outcomes | recovery.without_drafts(self, step, accepted, stream)
 

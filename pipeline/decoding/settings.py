@@ -251,6 +251,7 @@ class Budget:
 
     max_draft_tokens: int = 16
     min_acceptance: float = 0.07
+    is_by_step: bool = False  # each step is given what pays at its own number of texts (`StepBudget`)
 
     @classmethod
     def of(cls, settings: DecodingSettings) -> "Budget":

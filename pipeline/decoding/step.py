@@ -14,6 +14,7 @@ from laserbatch.pipeline.decoding.model.runner import StepOutput
 from laserbatch.pipeline.decoding.scheduler import Scheduler
 from laserbatch.pipeline.decoding.sequence import Sequence
 from laserbatch.pipeline.decoding.settings import Budget
+from laserbatch.pipeline.decoding.step_budget import StepBudget
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.pipeline.decoding.verifiers import Verifier
 
@@ -28,6 +29,7 @@ class Stream:
     drafter: Drafter
     verifier: Verifier
     budget: Budget
+    step_budget: StepBudget | None = None  # what of it each step is given; None: all
 
 
 @dataclass

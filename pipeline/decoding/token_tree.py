@@ -112,6 +112,18 @@ class TreeBatch:
         sizes[places] = self.sizes
         return TreeBatch(sizes, self.token_ids, self.parents, self.log_acceptance, self.source, self.proposals)
 
+    def select(self, keep: np.ndarray) -> "TreeBatch":
+        """The same trees with some of their nodes, bool[n], among which are those above each of them."""
+        if keep.all():
+            return self
+        number = np.cumsum(keep) - 1  # of a kept node among those of all trees, then of its own
+        sizes = np.bincount(self.tree_of[keep], minlength=self.num_trees)
+        number -= (np.cumsum(sizes) - sizes)[self.tree_of]
+        above = number[np.maximum(self.starts[self.tree_of] + self.parents, 0)]
+        parents = np.where(self.parents == ROOT, ROOT, above).astype(np.int32)
+        arrays = (self.token_ids[keep], parents[keep], self.log_acceptance[keep], self.source[keep])
+        return TreeBatch(sizes, *arrays, self.proposals and self.proposals.select(keep))
+
     @cached_property
     def tree_of(self) -> np.ndarray:
         """int64[n]: the number of a node's tree."""
@@ -174,12 +186,6 @@ def prune(
     if keep.all() and trees.sizes.max() <= max_nodes:
         return trees
     keep = trees.scan_from_root(np.logical_and, keep)
-    number = np.cumsum(keep) - 1  # of a kept node among those of all trees, then of its own
-    first = np.cumsum(np.bincount(trees.tree_of, keep, trees.num_trees)).astype(np.int64)
-    number -= np.append(0, first[:-1])[trees.tree_of]
-    keep &= number < max_nodes  # parents come first, so those of kept nodes are kept
-    above = number[np.maximum(trees.starts[trees.tree_of] + trees.parents, 0)]
-    parents = np.where(trees.parents == ROOT, ROOT, above).astype(np.int32)
-    sizes = np.bincount(trees.tree_of[keep], minlength=trees.num_trees)
-    arrays = (trees.token_ids[keep], parents[keep], trees.log_acceptance[keep], trees.source[keep])
-    return TreeBatch(sizes, *arrays, trees.proposals and trees.proposals.select(keep))
+    rank = np.cumsum(keep)  # of a kept node among those of all trees, then of its own
+    rank -= np.append(0, rank)[trees.starts][trees.tree_of]
+    return trees.select(keep & (rank <= max_nodes))  # parents come first, so those of kept nodes are kept

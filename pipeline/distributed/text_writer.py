@@ -18,7 +18,7 @@ import ray
 import torch
 from pydantic import ValidationError
 
-from laserbatch.pipeline.budget.choice import budget_step_cost, side_budget
+from laserbatch.pipeline.budget.choice import budget_step_cost, by_step, side_budget
 from laserbatch.pipeline.budget.measuring import user_step_costs
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, tokenizer_folder
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
@@ -153,7 +153,8 @@ class TextWriter:
         """How much is drafted: by what a step costs here, unless the options say it."""
         engine = self._engine
         step_cost = budget_step_cost(self._settings, lambda: engine.cached_step_cost() or engine.measured_step_cost())
-        return side_budget(self._settings, self._pool, step_cost, float(has_previous)).budget
+        chosen = side_budget(self._settings, self._pool, step_cost, float(has_previous))
+        return by_step(self._settings, chosen).budget
 
     def _request(self, row: int, prompt: Tokens, previous: Tokens | None, group: str | None) -> GenerationRequest:
         """Raises RowError: the prompt is neither a text nor tokens, or cannot be written in plain ones."""

@@ -15,6 +15,7 @@ from laserbatch.pipeline.decoding.model.folder import tokenizer_folder
 from laserbatch.pipeline.decoding.model.load import load_model
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult, Sequence
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
+from laserbatch.pipeline.decoding.step_budget import StepBudget
 from laserbatch.pipeline.decoding.verifiers import verifier_from
 from laserbatch.pipeline.engines.answers import Answers
 from laserbatch.pipeline.sides import Side
@@ -106,7 +107,8 @@ class OwnEngine:
                 prompts[request.request_id] = request.prompt_ids
                 yield self._answers.unguided_thoughts(request)
 
-        written = engine.generate(remembered(), drafter, verifier_from(decoding), budget=budget)
+        step_budget = StepBudget(self.cached_step_cost() or self.measured_step_cost()) if budget.is_by_step else None
+        written = engine.generate(remembered(), drafter, verifier_from(decoding), budget, step_budget)
         return self._answers.of(written, prompts)
 
     def result(self, sequence: Sequence, outcome: str | GenerationFailure) -> GenerationResult | GenerationFailure:

@@ -150,6 +150,7 @@ class BudgetFigures:
     max_draft_tokens: int
     min_acceptance: float
     forecast: BudgetForecast
+    is_by_step: bool = False  # each step gets what pays of it
 
 
 @dataclass(frozen=True)
