@@ -55,6 +55,12 @@ def read_csv(path: Path, files: SourceFiles, note: Callable[[str], object]) -> I
                 doubts.add(rows, num_rows)
                 num_rows, last = num_rows + rows.num_rows, rows if rows.num_rows else last
                 yield rows
+    except pa.ArrowInvalid:
+        read.use_threads = False  # one thread says in which row it was
+        with pacsv.open_csv(opened(), read_options=read, parse_options=parse, convert_options=text) as reader:
+            for _ in reader:
+                pass
+        raise
     except GeneratorExit:  # who looks at the first rows alone is told of what those leave in doubt
         for doubt in (*doubts.notes(), encoding_doubt(path, form.encoding), form.quote and quote_fault(path, form)):
             if doubt:
