@@ -31,7 +31,8 @@ def tree(rng, num_nodes: int, source: int = SOURCE_POOL) -> TokenTree:
     log_acceptance = np.zeros(num_nodes, np.float32)
     for node, parent in enumerate(parents):
         log_acceptance[node] = (log_acceptance[parent] if parent >= 0 else 0) + np.log(rng.uniform(0.2, 1.0))
-    return TokenTree(np.arange(num_nodes, dtype=np.int32), parents, log_acceptance, np.full(num_nodes, source, np.uint8))
+    token_ids, sources = np.arange(num_nodes, dtype=np.int32), np.full(num_nodes, source, np.uint8)
+    return TokenTree(token_ids, parents, log_acceptance, sources)
 
 
 def is_closed(admitted: TreeBatch) -> bool:
