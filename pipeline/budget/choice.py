@@ -14,7 +14,6 @@ import numpy as np
 from laserbatch.pipeline.budget.step_cost import read_step_cost
 from laserbatch.pipeline.decoding.plugins import drafter_plugin
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
-from laserbatch.pipeline.decoding.token_tree import MAX_NODES
 from laserbatch.pipeline.storage.figures import BudgetForecast
 from laserbatch.retrieval_pools.index.calibration_record import MIN_ACCEPTANCES, SIZE_KNOTS, BudgetCell
 from laserbatch.retrieval_pools.step_cost import StepCost
@@ -102,7 +101,9 @@ def by_step(decoding: DecodingSettings, chosen: ChosenBudget) -> ChosenBudget:
     is_open = decoding.max_draft_tokens is None and decoding.min_acceptance is None and decoding.step_cost is None
     if decoding.verifier != "greedy" or decoding.engine == "vllm" or not is_open or not decoding.drafters:
         return chosen
-    return replace(chosen, budget=Budget(MAX_NODES, MIN_ACCEPTANCES[0], is_by_step=True))
+    reason = f"greedy texts do not depend on it; a fixed budget: {chosen.forecast.reason}"
+    budget = Budget(SIZE_KNOTS[-1], MIN_ACCEPTANCES[0], is_by_step=True)
+    return ChosenBudget(budget, replace(chosen.forecast, reason=reason))
 
 
 def given_budget(budget: Budget, pool, sources: Sequence[str], share_changed: float) -> ChosenBudget:

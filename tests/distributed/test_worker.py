@@ -180,4 +180,4 @@ def test_a_step_cost_is_measured_for_the_nights_batch_and_kept_by_one_worker(tmp
     assert one.engine.measured_step_cost(save=False).steps == steps and not spec.step_cost_dir.exists()
     assert one.engine.cached_step_cost() is None
     assert one.engine.measured_step_cost() == one.engine.cached_step_cost()
-    assert [given[-2:] for given in calls] == [([spec.decoding.batch_size], 16)] * 2, "a night waits for what it needs"
+    assert [given[-2:] for given in calls] == [([spec.decoding.batch_size, 1], None)] * 2, "the full batch comes first"
