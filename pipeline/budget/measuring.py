@@ -112,9 +112,11 @@ class StepCostCache:
     def write(self, step_cost: StepCost) -> StepCost:
         """Keep a cost in the folder and, if possible, for other workspaces; returns it as it will be read."""
         kept = step_cost.model_copy(update={"name": self._name})
-        write_json(kept.model_dump(mode="json"), self.path)
-        with suppress(OSError):
-            write_json(kept.model_dump(mode="json"), self._folders[1] / self.path.name)
+        folder, of_user = self._folders
+        if folder != of_user:
+            write_json(kept.model_dump(mode="json"), self.path)
+        with suppress(OSError):  # a home that cannot be written, say
+            write_json(kept.model_dump(mode="json"), of_user / self.path.name)
         return kept
 
     def _read(self, path: Path) -> StepCost | None:

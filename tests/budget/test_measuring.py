@@ -193,6 +193,9 @@ def test_a_cost_is_measured_once_for_all_workspaces(tmp_path, monkeypatch):
     one, other = (StepCostCache(tmp_path / name, engine, 0) for name in ("one", "other"))
     first = one.write(measure_step_cost(engine, None, TEXT_SOURCES, [1]))
     assert not other.path.exists() and other.read() == first and other.path.exists()
+    monkeypatch.setenv("LASERBATCH_CACHE", str(other.path / "no-folder"))
+    homeless = StepCostCache(measuring.user_step_costs(), engine, 0)
+    assert homeless.write(first) == first and homeless.read() is None
 
 
 @pytest.mark.parametrize("spoil", ["{", "{}", "another", "old"])
