@@ -24,7 +24,7 @@ from laserbatch.jobs.stages.inputs import (
 from laserbatch.jobs.stages.night import Night, new_night, parse_date
 from laserbatch.jobs.stages.spans import decoded, text_spans
 from laserbatch.pipeline.budget.choice import budget_step_cost, by_step, side_budget
-from laserbatch.pipeline.budget.measuring import user_step_costs
+from laserbatch.pipeline.budget.cost_cache import user_step_costs
 from laserbatch.pipeline.distributed.settings import usable_cores
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.planning.plan import read_shard

@@ -3,7 +3,7 @@
 Steps are real ones (draft, forward, verify, commit) of texts that say nothing. Every second token of their drafts is
 accepted, whatever the model says: an accepted node costs more than a rejected one, since on a CPU only of what follows
 accepted ones logits are computed. Trees that were mostly rejected would make large ones seem cheap. Drafting is timed
-apart. All of it takes MAX_SECONDS at most, or three rounds of one batch size if these take longer.
+apart. No further batch size begins after MAX_SECONDS; each takes two rounds at least, however long they are.
 
 The same model on the same machine is measured once in a while, so that the budget that is chosen by it is the same the
 next time, and so are relaxed texts. With another pool only drafting is timed again. What else the machine does must not
@@ -12,23 +12,14 @@ the clock, and of like steps the quickest counts: nothing else can have made it 
 """
 
 import datetime
-import hashlib
-import importlib.metadata
 import itertools
-import logging
-import os
-import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-import torch
 
-from laserbatch.pipeline.budget.step_cost import MAX_AGE_DAYS, read_step_cost
 from laserbatch.pipeline.decoding.drafters import Drafter, RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.scheduler import Concurrency
@@ -36,23 +27,19 @@ from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationR
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, MAX_DEPTH, MAX_NODES, TokenTree
 from laserbatch.pipeline.decoding.verifiers import NodeVerdicts, verifier_from
-from laserbatch.pipeline.errors import ConfigError, RunFailed
-from laserbatch.pipeline.storage.atomic import canonical_json, write_json
+from laserbatch.pipeline.errors import RunFailed
 from laserbatch.retrieval_pools.calibration.calibrate import spread_positions
 from laserbatch.retrieval_pools.index.calibration_record import MIN_ACCEPTANCES, SIZE_KNOTS
 from laserbatch.retrieval_pools.index.texts import SEPARATOR
 from laserbatch.retrieval_pools.sources import SOURCE_POOL, SOURCE_TARGET
 from laserbatch.retrieval_pools.step_cost import DraftCost, StepCost, StepPoint
 
-logger = logging.getLogger(__name__)
-
-VERSION = 10  # of how steps are measured
 PROMPT_TOKENS = 320
 NEW_TOKENS = 256  # then a text starts again; drafts deeper than what is left of it are cut, and not timed
 MIN_ROUNDS, MAX_ROUNDS = 2, 15  # each two steps of every size, of which the second is timed
 MAX_SLOWDOWN = 6  # a size is left out if its step takes so many plain ones: no draft of it would be worth that
 MIN_SIZES = 4  # of trees that are timed in any case
-MAX_SECONDS = 15.0  # for all batch sizes, after which no further one begins
+MAX_SECONDS = 10.0  # after which no further batch size begins
 WARM_UP_ROUNDS = {"cpu": 1, "cuda": 2}  # before them; on CUDA a step's first run compiles and its second is captured
 SECONDS = 2.0  # for one batch size, after which no further round begins
 MAX_TRIES = 3  # a step is timed again this often where a text's end cut its draft
@@ -60,96 +47,6 @@ NUM_DRAFTS = 48  # sequences of a step whose drafting is timed
 NUM_DRAFT_ROUNDS = 7
 SEED = 0
 PATIENCE = 8  # short steps in a row before the batch is taken to be full
-
-
-class StepCostCache:
-    """The file in a folder where the cost of an engine's steps is kept, one for everything that a cost depends on.
-
-    Parameters
-    ----------
-    num_pool_tokens : of the pool that drafting is timed with; 0 without one.
-    num_workers : engines that work side by side, and are measured so.
-    """
-
-    def __init__(self, folder: Path, engine: Engine, num_pool_tokens: int, num_workers: int = 1) -> None:
-        self._folders = folder, user_step_costs()
-        on_cuda = engine.device.type == "cuda"
-        facts = {
-            "version": VERSION,
-            "model_id": engine.model_id,
-            "device": torch.cuda.get_device_name(engine.device) if on_cuda else _processor(),
-            "dtype": str(next(engine.runner.model.parameters()).dtype).removeprefix("torch."),
-            "num_threads": torch.get_num_threads(),
-            "num_workers": num_workers,
-            "batch_size": engine.settings.batch_size,
-            "attention": engine.settings.attention,
-            "verifier": engine.settings.verifier,
-            "libraries": {lib: importlib.metadata.version(lib) for lib in ("torch", "transformers", "numpy", "numba")},
-        }
-        pool_scale = (num_pool_tokens.bit_length() + 1) // 2  # a draft takes longer from a larger one
-        digest, of_drafts = (
-            _digest(part) for part in (facts, {"drafters": list(engine.settings.drafters), "pool_scale": pool_scale})
-        )
-        self.path, self._same_steps = folder / f"{digest}-{of_drafts}.json", f"{digest}-*.json"
-        self._name = f"measured {digest}: {facts['model_id']} on {facts['device']}"
-
-    def read(self) -> StepCost | None:
-        """The cost that was measured on this machine before; None where there is none that can be used, or an old one.
-
-        One of another workspace is copied into the folder.
-        """
-        for folder in self._folders:
-            found = self._read(folder / self.path.name)
-            if found is not None:
-                return found if folder == self.path.parent else self.write(found)
-        return None
-
-    def known_steps(self) -> StepCost | None:
-        """The cost of the same steps, whatever was drafted from; None where it was not measured."""
-        paths = (path for folder in self._folders for path in sorted(folder.glob(self._same_steps)))
-        return next(filter(None, map(self._read, paths)), None)
-
-    def write(self, step_cost: StepCost) -> StepCost:
-        """Keep a cost in the folder and, if possible, for other workspaces; returns it as it will be read."""
-        kept = step_cost.model_copy(update={"name": self._name})
-        folder, of_user = self._folders
-        if folder != of_user:
-            write_json(kept.model_dump(mode="json"), self.path)
-        with suppress(OSError):  # a home that cannot be written, say
-            write_json(kept.model_dump(mode="json"), of_user / self.path.name)
-        return kept
-
-    def _read(self, path: Path) -> StepCost | None:
-        if not path.exists():
-            return None
-        try:
-            found = read_step_cost(path)
-            age_days = (datetime.date.today() - (found.measured_on or datetime.date.today())).days
-            if found.name == self._name and age_days <= MAX_AGE_DAYS:
-                return found
-            problem = f"{path} is {found.name!r} and {age_days} days old, expected {self._name!r}"
-        except ConfigError as error:
-            problem = str(error)
-        logger.warning("the cost of steps has to be measured again: %s", problem)
-        return None
-
-
-def user_step_costs() -> Path:
-    """The folder of a user's measured costs, which all workspaces read: in LASERBATCH_CACHE, else in ~/.cache."""
-    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laserbatch"
-    return Path(os.environ.get("LASERBATCH_CACHE") or usual) / "step-costs"
-
-
-def _digest(facts: Mapping[str, object]) -> str:
-    return hashlib.sha256(canonical_json(facts).encode()).hexdigest()[:12]
-
-
-def _processor() -> str:
-    """The CPU's name where the system says it, and how many cores there are."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
 def measure_step_cost(
@@ -274,13 +171,13 @@ class _TimedSteps(Drafter):
                 began_s = time.perf_counter()
             if number >= MIN_ROUNDS and time.perf_counter() - began_s > SECONDS:
                 return
-            if number < 0:  # smaller ones first, so that what is too slow is met once
+            if number == -1:  # the last one: on CUDA steps of every size have been compiled and captured
                 self._leave_out_slow()
                 continue
             sizes = list(self.seconds)
             for drafts in (sizes[place] for place in rng.permutation(len(sizes))):
                 seconds = self._timed(drafts)
-                if seconds is not None:
+                if number >= 0 and seconds is not None:
                     self.seconds[drafts].append(seconds)
 
     def _leave_out_slow(self) -> None:

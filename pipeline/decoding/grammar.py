@@ -31,6 +31,8 @@ class Grammars:
         import llguidance.hf  # here: it loads transformers
 
         end_ids = list(end_ids)
+        if not end_ids:
+            raise ConfigError("answers cannot be guided: the model has no end token; say `decoding.guided: off`")
         try:
             self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, vocab_size, end_ids)
         except Exception as error:  # it may raise anything

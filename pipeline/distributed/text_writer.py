@@ -19,7 +19,7 @@ import torch
 from pydantic import ValidationError
 
 from laserbatch.pipeline.budget.choice import budget_step_cost, by_step, side_budget
-from laserbatch.pipeline.budget.measuring import user_step_costs
+from laserbatch.pipeline.budget.cost_cache import user_step_costs
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, tokenizer_folder
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings

@@ -7,7 +7,8 @@ from typing import cast
 import numpy as np
 import torch
 
-from laserbatch.pipeline.budget.measuring import StepCostCache, measure_step_cost, texts_of
+from laserbatch.pipeline.budget.cost_cache import StepCostCache
+from laserbatch.pipeline.budget.measuring import measure_step_cost, texts_of
 from laserbatch.pipeline.decoding.device_memory import host_memory
 from laserbatch.pipeline.decoding.drafters import PluginDrafters, drafter_from
 from laserbatch.pipeline.decoding.engine import Engine

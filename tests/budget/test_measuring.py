@@ -9,7 +9,8 @@ import pytest
 from tiny_models import plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 
 from laserbatch.pipeline.budget import measuring
-from laserbatch.pipeline.budget.measuring import StepCostCache, measure_step_cost
+from laserbatch.pipeline.budget.cost_cache import StepCostCache, user_step_costs
+from laserbatch.pipeline.budget.measuring import measure_step_cost
 from laserbatch.pipeline.budget.step_cost import read_step_cost
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.settings import TEXT_SOURCES
@@ -194,7 +195,7 @@ def test_a_cost_is_measured_once_for_all_workspaces(tmp_path, monkeypatch):
     first = one.write(measure_step_cost(engine, None, TEXT_SOURCES, [1]))
     assert not other.path.exists() and other.read() == first and other.path.exists()
     monkeypatch.setenv("LASERBATCH_CACHE", str(other.path / "no-folder"))
-    homeless = StepCostCache(measuring.user_step_costs(), engine, 0)
+    homeless = StepCostCache(user_step_costs(), engine, 0)
     assert homeless.write(first) == first and homeless.read() is None
 
 

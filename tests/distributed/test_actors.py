@@ -17,7 +17,7 @@ from planned_side import plan_side
 from ray import cloudpickle
 
 from laserbatch.jobs.settings import load_settings
-from laserbatch.pipeline.budget.measuring import StepCostCache
+from laserbatch.pipeline.budget.cost_cache import StepCostCache
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.distributed import actors, shared_folder
 from laserbatch.pipeline.distributed import settings as distributed_settings

@@ -1,0 +1,113 @@
+"""Where measured costs of steps are kept: in a workspace, and in the user's cache for all workspaces."""
+
+import datetime
+import hashlib
+import importlib.metadata
+import logging
+import os
+import platform
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from laserbatch.pipeline.budget.step_cost import MAX_AGE_DAYS, read_step_cost
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.storage.atomic import canonical_json, write_json
+from laserbatch.retrieval_pools.step_cost import StepCost
+
+logger = logging.getLogger(__name__)
+
+VERSION = 10  # of how steps are measured
+
+
+class StepCostCache:
+    """The file in a folder where the cost of an engine's steps is kept, one for everything that a cost depends on.
+
+    Parameters
+    ----------
+    num_pool_tokens : of the pool that drafting is timed with; 0 without one.
+    num_workers : engines that work side by side, and are measured so.
+    """
+
+    def __init__(self, folder: Path, engine: Engine, num_pool_tokens: int, num_workers: int = 1) -> None:
+        self._folders = folder, user_step_costs()
+        on_cuda = engine.device.type == "cuda"
+        facts = {
+            "version": VERSION,
+            "model_id": engine.model_id,
+            "device": torch.cuda.get_device_name(engine.device) if on_cuda else _processor(),
+            "dtype": str(next(engine.runner.model.parameters()).dtype).removeprefix("torch."),
+            "num_threads": torch.get_num_threads(),
+            "num_workers": num_workers,
+            "batch_size": engine.settings.batch_size,
+            "attention": engine.settings.attention,
+            "verifier": engine.settings.verifier,
+            "libraries": {lib: importlib.metadata.version(lib) for lib in ("torch", "transformers", "numpy", "numba")},
+        }
+        pool_scale = (num_pool_tokens.bit_length() + 1) // 2  # a draft takes longer from a larger one
+        digest, of_drafts = (
+            _digest(part) for part in (facts, {"drafters": list(engine.settings.drafters), "pool_scale": pool_scale})
+        )
+        self.path, self._same_steps = folder / f"{digest}-{of_drafts}.json", f"{digest}-*.json"
+        self._name = f"measured {digest}: {facts['model_id']} on {facts['device']}"
+
+    def read(self) -> StepCost | None:
+        """The cost that was measured on this machine before; None where there is none that can be used, or an old one.
+
+        One of another workspace is copied into the folder.
+        """
+        for folder in self._folders:
+            found = self._read(folder / self.path.name)
+            if found is not None:
+                return found if folder == self.path.parent else self.write(found)
+        return None
+
+    def known_steps(self) -> StepCost | None:
+        """The cost of the same steps, whatever was drafted from; None where it was not measured."""
+        paths = (path for folder in self._folders for path in sorted(folder.glob(self._same_steps)))
+        return next(filter(None, map(self._read, paths)), None)
+
+    def write(self, step_cost: StepCost) -> StepCost:
+        """Keep a cost in the folder and, if possible, for other workspaces; returns it as it will be read."""
+        kept = step_cost.model_copy(update={"name": self._name})
+        folder, of_user = self._folders
+        if folder != of_user:
+            write_json(kept.model_dump(mode="json"), self.path)
+        with suppress(OSError):  # a home that cannot be written, say
+            write_json(kept.model_dump(mode="json"), of_user / self.path.name)
+        return kept
+
+    def _read(self, path: Path) -> StepCost | None:
+        if not path.exists():
+            return None
+        try:
+            found = read_step_cost(path)
+            age_days = (datetime.date.today() - (found.measured_on or datetime.date.today())).days
+            if found.name == self._name and age_days <= MAX_AGE_DAYS:
+                return found
+            problem = f"{path} is {found.name!r} and {age_days} days old, expected {self._name!r}"
+        except ConfigError as error:
+            problem = str(error)
+        logger.warning("the cost of steps has to be measured again: %s", problem)
+        return None
+
+
+def user_step_costs() -> Path:
+    """The folder of a user's measured costs, which all workspaces read: in LASERBATCH_CACHE, else in ~/.cache."""
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laserbatch"
+    return Path(os.environ.get("LASERBATCH_CACHE") or usual) / "step-costs"
+
+
+def _digest(facts: Mapping[str, object]) -> str:
+    return hashlib.sha256(canonical_json(facts).encode()).hexdigest()[:12]
+
+
+def _processor() -> str:
+    """The CPU's name where the system says it, and how many cores there are."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
