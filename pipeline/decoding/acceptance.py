@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 from laserbatch.pipeline.decoding.device_memory import to_device
+from laserbatch.pipeline.decoding.grammar import Guide
+from laserbatch.pipeline.decoding.guided import Guidance
 from laserbatch.pipeline.decoding.model.output_head import StepLogits
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.pipeline.decoding.verifiers import DraftedNodes, Verifier
@@ -35,7 +37,12 @@ class Acceptance:
 
 
 def verify(
-    verifier: Verifier, rows: StepLogits, trees: TreeBatch, starts: np.ndarray, is_end: np.ndarray
+    verifier: Verifier,
+    rows: StepLogits,
+    trees: TreeBatch,
+    starts: np.ndarray,
+    is_end: np.ndarray,
+    guidance: Guidance | None = None,
 ) -> list[Acceptance | None]:
     """Accept the best path of each sequence's draft.
 
@@ -48,6 +55,7 @@ def verify(
     rows : of sequence i, row `starts[i]` follows its last committed token and row `starts[i] + 1 + j` follows node j of
         tree i.
     is_end : bool[vocab_size], the end tokens.
+    guidance : grammars that texts keep to; None: there are none.
 
     Returns None for a sequence where the target's logits after its last committed token are not finite. Nodes after
     which they are not are not accepted.
@@ -55,9 +63,18 @@ def verify(
     if len(trees) == 0:  # plain decoding
         nothing = np.empty(0, np.int64)
         found = judge_rows(verifier, rows, starts, nothing, nothing, nothing)
+        choices, is_finite = found.choices, found.is_finite
+        if guidance is not None:
+            of_guides = zip(guidance.guides, choices.tolist(), is_finite.tolist(), strict=True)
+            is_left = [
+                guide is not None and finite and not guide.num_allowed([one]) for guide, one, finite in of_guides
+            ]
+            if len(left := np.flatnonzero(is_left)):
+                again = judge_rows(verifier, guidance.rows, starts[left], nothing, nothing, nothing)
+                choices[left], is_finite[left] = again.choices, again.is_finite
         return [
-            Acceptance(nothing, choice) if is_finite else None
-            for choice, is_finite in zip(found.choices.tolist(), found.is_finite.tolist(), strict=True)
+            Acceptance(nothing, choice) if finite else None
+            for choice, finite in zip(choices.tolist(), is_finite.tolist(), strict=True)
         ]
     at_once = rows.num_rows
     if rows.device.type == "cpu":
@@ -66,7 +83,19 @@ def verify(
     while len(pending := step.next_rows(at_once)):
         step.judge(verifier, rows, pending, is_end)
         at_once *= 2
-    return step.acceptances(getattr(verifier, "window", 0))
+    window = getattr(verifier, "window", 0)
+    if guidance is None:
+        return step.acceptances(window)
+    unsure = [tree for tree, guide in enumerate(guidance.guides) if guide is not None]
+    while True:
+        accepted = step.acceptances(window)
+        unsure, masked = step.leaving(guidance.guides, accepted, unsure)
+        if not unsure:
+            return accepted
+        if masked:
+            step.judge(verifier, guidance.rows, np.sort(masked), is_end)
+        while len(pending := step.unjudged()):
+            step.judge(verifier, rows, pending, is_end)
 
 
 class _Judged:
@@ -84,6 +113,8 @@ class _Judged:
         self._tree_of_row = np.full(num_rows, -1)
         self._tree_of_row[starts], self._tree_of_row[self._row_of] = np.arange(len(starts)), trees.tree_of
         self._is_wanted = self._tree_of_row >= 0  # neither judged nor below a node that was not accepted
+        self._is_judged = np.zeros(num_rows, bool)
+        self._masked: set[int] = set()  # rows that were judged among the tokens that a grammar allows
 
     def next_rows(self, at_once: int) -> np.ndarray:
         """The rows to look at next, int64[n]: of each tree the first, as many as make `at_once` of all, or all."""
@@ -105,12 +136,46 @@ class _Judged:
         self.choices[pending], self.is_finite[pending] = verdicts.choices, verdicts.is_finite
         self.allowed[nodes] = verdicts.accepted & ~is_end[self.choices[parent_rows]] & ~is_end[token_ids]
         self.log_probability[nodes] = verdicts.log_probability
-        self._is_wanted[pending] = False
+        self._is_wanted[pending], self._is_judged[pending] = False, True
         if self._is_wanted.any():  # else all were judged at once, as a GPU does
             is_rejected = np.zeros(len(self._trees), bool)
             is_rejected[nodes] = ~self.allowed[nodes]
             is_dropped = self._trees.scan_from_root(np.logical_or, is_rejected)  # nothing is asked about what is below
             self._is_wanted[self._row_of[is_dropped]] = False
+
+    def leaving(
+        self, guides: list[Guide | None], accepted: list[Acceptance | None], unsure: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """Trees of `unsure` whose accepted tokens leave their grammars, and rows to judge among allowed tokens.
+
+        Such a row is one whose choice is not allowed; another node that is not allowed is no longer accepted.
+        """
+        found, masked = [], []
+        for tree in unsure:
+            guide, acceptance = guides[tree], accepted[tree]
+            if guide is None or acceptance is None:
+                continue
+            nodes = acceptance.nodes.tolist()
+            first_row, first_node = int(self._starts[tree]), int(self._trees.starts[tree])
+            token_ids = [*self._token_ids[first_node + acceptance.nodes].tolist(), acceptance.next_token]
+            place = guide.num_allowed(token_ids)
+            if place == len(token_ids):
+                continue
+            row = first_row + (1 + nodes[place - 1] if place else 0)
+            if token_ids[place] != self.choices[row]:
+                self.allowed[first_node + nodes[place]] = False
+            elif row not in self._masked:
+                self._masked.add(row)
+                masked.append(row)
+            else:  # what is not allowed here either fails alone, when the text is extended
+                continue
+            found.append(tree)
+        return found, masked
+
+    def unjudged(self) -> np.ndarray:
+        """Rows behind accepted nodes that were not looked at, int64[n]: of nodes accepted since."""
+        is_accepted = self._trees.scan_from_root(np.logical_and, self.allowed)
+        return self._row_of[is_accepted & ~self._is_judged[self._row_of]]
 
     def acceptances(self, window: int) -> list[Acceptance | None]:
         """The outcome for each tree; `window`: the rule's."""

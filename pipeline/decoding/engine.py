@@ -304,13 +304,16 @@ class Engine:
         penalty = self.loaded.repetition_penalty
         if penalty != 1.0:
             rows = PenalisedLogits(penalty, rows, self._context_ids.of(step.sequences), step.trees)
-        if any(one.guide is not None for one in step.sequences):
-            rows = guided.GuidedLogits(rows, step.sequences, step.trees)
+        guides = [one.guide for one in step.sequences]
+        guided_rows = guided.GuidedLogits(rows, guides, step.trees) if any(guides) else None
         if self.settings.temperature:
             sampled = getattr(verifier, "sampled", SampledLogits)
             seeds, lengths = [one.request.seed for one in step.sequences], [len(one.context) for one in step.sequences]
-            rows = sampled(self.settings.temperature, rows, seeds, lengths, step.trees)
-        return verify(verifier, rows, step.trees, step.output.batch.logit_starts, self._is_end)
+            how = seeds, lengths, step.trees
+            rows = sampled(self.settings.temperature, rows, *how)
+            guided_rows = guided_rows and sampled(self.settings.temperature, guided_rows, *how)
+        guidance = None if guided_rows is None else guided.Guidance(guides, guided_rows)
+        return verify(verifier, rows, step.trees, step.output.batch.logit_starts, self._is_end, guidance)
 
     def _update(self, step: Step, accepted: list[Acceptance | None], stream: Stream) -> recovery.Outcomes:
         """Commit the accepted tokens to the cache and the texts; return the outcomes of the sequences that ended."""

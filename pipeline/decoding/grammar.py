@@ -39,7 +39,7 @@ class Grammars:
             raise ConfigError(
                 f"answers cannot be guided with this model's tokenizer: {first_line(error)}; say `decoding.guided: off`"
             ) from error
-        self._end_id = end_ids[0]
+        self._end_ids = tuple(end_ids)
         self._closing = _closing_masks(self._tokenizer, end_ids)
         self._compiled: dict[str, tuple[llguidance.LLMatcher, int]] = {}
 
@@ -48,19 +48,24 @@ class Grammars:
         if grammar not in self._compiled:
             require_grammar(grammar, self._tokenizer)
             matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
-            rest = Guide(matcher.deep_copy(), self._closing, self._end_id, max_tokens, 0).shortest_rest()
+            rest = Guide(matcher.deep_copy(), self._closing, self._end_ids, max_tokens, 0).shortest_rest()
             self._compiled[grammar] = matcher, rest if rest < MAX_SHORTEST else -MARGIN
         matcher, shortest = self._compiled[grammar]
-        return Guide(matcher.deep_copy(), self._closing, self._end_id, max_tokens, shortest)
+        return Guide(matcher.deep_copy(), self._closing, self._end_ids, max_tokens, shortest)
 
 
 class Guide:
     """What a text's grammar allows after its output so far, and after drafts below it."""
 
     def __init__(
-        self, matcher: llguidance.LLMatcher, closing: np.ndarray, end_id: int, max_tokens: int, shortest: int
+        self,
+        matcher: llguidance.LLMatcher,
+        closing: np.ndarray,
+        end_ids: tuple[int, ...],
+        max_tokens: int,
+        shortest: int,
     ) -> None:
-        self.end_id = end_id
+        self.end_id, self._end_ids = end_ids[0], end_ids
         self._matcher, self._closing = matcher, closing
         self._max_tokens, self._shortest = max_tokens, shortest  # of the text, and of the shortest whole answer
         self._num_output = 0  # committed tokens that the matcher has consumed
@@ -88,6 +93,24 @@ class Guide:
         self._num_output += len(token_ids)
         return token_ids
 
+    def num_allowed(self, token_ids: list[int]) -> int:
+        """How many of these tokens, one after another, may follow the committed output. Hardly ever needs a mask."""
+        self._move([])
+        for place, token_id in enumerate(token_ids):
+            if self._must_close(place):
+                mask = np.empty(self._closing.shape[1], np.uint32)
+                self._write_allowed(mask, must_close=True)
+                if not mask[token_id // 32] >> np.uint32(token_id % 32) & 1:
+                    return place
+            elif (forced := self._matcher.compute_ff_tokens()) and forced[0] != token_id:
+                return place
+            if token_id in self._end_ids:  # nothing follows it; the matcher stays in front of it
+                return place + (self._matcher.is_stopped() or self._matcher.validate_tokens([token_id]))
+            if not self._matcher.try_consume_tokens([token_id]):
+                return place
+            self._path.append(token_id)
+        return len(token_ids)
+
     def write_mask(self, path: list[int], mask: np.ndarray) -> None:
         """Write what may follow a drafted path: uint32[ceil(vocab_size / 32)], bit i of word w is token 32 w + i.
 
@@ -96,9 +119,7 @@ class Guide:
         if self._move(path) < len(path):
             mask[:] = 0
             return
-        num_left = self._max_tokens - self._num_output - len(path)
-        must_close = num_left <= self._shortest + MARGIN and num_left <= self.shortest_rest() + MARGIN
-        self._write_allowed(mask, must_close)
+        self._write_allowed(mask, self._must_close(len(path)))
 
     def shortest_rest(self) -> int:
         """Tokens that end the answer from here if each closes what it can; nothing is consumed for good."""
@@ -115,6 +136,11 @@ class Guide:
             num_consumed += len(token_ids)
         self._matcher.rollback(num_consumed)
         return num_consumed
+
+    def _must_close(self, num_drafted: int) -> bool:
+        """Whether so little room is left behind a path of so many tokens, which the matcher has consumed."""
+        num_left = self._max_tokens - self._num_output - num_drafted
+        return num_left <= self._shortest + MARGIN and num_left <= self.shortest_rest() + MARGIN
 
     def _write_allowed(self, mask: np.ndarray, must_close: bool) -> None:
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)

@@ -1,22 +1,32 @@
 """Guided decoding: texts keep to a grammar (`GenerationRequest.grammar`), drafted or not.
 
-A mask of allowed tokens applies to the logits of every row that is judged, after the last committed token and after
-each draft node, so every verifier ranks among allowed tokens alone. Where a grammar allows one token, it is appended
-without a forward of its own: the next step feeds it together with the token before it.
+A verifier judges drafts by the model's own logits; of what it accepts only tokens stay that the grammar allows. Where
+the model's own choice is not allowed, that row is judged again among allowed tokens alone. Few rows are, so few masks
+are computed: one takes as long as asking about a dozen tokens or more. Greedy texts are those of logits that are always
+masked; samples have their distribution. Where a grammar allows one token, it is appended without a forward of its own:
+the next step feeds it together with the token before it.
 """
 
 import math
 from collections.abc import Iterable
-from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from laserbatch.pipeline.decoding.device_memory import to_device
-from laserbatch.pipeline.decoding.grammar import Grammars
+from laserbatch.pipeline.decoding.grammar import Grammars, Guide
 from laserbatch.pipeline.decoding.model.output_head import StepLogits
 from laserbatch.pipeline.decoding.sequence import MAX_FORCED, GenerationFailure, Sequence
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """The grammars of a step's sequences (None: it has none), and its rows among allowed tokens alone."""
+
+    guides: list[Guide | None]
+    rows: StepLogits
 
 
 class GuidedLogits:
@@ -25,8 +35,8 @@ class GuidedLogits:
     There is a row of each sequence after its last committed token, then one after each node of its tree.
     """
 
-    def __init__(self, rows: StepLogits, sequences: SequenceOf[Sequence], trees: TreeBatch) -> None:
-        self._rows, self._guides, self._trees = rows, [one.guide for one in sequences], trees
+    def __init__(self, rows: StepLogits, guides: list[Guide | None], trees: TreeBatch) -> None:
+        self._rows, self._guides, self._trees = rows, guides, trees
         self.device, self.num_rows = rows.device, rows.num_rows
         self._tree_of = np.repeat(np.arange(len(trees.sizes)), trees.sizes + 1)  # of each row
         first_rows = np.cumsum(trees.sizes + 1) - (trees.sizes + 1)
@@ -35,7 +45,7 @@ class GuidedLogits:
     @torch.inference_mode()
     def of(self, rows: np.ndarray) -> torch.Tensor:
         """Logits of some rows, int64[n]: (n, vocab_size)."""
-        logits = self._rows.of(rows)  # on CUDA queued, while masks are computed here
+        logits = self._rows.of(rows)
         masks = self.masks(rows, logits.shape[-1])
         if masks is None:
             return logits

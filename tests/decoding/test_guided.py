@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from laserbatch.pipeline.decoding.drafters import RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.grammar import MARGIN, Grammars, require_grammar
+from laserbatch.pipeline.decoding.grammar import MARGIN, Grammars, Guide, require_grammar
 from laserbatch.pipeline.decoding.guided import GuidedLogits
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
 from laserbatch.pipeline.decoding.sequence import GenerationRequest, GenerationResult
@@ -171,15 +171,13 @@ def test_masks_are_those_of_a_matcher_that_followed_the_path(engine):
         def of(self, rows):
             return torch.zeros(len(rows), engine.vocab_size)
 
-    class Text:
-        guide = engine.grammars.guide(LINES, 64)
-
-    start = Text.guide.forced(64)
+    guide = engine.grammars.guide(LINES, 64)
+    start = guide.forced(64)
     words = [engine.tokenizer.encode(text, add_special_tokens=False) for text in (" Crime", " Sea", "\n")]
     tokens = np.array([words[0][0], words[1][0], words[0][0], words[2][0], words[0][0]], np.int32)
     parents = np.array([-1, 0, 0, -1, 3], np.int32)
     tree = TokenTree(tokens, parents, np.zeros(5, np.float32), np.zeros(5, np.uint8))
-    logits = GuidedLogits(Rows(), [Text()], TreeBatch.of([tree])).of(np.array([2, 0, 5, 1, 3, 4]))  # pyright: ignore
+    logits = GuidedLogits(Rows(), [guide], TreeBatch.of([tree])).of(np.array([2, 0, 5, 1, 3, 4]))  # pyright: ignore
     tokenizer = llguidance.hf.from_tokenizer(engine.tokenizer, engine.vocab_size, list(engine.loaded.end_ids))
     for row, path in zip(logits, ([0, 1], [], None, [0], [0, 2], None), strict=True):
         if path is None:
@@ -189,6 +187,45 @@ def test_masks_are_those_of_a_matcher_that_followed_the_path(engine):
         assert matcher.consume_tokens([*start, *(int(tokens[node]) for node in path)])
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         assert (torch.isfinite(row).numpy() == bits[: engine.vocab_size].astype(bool)).all()
+
+
+@pytest.mark.parametrize("grammar", [JSON, LINES])
+@pytest.mark.parametrize("max_tokens", [48, 300])
+def test_tokens_are_allowed_where_their_masks_hold_them(engine, grammar, max_tokens):
+    """Paths of allowed tokens with one that need not be, far from the limit and close to it."""
+    rng, guide, compared = np.random.default_rng(max_tokens), engine.grammars.guide(grammar, max_tokens), 0
+    output = guide.forced(max_tokens - 2)
+    for _round in range(60):
+        if guide.is_complete or len(output) >= max_tokens - 4:
+            break
+        path, num_allowed, is_left = [], 0, False
+        for _ in range(4):
+            mask = np.zeros(-(-engine.vocab_size // 32), np.uint32)
+            guide.write_mask(path, mask)
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            token = int(rng.choice(allowed) if len(allowed) and rng.random() < 0.8 else rng.integers(engine.vocab_size))
+            is_left |= token not in allowed
+            num_allowed += not is_left
+            path.append(token)
+            is_left |= token in engine.loaded.end_ids
+        assert guide.num_allowed(path) == num_allowed
+        assert guide.num_allowed(path[::-1][:1]) in (0, 1)  # and back again, from the committed output
+        assert guide.num_allowed(path) == num_allowed
+        compared += 1
+        taken = [token for token in path[: max(1, num_allowed)] if token not in engine.loaded.end_ids]
+        if num_allowed == 0 or not taken:
+            continue
+        output += taken
+        guide.advance(np.array(output, np.int32))
+        output += guide.forced(max(0, max_tokens - 2 - len(output)))
+    assert compared
+
+
+def test_few_rows_are_masked(engine, monkeypatch):
+    masked, write = [], Guide.write_mask
+    monkeypatch.setattr(Guide, "write_mask", lambda *words: masked.append(1) or write(*words))
+    found = written(engine, requests(engine, [JSON, LINES], 96), drafter()).values()
+    assert 0 < len(masked) < 0.3 * sum(one.num_steps + one.num_drafted for one in found)
 
 
 def test_a_grammar_that_does_not_compile_is_refused_with_its_place(engine):
