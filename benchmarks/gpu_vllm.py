@@ -4,7 +4,8 @@
 
 A process of our engine makes the large model on the device and writes its folder to main memory; then vLLM starts
 twice, plain and with drafts from our pools (chains of at most `--draft-tokens`, whose costs are not measured). Each has
-a third of the device's memory. Systems take turns, and only one computes at a time. A row follows each pass.
+a third of the device's memory. Systems take turns, and only one computes at a time. A row follows each pass, but for
+those that warm up.
 
 All systems get the whole list of prompts, and at most as many requests as the batch size are live: our engine is made
 for that size, vLLM gets a new request when it returns a finished one. That is a step or two later than its own
@@ -18,6 +19,7 @@ import json
 import os
 import statistics
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,7 @@ ALWAYS = (PLAIN, VLLM, VLLM_OURS)  # first in a round, so that a round that is c
 BYTES_PER_TOKEN = 2 * 32 * 8 * 128 * 2  # of keys and values in geometry 8b-gqa
 WEIGHT_BYTES, WORK_BYTES = 16.1e9, 6e9  # of each process; what else it holds on the device
 MAX_CACHE_TOKENS = 150_000
-START_LIMIT_S, PASS_LIMIT_S, WARM_LIMIT_S = 300.0, 90.0, 60.0
+START_LIMIT_S, PASS_LIMIT_S, WARM_LIMIT_S = 300.0, 90.0, 120.0
 NUM_ROUNDS = 2
 ENGINE = {
     "dtype": "bfloat16", "max_model_len": 1024, "max_num_seqs": 256, "seed": 0,
@@ -66,6 +68,7 @@ class Contest:
     def __post_init__(self) -> None:
         self._texts: dict[tuple[str, int], list[list[int]]] = {}
         self._seconds: dict[tuple[str, int], float] = {}
+        self._warm: set[tuple[str, int]] = set()
 
     def drop(self, worker: Worker, reason: str, **where: Any) -> None:
         """Leave out all systems of a process that failed."""
@@ -108,18 +111,30 @@ class Contest:
         speed, growth, left_s = values["tokens_per_s"], values["tokens_per_step"], self.deadline.left()
         print(f"[{left_s:4.0f} s left] {batch} {name}: {speed:.0f} tokens/s, {growth:.2f} a step", flush=True)
 
+    def warm_up(self, batch: int, prompts: list[list[int]], plan: Plan, names: Iterable[str]) -> None:
+        """Have each system answer a batch: ours whole texts, since it captures a CUDA graph when it first needs it."""
+        for name in names:
+            is_ours = name not in (VLLM, VLLM_OURS)
+            if self.deadline.left() > 0 and (name, batch) not in self._warm:
+                max_tokens = plan.max_new_tokens if is_ours else min(WARM_TOKENS, plan.max_new_tokens)
+                self.run(name, batch, -1, prompts[:batch], max_tokens)
+        # Our engine of another batch size is gone.
+        self._warm = {one for one in self._warm if one[1] == batch} | {(name, batch) for name in names}
+
     def batch(self, batch: int, prompts: list[list[int]], plan: Plan, rounds: range) -> None:
-        """A short warm-up pass of every system, then rounds, as far as time allows."""
-        drafted = [f"{verifier} K{size}" for verifier, size in plan.systems]
-        for name in (*ALWAYS, *drafted):
-            if self.deadline.left() > 0:
-                self.run(name, batch, -1, prompts[:batch], min(WARM_TOKENS, plan.max_new_tokens))
-        orders = turns(drafted)
+        """A warm-up pass of every system, then rounds, as far as time allows."""
+        self.warm_up(batch, prompts, plan, (*ALWAYS, *drafted_systems(plan)))
+        orders = turns(drafted_systems(plan))
         for number in rounds:
             first = ALWAYS if number % 2 == 0 else ALWAYS[::-1]
             for name in (*first, *next(orders)):
                 if self.deadline.left() > 1.15 * self._seconds.get((name, batch), 8.0):
                     self.run(name, batch, number, prompts, plan.max_new_tokens)
+
+
+def drafted_systems(plan: Plan) -> list[str]:
+    """Names of our engine's systems that draft."""
+    return [f"{verifier} K{size}" for verifier, size in plan.systems]
 
 
 def start_vllm(options: argparse.Namespace, name: str, cache_tokens: int, drafts: Path | None) -> Worker:
@@ -134,6 +149,8 @@ def start_vllm(options: argparse.Namespace, name: str, cache_tokens: int, drafts
         proposer = f"{PROPOSERS}.PoolProposer"
         config = {"method": "custom_class", "model": proposer, "num_speculative_tokens": options.draft_tokens}
         environment |= {SETTINGS_VARIABLE: str(drafts), "NUMBA_NUM_THREADS": "1" if options.smoke else "4"}
+    paths = (os.environ.get("PYTHONPATH"), options.vllm_path)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     told = {"model": str(options.folder), "engine": engine, "speculative_config": config}
     script = str(Path(__file__).with_name("peers_worker.py"))
     return Worker(name, [options.vllm_python, script, json.dumps(told)], options.out, environment)
@@ -156,9 +173,10 @@ def cache_tokens_of_each() -> int:
     return min(MAX_CACHE_TOKENS, int((total_bytes / 3 - WEIGHT_BYTES - WORK_BYTES) / BYTES_PER_TOKEN))
 
 
-def start_all(contest: Contest, num_prompts: int) -> list[list[int]]:
-    """Start all processes and wait for them; returns the prompts."""
+def start_all(contest: Contest, plans: dict[int, Plan]) -> list[list[int]]:
+    """Start all processes and wait for them; returns the prompts. Ours warms up while vLLM starts."""
     options, cache_tokens = contest.options, cache_tokens_of_each()
+    num_prompts = max(plan.num_prompts for plan in plans.values())
     ours = start_ours(options, None if options.smoke else cache_tokens, num_prompts)
     contest.workers[OURS] = ours
     saved = read_task(options.texts, TASK)
@@ -181,6 +199,9 @@ def start_all(contest: Contest, num_prompts: int) -> list[list[int]]:
         seconds = worker.answered_s - worker.begun_s
         contest.rows.add("vllm", f"start/{worker.name}", seconds=seconds, device_used_mb=device_memory_mb())
         print(f"[{contest.deadline.left():4.0f} s left] {worker.name} was ready at {seconds:.0f} s", flush=True)
+        if worker is ours:
+            batch, plan = next(iter(plans.items()))
+            contest.warm_up(batch, prompts, plan, (PLAIN, *drafted_systems(plan)))
     return prompts
 
 
@@ -216,6 +237,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=NUM_ROUNDS, help="of a batch size; more where time is left")
     parser.add_argument("--draft-tokens", type=int, default=4, help="of our proposer in vLLM")
     parser.add_argument("--vllm-python", default=sys.executable, help="interpreter that has vLLM")
+    parser.add_argument("--vllm-path", help="folder of packages that vLLM's processes import besides")
     parser.add_argument("--smoke", action="store_true", help="everything once, on a CPU with a tiny model")
     options = parser.parse_args(words)
     deadline = Deadline(options.deadline)
@@ -228,7 +250,7 @@ def main(words: list[str] | None = None) -> None:
     end_ids = (ends,) if isinstance(ends, int) else tuple(ends)
     contest = Contest(options, deadline, Rows(options.out / "rows.jsonl"), {}, end_ids)
     try:
-        prompts = start_all(contest, max(plan.num_prompts for plan in plans.values()))
+        prompts = start_all(contest, plans)
         rounds = range(1 if options.smoke else options.rounds)
         while deadline.left() > 0 and contest.workers:
             for batch, plan in plans.items():
