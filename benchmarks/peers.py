@@ -114,19 +114,27 @@ def measure_steps(model: Path, path: Path, environment: dict[str, str]) -> dict:
     return json.loads(path.read_text())
 
 
-def serve_ours(
-    folder: Path, model: Path, task: Task, texts: Sequence[np.ndarray], cost: Path, environment: dict[str, str]
-) -> Served:
-    """A vLLM with our proposer: a pool of answers, calibrated by some of them."""
+def write_drafts(
+    folder: Path, model: Path, task: Task, texts: Sequence[np.ndarray], max_tokens: int, **settings: str | float
+) -> Path:
+    """A file of proposer settings, beside a pool of answers that some of them calibrate."""
     names = {"side": task.side, "tokenizer_hash": tokenizer_hash(model), "model_id": model.name}
     held_back = [ReplayText(*one) for one in zip(task.pool_prompts[::4], texts[::4], strict=True)]
-    options = DraftOptions(max_nodes=MAX_DRAFT_TOKENS, min_acceptance=0.01, use_previous=False)
+    options = DraftOptions(max_nodes=max_tokens, min_acceptance=0.01, use_previous=False)
     by = HeldBack(range(0, len(texts), 4), lambda others: calibrate(others, held_back, options))
     with PoolStore(folder / "pools").publish("v1") as version:
         build_pool([PoolText(row) for row in texts], version / task.side, calibration=by, **names)
-    settings = {"pools": "pools", "side": task.side, "step_cost": str(cost)}
-    (folder / "drafts.json").write_text(json.dumps(settings))
-    os.environ[SETTINGS_VARIABLE] = str(folder / "drafts.json")  # `speculative_config` looks at it too
+    path = folder / "drafts.json"
+    path.write_text(json.dumps({"pools": "pools", "side": task.side, **settings}))
+    return path
+
+
+def serve_ours(
+    folder: Path, model: Path, task: Task, texts: Sequence[np.ndarray], cost: Path, environment: dict[str, str]
+) -> Served:
+    """A vLLM with our proposer."""
+    drafts = write_drafts(folder, model, task, texts, MAX_DRAFT_TOKENS, step_cost=str(cost))
+    os.environ[SETTINGS_VARIABLE] = str(drafts)  # `speculative_config` looks at it too
     return Served(model, speculative_config(model, MAX_DRAFT_TOKENS), environment)
 
 

@@ -1,4 +1,4 @@
-"""One vLLM of `peers.py`, in a process of its own: prompts come in on a line, times and texts go out on one.
+"""One vLLM of `peers.py` or `gpu_vllm.py`, in a process of its own: prompts come in on a line, times and texts go out.
 
     python benchmarks/peers_worker.py '{"model": ..., "engine": {...}, "speculative_config": null}'
 
@@ -6,44 +6,63 @@ Imports nothing that loads compiled code: vLLM 0.32 on a CPU cannot be started a
 """
 
 import json
+import os
 import sys
 import time
 
-MARK = "@@"  # before our lines: vLLM logs to the same place
+MARK = "@@"  # before our lines
 
 
 def main() -> None:
     """Answer until nobody asks."""
-    from vllm import LLM, SamplingParams
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what vLLM and its processes print goes to the log
+    from vllm import LLM
 
     told = json.loads(sys.argv[1])
     llm = LLM(told["model"], **told["engine"], speculative_config=told["speculative_config"])
     num_steps = counted_steps(llm)
-    print(f"{MARK}{{}}", flush=True)
+    print(f"{MARK}{{}}", file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
         llm.reset_prefix_cache()
-        sampling = SamplingParams(temperature=0.0, max_tokens=asked["max_tokens"], detokenize=False)
-        prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
         num_steps[:] = [0]
         start_s = time.perf_counter()
-        found = llm.generate(prompts, sampling, use_tqdm=False)
+        texts = written(llm, asked["prompts"], asked["max_tokens"], asked.get("batch"))
         seconds = time.perf_counter() - start_s
-        texts = [list(one.outputs[0].token_ids) for one in found]
         answer = {"seconds": seconds, "texts": texts, "num_steps": num_steps[0]}
-        print(MARK + json.dumps(answer), flush=True)
+        print(MARK + json.dumps(answer), file=answers, flush=True)
+
+
+def written(llm, prompts: list[list[int]], max_tokens: int, batch: int | None) -> list[list[int]]:
+    """The greedy texts, end token included, with at most `batch` requests in the engine; None: with all of them."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+    engine, texts, num_added = llm.llm_engine, {}, 0
+    while len(texts) < len(prompts):
+        while num_added < len(prompts) and num_added - len(texts) < (batch or len(prompts)):
+            engine.add_request(str(num_added), {"prompt_token_ids": prompts[num_added]}, sampling)
+            num_added += 1
+        for found in engine.step():
+            if found.finished:
+                texts[int(found.request_id)] = list(found.outputs[0].token_ids)
+    return [texts[number] for number in range(len(prompts))]
 
 
 def counted_steps(llm) -> list[int]:
     """A list of one number: the steps of all texts from here on, of each those that it grows in."""
-    scheduler, counted = llm.llm_engine.engine_core.engine_core.scheduler, [0]
-    update = scheduler.update_from_output
+    processor, counted = llm.llm_engine.output_processor, [0]
+    process = processor.process_outputs
 
-    def counting(scheduled, output):
-        counted[0] += sum(map(bool, output.sampled_token_ids))
-        return update(scheduled, output)
+    def counting(outputs, *arguments, **options):
+        counted[0] += sum(bool(one.new_token_ids) for one in outputs)
+        return process(outputs, *arguments, **options)
 
-    scheduler.update_from_output = counting
+    processor.process_outputs = counting
     return counted
 
 

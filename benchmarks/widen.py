@@ -337,15 +337,28 @@ def widen(source_dir: Path, out_dir: Path, geometry: Geometry, dtype: str, shard
     ValueError : it does not fit the geometry.
     FileExistsError : something is at `out_dir`.
     """
-    config, source = read_source(source_dir)
+    _, source = read_source(source_dir)
     widening = Widening(source, geometry)
-    out_dir.mkdir(parents=True)
     tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in widening.tensors(read_weights(source_dir))}
+    write_folder(tensors, source_dir, out_dir, geometry, dtype, shard_bytes)
+
+
+def write_folder(
+    tensors: dict[str, torch.Tensor],
+    source_dir: Path,
+    out_dir: Path,
+    geometry: Geometry,
+    dtype: str,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write the weights of a larger model, which may lie on a device, with its configuration and tokenizer."""
+    config, source = read_source(source_dir)
+    out_dir.mkdir(parents=True)
     save_torch_state_dict(tensors, out_dir, max_shard_size=shard_bytes)
     for file in (source_dir / name for name in TOKENIZER_FILES):
         if file.is_file():
             shutil.copyfile(file, out_dir / file.name)  # without its permissions: sources may be read-only
-    content = json.dumps(widened_config(config, widening, dtype), indent=1)
+    content = json.dumps(widened_config(config, Widening(source, geometry), dtype), indent=1)
     (out_dir / "config.json").write_text(content + "\n", encoding="utf-8")
 
 
