@@ -1,0 +1,201 @@
+"""Whole nights of a large model on one GPU: seconds by stage, and the share of them in which the GPU computes.
+
+    python benchmarks/gpu_night.py --out DIR --deadline 330
+
+A sample world of as many users as items; the bundled model in a large geometry (`widen.py`), made on the device and
+written to a folder in memory. Then nights of the command line, a process each: the first writes every text and has no
+pools; the second is ten days later, so that most users have changed, and drafts from the pools and from each entity's
+previous text; `plain` is the second again without drafts, from a copy of the workspace that the first left. Rows are in
+`rows.jsonl` as they come; a night that the deadline ends leaves the stages that it finished.
+
+The GPU's share is the mean of what nvidia-smi samples as `utilization.gpu`: the time in which at least one kernel runs.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import yaml
+from common import SAMPLE_MODEL
+from gpu_rows import Rows
+from gpu_run import Deadline, kill_group, tail_of, wait_for
+from widen import GEOMETRIES
+
+from laserbatch.jobs.events import read_events
+from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
+from laserbatch.pipeline.storage.manifest import RunManifest
+
+FIRST_DATE = LAST_DATE - datetime.timedelta(days=10)
+BENCHMARKS = Path(__file__).parent
+CLI = (sys.executable, "-c", "from laserbatch.jobs.cli import main; main()")
+SAMPLE_MS = 100  # between two looks at the GPU
+ONLY_FIRST = {"night": {"train_ctr": False}}
+MAKE_MODEL = """
+import sys, torch
+from pathlib import Path
+from widen import GEOMETRIES, widened_on, write_folder
+source, out, geometry = Path(sys.argv[1]), Path(sys.argv[2]), GEOMETRIES[sys.argv[3]]
+dtype, device = ("bfloat16", "cuda") if torch.cuda.is_available() else ("float32", "cpu")
+write_folder(widened_on(source, geometry, dtype, device).state_dict(), source, out, geometry, dtype)
+"""
+NIGHTS = {  # name: date, what the configuration changes
+    "first": (FIRST_DATE, ONLY_FIRST),
+    "second": (LAST_DATE, {}),
+    "plain": (LAST_DATE, {**ONLY_FIRST, "decoding": {"drafters": []}}),
+}
+
+
+def configuration(folder: Path, model: Path, options: argparse.Namespace, changes: dict) -> dict:
+    """The configuration of a night: the demo's tables and the large model."""
+    settings = {
+        "workspace": str(folder / "workspace"),
+        "tables": {"path": str(folder / "tables")},
+        "decoding": {"model": str(model), "batch_size": options.batch},
+        "encoding": {"encoder": options.encoder and str(options.encoder.resolve())},
+    }
+    for group, values in changes.items():
+        settings[group] = {**settings.get(group, {}), **values}
+    return settings
+
+
+class GpuWatch:
+    """Samples of the GPU's utilisation while a block runs: (seconds since the epoch, share); none without a GPU."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._process = path, None
+
+    def __enter__(self) -> "GpuWatch":
+        query = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
+        with suppress(OSError), open(self._path, "wb") as file:
+            self._start_s = time.time()
+            self._process = subprocess.Popen([*query, f"-lms={SAMPLE_MS}"], stdout=file, start_new_session=True)
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._end_s = time.time()
+        if self._process is not None:
+            kill_group(self._process)
+
+    def busy(self, spans: Sequence[tuple[float, float]]) -> float | None:
+        """The mean share over spans of time; None where nothing was sampled."""
+        lines = self._path.read_text().splitlines()[:-1] if self._process is not None else []
+        shares = [float(line.split(",")[0]) / 100 for line in lines if line.split(",")[0].strip().isdigit()]
+        step_s = (self._end_s - self._start_s) / max(1, len(shares))  # samples are evenly spread
+        times = [self._start_s + (number + 0.5) * step_s for number in range(len(shares))]
+        found = [share for when, share in zip(times, shares, strict=True) if any(a <= when <= b for a, b in spans)]
+        return sum(found) / len(found) if found else None
+
+
+def stage_spans(events: Path, name: str) -> list[tuple[float, float]]:
+    """When a stage of a run began and ended, in seconds since the epoch."""
+    ends = [one for one in read_events(events) if one["event"] == "stage_end" and one["stage"] == name]
+    ended_s = [datetime.datetime.fromisoformat(one["time"]).timestamp() for one in ends]
+    return [(end_s - one["seconds"], end_s) for one, end_s in zip(ends, ended_s, strict=True)]
+
+
+def night_values(run_folder: Path, watch: GpuWatch) -> dict:
+    """What a night's manifest and the samples say."""
+    manifest = RunManifest.load(run_folder / "manifest.json")
+    sides = {}
+    for side, figures in manifest.generation.sides.items():
+        stats = figures.stats
+        sides[side] = {
+            "num_entities": figures.num_entities,
+            "num_generated": figures.num_generated,
+            "num_quarantined": figures.num_quarantined,
+            "num_tokens": stats.num_tokens,
+            "tokens_per_step": stats.tokens_per_step,
+            "tokens_per_s": stats.tokens_per_s,
+            "wall_s": stats.wall_s,
+        }
+    return {
+        "status": manifest.status,
+        "stages": manifest.stages,
+        "sides": sides,
+        "budgets": json.loads(json.dumps(manifest.as_json()["budgets"])),
+        "gpu_busy_while_writing": watch.busy(stage_spans(run_folder / "events.jsonl", "generate")),
+    }
+
+
+def run_night(
+    name: str, folder: Path, model: Path, options: argparse.Namespace, rows: Rows, deadline: Deadline
+) -> bool:
+    """One night of the command line; whether it ended by itself and well."""
+    date, changes = NIGHTS[name]
+    limit_s = deadline.limit(600)
+    if not limit_s:
+        rows.add("night", name, failed="no time is left")
+        return False
+    if name == "plain":
+        forked = folder / "plain"
+        shutil.copytree(folder / "first-workspace", forked / "workspace", symlinks=True)
+        os.symlink(folder / "tables", forked / "tables")
+        folder = forked
+    config, log = options.out / f"{name}.yaml", options.out / f"{name}.log"
+    config.write_text(yaml.safe_dump(configuration(folder, model, options, changes)))
+    before, start_s = set((folder / "workspace").glob("runs/*")), time.monotonic()
+    with open(log, "wb") as file, GpuWatch(options.out / "gpu.csv") as watch:
+        process = subprocess.Popen(
+            [*CLI, "nightly", "--config", str(config), "--date", str(date)],
+            stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        status = wait_for(process, limit_s)
+    seconds = time.monotonic() - start_s
+    values = {"seconds": seconds, "gpu_busy": watch.busy([(0.0, float("inf"))]), "batch": options.batch}
+    for run_folder in sorted(set((folder / "workspace").glob("runs/*")) - before)[-1:]:
+        values |= night_values(run_folder, watch)
+        with suppress(OSError):
+            shutil.copyfile(run_folder / "report.html", options.out / f"{name}.html")
+    if status != 0:
+        values["failed"] = f"{'out of time' if status is None else f'status {status}'}: {tail_of(log, 0, 800)}"
+    rows.add("night", name, **values)
+    print(json.dumps({"night": name, **values})[:3000], flush=True)
+    return status == 0
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Tables, the model, the nights. The exit status is 1 where one failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of rows and logs")
+    parser.add_argument("--folder", type=Path, help="where the model and the workspace go; default: in memory")
+    parser.add_argument("--entities", type=int, default=2000, help="users, and as many items; default: 2000")
+    parser.add_argument("--geometry", choices=GEOMETRIES, default="8b-gqa")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--encoder", type=Path, help="folder of the text encoder; default: the installed MiniLM")
+    parser.add_argument("--nights", nargs="+", choices=NIGHTS, default=list(NIGHTS))
+    parser.add_argument("--deadline", type=float, default=330.0, help="seconds in all")
+    options = parser.parse_args(words)
+    options.out.mkdir(parents=True, exist_ok=True)
+    deadline, rows = Deadline(options.deadline), Rows(options.out / "rows.jsonl")
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=options.folder or (memory if memory.is_dir() else None)) as name:
+        folder, start_s = Path(name), time.monotonic()
+        model = folder / options.geometry
+        write_sample_world(folder / "tables", options.entities, options.entities, seed=7, num_asked=40)
+        made = subprocess.run(
+            [sys.executable, "-c", MAKE_MODEL, str(SAMPLE_MODEL), str(model), options.geometry], cwd=BENCHMARKS
+        )
+        rows.add("night", "model", seconds=time.monotonic() - start_s, returncode=made.returncode)
+        if made.returncode:
+            return 1
+        ended_well = []
+        for night in options.nights:
+            ended_well.append(run_night(night, folder, model, options, rows, deadline))
+            if night == "first":
+                if not ended_well[0]:
+                    break
+                shutil.copytree(folder / "workspace", folder / "first-workspace", symlinks=True)
+        return 0 if all(ended_well) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
