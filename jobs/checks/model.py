@@ -52,18 +52,13 @@ def fitting_engine(settings: Settings, num_values: int, file_bytes: int) -> Chec
         return CheckResult("fitting engine", "ok", found)
     quantization = quantization_of(config)
     bytes_per_value = {"float32": 4, "bfloat16": 2}.get(decoding.dtype)
-    own_options = [
-        f"decoding.{name}" for name in ("temperature", "adapter", "plugin_drafters") if getattr(decoding, name)
-    ]
     choice = choose_engine(
         num_parameters=num_values,
         weights_bytes=num_values * bytes_per_value if bytes_per_value and not quantization else file_bytes,
         quantization=quantization,
         is_mixture_of_experts=is_mixture_of_experts(config),
-        verifier=decoding.verifier,
         device_bytes=min((torch.cuda.get_device_properties(i).total_memory for i in range(number)), default=0),
         num_gpus=number,
-        own_options=own_options,
     )
     name = {"laserbatch": "laserbatch's own engine", "vllm": "vLLM"}[choice.engine]
     found = f"{name} fits this model and machine: {choice.reason}"
@@ -72,7 +67,8 @@ def fitting_engine(settings: Settings, num_values: int, file_bytes: int) -> Chec
     hint = "set decoding.engine: laserbatch"
     if choice.engine == "vllm":
         hint = "" if decoding.engine == "vllm" or find_spec("vllm") else "install vLLM and "
-        hint += vllm_advice(choice.tensor_parallel_size, own_options)
+        refused = (name for name in ("temperature", "adapter", "plugin_drafters") if getattr(decoding, name))
+        hint += vllm_advice(choice.tensor_parallel_size, [f"decoding.{name}" for name in refused])
         hint += "" if decoding.verifier == "greedy" else "; it verifies greedily"
     return CheckResult("fitting engine", "warning", found, hint[0].upper() + hint[1:])
 

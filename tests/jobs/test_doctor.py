@@ -310,10 +310,9 @@ def test_doctor_names_the_dtype_of_a_cpu_and_its_reason(world, gpus, monkeypatch
     ("changed", "decoding", "level", "advice"),
     [
         ({}, {}, "ok", None),
-        ({"total": 10**6, "free": 10**6}, {}, "warning", "tensor_parallel_size: "),
-        ({}, {"verifier": "greedy"}, "warning", "Install vLLM and set decoding.engine: vllm"),
-        ({}, {"verifier": "greedy", "temperature": 0.5}, "ok", None),
-        ({}, {"engine": "vllm"}, "ok", None),
+        ({"total": 10**6, "free": 10**6}, {}, "warning", "Install vLLM and set decoding.engine: vllm with decoding.vllm: {tensor_"),
+        ({}, {"verifier": "greedy"}, "ok", None),
+        ({}, {"engine": "vllm"}, "warning", "Set decoding.engine: laserbatch"),
         ({"total": 3 * 10**6}, {"engine": "vllm"}, "warning", "Set decoding.engine: vllm with decoding.vllm: {tensor_"),
         ({"number": 0}, {"engine": "vllm"}, "warning", "Set decoding.engine: laserbatch"),
         ({"number": 0}, {"verifier": "greedy"}, "ok", None),

@@ -1,0 +1,195 @@
+"""What verification rules cost in quality on a real language model: texts of each rule beside plain decoding's.
+
+    python benchmarks/rule_quality.py --models DIR --quick --json rule_quality.json
+
+DIR has the folder `smollm2-135m-instruct`, SmolLM2-135M-Instruct as safetensors; where it is missing nothing is
+measured. Questions are KAR's about viewers and films of MovieLens 100K; viewers' answers are guided by their form,
+films' are free. Every rule drafts up to 8 tokens from the prompt, the output and a pool of the model's own plain texts
+about other entities, and writes the same held-out texts at the same batch size.
+
+`log_probability` is that of a token under the model, in nats; `repeated` the share of a text's 8-grams that stand in
+it before; `cosine` that of MiniLM's vectors of a text and of the plain one; `kept` the share of answers that a night
+keeps. Texts differ in length by rule, so speed is compared in texts a second.
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from common import SEED, Interval, begin, benchmark_parser, finish, scale_of, table
+from tasks import Task, TaskSize, build, movielens_tasks
+
+from laserbatch.jobs.gates import repeated_shares
+from laserbatch.pipeline.decoding.drafters import RetrievalDrafter
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.sequence import GenerationRequest, GenerationResult
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
+from laserbatch.pipeline.decoding.verifiers import verifier_from
+from laserbatch.pipeline.encoding.encoder import TextEncoder
+from laserbatch.pipeline.errors import RowError
+from laserbatch.pipeline.knowledge.answers import require_answer
+from laserbatch.pipeline.knowledge.domains import of_domain
+from laserbatch.pipeline.knowledge.forms import guiding_grammar
+from laserbatch.pipeline.knowledge.parsers import parse_answer
+from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, PromptTemplate
+
+MODEL = "smollm2-135m-instruct"
+SOURCES = ("prompt", "output", "pool")
+MAX_DRAFT_TOKENS, MIN_ACCEPTANCE = 8, 0.0
+PLAIN = "plain"
+RULES = {
+    "greedy": {"verifier": "greedy"},
+    "relaxed, top 2 above 0.05": {"verifier": "relaxed", "top_k": 2, "min_probability": 0.05},
+    "relaxed, top 2 above 0.1": {"verifier": "relaxed", "top_k": 2, "min_probability": 0.1},
+    "relaxed, top 2 above 0.2": {"verifier": "relaxed", "top_k": 2, "min_probability": 0.2},
+    "relaxed, top 2 above 0.3": {"verifier": "relaxed", "top_k": 2, "min_probability": 0.3},
+    "relaxed, top 3 above 0.2": {"verifier": "relaxed", "top_k": 3, "min_probability": 0.2},
+    "typical": {"verifier": "typical"},
+    "fly": {"verifier": "fly"},
+}
+COLUMNS = {
+    "task": "{task}", "rule": "{rule}", "tokens a step": "{tokens_per_step:.2f}", "texts/s over plain": "{speed:.2f}",
+    "log-probability": "{log_probability:.3f}", "repeated": "{repeated:.2f}", "tokens": "{length:.0f}",
+    "cosine": "{cosine:.3f}", "kept": "{kept:.2f}",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Texts that are measured and that fill the pool, and their longest."""
+
+    size: TaskSize
+    max_new_tokens: int
+
+
+FULL, QUICK, SMOKE = Scale(TaskSize(64, 80), 200), Scale(TaskSize(16, 24), 120), Scale(TaskSize(3, 3), 12)
+
+
+class Writer:
+    """Texts of one side under any rule, by the engine of that rule's settings."""
+
+    def __init__(self, model: Path, template: PromptTemplate, max_new_tokens: int) -> None:
+        self.decoding = DecodingSettings(model=str(model), batch_size=16, max_new_tokens=max_new_tokens)
+        self.engine = Engine.from_pretrained(model, self.decoding, "cpu")
+        self._grammar = guiding_grammar(template, self.decoding)
+
+    def write(self, prompts: Sequence[np.ndarray], drafter, rule: dict) -> tuple[list[GenerationResult], float]:
+        """Texts in the order of prompts, and seconds."""
+        most = self.decoding.max_new_tokens
+        requests = [
+            GenerationRequest(str(number), prompt, None, None, most, 0, self._grammar)
+            for number, prompt in enumerate(prompts)
+        ]
+        self.engine.reset_prefix_cache()
+        verifier = verifier_from(self.decoding.model_copy(update=rule))
+        budget = Budget(MAX_DRAFT_TOKENS if drafter is not None else 0, MIN_ACCEPTANCE)
+        start_s = time.perf_counter()
+        found = {one.request_id: one for one in self.engine.generate(requests, drafter, verifier, budget)}
+        seconds = time.perf_counter() - start_s
+        return [found[str(number)] for number in range(len(prompts))], seconds
+
+
+@torch.inference_mode()
+def log_probabilities(model, prompts: Sequence[np.ndarray], texts: Sequence[np.ndarray]) -> np.ndarray:
+    """Mean log-probability of each text's tokens behind its prompt: float64[num_texts]."""
+    found = []
+    for prompt, text in zip(prompts, texts, strict=True):
+        ids = torch.from_numpy(np.concatenate((prompt, text)).astype(np.int64))
+        logits = model(ids[None]).logits[0, len(prompt) - 1 : -1].float()
+        picked = logits.log_softmax(-1).gather(1, ids[len(prompt) :, None])
+        found.append(float(picked.mean()) if len(text) else np.nan)
+    return np.array(found)
+
+
+def measure(task: Task, template: PromptTemplate, model_dir: Path, max_new_tokens: int, scorer) -> Iterator[dict]:
+    """A row of plain decoding and of each rule."""
+    writer, encoder = Writer(model_dir, template, max_new_tokens), TextEncoder.load()
+    pool_texts, _ = writer.write(task.pool_prompts, None, RULES["greedy"])
+    prompts = task.held_out
+    with tempfile.TemporaryDirectory() as folder:
+        pool = build([one.token_ids for one in pool_texts], Path(folder) / "pool", task.side)
+        writer.write(prompts[:2], RetrievalDrafter(pool, SOURCES, MAX_DRAFT_TOKENS, MIN_ACCEPTANCE), RULES["greedy"])
+        plain: list[GenerationResult] = []
+        plain_s, vectors = 0.0, np.empty(0)
+        for rule, settings in {PLAIN: RULES["greedy"], **RULES}.items():
+            drafter = None
+            if rule != PLAIN:
+                drafter = RetrievalDrafter(pool, SOURCES, MAX_DRAFT_TOKENS, MIN_ACCEPTANCE)
+            found, seconds = writer.write(prompts, drafter, settings)
+            if rule == PLAIN:
+                plain, plain_s = found, seconds
+                vectors = encoder.encode([one.text for one in plain]).vectors
+            others = encoder.encode([one.text for one in found]).vectors
+            token_ids = [one.token_ids for one in found]
+            per_text = {
+                "log_probability": log_probabilities(scorer, prompts, token_ids),
+                "repeated": repeated_shares(pa.chunked_array([pa.array(token_ids, pa.list_(pa.int32()))])),
+                "length": np.array([len(one) for one in token_ids], float),
+                "cosine": (np.asarray(vectors, float) * np.asarray(others, float)).sum(-1),
+                "kept": np.array([is_kept(template, one, p) for one, p in zip(found, prompts, strict=True)], float),
+            }
+            row = {name: float(np.nanmean(values)) for name, values in per_text.items()}
+            num_steps = sum(one.num_steps for one in found)
+            same = sum(np.array_equal(a.token_ids, b.token_ids) for a, b in zip(found, plain, strict=True))
+            yield {
+                "task": task.name,
+                "rule": rule,
+                "num_texts": len(found),
+                "tokens_per_step": sum(map(len, token_ids)) / num_steps,
+                "speed": plain_s / seconds,
+                "seconds": seconds,
+                "num_as_plain": same,
+                **row,
+                "intervals": {name: interval(values) for name, values in per_text.items()},
+            }
+
+
+def is_kept(template: PromptTemplate, result: GenerationResult, prompt: np.ndarray) -> bool:
+    """Whether a night would keep an answer."""
+    try:
+        require_answer(template, result.text, result.token_ids, prompt, result.finish_reason == "length")
+        parse_answer(template, result.text, result.finish_reason == "length")
+    except RowError:
+        return False
+    return True
+
+
+def interval(values: np.ndarray) -> Interval:
+    """Of the mean, over texts."""
+    values = values[~np.isnan(values)]
+    drawn = np.random.default_rng(SEED).choice(values, (1000, len(values))).mean(axis=1)
+    return Interval.of(np.concatenate(([values.mean()], drawn)))
+
+
+def main() -> None:
+    """Write and judge the texts of every rule."""
+    from transformers import AutoModelForCausalLM
+
+    parser = benchmark_parser(__doc__, "data", "threads")
+    parser.add_argument("--models", type=Path, required=True, help=f"folder with {MODEL}/")
+    arguments = parser.parse_args()
+    model_dir = arguments.models / MODEL
+    if not (model_dir / "model.safetensors").is_file():
+        print(f"{model_dir} is not there: nothing is measured", file=sys.stderr)
+        return
+    begin(arguments.threads)
+    scale = scale_of(arguments, FULL, QUICK, SMOKE)
+    settings = of_domain(KnowledgeSettings(), "films")
+    scorer = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    tokenizer = Engine.from_pretrained(model_dir, DecodingSettings(model=str(model_dir)), "cpu").tokenizer
+    rows: list[dict] = []
+    for task in movielens_tasks(tokenizer, arguments.data, scale.size, scale.max_new_tokens):
+        for row in measure(task, settings.template(task.side), model_dir, scale.max_new_tokens, scorer):
+            print(", ".join(form.format(**row) for form in COLUMNS.values()), flush=True)
+            rows.append(row)
+    finish(arguments.json, [], [table(rows, COLUMNS)], {"model": MODEL, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
