@@ -310,7 +310,7 @@ def test_doctor_names_the_dtype_of_a_cpu_and_its_reason(world, gpus, monkeypatch
     ("changed", "decoding", "level", "advice"),
     [
         ({}, {}, "ok", None),
-        ({"total": 10**6, "free": 10**6}, {}, "warning", "Install vLLM and set decoding.engine: vllm with decoding.vllm: {tensor_"),
+        ({"total": 10**6, "free": 10**6}, {}, "warning", "Install vLLM and set decoding.engine: vllm with dec"),
         ({}, {"verifier": "greedy"}, "ok", None),
         ({}, {"engine": "vllm"}, "warning", "Set decoding.engine: laserbatch"),
         ({"total": 3 * 10**6}, {"engine": "vllm"}, "warning", "Set decoding.engine: vllm with decoding.vllm: {tensor_"),
