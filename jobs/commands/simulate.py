@@ -22,7 +22,14 @@ from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.settings import JSON, WORKSPACE, Settings, load_settings
 from laserbatch.jobs.stages.budgets import known_step_cost
 from laserbatch.jobs.stages.night import Night, open_run
-from laserbatch.jobs.stages.pool_texts import RunTexts, draft_options, planned_rows, read_run_texts
+from laserbatch.jobs.stages.pool_texts import (
+    RunTexts,
+    draft_options,
+    form_tokens,
+    planned_rows,
+    read_run_texts,
+    replay_text,
+)
 from laserbatch.pipeline.budget.choice import known_batch_size, side_budget
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.pipeline.planning.planner import side_routes
@@ -205,8 +212,9 @@ def divided_texts(night: Night, settings: Settings, side: Side, num_texts: int, 
     others = [others[number] for number in generator.permutation(len(others))]
     token_ids, known = run_texts.of_entities(held_back), night.tables.entities(side)[f"{side}_id"].to_pylist()
     place_of = {entity_id: place for place, entity_id in enumerate(known) if entity_id in token_ids}
+    is_form = form_tokens(night.run, side, list(place_of))
     texts = [
-        (place_of[row.entity_id], ReplayText(row.prompt.token_ids, token_ids[row.entity_id], row.previous_ids))
+        (place_of[row.entity_id], replay_text(row, token_ids[row.entity_id], None, is_form))
         for row in (rows[number] for number in generator.permutation(len(rows)))
         if row.entity_id in place_of
     ]
@@ -258,7 +266,10 @@ def _outcomes(
     folder: Path,
 ) -> list[Outcome]:
     """The outcomes of all trials on a side, the configuration first."""
-    num_texts, plain = len(texts.measured), batch_size / step_cost.plain_seconds(batch_size)
+    num_texts = len(texts.measured)
+    num_written = sum(len(text.text_ids) + 1 for _, text in texts.measured)  # the end is written too
+    plain_pace = num_written / (num_written - sum(text.num_form for _, text in texts.measured))
+    plain = batch_size * plain_pace / step_cost.plain_seconds(batch_size)
     draws = np.random.default_rng(settings.seed).multinomial(
         num_texts, np.full(num_texts, 1 / num_texts), NUM_RESAMPLES
     )
@@ -298,8 +309,9 @@ def _outcomes(
                 tried = tried.with_calibration(calibration) if "pool" in decoding.drafters else None
                 tally = replay(tried, measured, draft_options(decoding, budget))
             else:
-                num_steps = np.array([len(text.text_ids) + 1.0 for text in measured])  # the last one ends the text
-                tally = Tally(num_steps, np.zeros(num_texts), np.zeros(num_texts))
+                num_form = np.array([text.num_form for text in measured], float)
+                num_steps = np.array([len(text.text_ids) + 1.0 for text in measured]) - num_form  # the last: its end
+                tally = Tally(num_steps, np.zeros(num_texts), num_form)
             sums = Tally(*(weights @ counts for counts in vars(tally).values()))
             speeds = step_cost.tokens_per_s(batch_size, sums)
             configured = speeds if configured is None else configured

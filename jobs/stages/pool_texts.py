@@ -8,7 +8,7 @@ groups and previous texts. On a first night some texts are replayed against a po
 until a tenth of a side's texts have been written since.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.planning.plan import RenderedRow, load_plan, read_shard
 from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.parquet import iter_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.tables.read import Tables
 from laserbatch.retrieval_pools.calibration.calibrate import (
@@ -44,6 +45,7 @@ from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.index.texts import PoolTexts
 from laserbatch.retrieval_pools.routing.router import Routes
 from laserbatch.retrieval_pools.settings import DraftSettings
+from laserbatch.retrieval_pools.sources import SOURCE_FORM
 
 ROWS_AT_ONCE = 8 * 1024
 MAX_SHARE_CHANGED = 0.1  # texts are replayed again once more of a side changed since the last replay
@@ -145,7 +147,10 @@ def calibrate_side(night: Night, side: Side, run_texts: RunTexts, routes: Routes
             return known
         rows = planned_rows(night, side, NUM_CALIBRATION_TEXTS)
         token_ids = run_texts.of_entities([row.entity_id for row in rows])
-        texts = [_replayed(row, token_ids[row.entity_id], row.group) for row in rows if row.entity_id in token_ids]
+        is_form = form_tokens(night.run, side, list(token_ids))
+        texts = [
+            replay_text(row, token_ids[row.entity_id], row.group, is_form) for row in rows if row.entity_id in token_ids
+        ]
         num_with_previous = sum(text.previous_ids is not None for text in texts)
         if len(texts) < MIN_TEXTS or (budgets is not None and num_with_previous < MIN_CHANGED_TEXTS):
             return known
@@ -157,7 +162,8 @@ def calibrate_side(night: Night, side: Side, run_texts: RunTexts, routes: Routes
     known = sorted((place, entity_id) for place, entity_id in zip(places, token_ids, strict=True) if place is not None)
     if len(known) < 2:
         return None
-    texts = [_replayed(asked[key], token_ids[key], routes.of(place).group) for place, key in known]
+    is_form = form_tokens(night.run, side, list(token_ids))
+    texts = [replay_text(asked[key], token_ids[key], routes.of(place).group, is_form) for place, key in known]
     numbers = np.searchsorted(run_texts.in_table(night.tables, side)[0], [place for place, _ in known])
     return HeldBack(numbers.tolist(), lambda pool: _calibrated(night, pool, texts, options))
 
@@ -234,5 +240,19 @@ def planned_rows(night: Night, side: Side, num_wanted: int) -> list[RenderedRow]
     return rows
 
 
-def _replayed(row: RenderedRow, token_ids: np.ndarray, group: str | None) -> ReplayText:
-    return ReplayText(row.prompt.token_ids, token_ids, row.previous_ids, group or None)
+def form_tokens(run: RunFolder, side: Side, entity_ids: list) -> dict[str | int, np.ndarray]:
+    """Of entities' texts of the run, the tokens that the form of the answer appended: bool[n] by entity."""
+    found: dict[str | int, np.ndarray] = {}
+    plan = load_plan(run.root, side)
+    for shard in () if plan is None else plan.shards:
+        path = run.knowledge_folder(side) / f"{shard.name}.parquet"
+        for batch in iter_parquet(path, ("entity_id", "token_sources")):
+            wanted = batch.filter(pc.is_in(batch["entity_id"], value_set=pa.array(entity_ids, batch["entity_id"].type)))
+            for entity_id, sources in zip(wanted["entity_id"].to_pylist(), wanted["token_sources"], strict=True):
+                found[entity_id] = sources.values.to_numpy() == SOURCE_FORM
+    return found
+
+
+def replay_text(row: RenderedRow, token_ids: np.ndarray, group: str | None, is_form: Mapping) -> ReplayText:
+    """A text of tonight, as it is replayed; `is_form` as `form_tokens` gives it."""
+    return ReplayText(row.prompt.token_ids, token_ids, row.previous_ids, group or None, is_form.get(row.entity_id))

@@ -80,12 +80,13 @@ def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, sh
     if decoding.verifier != "greedy" and decoding.min_acceptance is None:
         cells = [cell for cell in cells if cell.min_acceptance <= MAX_RELAXED_ACCEPTANCE]
     if cells:
-        chosen = _fastest(step_cost, batch_size, cells)
+        chosen = _fastest(step_cost, batch_size, cells, plain_pace(pool, share_changed))
         gain = chosen.forecast.speed_up
         assert gain is not None
         if gain < MIN_GAIN and decoding.min_acceptance is None:
             reason = f"no budget of the replays is worth its cost: the best would be {gain:.2f} times plain"
-            return ChosenBudget(PLAIN, BudgetForecast(reason, step_cost.name, batch_size, 1.0, 0.0, 1.0))
+            pace = plain_pace(pool, share_changed)
+            return ChosenBudget(PLAIN, BudgetForecast(reason, step_cost.name, batch_size, pace, 0.0, 1.0))
         return replace(chosen, budget=chosen.budget.with_given(*given))
     is_calibrated = pool is not None and "pool" in sources and pool.is_calibrated
     has_texts = pool is not None and pool.manifest.num_texts > 0
@@ -148,9 +149,18 @@ def _mixed(new: BudgetCell, changed: BudgetCell, share_changed: float) -> Budget
     return new.model_copy(update={"tokens_per_step": 1 / steps.sum(), "size_shares": tuple(shares.tolist())})
 
 
-def _fastest(step_cost: StepCost, batch_size: int, cells: Sequence[BudgetCell]) -> ChosenBudget:
+def plain_pace(pool, share_changed: float) -> float:
+    """Tokens a step without drafts, of texts as they are going to be written; more than 1 where a form appends some."""
+    curve = None if pool is None else pool.budgets
+    if curve is None or curve.new is None:
+        return 1.0
+    new, changed = (one.plain_tokens_per_step for one in (curve.new, curve.changed or curve.new))
+    return 1 / ((1 - share_changed) / new + share_changed / changed)
+
+
+def _fastest(step_cost: StepCost, batch_size: int, cells: Sequence[BudgetCell], pace_of_plain: float) -> ChosenBudget:
     """Of budgets that are as good as the best, the one that drafts least: noise of a measurement decides less often."""
-    plain_s = step_cost.plain_seconds(batch_size)
+    plain_s = step_cost.plain_seconds(batch_size) / pace_of_plain
     speed_ups = [plain_s * cell.tokens_per_step / step_seconds(step_cost, batch_size, cell) for cell in cells]
     among_best = [pair for pair in zip(cells, speed_ups, strict=True) if pair[1] >= max(speed_ups) * AS_GOOD]
     cell, speed_up = min(among_best, key=lambda pair: pair[0].mean_drafted)

@@ -115,5 +115,6 @@ class DecodingStats:
 
     @property
     def drafted_per_step(self) -> float | None:
-        """Draft tokens offered a step; None without a step."""
-        return self.num_drafted / self.num_steps if self.num_steps else None
+        """Draft tokens offered a step, those of an answer's form not counted; None without a step."""
+        num_offered = self.num_drafted - self.drafted_by_source.get("form", 0)
+        return num_offered / self.num_steps if self.num_steps else None

@@ -249,6 +249,7 @@ def replay_budgets(
     walkers, position = np.arange(len(budgets)), np.zeros(len(budgets), np.int64)
     num_at_knots = np.zeros((len(budgets), len(SIZE_KNOTS)))
     while len(walkers):
+        position = text.next_open[position]
         num_at_knots[walkers] += KNOT_SHARES[num_drafted[position, walkers]]
         position = position + num_accepted[position, walkers] + 1
         on_the_way = position < len(contexts)
@@ -269,6 +270,7 @@ def _replayed(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions) ->
     return ReplayedBudgets(
         num_texts=len(texts),
         num_tokens=num_tokens,
+        num_form=sum(text.num_form for text in texts),
         cells=tuple(
             BudgetCell(
                 max_draft_tokens=size,

@@ -9,6 +9,7 @@ more than a replay of its texts.
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -38,12 +39,27 @@ class ReplayText:
     text_ids : int32[m], the text without its end token.
     previous_ids : int32[k], the entity's text of an earlier night, or None.
     group : the group whose texts count more, or None.
+    is_form : bool[m], the tokens that the form of the answer appended, which took no step; None: no token.
     """
 
     prompt_ids: np.ndarray
     text_ids: np.ndarray
     previous_ids: np.ndarray | None = None
     group: str | None = None
+    is_form: np.ndarray | None = None
+
+    @property
+    def num_form(self) -> int:
+        """Tokens that the form appended."""
+        return 0 if self.is_form is None else int(np.count_nonzero(self.is_form))
+
+    @cached_property
+    def next_open(self) -> np.ndarray:
+        """int64[m + 1]: the first position from each one on whose token the form did not append, m for the end."""
+        places = np.arange(len(self.text_ids) + 1)
+        if self.is_form is not None:
+            places[:-1][self.is_form] = len(self.text_ids)
+        return np.minimum.accumulate(places[::-1])[::-1]
 
 
 class Tree(Protocol):
@@ -83,7 +99,8 @@ class Tally:
     Attributes
     ----------
     num_steps : verify steps, the one that only ends the text among them.
-    num_drafted, num_accepted : draft tokens, and those of them that the text goes along.
+    num_drafted : draft tokens.
+    num_accepted : those of them that the text goes along, and the tokens that its form appended.
     """
 
     num_steps: np.ndarray
@@ -116,8 +133,8 @@ def replay(pool: Pool | None, texts: Iterable[ReplayText], options: DraftOptions
     counts = []
     for text in texts:
         steps = list(pool_steps(pool, text, options))
-        num_drafted, num_accepted = sum(len(one.tree) for one in steps), sum(len(one.path) for one in steps)
-        counts.append((len(steps), num_drafted, num_accepted))
+        num_accepted = len(text.text_ids) + 1 - len(steps)  # each step ends with a token that was not drafted
+        counts.append((len(steps), sum(len(one.tree) for one in steps), num_accepted))
     return Tally(*np.array(counts, float).reshape(-1, 3).T)
 
 
@@ -161,19 +178,20 @@ def pool_steps(
         return draft(pool, context[: num_prompt + position], num_prompt, text.previous_ids, text.group, options)
 
     if verified is None:
-        return steps_along(text.text_ids, draft_after)
+        return steps_along(text.text_ids, draft_after, next_open=text.next_open)
 
     def num_verified(tree: Draft) -> int:  # the most probable nodes come first
         is_likely = np.exp(tree.log_acceptance) >= verified.min_acceptance
         return min(verified.max_nodes, int(np.count_nonzero(is_likely)))
 
-    return steps_along(text.text_ids, draft_after, num_verified)
+    return steps_along(text.text_ids, draft_after, num_verified, text.next_open)
 
 
 def steps_along(
     text_ids: np.ndarray,
     draft_after: Callable[[int], TreeT],
     num_verified: Callable[[TreeT], int] | None = None,
+    next_open: np.ndarray | None = None,
 ) -> Iterator[ReplayStep[TreeT]]:
     """Draft along a text with any drafter. Every step ends with a bonus token, the last one with the end token.
 
@@ -183,10 +201,13 @@ def steps_along(
     draft_after : a draft when so many tokens of the text are known; it alone is timed. It is asked for rising numbers.
     num_verified : how many of a draft's first nodes are verified; the next draft starts behind what is accepted of
         those. None: all.
+    next_open : as of a `ReplayText`; None: no token was appended without a step.
     """
     truth = text_ids.tolist()
+    places = range(len(truth) + 1) if next_open is None else next_open.tolist()
     position = 0
-    while position <= len(text_ids):
+    while position < len(places):
+        position = places[position]
         start_ns = time.perf_counter_ns()
         tree = draft_after(position)
         draft_us = (time.perf_counter_ns() - start_ns) / 1e3

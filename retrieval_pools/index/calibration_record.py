@@ -101,12 +101,20 @@ class ReplayedBudgets(Frozen):
     Attributes
     ----------
     num_texts, num_tokens : that were replayed.
+    num_form : of these tokens, those that the form of the answer appended: they take no step, drafted or not.
     cells : by rising `max_draft_tokens`, then by rising `min_acceptance`.
     """
 
     num_texts: int = Field(ge=1)
     num_tokens: int = Field(ge=0)
+    num_form: int = Field(default=0, ge=0)
     cells: tuple[BudgetCell, ...]
+
+    @property
+    def plain_tokens_per_step(self) -> float:
+        """What a text grows by in a step without drafts: 1, and what the form appends."""
+        num_written = self.num_tokens + self.num_texts  # every text's end is written too
+        return num_written / (num_written - self.num_form)
 
 
 class BudgetCurve(Frozen):

@@ -44,7 +44,9 @@ def test_the_whole_grid_is_as_one_budget_at_a_time(pools, is_calibrated, has_pre
 @given(data=st.data())
 def test_any_budgets_on_any_text_are_as_one_budget_at_a_time(pools, data):
     tokens = st.lists(st.integers(0, 20), max_size=25).map(lambda ids: np.array(ids, np.int32))
-    text = ReplayText(data.draw(tokens), data.draw(tokens), data.draw(st.none() | tokens))
+    text_ids = data.draw(tokens)
+    is_form = st.lists(st.booleans(), min_size=len(text_ids), max_size=len(text_ids)).map(lambda of: np.array(of, bool))
+    text = ReplayText(data.draw(tokens), text_ids, data.draw(st.none() | tokens), None, data.draw(st.none() | is_form))
     options = DraftOptions(
         use_prompt=data.draw(st.booleans()),
         use_output=data.draw(st.booleans()),
@@ -69,6 +71,20 @@ def test_a_curve_says_of_both_kinds_of_text_what_replays_say(pools):
             )
             assert cell.tokens_per_step == pytest.approx(1 + slow.mean_accepted, abs=1e-4)
             assert cell.mean_drafted == pytest.approx(slow.num_drafted.sum() / slow.num_steps.sum(), abs=2e-3)
+
+
+def test_what_the_form_appends_takes_no_step_and_counts_as_accepted(pools):
+    text_ids = grammar_texts(1, 30, seed=7)[0]
+    is_form = np.zeros(len(text_ids), bool)
+    is_form[[0, 1, 7, 8, 9]] = True
+    text = ReplayText(NO_TOKENS, text_ids, None, None, is_form)
+    plain = replay(None, [text], DraftOptions(use_prompt=False, use_output=False))
+    assert (plain.num_steps, plain.num_drafted, plain.num_accepted) == (len(text_ids) - 4, 0, 5)
+    drafted = replay(pools[0], [text])
+    assert drafted.num_steps + drafted.num_accepted == len(text_ids) + 1
+    curve = budget_curve(pools[0], [text])
+    assert curve.new.plain_tokens_per_step == (len(text_ids) + 1) / (len(text_ids) - 4)
+    assert min(cell.tokens_per_step for cell in curve.new.cells) >= curve.new.plain_tokens_per_step - 1e-4
 
 
 def test_too_few_changed_texts_and_sources_that_are_off_have_no_curve(pools):
