@@ -19,12 +19,12 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import DEFAULT_MODEL, begin, turns
+from common import DEFAULT_MODEL, Figure, begin, finish, turns
 from gpu_gains import PLANS, WARM_TOKENS, Plan
 from gpu_rows import Rows
 from gpu_run import Deadline
@@ -205,19 +205,38 @@ def start_all(contest: Contest, plans: dict[int, Plan]) -> list[list[int]]:
     return prompts
 
 
+def medians_of(rows: list[dict]) -> dict[int, dict[str, float]]:
+    """Median tokens a second of each system, by batch size."""
+    speeds: dict[int, dict[str, list[float]]] = {}
+    for row in rows:
+        if "tokens_per_s" in row:
+            speeds.setdefault(row["batch"], {}).setdefault(row["system"], []).append(row["tokens_per_s"])
+    return {
+        batch: {name: statistics.median(values) for name, values in of_batch.items()}
+        for batch, of_batch in speeds.items()
+    }
+
+
+def figures_of(rows: list[dict]) -> Iterator[Figure]:
+    """Our engine beside vLLM, plain and with the same pools."""
+    for batch, medians in medians_of(rows).items():
+        relaxed = max((speed for name, speed in medians.items() if name.startswith("relaxed")), default=None)
+        for system, speed, other, wanted in (
+            (PLAIN, medians.get(PLAIN), VLLM, 0.95),
+            ("relaxed drafts", relaxed, VLLM, 1.3),
+            ("relaxed drafts", relaxed, VLLM_OURS, 1.1),
+        ):
+            if speed and other in medians:
+                about = f"batch {batch}: {system} over {other}, tokens per second"
+                yield Figure.at_least(about, speed / medians[other], wanted)
+
+
 def print_table(rows: list[dict]) -> None:
     """Medians of tokens a second, and their ratios to plain vLLM, by batch size."""
-    passes = [row for row in rows if "tokens_per_s" in row]
-    for batch in dict.fromkeys(row["batch"] for row in passes):
-        speeds: dict[str, list[float]] = {}
-        for row in passes:
-            if row["batch"] == batch:
-                speeds.setdefault(row["system"], []).append(row["tokens_per_s"])
-        medians = {name: statistics.median(values) for name, values in speeds.items()}
+    for batch, medians in medians_of(rows).items():
         for name, speed in medians.items():
             ratio = f"{speed / medians[VLLM]:.2f} of vLLM" if VLLM in medians else ""
-            passes_of = f"best {max(speeds[name]):.0f} of {len(speeds[name])}"
-            print(f"batch {batch:3}  {name:15}  {speed:8.0f} tokens/s  {ratio}  ({passes_of})")
+            print(f"batch {batch:3}  {name:15}  {speed:8.0f} tokens/s  {ratio}")
     for row in rows:
         if row.get("item", "").startswith("start/") or "failed" in row:
             print({key: row[key] for key in row if key not in ("phase", "failed")} | {"failed": "failed" in row})
@@ -238,6 +257,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--draft-tokens", type=int, default=4, help="of our proposer in vLLM")
     parser.add_argument("--vllm-python", default=sys.executable, help="interpreter that has vLLM")
     parser.add_argument("--vllm-path", help="folder of packages that vLLM's processes import besides")
+    parser.add_argument("--json", type=Path, help="write the rows and figures to this file")
     parser.add_argument("--smoke", action="store_true", help="everything once, on a CPU with a tiny model")
     options = parser.parse_args(words)
     deadline = Deadline(options.deadline)
@@ -265,7 +285,9 @@ def main(words: list[str] | None = None) -> None:
     finally:
         for worker in list(contest.workers.values()):
             worker.close()
-        print_table(contest.rows.read())
+        rows = contest.rows.read()
+        print_table(rows)
+        finish(options.json, list(figures_of(rows)), [], {"rows": rows})
 
 
 if __name__ == "__main__":
