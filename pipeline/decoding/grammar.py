@@ -79,7 +79,7 @@ class Guide:
     def advance(self, output_ids: np.ndarray) -> None:
         """Consume what was committed, int32[n] of the whole output. Raises ValueError: the grammar forbids it."""
         new = output_ids[self._num_output :].tolist()
-        if self._move(new) < len(new):
+        if new != self._path and self._move(new) < len(new):
             raise ValueError(f"token {new[len(self._path)]} is not allowed at position {len(output_ids)}")
         self._num_output, self._path = len(output_ids), []
 
@@ -95,7 +95,9 @@ class Guide:
 
     def num_allowed(self, token_ids: list[int]) -> int:
         """How many of these tokens, one after another, may follow the committed output. Hardly ever needs a mask."""
-        self._move([])
+        if self._path:
+            self._matcher.rollback(len(self._path))
+            self._path = []
         for place, token_id in enumerate(token_ids):
             if self._must_close(place):
                 mask = np.empty(self._closing.shape[1], np.uint32)
