@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from laserbatch.pipeline.errors import ConfigError, RowError
 from laserbatch.pipeline.knowledge.templates import PromptTemplate
 
+MIN_ENTRIES = 4  # of a list that may be told to repeat itself: more than half of them stand in it before
 _AT_LINE = re.compile(r"^[ \t]*(?:[#*>\-]+[ \t]*)*\(?(\d{1,2})[.):\]][ \t*]*", re.MULTILINE)
 _INLINE = re.compile(r"(?:^|(?<=\s))\(?(\d{1,2})[.)][ \t*]+(?=[A-Z])")
 _LABEL = re.compile(r"^\**([^:\n]{1,60}?)\**[ \t]*(?::|[–—]| - )\**[ \t]*")
@@ -34,7 +35,7 @@ def parse_answer(template: PromptTemplate, text: str, is_cut: bool = False) -> P
     """The fields of an answer by the template's parser: aspects or attributes by name, fields of JSON, or `text`.
 
     `is_cut` says that the token limit ended it. Raises RowError, whose reason is `unparsable` (nothing of the form that
-    was asked for), `missing-field` or `wrong-type`.
+    was asked for), `missing-field`, `wrong-type`, or `loops` (a list says the same again and again).
     """
     if not text.strip():
         raise RowError("unparsable: the text is empty")
@@ -125,7 +126,10 @@ def _text_of(name: str, kind: str, value: Any) -> tuple[str, bool]:
         parts = [str(part).strip() for part in value if str(part).strip()]
     if not parts:
         raise RowError(f"wrong-type: {name!r} is {json.dumps(value, ensure_ascii=False)[:60]}; expected a {kind}")
-    return ", ".join(dict.fromkeys(parts)), kind == "list"
+    different = list(dict.fromkeys(parts))
+    if len(parts) >= MIN_ENTRIES and 2 * len(different) < len(parts):
+        raise RowError(f"loops: {len(parts)} entries of {name!r} are {len(different)} different ones")
+    return ", ".join(different), kind == "list"
 
 
 def _json_of(text: str, is_cut: bool) -> tuple[Any, tuple[str, ...]]:

@@ -96,6 +96,15 @@ def test_interests_are_lists_and_a_field_that_may_be_missing_is():
     assert parse_answer(INTERESTS, '{"interests": "sea, crime"}').repairs == ("json-shape",)
 
 
+def test_a_list_that_mostly_repeats_itself_is_refused():
+    with pytest.raises(RowError, match="^loops: 5 entries of 'interests' are 2 different ones"):
+        parse_answer(INTERESTS, '{"interests": ["The", "The", "sea", "The", "The"]}')
+    assert (
+        parse_answer(INTERESTS, '{"interests": ["sea", "sea", "crime", "crime"]}').fields["interests"] == "sea, crime"
+    )
+    assert parse_answer(INTERESTS, '{"interests": ["sea", "sea", "sea"]}').fields["interests"] == "sea"
+
+
 def test_attributes_are_lines_of_the_names_asked_for_in_any_list():
     text = "Here:\n1. **Subject**: the sea\n- style - slow\n* Budget: large\nAppeal:\n"
     assert parse_answer(FACTS, text).fields == {"Subject": "the sea", "Style": "slow"}
