@@ -97,7 +97,7 @@ def test_interests_are_lists_and_a_field_that_may_be_missing_is():
 
 
 def test_a_list_that_mostly_repeats_itself_is_refused():
-    with pytest.raises(RowError, match="^loops: 5 entries of 'interests' are 2 different ones"):
+    with pytest.raises(RowError, match=r"^loops: 5 entries of 'interests' are 2 different ones"):
         parse_answer(INTERESTS, '{"interests": ["The", "The", "sea", "The", "The"]}')
     assert (
         parse_answer(INTERESTS, '{"interests": ["sea", "sea", "crime", "crime"]}').fields["interests"] == "sea, crime"
