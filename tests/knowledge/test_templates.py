@@ -165,3 +165,10 @@ def test_domains_are_known_by_names_of_items():
     assert all(domain_of([name]) == domains()[found] for name, found in
                [("song_id", "songs"), ("jobs.parquet", "jobs"), ("sku", "shop"), ("movieId", "films")])  # fmt: skip
     assert domain_of(["title", "thing"]) is None
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(SHIPPED_TEMPLATES.glob("*.yaml"))])
+def test_what_ships_asks_for_no_column_that_tables_may_lack(name):
+    template = load_template(name)
+    assert template.attributes.missing(["title"]) == []
+    assert template.history is None or template.history.missing(["title"]) == []
