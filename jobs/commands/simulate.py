@@ -212,7 +212,7 @@ def divided_texts(night: Night, settings: Settings, side: Side, num_texts: int, 
     others = [others[number] for number in generator.permutation(len(others))]
     token_ids, known = run_texts.of_entities(held_back), night.tables.entities(side)[f"{side}_id"].to_pylist()
     place_of = {entity_id: place for place, entity_id in enumerate(known) if entity_id in token_ids}
-    is_form = form_tokens(night.run, side, list(place_of))
+    is_form = form_tokens(night, side, token_ids)
     texts = [
         (place_of[row.entity_id], replay_text(row, token_ids[row.entity_id], None, is_form))
         for row in (rows[number] for number in generator.permutation(len(rows)))

@@ -18,12 +18,13 @@ import pyarrow.compute as pc
 
 from laserbatch.jobs.stages.budgets import budget_of
 from laserbatch.jobs.stages.night import Night
+from laserbatch.pipeline.decoding.grammar import Grammars
 from laserbatch.pipeline.decoding.model.folder import tokenizer_folder
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.errors import RowError
+from laserbatch.pipeline.knowledge.forms import guiding_grammar
 from laserbatch.pipeline.planning.plan import RenderedRow, load_plan, read_shard
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.storage.parquet import iter_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.tables.read import Tables
 from laserbatch.retrieval_pools.calibration.calibrate import (
@@ -45,7 +46,6 @@ from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.index.texts import PoolTexts
 from laserbatch.retrieval_pools.routing.router import Routes
 from laserbatch.retrieval_pools.settings import DraftSettings
-from laserbatch.retrieval_pools.sources import SOURCE_FORM
 
 ROWS_AT_ONCE = 8 * 1024
 MAX_SHARE_CHANGED = 0.1  # texts are replayed again once more of a side changed since the last replay
@@ -147,7 +147,7 @@ def calibrate_side(night: Night, side: Side, run_texts: RunTexts, routes: Routes
             return known
         rows = planned_rows(night, side, NUM_CALIBRATION_TEXTS)
         token_ids = run_texts.of_entities([row.entity_id for row in rows])
-        is_form = form_tokens(night.run, side, list(token_ids))
+        is_form = form_tokens(night, side, token_ids)
         texts = [
             replay_text(row, token_ids[row.entity_id], row.group, is_form) for row in rows if row.entity_id in token_ids
         ]
@@ -162,7 +162,7 @@ def calibrate_side(night: Night, side: Side, run_texts: RunTexts, routes: Routes
     known = sorted((place, entity_id) for place, entity_id in zip(places, token_ids, strict=True) if place is not None)
     if len(known) < 2:
         return None
-    is_form = form_tokens(night.run, side, list(token_ids))
+    is_form = form_tokens(night, side, token_ids)
     texts = [replay_text(asked[key], token_ids[key], routes.of(place).group, is_form) for place, key in known]
     numbers = np.searchsorted(run_texts.in_table(night.tables, side)[0], [place for place, _ in known])
     return HeldBack(numbers.tolist(), lambda pool: _calibrated(night, pool, texts, options))
@@ -240,17 +240,17 @@ def planned_rows(night: Night, side: Side, num_wanted: int) -> list[RenderedRow]
     return rows
 
 
-def form_tokens(run: RunFolder, side: Side, entity_ids: list) -> dict[str | int, np.ndarray]:
-    """Of entities' texts of the run, the tokens that the form of the answer appended: bool[n] by entity."""
-    found: dict[str | int, np.ndarray] = {}
-    plan = load_plan(run.root, side)
-    for shard in () if plan is None else plan.shards:
-        path = run.knowledge_folder(side) / f"{shard.name}.parquet"
-        for batch in iter_parquet(path, ("entity_id", "token_sources")):
-            wanted = batch.filter(pc.is_in(batch["entity_id"], value_set=pa.array(entity_ids, batch["entity_id"].type)))
-            for entity_id, sources in zip(wanted["entity_id"].to_pylist(), wanted["token_sources"], strict=True):
-                found[entity_id] = sources.values.to_numpy() == SOURCE_FORM
-    return found
+def form_tokens(night: Night, side: Side, texts: Mapping[str | int, np.ndarray]) -> dict[str | int, np.ndarray]:
+    """Of entities' texts, int32[n], the tokens that the form of answers leaves no choice of: bool[n] by entity.
+
+    They take no step, so also those count that a draft was ahead of. None where answers have no form.
+    """
+    grammar = guiding_grammar(night.template(side), night.settings.decoding)
+    if grammar is None or not texts:
+        return {}
+    end_id = night.tokenizer.eos_token_id
+    grammars = Grammars(night.tokenizer, len(night.tokenizer), [end_id if isinstance(end_id, int) else 0])
+    return {entity_id: grammars.forced_in(grammar, token_ids) for entity_id, token_ids in texts.items()}
 
 
 def replay_text(row: RenderedRow, token_ids: np.ndarray, group: str | None, is_form: Mapping) -> ReplayText:

@@ -53,6 +53,20 @@ class Grammars:
         matcher, shortest = self._compiled[grammar]
         return Guide(matcher.deep_copy(), self._closing, self._end_ids, max_tokens, shortest)
 
+    def forced_in(self, grammar: str, token_ids: np.ndarray) -> np.ndarray:
+        """Of a written text, int32[n], the tokens that its grammar left no choice of: bool[n].
+
+        None behind the first token that the grammar does not allow. Raises ConfigError: the grammar does not compile.
+        """
+        require_grammar(grammar, self._tokenizer)
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+        is_forced = np.zeros(len(token_ids), bool)
+        for place, token_id in enumerate(token_ids.tolist()):
+            is_forced[place] = token_id in matcher.compute_ff_tokens()[:1]
+            if matcher.is_stopped() or not matcher.try_consume_tokens([token_id]):
+                break
+        return is_forced
+
 
 class Guide:
     """What a text's grammar allows after its output so far, and after drafts below it."""

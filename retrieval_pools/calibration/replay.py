@@ -39,7 +39,8 @@ class ReplayText:
     text_ids : int32[m], the text without its end token.
     previous_ids : int32[k], the entity's text of an earlier night, or None.
     group : the group whose texts count more, or None.
-    is_form : bool[m], the tokens that the form of the answer appended, which took no step; None: no token.
+    is_form : bool[m], the tokens that the form of the answer left no choice of; where a draft does not take them, they
+        are appended without a step. None: no token.
     """
 
     prompt_ids: np.ndarray

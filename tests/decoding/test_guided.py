@@ -221,6 +221,17 @@ def test_tokens_are_allowed_where_their_masks_hold_them(engine, grammar, max_tok
     assert compared
 
 
+def test_forced_tokens_of_a_written_text_are_those_that_were_appended(engine):
+    asked = requests(engine, [JSON, LINES], 96)
+    for drafting in (None, drafter()):  # a draft may be ahead of some
+        for one in asked:
+            found = written(engine, [one], drafting)[one.request_id]
+            is_forced = engine.grammars.forced_in(one.grammar, found.token_ids)
+            assert is_forced[found.sources == SOURCE_FORM].all()
+            assert drafting is not None or not is_forced[found.sources != SOURCE_FORM][:-1].any()
+    assert not engine.grammars.forced_in(JSON, np.full(5, engine.tokenizer.encode("x")[-1], np.int32)).any()
+
+
 def test_few_rows_are_masked(engine, monkeypatch):
     masked, write = [], Guide.write_mask
     monkeypatch.setattr(Guide, "write_mask", lambda *words: masked.append(1) or write(*words))

@@ -54,7 +54,6 @@ def write_night(night, num_changed: int = 0, previous: Path | None = None) -> pa
             "run_id": [night.run.run_id] * len(ids),
             "fingerprint": [f"{night.date}"] * len(ids),
             "token_ids": pa.array(token_ids, pa.list_(pa.int32())),
-            "token_sources": pa.array([np.zeros(len(one), np.uint8) for one in token_ids], pa.list_(pa.uint8())),
         }
     )
     night.run.shards("item").write("00000", texts)
