@@ -135,14 +135,14 @@ def is_first(path: Path) -> bool:
 def test_a_dead_workers_shard_is_done_again_by_another_under_the_budget_that_was_chosen(
     cluster, world, tmp_path, monkeypatch
 ):
-    """One ends its process since its GPU is lost, another is killed."""
+    """One ends its process since its GPU is lost, its successor is killed."""
     calm_shards, calm = planned(world, tmp_path / "calm")
     alone = ShardWorker(calm)
     for shard in calm_shards:
         alone.run(shard, Budget(2, 0.1))
 
     shards, spec = planned(world, tmp_path / "lost")
-    kept = StepCostCache(spec.step_cost_dir, alone.engine.engine, 0, cluster.num_workers).write(COST)
+    kept = StepCostCache(spec.step_cost_dir, alone.engine.engine, 0, 1).write(COST)
     known = []
 
     def choose(measure):
@@ -152,7 +152,7 @@ def test_a_dead_workers_shard_is_done_again_by_another_under_the_budget_that_was
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     monkeypatch.setattr(actors, "_Worker", Unlucky)
     try:
-        with started_pool(spec, cluster, 3) as worker_pool:
+        with started_pool(spec, replace(cluster, num_workers=1), 3) as worker_pool:
             done = list(run_shards(shards, worker_pool, choose))
             assert worker_pool.num_lost == 2
     finally:

@@ -8,7 +8,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import ray
 from ray import cloudpickle
 
 from laserbatch.pipeline.decoding.device_memory import DeviceLost
@@ -16,6 +15,7 @@ from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
 from laserbatch.pipeline.decoding.sequence import GenerationRequest
 from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.distributed import text_writer
 from laserbatch.pipeline.distributed.cluster import ray_cluster
 from laserbatch.pipeline.distributed.settings import ClusterSettings
 from laserbatch.pipeline.distributed.text_writer import TextWriter
@@ -105,22 +105,15 @@ def cluster():
         yield
 
 
-@pytest.mark.ray
-def test_under_ray_data_as_the_page_has_it(plain, pools, cluster):
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)[:1]
-    scope = {"POOLS": str(pools), "MODEL": "sample", "PROMPTS": PROMPTS}
-    exec(compile(code, str(PAGE), "exec"), scope)
-    texts = {row["prompt"]: row["text"] for row in scope["rows"]}
-    assert [texts[prompt] for prompt in PROMPTS] == [text for *_, text in plain]
-
-
 class FailingOnce(TextWriter):
     """The first process that writes loses its GPU."""
 
-    def __init__(self, ended: Path, **options) -> None:
-        super().__init__(**options)
-        if not ended.exists():
-            ended.touch()
+    ended: Path
+
+    def __init__(self, *arguments, **options) -> None:
+        super().__init__(*arguments, **options)
+        if not self.ended.exists():
+            self.ended.touch()
             self._engine.engine.runner.forward = lost_device
 
 
@@ -130,19 +123,20 @@ def lost_device(*_):
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_an_actor_whose_gpu_is_lost_ends_and_another_writes_its_batch(plain, tmp_path, cluster):
+def test_under_ray_data_as_the_page_has_it_and_another_actor_writes_where_a_gpu_is_lost(
+    plain, pools, cluster, tmp_path, monkeypatch
+):
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)[:1]
+    scope = {"POOLS": str(pools), "MODEL": "sample", "PROMPTS": PROMPTS}
+    FailingOnce.ended = tmp_path / "ended"
+    monkeypatch.setattr(text_writer, "TextWriter", FailingOnce)
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     try:
-        written = ray.data.from_items([{"prompt": prompt} for prompt in PROMPTS]).map_batches(
-            FailingOnce,
-            fn_constructor_kwargs={"ended": tmp_path / "ended", "model": "sample", "device": "cpu"} | FIXED,
-            compute=ray.data.ActorPoolStrategy(size=1),
-            num_cpus=1,
-        )
-        texts = {row["prompt"]: row["text"] for row in written.take_all()}
+        exec(compile(code, str(PAGE), "exec"), scope)
     finally:
         cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-    assert (tmp_path / "ended").exists()
+    assert FailingOnce.ended.exists()
+    texts = {row["prompt"]: row["text"] for row in scope["rows"]}
     assert [texts[prompt] for prompt in PROMPTS] == [text for *_, text in plain]
 
 
