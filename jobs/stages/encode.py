@@ -1,14 +1,17 @@
 """The stage that encodes a run's texts into its feature tables."""
 
-from collections.abc import Collection, Mapping
-from functools import cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laserbatch.jobs.console import progress, say
+from laserbatch.pipeline.distributed.cluster import WorkerLayout
+from laserbatch.pipeline.distributed.encoding import MIN_TEXTS, ClusterEncoder
 from laserbatch.pipeline.encoding.features import EarlierFeatures, FeatureWriter
-from laserbatch.pipeline.encoding.identity import encoder_identity
+from laserbatch.pipeline.encoding.identity import encoder_identity, with_dtype
 from laserbatch.pipeline.encoding.settings import EncodingSettings
+from laserbatch.pipeline.encoding.text_parts import LocalEncoder, PartsEncoder
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
@@ -24,7 +27,8 @@ def encode_run(
     settings: EncodingSettings | None = None,
     previous: RunFolder | None = None,
     codes_of: RunFolder | None = None,
-    fields: Mapping[Side, Collection[str]] | None = None,
+    fields: Mapping[Side, Sequence[str]] | None = None,
+    start_cluster: Callable[[], WorkerLayout] | None = None,
 ) -> dict[Side, FeatureFigures]:
     """Encode `knowledge/<side>/*.parquet` of a run into `features/<side>.parquet` and its centroids, atomically.
 
@@ -38,22 +42,24 @@ def encode_run(
         the encoder is the same.
     codes_of : the run whose plain texts these are: they get the codes of its codebook.
     fields : by side, the parts of answers that are encoded; None: whole texts.
+    start_cluster : called where there are so many texts that tasks of a cluster encode them, in `settings.dtype`, which
+        is not `auto` then; None: they never do.
     """
-    settings = settings or EncodingSettings()
     folder = RunFolder(Path(run_dir))
     sides: list[Side] = [side for side in SIDES if any(folder.knowledge_folder(side).glob("*.parquet"))]
     if not sides:
         raise WorkspaceError(f"{run_dir} holds no texts to encode")
+    settings = settings or EncodingSettings()
     encoder_id = encoder_identity(settings)
 
-    encoder = cache(partial(load_encoder, settings))
+    encoders = _Encoders(settings, folder, start_cluster)
     figures: dict[Side, FeatureFigures] = {}
     for side in sides:
         num_rows = sum(batch.num_rows for batch in folder.iter_knowledge(side, ["entity_id"]))
         with progress(f"encode {side} texts", num_rows) as bar:
             earlier = _earlier(previous, side, encoder_id, settings.max_text_tokens)
             parts = (fields or {}).get(side, ())
-            features = FeatureWriter(folder, side, encoder, encoder_id, settings, parts, bar.advance)
+            features = FeatureWriter(folder, side, encoders.choose, encoder_id, settings, parts, bar.advance)
             try:
                 figures[side] = features.write(earlier, codes_of)
             except WorkspaceError as error:
@@ -64,7 +70,29 @@ def encode_run(
             bar.advance(num_rows - figures[side].num_encoded)
         if num_truncated := figures[side].num_truncated:
             say(f"{num_truncated} {side} texts are longer than the encoder takes and lost their end")
+    encoders.close()
     return figures
+
+
+class _Encoders:
+    """The encoder in this process, and that on the cluster; each is loaded when it is chosen."""
+
+    def __init__(
+        self, settings: EncodingSettings, folder: RunFolder, start_cluster: Callable[[], WorkerLayout] | None
+    ) -> None:
+        self._load = cache(lambda: LocalEncoder(load_encoder(settings)))
+        self._on_cluster = None
+        if start_cluster is not None:
+            self._on_cluster = ClusterEncoder(settings, folder.root / "features" / ".vectors", start_cluster)
+
+    def choose(self, num_texts: int) -> PartsEncoder:
+        if self._on_cluster is not None and num_texts >= MIN_TEXTS:
+            return self._on_cluster
+        return self._load()
+
+    def close(self) -> None:
+        if self._on_cluster is not None:
+            self._on_cluster.close()
 
 
 def load_encoder(settings: EncodingSettings) -> "TextEncoder":
@@ -72,6 +100,13 @@ def load_encoder(settings: EncodingSettings) -> "TextEncoder":
     from laserbatch.pipeline.encoding.encoder import TextEncoder  # torch and the model take seconds to load
 
     return TextEncoder.load(settings)
+
+
+def same_dtype(settings: EncodingSettings, previous: RunFolder | None) -> EncodingSettings:
+    """The settings with the dtype of the previous run's vectors; see `with_dtype`."""
+    manifest = None if previous is None else unless_damaged(previous.load_manifest)
+    encoders = [figures.encoder for figures in manifest.features.values()] if manifest else []
+    return with_dtype(settings, encoders[0] if encoders else None)
 
 
 def _earlier(previous: RunFolder | None, side: Side, encoder_id: str, max_text_tokens: int) -> EarlierFeatures | None:

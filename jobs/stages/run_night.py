@@ -15,7 +15,7 @@ from laserbatch.jobs.stages.attempt import recorded
 from laserbatch.jobs.stages.audit import audit_texts, generate_audited, needs_audited_texts, remove_audited_texts
 from laserbatch.jobs.stages.build_pools import collect_pools, prepare_pools
 from laserbatch.jobs.stages.compare_ctr import compare_night
-from laserbatch.jobs.stages.encode import encode_run, load_encoder
+from laserbatch.jobs.stages.encode import encode_run, load_encoder, same_dtype
 from laserbatch.jobs.stages.generate import generate_knowledge, generate_plain
 from laserbatch.jobs.stages.metrics import night_metrics
 from laserbatch.jobs.stages.night import Night, open_night, pools_in_use
@@ -101,18 +101,19 @@ def _do_stages(night: Night, policy: PublishPolicy) -> None:
         except RunFailed as error:
             _close_failed(night, str(error))
             raise
-    encode_and_build_pools(night)
+        encode_and_build_pools(night, workers)
     run_stages(night, JUDGING)
     finish_night(night)
     publish_night(night, policy)
 
 
-def encode_and_build_pools(night: Night) -> None:
+def encode_and_build_pools(night: Night, workers: NightWorkers) -> None:
     """Encode a night's texts while a thread builds its pools from them; neither needs the other.
 
     The stage "pools" is what these take longer, beside the fit of their routers, which comes first.
     """
-    encoding = night.settings.encoding
+    workers.dismiss()
+    encoding = same_dtype(night.settings.encoding, night.previous)
     with night.stage("pools"):
         build = prepare_pools(night, make_current=False)
     if any(figures.num_generated for figures in night.manifest.generation.sides.values()):
@@ -120,9 +121,13 @@ def encode_and_build_pools(night: Night) -> None:
     with run_in_background(build) as built:
         with night.stage("encode"):
             fields: dict[Side, tuple[str, ...]] = {side: night.template(side).encode for side in SIDES}
-            night.manifest.features = encode_run(night.run.root, encoding, night.previous, fields=fields)
+            night.manifest.features = encode_run(
+                night.run.root, encoding, night.previous, fields=fields, start_cluster=workers.cluster
+            )
             if night.settings.night.compare_with_plain:
-                encode_run(night.run.plain.root, encoding, codes_of=night.run, fields=fields)
+                encode_run(
+                    night.run.plain.root, encoding, codes_of=night.run, fields=fields, start_cluster=workers.cluster
+                )
         with night.stage("pools"):
             night.manifest.pools_built = built.result()
 

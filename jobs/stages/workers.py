@@ -4,18 +4,20 @@ from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Event, Thread
+from typing import TypeVar
 
 import numpy as np
 
 from laserbatch.jobs.console import say
 from laserbatch.pipeline.distributed.actors import WorkerPool
-from laserbatch.pipeline.distributed.cluster import ray_cluster
+from laserbatch.pipeline.distributed.cluster import WorkerLayout, ray_cluster
 from laserbatch.pipeline.distributed.settings import ClusterSettings
 from laserbatch.pipeline.distributed.spec import TextSpec, WorkerSpec
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.storage.figures import WorkerFigures
 from laserbatch.retrieval_pools.draft import draft
 
+Result = TypeVar("Result")
 MAX_SHARD_ATTEMPTS = 2  # a shard is halved once this many of its workers were lost; a single row is given up
 
 
@@ -25,7 +27,8 @@ class NightWorkers:
     def __init__(self, settings: ClusterSettings, workspace: Path | None = None) -> None:
         self._settings, self._workspace = settings, workspace
         self._cluster = ExitStack()
-        self._started: Future[WorkerPool] = Future()
+        self._layout: Future[WorkerLayout] = Future()
+        self._started: Future[WorkerPool | None] = Future()  # None: the cluster was started alone
         self._starter: Thread | None = None
         self._left = Event()
 
@@ -39,9 +42,7 @@ class NightWorkers:
 
     def start(self, spec: WorkerSpec) -> None:
         """Start the workers, which load their model, in the background, unless they were started before."""
-        if self._starter is None:
-            self._starter = Thread(target=self._start, args=(spec,), daemon=True)
-            self._starter.start()
+        self._start(spec)
 
     def worker_pool(self, spec: WorkerSpec) -> WorkerPool:
         """The worker pool, configured by `spec`, which may differ from the one before in all but model and pools.
@@ -51,14 +52,31 @@ class NightWorkers:
         self.start(spec)
         if not self._started.done():
             say("starting workers")
+        worker_pool = self._in_time(self._started)
+        assert worker_pool is not None, "workers are asked for before the cluster alone is"
+        worker_pool.reconfigure(spec)
+        return worker_pool
+
+    def dismiss(self) -> None:
+        """End the workers, if they were started; the cluster stays for other tasks."""
+        if self._starter is None or not wait([self._started], timeout=self._settings.start_timeout_s).done:
+            return
+        # An error of workers that nobody needed is nobody's.
+        if self._started.exception() is None and (worker_pool := self._started.result()) is not None:
+            worker_pool.shutdown()
+
+    def cluster(self) -> WorkerLayout:
+        """The cluster, which is started where it was not; tasks find room once the workers are dismissed."""
+        self._start(None)
+        return self._in_time(self._layout)
+
+    def _in_time(self, future: Future[Result]) -> Result:
         timeout_s = self._settings.start_timeout_s
-        if not wait([self._started], timeout=timeout_s).done:
+        if not wait([future], timeout=timeout_s).done:
             raise RunFailed(
                 f"Ray has not started within {timeout_s:g} seconds (cluster.start_timeout_s); `laserbatch doctor` tries"
             )
-        worker_pool = self._started.result()
-        worker_pool.reconfigure(spec)
-        return worker_pool
+        return future.result()
 
     def figures(self, worker_pool: WorkerPool, num_shards: int) -> WorkerFigures:
         """The workers that `num_shards` shards need, for the manifest."""
@@ -66,15 +84,26 @@ class NightWorkers:
         num_workers = min(layout.num_workers, num_shards)
         return WorkerFigures(num_workers, layout.num_threads, layout.device, self._settings.price_per_hour)
 
-    def _start(self, spec: WorkerSpec) -> None:
+    def _start(self, spec: WorkerSpec | None) -> None:
+        """Start the cluster, with workers or without, in a thread, unless it was started before."""
+        if self._starter is None:
+            self._starter = Thread(target=self._enter_cluster, args=(spec,), daemon=True)
+            self._starter.start()
+
+    def _enter_cluster(self, spec: WorkerSpec | None) -> None:
         try:
-            cluster = ray_cluster(self._settings, self._workspace, spec.gpus_a_worker)
-            layout = self._cluster.enter_context(cluster)
-            worker_pool = WorkerPool(spec, layout, MAX_SHARD_ATTEMPTS, self._settings.start_timeout_s)
-            self._cluster.callback(worker_pool.shutdown)
-            if isinstance(spec, TextSpec) and spec.decoding.drafters:
-                draft(None, np.empty(0, np.int32), 0)  # compiled here, so that workers find it in numba's cache
+            gpus_a_worker = 1 if spec is None else spec.gpus_a_worker
+            layout = self._cluster.enter_context(ray_cluster(self._settings, self._workspace, gpus_a_worker))
+            self._layout.set_result(layout)
+            worker_pool = None
+            if spec is not None:
+                worker_pool = WorkerPool(spec, layout, MAX_SHARD_ATTEMPTS, self._settings.start_timeout_s)
+                self._cluster.callback(worker_pool.shutdown)
+                if isinstance(spec, TextSpec) and spec.decoding.drafters:
+                    draft(None, np.empty(0, np.int32), 0)  # compiled here, so that workers find it in numba's cache
             self._started.set_result(worker_pool)
-        except BaseException as error:  # `worker_pool` raises it in the thread that waits
-            self._started.set_exception(error)
+        except BaseException as error:  # raised in the thread that waits
+            for future in (self._layout, self._started):
+                if not future.done():
+                    future.set_exception(error)
         self._left.wait()  # Linux ends processes that Ray has started when the thread that started them ends

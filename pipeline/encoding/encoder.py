@@ -6,7 +6,6 @@ equal texts of two runs have equal features, in bfloat16 too.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,18 +15,11 @@ from transformers.utils import logging as transformers_logging
 from laserbatch.pipeline.decoding.model.folder import OUTSIDE_LAYERS, require_whole_weights
 from laserbatch.pipeline.encoding.identity import device_and_dtype, encoder_identity, find_encoder
 from laserbatch.pipeline.encoding.settings import EncodingSettings
+from laserbatch.pipeline.encoding.text_parts import Encoding
 from laserbatch.pipeline.errors import ModelError
 
 DEFAULT_BATCH_TOKENS = {"cpu": 2048, "cuda": 65_536}
 LENGTH_STEP = 32  # lengths are padded to a multiple of this
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """Vectors of some texts."""
-
-    vectors: np.ndarray  # float32 (num_texts, dim), rows of length 1
-    num_truncated: int  # texts that were longer than the limit and lost their end
 
 
 class TextEncoder:

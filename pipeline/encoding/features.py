@@ -4,13 +4,12 @@ Only the generated text is encoded. A history in front of it would push the know
 would bring the history into the features by another door.
 """
 
-import json
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +19,7 @@ import pyarrow.parquet as pq
 from laserbatch.pipeline.encoding.codebook import Codebook, Level, digests, fit_codebook, followed
 from laserbatch.pipeline.encoding.schema import LEVELS, centroid_schema, days_valid, feature_schema, moments
 from laserbatch.pipeline.encoding.settings import EncodingSettings
+from laserbatch.pipeline.encoding.text_parts import PartsEncoder, text_parts
 from laserbatch.pipeline.encoding.vectors import VectorForm, vectors_of
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import link_file, sha256_file
@@ -33,9 +33,6 @@ from laserbatch.pipeline.storage.parquet import (
     write_parquet,
 )
 from laserbatch.pipeline.storage.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from laserbatch.pipeline.encoding.encoder import TextEncoder
 
 CLUSTER_SEED = 0  # another one would fit all clusters anew
 MAX_FITTED_ROWS = 50_000  # of more vectors every n-th is taken
@@ -61,17 +58,17 @@ class FeatureWriter:
 
     Attributes
     ----------
-    load_encoder : called where a vector is not known.
-    fields : names of the parts of an answer that its vector is of; an answer without them, or none: the whole text.
+    load_encoder : called with the number of texts whose vectors are not known.
+    fields : those of `TextPart`.
     on_batch : called with the number of texts that a batch encoded.
     """
 
     run: RunFolder
     side: Side
-    load_encoder: "Callable[[], TextEncoder]"
+    load_encoder: Callable[[int], PartsEncoder]
     encoder_id: str
     settings: EncodingSettings
-    fields: Collection[str] = ()
+    fields: Sequence[str] = ()
     on_batch: Callable[[int], None] = lambda num_texts: None
 
     def write(self, earlier: EarlierFeatures | None = None, codes_of: RunFolder | None = None) -> FeatureFigures:
@@ -92,7 +89,7 @@ class FeatureWriter:
         before = None if with_codes is None else _read_codebook(with_codes.centroids_path(side))
         if codes_of is None and before is not None and not before.is_for(settings.num_clusters, CLUSTER_SEED):
             before = None
-        encoder = self.load_encoder() if known is None or texts.num_new else None
+        encoder = self.load_encoder(texts.num_new) if known is None or texts.num_new else None
         dim = pq.read_schema(known).field("vector").type.list_size if encoder is None else encoder.dim
         schema = feature_schema(side, texts.id_type, dim)
         is_same = before is not None and not texts.num_new
@@ -131,20 +128,14 @@ class FeatureWriter:
             codebook=codebook.key,
         )
 
-    def _encode(self, rows: np.ndarray, encoder: "TextEncoder", new: "_NewVectors") -> int:
+    def _encode(self, rows: np.ndarray, encoder: PartsEncoder, new: "_NewVectors") -> int:
         """Write the vectors of some rows, given in the order of ids; returns how many texts lost their end."""
-        by_file, row_of = np.sort(rows), np.argsort(rows)
-        texts, start, num_done, num_truncated = [], 0, 0, 0
-        columns = ["text", "fields_json"] if self.fields else ["text"]
-        for batch in iter_parquet(self.run.knowledge_folder(self.side), columns):
-            first, last = np.searchsorted(by_file, [start, start + batch.num_rows])
-            taken = batch.take(pa.array(by_file[first:last] - start))
-            texts += _parts(taken, self.fields) if self.fields else taken["text"].to_pylist()
-            start += batch.num_rows
-            if texts and (len(texts) >= ROW_GROUP_ROWS or last == len(rows)):
-                encoding = encoder.encode(texts, self.on_batch)
-                new.write(row_of[num_done : num_done + len(texts)], encoding.vectors)
-                num_done, num_truncated, texts = num_done + len(texts), num_truncated + encoding.num_truncated, []
+        by_file, row_of, num_truncated = np.sort(rows).astype(np.int64), np.argsort(rows), 0
+        folder = self.run.knowledge_folder(self.side)
+        parts = text_parts(folder, by_file, self.fields, encoder.part_size(len(rows)))
+        for part, encoding in encoder.encode_parts(parts, self.on_batch):
+            new.write(row_of[part.first : part.first + part.num_texts], encoding.vectors)
+            num_truncated += encoding.num_truncated
         return num_truncated
 
 
@@ -319,13 +310,6 @@ def _holds_all(earlier: EarlierFeatures, found: np.ndarray, schema: pa.Schema) -
     found_schema = pq.read_schema(earlier.path)
     is_whole = is_whole and (found_schema.names, found_schema.metadata) == (schema.names, schema.metadata)
     return is_whole and sha256_file(earlier.path) == earlier.figures.sha256
-
-
-def _parts(records: pa.RecordBatch, fields: Collection[str]) -> list[str]:
-    """Of each answer the parts of some names, a line each; the whole text where it has none of them."""
-    answers = map(json.loads, records["fields_json"].to_pylist())
-    parts = ("\n".join(answer[name] for name in fields if name in answer) for answer in answers)
-    return [part or text for part, text in zip(parts, records["text"].to_pylist(), strict=True)]
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,21 @@ def encoder_identity(settings: EncodingSettings) -> str:
     return f"{name}-{digest[:8]}-{device_and_dtype(settings)[1]}"
 
 
+def with_dtype(settings: EncodingSettings, earlier: str | None) -> EncodingSettings:
+    """The settings with the dtype that `auto` means, so that every machine of a cluster computes in it.
+
+    It is that of the earlier vectors where they are of the same encoder, `earlier` their identity: a night on another
+    machine goes on from them, and does not encode all texts again.
+    """
+    if settings.dtype != "auto":
+        return settings
+    dtype = device_and_dtype(settings)[1]
+    encoder = encoder_identity(settings).removesuffix(dtype)
+    if earlier in (f"{encoder}float32", f"{encoder}bfloat16"):
+        dtype = earlier.removeprefix(encoder)
+    return settings.model_copy(update={"dtype": dtype})
+
+
 def device_and_dtype(settings: EncodingSettings) -> tuple[str, str]:
     """What the encoder runs on, and in: torch's names. Raises ModelError: the device is not there."""
     has_cuda = num_gpus() > 0

@@ -167,6 +167,24 @@ def iter_parquet(
             yield from opened.iter_batches(columns=columns, batch_size=ROW_GROUP_ROWS, row_groups=row_groups)
 
 
+def num_rows_of(path: Path) -> int:
+    """The rows of a file. Raises WorkspaceError, which names it, where it is damaged or missing."""
+    with _opened(path, ()) as file:
+        return file.metadata.num_rows
+
+
+def read_rows(path: Path, rows: np.ndarray, columns: Sequence[str]) -> pa.Table:
+    """Some rows of a file, int64[n], ascending; only the row groups that hold them are read."""
+    with _opened(path, columns) as file:
+        sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+        ends = np.cumsum(sizes, dtype=np.int64)
+        group_of = np.searchsorted(ends, rows, side="right")
+        return pa.concat_tables(
+            file.read_row_group(number, columns=columns).take(rows[group_of == number] - (ends[number] - sizes[number]))
+            for number in np.unique(group_of).tolist()
+        )
+
+
 def _read_file(path: Path, columns: Sequence[str] | None) -> pa.Table:
     with _opened(path, columns or ()) as file:
         # By row group: lists of one column in one chunk could not hold more than 2^31 values.

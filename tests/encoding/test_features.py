@@ -14,6 +14,7 @@ from laserbatch.pipeline.encoding.codebook import fit_centroids, fit_codebook, f
 from laserbatch.pipeline.encoding.features import FeatureWriter
 from laserbatch.pipeline.encoding.schema import check_feature_schema, feature_schema, run_date
 from laserbatch.pipeline.encoding.settings import EncodingSettings
+from laserbatch.pipeline.encoding.text_parts import LocalEncoder
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.figures import FeatureFigures
 from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
@@ -36,7 +37,7 @@ def written(knowledge, side, encoder, folder, settings=None):
     """The feature table of some knowledge."""
     run = RunFolder(folder)
     write_parquet(knowledge, run.knowledge_folder(side) / "00000.parquet")
-    FeatureWriter(run, side, lambda: encoder, "", settings or EncodingSettings()).write()
+    FeatureWriter(run, side, lambda num_texts: LocalEncoder(encoder), "", settings or EncodingSettings()).write()
     return read_parquet(run.features_path(side))
 
 

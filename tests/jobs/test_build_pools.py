@@ -16,6 +16,7 @@ from laserbatch.jobs.stages import run_night
 from laserbatch.jobs.stages.build_pools import build_pools, describe_fit, kept_routers, prepare_pools
 from laserbatch.jobs.stages.night import current_pools, open_night
 from laserbatch.jobs.stages.pool_texts import read_run_texts
+from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.retrieval_pools.errors import PoolError
@@ -218,7 +219,7 @@ def test_pools_are_built_while_texts_are_encoded_and_are_the_same(first_night, m
 
     monkeypatch.setattr(run_night, "prepare_pools", prepared)
     monkeypatch.setattr(run_night, "encode_run", lambda *_, **__: {} if together.wait() >= 0 else None)
-    run_night.encode_and_build_pools(first_night)
+    run_night.encode_and_build_pools(first_night, NightWorkers(first_night.settings.cluster))
     assert first_night.manifest.pools_built["item"].num_texts == alone.num_texts
     assert files_of(first_night) == files and {"encode", "pools"} == first_night.manifest.stages.keys()
 
@@ -230,7 +231,7 @@ def test_a_night_whose_pools_fail_while_it_encodes_ends_with_their_error(first_n
     monkeypatch.setattr(run_night, "prepare_pools", lambda *_, **__: failing)
     monkeypatch.setattr(run_night, "encode_run", lambda *_, **__: {})
     with pytest.raises(PoolError, match="the disk is full"):
-        run_night.encode_and_build_pools(first_night)
+        run_night.encode_and_build_pools(first_night, NightWorkers(first_night.settings.cluster))
 
 
 @pytest.mark.parametrize("error", [Terminated, RuntimeError])
@@ -244,7 +245,7 @@ def test_who_ends_the_process_does_not_wait_for_pools_and_errors_do(first_night,
     monkeypatch.setattr(run_night, "prepare_pools", lambda *_, **__: lambda: goes_on.wait(60) and is_built.set())
     monkeypatch.setattr(run_night, "encode_run", encode)
     with pytest.raises(error):
-        run_night.encode_and_build_pools(first_night)
+        run_night.encode_and_build_pools(first_night, NightWorkers(first_night.settings.cluster))
     assert is_built.is_set() == (error is RuntimeError)
     assert is_built.wait(60)
 

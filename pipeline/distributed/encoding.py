@@ -1,0 +1,166 @@
+"""Encoding on a Ray cluster: a task encodes a part of the texts where there is room and leaves its vectors in a file.
+
+The files lie in the run's folder, so that a night that was killed goes on with the parts that are missing; vectors do
+not pass through Ray. A task whose process dies is done again by another one.
+"""
+
+import hashlib
+import json
+import shutil
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+from zipfile import BadZipFile
+
+import numpy as np
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from laserbatch.pipeline.distributed.cluster import WorkerLayout
+from laserbatch.pipeline.distributed.device_loss import ends_process_if_device_is_lost
+from laserbatch.pipeline.distributed.shared_folder import VISIBILITY_TIMEOUT_S
+from laserbatch.pipeline.encoding.identity import encoder_identity, find_encoder
+from laserbatch.pipeline.encoding.settings import EncodingSettings
+from laserbatch.pipeline.encoding.text_parts import Encoding, TextPart
+from laserbatch.pipeline.errors import RunFailed, WorkspaceError
+from laserbatch.pipeline.storage.atomic import atomic_path
+
+if TYPE_CHECKING:
+    from laserbatch.pipeline.encoding.encoder import TextEncoder
+
+MIN_TEXTS = 1_000  # fewer are encoded here sooner than tasks have loaded torch and the encoder
+MIN_PART, MAX_PART = 256, 4_096  # texts of a task
+PARTS_A_WORKER = 4  # so that none waits long for the last one
+MAX_SILENT_S = 1_800.0  # without a part that is finished
+
+
+class ClusterEncoder:
+    """Encodes parts by tasks of a Ray cluster.
+
+    Parameters
+    ----------
+    settings : with a `dtype` that is not `auto`, since the machines of a cluster may differ.
+    folder : of files with vectors, which every machine sees; `close` removes it.
+    start : called when there is something to encode; returns the cluster that the process has joined.
+    """
+
+    def __init__(self, settings: EncodingSettings, folder: Path, start: Callable[[], WorkerLayout]) -> None:
+        self._settings, self._folder, self._start = settings, folder, cache(start)
+
+    @property
+    def dim(self) -> int:
+        config = json.loads((find_encoder(self._settings)[0] / "config.json").read_text(encoding="utf-8"))
+        return int(config["hidden_size"])
+
+    def part_size(self, num_texts: int) -> int:
+        num_parts = PARTS_A_WORKER * self._start().num_workers
+        return min(max(-(-num_texts // num_parts), MIN_PART), MAX_PART)
+
+    def encode_parts(
+        self, parts: Sequence[TextPart], on_batch: Callable[[int], None]
+    ) -> Iterator[tuple[TextPart, Encoding]]:
+        """As `PartsEncoder` says. Raises RunFailed: no task ends, or the processes of one die each time."""
+        layout, queue = self._start(), deque(parts)
+        identity = encoder_identity(self._settings)
+        on_gpu = layout.device == "cuda" and self._settings.device != "cpu"
+        # `max_calls` keeps the process of a task on a GPU, and with it the encoder that it has loaded.
+        task = ray.remote(num_cpus=layout.num_threads, num_gpus=int(on_gpu), max_calls=0)(_encode_part)
+        open_tasks: dict[ray.ObjectRef, tuple[TextPart, Path]] = {}
+        self._folder.mkdir(parents=True, exist_ok=True)
+        while queue or open_tasks:
+            while queue and len(open_tasks) < 2 * layout.num_workers:
+                part = queue.popleft()
+                path = self._folder / f"{_digest(part, identity)}.npz"
+                if (kept := _kept(path)) is None:
+                    reference = task.remote(part, self._settings, layout.num_threads, path)
+                    open_tasks[reference] = part, path
+                else:
+                    on_batch(part.num_texts)
+                    yield part, kept
+            if open_tasks:
+                reference = _finished(list(open_tasks))
+                part, path = open_tasks.pop(reference)
+                _require_visible([path])
+                if (encoding := _kept(path)) is None:
+                    raise WorkspaceError(f"{path} is damaged, which a task has just written; is the storage sound?")
+                on_batch(part.num_texts)
+                yield part, encoding
+
+    def close(self) -> None:
+        """Remove the files with vectors."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _finished(references: list[ray.ObjectRef]) -> ray.ObjectRef:
+    """The first of some tasks that ends. An error that it reports is raised as itself."""
+    done, _ = ray.wait(references, num_returns=1, timeout=MAX_SILENT_S)
+    if not done:
+        raise RunFailed(
+            f"encoding: none of {len(references)} tasks has ended within {MAX_SILENT_S:g} seconds; the same command "
+            "goes on with the parts that are missing"
+        )
+    try:
+        ray.get(done[0])
+    except RayTaskError as error:
+        raise error.cause from None
+    except RayError as error:
+        raise RunFailed(
+            f"encoding: the processes of a task died one after another ({' '.join(str(error).split())}); the same "
+            "command goes on with the parts that are missing"
+        ) from None
+    return done[0]
+
+
+def _encode_part(part: TextPart, settings: EncodingSettings, num_threads: int, path: Path) -> None:
+    """The task: write the vectors of a part, and how many of its texts were cut."""
+    import torch
+
+    torch.set_num_threads(num_threads)
+    _require_visible([file for file, _ in part.files])
+    with ends_process_if_device_is_lost():
+        encoding = _loaded_encoder(settings.model_dump_json()).encode(part.read())
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        np.savez(file, vectors=encoding.vectors, num_truncated=encoding.num_truncated)
+
+
+@cache
+def _loaded_encoder(settings: str) -> "TextEncoder":
+    """The encoder of this process; settings as JSON."""
+    from laserbatch.pipeline.encoding.encoder import TextEncoder
+
+    return TextEncoder.load(EncodingSettings.model_validate_json(settings))
+
+
+def _require_visible(paths: list[Path]) -> None:
+    """Wait for files on storage that shows new ones late. Raises WorkspaceError: this machine does not see one."""
+    deadline_s = time.monotonic() + VISIBILITY_TIMEOUT_S
+    for path in paths:
+        while not path.exists():
+            if time.monotonic() > deadline_s:
+                raise WorkspaceError(
+                    f"{socket.gethostname()} does not see {path}: every machine of the cluster needs the "
+                    "workspace at the same path, on storage that all of them share"
+                )
+            time.sleep(0.2)
+
+
+def _digest(part: TextPart, identity: str) -> str:
+    """Names the vectors of a part: by the encoder, and by its rows in files as they are."""
+    digest = hashlib.sha256(json.dumps([identity, part.fields]).encode())
+    for path, rows in part.files:
+        found = path.stat()
+        digest.update(f"{path.name} {found.st_size} {found.st_mtime_ns}".encode() + rows.tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _kept(path: Path) -> Encoding | None:
+    """What a task has left; None where it has not, or the file is damaged."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return Encoding(arrays["vectors"], int(arrays["num_truncated"]))
+    except (OSError, ValueError, KeyError, BadZipFile):
+        return None
