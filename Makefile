@@ -33,11 +33,11 @@ demo-real: install
 PYTEST := $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=15
 
 test: install
-	$(PYTEST) --ignore tests/research --ignore tests/benchmarks
+	$(PYTEST) --ignore tests/research --ignore tests/benchmarks --ignore tests/nodes
 
-# Those of research/ and benchmarks/, which no night needs.
+# Those of research/ and benchmarks/, which no night needs, and of a cluster of several nodes, which takes a minute.
 test-research: install
-	$(PYTEST) tests/research tests/benchmarks
+	$(PYTEST) tests/research tests/benchmarks tests/nodes
 
 lint: install
 	$(BIN)/ruff check .

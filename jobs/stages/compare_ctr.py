@@ -26,12 +26,14 @@ from laserbatch.pipeline.encoding.versions import feature_versions
 from laserbatch.pipeline.errors import LaserbatchError
 from laserbatch.pipeline.storage.figures import CtrFigures
 from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.uris import is_uri
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.fetched import copy_of, remove_copies, use_copy
 from laserbatch.pipeline.tables.read import open_tables
 
 if TYPE_CHECKING:
     from laserbatch.jobs.stages.night import Night
+    from laserbatch.pipeline.distributed.cluster import WorkerLayout
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +42,12 @@ FIGURES = TypeAdapter(CtrFigures)
 MAX_RUNS_TRIED = 8  # at most this many runs, newest first, are searched for one that can be judged
 
 
-def compare_night(night: "Night") -> CtrFigures:
+def compare_night(night: "Night", cluster: "WorkerLayout | None" = None) -> CtrFigures:
     """The comparison of a night, or why there is none: whatever it fails with, it does not stop the night.
 
-    It is made in a process of its own, which the kernel may kill where memory runs short. Where nothing follows the
-    date yet, as on the night itself, the newest earlier run of the same settings that can be judged stands for it.
+    It is made in a process of its own, which the kernel may kill where memory runs short; by a task of `cluster`, the
+    one that this process has joined, if there is one. Where nothing follows the date yet, as on the night itself, the
+    newest earlier run of the same settings that can be judged stands for it.
     """
     if not night.settings.night.train_ctr:
         return CtrFigures(skipped="night.train_ctr is false")
@@ -59,31 +62,49 @@ def compare_night(night: "Night") -> CtrFigures:
     path = night.settings.tables.required_path
     copy = copy_of(path)
     asked = {
-        "workspace": str(night.workspace.root),
+        "workspace": str(night.workspace.root.resolve()),
         "run_ids": [run.run_id for run in [of_night, *stand_ins][:MAX_RUNS_TRIED]],
-        "tables": str(path),
+        "tables": path if is_uri(path) else str(Path(path).resolve()),
         "keep_duplicates": night.settings.tables.keep_duplicates,
         "copy": None if copy is None else str(copy),  # of tables at a URI: the night has brought them already
         "verifier": night.settings.decoding.verifier,
         "settings": night.settings.ctr.model_dump(mode="json"),
     }
-    # The process ends itself when its standard input does, so that it never outlives a killed night.
-    with Popen(CHILD, stdin=PIPE, stdout=PIPE, text=True) as child:
-        with suppress(BrokenPipeError):
-            print(json.dumps(asked), file=child.stdin, flush=True)
-        assert child.stdout is not None  # a pipe
-        output = child.stdout.read()
-    if child.returncode == 0:
-        figures = FIGURES.validate_json(output.splitlines()[-1])
+    if cluster is None or copy is not None:
+        output = _compare(json.dumps(asked))
     else:
-        why = f"exit code {child.returncode}; the log says more"
-        if child.returncode < 0:
-            why = f"killed by {Signals(-child.returncode).name}"
-            why += ", as the kernel does where memory runs short" if child.returncode == -SIGKILL else ""
-        figures = CtrFigures(skipped=f"the comparison failed: its process ended ({why})")
+        from laserbatch.pipeline.distributed.tasks import call_in_task  # with Ray, which the child has no use for
+
+        say("CTR models are trained by a task of the cluster")
+        try:
+            output = call_in_task(cluster, _compare, json.dumps(asked))
+        except LaserbatchError as error:
+            output = _skipped(f"the comparison failed: {error}")
+    figures = FIGURES.validate_json(output)
     if figures.skipped:
         say(f"CTR models are not trained: {figures.skipped}")
     return figures
+
+
+def _compare(asked: str) -> str:
+    """The figures that a process of its own finds, as JSON."""
+    # The process ends itself when its standard input does, so that it never outlives a killed night.
+    with Popen(CHILD, stdin=PIPE, stdout=PIPE, text=True) as child:
+        with suppress(BrokenPipeError):
+            print(asked, file=child.stdin, flush=True)
+        assert child.stdout is not None  # a pipe
+        output = child.stdout.read()
+    if child.returncode == 0:
+        return output.splitlines()[-1]
+    why = f"exit code {child.returncode}; the log says more"
+    if child.returncode < 0:
+        why = f"killed by {Signals(-child.returncode).name}"
+        why += ", as the kernel does where memory runs short" if child.returncode == -SIGKILL else ""
+    return _skipped(f"the comparison failed: its process ended ({why})")
+
+
+def _skipped(reason: str) -> str:
+    return FIGURES.dump_json(CtrFigures(skipped=reason)).decode()
 
 
 def judge_first(

@@ -47,12 +47,12 @@ WRITING = (
 JUDGING = (
     Stage(
         "audit",
-        lambda night: audit_texts(night, partial(load_encoder, night.settings.encoding)),
+        lambda night, workers: audit_texts(night, partial(load_encoder, night.settings.encoding)),
         "judgement.audit",
         lambda night: night.manifest.judgement.audit is None,
     ),
-    Stage("ctr", compare_night, "judgement.ctr"),
-    Stage("gates", lambda night: measure(night.manifest, night.run, night.previous), "judgement.gates"),
+    Stage("ctr", lambda night, workers: compare_night(night, workers.joined()), "judgement.ctr"),
+    Stage("gates", lambda night, workers: measure(night.manifest, night.run, night.previous), "judgement.gates"),
 )
 
 
@@ -102,7 +102,8 @@ def _do_stages(night: Night, policy: PublishPolicy) -> None:
             _close_failed(night, str(error))
             raise
         encode_and_build_pools(night, workers)
-    run_stages(night, JUDGING)
+        workers.end_own_cluster()
+        run_stages(night, JUDGING, workers)
     finish_night(night)
     publish_night(night, policy)
 

@@ -70,6 +70,17 @@ class NightWorkers:
         self._start(None)
         return self._in_time(self._layout)
 
+    def end_own_cluster(self) -> None:
+        """End the cluster if the night has started it: its idle processes still hold memory."""
+        if self._settings.ray_address is None and self._started.done():
+            self._cluster.close()
+
+    def joined(self) -> WorkerLayout | None:
+        """The cluster, where the night has joined one at an address; one that it has started is this machine."""
+        if self._settings.ray_address is None or not self._layout.done() or self._layout.exception() is not None:
+            return None
+        return self._layout.result()
+
     def _in_time(self, future: Future[Result]) -> Result:
         timeout_s = self._settings.start_timeout_s
         if not wait([future], timeout=timeout_s).done:

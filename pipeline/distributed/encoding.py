@@ -18,11 +18,11 @@ from zipfile import BadZipFile
 
 import numpy as np
 import ray
-from ray.exceptions import RayError, RayTaskError
 
 from laserbatch.pipeline.distributed.cluster import WorkerLayout
 from laserbatch.pipeline.distributed.device_loss import ends_process_if_device_is_lost
 from laserbatch.pipeline.distributed.shared_folder import VISIBILITY_TIMEOUT_S
+from laserbatch.pipeline.distributed.tasks import result_of
 from laserbatch.pipeline.encoding.identity import encoder_identity, find_encoder
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.encoding.text_parts import Encoding, TextPart
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 MIN_TEXTS = 1_000  # fewer are encoded here sooner than tasks have loaded torch and the encoder
 MIN_PART, MAX_PART = 256, 4_096  # texts of a task
 PARTS_A_WORKER = 4  # so that none waits long for the last one
+OPEN_TASKS = 2  # a worker, so that none waits for the driver
 MAX_SILENT_S = 1_800.0  # without a part that is finished
 
 
@@ -72,7 +73,7 @@ class ClusterEncoder:
         open_tasks: dict[ray.ObjectRef, tuple[TextPart, Path]] = {}
         self._folder.mkdir(parents=True, exist_ok=True)
         while queue or open_tasks:
-            while queue and len(open_tasks) < 2 * layout.num_workers:
+            while queue and len(open_tasks) < OPEN_TASKS * layout.num_workers:
                 part = queue.popleft()
                 path = self._folder / f"{_digest(part, identity)}.npz"
                 if (kept := _kept(path)) is None:
@@ -104,14 +105,9 @@ def _finished(references: list[ray.ObjectRef]) -> ray.ObjectRef:
             "goes on with the parts that are missing"
         )
     try:
-        ray.get(done[0])
-    except RayTaskError as error:
-        raise error.cause from None
-    except RayError as error:
-        raise RunFailed(
-            f"encoding: the processes of a task died one after another ({' '.join(str(error).split())}); the same "
-            "command goes on with the parts that are missing"
-        ) from None
+        result_of(done[0])
+    except RunFailed as error:
+        raise RunFailed(f"encoding: {error}; the same command goes on with the parts that are missing") from None
     return done[0]
 
 

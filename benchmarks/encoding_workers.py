@@ -1,0 +1,96 @@
+"""Texts that are encoded a second, in the process that runs the night and by one and two tasks of a Ray cluster.
+
+    python benchmarks/encoding_workers.py --quick --json encoding_workers.json
+
+Texts are words of the sample catalogue's titles, some hundred tokens each; the encoder is the bundled MiniLM, one
+thread a task. Systems take turns; their vectors are compared. Of what passes through Ray the bytes are counted.
+"""
+
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from common import SEED, Figure, Spread, benchmark_parser, finish, scale_of, turns
+from ray import cloudpickle
+
+from laserbatch.pipeline.distributed import encoding
+from laserbatch.pipeline.distributed.cluster import WorkerLayout, ray_cluster
+from laserbatch.pipeline.distributed.encoding import ClusterEncoder
+from laserbatch.pipeline.distributed.settings import ClusterSettings
+from laserbatch.pipeline.encoding.encoder import TextEncoder
+from laserbatch.pipeline.encoding.identity import with_dtype
+from laserbatch.pipeline.encoding.settings import EncodingSettings
+from laserbatch.pipeline.encoding.text_parts import LocalEncoder, PartsEncoder, TextPart, text_parts
+from laserbatch.pipeline.sample.catalogue import make_catalogue
+from laserbatch.pipeline.storage.parquet import write_parquet
+
+WORDS_A_TEXT = 75
+HERE = "here, 2 threads"
+
+
+def write_texts(folder: Path, num_texts: int) -> None:
+    """Texts of the catalogue's words."""
+    rng = np.random.default_rng(SEED)
+    titles = make_catalogue(400, 30, rng).titles
+    words = np.array(sorted({word for title in titles for word in title.split()}))
+    texts = [" ".join(rng.choice(words, WORDS_A_TEXT)) for _ in range(num_texts)]
+    write_parquet(pa.table({"text": texts}), folder / "00000.parquet")
+
+
+def encoded(encoder: PartsEncoder, parts: list[TextPart]) -> tuple[float, np.ndarray]:
+    """Seconds, and the vectors in the order of texts."""
+    begun = time.perf_counter()
+    done = sorted(encoder.encode_parts(parts, lambda num_texts: None), key=lambda one: one[0].first)
+    return time.perf_counter() - begun, np.concatenate([encoding.vectors for _, encoding in done])
+
+
+def main() -> None:
+    """Measure, print, and write the JSON."""
+    arguments = benchmark_parser(__doc__).parse_args()
+    num_texts = scale_of(arguments, 4096, 1024, 64)
+    settings = with_dtype(EncodingSettings(), None)
+    torch.set_num_threads(2)
+    with tempfile.TemporaryDirectory(prefix="encoding-") as name, ray_cluster(ClusterSettings(num_workers=2)):
+        folder = Path(name)
+        write_texts(folder / "texts", num_texts)
+        systems: dict[str, PartsEncoder] = {HERE: LocalEncoder(TextEncoder.load(settings))}
+        for num in (1, 2):
+            layout = WorkerLayout(num, 1, 0, "cpu")
+            encoding.OPEN_TASKS = 1  # else two tasks run for one worker, as there is room for both
+            systems[f"{num} {'task' if num == 1 else 'tasks'} of 1 thread"] = ClusterEncoder(
+                settings, folder / f"vectors{num}", lambda layout=layout: layout
+            )
+        parts = text_parts(folder / "texts", np.arange(num_texts), (), max(16, num_texts // 8))
+        seconds: dict[str, list[float]] = {system: [] for system in systems}
+        vectors = {}
+        num_rounds = scale_of(arguments, 5, 3, 1)
+        for number, order in zip(range(1 + num_rounds), turns(list(systems)), strict=False):
+            for system in order:
+                taken_s, vectors[system] = encoded(systems[system], parts)
+                for path in folder.glob("vectors*"):
+                    shutil.rmtree(path)
+                print(number, system, f"{taken_s:.1f} s", file=sys.stderr, flush=True)
+                if number:  # the first time processes start and load the encoder
+                    seconds[system].append(taken_s)
+    rates = {system: Spread.of([num_texts / one for one in taken]) for system, taken in seconds.items()}
+    one, two = (rates[system].median for system in list(systems)[1:])
+    num_bytes = sum(len(cloudpickle.dumps((part, settings, 1, folder))) for part in parts)
+    num_equal = sum(np.array_equal(found, vectors[HERE]) for found in vectors.values())
+    figures = [
+        Figure.at_least("two tasks over one, texts a second", two / one, 1.8),
+        Figure.at_least("two tasks of one thread over here with two", two / rates[HERE].median, 0.9),
+        Figure.at_least("systems with the same vectors, to the last bit", num_equal, len(systems)),
+        Figure.at_most("bytes through Ray for each text (a vector has 1,536)", num_bytes / num_texts, 16),
+    ]
+    lines = [f"{system:24}{spread} texts a second" for system, spread in rates.items()]
+    content = {"num_texts": num_texts, "words_a_text": WORDS_A_TEXT, "dtype": settings.dtype, "texts_a_second": rates}
+    finish(arguments.json, figures, ["\n".join(lines)], content)
+
+
+if __name__ == "__main__":
+    main()

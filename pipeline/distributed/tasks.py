@@ -1,0 +1,30 @@
+"""Functions that run on a machine of the Ray cluster with what a worker has."""
+
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from laserbatch.pipeline.distributed.cluster import WorkerLayout
+from laserbatch.pipeline.errors import RunFailed
+
+
+def call_in_task(layout: WorkerLayout, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns in a task with a worker's cores, and one GPU where workers have GPUs.
+
+    Raises what the function raises, and RunFailed as `result_of` does.
+    """
+    task = ray.remote(num_cpus=layout.num_threads, num_gpus=min(layout.num_gpus, 1))(function)
+    return result_of(task.remote(*arguments))
+
+
+def result_of(reference: ray.ObjectRef) -> Any:
+    """The result of a task. An error of its function is raised as itself; RunFailed: its processes died each time."""
+    try:
+        return ray.get(reference)
+    except RayTaskError as error:
+        raise error.cause from None
+    except RayError as error:
+        message = " ".join(str(error).partition("Some common causes")[0].split())
+        raise RunFailed(f"the processes of a task died one after another: {message}") from None
