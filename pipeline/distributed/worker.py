@@ -156,7 +156,7 @@ class ShardWorker:
                 seed_of(side, row.entity_id),
                 self._grammars[side],
             )
-            for key, row in rows.items()
+            for key, row in longest_first(rows)
         )
         return self.engine.generate(side, requests, decoding, budget)
 
@@ -195,6 +195,17 @@ class ShardWorker:
             "finish_reason": result.finish_reason,
             "is_stale": False,
         }
+
+
+def longest_first(rows: dict[str, RenderedRow]) -> list[tuple[str, RenderedRow]]:
+    """Rows in the order in which their texts are begun: those that will take longest first.
+
+    Else a long text that is begun last is written alone when the others of its shard have ended. The previous text says
+    how long a text will be; without one it is taken for one of mean length.
+    """
+    known = {key: len(row.previous_ids) for key, row in rows.items() if row.previous_ids is not None}
+    mean = sum(known.values()) / max(1, len(known))
+    return sorted(rows.items(), key=lambda item: -known.get(item[0], mean))
 
 
 def parsed_answer(

@@ -14,7 +14,7 @@ from test_actors import planned
 
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, load_tokenizer
 from laserbatch.pipeline.distributed import worker
-from laserbatch.pipeline.distributed.worker import ShardWorker, sound_text
+from laserbatch.pipeline.distributed.worker import ShardWorker, longest_first, sound_text
 from laserbatch.pipeline.engines import own
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.planning.plan import read_shard
@@ -80,6 +80,16 @@ def test_a_record_keeps_thoughts_among_its_tokens_and_not_in_its_text(tmp_path):
     tokenizer = load_tokenizer(tmp_path / "m")
     assert tokenizer.convert_ids_to_tokens(record["token_ids"]) == script
     assert record["num_tokens"] == len(record["token_sources"]) == len(script)
+
+
+def test_texts_that_were_long_are_begun_first_and_unknown_ones_among_those_of_mean_length():
+    lengths = {"a": 3, "b": None, "c": 9, "d": 5, "e": None, "f": 3}
+    rows = {
+        key: SimpleNamespace(previous_ids=None if length is None else np.zeros(length, np.int32))
+        for key, length in lengths.items()
+    }
+    assert [key for key, _ in longest_first(rows)] == ["c", "b", "d", "e", "a", "f"]
+    assert [key for key, _ in longest_first({key: rows[key] for key in "eb"})] == ["e", "b"]
 
 
 @pytest.mark.parametrize("finish_reason", ["end_of_text", "length"])
