@@ -248,13 +248,13 @@ def measure_drafts(bench: Bench, item: str) -> None:
 
 def _drafts_from(pool: Pool, saved: SavedTask, groups) -> int:
     """Draft tokens of a few texts of the pool, halfway through."""
-    from laserbatch.pipeline.decoding.sequence import GenerationRequest, Sequence
+    from laserbatch.pipeline.decoding.sequence import DecodingSequence, GenerationRequest
 
     sequences = []
     for prompt, text in list(zip(saved.task.pool_prompts, saved.pool_texts, strict=True))[:4]:
         group = groups and groups[prompt.tobytes()]
         request = GenerationRequest("0", prompt, None, group, len(text) + 8)
-        sequence = Sequence(request, len(text) + 8)
+        sequence = DecodingSequence(request, len(text) + 8)
         half = text[: max(1, len(text) // 2)]
         sequence.append(half, np.zeros(len(half), np.uint8), None)
         sequences.append(sequence)

@@ -14,8 +14,7 @@ the clock, and of like steps the quickest counts: nothing else can have made it 
 import datetime
 import itertools
 import time
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +22,7 @@ import numpy as np
 from laserbatch.pipeline.decoding.drafters import Drafter, RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.scheduler import Concurrency
-from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, Sequence
+from laserbatch.pipeline.decoding.sequence import DecodingSequence, GenerationFailure, GenerationRequest
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, MAX_DEPTH, MAX_NODES, TokenTree
 from laserbatch.pipeline.decoding.verifiers import NodeVerdicts, verifier_from
@@ -52,8 +51,8 @@ PATIENCE = 8  # short steps in a row before the batch is taken to be full
 def measure_step_cost(
     engine: Engine,
     pool,
-    sources: SequenceOf[str],
-    batch_sizes: SequenceOf[int],
+    sources: Sequence[str],
+    batch_sizes: Sequence[int],
     known: StepCost | None = None,
 ) -> StepCost:
     """Time the engine's steps. Nothing else may generate with it meanwhile.
@@ -149,7 +148,7 @@ class _TimedSteps(Drafter):
         for number in itertools.count():
             yield GenerationRequest(str(number), self._prompt, max_new_tokens=NEW_TOKENS)
 
-    def draft(self, sequence: Sequence) -> TokenTree:
+    def draft(self, sequence: DecodingSequence) -> TokenTree:
         is_first, self._has_asked = not self._has_asked, True
         return self._trees[self._drafts.size] if is_first or not self._drafts.is_alone else EMPTY_TREE
 
@@ -218,7 +217,7 @@ class _TimedSteps(Drafter):
         return seconds if step.num_tokens == self.batch_size + drafts.num_tokens(self.batch_size) else None
 
 
-def _time_drafts(engine: Engine, pool, sources: SequenceOf[str]) -> DraftCost:
+def _time_drafts(engine: Engine, pool, sources: Sequence[str]) -> DraftCost:
     """What the engine's one call for all sequences of a step takes: small drafts beside large ones, one beside many.
 
     Each place of a text is asked about once, as in a run: what is asked again is found in the processor's cache.
@@ -257,9 +256,9 @@ def texts_of(engine: Engine, pool) -> list[np.ndarray]:
     return [texts[number % len(texts)] for number in range(NUM_DRAFTS)]
 
 
-def _midway(prompt: np.ndarray, texts: list[np.ndarray], share: float) -> list[Sequence]:
+def _midway(prompt: np.ndarray, texts: list[np.ndarray], share: float) -> list[DecodingSequence]:
     """A sequence for each text, of which a share is written; its previous text is the same one."""
-    sequences = [Sequence(GenerationRequest("", prompt, text), len(text)) for text in texts]
+    sequences = [DecodingSequence(GenerationRequest("", prompt, text), len(text)) for text in texts]
     for sequence, text in zip(sequences, texts, strict=True):
         written = text[: max(1, int(share * len(text)))]
         sequence.append(written, np.full(len(written), SOURCE_TARGET, np.uint8), None)
@@ -267,7 +266,7 @@ def _midway(prompt: np.ndarray, texts: list[np.ndarray], share: float) -> list[S
 
 
 def _timed_drafts(
-    drafter: RetrievalDrafter, sequences: list[Sequence], clock: Callable[[], float]
+    drafter: RetrievalDrafter, sequences: list[DecodingSequence], clock: Callable[[], float]
 ) -> tuple[float, int]:
     """Seconds of one call for all sequences, and the tokens that it drafts."""
     start_s = clock()

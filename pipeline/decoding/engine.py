@@ -31,7 +31,12 @@ from laserbatch.pipeline.decoding.model.output_head import ContextIds, Penalised
 from laserbatch.pipeline.decoding.model.runner import ModelRunner
 from laserbatch.pipeline.decoding.model.sampling import SampledLogits
 from laserbatch.pipeline.decoding.scheduler import Concurrency, RequestLimits, Scheduler
-from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult, Sequence
+from laserbatch.pipeline.decoding.sequence import (
+    DecodingSequence,
+    GenerationFailure,
+    GenerationRequest,
+    GenerationResult,
+)
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.decoding.step import Step, Stream, commit, observation_of
 from laserbatch.pipeline.decoding.step_budget import StepBudget
@@ -158,7 +163,7 @@ class Engine:
         budget = budget or Budget.of(self.settings)
         stream = self.open_stream(requests, drafter or NoDrafter(), verifier, budget, step_budget=step_budget)
         scheduler = stream.scheduler
-        ended: deque[tuple[Sequence, str | GenerationFailure]] = deque()  # their results are not yielded yet
+        ended: deque[tuple[DecodingSequence, str | GenerationFailure]] = deque()  # their results are not yielded yet
         is_warm = self.device.type != "cuda"
         try:
             while True:
@@ -229,7 +234,7 @@ class Engine:
         step.submit_s = time.perf_counter() - began_s
         return step
 
-    def finish_step(self, step: Step | None, stream: Stream) -> list[tuple[Sequence, str | GenerationFailure]]:
+    def finish_step(self, step: Step | None, stream: Stream) -> list[tuple[DecodingSequence, str | GenerationFailure]]:
         """Verify and update; return the sequences that ended, each with its finish reason or failure."""
         scheduler, began_s = stream.scheduler, time.perf_counter()
         outcomes = recovery.fail_alone(self.cache, scheduler.live[0]) if step is None else self._outcomes(step, stream)
@@ -262,7 +267,7 @@ class Engine:
             trees = stream.step_budget.admit(trees, len(writing))
         return Step(sequences, feeds, trees.scatter(writing, len(sequences)))
 
-    def _trees(self, sequences: list[Sequence], drafter: Drafter, budget: Budget) -> TreeBatch:
+    def _trees(self, sequences: list[DecodingSequence], drafter: Drafter, budget: Budget) -> TreeBatch:
         """The drafter's trees, cut to the budget: draft tokens, room left, estimated acceptance."""
         if budget.max_draft_tokens == 0:
             return TreeBatch.empty(len(sequences))
@@ -326,7 +331,7 @@ class Engine:
         return outcomes | recovery.without_drafts(self, step, accepted, stream)
 
     def _results(
-        self, ended: deque[tuple[Sequence, str | GenerationFailure]]
+        self, ended: deque[tuple[DecodingSequence, str | GenerationFailure]]
     ) -> Iterator[GenerationResult | GenerationFailure]:
         """Results of the sequences in `ended`, which is emptied."""
         while ended:

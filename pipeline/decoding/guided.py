@@ -17,7 +17,7 @@ import torch
 from laserbatch.pipeline.decoding.device_memory import to_device
 from laserbatch.pipeline.decoding.grammar import Grammars, Guide
 from laserbatch.pipeline.decoding.model.output_head import StepLogits
-from laserbatch.pipeline.decoding.sequence import MAX_FORCED, GenerationFailure, Sequence
+from laserbatch.pipeline.decoding.sequence import MAX_FORCED, DecodingSequence, GenerationFailure
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 
 
@@ -76,7 +76,7 @@ class GuidedLogits:
         return path[::-1]
 
 
-def begin(sequences: Iterable[Sequence], grammars: Grammars) -> None:
+def begin(sequences: Iterable[DecodingSequence], grammars: Grammars) -> None:
     """Give sequences that have a grammar and no guide yet theirs, and append what their texts must begin with."""
     for sequence in sequences:
         if sequence.guide is None and sequence.request.grammar is not None:
@@ -84,9 +84,9 @@ def begin(sequences: Iterable[Sequence], grammars: Grammars) -> None:
             sequence.append_forced(guide.forced(_room(sequence)))
 
 
-def advance(sequences: Iterable[Sequence]) -> dict[Sequence, str | GenerationFailure]:
+def advance(sequences: Iterable[DecodingSequence]) -> dict[DecodingSequence, str | GenerationFailure]:
     """Follow what a step committed, and append what must come next; returns the outcomes of texts that end so."""
-    outcomes: dict[Sequence, str | GenerationFailure] = {}
+    outcomes: dict[DecodingSequence, str | GenerationFailure] = {}
     for sequence in sequences:
         if (guide := sequence.guide) is None:
             continue
@@ -102,6 +102,6 @@ def advance(sequences: Iterable[Sequence]) -> dict[Sequence, str | GenerationFai
     return outcomes
 
 
-def _room(sequence: Sequence) -> int:
+def _room(sequence: DecodingSequence) -> int:
     """Tokens that may be appended: a last one is left to the step that follows."""
     return max(0, min(MAX_FORCED, sequence.num_left - 1))

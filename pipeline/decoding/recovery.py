@@ -12,14 +12,14 @@ from laserbatch.pipeline.decoding.acceptance import Acceptance
 from laserbatch.pipeline.decoding.device_memory import DeviceLost, is_device_lost, is_out_of_memory
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.scheduler import Scheduler
-from laserbatch.pipeline.decoding.sequence import GenerationFailure, Sequence
+from laserbatch.pipeline.decoding.sequence import DecodingSequence, GenerationFailure
 from laserbatch.pipeline.decoding.step import Step, Stream
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.pipeline.errors import first_line
 
 logger = logging.getLogger(__name__)
 
-Outcomes = dict[Sequence, str | GenerationFailure]  # of the sequences that ended: finish reasons, failures
+Outcomes = dict[DecodingSequence, str | GenerationFailure]  # of the sequences that ended: finish reasons, failures
 
 
 def recover(engine, step: Step, stream: Stream, error: Exception) -> Outcomes:
@@ -57,7 +57,7 @@ def without_drafts(engine, step: Step, accepted: list[Acceptance | None], stream
     return outcomes | _one_by_one(engine, alone, stream)
 
 
-def fail_alone(cache: KVCache, sequence: Sequence) -> Outcomes:
+def fail_alone(cache: KVCache, sequence: DecodingSequence) -> Outcomes:
     """A lone sequence has no room, since memory for what its limit promised could not be had.
 
     Raises RuntimeError: another stream of the same engine holds the room.
@@ -102,5 +102,5 @@ def _give_memory_back(engine, step: Step, scheduler: Scheduler, error: Exception
     torch.cuda.empty_cache()
 
 
-def _failed(sequence: Sequence, reason: str) -> Outcomes:
+def _failed(sequence: DecodingSequence, reason: str) -> Outcomes:
     return {sequence: GenerationFailure(sequence.request.request_id, reason)}

@@ -15,7 +15,7 @@ import numpy as np
 from laserbatch.pipeline.decoding.batch import Feed
 from laserbatch.pipeline.decoding.kv_cache import MIN_SHARED_TOKENS, KVCache
 from laserbatch.pipeline.decoding.prefix_index import PrefixIndex
-from laserbatch.pipeline.decoding.sequence import MAX_FORCED, GenerationFailure, GenerationRequest, Sequence
+from laserbatch.pipeline.decoding.sequence import MAX_FORCED, DecodingSequence, GenerationFailure, GenerationRequest
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Concurrency:
             self.current += 1
             self._num_finished = 0
 
-    def expected_output(self, sequence: Sequence) -> int:
+    def expected_output(self, sequence: DecodingSequence) -> int:
         """Tokens that a text will probably have: as the entity's previous one, else as the mean of this engine's."""
         expected = sequence.max_new_tokens
         if sequence.previous_ids is not None and len(sequence.previous_ids):
@@ -89,10 +89,12 @@ class Scheduler:
         limits: RequestLimits,
         max_prefill_tokens: int = 256,
     ) -> None:
-        self.live: list[Sequence] = []
+        self.live: list[DecodingSequence] = []
         self._requests = enumerate(requests)
-        self._waiting: list[Sequence] = []  # preempted ones, the oldest first, then the one that was pulled last
-        self._within_prompts: PrefixIndex[Sequence] = PrefixIndex()  # live ones that may be, by row
+        self._waiting: list[
+            DecodingSequence
+        ] = []  # preempted ones, the oldest first, then the one that was pulled last
+        self._within_prompts: PrefixIndex[DecodingSequence] = PrefixIndex()  # live ones that may be, by row
         self._cache = cache
         self._concurrency = concurrency
         self._limits = limits
@@ -122,7 +124,7 @@ class Scheduler:
             self._waiting.pop(0)
             yield GenerationFailure(waiting.request.request_id, reason)
 
-    def schedule(self) -> tuple[list[Sequence], list[Feed], list[int]]:
+    def schedule(self) -> tuple[list[DecodingSequence], list[Feed], list[int]]:
         """The sequences of the next step, what each feeds, and the places of those that write a token in it.
 
         Prompts share the step's room for them, the oldest first; one that gets no room waits. The few tokens that a
@@ -146,7 +148,7 @@ class Scheduler:
         feeds = [Feed(live[i].row, chains[i]) for i in members]
         return [live[i] for i in members], feeds, [place for place, i in enumerate(members) if is_whole[i]]
 
-    def preempt(self, num_sequences: int) -> list[Sequence]:
+    def preempt(self, num_sequences: int) -> list[DecodingSequence]:
         """Take rows from the youngest sequences; they wait again, with their output so far."""
         youngest = sorted(self.live, key=lambda sequence: sequence.order)[-num_sequences:]
         for sequence in youngest:
@@ -159,7 +161,7 @@ class Scheduler:
         """Slots that the longest of the texts under way may come to need, draft included."""
         return max(map(self._most_tokens, (*self.live, *self._waiting)), default=0)
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: DecodingSequence) -> None:
         """A live sequence has ended."""
         self._leave(sequence)
         self._concurrency.record_finished(sequence.num_output)
@@ -169,26 +171,26 @@ class Scheduler:
         for sequence in list(self.live):
             self._leave(sequence)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: DecodingSequence) -> None:
         self.live.remove(sequence)
         if sequence.row in self._within_prompts:
             self._within_prompts.pop(sequence.row)
         self._cache.release(sequence.row)
 
-    def _first_waiting(self) -> Sequence | None:
+    def _first_waiting(self) -> DecodingSequence | None:
         """What is admitted next; a request is pulled only when asked for."""
         if not self._waiting and (pulled := next(self._requests, None)) is not None:
             order, request = pulled
             room = self._limits.max_context - len(request.prompt_ids)
-            sequence = Sequence(request, max(0, min(request.max_new_tokens, room)))
+            sequence = DecodingSequence(request, max(0, min(request.max_new_tokens, room)))
             sequence.order = order
             self._waiting.append(sequence)
         return self._waiting[0] if self._waiting else None
 
-    def _most_tokens(self, sequence: Sequence) -> int:
+    def _most_tokens(self, sequence: DecodingSequence) -> int:
         return sequence.num_prompt + sequence.max_new_tokens + self._limits.max_draft_tokens
 
-    def _acquire(self, sequence: Sequence) -> bool:
+    def _acquire(self, sequence: DecodingSequence) -> bool:
         """Make a waiting one live, if there is a row for it."""
         rest = max(0, self._concurrency.expected_output(sequence) - sequence.num_output)
         expected = len(sequence.context) + rest + self._limits.max_draft_tokens
@@ -202,7 +204,7 @@ class Scheduler:
             self._within_prompts.put(sequence.row, sequence.prompt_ids, sequence)
         return True
 
-    def _peer_computes_prefix(self, sequence: Sequence) -> bool:
+    def _peer_computes_prefix(self, sequence: DecodingSequence) -> bool:
         """Whether a live sequence is computing a prefix that would otherwise be computed twice; worth a step."""
         if not self._limits.shares_prefixes:
             return False
@@ -210,7 +212,7 @@ class Scheduler:
         gain = self._within_prompts.longest(token_ids)[0] - MIN_SHARED_TOKENS
         return gain >= 0 and gain >= self._cache.longest_prefix(token_ids)[0]
 
-    def _why_refused(self, sequence: Sequence) -> str | None:
+    def _why_refused(self, sequence: DecodingSequence) -> str | None:
         """Why a sequence can never be done; None: it can."""
         request, limits = sequence.request, self._limits
         prompt = np.asarray(request.prompt_ids)

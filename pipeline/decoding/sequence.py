@@ -84,7 +84,7 @@ class GenerationFailure:
     reason: str
 
 
-class Sequence:
+class DecodingSequence:
     """A text being written. Drafters read `prompt_ids`, `output_ids`, `context`, `previous_ids` and `group`."""
 
     def __init__(self, request: GenerationRequest, max_new_tokens: int) -> None:

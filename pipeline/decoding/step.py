@@ -12,7 +12,7 @@ from laserbatch.pipeline.decoding.drafters import Drafter, Observation
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.runner import StepOutput
 from laserbatch.pipeline.decoding.scheduler import Scheduler
-from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.sequence import DecodingSequence
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.decoding.step_budget import StepBudget
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
@@ -39,7 +39,7 @@ class Step:
     `number` : of the forward, among all of the engine; `submit_s` : seconds that the host took to submit it.
     """
 
-    sequences: list[Sequence]
+    sequences: list[DecodingSequence]
     feeds: list[Feed]
     trees: TreeBatch
     output: StepOutput | None = None
@@ -52,12 +52,14 @@ class Step:
         return len(self.trees) + sum(len(feed.chain_ids) for feed in self.feeds)
 
 
-def commit(step: Step, accepted: list[Acceptance | None], cache: KVCache, is_end: np.ndarray) -> dict[Sequence, str]:
+def commit(
+    step: Step, accepted: list[Acceptance | None], cache: KVCache, is_end: np.ndarray
+) -> dict[DecodingSequence, str]:
     """Commit accepted tokens to the cache and the texts; return the finish reasons of the sequences that ended.
 
     A sequence whose acceptance is None stays as it was. `is_end` : bool[vocab_size], the end tokens.
     """
-    outcomes: dict[Sequence, str] = {}
+    outcomes: dict[DecodingSequence, str] = {}
     assert step.output is not None
     batch, trees = step.output.batch, step.trees
     finite, nodes, lengths = _accepted_nodes(step, accepted)

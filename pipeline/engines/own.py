@@ -14,7 +14,12 @@ from laserbatch.pipeline.decoding.drafters import PluginDrafters, drafter_from
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.folder import tokenizer_folder
 from laserbatch.pipeline.decoding.model.load import load_model
-from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult, Sequence
+from laserbatch.pipeline.decoding.sequence import (
+    DecodingSequence,
+    GenerationFailure,
+    GenerationRequest,
+    GenerationResult,
+)
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.decoding.step_budget import StepBudget
 from laserbatch.pipeline.decoding.verifiers import verifier_from
@@ -112,7 +117,9 @@ class OwnEngine:
         written = engine.generate(remembered(), drafter, verifier_from(decoding), budget, step_budget)
         return self._answers.of(written, prompts)
 
-    def result(self, sequence: Sequence, outcome: str | GenerationFailure) -> GenerationResult | GenerationFailure:
+    def result(
+        self, sequence: DecodingSequence, outcome: str | GenerationFailure
+    ) -> GenerationResult | GenerationFailure:
         """What `generate` yields for a text that ended so in a stream of the engine."""
         if isinstance(outcome, GenerationFailure):
             return outcome

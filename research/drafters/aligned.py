@@ -9,7 +9,7 @@ import torch
 
 from laserbatch.pipeline.decoding.device_memory import to_device
 from laserbatch.pipeline.decoding.drafters.drafter import Drafter, Observation
-from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.sequence import DecodingSequence
 from laserbatch.pipeline.decoding.token_tree import ROOT, TokenTree
 from laserbatch.retrieval_pools.sources import SOURCE_ALIGNED, SOURCE_OUTPUT, SOURCE_PROMPT
 
@@ -28,9 +28,9 @@ class AlignedDrafter(Drafter):
     observes = "prefill"
 
     def __init__(self) -> None:
-        self._alternatives: dict[Sequence, np.ndarray] = {}  # int32 (num_prompt, MAX_ALTERNATIVES), -1 for none
+        self._alternatives: dict[DecodingSequence, np.ndarray] = {}  # int32 (num_prompt, MAX_ALTERNATIVES), -1 for none
 
-    def draft(self, sequence: Sequence) -> TokenTree:
+    def draft(self, sequence: DecodingSequence) -> TokenTree:
         context, alternatives = sequence.context, self._alternatives.get(sequence)
         tree: dict[tuple[int, int], int] = {}
         columns: list[tuple[int, int, float, int]] = []  # token, parent, log acceptance, source
@@ -75,7 +75,7 @@ class AlignedDrafter(Drafter):
                 none = np.full((one.num_prompt, MAX_ALTERNATIVES), -1, np.int32)
                 self._alternatives.setdefault(one, none)[place] = tokens
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: DecodingSequence) -> None:
         self._alternatives.pop(sequence, None)
 
 

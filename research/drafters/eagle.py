@@ -17,7 +17,7 @@ from laserbatch.pipeline.decoding.batch import Feed
 from laserbatch.pipeline.decoding.device_memory import to_device
 from laserbatch.pipeline.decoding.drafters.drafter import Observation
 from laserbatch.pipeline.decoding.model.cuda_graphs import TOKEN_BUCKETS
-from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.sequence import DecodingSequence
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.research.drafters.model_drafter import CachedModel
 
@@ -90,13 +90,13 @@ class EagleModel(CachedModel):
     ) -> None:
         self._packed = _PackedHead(head, embed, logits_of)
         super().__init__(self._packed, head.join.weight.device, max_rows, max_tokens, log_acceptance, attention)
-        self._seen: dict[Sequence, list[torch.Tensor]] = {}  # features that are not in the cache yet
+        self._seen: dict[DecodingSequence, list[torch.Tensor]] = {}  # features that are not in the cache yet
 
-    def has_room(self, sequence: Sequence) -> bool:
+    def has_room(self, sequence: DecodingSequence) -> bool:
         own = sequence.context[-1:], sequence.num_left
         return sequence in self._seen and self._has_row(sequence, *own, shares=False)
 
-    def begin(self, sequences: list[Sequence]) -> None:
+    def begin(self, sequences: list[DecodingSequence]) -> None:
         seen = [torch.cat(self._seen[one]) for one in sequences]
         feeds = [Feed(self._rows[one], one.context[-len(new) :]) for one, new in zip(sequences, seen, strict=True)]
         self._packed.take(torch.cat(seen))
@@ -136,6 +136,6 @@ class EagleModel(CachedModel):
             if len(new):
                 self._seen[sequence] = [*seen, observation.hidden[to_device(new, observation.hidden.device)]]
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: DecodingSequence) -> None:
         self._seen.pop(sequence, None)
         super().forget(sequence)

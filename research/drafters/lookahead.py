@@ -11,7 +11,7 @@ from collections import OrderedDict, defaultdict
 import numpy as np
 
 from laserbatch.pipeline.decoding.drafters.drafter import Drafter, Observation
-from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.sequence import DecodingSequence
 from laserbatch.pipeline.decoding.token_tree import ROOT, TokenTree
 from laserbatch.retrieval_pools.sources import SOURCE_LOOKAHEAD
 
@@ -21,7 +21,7 @@ LOG_ACCEPTANCE = np.log(0.6)  # of the next token of an n-gram, as measured on s
 class _Guesses:
     """The window of one text, int32 (ngram - 1, width), oldest row first, and its n-grams by their first token."""
 
-    def __init__(self, sequence: Sequence, width: int, ngram: int) -> None:
+    def __init__(self, sequence: DecodingSequence, width: int, ngram: int) -> None:
         known = sequence.context
         self.window = np.resize(known[-width * (ngram - 1) :], (ngram - 1, width)).astype(np.int32)
         self.ngrams: defaultdict[int, OrderedDict[tuple[int, ...], None]] = defaultdict(OrderedDict)
@@ -42,9 +42,9 @@ class LookaheadDrafter(Drafter):
 
     def __init__(self, width: int = 4, ngram: int = 4, most: int = 4) -> None:
         self._width, self._ngram, self._most = width, ngram, most
-        self._guesses: dict[Sequence, _Guesses] = {}
+        self._guesses: dict[DecodingSequence, _Guesses] = {}
 
-    def draft(self, sequence: Sequence) -> TokenTree:
+    def draft(self, sequence: DecodingSequence) -> TokenTree:
         guesses = self._guesses.get(sequence)
         if guesses is None:
             guesses = self._guesses[sequence] = _Guesses(sequence, self._width, self._ngram)
@@ -79,7 +79,7 @@ class LookaheadDrafter(Drafter):
         for guesses, row in new.items():
             guesses.window = np.vstack((guesses.window[1:], row))
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: DecodingSequence) -> None:
         self._guesses.pop(sequence, None)
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from laserbatch.pipeline.decoding.device_memory import to_device
 from laserbatch.pipeline.decoding.drafters.drafter import Observation
-from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.sequence import DecodingSequence
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.research.drafters.model_drafter import DraftModel
 
@@ -44,12 +44,12 @@ class MedusaModel(DraftModel):
     def __init__(self, heads: MedusaHeads, logits_of, log_acceptance=None) -> None:
         self._heads, self._logits_of = heads, logits_of
         self.log_acceptance = log_acceptance or self.log_acceptance
-        self._hidden: dict[Sequence, torch.Tensor] = {}  # the state that chose the last token
+        self._hidden: dict[DecodingSequence, torch.Tensor] = {}  # the state that chose the last token
 
-    def has_room(self, sequence: Sequence) -> bool:
+    def has_room(self, sequence: DecodingSequence) -> bool:
         return sequence in self._hidden
 
-    def begin(self, sequences: list[Sequence]) -> None:
+    def begin(self, sequences: list[DecodingSequence]) -> None:
         states = self._heads(torch.stack([self._hidden[one] for one in sequences]))
         logits = self._logits_of(states.flatten(0, 1)).unflatten(0, states.shape[:2])
         self._log_q = torch.log_softmax(logits.float(), -1)
@@ -71,5 +71,5 @@ class MedusaModel(DraftModel):
             if observation.positions[place] == len(sequence.context) - 2:  # it chose the last token
                 self._hidden[sequence] = observation.hidden[place].clone()
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: DecodingSequence) -> None:
         self._hidden.pop(sequence, None)

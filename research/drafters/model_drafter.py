@@ -1,6 +1,6 @@
 """Draft trees of several sequences that grow a level at a time by small models or heads."""
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import numpy as np
@@ -12,7 +12,7 @@ from laserbatch.pipeline.decoding.drafters.drafter import Drafter, Observation
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.runner import ModelRunner, StepOutput
 from laserbatch.pipeline.decoding.model.sampling import gumbel_noise
-from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.sequence import DecodingSequence
 from laserbatch.pipeline.decoding.token_tree import Proposals, TreeBatch
 from laserbatch.retrieval_pools.sources import SOURCE_MODEL
 
@@ -28,11 +28,11 @@ class DraftModel:
 
     observes: Literal["nothing", "decode"] = "nothing"
 
-    def has_room(self, sequence: Sequence) -> bool:
+    def has_room(self, sequence: DecodingSequence) -> bool:
         """Whether it can draft for the sequence now."""
         return True
 
-    def begin(self, sequences: list[Sequence]) -> None:
+    def begin(self, sequences: list[DecodingSequence]) -> None:
         """Read the new tokens of the sequences that `log_q` will be called for."""
 
     def log_q(self, trees: TreeBatch, tree_of: np.ndarray, places: np.ndarray) -> torch.Tensor:
@@ -50,7 +50,7 @@ class DraftModel:
     def observe(self, observation: Observation) -> None:
         """Read the hidden states of a step of the target."""
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: DecodingSequence) -> None:
         """Release what is kept for a sequence that has ended."""
 
 
@@ -68,10 +68,12 @@ class CachedModel(DraftModel):
         self.log_acceptance = log_acceptance or self.log_acceptance
         self._cache = KVCache(max_rows, max_tokens)
         self._runner = ModelRunner(model, self._cache, device, attention)
-        self._rows: dict[Sequence, int] = {}
+        self._rows: dict[DecodingSequence, int] = {}
         self._feeds: list[Feed] = []  # the last tokens
 
-    def _has_row(self, sequence: Sequence, token_ids: np.ndarray, num_expected: int, shares: bool = True) -> bool:
+    def _has_row(
+        self, sequence: DecodingSequence, token_ids: np.ndarray, num_expected: int, shares: bool = True
+    ) -> bool:
         """Whether the sequence has a row or can get one (`KVCache.acquire`)."""
         if sequence not in self._rows:
             lease = self._cache.acquire(token_ids, num_expected, shares)
@@ -90,7 +92,7 @@ class CachedModel(DraftModel):
         self._feeds = [Feed(feed.row, feed.chain_ids[-1:]) for feed in feeds]
         return output
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: DecodingSequence) -> None:
         row = self._rows.pop(sequence, None)
         if row is not None:
             self._cache.release(row)
@@ -99,7 +101,7 @@ class CachedModel(DraftModel):
 class TreeShape(Protocol):
     """A way to grow trees by the predictions of models."""
 
-    def grow(self, models: SequenceOf[DraftModel], sequences: list[Sequence], temperature: float) -> TreeBatch:
+    def grow(self, models: Sequence[DraftModel], sequences: list[DecodingSequence], temperature: float) -> TreeBatch:
         """A tree of each sequence."""
         ...
 
@@ -157,13 +159,13 @@ class ModelDrafter(Drafter):
     """
 
     def __init__(
-        self, models: SequenceOf[DraftModel], shape: TreeShape, temperature: float = 0.0, source: int = SOURCE_MODEL
+        self, models: Sequence[DraftModel], shape: TreeShape, temperature: float = 0.0, source: int = SOURCE_MODEL
     ) -> None:
         self._models, self._shape, self._temperature, self._source = models, shape, temperature, source
         self.observes = "decode" if any(model.observes == "decode" for model in models) else "nothing"
 
     @torch.inference_mode()
-    def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> TreeBatch:
+    def draft_all(self, sequences: list[DecodingSequence], max_depths: list[int]) -> TreeBatch:
         places = [i for i, one in enumerate(sequences) if all([model.has_room(one) for model in self._models])]
         if not places:
             return TreeBatch.empty(len(sequences))
@@ -178,12 +180,14 @@ class ModelDrafter(Drafter):
         for model in self._models:
             model.observe(observation)
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: DecodingSequence) -> None:
         for model in self._models:
             model.forget(sequence)
 
 
-def draft_noise(sequences: list[Sequence], tree_of: np.ndarray, depth: int, tags: np.ndarray, like) -> torch.Tensor:
+def draft_noise(
+    sequences: list[DecodingSequence], tree_of: np.ndarray, depth: int, tags: np.ndarray, like
+) -> torch.Tensor:
     """Gumbel noise of drafts by text, position and tag int64[n] below MAX_TAGS: float32 (n, vocab_size), as `like`."""
     seeds = np.array([one.request.seed for one in sequences])[tree_of] ^ DRAFT_SEED
     positions = (np.array([len(one.context) for one in sequences])[tree_of] + depth) * MAX_TAGS + tags

@@ -6,7 +6,7 @@ import torch
 from laserbatch.pipeline.decoding.batch import Feed
 from laserbatch.pipeline.decoding.device_memory import to_device
 from laserbatch.pipeline.decoding.model.load import LoadedModel
-from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.sequence import DecodingSequence
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.research.drafters.model_drafter import CachedModel
 
@@ -20,7 +20,7 @@ class SmallModel(CachedModel):
         super().__init__(loaded.model, loaded.device, max_rows, max_tokens, log_acceptance, attention)
         self.max_context = loaded.max_context
 
-    def begin(self, sequences: list[Sequence]) -> None:
+    def begin(self, sequences: list[DecodingSequence]) -> None:
         rows = [self._rows[one] for one in sequences]
         pairs = zip(rows, sequences, strict=True)
         new = [Feed(row, one.context[self._cache.lengths[row] :]) for row, one in pairs]
@@ -35,6 +35,6 @@ class SmallModel(CachedModel):
         output = self._runner.forward(self._feeds, trees)
         return torch.log_softmax(output.rows.of(output.batch.logit_starts[tree_of] + 1 + places).float(), -1)
 
-    def has_room(self, sequence: Sequence) -> bool:
+    def has_room(self, sequence: DecodingSequence) -> bool:
         expected = len(sequence.context) + sequence.num_left
         return expected <= self.max_context and self._has_row(sequence, sequence.context, expected)

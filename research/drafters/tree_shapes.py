@@ -4,7 +4,7 @@ Chains are those of SpecInfer and SpecTr, one alone is that of Leviathan et al.;
 section 3.2).
 """
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 
 from laserbatch.pipeline.decoding.device_memory import to_device
 from laserbatch.pipeline.decoding.model.sampling import gumbel_noise
-from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.sequence import DecodingSequence
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.research.drafters.model_drafter import DraftModel, GrowingTrees, draft_noise, on_host
 
@@ -29,7 +29,7 @@ class Beams:
     width: int
     length: int
 
-    def grow(self, models: SequenceOf[DraftModel], sequences: list[Sequence], temperature: float) -> TreeBatch:
+    def grow(self, models: Sequence[DraftModel], sequences: list[DecodingSequence], temperature: float) -> TreeBatch:
         trees = GrowingTrees(len(sequences))
         tree_of, places = np.arange(len(sequences)), np.full(len(sequences), -1)
         path = np.zeros(len(sequences))
@@ -49,7 +49,7 @@ class Beams:
         return trees.batch()
 
     @staticmethod
-    def _noise(sequences: list[Sequence], tree_of: np.ndarray, depth: int, log_q: torch.Tensor) -> torch.Tensor:
+    def _noise(sequences: list[DecodingSequence], tree_of: np.ndarray, depth: int, log_q: torch.Tensor) -> torch.Tensor:
         own = [(sequences[tree].request.seed, len(sequences[tree].context) + depth) for tree in tree_of.tolist()]
         seeds, positions = to_device(np.array(own), log_q.device).T.contiguous()
         return gumbel_noise(seeds, positions, log_q.shape[-1])
@@ -62,7 +62,7 @@ class Chains:
     width: int
     length: int
 
-    def grow(self, models: SequenceOf[DraftModel], sequences: list[Sequence], temperature: float) -> TreeBatch:
+    def grow(self, models: Sequence[DraftModel], sequences: list[DecodingSequence], temperature: float) -> TreeBatch:
         trees = GrowingTrees(len(sequences))
         tree_of = np.repeat(np.arange(len(sequences)), self.width)
         chain = np.tile(np.arange(self.width), len(sequences))
@@ -98,7 +98,7 @@ class Branching:
 
     branching: tuple[int, ...]
 
-    def grow(self, models: SequenceOf[DraftModel], sequences: list[Sequence], temperature: float) -> TreeBatch:
+    def grow(self, models: Sequence[DraftModel], sequences: list[DecodingSequence], temperature: float) -> TreeBatch:
         trees = GrowingTrees(len(sequences))
         tree_of, places = np.arange(len(sequences)), np.full(len(sequences), -1)
         for depth, count in enumerate(self.branching):
@@ -119,7 +119,7 @@ class StochasticBeams:
     width: int
     length: int
 
-    def grow(self, models: SequenceOf[DraftModel], sequences: list[Sequence], temperature: float) -> TreeBatch:
+    def grow(self, models: Sequence[DraftModel], sequences: list[DecodingSequence], temperature: float) -> TreeBatch:
         trees = GrowingTrees(len(sequences))
         tree_of, places = np.arange(len(sequences)), np.full(len(sequences), -1)
         phi = psi = np.zeros(len(sequences))  # of the beam: log probability, and perturbed and truncated

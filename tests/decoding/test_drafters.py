@@ -4,7 +4,7 @@ from tiny_models import OracleDrafter, plain_texts, requests_for, tiny_engine, t
 
 from laserbatch.pipeline.budget.choice import PLAIN
 from laserbatch.pipeline.decoding.drafters import NoDrafter, RetrievalDrafter, drafter_from
-from laserbatch.pipeline.decoding.sequence import GenerationRequest, Sequence
+from laserbatch.pipeline.decoding.sequence import DecodingSequence, GenerationRequest
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.pipeline.decoding.verifiers import Greedy
@@ -12,8 +12,8 @@ from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.sources import NUM_SOURCES, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT, SOURCE_TARGET
 
 
-def sequence_of(prompt, output=(), previous=None) -> Sequence:
-    sequence = Sequence(GenerationRequest("a", np.array(prompt, np.int32), previous), 100)
+def sequence_of(prompt, output=(), previous=None) -> DecodingSequence:
+    sequence = DecodingSequence(GenerationRequest("a", np.array(prompt, np.int32), previous), 100)
     for token in output:
         sequence.append([], [], token)
     return sequence

@@ -25,7 +25,7 @@ from laserbatch.pipeline.decoding.drafters import NoDrafter
 from laserbatch.pipeline.decoding.model import output_head
 from laserbatch.pipeline.decoding.model.folder import REFUSED, SAMPLE_MODEL, model_identity, repetition_penalty_of
 from laserbatch.pipeline.decoding.model.output_head import ContextIds, PenalisedLogits
-from laserbatch.pipeline.decoding.sequence import GenerationRequest, Sequence
+from laserbatch.pipeline.decoding.sequence import DecodingSequence, GenerationRequest
 from laserbatch.pipeline.decoding.token_tree import TokenTree, TreeBatch
 from laserbatch.pipeline.decoding.verifiers import Greedy
 from laserbatch.pipeline.errors import ModelError
@@ -71,7 +71,7 @@ def test_contexts_on_the_device_are_those_of_the_sequences_and_only_what_is_new_
             rows = sorted(set(range(num_rows)) - {one.row for one in live})
             if action == "come" and rows:
                 prompt = rng.integers(0, VOCAB, rng.integers(1, 9)).astype(np.int32)
-                live.append(Sequence(GenerationRequest("", prompt), 100))
+                live.append(DecodingSequence(GenerationRequest("", prompt), 100))
                 live[-1].row = data.draw(st.sampled_from(rows))
             elif action == "return" and rows and waiting:
                 live.append(waiting.pop())

@@ -15,7 +15,7 @@ from tiny_models import (
 
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.scheduler import Concurrency, RequestLimits, Scheduler
-from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, Sequence
+from laserbatch.pipeline.decoding.sequence import DecodingSequence, GenerationFailure, GenerationRequest
 from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed
 
 MODEL = tiny_model()
@@ -128,9 +128,9 @@ def test_texts_of_a_warm_up_do_not_say_how_long_those_after_it_are():
     engine = tiny_engine(MODEL)
     list(engine.generate(requests_for(PROMPTS[:2], 3)))
     (request,) = requests_for(PROMPTS[:1], MAX_NEW)
-    assert engine.concurrency.expected_output(Sequence(request, MAX_NEW)) == 3
+    assert engine.concurrency.expected_output(DecodingSequence(request, MAX_NEW)) == 3
     engine.reset_prefix_cache()
-    assert engine.concurrency.expected_output(Sequence(request, MAX_NEW)) == MAX_NEW
+    assert engine.concurrency.expected_output(DecodingSequence(request, MAX_NEW)) == MAX_NEW
 
 
 def test_a_forward_that_runs_out_of_memory_is_done_by_fewer(caplog):

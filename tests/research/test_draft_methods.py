@@ -16,7 +16,7 @@ from laserbatch.pipeline.decoding.drafters import Drafter, drafter_from
 from laserbatch.pipeline.decoding.drafters.blended import BlendedDrafter, blend
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.load import prepare_model
-from laserbatch.pipeline.decoding.sequence import GenerationRequest, Sequence
+from laserbatch.pipeline.decoding.sequence import DecodingSequence, GenerationRequest
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import ROOT, TokenTree, TreeBatch
 from laserbatch.pipeline.decoding.verifiers import Greedy
@@ -151,7 +151,7 @@ def test_a_small_model_s_cache_answers_as_the_model_does_alone():
     """Texts that grow by several tokens at a time, trees below them, a text that waits and comes back."""
     model = like(MODEL, 0.2)
     small = SmallModel(prepare_model(copy.deepcopy(model)), 4, 1 << 20)
-    sequences = [Sequence(GenerationRequest(str(i), prompt), 40) for i, prompt in enumerate(PROMPTS[:3])]
+    sequences = [DecodingSequence(GenerationRequest(str(i), prompt), 40) for i, prompt in enumerate(PROMPTS[:3])]
     tree = TokenTree(
         np.array([3, 4, 5, 6], np.int32),
         np.array([-1, 0, 0, -1], np.int32),

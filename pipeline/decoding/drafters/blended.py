@@ -1,11 +1,11 @@
 """Several drafters' trees as one, under one estimate of acceptance."""
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 
 import numpy as np
 
 from laserbatch.pipeline.decoding.drafters.drafter import Drafter, Observation, Observes
-from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.sequence import DecodingSequence
 from laserbatch.pipeline.decoding.token_tree import MAX_NODES, ROOT, Proposals, TreeBatch
 
 ORDER: tuple[Observes, ...] = ("nothing", "decode", "prefill")
@@ -17,11 +17,11 @@ class BlendedDrafter(Drafter):
     Where one of them draws its nodes, that is the first, and what it drew stays whole.
     """
 
-    def __init__(self, drafters: SequenceOf[Drafter], max_nodes: int = MAX_NODES) -> None:
+    def __init__(self, drafters: Sequence[Drafter], max_nodes: int = MAX_NODES) -> None:
         self._drafters, self._max_nodes = drafters, max_nodes
         self.observes = ORDER[max(ORDER.index(drafter.observes) for drafter in drafters)]
 
-    def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> TreeBatch:
+    def draft_all(self, sequences: list[DecodingSequence], max_depths: list[int]) -> TreeBatch:
         return blend([drafter.draft_all(sequences, max_depths) for drafter in self._drafters], self._max_nodes)
 
     def observe(self, observation: Observation) -> None:
@@ -29,12 +29,12 @@ class BlendedDrafter(Drafter):
             if drafter.observes != "nothing":
                 drafter.observe(observation)
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: DecodingSequence) -> None:
         for drafter in self._drafters:
             drafter.forget(sequence)
 
 
-def blend(drafts: SequenceOf[TreeBatch], max_nodes: int) -> TreeBatch:
+def blend(drafts: Sequence[TreeBatch], max_nodes: int) -> TreeBatch:
     """The union of some drafters' trees of the same sequences, of each tree the `max_nodes` likeliest nodes."""
     sizes, parts, placed = [], [], []
     for number in range(drafts[0].num_trees):

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from laserbatch.pipeline.decoding.model.output_head import HiddenRows
-from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.sequence import DecodingSequence
 from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, TreeBatch
 
 Observes = Literal["nothing", "decode", "prefill"]
@@ -23,7 +23,7 @@ class Observation:
     tree, row `starts[i] + 1 + j`.
     """
 
-    sequences: list[Sequence]
+    sequences: list[DecodingSequence]
     trees: TreeBatch
     sequence_of: np.ndarray
     positions: np.ndarray
@@ -43,18 +43,18 @@ class Drafter:
 
     observes: Observes = "nothing"
 
-    def draft(self, sequence: Sequence) -> TokenTree:
+    def draft(self, sequence: DecodingSequence) -> TokenTree:
         """A tree of at most `token_tree.MAX_NODES` tokens; may be empty. Must not change the sequence."""
         return EMPTY_TREE
 
-    def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> TreeBatch:
+    def draft_all(self, sequences: list[DecodingSequence], max_depths: list[int]) -> TreeBatch:
         """A tree for each sequence, which has room for so many tokens of a draft; deeper ones are cut."""
         return TreeBatch.of([self.draft(one) for one in sequences])
 
     def observe(self, observation: Observation) -> None:
         """Called after a step whose tokens were committed, for the steps that `observes` names."""
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: DecodingSequence) -> None:
         """Drop what is held for a sequence that has ended."""
 
 

@@ -1,7 +1,7 @@
 """Drafts from texts that were written before (LASER; SuffixDecoding)."""
 
 from laserbatch.pipeline.decoding.drafters.drafter import Drafter
-from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.sequence import DecodingSequence
 from laserbatch.pipeline.decoding.token_tree import MAX_DEPTH, TokenTree, TreeBatch
 
 
@@ -31,10 +31,10 @@ class RetrievalDrafter(Drafter):
         own = ("prompt" in sources, "output" in sources, "previous" in sources)
         self._options, self._num_threads = DraftOptions(max_nodes, min_acceptance, *own), num_threads
 
-    def draft(self, sequence: Sequence) -> TokenTree:
+    def draft(self, sequence: DecodingSequence) -> TokenTree:
         return self.draft_all([sequence], [MAX_DEPTH])[0]
 
-    def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> TreeBatch:
+    def draft_all(self, sequences: list[DecodingSequence], max_depths: list[int]) -> TreeBatch:
         drafts = self._draft_batch(
             self._pool,
             [one.context for one in sequences],

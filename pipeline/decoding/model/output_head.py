@@ -6,7 +6,7 @@ or capping of logits is written again. A model that cannot be taken apart so is 
 """
 
 import copy
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,7 +16,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from laserbatch.pipeline.decoding.device_memory import to_device
-from laserbatch.pipeline.decoding.sequence import Sequence
+from laserbatch.pipeline.decoding.sequence import DecodingSequence
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 
 if TYPE_CHECKING:
@@ -108,10 +108,10 @@ class ContextIds:
         self._device = device
         self._ids = torch.zeros((num_rows, 0), dtype=torch.int64, device=device)
         self._lengths = np.zeros(num_rows, np.int64)  # tokens of each row that are there
-        self._owners: list[Sequence | None] = [None] * num_rows  # of each row
+        self._owners: list[DecodingSequence | None] = [None] * num_rows  # of each row
 
     @torch.inference_mode()
-    def of(self, sequences: SequenceOf[Sequence]) -> torch.Tensor:
+    def of(self, sequences: Sequence[DecodingSequence]) -> torch.Tensor:
         """Their contexts, prompt and committed tokens: int64 (num_sequences, longest context)."""
         rows = np.array([one.row for one in sequences])
         lengths = np.array([len(one.context) for one in sequences])
