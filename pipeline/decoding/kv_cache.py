@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 from laserbatch.pipeline.decoding.device_memory import is_out_of_memory, to_device
+from laserbatch.pipeline.decoding.free_slots import FreeSlots
 from laserbatch.pipeline.decoding.prefix_index import PrefixIndex
 
 logger = logging.getLogger(__name__)
 
 MIN_SHARED_TOKENS = 8  # a shorter common prefix costs more to share than to compute
 GROWTH_STEP = 1024  # capacities are multiples of this, below the bound
-BLOCK_SLOTS = 64  # a row that cannot go on behind its last slot looks for so many free ones that lie together
 MIN_EXPECTED_REST = 16  # tokens that a live sequence is expected to need still, at least
 SHRUNK_SHARE = 0.75  # of the bound on slots, that stays when a forward has run out of memory
 UNBOUNDED = 1 << 60
@@ -78,15 +78,18 @@ class KVCache:
 
     def _forget_slots(self) -> None:
         """No slot is there any more, and nothing is held in one."""
-        self.capacity = self.num_free = 0
+        self.free = FreeSlots()
         self.layers: dict[int, LayerMemory] = {}
         self._table = np.zeros((self.max_rows, 0), np.int32)  # of each row, its slots in text order
         self._row_counts = np.zeros(0, np.int32)  # live rows that hold each slot
         self._prefix_counts = np.zeros(0, np.int32)  # remembered prefixes that hold each slot
-        self._is_free = np.zeros(1, bool)  # of each slot, whether nobody holds it; the scratch slot is never free
-        self._num_free_of = np.zeros(0, np.int64)  # free slots of each block of BLOCK_SLOTS
         self._reserved = np.empty(0, np.int64)  # not free for as long as a forward runs
         self._ended: PrefixIndex[_Prefix] = PrefixIndex()  # of rows that ended
+
+    @property
+    def capacity(self) -> int:
+        """Slots that there are."""
+        return self.free.capacity
 
     @property
     def num_live_rows(self) -> int:
@@ -134,9 +137,9 @@ class KVCache:
     def make_room(self, num_tokens: int) -> bool:
         """Whether this many slots are free, after forgetting ended prompts and growing as far as that is needed."""
         self._give_back_reserved()
-        while self.num_free < num_tokens and self._ended:
+        while self.free.num_free < num_tokens and self._ended:
             self._forget_first()
-        return self.num_free >= num_tokens or self._grow(num_tokens - self.num_free)
+        return self.free.num_free >= num_tokens or self._grow(num_tokens - self.free.num_free)
 
     def grow_to(self, num_tokens: int) -> None:
         """Have so many slots now, as far as bound and device allow it: later growth moves keys, which voids graphs."""
@@ -158,15 +161,15 @@ class KVCache:
         lengths, first = self.lengths[rows], np.cumsum(counts) - counts
         starts = np.where(lengths > 0, self._table[rows, lengths - 1].astype(np.int64) + 1, self.capacity)
         slots = np.arange(total) + np.repeat(starts - first, counts)
-        goes_on = np.logical_and.reduceat(self._is_free[np.minimum(slots, self.capacity)], first)
+        goes_on = np.logical_and.reduceat(self.free.are_free(slots), first)
         if len(rows) > 1:  # rows that have only shared tokens may end in the same slot
             alone = np.zeros(len(rows), bool)
             alone[np.unique(starts, return_index=True)[1]] = True
             goes_on &= alone
         is_placed = np.repeat(goes_on, counts)
-        self._take(slots[is_placed])
+        self.free.take(slots[is_placed])
         if not goes_on.all():
-            slots[~is_placed] = self._take_runs(counts[~goes_on])
+            slots[~is_placed] = self.free.take_runs(counts[~goes_on])
         self._reserved = slots
         return slots
 
@@ -198,7 +201,7 @@ class KVCache:
         self._row_counts[slots] -= 1
         unheld = slots[self._row_counts[slots] == 0]
         self.num_committed_slots -= len(unheld)
-        self._push(unheld[self._prefix_counts[unheld] == 0])
+        self.free.give(unheld[self._prefix_counts[unheld] == 0])
         self._live[row] = False
         self.lengths[row] = self._expected[row] = 0
         ended = self._prefixes.pop(row)
@@ -265,53 +268,11 @@ class KVCache:
         slots = self._ended.pop_first().slots
         self._prefix_counts[slots] -= 1
         unheld = (self._prefix_counts[slots] == 0) & (self._row_counts[slots] == 0)
-        self._push(slots[unheld])
+        self.free.give(slots[unheld])
 
     def _give_back_reserved(self) -> None:
-        self._push(self._reserved)
+        self.free.give(self._reserved)
         self._reserved = self._reserved[:0]
-
-    def _push(self, slots: np.ndarray) -> None:
-        """Slots that nobody holds any more are free."""
-        self._is_free[slots] = True
-        np.add.at(self._num_free_of, slots // BLOCK_SLOTS, 1)
-        self.num_free += len(slots)
-
-    def _take(self, slots: np.ndarray) -> None:
-        """Free slots are free no more."""
-        self._is_free[slots] = False
-        np.subtract.at(self._num_free_of, slots // BLOCK_SLOTS, 1)
-        self.num_free -= len(slots)
-
-    def _take_runs(self, counts: np.ndarray) -> np.ndarray:
-        """Slots of new runs of so many tokens each, int64[sum of counts], free no more."""
-        free = self._free_blocks()
-        if len(counts) <= len(free) and counts.max() <= BLOCK_SLOTS:  # as below, all at once
-            starts = free[: len(counts)] * BLOCK_SLOTS
-            slots = np.arange(counts.sum()) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
-            self._take(slots)
-            return slots
-        runs = []
-        for count in counts.tolist():
-            runs.append(self._new_run(count))
-            self._take(runs[-1])
-        return np.concatenate(runs)
-
-    def _free_blocks(self) -> np.ndarray:
-        return np.flatnonzero(self._num_free_of == BLOCK_SLOTS)
-
-    def _new_run(self, num_tokens: int) -> np.ndarray:
-        """Free slots for so many tokens, int64: one after another in free blocks, or the first that there are."""
-        num_blocks = -(-num_tokens // BLOCK_SLOTS)
-        free = self._free_blocks()
-        last = free[num_blocks - 1 :]
-        runs = np.flatnonzero(last - free[: len(last)] == num_blocks - 1)  # in `free`, their first blocks
-        if len(runs):
-            return free[runs[0]] * BLOCK_SLOTS + np.arange(num_tokens)
-        blocks = np.flatnonzero(self._num_free_of)
-        blocks = blocks[: np.searchsorted(np.cumsum(self._num_free_of[blocks]), num_tokens) + 1]
-        slots = (blocks[:, None] * BLOCK_SLOTS + np.arange(BLOCK_SLOTS)).ravel()
-        return slots[self._is_free[np.minimum(slots, self.capacity)]][:num_tokens]
 
     def _widen_table(self, width: int) -> None:
         held = self._table.shape[1]
@@ -332,14 +293,10 @@ class KVCache:
                 if not is_out_of_memory(error):
                     raise
                 continue
-            new = capacity - self.capacity
-            self._is_free, self._row_counts, self._prefix_counts = (
-                np.pad(array, (0, new)) for array in (self._is_free, self._row_counts, self._prefix_counts)
+            self._row_counts, self._prefix_counts = (
+                np.pad(counts, (0, capacity - self.capacity)) for counts in (self._row_counts, self._prefix_counts)
             )
-            num_new_blocks = -(-capacity // BLOCK_SLOTS) - len(self._num_free_of)
-            self._num_free_of = np.pad(self._num_free_of, (0, num_new_blocks))
-            self._push(np.arange(self.capacity, capacity))
-            self.capacity = capacity
+            self.free.grow_to(capacity)
             return True
         logger.warning("memory for a KV cache of %d tokens cannot be had; it stays at %d", least, self.capacity)
         self.max_tokens = self.capacity
@@ -357,8 +314,8 @@ class KVCache:
 
     def _move_below(self, capacity: int) -> None:
         """Move what is held in slots from `capacity` on to free ones below it, of which there are enough."""
-        sources = capacity + np.flatnonzero(~self._is_free[capacity : self.capacity])
-        targets = np.flatnonzero(self._is_free[:capacity])[: len(sources)]
+        sources = self.free.held_from(capacity)
+        targets = self.free.free_below(capacity)[: len(sources)]
         if tensors := self._tensors():
             old, new = to_device(np.stack((sources, targets)), tensors[0].device)
             for tensor in tensors:
@@ -371,16 +328,13 @@ class KVCache:
             prefix.slots = moved[prefix.slots]
         for counts in (self._row_counts, self._prefix_counts):
             counts[targets], counts[sources] = counts[sources], 0
-        self._take(targets)
-        self._push(sources)
+        self.free.take(targets)
+        self.free.give(sources)
 
     def _cut(self, capacity: int) -> None:
         """Drop the slots from `capacity` on, which are free; a layer that finds no memory for its copy stays larger."""
-        self._take(np.arange(capacity, self.capacity))
-        self._is_free = self._is_free[: capacity + 1]
-        self._num_free_of = self._num_free_of[: -(-capacity // BLOCK_SLOTS)]
+        self.free.cut_to(capacity)
         self._row_counts, self._prefix_counts = self._row_counts[:capacity], self._prefix_counts[:capacity]
-        self.capacity = capacity
         for cache in self.layers.values():  # one tensor at a time, so that little is held twice
             cache.keys = cache.keys[:, : capacity + 1].clone()
             cache.values = cache.values[:, : capacity + 1].clone()

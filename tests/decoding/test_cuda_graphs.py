@@ -203,7 +203,7 @@ def test_a_cache_of_another_capacity_at_the_same_addresses_voids_a_graph():
     runner, step = stepping(prepared(), CountingForward)
     [step() for _ in range(3)]
     assert counts(runner.buffered) == (1, 0, 2, 1)
-    runner.cache.capacity -= 1  # of the same tensors
+    runner.cache.free.capacity -= 1  # of the same tensors
     step()
     assert counts(runner.buffered) == (1, 0, 2, 2)
 

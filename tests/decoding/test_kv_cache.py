@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laserbatch.pipeline.decoding import kv_cache
+from laserbatch.pipeline.decoding import free_slots, kv_cache
 from laserbatch.pipeline.decoding.kv_cache import GROWTH_STEP, MIN_SHARED_TOKENS, UNBOUNDED, KVCache
 
 TEMPLATE = list(range(50, 70))
@@ -59,16 +59,18 @@ def check(cache: KVCache, live: dict[int, list[int]]) -> None:
     remembered = Counter(slot for p in (*cache._prefixes.values(), *cache._ended.values()) for slot in p.slots.tolist())
     assert Counter(dict(enumerate(cache._row_counts.tolist()))) == holders
     assert Counter(dict(enumerate(cache._prefix_counts.tolist()))) == remembered
-    free = np.flatnonzero(cache._is_free).tolist() + cache._reserved.tolist()
+    free = np.flatnonzero(cache.free._is_free).tolist() + cache._reserved.tolist()
     assert sorted([*free, *(holders.keys() | remembered.keys())]) == list(range(cache.capacity))
-    assert cache.num_free == int(cache._is_free.sum()) and len(cache._is_free) == cache.capacity + 1
-    by_block = np.add.reduceat(cache._is_free, range(0, cache.capacity, kv_cache.BLOCK_SLOTS)) if cache.capacity else []
-    assert cache._num_free_of.tolist() == list(by_block)
+    assert cache.free.num_free == int(cache.free._is_free.sum()) and len(cache.free._is_free) == cache.capacity + 1
+    by_block = (
+        np.add.reduceat(cache.free._is_free, range(0, cache.capacity, free_slots.BLOCK_SLOTS)) if cache.capacity else []
+    )
+    assert cache.free._num_free_of.tolist() == list(by_block)
     assert cache.num_live_rows == len(live) and cache.num_committed_slots == len(holders)
     assert cache.capacity <= cache.max_tokens
 
 
-@mock.patch.object(kv_cache, "BLOCK_SLOTS", 4)
+@mock.patch.object(free_slots, "BLOCK_SLOTS", 4)
 @given(st.data())
 def test_slots_hold_their_texts_and_nothing_leaks(data):
     """Random admissions, steps of several rows, preemptions and ends, against a dictionary of lists."""
@@ -245,11 +247,11 @@ def test_growth_that_the_device_refuses_lowers_the_bound(monkeypatch, caplog):
 
 def slow_reserve(cache: KVCache, rows: list[int], counts: list[int]) -> list[int]:
     """A row goes on behind its last slot, where that is free and no row before it does; the others begin new runs."""
-    is_free, starts, slots = cache._is_free.copy(), [], []
+    is_free, starts, slots = cache.free._is_free.copy(), [], []
     for row, count in zip(rows, counts, strict=True):
         start = cache.slots_of(row)[-1] + 1 if cache.lengths[row] else cache.capacity
         own = list(range(start, start + count))
-        goes_on = start not in starts and own[-1] < cache.capacity and bool(cache._is_free[own].all())
+        goes_on = start not in starts and own[-1] < cache.capacity and bool(cache.free._is_free[own].all())
         starts.append(start)
         slots.append(own if goes_on else None)
         if goes_on:
@@ -266,11 +268,11 @@ def slow_new_run(is_free: np.ndarray, num_tokens: int) -> list[int]:
     free = np.flatnonzero(is_free).tolist()
     blocks = [
         at
-        for at in range(0, len(is_free) - kv_cache.BLOCK_SLOTS + 1, kv_cache.BLOCK_SLOTS)
-        if is_free[at : at + kv_cache.BLOCK_SLOTS].all()
+        for at in range(0, len(is_free) - free_slots.BLOCK_SLOTS + 1, free_slots.BLOCK_SLOTS)
+        if is_free[at : at + free_slots.BLOCK_SLOTS].all()
     ]
     for start in blocks:
-        if all(start + at in blocks for at in range(0, num_tokens, kv_cache.BLOCK_SLOTS)):
+        if all(start + at in blocks for at in range(0, num_tokens, free_slots.BLOCK_SLOTS)):
             return list(range(start, start + num_tokens))
     return free[:num_tokens]
 
@@ -281,12 +283,12 @@ def test_new_runs_are_those_of_a_search_through_all_slots(data):
     assert cache.make_room(cache.max_tokens)
     for start, length in data.draw(st.lists(st.tuples(st.integers(0, 699), st.integers(1, 150)), max_size=8)):
         taken = np.arange(start, min(start + length, cache.capacity))
-        cache._take(taken[cache._is_free[taken]])
-    while cache.num_free:
-        num_tokens = data.draw(st.integers(1, cache.num_free))
-        found = cache._new_run(num_tokens)
-        assert found.tolist() == slow_new_run(cache._is_free[: cache.capacity], num_tokens)
-        cache._take(found)
+        cache.free.take(taken[cache.free._is_free[taken]])
+    while cache.free.num_free:
+        num_tokens = data.draw(st.integers(1, cache.free.num_free))
+        found = cache.free.new_run(num_tokens)
+        assert found.tolist() == slow_new_run(cache.free._is_free[: cache.capacity], num_tokens)
+        cache.free.take(found)
 
 
 def bytes_of(cache: KVCache) -> int:
