@@ -3,7 +3,7 @@
 import random
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,8 +54,8 @@ class ChangeSize:
     num_pool: int
 
 
-def viewer_tasks(tokenizer, data: Path, size: ChangeSize, max_new_tokens: int) -> Iterator[ChangeTask]:
-    """KAR's questions about viewers of MovieLens 100K, guided by their form and free."""
+def viewer_task(tokenizer, data: Path, size: ChangeSize, max_new_tokens: int) -> ChangeTask:
+    """KAR's questions about viewers of MovieLens 100K, guided by their form as in a night."""
     settings = of_domain(KnowledgeSettings(max_prompt_tokens=MAX_PROMPT_TOKENS), "films")
     template = settings.template("user")
 
@@ -71,8 +71,7 @@ def viewer_tasks(tokenizer, data: Path, size: ChangeSize, max_new_tokens: int) -
     for viewer in (viewers[one] for one in ids):
         before = viewer.history[: -drawn.randint(1, MAX_NEW_EVENTS)]
         changes.append(Change(prompt(replace(viewer, history=before)), prompt(viewer)))
-    for name, grammar in {"viewers": grammar_of(template, max_new_tokens), "viewers, free": None}.items():
-        yield _task(name, changes, size, max_new_tokens, grammar)
+    return _task("viewers", changes, size, max_new_tokens, grammar_of(template, max_new_tokens))
 
 
 def reader_task(tokenizer, data: Path, size: ChangeSize) -> ChangeTask:

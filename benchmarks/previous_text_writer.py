@@ -106,12 +106,11 @@ class Writer:
     ) -> Written:  # fmt: skip
         """All texts behind what is `given` of them, the prompts forgotten before."""
         most, grammar = self.task.max_new_tokens, self.task.grammar
+        none = [None] * len(prompts)
         given = given or [np.empty(0, np.int32)] * len(prompts)
         requests = [
-            GenerationRequest(
-                str(i), np.concatenate((prompt, begun)), previous and previous[i], None, most - len(begun), 0, grammar
-            )
-            for i, (prompt, begun) in enumerate(zip(prompts, given, strict=True))
+            GenerationRequest(str(i), np.concatenate((prompt, begun)), own, None, most - len(begun), 0, grammar)
+            for i, (prompt, begun, own) in enumerate(zip(prompts, given, previous or none, strict=True))
         ]
         budget = Budget(MAX_NODES, MIN_ACCEPTANCE)
         verifier = verifier_from(self.engine.settings.model_copy(update={"verifier": rule}))
