@@ -16,9 +16,9 @@ begin with so much of their previous one, and the step decides. `relaxed` verifi
 follow what is drafted.
 
 Greedy texts must be the same under all systems. Steps and forwarded tokens are counted, and priced by both costs of
-steps, so that no load changes them; `rest` adds to `known, whole` what the tokens of the previous text cost that are
-rejected. Times are of the processor, in turns. DIR has `smollm2-135m-instruct` and `bench-target`; tasks of a model
-that is missing are left out.
+steps, so that no load changes them (prompts are computed in parts of 256 tokens, at the price of an H200 too); `rest`
+adds to `known, whole` what the tokens of the previous text cost that are rejected. Times are of the processor, in
+turns. DIR has `smollm2-135m-instruct` and `bench-target`; tasks of a model that is missing are left out.
 """
 
 import logging
