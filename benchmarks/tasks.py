@@ -29,7 +29,7 @@ from laserbatch.pipeline.knowledge.domains import of_domain
 from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.sides import SIDES
-from laserbatch.pipeline.tables.read import read_tables
+from laserbatch.pipeline.tables.read import Tables, read_tables
 from laserbatch.retrieval_pools.index.build import HeldBack, PoolText, build_pool
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.settings import PoolSettings
@@ -128,20 +128,25 @@ def sample_tasks(tokenizer, size: TaskSize) -> list[Task]:
     return tasks
 
 
+def movielens_tables(data: Path, folder: Path) -> Tables:
+    """MovieLens 100K as a night reads it, whole; `folder` takes the files of it."""
+    for name in ("users", "items", "interactions"):
+        table = pq.read_table(data / "ml-100k" / f"{name}.parquet")
+        if name == "interactions":
+            moments = pc.cast(pc.multiply(table["timestamp"], 1_000_000), pa.timestamp("us", "UTC"))
+            table = table.set_column(table.column_names.index("timestamp"), "timestamp", moments)
+        else:
+            table = table.drop_columns([name for name in ("zip_code",) if name in table.column_names])
+        pq.write_table(table, folder / f"{name}.parquet")
+    last = pc.max(pq.read_table(folder / "interactions.parquet")["timestamp"]).as_py().date()
+    return read_tables(folder, as_of=last + datetime.timedelta(days=1))
+
+
 def movielens_tasks(tokenizer, data: Path, size: TaskSize, max_new_tokens: int) -> list[Task]:
     """KAR's questions about viewers and films of MovieLens 100K, by the project's own templates and words."""
     settings = of_domain(KnowledgeSettings(max_prompt_tokens=MAX_PROMPT_TOKENS), "films")
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("users", "items", "interactions"):
-            table = pq.read_table(data / "ml-100k" / f"{name}.parquet")
-            if name == "interactions":
-                moments = pc.cast(pc.multiply(table["timestamp"], 1_000_000), pa.timestamp("us", "UTC"))
-                table = table.set_column(table.column_names.index("timestamp"), "timestamp", moments)
-            else:
-                table = table.drop_columns([name for name in ("zip_code",) if name in table.column_names])
-            pq.write_table(table, Path(folder) / f"{name}.parquet")
-        last = pc.max(pq.read_table(Path(folder) / "interactions.parquet")["timestamp"]).as_py().date()
-        tables = read_tables(folder, as_of=last + datetime.timedelta(days=1))
+        tables = movielens_tables(data, Path(folder))
         tasks = []
         for side in SIDES:
             ids = _chosen(f"movielens-{side}s", sorted(tables.entities(side)[f"{side}_id"].to_pylist()), size)

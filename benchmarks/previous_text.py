@@ -1,0 +1,314 @@
+"""What is left to gain from verifying a changed entity's previous text whole in the step of its prompt (SPEC-RL).
+
+    python benchmarks/previous_text.py --models DIR --quick --json previous_text.json
+
+Entities one night apart: their earlier prompt lacks what is new (one to four events of a history; the last film of a
+set). Both nights' texts are greedy and written at batch 16, the second with drafts from a pool of the model's own texts
+about other entities, the prompt, the output and the own previous text.
+
+Systems differ in the first draft of a text alone, which the step of its prompt verifies. `now`: a tree as in any step.
+`first N`: the first N tokens of the previous text beside it, as one path. `known`: of the previous text just what the
+new one begins with, up to 64 tokens, as only an oracle could draft it; it bounds the others. `known, whole`: all of
+that, however long, as a longer prompt, which takes its part of the room that a step has for prompts. Trees have up to 8
+tokens, and the path comes on top. `by step` gives each step what pays (`StepBudget`), by the measured cost of steps
+here or by that of an H200 (`H200`); `priced` then offers the path too, estimated by the share of these very texts that
+begin with so much of their previous one, and the step decides. `relaxed` verifies by the default rule, whose texts
+follow what is drafted.
+
+Greedy texts must be the same under all systems. Steps and forwarded tokens are counted, and priced by both costs of
+steps, so that no load changes them (prompts are computed in parts of 256 tokens, at the price of an H200 too); `rest`
+adds to `known, whole` what the tokens of the previous text cost that are rejected. Times are of the processor, in
+turns. DIR has `smollm2-135m-instruct` and `bench-target`; tasks of a model that is missing are left out.
+"""
+
+import logging
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from common import (
+    Figure,
+    Interval,
+    Spread,
+    begin,
+    benchmark_parser,
+    finish,
+    jsonable,
+    resampled_totals,
+    scale_of,
+    table,
+    turns,
+)
+from engine_pools import calibrated_pool
+from previous_text_tasks import ChangeSize, ChangeTask, reader_task, set_task, viewer_task
+from previous_text_writer import MIN_ACCEPTANCE, PathFirst, Writer, Written
+from tasks import Task
+
+from laserbatch.pipeline.budget.measuring import measure_step_cost
+from laserbatch.pipeline.decoding.drafters import RetrievalDrafter
+from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.step_budget import StepBudget
+from laserbatch.pipeline.decoding.token_tree import MAX_NODES
+from laserbatch.retrieval_pools.index.pool import Pool
+from laserbatch.retrieval_pools.settings import PoolSettings
+from laserbatch.retrieval_pools.step_cost import StepCost, StepPoint
+
+logger = logging.getLogger("benchmarks")
+
+VIEWERS_MODEL, READERS_MODEL = "smollm2-135m-instruct", "bench-target"
+BATCH, MAX_DRAFT_TOKENS = 16, 8
+SOURCES = ("previous", "prompt", "output", "pool")
+COST_BATCHES = (16, 4)
+WANTED = 1.03  # times as fast as now, or it is not worth its code
+NOW, KNOWN, WHOLE, PRICED = "now", "known", "known, whole", "priced"
+HERE, THERE = "here", "H200"  # whose cost of steps
+# An 8 B model, ms by tokens of a step: the medians of `docs/gpu.md` at batch 1 and 32, whatever the number of texts.
+H200_STEPS = {1: 5.7, 17: 6.5, 32: 6.65, 544: 16.4, 1088: 28.2}
+COLUMNS = {
+    "task": "{task}", "system": "{system}", "a step": "{tokens_per_step:.2f}", "steps of now": "{share_of_steps:.3f}",
+    "forwards": "{num_forwards}", "tokens of now": "{share_of_forwarded:.3f}", "speed here": "{counted[here]:.3f}",
+    "on H200": "{counted[H200]:.3f}", "with rest here": "{with_rest[here]:.3f}", "on H200 ": "{with_rest[H200]:.3f}",
+    "by processor": "{speed}", "as now": "{num_as_now}/{num_texts}",
+}  # fmt: skip
+BEGINNING_COLUMNS = {
+    "task": "{task}", "tokens": "{mean_tokens:.0f}", "begin alike": "{mean_agreed:.1f}",
+    "quartiles": "{agreed_quartiles}", "beyond 64": "{share_beyond_64:.2f}", "the same": "{share_same:.2f}",
+    "steps": "{mean_steps:.1f}", "tokens of the first": "{mean_tokens_of_first_step:.1f}",
+    "steps to save": "{steps_to_save[now].value:.3f}", "by step": "{steps_to_save[now, by step here].value:.3f}",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class System:
+    """One way to draft: the path of the first draft (NOW: none), whose cost of steps limits steps, and the rule."""
+
+    path: str | int
+    by_step: str | None = None
+    rule: str = "greedy"
+
+    @property
+    def name(self) -> str:
+        path = f"first {self.path}" if isinstance(self.path, int) else self.path
+        by_step = f", by step {self.by_step}" if self.by_step else ""
+        return f"{path}{by_step}" if self.rule == "greedy" else f"{path}{by_step}, {self.rule}"
+
+    @property
+    def today(self) -> str:
+        """The name of the system that it is held against."""
+        return System(NOW, self.by_step, self.rule).name
+
+
+SYSTEMS = (
+    *(System(path) for path in (NOW, 16, 64, KNOWN, WHOLE)),
+    *(System(path, by_step) for by_step in (HERE, THERE) for path in (NOW, PRICED, WHOLE)),
+    *(System(path, rule="relaxed") for path in (NOW, 64)),
+)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Entities by task, the longest text of a viewer and of a set, rounds of viewers and of the others."""
+
+    viewers: ChangeSize
+    readers: ChangeSize
+    sets: ChangeSize
+    viewer_tokens: int
+    set_tokens: int
+    viewer_rounds: int
+    num_rounds: int
+
+
+FULL = Scale(ChangeSize(48, 48), ChangeSize(192, 400), ChangeSize(48, 100), 200, 512, 2, 3)
+QUICK = Scale(ChangeSize(16, 16), ChangeSize(64, 200), ChangeSize(16, 40), 160, 512, 1, 1)
+SMOKE = Scale(ChangeSize(2, 4), ChangeSize(2, 6), ChangeSize(2, 4), 8, 8, 1, 1)
+
+
+def num_agreed(text: np.ndarray, previous: np.ndarray) -> int:
+    """Tokens that two texts begin with alike."""
+    length = min(len(text), len(previous))
+    differs = np.flatnonzero(text[:length] != previous[:length])
+    return int(differs[0]) if len(differs) else length
+
+
+@dataclass(frozen=True)
+class Night:
+    """What the texts of a night are drafted from, and what they turn out to begin with."""
+
+    pool: Pool
+    previous: list[np.ndarray]
+    agreed: np.ndarray  # int64[num_texts]
+
+    def drafter_of(self, system: System) -> PathFirst:
+        """A fresh drafter of one pass."""
+        limits = (MAX_NODES, MIN_ACCEPTANCE) if system.by_step else (MAX_DRAFT_TOKENS, MIN_ACCEPTANCE)
+        paths, shares = {}, None
+        if system.path not in (NOW, WHOLE):
+            lengths = self.agreed
+            if system.path != KNOWN:
+                lengths = np.full(len(self.previous), MAX_NODES if system.path == PRICED else system.path)
+            paths = {str(i): text[:length] for i, (text, length) in enumerate(zip(self.previous, lengths, strict=True))}
+        if system.path == PRICED:
+            places = np.arange(max(map(len, self.previous)) + 1)
+            shares = np.maximum((self.agreed[:, None] >= places).mean(axis=0), 1e-6)
+        return PathFirst(RetrievalDrafter(self.pool, SOURCES, *limits), paths, shares)
+
+
+def night_of(writer: Writer, folder: Path) -> Night:
+    """The texts of the night before, and what tonight's begin with."""
+    task, own = writer.task, RetrievalDrafter(None, ("prompt", "output"), MAX_DRAFT_TOKENS)
+    pool_texts = writer.write(task.pool_prompts, None, own).texts
+    as_task = Task(task.name, task.side, (), task.pool_prompts, task.max_new_tokens, is_long=False)
+    pool = calibrated_pool(as_task, pool_texts, None, PoolSettings(), folder).pool
+    drafter = RetrievalDrafter(pool, SOURCES, MAX_DRAFT_TOKENS, MIN_ACCEPTANCE)
+    previous = writer.write([one.before for one in task.changes], None, drafter).texts
+    now = writer.write([one.now for one in task.changes], previous, drafter).texts
+    agreed = np.array([num_agreed(*pair) for pair in zip(now, previous, strict=True)])
+    return Night(pool, previous, agreed)
+
+
+def measure(writer: Writer, night: Night, costs: dict[str, StepCost], num_rounds: int) -> tuple[dict, list[dict]]:
+    """How texts begin, and a row of each system."""
+    prompts, passes = [one.now for one in writer.task.changes], {}
+    systems = [one for one in SYSTEMS if one.path != WHOLE or writer.task.grammar is None]
+    most = np.minimum(night.agreed, writer.task.max_new_tokens - 1).tolist()
+    begun = [text[:length] for text, length in zip(night.previous, most, strict=True)]
+    orders = turns(systems)
+    for _ in range(num_rounds):
+        for system in next(orders):
+            budget = StepBudget(costs[system.by_step]) if system.by_step else None
+            given = begun if system.path == WHOLE else None
+            drafter = night.drafter_of(system)
+            written = writer.write(prompts, night.previous, drafter, budget, system.rule, given)
+            passes.setdefault(system, []).append(written)
+            num_steps = written.num_steps.sum()
+            logger.info("%s, %s: %.1f s, %d steps", writer.task.name, system.name, written.seconds, num_steps)
+    by_name = {system.name: passes[system] for system in systems}
+    rows = [row_of(writer.task, system, night, by_name, costs) for system in systems]
+    return beginning_of(writer, night, by_name), rows
+
+
+def beginning_of(writer: Writer, night: Night, passes: dict[str, list[Written]]) -> dict:
+    """How much of the new texts is the beginning of the old ones, and what steps are taken for it now.
+
+    `steps_to_save` is what one step in place of all those of the beginning would save, however long it is, as a share
+    of all steps.
+    """
+    now = passes[NOW][0]
+    lengths = np.array([len(text) for text in now.texts])
+    same = [np.array_equal(*pair) for pair in zip(now.texts, night.previous, strict=True)]
+    return {
+        "task": writer.task.name,
+        "num_texts": len(lengths),
+        "mean_tokens": lengths.mean(),
+        "mean_prompt_tokens": np.mean([len(one.now) for one in writer.task.changes]),
+        "mean_agreed": night.agreed.mean(),
+        "agreed_quartiles": np.percentile(night.agreed, [25, 50, 75]).tolist(),
+        "share_agreed": night.agreed.sum() / lengths.sum(),
+        "share_beyond_64": (night.agreed > MAX_NODES).mean(),
+        "share_same": np.mean(same),
+        "mean_steps": now.num_steps.mean(),
+        "mean_tokens_of_first_step": np.mean([own[1] - own[0] for own in now.starts if len(own) > 1]),
+        "steps_to_save": {name: steps_to_save(passes[name][0], night.agreed) for name in (NOW, System(NOW, HERE).name)},
+    }
+
+
+def steps_to_save(now: Written, agreed: np.ndarray) -> Interval:
+    """Steps that begin within what both texts begin with, but for one, over all steps."""
+    begun = [sum(start <= most for start in own) for own, most in zip(now.starts, agreed.tolist(), strict=True)]
+    saved = resampled_totals(np.maximum(np.array(begun) - 1, 0))
+    return Interval.of(saved / resampled_totals(now.num_steps))
+
+
+def row_of(
+    task: ChangeTask, system: System, night: Night, passes: dict[str, list[Written]], costs: dict[str, StepCost]
+) -> dict:
+    """One system beside that of today; speeds are in tokens of texts."""
+    own, now = passes[system.name], passes[system.today]
+    first, first_now = own[0], now[0]
+    steps, steps_now = (resampled_totals(one.num_steps) for one in (first, first_now))
+    num_rest = sum(map(len, night.previous)) - int(night.agreed.sum()) if system.path == WHOLE else 0
+    gain = first.num_tokens / first_now.num_tokens
+    counted, with_rest = {}, {}
+    for name, cost in costs.items():
+        spent, spent_now = (float(cost.seconds(BATCH, one.forwards).sum()) for one in (first, first_now))
+        of_token = float(np.diff(cost.seconds(BATCH, np.array([256, 512])))[0]) / 256
+        counted[name], with_rest[name] = gain * spent_now / spent, gain * spent_now / (spent + num_rest * of_token)
+    return {
+        "task": task.name,
+        "system": system.name,
+        "num_texts": len(first.texts),
+        "num_as_now": sum(np.array_equal(*pair) for pair in zip(first.texts, first_now.texts, strict=True)),
+        "num_tokens": first.num_tokens,
+        "num_steps": int(first.num_steps.sum()),
+        "tokens_per_step": first.num_tokens / first.num_steps.sum(),
+        "share_of_steps": steps[0] / steps_now[0],
+        "share_of_steps_interval": Interval.of(steps / steps_now),
+        "num_forwards": len(first.forwards),
+        "num_forwarded": int(first.forwards.sum()),
+        "share_of_forwarded": first.forwards.sum() / first_now.forwards.sum(),
+        "counted": counted,
+        "with_rest": with_rest,
+        "seconds": Spread.of([one.seconds for one in own]),
+        "speed": Spread.of([gain * b.seconds / a.seconds for a, b in zip(own, now, strict=True)]),
+    }
+
+
+def figures_of(rows: Sequence[dict]) -> Iterator[Figure]:
+    """The counted speed over that of today of what a night could do: a fixed path, or one that the step may cut."""
+    for row in rows:
+        if row["system"].startswith(("first", PRICED)):
+            where = THERE if row["system"].endswith(THERE) else HERE
+            yield Figure.at_least(f"{row['task']}: {row['system']}, speed over now", row["counted"][where], WANTED)
+    others = [row["num_texts"] - row["num_as_now"] for row in rows if "relaxed" not in row["system"]]
+    yield Figure.at_most("greedy texts that are others than now", sum(others), 0)
+
+
+def h200_cost() -> StepCost:
+    """H200_STEPS for any number of texts."""
+    steps = [StepPoint(batch_size=BATCH, num_tokens=n, seconds=ms / 1000) for n, ms in H200_STEPS.items()]
+    return StepCost(name="an H200", steps=tuple(steps))
+
+
+def tasks_of(model: str, tokenizer, data: Path, scale: Scale) -> Iterator[ChangeTask]:
+    """What a model writes."""
+    if model == VIEWERS_MODEL:
+        yield viewer_task(tokenizer, data, scale.viewers, scale.viewer_tokens)
+    else:
+        yield reader_task(tokenizer, data, scale.readers)
+        yield set_task(tokenizer, data, scale.sets, scale.set_tokens)
+
+
+def main() -> None:
+    """Write both nights of each task, the second under every system."""
+    parser = benchmark_parser(__doc__, "data", "threads")
+    parser.add_argument("--models", type=Path, required=True, nargs="+", help="folders of model folders")
+    arguments = parser.parse_args()
+    begin(arguments.threads)
+    scale = scale_of(arguments, FULL, QUICK, SMOKE)
+    beginnings, rows = [], []
+    for name in (READERS_MODEL, VIEWERS_MODEL):
+        folders = [one / name for one in arguments.models if (one / name / "model.safetensors").is_file()]
+        if not folders:
+            print(f"{name} is not there: its tasks are not measured", file=sys.stderr)
+            continue
+        engine = Engine.from_pretrained(folders[0], DecodingSettings(model=str(folders[0]), batch_size=BATCH), "cpu")
+        here = measure_step_cost(engine, None, SOURCES[:3], COST_BATCHES)
+        rounds = scale.viewer_rounds if name == VIEWERS_MODEL else scale.num_rounds
+        for task in tasks_of(name, engine.tokenizer, arguments.data, scale):
+            with tempfile.TemporaryDirectory() as folder:
+                writer = Writer(engine, task)
+                night = night_of(writer, Path(folder) / "pool")
+                beginning, own = measure(writer, night, {HERE: here, THERE: h200_cost()}, rounds)
+            logger.info("%s\n%s", jsonable(beginning), table(own, COLUMNS))
+            beginnings.append(beginning)
+            rows += own
+    tables = [table(beginnings, BEGINNING_COLUMNS), table(rows, COLUMNS)]
+    finish(arguments.json, list(figures_of(rows)), tables, {"beginnings": beginnings, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
