@@ -20,10 +20,10 @@ from laserbatch.pipeline.errors import ConfigError, EndpointGone, RowError
 for name in ("openai", "httpx", "httpx2"):  # a line a request
     logging.getLogger(name).setLevel(logging.WARNING)
 
-MAX_TRIES = 5  # of a request that fails while the server answers others
+MAX_TRIES = 8  # of a request that fails by itself: the server has an error for it, or answers others meanwhile
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 60.0  # before a request is sent again; doubled each time
 MAX_SAID = 300  # characters of a server's message
-TOO_MANY, TIMED_OUT, CONFLICT, FIRST_FAULT = 429, 408, 409, 500  # status codes after which a request is sent again
+TOO_MANY, TIMED_OUT, CONFLICT, ERROR = 429, 408, 409, 500  # status codes after which a request is sent again
 
 
 class EndpointClient:
@@ -85,7 +85,7 @@ class EndpointClient:
         await self._client.close()
 
     async def _sent(self, method: str, path: str, body: dict[str, Any] | None, num_tokens: int) -> dict[str, Any]:
-        began_s, num_failures = time.monotonic(), 0
+        num_failures, num_own, failed_s = 0, 0, time.monotonic()
         while True:
             await self._wait_for_turn(num_tokens)
             try:
@@ -106,8 +106,10 @@ class EndpointClient:
                 raise RowError("undecodable: the prompt cannot be written in UTF-8") from None
             num_failures += 1
             self._spending.num_retries += 1
-            if status != TOO_MANY and num_failures >= MAX_TRIES and self._last_answer_s > began_s:
-                raise RowError(f"server-error: {num_failures} times, while others were answered: {reason}")
+            is_own = status == ERROR or (status != TOO_MANY and self._last_answer_s > failed_s)
+            num_own, failed_s = num_own + is_own, time.monotonic()
+            if num_own >= MAX_TRIES:
+                raise RowError(f"server-error: {num_failures} times: {reason}")
             delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** (num_failures - 1)) * random.uniform(0.5, 1.5)
             delay_s = delay_s if asked_s is None else asked_s + random.uniform(0, FIRST_DELAY_S)
             self._require_patience(delay_s, reason)
@@ -139,7 +141,7 @@ class EndpointClient:
 
     def _raise_if_final(self, status: int, said: str) -> None:
         """Raise an error where sending again would change nothing; the server has answered then."""
-        if status >= FIRST_FAULT or status in (TOO_MANY, TIMED_OUT, CONFLICT):
+        if status >= ERROR or status in (TOO_MANY, TIMED_OUT, CONFLICT):
             return
         self._last_answer_s = time.monotonic()
         if status in (401, 403):

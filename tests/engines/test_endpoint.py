@@ -183,11 +183,25 @@ def test_the_time_that_a_server_asks_for_is_waited_by_all(server, engine_of):
     assert 0.4 <= time.monotonic() - began_s < 5
 
 
-def test_a_row_that_fails_while_others_are_answered_goes_to_quarantine(server, engine_of):
-    server.fault = lambda body, number: Fault(500, {"error": {"message": "boom"}}) if body["prompt"][2] == 6 else None
-    found = written(engine_of(), [request(number) for number in range(4)])
-    assert found[0].reason == "server-error: 5 times, while others were answered: HTTP 500: boom"
-    assert all(isinstance(found[number], GenerationResult) for number in (1, 2, 3))
+def test_a_row_that_fails_by_itself_goes_to_quarantine(server, engine_of, monkeypatch):
+    monkeypatch.setattr(endpoint_client, "MAX_DELAY_S", 0.1)
+    boom, cut = Fault(500, {"error": {"message": "boom"}}), Fault(body={"choices": [CHOICE]}, is_cut=True)
+    server.fault = lambda body, number: {6: boom, 7: cut}.get(body["prompt"][2])
+    server.delay_s = 0.2  # others are answered meanwhile
+    found = written(engine_of(batch_size=4), [request(number) for number in range(30)])
+    assert found[0].reason == "server-error: 8 times: HTTP 500: boom"
+    assert found[1].reason.startswith("server-error: ") and found[1].reason.endswith(": the connection fails")
+    assert all(isinstance(found[number], GenerationResult) for number in range(2, 30))
+
+
+def test_rows_that_were_open_when_a_server_went_away_are_not_blamed(server, engine_of):
+    def fault(body, number):
+        server.is_gone = number >= 6
+        return Fault(503, "overloaded") if number < 3 else None
+
+    server.fault = fault
+    with pytest.raises(EndpointGone):
+        written(engine_of(give_up_after_s=3), [request(number) for number in range(12)])
 
 
 def test_a_server_that_is_gone_ends_the_work(server, engine_of):
