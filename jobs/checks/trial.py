@@ -35,7 +35,7 @@ MAX_ANSWER_TOKENS = 64
 MAX_TRIED_BYTES = 8 * 10**9  # of weights on a CPU: a larger model takes minutes for a short text
 NUM_TEXTS = 16  # half of each side, written at once
 SPEED_S = 4.0  # of the time in which a text alone is written
-ENDPOINT_S = 15.0  # for a server to answer
+ENDPOINT_S = 30.0  # for a server to answer
 TEXTS_S = 60.0  # for texts that are written at once
 MIN_SHARE_KEPT = 0.7  # of the texts: with fewer, a night stops after its first ones
 
@@ -73,7 +73,8 @@ def _endpoint(settings: Settings) -> Iterator[CheckResult]:
 
     decoding, server = settings.decoding, settings.decoding.endpoint
     assert server is not None
-    quickly = server.model_copy(update={"give_up_after_s": min(server.give_up_after_s, ENDPOINT_S)})
+    limits = {name: min(getattr(server, name), ENDPOINT_S) for name in ("timeout_s", "give_up_after_s")}
+    quickly = server.model_copy(update=limits)
     with ScratchFolder("doctor") as scratch:
         of_server = decoding.model_copy(update={"endpoint": quickly})
         engine = EndpointEngine(settings.model_dir, of_server, Path(scratch))

@@ -222,7 +222,9 @@ def _facts(manifest: RunManifest) -> list[str]:
         facts.append(f"model {model.id}{size}")
         by_vllm = manifest.origin.settings.get("decoding", {}).get("engine") == "vllm"
         reason = f" ({model.dtype_reason})" if model.dtype_reason else ""
-        facts.append(f"{model.dtype} on {model.device}{reason}{', by vLLM, which verifies greedily' * by_vllm}")
+        server = manifest.generation.endpoint
+        by_us = f"{model.dtype} on {model.device}{reason}{', by vLLM, which verifies greedily' * by_vllm}"
+        facts.append(by_us if server is None else f"written by {server.model} at {server.url}")
     if machine.get("gpu") or machine.get("num_cpus"):
         facts.append(machine.get("gpu") or f"{machine['num_cpus']} CPU cores")
     return [*facts, f"{seconds(_wall_s(manifest))} in all"]

@@ -53,7 +53,7 @@ class EndpointSettings(Strict):
     give_up_after_s: float = Field(
         default=600.0,
         gt=0,
-        allow_inf_nan=False,
+        le=1500,  # a worker that has nothing to show for longer is taken for hung
         description="The night ends, and can go on later, when the server has answered no request for so many seconds.",
     )
     requests_per_minute: float | None = Field(

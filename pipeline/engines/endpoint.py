@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from laserbatch.pipeline.decoding.model.folder import folder_rules, load_tokenizer
-from laserbatch.pipeline.decoding.model.served import served_end_ids, served_identity
+from laserbatch.pipeline.decoding.model.served import served_end_ids, served_identity, with_rows
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.engines.answers import Answers
@@ -57,15 +57,14 @@ class EndpointEngine:
         self._penalty = folder_rules(model_dir).get("repetition_penalty", 1.0)
         named = served_end_ids(model_dir, self.tokenizer)
         self._answers = Answers(self.tokenizer, named)
-        self._end_ids = sorted({*named, *self._answers.role_ids})
+        self._end_ids = with_rows(model_dir, (*named, *self._answers.role_ids))
         self._run_dir, self._spending, self._saved_s = run_dir, Spending.of(run_dir), 0.0
         self._loop = asyncio.new_event_loop()
         self._client = EndpointClient(self._settings, self._spending)
         self._card = self._waited(self._client.card())
         self.model = ModelFigures(
-            id=served_identity(model_dir, self._settings.model), dtype="the server's type", device="a server",
-            num_parameters=0,
-        )  # fmt: skip
+            id=served_identity(model_dir, self._settings.model), dtype="unknown", device="server", num_parameters=0
+        )
 
     @property
     def graph_counts(self) -> dict[str, int]:
@@ -96,10 +95,7 @@ class EndpointEngine:
                 open_tasks |= {self._loop.create_task(self._outcome(one)) for one in islice(waiting, free)}
                 if not open_tasks:
                     return
-                done, open_tasks = self._waited(
-                    asyncio.wait(open_tasks, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
-                )
-                self.num_forwards += 1  # this process is well; how long a server may take, its own limits say
+                done, open_tasks = self._waited(asyncio.wait(open_tasks, return_when=asyncio.FIRST_COMPLETED))
                 for task in done:
                     yield task.result()
                 if time.monotonic() - self._saved_s > SAVE_EVERY_S:
@@ -107,7 +103,8 @@ class EndpointEngine:
         finally:
             for task in open_tasks:
                 task.cancel()
-            self._waited(asyncio.wait(open_tasks)) if open_tasks else None
+            if open_tasks:
+                self._waited(asyncio.wait(open_tasks))
             self._save()
 
     def warm_up(self, sides: Iterable[Side]) -> None:
@@ -123,7 +120,11 @@ class EndpointEngine:
         raise AssertionError("nothing is drafted, so nothing is chosen by it")
 
     def _waited(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        return self._loop.run_until_complete(coroutine)
+        task = self._loop.create_task(coroutine)
+        while not task.done():
+            self._loop.run_until_complete(asyncio.wait([task], timeout=TICK_S))
+            self.num_forwards += 1  # this process is well; how long a server may take, its own limits say
+        return task.result()
 
     def _save(self) -> None:
         self._spending.save(self._run_dir)

@@ -22,6 +22,7 @@ for name in ("openai", "httpx", "httpx2"):  # a line a request
 
 MAX_TRIES = 8  # of a request that fails by itself: the server has an error for it, or answers others meanwhile
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 60.0  # before a request is sent again; doubled each time
+LIST_TIMEOUT_S = 30.0  # for the list of models, with which no time is spent
 MAX_SAID = 300  # characters of a server's message
 TOO_MANY, TIMED_OUT, CONFLICT, ERROR = 429, 408, 409, 500  # status codes after which a request is sent again
 
@@ -91,7 +92,8 @@ class EndpointClient:
             try:
                 sending = self._client.get if method == "GET" else self._client.post
                 content: dict[str, Any] = {} if body is None else {"body": body}
-                answer = await sending(path, cast_to=str, options=self._options, **content)
+                options = self._options | ({"timeout": LIST_TIMEOUT_S} if body is None else {})
+                answer = await sending(path, cast_to=str, options=options, **content)
                 self._last_answer_s = time.monotonic()
                 return self._object(answer)
             except openai.APIStatusError as error:

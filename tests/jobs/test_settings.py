@@ -7,6 +7,7 @@ import yaml
 from default_yaml import DEFAULT_YAML, default_yaml
 from pydantic import BaseModel, ValidationError
 
+from laserbatch.jobs.commands.config import options_of
 from laserbatch.jobs.removed_options import REMOVED
 from laserbatch.jobs.settings import PACKAGE_ROOT, Settings, load_settings
 from laserbatch.pipeline.decoding.endpoint_settings import EndpointSettings
@@ -195,6 +196,13 @@ def test_a_night_keeps_its_name_if_its_server_moves_or_gets_more_money_but_not_i
     greedy = Settings.model_validate({"decoding": {"verifier": "greedy"}}).decoding
     assert with_server().decoding.provenance() == greedy.provenance()  # a change of engine alone rewrites nothing
     assert with_server().decoding.gpus_a_worker == 0
+
+
+def test_the_options_of_an_endpoint_are_shown_with_their_defaults():
+    shown = {one["option"]: one for one in options_of(with_server(timeout_s=5), Settings())}
+    assert shown["decoding.endpoint.timeout_s"]["is_changed"] and shown["decoding.endpoint.timeout_s"]["default"] == 600
+    assert not shown["decoding.endpoint.give_up_after_s"]["is_changed"]
+    assert shown["decoding.endpoint.url"]["value"] == SERVER["url"]
 
 
 def test_the_page_of_endpoints_has_every_option_and_its_examples_are_configurations():

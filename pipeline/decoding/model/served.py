@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,12 @@ def served_end_ids(folder: Path, tokenizer: "PreTrainedTokenizerBase") -> tuple[
     """The end tokens that the folder's files name, ascending, as the other engines find them."""
     of_config = _config(folder).get("eos_token_id")
     return end_ids_of(folder_rules(folder).get("eos_token_id") or of_config, of_config, tokenizer)
+
+
+def with_rows(folder: Path, token_ids: Iterable[int]) -> list[int]:
+    """The tokens, ascending, for which the model has rows by its config.json: no server takes others."""
+    num_rows = _config(folder).get("vocab_size")
+    return sorted(i for i in set(token_ids) if num_rows is None or i < num_rows)
 
 
 def _config(folder: Path) -> dict:
