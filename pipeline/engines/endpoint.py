@@ -88,7 +88,7 @@ class EndpointEngine:
         self._require_affordable(requests)
         self._client.begin()
         self._card = self._waited(self._client.card())  # it may have been started anew with another model
-        waiting, open_tasks = iter(requests), set()
+        waiting, open_tasks, done = iter(requests), set(), set()
         try:
             while True:
                 free = self._max_concurrent - len(open_tasks)
@@ -101,10 +101,7 @@ class EndpointEngine:
                 if time.monotonic() - self._saved_s > SAVE_EVERY_S:
                     self._save()
         finally:
-            for task in open_tasks:
-                task.cancel()
-            if open_tasks:
-                self._waited(asyncio.wait(open_tasks))
+            self._waited(_ended(open_tasks | done))
             self._save()
 
     def warm_up(self, sides: Iterable[Side]) -> None:
@@ -237,3 +234,10 @@ class EndpointEngine:
         token_ids = cast("list[int]", self.tokenizer(choice["text"], add_special_tokens=False)["input_ids"])
         known = choice.get("stop_reason")
         return token_ids, known if known in self._end_ids else cast("int | None", self.tokenizer.eos_token_id)
+
+
+async def _ended(tasks: set[asyncio.Task]) -> None:
+    """Cancel requests and wait until they have ended, whatever they raise."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

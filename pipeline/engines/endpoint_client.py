@@ -82,9 +82,6 @@ class EndpointClient:
                 "decoding.endpoint.url, which usually ends in /v1, model and api"
             ) from None
 
-    async def close(self) -> None:
-        await self._client.close()
-
     async def _sent(self, method: str, path: str, body: dict[str, Any] | None, num_tokens: int) -> dict[str, Any]:
         num_failures, num_own, failed_s = 0, 0, time.monotonic()
         while True:
