@@ -111,7 +111,7 @@ class EndpointClient:
                 raise RowError(f"server-error: {num_failures} times: {reason}")
             delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** (num_failures - 1)) * random.uniform(0.5, 1.5)
             delay_s = delay_s if asked_s is None else asked_s + random.uniform(0, FIRST_DELAY_S)
-            self._require_patience(delay_s, reason)
+            self._require_patience(asked_s or 0.0, reason)
             if status == TOO_MANY:  # others wait, too
                 self._free_at_s = max(self._free_at_s, time.monotonic() + (asked_s or 0))
             await asyncio.sleep(delay_s)
@@ -128,11 +128,11 @@ class EndpointClient:
         if turn_s > now_s:
             await asyncio.sleep(turn_s - now_s)
 
-    def _require_patience(self, delay_s: float, reason: str) -> None:
-        """Raise EndpointGone where waiting would pass the time without an answer."""
+    def _require_patience(self, asked_s: float, reason: str) -> None:
+        """Raise EndpointGone if nothing was answered for too long, or would be after the wait that the server asks."""
         waited_s = time.monotonic() - self._last_answer_s
-        if waited_s + delay_s > self._settings.give_up_after_s:
-            asked = f", and it asks to wait {delay_s:.0f} seconds" if delay_s > MAX_DELAY_S else ""
+        if waited_s + asked_s > self._settings.give_up_after_s:
+            asked = f", and it asks to wait {asked_s:.0f} seconds" if asked_s else ""
             raise EndpointGone(
                 f"{self._settings.url} has answered nothing for {waited_s:.0f} seconds{asked} ({reason}; "
                 f"decoding.endpoint.give_up_after_s is {self._settings.give_up_after_s:g}); the same command goes on"
