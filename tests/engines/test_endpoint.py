@@ -3,19 +3,25 @@
 import gc
 import json
 import re
+import shutil
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 from small_server import KEY, MODEL, Fault, small_server, text_for
 
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
+from laserbatch.pipeline.decoding.model.served import served_identity, with_rows
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.engines import endpoint_client
 from laserbatch.pipeline.engines.endpoint import EndpointEngine
 from laserbatch.pipeline.engines.spending import Spending
-from laserbatch.pipeline.errors import ConfigError, EndpointGone, RunFailed
+from laserbatch.pipeline.errors import ConfigError, EndpointGone, ModelError, RunFailed
+from laserbatch.pipeline.knowledge.prompts import changed_parts
+from laserbatch.pipeline.knowledge.templates import load_template
+from laserbatch.pipeline.planning.planner import shared_fingerprint
 
 PRICES = {"input": 10, "output": 100, "cached": 5}
 LARK = 'start: "1. " /[a-z]+/'
@@ -293,3 +299,29 @@ def test_a_worker_that_waits_shows_that_it_lives(server, engine_of, monkeypatch)
     engine = engine_of()
     written(engine, [request(0)])
     assert engine.num_forwards > 3
+
+
+def test_the_folder_of_a_tokenizer_is_enough_and_weights_in_it_name_the_model(server, tmp_path):
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    for path in (*SAMPLE_MODEL.glob("tokenizer*"), *SAMPLE_MODEL.glob("*.jinja")):
+        shutil.copy(path, folder)
+    endpoint = {"url": server.url, "model": MODEL}
+    decoding = DecodingSettings.model_validate({"engine": "endpoint", "endpoint": endpoint})
+    engine = EndpointEngine(folder, decoding, tmp_path)
+    assert isinstance(written(engine, [request(0)])[0], GenerationResult)
+    assert engine.model.id.startswith(f"{MODEL}-") and served_identity(folder, "other") != engine.model.id
+    template = load_template("kar_item")
+    ours, of_server = DecodingSettings(verifier="greedy"), partial(shared_fingerprint, template, 1024, decoding)
+    assert of_server(SAMPLE_MODEL) == shared_fingerprint(template, 1024, ours, SAMPLE_MODEL)
+    named = decoding.model_copy(update={"endpoint": decoding.endpoint.model_copy(update={"model": "other"})})
+    fingerprints = of_server(folder), shared_fingerprint(template, 1024, named, folder)
+    assert changed_parts(*(f"{shared}-0-0" for shared in fingerprints)) == ("model",)
+    with pytest.raises(ModelError, match="holds no tokenizer"):
+        EndpointEngine(tmp_path, decoding, tmp_path)
+
+
+def test_tokens_without_rows_in_the_model_are_not_sent_as_end_tokens(tmp_path):
+    assert with_rows(tmp_path, (7, 3)) == [3, 7]
+    (tmp_path / "config.json").write_text('{"vocab_size": 5}')
+    assert with_rows(tmp_path, (7, 3)) == [3]
