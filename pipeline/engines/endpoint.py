@@ -132,7 +132,10 @@ class EndpointEngine:
         if prices is None or most is None:
             return
         spent = self._spending.cost(self._settings) or 0.0
-        shard = prices.cost(sum(len(one.prompt_ids) for one in requests), sum(one.max_new_tokens for one in requests))
+        added = [self._settings.extra_body.get(name) for name in ("max_tokens", "max_completion_tokens")]
+        limit = max([0, *(one for one in added if isinstance(one, int))])  # that takes the place of max_new_tokens
+        num_completion = sum(max(limit, one.max_new_tokens) for one in requests)
+        shard = prices.cost(sum(len(one.prompt_ids) for one in requests), num_completion)
         if spent + shard > most:
             raise RunFailed(
                 f"the night has cost {spent:.4g}, and its next shard of {len(requests)} texts may cost {shard:.4g}, "

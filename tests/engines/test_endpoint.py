@@ -267,6 +267,9 @@ def test_nothing_is_sent_that_may_cost_more_than_allowed(server, engine_of):
     num_sent = len(server.bodies)
     with pytest.raises(RunFailed, match=r"has cost 0.0054, and its next shard of 2 texts may cost 0.00646"):
         written(limited, [request(3), request(4)])
+    longer = engine_of(price_per_million_tokens=PRICES, max_cost=0.01, extra_body={"max_completion_tokens": 64})
+    with pytest.raises(RunFailed, match=r"its next shard of 1 texts may cost 0.00643"):
+        written(longer, [request(3)])
     assert len(server.bodies) == num_sent
 
 
