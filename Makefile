@@ -71,7 +71,8 @@ $(VLLM)/.installed: Makefile constraints.txt
 	touch $@
 
 test-vllm: $(VLLM)/.installed
-	$(VLLM)/bin/python -m pytest -q tests/retrieval_pools/test_in_vllm.py tests/retrieval_pools/test_vllm_proposer.py
+	$(VLLM)/bin/python -m pytest -q tests/retrieval_pools/test_in_vllm.py tests/retrieval_pools/test_vllm_proposer.py \
+		tests/engines/test_endpoint_vllm.py
 
 clean:
 	rm -rf demo $(REAL) dist build site *.egg-info laserbatch-pools/build laserbatch-pools/*.egg-info

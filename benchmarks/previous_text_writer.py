@@ -13,8 +13,12 @@ from previous_text_tasks import ChangeTask
 from laserbatch.pipeline.decoding.drafters import Drafter
 from laserbatch.pipeline.decoding.drafters.blended import blend
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
-from laserbatch.pipeline.decoding.sequence import Sequence as Text
+from laserbatch.pipeline.decoding.sequence import (
+    DecodingSequence,
+    GenerationFailure,
+    GenerationRequest,
+    GenerationResult,
+)
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.decoding.step import Step, Stream
 from laserbatch.pipeline.decoding.step_budget import StepBudget
@@ -63,7 +67,7 @@ class PathFirst(Drafter):
         self._drafter, self._paths, self._shares = drafter, paths, shares
         self.starts: dict[str, list[int]] = {}  # by request, the output tokens before each of its steps
 
-    def draft_all(self, sequences: list[Text], max_depths: list[int]) -> TreeBatch:
+    def draft_all(self, sequences: list[DecodingSequence], max_depths: list[int]) -> TreeBatch:
         trees, paths = self._drafter.draft_all(sequences, max_depths), []
         for sequence in sequences:
             request_id = sequence.request.request_id
@@ -72,7 +76,7 @@ class PathFirst(Drafter):
             paths.append(self._path(sequence) if is_first else EMPTY_TREE)
         return blend([TreeBatch.of(paths), trees], MAX_NODES) if any(map(len, paths)) else trees
 
-    def _path(self, sequence: Text) -> TokenTree:
+    def _path(self, sequence: DecodingSequence) -> TokenTree:
         before, path = sequence.num_output, self._paths.get(sequence.request.request_id, np.empty(0, np.int32))
         if not np.array_equal(path[:before], sequence.output_ids):
             return EMPTY_TREE

@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 
 from laserbatch.jobs.console import ExitCode
-from laserbatch.pipeline.errors import LaserbatchError, RunFailed, WorkspaceBusy
+from laserbatch.pipeline.errors import EndpointGone, LaserbatchError, RunFailed, WorkspaceBusy
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 GOES_ON = "the same command goes on with what is finished"
@@ -48,6 +48,8 @@ def exit_code_of(error: BaseException) -> int:
         return ExitCode.INTERRUPTED
     if isinstance(error, WorkspaceBusy):
         return ExitCode.BUSY
+    if isinstance(error, EndpointGone):
+        return ExitCode.ENDPOINT_GONE
     if isinstance(error, RunFailed):
         return ExitCode.RUN_FAILED
     if isinstance(error, LaserbatchError):

@@ -175,8 +175,11 @@ class Settings(Strict):
     @model_validator(mode="after")
     def _go_together(self) -> "Settings":
         decoding = self.decoding
-        if decoding.engine == "vllm" and self.night.compare_with_plain:
-            raise ValueError("night.compare_with_plain with decoding.engine vllm: its texts are plain ones, say false")
+        if decoding.engine != "laserbatch" and self.night.compare_with_plain:
+            reason = f"night.compare_with_plain with decoding.engine {decoding.engine}: its texts are plain ones"
+            raise ValueError(f"{reason}, say false")
+        if decoding.engine == "endpoint" and (self.cluster.num_workers or 1) > 1:
+            raise ValueError("cluster.num_workers with decoding.engine endpoint: one worker asks the server, say null")
         return self
 
     @field_validator("deliver_to")
@@ -211,7 +214,12 @@ class Settings(Strict):
 
     def of_output(self) -> dict[str, Any]:
         """The settings that may change the files of a run."""
-        return self.model_dump(mode="json", exclude=set(NOT_OF_OUTPUT))
+        output = self.model_dump(mode="json", exclude=set(NOT_OF_OUTPUT))
+        if (server := self.decoding.endpoint) is None:
+            del output["decoding"]["endpoint"]  # the runs of other engines keep their names
+        else:  # a night goes on at another address, or with more money
+            output["decoding"]["endpoint"] = {"model": server.model} | server.provenance()
+        return output
 
     def identity(self) -> dict[str, Any]:
         """The settings that name a run: `of_output`, with paths below the configuration's folder relative to it.

@@ -7,8 +7,9 @@ LaserbatchError      of the pools (`PoolError`) and of CTR training (`CtrError`)
 +-- WorkspaceError   a workspace of another version, damaged, or not one
 |   +-- WorkspaceBusy  another process holds its lock
 +-- RowError         one row that cannot be done; the row goes to quarantine and the run goes on
-+-- RunFailed        most of a night's first texts cannot be kept
++-- RunFailed        most of a night's first texts cannot be kept, or their cost would pass its limit
     +-- RunHeld      the night is done, and a gate keeps it from being published
+    +-- EndpointGone the server that writes the texts does not answer
 """
 
 from laserbatch.retrieval_pools.errors import LaserbatchError
@@ -48,8 +49,12 @@ class RowError(LaserbatchError):
 
 
 class RunFailed(LaserbatchError):
-    """Most of a night's first texts cannot be kept, so the others are not written."""
+    """Most of a night's first texts cannot be kept, or their cost would pass its limit; the others are not written."""
 
 
 class RunHeld(RunFailed):
     """A night is done, but a gate keeps it from being published."""
+
+
+class EndpointGone(RunFailed):
+    """The server that writes a night's texts does not answer; the same command goes on when it does."""

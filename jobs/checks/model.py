@@ -7,9 +7,16 @@ from laserbatch.jobs.checks.result import CheckResult
 from laserbatch.jobs.settings import Settings
 from laserbatch.pipeline.errors import ModelError
 
+NO_CHAT_TEMPLATE = (
+    "its tokenizer has no chat template: prompts go in as plain text",
+    "Most models that are made to answer have one: take the -Instruct model, or copy its chat_template",
+)
+
 
 def check_dtype(settings: Settings) -> Iterator[CheckResult]:
     """In which type the model computes here, and why."""
+    if settings.decoding.engine == "endpoint":
+        return
     from laserbatch.pipeline.decoding.model.compute_type import choose_dtype
     from laserbatch.pipeline.decoding.model.folder import quantization_of, read_config, stored_dtype
     from laserbatch.pipeline.gpus import num_gpus
@@ -73,6 +80,19 @@ def fitting_engine(settings: Settings, num_values: int, file_bytes: int) -> Chec
     return CheckResult("fitting engine", "warning", found, hint[0].upper() + hint[1:])
 
 
+def _served_model(settings: Settings) -> Iterator[CheckResult]:
+    """The tokenizer in the folder of a model that a server has."""
+    from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, needs_a_model
+    from laserbatch.pipeline.decoding.model.folder import load_tokenizer
+
+    tokenizer = load_tokenizer(settings.model_dir)
+    yield CheckResult("model", "ok", f"{settings.model_dir}: a tokenizer of {len(tokenizer):,} tokens")
+    if settings.tables.path is not None and needs_a_model(settings):
+        yield CheckResult("model", "warning", NEEDS_A_MODEL)
+    if tokenizer.chat_template is None:
+        yield CheckResult("model", "warning", *NO_CHAT_TEMPLATE)
+
+
 def check_memory_and_model(settings: Settings) -> Iterator[CheckResult]:
     from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, needs_a_model
     from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
@@ -91,6 +111,9 @@ def check_memory_and_model(settings: Settings) -> Iterator[CheckResult]:
     from laserbatch.pipeline.gpus import num_gpus
 
     folder = settings.model_dir
+    if settings.decoding.engine == "endpoint":
+        yield from _served_model(settings)
+        return
     weights = find_weights(folder)
     num_values = num_stored_values(weights)
     num_bytes = sum(path.stat().st_size for path in weights)
@@ -113,8 +136,7 @@ def check_memory_and_model(settings: Settings) -> Iterator[CheckResult]:
     if warning:
         yield CheckResult("model", "warning", warning)
     if tokenizer.chat_template is None:
-        hint = "Most models that are made to answer have one: take the -Instruct model, or copy its chat_template"
-        yield CheckResult("model", "warning", "its tokenizer has no chat template: prompts go in as plain text", hint)
+        yield CheckResult("model", "warning", *NO_CHAT_TEMPLATE)
     yield fitting_engine(settings, num_values, num_bytes)
     memory = host_memory()
     if num_gpus():

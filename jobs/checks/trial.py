@@ -24,6 +24,7 @@ from laserbatch.pipeline.storage.scratch import ScratchFolder
 if TYPE_CHECKING:
     from laserbatch.jobs.checks.measured import Measured
     from laserbatch.pipeline.decoding.sequence import GenerationRequest
+    from laserbatch.pipeline.engines.engine import TextEngine
     from laserbatch.pipeline.engines.own import OwnEngine
     from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, Shown
     from laserbatch.pipeline.knowledge.templates import PromptTemplate
@@ -34,6 +35,7 @@ MAX_ANSWER_TOKENS = 64
 MAX_TRIED_BYTES = 8 * 10**9  # of weights on a CPU: a larger model takes minutes for a short text
 NUM_TEXTS = 16  # half of each side, written at once
 SPEED_S = 4.0  # of the time in which a text alone is written
+ENDPOINT_S = 30.0  # for a server to answer
 TEXTS_S = 60.0  # for texts that are written at once
 MIN_SHARE_KEPT = 0.7  # of the texts: with fewer, a night stops after its first ones
 
@@ -57,11 +59,27 @@ class Task(NamedTuple):
 
 
 def check_answer(settings: Settings) -> Iterator[CheckResult]:
-    """Whether the model ends a short answer, and with which token."""
-    if settings.decoding.model != SAMPLE_MODEL:
+    """Whether the model ends a short answer, and with which token; before that, whether a server has it."""
+    if settings.decoding.engine == "endpoint":
+        yield from _endpoint(settings)
+    elif settings.decoding.model != SAMPLE_MODEL:
         engine = yield from _loaded(settings)
         if engine is not None:
             yield _answer(engine, settings)
+
+
+def _endpoint(settings: Settings) -> Iterator[CheckResult]:
+    from laserbatch.pipeline.engines.endpoint import EndpointEngine
+
+    decoding, server = settings.decoding, settings.decoding.endpoint
+    assert server is not None
+    limits = {name: min(getattr(server, name), ENDPOINT_S) for name in ("timeout_s", "give_up_after_s")}
+    quickly = server.model_copy(update=limits)
+    with ScratchFolder("doctor") as scratch:
+        of_server = decoding.model_copy(update={"endpoint": quickly})
+        engine = EndpointEngine(settings.model_dir, of_server, Path(scratch))
+        yield CheckResult("endpoint", "ok", f"{server.url} answers, and has {engine.server}")
+        yield _answer(engine, settings)
 
 
 def check_model_here(settings: Settings) -> Iterator[CheckResult]:
@@ -119,8 +137,8 @@ def _loaded(settings: Settings) -> Generator[CheckResult, None, "OwnEngine | Non
 
 
 def _plain(settings: Settings) -> Any:
-    plain = {"engine": "laserbatch", "vllm": {}, "verifier": "greedy", "drafters": (), "drafter_options": {},
-             "max_draft_tokens": 0, "batch_size": NUM_TEXTS, "temperature": 0.0}  # fmt: skip
+    plain = {"engine": "laserbatch", "vllm": {}, "endpoint": None, "verifier": "greedy", "drafters": (),
+             "drafter_options": {}, "max_draft_tokens": 0, "batch_size": NUM_TEXTS, "temperature": 0.0}  # fmt: skip
     return settings.decoding.model_copy(update=plain)
 
 
@@ -134,14 +152,15 @@ def _layers(engine: "OwnEngine") -> CheckResult:
     return CheckResult("architecture", "ok", f"{type(model).__name__}, {by}")
 
 
-def _answer(engine: "OwnEngine", settings: Settings) -> CheckResult:
+def _answer(engine: "TextEngine", settings: Settings) -> CheckResult:
     from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest
     from laserbatch.pipeline.engines.answers import UNCLOSED_THOUGHTS
     from laserbatch.pipeline.knowledge.chat_format import encode_chat
 
     options = settings.template("item").chat_options
     prompt = encode_chat(engine.tokenizer, QUESTION, None, options, datetime.datetime.now(datetime.UTC).date())
-    request = GenerationRequest("answer", prompt, max_new_tokens=MAX_ANSWER_TOKENS)
+    messages = (("user", QUESTION),)
+    request = GenerationRequest("answer", prompt, max_new_tokens=MAX_ANSWER_TOKENS, messages=messages)
     (answer,) = engine.generate("item", [request], _plain(settings))
     if isinstance(answer, GenerationFailure):
         return CheckResult("answer", "warning", f"a short question could not be answered: {answer.reason}")

@@ -30,10 +30,14 @@ def config(config: Path | None = CONFIG, as_json: bool = JSON) -> None:
         stdout.print(f"{line}\n    {option['description']}", markup=False, soft_wrap=True)
 
 
-def options_of(settings: BaseModel, default: BaseModel, within: str = "") -> Iterator[dict[str, Any]]:
-    """The options of a section and of those in it; a field without a description is none."""
+def options_of(settings: BaseModel, default: BaseModel | None, within: str = "") -> Iterator[dict[str, Any]]:
+    """The options of a section and of those in it; a field without a description is none.
+
+    `default` is None for a section that is not there by default.
+    """
     for name, field in type(settings).model_fields.items():
-        value, usual = getattr(settings, name), getattr(default, name)
+        value, usual = getattr(settings, name), None if field.is_required() else field.get_default()
+        usual = usual if default is None else getattr(default, name)
         if isinstance(value, BaseModel):
             yield from options_of(value, usual, f"{within}{name}.")
         elif field.description is not None:

@@ -13,6 +13,7 @@ from laserbatch.jobs.console import say
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.attempt import newest_attempt
 from laserbatch.jobs.stages.budgets import last_speed
+from laserbatch.jobs.stages.endpoint import predicted_cost
 from laserbatch.jobs.stages.generate import plan_night
 from laserbatch.jobs.stages.inputs import checked_inputs
 from laserbatch.jobs.stages.night import Night, new_night, say_other_prompts
@@ -67,13 +68,10 @@ def planned_night(settings: Settings, date: datetime.date, force: bool, redo: bo
         _say_why(night, sides)
     hours = [side["predicted_hours"] for side in sides.values() if side["num_to_write"]]
     total = sum(hours) if None not in hours else None
-    price = settings.cluster.price_per_hour
     if None in [side["predicted_tokens"] for side in sides.values() if side["num_to_write"]]:
         say("tokens are not predicted: no night before this one has texts whose length would say")
     if total is None:
         say("hours are not predicted: no night before this one says how fast texts are written here")
-    if price is None:
-        say("money is not predicted: cluster.price_per_hour is not set")
     return {
         "run_id": night.run.run_id,
         "state": "would begin" if attempt.manifest is None else "would go on",
@@ -81,8 +79,26 @@ def planned_night(settings: Settings, date: datetime.date, force: bool, redo: bo
         "drafted_from": night.manifest.generation.pools.version,
         **sides,
         "predicted_hours": total,
-        "predicted_cost": None if price is None or total is None else total * price,
+        "predicted_cost": _night_cost(settings, sides, total),
     }
+
+
+def _night_cost(settings: Settings, sides: dict[str, dict[str, Any]], hours: float | None) -> float | None:
+    """What the night will cost: the cluster by its hours, and a server by its tokens; None if nothing predicts it."""
+    price, server = settings.cluster.price_per_hour, settings.decoding.endpoint
+    cost = None if price is None or hours is None else hours * price
+    if server is None or server.price_per_million_tokens is None:
+        if price is None:
+            missing = "decoding.endpoint.price_per_million_tokens" if server else "cluster.price_per_hour"
+            say(f"money is not predicted: {missing} is not set")
+        return cost
+    of_sides = [side["predicted_cost"] for side in sides.values() if side["num_to_write"]]
+    if None in of_sides:
+        return None
+    cost = sum(of_sides) + (cost or 0.0)
+    if server.max_cost is not None and cost > server.max_cost:
+        say(f"WARNING: the night would cost {cost:.4g}, more than decoding.endpoint.max_cost {server.max_cost:g}")
+    return cost
 
 
 def _planned_side(night: Night, plan: SidePlan, scratch: RunFolder) -> dict[str, Any]:
@@ -94,6 +110,7 @@ def _planned_side(night: Night, plan: SidePlan, scratch: RunFolder) -> dict[str,
     mean_tokens = None if night.previous is None else means(night.previous, side, ["num_tokens"])[0]
     tokens = None if mean_tokens is None else round(num_rows * mean_tokens)
     tokens_per_s = last_speed(night, [side])
+    cost = {"predicted_cost": predicted_cost(night, side, num_rows, tokens)} if night.settings.decoding.endpoint else {}
     return {
         "num_entities": plan.num_entities,
         "num_carried_over": plan.num_carried_over,
@@ -105,6 +122,7 @@ def _planned_side(night: Night, plan: SidePlan, scratch: RunFolder) -> dict[str,
         **_reasons(night, plan, pending, scratch),
         "predicted_tokens": tokens,
         "predicted_hours": None if tokens is None or not tokens_per_s else tokens / tokens_per_s / 3600,
+        **cost,
     }
 
 

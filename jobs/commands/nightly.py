@@ -73,6 +73,7 @@ def nightly(
             "published": night.workspace.publication.run_id(),
             **({"changed_since": list(night.changed_inputs)} if night.changed_inputs else {}),
             **night_counts(night),
+            **({"cost": server.cost} if (server := night.manifest.generation.endpoint) and server.cost else {}),
             **({"left_out_of_prompts": left_out} if (left_out := left_out_columns(night.manifest)) else {}),
             **({"gates": [asdict(gate) for gate in night.manifest.judgement.gates]} if as_json else {}),
             **({"ctr": asdict(night.manifest.judgement.ctr)} if as_json else {}),

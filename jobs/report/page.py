@@ -200,6 +200,8 @@ def _warnings(manifest: RunManifest, sides: list[SideReport]) -> list[str]:
     found = [f"{done}: {gate_sentence(gate)}." for gate in blocking(manifest.judgement.gates)]
     found += [f"{gate_sentence(gate)}." for gate in warning(manifest.judgement.gates)]
     found += log_warnings(manifest)
+    if (server := manifest.generation.endpoint) is not None and server.changes:
+        found.append(f"{server.changes[0].upper()}{server.changes[1:]}.")
     found += [f"{side.label}: {warning}." for side in sides for warning in side_warnings(side.figures)]
     for table, facts in manifest.origin.inputs.items():
         found += [f"{table}.{column}: {why}." for column, why in facts.get(LEFT_OUT, {}).items()]
@@ -216,10 +218,13 @@ def _facts(manifest: RunManifest) -> list[str]:
     model, machine = manifest.generation.model, manifest.origin.machine
     facts = [f"{side} prompts: {one.framework} ({one.template})" for side, one in manifest.origin.prompts.items()]
     if model is not None:
-        facts.append(f"model {model.id} ({rate(model.num_parameters / 1e6)} M parameters)")
+        size = f" ({rate(model.num_parameters / 1e6)} M parameters)" if model.num_parameters else ""
+        facts.append(f"model {model.id}{size}")
         by_vllm = manifest.origin.settings.get("decoding", {}).get("engine") == "vllm"
         reason = f" ({model.dtype_reason})" if model.dtype_reason else ""
-        facts.append(f"{model.dtype} on {model.device}{reason}{', by vLLM, which verifies greedily' * by_vllm}")
+        server = manifest.generation.endpoint
+        by_us = f"{model.dtype} on {model.device}{reason}{', by vLLM, which verifies greedily' * by_vllm}"
+        facts.append(by_us if server is None else f"written by {server.model} at {server.url}")
     if machine.get("gpu") or machine.get("num_cpus"):
         facts.append(machine.get("gpu") or f"{machine['num_cpus']} CPU cores")
     return [*facts, f"{seconds(_wall_s(manifest))} in all"]

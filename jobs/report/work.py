@@ -20,7 +20,7 @@ from laserbatch.jobs.report.blocks import (
 )
 from laserbatch.jobs.report.sides import SIDE_LABELS, SideReport
 from laserbatch.pipeline.sides import SIDES
-from laserbatch.pipeline.storage.figures import SampleText, WorkerFigures
+from laserbatch.pipeline.storage.figures import EndpointFigures, SampleText, WorkerFigures
 from laserbatch.pipeline.storage.manifest import RunManifest
 
 OUTCOMES = (
@@ -61,6 +61,8 @@ def work_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
         blocks.append(Note("No stage was timed."))
     if manifest.generation.workers is not None and manifest.stages and busy:
         blocks.append(_cost(manifest.generation.workers, manifest.stages, busy))
+    if manifest.generation.endpoint is not None:
+        blocks.append(_endpoint(manifest.generation.endpoint))
     reasons = [
         {
             "Side": side.label,
@@ -121,6 +123,23 @@ def _cost(workers: WorkerFigures, stages: Mapping[str, float], sides: list[SideR
     caption = "Hours of all workers while texts were written. "
     caption += "Set cluster.price_per_hour to see money." if money is None else "Money: of the cluster, for all stages."
     return Table("What it cost", rows, ("Of",), caption)
+
+
+def _endpoint(server: EndpointFigures) -> Table:
+    """What the server's answers took, over all attempts at the run."""
+    row = {
+        "Server": server.url,
+        "Answers": count(server.num_requests),
+        "Sent again": count(server.num_retries),
+        "Prompt tokens": count(server.num_prompt_tokens),
+        "of them cached": count(server.num_cached_tokens),
+        "Answer tokens": count(server.num_completion_tokens),
+        "Money": decimal(server.cost),
+    }
+    said = "; ".join(server.answered_by) or "nothing, since it answered nothing"
+    caption = f"As the server counted them; it says that it is {said}. "
+    caption += "Set decoding.endpoint.price_per_million_tokens to see money." if server.cost is None else ""
+    return Table("What the server's answers took", [row], ("Server",), caption)
 
 
 def _outcomes(side: SideReport) -> str:

@@ -21,7 +21,12 @@ from laserbatch.jobs.console import say
 from laserbatch.jobs.log_age import log_age
 from laserbatch.jobs.settings import SAMPLE_MODEL, Settings
 from laserbatch.pipeline.budget.step_cost import read_step_cost
-from laserbatch.pipeline.decoding.model.folder import load_tokenizer, require_whole_files, tokenizer_folder
+from laserbatch.pipeline.decoding.model.folder import (
+    load_tokenizer,
+    require_tokenizer,
+    require_whole_files,
+    tokenizer_folder,
+)
 from laserbatch.pipeline.encoding.identity import weights_in
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.knowledge.chat_format import LOOKS_LIKE_CONTROL, control_tokens
@@ -136,7 +141,10 @@ def sound_tables(
 
 def _require_files(settings: Settings) -> None:
     """Raise an error if the model, the encoder or the step cost is unusable, which a night would notice hours later."""
-    require_whole_files(settings.model_dir)
+    if settings.decoding.engine == "endpoint":
+        require_tokenizer(settings.model_dir)
+    else:
+        require_whole_files(settings.model_dir)
     require_engine(settings)
     require_plain_words(settings)
     if settings.encoding.encoder is not None:
@@ -147,6 +155,10 @@ def _require_files(settings: Settings) -> None:
 
 def require_engine(settings: Settings) -> None:
     """Raise ConfigError if the configured engine is not installed."""
+    if settings.decoding.engine == "endpoint" and find_spec("openai") is None:
+        raise ConfigError(
+            "decoding.engine is endpoint, whose client is not installed: `pip install 'laserbatch[endpoint]'`"
+        )
     if settings.decoding.engine == "vllm" and find_spec("vllm") is None:
         raise ConfigError("decoding.engine is vllm, which is not installed here; docs/vllm.md says how it is")
 

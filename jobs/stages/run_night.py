@@ -16,6 +16,7 @@ from laserbatch.jobs.stages.audit import audit_texts, generate_audited, needs_au
 from laserbatch.jobs.stages.build_pools import collect_pools, prepare_pools
 from laserbatch.jobs.stages.compare_ctr import compare_night
 from laserbatch.jobs.stages.encode import encode_run, load_encoder, same_dtype
+from laserbatch.jobs.stages.endpoint import recorded_endpoint
 from laserbatch.jobs.stages.generate import generate_knowledge, generate_plain
 from laserbatch.jobs.stages.metrics import night_metrics
 from laserbatch.jobs.stages.night import Night, open_night, pools_in_use
@@ -97,7 +98,8 @@ def _do_stages(night: Night, policy: PublishPolicy) -> None:
         return
     with NightWorkers(settings.cluster, night.workspace.root) as workers:
         try:
-            run_stages(night, WRITING, workers)
+            with recorded_endpoint(night):
+                run_stages(night, WRITING, workers)
         except RunFailed as error:
             _close_failed(night, str(error))
             raise

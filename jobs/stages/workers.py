@@ -10,7 +10,7 @@ import numpy as np
 
 from laserbatch.jobs.console import say
 from laserbatch.pipeline.distributed.actors import WorkerPool
-from laserbatch.pipeline.distributed.cluster import WorkerLayout, ray_cluster
+from laserbatch.pipeline.distributed.cluster import WorkerLayout, cluster_nodes, ray_cluster, worker_layout
 from laserbatch.pipeline.distributed.settings import ClusterSettings
 from laserbatch.pipeline.distributed.spec import TextSpec, WorkerSpec
 from laserbatch.pipeline.errors import RunFailed
@@ -105,7 +105,8 @@ class NightWorkers:
         try:
             gpus_a_worker = 1 if spec is None else spec.gpus_a_worker
             layout = self._cluster.enter_context(ray_cluster(self._settings, self._workspace, gpus_a_worker))
-            self._layout.set_result(layout)
+            # The worker that asks a server needs little; other tasks may have all that there is.
+            self._layout.set_result(layout if gpus_a_worker else worker_layout(self._settings, cluster_nodes()))
             worker_pool = None
             if spec is not None:
                 worker_pool = WorkerPool(spec, layout, MAX_SHARD_ATTEMPTS, self._settings.start_timeout_s)

@@ -66,6 +66,8 @@ def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, sh
     if decoding.engine == "vllm":
         budget = Budget.of(decoding) if pool is not None and decoding.drafters else PLAIN
         return ChosenBudget(budget, BudgetForecast("vLLM's proposer chooses at every step"))
+    if decoding.engine == "endpoint":
+        return ChosenBudget(PLAIN, BudgetForecast("a server writes the texts"))
     if step_cost is None:
         return given_budget(Budget.of(decoding), pool, decoding.drafters, share_changed)
     batch_size, sources = known_batch_size(step_cost, decoding.batch_size), decoding.drafters

@@ -27,6 +27,7 @@ class GenerationRequest:
     max_new_tokens : limit of this text's tokens.
     seed : int64, of its random numbers where texts are sampled.
     grammar : which texts are allowed, in llguidance's variant of Lark; None: any.
+    messages : role and content of each message of the prompt, for servers that take no tokens.
     """
 
     request_id: str
@@ -36,6 +37,7 @@ class GenerationRequest:
     max_new_tokens: int = 512
     seed: int = 0
     grammar: str | None = None
+    messages: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
+from laserbatch.pipeline.decoding.endpoint_settings import EndpointSettings
 from laserbatch.pipeline.decoding.plugins import RULES, TEXT_SOURCES, drafter_plugin, verifier_plugin
 from laserbatch.pipeline.plugins import validated_options
 from laserbatch.pipeline.validation import Strict
@@ -21,14 +22,19 @@ OURS_IN_VLLM = {
 class DecodingSettings(Strict):
     """How texts are drafted, verified and written."""
 
-    engine: Literal["laserbatch", "vllm"] = Field(
+    engine: Literal["laserbatch", "vllm", "endpoint"] = Field(
         default="laserbatch",
         description="This engine computes texts. vllm: vLLM, which must be installed, with pools of laserbatch and "
-        "greedy verification.",
+        "greedy verification. endpoint: a server with OpenAI's API, without drafts.",
     )
     vllm: dict[str, Any] = Field(
         default={},
         description="With engine vllm, these are more arguments of vllm.LLM, such as {tensor_parallel_size: 2}.",
+    )
+    endpoint: EndpointSettings | None = Field(
+        default=None,
+        description="With engine endpoint, this is the server: {url: http://localhost:8000/v1, model: NAME}; "
+        "docs/endpoint.md has its other options.",
     )
     model: str = Field(
         default="sample",
@@ -137,10 +143,29 @@ class DecodingSettings(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _greedy_in_vllm(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("engine") == "vllm":
-            given = {"verifier": "greedy"} | given
+    def _greedy_in_other_engines(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("engine") in ("vllm", "endpoint"):
+            undrafted = {"drafters": ()} if given["engine"] == "endpoint" else {}
+            given = {"verifier": "greedy"} | undrafted | given
         return given
+
+    @model_validator(mode="after")
+    def _fits_endpoint(self) -> "DecodingSettings":
+        if self.engine != "endpoint":
+            if self.endpoint is not None:
+                raise ValueError("endpoint names a server that is not used: say `engine: endpoint`, or null")
+            return self
+        if self.endpoint is None:
+            raise ValueError("engine endpoint needs `endpoint: {url: ..., model: ...}`")
+        for problem, advice in (
+            (self.verifier != "greedy" and f"verifier {self.verifier}", "say `verifier: greedy`, nothing is drafted"),
+            (self.temperature and f"temperature {self.temperature:g}", "texts of a server are not sampled: say 0"),
+            (self.adapter and f"adapter {self.adapter}", "have the server load it, and name it as endpoint.model"),
+            (self.drafters and f"drafters {', '.join(self.drafters)}", "a server drafts by itself: leave them out"),
+        ):
+            if problem:
+                raise ValueError(f"{problem} with engine endpoint: {advice}")
+        return self
 
     @model_validator(mode="after")
     def _fits_vllm(self) -> "DecodingSettings":
@@ -174,7 +199,8 @@ class DecodingSettings(Strict):
         names = {"verifier", "top_k", "min_probability", "max_new_tokens", "dtype"}
         if self.temperature:  # of texts that are not sampled fingerprints stay as they were
             names |= {"temperature"}
-        return self.model_dump(mode="json", include=names)
+        of_server = {} if self.endpoint is None else self.endpoint.provenance()
+        return self.model_dump(mode="json", include=names) | of_server
 
     @property
     def chat_options(self) -> dict[str, Any]:
@@ -183,7 +209,9 @@ class DecodingSettings(Strict):
 
     @property
     def gpus_a_worker(self) -> int:
-        """That an engine's model is spread over."""
+        """That an engine's model is spread over; 0: a server elsewhere has the model."""
+        if self.engine == "endpoint":
+            return 0
         return int(self.vllm.get("tensor_parallel_size", 1)) * int(self.vllm.get("pipeline_parallel_size", 1))
 
     @property

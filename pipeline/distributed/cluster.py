@@ -50,10 +50,13 @@ class WorkerLayout:
 def worker_layout(settings: ClusterSettings, nodes: Sequence[Node], gpus_a_worker: int = 1) -> WorkerLayout:
     """One worker for each `gpus_a_worker` GPUs; without GPUs one for each group of cores, with its threads set.
 
-    A worker lies on one node, so its threads follow from what each node has and not from their sum.
+    A worker lies on one node, so its threads follow from what each node has and not from their sum. Without a model of
+    its own (`gpus_a_worker` 0) one worker is enough: it waits for a server, whose limits it alone then keeps.
 
     Raises ConfigError: the nodes have no room for what the settings ask for.
     """
+    if not gpus_a_worker:
+        return WorkerLayout(1, 1, 0, "cpu")
     on_gpu = any(node.num_gpus for node in nodes)
     most_threads = max([1, *(node.num_cpus for node in nodes)])
 

@@ -155,6 +155,7 @@ class ShardWorker:
                 max_new_tokens,
                 seed_of(side, row.entity_id),
                 self._grammars[side],
+                row.prompt.messages,
             )
             for key, row in longest_first(rows)
         )
@@ -221,7 +222,11 @@ def parsed_answer(
 
 
 def engine_of(spec: TextSpec) -> TextEngine:
-    """The engine that a specification names; code of the other one is not imported."""
+    """The engine that a specification names; code of the others is not imported."""
+    if spec.decoding.engine == "endpoint":
+        from laserbatch.pipeline.engines.endpoint import EndpointEngine
+
+        return EndpointEngine(spec.model_dir, spec.decoding, spec.run_dir)
     given = {name: getattr(spec, name) for name in ("model_dir", "decoding", "device", "num_threads", "pool_dirs",
                                                     "step_cost_dir")}  # fmt: skip
     given["num_sharing"] = workers_of_node(spec.num_workers, spec.num_threads)

@@ -37,6 +37,7 @@ class RenderedPrompt:
     token_ids: np.ndarray  # int32[n]
     num_history: int  # events shown
     num_history_dropped: int  # older ones, left out for the token limit or the template's `max_events`
+    messages: tuple[tuple[str, str], ...] = ()  # role and content of each, of which the tokens are made
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ def render_shown(
     def encoded(num_shown: int) -> RenderedPrompt:
         user = _content(template, "\n".join(head), events[len(events) - num_shown :], tail)
         ids = encode_chat(tokenizer, user, template.system, template.chat_options, date)
-        return RenderedPrompt(ids, num_shown, shown.num_events - num_shown)
+        messages = (("system", template.system), ("user", user)) if template.system else (("user", user),)
+        return RenderedPrompt(ids, num_shown, shown.num_events - num_shown, messages)
 
     def is_too_long(num_shown: int) -> bool:
         return len(encoded(num_shown).token_ids) > max_prompt_tokens

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from laserbatch.pipeline.decoding.model.folder import model_identity, tokenizer_folder
+from laserbatch.pipeline.decoding.model.served import served_identity
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.knowledge.forms import guiding_grammar
 from laserbatch.pipeline.knowledge.prompts import LAYOUT_VERSION, NO_TITLE, PARTS, digest
@@ -86,10 +87,12 @@ def shared_fingerprint(
         paths += [path for pattern in CHAT_FILES for path in sorted(Path(decoding.adapter).glob(pattern))]
     chat_files = [(path.name, sha256_file(path)) for path in paths]
     chat = [tokenizer_hash(tokenizer_folder(model_dir, decoding.adapter)), chat_files, max_prompt_tokens]
+    server = decoding.endpoint
+    model_id = served_identity(model_dir, server.model) if server else model_identity(model_dir, decoding.adapter)
     shared = {
         "template": [LAYOUT_VERSION, template.model_dump(mode="json", exclude_defaults=True)],
         "prompt": chat,
-        "model": model_identity(model_dir, decoding.adapter),
+        "model": model_id,
         "decoding": decoding.provenance() | ({"guided": True} if guiding_grammar(template, decoding) else {}),
     }
     return "-".join(digest(shared[name]) for name in PARTS[: len(shared)])

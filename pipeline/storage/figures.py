@@ -81,6 +81,30 @@ class WorkerFigures:
 
 
 @dataclass(frozen=True)
+class EndpointFigures:
+    """The server that wrote a run's texts, and what its answers took, over all attempts."""
+
+    url: str
+    model: str  # as the server calls it
+    api: str
+    num_requests: int  # that were answered
+    num_retries: int
+    num_prompt_tokens: int  # cached ones included
+    num_cached_tokens: int
+    num_completion_tokens: int
+    answered_by: dict[str, int]  # what the server said it is -> answers
+    cost: float | None = None  # in whatever currency; None without a price
+
+    @property
+    def changes(self) -> str | None:
+        """A warning where more than one server, or more than one version of it, answered; None where one did."""
+        if len(self.answered_by) < 2:
+            return None
+        parts = "; ".join(f"{name}: {num} answers" for name, num in self.answered_by.items())
+        return f"the server changed during the night, so texts may be of different models: {parts}"
+
+
+@dataclass(frozen=True)
 class ShardInfo:
     """How a shard's texts were written: by which plan, model and number of workers, and what was counted."""
 

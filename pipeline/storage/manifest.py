@@ -16,6 +16,7 @@ from laserbatch.pipeline.storage.figures import (
     AuditFigures,
     BudgetFigures,
     CtrFigures,
+    EndpointFigures,
     FeatureFigures,
     GateFigures,
     ModelFigures,
@@ -68,6 +69,7 @@ class Generation:
     budgets: dict[Side, BudgetFigures] = field(default_factory=dict)
     model: ModelFigures | None = None
     workers: WorkerFigures | None = None
+    endpoint: EndpointFigures | None = None  # of texts that a server wrote
     sides: dict[Side, SideFigures] = field(default_factory=dict)
     plain: dict[Side, SideFigures] = field(default_factory=dict)
 

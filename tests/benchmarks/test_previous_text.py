@@ -12,7 +12,7 @@ from previous_text_tasks import LAST_FILM, SET_OF_FILMS
 from previous_text_writer import PathFirst
 
 from laserbatch.pipeline.decoding.drafters import NoDrafter
-from laserbatch.pipeline.decoding.sequence import GenerationRequest, Sequence
+from laserbatch.pipeline.decoding.sequence import DecodingSequence, GenerationRequest
 
 
 def ids(*tokens: int) -> np.ndarray:
@@ -33,7 +33,7 @@ def test_all_but_one_step_of_the_beginning_could_be_saved():
 
 
 def test_only_the_first_draft_of_a_text_has_the_path():
-    sequence = Sequence(GenerationRequest("0", ids(7)), 8)
+    sequence = DecodingSequence(GenerationRequest("0", ids(7)), 8)
     drafter = PathFirst(NoDrafter(), {"0": ids(1, 2, 3)}, np.array([1.0, 0.5, 0.25, 0.25]))
     first = drafter.draft_all([sequence], [7])[0]
     assert first.token_ids.tolist() == [1, 2, 3] and first.parents.tolist() == [-1, 0, 1]
@@ -44,7 +44,7 @@ def test_only_the_first_draft_of_a_text_has_the_path():
 
 def test_a_path_goes_on_behind_what_a_form_began_with_and_ends_where_that_differs():
     for begun, expected in (([1], [2, 3]), ([4], [])):
-        sequence = Sequence(GenerationRequest("0", ids(7)), 8)
+        sequence = DecodingSequence(GenerationRequest("0", ids(7)), 8)
         sequence.append_forced(begun)
         drafted = PathFirst(NoDrafter(), {"0": ids(1, 2, 3)}).draft_all([sequence], [7])
         assert drafted.token_ids.tolist() == expected

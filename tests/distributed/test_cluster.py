@@ -48,6 +48,7 @@ def test_workers_fit_the_nodes_that_there_are(settings, nodes, expected):
 def test_a_worker_may_have_several_gpus_of_one_node():
     nodes = [Node(16, 4), Node(16, 3)]
     assert worker_layout(ClusterSettings(), nodes, gpus_a_worker=2) == WorkerLayout(3, 8, 2, "cuda")
+    assert worker_layout(ClusterSettings(), nodes, gpus_a_worker=0) == WorkerLayout(1, 1, 0, "cpu")  # asks a server
     with pytest.raises(ConfigError, match="1 workers of 16 CPUs and 8 GPUs each, but for 0"):
         worker_layout(ClusterSettings(), nodes, gpus_a_worker=8)
 

@@ -12,9 +12,13 @@ from test_features import knowledge_of
 
 from laserbatch.jobs.stages import encode
 from laserbatch.jobs.stages.encode import encode_run
+from laserbatch.jobs.stages.workers import NightWorkers
+from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
+from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.distributed import encoding
 from laserbatch.pipeline.distributed.cluster import ray_cluster
 from laserbatch.pipeline.distributed.settings import ClusterSettings
+from laserbatch.pipeline.distributed.spec import TextSpec
 from laserbatch.pipeline.encoding.identity import encoder_identity, with_dtype
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.encoding.text_parts import text_parts
@@ -117,6 +121,18 @@ def test_an_error_that_a_task_meets_ends_the_night_as_itself(tiny_encoder, tmp_p
     monkeypatch.setattr(encoding, "_encode_part", elsewhere)
     with pytest.raises(WorkspaceError, match=r"does not see .*00000\.parquet: every machine of the cluster needs"):
         encode_run(run.root, settings, start_cluster=start_cluster)
+
+
+@pytest.mark.ray
+def test_tasks_have_the_whole_cluster_where_a_small_worker_asks_a_server(cluster, tmp_path):
+    endpoint = {"url": "http://127.0.0.1:1/v1", "model": "none"}
+    decoding = DecodingSettings.model_validate({"engine": "endpoint", "endpoint": endpoint})
+    places = {name: tmp_path for name in ("run_dir", "step_cost_dir")}
+    spec = TextSpec(run_id="r", model_dir=SAMPLE_MODEL, decoding=decoding, templates={}, **places)
+    with NightWorkers(ClusterSettings(num_workers=1)) as workers:
+        workers.start(spec)
+        workers.dismiss()
+        assert workers.cluster() == cluster and spec.gpus_a_worker == 0
 
 
 def test_the_dtype_of_earlier_vectors_is_kept_and_another_encoder_has_its_own(tiny_encoder):

@@ -7,13 +7,15 @@ import yaml
 from default_yaml import DEFAULT_YAML, default_yaml
 from pydantic import BaseModel, ValidationError
 
+from laserbatch.jobs.commands.config import options_of
 from laserbatch.jobs.removed_options import REMOVED
 from laserbatch.jobs.settings import PACKAGE_ROOT, Settings, load_settings
+from laserbatch.pipeline.decoding.endpoint_settings import EndpointSettings
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.prompts import Shown, render_shown
 
-MAX_OPTIONS = 65
+MAX_OPTIONS = 66
 
 
 def write(path, text):
@@ -100,7 +102,7 @@ def test_a_file_may_not_name_what_is_for_code_alone():
     assert internal_fields(Settings) and set(internal_fields(Settings)) <= set(REMOVED)
 
 
-def test_the_core_has_at_most_65_options():
+def test_the_core_has_at_most_66_options():
     """A new option must be one that a team can set without a study of its own; another one makes room for it."""
     options = leaf_options(Settings)
     assert len(options) <= MAX_OPTIONS, options
@@ -135,6 +137,80 @@ def test_the_page_of_vllm_shows_options_that_there_are():
     page = (PACKAGE_ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```yaml\n(.*?)```", page, re.MULTILINE | re.DOTALL)
     assert Settings.model_validate(yaml.safe_load(block)).decoding.gpus_a_worker == 2
+
+
+SERVER = {"url": "http://localhost:8000/v1", "model": "qwen"}
+
+
+def with_server(**options):
+    """Settings of a night whose texts a server writes."""
+    return Settings.model_validate({"decoding": {"engine": "endpoint", "endpoint": SERVER | options}})
+
+
+@pytest.mark.parametrize(
+    ("decoding", "told"),
+    [
+        ({"verifier": "relaxed"}, "verifier relaxed with engine endpoint: say `verifier: greedy`"),
+        ({"temperature": 0.5}, "temperature 0.5 with engine endpoint"),
+        ({"adapter": "lora"}, r"adapter lora with engine endpoint: have the server load it"),
+        ({"drafters": ["pool"]}, "drafters pool with engine endpoint"),
+        ({"endpoint": None}, r"engine endpoint needs `endpoint: \{url"),
+        ({"engine": "laserbatch"}, "endpoint names a server that is not used"),
+        ({"endpoint": SERVER | {"max_cost": 1}}, "max_cost needs price_per_million_tokens"),
+        ({"endpoint": SERVER | {"url": "localhost:8000"}}, "expected a URL such as"),
+        ({"endpoint": SERVER | {"extra_body": {"n": 2}}}, "extra_body has n, which laserbatch sets"),
+        ({"endpoint": SERVER | {"max_tokens": 2}}, "max_tokens"),
+    ],
+)
+def test_what_an_endpoint_cannot_do_is_refused(decoding, told):
+    with pytest.raises(ValidationError, match=told):
+        Settings.model_validate({"decoding": {"engine": "endpoint", "endpoint": SERVER} | decoding})
+
+
+@pytest.mark.parametrize(
+    "section",
+    [{"night": {"compare_with_plain": True}}, {"cluster": {"num_workers": 2}}],
+    ids=lambda one: next(iter(one)),
+)
+def test_one_worker_asks_a_server_and_nothing_is_compared_with_plain_texts(section):
+    with pytest.raises(ValidationError, match=r"with decoding\.engine endpoint"):
+        Settings.model_validate({"decoding": {"engine": "endpoint", "endpoint": SERVER}} | section)
+
+
+@pytest.mark.parametrize("options", [{"api_key_env": "sk-secret"}, {"url": "http://me:sk-secret@host/v1"}])
+def test_a_key_in_the_configuration_is_refused_without_being_shown(tmp_path, options):
+    text = yaml.safe_dump({"decoding": {"engine": "endpoint", "endpoint": SERVER | options}})
+    with pytest.raises(ConfigError, match="api_key_env") as told:
+        load_settings(write(tmp_path / "c.yaml", text))
+    assert "sk-secret" not in str(told.value)
+
+
+def test_a_night_keeps_its_name_if_its_server_moves_or_gets_more_money_but_not_if_texts_change():
+    named = with_server().identity()
+    prices = {"input": 1, "output": 2}
+    moved = with_server(url="http://other/v1", api_key_env="K", price_per_million_tokens=prices, max_cost=5)
+    assert moved.identity() == named
+    for changed in ({"model": "other"}, {"api": "chat"}, {"extra_body": {"seed": 1}}):
+        assert with_server(**changed).identity() != named
+    assert "endpoint" not in Settings().identity()["decoding"]
+    greedy = Settings.model_validate({"decoding": {"verifier": "greedy"}}).decoding
+    assert with_server().decoding.provenance() == greedy.provenance()  # a change of engine alone rewrites nothing
+    assert with_server().decoding.gpus_a_worker == 0
+
+
+def test_the_options_of_an_endpoint_are_shown_with_their_defaults():
+    shown = {one["option"]: one for one in options_of(with_server(timeout_s=5), Settings())}
+    assert shown["decoding.endpoint.timeout_s"]["is_changed"] and shown["decoding.endpoint.timeout_s"]["default"] == 600
+    assert not shown["decoding.endpoint.give_up_after_s"]["is_changed"]
+    assert shown["decoding.endpoint.url"]["value"] == SERVER["url"]
+
+
+def test_the_page_of_endpoints_has_every_option_and_its_examples_are_configurations():
+    page = (PACKAGE_ROOT / "docs" / "endpoint.md").read_text(encoding="utf-8")
+    blocks = [yaml.safe_load(one) for one in re.findall(r"^```yaml\n(.*?)```", page, re.MULTILINE | re.DOTALL)]
+    assert len(blocks) == 2 and all(Settings.model_validate(one).decoding.endpoint for one in blocks)
+    shown = re.findall(r"^\| `(\w+)`", page, re.MULTILINE)
+    assert [name for name in shown if name in EndpointSettings.model_fields] == list(EndpointSettings.model_fields)
 
 
 THINKS = "{{ messages[0].content }}{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}"

@@ -71,9 +71,14 @@ def find_weights(path: Path) -> list[Path]:
         others = sorted(p.name for p in path.glob("*.bin"))
         found = f"; found {', '.join(others)}, which is not read: convert it to safetensors" if others else ""
         raise ModelError(f"{path} holds no weights ({', '.join(missing) or 'model.safetensors'} expected){found}")
-    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
-        raise ModelError(f"{path} holds no tokenizer; one of {', '.join(_TOKENIZER_FILES)} is expected")
+    require_tokenizer(path)
     return weights
+
+
+def require_tokenizer(folder: Path) -> None:
+    """Raise ModelError where a folder holds no tokenizer; it need not hold a model."""
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelError(f"{folder} holds no tokenizer; one of {', '.join(_TOKENIZER_FILES)} is expected")
 
 
 def require_whole_files(folder: Path) -> None:
@@ -123,11 +128,11 @@ def tokenizer_folder(folder: Path, adapter: str | Path | None = None) -> Path:
 
 
 def load_tokenizer(folder: Path, adapter: str | Path | None = None) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a model folder, or of an adapter that has its own; also an adapter's own chat template is used.
+    """The tokenizer of a folder, or of an adapter that has its own; also an adapter's own chat template is used.
 
-    Raises ModelError: the folder is no model folder, or its tokenizer cannot be read.
+    Raises ModelError: the folder holds no tokenizer, or it cannot be read.
     """
-    find_weights(folder)
+    require_tokenizer(folder)
     template = None if adapter is None else _chat_template(Path(adapter))
     model_folder, folder = folder, tokenizer_folder(folder, adapter)
     from transformers import AutoTokenizer  # here: it takes seconds to load, and who only asks of files needs it not
@@ -376,7 +381,8 @@ def folder_rules(folder: Path) -> dict[str, Any]:
     config = _read(file)
     penalty = repetition_penalty_of(config, file)
     done = {} if penalty == 1.0 else {"repetition_penalty": penalty}
-    own, other = (_ids(values.get("eos_token_id")) for values in (config, _read(folder / "config.json")))
+    of_model = _read(folder / "config.json") if (folder / "config.json").is_file() else {}
+    own, other = (_ids(values.get("eos_token_id")) for values in (config, of_model))
     return done | ({"eos_token_id": own} if own and own != other else {})
 
 

@@ -1,0 +1,125 @@
+"""Options of `decoding.engine: endpoint`: where the server is, how it is asked, and what its answers may cost."""
+
+import os
+import re
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.validation import Strict
+
+# What a request says by other options, or what would change the shape of its answer.
+OURS_IN_REQUESTS = {"model", "prompt", "messages", "stream", "n", "best_of", "echo"}
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class TokenPrices(Strict):
+    """What a million tokens cost, in any currency."""
+
+    input: float = Field(ge=0, description="A million tokens of prompts cost this much.")
+    output: float = Field(ge=0, description="A million tokens of answers cost this much.")
+    cached: float | None = Field(
+        default=None,
+        ge=0,
+        description="A million tokens of prompts that the server had in its cache cost this much. null: as much as "
+        "other tokens of prompts.",
+    )
+
+    def cost(self, num_prompt: int, num_completion: int, num_cached: int = 0) -> float:
+        """What tokens of prompts, of which `num_cached` were cached, and of answers cost."""
+        cached = self.input if self.cached is None else self.cached
+        return ((num_prompt - num_cached) * self.input + num_cached * cached + num_completion * self.output) / 1e6
+
+
+class EndpointSettings(Strict):
+    """The server that writes texts, and the limits that hold for it."""
+
+    url: str = Field(description="The server's API is at this URL, which usually ends in /v1.")
+    model: str = Field(description="The server calls the model by this name.")
+    api: Literal["completions", "chat"] = Field(
+        default="completions",
+        description="completions: prompts are sent as token ids, made with the tokenizer in the folder decoding.model. "
+        "chat: prompts are sent as messages, to servers that take no token ids.",
+    )
+    api_key_env: str | None = Field(
+        default=None,
+        description="The key of the server is in this environment variable. null: no key is sent.",
+    )
+    timeout_s: float = Field(
+        default=600.0, gt=0, allow_inf_nan=False, description="A request that takes more seconds is sent again."
+    )
+    give_up_after_s: float = Field(
+        default=600.0,
+        gt=0,
+        le=1500,  # a worker that has nothing to show for longer is taken for hung
+        description="The night ends, and can go on later, when the server has answered no request for so many seconds.",
+    )
+    requests_per_minute: float | None = Field(
+        default=None, gt=0, description="At most this many requests are sent in a minute. null: no limit."
+    )
+    tokens_per_minute: float | None = Field(
+        default=None,
+        gt=0,
+        description="Requests of a minute have at most this many tokens of prompts and max_new_tokens. null: no limit.",
+    )
+    extra_body: dict[str, Any] = Field(
+        default={},
+        description="These fields are added to each request, such as {service_tier: flex}; a field that is null is "
+        "left out of requests.",
+    )
+    price_per_million_tokens: TokenPrices | None = Field(
+        default=None,
+        description="Tokens cost this much, {input: 0.1, output: 0.4, cached: 0.05}; plans and reports then show "
+        "money. null: they show none.",
+    )
+    max_cost: float | None = Field(
+        default=None,
+        gt=0,
+        description="A night ends, and can go on later, before its texts cost more than this. null: no limit.",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_plain_url(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("expected a URL such as http://localhost:8000/v1")
+        return url.rstrip("/")
+
+    @field_validator("extra_body")
+    @classmethod
+    def _leaves_requests_alone(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(fields.keys() & OURS_IN_REQUESTS):
+            raise ValueError(f"extra_body has {', '.join(taken)}, which laserbatch sets")
+        return fields
+
+    @model_validator(mode="after")
+    def _go_together(self) -> "EndpointSettings":
+        # What may be a secret is refused here, where the message does not show the value.
+        parts = urlsplit(self.url)
+        if parts.username or parts.password or parts.query or parts.fragment:
+            raise ValueError("url has a password or a query, where secrets are seen: name a variable as api_key_env")
+        if self.api_key_env is not None and not _VARIABLE.fullmatch(self.api_key_env):
+            raise ValueError("api_key_env is no name of an environment variable, such as OPENAI_API_KEY")
+        if self.max_cost is not None and self.price_per_million_tokens is None:
+            raise ValueError("max_cost needs price_per_million_tokens")
+        return self
+
+    def key(self) -> str | None:
+        """The key of the server; None: it takes none. Raises ConfigError: the variable is not set in this process."""
+        if self.api_key_env is None:
+            return None
+        key = os.environ.get(self.api_key_env, "").strip()
+        if not key:
+            raise ConfigError(
+                f"the environment variable {self.api_key_env} is not set or empty (decoding.endpoint.api_key_env); set "
+                "it where the night runs, and on a Ray cluster where its workers run"
+            )
+        return key
+
+    def provenance(self) -> dict[str, Any]:
+        """What of these options changes texts: how prompts are sent, and fields that are added to requests."""
+        named = {"api": self.api} if self.api != "completions" else {}
+        return named | ({"extra_body": self.extra_body} if self.extra_body else {})

@@ -1,0 +1,246 @@
+"""A server with OpenAI's API as a worker's engine: prompts go out as token ids or messages, answers come back as texts.
+
+Nothing is loaded but a tokenizer, and nothing is drafted. docs/endpoint.md says how nights use it.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Coroutine, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from laserbatch.pipeline.decoding.model.folder import folder_rules, load_tokenizer
+from laserbatch.pipeline.decoding.model.served import served_end_ids, served_identity, with_rows
+from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
+from laserbatch.pipeline.engines.answers import Answers
+from laserbatch.pipeline.engines.endpoint_client import EndpointClient
+from laserbatch.pipeline.engines.spending import Spending
+from laserbatch.pipeline.errors import ConfigError, RowError, RunFailed
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.figures import ModelFigures
+from laserbatch.retrieval_pools.sources import NUM_SOURCES, SOURCE_TARGET
+from laserbatch.retrieval_pools.step_cost import StepCost
+
+logger = logging.getLogger(__name__)
+
+PATHS = {"completions": "/completions", "chat": "/chat/completions"}
+VLLM, SGLANG = "vllm", "sglang"  # as `/v1/models` says who owns a model; both take stop tokens, and return tokens
+JSON_GRAMMAR = "start: %json "  # how `knowledge.forms` begins a grammar that is a JSON schema
+MAX_TOKEN_ID = 2**31  # ids are int32
+TICK_S, SAVE_EVERY_S = 1.0, 1.0  # between signs of life of a worker that waits; between saves of what was spent
+_T = TypeVar("_T")
+
+
+class EndpointEngine:
+    """A server as a `TextEngine`.
+
+    Raises ModelError: the folder holds no tokenizer. ConfigError: the key is not in the environment, or the server does
+    not know it or the model. EndpointGone: it does not answer.
+
+    Parameters
+    ----------
+    model_dir : folder of the model's tokenizer; weights need not be in it.
+    run_dir : where the tokens that answers took are counted, over all attempts at a run.
+    """
+
+    def __init__(self, model_dir: Path, decoding: DecodingSettings, run_dir: Path) -> None:
+        assert decoding.endpoint is not None
+        self.tokenizer, self.num_forwards, self.costliest_step_s = load_tokenizer(model_dir), 0, 0.0
+        self._settings, self._max_concurrent = decoding.endpoint, decoding.batch_size
+        self._chat_options = decoding.chat_options
+        self._penalty = folder_rules(model_dir).get("repetition_penalty", 1.0)
+        named = served_end_ids(model_dir, self.tokenizer)
+        self._answers = Answers(self.tokenizer, named)
+        self._end_ids = with_rows(model_dir, (*named, *self._answers.role_ids))
+        self._run_dir, self._spending, self._saved_s = run_dir, Spending.of(run_dir), 0.0
+        self._loop = asyncio.new_event_loop()
+        self._client = EndpointClient(self._settings, self._spending)
+        self._card = self._waited(self._client.card())
+        self.model = ModelFigures(
+            id=served_identity(model_dir, self._settings.model), dtype="unknown", device="server", num_parameters=0
+        )
+
+    @property
+    def graph_counts(self) -> dict[str, int]:
+        return {}
+
+    @property
+    def server(self) -> str:
+        """What the server says it is: the model, who serves it, and from where."""
+        facts = {name: self._card.get(name) for name in ("owned_by", "root", "max_model_len")}
+        return f"{self._settings.model} ({', '.join(f'{k} {v}' for k, v in facts.items() if v) or 'nothing more'})"
+
+    def generate(
+        self,
+        side: Side,
+        requests: Iterable[GenerationRequest],
+        decoding: DecodingSettings,
+        budget: Budget | None = None,
+    ) -> Iterator[GenerationResult | GenerationFailure]:
+        """As `TextEngine.generate`. Raises RunFailed before anything is sent: the texts may cost more than allowed."""
+        requests = [self._answers.unguided_thoughts(request) for request in requests]
+        self._require_affordable(requests)
+        self._client.begin()
+        self._card = self._waited(self._client.card())  # it may have been started anew with another model
+        waiting, open_tasks, done = iter(requests), set(), set()
+        try:
+            while True:
+                free = self._max_concurrent - len(open_tasks)
+                open_tasks |= {self._loop.create_task(self._outcome(one)) for one in islice(waiting, free)}
+                if not open_tasks:
+                    return
+                done, open_tasks = self._waited(asyncio.wait(open_tasks, return_when=asyncio.FIRST_COMPLETED))
+                for task in done:
+                    yield task.result()
+                if time.monotonic() - self._saved_s > SAVE_EVERY_S:
+                    self._save()
+        finally:
+            self._waited(_ended(open_tasks | done))
+            self._save()
+
+    def warm_up(self, sides: Iterable[Side]) -> None:
+        """The server did."""
+
+    def usual_tokens(self, side: Side) -> None:
+        return None  # nothing runs on under greedy verification that plain decoding would not
+
+    def cached_step_cost(self) -> StepCost | None:
+        return None
+
+    def measured_step_cost(self, save: bool = True) -> StepCost:
+        raise AssertionError("nothing is drafted, so nothing is chosen by it")
+
+    def _waited(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        task = self._loop.create_task(coroutine)
+        while not task.done():
+            self._loop.run_until_complete(asyncio.wait([task], timeout=TICK_S))
+            self.num_forwards += 1  # this process is well; how long a server may take, its own limits say
+        return task.result()
+
+    def _save(self) -> None:
+        self._spending.save(self._run_dir)
+        self._saved_s = time.monotonic()
+
+    def _require_affordable(self, requests: list[GenerationRequest]) -> None:
+        prices, most = self._settings.price_per_million_tokens, self._settings.max_cost
+        if prices is None or most is None:
+            return
+        spent = self._spending.cost(self._settings) or 0.0
+        added = [self._settings.extra_body.get(name) for name in ("max_tokens", "max_completion_tokens")]
+        limit = max([0, *(one for one in added if isinstance(one, int))])  # that takes the place of max_new_tokens
+        num_completion = sum(max(limit, one.max_new_tokens) for one in requests)
+        shard = prices.cost(sum(len(one.prompt_ids) for one in requests), num_completion)
+        if spent + shard > most:
+            raise RunFailed(
+                f"the night has cost {spent:.4g}, and its next shard of {len(requests)} texts may cost {shard:.4g}, "
+                f"more than decoding.endpoint.max_cost {most:g} leaves; raise it, and the same command goes on"
+            )
+
+    async def _outcome(self, request: GenerationRequest) -> GenerationResult | GenerationFailure:
+        try:
+            body = self._body(request)
+            num_tokens = len(request.prompt_ids) + body.get("max_tokens", request.max_new_tokens)
+            answer = await self._client.post(PATHS[self._settings.api], body, num_tokens)
+            return self._answers.answer(self._result(request, answer), request.prompt_ids)
+        except RowError as error:
+            is_form = request.grammar is not None and error.reason.startswith("refused")
+            advice = "; if it refuses the form of answers, set decoding.guided: off" * is_form
+            return GenerationFailure(request.request_id, error.reason + advice)
+
+    def _body(self, request: GenerationRequest) -> dict[str, Any]:
+        """The fields of a request. Raises RowError: its prompt leaves no room for an answer."""
+        context, num_prompt = self._card.get("max_model_len"), len(request.prompt_ids)
+        room = context - num_prompt if isinstance(context, int) else request.max_new_tokens
+        if room < 1:
+            raise RowError(f"too-long: the prompt has {num_prompt} tokens, the server's context {context}")
+        max_tokens = min(request.max_new_tokens, room)
+        body: dict[str, Any] = {"model": self._settings.model, "max_tokens": max_tokens, "temperature": 0}
+        takes_more = self._card.get("owned_by") in (VLLM, SGLANG)
+        if self._settings.api == "completions":
+            body["prompt"] = request.prompt_ids.tolist()
+        else:
+            body["messages"] = [{"role": role, "content": content} for role, content in request.messages]
+            body |= {"chat_template_kwargs": self._chat_options} if takes_more else {}
+        if takes_more:
+            body |= {"stop_token_ids": self._end_ids, "return_token_ids": True}
+            body |= {"repetition_penalty": self._penalty} if self._penalty != 1.0 else {}
+        if request.grammar is not None:
+            body |= self._form(request.grammar)
+        body |= self._settings.extra_body
+        return {name: value for name, value in body.items() if value is not None}
+
+    def _form(self, grammar: str) -> dict[str, Any]:
+        """The fields that hold an answer to its form. Raises ConfigError: this server has none for it."""
+        if self._card.get("owned_by") == VLLM:
+            return {"structured_outputs": {"grammar": grammar}}
+        if grammar.startswith(JSON_GRAMMAR):
+            schema = json.loads(grammar.removeprefix(JSON_GRAMMAR))
+            schema.pop("x-guidance", None)  # llguidance's own: how JSON is laid out
+            named = {"name": "answer", "strict": True, "schema": schema}
+            return {"response_format": {"type": "json_schema", "json_schema": named}}
+        raise ConfigError(
+            f"{self._settings.url} holds answers to JSON schemas alone (its /models does not say vllm), and a "
+            "template asks for another form; set decoding.guided: off, or take templates that ask for JSON"
+        )
+
+    def _result(self, request: GenerationRequest, answer: dict[str, Any]) -> GenerationResult:
+        """The text of an answer, whose tokens are counted first. Raises RowError: it has none, or more than one."""
+        fingerprint = answer.get("system_fingerprint")
+        answered_by = self.server + (f", fingerprint {fingerprint}" if fingerprint else "")
+        # Without the server's `usage` an answer is counted as if it had reached its limit.
+        self._spending.add(answer.get("usage"), len(request.prompt_ids), request.max_new_tokens, answered_by)
+        choice = self._choice(answer.get("choices"))
+        token_ids, end_id = self._tokens(choice)
+        has_ended, none = choice["finish_reason"] == "stop", np.zeros(NUM_SOURCES, np.int64)
+        return GenerationResult(
+            request_id=request.request_id,
+            token_ids=np.array(token_ids, np.int32),
+            sources=np.full(len(token_ids), SOURCE_TARGET, np.uint8),
+            text=cast("str", self.tokenizer.decode(token_ids, skip_special_tokens=True)),
+            finish_reason="end_of_text" if has_ended else "length",
+            num_steps=len(token_ids) + has_ended,
+            num_drafted=0,
+            num_accepted=0,
+            drafted_by_source=none,
+            accepted_by_source=none,
+            end_id=end_id if has_ended else None,
+        )
+
+    def _choice(self, choices: Any) -> dict[str, Any]:
+        """The only choice of an answer, with its `text`, whichever API wrote it. Raises RowError."""
+        if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+            found = len(choices) if isinstance(choices, list) else "no"
+            raise RowError(f"malformed-answer: it has {found} choices, and 1 is expected")
+        message = choices[0].get("message")
+        choice = choices[0] | ({"text": message.get("content")} if isinstance(message, dict) else {})
+        if isinstance(message, dict) and message.get("refusal"):
+            raise RowError("refused: the model refuses to answer")
+        if (reason := choice.get("finish_reason")) not in ("stop", "length"):
+            raise RowError(f"not-finished: the server ended the answer by {str(reason)[:40]!r}")
+        if not isinstance(choice.get("text"), str):
+            raise RowError("malformed-answer: it has no text")
+        return choice
+
+    def _tokens(self, choice: dict[str, Any]) -> tuple[list[int], int | None]:
+        """The tokens of a choice, without its end token, and that: the server's, or those that its text has."""
+        token_ids = choice.get("token_ids")
+        if isinstance(token_ids, list) and all(type(one) is int and 0 <= one < MAX_TOKEN_ID for one in token_ids):
+            end_id = token_ids[-1] if token_ids and token_ids[-1] in self._end_ids else None
+            return token_ids if end_id is None else token_ids[:-1], end_id
+        # Marks that are tokens, such as those of thoughts, are what the model wrote, so they become tokens again.
+        token_ids = cast("list[int]", self.tokenizer(choice["text"], add_special_tokens=False)["input_ids"])
+        known = choice.get("stop_reason")
+        return token_ids, known if known in self._end_ids else cast("int | None", self.tokenizer.eos_token_id)
+
+
+async def _ended(tasks: set[asyncio.Task]) -> None:
+    """Cancel requests and wait until they have ended, whatever they raise."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,183 @@
+"""Requests to a server with OpenAI's API: paced by its limits, sent again while it cannot answer.
+
+It knows no prompts and no texts. What it raises is made of our own words and the server's message, never of the
+client's exceptions, whose requests hold the key.
+"""
+
+import asyncio
+import json
+import logging
+import random
+import time
+from typing import Any
+
+import openai
+
+from laserbatch.pipeline.decoding.endpoint_settings import EndpointSettings
+from laserbatch.pipeline.engines.spending import Spending
+from laserbatch.pipeline.errors import ConfigError, EndpointGone, RowError
+
+for name in ("openai", "httpx", "httpx2"):  # a line a request
+    logging.getLogger(name).setLevel(logging.WARNING)
+
+MAX_TRIES = 8  # of a request that fails by itself: the server has an error for it, or answers others meanwhile
+FIRST_DELAY_S, MAX_DELAY_S = 0.5, 60.0  # before a request is sent again; doubled each time
+LIST_TIMEOUT_S = 30.0  # for the list of models, with which no time is spent
+MAX_SAID = 300  # characters of a server's message
+TOO_MANY, TIMED_OUT, CONFLICT, ERROR = 429, 408, 409, 500  # status codes after which a request is sent again
+
+
+class EndpointClient:
+    """One server, asked from one event loop. Raises ConfigError: its key is not in the environment."""
+
+    def __init__(self, settings: EndpointSettings, spending: Spending) -> None:
+        self._settings, self._spending, self._key = settings, spending, settings.key()
+        self._client = openai.AsyncOpenAI(
+            base_url=settings.url,
+            api_key=self._key or "none",
+            timeout=settings.timeout_s,
+            max_retries=0,  # `post` sends again
+        )
+        self._options: Any = {} if self._key else {"headers": {"Authorization": openai.Omit()}}
+        self._free_at_s = 0.0  # when the next request may be sent
+        self._last_answer_s = time.monotonic()
+
+    def begin(self) -> None:
+        """Count the time without an answer from now on."""
+        self._last_answer_s = time.monotonic()
+
+    async def card(self) -> dict[str, Any]:
+        """What the server says of the model (`/v1/models`); empty where it lists none.
+
+        Raises ConfigError: it has other models. EndpointGone: it does not answer.
+        """
+        try:
+            listed = await self._sent("GET", "/models", None, 0)
+        except _NoSuchPath:
+            return {}
+        except RowError as error:
+            raise ConfigError(f"{self._settings.url} does not list its models: {error.reason}") from None
+        data = listed.get("data")
+        cards = [card for card in data if isinstance(card, dict)] if isinstance(data, list) else []
+        wanted = self._settings.model
+        found = next((card for card in cards if card.get("id") == wanted), None)
+        if cards and found is None:
+            names = ", ".join(str(card.get("id")) for card in cards[:5])
+            raise ConfigError(
+                f"{self._settings.url} has no model {wanted!r}; set decoding.endpoint.model to one that it has: {names}"
+            )
+        return found or {}
+
+    async def post(self, path: str, body: dict[str, Any], num_tokens: int) -> dict[str, Any]:
+        """The answer to a request of at most `num_tokens` tokens, prompt included.
+
+        Raises RowError: the server refuses the request, or its answer is no JSON object. ConfigError: it knows neither
+        key nor model. EndpointGone: it does not answer.
+        """
+        try:
+            return await self._sent("POST", path, body, num_tokens)
+        except _NoSuchPath as error:
+            raise ConfigError(
+                f"{self._settings.url} has no {path}, or no model {self._settings.model!r} ({error}); see "
+                "decoding.endpoint.url, which usually ends in /v1, model and api"
+            ) from None
+
+    async def _sent(self, method: str, path: str, body: dict[str, Any] | None, num_tokens: int) -> dict[str, Any]:
+        num_failures, num_own, failed_s = 0, 0, time.monotonic()
+        while True:
+            await self._wait_for_turn(num_tokens)
+            try:
+                sending = self._client.get if method == "GET" else self._client.post
+                content: dict[str, Any] = {} if body is None else {"body": body}
+                options = self._options | ({"timeout": LIST_TIMEOUT_S} if body is None else {})
+                answer = await sending(path, cast_to=str, options=options, **content)
+                self._last_answer_s = time.monotonic()
+                return self._object(answer)
+            except openai.APIStatusError as error:
+                status, said = error.status_code, self._said(error)
+                asked_s = _retry_after(error.response.headers.get("retry-after"))
+                self._raise_if_final(status, said)
+                reason = f"HTTP {status}: {said}"
+            except openai.APIError as error:
+                status, asked_s = 0, None
+                reason = "no answer in time" if isinstance(error, openai.APITimeoutError) else "the connection fails"
+            except UnicodeError:
+                raise RowError("undecodable: the prompt cannot be written in UTF-8") from None
+            num_failures += 1
+            self._spending.num_retries += 1
+            is_own = status == ERROR or (status != TOO_MANY and self._last_answer_s > failed_s)
+            num_own, failed_s = num_own + is_own, time.monotonic()
+            if num_own >= MAX_TRIES:
+                raise RowError(f"server-error: {num_failures} times: {reason}")
+            delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** (num_failures - 1)) * random.uniform(0.5, 1.5)
+            delay_s = delay_s if asked_s is None else asked_s + random.uniform(0, FIRST_DELAY_S)
+            self._require_patience(asked_s or 0.0, reason)
+            if status == TOO_MANY:  # others wait, too
+                self._free_at_s = max(self._free_at_s, time.monotonic() + (asked_s or 0))
+            await asyncio.sleep(delay_s)
+
+    async def _wait_for_turn(self, num_tokens: int) -> None:
+        """Wait until the limits of a minute have room for a request."""
+        limits = self._settings
+        now_s = time.monotonic()
+        turn_s = max(self._free_at_s, now_s)
+        taken_s = 60 / limits.requests_per_minute if limits.requests_per_minute else 0.0
+        if limits.tokens_per_minute:
+            taken_s = max(taken_s, 60 * num_tokens / limits.tokens_per_minute)
+        self._free_at_s = turn_s + taken_s
+        if turn_s > now_s:
+            await asyncio.sleep(turn_s - now_s)
+
+    def _require_patience(self, asked_s: float, reason: str) -> None:
+        """Raise EndpointGone if nothing was answered for too long, or would be after the wait that the server asks."""
+        waited_s = time.monotonic() - self._last_answer_s
+        if waited_s + asked_s > self._settings.give_up_after_s:
+            asked = f", and it asks to wait {asked_s:.0f} seconds" if asked_s else ""
+            raise EndpointGone(
+                f"{self._settings.url} has answered nothing for {waited_s:.0f} seconds{asked} ({reason}; "
+                f"decoding.endpoint.give_up_after_s is {self._settings.give_up_after_s:g}); the same command goes on"
+            )
+
+    def _raise_if_final(self, status: int, said: str) -> None:
+        """Raise an error where sending again would change nothing; the server has answered then."""
+        if status >= ERROR or status in (TOO_MANY, TIMED_OUT, CONFLICT):
+            return
+        self._last_answer_s = time.monotonic()
+        if status in (401, 403):
+            named = self._settings.api_key_env
+            which = f"the key in {named}" if named else "requests without a key; name its variable as api_key_env"
+            raise ConfigError(f"{self._settings.url} refuses {which} (HTTP {status}: {said})") from None
+        if status in (404, 405):
+            raise _NoSuchPath(f"HTTP {status}: {said}") from None
+        raise RowError(f"refused: HTTP {status}: {said}") from None
+
+    def _object(self, answer: str) -> dict[str, Any]:
+        try:
+            found = json.loads(answer)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise RowError(f"malformed-answer: no JSON object: {self._without_key(answer[:80])!r}")
+        return found
+
+    def _said(self, error: openai.APIStatusError) -> str:
+        """The server's message, without the key, which some servers repeat."""
+        body: Any = error.body
+        body = body.get("error", body) if isinstance(body, dict) else body
+        body = body.get("message", body) if isinstance(body, dict) else body
+        return " ".join(self._without_key(str(body or "")).split())[:MAX_SAID] or "no message"
+
+    def _without_key(self, text: str) -> str:
+        return text.replace(self._key, "[key]") if self._key else text
+
+
+class _NoSuchPath(Exception):
+    """The server does not know a path, or the model that is asked for."""
+
+
+def _retry_after(header: str | None) -> float | None:
+    """Seconds that a server asks to wait; None where it names none, or a date."""
+    try:
+        return max(0.0, float(header)) if header is not None else None
+    except ValueError:
+        return None

@@ -1,0 +1,60 @@
+"""What the answers of a server took, over all attempts at a run: tokens, requests, and who answered."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from laserbatch.pipeline.decoding.endpoint_settings import EndpointSettings
+from laserbatch.pipeline.storage.atomic import read_json, write_json
+from laserbatch.pipeline.storage.figures import EndpointFigures
+
+SPENDING_FILE = "endpoint.json"  # in the run's folder
+
+
+@dataclass
+class Spending:
+    """Counts that a worker adds to, kept in a file of the run's folder."""
+
+    num_requests: int = 0  # that were answered
+    num_retries: int = 0
+    num_prompt_tokens: int = 0  # cached ones included
+    num_cached_tokens: int = 0
+    num_completion_tokens: int = 0
+    answered_by: dict[str, int] = field(default_factory=dict)  # what the server says it is -> answers
+
+    @classmethod
+    def of(cls, run_dir: Path) -> "Spending":
+        """That of a run so far. Raises WorkspaceError: its file is damaged."""
+        path = run_dir / SPENDING_FILE
+        return cls(**read_json(path)) if path.exists() else cls()
+
+    def save(self, run_dir: Path) -> None:
+        """Keep the counts in the run's folder."""
+        write_json(asdict(self), run_dir / SPENDING_FILE)
+
+    def add(self, usage: Any, num_prompt: int, num_completion: int, answered_by: str) -> None:
+        """Count an answer by the server's `usage`, or where it has none by our own numbers of tokens."""
+        self.num_requests += 1
+        self.answered_by[answered_by] = self.answered_by.get(answered_by, 0) + 1
+        self.num_prompt_tokens += _counted(usage, "prompt_tokens", num_prompt)
+        self.num_completion_tokens += _counted(usage, "completion_tokens", num_completion)
+        details = usage.get("prompt_tokens_details") if isinstance(usage, Mapping) else None
+        self.num_cached_tokens += _counted(details, "cached_tokens", 0)
+
+    def cost(self, settings: EndpointSettings) -> float | None:
+        """What all of it cost; None without a price."""
+        prices = settings.price_per_million_tokens
+        tokens = self.num_prompt_tokens, self.num_completion_tokens, self.num_cached_tokens
+        return None if prices is None else prices.cost(*tokens)
+
+    def figures(self, settings: EndpointSettings) -> EndpointFigures:
+        """The same for a manifest, with the server and the money."""
+        return EndpointFigures(
+            url=settings.url, model=settings.model, api=settings.api, cost=self.cost(settings), **asdict(self)
+        )
+
+
+def _counted(usage: Any, name: str, otherwise: int) -> int:
+    found = usage.get(name) if isinstance(usage, Mapping) else None
+    return found if isinstance(found, int) and found >= 0 else otherwise

@@ -1,0 +1,144 @@
+"""A small server with OpenAI's API, which answers properly, or wrongly as the test asks.
+
+What it answers follows from the prompt alone, so that a text that is asked for again is the same.
+"""
+
+import json
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+MODEL, KEY = "small", "sk-very-secret-4711"
+WORDS = ["calm", "warm", "quiet", "bright", "gentle", "clever", "lively", "serious"]
+
+
+@dataclass
+class Fault:
+    """A wrong answer: its status and body, headers beside, seconds before it, or a connection that is cut in it."""
+
+    status: int = 200
+    body: Any = None
+    headers: dict[str, str] = field(default_factory=dict)
+    delay_s: float = 0.0
+    is_cut: bool = False
+
+
+@dataclass
+class SmallServer:
+    """What the server has seen, and how it answers; tests change it while it runs."""
+
+    url: str = ""
+    card: dict[str, Any] | None = field(default_factory=lambda: {"id": MODEL, "owned_by": "a test"})
+    fault: Callable[[dict[str, Any], int], Fault | None] = lambda body, number: None  # by request and its number
+    change: Callable[[dict[str, Any]], dict[str, Any]] = lambda answer: answer
+    fingerprint: str | None = None
+    key: str | None = None
+    delay_s: float = 0.0
+    is_gone: bool = False  # connections are closed without a word
+    bodies: list[dict[str, Any]] = field(default_factory=list)  # of requests for texts
+    headers: list[dict[str, str]] = field(default_factory=list)
+    answered: Counter[str] = field(default_factory=Counter)  # by prompt
+    num_open: int = 0
+    max_open: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def answer(self, body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
+        """A proper answer."""
+        text = text_for(body)
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
+        choice |= {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+        usage = {"prompt_tokens": 100, "completion_tokens": 10, "prompt_tokens_details": {"cached_tokens": 40}}
+        found = {"id": "1", "choices": [choice], "usage": usage, "model": MODEL}
+        return self.change(found | ({"system_fingerprint": self.fingerprint} if self.fingerprint else {}))
+
+
+def text_for(body: dict[str, Any]) -> str:
+    """The text that the server writes to a prompt."""
+    number = zlib.crc32(prompt_of(body).encode())
+    one, other = WORDS[number % 8], WORDS[number // 8 % 8]
+    return f"This is a {one} and {other} choice for people who look for something with heart, in shelf {number}."
+
+
+def prompt_of(body: dict[str, Any]) -> str:
+    return json.dumps(body.get("prompt") or body.get("messages"))
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    state: SmallServer
+
+    def do_GET(self) -> None:
+        if self.state.is_gone:
+            self.close_connection = True
+        elif self.state.card is None:
+            self._send(404, {"error": {"message": "no such path"}})
+        else:
+            self._send(200, {"object": "list", "data": [self.state.card]})
+
+    def do_POST(self) -> None:
+        state, body = self.state, json.loads(self.rfile.read(int(self.headers["content-length"])))
+        with state.lock:
+            number = len(state.bodies)
+            state.bodies.append(body)
+            state.headers.append(dict(self.headers))
+            state.num_open += 1
+            state.max_open = max(state.max_open, state.num_open)
+        try:
+            fault = self._refusal(body) or state.fault(body, number)
+            time.sleep(state.delay_s if fault is None else fault.delay_s)
+        finally:
+            with state.lock:
+                state.num_open -= 1
+        if state.is_gone:
+            self.close_connection = True
+        elif fault is None:
+            state.answered[prompt_of(body)] += 1
+            self._send(200, state.answer(body, self.path.endswith("/chat/completions")))
+        else:
+            self._send(fault.status, fault.body, fault.headers, fault.is_cut)
+
+    def _refusal(self, body: dict[str, Any]) -> Fault | None:
+        given = self.headers.get("authorization")
+        if self.state.key is not None and given != f"Bearer {self.state.key}":
+            return Fault(401, {"error": {"message": f"incorrect key: {given}"}})  # some servers repeat it
+        if body["model"] != MODEL:
+            return Fault(404, {"error": {"message": f"the model {body['model']} does not exist"}})
+        return None
+
+    def _send(self, status: int, body: Any, headers: dict[str, str] | None = None, is_cut: bool = False) -> None:
+        data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+        try:
+            self.send_response(status)
+            for name, value in {"content-type": "application/json", **(headers or {})}.items():
+                self.send_header(name, value)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data[: len(data) // 2] if is_cut else data)
+            self.close_connection = self.close_connection or is_cut
+        except OSError:
+            self.close_connection = True  # the client waits no longer
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def small_server() -> Iterator[SmallServer]:
+    """The server on a free port of this machine; it ends with the block."""
+    state = SmallServer()
+    handler = type("Handler", (_Handler,), {"state": state})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads, server.block_on_close = True, False
+    state.url = f"http://127.0.0.1:{server.server_port}/v1"
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        yield state
+    finally:
+        server.shutdown()
+        server.server_close()

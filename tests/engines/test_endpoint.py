@@ -1,0 +1,330 @@
+"""A server as an engine, asked over real connections: proper answers become texts, wrong ones a reason or a retry."""
+
+import gc
+import json
+import re
+import shutil
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+from small_server import KEY, MODEL, Fault, small_server, text_for
+
+from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
+from laserbatch.pipeline.decoding.model.served import served_identity, with_rows
+from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.engines import endpoint_client
+from laserbatch.pipeline.engines.endpoint import EndpointEngine
+from laserbatch.pipeline.engines.spending import Spending
+from laserbatch.pipeline.errors import ConfigError, EndpointGone, ModelError, RunFailed
+from laserbatch.pipeline.knowledge.prompts import changed_parts
+from laserbatch.pipeline.knowledge.templates import load_template
+from laserbatch.pipeline.planning.planner import shared_fingerprint
+
+PRICES = {"input": 10, "output": 100, "cached": 5}
+LARK = 'start: "1. " /[a-z]+/'
+SCHEMA = {"type": "object", "properties": {"about": {"type": "string"}}, "required": ["about"]}
+JSON_FORM = "start: %json " + json.dumps({"x-guidance": {"whitespace_flexible": False}} | SCHEMA)
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setattr(endpoint_client, "FIRST_DELAY_S", 0.01)
+    with small_server() as started:
+        yield started
+
+
+@pytest.fixture
+def engine_of(server, tmp_path):
+    """Engines that ask the server, with their options changed."""
+
+    def made(batch_size=16, **options):
+        options = {"url": server.url, "model": MODEL, "give_up_after_s": 20.0} | options
+        decoding = DecodingSettings(engine="endpoint", batch_size=batch_size, endpoint=options)
+        return EndpointEngine(SAMPLE_MODEL, decoding, tmp_path)
+
+    return made
+
+
+def request(number, **fields):
+    messages = (("system", "Be brief."), ("user", f"About {number}?"))
+    prompt_ids = np.array([1, 5, number + 6], np.int32)
+    return GenerationRequest(str(number), prompt_ids, max_new_tokens=32, messages=messages, **fields)
+
+
+def written(engine, requests):
+    found = list(engine.generate("user", iter(requests), DecodingSettings()))
+    assert sorted(one.request_id for one in found) == sorted(one.request_id for one in requests)
+    return {int(one.request_id): one for one in found}
+
+
+def reason_of(engine, **fields):
+    (found,) = written(engine, [request(0, **fields)]).values()
+    assert isinstance(found, GenerationFailure), found
+    return found.reason
+
+
+def test_prompts_go_out_as_token_ids_and_every_text_comes_back_once(server, engine_of):
+    engine, requests = engine_of(), [request(number) for number in range(40)]
+    texts = written(engine, requests)
+    assert {tuple(body["prompt"]) for body in server.bodies} == {(1, 5, number + 6) for number in range(40)}
+    assert all(body["temperature"] == 0 and body["max_tokens"] == 32 for body in server.bodies)
+    for number, text in texts.items():
+        assert isinstance(text, GenerationResult) and text.text == text_for({"prompt": [1, 5, number + 6]})
+        assert engine.tokenizer.decode(text.token_ids.tolist()) == text.text
+        assert text.finish_reason == "end_of_text" and text.num_steps == len(text.token_ids) + 1
+        assert len(text.sources) == len(text.token_ids) and text.num_drafted == 0
+    assert "authorization" not in {name.lower() for headers in server.headers for name in headers}
+
+
+def test_no_more_requests_are_open_than_the_batch_has_texts(server, engine_of):
+    server.delay_s = 0.02
+    written(engine_of(batch_size=3), [request(number) for number in range(12)])
+    assert server.max_open == 3
+
+
+def test_servers_that_take_tokens_are_told_the_end_tokens_and_their_tokens_are_kept(server, engine_of):
+    server.card = {"id": MODEL, "owned_by": "vllm", "root": "/models/a", "max_model_len": 16}
+    engine = engine_of()
+    end_id = engine.tokenizer.eos_token_id
+    ids = engine.tokenizer("a quiet shelf", add_special_tokens=False)["input_ids"]
+    server.change = lambda answer: answer | {"choices": [answer["choices"][0] | {"token_ids": [*ids, end_id]}]}
+    (text,) = written(engine, [request(0)]).values()
+    assert text.token_ids.tolist() == ids and text.end_id == end_id and text.text == "a quiet shelf"
+    (body,) = server.bodies
+    assert end_id in body["stop_token_ids"] and body["return_token_ids"] and body["max_tokens"] == 13
+    long = GenerationRequest("0", np.ones(16, np.int32))
+    (failed,) = engine.generate("user", [long], DecodingSettings())
+    assert failed.reason.startswith("too-long: the prompt has 16 tokens, the server's context 16")
+
+
+def test_chat_servers_get_messages_and_their_answers_become_tokens(server, engine_of):
+    engine = engine_of(api="chat")
+    (text,) = written(engine, [request(0)]).values()
+    (body,) = server.bodies
+    assert body["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "About 0?"},
+    ]
+    assert "prompt" not in body and text.text == text_for(body) and len(text.token_ids) > 5
+
+
+def test_answers_are_held_to_their_form_as_the_server_takes_it(server, engine_of):
+    engine = engine_of()
+    assert isinstance(written(engine, [request(0, grammar=JSON_FORM)])[0], GenerationResult)
+    assert server.bodies[-1]["response_format"]["json_schema"]["schema"] == SCHEMA
+    with pytest.raises(ConfigError, match=r"set decoding\.guided: off"):
+        written(engine, [request(0, grammar=LARK)])
+    server.card = {"id": MODEL, "owned_by": "vllm"}
+    written(engine, [request(0, grammar=LARK)])
+    assert server.bodies[-1]["structured_outputs"] == {"grammar": LARK}
+    server.fault = lambda body, number: Fault(400, {"error": {"message": "no grammars here"}})
+    assert reason_of(engine, grammar=LARK).endswith("no grammars here; if it refuses the form of answers, set "
+                                                    "decoding.guided: off")  # fmt: skip
+
+
+def test_fields_are_added_to_requests_and_taken_from_them(server, engine_of):
+    written(engine_of(extra_body={"service_tier": "flex", "temperature": None}), [request(0)])
+    assert server.bodies[0]["service_tier"] == "flex" and "temperature" not in server.bodies[0]
+
+
+CHOICE = {"index": 0, "finish_reason": "stop", "text": "fine"}
+WRONG = {
+    "malformed": (Fault(body='{"choices": [{"te'), "malformed-answer: no JSON object"),
+    "a page of a proxy": (Fault(body="<html>hello</html>", headers={"content-type": "text/html"}), "malformed-answer"),
+    "a list": (Fault(body=[1]), "malformed-answer: no JSON object"),
+    "no choices": (Fault(body={}), "malformed-answer: it has no choices"),
+    "empty choices": (Fault(body={"choices": []}), "malformed-answer: it has 0 choices"),
+    "two choices": (Fault(body={"choices": [CHOICE, CHOICE]}), "malformed-answer: it has 2 choices"),
+    "a choice that is text": (Fault(body={"choices": ["fine"]}), "malformed-answer"),
+    "no text": (Fault(body={"choices": [CHOICE | {"text": None}]}), "malformed-answer: it has no text"),
+    "filtered": (Fault(body={"choices": [CHOICE | {"finish_reason": "content_filter"}]}), "not-finished: .*filter"),
+    "unfinished": (Fault(body={"choices": [CHOICE | {"finish_reason": None}]}), "not-finished"),
+    "refused": (Fault(400, {"error": {"message": "too many\nwords"}}), "refused: HTTP 400: too many words"),
+    "too large": (Fault(413, "go away"), "refused: HTTP 413: go away"),
+    "unreadable": (Fault(422, ""), "refused: HTTP 422: no message"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_row_with_a_wrong_answer_has_the_servers_reason_and_the_others_their_texts(server, engine_of, name):
+    fault, reason = WRONG[name]
+    server.fault = lambda body, number: fault if body["prompt"][2] == 6 else None
+    found = written(engine_of(), [request(number) for number in range(4)])
+    assert isinstance(found[0], GenerationFailure)
+    assert re.match(reason, found[0].reason), found[0].reason
+    assert all(isinstance(found[number], GenerationResult) for number in (1, 2, 3))
+    assert len(server.bodies) == 4  # none is asked again
+
+
+def test_a_refusal_of_the_model_is_no_text(server, engine_of):
+    message = {"role": "assistant", "content": None, "refusal": "I cannot"}
+    server.change = lambda answer: {"choices": [{"message": message, "finish_reason": "stop"}]}
+    assert reason_of(engine_of(api="chat")) == "refused: the model refuses to answer"
+
+
+PASSING = {
+    "a storm of 429": Fault(429, {"error": {"message": "slow down"}}, {"retry-after": "0"}),
+    "500": Fault(500, "oops"),
+    "503 without a body": Fault(503, ""),
+    "a cut connection": Fault(200, {"choices": [CHOICE]}, is_cut=True),
+    "a slow answer": Fault(200, {"choices": [CHOICE]}, delay_s=0.6),
+}
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_what_passes_is_asked_again_until_it_is_answered(server, engine_of, name):
+    server.fault = lambda body, number: PASSING[name] if number < 6 else None
+    engine = engine_of(timeout_s=0.3)
+    found = written(engine, [request(number) for number in range(3)])
+    assert [found[number].text for number in range(3)] == [text_for({"prompt": [1, 5, n + 6]}) for n in range(3)]
+    assert Spending.of(engine._run_dir).num_retries == 6 and set(server.answered.values()) == {1}
+
+
+def test_the_time_that_a_server_asks_for_is_waited_by_all(server, engine_of):
+    server.fault = lambda body, number: Fault(429, {}, {"retry-after": "0.4"}) if number == 0 else None
+    engine, began_s = engine_of(batch_size=1), time.monotonic()
+    written(engine, [request(0)])
+    assert 0.4 <= time.monotonic() - began_s < 5
+
+
+def test_a_row_that_fails_by_itself_goes_to_quarantine(server, engine_of, monkeypatch):
+    monkeypatch.setattr(endpoint_client, "MAX_DELAY_S", 0.1)
+    boom, cut = Fault(500, {"error": {"message": "boom"}}), Fault(body={"choices": [CHOICE]}, is_cut=True)
+    server.fault = lambda body, number: {6: boom, 7: cut}.get(body["prompt"][2])
+    server.delay_s = 0.2  # others are answered meanwhile
+    found = written(engine_of(batch_size=4), [request(number) for number in range(30)])
+    assert found[0].reason == "server-error: 8 times: HTTP 500: boom"
+    assert found[1].reason.startswith("server-error: ") and found[1].reason.endswith(": the connection fails")
+    assert all(isinstance(found[number], GenerationResult) for number in range(2, 30))
+
+
+def test_rows_that_were_open_when_a_server_went_away_are_not_blamed(server, engine_of):
+    def fault(body, number):
+        server.is_gone = number >= 6
+        return Fault(503, "overloaded") if number < 3 else None
+
+    server.fault = fault
+    with pytest.raises(EndpointGone):
+        written(engine_of(give_up_after_s=3), [request(number) for number in range(12)])
+
+
+def test_a_server_that_is_gone_ends_the_work(server, engine_of, caplog):
+    engine = engine_of(give_up_after_s=0.3)
+    server.is_gone = True
+    with pytest.raises(EndpointGone, match=r"has answered nothing for \d+ seconds \(the connection fails"):
+        written(engine, [request(number) for number in range(8)])
+    gc.collect()  # asyncio would complain of errors that nobody asked for
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+    with pytest.raises(EndpointGone):
+        engine_of(give_up_after_s=0.1)
+    server.is_gone = False
+    server.fault = lambda body, number: Fault(429, {}, {"retry-after": "3600"})
+    with pytest.raises(EndpointGone, match="it asks to wait 3600 seconds"):
+        written(engine_of(), [request(0)])
+    server.fault = lambda body, number: None
+    assert isinstance(written(engine, [request(0)])[0], GenerationResult)  # it goes on
+
+
+def test_a_wrong_key_model_or_path_ends_the_work_and_no_message_has_the_key(server, engine_of, monkeypatch):
+    monkeypatch.setenv("OUR_KEY", KEY)
+    server.key = f"{KEY}-other"
+    with pytest.raises(
+        ConfigError, match=r"refuses the key in OUR_KEY \(HTTP 401: incorrect key: Bearer \[key\]"
+    ) as told:
+        written(engine_of(api_key_env="OUR_KEY"), [request(0)])
+    assert KEY not in str(told.value) and told.value.__cause__ is None
+    with pytest.raises(ConfigError, match="refuses requests without a key; name its variable as api_key_env"):
+        written(engine_of(), [request(0)])
+    server.key = KEY
+    assert isinstance(written(engine_of(api_key_env="OUR_KEY"), [request(0)])[0], GenerationResult)
+    with pytest.raises(ConfigError, match=f"has no model 'large'; set .* to one that it has: {MODEL}"):
+        engine_of(model="large")
+    server.card = None  # it lists no models
+    with pytest.raises(ConfigError, match=r"or no model 'large' .*the model large does not exist"):
+        written(engine_of(model="large", api_key_env="OUR_KEY"), [request(0)])
+    monkeypatch.delenv("OUR_KEY")
+    with pytest.raises(ConfigError, match="variable OUR_KEY is not set"):
+        engine_of(api_key_env="OUR_KEY")
+
+
+def test_tokens_are_counted_by_the_server_over_all_attempts(server, engine_of, tmp_path):
+    written(engine_of(price_per_million_tokens=PRICES), [request(0), request(1)])
+    server.change = lambda answer: answer | {"usage": None}
+    engine = engine_of(price_per_million_tokens=PRICES)
+    written(engine, [request(2)])
+    spent = Spending.of(tmp_path)
+    assert (spent.num_requests, spent.num_prompt_tokens, spent.num_cached_tokens) == (3, 203, 80)
+    assert spent.num_completion_tokens == 20 + 32  # without usage an answer counts as its limit
+    assert spent.cost(engine._settings) == pytest.approx((123 * 10 + 80 * 5 + 52 * 100) / 1e6)
+
+
+def test_nothing_is_sent_that_may_cost_more_than_allowed(server, engine_of):
+    limited = engine_of(price_per_million_tokens=PRICES, max_cost=0.01)
+    assert len(written(limited, [request(number) for number in range(3)])) == 3  # at most 0.00969; it cost 0.0054
+    num_sent = len(server.bodies)
+    with pytest.raises(RunFailed, match=r"has cost 0.0054, and its next shard of 2 texts may cost 0.00646"):
+        written(limited, [request(3), request(4)])
+    longer = engine_of(price_per_million_tokens=PRICES, max_cost=0.01, extra_body={"max_completion_tokens": 64})
+    with pytest.raises(RunFailed, match=r"its next shard of 1 texts may cost 0.00643"):
+        written(longer, [request(3)])
+    assert len(server.bodies) == num_sent
+
+
+def test_a_server_that_changes_is_reported(server, engine_of, tmp_path):
+    server.fingerprint = "fp_1"
+    engine = engine_of()
+    written(engine, [request(0)])
+    assert Spending.of(tmp_path).figures(engine._settings).changes is None
+    server.card = {"id": MODEL, "owned_by": "a test", "root": "/models/other"}
+    server.fingerprint = "fp_2"
+    written(engine, [request(1)])
+    figures = Spending.of(tmp_path).figures(engine._settings)
+    assert figures.answered_by == {
+        f"{MODEL} (owned_by a test), fingerprint fp_1": 1,
+        f"{MODEL} (owned_by a test, root /models/other), fingerprint fp_2": 1,
+    }
+    assert figures.changes is not None and "the server changed during the night" in figures.changes
+
+
+def test_requests_keep_to_the_limits_of_a_minute(server, engine_of):
+    began_s = time.monotonic()
+    written(engine_of(requests_per_minute=600), [request(number) for number in range(4)])  # 0.1 s each
+    written(engine_of(tokens_per_minute=60 * 350), [request(number) for number in range(4)])  # 35 tokens: 0.1 s each
+    assert time.monotonic() - began_s >= 0.6
+
+
+def test_a_worker_that_waits_shows_that_it_lives(server, engine_of, monkeypatch):
+    monkeypatch.setattr("laserbatch.pipeline.engines.endpoint.TICK_S", 0.05)
+    server.delay_s = 0.5
+    engine = engine_of()
+    written(engine, [request(0)])
+    assert engine.num_forwards > 3
+
+
+def test_the_folder_of_a_tokenizer_is_enough_and_weights_in_it_name_the_model(server, tmp_path):
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    for path in (*SAMPLE_MODEL.glob("tokenizer*"), *SAMPLE_MODEL.glob("*.jinja")):
+        shutil.copy(path, folder)
+    endpoint = {"url": server.url, "model": MODEL}
+    decoding = DecodingSettings.model_validate({"engine": "endpoint", "endpoint": endpoint})
+    engine = EndpointEngine(folder, decoding, tmp_path)
+    assert isinstance(written(engine, [request(0)])[0], GenerationResult)
+    assert engine.model.id.startswith(f"{MODEL}-") and served_identity(folder, "other") != engine.model.id
+    template = load_template("kar_item")
+    ours, of_server = DecodingSettings(verifier="greedy"), partial(shared_fingerprint, template, 1024, decoding)
+    assert of_server(SAMPLE_MODEL) == shared_fingerprint(template, 1024, ours, SAMPLE_MODEL)
+    named = decoding.model_copy(update={"endpoint": decoding.endpoint.model_copy(update={"model": "other"})})
+    fingerprints = of_server(folder), shared_fingerprint(template, 1024, named, folder)
+    assert changed_parts(*(f"{shared}-0-0" for shared in fingerprints)) == ("model",)
+    with pytest.raises(ModelError, match="holds no tokenizer"):
+        EndpointEngine(tmp_path, decoding, tmp_path)
+
+
+def test_tokens_without_rows_in_the_model_are_not_sent_as_end_tokens(tmp_path):
+    assert with_rows(tmp_path, (7, 3)) == [3, 7]
+    (tmp_path / "config.json").write_text('{"vocab_size": 5}')
+    assert with_rows(tmp_path, (7, 3)) == [3]

@@ -1,0 +1,133 @@
+"""Nights whose texts a server writes: it storms, goes away and comes back, and is paid."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from night_world import FIRST_DATE, SECOND_DATE, make_world, run_here, write_config, write_here
+from small_server import KEY, MODEL, Fault, prompt_of, small_server, text_for
+
+from laserbatch.jobs.checks import model, trial
+from laserbatch.jobs.commands.doctor import examine
+from laserbatch.jobs.console import ExitCode
+from laserbatch.jobs.settings import load_settings
+from laserbatch.pipeline.engines import endpoint_client
+from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.storage.run_folder import RunFolder
+
+PRICES = {"input": 1.0, "output": 100.0, "cached": 0.5}
+BRIEF = {"user_template": "brief_user", "item_template": "brief_item"}
+OF_AN_ANSWER = (60 * PRICES["input"] + 40 * PRICES["cached"] + 10 * PRICES["output"]) / 1e6  # by the server's usage
+OF_A_SHARD = 3 * 256 * PRICES["output"] / 1e6  # at most, beside 0.001 for its prompts
+
+
+def configured(folder: Path, server, **options) -> str:
+    """The path of a configuration whose texts the server writes."""
+    endpoint = {"url": server.url, "model": MODEL, "api_key_env": "OUR_KEY", "give_up_after_s": 1.0}
+    endpoint |= {"price_per_million_tokens": PRICES} | options
+    decoding = {"engine": "endpoint", "endpoint": endpoint}
+    night = {"shard_size": 3, "num_audited": 0}
+    return str(write_config(folder, decoding=decoding, knowledge=BRIEF, night=night, gates={"max_failed_share": 0.5}))
+
+
+@pytest.fixture(scope="module")
+def server():
+    with pytest.MonkeyPatch.context() as patched, small_server() as started:
+        patched.setattr(endpoint_client, "FIRST_DELAY_S", 0.01)
+        patched.setenv("OUR_KEY", KEY)
+        write_here(patched)
+        started.key, started.fingerprint = KEY, "fp_1"
+        yield started
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return make_world(tmp_path_factory.mktemp("endpoint"), 8, 6)
+
+
+def num_rows(run: RunFolder) -> int:
+    """Rows of finished shards, quarantined ones included."""
+    records = [record for side in SIDES for record in run.shards(side).finished().values()]
+    return sum(record.num_rows + record.num_quarantined for record in records)
+
+
+def test_a_night_goes_on_after_its_server_was_gone_and_after_its_money_had_run_out(folder, server, capfd):
+    nightly = ("-v", "nightly", "--config", configured(folder, server), "--date", FIRST_DATE, "--json")
+
+    def storm_and_leave(body, number):
+        if number < 3:
+            return Fault(429, {"error": {"message": f"slow down, {KEY}"}}, {"retry-after": "0"})
+        if number >= 7:  # of the second shard, whose first row is answered
+            while server.answered.total() < 4:
+                time.sleep(0.01)
+            server.is_gone = True
+        return None
+
+    server.fault = storm_and_leave
+    gone = run_here(capfd, *nightly)
+    assert gone.returncode == ExitCode.ENDPOINT_GONE == 6, gone.stderr
+    assert "has answered nothing for" in gone.stderr and "the same command goes on" in gone.stderr
+    run, num_first = RunFolder(next((folder / "workspace" / "runs").iterdir())), server.answered.total()
+    manifest, num_kept = run.load_manifest(), num_rows(run)
+    assert manifest.status == "failed" and manifest.generation.endpoint.num_requests == num_first > num_kept == 3
+
+    refused = next(iter({prompt_of(body) for body in server.bodies} - set(server.answered)))
+    server.is_gone, server.fingerprint = False, "fp_2"
+    server.fault = lambda body, number: Fault(400, {"error": {"message": "no"}}) if prompt_of(body) == refused else None
+    most = num_first * OF_AN_ANSWER + OF_A_SHARD + OF_AN_ANSWER  # room for a shard, and for none after it
+    configured(folder, server, max_cost=most)
+    stopped = run_here(capfd, *nightly)
+    assert stopped.returncode == ExitCode.RUN_FAILED, stopped.stderr
+    assert f"more than decoding.endpoint.max_cost {most:g} leaves" in json.loads(stopped.stdout)["error"]
+    assert num_kept < num_rows(run) and run.load_manifest().generation.endpoint.cost < most
+
+    configured(folder, server, max_cost=9.0)
+    done = run_here(capfd, *nightly)
+    assert done.returncode == 0, done.stderr
+    found, manifest = json.loads(done.stdout), run.load_manifest()
+    assert found["run_id"] == run.run_id == found["published"]
+    assert "WARNING: the server changed during the night" in done.stderr
+
+    rows = [row for side in SIDES for batch in run.iter_knowledge(side, ["text"]) for row in batch.to_pylist()]
+    assert {row["text"] for row in rows} == {text_for({"prompt": json.loads(prompt)}) for prompt in server.answered}
+    (bad,) = [row for side in SIDES for row in run.read_quarantine(side).to_pylist()]
+    assert (bad["reason"], bad["detail"]) == ("refused", "HTTP 400: no")
+    assert len(rows) == len(server.answered) == sum(one.num_entities for one in manifest.generation.sides.values()) - 1
+    assert server.answered.total() == len(rows) + num_first - num_kept  # only what was open when the server went away
+
+    endpoint = manifest.generation.endpoint
+    assert endpoint.num_requests == server.answered.total() and endpoint.num_retries >= 3
+    assert endpoint.cost == found["cost"] == pytest.approx(server.answered.total() * OF_AN_ANSWER)
+    assert set(endpoint.answered_by) == {f"{MODEL} (owned_by a test), fingerprint fp_{one}" for one in (1, 2)}
+    report = run.report_path.read_text(encoding="utf-8")
+    assert "The server changed during the night" in report and server.url in report
+
+    assert not any(KEY in one.stdout + one.stderr for one in (gone, stopped, done))
+    assert not [path for path in folder.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+
+
+def test_a_dry_run_predicts_money_from_the_night_before(folder, server, capfd):
+    config = configured(folder, server, max_cost=1e-6)
+    dry_run = run_here(capfd, "nightly", "--config", config, "--date", SECOND_DATE, "--json", "--dry-run", "--force")
+    told = json.loads(dry_run.stdout)
+    of_answers = {side: told[side]["predicted_tokens"] * PRICES["output"] / 1e6 for side in ("users", "items")}
+    for side, cost in of_answers.items():
+        assert cost < told[side]["predicted_cost"] < 3 * cost  # prompts beside
+    assert told["predicted_cost"] == pytest.approx(sum(told[side]["predicted_cost"] for side in of_answers))
+    assert "more than decoding.endpoint.max_cost 1e-06" in dry_run.stderr
+
+
+def test_doctor_asks_the_server_and_try_shows_a_text_of_it(folder, server, capfd):
+    server.fault = lambda body, number: None
+    config = configured(folder, server, api="chat")
+    checks = (model.check_dtype, model.check_memory_and_model, trial.check_answer)
+    found = examine(load_settings(Path(config)), checks)
+    assert {one.level for one in found} == {"ok"} and found[-1].found.startswith("a short question was answered 'This")
+    assert f"{server.url} answers, and has {MODEL} (owned_by a test)" in [one.found for one in found]
+    away = examine(load_settings(Path(configured(folder, server, model="b"))), checks)
+    assert [one.found for one in away if one.level == "fault"] == [
+        f"{server.url} has no model 'b'; set decoding.endpoint.model to one that it has: {MODEL}"
+    ]
+    tried = run_here(capfd, "try", "--config", configured(folder, server, api="chat"), "--json")
+    assert json.loads(tried.stdout)["text"] == text_for(server.bodies[-1]) and "messages" in server.bodies[-1]
