@@ -86,9 +86,7 @@ def forget(
     user: list[str] = typer.Option([], "--user", help="Id of a user; may be given several times."),
     item: list[str] = typer.Option([], "--item", help="Id of an item; may be given several times."),
     ids: Path | None = typer.Option(
-        None,
-        "--ids",
-        help="A file of users' ids: one a line, or the column user_id of a CSV, JSON lines or Parquet.",
+        None, "--ids", help="A file of users' ids: one a line, or the column user_id of a CSV."
     ),
     dry_run: bool = DRY_RUN,
     config: Path | None = CONFIG,
