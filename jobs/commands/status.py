@@ -14,7 +14,7 @@ from laserbatch.jobs.formatting import count, rate, seconds
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, open_workspace
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.delivery import last_deliveries
-from laserbatch.pipeline.storage.lock_probe import has_shared_locks, probe_lock
+from laserbatch.pipeline.storage.lock import probe_lock
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 
@@ -41,7 +41,7 @@ def workspace_state(workspace: Workspace, now: datetime.datetime) -> dict[str, A
     """What there is to say at a moment; times are ISO 8601 (UTC), ages in seconds.
 
     `state` is "running", "idle", "died": the last attempt is gone and said no end, or "unknown": a process of another
-    host took the lock, and the file system does not tell whether it still holds it. `lock` is None where nobody holds
+    host took the lock, and this host does not see whether it still holds it. `lock` is None where nobody holds
     it, else its `holder`, `since` when, and whether that `is_certain`. `run` is the run that is under way or was last,
     None before the first; of one that is running, or may be, `progress` has what is being counted, last
     `updated_at` that time. `delivered` has by place what was sent there last, by whichever command, if anything was.
@@ -67,8 +67,9 @@ def _state(workspace: Workspace, now: datetime.datetime) -> dict[str, Any]:
 def _lock(workspace: Workspace) -> dict[str, Any] | None:
     """Who holds the lock, since when, and whether that is certain; None where nobody does.
 
-    The kernel says whether it is held, the file by whom. Where the file system has no lock to ask for, or locks on each
-    host for itself, a process of this host is looked for by its id, and of another host nothing is known.
+    The kernel says whether it is held, the file by whom. Where the file system has no lock to ask for, a process of
+    this host is looked for by its id. A lock that is not held here may be held on the host that the file names: some
+    file systems (FUSE, SMB, NFS with local locks) lock on each host for itself.
     """
     path = workspace.root / "LOCK"
     try:
@@ -82,9 +83,7 @@ def _lock(workspace: Workspace) -> dict[str, Any] | None:
     if found is None:
         return None
     is_of_here = found[2] == socket.gethostname()
-    if probed == "free" and (is_of_here or has_shared_locks(path)):
-        return None
-    if is_of_here and not _lives(int(found[1])):
+    if is_of_here and (probed == "free" or not _lives(int(found[1]))):
         return None
     return {"holder": content, "since": _iso(since), "is_certain": is_of_here}
 
@@ -182,8 +181,8 @@ def summary_rows(state: dict[str, Any]) -> dict[str, str]:
         rows["state"] = "the last attempt died; the same command goes on with what is finished"
     if state["state"] == "unknown":
         rows["state"] = (
-            "not known: a process of another host took the lock, and this file system does not tell whether it lives. "
-            "See when the last event was"
+            "not known: a process of another host took the lock, and this host does not see whether it lives. See when "
+            "the last event was"
         )
     if state["lock"]:
         rows["lock"] = f"{state['lock']['holder']}, since {state['lock']['since']}"
