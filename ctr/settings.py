@@ -1,8 +1,8 @@
 """Options of the CTR models and of their training."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.labels import LabelRule
@@ -24,16 +24,6 @@ class CtrOptions(BaseModel):
     """The CTR models that judge texts: data split, features and training."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_before(cls, data: Any) -> Any:
-        """`positive_rating`, as manifests and configurations of before say it, is a rule of `label`."""
-        if not isinstance(data, dict) or "positive_rating" not in data:
-            return data
-        raw = dict(data)
-        rating = raw.pop("positive_rating")
-        return {"label": f"rating >= {rating:g}" if isinstance(rating, int | float) else rating} | raw
 
     models: tuple[ModelName, ...] = Field(
         default=("din", "dcnv2", "gbdt"), min_length=1, description="The comparison trains these models."

@@ -16,6 +16,7 @@ from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import leftovers, remove_folder, remove_leftovers, size_bytes
 from laserbatch.pipeline.storage.experiments import EXPERIMENTS, experiment_folders
+from laserbatch.pipeline.storage.manifest import changed_settings
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 
@@ -88,7 +89,7 @@ def diff(
 
     Example: `laserbatch runs diff 2025-03-01-1a2b3c4d 2025-03-02-1a2b3c4d --limit 5`
     """
-    from laserbatch.jobs.commands.diff_runs import changed_settings, diff_side
+    from laserbatch.jobs.commands.diff_runs import diff_side
 
     opened = open_workspace(config, workspace)
     new = opened.chosen_run(after)

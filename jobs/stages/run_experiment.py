@@ -36,7 +36,7 @@ from laserbatch.pipeline.storage.atomic import (
     write_json,
 )
 from laserbatch.pipeline.storage.experiments import ExperimentFolder, experiment_folder
-from laserbatch.pipeline.storage.manifest import make_run_id
+from laserbatch.pipeline.storage.manifest import changed_settings, make_run_id
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.check import require_sound
 from laserbatch.pipeline.tables.read import describe, open_tables
@@ -153,9 +153,11 @@ def _sampled(folder: ExperimentFolder, experiment: Experiment) -> dict[str, Any]
     if path.exists():
         before = read_record(folder)
         if canonical_json(before["spec"]) != now:
+            changed = changed_settings(before["spec"], experiment.spec)
+            differences = [f"{key} was {then!r}, and is {wanted!r}" for key, (then, wanted) in changed.items()]
             raise ConfigError(
-                f"the experiment {folder.name} is another one: {_what_differs(before['spec'], experiment.spec)}. "
-                f"Give another --name, none, or remove {folder.root}"
+                f"the experiment {folder.name} is another one: {', '.join(differences[:1])}. Give another --name, "
+                f"none, or remove {folder.root}"
             )
         say(f"going on with the experiment {folder.name}")
         if before["inputs"] != describe(source):
@@ -229,18 +231,3 @@ def _tried(folder: ExperimentFolder, name: str, settings: Settings, date: dateti
     # One night has no earlier texts that training rows could see.
     ctr = CtrSettings.of(settings.ctr)
     return Variant(name, night, ctr.model_copy(update={"history": "latest"}) if ctr.history == "asof" else ctr)
-
-
-def _what_differs(before: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> str:
-    """The first key at which two experiments differ, with both values."""
-    for key in [*before, *(key for key in now if key not in before)]:
-        old, new = before.get(key), now.get(key)
-        if isinstance(old, dict) and isinstance(new, dict) and old != new:
-            return _what_differs(old, new, f"{within}{key}.")
-        if old != new:
-            return f"{within}{key} was {_shown(old)}, and is {_shown(new)}"
-    return "its settings differ"
-
-
-def _shown(value: Any) -> str:
-    return "not there" if value is None else "there" if isinstance(value, dict) else repr(value)
