@@ -27,7 +27,7 @@ from laserbatch.pipeline.tables.findings import FaultyTable
 from laserbatch.pipeline.tables.layout import list_folder
 from laserbatch.pipeline.tables.read import iter_rows
 from laserbatch.pipeline.tables.schema import UNITS_PER_SECOND, TimeUnit, plain_ids
-from laserbatch.pipeline.tables.time_units import integer_times
+from laserbatch.pipeline.tables.time_units import require_units
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -170,12 +170,7 @@ def _unit(interactions: Path) -> str:
     files = [interactions]
     if interactions.is_dir():
         files = [file.path for file in list_folder(interactions, "interactions").files]
-    units, findings = integer_times("interactions", files)
-    for finding in findings:
-        if not finding.is_warning:
-            raise FaultyTable(finding)
-        say(str(finding))
-    return units.get("timestamp", "s")
+    return require_units("interactions", files, lambda finding: say(str(finding))).get("timestamp", "s")
 
 
 def _days(times: pa.Array, unit: str, file: Path, first_row: int) -> np.ndarray:
