@@ -123,15 +123,10 @@ class RoutingOptions(Frozen):
 
 
 class RoutingSettings(RoutingOptions):
-    """The same with what is the same in every night.
+    """The same with what is the same in every night."""
 
-    Attributes
-    ----------
-    min_interactions : an entity with at least so many gets a collaborative group.
-    num_groups : collaborative or random groups; None: half the square root of the number of entities.
-    """
-
-    min_interactions: int = Field(default=5, ge=1)
+    min_interactions: int = Field(default=5, ge=1)  # an entity with at least so many gets a collaborative group
+    # Collaborative or random groups; None: half the square root of the number of entities.
     num_groups: int | None = Field(default=None, ge=1)
 
     @classmethod

@@ -48,28 +48,18 @@ from laserbatch.retrieval_pools.index.store import PoolStore
 
 @dataclass
 class Receipt:
-    """The rows, runs and pools that one command removes, and its progress.
-
-    Attributes
-    ----------
-    ids : digest of an id -> whether any row of it was found.
-    nowhere : digests of ids that are neither in the workspace, nor in the input tables, nor in an earlier receipt.
-    rows : run -> file -> rows removed from it.
-    removed_runs : unfinished runs; their nights begin anew.
-    removed_experiments : experiments whose sample or texts hold one of the ids.
-    pools : version -> "rebuild" or "drop"; once that is done, "rebuilt" or "dropped".
-    """
+    """The rows, runs and pools that one command removes, and its progress."""
 
     path: Path
     begun_at: str
     laserbatch_version: str
-    ids: dict[Side, dict[str, bool]]
+    ids: dict[Side, dict[str, bool]]  # digest of an id -> whether any row of it was found
     is_done: bool = False
-    nowhere: dict[Side, list[str]] = field(default_factory=dict)
-    rows: dict[str, dict[str, int]] = field(default_factory=dict)
-    removed_runs: list[str] = field(default_factory=list)
-    removed_experiments: list[str] = field(default_factory=list)
-    pools: dict[str, str] = field(default_factory=dict)
+    nowhere: dict[Side, list[str]] = field(default_factory=dict)  # digests; in no table and no earlier receipt either
+    rows: dict[str, dict[str, int]] = field(default_factory=dict)  # run -> file -> rows removed from it
+    removed_runs: list[str] = field(default_factory=list)  # unfinished runs; their nights begin anew
+    removed_experiments: list[str] = field(default_factory=list)  # whose sample or texts hold one of the ids
+    pools: dict[str, str] = field(default_factory=dict)  # version -> "rebuild" or "drop", then "rebuilt" or "dropped"
     delivered: dict[str, str] = field(default_factory=dict)  # run -> "sent again", "as it was" or "removed"
     not_reached: list[str] = field(default_factory=list)  # where runs were delivered to and `deliver_to` does not name
     num_samples: int = 0  # of reports

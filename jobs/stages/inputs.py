@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -125,7 +125,7 @@ def sound_tables(
     inputs = describe(path)
     inputs["interactions"]["num_copies"] = tables.num_copies
     if (age := log_age(tables.interactions["timestamp"], date)) is not None:
-        inputs["interactions"]["age"] = age.as_json()
+        inputs["interactions"]["age"] = asdict(age)
         if age.is_stale:
             say(f"WARNING: {path}: {age}")
     for name in sc.TABLE_NAMES:

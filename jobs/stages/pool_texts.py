@@ -54,18 +54,12 @@ TOKENS_NAME = "texts.npy"
 
 @dataclass(frozen=True)
 class RunTexts:
-    """The texts of one side of a run.
-
-    Attributes
-    ----------
-    starts : int64[num_texts + 1], where each text begins in `tokens`, which is int32 and memory-mapped.
-    model_id : the model that wrote the first text.
-    """
+    """The texts of one side of a run."""
 
     entity_ids: pa.ChunkedArray
-    starts: np.ndarray
-    tokens: np.ndarray
-    model_id: str
+    starts: np.ndarray  # int64[num_texts + 1], where each text begins in `tokens`
+    tokens: np.ndarray  # int32, memory-mapped
+    model_id: str  # that wrote the first text
 
     def __len__(self) -> int:
         return len(self.entity_ids)

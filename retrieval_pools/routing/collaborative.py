@@ -54,10 +54,7 @@ class CollaborativeGroups:
         interactions : `user_id` and `item_id`; every row counts, repeated pairs too.
         embeddings : without them those of the settings' file are read, or LightGCN is trained.
 
-        Raises
-        ------
-        PoolError
-            Missing id columns, ids of different kinds, or a file of embeddings that is not what it should be.
+        Raises PoolError: missing id columns, ids of different kinds, or a file of embeddings that is none.
         """
         interaction_ids, codes = distinct_ids(interactions, f"{side}_id", "interactions")
         check_same_kind(interaction_ids, ids, "interactions", "entities")
