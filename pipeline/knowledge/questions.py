@@ -72,6 +72,12 @@ class SideQuestions:
         columns = [self._attribute_lines(part), history, pa.array(num_events)]
         return pa.table(columns, SHOWN_SCHEMA)
 
+    def sampled(self, most: int) -> list[Shown]:
+        """What is shown of at most so many entities, spread evenly over the table."""
+        num_rows = self.entities.num_rows
+        rows = np.unique(np.linspace(0, num_rows - 1, min(num_rows, most)).astype(np.int64))
+        return [shown_of_row(row) for row in self.shown(rows).to_pylist()]
+
     @property
     def _history_lines(self) -> HistoryLines:
         assert self._template.history is not None
