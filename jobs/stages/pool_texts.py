@@ -101,12 +101,7 @@ class RunTexts:
 
 
 def read_run_texts(run: RunFolder, side: Side, scratch: Path) -> RunTexts | None:
-    """The texts of a side; None when there are none.
-
-    Parameters
-    ----------
-    scratch : a folder for files that must stay while the texts are used.
-    """
+    """The texts of a side; None when there are none. Files in the folder `scratch` must stay while they are used."""
     ids, lengths, model_id = [], [], None
     with ArrayWriter(scratch / TOKENS_NAME, np.int32) as tokens:
         for batch in run.iter_knowledge(side, ("entity_id", "model_id", "token_ids")):

@@ -32,9 +32,7 @@ SHOWN_SCHEMA = pa.schema([("attributes", pa.string()), ("history", pa.string()),
 class SideQuestions:
     """What is asked about the entities of a side; rows are those of its table.
 
-    Parameters
-    ----------
-    shared : the parts of fingerprints that all entities share, joined.
+    `shared` are the parts of fingerprints that all entities share, joined.
     """
 
     def __init__(self, tables: Tables, side: Side, template: PromptTemplate, shared: str) -> None:
