@@ -63,10 +63,7 @@ class GbdtColumns:
 def fit_gbdt(columns: GbdtColumns, data: CtrData, settings: CtrSettings, seed: int):
     """A booster trained on the training rows; its `best_iteration` is the round that validation chose by AUC.
 
-    Raises
-    ------
-    CtrError
-        LightGBM, or the system library that it needs, is not installed.
+    Raises CtrError where LightGBM, or the system library that it needs, is not installed.
     """
     lightgbm = _lightgbm()
 

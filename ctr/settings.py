@@ -1,8 +1,8 @@
 """Options of the CTR models and of their training."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.labels import LabelRule
@@ -24,16 +24,6 @@ class CtrOptions(BaseModel):
     """The CTR models that judge texts: data split, features and training."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_before(cls, data: Any) -> Any:
-        """`positive_rating`, as manifests and configurations of before say it, is a rule of `label`."""
-        if not isinstance(data, dict) or "positive_rating" not in data:
-            return data
-        raw = dict(data)
-        rating = raw.pop("positive_rating")
-        return {"label": f"rating >= {rating:g}" if isinstance(rating, int | float) else rating} | raw
 
     models: tuple[ModelName, ...] = Field(
         default=("din", "dcnv2", "gbdt"), min_length=1, description="The comparison trains these models."
@@ -74,38 +64,23 @@ class CtrSettings(CtrOptions):
 
     The networks and their training are small, because the tables of one night are: layers, dropout, L2 and learning
     rate are those that `benchmarks/ctr.py` and the table of adaptors in `benchmarks/README.md` were measured with.
-
-    Attributes
-    ----------
-    seed : of the first training; each further one has the next number. It also seeds the sampling of negatives.
-    negatives_per_positive : with `label: all`, sampled items that the user never met.
-    validation_share : of the interactions after the training period, the earliest; the others are the test.
-    cold_max_interactions : a user with fewer up to the date is cold.
-    min_id_interactions : ids that training sees less often share one embedding.
-    max_history : newest positives of the user that a row sees.
-    embedding_dim : of each id and each attribute value.
-    hidden_sizes : widths of the deep layers of din and dcnv2.
-    vector_dim : of knowledge vectors after a projection that is fitted once, on the training entities.
-    weight_decay : L2 penalty of Adam; a smaller one lets embeddings of ids memorise more.
-    patience : epochs without a better validation AUC after which a training ends.
-    confidence : of the interval of the AUC difference, by which the verdict is made.
     """
 
-    seed: int = 0
-    negatives_per_positive: int = Field(default=4, ge=1)
-    validation_share: float = Field(default=0.3, gt=0, lt=1)
-    cold_max_interactions: int = Field(default=5, ge=1)
-    min_id_interactions: int = Field(default=3, ge=1)
-    max_history: int = Field(default=20, ge=1)
-    embedding_dim: int = Field(default=8, ge=1)
-    hidden_sizes: tuple[int, ...] = Field(default=(64, 32), min_length=1)
-    vector_dim: int = Field(default=32, ge=2)
+    seed: int = 0  # of the first training, each further one has the next number; and of sampled negatives
+    negatives_per_positive: int = Field(default=4, ge=1)  # with `label: all`, sampled items that the user never met
+    validation_share: float = Field(default=0.3, gt=0, lt=1)  # the earliest after the training period; then the test
+    cold_max_interactions: int = Field(default=5, ge=1)  # a user with fewer up to the date is cold
+    min_id_interactions: int = Field(default=3, ge=1)  # ids that training sees less often share one embedding
+    max_history: int = Field(default=20, ge=1)  # newest positives of the user that a row sees
+    embedding_dim: int = Field(default=8, ge=1)  # of each id and each attribute value
+    hidden_sizes: tuple[int, ...] = Field(default=(64, 32), min_length=1)  # of the deep layers of din and dcnv2
+    vector_dim: int = Field(default=32, ge=2)  # of knowledge vectors, projected as fitted on the training entities
     dropout: float = Field(default=0.3, ge=0, lt=1)
     learning_rate: float = Field(default=3e-3, gt=0)
-    weight_decay: float = Field(default=1e-3, ge=0)
+    weight_decay: float = Field(default=1e-3, ge=0)  # of Adam; a smaller one lets embeddings of ids memorise more
     max_epochs: int = Field(default=15, ge=1)
-    patience: int = Field(default=2, ge=1)
-    confidence: float = Field(default=0.95, gt=0.5, lt=1)
+    patience: int = Field(default=2, ge=1)  # epochs without a better validation AUC after which a training ends
+    confidence: float = Field(default=0.95, gt=0.5, lt=1)  # of the interval by which the verdict is made
 
     @classmethod
     def of(cls, options: CtrOptions) -> "CtrSettings":

@@ -1,10 +1,10 @@
 """FuxiCTR's own DIN on exported features: copy it, and change what your columns are.
 
-    laserbatch features export exported --format fuxictr --basis MODEL --workspace workspace
+    laserbatch features export exported --format fuxictr --workspace workspace
     python docs/fuxictr_din.py exported tables 2025-03-01
 
-In an environment of FuxiCTR's (`pip install fuxictr==2.3.10 torch`); nothing of laserbatch is imported. `--basis
-MODEL`, a folder of `laserbatch ctr train`, gives 32 numbers of one scale instead of the encoder's; AUC is better so.
+In an environment of FuxiCTR's (`pip install fuxictr==2.3.10 torch`); nothing of laserbatch is imported. AUC is better
+if the vectors in `exported` are reduced to their 32 principal components first.
 
 Trains on ratings up to the date (4 and more are positives), stops by the first 30 % of what follows, prints the AUC of
 the rest: the rows of `laserbatch ctr compare`. `--without` leaves the texts' columns out.

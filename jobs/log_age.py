@@ -2,7 +2,7 @@
 
 import datetime
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,20 +14,12 @@ DAY_US = 24 * 3600 * 10**6
 
 @dataclass(frozen=True)
 class LogAge:
-    """The age of a log on a date; it lies in a manifest's `inputs.interactions` as `age`.
+    """The age of a log on a date; it lies in a manifest's `inputs.interactions` as `age`."""
 
-    Attributes
-    ----------
-    date, newest : the date of the night, and the day (UTC) of the newest interaction known on it, in ISO 8601.
-    age_days : days between both.
-    usual_gap_days : median number of days between two days with interactions, one after the other; None where there
-        is one day alone.
-    """
-
-    date: str
-    newest: str
-    age_days: int
-    usual_gap_days: float | None
+    date: str  # of the night, in ISO 8601
+    newest: str  # the day (UTC) of the newest interaction known on it
+    age_days: int  # between both
+    usual_gap_days: float | None  # median, between days with interactions; None where there is one day alone
 
     @property
     def is_stale(self) -> bool:
@@ -43,10 +35,6 @@ class LogAge:
             f"the newest interaction known on {self.date} is of {self.newest}, {self.age_days:,} days before{usual}. "
             "Check that interactions are still exported"
         )
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values for a manifest."""
-        return asdict(self)
 
 
 def log_age(times: pa.ChunkedArray, date: datetime.date) -> LogAge | None:

@@ -10,6 +10,7 @@ _WARN = "to let such a night be published, publish it by name with `laserbatch r
 _AUDIT = "it is fixed at {}; gates.audit (stop, warn, ignore) says what follows beyond it"
 REMOVED = {
     "seed": "it is fixed at 0",
+    "ctr.positive_rating": "use ctr.label, such as `rating >= 4`",
     "ctr.seed": "it is fixed at 0",
     "ctr.negatives_per_positive": "it is fixed at 4",
     "ctr.negatives_by": "negatives are sampled uniformly",

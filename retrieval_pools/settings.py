@@ -52,29 +52,20 @@ class DraftSettings(PoolSettings):
     A context that was seen n times with u different next tokens takes n / (n + escape u) of what longer contexts left
     to it (an escape of 1 is that of Witten and Bell 1991); for the own texts the escape is divided by the context's
     length. Lower trusts the source more.
-
-    Attributes
-    ----------
-    group_weight : with `scope` "side", a text of the sequence's own group counts so many times.
-    index_depth : tokens by which the index is sorted: longest match plus draft.
-    max_match_tokens, num_context_lengths : longest context looked up, and how many lengths are blended in a draft.
-    num_samples : occurrences of a context counted where a draft begins, behind a path as many fewer as it is
-        improbable, down to a 16th; more are sampled evenly.
-    pool_escape_per_token : escape of the pool for each different next token; None: the one that replays accept most
-        with, 1 before any.
-    local_escape, previous_escape : of prompt and output, and of the entity's own previous text; likewise.
-    max_local_tokens : searched of each of the own texts.
     """
 
-    group_weight: float = Field(default=3.0, ge=1, le=1000)
-    index_depth: Literal[16, 32, 64] = 64
-    max_match_tokens: int = Field(default=16, ge=1, le=MAX_MATCH_TOKENS)
-    num_context_lengths: int = Field(default=4, ge=1, le=MAX_CONTEXT_LENGTHS)
+    group_weight: float = Field(default=3.0, ge=1, le=1000)  # `scope` "side": how often a text of the own group counts
+    index_depth: Literal[16, 32, 64] = 64  # tokens by which the index is sorted: longest match plus draft
+    max_match_tokens: int = Field(default=16, ge=1, le=MAX_MATCH_TOKENS)  # the longest context looked up
+    num_context_lengths: int = Field(default=4, ge=1, le=MAX_CONTEXT_LENGTHS)  # blended in a draft
+    # Occurrences of a context counted where a draft begins, behind a path as many fewer as it is improbable, down to a
+    # 16th; more are sampled evenly.
     num_samples: int = Field(default=256, ge=1)
+    # Escape of the pool for each different next token; None: the one that replays accept most with, 1 before any.
     pool_escape_per_token: float | None = Field(default=None, gt=0)
-    local_escape: float = Field(default=2.2, gt=0)
-    previous_escape: float = Field(default=0.5, gt=0)
-    max_local_tokens: int = Field(default=4096, ge=1)
+    local_escape: float = Field(default=2.2, gt=0)  # of prompt and output
+    previous_escape: float = Field(default=0.5, gt=0)  # of the entity's own previous text
+    max_local_tokens: int = Field(default=4096, ge=1)  # searched of each of the own texts
 
     @classmethod
     def of(cls, settings: PoolSettings | None) -> "DraftSettings":
@@ -123,15 +114,10 @@ class RoutingOptions(Frozen):
 
 
 class RoutingSettings(RoutingOptions):
-    """The same with what is the same in every night.
+    """The same with what is the same in every night."""
 
-    Attributes
-    ----------
-    min_interactions : an entity with at least so many gets a collaborative group.
-    num_groups : collaborative or random groups; None: half the square root of the number of entities.
-    """
-
-    min_interactions: int = Field(default=5, ge=1)
+    min_interactions: int = Field(default=5, ge=1)  # an entity with at least so many gets a collaborative group
+    # Collaborative or random groups; None: half the square root of the number of entities.
     num_groups: int | None = Field(default=None, ge=1)
 
     @classmethod

@@ -74,15 +74,9 @@ class ContrastiveAdaptor(LinearAdaptor):
 
 
 def items_liked_together(users: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each item with those that most users liked beside it, equal ones by number.
+    """Each item with those that most users liked beside it, equal ones by number; at most NUM_NEIGHBOURS of an item.
 
-    Parameters
-    ----------
-    users, items : int64 (n,), in order of time.
-
-    Returns
-    -------
-    items, neighbours : int64 (num_pairs,), at most NUM_NEIGHBOURS of an item
+    From users and items, int64 (n,) in order of time, to items and neighbours, int64 (num_pairs,).
     """
     if len(users) == 0:
         return users, items

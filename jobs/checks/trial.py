@@ -190,17 +190,13 @@ def _tasks(engine: "OwnEngine", settings: Settings, tables: "Tables") -> list[Ta
     """Prompts of both sides by turns, of entities from all over their tables; the first is a user's."""
     from laserbatch.pipeline.knowledge.histories import labels_of
     from laserbatch.pipeline.knowledge.prompts import render_shown
-    from laserbatch.pipeline.knowledge.questions import SideQuestions, shown_of_row
+    from laserbatch.pipeline.knowledge.questions import SideQuestions
 
     labels, most = labels_of(tables.interactions, settings.knowledge.words.events), settings.knowledge.max_prompt_tokens
     sides: list[list[Task]] = []
     for side in SIDES:
-        template = settings.template(side, labels)
-        questions, tasks = SideQuestions(tables, side, template, ""), []
-        num_rows = questions.entities.num_rows
-        rows = np.unique(np.linspace(0, num_rows - 1, min(num_rows, NUM_TEXTS)).astype(np.int64))
-        for row in questions.shown(rows).to_pylist():
-            shown = shown_of_row(row)
+        template, tasks = settings.template(side, labels), []
+        for shown in SideQuestions(tables, side, template, "").sampled(NUM_TEXTS):
             with suppress(RowError):  # it has no prompt, as a night would say
                 tasks.append(Task(template, shown, render_shown(template, shown, engine.tokenizer, most)))
         sides.append(tasks)

@@ -1,9 +1,7 @@
 """The difference between two runs: the entities whose text changed, and why, and those added or removed."""
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -77,12 +75,6 @@ def diff_side(before: RunFolder, after: RunFolder, side: Side, num_named: int) -
     )
 
 
-def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """`section.key` -> the values of two runs' settings where they differ."""
-    old, new = _flat(before), _flat(after)
-    return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
-
-
 class _Texts:
     """A side of a run: ids, fingerprints and origins in memory, texts read when they are asked for."""
 
@@ -119,10 +111,3 @@ def _named(
         NamedEntity(key, f"{if_quarantined}: {why[key]}" if key in why else otherwise)
         for key in pc.take(ids, pc.sort_indices(ids)[:num_named]).to_pylist()
     ]
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found = {}
-    for key, value in settings.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found

@@ -83,7 +83,7 @@ def experiment(
     folder = experiment_folder(opened, name) if name else None
     if date is not None:
         day = parse_date(date)
-    elif folder is not None and (folder.root / RECORD).exists():
+    elif folder is not None and (folder / RECORD).exists():
         day = parse_date(read_record(folder)["spec"]["date"])
     else:
         day = day_of_share(open_tables(first.tables.required_path, first.tables.keep_duplicates), SHARE_BEFORE)

@@ -1,7 +1,6 @@
 """`laserbatch features ...`: the features of runs as other tools want them: by time, or in their layouts."""
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -11,17 +10,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import typer
 
-from laserbatch.ctr.errors import CtrError
 from laserbatch.jobs.console import progress, say, summary
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings, open_workspace
 from laserbatch.jobs.stages.night import open_run
 from laserbatch.pipeline.encoding.exports import FORMATS, FormatName, SideExport
 from laserbatch.pipeline.encoding.features import changed_rows
 from laserbatch.pipeline.encoding.schema import DAY_US, MOMENT, moments
-from laserbatch.pipeline.encoding.vectors import VectorForm
-from laserbatch.pipeline.encoding.versions import Versions, feature_versions, version_fields
+from laserbatch.pipeline.encoding.versions import Versions, feature_versions
 from laserbatch.pipeline.errors import TableError, WorkspaceError
-from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import atomic_folder
 from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, iter_parquet, write_parquet
 from laserbatch.pipeline.tables.columns import schema_findings
@@ -30,11 +27,9 @@ from laserbatch.pipeline.tables.findings import FaultyTable
 from laserbatch.pipeline.tables.layout import list_folder
 from laserbatch.pipeline.tables.read import iter_rows
 from laserbatch.pipeline.tables.schema import UNITS_PER_SECOND, TimeUnit, plain_ids
-from laserbatch.pipeline.tables.time_units import integer_times
+from laserbatch.pipeline.tables.time_units import require_units
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
-FLOAT16 = typer.Option(False, "--float16", help="Write vectors in half precision.")
-BASIS = typer.Option(None, "--basis", help="Reduce vectors as the model in this folder of `laserbatch ctr train` does.")
 
 
 @app.command()
@@ -43,8 +38,6 @@ def asof(
     out: Path = typer.Argument(..., help="Parquet file to write: the same rows with the features of both sides."),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
-    float16: bool = FLOAT16,
-    basis: Path | None = BASIS,
     unit: TimeUnit | None = typer.Option(
         None,
         show_default="the one that fits all values, or s",
@@ -60,9 +53,6 @@ def asof(
     Example: `laserbatch features asof tables/interactions.parquet train.parquet --workspace workspace`
     """
     with feature_versions(open_workspace(config, workspace).finished_runs()) as versions:
-        forms: dict[Side, VectorForm] = {
-            side: _form(side, found.vectors.shape[1], float16, basis) for side, found in versions.items()
-        }
         num_without = dict.fromkeys(SIDES, 0)
         batches = iter_rows(interactions, "interactions")
         first = next(batches, None)
@@ -72,7 +62,7 @@ def asof(
         for finding in schema_findings("interactions", str(interactions), asked):
             raise FaultyTable(finding)
         read_unit = unit or _unit(interactions)
-        added = [field for side in SIDES for field in version_fields(forms[side], f"{side}_")]
+        added = [field for side, found in versions.items() for field in found.fields(f"{side}_")]
         for name in {field.name for field in added} & set(first.schema.names):
             raise TableError(f"{interactions} has a column {name!r} already, which is to be added. Rename or drop it.")
         schema = pa.schema([*first.schema, *added])
@@ -87,7 +77,7 @@ def asof(
                     for side, found in versions.items():
                         rows = found.of(plain_ids(batch[f"{side}_id"]), days)
                         num_without[side] += int((rows < 0).sum())
-                        columns += found.columns(rows, forms[side])
+                        columns += found.columns(rows)
                     bar.advance(batch.num_rows)
                     yield pa.record_batch(columns, schema=schema)
 
@@ -101,8 +91,6 @@ def history(
     out: Path = typer.Argument(..., help="Folder to write user.parquet and item.parquet to."),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
-    float16: bool = FLOAT16,
-    basis: Path | None = BASIS,
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace OUT if it is there."),
     as_json: bool = JSON,
 ) -> None:
@@ -115,15 +103,15 @@ def history(
     opened, counts = open_workspace(config, workspace), {}
     with feature_versions(opened.finished_runs()) as versions, atomic_folder(out, overwrite) as folder:
         for side, found in versions.items():
-            form, ends = _form(side, found.vectors.shape[1], float16, basis), found.valid_to()
+            ends = found.valid_to()
             id_field = pa.field(f"{side}_id", found.ids.type, nullable=False)
-            schema = pa.schema([id_field, *version_fields(form), pa.field("valid_to", MOMENT)])
+            schema = pa.schema([id_field, *found.fields(), pa.field("valid_to", MOMENT)])
 
-            def groups(found: Versions = found, form=form, ends=ends, schema=schema) -> Iterator[pa.RecordBatch]:
+            def groups(found: Versions = found, ends=ends, schema=schema) -> Iterator[pa.RecordBatch]:
                 for start in range(0, len(ends), ROW_GROUP_ROWS):
                     rows = np.arange(start, min(start + ROW_GROUP_ROWS, len(ends)))
                     ids = found.ids.take(pa.array(found.entities[rows]))
-                    columns = [ids, *found.columns(rows, form), moments(ends[rows])]
+                    columns = [ids, *found.columns(rows), moments(ends[rows])]
                     yield pa.record_batch(columns, schema=schema)
 
             written = write_parquet(groups(), folder / f"{side}.parquet", schema)
@@ -141,8 +129,6 @@ def export(
     ),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
-    float16: bool = FLOAT16,
-    basis: Path | None = BASIS,
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace OUT if it is there."),
     as_json: bool = JSON,
 ) -> None:
@@ -166,23 +152,9 @@ def export(
                 wanted, gone = changed_rows(path, before.features_path(side), f"{side}_id")
                 counts[f"{side}s"] = {"rows": int(wanted.sum()), "gone": len(gone)}
                 write_parquet(pa.table({f"{side}_id": gone}), folder / f"gone_{side}s.parquet")
-            form = _form(side, schema.field("vector").type.list_size, float16, basis)
-            sides.append(SideExport(side, schema, _kept(path, wanted), form))
+            sides.append(SideExport(side, schema, _kept(path, wanted)))
         FORMATS[layout](sides, folder, out.resolve())
     summary({"folder": out, "format": layout, "run_id": night.run.run_id, **counts}, as_json)
-
-
-def _form(side: Side, dim: int, is_half: bool, model: Path | None) -> VectorForm:
-    """The form of written vectors of a side: unchanged, or reduced by the basis of a trained model."""
-    dtype = np.float16 if is_half else np.float32
-    if model is None:
-        return VectorForm(dim, dtype=dtype)
-    from laserbatch.ctr.folder import ModelCard  # with torch, which takes seconds to load
-
-    basis = ModelCard.read(model).basis
-    if basis is None:
-        raise CtrError(f"{model} was trained without knowledge, so it has no basis; name another model")
-    return VectorForm(basis.directions.shape[1], partial(basis.project, side=side), dtype)
 
 
 def _kept(path: Path, is_wanted: np.ndarray | None) -> Iterator[pa.RecordBatch]:
@@ -198,12 +170,7 @@ def _unit(interactions: Path) -> str:
     files = [interactions]
     if interactions.is_dir():
         files = [file.path for file in list_folder(interactions, "interactions").files]
-    units, findings = integer_times("interactions", files)
-    for finding in findings:
-        if not finding.is_warning:
-            raise FaultyTable(finding)
-        say(str(finding))
-    return units.get("timestamp", "s")
+    return require_units("interactions", files, lambda finding: say(str(finding))).get("timestamp", "s")
 
 
 def _days(times: pa.Array, unit: str, file: Path, first_row: int) -> np.ndarray:

@@ -38,6 +38,7 @@ from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.delivery import known_places
 from laserbatch.pipeline.storage.experiments import EXPERIMENTS, experiment_folder, experiment_folders
 from laserbatch.pipeline.storage.forgetting import RECEIPTS, Ids, forget_in_run, is_of, rows_of, unfinished_receipts
+from laserbatch.pipeline.storage.lock import hold_lock
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.scratch import remove_dead_scratch
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -48,28 +49,18 @@ from laserbatch.retrieval_pools.index.store import PoolStore
 
 @dataclass
 class Receipt:
-    """The rows, runs and pools that one command removes, and its progress.
-
-    Attributes
-    ----------
-    ids : digest of an id -> whether any row of it was found.
-    nowhere : digests of ids that are neither in the workspace, nor in the input tables, nor in an earlier receipt.
-    rows : run -> file -> rows removed from it.
-    removed_runs : unfinished runs; their nights begin anew.
-    removed_experiments : experiments whose sample or texts hold one of the ids.
-    pools : version -> "rebuild" or "drop"; once that is done, "rebuilt" or "dropped".
-    """
+    """The rows, runs and pools that one command removes, and its progress."""
 
     path: Path
     begun_at: str
     laserbatch_version: str
-    ids: dict[Side, dict[str, bool]]
+    ids: dict[Side, dict[str, bool]]  # digest of an id -> whether any row of it was found
     is_done: bool = False
-    nowhere: dict[Side, list[str]] = field(default_factory=dict)
-    rows: dict[str, dict[str, int]] = field(default_factory=dict)
-    removed_runs: list[str] = field(default_factory=list)
-    removed_experiments: list[str] = field(default_factory=list)
-    pools: dict[str, str] = field(default_factory=dict)
+    nowhere: dict[Side, list[str]] = field(default_factory=dict)  # digests; in no table and no earlier receipt either
+    rows: dict[str, dict[str, int]] = field(default_factory=dict)  # run -> file -> rows removed from it
+    removed_runs: list[str] = field(default_factory=list)  # unfinished runs; their nights begin anew
+    removed_experiments: list[str] = field(default_factory=list)  # whose sample or texts hold one of the ids
+    pools: dict[str, str] = field(default_factory=dict)  # version -> "rebuild" or "drop", then "rebuilt" or "dropped"
     delivered: dict[str, str] = field(default_factory=dict)  # run -> "sent again", "as it was" or "removed"
     not_reached: list[str] = field(default_factory=list)  # where runs were delivered to and `deliver_to` does not name
     num_samples: int = 0  # of reports
@@ -86,9 +77,7 @@ def forget(
     user: list[str] = typer.Option([], "--user", help="Id of a user; may be given several times."),
     item: list[str] = typer.Option([], "--item", help="Id of an item; may be given several times."),
     ids: Path | None = typer.Option(
-        None,
-        "--ids",
-        help="A file of users' ids: one a line, or the column user_id of a CSV, JSON lines or Parquet.",
+        None, "--ids", help="A file of users' ids: one a line, or the column user_id of a CSV."
     ),
     dry_run: bool = DRY_RUN,
     config: Path | None = CONFIG,
@@ -111,8 +100,8 @@ def forget(
         raise typer.BadParameter("give --user ID, --item ID or --ids FILE with at least one id")
     opened = Workspace.open(settings.workspace, create=False)
     with opened.lock(), ExitStack() as others:
-        for other in (*experiment_folders(opened), *opened.within()):
-            others.enter_context(other.lock())
+        for other in (*experiment_folders(opened), *(one.root for one in opened.within())):
+            others.enter_context(hold_lock(other))
         receipt = _opened_receipt(opened, wanted)
         _scan(opened, wanted, receipt)
         receipt.not_reached = _places_not_reached(opened, settings, receipt.not_reached)
@@ -126,15 +115,20 @@ def forget(
         if not dry_run:
             receipt.save()
             _remove(opened, settings, wanted, receipt)
-    still_there = None if in_tables is None else _by_table(in_tables)
+    still_there: dict[str, list[str]] = {}
+    for (table, _), keys in (in_tables or {}).items():
+        still_there[table] = sorted({*still_there.get(table, []), *keys})
     if as_json:
         payload = receipt.as_json() | {"receipt": str(receipt.path), "dry_run": dry_run, "nowhere": nowhere}
-        summary(payload | {"unknown": unknown, "still_in_tables": still_there}, as_json=True)
+        there = None if in_tables is None else still_there
+        summary(payload | {"unknown": unknown, "still_in_tables": there}, as_json=True)
     else:
         _print_removed(receipt, dry_run)
     for side, keys in unknown.items():
         if keys:
             say(f"{counted(len(keys), side)} not found in {opened.root}: {', '.join(keys)}")
+    if in_tables is None:
+        say("the input tables were not read: the next night writes again about ids that they still hold")
     _warn(wanted, still_there, receipt.not_reached, nowhere)
     if any(nowhere.values()):
         raise typer.Exit(ExitCode.RUN_FAILED)
@@ -197,7 +191,7 @@ def _scan(workspace: Workspace, wanted: Ids, receipt: Receipt) -> None:
         elif name not in receipt.removed_runs:
             receipt.removed_runs.append(name)
     for experiment in experiment_folders(workspace):
-        if rows_in(experiment.root) and experiment.name not in receipt.removed_experiments:
+        if rows_in(experiment) and experiment.name not in receipt.removed_experiments:
             receipt.removed_experiments.append(experiment.name)
     store = PoolStore(workspace.pools_folder)
     runs = {run.run_id for run in workspace.runs()}
@@ -238,8 +232,8 @@ def _remove(workspace: Workspace, settings: Settings, wanted: Ids, receipt: Rece
         if name in runs:
             remove_folder(runs[name].root)
     for name in receipt.removed_experiments:
-        if experiment_folder(workspace, name).root.is_dir():
-            remove_folder(experiment_folder(workspace, name).root)
+        if experiment_folder(workspace, name).is_dir():
+            remove_folder(experiment_folder(workspace, name))
     for name, files in receipt.rows.items():
         run = runs.get(name)
         if run is None:
@@ -314,13 +308,6 @@ def _nowhere(
     }
 
 
-def _by_table(in_tables: Mapping[tuple[str, Side], set[str]]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for (table, _), keys in in_tables.items():
-        found[table] = sorted({*found.get(table, []), *keys})
-    return found
-
-
 def _in_tables(settings: Settings, wanted: Ids) -> dict[tuple[str, Side], set[str]] | None:
     """The ids that are still in input tables, by table and side; None if the tables are not set or cannot be read."""
     if settings.tables.path is None:
@@ -350,13 +337,11 @@ def _in_tables(settings: Settings, wanted: Ids) -> dict[tuple[str, Side], set[st
 
 def _warn(
     wanted: Ids,
-    still_there: Mapping[str, list[str]] | None,
+    still_there: Mapping[str, list[str]],
     not_reached: Sequence[str],
     nowhere: Mapping[Side, list[str]],
 ) -> None:
-    if still_there is None:
-        say("the input tables were not read: the next night writes again about ids that they still hold")
-    for table, keys in (still_there or {}).items():
+    for table, keys in still_there.items():
         say(
             f"WARNING: {counted(len(keys), 'id')} still in the input table {table}: {', '.join(keys[:5])}"
             f"{', ...' if len(keys) > 5 else ''}. The next night writes about them again: take their rows out of "

@@ -16,7 +16,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import typer
-import yaml
 
 from laserbatch.ctr.settings import CtrOptions
 from laserbatch.jobs.console import say, summary
@@ -30,7 +29,7 @@ from laserbatch.pipeline.sample.world import is_sample_world
 from laserbatch.pipeline.storage.atomic import write_text
 from laserbatch.pipeline.storage.uris import is_uri
 from laserbatch.pipeline.tables.findings import count_faults
-from laserbatch.pipeline.tables.guess import guess_mapping, read_sources
+from laserbatch.pipeline.tables.guess import guess_mapping, read_sources, yaml_line
 from laserbatch.pipeline.tables.guessed_columns import SourceTable, kinds_of
 from laserbatch.pipeline.tables.personal import personal_data
 from laserbatch.pipeline.tables.read import open_tables
@@ -263,12 +262,7 @@ def _configuration(tables: Path | str, note: str, guessed: Mapping[str, Guessed]
             if (*within[: depth + 1],) != (*sections[: depth + 1],):
                 lines.append(f"{'  ' * depth}{section}:")
         within = tuple(sections)
-        text = json.dumps(value, ensure_ascii=False) if option == "tables.path" else _flow(value)
+        text = json.dumps(value, ensure_ascii=False) if option == "tables.path" else yaml_line(value)
         comment = f"  # {'guessed: ' if option in guessed else ''}{' '.join(why.split())}" if why else ""
         lines.append(f"{'  ' * len(sections)}{key}: {text}{comment}")
     return "\n".join(lines) + "\n"
-
-
-def _flow(value: object) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
-    return text.removesuffix("...\n").strip()

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from laserbatch.jobs.console import LazyCommand, lazy_app, print_table, say, summary
-from laserbatch.jobs.formatting import count, counted, percent
+from laserbatch.jobs.formatting import count, counted
 from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.settings import CONFIG, DRY_RUN, JSON, WORKSPACE, Settings, load_settings
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -16,7 +16,6 @@ from laserbatch.retrieval_pools.index.manifest import PoolManifest
 from laserbatch.retrieval_pools.index.store import PoolStore, PoolVersion
 from laserbatch.retrieval_pools.settings import KEEP_VERSIONS
 
-NUM_GROUPS = 20  # shown a side, the largest first
 LAZY_COMMANDS = {
     "simulate": LazyCommand(
         "simulate:simulate",
@@ -86,7 +85,7 @@ def show(
     verify: bool = typer.Option(False, help="Compare every file with its checksum."),
     as_json: bool = JSON,
 ) -> None:
-    """Show a version: its pools, their settings and their groups.
+    """Show a version: its pools and their settings; with --json their groups too.
 
     Example: `laserbatch pools show --config laserbatch.yaml --verify`
     """
@@ -99,9 +98,8 @@ def show(
     if as_json:
         summary(_data(chosen), as_json=True)
         return
-    print_table(_versions_table([chosen]))
-    for side, manifest in chosen.pools.items():
-        print_table(_groups_table(side, manifest))
+    calibrations = (f"{side}: {_calibration(manifest)}" for side, manifest in chosen.pools.items())
+    print_table(_versions_table([chosen], "\n".join(calibrations)))
     if verify:
         say("every file has the checksum that its manifest says")
 
@@ -162,13 +160,21 @@ def _store(settings: Settings) -> PoolStore:
     return PoolStore(Workspace.open(settings.workspace, create=False).pools_folder)
 
 
-def _versions_table(versions: list[PoolVersion]) -> Table:
+def _versions_table(versions: list[PoolVersion], caption: str = "* is what the next run drafts from") -> Table:
     rows = []
     for version in versions:
         row = {"": "*" if version.is_current else "", "version": version.version}
         sides = [_row(side, manifest) for side, manifest in version.pools.items()]
         rows += [row | side for side in (sides if version.problem is None else [_row("damaged", None)])]
-    return Table("Pools", rows, ("", "version", "side", "scope", "model"), "* is what the next run drafts from")
+    return Table("Pools", rows, ("", "version", "side", "scope", "model"), caption)
+
+
+def _calibration(manifest: PoolManifest) -> str:
+    """How well a pool's estimates of acceptance hold."""
+    if (known := manifest.calibration) is None:
+        return "not calibrated"
+    error = known.reliability.expected_calibration_error
+    return f"calibrated on {counted(known.num_texts, 'text')}; error {error:.3f} on texts not fitted to"
 
 
 def _row(side: str, manifest: PoolManifest | None) -> dict[str, str]:
@@ -179,25 +185,6 @@ def _row(side: str, manifest: PoolManifest | None) -> dict[str, str]:
         row |= {"MB": f"{manifest.size_bytes / 1e6:,.1f}", "min support": count(manifest.settings.min_support)}
         row |= {"scope": manifest.settings.scope, "model": manifest.model_id}
     return row
-
-
-def _groups_table(side: str, manifest: PoolManifest) -> Table:
-    """The largest groups of a pool, and the calibration error of its acceptance estimates."""
-    ordered = sorted(manifest.groups.items(), key=lambda item: (-item[1]["num_tokens"], item[0]))
-    rows = [
-        {
-            "group": name or "(none)",
-            "texts": count(counts["num_texts"]),
-            "tokens": count(counts["num_tokens"]),
-            "share": percent(counts["num_tokens"] / max(1, manifest.num_tokens), 1),
-        }
-        for name, counts in ordered[:NUM_GROUPS]
-    ]
-    known, caption = manifest.calibration, "not calibrated"
-    if known is not None:
-        error = known.reliability.expected_calibration_error
-        caption = f"calibrated on {counted(known.num_texts, 'text')}; error {error:.3f} on texts not fitted to"
-    return Table(f"{side}: the largest of {counted(len(ordered), 'group')}", rows, ("group",), caption)
 
 
 def _data(version: PoolVersion) -> dict[str, Any]:

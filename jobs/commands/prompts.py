@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 import typer
 
@@ -22,7 +21,7 @@ from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.chat_format import encode_content
 from laserbatch.pipeline.knowledge.histories import labels_of
 from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, Shown, render_shown
-from laserbatch.pipeline.knowledge.questions import SideQuestions, shown_of_row
+from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.tables.read import read_tables
 
@@ -38,7 +37,6 @@ class PromptPart:
     part: str
     tokens: float
     share: float
-    repeated: float | None  # share of entities whose value another one has, too; None: the same for all, or a history
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ def report(
     ),
     as_json: bool = JSON,
 ) -> None:
-    """Show by field what prompts spend their tokens on, how often a field repeats, and what half the history saves.
+    """Show by field what prompts spend their tokens on, and what half the history saves.
 
     Example: `laserbatch prompts report --config laserbatch.yaml`
     """
@@ -80,13 +78,10 @@ def report(
     for side in SIDES:
         require_template_columns(path, settings, side)
         template = settings.template(side, labels)
-        questions = SideQuestions(tables, side, template, "")
-        num_rows = questions.entities.num_rows
-        rows = np.unique(np.linspace(0, num_rows - 1, min(num_rows, NUM_SAMPLED)).astype(np.int64))
-        shown = [shown_of_row(row) for row in questions.shown(rows).to_pylist()]
+        shown = SideQuestions(tables, side, template, "").sampled(NUM_SAMPLED)
         render = partial(render_shown, template, tokenizer=tokenizer, date=day,
                          max_prompt_tokens=settings.knowledge.max_prompt_tokens)  # fmt: skip
-        reports.append(_report(template, shown, questions.entities, tokenizer, render))
+        reports.append(_report(template, shown, tokenizer, render))
     if as_json:
         summary({"sides": [asdict(one) for one in reports]}, as_json=True)
         return
@@ -94,9 +89,7 @@ def report(
         _print(one)
 
 
-def _report(
-    template, shown: list[Shown], entities: pa.Table, tokenizer, render: Callable[[Shown], RenderedPrompt]
-) -> PromptReport:
+def _report(template, shown: list[Shown], tokenizer, render: Callable[[Shown], RenderedPrompt]) -> PromptReport:
     def size(of: Shown) -> int:
         return len(render(of).token_ids)
 
@@ -116,11 +109,7 @@ def _report(
         by_part["history"] = by_part.get("history", 0) + sizes[-1] - size(replace(one, events=()))
     num, total = max(len(sizes), 1), sum(sizes)
     by_part = {"question and chat format": total - sum(by_part.values())} | by_part
-    parts = [
-        PromptPart(name, tokens / num, tokens / max(total, 1), _repeated(entities, name))
-        for name, tokens in by_part.items()
-        if tokens
-    ]
+    parts = [PromptPart(name, tokens / num, tokens / max(total, 1)) for name, tokens in by_part.items() if tokens]
     num_shown, num_left_out = np.array(kept, np.float64).reshape(-1, 2).sum(axis=0) / num
     saved = (total - sum(halves)) / num
     return PromptReport(
@@ -139,21 +128,9 @@ def _names(template, lines: list[str]) -> list[str]:
     return [column.get(label, label) for label in labels]
 
 
-def _repeated(entities: pa.Table, name: str) -> float | None:
-    if name not in entities.column_names or not entities.num_rows or pa.types.is_nested(entities[name].type):
-        return None
-    counts = pc.struct_field(pc.value_counts(entities[name]), "counts")
-    return 1 - pc.sum(pc.equal(counts, 1)).as_py() / entities.num_rows
-
-
 def _print(found: PromptReport) -> None:
     rows = [
-        {
-            "part": part.part,
-            "tokens a prompt": decimal(part.tokens),
-            "share": percent(part.share),
-            "values that repeat": percent(part.repeated),
-        }
+        {"part": part.part, "tokens a prompt": decimal(part.tokens), "share": percent(part.share)}
         for part in found.parts
     ]
     title = f"{found.side}s, {found.template}: {decimal(found.tokens)} tokens a prompt ({found.num_sampled} sampled)"

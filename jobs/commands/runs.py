@@ -16,6 +16,8 @@ from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import leftovers, remove_folder, remove_leftovers, size_bytes
 from laserbatch.pipeline.storage.experiments import EXPERIMENTS, experiment_folders
+from laserbatch.pipeline.storage.lock import hold_lock
+from laserbatch.pipeline.storage.manifest import changed_settings
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 
@@ -88,7 +90,7 @@ def diff(
 
     Example: `laserbatch runs diff 2025-03-01-1a2b3c4d 2025-03-02-1a2b3c4d --limit 5`
     """
-    from laserbatch.jobs.commands.diff_runs import changed_settings, diff_side
+    from laserbatch.jobs.commands.diff_runs import diff_side
 
     opened = open_workspace(config, workspace)
     new = opened.chosen_run(after)
@@ -182,8 +184,8 @@ def gc(
     tried = experiment_folders(opened)
     with opened.lock(), ExitStack() as locked:
         for experiment in tried if experiments else ():
-            locked.enter_context(experiment.lock())
-        bytes_tried = sum(size_bytes(experiment.root) for experiment in tried)
+            locked.enter_context(hold_lock(experiment))
+        bytes_tried = sum(map(size_bytes, tried))
         kept = kept_runs(opened, keep, unfinished)
         old = [run for run in opened.runs() if run.run_id not in kept]
         swept = [opened.root / name for name in ("runs", EXPERIMENTS)[: 1 + experiments]]
@@ -194,19 +196,15 @@ def gc(
             if uri and old:
                 deliver(opened, uri)
                 remove_delivered(uri, [run.run_id for run in old])
-            for one in [*old, *(tried if experiments else ())]:
-                remove_folder(one.root)
+            for folder in [*(run.root for run in old), *(tried if experiments else ())]:
+                remove_folder(folder)
             for folder in swept:
                 remove_leftovers(folder)
     removed, names = [run.run_id for run in old], [experiment.name for experiment in tried]
     if as_json:
-        payload = {"removed": removed, "num_leftovers": len(remains), "num_bytes": num_bytes}
-        payload |= {
-            "experiments": names,
-            "removed_experiments": names if experiments else [],
-            "bytes_tried": bytes_tried,
-        }
-        summary({**payload, "kept": kept, "dry_run": dry_run}, as_json=True)
+        payload = {"removed": removed, "num_leftovers": len(remains), "num_bytes": num_bytes, "experiments": names}
+        payload |= {"removed_experiments": names if experiments else [], "bytes_tried": bytes_tried, "kept": kept}
+        summary(payload | {"dry_run": dry_run}, as_json=True)
         return
     verb = "would remove" if dry_run else "removed"
     say(f"{verb} {counted(len(old), 'run')} ({num_bytes / 1e6:,.1f} MB){': ' if old else ''}{', '.join(removed)}")

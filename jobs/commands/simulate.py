@@ -63,20 +63,16 @@ RoutesOf = Callable[[Side, str], Routes]  # of the entities of a side's table, u
 class SideTexts:
     """The texts of a side; pools of the simulation hold only those that are neither measured nor used to calibrate.
 
-    Attributes
-    ----------
-    texts : all texts of the run.
-    measured, calibration : texts that the run wrote itself, so that as many of their entities have an earlier text as
-        on a night; each with the row of its entity in the table, without its group.
-    held_back, others : ids of entities; `others` are in random order.
+    Measured and calibrated with are texts that the run wrote itself, so that as many of their entities have an earlier
+    text as on a night; each with the row of its entity in the table, without its group.
     """
 
     side: Side
-    texts: RunTexts
+    texts: RunTexts  # all of the run
     measured: list[tuple[int, ReplayText]]
     calibration: list[tuple[int, ReplayText]]
-    held_back: list
-    others: list
+    held_back: list  # ids of entities
+    others: list  # likewise, in random order
 
     @property
     def num_pool_texts(self) -> int:

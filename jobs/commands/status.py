@@ -14,11 +14,16 @@ from laserbatch.jobs.formatting import count, rate, seconds
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, open_workspace
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.delivery import last_deliveries
-from laserbatch.pipeline.storage.lock_probe import has_shared_locks, probe_lock
+from laserbatch.pipeline.storage.lock import probe_lock
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 
 _HOLDER = re.compile(r"pid (\d+) on (.+)")
+_STATES = {
+    "died": "the last attempt died; the same command goes on with what is finished",
+    "unknown": "not known: a process of another host took the lock, and this host does not see whether it lives. See "
+    "when the last event was",
+}
 
 
 def status(
@@ -41,7 +46,7 @@ def workspace_state(workspace: Workspace, now: datetime.datetime) -> dict[str, A
     """What there is to say at a moment; times are ISO 8601 (UTC), ages in seconds.
 
     `state` is "running", "idle", "died": the last attempt is gone and said no end, or "unknown": a process of another
-    host took the lock, and the file system does not tell whether it still holds it. `lock` is None where nobody holds
+    host took the lock, and this host does not see whether it still holds it. `lock` is None where nobody holds
     it, else its `holder`, `since` when, and whether that `is_certain`. `run` is the run that is under way or was last,
     None before the first; of one that is running, or may be, `progress` has what is being counted, last
     `updated_at` that time. `delivered` has by place what was sent there last, by whichever command, if anything was.
@@ -53,7 +58,8 @@ def workspace_state(workspace: Workspace, now: datetime.datetime) -> dict[str, A
 def _state(workspace: Workspace, now: datetime.datetime) -> dict[str, Any]:
     lock = _lock(workspace)
     run = max(workspace.runs(), key=_touched, default=None)
-    without_lock = "died" if run is not None and _died(run) else "idle"
+    events = [] if run is None or run.is_finished else _attempt(run)
+    without_lock = "died" if events and events[-1]["event"] != "failure" else "idle"
     with_lock = "running" if lock is not None and lock["is_certain"] else "unknown"
     return {
         "workspace": str(workspace.root),
@@ -67,8 +73,9 @@ def _state(workspace: Workspace, now: datetime.datetime) -> dict[str, Any]:
 def _lock(workspace: Workspace) -> dict[str, Any] | None:
     """Who holds the lock, since when, and whether that is certain; None where nobody does.
 
-    The kernel says whether it is held, the file by whom. Where the file system has no lock to ask for, or locks on each
-    host for itself, a process of this host is looked for by its id, and of another host nothing is known.
+    The kernel says whether it is held, the file by whom. Where the file system has no lock to ask for, a process of
+    this host is looked for by its id. A lock that is not held here may be held on the host that the file names: some
+    file systems (FUSE, SMB, NFS with local locks) lock on each host for itself.
     """
     path = workspace.root / "LOCK"
     try:
@@ -82,9 +89,7 @@ def _lock(workspace: Workspace) -> dict[str, Any] | None:
     if found is None:
         return None
     is_of_here = found[2] == socket.gethostname()
-    if probed == "free" and (is_of_here or has_shared_locks(path)):
-        return None
-    if is_of_here and not _lives(int(found[1])):
+    if is_of_here and (probed == "free" or not _lives(int(found[1]))):
         return None
     return {"holder": content, "since": _iso(since), "is_certain": is_of_here}
 
@@ -111,11 +116,6 @@ def _attempt(run: RunFolder) -> list[dict[str, Any]]:
     events = read_events(run.events_path)
     begins = [number for number, event in enumerate(events) if event["event"] == "run_begin"]
     return events[begins[-1] :] if begins else events
-
-
-def _died(run: RunFolder) -> bool:
-    events = _attempt(run)
-    return bool(events) and not run.is_finished and events[-1]["event"] != "failure"
 
 
 def _run_state(run: RunFolder, now: datetime.datetime, is_running: bool) -> dict[str, Any]:
@@ -176,43 +176,26 @@ def _iso(seconds_since_1970: float) -> str:
 
 def summary_rows(state: dict[str, Any]) -> dict[str, str]:
     """The state as lines for a person."""
-    run, published = state["run"], state["published"]
-    rows = {"workspace": state["workspace"], "state": state["state"]}
-    if state["state"] == "died":
-        rows["state"] = "the last attempt died; the same command goes on with what is finished"
-    if state["state"] == "unknown":
-        rows["state"] = (
-            "not known: a process of another host took the lock, and this file system does not tell whether it lives. "
-            "See when the last event was"
-        )
-    if state["lock"]:
-        rows["lock"] = f"{state['lock']['holder']}, since {state['lock']['since']}"
+    lock, run, published = state["lock"], state["run"], state["published"]
+    rows = {"workspace": state["workspace"], "state": _STATES.get(state["state"], state["state"])}
+    rows["lock"] = lock and f"{lock['holder']}, since {lock['since']}"
     if run is not None:
-        rows["run"] = f"{run['run_id']} ({'finished' if run['is_finished'] else 'not finished'})"
-        if run["since"]:
-            rows["begun"] = run["since"]
-        if run["stage"]:
-            rows["stage"] = run["stage"]
-        if run["progress"]:
-            going = run["progress"]
+        going, is_finished = run["progress"], run["is_finished"]
+        rows |= {"run": f"{run['run_id']} ({'' if is_finished else 'not '}finished)"}
+        rows |= {"begun": run["since"], "stage": run["stage"]}
+        if going:
             whole = "" if going["total"] is None else f" of {count(going['total'])}"
+            left = "" if going["left_s"] is None else f", {seconds(going['left_s'])} left"
             rows["done"] = f"{going['of']}: {count(going['done'])}{whole}"
-            if going["rate"] and not run["is_finished"]:
-                left = "" if going["left_s"] is None else f", {seconds(going['left_s'])} left"
-                rows["rate"] = f"{rate(going['rate'])}/s{left}"
-        if run["num_workers_lost"]:
-            rows["workers lost"] = count(run["num_workers_lost"])
-        if run["failure"]:
-            rows["failure"] = run["failure"]
-        if run["last_event"]:
-            rows["last event"] = run["last_event"]
-        rows["events"] = run["events"]
-    if published is None:
-        rows["published"] = "nothing yet"
-    else:
+            rows["rate"] = f"{rate(going['rate'])}/s{left}" if going["rate"] and not is_finished else ""
+        rows["workers lost"] = run["num_workers_lost"] and count(run["num_workers_lost"])
+        rows |= {"failure": run["failure"], "last event": run["last_event"], "events": run["events"]}
+    rows["published"] = "nothing yet"
+    if published is not None:
         rows["published"] = published.get("error") or f"{published['run_id']}, {seconds(published['age_s'])} ago"
+    places = []
     for place in state.get("delivered", ()):
         since = f", sent at {place['at']}" if place.get("at") else ""
-        line = place.get("error") or f"{place['to']}: {place['run_id'] or 'no whole run yet'}{since}"
-        rows["delivered"] = "; ".join(filter(None, [rows.get("delivered"), line]))
-    return rows
+        places.append(place.get("error") or f"{place['to']}: {place['run_id'] or 'no whole run yet'}{since}")
+    rows["delivered"] = "; ".join(places)
+    return {name: row for name, row in rows.items() if row}

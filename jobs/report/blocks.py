@@ -1,17 +1,16 @@
 """What a page is made of: sections of charts, tables, notes, samples, pairs of texts and folded ones.
 
 Plain values; the template decides how they look. Strings are data and are escaped there. Charts are bars of HTML, each
-with its value as text; a value of None is a dash, never zero.
+with its share as text.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from laserbatch.jobs.formatting import percent
 from laserbatch.pipeline.storage.figures import SampleText
 
-# Colour-blind safe: apart in lightness, or of Okabe and Ito's palette.
-TONIGHT, PREVIOUS_NIGHT, PLAIN = "#0b4f8a", "#7fb2de", "#b4bcc6"
+TONIGHT, PLAIN = "#0b4f8a", "#b4bcc6"  # colour-blind safe: apart in lightness, or of Okabe and Ito's palette
 MIN_SHARE_NAMED = 0.09  # bars narrower than this share of the whole carry no label
 
 
@@ -42,17 +41,13 @@ class Bar:
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart of lying bars, by category, with its title and legend; the caption says what is counted.
-
-    `is_stacked` : the bars of a category lie behind each other, as parts of a whole, else below each other.
-    """
+    """A chart of lying bars, those of a category behind each other; the caption says what is counted."""
 
     title: str
     rows: Mapping[str, Sequence[Bar]]
     measured: str
     caption: str
     legend: Sequence[Series]
-    is_stacked: bool
 
 
 @dataclass(frozen=True)
@@ -112,26 +107,6 @@ class Section:
     lead: str = ""
 
 
-def bars(
-    title: str,
-    categories: Sequence[str],
-    series: Sequence[Series],
-    measured: str,
-    show: Callable[[float | None], str],
-    caption: str = "",
-) -> Figure:
-    """Bars, a group a category, each with its value (>= 0) behind it; `show`: value to text."""
-    most = max((value or 0 for one in series for value in one.values), default=0) or 1
-    rows = {
-        category: [
-            Bar((one.values[place] or 0) / most, text := show(one.values[place]), f"{one.name} {text}", one.colour)
-            for one in series
-        ]
-        for place, category in enumerate(categories)
-    }
-    return Figure(title, rows, measured, caption, [one for one in series if one.name], is_stacked=False)
-
-
 def stacked_shares(
     title: str, categories: Sequence[str], series: Sequence[Series], measured: str, caption: str = ""
 ) -> Figure:
@@ -144,4 +119,4 @@ def stacked_shares(
             Bar(share, percent(share) if share > MIN_SHARE_NAMED else "", f"{one.name} {percent(share)}", one.colour)
             for one, share in zip(series, shares, strict=True)
         ]
-    return Figure(title, rows, measured, caption, series, is_stacked=True)
+    return Figure(title, rows, measured, caption, series)

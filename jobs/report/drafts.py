@@ -68,12 +68,6 @@ def drafts_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
     return Section("drafts", "Drafts and pools", blocks)
 
 
-def how_built(pool: PoolBuilt) -> str:
-    """How a pool was built, in a few words."""
-    sorted_texts = f"{counted(pool.num_texts_changed, 'text')} sorted"
-    return f"merged from the earlier version, {sorted_texts}" if pool.incremental else "whole"
-
-
 def _origins(sides: list[SideReport]) -> Figure:
     stats = [side.figures.stats for side in sides]
     drafted = [
@@ -132,6 +126,10 @@ def _routes(sides: list[SideReport]) -> Figure:
 
 def _pool_row(name: Side, use: str, pool: PoolFigures) -> dict[str, str]:
     is_built = isinstance(pool, PoolBuilt)
+    how = MISSING
+    if is_built:
+        merged = f"merged from the earlier version, {counted(pool.num_texts_changed, 'text')} sorted"
+        how = merged if pool.incremental else "whole"
     return {
         "Side": SIDE_LABELS[name],
         "Use": use,
@@ -139,7 +137,7 @@ def _pool_row(name: Side, use: str, pool: PoolFigures) -> dict[str, str]:
         "Texts": count(pool.num_texts),
         "Tokens": count(pool.num_tokens),
         "Groups": count(len(pool.groups)),
-        "Built": how_built(pool) if is_built else MISSING,
+        "Built": how,
         "Build time": seconds(pool.build_s) if is_built else MISSING,
         "Error": decimal(pool.calibration_error if is_built else None, 3),
     }

@@ -1,16 +1,12 @@
 """How fast, against the previous night, plain decoding and the forecast of the budget."""
 
 from laserbatch.jobs.formatting import MISSING, count, counted, decimal, percent, rate, ratio, seconds, times
-from laserbatch.jobs.report.blocks import PLAIN, PREVIOUS_NIGHT, TONIGHT, Block, Note, Section, Series, Table, bars
+from laserbatch.jobs.report.blocks import Block, Note, Section, Table
 from laserbatch.jobs.report.sides import SideReport
 from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.stats import DecodingStats
 
-PASSES = (
-    ("plain", "plain decoding", PLAIN),
-    ("previous_night", "previous night", PREVIOUS_NIGHT),
-    ("tonight", "tonight", TONIGHT),
-)
+PASSES = {"tonight": "tonight", "previous_night": "previous night", "plain": "plain decoding"}
 
 
 def speed_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
@@ -18,33 +14,17 @@ def speed_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
     sides = [side for side in sides if side.tonight]
     if not sides:
         return Section("speed", "Speed", [Note("No text was generated tonight, so there is no speed to show.")])
-    passes = [one for one in PASSES if any(getattr(side, one[0]) for side in sides)]
-    a_second, a_step = (
-        [
-            Series(name, [getattr(getattr(side, key), measured, None) for side in sides], colour)
-            for key, name, colour in passes
-        ]
-        for measured in ("tokens_per_s", "tokens_per_step")
-    )
-    labels, workers = [side.label for side in sides], manifest.generation.workers
-    caption = "Tokens written, divided by the seconds of writing"
-    if workers is not None:
-        threads = counted(workers.num_threads, "thread")
-        caption += f" by {counted(workers.num_workers, 'worker')}, {threads} each"
-    step_caption = "Accepted draft tokens per step, and the bonus token that each step adds."
-    blocks: list[Block] = [
-        bars("Tokens per second", labels, a_second, "tokens per second", rate, f"{caption}."),
-        bars("Tokens per step", labels, a_step, "tokens per verification step", decimal, step_caption),
-    ]
-    present = {key for key, _, _ in passes}
-    if "previous_night" not in present:
+    workers = ""
+    if (of_run := manifest.generation.workers) is not None:
+        workers = f" by {counted(of_run.num_workers, 'worker')}, {counted(of_run.num_threads, 'thread')} each"
+    verifier = manifest.origin.settings.get("decoding", {}).get("verifier")
+    blocks: list[Block] = [_numbers(sides, PASSES | {"tonight": f"tonight ({verifier})"}, workers)]
+    if not any(side.previous_night for side in sides):
         blocks.append(Note("This is the first night of the workspace: there is no earlier one to compare with."))
-    if "plain" not in present:
+    if not any(side.plain for side in sides):
         blocks.append(
             Note("Nothing was decoded plainly in this run, so there is no speed-up over plain decoding to show.")
         )
-    verifier = manifest.origin.settings.get("decoding", {}).get("verifier")
-    blocks.append(_numbers(sides, f"tonight ({verifier})"))
     if any(side.figures.budget for side in sides):
         blocks.append(_forecast(sides))
     lead = ""
@@ -56,19 +36,17 @@ def speed_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
     return Section("speed", "Speed", blocks, lead)
 
 
-def _numbers(sides: list[SideReport], tonight_name: str) -> Table:
-    shown = [(side, key, name) for side in sides for key, name, _ in reversed(PASSES) if getattr(side, key)]
+def _numbers(sides: list[SideReport], passes: dict[str, str], workers: str) -> Table:
+    shown = [(side, key) for side in sides for key in passes if getattr(side, key)]
     return Table(
-        "Speed, in numbers",
-        [
-            _pass_row(side, tonight_name if key == "tonight" else name, getattr(side, key), key != "plain")
-            for side, key, name in shown
-        ],
+        "Speed",
+        [_pass_row(side, passes[key], getattr(side, key), key != "plain") for side, key in shown],
         ("Side", "Pass"),
+        f"Tokens per second: tokens written, divided by the seconds of writing{workers}. "
         "Acceptance length: mean accepted draft tokens per step, the bonus token not counted. "
         "Tokens per step: acceptance length + 1, the bonus token counted. "
         "“vs plain” is the factor of tokens per second. Cut: texts that ended at the token limit.",
-        [number for number, (_, key, _) in enumerate(shown) if key == "tonight"],
+        [number for number, (_, key) in enumerate(shown) if key == "tonight"],
     )
 
 

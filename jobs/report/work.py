@@ -15,7 +15,6 @@ from laserbatch.jobs.report.blocks import (
     Section,
     Series,
     Table,
-    bars,
     stacked_shares,
 )
 from laserbatch.jobs.report.sides import SIDE_LABELS, SideReport
@@ -54,9 +53,9 @@ def work_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
             )
         )
     if manifest.stages:
-        names, times = list(manifest.stages), list(manifest.stages.values())
+        rows = [{"Stage": name, "Wall time": seconds(wall_s)} for name, wall_s in manifest.stages.items()]
         caption = "In the order of the run; a resumed run's times are added up."
-        blocks.append(bars("Time by stage", names, [Series("", times, TONIGHT)], "wall time", seconds, caption))
+        blocks.append(Table("Time by stage", rows, ("Stage",), caption))
     else:
         blocks.append(Note("No stage was timed."))
     if manifest.generation.workers is not None and manifest.stages and busy:

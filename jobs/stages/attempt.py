@@ -25,18 +25,12 @@ from laserbatch.pipeline.storage.workspace import Workspace
 
 @dataclass(frozen=True)
 class Attempt:
-    """The newest run of a date and some settings, or the edition after it.
-
-    Attributes
-    ----------
-    manifest : None: the run has not begun.
-    changed : inputs whose content for the date differs from that at the start of the run.
-    """
+    """The newest run of a date and some settings, or the edition after it."""
 
     run: RunFolder
     edition: int
-    manifest: RunManifest | None
-    changed: tuple[str, ...] = ()
+    manifest: RunManifest | None  # None: the run has not begun
+    changed: tuple[str, ...] = ()  # inputs whose content for the date differs from that at the start of the run
 
     @property
     def is_done(self) -> bool:

@@ -4,8 +4,8 @@ import datetime
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -111,13 +111,16 @@ def sound_tables(
 ) -> tuple[dict[str, dict[str, Any]], Tables]:
     """The tables as known on a date, and their description for a manifest; raises TableError, which names all faults.
 
-    `check` returns the faults of the tables; its argument returns the ids of the interactions.
+    `check` returns the faults of the tables; its argument returns the ids of the interactions, None where they cannot
+    be read.
     """
     path = settings.tables.required_path
     with ThreadPoolExecutor(1) as aside:  # reads the tables while they are checked
         scratch = settings.workspace if settings.workspace.is_dir() else None
         reading = aside.submit(read_tables, path, date, scratch, settings.tables.keep_duplicates)
-        findings = check(lambda: _ids_before(date, reading))
+        findings = check(
+            lambda: None if reading.exception() else IdsBefore(end_of_day(date), reading.result().logged_ids)
+        )
     require_sound(findings, path)
     for warning in findings:
         say(str(warning))
@@ -130,7 +133,7 @@ def sound_tables(
     inputs = describe(path)
     inputs["interactions"]["num_copies"] = tables.num_copies
     if (age := log_age(tables.interactions["timestamp"], date)) is not None:
-        inputs["interactions"]["age"] = age.as_json()
+        inputs["interactions"]["age"] = asdict(age)
         if age.is_stale:
             say(f"WARNING: {path}: {age}")
     for name in sc.TABLE_NAMES:
@@ -161,13 +164,6 @@ def require_engine(settings: Settings) -> None:
         )
     if settings.decoding.engine == "vllm" and find_spec("vllm") is None:
         raise ConfigError("decoding.engine is vllm, which is not installed here; docs/vllm.md says how it is")
-
-
-def _ids_before(date: datetime.date, reading: Future[Tables]) -> IdsBefore | None:
-    """The ids of the interactions; None if they cannot be read."""
-    if reading.exception() is not None:
-        return None
-    return IdsBefore(end_of_day(date), reading.result().logged_ids)
 
 
 def check_inputs(

@@ -20,7 +20,6 @@ from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.histories import labels_of
 from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, Shown, render_shown
 from laserbatch.pipeline.knowledge.templates import PromptTemplate
-from laserbatch.pipeline.knowledge.values import RULES_VERSION
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
@@ -202,7 +201,6 @@ def new_night(
     for side in SIDES:
         template = settings.knowledge.template(side)
         manifest.origin.prompts[side] = PromptRef(template.framework, template.identity)
-    manifest.origin.value_rules = RULES_VERSION
     night = Night(settings, workspace, date, run, manifest)
     wanted = None if base_run is None else base_run.run_id
     not_used = {run.run_id for run in workspace.runs() if run.is_held} | workspace.publication.not_built_on()
@@ -212,16 +210,10 @@ def new_night(
 
 
 def say_other_prompts(night: Night) -> None:
-    """Say that a night's prompts follow other rules or templates than those of the run before."""
+    """Say that a night's prompts follow other templates than those of the run before."""
     before = None if night.previous is None else unless_damaged(night.previous.load_manifest)
     if before is None:
         return
-    if before.origin.value_rules != night.manifest.origin.value_rules:
-        say(
-            f"this version of laserbatch writes values into prompts by other rules than that of {before.run_id} did: "
-            "numbers in full, lists as sets with commas (knowledge.paths names paths), columns in the order of their "
-            "names. Entities whose prompt changes by that are written once; docs/own-prompts.md has the rules"
-        )
     for side, prompt in night.manifest.origin.prompts.items():
         earlier = before.origin.prompts.get(side, prompt).template
         if earlier != prompt.template:

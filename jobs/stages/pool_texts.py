@@ -54,18 +54,12 @@ TOKENS_NAME = "texts.npy"
 
 @dataclass(frozen=True)
 class RunTexts:
-    """The texts of one side of a run.
-
-    Attributes
-    ----------
-    starts : int64[num_texts + 1], where each text begins in `tokens`, which is int32 and memory-mapped.
-    model_id : the model that wrote the first text.
-    """
+    """The texts of one side of a run."""
 
     entity_ids: pa.ChunkedArray
-    starts: np.ndarray
-    tokens: np.ndarray
-    model_id: str
+    starts: np.ndarray  # int64[num_texts + 1], where each text begins in `tokens`
+    tokens: np.ndarray  # int32, memory-mapped
+    model_id: str  # that wrote the first text
 
     def __len__(self) -> int:
         return len(self.entity_ids)
@@ -107,12 +101,7 @@ class RunTexts:
 
 
 def read_run_texts(run: RunFolder, side: Side, scratch: Path) -> RunTexts | None:
-    """The texts of a side; None when there are none.
-
-    Parameters
-    ----------
-    scratch : a folder for files that must stay while the texts are used.
-    """
+    """The texts of a side; None when there are none. Files in the folder `scratch` must stay while they are used."""
     ids, lengths, model_id = [], [], None
     with ArrayWriter(scratch / TOKENS_NAME, np.int32) as tokens:
         for batch in run.iter_knowledge(side, ("entity_id", "model_id", "token_ids")):

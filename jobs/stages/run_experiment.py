@@ -35,8 +35,9 @@ from laserbatch.pipeline.storage.atomic import (
     remove_leftovers,
     write_json,
 )
-from laserbatch.pipeline.storage.experiments import ExperimentFolder, experiment_folder
-from laserbatch.pipeline.storage.manifest import make_run_id
+from laserbatch.pipeline.storage.experiments import experiment_folder
+from laserbatch.pipeline.storage.lock import hold_lock
+from laserbatch.pipeline.storage.manifest import changed_settings, make_run_id
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.check import require_sound
 from laserbatch.pipeline.tables.read import describe, open_tables
@@ -111,9 +112,9 @@ def run_experiment(workspace: Workspace, name: str, experiment: Experiment) -> d
     CtrError where the sample cannot judge, RunFailed where every variant failed.
     """
     folder = experiment_folder(workspace, name)
-    folder.root.mkdir(parents=True, exist_ok=True)
-    with folder.lock():
-        remove_leftovers(folder.root)
+    folder.mkdir(parents=True, exist_ok=True)
+    with hold_lock(folder):
+        remove_leftovers(folder)
         sample = _sampled(folder, experiment)
         variants, failed = [], {}
         for number, (variant, of_variant) in enumerate(experiment.settings.items(), 1):
@@ -125,37 +126,38 @@ def run_experiment(workspace: Workspace, name: str, experiment: Experiment) -> d
                 failed[variant] = str(error)
         if not variants:
             raise RunFailed(f"every variant failed: {'; '.join(f'{name}: {why}' for name, why in failed.items())}")
-        result, runs = folder.root / "comparison.json", {one.name: one.night.run.run_id for one in variants}
+        result, runs = folder / "comparison.json", {one.name: one.night.run.run_id for one in variants}
         comparison = read_json(result) if result.exists() else {}
         if comparison.get("runs") != runs:
             keep_duplicates = variants[0].night.settings.tables.keep_duplicates
-            comparison = {"runs": runs} | compare_variants(variants, open_tables(folder.tables_folder, keep_duplicates))
+            comparison = {"runs": runs} | compare_variants(variants, open_tables(folder / "tables", keep_duplicates))
             write_json(comparison, result)
-        return {"experiment": name, "folder": str(folder.root), "sample": sample, **comparison, "failed": failed}
+        return {"experiment": name, "folder": str(folder), "sample": sample, **comparison, "failed": failed}
 
 
-def read_record(folder: ExperimentFolder) -> dict[str, Any]:
+def read_record(folder: Path) -> dict[str, Any]:
     """The specification, inputs and sample of an experiment. Raises WorkspaceError: damaged or of another version."""
-    path = folder.root / RECORD
-    record = read_json(path, f", or remove {folder.root}")
+    path = folder / RECORD
+    record = read_json(path, f", or remove {folder}")
     if "spec" not in record:
         raise WorkspaceError(
-            f"{path} has no `spec`, so another version of laserbatch wrote it. Give another --name, or remove "
-            f"{folder.root}"
+            f"{path} has no `spec`, so another version of laserbatch wrote it. Give another --name, or remove {folder}"
         )
     return record
 
 
-def _sampled(folder: ExperimentFolder, experiment: Experiment) -> dict[str, Any]:
+def _sampled(folder: Path, experiment: Experiment) -> dict[str, Any]:
     """The counts of the sample, which is taken once, after checks of everything that could stop its nights."""
-    path, first = folder.root / RECORD, next(iter(experiment.settings.values()))
+    path, first = folder / RECORD, next(iter(experiment.settings.values()))
     source, now = first.tables.required_path, canonical_json(experiment.spec)
     if path.exists():
         before = read_record(folder)
         if canonical_json(before["spec"]) != now:
+            changed = changed_settings(before["spec"], experiment.spec)
+            differences = [f"{key} was {then!r}, and is {wanted!r}" for key, (then, wanted) in changed.items()]
             raise ConfigError(
-                f"the experiment {folder.name} is another one: {_what_differs(before['spec'], experiment.spec)}. "
-                f"Give another --name, none, or remove {folder.root}"
+                f"the experiment {folder.name} is another one: {', '.join(differences[:1])}. Give another --name, "
+                f"none, or remove {folder}"
             )
         say(f"going on with the experiment {folder.name}")
         if before["inputs"] != describe(source):
@@ -167,12 +169,12 @@ def _sampled(folder: ExperimentFolder, experiment: Experiment) -> dict[str, Any]
             for side in SIDES:
                 require_template_columns(source, of_variant, side)
             require_plain_words(of_variant)
-        with atomic_folder(folder.tables_folder, overwrite=True) as made:
+        with atomic_folder(folder / "tables", overwrite=True) as made:
             opened = open_tables(source, first.tables.keep_duplicates)
             sample = write_sample(opened, made, experiment.date, experiment.num_users, experiment.num_items)
             _require_judges(made, experiment)
     except BaseException:
-        remove_folder(folder.root)
+        remove_folder(folder)
         raise
     say(
         f"a sample of {count(sample.num_users)} users and {count(sample.num_items)} items, with "
@@ -199,13 +201,13 @@ def _require_judges(tables: Path, experiment: Experiment) -> None:
             ) from None
 
 
-def _tried(folder: ExperimentFolder, name: str, settings: Settings, date: datetime.date) -> Variant:
+def _tried(folder: Path, name: str, settings: Settings, date: datetime.date) -> Variant:
     """The night of a variant on the sample, run now or earlier. Raises RunFailed if most texts cannot be used."""
     unlimited = settings.refresh.model_copy(update={"max_tokens": None})
     apart = settings.model_copy(
         update={
-            "workspace": folder.root / name,
-            "tables": settings.tables.model_copy(update={"path": folder.tables_folder}),
+            "workspace": folder / name,
+            "tables": settings.tables.model_copy(update={"path": folder / "tables"}),
             "refresh": unlimited,
             "night": settings.night.model_copy(update={"train_ctr": False}),
             "deliver_to": None,
@@ -217,7 +219,8 @@ def _tried(folder: ExperimentFolder, name: str, settings: Settings, date: dateti
     run = workspace.run(make_run_id(date, apart.identity(), edition))
     if not (run.is_finished or run.is_held):
         workspace.step_costs_folder.mkdir(exist_ok=True)
-        for known in (Workspace(settings.workspace), *folder.variants()):  # a step of one model costs the same to all
+        # A step of one model costs the same to all.
+        for known in (Workspace(settings.workspace), *Workspace(folder).within()):
             for path in known.step_costs_folder.glob("*.json") if known.root != workspace.root else ():
                 shutil.copy2(path, workspace.step_costs_folder)
         with suppress(RunHeld):
@@ -229,18 +232,3 @@ def _tried(folder: ExperimentFolder, name: str, settings: Settings, date: dateti
     # One night has no earlier texts that training rows could see.
     ctr = CtrSettings.of(settings.ctr)
     return Variant(name, night, ctr.model_copy(update={"history": "latest"}) if ctr.history == "asof" else ctr)
-
-
-def _what_differs(before: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> str:
-    """The first key at which two experiments differ, with both values."""
-    for key in [*before, *(key for key in now if key not in before)]:
-        old, new = before.get(key), now.get(key)
-        if isinstance(old, dict) and isinstance(new, dict) and old != new:
-            return _what_differs(old, new, f"{within}{key}.")
-        if old != new:
-            return f"{within}{key} was {_shown(old)}, and is {_shown(new)}"
-    return "its settings differ"
-
-
-def _shown(value: Any) -> str:
-    return "not there" if value is None else "there" if isinstance(value, dict) else repr(value)

@@ -9,20 +9,12 @@ from laserbatch.jobs.stages.night import Night
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a night.
+    """One stage of a night."""
 
-    Attributes
-    ----------
-    name : in the report, the events and `status`.
-    run : called with the night and what `run_stages` was given; does what is not done yet.
-    result : the field of the manifest that gets what `run` returns, `group.field`; None: `run` returns nothing.
-    is_due : False where the stage is done, or not wanted.
-    """
-
-    name: str
-    run: Callable[..., Any]
-    result: str | None = None
-    is_due: Callable[[Night], bool] = lambda night: True
+    name: str  # in the report, the events and `status`
+    run: Callable[..., Any]  # called with the night and what `run_stages` was given; does what is not done yet
+    result: str | None = None  # `group.field` of the manifest that gets what `run` returns; None: nothing is returned
+    is_due: Callable[[Night], bool] = lambda night: True  # False where the stage is done, or not wanted
 
 
 def run_stages(night: Night, stages: Iterable[Stage], *given: Any) -> None:

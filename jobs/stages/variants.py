@@ -52,7 +52,7 @@ def of_frameworks(settings: Settings, frameworks: Sequence[str]) -> list[Variant
     """
     opened = Workspace.open(settings.workspace, create=False)
     found: dict[str | None, list[tuple[Workspace, RunFolder]]] = {}
-    for workspace in (opened, *(one for folder in experiment_folders(opened) for one in folder.variants())):
+    for workspace in (opened, *(one for folder in experiment_folders(opened) for one in Workspace(folder).within())):
         for run in workspace.finished_runs(include_held=True):
             found.setdefault(framework_of(run), []).append((workspace, run))
     for runs in found.values():
@@ -162,19 +162,15 @@ def compare_variants(variants: Sequence[Variant], tables: EntityTables) -> dict[
     ]  # fmt: skip
     for one in rows:
         one["lift_per_hour"] = ratio(one["lift"]["all"]["mean_difference"], one["hours_per_million"])
-    rows.sort(key=_rank)
+    # The most lift an hour first; variants without hours last, by lift.
+    rows.sort(key=lambda one: (one["lift_per_hour"] is None,
+                               -(one["lift_per_hour"] or one["lift"]["all"]["mean_difference"])))  # fmt: skip
     between = [
         {"variant": one, "over": other} | asdict(verdict) for (one, other), verdict in lifts.between.items()
     ]  # fmt: skip
     date = variants[0].night.date.isoformat()
     return {"date": date, "rows": lifts.split, "item_rate": asdict(lifts.item_rate), "variants": rows,
             "between": between}  # fmt: skip
-
-
-def _rank(one: Mapping[str, Any]) -> tuple[bool, float]:
-    """Sort key: the most lift per hour first; variants without hours last, by lift."""
-    per_hour = one["lift_per_hour"]
-    return per_hour is None, -(one["lift"]["all"]["mean_difference"] if per_hour is None else per_hour)
 
 
 def _variant_figures(variant: Variant, step_cost: StepCost | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import yaml
 
 from laserbatch.pipeline.encoding.schema import LEVELS
-from laserbatch.pipeline.encoding.vectors import VectorForm, vectors_of
+from laserbatch.pipeline.encoding.vectors import vectors_of
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.atomic import write_text
 from laserbatch.pipeline.storage.parquet import write_parquet
@@ -32,11 +32,14 @@ class SideExport:
     side: str
     schema: pa.Schema
     batches: Iterable[pa.RecordBatch]
-    form: VectorForm
 
     @property
     def id_name(self) -> str:
         return f"{self.side}_id"
+
+    @property
+    def dim(self) -> int:
+        return self.schema.field("vector").type.list_size
 
     @property
     def has_integer_ids(self) -> bool:
@@ -49,10 +52,8 @@ def write_merlin(sides: Sequence[SideExport], folder: Path, place: Path) -> None
     TorchRec, or whoever else reads Parquet, takes the same files.
     """
     for one in sides:
-        fields = [field.with_type(one.form.arrow_type) if field.name == "vector" else field for field in one.schema]
-        schema = pa.schema(fields, one.schema.metadata)
-        write_parquet(one.form.formed(one.batches), folder / one.side / "features.parquet", schema)
-        shape = f"value_count {{ min: {one.form.dim} max: {one.form.dim} }}"
+        write_parquet(one.batches, folder / one.side / "features.parquet", one.schema)
+        shape = f"value_count {{ min: {one.dim} max: {one.dim} }}"
         features = [
             _feature(one.id_name, "INT" if one.has_integer_ids else "BYTES", "", ["id", one.id_name]),
             _feature("vector", "FLOAT", shape, ["embedding", one.side]),
@@ -75,10 +76,10 @@ def write_fuxictr(sides: Sequence[SideExport], folder: Path, place: Path) -> Non
     """
     columns = []
     for one in sides:
-        name, form = f"{one.id_name}.parquet", one.form
+        name = f"{one.id_name}.parquet"
         codes = [f"{one.side}_{level}" for level in LEVELS]
-        pairs = (batch.select([one.id_name, "vector", *LEVELS]) for batch in form.formed(one.batches))
-        fields = {"key": one.schema.field(one.id_name).type, "value": form.arrow_type}
+        pairs = (batch.select([one.id_name, "vector", *LEVELS]) for batch in one.batches)
+        fields = {"key": one.schema.field(one.id_name).type, "value": one.schema.field("vector").type}
         schema = pa.schema(fields | dict.fromkeys(codes, pa.int32()))
         write_parquet((batch.rename_columns(schema.names) for batch in pairs), folder / name, schema)
         columns.append(
@@ -88,7 +89,7 @@ def write_fuxictr(sides: Sequence[SideExport], folder: Path, place: Path) -> Non
                 "dtype": "int" if one.has_integer_ids else "str",
                 "type": "categorical",
                 "pretrained_emb": str(place / name),
-                "pretrain_dim": form.dim,
+                "pretrain_dim": one.dim,
                 "pretrain_usage": "concat",
                 "freeze_emb": True,
             }
@@ -109,7 +110,7 @@ def write_recbole(sides: Sequence[SideExport], folder: Path, place: Path) -> Non
         with (folder / f"{place.name}.{suffix}").open("w", encoding="utf-8") as file:
             file.write("\t".join(columns) + "\n")
             for batch in one.batches:
-                vectors = one.form.numbers(vectors_of(batch))
+                vectors = vectors_of(batch)
                 codes = (batch[level].to_pylist() for level in LEVELS)
                 for entity_id, vector, *own in zip(batch[one.id_name].to_pylist(), vectors, *codes, strict=True):
                     if set("\t\r\n") & set(str(entity_id)):

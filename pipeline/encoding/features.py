@@ -20,7 +20,7 @@ from laserbatch.pipeline.encoding.codebook import Codebook, Level, digests, fit_
 from laserbatch.pipeline.encoding.schema import LEVELS, centroid_schema, days_valid, feature_schema, moments
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.encoding.text_parts import PartsEncoder, text_parts
-from laserbatch.pipeline.encoding.vectors import VectorForm, vectors_of
+from laserbatch.pipeline.encoding.vectors import vector_column, vectors_of
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import link_file, sha256_file
 from laserbatch.pipeline.storage.figures import FeatureFigures
@@ -181,7 +181,7 @@ def _feature_rows(
         clusters.update(np.unique(codes[:, 0]).tolist())
         ids, run_ids, fingerprints = texts.rows.take(pa.array(texts.order[places])).columns
         since = moments(days_valid(run_ids.combine_chunks()))
-        yield [ids, VectorForm(matrix.shape[1]).column(matrix), *map(pa.array, codes.T), run_ids, fingerprints, since]
+        yield [ids, vector_column(matrix), *map(pa.array, codes.T), run_ids, fingerprints, since]
 
 
 class _NewVectors:
@@ -267,7 +267,7 @@ def _write_codebook(codebook: Codebook, path: Path, side: str, dim: int) -> None
                 pa.array([name] * len(level.centroids), pa.string()),
                 pa.array(np.arange(len(level.centroids), dtype=np.int32)),
                 pa.array(level.weights.astype(np.int64)),
-                VectorForm(dim).column(level.centroids.reshape(-1, dim)),
+                vector_column(level.centroids.reshape(-1, dim)),
             ],
             schema=schema,
         )

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from laserbatch.pipeline.encoding.schema import LEVELS, MOMENT, days_valid, moments
-from laserbatch.pipeline.encoding.vectors import VectorForm, vectors_of
+from laserbatch.pipeline.encoding.vectors import vector_column, vectors_of
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
@@ -66,13 +66,20 @@ class Versions:
         is_there[is_there] = self.entities[found[is_there]] == entities[is_there]
         return np.where(is_there, found, -1)
 
-    def columns(self, versions: np.ndarray, form: VectorForm) -> list[pa.Array]:
-        """What `version_fields` names, of some versions, int64[n] as `of` gives them: -1 is null."""
+    def fields(self, prefix: str = "") -> list[pa.Field]:
+        """Columns of a version besides the id of its entity."""
+        codes = dict.fromkeys(LEVELS, pa.int32())
+        vector = pa.list_(pa.float32(), self.vectors.shape[1])
+        kinds = {"vector": vector, **codes, "run_id": pa.string(), "valid_from": MOMENT}
+        return [pa.field(f"{prefix}{name}", kind) for name, kind in kinds.items()]
+
+    def columns(self, versions: np.ndarray) -> list[pa.Array]:
+        """The columns of `fields`, of some versions, int64[n] as `of` gives them: -1 is null."""
         is_null = versions < 0
         vectors = np.zeros((len(versions), self.vectors.shape[1]), np.float32)
         vectors[~is_null] = self.vectors[self.rows[versions[~is_null]]]
         return [
-            form.column(vectors, is_null),
+            vector_column(vectors, is_null),
             *(pa.array(codes, mask=is_null | (codes < 0)) for codes in self.codes[versions].T),
             self.run_ids.take(pa.array(versions, mask=is_null)),
             moments(np.where(is_null, -1, self.valid_from[versions])),
@@ -83,13 +90,6 @@ class Versions:
         ends = np.append(self.valid_from[1:], -1).astype(np.int32)
         ends[np.append(self.entities[1:] != self.entities[:-1], True)[: len(ends)]] = -1
         return ends
-
-
-def version_fields(form: VectorForm, prefix: str = "") -> list[pa.Field]:
-    """Columns of a version besides the id of its entity."""
-    codes = dict.fromkeys(LEVELS, pa.int32())
-    fields = {"vector": form.arrow_type, **codes, "run_id": pa.string(), "valid_from": MOMENT}
-    return [pa.field(f"{prefix}{name}", kind) for name, kind in fields.items()]
 
 
 @contextmanager

@@ -4,7 +4,6 @@ Grammars are in llguidance's variant of Lark: https://github.com/guidance-ai/llg
 """
 
 import json
-from functools import lru_cache
 from typing import Any
 
 from laserbatch.pipeline.decoding.grammar import require_grammar
@@ -26,7 +25,8 @@ def grammar_of(template: PromptTemplate, max_new_tokens: int) -> str | None:
     if template.grammar is not None:
         return template.grammar
     if template.regex is not None:
-        return f"start: /{_in_slashes(template.regex)}/"
+        in_slashes = template.regex.replace("\\/", "/").replace("/", "\\/")  # as Lark wants it
+        return f"start: /{in_slashes}/"
     if template.json_schema is not None:
         return _json_grammar(template.json_schema)
     num_chars = CHARS_PER_TOKEN * max_new_tokens
@@ -88,9 +88,3 @@ def _bound(num_chars: int, num_parts: int) -> int:
 
 def _json_grammar(schema: dict[str, Any]) -> str:
     return "start: %json " + json.dumps({"x-guidance": _LAYOUT} | schema, ensure_ascii=False)
-
-
-@lru_cache(maxsize=8)
-def _in_slashes(regex: str) -> str:
-    """A regular expression with its slashes escaped, as Lark wants them between slashes."""
-    return regex.replace("\\/", "/").replace("/", "\\/")

@@ -56,17 +56,10 @@ def render_shown(
     max_prompt_tokens: int,
     date: datetime.date | None = None,
 ) -> RenderedPrompt:
-    """Render a prompt, keeping as much of the newest history as the budget allows.
+    """Render a prompt of at most `max_prompt_tokens`, the chat's too, with as much of the newest history as fits.
 
-    Parameters
-    ----------
-    max_prompt_tokens : most tokens of the whole prompt, chat template included.
-    date : of the night, which a chat template that prints today's date prints; None leaves it to the clock.
-
-    Raises
-    ------
-    RowError : reason "too-long" when it does not fit without any history; "undecodable" when the text cannot be written
-        in plain tokens.
+    `date` is the night's, for a chat template that prints today's; None leaves it to the clock. Raises RowError,
+    "too-long" when it does not fit without any history, "undecodable" when it cannot be written in plain tokens.
     """
     head = [template.instruction.strip()] if template.instruction.strip() else []
     if shown.attributes is not None:

@@ -32,9 +32,7 @@ SHOWN_SCHEMA = pa.schema([("attributes", pa.string()), ("history", pa.string()),
 class SideQuestions:
     """What is asked about the entities of a side; rows are those of its table.
 
-    Parameters
-    ----------
-    shared : the parts of fingerprints that all entities share, joined.
+    `shared` are the parts of fingerprints that all entities share, joined.
     """
 
     def __init__(self, tables: Tables, side: Side, template: PromptTemplate, shared: str) -> None:
@@ -71,6 +69,12 @@ class SideQuestions:
             history = pa.array([json.dumps(events[first:last], ensure_ascii=False) for first, last in bounds])
         columns = [self._attribute_lines(part), history, pa.array(num_events)]
         return pa.table(columns, SHOWN_SCHEMA)
+
+    def sampled(self, most: int) -> list[Shown]:
+        """What is shown of at most so many entities, spread evenly over the table."""
+        num_rows = self.entities.num_rows
+        rows = np.unique(np.linspace(0, num_rows - 1, min(num_rows, most)).astype(np.int64))
+        return [shown_of_row(row) for row in self.shown(rows).to_pylist()]
 
     @property
     def _history_lines(self) -> HistoryLines:

@@ -54,9 +54,7 @@ def knowledge_schema(entity_id_type: pa.DataType) -> pa.Schema:
 class PreviousKnowledge:
     """Records by their row: the place in their files one after another. Texts and tokens stay on disk until needed.
 
-    Parameters
-    ----------
-    folder : of knowledge files; None, or none in it, on the first night.
+    On the first night there is no folder, or no file in it.
     """
 
     def __init__(self, folder: Path | None) -> None:

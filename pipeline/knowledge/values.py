@@ -18,7 +18,6 @@ import pyarrow.types as pt
 
 from laserbatch.pipeline.knowledge.templates import Columns
 
-RULES_VERSION = 2  # of what follows; manifests hold it. Fingerprints do not: they are of the texts
 SMALLEST_PLAIN, LARGEST_PLAIN = 1e-12, 1e21  # a number beyond these is written with an exponent
 PATH, SET = " > ", ", "
 SUBSECOND_DIGITS = {"s": 0, "ms": 3, "us": 6, "ns": 9}

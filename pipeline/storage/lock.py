@@ -1,4 +1,4 @@
-"""The lock of a workspace: one writer at a time."""
+"""The lock of a workspace: one writer at a time, and whether somebody holds it."""
 
 import fcntl
 import logging
@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal
 
 from laserbatch.pipeline.errors import WorkspaceBusy, WorkspaceError
 
@@ -60,6 +61,26 @@ def _take(descriptor: int) -> None:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         time.sleep(RETRY_AFTER_S)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def probe_lock(path: Path) -> Literal["held", "free", "unknown"]:
+    """Ask the file system whether a process holds a lock file; the lock is held for no longer than the call.
+
+    "held" is certain, "free" of this host alone. "unknown": the file cannot be opened, or there is no flock.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return "unknown"
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return "held"
+    except OSError:
+        return "unknown"
+    finally:
+        os.close(descriptor)
+    return "free"
 
 
 def _holder(descriptor: int) -> str:

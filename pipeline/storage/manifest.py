@@ -37,6 +37,19 @@ def settings_hash(settings: Mapping) -> str:
     return hashlib.sha256(canonical_json(settings).encode()).hexdigest()
 
 
+def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """`section.key` -> both values, where two resolved settings differ; None where one has no such key."""
+    old, new = _flat(before), _flat(after)
+    return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found = {}
+    for key, value in settings.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
 def make_run_id(date: datetime.date, settings: Mapping, edition: int = 1) -> str:
     """`<date>-<first 8 hex of the settings' hash>`: the same night with the same settings is the same run.
 
@@ -57,7 +70,6 @@ class RunOrigin:
     previous_run_id: str | None = None
     extension: str | None = None  # whose run it is; None: a night's
     inputs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    value_rules: int = 1  # `RULES_VERSION` of how values read in prompts
     prompts: dict[Side, PromptRef] = field(default_factory=dict)
 
 

@@ -12,37 +12,24 @@ from laserbatch.retrieval_pools.sources import SOURCE_NAMES
 
 @dataclass(frozen=True)
 class DecodingStats:
-    """What was counted of finished texts.
-
-    Attributes
-    ----------
-    num_accepted : accepted draft tokens.
-    num_rewritten : texts that were written again, since they had run on; what came before is not counted.
-    wall_s : seconds that a worker spent; of a run, those of each shard divided by how many worked side by side.
-    drafted_by_source, accepted_by_source : draft tokens by the name of their source.
-    repairs : texts by how they were mended before they could be parsed.
-    role_marks : texts by the role mark of the chat template that ended them, where it is no configured end token.
-    num_invented : tokens that were written after such a mark, and cut.
-    num_thinking, num_thought_tokens : texts with thoughts before the answer, and the tokens of these, which were cut.
-    graph_counts : on a GPU, captures of CUDA graphs, failed captures, replayed steps and eager steps.
-    """
+    """What was counted of finished texts."""
 
     num_texts: int = 0
     num_tokens: int = 0
     num_steps: int = 0
     num_drafted: int = 0
-    num_accepted: int = 0
-    num_rewritten: int = 0
-    wall_s: float = 0.0
-    drafted_by_source: dict[str, int] = field(default_factory=dict)
+    num_accepted: int = 0  # draft tokens
+    num_rewritten: int = 0  # texts written again, since they had run on; what came before is not counted
+    wall_s: float = 0.0  # of a worker; of a run, of each shard divided by how many worked side by side
+    drafted_by_source: dict[str, int] = field(default_factory=dict)  # draft tokens
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     finish_reasons: dict[str, int] = field(default_factory=dict)
-    repairs: dict[str, int] = field(default_factory=dict)
-    graph_counts: dict[str, int] = field(default_factory=dict)
-    role_marks: dict[str, int] = field(default_factory=dict)
-    num_invented: int = 0
-    num_thinking: int = 0
-    num_thought_tokens: int = 0
+    repairs: dict[str, int] = field(default_factory=dict)  # texts by how they were mended before they could be parsed
+    graph_counts: dict[str, int] = field(default_factory=dict)  # CUDA: captures, failed ones, replayed and eager steps
+    role_marks: dict[str, int] = field(default_factory=dict)  # texts by the mark that ended them, no end token
+    num_invented: int = 0  # tokens that were written after such a mark, and cut
+    num_thinking: int = 0  # texts with thoughts before the answer
+    num_thought_tokens: int = 0  # of these, which were cut
 
     @classmethod
     def of(

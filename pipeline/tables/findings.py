@@ -14,33 +14,20 @@ MAX_SHOWN_CHARACTERS = 120
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong.
+    """One thing that is wrong, and where it is first, as far as it has a place; `str` of it is the whole sentence."""
 
-    Attributes
-    ----------
-    kind : a stable name: missing-table, unfinished, versioned-table, bad-partition, partition-differs, left-out,
-        unreadable, bad-text, missing-column, duplicate-column, wrong-type, types-differ, columns-differ, empty-table,
-        null-id, bad-id, duplicate-id, unknown-entity, null-title, bad-timestamp, odd-timestamp, inferred-unit,
-        bad-rating, one-class, null-in-list, personal-data.
-    table, column, file, row, value : where it is first, as far as it has a place; rows count from 0 within their file.
-    found, expected, advice : parts of the sentence; `str(finding)` is the whole.
-    num_rows : rows that it is about, over all files of the table; 0 where it is about no row.
-    num_files : files that it is about, where it is about no row.
-    is_warning : a run can start all the same.
-    """
-
-    kind: str
+    kind: str  # a stable name, such as missing-column
     table: str
     found: str
     expected: str
     advice: str
     column: str | None = None
     file: str | None = None
-    row: int | None = None
+    row: int | None = None  # from 0 within its file
     value: object = None
-    num_rows: int = 0
-    num_files: int = 1
-    is_warning: bool = False
+    num_rows: int = 0  # that it is about, over all files of the table; 0: it is about no row
+    num_files: int = 1  # that it is about, where it is about no row
+    is_warning: bool = False  # a run can start all the same
 
     def __str__(self) -> str:
         row = f"row {self.row}" if self.num_rows == 1 else f"{self.num_rows:,} rows, first row {self.row}"

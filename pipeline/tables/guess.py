@@ -73,16 +73,16 @@ class GuessedMapping:
             reason = self.reasons.get((*path, key))
             comment = f"  # {' '.join(reason.split())}" if reason else ""
             if isinstance(value, dict) and value:
-                yield f"{pad}{_flow(key)}:{comment}"
+                yield f"{pad}{yaml_line(key)}:{comment}"
                 yield from self._lines(value, (*path, key))
             else:
-                yield f"{pad}{_flow(key)}: {_flow(value)}{comment}"
+                yield f"{pad}{yaml_line(key)}: {yaml_line(value)}{comment}"
             if key == "attributes" and len(path) == 1:
                 for column, why in self.left_out.get(path[0], {}).items():
-                    yield f"{pad}  # {_flow(column)}: {_flow(column)}  # left out: {' '.join(why.split())}"
+                    yield f"{pad}  # {yaml_line(column)}: {yaml_line(column)}  # left out: {' '.join(why.split())}"
 
 
-def _flow(value: object) -> str:
+def yaml_line(value: object) -> str:
     """A value as YAML in one line."""
     dumped = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
     return dumped.removesuffix("...\n").strip()

@@ -120,9 +120,7 @@ class Join:
 def guess_join(log: SourceTable, log_columns: Sequence[str], entities: SourceTable, id_columns: Sequence[str]) -> Join:
     """The pair of columns, of the log and an id of its table, that shares most values or is named alike.
 
-    Parameters
-    ----------
-    id_columns : names that ids have, the likeliest first. Others are ids only if values of the log are in them.
+    `id_columns` are names that ids have, the likeliest first; others are ids only if values of the log are in them.
     """
     others = [name for name in entities.head.column_names if name not in id_columns]
     ids = [name for name in (*id_columns, *others) if entities.is_id(name)]

@@ -280,19 +280,17 @@ def _partition(folder: Path, known: dict[str, str | None], table: str) -> dict[s
     key, is_partition, value = folder.name.partition("=")
     if not is_partition:
         return {}
+    fault, expected = None, "one folder `column=value` for each partition column"
     try:
         key, value = unquote(key, errors="strict"), unquote(value, errors="strict")
+        if not key or key in known:
+            fault = f"names the column {key} again" if key else "names no column"
     except UnicodeDecodeError:
-        expected, advice = "text in UTF-8 behind its % signs", "rename the folder"
-        raise _bad_partition(table, f"the folder {shown_path(folder)} has a name", expected, advice) from None
-    if not key or key in known:
-        found = f"the folder {shown_path(folder)} " + (f"names the column {key} again" if key else "names no column")
-        raise _bad_partition(table, found, "one folder `column=value` for each partition column", "rename the folder")
+        fault, expected = "has a name", "text in UTF-8 behind its % signs"
+    if fault is not None:
+        found = f"the folder {shown_path(folder)} {fault}"
+        raise FaultyTable(Finding("bad-partition", table, found, expected, "rename the folder"))
     return {key: None if value in ("", NULL_PARTITION) else value}
-
-
-def _bad_partition(table: str, found: str, expected: str, advice: str) -> FaultyTable:
-    return FaultyTable(Finding("bad-partition", table, found, expected, advice))
 
 
 def _require_plain(folders: Iterable[Path], table: str) -> None:

@@ -97,19 +97,6 @@ class _Unknown:
     examples: list = field(default_factory=list)
     num_rows: int = 0
     num_unknown: int = 0
-    num_near: int = 0  # that differ from a listed one only in case, blanks, quotes, leading zeros or a `.0`
-    near: str = ""  # the first of them, and what it is like
-    plain_known: pa.Array | None = None  # all listed ones, as `_plain` has them; made when it is needed
-
-    def add_near(self, others: pa.Array, known: pa.Array) -> None:
-        """Count ids of rows, of which none is listed, that are written almost as a listed one."""
-        if self.plain_known is None:
-            self.plain_known = _plain(known)
-        places = pc.index_in(_plain(others), self.plain_known)
-        self.num_near += len(places) - places.null_count
-        if not self.near and places.null_count < len(places):
-            row = pc.index(pc.is_valid(places), True).as_py()
-            self.near = f"{others[row].as_py()!r} and {known[places[row].as_py()].as_py()!r}"
 
 
 @dataclass
@@ -121,18 +108,6 @@ class _Times:
     is_inferred: bool
     low: int
     high: int
-
-
-def _plain(ids: pa.Array) -> pa.Array:
-    plain = pc.utf8_lower(pc.utf8_trim_whitespace(ids))
-    for pattern in (
-        r'^="(.*)"$',
-        r"^'(.*)$",
-        r"^(.*\d)\.0+$",
-        r"^0+(\d.*)$",
-    ):  # the first two as spreadsheets have them
-        plain = pc.replace_substring_regex(plain, pattern, r"\1")
-    return plain
 
 
 @dataclass
@@ -327,28 +302,24 @@ class _Import:
                 if len(unknown.examples) < NUM_EXAMPLES:
                     others = pc.unique(rows[column].filter(pc.invert(is_known))).slice(0, NUM_EXAMPLES).to_pylist()
                     unknown.examples = list(dict.fromkeys([*unknown.examples, *others]))[:NUM_EXAMPLES]
-                if ids.type == pa.string() and is_known.true_count < len(is_known):
-                    unknown.add_near(rows[column].filter(pc.invert(is_known)), ids)
                 rows = self._kept(rows, is_known, f"interactions of unknown {column}")
         return rows
 
     def require_known(self, wanted: InteractionMapping) -> None:
-        """Raise TableError where more interactions than the mapping allows are of ids that are in no table."""
+        """Name ids of interactions that are in no table. Raises TableError where more are than the mapping allows."""
         for column, unknown in self.unknown.items():
-            if unknown.num_near:
-                self.note(
-                    f"table interactions: {unknown.num_near:,} rows of a {column} that is in no table are left out, "
-                    "but a listed one differs only in case, blanks, quotes, leading zeros or a `.0`: "
-                    f"{unknown.near}. Write them alike"
-                )
+            found = (
+                f"table interactions: {unknown.num_unknown:,} of {unknown.num_rows:,} rows are of a {column} that "
+                f"is in no table, such as {', '.join(map(repr, unknown.examples))}; the table that lists them has "
+                f"ids such as {', '.join(map(repr, unknown.known))}"
+            )
             if unknown.num_unknown > wanted.max_unknown_share * unknown.num_rows:
                 raise TableError(
-                    f"table interactions: {unknown.num_unknown:,} of {unknown.num_rows:,} rows are of a {column} that "
-                    f"is in no table, such as {', '.join(map(repr, unknown.examples))}; the table that lists them has "
-                    f"ids such as {', '.join(map(repr, unknown.known))}. Write the ids alike; or, if so many shall be "
-                    f"left out, set `max_unknown_share` (now {wanted.max_unknown_share:g}) under `interactions` in the "
-                    "mapping."
+                    f"{found}. Write the ids alike; or, if so many shall be left out, set `max_unknown_share` (now "
+                    f"{wanted.max_unknown_share:g}) under `interactions` in the mapping."
                 )
+            if unknown.num_unknown:
+                self.note(f"{found}. They are left out; write the ids alike if they should meet")
 
     def _kept(self, rows: pa.RecordBatch, mask: pa.Array, rule: str) -> pa.RecordBatch:
         kept = rows.filter(mask)

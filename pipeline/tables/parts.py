@@ -7,6 +7,7 @@ A column that is in a file and in the name of its folder must have one value the
 import datetime
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -171,7 +172,6 @@ def _repeated(value: pa.Scalar, num_rows: int) -> pa.Array:
 
 
 def _is_day(text: str) -> bool:
-    try:
+    with suppress(ValueError):
         return datetime.date.fromisoformat(text).isoformat() == text
-    except ValueError:
-        return False
+    return False

@@ -11,7 +11,7 @@ import mmap
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +44,7 @@ from laserbatch.pipeline.tables.schema import (
     tables_folder,
     time_scalar,
 )
-from laserbatch.pipeline.tables.time_units import in_unit, integer_times
+from laserbatch.pipeline.tables.time_units import in_unit, require_units
 
 logger = logging.getLogger(__name__)
 
@@ -197,11 +197,7 @@ def open_tables(path: Path | str, keep_duplicates: bool = False) -> OpenTables:
     parts = table_parts(path, "interactions")
     with _naming("interactions", parts[0].path):
         opened = dataset_of(parts)
-    units, findings = integer_times("interactions", [part.path for part in parts])
-    for finding in findings:
-        if not finding.is_warning:
-            raise FaultyTable(finding)
-        logger.warning("%s", finding)
+    units = require_units("interactions", [part.path for part in parts], partial(logger.warning, "%s"))
     return OpenTables(users, items, OpenInteractions(path, opened, keep_duplicates, units))
 
 
@@ -271,10 +267,7 @@ def find_exact_copies(path: Path | str, columns: Collection[str] = ()) -> np.nda
 def _read_table(path: Path, name: str, cutoff: pa.Scalar | None, wanted: Collection[str] | None = None) -> pa.Table:
     """The columns that have a role, or those of the `wanted` ones that are there."""
     files = table_parts(path, name)
-    units, findings = integer_times(name, [file.path for file in files])
-    for finding in findings:
-        if not finding.is_warning:
-            raise FaultyTable(finding)
+    units = require_units(name, [file.path for file in files], lambda finding: None)
     parts = [_open_part(file, name, cutoff, units) for file in files]
     columns = dict.fromkeys(
         column for part in parts for column in part.schema.names

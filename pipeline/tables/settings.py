@@ -107,32 +107,24 @@ def _known_encoding(encoding: str) -> str:
 Encoding = Annotated[str, AfterValidator(_known_encoding)]
 
 
+def _one_character(text: str | None) -> str | None:
+    if text is not None and (len(text) != 1 or not text.isascii()):
+        raise ValueError("expected one ASCII character, such as '\"' or \\, or null where there is none")
+    return text
+
+
+Character = Annotated[str | None, AfterValidator(_one_character)]
+
+
 class CsvFormat(Strict):
     """How the CSV files of one table are written."""
 
     delimiter: str | None = Field(default=None, min_length=1)  # None: tab for .tsv, else comma
-    quote: str | None = (
-        None  # one character; null or "": no field is quoted. Default: none where the delimiter is a tab
-    )
-    escape: str | None = Field(
-        default=None, min_length=1, max_length=1
-    )  # the character before one that is meant as it is
+    # Null or "": no field is quoted. Not set: none where the delimiter is a tab.
+    quote: Annotated[Character, BeforeValidator(lambda quote: quote or None)] = None
+    escape: Character = None  # stands before a character that is meant as it is
     null_values: list[str] = Field(default=[])  # fields that mean that nothing is known, besides the empty one
     encoding: Encoding | None = None  # None: utf-8
-
-    @field_validator("quote")
-    @classmethod
-    def _is_one_character(cls, quote: str | None) -> str | None:
-        if quote and (len(quote) > 1 or not quote.isascii()):
-            raise ValueError("expected one ASCII character, such as '\"', or null where no field is quoted")
-        return quote or None
-
-    @field_validator("escape")
-    @classmethod
-    def _is_ascii(cls, escape: str | None) -> str | None:
-        if escape and not escape.isascii():
-            raise ValueError("expected one ASCII character, such as \\")
-        return escape
 
     @model_validator(mode="after")
     def _can_be_read(self) -> "CsvFormat":
@@ -166,9 +158,8 @@ class SourceFiles(Strict):
     delimiter: str | None = Field(default=None, min_length=1)  # short for `csv.delimiter`
     encoding: Encoding | None = None  # short for `csv.encoding`
     column_names: list[str] | None = None  # of a CSV without a header line
-    drop_without: list[str] = Field(
-        default=[]
-    )  # rows in which one of these columns of the table is null or blank are left out
+    # Rows in which one of these columns of the table is null or blank are left out.
+    drop_without: list[str] = Field(default=[])
 
     @field_validator("files")
     @classmethod
@@ -221,9 +212,7 @@ class InteractionMapping(SourceFiles):
     event: str | None = None
     keep_duplicates: bool = False  # whether rows that are exact copies of another one are kept
     drop_unknown: bool = False  # whether rows of users or items that are in no table are left out
-    max_unknown_share: float = Field(
-        default=0.5, ge=0, le=1
-    )  # of the rows, that `drop_unknown` may leave out for one column
+    max_unknown_share: float = Field(default=0.5, ge=0, le=1)  # that `drop_unknown` may leave out for one column
 
 
 class IdTypes(Strict):

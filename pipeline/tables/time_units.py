@@ -6,7 +6,7 @@ seconds, which the rules of `columns.py` then judge.
 
 import datetime
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import pyarrow.types as pt
 
 from laserbatch.pipeline.tables.columns import CREATED, TIME, role_of
 from laserbatch.pipeline.tables.fetched import shown_path
-from laserbatch.pipeline.tables.findings import Finding
+from laserbatch.pipeline.tables.findings import FaultyTable, Finding
 from laserbatch.pipeline.tables.schema import UNITS_PER_SECOND, is_text
 
 YEAR_1990_S = 631_152_000
@@ -78,6 +78,16 @@ def shown_span(low: int, high: int, unit: str) -> str:
     """The days of the first and the last moment."""
     days = [datetime.datetime.fromtimestamp(one // UNITS_PER_SECOND[unit], datetime.UTC).date() for one in (low, high)]
     return f"{days[0]} to {days[1]}"
+
+
+def require_units(table: str, files: Sequence[Path], note: Callable[[Finding], object]) -> dict[str, str]:
+    """The units of `integer_times`; `note` is called with warnings. Raises FaultyTable where the integers are dates."""
+    units, findings = integer_times(table, files)
+    for finding in findings:
+        if not finding.is_warning:
+            raise FaultyTable(finding)
+        note(finding)
+    return units
 
 
 def integer_times(table: str, files: Sequence[Path]) -> tuple[dict[str, str], list[Finding]]:

@@ -74,10 +74,7 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
     options : how the run drafts. The fit looks at trees as large as may be, of less likely paths too, at the positions
         where such a run drafts: behind a tree that was too small a text is easier to foresee than behind a wrong token.
 
-    Raises
-    ------
-    ValueError
-        There are fewer than two texts.
+    Raises ValueError where there are fewer than two texts.
     """
     if len(texts) < 2:
         raise ValueError(f"{len(texts)} texts to calibrate with; one half is fitted to and the other checked: give two")

@@ -77,36 +77,21 @@ TreeT = TypeVar("TreeT", bound=Tree)
 
 @dataclass(frozen=True)
 class ReplayStep(Generic[TreeT]):
-    """One draft along a text.
+    """One draft along a text."""
 
-    Attributes
-    ----------
-    position : tokens of the text that were known.
-    tree : the draft.
-    path : its nodes that the text takes, from the root down, those that are not verified too.
-    draft_us : microseconds that drafting took.
-    """
-
-    position: int
+    position: int  # tokens of the text that were known
     tree: TreeT
-    path: list[int]
-    draft_us: float
+    path: list[int]  # its nodes that the text takes, from the root down, those that are not verified too
+    draft_us: float  # microseconds that drafting took
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Counts of replays by text, float64[num_texts] each; sums over resampled texts have the same form.
+    """Counts of replays by text, float64[num_texts] each; sums over resampled texts have the same form."""
 
-    Attributes
-    ----------
-    num_steps : verify steps, the one that only ends the text among them.
-    num_drafted : draft tokens.
-    num_accepted : those of them that the text goes along, and the tokens that its form appended.
-    """
-
-    num_steps: np.ndarray
-    num_drafted: np.ndarray
-    num_accepted: np.ndarray
+    num_steps: np.ndarray  # verify steps, the one that only ends the text among them
+    num_drafted: np.ndarray  # draft tokens
+    num_accepted: np.ndarray  # those of them that the text goes along, and the tokens that its form appended
 
     @property
     def mean_drafted(self) -> np.ndarray:

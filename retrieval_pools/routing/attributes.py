@@ -83,10 +83,7 @@ def choose_columns(entities: pa.Table, names: Sequence[str] | None) -> tuple[Att
     The guess: category paths (lists) in the order of their names; then text and boolean columns of 2 to 256 values (and
     at least 4 rows a value), fewest values first; then numbers by name. Ids, titles and dates are never guessed.
 
-    Raises
-    ------
-    PoolError
-        A named column is not there, or is of a type that cannot be grouped by.
+    Raises PoolError where a named column is not there, or is of a type that cannot be grouped by.
     """
     chosen: list[tuple[str, Kind]]
     chosen = _guess(entities) if names is None else [(name, _kind_of_named(entities, name)) for name in names]
@@ -262,15 +259,9 @@ class AttributeGroups:
 def split_groups(counts: Mapping[Prefix, int], max_size: int, min_size: int) -> dict[Prefix, int]:
     """The prefixes that become groups, each with the number of entities for which it is the longest.
 
-    Parameters
-    ----------
-    counts : number of entities with exactly these tokens.
-    max_size, min_size : a group of more entities is split; a part of fewer stays with its parent.
-
-    Returns
-    -------
-    dict
-        The empty prefix (the root) first, always; parents before children, children in the order of their names.
+    `counts` are of entities with exactly these tokens. A group of more than `max_size` entities is split; a part of
+    fewer than `min_size` stays with its parent. The empty prefix (the root) is always the first; parents come before
+    children, which are in the order of their names.
     """
     totals: Counter[Prefix] = Counter()
     children: defaultdict[Prefix, set[Prefix]] = defaultdict(set)

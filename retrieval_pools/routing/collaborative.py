@@ -48,16 +48,9 @@ class CollaborativeGroups:
     ) -> "CollaborativeGroups":
         """Cluster those of `ids` that have `settings.min_interactions` rows in `interactions`, and an embedding.
 
-        Parameters
-        ----------
-        ids : large_string or int64, the entities of this side, "user" or "item".
-        interactions : `user_id` and `item_id`; every row counts, repeated pairs too.
-        embeddings : without them those of the settings' file are read, or LightGCN is trained.
-
-        Raises
-        ------
-        PoolError
-            Missing id columns, ids of different kinds, or a file of embeddings that is not what it should be.
+        `ids` are large_string or int64, the entities of this side. Of `interactions` every row counts, repeated pairs
+        too. Without `embeddings` those of the settings' file are read, or LightGCN is trained. Raises PoolError where
+        an id column is missing, ids are of different kinds, or a file of embeddings is none.
         """
         interaction_ids, codes = distinct_ids(interactions, f"{side}_id", "interactions")
         check_same_kind(interaction_ids, ids, "interactions", "entities")

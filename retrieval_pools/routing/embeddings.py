@@ -81,10 +81,7 @@ def check_same_kind(ids: pa.Array, others: pa.Array, table_name: str, other_name
 def read_embeddings(path: Path, side: str, ids: pa.Array) -> EntityEmbeddings:
     """Vectors of those of `ids`, normalised, that the file of a side ("user" or "item") has, in its order.
 
-    Raises
-    ------
-    PoolError
-        The file, a column of it or a row of it is not what it should be; all three are named.
+    Raises PoolError, which names file, column and row, where one is not what it should be.
     """
     source, id_name = f"routing.{side}_embeddings: {path}", f"{side}_id"
     try:

@@ -27,12 +27,8 @@ PLATEAU_STEPS = 5
 def train_lightgcn(interactions: pa.Table, seed: int = 0, max_steps: int = MAX_STEPS) -> dict[str, EntityEmbeddings]:
     """Vectors of every id that occurs, by side ("user", "item"), ids in ascending order: float32 (num_ids, DIM).
 
-    Training is on implicit feedback: a pair that occurs, however often and in whatever order, is one edge.
-
-    Parameters
-    ----------
-    interactions : `user_id` and `item_id`, string or int64, no nulls.
-    seed : of the initial embeddings and of the negative samples.
+    Training is on implicit feedback: a pair of `user_id` and `item_id` (string or int64, no nulls) that occurs, however
+    often and in whatever order, is one edge. `seed` is of the initial embeddings and of the negative samples.
     """
     users, user_index = distinct_ids(interactions, "user_id", "interactions")
     items, item_index = distinct_ids(interactions, "item_id", "interactions")
@@ -74,10 +70,8 @@ def train_lightgcn(interactions: pa.Table, seed: int = 0, max_steps: int = MAX_S
 def propagate(adjacency: torch.Tensor, layer_0: torch.Tensor, num_layers: int) -> torch.Tensor:
     """Mean of layers 0 to K, each the normalised neighbours' sum of the one before (Eqs. 7 and 8, alpha = 1/(K+1)).
 
-    Parameters
-    ----------
-    adjacency : sparse CSR float32 (num_nodes, num_nodes), D^-1/2 A D^-1/2
-    layer_0 : float32 (num_nodes, dim), as is what is returned, detached.
+    `adjacency` is sparse CSR float32 (num_nodes, num_nodes), D^-1/2 A D^-1/2; `layer_0` float32 (num_nodes, dim), as is
+    what is returned, detached.
     """
     with torch.no_grad():
         layer, total = layer_0, layer_0.clone()

@@ -110,7 +110,10 @@ class Router:
         collaborative = CollaborativeGroups.none_of(ids)
         if settings.scheme in ("router", "collaborative"):
             collaborative = CollaborativeGroups.fit(side, ids, interactions, settings, seed, embeddings)
-        attributes = _attribute_groups(side, entities, settings)
+        names = settings.attributes_of(side) if settings.scheme in ("router", "attribute") else ()
+        # Larger groups are split, smaller ones join their parent: both only prefer texts, so no size matters much.
+        max_size = max(50, round(4 * entities.num_rows**0.5))
+        attributes = AttributeGroups.fit(entities, choose_columns(entities, names), max_size, min_size=max_size // 10)
         num_groups = settings.num_groups or default_num_groups(len(ids))
         return cls(side, settings, seed, num_groups, collaborative, attributes)
 
@@ -237,10 +240,3 @@ def fit_routers(
         side: Router.fit(side, entities, interactions, settings, seed, embeddings.get(side))
         for side, entities in (("user", users), ("item", items))
     }
-
-
-def _attribute_groups(side: str, entities: pa.Table, settings: RoutingSettings) -> AttributeGroups:
-    names = settings.attributes_of(side) if settings.scheme in ("router", "attribute") else ()
-    # Larger groups are split, smaller ones join their parent: both only prefer texts, so that no size matters much.
-    max_size = max(50, round(4 * entities.num_rows**0.5))
-    return AttributeGroups.fit(entities, choose_columns(entities, names), max_size, min_size=max_size // 10)

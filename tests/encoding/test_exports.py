@@ -8,26 +8,26 @@ import yaml
 
 from laserbatch.pipeline.encoding.exports import FORMATS, SideExport
 from laserbatch.pipeline.encoding.schema import feature_schema
-from laserbatch.pipeline.encoding.vectors import VectorForm
+from laserbatch.pipeline.encoding.vectors import vector_column
 from laserbatch.pipeline.errors import WorkspaceError
 
 VECTORS = np.array([[0.25, -1.5], [3.0, 1e-7]], np.float32)
 
 
-def sides(user_ids=("u\u00e4 1", "u2"), **form):
+def sides(user_ids=("u\u00e4 1", "u2")):
     exports = []
     for side, ids in (("user", pa.array(user_ids)), ("item", pa.array([7, 8]))):
         schema = feature_schema(side, ids.type, 2)
-        columns = [ids, VectorForm(2).column(VECTORS), [0, 4], [3, 2], ["2025-01-01-aa"] * 2, ["f", "g"], [0, 0]]
+        columns = [ids, vector_column(VECTORS), [0, 4], [3, 2], ["2025-01-01-aa"] * 2, ["f", "g"], [0, 0]]
         batch = pa.record_batch([pa.array(column) for column in columns], schema=schema)
-        exports.append(SideExport(side, schema, [batch], VectorForm(**{"dim": 2, **form})))
+        exports.append(SideExport(side, schema, [batch]))
     return exports
 
 
 def test_merlin_finds_types_tags_and_the_shape_of_vectors(tmp_path):
-    FORMATS["merlin"](sides(dtype=np.float16), tmp_path, tmp_path)
+    FORMATS["merlin"](sides(), tmp_path, tmp_path)
     table = pq.read_table(tmp_path / "item" / "features.parquet")
-    assert table.schema.field("vector").type == pa.list_(pa.float16(), 2)
+    assert table.schema.field("vector").type == pa.list_(pa.float32(), 2)
     assert table["item_id"].to_pylist() == [7, 8]
     told = (tmp_path / "item" / "schema.pbtxt").read_text()
     assert told.count("{") == told.count("}")
@@ -48,12 +48,12 @@ def test_fuxictr_finds_keys_and_values_by_the_columns_settings(tmp_path):
 
 
 def test_recbole_finds_atomic_files_of_the_folders_name(tmp_path):
-    FORMATS["recbole"](sides(dim=1, project=lambda vectors: vectors[:, :1] * 2), tmp_path, tmp_path / "movies")
+    FORMATS["recbole"](sides(), tmp_path, tmp_path / "movies")
     lines = (tmp_path / "movies.useremb").read_text(encoding="utf-8").splitlines()
     assert lines == [
         "user_emb_id:token\tuser_emb:float_seq\tuser_cluster_id:token\tuser_residual_id:token",
-        "u\u00e4 1\t0.5\t0\t3",
-        "u2\t6.0\t4\t2",
+        "u\u00e4 1\t0.25 -1.5\t0\t3",
+        "u2\t3.0 1e-07\t4\t2",
     ]
     settings = yaml.safe_load((tmp_path / "settings.yaml").read_text())
     assert settings["preload_weight"] == {"user_emb_id": "user_emb", "item_emb_id": "item_emb"}

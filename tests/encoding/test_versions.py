@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from laserbatch.pipeline.encoding.schema import days_valid, feature_schema, moments
-from laserbatch.pipeline.encoding.vectors import VectorForm
+from laserbatch.pipeline.encoding.vectors import vector_column
 from laserbatch.pipeline.encoding.versions import read_versions
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.parquet import write_parquet
@@ -23,7 +23,7 @@ def write_features(path, rows, id_type=pa.string()):
     vectors = np.array([[value, 0, 0] for _, _, value in rows], np.float32)
     columns = {
         "user_id": [row[0] for row in rows],
-        "vector": VectorForm(DIM).column(vectors),
+        "vector": vector_column(vectors),
         "cluster_id": [int(value) % 5 for _, _, value in rows],
         "residual_id": [0] * len(rows),
         "run_id": [row[1] for row in rows],
@@ -55,7 +55,7 @@ def test_every_row_gets_the_newest_version_that_is_older(tmp_path):
     days = day("2025-01-01") + rng.integers(-3, 70, 500)
     with tempfile.TemporaryFile() as scratch:
         versions = read_versions(files, "user", scratch)
-        found = versions.columns(versions.of(pa.array(users), days), VectorForm(DIM, dtype=np.float16))
+        found = versions.columns(versions.of(pa.array(users), days))
     in_files = {(user, run) for (user, run) in known if run != collected}
     for path in (runs[5],):  # carried over by the next night, unless it wrote them anew
         in_files |= {(user, collected) for (user, run) in known if run == collected and (user, path) not in known}

@@ -21,7 +21,6 @@ from laserbatch.pipeline.budget.step_cost import read_step_cost
 from laserbatch.pipeline.encoding.encoder import TextEncoder
 from laserbatch.pipeline.errors import RunFailed, WorkspaceError
 from laserbatch.pipeline.sample.world import write_sample_world
-from laserbatch.pipeline.storage.experiments import ExperimentFolder
 
 NAME = "2025-02-10-trial"
 TRIED = ("--framework", "kar", "--framework", "mine", "--users", "8", "--items", "4", "--date", "2025-02-10",
@@ -108,7 +107,7 @@ def test_variants_are_tried_beside_what_is_published_and_a_killed_experiment_goe
 def test_an_experiment_of_another_version_is_refused(tmp_path):
     (tmp_path / "experiment.json").write_text('{"asked": {"date": "2025-02-10"}}')
     with pytest.raises(WorkspaceError, match=r"no `spec`.*another --name, or remove"):
-        run_experiment.read_record(ExperimentFolder(tmp_path))
+        run_experiment.read_record(tmp_path)
 
 
 def test_a_variant_that_fails_does_not_stop_the_others(folder, tried, capfd, monkeypatch):

@@ -2,17 +2,13 @@
 
 import datetime
 import json
-from types import SimpleNamespace
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from manifests import manifest_of
 from night_world import run_here
 
-from laserbatch.ctr.feature_set import Basis
-from laserbatch.ctr.folder import ModelCard
 from laserbatch.pipeline.encoding.schema import feature_schema
 from laserbatch.pipeline.storage.figures import FeatureFigures
 from laserbatch.pipeline.storage.parquet import write_parquet
@@ -66,7 +62,7 @@ def test_a_row_is_joined_with_what_was_known_before_its_day(workspace, tmp_path,
         }
     )
     pq.write_table(log, tmp_path / "log.parquet")
-    told = asked(workspace, capfd, "asof", tmp_path / "log.parquet", tmp_path / "out.parquet", "--float16")
+    told = asked(workspace, capfd, "asof", tmp_path / "log.parquet", tmp_path / "out.parquet")
     assert told["rows without features"] == {"users": 2, "items": 1}
     joined = pq.read_table(tmp_path / "out.parquet")
     assert joined.column_names[:4] == log.column_names
@@ -74,7 +70,7 @@ def test_a_row_is_joined_with_what_was_known_before_its_day(workspace, tmp_path,
     assert joined["item_cluster_id"].to_pylist() == [None, 3, 3, 5, 5, 5]
     assert joined["item_residual_id"].to_pylist() == [None, 3, 3, 5, 5, 5]
     assert joined["user_vector"].to_pylist()[3] == [5.0, 0.5]
-    assert joined.schema.field("user_vector").type == pa.list_(pa.float16(), 2)
+    assert joined.schema.field("user_vector").type == pa.list_(pa.float32(), 2)
     assert joined["user_valid_from"].to_pylist()[3] == datetime.datetime(2025, 3, 6, tzinfo=datetime.UTC)
 
 
@@ -115,14 +111,6 @@ def test_an_export_of_what_changed_names_who_went(workspace, tmp_path, capfd):
     told = asked(workspace, capfd, "export", tmp_path / "old", "--since", last, "--run", first)
     assert told["users"] == {"rows": 1, "gone": 1}
     assert pq.read_table(tmp_path / "old" / "gone_users.parquet")["user_id"].to_pylist() == ["c"]
-
-
-def test_vectors_are_reduced_as_a_trained_model_reduces_them(workspace, tmp_path, capfd, monkeypatch):
-    mean, codes = np.zeros(2, np.float32), np.array([9, 9])
-    basis = Basis(mean, mean, np.array([[2.0], [0.0]]), codes, codes)
-    monkeypatch.setattr(ModelCard, "read", lambda folder: SimpleNamespace(basis=basis))
-    asked(workspace, capfd, "export", tmp_path / "out", "--format", "fuxictr", "--basis", tmp_path)
-    assert pq.read_table(tmp_path / "out" / "user_id.parquet")["value"].to_pylist() == [[10.0], [6.0], [10.0]]
 
 
 @pytest.mark.parametrize(("unit", "per_second"), [("s", 1), ("ms", 10**3), ("us", 10**6), ("ns", 10**9)])

@@ -1,7 +1,5 @@
 """Files of ids as editors, spreadsheets and databases write them: read right, or refused by line."""
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from laserbatch.jobs.commands.id_file import read_ids
@@ -19,18 +17,12 @@ from laserbatch.pipeline.errors import ConfigError
         (b"\"u1\"\n' u2 '\n\"a,b\"\n\"say \"\"hi\"\"\"\n", {"u1", "u2", "a,b", 'say "hi"'}),
         ("Zoë-Ω\n7".encode("utf-16"), {"Zoë-Ω", "7"}),
         ("\ufeffu1\r\nu2\r\n".encode("utf-16-be"), {"u1", "u2"}),
-        ("u1\n".encode("utf-32"), {"u1"}),
         (b"user_id\nu1\n", {"u1"}),
         (b'"user_id"\n"u1"\n', {"u1"}),
         (b"asked_on,user_id\n2025-01-01,u1\n2025-01-01,\"a,b\"\n", {"u1", "a,b"}),
         (b"user_id;why\nu1;\nu2;moved\n", {"u1", "u2"}),
         (b"user_id\twhy\nu1\tmoved\n", {"u1"}),
         (b"\n \n", set()),
-        (b"u1,\nu2,\n", {"u1", "u2"}),
-        (b";\"u1\"\n;u2\n", {"u1", "u2"}),
-        (b'{"user_id": "u1", "why": "a,b"}\n\n{"user_id": 7}\n', {"u1", "7"}),
-        (b'["u1",\n "u2"]\n', {"u1", "u2"}),
-        (b'[{"user_id": "u1"}]', {"u1"}),
         (b"{3F2504E0-4F89}\n[7]x\n", {"{3F2504E0-4F89}", "[7]x"}),
     ],
 )  # fmt: skip
@@ -53,9 +45,9 @@ def test_ids_are_read_without_what_surrounds_them(held, ids, tmp_path):
         (b"u1\ncaf\xe9\n", "line 2: not UTF-8"),
         ("u1\n".encode("utf-16-le"), "holds zero bytes"),
         (b"PK\x03\x04\x14\0", "is no text, but a spreadsheet"),
-        (b"u1,\nu2,x\n", "line 1: 'u1,' holds several fields"),
-        (b'{"user_id": "u1"}\nu2\n', "line 2: not JSON"),
-        (b'{"user_id": "u1"}\n{"user_id": 1.5}\n', "line 2: {'user_id': 1.5} has no user_id"),
+        (b"u1,\nu2,\n", "line 1: 'u1,' holds several fields"),
+        (b'{"user_id": "u1", "why": ""}\n', "line 1: '{\"user_id\": \"u1\", \"why\": \"\"}' holds several fields"),
+        (b"PAR1\x15", "is no text, but Parquet"),
         (b"u\x1b1\n", "line 1: 'u\\x1b1' holds a control character"),
     ],
 )  # fmt: skip
@@ -64,20 +56,11 @@ def test_a_file_whose_ids_are_not_certain_is_refused_by_line(held, said, tmp_pat
     with pytest.raises(ConfigError) as error:
         read_ids(tmp_path / "ids.txt")
     assert f"{tmp_path}/ids.txt" in str(error.value) and said in str(error.value), error.value
-    assert "UTF-8" in str(error.value) or "header has" in str(error.value) or "has no user_id" in str(error.value)
+    assert "UTF-8" in str(error.value) or "header has" in str(error.value)
 
 
-@pytest.mark.parametrize("column", ["user_id", "id"])
-def test_ids_of_parquet_are_its_column_of_users_or_the_only_one(column, tmp_path):
-    path, notes = tmp_path / "ids.parquet", []
-    pq.write_table(pa.table({column: ["u1", "u2 "]}), path)
-    assert read_ids(path, notes.append) == {"u1", "u2"}
-    assert notes == [f"{path}: read as ids: the column {column}; 2 in all, the first 'u1'"]
-    for columns, said in (
-        ({column: ["u1", None]}, "line 2: the id is empty"),
-        ({column: [1.5]}, "double is no id"),
-        ({"a": ["u1"], "b": ["u1"]}, "has no column user_id, but several: a, b"),
-    ):
-        pq.write_table(pa.table(columns), path)
-        with pytest.raises(ConfigError, match=said):
-            read_ids(path)
+def test_what_was_taken_for_an_id_is_said(tmp_path):
+    path, notes = tmp_path / "ids.csv", []
+    path.write_text("why,user_id\n,u1\n,u2\n")
+    read_ids(path, notes.append)
+    assert notes == [f"{path}: read as ids: the column user_id; 2 in all, the first 'u1'"]

@@ -345,12 +345,9 @@ def test_a_date_on_which_nobody_is_known_is_refused(world):
     assert not (world / "workspace").exists()
 
 
-def test_a_run_of_before_is_read_by_what_its_settings_are_called_today(world, capsys):
-    """Of a key that nobody knows any more a line says that it is left out; what is there under another name is kept."""
+def test_a_run_is_read_without_settings_that_this_version_does_not_have(world, capsys):
     night = opened(world)
-    ctr = night.manifest.origin.settings["ctr"]
-    ctr["positive_rating"], ctr["of_old"] = 3.0, 1
-    del ctr["label"]
+    night.manifest.origin.settings["ctr"] |= {"label": "rating >= 3", "of_old": 1}
     night.manifest.origin.settings_hash = "another"
     night.manifest.save()
     settings = open_run(load_settings(world / "laserbatch.yaml"), night.run.run_id).settings

@@ -43,7 +43,7 @@ def test_page_loads_complete_and_without_console_messages(tmp_path):
     assert "CONSOLE" not in done.stderr
     for anchor in SECTIONS:
         assert re.search(rf'<section id="{anchor}">\s*<div class="heading">', done.stdout), anchor
-    assert done.stdout.count('<div class="bars') == 6
+    assert done.stdout.count('<div class="bars') == 3
     assert done.stdout.rstrip().endswith("</html>")
 
 

@@ -1,4 +1,4 @@
-"""Charts: bars are as long as their values say; the page is one file; and numbers as text."""
+"""Charts: bars are as long as their shares say; the page is one file; and numbers as text."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 from manifest_fixture import manifest_of, night_manifest
 
 from laserbatch.jobs import formatting
-from laserbatch.jobs.report.blocks import Series, bars, stacked_shares
+from laserbatch.jobs.report.blocks import Series, stacked_shares
 from laserbatch.jobs.report.page import write_report
 
 
@@ -20,11 +20,6 @@ def test_a_page_is_one_file_that_asks_for_nothing_and_the_same_for_the_same_run(
     assert "<script" not in html and "@import" not in html and "url(" not in html
     assert "default-src 'none'" in html
     assert "share of the side&#39;s entities" in html and ">1,496<" in html
-
-
-def test_bars_are_as_long_as_their_values_and_a_missing_one_is_a_dash():
-    rows = bars("t", ["a", "b", "c"], [Series("s", [10.0, 5.0, None], "#111111")], "y", formatting.count).rows
-    assert [(bar.width, bar.text) for (bar,) in rows.values()] == [(1, "10"), (0.5, "5"), (0, formatting.MISSING)]
 
 
 def test_shares_are_of_the_categorys_whole():

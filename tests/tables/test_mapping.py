@@ -301,11 +301,12 @@ def test_text_ids_become_numbers_by_the_rules_of_floats(tmp_path):
 ALLOWED = WITH_LONG_IDS["interactions"] | {"files": "log.csv", "max_unknown_share": 0.8}
 
 
-def test_unknown_ids_that_are_almost_known_are_named(tmp_path):
+def test_unknown_ids_are_named_beside_known_ones(tmp_path):
     (note,) = import_of_texts(
         tmp_path, ["00123", "ab", "7"], ["7", "7", "7", "123", "AB", "x", " 7", "'7"], interactions=ALLOWED
     )
-    assert "4 rows of a user_id that is in no table are left out" in note and "'123' and '00123'" in note
+    assert "5 of 8 rows are of a user_id that is in no table, such as '123', 'AB', 'x'" in note
+    assert "has ids such as '00123', 'ab', '7'. They are left out" in note
 
 
 def test_an_import_stops_where_most_interactions_are_of_ids_in_no_table(tmp_path):
