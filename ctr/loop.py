@@ -1,11 +1,12 @@
 """The training loop of the networks, and their predictions.
 
 Training never looks at the test part. Rows are permuted and gathered by index arrays from columns that stay as they
-are, so that there is no data loader.
+are, so that there is no data loader. After every epoch all that the next one depends on can be written to a file.
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -42,29 +43,42 @@ class RowTensors:
         return CtrBatch(users[index].long(), items[index].long(), past[index], liked[places].long(), offsets, rows)
 
 
-class Fitted(NamedTuple):
-    """The epoch that validation chose, from 1, and its AUC there."""
+@dataclass
+class Progress:
+    """Where a training stands after an epoch: with a network's weights all that the next epoch depends on."""
 
-    best_epoch: int
-    best_auc: float
+    epoch: int = 0
+    best_epoch: int = 0  # from 1; 0: none yet
+    best_auc: float = -math.inf  # on validation
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # weights, the best ones, Adam's state, generators'
 
 
-def fit(model: nn.Module, data: CtrData, settings: CtrSettings, seed: int) -> Fitted:
+def fit(
+    model: nn.Module,
+    data: CtrData,
+    settings: CtrSettings,
+    seed: int,
+    start: Progress | None = None,
+    on_epoch: Callable[[Progress], None] | None = None,
+) -> Progress:
     """Train a network in place, by binary cross-entropy and Adam; it ends with the weights of its best epoch.
 
     All its logits are then shifted by a constant, so that on validation rows the mean prediction is their base rate:
     what is stopped by AUC ranks well and may be 0.05 off. Training stops early by validation AUC; `seed` is of the
-    order of rows and of dropout.
+    order of rows and of dropout. From `start`, what `on_epoch` was given after some epoch, it goes on as if it had
+    never stopped.
     """
     device = next(model.parameters()).device
     rows, labels = RowTensors(data, device), torch.from_numpy(data.labels).to(device)
     optimizers = _optimizers(model, settings)
     batch_size = default_batch_size(len(data.train))
     order = torch.Generator().manual_seed(seed)
-    best, weights = Fitted(0, -math.inf), {}
+    progress = replace(start) if start is not None else Progress()
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # dropout draws from the global generator
-        for epoch in range(1, settings.max_epochs + 1):
+        if start is not None:
+            _restore(start.tensors, model, optimizers, order)
+        while progress.epoch < settings.max_epochs and progress.epoch - progress.best_epoch < settings.patience:
             model.train()
             for numbers in torch.randperm(len(data.train), generator=order).split(batch_size):
                 if len(numbers) == 1 and len(data.train) > 1:
@@ -72,14 +86,17 @@ def fit(model: nn.Module, data: CtrData, settings: CtrSettings, seed: int) -> Fi
                 index = torch.from_numpy(data.train[numbers]).to(device).long()
                 _step(model, rows.batch(index), labels[index], optimizers, settings.weight_decay)
             found = float(roc_auc_score(data.labels[data.validation], predict(model, data, data.validation)))
-            if found > best.best_auc:
-                best = Fitted(epoch, found)
-                weights = {name: value.clone() for name, value in model.state_dict().items()}
-            if epoch - best.best_epoch >= settings.patience:
-                break
-    model.load_state_dict(weights)
+            progress.epoch += 1
+            if found > progress.best_auc:
+                progress.best_epoch, progress.best_auc = progress.epoch, found
+                progress.tensors = {f"best.{name}": value.clone() for name, value in model.state_dict().items()}
+            if on_epoch is not None:
+                progress.tensors = {**progress.tensors, **_state(model, optimizers, order)}
+                on_epoch(progress)
+    best = {name.removeprefix("best."): of for name, of in progress.tensors.items() if name.startswith("best.")}
+    model.load_state_dict(best)
     _shift_to_base_rate(model, data)
-    return best
+    return progress
 
 
 @torch.no_grad()
@@ -124,6 +141,36 @@ def _step(
             )
     for optimizer in optimizers:
         optimizer.step()
+
+
+def _state(
+    model: nn.Module, optimizers: list[torch.optim.Optimizer], order: torch.Generator
+) -> dict[str, torch.Tensor]:
+    tensors = {f"weights.{name}": value for name, value in model.state_dict().items()}
+    for number, optimizer in enumerate(optimizers):
+        for parameter, of_parameter in optimizer.state_dict()["state"].items():
+            for name, value in of_parameter.items():
+                tensors[f"optimizer.{number}.{parameter}.{name}"] = torch.as_tensor(value)
+    return tensors | {"generator.order": order.get_state(), "generator.global": torch.get_rng_state()}
+
+
+def _restore(
+    tensors: dict[str, torch.Tensor],
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    order: torch.Generator,
+) -> None:
+    model.load_state_dict({name[8:]: value for name, value in tensors.items() if name.startswith("weights.")})
+    for number, optimizer in enumerate(optimizers):
+        state: dict[int, dict[str, torch.Tensor | int]] = {}
+        for name, value in tensors.items():
+            kind, *of_optimizer = name.split(".", 3)
+            if kind == "optimizer" and int(of_optimizer[0]) == number:
+                is_count = number > 0 and of_optimizer[2] == "step"  # SparseAdam counts in Python
+                state.setdefault(int(of_optimizer[1]), {})[of_optimizer[2]] = int(value) if is_count else value
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    order.set_state(tensors["generator.order"])
+    torch.set_rng_state(tensors["generator.global"])
 
 
 def default_batch_size(num_rows: int) -> int:

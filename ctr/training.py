@@ -1,6 +1,7 @@
 """One training, whichever the model: fitted on the training rows, stopped by validation, scored on the test rows."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from laserbatch.ctr.dataset import CtrData, ModelRows
 from laserbatch.ctr.gbdt import GbdtColumns, fit_gbdt, predict_gbdt
 from laserbatch.ctr.inputs import RowInputs
 from laserbatch.ctr.knowledge import Knowledge
-from laserbatch.ctr.loop import fit, predict
+from laserbatch.ctr.loop import Progress, fit, predict
 from laserbatch.ctr.networks import DIN, DCNv2
 from laserbatch.ctr.settings import CtrSettings, ModelName
 
@@ -32,9 +33,18 @@ class Training:
 
 
 def train_model(
-    name: ModelName, data: CtrData, knowledge: Knowledge | None, settings: CtrSettings, seed: int
+    name: ModelName,
+    data: CtrData,
+    knowledge: Knowledge | None,
+    settings: CtrSettings,
+    seed: int,
+    start: Progress | None = None,
+    on_epoch: Callable[[Progress], None] | None = None,
 ) -> Training:
-    """Train one model from one seed. Weights, order of rows and dropout are the seed's alone."""
+    """Train one model from one seed. Weights, order of rows and dropout are the seed's alone.
+
+    `start` and `on_epoch` are of `loop.fit`; trees, which take little time, always begin anew.
+    """
     start_s = time.perf_counter()
     if name == "gbdt":
         columns = GbdtColumns(data, knowledge)
@@ -43,16 +53,18 @@ def train_model(
         scores = predict_gbdt(model, columns, data.test)
     else:
         model = build_network(name, data, knowledge, settings, seed)
-        if knowledge is not None:
+        if start is None and knowledge is not None:
             inputs = model.inputs
             assert isinstance(inputs, RowInputs) and inputs.knowledge is not None
             _fit_adaptor(inputs.knowledge, data, seed)
-        best_epoch, validation_auc = fit(model, data, settings, seed)
+        fitted = fit(model, data, settings, seed, start, on_epoch)
+        best_epoch, validation_auc = fitted.best_epoch, fitted.best_auc
         scores = predict(model, data, data.test)
     return Training(model, best_epoch, validation_auc, time.perf_counter() - start_s, scores.astype(np.float32))
 
 
 def _fit_adaptor(adaptor: Adaptor, data: CtrData, seed: int) -> None:
+    """What it learns of behaviour is among its weights: a training that goes on has it already."""
     rows = data.train[data.labels[data.train] > 0]
     users, items = (torch.from_numpy(of[rows]).long().to(adaptor.ids_0.device) for of in (data.users, data.items))
     with torch.random.fork_rng():

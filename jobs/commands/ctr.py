@@ -60,7 +60,8 @@ def train(
 ) -> None:
     """Train one model up to the date of a run, on its features, into a folder; evaluate it on later interactions.
 
-    The folder holds weights, encoders, settings, metrics and the run that it was trained on.
+    The same command continues a training that was killed; gbdt, which takes seconds, starts again. The folder holds
+    weights, encoders, settings, metrics and the run that it was trained on.
 
     Example: `laserbatch ctr train models/dcnv2 --model dcnv2 --workspace workspace`
     """

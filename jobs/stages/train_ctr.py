@@ -1,6 +1,9 @@
-"""One CTR model trained into a folder of its own, that says where it comes from, and scores."""
+"""One CTR model trained into a folder of its own, that says where it comes from, goes on after a kill, and scores."""
 
+import hashlib
 import json
+import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,21 +17,24 @@ from laserbatch.ctr.settings import CtrSettings, ModelName
 from laserbatch.jobs.console import say
 from laserbatch.jobs.stages.night import Night
 from laserbatch.pipeline.encoding.versions import feature_versions
+from laserbatch.pipeline.errors import LaserbatchError
 from laserbatch.pipeline.sides import SIDES
-from laserbatch.pipeline.storage.atomic import atomic_folder, sha256_file
+from laserbatch.pipeline.storage.atomic import atomic_folder, atomic_path, sha256_file
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.tables.read import describe, iter_rows, open_tables
 from laserbatch.pipeline.tables.time_units import in_unit, span_of, unit_of
 
 FeatureName = Literal["own", "plain", "none"]
+CHECKPOINT = "checkpoint.safetensors"
 
 
 def train_to_folder(
     night: Night, model: ModelName, features: FeatureName, seed: int, tables: str, settings: CtrSettings, out: Path
 ) -> dict[str, Any]:
-    """Train a model on the features of a run; its metrics. The folder appears whole, when all is done.
+    """Train a model on the features of a run; its metrics. A training that was killed goes on from its last epoch.
 
-    Raises CtrError where there is nothing to train on or judge by, or the folder is there already.
+    The folder appears whole, when all is done; until then there is a hidden one beside it with the last checkpoint.
+    Raises CtrError where there is nothing to train on or judge by, and leaves nothing then.
     """
     from laserbatch.ctr.dataset import build_dataset
     from laserbatch.ctr.folder import ModelCard
@@ -38,30 +44,45 @@ def train_to_folder(
 
     history = night.workspace.runs_up_to(night.run) if settings.history == "asof" and features != "none" else []
     provenance = _provenance(night, features, tables) | {"history": [run.run_id for run in history]}
+    asked = {"model": model, "seed": seed, "settings": settings.model_dump(mode="json"), "provenance": provenance}
+    asked_hash = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+    provenance["asked"] = asked_hash
+    if (out / "model.json").is_file() and ModelCard.read(out).provenance.get("asked") == asked_hash:
+        say(f"{out} is this very model already")
+        return json.loads((out / "metrics.json").read_text(encoding="utf-8"))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CtrError(f"{out} is there already; give another folder, or remove it")
-    opened = open_tables(tables, night.settings.tables.keep_duplicates)
-    data = build_dataset(opened, night.date, settings)
-    found = features_of(night, features)
-    variants = {} if found is None else {features: found}
-    knowledge = build_knowledge(opened, data, variants, night.date, settings).get(features)
-    for side in SIDES if knowledge is not None else ():
-        vectors = getattr(knowledge, side)
-        if vectors.num_missing:
-            say(f"{vectors.num_missing} {side}s have no features; they get a learned default")
-        if vectors.num_foreign:
-            say(f"{vectors.num_foreign} features are of ids that are no {side}s of the tables; they are not used")
-    seen = data
-    if history and knowledge is not None:
-        with feature_versions(history, of_plain=features == "plain") as versions:
-            seen, knowledge = join_as_of(opened, data, knowledge, versions)
-    training = train_model(model, seen, knowledge, settings, seed)
+        raise CtrError(f"{out} is there already, and of another training; give another folder, or remove it")
+    work = out.with_name(f".{out.name}.unfinished")
+    try:
+        opened = open_tables(tables, night.settings.tables.keep_duplicates)
+        data = build_dataset(opened, night.date, settings)
+        found = features_of(night, features)
+        variants = {} if found is None else {features: found}
+        knowledge = build_knowledge(opened, data, variants, night.date, settings).get(features)
+        for side in SIDES if knowledge is not None else ():
+            vectors = getattr(knowledge, side)
+            if vectors.num_missing:
+                say(f"{vectors.num_missing} {side}s have no features; they get a learned default")
+            if vectors.num_foreign:
+                say(f"{vectors.num_foreign} features are of ids that are no {side}s of the tables; they are not used")
+        seen = data
+        if history and knowledge is not None:
+            with feature_versions(history, of_plain=features == "plain") as versions:
+                seen, knowledge = join_as_of(opened, data, knowledge, versions)
+        start = _checkpoint(work / CHECKPOINT, asked_hash)
+        training = train_model(
+            model, seen, knowledge, settings, seed, start, lambda now: _keep(work / CHECKPOINT, asked_hash, now)
+        )
+    except LaserbatchError:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
     rows = data.test
     metrics = measure(data.labels[rows], training.scores, data.users[rows], data.is_cold[rows])
     basis = None if knowledge is None else knowledge.basis
     card = ModelCard(model, settings, seed, night.date, data.prior, data.encoders, basis, provenance)
     with atomic_folder(out) as folder:
         card.write(folder, training, metrics)
+    shutil.rmtree(work, ignore_errors=True)
     return json.loads((out / "metrics.json").read_text(encoding="utf-8"))
 
 
@@ -83,6 +104,30 @@ def _provenance(night: Night, features: FeatureName, tables: str) -> dict[str, A
         found["feature_files"] = {side: sha256_file(path) for side, path in files.items() if path.is_file()}
         found["encoders"] = {side: of.encoder for side, of in night.manifest.features.items()}
     return found
+
+
+def _keep(path: Path, asked_hash: str, progress) -> None:
+    from safetensors.torch import save_file
+
+    metadata = {"asked": asked_hash, "epoch": str(progress.epoch), "best_epoch": str(progress.best_epoch)}
+    tensors = {name: value.contiguous().clone() for name, value in progress.tensors.items()}
+    with atomic_path(path) as temporary:
+        save_file(tensors, temporary, metadata | {"best_auc": repr(progress.best_auc)})
+
+
+def _checkpoint(path: Path, asked_hash: str):
+    """The progress of a killed training of the same kind, or None."""
+    from safetensors import SafetensorError, safe_open
+
+    from laserbatch.ctr.loop import Progress
+
+    with suppress(OSError, SafetensorError), safe_open(path, "pt") as file:
+        metadata = file.metadata()
+        if metadata["asked"] == asked_hash:
+            say(f"goes on after epoch {metadata['epoch']}")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return Progress(int(metadata["epoch"]), int(metadata["best_epoch"]), float(metadata["best_auc"]), tensors)
+    return None
 
 
 def trained_on(model: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from laserbatch.ctr.dataset import build_dataset
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.jobs.settings import Settings
-from laserbatch.jobs.stages.train_ctr import evaluate_folder, predict_pairs, train_to_folder
+from laserbatch.jobs.stages.train_ctr import CHECKPOINT, evaluate_folder, predict_pairs, train_to_folder
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
 SETTINGS = CtrSettings(max_epochs=3, patience=3)
@@ -83,11 +83,40 @@ def test_a_model_is_judged_and_asked_again_as_when_it_was_trained(
     assert card["provenance"]["run_id"] == "2025-03-01-0123abcd" and len(card["provenance"]["inputs"]["users"]) == 64
 
 
+def test_a_training_that_is_killed_goes_on_and_ends_with_the_same_bytes(night, tmp_path, monkeypatch, capsys):
+    train(night, tmp_path / "whole")
+    from laserbatch.jobs.stages import train_ctr
+
+    keep = train_ctr._keep
+
+    def keep_and_die(path, asked, progress):
+        keep(path, asked, progress)
+        if progress.epoch == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_ctr, "_keep", keep_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        train(night, tmp_path / "killed")
+    assert not (tmp_path / "killed").exists()
+    assert (tmp_path / ".killed.unfinished" / CHECKPOINT).is_file()
+    monkeypatch.setattr(train_ctr, "_keep", keep)
+    train(night, tmp_path / "killed")
+    assert "goes on after epoch 2" in capsys.readouterr().err and not (tmp_path / ".killed.unfinished").exists()
+    for path in (tmp_path / "whole").rglob("*"):
+        if path.is_file():
+            assert path.read_bytes() == (tmp_path / "killed" / path.relative_to(tmp_path / "whole")).read_bytes(), path
+    before = (tmp_path / "whole" / "model.safetensors").stat().st_mtime_ns
+    train(night, tmp_path / "whole")  # it is there: nothing is done again
+    assert (tmp_path / "whole" / "model.safetensors").stat().st_mtime_ns == before
+    with pytest.raises(CtrError, match="of another training"):
+        train(night, tmp_path / "whole", "din")
+
+
 def test_bad_input_is_named_and_leaves_nothing_half_trained(world, night, tmp_path):
     def refused(match, **changes):
         with pytest.raises(CtrError, match=match):
             train(night, tmp_path / "model", **changes)
-        assert not any("model" in path.name for path in tmp_path.iterdir())
+        assert not any(path.name.endswith("model") or "unfinished" in path.name for path in tmp_path.iterdir())
 
     refused("both labels are needed", settings=CtrSettings(label="rating >= 1"))
     refused("no column 'clicked'", settings=CtrSettings(label="clicked"))
@@ -106,8 +135,6 @@ def test_bad_input_is_named_and_leaves_nothing_half_trained(world, night, tmp_pa
     refused("vectors differ in length")
     pq.write_table(good, path)
     train(night, tmp_path / "model")
-    with pytest.raises(CtrError, match="is there already; give another folder"):
-        train(night, tmp_path / "model")
     night.manifest.features["user"].encoder = "other"
     with pytest.raises(CtrError, match="of the encoder other, the model was trained with minilm"):
         evaluate_folder(tmp_path / "model", night, night.tables)

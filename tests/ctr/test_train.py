@@ -38,7 +38,9 @@ def test_sparse_steps_learn_what_dense_ones_do_and_touch_only_the_rows_of_a_batc
     network = build_network("dcnv2", data, None, settings, seed=0)
     before = network.inputs.user_embedding.embedding.weight.detach().clone()
     assert all(part.embedding.sparse for part in network.modules() if isinstance(part, EntityEmbedding))
-    assert fit(network, data, settings, seed=0).best_auc > 0.6
+    kept = []
+    fitted = fit(network, data, settings, seed=0, on_epoch=lambda progress: kept.append(progress.epoch))
+    assert fitted.best_auc > 0.6 and kept == [1, 2, 3]
     trained = set(
         network.inputs.user_embedding.codes[torch.from_numpy(data.users[data.train]).long()].flatten().tolist()
     )
@@ -70,8 +72,12 @@ def test_networks_are_trained_on_a_device(name, data, a_device):
     settings = CtrSettings(max_epochs=1)
     network = build_network(name, data, None, settings, seed=0)
     assert next(network.parameters()).is_cuda
-    fit(network, data, settings, seed=0)
-    assert np.isfinite(predict(network, data, data.test)).all()
+    kept = []
+    fit(network, data, settings, seed=0, on_epoch=kept.append)
+    again = build_network(name, data, None, settings, seed=1)
+    fit(again, data, settings, seed=0, start=kept[-1])
+    found = [predict(each, data, data.test) for each in (network, again)]
+    assert np.isfinite(found[0]).all() and np.array_equal(*found)
 
 
 def test_din_without_fields_of_several_values_is_trained_on_a_device(data, a_device):
