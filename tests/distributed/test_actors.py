@@ -101,7 +101,7 @@ def pids_of(worker_pool) -> dict:
 
 
 class Unlucky(actors._Worker):
-    """The first process that gets to the sixth forward of a shard loses its GPU there, the second one is killed."""
+    """The first process that gets to the sixth forward of a shard loses its GPU there."""
 
     def run(self, spec, shard, budget):
         runner, num_forwards, is_lost = self._worker.engine.engine.runner, 0, False
@@ -112,8 +112,6 @@ class Unlucky(actors._Worker):
             num_forwards += 1
             if num_forwards == 6 and is_first(spec.run_dir / "lost"):
                 is_lost = True
-            elif num_forwards == 6 and is_first(spec.run_dir / "killed"):
-                os.kill(os.getpid(), signal.SIGKILL)
             if is_lost:
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
             return forward(*step)
@@ -135,7 +133,7 @@ def is_first(path: Path) -> bool:
 def test_a_dead_workers_shard_is_done_again_by_another_under_the_budget_that_was_chosen(
     cluster, world, tmp_path, monkeypatch
 ):
-    """One ends its process since its GPU is lost, its successor is killed."""
+    """It ends its process since its GPU is lost; what is killed is below, by workers without a model."""
     calm_shards, calm = planned(world, tmp_path / "calm")
     alone = ShardWorker(calm)
     for shard in calm_shards:
@@ -154,7 +152,7 @@ def test_a_dead_workers_shard_is_done_again_by_another_under_the_budget_that_was
     try:
         with started_pool(spec, replace(cluster, num_workers=1), 3) as worker_pool:
             done = list(run_shards(shards, worker_pool, choose))
-            assert worker_pool.num_lost == 2
+            assert worker_pool.num_lost == 1
     finally:
         cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
     with pytest.raises(ProcessLookupError):
