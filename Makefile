@@ -9,11 +9,13 @@ TEST_PROCESSES ?= 4  # on two cores too: a test waits for processes of its own a
 
 install: $(STAMP)
 
-# torch first and exactly: a looser request would take another build of it.
+# torch first and exactly: a looser request would take another build of it. In the end the loops that draft are compiled,
+# which takes twenty seconds: else each process that needs them at the same time compiles its own.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[encoder,dev]'
+	$(BIN)/python -c "import numpy; from laserbatch.retrieval_pools.draft import draft; draft(None, numpy.empty(0, 'int32'), 0)"
 	touch $(STAMP)
 
 demo: install
