@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-TEST_PROCESSES ?= 4  # on two cores too: a test waits for processes of its own a quarter of the time
+TEST_PROCESSES ?= 3  # on two cores too: a test waits for processes of its own a quarter of the time
 
 .PHONY: install demo demo-real test test-research test-vllm lint docs wheel clean
 
