@@ -19,7 +19,7 @@ from laserbatch.pipeline.sample.lore import THEMES, TOP_CATEGORIES
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.tables.read import read_tables
 
-FOLDER = Path(__file__).resolve().parent.parent / "models" / "sample"
+FOLDER = Path(__file__).resolve().parents[2] / "models" / "sample"
 NUM_USERS, NUM_ITEMS = 64, 24
 NUM_PROFILES = 32  # of users and of items, as JSON
 MAX_NEW_TOKENS = 288
