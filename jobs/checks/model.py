@@ -97,13 +97,12 @@ def check_memory_and_model(settings: Settings) -> Iterator[CheckResult]:
     from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, needs_a_model
     from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
     from laserbatch.pipeline.decoding.model.compute_type import choose_dtype
+    from laserbatch.pipeline.decoding.model.described_weights import require_described_weights, require_token_rows
     from laserbatch.pipeline.decoding.model.folder import (
         find_weights,
         load_tokenizer,
         quantization_of,
         read_config,
-        require_described_weights,
-        require_token_rows,
         stored_dtype,
     )
     from laserbatch.pipeline.distributed.cluster import Node, worker_layout

@@ -26,7 +26,7 @@ from laserbatch.pipeline.distributed.tasks import result_of
 from laserbatch.pipeline.encoding.identity import encoder_identity, find_encoder
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.encoding.text_parts import Encoding, TextPart
-from laserbatch.pipeline.errors import RunFailed, WorkspaceError
+from laserbatch.pipeline.errors import ConfigError, RunFailed
 from laserbatch.pipeline.storage.atomic import atomic_path
 
 if TYPE_CHECKING:
@@ -64,7 +64,11 @@ class ClusterEncoder:
     def encode_parts(
         self, parts: Sequence[TextPart], on_batch: Callable[[int], None]
     ) -> Iterator[tuple[TextPart, Encoding]]:
-        """As `PartsEncoder` says. Raises RunFailed: no task ends, or the processes of one die each time."""
+        """As `PartsEncoder` says.
+
+        Raises RunFailed: no task ends, or the processes of one die each time; ConfigError: a machine does not see the
+        workspace; and what a task meets.
+        """
         layout, queue = self._start(), deque(parts)
         identity = encoder_identity(self._settings)
         on_gpu = layout.device == "cuda" and self._settings.device != "cpu"
@@ -87,7 +91,7 @@ class ClusterEncoder:
                 part, path = open_tasks.pop(reference)
                 _require_visible([path])
                 if (encoding := _kept(path)) is None:
-                    raise WorkspaceError(f"{path} is damaged, which a task has just written; is the storage sound?")
+                    raise RunFailed(f"{path} is damaged, which a task has just written; is the storage sound?")
                 on_batch(part.num_texts)
                 yield part, encoding
 
@@ -132,12 +136,12 @@ def _loaded_encoder(settings: str) -> "TextEncoder":
 
 
 def _require_visible(paths: list[Path]) -> None:
-    """Wait for files on storage that shows new ones late. Raises WorkspaceError: this machine does not see one."""
+    """Wait for files on storage that shows new ones late. Raises ConfigError: this machine does not see one."""
     deadline_s = time.monotonic() + VISIBILITY_TIMEOUT_S
     for path in paths:
         while not path.exists():
             if time.monotonic() > deadline_s:
-                raise WorkspaceError(
+                raise ConfigError(
                     f"{socket.gethostname()} does not see {path}: every machine of the cluster needs the "
                     "workspace at the same path, on storage that all of them share"
                 )

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from laserbatch.pipeline.decoding.model.folder import OUTSIDE_LAYERS, require_whole_weights
+from laserbatch.pipeline.decoding.model.described_weights import OUTSIDE_LAYERS, require_whole_weights
 from laserbatch.pipeline.encoding.identity import device_and_dtype, encoder_identity, find_encoder
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.encoding.text_parts import Encoding

@@ -27,8 +27,8 @@ def encoder_identity(settings: EncodingSettings) -> str:
 def with_dtype(settings: EncodingSettings, earlier: str | None) -> EncodingSettings:
     """The settings with the dtype that `auto` means, so that every machine of a cluster computes in it.
 
-    It is that of the earlier vectors where they are of the same encoder, `earlier` their identity: a night on another
-    machine goes on from them, and does not encode all texts again.
+    `earlier` is the identity of the vectors that there are. If this encoder made them, their dtype is kept: a night on
+    another machine then does not encode all texts again.
     """
     if settings.dtype != "auto":
         return settings

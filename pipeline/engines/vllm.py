@@ -23,14 +23,13 @@ import torch
 
 from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
 from laserbatch.pipeline.decoding.model.compute_type import choose_dtype
+from laserbatch.pipeline.decoding.model.described_weights import require_described_weights, require_token_rows
 from laserbatch.pipeline.decoding.model.folder import (
     end_ids_of,
     find_weights,
     folder_rules,
     load_tokenizer,
     model_identity,
-    require_described_weights,
-    require_token_rows,
     stored_dtype,
 )
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult

@@ -37,7 +37,7 @@ class RenderedPrompt:
     token_ids: np.ndarray  # int32[n]
     num_history: int  # events shown
     num_history_dropped: int  # older ones, left out for the token limit or the template's `max_events`
-    messages: tuple[tuple[str, str], ...] = ()  # role and content of each, of which the tokens are made
+    messages: tuple[tuple[str, str], ...] = ()  # (role, content) of each; the tokens render them
 
 
 @dataclass(frozen=True)

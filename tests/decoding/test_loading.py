@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model import checks
 from laserbatch.pipeline.decoding.model import runner as runner_module
-from laserbatch.pipeline.decoding.model.folder import require_described_weights
+from laserbatch.pipeline.decoding.model.described_weights import require_described_weights
 from laserbatch.pipeline.decoding.model.load import load_model, prepare_model
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.verifiers import Greedy

@@ -11,12 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.compute_type import choose_dtype
-from laserbatch.pipeline.decoding.model.folder import (
-    SAMPLE_MODEL,
-    num_parameters_of,
-    quantization_of,
-    require_described_weights,
-)
+from laserbatch.pipeline.decoding.model.described_weights import require_described_weights
+from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, num_parameters_of, quantization_of
 from laserbatch.pipeline.decoding.model.load import load_model
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.errors import ModelError

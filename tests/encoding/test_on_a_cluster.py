@@ -22,7 +22,7 @@ from laserbatch.pipeline.distributed.spec import TextSpec
 from laserbatch.pipeline.encoding.identity import encoder_identity, with_dtype
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.encoding.text_parts import text_parts
-from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
@@ -119,7 +119,7 @@ def test_an_error_that_a_task_meets_ends_the_night_as_itself(tiny_encoder, tmp_p
         return encode_part(part, *arguments)
 
     monkeypatch.setattr(encoding, "_encode_part", elsewhere)
-    with pytest.raises(WorkspaceError, match=r"does not see .*\d{5}\.parquet: every machine of the cluster needs"):
+    with pytest.raises(ConfigError, match=r"does not see .*\d{5}\.parquet: every machine of the cluster needs"):
         encode_run(run.root, settings, start_cluster=start_cluster)
 
 

@@ -1,4 +1,4 @@
-"""A night on a cluster of four nodes, of which the driver's has no worker, and two are lost on the way."""
+"""A night on a cluster of four nodes. The driver's node has no worker, and two of the others are lost on the way."""
 
 import time
 from threading import Thread

@@ -23,9 +23,13 @@ from laserbatch.pipeline.decoding.device_memory import (
 from laserbatch.pipeline.decoding.model.adapters import merge_adapter
 from laserbatch.pipeline.decoding.model.checks import check_equivalence, refuse_by_config
 from laserbatch.pipeline.decoding.model.compute_type import choose_dtype
-from laserbatch.pipeline.decoding.model.folder import (
+from laserbatch.pipeline.decoding.model.described_weights import (
     HARMLESS_WEIGHTS,
     QUANTIZED_EXTRAS,
+    require_token_rows,
+    require_whole_weights,
+)
+from laserbatch.pipeline.decoding.model.folder import (
     SAMPLE_MODEL,
     end_ids_of,
     find_weights,
@@ -34,8 +38,6 @@ from laserbatch.pipeline.decoding.model.folder import (
     num_parameters_of,
     quantization_of,
     repetition_penalty_of,
-    require_token_rows,
-    require_whole_weights,
     stored_dtype,
 )
 from laserbatch.pipeline.errors import ModelError, first_line
