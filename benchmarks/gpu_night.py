@@ -5,8 +5,9 @@
 A sample world of as many users as items; the bundled model in a large geometry (`widen.py`), made on the device and
 written to a folder in memory. Then nights of the command line, a process each: the first writes every text and has no
 pools; the second is ten days later, so that most users have changed, and drafts from the pools and from each entity's
-previous text; `plain` is the second again without drafts, from a copy of the workspace that the first left. Rows are in
-`rows.jsonl` as they come; a night that the deadline ends leaves the stages that it finished.
+previous text; `plain` is the second without drafts. Both begin with a copy of the workspace that the first left, once
+for each number of workers that share the GPU. Rows are in `rows.jsonl` as they come; a night that the deadline ends
+leaves the stages that it finished.
 
 The GPU's share is the mean of what nvidia-smi samples as `utilization.gpu`: the time in which at least one kernel runs.
 """
@@ -38,7 +39,7 @@ FIRST_DATE = LAST_DATE - datetime.timedelta(days=10)
 BENCHMARKS = Path(__file__).parent
 CLI = (sys.executable, "-c", "from laserbatch.jobs.cli import main; main()")
 SAMPLE_MS = 100  # between two looks at the GPU
-ONLY_FIRST = {"night": {"train_ctr": False}}
+NO_CTR = {"night": {"train_ctr": False}}
 MAKE_MODEL = """
 import sys, torch
 from pathlib import Path
@@ -48,19 +49,21 @@ dtype, device = ("bfloat16", "cuda") if torch.cuda.is_available() else ("float32
 write_folder(widened_on(source, geometry, dtype, device).state_dict(), source, out, geometry, dtype)
 """
 NIGHTS = {  # name: date, what the configuration changes
-    "first": (FIRST_DATE, ONLY_FIRST),
-    "second": (LAST_DATE, {}),
-    "plain": (LAST_DATE, {**ONLY_FIRST, "decoding": {"drafters": []}}),
+    "first": (FIRST_DATE, NO_CTR),
+    "second": (LAST_DATE, NO_CTR),
+    "plain": (LAST_DATE, {**NO_CTR, "decoding": {"drafters": []}}),
+    "ctr": (LAST_DATE, {}),
 }
 
 
-def configuration(folder: Path, model: Path, options: argparse.Namespace, changes: dict) -> dict:
+def configuration(folder: Path, model: Path, options: argparse.Namespace, num_workers: int, changes: dict) -> dict:
     """The configuration of a night: the demo's tables and the large model."""
     settings = {
         "workspace": str(folder / "workspace"),
         "tables": {"path": str(folder / "tables")},
         "decoding": {"model": str(model), "batch_size": options.batch},
         "encoding": {"encoder": options.encoder and str(options.encoder.resolve())},
+        "cluster": {"num_workers": num_workers},
     }
     for group, values in changes.items():
         settings[group] = {**settings.get(group, {}), **values}
@@ -95,11 +98,19 @@ class GpuWatch:
         return sum(found) / len(found) if found else None
 
 
-def stage_spans(events: Path, name: str) -> list[tuple[float, float]]:
-    """When a stage of a run began and ended, in seconds since the epoch."""
-    ends = [one for one in read_events(events) if one["event"] == "stage_end" and one["stage"] == name]
-    ended_s = [datetime.datetime.fromisoformat(one["time"]).timestamp() for one in ends]
-    return [(end_s - one["seconds"], end_s) for one, end_s in zip(ends, ended_s, strict=True)]
+def writing_span(events: Path) -> tuple[float, float] | None:
+    """When the first of a run's shards was begun and the last one was done, in seconds since the epoch.
+
+    Texts of the audit are not counted.
+    """
+    spans = []
+    for one in read_events(events):
+        if one["event"] == "stage_end" and one["stage"] == "generate":
+            break
+        if one["event"] == "shard_done":
+            ended_s = datetime.datetime.fromisoformat(one["time"]).timestamp()
+            spans.append((ended_s - one["seconds"], ended_s))
+    return (min(begun_s for begun_s, _ in spans), max(ended_s for _, ended_s in spans)) if spans else None
 
 
 def night_values(run_folder: Path, watch: GpuWatch) -> dict:
@@ -116,32 +127,35 @@ def night_values(run_folder: Path, watch: GpuWatch) -> dict:
             "tokens_per_step": stats.tokens_per_step,
             "tokens_per_s": stats.tokens_per_s,
             "wall_s": stats.wall_s,
+            "graph_counts": stats.graph_counts,
         }
+    written = writing_span(run_folder / "events.jsonl")
     return {
         "status": manifest.status,
+        "writing_s": written and written[1] - written[0],
+        "gpu_busy_while_writing": written and watch.busy([written]),
         "stages": manifest.stages,
         "sides": sides,
         "budgets": json.loads(json.dumps(manifest.as_json()["budgets"])),
-        "gpu_busy_while_writing": watch.busy(stage_spans(run_folder / "events.jsonl", "generate")),
     }
 
 
 def run_night(
-    name: str, folder: Path, model: Path, options: argparse.Namespace, rows: Rows, deadline: Deadline
+    night: str, num_workers: int, folder: Path, model: Path, options: argparse.Namespace, rows: Rows, deadline: Deadline
 ) -> bool:
     """One night of the command line; whether it ended by itself and well."""
-    date, changes = NIGHTS[name]
+    (date, changes), name = NIGHTS[night], f"{night}-{num_workers}"
     limit_s = deadline.limit(600)
     if not limit_s:
         rows.add("night", name, failed="no time is left")
         return False
-    if name == "plain":
-        forked = folder / "plain"
+    if night != "first":
+        forked = folder / name
         shutil.copytree(folder / "first-workspace", forked / "workspace", symlinks=True)
         os.symlink(folder / "tables", forked / "tables")
         folder = forked
     config, log = options.out / f"{name}.yaml", options.out / f"{name}.log"
-    config.write_text(yaml.safe_dump(configuration(folder, model, options, changes)))
+    config.write_text(yaml.safe_dump(configuration(folder, model, options, num_workers, changes)))
     before, start_s = set((folder / "workspace").glob("runs/*")), time.monotonic()
     with open(log, "wb") as file, GpuWatch(options.out / "gpu.csv") as watch:
         process = subprocess.Popen(
@@ -151,6 +165,7 @@ def run_night(
         status = wait_for(process, limit_s)
     seconds = time.monotonic() - start_s
     values = {"seconds": seconds, "gpu_busy": watch.busy([(0.0, float("inf"))]), "batch": options.batch}
+    values |= {"num_workers": num_workers}
     for run_folder in sorted(set((folder / "workspace").glob("runs/*")) - before)[-1:]:
         values |= night_values(run_folder, watch)
         with suppress(OSError):
@@ -171,7 +186,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--geometry", choices=GEOMETRIES, default="8b-gqa")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--encoder", type=Path, help="folder of the text encoder; default: the installed MiniLM")
-    parser.add_argument("--nights", nargs="+", choices=NIGHTS, default=list(NIGHTS))
+    parser.add_argument(
+        "--nights", nargs="+", choices=[*NIGHTS][1:], default=["second", "plain"], help="after the first"
+    )
+    parser.add_argument(
+        "--num-workers", type=int, nargs="+", default=[2, 1], help="of the nights; the first: the first"
+    )
     parser.add_argument("--deadline", type=float, default=330.0, help="seconds in all")
     options = parser.parse_args(words)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -187,14 +207,11 @@ def main(words: Sequence[str] | None = None) -> int:
         rows.add("night", "model", seconds=time.monotonic() - start_s, returncode=made.returncode)
         if made.returncode:
             return 1
-        ended_well = []
-        for night in options.nights:
-            ended_well.append(run_night(night, folder, model, options, rows, deadline))
-            if night == "first":
-                if not ended_well[0]:
-                    break
-                shutil.copytree(folder / "workspace", folder / "first-workspace", symlinks=True)
-        return 0 if all(ended_well) else 1
+        if not run_night("first", options.num_workers[0], folder, model, options, rows, deadline):
+            return 1
+        shutil.move(folder / "workspace", folder / "first-workspace")
+        nights = [(night, num) for num in options.num_workers for night in options.nights]
+        return int(not all([run_night(*night, folder, model, options, rows, deadline) for night in nights]))
 
 
 if __name__ == "__main__":

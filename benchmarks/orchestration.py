@@ -166,6 +166,7 @@ def watched_night(folder: str, night: str) -> list[dict]:
         from laserbatch.jobs.stages import encode, generate, run_night, shards
         from laserbatch.jobs.stages import night as opened_night
         from laserbatch.jobs.stages.workers import NightWorkers
+        from laserbatch.pipeline.distributed import encoding
         from laserbatch.retrieval_pools.routing import router
 
         settings = load_settings(Path(folder, "laserbatch.yaml"))
@@ -179,7 +180,7 @@ def watched_night(folder: str, night: str) -> list[dict]:
             (run_night, "load_encoder", lambda settings: StandInEncoder()),
             (encode, "load_encoder", lambda settings: StandInEncoder()),
             (encode, "encoder_identity", lambda settings: "stand-in"),
-            (encode, "MIN_TEXTS", sys.maxsize),  # the stand-in is here, not on a cluster
+            (encoding, "MIN_TEXTS", sys.maxsize),  # the stand-in is here, not on a cluster
             (router, "train_embeddings", train_one_step),
             (run_night, "open_night", watched(run_night.open_night, "read, check, hash", rows)),
             (generate.GenerationStage, "_make_plan", watched(generate.GenerationStage._make_plan, "plan", rows)),
@@ -248,7 +249,9 @@ def train_one_step(interactions: pa.Table, seed: int) -> dict:
 
 def no_workers(workers, spec) -> SimpleNamespace:
     """Stand in for Ray."""
-    return SimpleNamespace(spec=spec, layout=SimpleNamespace(num_workers=1, num_threads=1, device="cpu"))
+    from laserbatch.pipeline.distributed.cluster import WorkerLayout
+
+    return SimpleNamespace(spec=spec, layout=WorkerLayout(1, 1, 0, "cpu"))
 
 
 def write_shards(pending, worker_pool, *arguments):

@@ -1,6 +1,7 @@
 """Which GPUs torch can use here; it takes seconds to load, and is not where there is no driver of any."""
 
 import re
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,19 @@ def try_gpu(number: int) -> Gpu:
         *torch.cuda.mem_get_info(number),
         torch.cuda.get_device_capability(number),
     )
+
+
+def least_gpu_bytes() -> int | None:
+    """Memory of the smallest GPU here, as NVIDIA's driver says; None where it does not, or where GPUs are split."""
+    query = ["nvidia-smi", "--query-gpu=memory.total,mig.mode.current", "--format=csv,noheader,nounits"]
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = [line.split(",") for line in lines if line.strip()]
+    if not found or any(not size.strip().isdigit() or "Enabled" in mode for size, mode in found):
+        return None
+    return min(int(size) for size, _ in found) << 20
 
 
 def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -210,8 +211,11 @@ def check_extensions(settings: Settings) -> Iterator[CheckResult]:
 
 def check_ray(settings: Settings) -> Iterator[CheckResult]:
     from laserbatch.pipeline.distributed.cluster import ray_cluster
+    from laserbatch.pipeline.distributed.sharing import worker_bytes
 
-    with ray_cluster(settings.cluster, gpus_a_worker=settings.decoding.gpus_a_worker) as layout:
+    decoding = settings.decoding
+    needed = partial(worker_bytes, settings.model_dir, decoding, settings.knowledge.max_prompt_tokens)
+    with ray_cluster(settings.cluster, gpus_a_worker=decoding.gpus_a_worker, worker_bytes=needed) as layout:
         where = settings.cluster.ray_address or "a local Ray"
         yield CheckResult("Ray", "ok", f"{where}: room for {layout.num_workers} workers of {layout.need} each")
 

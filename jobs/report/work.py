@@ -110,7 +110,7 @@ def gates_section(manifest: RunManifest) -> Section:
 
 def _cost(workers: WorkerFigures, stages: Mapping[str, float], sides: list[SideReport]) -> Table:
     """Worker-hours, and money if there is a price, for the night, a million entities and a million written ones."""
-    hours = workers.num_workers * sum(stages.get(name, 0.0) for name in WRITING) / 3600
+    hours = workers.num_billed * sum(stages.get(name, 0.0) for name in WRITING) / 3600
     price = workers.price_per_hour
     money = None if price is None else price * sum(stages.values()) / 3600
     numbers = [sum(getattr(side.figures, f"num_{name}") for side in sides) for name in ("entities", "generated")]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from laserbatch.jobs.console import progress, say
 from laserbatch.pipeline.distributed.cluster import WorkerLayout
-from laserbatch.pipeline.distributed.encoding import MIN_TEXTS, ClusterEncoder
+from laserbatch.pipeline.distributed.encoding import ClusterEncoder
 from laserbatch.pipeline.encoding.features import EarlierFeatures, FeatureWriter
 from laserbatch.pipeline.encoding.identity import encoder_identity, with_dtype
 from laserbatch.pipeline.encoding.settings import EncodingSettings
@@ -86,7 +86,7 @@ class _Encoders:
             self._on_cluster = ClusterEncoder(settings, folder.root / "features" / ".vectors", start_cluster)
 
     def choose(self, num_texts: int) -> PartsEncoder:
-        if self._on_cluster is not None and num_texts >= MIN_TEXTS:
+        if self._on_cluster is not None and self._on_cluster.is_worth(num_texts):
             return self._on_cluster
         return self._load()
 

@@ -1,5 +1,6 @@
 """The workers of a night: they start while plans are made, if texts will be written, and serve all of its passes."""
 
+import math
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from pathlib import Path
@@ -93,7 +94,8 @@ class NightWorkers:
         """The workers that `num_shards` shards need, for the manifest."""
         layout = worker_pool.layout
         num_workers = min(layout.num_workers, num_shards)
-        return WorkerFigures(num_workers, layout.num_threads, layout.device, self._settings.price_per_hour)
+        num_gpus = math.ceil(num_workers * layout.gpu_share)
+        return WorkerFigures(num_workers, layout.num_threads, layout.device, self._settings.price_per_hour, num_gpus)
 
     def _start(self, spec: WorkerSpec | None) -> None:
         """Start the cluster, with workers or without, in a thread, unless it was started before."""
@@ -104,7 +106,10 @@ class NightWorkers:
     def _enter_cluster(self, spec: WorkerSpec | None) -> None:
         try:
             gpus_a_worker = 1 if spec is None else spec.gpus_a_worker
-            layout = self._cluster.enter_context(ray_cluster(self._settings, self._workspace, gpus_a_worker))
+            worker_bytes = (lambda: None) if spec is None else spec.worker_bytes
+            layout = self._cluster.enter_context(
+                ray_cluster(self._settings, self._workspace, gpus_a_worker, worker_bytes)
+            )
             # The worker that asks a server needs little; other tasks may have all that there is.
             self._layout.set_result(layout if gpus_a_worker else worker_layout(self._settings, cluster_nodes()))
             worker_pool = None

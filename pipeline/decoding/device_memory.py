@@ -151,11 +151,17 @@ def cache_bound(device: torch.device, bytes_per_token: int, num_sharing: int = 1
     Parameters
     ----------
     bytes_per_token : of all caches that hold the same tokens.
-    num_sharing : engines of one machine, which take equal parts of its memory. A GPU is never shared.
+    num_sharing : engines of one machine or, on a GPU, of that GPU, which take equal parts of its memory.
     reserved_bytes : that the engine will need beside caches.
     """
     on_cuda = device.type == "cuda"
-    free_bytes = memory_of(device).free_bytes // (1 if on_cuda else num_sharing) - reserved_bytes
+    memory = memory_of(device)
+    free_bytes = memory.free_bytes
+    if not on_cuda:
+        free_bytes //= num_sharing
+    elif num_sharing > 1:  # what is free says nothing while others load
+        free_bytes = min(free_bytes, memory.total_bytes // num_sharing - torch.cuda.memory_reserved(device))
+    free_bytes -= reserved_bytes
     return max(1, int(free_bytes * CACHE_SHARE["cuda" if on_cuda else "cpu"]) // max(1, bytes_per_token))
 
 

@@ -58,7 +58,7 @@ class Engine:
 
     Parameters
     ----------
-    num_sharing : engines of this machine, which share its main memory.
+    num_sharing : engines that share this machine's main memory or, on a GPU, that GPU's.
     drafter_bytes_per_token : what a token takes in the KV caches of drafters (`PluginDrafters`), loaded before; the
         bound of this cache leaves room for theirs.
     """

@@ -162,7 +162,7 @@ class WorkerPool:
         self._token, self._token_paths = secrets.token_hex(8), []
         self.reconfigure(spec)
         # A heartbeat has a thread of its own, so that it is answered while the worker computes.
-        options = {"num_cpus": layout.num_threads, "num_gpus": layout.num_gpus, "concurrency_groups": {"heartbeat": 1}}
+        options = {"num_cpus": layout.num_threads, "num_gpus": layout.gpu_share, "concurrency_groups": {"heartbeat": 1}}
         self._actor_class = ray.remote(**options)(_Worker)
         self._num_spare = layout.num_workers * max_attempts  # to replace workers that are lost before they are ready
         for _ in range(layout.num_workers):
@@ -178,6 +178,7 @@ class WorkerPool:
             device=layout.device,
             num_threads=layout.num_threads,
             num_workers=layout.num_workers,
+            workers_a_gpu=layout.workers_a_gpu,
             token=self._token,
         )
 

@@ -1,10 +1,11 @@
 """A Ray cluster, joined or started, and how many workers its nodes have room for."""
 
 import logging
+import math
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from laserbatch.pipeline.distributed.settings import ClusterSettings, usable_cores
+from laserbatch.pipeline.distributed.sharing import cluster_gpu_bytes, workers_a_gpu
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.gpus import num_gpus
 from laserbatch.pipeline.storage.scratch import RAY_PREFIX, ScratchFolder, remove_dead_scratch
@@ -21,6 +23,7 @@ MARK = "LASERBATCH_WORKSPACE"  # in the environment of every process of Ray that
 MAX_TEMP_BYTES = 38  # of Ray's temporary folder: a socket's path, 69 bytes longer, may have 107
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # where Ray's own files go when TMPDIR is too long for sockets
 WORKERS_A_NODE = 8  # without GPUs, by default: of the largest node, which others follow
+MAX_WORKERS_A_GPU = 4
 
 
 @dataclass(frozen=True)
@@ -40,18 +43,36 @@ class WorkerLayout:
     num_threads: int
     num_gpus: int  # of each worker; 0 without GPUs
     device: str
+    workers_a_gpu: int = 1  # at most
+
+    @property
+    def gpu_share(self) -> float:
+        """GPUs of each worker, a part of one where workers share it."""
+        return self.num_gpus / self.workers_a_gpu
+
+    @property
+    def num_gpus_in_all(self) -> int:
+        return math.ceil(self.num_workers * self.gpu_share)
 
     @property
     def need(self) -> str:
         """What each worker needs, in words."""
-        return str(Node(self.num_threads, self.num_gpus))
+        shared = f" and a GPU that up to {self.workers_a_gpu} share" if self.workers_a_gpu > 1 else ""
+        return str(Node(self.num_threads, 0 if shared else self.num_gpus)) + shared
 
 
-def worker_layout(settings: ClusterSettings, nodes: Sequence[Node], gpus_a_worker: int = 1) -> WorkerLayout:
+def worker_layout(
+    settings: ClusterSettings, nodes: Sequence[Node], gpus_a_worker: int = 1, workers_a_gpu: int = 1
+) -> WorkerLayout:
     """One worker for each `gpus_a_worker` GPUs; without GPUs one for each group of cores, with its threads set.
 
     A worker lies on one node, so its threads follow from what each node has and not from their sum. Without a model of
     its own (`gpus_a_worker` 0) one worker is enough: it waits for a server, whose limits it alone then keeps.
+
+    Parameters
+    ----------
+    workers_a_gpu : workers of one GPU each that share one, where the settings do not say how many workers there are;
+        where they say more than there are GPUs, as many share one as that takes.
 
     Raises ConfigError: the nodes have no room for what the settings ask for.
     """
@@ -59,20 +80,24 @@ def worker_layout(settings: ClusterSettings, nodes: Sequence[Node], gpus_a_worke
         return WorkerLayout(1, 1, 0, "cpu")
     on_gpu = any(node.num_gpus for node in nodes)
     most_threads = max([1, *(node.num_cpus for node in nodes)])
+    num_workers, num_alone = settings.num_workers, sum(node.num_gpus // gpus_a_worker for node in nodes)
+    if num_workers is not None:
+        workers_a_gpu = min(MAX_WORKERS_A_GPU, math.ceil(num_workers / max(1, num_alone)))
+    if gpus_a_worker > 1 or not on_gpu:
+        workers_a_gpu = 1
 
     def num_places(num_threads: int) -> int:
-        places = ((node.num_cpus // num_threads, node.num_gpus // gpus_a_worker) for node in nodes)
+        places = ((node.num_cpus // num_threads, node.num_gpus // gpus_a_worker * workers_a_gpu) for node in nodes)
         return sum(min(place) if on_gpu else place[0] for place in places)
 
-    num_workers = settings.num_workers
     if num_workers is None and not on_gpu:
         num_threads = max(1, most_threads // WORKERS_A_NODE)
     else:
-        wanted = num_workers or sum(node.num_gpus // gpus_a_worker for node in nodes)
+        wanted = num_workers or num_alone * workers_a_gpu
         num_threads = max((n for n in range(1, most_threads + 1) if num_places(n) >= wanted), default=1)
     places = num_places(num_threads)
     layout = WorkerLayout(
-        num_workers or places, num_threads, gpus_a_worker if on_gpu else 0, "cuda" if on_gpu else "cpu"
+        num_workers or places, num_threads, gpus_a_worker if on_gpu else 0, "cuda" if on_gpu else "cpu", workers_a_gpu
     )
     if places < max(1, layout.num_workers):
         raise ConfigError(
@@ -106,12 +131,17 @@ def require_own_gpu(granted: list, visible: str | None) -> None:
 
 @contextmanager
 def ray_cluster(
-    settings: ClusterSettings, workspace: Path | None = None, gpus_a_worker: int = 1
+    settings: ClusterSettings,
+    workspace: Path | None = None,
+    gpus_a_worker: int = 1,
+    worker_bytes: Callable[[], int | None] = lambda: None,
 ) -> Iterator[WorkerLayout]:
     """Join the cluster at `ray_address`, or start a local one, whatever else runs here, and stop it afterwards.
 
-    Processes of a local cluster carry the mark of `workspace`, by which `end_leftovers` finds those that a killed night
-    left behind.
+    Parameters
+    ----------
+    workspace : its mark is on the processes of a local cluster; by it `end_leftovers` finds those of a killed night.
+    worker_bytes : of a GPU's memory that a worker needs; None: a worker has a GPU alone.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     started, short_folder = not ray.is_initialized(), None
@@ -138,7 +168,10 @@ def ray_cluster(
             reason = f"the Ray cluster at {settings.ray_address!r} cannot be joined: {_root_reason(error)}"
             raise ConfigError(reason) from error
     try:
-        yield worker_layout(settings, cluster_nodes(), gpus_a_worker)
+        nodes, num_sharing = cluster_nodes(), 1
+        if settings.num_workers is None and gpus_a_worker == 1 and any(node.num_gpus for node in nodes):
+            num_sharing = workers_a_gpu(worker_bytes(), cluster_gpu_bytes())
+        yield worker_layout(settings, nodes, gpus_a_worker, num_sharing)
     finally:
         if started:
             ray.shutdown()

@@ -27,12 +27,14 @@ from laserbatch.pipeline.encoding.identity import encoder_identity, find_encoder
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.encoding.text_parts import Encoding, TextPart
 from laserbatch.pipeline.errors import ConfigError, RunFailed
+from laserbatch.pipeline.gpus import num_gpus
 from laserbatch.pipeline.storage.atomic import atomic_path
 
 if TYPE_CHECKING:
     from laserbatch.pipeline.encoding.encoder import TextEncoder
 
 MIN_TEXTS = 1_000  # fewer are encoded here sooner than tasks have loaded torch and the encoder
+MIN_TEXTS_OF_GPUS = 50_000  # likewise beside a GPU, which encodes 1,500 a second; a task takes 15 seconds to begin
 MIN_PART, MAX_PART = 256, 4_096  # texts of a task
 PARTS_A_WORKER = 4  # so that none waits long for the last one
 OPEN_TASKS = 2  # a worker, so that none waits for the driver
@@ -56,6 +58,15 @@ class ClusterEncoder:
     def dim(self) -> int:
         config = json.loads((find_encoder(self._settings)[0] / "config.json").read_text(encoding="utf-8"))
         return int(config["hidden_size"])
+
+    def is_worth(self, num_texts: int) -> bool:
+        """Whether tasks encode so many texts sooner than this process does."""
+        if num_texts < MIN_TEXTS:
+            return False
+        layout = self._start()
+        if layout.device != "cuda" or self._settings.device == "cpu" or not num_gpus():
+            return True
+        return layout.num_gpus_in_all > 1 and num_texts >= MIN_TEXTS_OF_GPUS
 
     def part_size(self, num_texts: int) -> int:
         num_parts = PARTS_A_WORKER * self._start().num_workers

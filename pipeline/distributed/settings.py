@@ -18,8 +18,8 @@ class ClusterSettings(Strict):
     num_workers: int | None = Field(
         default=None,
         ge=1,
-        description="This many workers write texts. null: one for each GPU, or on CPUs eight on the "
-        "largest node, and as many cores a worker elsewhere.",
+        description="This many workers write texts; if there are fewer GPUs, several share one. null: two for each GPU "
+        "whose memory holds both, else one; on CPUs eight on the largest node, and as many cores a worker elsewhere.",
     )
     start_timeout_s: float = Field(
         default=600.0, gt=0, allow_inf_nan=False,

@@ -7,6 +7,7 @@ from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.distributed.sharing import worker_bytes
 from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, PromptTemplate
 from laserbatch.pipeline.sides import Side
 
@@ -21,6 +22,7 @@ class WorkerSpec:
     device: str = "auto"
     num_threads: int = 1
     num_workers: int = 1  # that work side by side
+    workers_a_gpu: int = 1
     token: str = ""  # by which workers see that the run's folder is the same as where the run was started
 
     worker: ClassVar[str]  # "module:class"
@@ -32,6 +34,10 @@ class WorkerSpec:
     @property
     def gpus_a_worker(self) -> int:
         return 1
+
+    def worker_bytes(self) -> int | None:
+        """Of a GPU's memory that a worker needs; None: it wants a GPU alone."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,3 +57,6 @@ class TextSpec(WorkerSpec):
     @property
     def gpus_a_worker(self) -> int:
         return self.decoding.gpus_a_worker
+
+    def worker_bytes(self) -> int | None:
+        return worker_bytes(self.model_dir, self.decoding, self.max_prompt_tokens)

@@ -15,7 +15,7 @@ def call_in_task(layout: WorkerLayout, function: Callable[..., Any], *arguments:
 
     Raises what the function raises, and RunFailed as `result_of` does.
     """
-    task = ray.remote(num_cpus=layout.num_threads, num_gpus=min(layout.num_gpus, 1))(function)
+    task = ray.remote(num_cpus=layout.num_threads, num_gpus=int(layout.num_gpus > 0))(function)
     return result_of(task.remote(*arguments))
 
 

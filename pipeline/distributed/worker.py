@@ -229,7 +229,8 @@ def engine_of(spec: TextSpec) -> TextEngine:
         return EndpointEngine(spec.model_dir, spec.decoding, spec.run_dir)
     given = {name: getattr(spec, name) for name in ("model_dir", "decoding", "device", "num_threads", "pool_dirs",
                                                     "step_cost_dir")}  # fmt: skip
-    given["num_sharing"] = workers_of_node(spec.num_workers, spec.num_threads)
+    on_gpu = spec.device == "cuda"
+    given["num_sharing"] = spec.workers_a_gpu if on_gpu else workers_of_node(spec.num_workers, spec.num_threads)
     if spec.decoding.engine == "vllm":
         from laserbatch.pipeline.engines.vllm import VllmEngine
 

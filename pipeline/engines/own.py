@@ -43,7 +43,7 @@ class OwnEngine:
     Parameters
     ----------
     num_threads : of the processor, for this engine.
-    num_sharing, num_workers : engines of this machine, and of the run.
+    num_sharing, num_workers : engines of this machine or, on a GPU, of that GPU; and of the run.
     """
 
     def __init__(

@@ -78,6 +78,12 @@ class WorkerFigures:
     num_threads: int
     device: str
     price_per_hour: float | None = None  # of the whole cluster, in whatever currency
+    num_gpus: int = 0  # of all workers; several may share one
+
+    @property
+    def num_billed(self) -> int:
+        """GPUs that they hold, or on CPUs workers."""
+        return self.num_gpus if self.num_gpus else self.num_workers
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import json
 
 import gpu_night
 import pytest
-from gpu_night import GpuWatch, stage_spans
+from gpu_night import GpuWatch, writing_span
 
 
 def test_the_share_of_a_stage_is_of_the_samples_within_it(tmp_path):
@@ -17,12 +17,17 @@ def test_the_share_of_a_stage_is_of_the_samples_within_it(tmp_path):
     assert watch.busy([(200.0, 201.0)]) is None
 
 
-def test_stages_are_read_from_events_whole_and_by_name(tmp_path):
-    ends = [("generate", "2025-03-01T00:00:10.000+00:00", 4.0), ("encode", "2025-03-01T00:00:12.000+00:00", 2.0)]
-    lines = [{"time": when, "event": "stage_end", "stage": name, "seconds": s} for name, when, s in ends]
-    (tmp_path / "events.jsonl").write_text("\n".join(map(json.dumps, [{"time": "", "event": "said"}, *lines])) + "\n")
-    (span,) = stage_spans(tmp_path / "events.jsonl", "generate")
-    assert span[1] - span[0] == 4.0 and stage_spans(tmp_path / "events.jsonl", "pools") == []
+def test_texts_are_written_from_the_begin_of_the_first_shard_to_the_end_of_the_last(tmp_path):
+    def line(second: int, event: str, **values) -> dict:
+        return {"time": f"2025-03-01T00:00:{second:02}.000+00:00", "event": event, **values}
+
+    done = [line(10, "shard_done", seconds=4.0), line(12, "shard_done", seconds=7.0)]
+    lines = [line(1, "said"), *done, line(13, "stage_end", stage="generate"), line(20, "shard_done", seconds=1.0)]
+    (tmp_path / "events.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    begun_s, ended_s = writing_span(tmp_path / "events.jsonl")
+    assert ended_s - begun_s == 7.0
+    (tmp_path / "events.jsonl").write_text(json.dumps(lines[0]) + "\n")
+    assert writing_span(tmp_path / "events.jsonl") is None
 
 
 def test_a_first_night_that_fails_ends_the_run(tmp_path, monkeypatch):
@@ -32,4 +37,4 @@ def test_a_first_night_that_fails_ends_the_run(tmp_path, monkeypatch):
     words = ["--out", str(tmp_path / "out"), "--folder", str(tmp_path), "--entities", "4", "--deadline", "60"]
     assert gpu_night.main(words) == 1
     rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
-    assert [row["item"] for row in rows] == ["model", "first"] and "status 3" in rows[1]["failed"]
+    assert [row["item"] for row in rows] == ["model", "first-2"] and "status 3" in rows[1]["failed"]

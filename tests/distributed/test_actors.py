@@ -201,6 +201,7 @@ def worker_pool(cluster, world, tmp_path, monkeypatch):
         device: str = "cpu"
         num_threads: int = 1
         num_workers: int = 1
+        workers_a_gpu: int = 1
         token: str = ""
 
     class Worker:

@@ -39,10 +39,20 @@ from laserbatch.pipeline.errors import ConfigError
         ({}, [Node(8), Node(16, 2), Node(8, 2)], WorkerLayout(4, 4, 1, "cuda")),
         ({}, [Node(2, 4)], WorkerLayout(2, 1, 1, "cuda")),  # more GPUs than CPUs to wait beside them
         ({"num_workers": 2}, [Node(16, 4)], WorkerLayout(2, 8, 1, "cuda")),
+        ({"num_workers": 6}, [Node(16, 2), Node(16, 2)], WorkerLayout(6, 5, 1, "cuda", workers_a_gpu=2)),
     ],
 )
 def test_workers_fit_the_nodes_that_there_are(settings, nodes, expected):
     assert worker_layout(ClusterSettings(**settings), nodes) == expected
+
+
+def test_two_workers_may_share_a_gpu():
+    nodes = [Node(16, 2), Node(2, 2)]  # more GPUs than CPUs to share them
+    shared = worker_layout(ClusterSettings(), nodes, workers_a_gpu=2)
+    assert shared == WorkerLayout(6, 1, 1, "cuda", workers_a_gpu=2)
+    assert (shared.gpu_share, shared.num_gpus_in_all) == (0.5, 3)
+    assert worker_layout(ClusterSettings(), [Node(16)], workers_a_gpu=2) == WorkerLayout(8, 2, 0, "cpu")
+    assert worker_layout(ClusterSettings(num_workers=1), nodes, workers_a_gpu=2).workers_a_gpu == 1
 
 
 def test_a_worker_may_have_several_gpus_of_one_node():
@@ -57,9 +67,9 @@ def test_a_worker_may_have_several_gpus_of_one_node():
     ("settings", "nodes", "told"),
     [
         (
-            {"num_workers": 3},
+            {"num_workers": 9},
             [Node(16, 2)],
-            "3 workers of 1 CPUs and 1 GPUs each, but for 2: .*a node of 16 CPUs and 2 G",
+            "9 workers of 1 CPUs and a GPU that up to 4 share each, but for 8: .*a node of 16 CPUs and 2 G",
         ),
         ({"num_workers": 40}, [Node(16), Node(16)], "40 workers of 1 CPUs each, but for 32: .*2 nodes of 16 CPUs"),
     ],

@@ -10,7 +10,6 @@ import pyarrow as pa
 import pytest
 from test_features import knowledge_of
 
-from laserbatch.jobs.stages import encode
 from laserbatch.jobs.stages.encode import encode_run
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
@@ -53,7 +52,7 @@ def cluster():
 @pytest.fixture
 def start_cluster(cluster, monkeypatch):
     """For `encode_run`; as few texts as tests have go to the cluster."""
-    monkeypatch.setattr(encode, "MIN_TEXTS", 2)
+    monkeypatch.setattr(encoding, "MIN_TEXTS", 2)
     for name in ("MIN_PART", "PARTS_A_WORKER"):
         monkeypatch.setattr(encoding, name, 5)
     return lambda: cluster

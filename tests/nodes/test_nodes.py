@@ -7,7 +7,6 @@ import pytest
 from night_world import FIRST_DATE, make_world, run_here, write_config
 from ray.cluster_utils import Cluster
 
-from laserbatch.jobs.stages import encode
 from laserbatch.pipeline.distributed import encoding
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.parquet import read_parquet
@@ -27,7 +26,7 @@ def nodes(monkeypatch):
 @pytest.mark.slow
 def test_a_night_that_loses_nodes_writes_what_a_night_of_one_node_writes(nodes, tmp_path, capfd, monkeypatch):
     cluster, others = nodes
-    monkeypatch.setattr(encode, "MIN_TEXTS", 2)
+    monkeypatch.setattr(encoding, "MIN_TEXTS", 2)
     monkeypatch.setattr(encoding, "MIN_PART", 2)
     monkeypatch.setattr(encoding, "PARTS_A_WORKER", 4)
     make_world(tmp_path, num_users=8, num_items=24)

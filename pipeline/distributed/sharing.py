@@ -1,0 +1,57 @@
+"""How many workers share a GPU: two, where the memory suffices, so that one computes while the other's host works.
+
+On an H200 two workers wrote a night with drafts in 0.80 of the time of one (docs/gpu.md).
+"""
+
+from pathlib import Path
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.gpus import least_gpu_bytes
+
+MAX_SHARE = 0.45  # of a GPU's memory, that each of two workers may need
+ASK_TIMEOUT_S = 60.0
+
+
+def worker_bytes(folder: Path, decoding: DecodingSettings, max_prompt_tokens: int) -> int | None:
+    """Memory of a GPU that a worker needs for a whole batch: weights as they are stored, and the longest texts' cache.
+
+    None where it is not known, and where another engine or a drafter with a model takes what it wants.
+    """
+    if decoding.engine != "laserbatch" or decoding.plugin_drafters:
+        return None
+    import torch  # it takes seconds to load
+    from transformers import AutoConfig
+
+    from laserbatch.pipeline.decoding.device_memory import cache_bytes_per_token
+    from laserbatch.pipeline.decoding.model.folder import find_weights
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        num_bytes = sum(file.stat().st_size for file in find_weights(folder))
+        dtype = torch.float32 if decoding.dtype == "float32" else torch.bfloat16
+        num_tokens = decoding.batch_size * (max_prompt_tokens + decoding.max_new_tokens)
+        return num_bytes + num_tokens * cache_bytes_per_token(config, dtype)
+    except Exception:  # whoever loads the model says what hinders it
+        return None
+
+
+def workers_a_gpu(needed_bytes: int | None, gpu_bytes: int | None) -> int:
+    """Workers that share a GPU of so much memory."""
+    return 2 if needed_bytes and gpu_bytes and needed_bytes <= MAX_SHARE * gpu_bytes else 1
+
+
+def cluster_gpu_bytes() -> int | None:
+    """Memory of the smallest GPU of the cluster's nodes; None where one does not say it."""
+    ask = ray.remote(num_cpus=0, max_retries=0)(least_gpu_bytes)
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
+    asked = [ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(one, soft=False)).remote() for one in nodes]
+    try:
+        found = ray.get(asked, timeout=ASK_TIMEOUT_S)
+    except RayError:
+        return None
+    known = [num_bytes for num_bytes in found if num_bytes is not None]
+    return min(known) if known and len(known) == len(found) else None
