@@ -7,8 +7,9 @@ the third and on the fourth one entity in twenty. The third replays texts to cal
 does where so many change; the fourth keeps that calibration. Each is a process of its own. The model and the encoder
 are stand-ins: texts are put together from a fixed vocabulary, vectors from a fixed table; their time is a row of its
 own ("write", with the loading of the tokenizer that goes on beside it) or nothing. Everything else is the night as it
-runs. `seconds` is wall time, `cpu_seconds` the processor's. "carry, beside write" goes on while texts are written, for
-longer: it is no part of the driver's share of the night. The stand-in waits for it, so that its time is its own.
+runs. `seconds` is wall time, `cpu_seconds` the processor's. `peak MB` counts mapped files too, which the kernel may
+take back, `own MB` does not. "carry, beside write" goes on while texts are written, for longer: it is no part of the
+driver's share of the night. The stand-in waits for it, so that its time is its own.
 """
 
 import argparse
@@ -45,10 +46,11 @@ DIM, NUM_VECTORS = 384, 4096  # of the stand-in for an encoder; MiniLM's are as 
 TOKENS_PER_S = 5_000  # that a night is said to generate at
 REPLAYING_SHARE = 1 / 2  # of the nights on which so many change: on each 6 % of the users' texts
 BESIDE = "carry, beside write"
+SAMPLE_S = 0.02  # between two looks at this process's own memory
 MAX_SECONDS, MAX_MB, MAX_SHARE, MAX_GROWTH = 60.0, 1536.0, 0.05, 1.5
 COLUMNS = {
     "entities": "{entities:,}", "changed": "{changed_share:.0%}", "stage": "{stage}", "s": "{seconds:.2f}",
-    "cpu s": "{cpu_seconds:.2f}", "peak MB": "{peak_mb:.0f}",
+    "cpu s": "{cpu_seconds:.2f}", "peak MB": "{peak_mb:.0f}", "own MB": "{own_mb:.0f}",
 }  # fmt: skip
 
 
@@ -209,8 +211,10 @@ def watched_night(folder: str, night: str) -> list[dict]:
     rows += whole
     totals: dict[str, dict] = {}
     for row in rows:  # both sides of a stage are one row
-        total = totals.setdefault(row["stage"], row | {"seconds": 0.0, "cpu_seconds": 0.0, "peak_mb": 0.0})
-        total["peak_mb"] = max(total["peak_mb"], row["peak_mb"])
+        none = {"seconds": 0.0, "cpu_seconds": 0.0, "peak_mb": 0.0, "own_mb": 0.0}
+        total = totals.setdefault(row["stage"], row | none)
+        for name in ("peak_mb", "own_mb"):
+            total[name] = max(total[name], row[name])
         for name in ("seconds", "cpu_seconds"):
             total[name] += max(row[name], 0.0)  # what goes on beside another is taken off a little twice
     return list(totals.values())
@@ -233,11 +237,27 @@ def watched(function: Callable, label: str, rows: list[dict], done: Callable = l
 def stage(label: str, rows: list[dict]):
     """Time a block, and see the most memory of this process in it."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
+    ended, own_mb = threading.Event(), [memory_mb("RssAnon")]
+
+    def sample() -> None:
+        while not ended.wait(SAMPLE_S):
+            own_mb[0] = max(own_mb[0], memory_mb("RssAnon"))
+
+    sampler = threading.Thread(target=sample, daemon=True)
+    sampler.start()
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     yield
     seconds, cpu_seconds = time.perf_counter() - start_s, time.process_time() - start_cpu_s
-    peak_kb = next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
-    rows.append({"stage": label, "seconds": seconds, "cpu_seconds": cpu_seconds, "peak_mb": int(peak_kb) / 1024})
+    ended.set()
+    sampler.join()
+    row = {"stage": label, "seconds": seconds, "cpu_seconds": cpu_seconds, "peak_mb": memory_mb("VmHWM")}
+    rows.append(row | {"own_mb": own_mb[0]})
+
+
+def memory_mb(name: str) -> float:
+    """An entry of this process's status: VmHWM, the most memory; RssAnon, what is no mapped file."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(name))) / 1024
 
 
 def train_one_step(interactions: pa.Table, seed: int) -> dict:

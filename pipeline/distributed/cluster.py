@@ -166,6 +166,8 @@ def ray_cluster(
             ray.init(address=settings.ray_address, log_to_driver=False, logging_level=logging.ERROR)
         except (OSError, RuntimeError, ValueError, ImportError, RayError) as error:
             reason = f"the Ray cluster at {settings.ray_address!r} cannot be joined: {_root_reason(error)}"
+            if "RAY_AUTH_MODE" not in os.environ:
+                reason += "; if it asks for a token (~/.ray/auth_token), set RAY_AUTH_MODE=token in the environment"
             raise ConfigError(reason) from error
     try:
         nodes, num_sharing = cluster_nodes(), 1

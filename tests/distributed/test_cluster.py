@@ -167,7 +167,7 @@ VERSION = (
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (RuntimeError(TOKEN), "joined: ray.exceptions.AuthenticationError: .* Authentication token is missing"),
+        (RuntimeError(TOKEN), "joined: ray.exceptions.AuthenticationError: .*token is missing.*RAY_AUTH_MODE=token"),
         (RuntimeError(VERSION), "joined: Version mismatch: .* Ray: 2.9.0 This process"),
         (ImportError("install ray[client]"), "joined: install"),
     ],
@@ -177,6 +177,7 @@ def test_a_cluster_that_cannot_be_joined_is_told_of_with_rays_own_reason(monkeyp
         raise ConnectionError("Failed to connect to Ray cluster at head:6379") from error
 
     monkeypatch.setattr(ray, "init", init)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     with pytest.raises(ConfigError, match=f"the Ray cluster at 'head:6379' cannot be {told}"):  # noqa: SIM117
         with ray_cluster(ClusterSettings(ray_address="head:6379")):
             pass

@@ -16,11 +16,11 @@ from laserbatch.jobs.cli import COMMANDS
 SCHEDULES = Path(__file__).resolve().parents[2] / "docs" / "schedules"
 VERSION = tomllib.loads((SCHEDULES.parents[1] / "pyproject.toml").read_text())["project"]["version"]
 FILES = sorted(path for path in SCHEDULES.iterdir() if path.is_file())
-NIGHTLY = re.compile(r"laserbatch nightly --config \S+( --ray-address auto\s*)? --date ")
+NIGHTLY = re.compile(r"laserbatch nightly --config \S+( --ray-address \S+\s*)? --date ")
 
 
 def test_each_runs_the_same_command_for_a_date():
-    for name in ("laserbatch.cron", "laserbatch.service", "rayjob.yaml", "airflow_dag.py"):
+    for name in ("laserbatch.cron", "laserbatch.service", "rayjob.yaml", "airflow_dag.py", "laserbatch.sbatch"):
         text = " ".join((SCHEDULES / name).read_text().split()).replace("{CONFIG}", "C")
         assert NIGHTLY.search(text), name
         assert "{{ ds }}" in text.replace("{{{{", "{{").replace("}}}}", "}}") or "date -u -d yesterday" in text, name
@@ -58,6 +58,36 @@ def test_the_line_of_cron_runs_its_night_once_more_where_that_helps(tmp_path):
         given = (tmp_path / "given").read_text().splitlines()
         assert len(given) == num_tries and re.fullmatch(r"nightly --config C --date \d{4}-\d\d-\d\d", given[0])
         assert (f"ended with exit code {code};" in done.stdout) == (code != 0)
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "tries_again"), [(0, 0, False), (2, 0, False), (4, 0, False), (1, 0, True), (1, 2, False)]
+)
+def test_the_slurm_job_ends_as_its_night_and_is_put_back_where_that_helps(code, restarts, tries_again, tmp_path):
+    """With stand-ins for Slurm's and Ray's programs; in a real Slurm of one node it was run by hand."""
+    programs = {
+        "scontrol": 'if [ "$1" = show ]; then echo node1; echo node2; else echo "$@" >> requeued; fi',
+        "srun": 'echo "$@" > started; exec sleep 60',
+        "ray": "true",
+        "python3": 'echo "$@" > waited',
+        "laserbatch": f'echo "$@" > given; exit {code}',
+    }
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\ncd {tmp_path}\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    of_slurm = {"JOB_ID": 70123, "JOB_NODELIST": "node[1-2]", "JOB_NUM_NODES": 2, "RESTART_COUNT": restarts}
+    names = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path), "CONFIG": "C"}
+    names |= {f"SLURM_{name}": str(value) for name, value in of_slurm.items()}
+    script = SCHEDULES / "laserbatch.sbatch"
+    how = {"env": names, "capture_output": True, "text": True, "timeout": 20}
+    done = subprocess.run(["/bin/bash", script, "2025-03-01"], **how)
+    assert done.returncode == code and f"ended with exit code {code}" in done.stdout, done.stderr
+    given = (tmp_path / "given").read_text().split()
+    assert given == ["nightly", "--config", "C", "--ray-address", "node1:20123", "--date", "2025-03-01"]
+    assert (tmp_path / "waited").read_text().splitlines()[-1].endswith("node1:20123 2")
+    assert (tmp_path / "requeued").exists() == tries_again
+    undated = subprocess.run(["/bin/bash", script], **how)
+    assert undated.returncode != 0 and "give the night's date" in undated.stderr
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
