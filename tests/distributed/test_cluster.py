@@ -130,29 +130,33 @@ class Worker:
         return ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES")
 
 cluster.usable_cores, cluster.num_gpus = lambda: 1, lambda: 2
-with cluster.ray_cluster(ClusterSettings(num_workers=1)):
-    actors = [ray.remote(Worker).options(num_cpus=0.5, num_gpus=1).remote() for _ in range(2)]
-    print(json.dumps(ray.get([actor.gpu.remote() for actor in actors])))
+with cluster.ray_cluster(ClusterSettings(), worker_bytes=lambda: 1 << 30) as layout:
+    actors = [ray.remote(Worker).options(num_cpus=0.25, num_gpus=share).remote() for share in (1, 0.5, 0.5)]
+    print(json.dumps([layout.workers_a_gpu, ray.get([actor.gpu.remote() for actor in actors])]))
 """
 
 
 @pytest.fixture(scope="module")
-def two_workers(tmp_path_factory):
-    """How a Ray of two GPUs in a long TMPDIR ended, and what its two workers saw: one start for the two tests below."""
+def workers_on_gpus(tmp_path_factory):
+    """How a Ray of two GPUs in a long TMPDIR ended, and what its workers saw: one start for the two tests below."""
     folder = tmp_path_factory.mktemp("long") / "a_rather_long_folder_name_of_a_batch_system" / "1355700" / "batch.t0016"
     folder.mkdir(parents=True)
     kept = {
         name: value for name, value in os.environ.items() if name != "RAY_TMPDIR" and "CUDA_VISIBLE_DEVICES" not in name
     }
-    environment = kept | {"TMPDIR": str(folder), "CUDA_VISIBLE_DEVICES": "2,5"}
+    driver = folder / "nvidia-smi"
+    driver.write_text("#!/bin/sh\necho '81559, Disabled'\n")
+    driver.chmod(0o755)
+    environment = kept | {"TMPDIR": str(folder), "CUDA_VISIBLE_DEVICES": "2,5", "PATH": f"{folder}:{os.environ['PATH']}"}
     command = [sys.executable, "-c", TWO_GPUS_IN_A_LONG_TMPDIR]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.ray
-def test_ray_starts_where_a_batch_system_has_a_long_tmpdir(two_workers):
-    assert two_workers.returncode == 0, two_workers.stderr
-    assert len(json.loads(two_workers.stdout.splitlines()[-1])) == 2
+def test_ray_starts_where_a_batch_system_has_a_long_tmpdir(workers_on_gpus):
+    assert workers_on_gpus.returncode == 0, workers_on_gpus.stderr
+    workers_a_gpu, seen = json.loads(workers_on_gpus.stdout.splitlines()[-1])
+    assert workers_a_gpu == 2 and len(seen) == 3
 
 
 TOKEN = """Failed to connect to GCS. Last connection error: Traceback (most recent call last):
@@ -197,10 +201,11 @@ def test_worker_that_sees_its_own_gpu_alone_goes_on(granted, visible):
 
 
 @pytest.mark.ray
-def test_two_workers_are_never_on_one_gpu(two_workers):
-    assert two_workers.returncode == 0, two_workers.stderr
-    seen = json.loads(two_workers.stdout.splitlines()[-1])
-    assert sorted(visible for _, visible in seen) == ["2", "5"]
+def test_a_worker_sees_the_gpu_that_it_was_given_a_share_of_alone(workers_on_gpus):
+    assert workers_on_gpus.returncode == 0, workers_on_gpus.stderr
+    _, seen = json.loads(workers_on_gpus.stdout.splitlines()[-1])
+    (_, alone), (_, first), (_, second) = seen
+    assert first == second and {alone, first} == {"2", "5"}
     for granted, visible in seen:
         require_own_gpu(granted, visible)
 
