@@ -147,7 +147,11 @@ def workers_on_gpus(tmp_path_factory):
     driver = folder / "nvidia-smi"
     driver.write_text("#!/bin/sh\necho '81559, Disabled'\n")
     driver.chmod(0o755)
-    environment = kept | {"TMPDIR": str(folder), "CUDA_VISIBLE_DEVICES": "2,5", "PATH": f"{folder}:{os.environ['PATH']}"}
+    environment = kept | {
+        "TMPDIR": str(folder),
+        "CUDA_VISIBLE_DEVICES": "2,5",
+        "PATH": f"{folder}:{os.environ['PATH']}",
+    }
     command = [sys.executable, "-c", TWO_GPUS_IN_A_LONG_TMPDIR]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
