@@ -193,7 +193,7 @@ def test_ctrl_c_ends_the_watch_alone(capfd):
 
 
 @pytest.mark.slow
-def test_a_real_night_is_watched_by_another_process(tmp_path, monkeypatch, capfd):
+def test_a_real_night_is_watched_by_another_process(tmp_path, monkeypatch, capfd, caplog):
     """The night waits behind its first shard until that is seen, and written to the file of its metrics."""
     write_here(monkeypatch)
     monkeypatch.setattr(metrics, "REFRESH_S", 0.1)
@@ -211,8 +211,13 @@ def test_a_real_night_is_watched_by_another_process(tmp_path, monkeypatch, capfd
                 watching.append(textfile.read_text())
 
     monkeypatch.setattr(shards, "run_shards", watched)
-    night = run_here(capfd, "nightly", "--config", config, "--date", FIRST_DATE)
+    nobody = "http://bob:hunter2@127.0.0.1:1/s3cret"
+    night = run_here(capfd, "nightly", "--config", config, "--date", FIRST_DATE, "--notify-url", nobody)
     assert night.returncode == 0, night.stderr
+    assert "the notification was not sent to 127.0.0.1: Connection refused" in caplog.text
+    left = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    left += [text.encode() for text in (night.stdout, night.stderr, caplog.text)]
+    assert not [content for content in left if b"hunter2" in content or b"s3cret" in content]
     process, first, figures = watching
     rest, _ = process.communicate(timeout=60)
     assert process.returncode == 0 and rest.endswith("ended well\n")
