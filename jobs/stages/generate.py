@@ -231,7 +231,9 @@ class GenerationStage:
         if plan.num_tokens and num_rows:
             return plan.num_tokens / num_rows
         folder = self._previous_folder
-        return None if folder is None else means(folder, plan.side, ["num_tokens"])[0]
+        if folder is None:
+            return None
+        return unless_damaged(partial(means, folder, plan.side, ["num_tokens"]), [None])[0]
 
     def _say_skipped(self, plan: SidePlan) -> None:
         if plan.postponed:
