@@ -11,7 +11,7 @@ from importlib.metadata import version
 import typer
 
 from laserbatch.jobs.console import ExitCode, LazyCommand, lazy_app, logger, print_line
-from laserbatch.jobs.failures import end_at_sigterm, exit_code_of, line_of
+from laserbatch.jobs.failures import end_at_sigterm, exit_code_of, failure_object, line_of
 from laserbatch.pipeline.plugins import UnknownPlugin, installed, load_plugin
 
 # transformers loads torchao wherever it is installed, which then warns about parts that do not fit the machine.
@@ -137,10 +137,7 @@ def report_error(error: BaseException) -> int | str | None:
     if usage_message is None:
         print_line(f"laserbatch: {line}")
     if "--json" in sys.argv:
-        payload = {"error": line, "kind": type(error).__name__, "exit_code": int(code)} | vars(error).get(
-            "recorded_in", {}
-        )
-        print(json.dumps(payload, ensure_ascii=False))
+        print(json.dumps(failure_object(error) | {"error": line, "exit_code": int(code)}, ensure_ascii=False))
     return code
 
 

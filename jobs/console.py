@@ -121,10 +121,15 @@ def visible(text: str) -> str:
 
 
 def summary(data: Mapping, as_json: bool) -> None:
-    """Print the result of a command as one JSON object or as a table; nested mappings become indented rows."""
+    """Print the result of a command as one JSON object or as a table."""
     if as_json:
         print(json.dumps(data, indent=2, default=str, ensure_ascii=False))
-        return
+    else:
+        stdout.print(summary_table(data))
+
+
+def summary_table(data: Mapping) -> Table:
+    """The result of a command as a table; nested mappings become indented rows."""
     table = Table(show_header=False, box=None, pad_edge=False)
     for key, value in data.items():
         if isinstance(value, Mapping):
@@ -133,7 +138,7 @@ def summary(data: Mapping, as_json: bool) -> None:
                 table.add_row(Text(f"  {visible(_title(inner))}"), _shown(inner_value))
         else:
             table.add_row(Text(visible(_title(key))), _shown(value))
-    stdout.print(table)
+    return table
 
 
 def print_table(shown: "ReportTable") -> None:

@@ -84,3 +84,10 @@ def read_events(path: Path) -> list[dict[str, Any]]:
             if isinstance(event, dict) and "event" in event:
                 found.append(event)
     return found
+
+
+def last_attempt(path: Path) -> list[dict[str, Any]]:
+    """The events of the last attempt at the run whose log a file is."""
+    events = read_events(path)
+    begins = [number for number, event in enumerate(events) if event["event"] == "run_begin"]
+    return events[begins[-1] :] if begins else events

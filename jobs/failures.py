@@ -6,6 +6,7 @@ import signal
 import threading
 import traceback
 from pathlib import Path
+from typing import Any
 
 from laserbatch.jobs.console import ExitCode
 from laserbatch.pipeline.errors import EndpointGone, LaserbatchError, RunFailed, WorkspaceBusy
@@ -76,3 +77,12 @@ def line_of(error: BaseException, names_values: bool = True) -> str:
     if error.errno in NO_ROOM:
         advice = "Make room, then give the same command again: it goes on with what is finished"
     return f"{error.filename or 'a file'}: {reason}. {advice}"
+
+
+def failure_object(error: BaseException, names_values: bool = True) -> dict[str, Any]:
+    """An error for a program: `error`, `kind`, `exit_code`, and the places of the run that it ended, if it ended one.
+
+    `names_values` is that of `line_of`.
+    """
+    facts = {"error": line_of(error, names_values), "kind": type(error).__name__, "exit_code": int(exit_code_of(error))}
+    return facts | vars(error).get("recorded_in", {})

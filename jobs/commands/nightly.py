@@ -11,9 +11,10 @@ from laserbatch.jobs.commands.ctr import print_ctr
 from laserbatch.jobs.commands.dry_run import planned_night
 from laserbatch.jobs.console import print_table, say, stdout, summary
 from laserbatch.jobs.formatting import count, decimal
+from laserbatch.jobs.notify import NOTIFY_URL, notified
 from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.report.sides import side_warnings
-from laserbatch.jobs.settings import CONFIG, JSON, PACKAGE_ROOT, WORKSPACE, load_settings
+from laserbatch.jobs.settings import CONFIG, JSON, PACKAGE_ROOT, WORKSPACE, Settings, load_settings
 from laserbatch.jobs.stages.night import Night, parse_night
 from laserbatch.jobs.stages.publishing import command_to_publish, deliver, force_publish
 from laserbatch.jobs.stages.run_night import run_night
@@ -52,6 +53,7 @@ def nightly(
     ray_address: str | None = typer.Option(
         None, show_default="a local one is started", help="Address of a Ray cluster to use."
     ),
+    notify_url: str | None = NOTIFY_URL,
     as_json: bool = JSON,
 ) -> None:
     """Run a whole night: generate, encode, compare, publish, build pools, report.
@@ -61,28 +63,34 @@ def nightly(
 
     Example: `laserbatch nightly --config laserbatch.yaml --date 2025-03-01`
     """
-    settings = load_settings(config, {"workspace": workspace, "cluster.ray_address": ray_address})
-    night_date = parse_night(date, force)
-    if dry_run:
-        summary(planned_night(settings, night_date, force, redo), as_json)
+    with notified(None if dry_run else notify_url, command="nightly", date=date) as result:
+        settings = load_settings(config, {"workspace": workspace, "cluster.ray_address": ray_address})
+        night_date = parse_night(date, force)
+        if dry_run:
+            summary(planned_night(settings, night_date, force, redo), as_json)
+            return
+        night = run_night(settings, night_date, force, redo, "always" if publish else "if-newer")
+        result |= _night_summary(night)
+    if as_json:
+        summary(result, as_json)
         return
-    night = run_night(settings, night_date, force, redo, "always" if publish else "if-newer")
-    summary(
-        {
-            "run_id": night.run.run_id,
-            "published": night.workspace.publication.run_id(),
-            **({"changed_since": list(night.changed_inputs)} if night.changed_inputs else {}),
-            **night_counts(night),
-            **({"cost": server.cost} if (server := night.manifest.generation.endpoint) and server.cost else {}),
-            **({"left_out_of_prompts": left_out} if (left_out := left_out_columns(night.manifest)) else {}),
-            **({"gates": [asdict(gate) for gate in night.manifest.judgement.gates]} if as_json else {}),
-            **({"ctr": asdict(night.manifest.judgement.ctr)} if as_json else {}),
-            "report": str(night.run.report_path),
-        },
-        as_json,
-    )
-    if not as_json:
-        print_ctr(night.manifest.judgement.ctr)
+    summary({name: value for name, value in result.items() if name not in ("gates", "ctr")}, as_json)
+    print_ctr(night.manifest.judgement.ctr)
+
+
+def _night_summary(night: Night) -> dict[str, Any]:
+    server, left_out = night.manifest.generation.endpoint, left_out_columns(night.manifest)
+    return {
+        "run_id": night.run.run_id,
+        "published": night.workspace.publication.run_id(),
+        **({"changed_since": list(night.changed_inputs)} if night.changed_inputs else {}),
+        **night_counts(night),
+        **({"cost": server.cost} if server and server.cost else {}),
+        **({"left_out_of_prompts": left_out} if left_out else {}),
+        "gates": [asdict(gate) for gate in night.manifest.judgement.gates],
+        "ctr": asdict(night.manifest.judgement.ctr),
+        "report": str(night.run.report_path),
+    }
 
 
 def backfill(
@@ -98,6 +106,7 @@ def backfill(
     ray_address: str | None = typer.Option(
         None, show_default="a local one for each night", help="Address of a Ray cluster to use."
     ),
+    notify_url: str | None = NOTIFY_URL,
     as_json: bool = JSON,
 ) -> None:
     """Run the nights of a range of dates, each built on the one before it; finished nights are skipped.
@@ -107,10 +116,25 @@ def backfill(
 
     Example: `laserbatch backfill --config laserbatch.yaml --from 2025-02-01 --to 2025-02-14`
     """
-    settings = load_settings(config, {"workspace": workspace, "cluster.ray_address": ray_address})
-    start, end = parse_night(first, force), parse_night(last, force)
-    if end < start:
-        raise ConfigError(f"--from {start} is after --to {end}; give the earlier date first")
+    with notified(notify_url, command="backfill", **{"from": first, "to": last}) as result:
+        settings = load_settings(config, {"workspace": workspace, "cluster.ray_address": ray_address})
+        start, end = parse_night(first, force), parse_night(last, force)
+        if end < start:
+            raise ConfigError(f"--from {start} is after --to {end}; give the earlier date first")
+        result |= _run_range(settings, start, end, publish, redo)
+    if as_json:
+        summary(result, as_json=True)
+        return
+    rows = result["nights"]
+    shown = [{name: count(value) if isinstance(value, int) else value for name, value in row.items()} for row in rows]
+    print_table(Table("Nights", shown, ("date", "run_id")))
+    say(f"published is {result['published'] or 'nothing yet'}")
+
+
+def _run_range(
+    settings: Settings, start: datetime.date, end: datetime.date, publish: bool, redo: bool
+) -> dict[str, Any]:
+    """Run the nights of a range of dates; return their counts, and the run that is published after them."""
     num_nights = (end - start).days + 1
     rows: list[dict[str, str | int]] = []
     run = base_run = None
@@ -138,13 +162,7 @@ def backfill(
         with opened.lock():
             force_publish(opened, run.run_id)
             deliver(opened, settings.deliver_to, force=True)
-    pointed_to = opened.publication.run_id()
-    if as_json:
-        summary({"nights": rows, "published": pointed_to}, as_json=True)
-        return
-    shown = [{name: count(value) if isinstance(value, int) else value for name, value in row.items()} for row in rows]
-    print_table(Table("Nights", shown, ("date", "run_id")))
-    say(f"published is {pointed_to or 'nothing yet'}")
+    return {"nights": rows, "published": opened.publication.run_id()}
 
 
 def _counts(night: Night) -> dict[str, str | int]:

@@ -8,10 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import typer
+
+from laserbatch.jobs.commands.watch import done_text, follow, left_text, progress_text, speed_text
 from laserbatch.jobs.console import summary
-from laserbatch.jobs.events import read_events
+from laserbatch.jobs.events import last_attempt
 from laserbatch.jobs.formatting import count, rate, seconds
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, open_workspace
+from laserbatch.jobs.writing import writing_state
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.delivery import last_deliveries
 from laserbatch.pipeline.storage.lock import probe_lock
@@ -29,13 +33,25 @@ _STATES = {
 def status(
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
+    watch: bool = typer.Option(
+        False,
+        "--watch",
+        help="Refresh until the night ends, then exit with its exit code. A log gets one line a minute.",
+    ),
     as_json: bool = JSON,
 ) -> None:
     """Show which run is under way, how far it is, how long it will take, and what is published; waits for no lock.
 
-    Example: `laserbatch status --config laserbatch.yaml`
+    Example: `laserbatch status --config laserbatch.yaml --watch`
     """
-    state = workspace_state(open_workspace(config, workspace), datetime.datetime.now(datetime.UTC))
+    opened = open_workspace(config, workspace)
+
+    def look() -> dict[str, Any]:
+        return workspace_state(opened, datetime.datetime.now(datetime.UTC))
+
+    if watch:
+        raise typer.Exit(follow(look, summary_rows, as_json))
+    state = look()
     if not as_json:
         within = state["within"]
         state = summary_rows(state) | {name: summary_rows(other) for name, other in within.items()}
@@ -49,8 +65,9 @@ def workspace_state(workspace: Workspace, now: datetime.datetime) -> dict[str, A
     host took the lock, and this host does not see whether it still holds it. `lock` is None where nobody holds
     it, else its `holder`, `since` when, and whether that `is_certain`. `run` is the run that is under way or was last,
     None before the first; of one that is running, or may be, `progress` has what is being counted, last
-    `updated_at` that time. `delivered` has by place what was sent there last, by whichever command, if anything was.
-    `within` says the same of the workspace of each extension, by its folder.
+    `updated_at` that time, and `writing` the figures of the shards that its stage writes. Its `exit_code` is that of
+    the last attempt, None if that goes on or died. `delivered` has by place what was sent there last, by whichever
+    command, if anything was. `within` says the same of the workspace of each extension, by its folder.
     """
     return _state(workspace, now) | {"within": {one.root.name: _state(one, now) for one in workspace.within()}}
 
@@ -58,7 +75,7 @@ def workspace_state(workspace: Workspace, now: datetime.datetime) -> dict[str, A
 def _state(workspace: Workspace, now: datetime.datetime) -> dict[str, Any]:
     lock = _lock(workspace)
     run = max(workspace.runs(), key=_touched, default=None)
-    events = [] if run is None or run.is_finished else _attempt(run)
+    events = [] if run is None or run.is_finished else last_attempt(run.events_path)
     without_lock = "died" if events and events[-1]["event"] != "failure" else "idle"
     with_lock = "running" if lock is not None and lock["is_certain"] else "unknown"
     return {
@@ -111,15 +128,8 @@ def _touched(run: RunFolder) -> float:
     return 0.0
 
 
-def _attempt(run: RunFolder) -> list[dict[str, Any]]:
-    """The events of the last attempt at a run."""
-    events = read_events(run.events_path)
-    begins = [number for number, event in enumerate(events) if event["event"] == "run_begin"]
-    return events[begins[-1] :] if begins else events
-
-
 def _run_state(run: RunFolder, now: datetime.datetime, is_running: bool) -> dict[str, Any]:
-    events = _attempt(run)
+    events = last_attempt(run.events_path)
     last: dict[str, dict[str, Any]] = {event["event"]: event for event in events}
     begun, failed = last.get("run_begin"), last.get("failure")
     state: dict[str, Any] = {"run_id": run.run_id, "date": run.date, "is_finished": run.is_finished}
@@ -127,11 +137,15 @@ def _run_state(run: RunFolder, now: datetime.datetime, is_running: bool) -> dict
     state["last_event"] = events[-1]["time"] if events else None
     state["failure"] = failed.get("error") if failed and not run.is_finished else None
     stage = last.get("stage_begin")
+    state["exit_code"] = failed.get("exit_code") if failed else 0 if run.is_finished else None
     state["stage"] = stage["stage"] if stage and not run.is_finished else None
-    state["progress"] = None
+    state["stage_since"] = stage["time"] if state["stage"] and stage else None
+    state["progress"] = state["writing"] = None
     going = [event for event in events if event["event"] in ("progress", "shard_done")]
     if is_running and going:
         state["progress"] = _progress(going, now)
+    if is_running and stage:
+        state["writing"] = writing_state(events[events.index(stage) :], now)
     state["num_workers_lost"] = sum(event["event"] == "worker_lost" for event in events)
     state["seconds"] = {event["stage"]: event["seconds"] for event in events if event["event"] == "stage_end"}
     state["report"] = str(run.report_path) if run.report_path.exists() else None
@@ -184,10 +198,12 @@ def summary_rows(state: dict[str, Any]) -> dict[str, str]:
         rows |= {"run": f"{run['run_id']} ({'' if is_finished else 'not '}finished)"}
         rows |= {"begun": run["since"], "stage": run["stage"]}
         if going:
-            whole = "" if going["total"] is None else f" of {count(going['total'])}"
+            rows["done"] = progress_text(going)
             left = "" if going["left_s"] is None else f", {seconds(going['left_s'])} left"
-            rows["done"] = f"{going['of']}: {count(going['done'])}{whole}"
             rows["rate"] = f"{rate(going['rate'])}/s{left}" if going["rate"] and not is_finished else ""
+        if writing := run["writing"]:
+            rows |= {"done": done_text(writing), "rate": speed_text(writing), "left": left_text(writing)}
+            rows["quarantined"] = writing["num_quarantined"] and count(writing["num_quarantined"])
         rows["workers lost"] = run["num_workers_lost"] and count(run["num_workers_lost"])
         rows |= {"failure": run["failure"], "last event": run["last_event"], "events": run["events"]}
     rows["published"] = "nothing yet"

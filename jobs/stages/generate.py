@@ -19,6 +19,7 @@ from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, changed_inputs, needs_a
 from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.shards import Finished, gather, hand_out, stats_of
 from laserbatch.jobs.stages.spans import report_samples
+from laserbatch.jobs.stages.variants import means
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.budget.choice import PLAIN
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
@@ -124,6 +125,7 @@ class GenerationStage:
         plans, finished = self.plans()
         self.night.tables.release_pages()
         for side in SIDES:
+            self._emit_plan(plans[side])
             self._say_skipped(plans[side])
             self._require_usable(plans[side], finished[side])
         pending = [shard for plan in plans.values() for shard in plan.shards if shard.name not in finished[shard.side]]
@@ -219,6 +221,20 @@ class GenerationStage:
         folder = self._previous_folder
         return PreviousKnowledge(None if folder is None else folder.knowledge_folder(side))
 
+    def _emit_plan(self, plan: SidePlan) -> None:
+        counts = {"carried_over": plan.num_carried_over, "unpromptable": plan.num_unpromptable}
+        emit("planned", of=self.label, side=plan.side, entities=plan.num_entities, **counts)
+
+    def _expected_tokens(self, plan: SidePlan) -> float | None:
+        """Expected tokens of a text that the plan has written; None if no earlier text and no budget tells."""
+        num_rows = sum(shard.num_rows for shard in plan.shards)
+        if plan.num_tokens and num_rows:
+            return plan.num_tokens / num_rows
+        folder = self._previous_folder
+        if folder is None:
+            return None
+        return unless_damaged(partial(means, folder, plan.side, ["num_tokens"]), [None])[0]
+
     def _say_skipped(self, plan: SidePlan) -> None:
         if plan.postponed:
             say(f"{plan.side}s skipped tonight, without a new text: {format_counts(plan.postponed)}")
@@ -257,7 +273,8 @@ class GenerationStage:
 
         worker_pool = workers.worker_pool(self.worker_spec())
         choose = partial(self._choose_budgets, pending)
-        abandoned = hand_out(worker_pool, pending, finished, self.label, choose, check, notify_first_text)
+        expected: dict[Side, float | None] = {side: self._expected_tokens(plan) for side, plan in plans.items()}
+        abandoned = hand_out(worker_pool, pending, finished, self.label, choose, check, notify_first_text, expected)
         self.night.manifest.generation.workers = workers.figures(worker_pool, len(pending))
         return abandoned
 

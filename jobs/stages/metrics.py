@@ -1,26 +1,36 @@
-"""Figures of the last night for Prometheus, after each night however it ended: a file for the node exporter.
+"""Figures for Prometheus, while a night runs and after it, however it ended: a file for the node exporter.
 
 Those of an extension have another prefix, such as `laserbatch_lists`, and a file of their own.
 """
 
 import datetime
+import logging
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event, Thread
 
-from laserbatch.jobs.failures import exit_code_of
+from laserbatch.jobs.console import ExitCode
+from laserbatch.jobs.events import last_attempt
+from laserbatch.jobs.failures import exit_code_of, line_of
 from laserbatch.jobs.formatting import ratio
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.publishing import ends_no_night
+from laserbatch.jobs.writing import sides_so_far
 from laserbatch.pipeline.errors import LaserbatchError
 from laserbatch.pipeline.storage.atomic import write_text
 from laserbatch.pipeline.storage.manifest import RunManifest
+from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 
+logger = logging.getLogger("laserbatch")
+
 NAME = "laserbatch"
+REFRESH_S = 15.0  # between two writes while a night runs
 OUTCOMES = ("generated", "carried_over", "quarantined")
 OF_SIDES = (
     ("quarantine_share", "Share of a side's entities that could not be done.",
@@ -35,10 +45,11 @@ ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 @dataclass
 class NightMetrics:
-    """What is known of a night when it ends: its manifest, where it came so far as to have one."""
+    """What is known of a night: its manifest, where it came so far as to have one, and how it ended."""
 
     manifest: RunManifest | None = None
     exit_code: int = 0
+    start_s: float = field(default_factory=time.time)
 
 
 @dataclass
@@ -63,38 +74,83 @@ class _Page:
 
 @contextmanager
 def night_metrics(settings: Settings, name: str = NAME, within: str = ".") -> Iterator[NightMetrics]:
-    """Write the figures when the block ends, with its exit code. That they cannot be written fails none.
+    """Write the figures while the block runs, and when it ends with its exit code. That this fails ends no night.
 
     `within` : the folder of an extension's workspace in that of the nights.
     """
-    night, start_s = NightMetrics(), time.time()
+    night, path = NightMetrics(), settings.metrics.textfile
+    if path is not None:
+        path = path.with_stem(path.stem + name.removeprefix(NAME))
+    workspace = settings.workspace / within
     try:
-        yield night
+        with nullcontext() if path is None else _refreshed(path, night, workspace, name):
+            yield night
     except BaseException as error:
         night.exit_code = exit_code_of(error)
         raise
     finally:
-        path = settings.metrics.textfile
         if path is not None:
             with ends_no_night("the metrics are not written"):
-                text = exposition(night, settings.workspace / within, start_s, time.time(), name)
-                write_text(text, path.with_stem(path.stem + name.removeprefix(NAME)))
+                write_text(exposition(night, workspace, night.start_s, time.time(), name), path)
+
+
+@contextmanager
+def _refreshed(path: Path, night: NightMetrics, workspace: Path, name: str) -> Iterator[None]:
+    """Write the figures of a night that runs every few seconds, in a thread. The first failure is logged."""
+    has_ended = Event()
+
+    def refresh() -> None:
+        log = logger.warning
+        while not has_ended.wait(REFRESH_S):
+            try:
+                write_text(running_exposition(night, workspace, path, name), path)
+            except Exception as error:  # figures end no night
+                log("the metrics are not refreshed: %s", line_of(error, names_values=False))
+                log = logger.debug
+
+    thread = Thread(target=refresh, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()  # what it writes last comes before what is written of the end
 
 
 def exposition(night: NightMetrics, workspace: Path, start_s: float, end_s: float, name: str = NAME) -> str:
-    """The figures in Prometheus' text format."""
+    """The figures of a night that has ended, in Prometheus' text format."""
     page, none = _Page(name), {}
     page.add("last_exit_code", "Exit code of the last attempt; 0 is a night that ended well.", (none, night.exit_code))
     page.add("last_attempt_timestamp_seconds", "When the last attempt ended.", (none, end_s))
     page.add("last_attempt_seconds", "How long the last attempt took.", (none, end_s - start_s))
+    # A night that was refused because another one runs says nothing of that one.
+    is_running = None if night.exit_code == ExitCode.BUSY else 0
+    return _with_figures(page, night, workspace, is_running)
+
+
+def running_exposition(night: NightMetrics, workspace: Path, path: Path, name: str = NAME) -> str:
+    """The figures of a night that runs; those of the last attempt stay as they stand in the file `path`."""
+    page, earlier = _Page(name), path.read_text(encoding="utf-8") if path.exists() else ""
+    page.lines += re.findall(rf"^(?:# \w+ )?{name}_last_(?:exit_code|attempt)\w* .*$", earlier, re.MULTILINE)
+    return _with_figures(page, night, workspace, is_running=1)
+
+
+def _with_figures(page: _Page, night: NightMetrics, workspace: Path, is_running: int | None) -> str:
+    none, manifest = {}, night.manifest
+    events = [] if manifest is None else last_attempt(RunFolder(manifest.path.parent).events_path)
+    if is_running is not None:
+        times = [datetime.datetime.fromisoformat(event["time"]).timestamp() for event in events[-1:]]
+        page.add("night_running", "1 while a night runs, 0 after its end.", (none, is_running))
+        progress_s = max([night.start_s, *times])
+        page.add("last_progress_timestamp_seconds", "When the last night last made progress.", (none, progress_s))
     published, success_s = _successes(workspace)
     page.add("last_success_timestamp_seconds", "When a night last ended well.", (none, success_s))
     if published is not None:
         midnight = datetime.datetime.combine(published, datetime.time(), datetime.UTC).timestamp()
         page.add("published_date_timestamp_seconds", "Midnight (UTC) of the date that readers see.", (none, midnight))
-    if night.manifest is None:
+    if manifest is None:
         return "\n".join([*page.lines, ""])
-    sides = night.manifest.generation.sides.items()
+    sides = (manifest.generation.sides or sides_so_far(events)).items()
     entities = (
         ({"side": side, "outcome": outcome}, getattr(figures, f"num_{outcome}"))
         for side, figures in sides
@@ -103,7 +159,7 @@ def exposition(night: NightMetrics, workspace: Path, start_s: float, end_s: floa
     page.add("entities", "Entities of the last run, by what became of them.", *entities)
     for name, about, value in OF_SIDES:
         page.add(name, about, *(({"side": side}, value(figures)) for side, figures in sides))
-    stages = (({"stage": name}, seconds) for name, seconds in night.manifest.stages.items())
+    stages = (({"stage": name}, seconds) for name, seconds in manifest.stages.copy().items())
     page.add("stage_seconds", "Wall time by stage, over all attempts at the run.", *stages)
     return "\n".join([*page.lines, ""])
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -9,6 +10,7 @@ import pyarrow as pa
 from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.events import emit
 from laserbatch.jobs.failures import end_at_sigterm
+from laserbatch.jobs.writing import finished_counts, shard_counts
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.distributed.actors import ShardAbandoned, WorkerPool, run_shards
 from laserbatch.pipeline.errors import WorkspaceError
@@ -32,15 +34,18 @@ def hand_out(
     choose: Callable[[Callable[[], StepCost]], Mapping[Side, Budget | int]],
     check: Callable[[Shard], object] = lambda shard: None,
     on_first_text: Callable[[], None] = lambda: None,
+    expected_tokens: Mapping[Side, float | None] = MappingProxyType({}),
 ) -> list[ShardAbandoned]:
     """Have workers write shards, which are added to `finished`; returns the abandoned ones.
 
     `choose` and `on_first_text` are those of `run_shards`. `check` is called with each finished shard; its errors end
-    the work.
+    the work. `expected_tokens` of a text, where they are known, tell those who watch how long it will take.
     """
     end_at_sigterm()
     abandoned, num_done, num_rows = [], 0, sum(shard.num_rows for shard in pending)
     say(f"{label}: {num_rows} to write, in {len(pending)} shards")
+    sides = {side: _planned(side, pending, finished[side]) for side in finished}
+    emit("shards_begin", of=label, sides=sides, expected_tokens=dict(expected_tokens))
     with progress(label, num_rows) as bar:
         for outcome in run_shards(pending, worker_pool, choose, on_first_text):
             if isinstance(outcome, ShardAbandoned):
@@ -50,11 +55,9 @@ def hand_out(
                 continue
             shard, record = outcome
             finished[shard.side][shard.name] = record
-            stats, num_done = record.written_by.stats, num_done + shard.num_rows
-            counts = {"tokens": stats.num_tokens, "steps": stats.num_steps, "seconds": stats.wall_s}
-            counts |= {"quarantined": record.num_quarantined, "done": num_done, "total": num_rows}
-            emit("shard_done", **_named(shard), **counts)
-            pace = stats.tokens_per_step
+            num_done += shard.num_rows
+            emit("shard_done", **_named(shard), **shard_counts(record), done=num_done, total=num_rows)
+            pace = record.written_by.stats.tokens_per_step
             bar.advance(shard.num_rows, "" if pace is None else f"{pace:.1f} tokens/step")
             check(shard)
     end_at_sigterm()
@@ -92,6 +95,13 @@ def stats_of(records: Iterable[ShardRecord]) -> DecodingStats:
     """The sum over shards. Workers run in parallel, so the time of a shard is divided by their number."""
     infos = (record.written_by for record in records)
     return DecodingStats.total(replace(info.stats, wall_s=info.stats.wall_s / info.num_workers) for info in infos)
+
+
+def _planned(side: Side, pending: Sequence[Shard], finished: Finished) -> dict[str, Any]:
+    """What the event `shards_begin` says of a side: shards and rows of all attempts, and what is done of them."""
+    shards, done = [shard for shard in pending if shard.side == side], finished_counts(finished.values())
+    num_rows = sum(shard.num_rows for shard in shards)
+    return {"shards": len(shards) + done["shards"], "rows": num_rows + done["rows"], "done": done}
 
 
 def _named(shard: Shard) -> dict[str, object]:

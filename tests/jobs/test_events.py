@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from laserbatch.jobs.events import emit, event_log, read_events
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import MetricsSettings, Settings
 from laserbatch.jobs.stages import metrics
-from laserbatch.jobs.stages.attempt import recorded
+from laserbatch.jobs.stages.attempt import recorded, stage
 from laserbatch.jobs.stages.metrics import NightMetrics, exposition, night_metrics
 from laserbatch.jobs.stages.night import open_night
 from laserbatch.pipeline.errors import RunFailed
@@ -39,6 +40,9 @@ class Night:
         self.workspace, self.date = Workspace.open(root), datetime.date(2025, 3, 1)
         self.run = self.workspace.run(make_run_id(self.date, {}))
         self.manifest = manifest_of(self.run.manifest_path, self.date)
+
+    def stage(self, name: str):
+        return stage(self.manifest, name)
 
 
 @pytest.fixture
@@ -169,6 +173,58 @@ def test_figures_that_cannot_be_told_fail_no_night(tmp_path, night, monkeypatch,
     with pytest.raises(RunFailed), night_metrics(settings):
         raise RunFailed("too many")
     assert caplog.text.count("the metrics are not written: unexpected ZeroDivisionError") == 2
+
+
+def read_when(path: Path, text: str) -> str:
+    """The file as soon as it has a text in it."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if path.exists() and text in (found := path.read_text()):
+            return found
+        time.sleep(0.01)
+    raise AssertionError(f"{text!r} was not written")
+
+
+def test_figures_are_refreshed_while_the_night_runs(tmp_path, night, monkeypatch):
+    monkeypatch.setattr(metrics, "REFRESH_S", 0.01)
+    path = tmp_path / "laserbatch.prom"
+    settings = Settings(workspace=night.workspace.root, metrics=MetricsSettings(textfile=path))
+    with pytest.raises(RunFailed), night_metrics(settings):
+        raise RunFailed("too many")
+    with night_metrics(settings) as figures, recorded(night.manifest):
+        figures.manifest = night.manifest
+        done = {"shards": 1, "rows": 8, "quarantined": 2, "tokens": 90, "accepted": 30, "steps": 60, "seconds": 3.0}
+        emit("planned", of="generate", side="user", entities=40, carried_over=20, unpromptable=0)
+        sides = {"user": {"shards": 2, "rows": 20, "done": done}}
+        emit("shards_begin", of="generate", sides=sides, expected_tokens={})
+        with night.stage("encode"):
+            pass
+        told = read_when(path, 'laserbatch_stage_seconds{stage="encode"}')
+        progress_s = datetime.datetime.fromisoformat(read_events(night.run.events_path)[-1]["time"]).timestamp()
+    for line in told.splitlines():
+        assert line.startswith(("# HELP laserbatch_", "# TYPE laserbatch_")) or SAMPLE.fullmatch(line), line
+    assert "laserbatch_night_running 1\n" in told
+    assert f"laserbatch_last_progress_timestamp_seconds {progress_s:.17g}\n" in told
+    assert "# TYPE laserbatch_last_exit_code gauge\nlaserbatch_last_exit_code 4\n" in told  # of the attempt before
+    assert 'laserbatch_entities{side="user",outcome="generated"} 6\n' in told
+    assert 'laserbatch_quarantine_share{side="user"} 0.0' in told and 'tokens_per_second{side="user"} 30\n' in told
+    ended = path.read_text()
+    assert "laserbatch_night_running 0\n" in ended and "laserbatch_last_exit_code 0\n" in ended
+
+
+def test_a_night_that_is_refused_says_nothing_of_the_one_that_runs(night):
+    text = exposition(NightMetrics(exit_code=5), night.workspace.root, 0.0, 1.0)
+    assert "laserbatch_last_exit_code 5\n" in text and "night_running" not in text
+
+
+def test_figures_that_cannot_be_refreshed_are_a_warning_once(tmp_path, night, monkeypatch, caplog):
+    monkeypatch.setattr(metrics, "REFRESH_S", 0.001)
+    (tmp_path / "file").write_text("")
+    textfile = tmp_path / "file" / "laserbatch.prom"
+    with night_metrics(Settings(workspace=night.workspace.root, metrics=MetricsSettings(textfile=textfile))):
+        time.sleep(0.1)
+    assert caplog.text.count("the metrics are not refreshed: ") == 1
+    assert caplog.text.count("the metrics are not written: ") == 1
 
 
 def test_figures_are_what_prometheus_reads(night):

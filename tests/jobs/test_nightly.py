@@ -111,7 +111,7 @@ def two_nights(installed, tmp_path_factory) -> Path:
         write_here(patched)
         nightly(
             config, None, SECOND_DATE, force=False, redo=False, publish=False, dry_run=False, ray_address=None,
-            as_json=True,
+            notify_url=None, as_json=True,
         )  # fmt: skip
     (folder / "second.json").write_text(printed.getvalue())
     return folder

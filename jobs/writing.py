@@ -1,0 +1,119 @@
+"""What the events of an attempt say of the shards that it writes: counts, speed, and a guess of the time left.
+
+`laserbatch status` reads them while a night runs, and so do the night's own metrics.
+"""
+
+import datetime
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+from laserbatch.jobs.formatting import ratio
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.figures import ShardRecord, SideFigures
+from laserbatch.pipeline.storage.stats import DecodingStats
+
+Event = dict[str, Any]
+Counts = Mapping[str, Any]
+NOTHING: Counts = dict.fromkeys(("shards", "rows", "quarantined", "tokens", "accepted", "steps", "seconds"), 0)
+
+
+def shard_counts(record: ShardRecord) -> dict[str, Any]:
+    """What the event `shard_done` counts of a shard; `seconds` are those of the worker that wrote it."""
+    info = record.written_by
+    counts = {"tokens": info.stats.num_tokens, "accepted": info.stats.num_accepted, "steps": info.stats.num_steps}
+    counts |= {"seconds": info.stats.wall_s, "workers": info.num_workers}
+    return counts | {"quarantined": record.num_quarantined}
+
+
+def finished_counts(records: Iterable[ShardRecord]) -> Counts:
+    """The counts of finished shards together, with the names of `NOTHING`, of shards that a model wrote."""
+    written = (record for record in records if record.info is not None)
+    shards = (shard_counts(one) | {"rows": one.num_rows + one.num_quarantined} for one in written)
+    return reduce(_added, shards, NOTHING)
+
+
+def _added(total: Counts, shard: Counts) -> Counts:
+    """Counts with those of another shard; workers write side by side, so its seconds are divided by their number."""
+    one = {"shards": 1, **shard, "seconds": shard.get("seconds", 0) / shard.get("workers", 1)}
+    return {name: count + one.get(name, 0) for name, count in total.items()}
+
+
+def _last_shards(events: Sequence[Event]) -> tuple[Event | None, list[Event]]:
+    """The event of the shards that were handed out last, None if there is none, and the outcomes of shards since."""
+    begun, outcomes = None, []
+    for event in events:
+        if event["event"] == "shards_begin":
+            begun, outcomes = event, []
+        elif event["event"] == "shard_done":
+            outcomes.append(event)
+        elif event["event"] == "shard_abandoned":
+            outcomes.append({**event, "quarantined": event["rows"]})
+    return begun, outcomes
+
+
+def _done_by_side(begun: Event, outcomes: Sequence[Event]) -> dict[Side, Counts]:
+    """Counts of the finished shards of each side, over all attempts. A quarantined row is done too."""
+    return {
+        side: reduce(_added, (shard for shard in outcomes if shard["side"] == side), planned["done"])
+        for side, planned in begun["sides"].items()
+    }
+
+
+def writing_state(events: Sequence[Event], now: datetime.datetime) -> dict[str, Any] | None:
+    """The figures of the shards that were handed out last, as `status` shows them; None if there are none.
+
+    `left_s` is a guess, computed from what `left_by` names: the expected tokens, else the rows, that are missing.
+    """
+    begun, outcomes = _last_shards(events)
+    if begun is None:
+        return None
+    by_side = _done_by_side(begun, outcomes)
+    done = {name: sum(side[name] for side in by_side.values()) for name in NOTHING}
+    num_shards, num_rows = (sum(side[name] for side in begun["sides"].values()) for name in ("shards", "rows"))
+    state = {
+        "of": begun["of"],
+        "num_shards": max(done["shards"], num_shards),  # a shard that lost its workers is halved
+        "num_shards_done": done["shards"],
+        "num_rows": num_rows,
+        "num_rows_done": done["rows"],
+        "num_quarantined": done["quarantined"],
+        "tokens_per_s": ratio(done["tokens"], done["seconds"]),
+        "acceptance_length": ratio(done["accepted"], done["steps"]),
+    }
+    rows_left = {side: begun["sides"][side]["rows"] - counts["rows"] for side, counts in by_side.items()}
+    expected = {side: begun["expected_tokens"].get(side) for side, num_left in rows_left.items() if num_left}
+    left, left_by = sum(rows_left.values()), "rows"
+    if done["tokens"] and None not in expected.values():
+        left, left_by = sum(rows_left[side] * tokens for side, tokens in expected.items()), "tokens"
+    left_s = ratio(left, ratio(done[left_by], done["seconds"]))
+    if left_s is not None:
+        last = outcomes[-1] if outcomes else begun
+        # The last shards do not keep all workers busy.
+        left_s *= max(1.0, last.get("workers", 1) / max(1, num_shards - done["shards"]))
+        left_s = max(0.0, left_s - (now - datetime.datetime.fromisoformat(last["time"])).total_seconds())
+    return state | {"left_s": left_s, "left_by": None if left_s is None else left_by}
+
+
+def sides_so_far(events: Sequence[Event]) -> dict[Side, SideFigures]:
+    """The figures of the sides that a stage writes, before it has ended; of those whose plan is known."""
+    begun, outcomes = _last_shards(events)
+    if begun is None:
+        return {}
+    done = _done_by_side(begun, outcomes)
+    plans = [event for event in events if event["event"] == "planned" and event["of"] == begun["of"]]
+    return {plan["side"]: _figures(plan, done[plan["side"]]) for plan in plans}
+
+
+def _figures(plan: Event, done: Counts) -> SideFigures:
+    return SideFigures(
+        num_entities=plan["entities"],
+        num_generated=done["rows"] - done["quarantined"],
+        num_carried_over=plan["carried_over"],
+        num_quarantined=plan["unpromptable"] + done["quarantined"],
+        num_stale=0,
+        quarantine_reasons={},
+        routes={},
+        shards=[],
+        stats=DecodingStats(0, done["tokens"], done["steps"], 0, done["accepted"], wall_s=done["seconds"]),
+    )
