@@ -37,27 +37,31 @@ def train_lightgcn(interactions: pa.Table, seed: int = 0, max_steps: int = MAX_S
         empty = np.empty((0, DIM), np.float32)
         return {"user": EntityEmbeddings(users, empty), "item": EntityEmbeddings(items, empty)}
     pairs = np.unique(user_index * np.int64(num_items) + item_index)  # sorted, each once
-    users_of_pairs = torch.from_numpy(pairs // num_items)  # (num_pairs,)
-    items_of_pairs = torch.from_numpy(pairs % num_items)
+    num_pairs = len(pairs)
+    users_of_pairs = torch.from_numpy((pairs // num_items).astype(np.int32))  # (num_pairs,)
+    items_of_pairs = torch.from_numpy((pairs % num_items).astype(np.int32))
+    del user_index, item_index, pairs  # there are many times as many interactions as ids
     adjacency = normalised_adjacency(users_of_pairs, items_of_pairs, num_users, num_items)
 
     generator = torch.Generator().manual_seed(seed)
     layer_0 = torch.randn(num_users + num_items, DIM, generator=generator) * 0.1
-    optimizer = torch.optim.Adam([layer_0], lr=LEARNING_RATE)
+    optimizer = torch.optim.Adam([layer_0], lr=LEARNING_RATE, fused=True)  # without copies of what it reads
     losses: list[float] = []  # BPR, of each step
     while len(losses) < max_steps and not _on_plateau(losses):
         batch = slice(None)
-        if len(pairs) > MAX_PAIRS_PER_STEP:
-            batch = torch.randint(len(pairs), (MAX_PAIRS_PER_STEP,), generator=generator)
+        if num_pairs > MAX_PAIRS_PER_STEP:
+            batch = torch.randint(num_pairs, (MAX_PAIRS_PER_STEP,), generator=generator)
         batch_users, positives = users_of_pairs[batch], items_of_pairs[batch] + num_users
         negatives = torch.randint(num_items, positives.shape, generator=generator) + num_users
         final = propagate(adjacency, layer_0, NUM_LAYERS).requires_grad_()
         loss = bpr_loss(final, batch_users, positives, negatives)
         loss.backward()
-        assert final.grad is not None
+        gradient, final = final.grad, None  # whose memory is free then
+        assert gradient is not None
         # The propagation is linear and symmetric, so its gradient is the propagation of the gradient.
-        layer_0.grad = propagate(adjacency, final.grad, NUM_LAYERS) + L2 / len(layer_0) * layer_0
+        layer_0.grad = propagate(adjacency, gradient, NUM_LAYERS).add_(layer_0, alpha=L2 / len(layer_0))
         optimizer.step()
+        layer_0.grad = gradient = None
         losses.append(loss.item())
 
     vectors = propagate(adjacency, layer_0, NUM_LAYERS).numpy()
@@ -78,7 +82,7 @@ def propagate(adjacency: torch.Tensor, layer_0: torch.Tensor, num_layers: int) -
         for _ in range(num_layers):
             layer = adjacency @ layer
             total += layer
-        return total / (num_layers + 1)
+        return total.div_(num_layers + 1)
 
 
 def bpr_loss(
