@@ -106,6 +106,16 @@ def check_kernels(settings: Settings) -> Iterator[CheckResult]:
         yield CheckResult("attention", "ok", "Triton's kernel, small steps as CUDA graphs")
 
 
+def check_batch(settings: Settings) -> Iterator[CheckResult]:
+    """Whether a batch is large enough for a GPU."""
+    from laserbatch.pipeline.engine_choice import small_batch
+    from laserbatch.pipeline.gpus import num_gpus
+
+    decoding = settings.decoding
+    if decoding.engine != "endpoint" and num_gpus() and (problem := small_batch(decoding.batch_size)):
+        yield CheckResult("batch", "warning", problem, "Set decoding.batch_size: 128, and less where memory runs out")
+
+
 def check_engine(settings: Settings) -> Iterator[CheckResult]:
     from laserbatch.jobs.stages.inputs import require_engine
 
@@ -220,5 +230,5 @@ def check_ray(settings: Settings) -> Iterator[CheckResult]:
         yield CheckResult("Ray", "ok", f"{where}: room for {layout.num_workers} workers of {layout.need} each")
 
 
-SOFTWARE: tuple[Check, ...] = (check_versions, check_gpu, check_kernels, check_engine)
+SOFTWARE: tuple[Check, ...] = (check_versions, check_gpu, check_kernels, check_batch, check_engine)
 FILES: tuple[Check, ...] = (check_workspace, check_encoder, check_pools, check_tables, check_extensions)

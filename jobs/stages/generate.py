@@ -26,6 +26,7 @@ from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.distributed.actors import ShardAbandoned
 from laserbatch.pipeline.distributed.shared_folder import TOKEN_FILE
 from laserbatch.pipeline.distributed.spec import TextSpec
+from laserbatch.pipeline.engine_choice import small_batch
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
@@ -272,6 +273,8 @@ class GenerationStage:
             self._require_usable(plans[shard.side], finished[shard.side])
 
         worker_pool = workers.worker_pool(self.worker_spec())
+        if worker_pool.layout.device == "cuda" and (problem := small_batch(self.decoding.batch_size)):
+            say(problem)
         choose = partial(self._choose_budgets, pending)
         expected: dict[Side, float | None] = {side: self._expected_tokens(plan) for side, plan in plans.items()}
         abandoned = hand_out(worker_pool, pending, finished, self.label, choose, check, notify_first_text, expected)

@@ -246,6 +246,14 @@ def test_a_machine_with_gpus_has_no_fault(world, gpus):
     assert "laserbatch's own engine fits this model and machine: the model fits one GPU" in told
 
 
+def test_a_batch_that_is_small_for_a_gpu_is_warned_of(world, gpus):
+    found = of_gpu(write_config(world, decoding={"batch_size": 16}), machine.check_batch)
+    assert levels(found) == {("batch", "warning")} and "batch_size is 16" in found[0].found
+    assert of_gpu(write_config(world, decoding={"batch_size": 64}), machine.check_batch) == []
+    gpus["number"] = 0
+    assert of_gpu(write_config(world, decoding={"batch_size": 16}), machine.check_batch) == []
+
+
 def test_gpu_that_other_processes_use_is_warned_of(world, gpus):
     gpus["free"] = 60 * GB
     found = of_gpu(write_config(world), machine.check_gpu)
