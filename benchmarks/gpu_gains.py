@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from common import turns
 from engine_systems import WITH_POOL, drafting
-from gpu_phases import Bench, memory_now, release_memory
+from gpu_bench import Bench, memory_now, release_memory
 from gpu_steps import StepClock
 from pool_texts import SavedTask, read_task
 from systems import MIN_ACCEPTANCE, EngineSystem, Pass, TransformersGenerate

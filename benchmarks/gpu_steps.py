@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from attention import Scale, make_problem, measure
 from common import Spread
-from gpu_phases import Bench, fused_name, fused_of, is_fatal, memory_now, release_memory, set_fused
+from gpu_bench import Bench, fused_name, fused_of, is_fatal, memory_now, release_memory, set_fused
 from roofline import Roofline
 from widen import GEOMETRIES
 

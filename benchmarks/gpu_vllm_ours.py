@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 from common import begin
 from engine_systems import WITH_POOL, drafting
+from gpu_bench import Bench, memory_now
 from gpu_gains import prompts_of, run_pass, texts_of
-from gpu_phases import Bench, memory_now
 from gpu_rows import Rows
 from peers_worker import MARK
 from systems import MIN_ACCEPTANCE, EngineSystem

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import gpu_bench
 import gpu_first
 import gpu_measure
 import gpu_phases
@@ -223,7 +224,7 @@ def loaded():
 def bench(tmp_path, loaded):
     values = {"attention": None, "no_fused": False, "no_graphs": False, "profile": True, "smoke": True}
     options = argparse.Namespace(**values, compile_only=None, out=tmp_path, texts=None, geometry="tiny")
-    bench = gpu_phases.Bench(options, Rows(tmp_path / "rows.jsonl"), None)
+    bench = gpu_bench.Bench(options, Rows(tmp_path / "rows.jsonl"), None)
     vars(bench).update(loaded=loaded, rates=DeviceRates(1e10, 1e11), device=torch.device("cpu"), dtype="float32")
     return bench
 
@@ -236,14 +237,14 @@ def test_a_batch_that_does_not_fit_is_a_row(bench):
 
 
 def test_steps_are_timed_and_profiled(bench):
-    fused = gpu_phases.fused_of(bench.loaded.model)
+    fused = gpu_bench.fused_of(bench.loaded.model)
     for item in ("steps/2/0", "steps/2/3", "steps/2/0/unfused"):
         gpu_phases.attempt(bench, item)
     steps = [row for row in bench.rows.read() if row["phase"] == "c"]
     assert [(row["nodes"], row["num_tokens"]) for row in steps] == [(0, 2), (3, 8), (0, 2)]
     assert [row["fused"] for row in steps] == ["FusedModel", "FusedModel", "none"]
     assert all(0 < row["host_share"] < 1 and row["roofline_share"] > 0 for row in steps)
-    assert gpu_phases.fused_of(bench.loaded.model) == fused
+    assert gpu_bench.fused_of(bench.loaded.model) == fused
     assert sum(row["phase"] == "d" and row["launches"] > 0 for row in bench.rows.read()) == 3
 
 
