@@ -39,9 +39,9 @@ def try_gpu(number: int) -> Gpu:
     )
 
 
-def least_gpu_bytes() -> int | None:
-    """Memory of the smallest GPU here, as NVIDIA's driver says; None where it does not, or where GPUs are split."""
-    query = ["nvidia-smi", "--query-gpu=memory.total,mig.mode.current", "--format=csv,noheader,nounits"]
+def least_free_bytes() -> int | None:
+    """What is free on the GPU here that has least, as NVIDIA's driver says; None: it does not, or GPUs are split."""
+    query = ["nvidia-smi", "--query-gpu=memory.free,mig.mode.current", "--format=csv,noheader,nounits"]
     try:
         lines = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):

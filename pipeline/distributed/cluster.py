@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from laserbatch.pipeline.distributed.settings import ClusterSettings, usable_cores
-from laserbatch.pipeline.distributed.sharing import cluster_gpu_bytes, workers_a_gpu
+from laserbatch.pipeline.distributed.sharing import cluster_free_bytes, workers_a_gpu
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.gpus import num_gpus
 from laserbatch.pipeline.storage.scratch import RAY_PREFIX, ScratchFolder, remove_dead_scratch
@@ -172,7 +172,7 @@ def ray_cluster(
     try:
         nodes, num_sharing = cluster_nodes(), 1
         if settings.num_workers is None and gpus_a_worker == 1 and any(node.num_gpus for node in nodes):
-            num_sharing = workers_a_gpu(worker_bytes(), cluster_gpu_bytes())
+            num_sharing = workers_a_gpu(worker_bytes(), cluster_free_bytes())
         yield worker_layout(settings, nodes, gpus_a_worker, num_sharing)
     finally:
         if started:

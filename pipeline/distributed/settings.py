@@ -19,7 +19,8 @@ class ClusterSettings(Strict):
         default=None,
         ge=1,
         description="This many workers write texts; if there are fewer GPUs, several share one. null: two for each GPU "
-        "whose memory holds both, else one; on CPUs eight on the largest node, and as many cores a worker elsewhere.",
+        "whose free memory holds both, else one; on CPUs eight on the largest node, and as many cores a worker "
+        "elsewhere.",
     )
     start_timeout_s: float = Field(
         default=600.0, gt=0, allow_inf_nan=False,

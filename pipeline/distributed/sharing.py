@@ -10,9 +10,9 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.gpus import least_gpu_bytes
+from laserbatch.pipeline.gpus import least_free_bytes
 
-MAX_SHARE = 0.45  # of a GPU's memory, that each of two workers may need
+MAX_SHARE = 0.45  # of what is free on a GPU, that each of two workers may need
 ASK_TIMEOUT_S = 60.0
 
 
@@ -39,14 +39,14 @@ def worker_bytes(folder: Path, decoding: DecodingSettings, max_prompt_tokens: in
         return None
 
 
-def workers_a_gpu(needed_bytes: int | None, gpu_bytes: int | None) -> int:
-    """Workers that share a GPU of so much memory."""
-    return 2 if needed_bytes and gpu_bytes and needed_bytes <= MAX_SHARE * gpu_bytes else 1
+def workers_a_gpu(needed_bytes: int | None, free_bytes: int | None) -> int:
+    """Workers that share a GPU with so much free memory."""
+    return 2 if needed_bytes and free_bytes and needed_bytes <= MAX_SHARE * free_bytes else 1
 
 
-def cluster_gpu_bytes() -> int | None:
-    """Memory of the smallest GPU of the cluster's nodes; None where one does not say it."""
-    ask = ray.remote(num_cpus=0, max_retries=0)(least_gpu_bytes)
+def cluster_free_bytes() -> int | None:
+    """What is free on the GPU of the cluster's nodes that has least; None where a node does not say it."""
+    ask = ray.remote(num_cpus=0, max_retries=0)(least_free_bytes)
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
     asked = [ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(one, soft=False)).remote() for one in nodes]
     try:

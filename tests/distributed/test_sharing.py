@@ -10,7 +10,7 @@ from laserbatch.pipeline.distributed import encoding
 from laserbatch.pipeline.distributed.cluster import WorkerLayout
 from laserbatch.pipeline.distributed.sharing import worker_bytes, workers_a_gpu
 from laserbatch.pipeline.encoding.settings import EncodingSettings
-from laserbatch.pipeline.gpus import least_gpu_bytes
+from laserbatch.pipeline.gpus import least_free_bytes
 from laserbatch.pipeline.storage.figures import WorkerFigures
 
 
@@ -27,11 +27,11 @@ def test_a_worker_needs_its_weights_and_the_cache_of_a_whole_batch():
 
 
 @pytest.mark.parametrize(
-    ("needed", "total", "expected"),
+    ("needed", "free", "expected"),
     [(35 << 30, 80 << 30, 2), (37 << 30, 80 << 30, 1), (None, 80 << 30, 1), (1 << 30, None, 1)],
 )
-def test_two_workers_share_a_gpu_that_holds_both(needed, total, expected):
-    assert workers_a_gpu(needed, total) == expected
+def test_two_workers_share_a_gpu_that_holds_both(needed, free, expected):
+    assert workers_a_gpu(needed, free) == expected
 
 
 @pytest.mark.parametrize(
@@ -44,14 +44,14 @@ def test_two_workers_share_a_gpu_that_holds_both(needed, total, expected):
         ("81559, Disabled\n", 9, None),
     ],
 )
-def test_the_smallest_gpu_is_what_the_driver_says(printed, status, expected, tmp_path, monkeypatch):
+def test_the_driver_says_what_is_free_on_the_gpu_that_has_least(printed, status, expected, tmp_path, monkeypatch):
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\nprintf '{printed}'\nexit {status}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert least_gpu_bytes() == expected
+    assert least_free_bytes() == expected
     program.unlink()
-    assert least_gpu_bytes() is None
+    assert least_free_bytes() is None
 
 
 @pytest.mark.parametrize(
