@@ -120,7 +120,7 @@ def test_user_and_password_of_the_url_become_a_header(server):
 
 
 def test_a_notification_that_fails_is_a_warning_without_the_url(server, monkeypatch, caplog, capfd):
-    monkeypatch.setattr(notify, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(notify, "TIMEOUT_S", 1.0)
     url = server.url("bob:hunter2@", "/s3cret?key=hunter2")
     server.status = 500
     with notified(url):
@@ -128,7 +128,7 @@ def test_a_notification_that_fails_is_a_warning_without_the_url(server, monkeypa
     server.status, server.location = 302, server.url(path="/elsewhere")
     with notified(url):
         pass
-    server.waits_s = 0.5
+    server.waits_s = 1.5
     with notified(url):
         pass
     with notified("http://bob:hunter2@127.0.0.1:1/s3cret"):  # nobody listens there
