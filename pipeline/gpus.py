@@ -39,7 +39,7 @@ def try_gpu(number: int) -> Gpu:
     )
 
 
-def least_free_bytes() -> int | None:
+def min_free_bytes() -> int | None:
     """What is free on the GPU here that has least, as NVIDIA's driver says; None: it does not, or GPUs are split."""
     query = ["nvidia-smi", "--query-gpu=memory.free,mig.mode.current", "--format=csv,noheader,nounits"]
     try:

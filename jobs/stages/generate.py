@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.events import emit
@@ -21,7 +20,6 @@ from laserbatch.jobs.stages.shards import Finished, gather, hand_out, stats_of
 from laserbatch.jobs.stages.spans import report_samples
 from laserbatch.jobs.stages.variants import means
 from laserbatch.jobs.stages.workers import NightWorkers
-from laserbatch.pipeline.budget.choice import PLAIN
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.distributed.actors import ShardAbandoned
 from laserbatch.pipeline.distributed.shared_folder import TOKEN_FILE
@@ -36,7 +34,6 @@ from laserbatch.pipeline.planning.plan import (
     drop_plan,
     load_plan,
     open_plan,
-    write_shard_plan,
 )
 from laserbatch.pipeline.planning.planner import (
     FIRST_TEXTS,
@@ -52,7 +49,6 @@ from laserbatch.pipeline.planning.refresh import BUDGET
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.figures import ShardRecord, SideFigures
-from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.quarantine import count_reasons
 from laserbatch.pipeline.storage.run_folder import POSTPONED, RunFolder
 from laserbatch.retrieval_pools.step_cost import StepCost
@@ -77,35 +73,6 @@ def plan_one(night: Night, folder: RunFolder, side: Side) -> tuple[SidePlan, Tex
     """The plan of a side, made in a folder that need not be the run's, and the specification of its worker."""
     stage = GenerationStage(night, folder, night.settings.decoding)
     return stage.plan(side)[0], stage.worker_spec()
-
-
-def generate_plain(night: Night, workers: NightWorkers) -> dict[Side, SideFigures]:
-    """Decode the same prompts plainly into the run's `plain` folder, to compare with.
-
-    Texts that plain decoding gave on an earlier night are carried over like any others. Entities that the night wrote
-    about come in shards of their own: their time is compared with the night's, since others have shorter prompts.
-    """
-    return PlainBaselineStage(night, night.run.plain, _plain_decoding(night)).run(workers)
-
-
-def generate_plain_sample(
-    night: Night, workers: NightWorkers, folder: RunFolder, rows: Mapping[Side, pa.Table]
-) -> None:
-    """Write plain texts for rows of the night's plan into another folder, one shard a side; finished shards stay."""
-    pending = []
-    for side, table in rows.items():
-        shard = write_shard_plan(side, "00000", table, folder.root, is_isolated=False)
-        done = folder.shards(side).finished().get(shard.name)
-        if done is None or done.written_by.planned_sha256 != shard.sha256:
-            pending.append(shard)
-    if pending:
-        say(f"generate plain: {sum(shard.num_rows for shard in pending)} sampled texts, to compare with tonight's")
-        spec = PlainBaselineStage(night, folder, _plain_decoding(night)).worker_spec()
-        hand_out(workers.worker_pool(spec), pending, {side: {} for side in rows}, "generate audited", no_draft_budgets)
-
-
-def _plain_decoding(night: Night) -> DecodingSettings:
-    return night.settings.decoding.model_copy(update={"verifier": "greedy", "drafters": (), "max_draft_tokens": 0})
 
 
 @dataclass(frozen=True)
@@ -343,43 +310,6 @@ class GenerationStage:
         return previous.records(rows, quarantined.type, is_stale=True) if len(rows) else None
 
 
-class PlainBaselineStage(GenerationStage):
-    """The same prompts decoded plainly, to compare with: without pools, drafts, refresh limits or checks."""
-
-    label = "generate plain"
-    is_limited = False
-
-    def _rules(self, side: Side) -> WriteRules:
-        postponed = self.night.run.read_postponed(side)
-        without_text = postponed.filter(pc.invert(postponed["has_text"]))  # nothing to compare with
-        return WriteRules(self.night.manifest.origin.force, excluded=without_text)
-
-    def _sharding(self, side: Side) -> Sharding:
-        isolate_ids = _written_tonight(self.night, side)
-        return Sharding(self.decoding.batch_size, self.night.settings.night.shard_size, isolate_ids=isolate_ids)
-
-    @property
-    def _previous_folder(self) -> RunFolder | None:
-        previous = self.night.previous
-        return None if previous is None else previous.plain
-
-    def _say_skipped(self, plan: SidePlan) -> None:
-        pass
-
-    def _require_usable(self, plan: SidePlan, finished: Finished) -> None:
-        pass
-
-    def _choose_budgets(self, pending: list[Shard], measure: Callable[[], StepCost]) -> dict[Side, Budget]:
-        return no_draft_budgets(measure)
-
-    @property
-    def _pool_dirs(self) -> dict[Side, Path]:
-        return {}
-
-    def _own_figures(self, plan: SidePlan, written: list[tuple[Shard, ShardRecord]]) -> dict[str, Any]:
-        return {"stats_of_tonight": stats_of(record for shard, record in written if shard.is_isolated)}
-
-
 def require_usable_texts(night: Night, plan: SidePlan, finished: Mapping[str, ShardRecord]) -> None:
     """Stop a night if most of its first texts cannot be used. Raises RunFailed."""
     done = [finished[shard.name] for shard in plan.shards if shard.name in finished]
@@ -405,15 +335,3 @@ def require_usable_texts(night: Night, plan: SidePlan, finished: Mapping[str, Sh
 
 def format_counts(reasons: dict[str, int]) -> str:
     return ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
-
-
-def no_draft_budgets(measure: Callable[[], StepCost]) -> dict[Side, Budget]:
-    """Budgets of plain decoding, for which nothing is measured."""
-    return dict.fromkeys(SIDES, PLAIN)
-
-
-def _written_tonight(night: Night, side: Side) -> pa.Array | None:
-    """Ids of the entities that the night itself generates; None where there are none."""
-    plan = load_plan(night.run.root, side)
-    parts = [read_parquet(night.run.root / shard.path, ["entity_id"]) for shard in (plan.shards if plan else ())]
-    return pa.concat_tables(parts)["entity_id"].combine_chunks() if parts else None

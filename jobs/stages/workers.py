@@ -1,8 +1,8 @@
 """The workers of a night: they start while plans are made, if texts will be written, and serve all of its passes."""
 
-import math
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 from typing import TypeVar
@@ -94,7 +94,7 @@ class NightWorkers:
         """The workers that `num_shards` shards need, for the manifest."""
         layout = worker_pool.layout
         num_workers = min(layout.num_workers, num_shards)
-        num_gpus = math.ceil(num_workers * layout.gpu_share)
+        num_gpus = replace(layout, num_workers=num_workers).num_gpus_in_all
         return WorkerFigures(num_workers, layout.num_threads, layout.device, self._settings.price_per_hour, num_gpus)
 
     def _start(self, spec: WorkerSpec | None) -> None:

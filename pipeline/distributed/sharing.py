@@ -10,7 +10,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.gpus import least_free_bytes
+from laserbatch.pipeline.gpus import min_free_bytes
 
 MAX_SHARE = 0.45  # of what is free on a GPU, that each of two workers may need
 ASK_TIMEOUT_S = 60.0
@@ -46,7 +46,7 @@ def workers_a_gpu(needed_bytes: int | None, free_bytes: int | None) -> int:
 
 def cluster_free_bytes() -> int | None:
     """What is free on the GPU of the cluster's nodes that has least; None where a node does not say it."""
-    ask = ray.remote(num_cpus=0, max_retries=0)(least_free_bytes)
+    ask = ray.remote(num_cpus=0, max_retries=0)(min_free_bytes)
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
     asked = [ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(one, soft=False)).remote() for one in nodes]
     try:

@@ -162,7 +162,7 @@ def test_steps_of_other_models_take_memory_too(architecture):
     [("cpu", 1, 500), ("cpu", 4, 125), ("cuda", 1, 800), ("cuda", 2, 720), ("cuda", 4, 320)],
 )
 def test_engines_share_the_memory_of_a_machine_or_gpu(monkeypatch, device, num_sharing, expected):
-    """Of a GPU each has an equal part of the whole, of which this one's weights take 100 tokens' room."""
+    """Each has an equal part of a GPU. The weights of this one take as much memory as a cache of 100 tokens."""
     memory = Memory(device, free_bytes=1000 * 64, total_bytes=2000 * 64)
     monkeypatch.setattr(device_memory, "memory_of", lambda device: memory)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 100 * 64)

@@ -10,7 +10,7 @@ from laserbatch.pipeline.distributed import encoding
 from laserbatch.pipeline.distributed.cluster import WorkerLayout
 from laserbatch.pipeline.distributed.sharing import worker_bytes, workers_a_gpu
 from laserbatch.pipeline.encoding.settings import EncodingSettings
-from laserbatch.pipeline.gpus import least_free_bytes
+from laserbatch.pipeline.gpus import min_free_bytes
 from laserbatch.pipeline.storage.figures import WorkerFigures
 
 
@@ -49,9 +49,9 @@ def test_the_driver_says_what_is_free_on_the_gpu_that_has_least(printed, status,
     program.write_text(f"#!/bin/sh\nprintf '{printed}'\nexit {status}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert least_free_bytes() == expected
+    assert min_free_bytes() == expected
     program.unlink()
-    assert least_free_bytes() is None
+    assert min_free_bytes() is None
 
 
 @pytest.mark.parametrize(

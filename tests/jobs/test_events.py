@@ -199,16 +199,20 @@ def test_figures_are_refreshed_while_the_night_runs(tmp_path, night, monkeypatch
         emit("shards_begin", of="generate", sides=sides, expected_tokens={})
         with night.stage("encode"):
             pass
-        told = read_when(path, 'laserbatch_stage_seconds{stage="encode"}')
+        running = read_when(path, 'laserbatch_stage_seconds{stage="encode"}')
         progress_s = datetime.datetime.fromisoformat(read_events(night.run.events_path)[-1]["time"]).timestamp()
-    for line in told.splitlines():
+    for line in running.splitlines():
         assert line.startswith(("# HELP laserbatch_", "# TYPE laserbatch_")) or SAMPLE.fullmatch(line), line
-    assert "laserbatch_night_running 1\n" in told
-    shown = next(line.split()[1] for line in told.splitlines() if line.startswith("laserbatch_last_progress_timestamp"))
+    assert "laserbatch_night_running 1\n" in running
+    shown = next(
+        line.split()[1] for line in running.splitlines() if line.startswith("laserbatch_last_progress_timestamp")
+    )
     assert float(shown) == pytest.approx(progress_s, abs=1)  # or that of the night's begin, in the same millisecond
-    assert "# TYPE laserbatch_last_exit_code gauge\nlaserbatch_last_exit_code 4\n" in told  # of the attempt before
-    assert 'laserbatch_entities{side="user",outcome="generated"} 6\n' in told
-    assert 'laserbatch_quarantine_share{side="user"} 0.0' in told and 'tokens_per_second{side="user"} 30\n' in told
+    assert "# TYPE laserbatch_last_exit_code gauge\nlaserbatch_last_exit_code 4\n" in running  # of the attempt before
+    assert 'laserbatch_entities{side="user",outcome="generated"} 6\n' in running
+    assert (
+        'laserbatch_quarantine_share{side="user"} 0.0' in running and 'tokens_per_second{side="user"} 30\n' in running
+    )
     ended = path.read_text()
     assert "laserbatch_night_running 0\n" in ended and "laserbatch_last_exit_code 0\n" in ended
 

@@ -20,7 +20,7 @@ from small_world import TEMPLATES, World, first_world
 from laserbatch.jobs.cli import main
 from laserbatch.jobs.commands import forget as forgetting
 from laserbatch.jobs.settings import PACKAGE_ROOT
-from laserbatch.jobs.stages import generate, shards, spans
+from laserbatch.jobs.stages import shards, spans
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.encoding.encoder import TextEncoder
 from laserbatch.pipeline.knowledge.records import knowledge_schema
@@ -104,7 +104,6 @@ def lived(tmp_path_factory) -> Path:
         loaded = load_settings(folder / "laserbatch.yaml")
         for day in ("2025-03-01", "2025-03-02"):
             last = run_night(loaded, parse_date(day))
-        patched.setattr(generate, "generate_plain", None)
         with patched.context() as broken, pytest.raises(KeyboardInterrupt):
             broken.setattr(
                 "laserbatch.jobs.stages.run_night.prepare_pools",

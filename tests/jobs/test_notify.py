@@ -30,7 +30,7 @@ with notified(sys.argv[1]):
 
 
 class Server(ThreadingHTTPServer):
-    """Keeps what is posted to it, and answers with a status, after a while if so told."""
+    """Keeps what is posted to it, and answers with a status, after `waits_s`."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -140,8 +140,8 @@ def test_a_notification_that_fails_is_a_warning_without_the_url(server, monkeypa
     ]
     assert words[:4] == ["HTTP status 500", "HTTP status 302", "no answer in time", "Connection refused"]
     assert len(words) == 5 and [path for path, _, _ in server.posts] == ["/s3cret?key=hunter2"] * 3
-    told = capfd.readouterr()
-    assert not [secret for secret in ("hunter2", "s3cret") if secret in caplog.text + told.out + told.err]
+    printed = capfd.readouterr()
+    assert not [secret for secret in ("hunter2", "s3cret") if secret in caplog.text + printed.out + printed.err]
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
 

@@ -1,0 +1,101 @@
+"""Plain decoding of a night's prompts, to compare with: of all of them, or of a sample."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from laserbatch.jobs.console import say
+from laserbatch.jobs.stages.generate import GenerationStage
+from laserbatch.jobs.stages.night import Night
+from laserbatch.jobs.stages.shards import Finished, hand_out, stats_of
+from laserbatch.jobs.stages.workers import NightWorkers
+from laserbatch.pipeline.budget.choice import PLAIN
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
+from laserbatch.pipeline.planning.plan import Shard, SidePlan, load_plan, write_shard_plan
+from laserbatch.pipeline.planning.planner import Sharding, WriteRules
+from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.figures import ShardRecord, SideFigures
+from laserbatch.pipeline.storage.parquet import read_parquet
+from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.retrieval_pools.step_cost import StepCost
+
+
+def generate_plain(night: Night, workers: NightWorkers) -> dict[Side, SideFigures]:
+    """Decode the same prompts plainly into the run's `plain` folder, to compare with.
+
+    Texts that plain decoding gave on an earlier night are carried over like any others. Entities that the night wrote
+    about come in shards of their own: their time is compared with the night's, since others have shorter prompts.
+    """
+    return PlainBaselineStage(night, night.run.plain, _plain_decoding(night)).run(workers)
+
+
+def generate_plain_sample(
+    night: Night, workers: NightWorkers, folder: RunFolder, rows: Mapping[Side, pa.Table]
+) -> None:
+    """Write plain texts for rows of the night's plan into another folder, one shard a side; finished shards stay."""
+    pending = []
+    for side, table in rows.items():
+        shard = write_shard_plan(side, "00000", table, folder.root, is_isolated=False)
+        done = folder.shards(side).finished().get(shard.name)
+        if done is None or done.written_by.planned_sha256 != shard.sha256:
+            pending.append(shard)
+    if pending:
+        say(f"generate plain: {sum(shard.num_rows for shard in pending)} sampled texts, to compare with tonight's")
+        spec = PlainBaselineStage(night, folder, _plain_decoding(night)).worker_spec()
+        hand_out(workers.worker_pool(spec), pending, {side: {} for side in rows}, "generate audited", no_draft_budgets)
+
+
+def _plain_decoding(night: Night) -> DecodingSettings:
+    return night.settings.decoding.model_copy(update={"verifier": "greedy", "drafters": (), "max_draft_tokens": 0})
+
+
+class PlainBaselineStage(GenerationStage):
+    """The same prompts decoded plainly, to compare with: without pools, drafts, refresh limits or checks."""
+
+    label = "generate plain"
+    is_limited = False
+
+    def _rules(self, side: Side) -> WriteRules:
+        postponed = self.night.run.read_postponed(side)
+        without_text = postponed.filter(pc.invert(postponed["has_text"]))  # nothing to compare with
+        return WriteRules(self.night.manifest.origin.force, excluded=without_text)
+
+    def _sharding(self, side: Side) -> Sharding:
+        isolate_ids = _written_tonight(self.night, side)
+        return Sharding(self.decoding.batch_size, self.night.settings.night.shard_size, isolate_ids=isolate_ids)
+
+    @property
+    def _previous_folder(self) -> RunFolder | None:
+        previous = self.night.previous
+        return None if previous is None else previous.plain
+
+    def _say_skipped(self, plan: SidePlan) -> None:
+        pass
+
+    def _require_usable(self, plan: SidePlan, finished: Finished) -> None:
+        pass
+
+    def _choose_budgets(self, pending: list[Shard], measure: Callable[[], StepCost]) -> dict[Side, Budget]:
+        return no_draft_budgets(measure)
+
+    @property
+    def _pool_dirs(self) -> dict[Side, Path]:
+        return {}
+
+    def _own_figures(self, plan: SidePlan, written: list[tuple[Shard, ShardRecord]]) -> dict[str, Any]:
+        return {"stats_of_tonight": stats_of(record for shard, record in written if shard.is_isolated)}
+
+
+def no_draft_budgets(measure: Callable[[], StepCost]) -> dict[Side, Budget]:
+    """Budgets of plain decoding, for which nothing is measured."""
+    return dict.fromkeys(SIDES, PLAIN)
+
+
+def _written_tonight(night: Night, side: Side) -> pa.Array | None:
+    """Ids of the entities that the night itself generates; None where there are none."""
+    plan = load_plan(night.run.root, side)
+    parts = [read_parquet(night.run.root / shard.path, ["entity_id"]) for shard in (plan.shards if plan else ())]
+    return pa.concat_tables(parts)["entity_id"].combine_chunks() if parts else None
