@@ -14,6 +14,7 @@ from urllib.parse import unquote
 
 from laserbatch.pipeline.tables.fetched import shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding
+from laserbatch.pipeline.tables.saved_dataset import DATASET_DICT
 from laserbatch.pipeline.tables.versioned import current_rows, format_of, versions_refused
 
 NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
@@ -294,7 +295,7 @@ def _partition(folder: Path, known: dict[str, str | None], table: str) -> dict[s
 
 
 def _require_plain(folders: Iterable[Path], table: str) -> None:
-    """Refuse folders in which a format keeps the files of several versions."""
+    """Refuse folders in which a format keeps the files of several versions. Splits of a DatasetDict are folders."""
     for folder in folders:
-        if kind := format_of(folder):
+        if (kind := format_of(folder)) and kind != DATASET_DICT:
             raise versions_refused(folder, kind, table)
