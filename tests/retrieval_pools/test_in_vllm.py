@@ -205,20 +205,21 @@ texts = {one.request_id: one.token_ids.tolist() for one in engine.generate("item
 
 def test_an_adapter_writes_the_texts_of_the_model_that_it_is_merged_into(world, tmp_path):
     pytest.importorskip("ray")
-    from safetensors.numpy import load_file, save_file
+    import torch
+    from safetensors.torch import load_file, save_file
 
     _, model, prompts, plain = world
     weights = load_file(model / "model.safetensors")
-    rank, alpha, rng = 4, 8, np.random.default_rng(0)
+    rank, alpha, drawn = 4, 8, torch.Generator().manual_seed(0)
     merged, adapter = tmp_path / "merged", tmp_path / "adapter"
     merged.mkdir()
     adapter.mkdir()
     tensors = {}
     for name in [name for name in weights if name.endswith(("q_proj.weight", "v_proj.weight"))]:
         num_out, num_in = weights[name].shape
-        down = rng.normal(size=(rank, num_in)).astype(np.float32) / np.sqrt(num_in)
-        up = rng.normal(size=(num_out, rank)).astype(np.float32) * 0.3
-        weights[name] = (weights[name] + alpha / rank * up @ down).astype(weights[name].dtype)
+        down = torch.randn(rank, num_in, generator=drawn) / num_in**0.5
+        up = torch.randn(num_out, rank, generator=drawn) * 0.3
+        weights[name] = weights[name].float() + alpha / rank * up @ down
         place = f"base_model.model.{name.removesuffix('.weight')}"
         tensors |= {f"{place}.lora_A.weight": down, f"{place}.lora_B.weight": up}
     for path in model.iterdir():
