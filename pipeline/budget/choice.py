@@ -89,7 +89,7 @@ def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, sh
             reason = f"no budget of the replays is worth its cost: the best would be {gain:.2f} times plain"
             pace = plain_pace(pool, share_changed)
             return ChosenBudget(PLAIN, BudgetForecast(reason, step_cost.name, batch_size, pace, 0.0, 1.0))
-        return replace(chosen, budget=chosen.budget.with_given(*given))
+        return replace(chosen, budget=chosen.budget.with_overrides(*given))
     is_calibrated = pool is not None and "pool" in sources and pool.is_calibrated
     has_texts = pool is not None and pool.manifest.num_texts > 0
     trust = 1.0 if is_calibrated else UNCHECKED_TRUST
@@ -211,5 +211,5 @@ def _worth_its_price(
     else:
         budget, facts = PLAIN, f"not worth drafting: {facts}"
     if budget != PLAIN or min_acceptance is not None:
-        budget = budget.with_given(max_draft_tokens, min_acceptance)
+        budget = budget.with_overrides(max_draft_tokens, min_acceptance)
     return ChosenBudget(budget, BudgetForecast(facts, step_cost.name, batch_size))

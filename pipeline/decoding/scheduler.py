@@ -136,8 +136,8 @@ class Scheduler:
         is_whole = [True] * len(live)
         room = self._max_prefill_tokens
         is_long = [
-            len(chain) > 1 and (cached < one.num_prompt or len(chain) > 1 + MAX_FORCED)
-            for one, cached, chain in zip(live, num_cached, chains, strict=True)
+            len(chain) > 1 and (cached < sequence.num_prompt or len(chain) > 1 + MAX_FORCED)
+            for sequence, cached, chain in zip(live, num_cached, chains, strict=True)
         ]
         for i in sorted(np.flatnonzero(is_long).tolist(), key=lambda i: live[i].order):
             # A prompt, or a preempted text: as much of it as there is room for.
@@ -191,7 +191,7 @@ class Scheduler:
         return sequence.num_prompt + sequence.max_new_tokens + self._limits.max_draft_tokens
 
     def _acquire(self, sequence: DecodingSequence) -> bool:
-        """Make a waiting one live, if there is a row for it."""
+        """Make a waiting sequence live; return whether there was a row for it."""
         rest = max(0, self._concurrency.expected_output(sequence) - sequence.num_output)
         expected = len(sequence.context) + rest + self._limits.max_draft_tokens
         expected = min(self._most_tokens(sequence), expected)

@@ -90,7 +90,7 @@ class StepBuffers:
         self.metadata = AttentionMetadata(positions=views.pop("metadata_positions"), **views)
 
     def fill_padding(self, scratch_slot: int) -> None:
-        """A step of one token that no text has, whose keys nobody reads."""
+        """Fill in a step of one padding token, whose keys no sequence reads."""
         zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
         slot, until_one = np.full(1, scratch_slot, np.int32), np.arange(2, dtype=np.int32)
         token = SimpleNamespace(token_ids=zero, positions=zero, slot_mapping=slot)
@@ -242,7 +242,7 @@ class BufferedForward:
         return bucket_of(num_tokens)
 
     def _bucket(self, num_padded: int, shape: LaunchShape) -> Bucket:
-        """The bucket of a size and shape, which is the last to be dropped now."""
+        """Return the bucket of a size and shape, now the most recently used."""
         bucket = self.buckets.pop((num_padded, shape), None)
         if bucket is None:
             # A sequence has a token at least, so there are never more sequences than tokens.
@@ -283,7 +283,7 @@ class BufferedForward:
         return hidden
 
     def _try_capture(self, bucket: Bucket, shape: LaunchShape) -> bool:
-        """Capture a bucket's graph; whether that succeeded."""
+        """Capture a bucket's graph; return whether that succeeded."""
         try:
             with _no_garbage_collection():
                 self._capture(bucket, shape)
@@ -292,7 +292,7 @@ class BufferedForward:
         except Exception as error:  # a model's code may raise anything in a capture; its steps run without graphs
             self.num_failed_captures += 1
             # Where torch cannot end the capture, its error hides the one that was the reason.
-            is_memory = any(one is not None and is_out_of_memory(one) for one in (error, error.__context__))
+            is_memory = any(cause is not None and is_out_of_memory(cause) for cause in (error, error.__context__))
             self._num_out_of_memory += is_memory
             self._captures = is_memory and self._num_out_of_memory < MAX_OUT_OF_MEMORY
             plan = f"the next capture is after {RETRY_STEPS} steps" if self._captures else "steps run without graphs"
