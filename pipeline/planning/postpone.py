@@ -60,9 +60,9 @@ def interactions_of(tables: Tables, side: Side) -> np.ndarray:
     counts = np.zeros(len(rows), np.int64)
     for start in range(0, len(codes), ROWS_AT_ONCE):  # numpy counts over a copy of 64 bits
         counts += np.bincount(codes[start : start + ROWS_AT_ONCE], minlength=len(rows))
-    of_entities = np.zeros(tables.entities(side).num_rows, np.int64)
-    of_entities[rows[rows >= 0]] = counts[rows >= 0]
-    return of_entities
+    per_entity = np.zeros(tables.entities(side).num_rows, np.int64)
+    per_entity[rows[rows >= 0]] = counts[rows >= 0]
+    return per_entity
 
 
 def choose(
