@@ -45,9 +45,9 @@ class SideQuestions:
         part = self.entities.slice(start, stop - start)
         lines = self._attribute_lines(part).dictionary_encode("encode")
         digests = [_digest(_NOTHING if line is None else line.encode()) for line in lines.dictionary.to_pylist()]
-        of_lines = pa.array(digests, pa.string()).take(lines.indices)
+        line_digests = pa.array(digests, pa.string()).take(lines.indices)
         histories = self._history_digests(np.arange(start, start + part.num_rows))
-        known_by = pc.binary_join_element_wise(self._shared, of_lines, histories, "-")
+        known_by = pc.binary_join_element_wise(self._shared, line_digests, histories, "-")
         if self.side == "user":
             return known_by
         return pc.if_else(blank(part["title"].combine_chunks()), pa.scalar(None, pa.string()), known_by)
@@ -98,12 +98,12 @@ class SideQuestions:
     def item_texts(self, titles: Collection[str]) -> dict[str, dict[str, str]]:
         """What histories show of the items of some titles, as prompts have these: by title, texts by column."""
         columns, items = self._history_lines, self.tables.items
-        is_wanted = pc.is_in(self._events[0], value_set=pa.array(titles, pa.string()))
-        part, found = items.filter(is_wanted), self._events[0].filter(is_wanted).to_pylist()
-        texts: dict[str, dict[str, str]] = {title: {} for title in found}
+        is_requested = pc.is_in(self._events[0], value_set=pa.array(titles, pa.string()))
+        part, item_titles = items.filter(is_requested), self._events[0].filter(is_requested).to_pylist()
+        texts: dict[str, dict[str, str]] = {title: {} for title in item_titles}
         for name in _shown_names(items, columns, ("item_id", "title"), self.tables.personal.get("item", ())):
             shown = _mapped(part[name], lambda value, name=name: value_text(value, columns, name)).to_pylist()
-            for title, text in zip(found, shown, strict=True):
+            for title, text in zip(item_titles, shown, strict=True):
                 texts[title] |= {} if text is None else {name: text}
         return texts
 
