@@ -58,10 +58,10 @@ def line_of(path: Path, location: Iterable[str | int]) -> int:
     node, line = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader), 1
     for part in location:
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        found = next(((key, value) for key, value in pairs if key.value == str(part)), None)
-        if found is None:
+        pair = next(((key, value) for key, value in pairs if key.value == str(part)), None)
+        if pair is None:
             break
-        line, node = found[0].start_mark.line + 1, found[1]
+        line, node = pair[0].start_mark.line + 1, pair[1]
     return line
 
 
@@ -110,4 +110,4 @@ def _model_at(model: type[BaseModel], location: Iterable[str | int]) -> type[Bas
 def _first_model(kind: Any) -> type[BaseModel] | None:
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return kind
-    return next((found for part in get_args(kind) if (found := _first_model(part)) is not None), None)
+    return next((model for part in get_args(kind) if (model := _first_model(part)) is not None), None)
