@@ -98,11 +98,11 @@ def text_parts(folder: Path, rows: np.ndarray, fields: Sequence[str], part_size:
     file_of = np.searchsorted(ends, rows, side="right")
     parts = []
     for first in range(0, len(rows), part_size):
-        of_part = slice(first, first + part_size)
+        part_slice = slice(first, first + part_size)
         files = []
-        for number in np.unique(file_of[of_part]).tolist():
+        for number in np.unique(file_of[part_slice]).tolist():
             start = ends[number - 1] if number else 0
-            files.append((paths[number], rows[of_part][file_of[of_part] == number] - start))
+            files.append((paths[number], rows[part_slice][file_of[part_slice] == number] - start))
         parts.append(TextPart(first, tuple(files), tuple(fields)))
     return parts
 
