@@ -25,7 +25,7 @@ from laserbatch.pipeline.decoding.attention.tile_product import (
     padded,
     set_product,
 )
-from laserbatch.retrieval_pools.compiled import kept_on_disk
+from laserbatch.retrieval_pools.compiled import cached_on_disk
 
 MAX_TASK_ROWS = 64  # tokens x query heads of a task, at most: its scores stay in a core's cache
 MIN_SCORES_PER_THREAD = 3_000  # fewer scores are computed faster by one thread than by two
@@ -98,7 +98,7 @@ def _num_threads() -> int:
     return numba.config.NUMBA_NUM_THREADS  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
 
-@kept_on_disk(nogil=True, parallel=True)
+@cached_on_disk(nogil=True, parallel=True)
 def _attend(
     query, keys, values, slots, cu_seqlens_k, num_committed, cu_seqlens_q, num_chain, ancestors, positions,
     sequences, first, last, scale, window, result,
