@@ -145,7 +145,7 @@ def replayed_cells(pool, sources: Sequence[str], share_changed: float) -> list[B
 
 
 def _mixed(new: BudgetCell, changed: BudgetCell, share_changed: float) -> BudgetCell:
-    """One budget over both kinds of texts; shares of texts are taken for those of tokens."""
+    """Average a budget's replays over new and changed texts; shares of texts are taken for those of tokens."""
     steps = np.array([(1 - share_changed) / new.tokens_per_step, share_changed / changed.tokens_per_step])  # a token
     shares = steps @ np.array([new.size_shares, changed.size_shares]) / steps.sum()
     return new.model_copy(update={"tokens_per_step": 1 / steps.sum(), "size_shares": tuple(shares.tolist())})
@@ -161,7 +161,7 @@ def plain_pace(pool, share_changed: float) -> float:
 
 
 def _fastest(step_cost: StepCost, batch_size: int, cells: Sequence[BudgetCell], pace_of_plain: float) -> ChosenBudget:
-    """Of budgets that are as good as the best, the one that drafts least: noise of a measurement decides less often."""
+    """Among budgets about as fast as the fastest choose the one that drafts least, so that noise decides less often."""
     plain_s = step_cost.plain_seconds(batch_size) / pace_of_plain
     speed_ups = [plain_s * cell.tokens_per_step / step_seconds(step_cost, batch_size, cell) for cell in cells]
     among_best = [pair for pair in zip(cells, speed_ups, strict=True) if pair[1] >= max(speed_ups) * AS_GOOD]

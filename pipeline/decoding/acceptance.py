@@ -100,7 +100,7 @@ def verify(
 
 
 class _Judged:
-    """What is known so far of a step's rows and of the nodes of all its trees."""
+    """Verdicts so far on a step's rows and on the nodes of all its trees."""
 
     def __init__(self, num_rows: int, trees: TreeBatch, starts: np.ndarray) -> None:
         self._trees, self._starts = trees, starts
@@ -282,7 +282,7 @@ def judge_rows(
             verdicts = verifier(followed, chosen, DraftedNodes(*judged))
             accepted.append(verdicts.accepted)
             log_probability.append(verdicts.log_probability)
-    # What the host needs comes in one copy, and with it one synchronisation. float64 holds every token id.
+    # One copy, and so one synchronisation, brings the host what it needs. float64 holds every token id.
     parts = [part.double() for part in (*choices, *best, *accepted, *log_probability)]
     values = torch.cat(parts).cpu().numpy()
     num_rows, num_nodes = len(row_indices), len(parents)

@@ -61,7 +61,7 @@ def cache_bytes_per_token(config, dtype: torch.dtype) -> int:
 
 
 def _layer_configs(config) -> list:
-    """Of each layer the configuration, since heads may differ by layer."""
+    """The configuration of each layer, since heads may differ by layer."""
     text = config.get_text_config()
     return getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
 

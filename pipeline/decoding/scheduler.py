@@ -178,7 +178,7 @@ class Scheduler:
         self._cache.release(sequence.row)
 
     def _first_waiting(self) -> DecodingSequence | None:
-        """What is admitted next; a request is pulled only when asked for."""
+        """The sequence to admit next; a request is pulled only when none waits."""
         if not self._waiting and (pulled := next(self._requests, None)) is not None:
             order, request = pulled
             room = self._limits.max_context - len(request.prompt_ids)
@@ -192,8 +192,8 @@ class Scheduler:
 
     def _acquire(self, sequence: DecodingSequence) -> bool:
         """Make a waiting sequence live; return whether there was a row for it."""
-        rest = max(0, self._concurrency.expected_output(sequence) - sequence.num_output)
-        expected = len(sequence.context) + rest + self._limits.max_draft_tokens
+        num_remaining = max(0, self._concurrency.expected_output(sequence) - sequence.num_output)
+        expected = len(sequence.context) + num_remaining + self._limits.max_draft_tokens
         expected = min(self._most_tokens(sequence), expected)
         lease = self._cache.acquire(sequence.context, expected, self._limits.shares_prefixes)
         if lease is None:

@@ -285,7 +285,7 @@ def changed_rows(table: Path, earlier: Path, id_column: str) -> tuple[np.ndarray
 
 
 def _known_rows(rows: pa.Table, order: np.ndarray, earlier: Path, id_column: str) -> np.ndarray:
-    """Of each entity, in the order of ids, the row of earlier features of the same text: int64[n]; -1 without one.
+    """The row of earlier features of each entity's text, in the order of ids: int64[n]; -1 without one.
 
     The entity, the run that generated it and the prompt that it answers say which text it is.
     """
@@ -324,7 +324,7 @@ class _MergedVectors:
     earlier: Path | None
 
     def groups(self) -> Iterator[tuple[slice, slice, np.ndarray, np.ndarray]]:
-        """Of a row group: its places; of the new among them, those in `new`; vectors, float32 (n, dim); codes.
+        """Iterate over row groups: places; places in `new` of the new ones; vectors, float32 (n, dim); codes.
 
         Codes are those of the file, int32 (n, num_levels); -1 of the new.
         """

@@ -108,7 +108,7 @@ def text_parts(folder: Path, rows: np.ndarray, fields: Sequence[str], part_size:
 
 
 def _chosen_fields(records: pa.Table, fields: Sequence[str]) -> list[str]:
-    """Of each answer the parts of some names, a line each; the whole text where it has none of them."""
+    """The chosen fields of each answer, one per line; the whole text if it has none of them."""
     answers = map(json.loads, records["fields_json"].to_pylist())
     parts = ("\n".join(answer[name] for name in fields if name in answer) for answer in answers)
     return [part or text for part, text in zip(parts, records["text"].to_pylist(), strict=True)]

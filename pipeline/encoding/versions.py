@@ -127,13 +127,13 @@ def read_versions(
     scratch : file that the vectors are written to. In memory are ids and a few numbers a version.
     """
     parts: list[tuple[pa.Array, pa.Array, np.ndarray]] = []
-    # The runs that are read, those with other codes at key 1 only.
+    # Key 0: runs whose codes compare; key 1: all runs.
     runs_read = {key: pa.array([run for run in files if (run in other_codes) <= key], pa.string()) for key in (0, 1)}
     dim = 0
     for run_id, path in files.items():
         has_codes = run_id not in other_codes
         for batch in iter_parquet(path, [f"{side}_id", "run_id", *(LEVELS if has_codes else ()), "vector"]):
-            # What an earlier run wrote is read where that run is still there, and codes that compare.
+            # Versions of an earlier run are read from its own table if that is there and its codes compare.
             run_ids = batch["run_id"]
             is_new = pc.or_(pc.equal(run_ids, run_id), pc.invert(pc.is_in(run_ids, value_set=runs_read[not has_codes])))
             batch = batch.filter(is_new)

@@ -86,14 +86,14 @@ class Answers:
             if first < end:
                 is_shown[self._tokens(ids, first, bisect_left) : self._tokens(ids, min(last, end), bisect_right)] = True
         num_invented = len(ids) - self._tokens(ids, end, bisect_right) if turn else 0
-        num_own = len(ids) - num_invented
+        num_before_turn = len(ids) - num_invented
         result = replace(
             result,
             token_ids=ids[is_shown],
             sources=result.sources[is_shown],
             text=self._decoded(ids[is_shown], skip_special_tokens=True),
-            num_thought_tokens=num_own - int(is_shown.sum()),
-            uncut=(ids[:num_own], result.sources[:num_own]),
+            num_thought_tokens=num_before_turn - int(is_shown.sum()),
+            uncut=(ids[:num_before_turn], result.sources[:num_before_turn]),
             num_invented=num_invented,
         )
         return replace(result, finish_reason=ROLE_MARK, role_mark=turn.group().strip()) if turn else result

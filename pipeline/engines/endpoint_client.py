@@ -83,7 +83,7 @@ class EndpointClient:
             ) from None
 
     async def _sent(self, method: str, path: str, body: dict[str, Any] | None, num_tokens: int) -> dict[str, Any]:
-        num_failures, num_own, failed_s = 0, 0, time.monotonic()
+        num_failures, num_tries, failed_s = 0, 0, time.monotonic()
         while True:
             await self._wait_for_turn(num_tokens)
             try:
@@ -105,9 +105,9 @@ class EndpointClient:
                 raise RowError("undecodable: the prompt cannot be written in UTF-8") from None
             num_failures += 1
             self._spending.num_retries += 1
-            is_own = status == ERROR or (status != TOO_MANY and self._last_answer_s > failed_s)
-            num_own, failed_s = num_own + is_own, time.monotonic()
-            if num_own >= MAX_TRIES:
+            counts = status == ERROR or (status != TOO_MANY and self._last_answer_s > failed_s)
+            num_tries, failed_s = num_tries + counts, time.monotonic()
+            if num_tries >= MAX_TRIES:
                 raise RowError(f"server-error: {num_failures} times: {reason}")
             delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** (num_failures - 1)) * random.uniform(0.5, 1.5)
             delay_s = delay_s if retry_after_s is None else retry_after_s + random.uniform(0, FIRST_DELAY_S)

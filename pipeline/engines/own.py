@@ -162,5 +162,5 @@ class OwnEngine:
 
     @property
     def _largest_pool(self) -> Pool | None:
-        """Of both sides': drafting from it is timed."""
+        """The larger of both sides' pools, whose drafting is timed."""
         return max(self._pools.values(), key=lambda pool: pool.manifest.num_tokens, default=None)

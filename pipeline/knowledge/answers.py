@@ -26,7 +26,7 @@ MIN_WORDS = 12  # shorter answers in Latin script are not judged by their langua
 MIN_SHARE_COMMON = 0.2  # a text is of a language if this share of its words are that language's common ones
 MAX_SHARE_OF_QUESTION_LANGUAGE = 0.25  # and the question's language has less than this share of its common words
 _WORD = re.compile(r"[^\W\d_]+")
-# Of each language words that no other of these has, as far as there are such.
+# Common words of each language, if possible words that no other of these languages has.
 COMMON_WORDS = {
     language: frozenset(words.split())
     for language, words in {

@@ -15,7 +15,7 @@ from laserbatch.pipeline.tables.read import Tables
 DAY_US = 86_400_000_000
 
 
-# What common events are called in a sentence on what somebody did; others as they are written.
+# Words for common events in a sentence on what somebody did; other events are shown as they are written.
 EVENT_WORDS = {
     "click": "clicked", "view": "viewed", "impression": "saw", "play": "played", "listen": "listened to",
     "watch": "watched", "read": "read", "like": "liked", "dislike": "disliked", "save": "saved", "share": "shared",

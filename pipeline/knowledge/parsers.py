@@ -154,7 +154,7 @@ def _json_of(text: str, is_cut: bool) -> tuple[Any, tuple[str, ...]]:
 
 
 def _custom_fields(template: PromptTemplate, text: str) -> dict[str, str]:
-    """By the `parse(text)` of a file of the user's beside the template: name -> text; a ValueError refuses the text."""
+    """Parse by `parse(text)` of the user's file beside the template: name -> text; a ValueError refuses the text."""
     parse = load_parser(template.parser_path)
     try:
         fields = parse(text)

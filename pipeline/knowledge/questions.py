@@ -47,10 +47,10 @@ class SideQuestions:
         digests = [_digest(_NOTHING if line is None else line.encode()) for line in lines.dictionary.to_pylist()]
         line_digests = pa.array(digests, pa.string()).take(lines.indices)
         histories = self._history_digests(np.arange(start, start + part.num_rows))
-        known_by = pc.binary_join_element_wise(self._shared, line_digests, histories, "-")
+        fingerprints = pc.binary_join_element_wise(self._shared, line_digests, histories, "-")
         if self.side == "user":
-            return known_by
-        return pc.if_else(blank(part["title"].combine_chunks()), pa.scalar(None, pa.string()), known_by)
+            return fingerprints
+        return pc.if_else(blank(part["title"].combine_chunks()), pa.scalar(None, pa.string()), fingerprints)
 
     def num_events(self) -> np.ndarray:
         """Events in the history of each user, shown or not, int64[num_entities]; of items none."""
@@ -88,7 +88,7 @@ class SideQuestions:
 
     @cached_property
     def _events(self) -> tuple[pa.Array, pa.Array]:
-        """Of each item what a line of history shows: title, and attributes or null."""
+        """What a line of history shows of each item: title, and attributes or null."""
         columns, items = self._history_lines, self.tables.items
         title = _mapped(items["title"], lambda value: plain_text(str(value), columns.max_value_chars))
         names = _shown_names(items, columns, ("item_id", "title"), self.tables.personal.get("item", ()))
@@ -133,7 +133,7 @@ class SideQuestions:
         return pa.array([_digest(data[first:last]) for first, last in pairwise(bounds)], pa.string())
 
     def _labels(self, places: np.ndarray) -> pa.Array:
-        """What is said of the events of some places, string[n]: the event, the rating, both; null where neither is."""
+        """The labels of the events at some places, string[n]: event, rating or both; null without either."""
         lines, (events, ratings) = self._history_lines, (self.histories.values(n, places) for n in LABEL_COLUMNS)
         kind = {pa.null(): pa.float64(), pa.bool_(): pa.int8()}.get(ratings.type, ratings.type)
         rated = _mapped(ratings.cast(kind), lambda value: _rating_label(value, lines))

@@ -41,7 +41,7 @@ ROWS_AT_ONCE = 64 * 1024
 SHARDS_A_SIDE = 16  # by default at least, of a side that is not small: so that several workers all have some
 FIRST_TEXTS = 32  # of a side, that are judged before the others are written
 MIN_BATCHES, MAX_BATCHES = 4, 32  # batches of a shard by default; the batch empties at the end of each shard
-# Of a model's folder, beside the vocabulary: what decides how messages become tokens.
+# Files of a model's folder that decide, beside the vocabulary, how messages become tokens.
 CHAT_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.*",
     "additional_chat_templates/*.jinja",
@@ -63,7 +63,7 @@ class CarryOver:
         """Write the records, once; returns the written shards by name. Before that the plan is incomplete."""
         self.folder.shards(self.side).drop(WAITING_SHARD)
         carried = self.carried if self._lost_file() else self.carried_file
-        # Of none too: a side then has its schema.
+        # It is written even without rows, so that a side has its schema.
         written = {CARRIED_SHARD: self.folder.shards(self.side).write(CARRIED_SHARD, carried, self.quarantined)}
         if self.waiting is not None:
             written[WAITING_SHARD] = self.folder.shards(self.side).write(WAITING_SHARD, self.waiting)
@@ -261,18 +261,18 @@ def _compared(
     changed, carried, refused, fingerprints = [], [], [], []
     for start in range(0, len(before), ROWS_AT_ONCE):
         stop = min(start + ROWS_AT_ONCE, len(before))
-        known_by, records = questions.fingerprints(start, stop), before[start:stop]
-        is_same = pc.fill_null(pc.equal(known_by, previous.fingerprints(records).cast(pa.string())), False)
+        tonight, records = questions.fingerprints(start, stop), before[start:stop]
+        is_same = pc.fill_null(pc.equal(tonight, previous.fingerprints(records).cast(pa.string())), False)
         is_included = ~left_out[start:stop]
-        can_ask = known_by.is_valid().to_numpy(False) & is_included
+        can_ask = tonight.is_valid().to_numpy(False) & is_included
         is_same = is_same.to_numpy(False) & is_included & (not force)
         refused.append(start + np.flatnonzero(~can_ask & is_included))
         carried.append(records[is_same])
         changed.append(start + np.flatnonzero(can_ask & ~is_same))
-        fingerprints.append(known_by.filter(pa.array(can_ask & ~is_same)))
+        fingerprints.append(tonight.filter(pa.array(can_ask & ~is_same)))
         on_entities(stop - start)
-    known_by = pa.chunked_array(fingerprints, pa.string()).combine_chunks()
-    return _Compared(_concatenated(changed), known_by, _concatenated(carried), _concatenated(refused))
+    joined = pa.chunked_array(fingerprints, pa.string()).combine_chunks()
+    return _Compared(_concatenated(changed), joined, _concatenated(carried), _concatenated(refused))
 
 
 def _without_failing(

@@ -97,8 +97,8 @@ def choose(
         num_tokens[~has_text] = num_tokens[has_text].mean()
     since[~has_text] = _waiting_since(refresh, entity_ids).cast(pa.int32()).to_numpy()[~has_text]
     today = (refresh.date - datetime.date(1970, 1, 1)).days
-    known_by = previous.fingerprints(before).cast(pa.string())
-    same_but_history = pc.fill_null(pc.equal(_without_history(known_by), _without_history(fingerprints)), False)
+    earlier = previous.fingerprints(before).cast(pa.string())
+    same_but_history = pc.fill_null(pc.equal(_without_history(earlier), _without_history(fingerprints)), False)
     candidates = Candidates(
         has_text=has_text,
         is_changed_beyond_history=~same_but_history.to_numpy(False),

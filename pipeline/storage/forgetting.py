@@ -191,7 +191,7 @@ def _recount_plan(plan: dict[str, Any], folder: RunFolder) -> None:
 
 
 def _recount_postponed(described: dict[str, Any], folder: RunFolder, side: Side) -> int:
-    """What a plan or a manifest says of who waits; returns how many do."""
+    """Count postponed entities again in a plan or a manifest; return how many there are."""
     postponed = folder.read_postponed(side)
     described["postponed"] = count_reasons(postponed)
     described["num_waiting"] = pc.sum(postponed["has_text"]).as_py() or 0
@@ -200,7 +200,7 @@ def _recount_postponed(described: dict[str, Any], folder: RunFolder, side: Side)
 
 
 def _recount_side(figures: dict[str, Any], folder: RunFolder, side: Side) -> None:
-    """What a manifest says is in the files, from the files; what was counted while writing stays."""
+    """Count a side's rows again from its files in the manifest; what was counted while writing stays."""
 
     def num_rows(path: Path) -> int:
         return pq.read_metadata(path).num_rows if path.exists() else 0

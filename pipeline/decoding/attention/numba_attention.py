@@ -122,7 +122,7 @@ def _attend(
 def _attend_tile(
     query, keys, values, slots, committed, chain, ancestors, positions, first, scale, window, result
 ):  # fmt: skip
-    """One task in one head: the sequence's new tokens from `first` on, query (tokens, num_folded, head_dim)."""
+    """Attend for one task and head: the sequence's new tokens from `first` on, query (tokens, num_folded, head_dim)."""
     num_tokens, num_folded, head_dim = query.shape
     lowest = positions[first]
     for token in range(first, first + num_tokens):

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 # Padding is at most 64 tokens up to 1,024 and 128 above: 4 to 8 % of the tokens of a batch of 64 that drafts 8 each.
 TOKEN_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, 1024, 64), *range(1024, 2049, 128))
 MAX_PROMPT_BUCKET = 1024  # tokens of a step that is mostly prompts, above which its computation hides its launches
-MIN_WANTED = 0.5  # share of a step's tokens whose logits are wanted, below which it is mostly prompts
+MIN_LOGIT_SHARE = 0.5  # share of a step's tokens whose logits are needed, below which it is mostly prompts
 MAX_BUCKETS = 96  # graphs and buffers that are kept, of the last steps
 MAX_BUFFER_BYTES = 512 << 20  # of their buffers together, on the host and again on the device
 MAX_OUT_OF_MEMORY = 3  # captures that ran out of memory, after which there is no further one
@@ -220,7 +220,7 @@ class BufferedForward:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _run(self, batch: Batch, metadata: AttentionMetadata[np.ndarray]) -> torch.Tensor:
-        """What `_forward` gives, maybe with padding behind it."""
+        """Run a step by a graph or eagerly; return what `_forward` does, perhaps with padding rows behind it."""
         num_tokens, num_sequences = len(batch), len(batch.feeds)
         if self._layers is not None:
             self._layers.cover(int(batch.positions.max()))
@@ -235,9 +235,9 @@ class BufferedForward:
         bucket.buffers.fill(batch, metadata, self._cache.scratch_slot)
         return self._run_bucket(bucket, shape)
 
-    def _padded_tokens(self, num_tokens: int, num_wanted: int) -> int | None:
-        """The bucket's number of tokens, None where a step is better run as it is."""
-        if num_tokens > MAX_PROMPT_BUCKET and num_wanted < MIN_WANTED * num_tokens:
+    def _padded_tokens(self, num_tokens: int, num_logit_rows: int) -> int | None:
+        """The bucket's number of tokens; None if the step is better run eagerly."""
+        if num_tokens > MAX_PROMPT_BUCKET and num_logit_rows < MIN_LOGIT_SHARE * num_tokens:
             return None
         return bucket_of(num_tokens)
 
@@ -256,14 +256,14 @@ class BufferedForward:
         return bucket
 
     def _signature(self) -> tuple:
-        """What a captured launch has taken over of memory outside its bucket: if it differs, the launch is void."""
+        """The memory outside its bucket that a captured graph reads: if it differs, the graph is void."""
         cached = [t for layer in self._cache.layers.values() for t in (layer.keys, layer.values)]
         tensors = cached if self._layers is None else [*cached, *self._layers.static_tensors]
         # Other memory may lie at the same addresses: the capacity says how far one head's keys are from the next one's.
         return (self._cache.capacity, *(tensor.data_ptr() for tensor in tensors))
 
     def _run_bucket(self, bucket: Bucket, shape: LaunchShape) -> torch.Tensor:
-        """What `_forward` gives for a filled bucket."""
+        """Run a filled bucket; return what `_forward` does."""
         # An eager step compiles kernels, which a capture must not, also for memory of other strides. Without memory (it
         # was given back) a capture would make the cache anew, and empty it at each replay.
         if bucket.signature != self._signature():

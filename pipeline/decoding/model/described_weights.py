@@ -109,7 +109,7 @@ def require_described_weights(folder: Path) -> int | None:
 
 
 def _without_packed(model: "PreTrainedModel", loading_info: dict) -> dict | None:
-    """What loading a plain model from quantised weights says, without what packed linear layers make of it.
+    """Leave out of `loading_info`, of a plain model and quantised weights, what packed linear layers cause.
 
     Whatever a layer is packed into stands below its name: `q_proj.qweight`, `q_proj.weight_scale`. None where more than
     half of the weights that the model needs have nothing below their names, so that the format has others.

@@ -23,7 +23,7 @@ from laserbatch.pipeline.decoding.model.known_models import is_of_kind
 KNOWN_KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3")
 OTHER_PARTS = ("OneDnnLinear", "PartOfLinear", "GELUTanh", "Gemma3TextModel", "Gemma3TextScaledWordEmbedding")
 FIRST_POSITIONS = 1024
-# As Python divides, a loop looks for zeros and is not computed in vectors.
+# Python's division checks for zeros, which keeps a loop from being vectorised.
 _COMPILED = {"cache": True, "nogil": True, "fastmath": SUMS, "error_model": "numpy"}
 
 
@@ -179,7 +179,7 @@ def _add_normalised(update, weight, epsilon, hidden):
 
 @njit(**_COMPILED)
 def _root_mean_square(values, epsilon):
-    """What the values are multiplied by: 1 / their root mean square."""
+    """The factor of RMSNorm: 1 / the root mean square of the values."""
     total = np.float32(0)
     for i in range(len(values)):
         value = widened(values[i])

@@ -169,7 +169,7 @@ class PenalisedLogits:
         logits = self._rows.of(rows).to(torch.float32, copy=True)
         context_ids = self._context_ids.index_select(0, to_device(self._context_of[rows], self.device))
         path_ids = to_device(self._path_ids[rows], self.device)
-        # What is named twice is penalised once all the same.
+        # A token that is named twice is penalised once.
         token_ids = torch.cat((context_ids, torch.where(path_ids < 0, context_ids[:, :1], path_ids)), 1)
         scores = logits.gather(1, token_ids)
         scores = torch.where(scores < 0, scores * self._penalty, scores / self._penalty)
