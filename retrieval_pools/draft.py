@@ -233,7 +233,7 @@ def draft_batch(
 
 
 def _compiled_options(options: DraftOptions) -> tuple[bool, bool, int, float, bool]:
-    """As `tree.draft_trees` takes them."""
+    """The options in the form that `tree.draft_trees` takes."""
     max_nodes, as_chains = options.max_nodes, options.as_chains
     if not 0 <= max_nodes <= MAX_NODES:
         raise ValueError(f"max_nodes is {max_nodes}; a tree has 0 to {MAX_NODES} nodes")

@@ -46,9 +46,9 @@ MAX_BUDGET_TOKENS = 10_000  # replayed of each kind of text under all budgets: a
 MIN_CHANGED_TEXTS = 10
 
 
-def num_held_back(num_texts: int, num_wanted: int) -> int:
-    """How many of a pool's texts to hold back: those wanted, a fifth at most, and none of a small pool."""
-    return min(num_wanted, num_texts // TEXTS_PER_HELD_BACK) if num_texts >= MIN_TEXTS else 0
+def num_held_back(num_texts: int, num_requested: int) -> int:
+    """How many of a pool's texts to hold back: as requested, but a fifth at most, and none of a small pool."""
+    return min(num_requested, num_texts // TEXTS_PER_HELD_BACK) if num_texts >= MIN_TEXTS else 0
 
 
 def spread_positions(num_texts: int, num_chosen: int, seed: int = 0) -> np.ndarray:
@@ -181,10 +181,10 @@ def _with_best_escape(pool: Pool, texts: Sequence[ReplayText], options: DraftOpt
 
 
 def _of_bounded_length(texts: Sequence[ReplayText], max_tokens: int) -> Sequence[ReplayText]:
-    """As many of the texts, spread evenly, as have about so many tokens in all; two at least, if there are."""
+    """Choose texts, spread evenly, that have about `max_tokens` tokens in all; at least two if there are two."""
     num_tokens = sum(len(text.text_ids) for text in texts)
-    num_kept = max(2, int(len(texts) * min(1.0, max_tokens / max(1, num_tokens))))
-    return [texts[position] for position in spread_positions(len(texts), num_kept)]
+    num_replayed = max(2, int(len(texts) * min(1.0, max_tokens / max(1, num_tokens))))
+    return [texts[position] for position in spread_positions(len(texts), num_replayed)]
 
 
 def budget_curve(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | None = None) -> BudgetCurve:

@@ -113,7 +113,7 @@ def _note(own_tokens, token, bit):
 
 @part
 def _own_slot(own_tokens, token):
-    """Where a token stands in the table, or would: a token and its bits, 0 where there is none."""
+    """The slot of a token in the hash table; it is 0 if the token is not there."""
     slot = (np.int64(token) * np.int64(0x9E3779B1) >> 12) & (NUM_OWN_SLOTS - 1)
     while (own_tokens[slot] != 0) & (own_tokens[slot] >> 2 != np.int64(token) + 1):  # one branch, not two
         slot = (slot + 1) & (NUM_OWN_SLOTS - 1)

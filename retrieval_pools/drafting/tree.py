@@ -53,7 +53,7 @@ def draft_trees(
         use_output, use_prompt, max_nodes, min_acceptance, is_chain,
     )  # fmt: skip
     scratch = scratch_at(np.int64(block.ctypes.data))
-    # Of these too no index is below 0; see `compiled`.
+    # No index into these is below 0 either; see `compiled`.
     contexts = int32s_at(np.int64(contexts.ctypes.data), contexts.shape[0])
     previous = int32s_at(np.int64(previous.ctypes.data), previous.shape[0])
     float_outputs = outputs.view(np.float32)

@@ -139,7 +139,7 @@ def _sort_each(tokens, order, bounds, depth):
 
 @cached()
 def _leave_or_insert(tokens, order, begin, end, shared, depth, waiting, num_waiting):
-    """Of few places that share so many tokens sort the later ones in, leave many for later; how many parts wait."""
+    """Sort places that share `shared` tokens, if they are few, else let them wait; return how many parts wait."""
     if end - begin > _FEW:
         waiting[num_waiting, 0], waiting[num_waiting, 1], waiting[num_waiting, 2] = begin, end, shared
         return num_waiting + 1

@@ -216,7 +216,7 @@ class PoolStore:
         return tuple(self._folders())
 
     def _folders(self) -> dict[str, list[Path]]:
-        """Those of each version, by name; the last is what it holds, and has taken the place of the others."""
+        """The folders of each version, by its name; the last one holds it and replaced the others."""
         paths = [path for path in self.root.iterdir() if path.is_dir()] if self.root.is_dir() else []
         folders: dict[str, list[Path]] = {}
         for path in sorted((path for path in paths if _FOLDER.fullmatch(path.name)), key=_number):

@@ -172,7 +172,7 @@ def _row(text: PoolText, number: int) -> np.ndarray:
 
 
 def _largest_id(block: PoolTexts, num_before: int, limit: int) -> int:
-    """Of some texts, before which there are so many; none of the ids is below 0 or too large."""
+    """The largest id of a block of texts; raises PoolError if an id is below 0 or above the limit."""
     largest, text, token = _checked(block.tokens, block.begins, block.lengths, limit)
     if text >= 0:
         raise PoolError(

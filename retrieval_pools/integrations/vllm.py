@@ -35,7 +35,7 @@ UNCHECKED_TRUST = 0.5  # in estimates of a pool that was never calibrated
 
 
 def _fault(error: Exception) -> str:
-    """What is wrong with a file: of a key that is not as it should be its name, and what was found."""
+    """Describe what is wrong with a file; for a wrong key, by its name and value."""
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors(include_url=False)[0]
