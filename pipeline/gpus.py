@@ -40,24 +40,24 @@ def try_gpu(number: int) -> Gpu:
 
 
 def min_free_bytes() -> int | None:
-    """What is free on the GPU here that has least, as NVIDIA's driver says; None: it does not, or GPUs are split."""
+    """Free bytes of the fullest GPU, from NVIDIA's driver; None if it reports none or a GPU is split (MIG)."""
     query = ["nvidia-smi", "--query-gpu=memory.free,mig.mode.current", "--format=csv,noheader,nounits"]
     try:
         lines = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return None
-    found = [line.split(",") for line in lines if line.strip()]
-    if not found or any(not size.strip().isdigit() or "Enabled" in mode for size, mode in found):
+    rows = [line.split(",") for line in lines if line.strip()]
+    if not rows or any(not size.strip().isdigit() or "Enabled" in mode for size, mode in rows):
         return None
-    return min(int(size) for size, _ in found) << 20
+    return min(int(size) for size, _ in rows) << 20
 
 
 def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """The version of NVIDIA's driver; None where its file is not there."""
+    """The version of NVIDIA's driver; None if there is no driver."""
     if not path.is_file():
         return None
-    found = re.search(r"\s(\d+\.[\d.]+)\s", path.read_text(encoding="ascii"))
-    return found and found[1]
+    match = re.search(r"\s(\d+\.[\d.]+)\s", path.read_text(encoding="ascii"))
+    return match and match[1]
 
 
 def gpu_name() -> str | None:

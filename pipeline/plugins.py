@@ -24,14 +24,14 @@ class UnknownPlugin(ConfigError, ValueError):
 @cache
 def installed(group: str) -> Mapping[str, EntryPoint]:
     """The entry points of a group, such as "drafters", by name. Raises UnknownPlugin: two packages bring one name."""
-    found: dict[str, EntryPoint] = {}
+    by_name: dict[str, EntryPoint] = {}
     for entry in sorted(entry_points(group=f"laserbatch.{group}"), key=lambda entry: entry.name):
-        other = found.setdefault(entry.name, entry)
-        if other.value != entry.value:
+        first = by_name.setdefault(entry.name, entry)
+        if first.value != entry.value:
             raise UnknownPlugin(
-                f"{_package(other)} and {_package(entry)} both bring {entry.name!r} ({group}); uninstall one of them"
+                f"{_package(first)} and {_package(entry)} both bring {entry.name!r} ({group}); uninstall one of them"
             )
-    return found
+    return by_name
 
 
 def load_plugin(group: str, name: str, built_in: tuple[str, ...] = ()) -> Any:
@@ -39,22 +39,22 @@ def load_plugin(group: str, name: str, built_in: tuple[str, ...] = ()) -> Any:
 
     Raises UnknownPlugin.
     """
-    known = installed(group)
-    if name not in known:
-        origins = {other: "built in" for other in built_in} | {
-            other: f"package {_package(entry)}" for other, entry in known.items()
+    plugins = installed(group)
+    if name not in plugins:
+        origins = {plugin: "built in" for plugin in built_in} | {
+            plugin: f"package {_package(entry)}" for plugin, entry in plugins.items()
         }
         near = difflib.get_close_matches(name, origins, n=1, cutoff=0.5)
         listed = "; ".join(
-            f"{', '.join(other for other, its in origins.items() if its == origin)} ({origin})"
+            f"{', '.join(plugin for plugin, its in origins.items() if its == origin)} ({origin})"
             for origin in dict.fromkeys(origins.values())
         )
         meant = f"Did you mean {near[0]!r}? " if near else ""
         raise UnknownPlugin(f"no installed package brings {name!r}. {meant}There are {listed or 'none'}")
     try:
-        return known[name].load()
+        return plugins[name].load()
     except (ImportError, AttributeError) as error:
-        raise UnknownPlugin(f"{name!r} of the package {_package(known[name])} cannot be loaded: {error}") from error
+        raise UnknownPlugin(f"{name!r} of the package {_package(plugins[name])} cannot be loaded: {error}") from error
 
 
 def validated_options(kind: type[BaseModel], raw: Any, place: str) -> BaseModel:

@@ -58,10 +58,10 @@ def line_of(path: Path, location: Iterable[str | int]) -> int:
     node, line = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader), 1
     for part in location:
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        found = next(((key, value) for key, value in pairs if key.value == str(part)), None)
-        if found is None:
+        pair = next(((key, value) for key, value in pairs if key.value == str(part)), None)
+        if pair is None:
             break
-        line, node = found[0].start_mark.line + 1, found[1]
+        line, node = pair[0].start_mark.line + 1, pair[1]
     return line
 
 
@@ -72,11 +72,11 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     return "; ".join(_sentence(fault, model) for fault in unknown or faults)  # a misspelled key is also a missing one
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """`did you mean 'x'?`, or all that are known."""
-    known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known) or 'none'}"
+    names = sorted(names)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names) or 'none'}"
 
 
 def _sentence(fault: ErrorDetails, model: type[BaseModel]) -> str:
@@ -92,11 +92,11 @@ def _sentence(fault: ErrorDetails, model: type[BaseModel]) -> str:
     if fault["type"] in ("model_type", "model_attributes_type"):
         keys = _model_at(model, fault["loc"]).model_fields
         message = f"expected keys with values, such as {', '.join(keys)}"
-    found = "nothing" if fault["input"] is None else repr(fault["input"])
+    shown = "nothing" if fault["input"] is None else repr(fault["input"])
     if isinstance(fault["input"], dict) and fault["type"] == "value_error":
         return f"{place}: {message}".removeprefix(": ")  # a rule between keys, which the message names
-    found = f"{found[:MAX_FOUND_CHARACTERS]}..." if len(found) > MAX_FOUND_CHARACTERS else found
-    return f"{place}: {message} (found {found})".removeprefix(": ")
+    shown = f"{shown[:MAX_FOUND_CHARACTERS]}..." if len(shown) > MAX_FOUND_CHARACTERS else shown
+    return f"{place}: {message} (found {shown})".removeprefix(": ")
 
 
 def _model_at(model: type[BaseModel], location: Iterable[str | int]) -> type[BaseModel]:
@@ -110,4 +110,4 @@ def _model_at(model: type[BaseModel], location: Iterable[str | int]) -> type[Bas
 def _first_model(kind: Any) -> type[BaseModel] | None:
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return kind
-    return next((found for part in get_args(kind) if (found := _first_model(part)) is not None), None)
+    return next((model for part in get_args(kind) if (model := _first_model(part)) is not None), None)

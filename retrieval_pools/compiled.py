@@ -45,14 +45,14 @@ def cached(**options) -> Callable[[Callable], Any]:
     """
 
     def compile_when_called(function: Callable) -> Any:
-        compiled = kept_on_disk(**options)(function)
+        compiled = cached_on_disk(**options)(function)
         compiled._cache._cache_file._source_stamp = _STAMP
         return compiled
 
     return compile_when_called
 
 
-def kept_on_disk(**options) -> Callable[[Callable], Any]:
+def cached_on_disk(**options) -> Callable[[Callable], Any]:
     """`numba.njit` with these options and `cache=True`, also where numba finds no folder that it may write.
 
     In a container with a read-only root and no HOME neither the folder of the package nor the user's cache may be
@@ -85,8 +85,8 @@ def _temporary_cache() -> Path:
     folder = Path(tempfile.gettempdir(), f"laserbatch-numba-{os.getuid()}")
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+    status = folder.lstat()
+    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022:
         return folder
     return Path(tempfile.mkdtemp(prefix="laserbatch-numba-"))
 
@@ -153,8 +153,8 @@ def _unsigned(
     kind, index = called_as.args[1], arguments[1]
     if isinstance(kind, types.BaseTuple):
         kinds, values = cast(types.Tuple, kind).types, cgutils.unpack_tuple(builder, index, count=len(kind))
-        values = [_widened(context, builder, one, value) for one, value in zip(kinds, values, strict=True)]
-        kind = types.Tuple([types.uintp if isinstance(one, types.Integer) else one for one in kinds])
+        values = [_widened(context, builder, kind, value) for kind, value in zip(kinds, values, strict=True)]
+        kind = types.Tuple([types.uintp if isinstance(item, types.Integer) else item for item in kinds])
         index = context.make_tuple(builder, kind, values)
     else:
         kind, index = types.uintp, _widened(context, builder, kind, index)
@@ -203,15 +203,15 @@ def arrays_at(layout: np.dtype, whole: type[tuple], parts: Sequence[type[tuple]]
     @intrinsic
     def views(typing_context, address):
         def emit(context, builder, signature, arguments):
-            found = []
+            members = []
             for kind, (fields, begin) in zip(kinds, inner, strict=True):
                 arrays = []
                 for array, (dtype, offset) in zip(kind.types, _fields(fields), strict=True):
                     place = builder.add(arguments[0], context.get_constant(types.int64, begin + offset))
                     sizes = [context.get_constant(types.intp, size) for size in dtype.shape]
                     arrays.append(_emit_array(context, builder, array, place, sizes))
-                found.append(context.make_tuple(builder, kind, arrays))
-            return context.make_tuple(builder, signature.return_type, found)
+                members.append(context.make_tuple(builder, kind, arrays))
+            return context.make_tuple(builder, signature.return_type, members)
 
         return types.NamedTuple(kinds, whole)(types.int64), emit
 
@@ -219,7 +219,7 @@ def arrays_at(layout: np.dtype, whole: type[tuple], parts: Sequence[type[tuple]]
 
 
 def _fields(layout: np.dtype) -> list[tuple[np.dtype, int]]:
-    """Of each field its dtype and where it begins."""
+    """The dtype and the offset of each field."""
     assert layout.fields is not None
     return [(field[0], field[1]) for field in layout.fields.values()]
 

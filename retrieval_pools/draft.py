@@ -104,18 +104,19 @@ class Draft:
 class Drafts:
     """What `draft_batch` found for several sequences, all of it in one array."""
 
-    def __init__(self, found: np.ndarray, num_nodes: np.ndarray) -> None:
-        self._found = found  # int32[num_sequences, state.NUM_OUTPUTS, max_nodes], of which the first `num_nodes` are
+    def __init__(self, outputs: np.ndarray, num_nodes: np.ndarray) -> None:
+        # int32[num_sequences, state.NUM_OUTPUTS, max_nodes]; of each sequence the first `num_nodes` are set.
+        self._outputs = outputs
         self._num_nodes = num_nodes
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._outputs)
 
     def __iter__(self) -> Iterator[Draft]:
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, number: int) -> Draft:
-        return Draft(self._found[number, :, : self._num_nodes[number]])
+        return Draft(self._outputs[number, :, : self._num_nodes[number]])
 
     def joined(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """All nodes, one draft's after another's.
@@ -125,9 +126,9 @@ class Drafts:
         How many each draft has, int64[num_sequences]; and of nodes `token_ids` and `parents` int32[n],
         `log_acceptance` float32[n] and `source` uint8[n], as `Draft` has them.
         """
-        is_node = np.arange(self._found.shape[2]) < self._num_nodes[:, None]
+        is_node = np.arange(self._outputs.shape[2]) < self._num_nodes[:, None]
         token_ids, parents, log_acceptance, source = (
-            self._found[:, output][is_node]
+            self._outputs[:, output][is_node]
             for output in (state.OUT_TOKEN, state.OUT_PARENT, state.OUT_LOG_ACCEPTANCE, state.OUT_SOURCE)
         )
         return self._num_nodes, token_ids, parents, log_acceptance.view(np.float32), source.astype(np.uint8)
@@ -170,9 +171,9 @@ def draft(
     mine = _workspace
     max_depth = min(max_depth, options.max_nodes) if options.as_chains else max_depth
     _fill_row(mine.row, 0, 0, len(context), num_prompt, 0, len(previous), pool.group_code(group), max_depth, 0)
-    found = np.empty((1, state.NUM_OUTPUTS, compiled_options[2]), np.int32)
-    compiled_draft_trees()(places, weights, mine.scratch, context, previous, mine.sequences, *compiled_options, found)
-    return Draft(found[0, :, : mine.row[state.NUM_NODES]])
+    outputs = np.empty((1, state.NUM_OUTPUTS, compiled_options[2]), np.int32)
+    compiled_draft_trees()(places, weights, mine.scratch, context, previous, mine.sequences, *compiled_options, outputs)
+    return Draft(outputs[0, :, : mine.row[state.NUM_NODES]])
 
 
 def draft_batch(
@@ -210,7 +211,7 @@ def draft_batch(
     )
     if options.as_chains:
         np.minimum(sequences[:, state.MAX_DEPTH], options.max_nodes, out=sequences[:, state.MAX_DEPTH])
-    found = np.empty((num_sequences, state.NUM_OUTPUTS, compiled_options[2]), np.int32)
+    outputs = np.empty((num_sequences, state.NUM_OUTPUTS, compiled_options[2]), np.int32)
     compiled, (places, weights, _) = compiled_draft_trees(), pool.handle
     num_threads = min(num_threads, num_sequences // SHARE)
     share = SHARE if num_threads > 1 else max(num_sequences, 1)
@@ -221,18 +222,18 @@ def draft_batch(
             part = slice(start, start + share)
             compiled(
                 places, weights, _workspace.scratch, packed_contexts, packed_previous, sequences[part],
-                *compiled_options, found[part],
+                *compiled_options, outputs[part],
             )  # fmt: skip
 
-    others = [_threads(num_threads).submit(draft_shares) for _ in range(1, num_threads)]
+    futures = [_threads(num_threads).submit(draft_shares) for _ in range(1, num_threads)]
     draft_shares()
-    for other in others:
-        other.result()
-    return Drafts(found, sequences[:, state.NUM_NODES].copy())
+    for future in futures:
+        future.result()
+    return Drafts(outputs, sequences[:, state.NUM_NODES].copy())
 
 
 def _compiled_options(options: DraftOptions) -> tuple[bool, bool, int, float, bool]:
-    """As `tree.draft_trees` takes them."""
+    """The options in the form that `tree.draft_trees` takes."""
     max_nodes, as_chains = options.max_nodes, options.as_chains
     if not 0 <= max_nodes <= MAX_NODES:
         raise ValueError(f"max_nodes is {max_nodes}; a tree has 0 to {MAX_NODES} nodes")

@@ -76,8 +76,8 @@ class StepCost(BaseModel, frozen=True, extra="forbid"):
         above = int(np.searchsorted(sizes, batch_size))
         low, high = (sizes[place] for place in np.clip([above - 1, above], 0, len(sizes) - 1))
         share = 0.0 if low == high else (batch_size - low) / (high - low)
-        of_low, of_high = (self.seconds(size, size * (1 + num_drafted / batch_size)) for size in (low, high))
-        return (1 - share) * of_low + share * of_high
+        low_s, high_s = (self.seconds(size, size * (1 + num_drafted / batch_size)) for size in (low, high))
+        return (1 - share) * low_s + share * high_s
 
     def tokens_per_s(self, batch_size: int, sums: "Tally") -> np.ndarray:
         """Tokens written a second by a full batch; prompts are not counted, only the steps that write."""
@@ -94,13 +94,13 @@ class StepCost(BaseModel, frozen=True, extra="forbid"):
         tokens = np.array([batch_size * (1 + drafted)])
         step = self.seconds(batch_size, tokens)[0] + self.draft_seconds(batch_size, drafted) * (num_drafted > 0)
         most = self._curve(batch_size)[0][-1]
-        of_token = np.diff(self._on_curve(batch_size, np.array([most, most + 1])))[0]
-        return float(num_steps * step / batch_size + num_prompt_tokens * of_token)
+        token_s = np.diff(self._on_curve(batch_size, np.array([most, most + 1])))[0]
+        return float(num_steps * step / batch_size + num_prompt_tokens * token_s)
 
     def draft_seconds(self, batch_size: int, mean_drafted: ArrayLike) -> np.ndarray:
         """Seconds that drafting adds to a step, by draft tokens a sequence."""
-        of_one = self.draft.seconds + self.draft.seconds_per_token * np.asarray(mean_drafted)
-        return self.draft.seconds_per_step + batch_size * of_one
+        sequence_s = self.draft.seconds + self.draft.seconds_per_token * np.asarray(mean_drafted)
+        return self.draft.seconds_per_step + batch_size * sequence_s
 
     def plain_seconds(self, batch_size: int) -> float:
         """Duration of a step of a full batch without drafts."""
@@ -122,13 +122,13 @@ class StepCost(BaseModel, frozen=True, extra="forbid"):
 
     def _curve(self, batch_size: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         if batch_size not in self._curves:
-            known = ", ".join(map(str, self.batch_sizes))
-            raise PoolError(f"the step cost {self.name!r} has no batch size {batch_size}; it has {known}. Measure it.")
+            sizes = ", ".join(map(str, self.batch_sizes))
+            raise PoolError(f"the step cost {self.name!r} has no batch size {batch_size}; it has {sizes}. Measure it.")
         return self._curves[batch_size]
 
     @cached_property
     def _curves(self) -> dict[int, tuple[tuple[float, ...], tuple[float, ...]]]:
         """Packed tokens and seconds of the points of each batch size, both ascending by tokens."""
-        points = sorted((one.batch_size, one.num_tokens, one.seconds) for one in self.steps)
-        of_size = {size: [one[1:] for one in points if one[0] == size] for size, _, _ in points}
-        return {size: (x, y) for size, some in of_size.items() for x, y in [zip(*some, strict=True)]}
+        points = sorted((step.batch_size, step.num_tokens, step.seconds) for step in self.steps)
+        by_size = {size: [point[1:] for point in points if point[0] == size] for size, _, _ in points}
+        return {size: (x, y) for size, rows in by_size.items() for x, y in [zip(*rows, strict=True)]}

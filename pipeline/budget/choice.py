@@ -41,9 +41,9 @@ class ChosenBudget:
 
 def budget_step_cost(decoding: DecodingSettings, measure: Callable[[], StepCost]) -> StepCost | None:
     """The configured cost of steps, or the measured one; None where the configuration leaves nothing to choose."""
-    is_given = decoding.max_draft_tokens is not None and decoding.min_acceptance is not None
+    is_configured = decoding.max_draft_tokens is not None and decoding.min_acceptance is not None
     drafts = decoding.drafters and decoding.max_draft_tokens != 0
-    if decoding.engine == "vllm" or decoding.verifier_samples or is_given or not drafts:
+    if decoding.engine == "vllm" or decoding.verifier_samples or is_configured or not drafts:
         return None
     return measure() if decoding.step_cost is None else read_step_cost(Path(decoding.step_cost))
 
@@ -69,16 +69,16 @@ def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, sh
     if decoding.engine == "endpoint":
         return ChosenBudget(PLAIN, BudgetForecast("a server writes the texts"))
     if step_cost is None:
-        return given_budget(Budget.of(decoding), pool, decoding.drafters, share_changed)
+        return configured_budget(Budget.of(decoding), pool, decoding.drafters, share_changed)
     batch_size, sources = known_batch_size(step_cost, decoding.batch_size), decoding.drafters
-    given = decoding.max_draft_tokens, decoding.min_acceptance
+    configured = decoding.max_draft_tokens, decoding.min_acceptance
     if decoding.plugin_drafters:
         is_checked = any(drafter_plugin(name).is_calibrated for name in decoding.plugin_drafters)
         trust = 1.0 if is_checked else UNCHECKED_TRUST
-        return _worth_its_price(step_cost, batch_size, trust, True, *given)
+        return _worth_its_price(step_cost, batch_size, trust, True, *configured)
     if not sources or decoding.max_draft_tokens == 0:
         return ChosenBudget(PLAIN, BudgetForecast("drafting is off"))
-    cells = _nearest(replayed_cells(pool, sources, share_changed), *given)
+    cells = _nearest(replayed_cells(pool, sources, share_changed), *configured)
     if decoding.verifier != "greedy" and decoding.min_acceptance is None:
         cells = [cell for cell in cells if cell.min_acceptance <= MAX_RELAXED_ACCEPTANCE]
     if cells:
@@ -89,11 +89,11 @@ def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, sh
             reason = f"no budget of the replays is worth its cost: the best would be {gain:.2f} times plain"
             pace = plain_pace(pool, share_changed)
             return ChosenBudget(PLAIN, BudgetForecast(reason, step_cost.name, batch_size, pace, 0.0, 1.0))
-        return replace(chosen, budget=chosen.budget.with_given(*given))
+        return replace(chosen, budget=chosen.budget.with_overrides(*configured))
     is_calibrated = pool is not None and "pool" in sources and pool.is_calibrated
     has_texts = pool is not None and pool.manifest.num_texts > 0
     trust = 1.0 if is_calibrated else UNCHECKED_TRUST
-    return _worth_its_price(step_cost, batch_size, trust, has_texts, *given)
+    return _worth_its_price(step_cost, batch_size, trust, has_texts, *configured)
 
 
 def by_step(decoding: DecodingSettings, chosen: ChosenBudget) -> ChosenBudget:
@@ -109,7 +109,7 @@ def by_step(decoding: DecodingSettings, chosen: ChosenBudget) -> ChosenBudget:
     return ChosenBudget(budget, replace(chosen.forecast, reason=reason))
 
 
-def given_budget(budget: Budget, pool, sources: Sequence[str], share_changed: float) -> ChosenBudget:
+def configured_budget(budget: Budget, pool, sources: Sequence[str], share_changed: float) -> ChosenBudget:
     """A budget that somebody gave, with what replays say of the nearest one of their grid."""
     forecast = BudgetForecast("given in the configuration")
     cells = replayed_cells(pool, sources, share_changed)
@@ -120,8 +120,8 @@ def given_budget(budget: Budget, pool, sources: Sequence[str], share_changed: fl
 
 
 def known_batch_size(step_cost: StepCost, batch_size: int) -> int:
-    """Of the batch sizes that were measured the largest that is not above another one."""
-    return max([known for known in step_cost.batch_sizes if known <= batch_size] or step_cost.batch_sizes[:1])
+    """The largest measured batch size that is not above `batch_size`; the smallest if all are."""
+    return max([size for size in step_cost.batch_sizes if size <= batch_size] or step_cost.batch_sizes[:1])
 
 
 def step_seconds(step_cost: StepCost, batch_size: int, cell: BudgetCell) -> float:
@@ -145,7 +145,7 @@ def replayed_cells(pool, sources: Sequence[str], share_changed: float) -> list[B
 
 
 def _mixed(new: BudgetCell, changed: BudgetCell, share_changed: float) -> BudgetCell:
-    """One budget over both kinds of texts; shares of texts are taken for those of tokens."""
+    """Average a budget's replays over new and changed texts; shares of texts are taken for those of tokens."""
     steps = np.array([(1 - share_changed) / new.tokens_per_step, share_changed / changed.tokens_per_step])  # a token
     shares = steps @ np.array([new.size_shares, changed.size_shares]) / steps.sum()
     return new.model_copy(update={"tokens_per_step": 1 / steps.sum(), "size_shares": tuple(shares.tolist())})
@@ -156,12 +156,12 @@ def plain_pace(pool, share_changed: float) -> float:
     curve = None if pool is None else pool.budgets
     if curve is None or curve.new is None:
         return 1.0
-    new, changed = (one.plain_tokens_per_step for one in (curve.new, curve.changed or curve.new))
+    new, changed = (replay.plain_tokens_per_step for replay in (curve.new, curve.changed or curve.new))
     return 1 / ((1 - share_changed) / new + share_changed / changed)
 
 
 def _fastest(step_cost: StepCost, batch_size: int, cells: Sequence[BudgetCell], pace_of_plain: float) -> ChosenBudget:
-    """Of budgets that are as good as the best, the one that drafts least: noise of a measurement decides less often."""
+    """Among budgets about as fast as the fastest choose the one that drafts least, so that noise decides less often."""
     plain_s = step_cost.plain_seconds(batch_size) / pace_of_plain
     speed_ups = [plain_s * cell.tokens_per_step / step_seconds(step_cost, batch_size, cell) for cell in cells]
     among_best = [pair for pair in zip(cells, speed_ups, strict=True) if pair[1] >= max(speed_ups) * AS_GOOD]
@@ -174,10 +174,10 @@ def _fastest(step_cost: StepCost, batch_size: int, cells: Sequence[BudgetCell], 
 def _nearest(
     cells: Sequence[BudgetCell], max_draft_tokens: int | None, min_acceptance: float | None
 ) -> list[BudgetCell]:
-    """The cells of given numbers, or of the grid's nearest; all of what is not given."""
-    for name, given in (("max_draft_tokens", max_draft_tokens), ("min_acceptance", min_acceptance)):
-        if given is not None and cells:
-            nearest = min((abs(getattr(cell, name) - given), getattr(cell, name)) for cell in cells)[1]
+    """The cells whose numbers are nearest to those that are not None."""
+    for name, value in (("max_draft_tokens", max_draft_tokens), ("min_acceptance", min_acceptance)):
+        if value is not None and cells:
+            nearest = min((abs(getattr(cell, name) - value), getattr(cell, name)) for cell in cells)[1]
             cells = [cell for cell in cells if getattr(cell, name) == nearest]
     return list(cells)
 
@@ -193,7 +193,7 @@ def _worth_its_price(
     """Draft what is estimated likelier than it costs, whatever the size of the tree up to UNCHECKED_SIZE.
 
     Without a pool's texts drafts may find nothing for whole texts, or one token for one text of a step: the price is
-    then that of whatever number of tokens is the dearest. Numbers that are given are kept.
+    then that of whatever number of tokens is the dearest. Numbers that are not None stay.
     """
     plain_s = step_cost.plain_seconds(batch_size)
     totals = np.arange(1, UNCHECKED_SIZE * batch_size + 1)  # draft tokens of a step
@@ -211,5 +211,5 @@ def _worth_its_price(
     else:
         budget, facts = PLAIN, f"not worth drafting: {facts}"
     if budget != PLAIN or min_acceptance is not None:
-        budget = budget.with_given(max_draft_tokens, min_acceptance)
+        budget = budget.with_overrides(max_draft_tokens, min_acceptance)
     return ChosenBudget(budget, BudgetForecast(facts, step_cost.name, batch_size))

@@ -48,21 +48,21 @@ class StepCostCache:
             "libraries": {lib: importlib.metadata.version(lib) for lib in ("torch", "transformers", "numpy", "numba")},
         }
         pool_scale = (num_pool_tokens.bit_length() + 1) // 2  # a draft takes longer from a larger one
-        digest, of_drafts = (
+        digest, drafts_digest = (
             _digest(part) for part in (facts, {"drafters": list(engine.settings.drafters), "pool_scale": pool_scale})
         )
-        self.path, self._same_steps = folder / f"{digest}-{of_drafts}.json", f"{digest}-*.json"
+        self.path, self._same_steps = folder / f"{digest}-{drafts_digest}.json", f"{digest}-*.json"
         self._name = f"measured {digest}: {facts['model_id']} on {facts['device']}"
 
     def read(self) -> StepCost | None:
-        """The cost that was measured on this machine before; None where there is none that can be used, or an old one.
+        """The cost that was measured on this machine before; None if there is none, or it is old or cannot be used.
 
-        One of another workspace is copied into the folder.
+        A cost that another workspace measured is copied into the folder.
         """
         for folder in self._folders:
-            found = self._read(folder / self.path.name)
-            if found is not None:
-                return found if folder == self.path.parent else self.write(found)
+            cost = self._read(folder / self.path.name)
+            if cost is not None:
+                return cost if folder == self.path.parent else self.write(cost)
         return None
 
     def known_steps(self) -> StepCost | None:
@@ -71,24 +71,24 @@ class StepCostCache:
         return next(filter(None, map(self._read, paths)), None)
 
     def write(self, step_cost: StepCost) -> StepCost:
-        """Keep a cost in the folder and, if possible, for other workspaces; returns it as it will be read."""
-        kept = step_cost.model_copy(update={"name": self._name})
-        folder, of_user = self._folders
-        if folder != of_user:
-            write_json(kept.model_dump(mode="json"), self.path)
+        """Write a cost to the folder and, if possible, for other workspaces; return it as it will be read."""
+        named = step_cost.model_copy(update={"name": self._name})
+        folder, user_folder = self._folders
+        if folder != user_folder:
+            write_json(named.model_dump(mode="json"), self.path)
         with suppress(OSError):  # a home that cannot be written, say
-            write_json(kept.model_dump(mode="json"), of_user / self.path.name)
-        return kept
+            write_json(named.model_dump(mode="json"), user_folder / self.path.name)
+        return named
 
     def _read(self, path: Path) -> StepCost | None:
         if not path.exists():
             return None
         try:
-            found = read_step_cost(path)
-            age_days = (datetime.date.today() - (found.measured_on or datetime.date.today())).days
-            if found.name == self._name and age_days <= MAX_AGE_DAYS:
-                return found
-            problem = f"{path} is {found.name!r} and {age_days} days old, expected {self._name!r}"
+            cost = read_step_cost(path)
+            age_days = (datetime.date.today() - (cost.measured_on or datetime.date.today())).days
+            if cost.name == self._name and age_days <= MAX_AGE_DAYS:
+                return cost
+            problem = f"{path} is {cost.name!r} and {age_days} days old, expected {self._name!r}"
         except ConfigError as error:
             problem = str(error)
         logger.warning("the cost of steps has to be measured again: %s", problem)

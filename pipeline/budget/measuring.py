@@ -53,7 +53,7 @@ def measure_step_cost(
     pool,
     sources: Sequence[str],
     batch_sizes: Sequence[int],
-    known: StepCost | None = None,
+    known_steps: StepCost | None = None,
 ) -> StepCost:
     """Time the engine's steps. Nothing else may generate with it meanwhile.
 
@@ -62,21 +62,21 @@ def measure_step_cost(
     pool, sources : what drafting is timed with.
     batch_sizes : where the KV cache holds fewer sequences, steps of as many as it holds are timed instead. The first
         one is timed in any case, the others while there is time.
-    known : the cost of these steps, of which drafting alone is timed again.
+    known_steps : the cost of these steps, of which drafting alone is timed again.
 
     Raises
     ------
     RunFailed : the engine cannot write the texts whose steps are timed.
     """
     draft = _time_drafts(engine, pool, sources) if sources else DraftCost()
-    if known is not None:
-        return known.model_copy(update={"draft": draft})
+    if known_steps is not None:
+        return known_steps.model_copy(update={"draft": draft})
     points: dict[tuple[int, int], StepPoint] = {}
     began_s = time.perf_counter()
-    for wanted in batch_sizes:
+    for max_sequences in batch_sizes:
         if points and time.perf_counter() - began_s > MAX_SECONDS:
             break
-        batch_size, seconds = _time_steps(engine, wanted)
+        batch_size, seconds = _time_steps(engine, max_sequences)
         for num_drafted, duration in seconds.items():
             num_tokens = batch_size + num_drafted
             num_tokens = next((size for size in engine.token_buckets if size >= num_tokens), num_tokens)
@@ -98,10 +98,12 @@ def _time_steps(engine: Engine, batch_size: int) -> tuple[int, dict[int, float]]
         steps.take_rounds()
     finally:
         steps.stream.scheduler.close()
-    kept = {drafts.num_tokens(steps.batch_size): min(seconds) for drafts, seconds in steps.seconds.items() if seconds}
-    numbers = sorted(kept)
+    fastest = {
+        drafts.num_tokens(steps.batch_size): min(seconds) for drafts, seconds in steps.seconds.items() if seconds
+    }
+    numbers = sorted(fastest)
     # A smaller step costs no more: where it seems to, every one of it was disturbed.
-    rising = np.minimum.accumulate([kept[number] for number in reversed(numbers)])[::-1]
+    rising = np.minimum.accumulate([fastest[number] for number in reversed(numbers)])[::-1]
     return steps.batch_size, dict(zip(numbers, rising.tolist(), strict=True))
 
 
@@ -139,7 +141,7 @@ class _TimedSteps(Drafter):
         deepest = max(1, min(NEW_TOKENS, engine.max_context - len(self._prompt)) // 4)
         self._trees = {size: _tree(engine, size, deepest) for size in SIZE_KNOTS}
         self._rule = verifier_from(engine.settings)
-        self._drafts, self._has_asked = _ROUND[0], False
+        self._drafts, self._has_drafted = _ROUND[0], False
         self._concurrency = Concurrency(batch_size)
         self.stream = engine.open_stream(self._requests(), self, self, Budget(MAX_NODES, 0.0), self._concurrency)
         self._num_short = 0  # steps in a row of fewer texts than are wanted
@@ -149,7 +151,7 @@ class _TimedSteps(Drafter):
             yield GenerationRequest(str(number), self._prompt, max_new_tokens=NEW_TOKENS)
 
     def draft(self, sequence: DecodingSequence) -> TokenTree:
-        is_first, self._has_asked = not self._has_asked, True
+        is_first, self._has_drafted = not self._has_drafted, True
         return self._trees[self._drafts.size] if is_first or not self._drafts.is_alone else EMPTY_TREE
 
     def __call__(self, logits, choices, nodes) -> NodeVerdicts:
@@ -186,8 +188,8 @@ class _TimedSteps(Drafter):
             seconds = self._timed(drafts)
             is_slow = seconds is not None and plain_s is not None and seconds > MAX_SLOWDOWN * plain_s
             if is_slow and drafts.size > SIZE_KNOTS[MIN_SIZES - 1]:
-                for other in [one for one in self.seconds if one.size >= drafts.size]:
-                    del self.seconds[other]
+                for larger in [other for other in self.seconds if other.size >= drafts.size]:
+                    del self.seconds[larger]
                 return
 
     def _timed(self, drafts: _Drafts) -> float | None:
@@ -196,8 +198,8 @@ class _TimedSteps(Drafter):
         return next(filter(None, tries), None)
 
     def take(self, drafts: _Drafts) -> float | None:
-        """Seconds of a step with such drafts; None where it was another one: of a prompt, cut, or of fewer texts."""
-        scheduler, self._drafts, self._has_asked = self.stream.scheduler, drafts, False
+        """Time a step with such drafts, in seconds; None if the step held a prompt, cut drafts or fewer texts."""
+        scheduler, self._drafts, self._has_drafted = self.stream.scheduler, drafts, False
         failures = list(itertools.islice(scheduler.admit(), 1))
         start_s = self._clock()
         step = self._engine.submit_step(self.stream)
@@ -218,30 +220,30 @@ class _TimedSteps(Drafter):
 
 
 def _time_drafts(engine: Engine, pool, sources: Sequence[str]) -> DraftCost:
-    """What the engine's one call for all sequences of a step takes: small drafts beside large ones, one beside many.
+    """Time the engine's one call that drafts for all sequences of a step: small and large drafts, one and many texts.
 
-    Each place of a text is asked about once, as in a run: what is asked again is found in the processor's cache.
+    Each place of a text is drafted from once, as in a run: a second draft would hit the processor's cache.
     """
     num_threads = engine.num_draft_threads
     narrow = RetrievalDrafter(pool, tuple(sources), max_nodes=1, min_acceptance=1.0, num_threads=num_threads)
     wide = RetrievalDrafter(pool, tuple(sources), MAX_NODES, MIN_ACCEPTANCES[0], num_threads)
     texts = texts_of(engine, pool)
     prompt = random_tokens(engine, min(PROMPT_TOKENS, engine.max_context // 2))
-    one_s, all_s, token_s, clock = [], [], [], clock_of(engine)
+    alone_times, few_times, token_times, clock = [], [], [], clock_of(engine)
     shares = iter(np.linspace(0.0, 1.0, 3 * (NUM_DRAFT_ROUNDS + 1), endpoint=False))
     for number in range(NUM_DRAFT_ROUNDS + 1):  # the first warms up
         alone, few, many = (_midway(prompt, texts, next(shares)) for _ in range(3))
-        of_one, _ = _timed_drafts(narrow, alone[number : number + 1], clock)
-        of_few, num_few = _timed_drafts(narrow, few, clock)
-        of_many, num_many = _timed_drafts(wide, many, clock)
+        alone_s, _ = _timed_drafts(narrow, alone[number : number + 1], clock)
+        few_s, num_few = _timed_drafts(narrow, few, clock)
+        many_s, num_many = _timed_drafts(wide, many, clock)
         if number > 0:
-            one_s.append(of_one)
-            all_s.append(of_few)
-            token_s.append((of_many - of_few) / max(1, num_many - num_few))
-    of_one, of_all = min(one_s), min(all_s)
-    of_each = max(0.0, of_all - of_one) / (len(texts) - 1)
-    per_token = max(0.0, float(np.median(token_s)))
-    return DraftCost(seconds_per_step=max(0.0, of_one - of_each), seconds=of_each, seconds_per_token=per_token)
+            alone_times.append(alone_s)
+            few_times.append(few_s)
+            token_times.append((many_s - few_s) / max(1, num_many - num_few))
+    alone_s, few_s = min(alone_times), min(few_times)
+    each_s = max(0.0, few_s - alone_s) / (len(texts) - 1)
+    token_s = max(0.0, float(np.median(token_times)))
+    return DraftCost(seconds_per_step=max(0.0, alone_s - each_s), seconds=each_s, seconds_per_token=token_s)
 
 
 def texts_of(engine: Engine, pool) -> list[np.ndarray]:
@@ -250,8 +252,8 @@ def texts_of(engine: Engine, pool) -> list[np.ndarray]:
     if pool is not None and pool.manifest.num_texts > 0:
         tokens = pool.index.tokens
         ends = np.flatnonzero(tokens == SEPARATOR)
-        found = [np.array(tokens[ends[k] + 1 : ends[k + 1]]) for k in spread_positions(len(ends) - 1, NUM_DRAFTS)]
-        texts = [text for text in found if len(text) > 1]
+        spread = [np.array(tokens[ends[k] + 1 : ends[k + 1]]) for k in spread_positions(len(ends) - 1, NUM_DRAFTS)]
+        texts = [text for text in spread if len(text) > 1]
     texts = texts or np.split(random_tokens(engine, NUM_DRAFTS * PROMPT_TOKENS), NUM_DRAFTS)
     return [texts[number % len(texts)] for number in range(NUM_DRAFTS)]
 

@@ -23,5 +23,5 @@ def read_step_cost(path: Path) -> StepCost:
     try:
         return StepCost.model_validate(data)
     except ValidationError as error:
-        found = explain(error, StepCost)
-        raise ConfigError(f"{path} is not a step cost: {found}. Expected such as `{EXAMPLE}`") from None
+        problem = explain(error, StepCost)
+        raise ConfigError(f"{path} is not a step cost: {problem}. Expected such as `{EXAMPLE}`") from None

@@ -62,12 +62,13 @@ def verify(
     """
     if len(trees) == 0:  # plain decoding
         nothing = np.empty(0, np.int64)
-        found = judge_rows(verifier, rows, starts, nothing, nothing, nothing)
-        choices, is_finite = found.choices, found.is_finite
+        verdicts = judge_rows(verifier, rows, starts, nothing, nothing, nothing)
+        choices, is_finite = verdicts.choices, verdicts.is_finite
         if guidance is not None:
-            of_guides = zip(guidance.guides, choices.tolist(), is_finite.tolist(), strict=True)
+            guided_choices = zip(guidance.guides, choices.tolist(), is_finite.tolist(), strict=True)
             is_left = [
-                guide is not None and finite and not guide.num_allowed([one]) for guide, one, finite in of_guides
+                guide is not None and finite and not guide.num_allowed([choice])
+                for guide, choice, finite in guided_choices
             ]
             if len(left := np.flatnonzero(is_left)):
                 again = judge_rows(verifier, guidance.rows, starts[left], nothing, nothing, nothing)
@@ -99,7 +100,7 @@ def verify(
 
 
 class _Judged:
-    """What is known so far of a step's rows and of the nodes of all its trees."""
+    """Verdicts so far on a step's rows and on the nodes of all its trees."""
 
     def __init__(self, num_rows: int, trees: TreeBatch, starts: np.ndarray) -> None:
         self._trees, self._starts = trees, starts
@@ -112,19 +113,19 @@ class _Judged:
         self._parent_row_of, self._row_of = first_of + trees.parents, first_of + trees.places
         self._tree_of_row = np.full(num_rows, -1)
         self._tree_of_row[starts], self._tree_of_row[self._row_of] = np.arange(len(starts)), trees.tree_of
-        self._is_wanted = self._tree_of_row >= 0  # neither judged nor below a node that was not accepted
+        self._is_pending = self._tree_of_row >= 0  # neither judged nor below a node that was not accepted
         self._is_judged = np.zeros(num_rows, bool)
         self._masked: set[int] = set()  # rows that were judged among the tokens that a grammar allows
 
     def next_rows(self, at_once: int) -> np.ndarray:
-        """The rows to look at next, int64[n]: of each tree the first, as many as make `at_once` of all, or all."""
-        wanted = np.flatnonzero(self._is_wanted)
-        if len(wanted) <= at_once:
-            return wanted
-        is_first = np.diff(self._tree_of_row[wanted], prepend=-1) != 0  # of a tree's, which are neighbours
-        every = np.arange(len(wanted))
+        """Rows to judge next, int64[n]: the first pending rows of each tree, about `at_once` in all."""
+        pending = np.flatnonzero(self._is_pending)
+        if len(pending) <= at_once:
+            return pending
+        is_first = np.diff(self._tree_of_row[pending], prepend=-1) != 0  # in its tree, whose rows are adjacent
+        every = np.arange(len(pending))
         number = every - np.maximum.accumulate(np.where(is_first, every, 0))
-        return wanted[number < max(1, at_once // is_first.sum())]
+        return pending[number < max(1, at_once // is_first.sum())]
 
     def judge(self, verifier: Verifier, rows: StepLogits, pending: np.ndarray, is_end: np.ndarray) -> None:
         """Look at the logits of rows int64[n]: of the nodes behind them all is known then."""
@@ -136,12 +137,12 @@ class _Judged:
         self.choices[pending], self.is_finite[pending] = verdicts.choices, verdicts.is_finite
         self.allowed[nodes] = verdicts.accepted & ~is_end[self.choices[parent_rows]] & ~is_end[token_ids]
         self.log_probability[nodes] = verdicts.log_probability
-        self._is_wanted[pending], self._is_judged[pending] = False, True
-        if self._is_wanted.any():  # else all were judged at once, as a GPU does
+        self._is_pending[pending], self._is_judged[pending] = False, True
+        if self._is_pending.any():  # else all were judged at once, as a GPU does
             is_rejected = np.zeros(len(self._trees), bool)
             is_rejected[nodes] = ~self.allowed[nodes]
-            is_dropped = self._trees.scan_from_root(np.logical_or, is_rejected)  # nothing is asked about what is below
-            self._is_wanted[self._row_of[is_dropped]] = False
+            is_dropped = self._trees.scan_from_root(np.logical_or, is_rejected)  # nodes below are not judged
+            self._is_pending[self._row_of[is_dropped]] = False
 
     def leaving(
         self, guides: list[Guide | None], accepted: list[Acceptance | None], unsure: list[int]
@@ -150,7 +151,7 @@ class _Judged:
 
         Such a row is one whose choice is not allowed; another node that is not allowed is no longer accepted.
         """
-        found, masked = [], []
+        leaving, masked = [], []
         for tree in unsure:
             guide, acceptance = guides[tree], accepted[tree]
             if guide is None or acceptance is None:
@@ -169,8 +170,8 @@ class _Judged:
                 masked.append(row)
             else:  # what is not allowed here either fails alone, when the text is extended
                 continue
-            found.append(tree)
-        return found, masked
+            leaving.append(tree)
+        return leaving, masked
 
     def unjudged(self) -> np.ndarray:
         """Rows behind accepted nodes that were not looked at, int64[n]: of nodes accepted since."""
@@ -185,8 +186,8 @@ class _Judged:
             may_end = ends_behind_windows(self._token_ids != self.choices[self._parent_row_of], self._trees, window)
         paths, last_nodes = select_paths(is_accepted, self.log_probability, self._trees, may_end)
         next_tokens = self.choices[self._starts + 1 + last_nodes].tolist()
-        found = zip(paths, next_tokens, self.is_finite[self._starts].tolist(), strict=True)
-        return [Acceptance(path, next_token) if is_sound else None for path, next_token, is_sound in found]
+        outcomes = zip(paths, next_tokens, self.is_finite[self._starts].tolist(), strict=True)
+        return [Acceptance(path, next_token) if is_sound else None for path, next_token, is_sound in outcomes]
 
 
 def ends_behind_windows(is_loose: np.ndarray, trees: TreeBatch, window: int) -> np.ndarray:
@@ -224,9 +225,9 @@ def select_paths(
     last_nodes = np.full(num_trees, -1)
     last_nodes[tree_of[ends]] = trees.places[ends]
 
-    found = np.flatnonzero(last_nodes >= 0)
+    accepted_trees = np.flatnonzero(last_nodes >= 0)
     ancestors = np.zeros(num_trees, np.int64)
-    ancestors[found] = trees.ancestors[trees.starts[found] + last_nodes[found]]
+    ancestors[accepted_trees] = trees.ancestors[trees.starts[accepted_trees] + last_nodes[accepted_trees]]
     bits = np.arange(trees.sizes.max(initial=0))
     _, nodes = np.nonzero((ancestors[:, None] >> bits) & 1)  # parents precede their children
     stops = np.cumsum(longest * (last_nodes >= 0)).tolist()
@@ -247,28 +248,28 @@ class RowVerdicts:
 def judge_rows(
     verifier: Verifier,
     rows: StepLogits,
-    wanted: np.ndarray,
+    row_indices: np.ndarray,
     parents: np.ndarray,
     token_ids: np.ndarray,
     sources: np.ndarray,
 ) -> RowVerdicts:
-    """What a rule says of drafted tokens, and the target's choices, from the logits of CHUNK_ROWS rows at a time.
+    """Judge drafted tokens by a rule and choose the target's tokens, from the logits of CHUNK_ROWS rows at a time.
 
     Parameters
     ----------
-    wanted : int64[n], the rows to look at.
-    parents, token_ids, sources : [m], of each node the place of its parent's row in `wanted`, its token and its source.
+    row_indices : int64[n], the rows to judge.
+    parents, token_ids, sources : [m], per node the place of its parent's row in `row_indices`, its token and source.
     """
     size = CHUNK_ROWS["cpu" if rows.device.type == "cpu" else "cuda"]
-    if len(wanted) <= size:
+    if len(row_indices) <= size:
         by_chunk = [np.arange(len(parents))]
     else:
         order = np.argsort(parents, kind="stable")
-        by_chunk = np.split(order, np.searchsorted(parents[order], np.arange(size, len(wanted), size)))
+        by_chunk = np.split(order, np.searchsorted(parents[order], np.arange(size, len(row_indices), size)))
     choices, best, accepted, log_probability = [], [], [], []
     for number, nodes in enumerate(by_chunk):
         first = number * size
-        logits = rows.of(wanted[first : first + size])
+        logits = rows.of(row_indices[first : first + size])
         choices.append(row_argmax(logits))
         best.append(logits.gather(1, choices[-1][:, None])[:, 0])
         if len(nodes):
@@ -281,14 +282,14 @@ def judge_rows(
             verdicts = verifier(followed, chosen, DraftedNodes(*judged))
             accepted.append(verdicts.accepted)
             log_probability.append(verdicts.log_probability)
-    # What the host needs comes in one copy, and with it one synchronisation. float64 holds every token id.
+    # One copy, and so one synchronisation, brings the host what it needs. float64 holds every token id.
     parts = [part.double() for part in (*choices, *best, *accepted, *log_probability)]
-    found = torch.cat(parts).cpu().numpy()
-    num_rows, num_nodes = len(wanted), len(parents)
-    of_nodes = np.empty((2, num_nodes))
-    of_nodes[:, np.concatenate(by_chunk)] = found[2 * num_rows :].reshape(2, num_nodes)
-    chosen, is_finite = found[:num_rows].astype(np.int64), np.isfinite(found[num_rows : 2 * num_rows])
-    return RowVerdicts(chosen, is_finite, of_nodes[0] > 0, of_nodes[1])
+    values = torch.cat(parts).cpu().numpy()
+    num_rows, num_nodes = len(row_indices), len(parents)
+    node_verdicts = np.empty((2, num_nodes))
+    node_verdicts[:, np.concatenate(by_chunk)] = values[2 * num_rows :].reshape(2, num_nodes)
+    chosen, is_finite = values[:num_rows].astype(np.int64), np.isfinite(values[num_rows : 2 * num_rows])
+    return RowVerdicts(chosen, is_finite, node_verdicts[0] > 0, node_verdicts[1])
 
 
 def row_argmax(logits: torch.Tensor) -> torch.Tensor:

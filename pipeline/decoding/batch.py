@@ -68,10 +68,10 @@ class Batch:
 
     def committed_mask(self, feeds: np.ndarray, nodes: np.ndarray) -> np.ndarray:
         """bool[N]: the tokens to commit, which are the chains of `feeds` int64[n] and `nodes` int64[m] of all trees."""
-        is_kept = ~self.is_node
+        is_committed = ~self.is_node
         if len(feeds) < len(self.feeds):
-            is_kept &= np.isin(self.feed_of, feeds)
+            is_committed &= np.isin(self.feed_of, feeds)
         if len(nodes):
             trees = self.trees.tree_of[nodes]
-            is_kept[(self.offsets + self.num_chain)[trees] + self.trees.places[nodes]] = True
-        return is_kept
+            is_committed[(self.offsets + self.num_chain)[trees] + self.trees.places[nodes]] = True
+        return is_committed

@@ -61,7 +61,7 @@ def cache_bytes_per_token(config, dtype: torch.dtype) -> int:
 
 
 def _layer_configs(config) -> list:
-    """Of each layer the configuration, since heads may differ by layer."""
+    """The configuration of each layer, since heads may differ by layer."""
     text = config.get_text_config()
     return getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
 
@@ -112,17 +112,17 @@ def host_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys
 
 
 def _numbers(file: Path) -> dict[str, int]:
-    """What a file of the system says, a name and a number each line, or a number alone; nothing without the file."""
+    """Read a system file that holds a name and a number per line, or one number; empty if there is no such file."""
     try:
         lines = file.read_text(encoding="ascii").splitlines()
     except OSError:
         return {}
-    found = {}
+    numbers = {}
     for words in map(str.split, lines):
         *name, number = words[:2] or [""]
         if number.isdigit():
-            found["".join(name)] = int(number)
-    return found
+            numbers["".join(name)] = int(number)
+    return numbers
 
 
 def step_bytes(config, num_decoding: int, num_tokens: int, num_parts: int) -> int:

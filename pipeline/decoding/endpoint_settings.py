@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.validation import Strict
 
-# What a request says by other options, or what would change the shape of its answer.
+# Fields that other options set, or that would change the shape of an answer.
 OURS_IN_REQUESTS = {"model", "prompt", "messages", "stream", "n", "best_of", "echo"}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -102,7 +102,7 @@ class EndpointSettings(Strict):
 
     @model_validator(mode="after")
     def _go_together(self) -> "EndpointSettings":
-        # What may be a secret is refused here, where the message does not show the value.
+        # A possible secret is refused here, where the message does not show its value.
         parts = urlsplit(self.url)
         if parts.username or parts.password or parts.query or parts.fragment:
             raise ValueError("url has a password or a query, where secrets are seen: name a variable as api_key_env")

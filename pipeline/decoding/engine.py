@@ -89,7 +89,7 @@ class Engine:
         self._context_ids = ContextIds(self.settings.batch_size, self.device)
         self.num_forwards = 0  # of all streams
         self.costliest_step_s = 0.0  # submitting and finishing, without what the caller does between them
-        self._has_lacked_drafts = False  # since a drafter found no memory
+        self._has_drafter_lacked_memory = False
         self._grammars: Grammars | None = None  # made for the first text that has one
         self._is_end = np.zeros(self.vocab_size, bool)
         self.end_at(())
@@ -203,12 +203,12 @@ class Engine:
     def _warm_up(self, stream: Stream) -> None:
         """Capture the steps of a full batch, over a cache that has room for what its texts may become."""
         live = stream.scheduler.live
-        expected = [self.concurrency.expected_output(one) for one in live]
+        expected = [self.concurrency.expected_output(sequence) for sequence in live]
         if self.runner.buffered is None or max(expected) < MIN_WARM_UP_TOKENS:
             return
         max_draft_tokens = 0 if isinstance(stream.drafter, NoDrafter) else stream.budget.max_draft_tokens
-        ends = [one.num_prompt + new + max_draft_tokens for one, new in zip(live, expected, strict=True)]
-        longest = max(len(one.context) for one in live)
+        ends = [sequence.num_prompt + new + max_draft_tokens for sequence, new in zip(live, expected, strict=True)]
+        longest = max(len(sequence.context) for sequence in live)
         self.num_forwards += 1  # another stream's step, if one is under way, is overtaken
         try:
             self.cache.grow_to(sum(ends) + self.max_prefill_tokens)
@@ -238,7 +238,7 @@ class Engine:
         """Verify and update; return the sequences that ended, each with its finish reason or failure."""
         scheduler, began_s = stream.scheduler, time.perf_counter()
         outcomes = recovery.fail_alone(self.cache, scheduler.live[0]) if step is None else self._outcomes(step, stream)
-        ended = [(one, outcomes[one]) for one in scheduler.live if one in outcomes]
+        ended = [(sequence, outcomes[sequence]) for sequence in scheduler.live if sequence in outcomes]
         for sequence, _ in ended:
             scheduler.finish(sequence)
             stream.drafter.forget(sequence)
@@ -259,7 +259,7 @@ class Engine:
 
     def _schedule(self, stream: Stream) -> Step:
         """The tokens that each live sequence adds to the step, and drafts for those that write a token in it."""
-        if any(one.guide is None and one.request.grammar is not None for one in stream.scheduler.live):
+        if any(sequence.guide is None and sequence.request.grammar is not None for sequence in stream.scheduler.live):
             guided.begin(stream.scheduler.live, self.grammars)
         sequences, feeds, writing = stream.scheduler.schedule()
         trees = self._trees([sequences[place] for place in writing], stream.drafter, stream.budget)
@@ -281,9 +281,9 @@ class Engine:
         except Exception as error:  # a drafter may run forwards, with a cache of its own
             if not is_out_of_memory(error):
                 raise
-            if not self._has_lacked_drafts:
+            if not self._has_drafter_lacked_memory:
                 logger.warning("steps are taken without drafts where memory is short: %s", first_line(error))
-            self._has_lacked_drafts = True
+            self._has_drafter_lacked_memory = True
             traceback.clear_frames(error.__traceback__)
             torch.cuda.empty_cache()
             return TreeBatch.empty(len(sequences))
@@ -309,11 +309,12 @@ class Engine:
         penalty = self.loaded.repetition_penalty
         if penalty != 1.0:
             rows = PenalisedLogits(penalty, rows, self._context_ids.of(step.sequences), step.trees)
-        guides = [one.guide for one in step.sequences]
+        guides = [sequence.guide for sequence in step.sequences]
         guided_rows = guided.GuidedLogits(rows, guides, step.trees) if any(guides) else None
         if self.settings.temperature:
             sampled = getattr(verifier, "sampled", SampledLogits)
-            seeds, lengths = [one.request.seed for one in step.sequences], [len(one.context) for one in step.sequences]
+            seeds = [sequence.request.seed for sequence in step.sequences]
+            lengths = [len(sequence.context) for sequence in step.sequences]
             how = seeds, lengths, step.trees
             rows = sampled(self.settings.temperature, rows, *how)
             guided_rows = guided_rows and sampled(self.settings.temperature, guided_rows, *how)
@@ -327,7 +328,7 @@ class Engine:
             stream.drafter.observe(observation_of(step, accepted))
         if stream.step_budget is not None:
             stream.step_budget.observe(step.trees, accepted)
-        outcomes |= guided.advance(one for one in step.sequences if one not in outcomes)
+        outcomes |= guided.advance(sequence for sequence in step.sequences if sequence not in outcomes)
         return outcomes | recovery.without_drafts(self, step, accepted, stream)
 
     def _results(

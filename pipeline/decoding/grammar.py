@@ -166,7 +166,7 @@ class Guide:
                 return
 
     def _move(self, path: list[int]) -> int:
-        """Have the matcher behind as much of a path as it allows; returns how many tokens that is."""
+        """Move the matcher along a path, as far as the grammar allows; return that number of tokens."""
         pairs = zip(path, self._path, strict=False)
         num_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if num_common < len(self._path):

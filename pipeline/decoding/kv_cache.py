@@ -189,10 +189,10 @@ class KVCache:
     def remember_prefix(self, row: int, token_ids: np.ndarray) -> None:
         """State that a row's text begins with these tokens, so that later ones may share their slots."""
         assert len(token_ids) <= self.lengths[row]
-        known = self._prefixes[row]
-        new = self._table[row, len(known.slots) : len(token_ids)].copy()
+        previous = self._prefixes[row]
+        new = self._table[row, len(previous.slots) : len(token_ids)].copy()
         self._prefix_counts[new] += 1
-        self._remember(row, token_ids, np.concatenate((known.slots, new)))
+        self._remember(row, token_ids, np.concatenate((previous.slots, new)))
 
     def release(self, row: int) -> None:
         """End a sequence. Its remembered prefix stays shareable until its place is needed."""
@@ -257,8 +257,8 @@ class KVCache:
         """Whether so many more tokens fit beside what the live rows are expected to grow to."""
         if not self._live.any():
             return True
-        rest = np.maximum(self._expected - self.lengths, MIN_EXPECTED_REST)[self._live].sum()
-        return self.num_committed_slots + int(rest) + num_tokens <= self.max_tokens
+        expected_growth = np.maximum(self._expected - self.lengths, MIN_EXPECTED_REST)[self._live].sum()
+        return self.num_committed_slots + int(expected_growth) + num_tokens <= self.max_tokens
 
     def _remember(self, row: int, token_ids: np.ndarray, slots: np.ndarray) -> None:
         self._prefixes.put(row, token_ids, _Prefix(np.array(token_ids, np.int32), slots))

@@ -84,8 +84,8 @@ class _OneClass(DrafterPlugin):
 
 def drafter_plugin(name: str) -> DrafterPlugin:
     """The drafter of a name that is not built in. Raises UnknownPlugin."""
-    found = load_plugin("drafters", name, TEXT_SOURCES)
-    return found if isinstance(found, DrafterPlugin) else _OneClass(found)
+    plugin = load_plugin("drafters", name, TEXT_SOURCES)
+    return plugin if isinstance(plugin, DrafterPlugin) else _OneClass(plugin)
 
 
 def verifier_plugin(name: str) -> VerifierPlugin:

@@ -49,18 +49,18 @@ class PrefixIndex(Generic[Held]):
         return self.pop(next(iter(self._texts)))
 
     def longest(self, token_ids: np.ndarray) -> tuple[int, Held | None]:
-        """How many leading tokens the most alike text shares with these, int32[n], and what is held; (0, None) of none.
+        """The most leading tokens that a text shares with `token_ids`, int32[n], and its entry; (0, None) for none.
 
-        Of several with as many, one that is next to them in sorted order, whatever came first.
+        Among texts that share as many, a neighbour in sorted order is returned, whatever the order of insertion.
         """
         key = _key(token_ids)
         place = bisect_left(self._sorted, (key,))
-        most, found = 0, None
+        most, longest = 0, None
         for other, name in self._sorted[max(0, place - 1) : place + 1]:
             num_shared = _num_shared(other, key)
             if num_shared > most:
-                most, found = num_shared, self._texts[name][1]
-        return most, found
+                most, longest = num_shared, self._texts[name][1]
+        return most, longest
 
 
 def _key(token_ids: np.ndarray) -> bytes:
@@ -68,10 +68,10 @@ def _key(token_ids: np.ndarray) -> bytes:
     return np.ascontiguousarray(token_ids, np.int32).tobytes()
 
 
-def _num_shared(one: bytes, other: bytes) -> int:
+def _num_shared(first: bytes, second: bytes) -> int:
     """Leading tokens that two keys have in common."""
-    length = min(len(one), len(other))
-    if one[:length] == other[:length]:
+    length = min(len(first), len(second))
+    if first[:length] == second[:length]:
         return length // 4
-    own, others = (np.frombuffer(key, np.int32, length // 4) for key in (one, other))
-    return int((own != others).argmax())
+    first_ids, second_ids = (np.frombuffer(key, np.int32, length // 4) for key in (first, second))
+    return int((first_ids != second_ids).argmax())

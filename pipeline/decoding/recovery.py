@@ -39,7 +39,8 @@ def recover(engine, step: Step, stream: Stream, error: Exception) -> Outcomes:
     message = "a step of %d sequences failed (%s); trying them one at a time"
     logger.warning(message, len(step.sequences), error, exc_info=error)
     whole = zip(step.sequences, step.feeds, step.trees, strict=True)
-    return _one_by_one(engine, [Step([one], [feed], TreeBatch.of([tree])) for one, feed, tree in whole], stream)
+    steps = [Step([sequence], [feed], TreeBatch.of([tree])) for sequence, feed, tree in whole]
+    return _one_by_one(engine, steps, stream)
 
 
 def without_drafts(engine, step: Step, accepted: list[Acceptance | None], stream: Stream) -> Outcomes:

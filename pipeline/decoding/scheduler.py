@@ -136,8 +136,8 @@ class Scheduler:
         is_whole = [True] * len(live)
         room = self._max_prefill_tokens
         is_long = [
-            len(chain) > 1 and (cached < one.num_prompt or len(chain) > 1 + MAX_FORCED)
-            for one, cached, chain in zip(live, num_cached, chains, strict=True)
+            len(chain) > 1 and (cached < sequence.num_prompt or len(chain) > 1 + MAX_FORCED)
+            for sequence, cached, chain in zip(live, num_cached, chains, strict=True)
         ]
         for i in sorted(np.flatnonzero(is_long).tolist(), key=lambda i: live[i].order):
             # A prompt, or a preempted text: as much of it as there is room for.
@@ -178,7 +178,7 @@ class Scheduler:
         self._cache.release(sequence.row)
 
     def _first_waiting(self) -> DecodingSequence | None:
-        """What is admitted next; a request is pulled only when asked for."""
+        """The sequence to admit next; a request is pulled only when none waits."""
         if not self._waiting and (pulled := next(self._requests, None)) is not None:
             order, request = pulled
             room = self._limits.max_context - len(request.prompt_ids)
@@ -191,9 +191,9 @@ class Scheduler:
         return sequence.num_prompt + sequence.max_new_tokens + self._limits.max_draft_tokens
 
     def _acquire(self, sequence: DecodingSequence) -> bool:
-        """Make a waiting one live, if there is a row for it."""
-        rest = max(0, self._concurrency.expected_output(sequence) - sequence.num_output)
-        expected = len(sequence.context) + rest + self._limits.max_draft_tokens
+        """Make a waiting sequence live; return whether there was a row for it."""
+        num_remaining = max(0, self._concurrency.expected_output(sequence) - sequence.num_output)
+        expected = len(sequence.context) + num_remaining + self._limits.max_draft_tokens
         expected = min(self._most_tokens(sequence), expected)
         lease = self._cache.acquire(sequence.context, expected, self._limits.shares_prefixes)
         if lease is None:

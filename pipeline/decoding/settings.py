@@ -138,16 +138,16 @@ class DecodingSettings(Strict):
 
     @field_validator("thinking", "guided", mode="before")
     @classmethod
-    def _off_is_a_word(cls, given: Any) -> Any:
-        return "off" if given is False else given  # YAML reads a bare `off` as false
+    def _off_is_a_word(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML reads a bare `off` as false
 
     @model_validator(mode="before")
     @classmethod
-    def _greedy_in_other_engines(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("engine") in ("vllm", "endpoint"):
-            undrafted = {"drafters": ()} if given["engine"] == "endpoint" else {}
-            given = {"verifier": "greedy"} | undrafted | given
-        return given
+    def _greedy_in_other_engines(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("engine") in ("vllm", "endpoint"):
+            undrafted = {"drafters": ()} if values["engine"] == "endpoint" else {}
+            values = {"verifier": "greedy"} | undrafted | values
+        return values
 
     @model_validator(mode="after")
     def _fits_endpoint(self) -> "DecodingSettings":
@@ -198,8 +198,8 @@ class DecodingSettings(Strict):
         names = {"verifier", "top_k", "min_probability", "max_new_tokens", "dtype"}
         if self.temperature:  # of texts that are not sampled fingerprints stay as they were
             names |= {"temperature"}
-        of_server = {} if self.endpoint is None else self.endpoint.provenance()
-        return self.model_dump(mode="json", include=names) | of_server
+        endpoint = {} if self.endpoint is None else self.endpoint.provenance()
+        return self.model_dump(mode="json", include=names) | endpoint
 
     @property
     def chat_options(self) -> dict[str, Any]:
@@ -285,12 +285,12 @@ class Budget:
         """The settings' own numbers; where they leave the choice, those of the class, in vLLM of a chain: nothing is
         measured here."""
         usual = cls(8, 0.05) if settings.engine == "vllm" else cls()
-        return usual.with_given(settings.max_draft_tokens, settings.min_acceptance)
+        return usual.with_overrides(settings.max_draft_tokens, settings.min_acceptance)
 
-    def with_given(self, max_draft_tokens: int | None, min_acceptance: float | None) -> "Budget":
-        """The same with numbers that somebody gave in place of its own."""
-        given = {"max_draft_tokens": max_draft_tokens, "min_acceptance": min_acceptance}
-        return replace(self, **{name: value for name, value in given.items() if value is not None})
+    def with_overrides(self, max_draft_tokens: int | None, min_acceptance: float | None) -> "Budget":
+        """A copy in which the numbers that are not None replace its own."""
+        overrides = {"max_draft_tokens": max_draft_tokens, "min_acceptance": min_acceptance}
+        return replace(self, **{name: value for name, value in overrides.items() if value is not None})
 
     @property
     def min_log_acceptance(self) -> float:

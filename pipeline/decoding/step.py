@@ -65,12 +65,12 @@ def commit(
     finite, nodes, lengths = _accepted_nodes(step, accepted)
     token_ids, sources = trees.token_ids[nodes], trees.source[nodes]
     if len(finite):
-        is_kept = batch.committed_mask(finite, nodes)
-        counts = np.add.reduceat(is_kept, batch.offsets, dtype=np.int64)[finite]
-        cache.commit(batch.rows[finite], counts, batch.slot_mapping[is_kept])
+        is_committed = batch.committed_mask(finite, nodes)
+        counts = np.add.reduceat(is_committed, batch.offsets, dtype=np.int64)[finite]
+        cache.commit(batch.rows[finite], counts, batch.slot_mapping[is_committed])
     # Lists of Python's numbers: a step of many sequences spends its time on the host in this loop.
     numbers, next_tokens = finite.tolist(), [accepted[i].next_token for i in finite.tolist()]
-    of_sequences = zip(
+    per_sequence = zip(
         numbers,
         pairwise(accumulate(lengths, initial=0)),  # of each path, its part of the tokens
         next_tokens,
@@ -81,7 +81,7 @@ def commit(
         trees.sizes[finite].tolist(),
         strict=True,
     )
-    for i, (start, end), next_token, at_end, num_before, num_cached, first_node, num_nodes in of_sequences:
+    for i, (start, end), next_token, at_end, num_before, num_cached, first_node, num_nodes in per_sequence:
         sequence = step.sequences[i]
         if num_before < sequence.num_prompt:  # it was within its prompt
             cache.remember_prefix(sequence.row, sequence.prompt_ids[:num_cached])
@@ -104,14 +104,14 @@ def observation_of(step: Step, accepted: list[Acceptance | None]) -> Observation
     assert step.output is not None
     batch = step.output.batch
     finite, nodes, _ = _accepted_nodes(step, accepted)
-    kept = np.flatnonzero(batch.committed_mask(finite, nodes))
+    committed = np.flatnonzero(batch.committed_mask(finite, nodes))
     hidden = step.output.rows.hidden
     return Observation(
         sequences=step.sequences,
         trees=step.trees,
-        sequence_of=batch.feed_of[kept],
-        positions=batch.positions[kept],
-        hidden=hidden.index_select(0, to_device(kept, hidden.device)),
+        sequence_of=batch.feed_of[committed],
+        positions=batch.positions[committed],
+        hidden=hidden.index_select(0, to_device(committed, hidden.device)),
         rows=step.output.rows,
         starts=batch.logit_starts,
     )

@@ -54,5 +54,7 @@ class StepBudget:
             expected = np.exp(trees.log_acceptance.astype(np.float64))
             self._expected += np.bincount(trees.source, expected, NUM_SOURCES)
             paths = zip(trees.starts.tolist(), accepted, strict=True)
-            nodes = np.concatenate([start + one.nodes for start, one in paths if one is not None] or [[]])
+            nodes = np.concatenate(
+                [start + acceptance.nodes for start, acceptance in paths if acceptance is not None] or [[]]
+            )
             self._accepted += np.bincount(trees.source[nodes.astype(np.int64)], minlength=NUM_SOURCES)

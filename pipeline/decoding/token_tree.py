@@ -143,8 +143,8 @@ class TreeBatch:
     def ancestors(self) -> np.ndarray:
         """int64[n]: bit j is set for node j of the same tree if that is the node itself or above it."""
         assert self.sizes.max(initial=0) <= MAX_NODES, "a tree's nodes do not fit a mask"
-        own = np.left_shift(np.uint64(1), self.places.astype(np.uint64))
-        return self.scan_from_root(np.bitwise_or, own).view(np.int64)
+        own_bits = np.left_shift(np.uint64(1), self.places.astype(np.uint64))
+        return self.scan_from_root(np.bitwise_or, own_bits).view(np.int64)
 
     def scan_from_root(self, join: np.ufunc, values: np.ndarray) -> np.ndarray:
         """For each node, its value [n] joined with those of all nodes above it: `np.add`, `np.logical_and`, ..."""
@@ -160,11 +160,11 @@ class TreeBatch:
         num_nodes = len(self)
         above = np.full(num_nodes + 1, num_nodes)
         above[:-1] = np.where(self.parents < 0, num_nodes, self.starts[self.tree_of] + self.parents)
-        found = []
+        levels = []
         while above.min() < num_nodes:
-            found.append(above)
+            levels.append(above)
             above = above[above]
-        return found
+        return levels
 
 
 def prune(

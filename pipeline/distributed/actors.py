@@ -273,18 +273,20 @@ class WorkerPool:
         elif not self._calls and not self.idle:
             raise RunFailed(f"all workers were lost while they loaded the model and wrote a text; the last: {lost}")
 
-    def _wait(self, asked: Mapping[ray.ObjectRef, _WorkerHandle]) -> ray.ObjectRef:
+    def _wait(self, open_calls: Mapping[ray.ObjectRef, _WorkerHandle]) -> ray.ObjectRef:
         """Wait for the next open call that is answered, or whose worker hangs."""
         while True:
             poll_s = FIRST_POLL_S if self.on_first_text else POLL_S
-            done, _ = ray.wait(list(asked), num_returns=1, timeout=poll_s)
-            done += [reference for reference, worker in asked.items() if worker.is_hung(self._costliest_step_s)]
-            self._costliest_step_s = max([self._costliest_step_s, *(one.costliest_step_s for one in asked.values())])
-            if any(worker.num_texts for worker in asked.values()):
+            done, _ = ray.wait(list(open_calls), num_returns=1, timeout=poll_s)
+            done += [reference for reference, worker in open_calls.items() if worker.is_hung(self._costliest_step_s)]
+            self._costliest_step_s = max(
+                [self._costliest_step_s, *(worker.costliest_step_s for worker in open_calls.values())]
+            )
+            if any(worker.num_texts for worker in open_calls.values()):
                 self.notify_first_text()
             if done:
                 return done[0]
-            if all(not worker.is_scheduled and worker.idle_s > self.start_timeout_s for worker in asked.values()):
+            if all(not worker.is_scheduled and worker.idle_s > self.start_timeout_s for worker in open_calls.values()):
                 free = ray.available_resources()
                 raise RunFailed(
                     f"no worker found a place within {self.start_timeout_s:g} seconds: each needs "

@@ -93,8 +93,8 @@ def worker_layout(
     if num_workers is None and not on_gpu:
         num_threads = max(1, most_threads // WORKERS_A_NODE)
     else:
-        wanted = num_workers or num_alone * workers_a_gpu
-        num_threads = max((n for n in range(1, most_threads + 1) if num_places(n) >= wanted), default=1)
+        min_places = num_workers or num_alone * workers_a_gpu
+        num_threads = max((n for n in range(1, most_threads + 1) if num_places(n) >= min_places), default=1)
     places = num_places(num_threads)
     layout = WorkerLayout(
         num_workers or places, num_threads, gpus_a_worker if on_gpu else 0, "cuda" if on_gpu else "cpu", workers_a_gpu
@@ -116,8 +116,8 @@ def format_nodes(nodes: Sequence[Node]) -> str:
 
 def cluster_nodes() -> list[Node]:
     """The living nodes of the cluster."""
-    found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return [Node(int(resources.get("CPU", 0)), int(resources.get("GPU", 0))) for resources in found]
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [Node(int(resources.get("CPU", 0)), int(resources.get("GPU", 0))) for resources in alive]
 
 
 def require_own_gpu(granted: list, visible: str | None) -> None:
@@ -203,12 +203,12 @@ def end_leftovers(workspace: Path) -> int:
 
     The workspace's lock must be held: a process with its mark then belongs to no living night.
     """
-    wanted, num_ended = f"{MARK}={_mark_of(workspace)}".encode(), 0
+    mark, num_ended = f"{MARK}={_mark_of(workspace)}".encode(), 0
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # it is another user's, or has ended
             process = os.pidfd_open(int(path.parent.name))  # not its id, which another process may have meanwhile
             try:
-                if wanted in path.read_bytes().split(b"\0"):
+                if mark in path.read_bytes().split(b"\0"):
                     signal.pidfd_send_signal(process, signal.SIGKILL)
                     num_ended += 1
             finally:
@@ -228,9 +228,9 @@ def _marked(workspace: Path | None) -> Iterator[None]:
 
 
 def _mark_of(workspace: Path) -> str:
-    """Identifies the folder itself, since its path may mean another one in a container."""
-    found = workspace.stat()
-    return f"{found.st_dev}-{found.st_ino} {workspace.resolve()}"
+    """Identify the folder itself, since its path may mean another one in a container."""
+    stat = workspace.stat()
+    return f"{stat.st_dev}-{stat.st_ino} {workspace.resolve()}"
 
 
 def _root_reason(error: BaseException) -> str:

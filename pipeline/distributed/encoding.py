@@ -91,17 +91,17 @@ class ClusterEncoder:
             while queue and len(open_tasks) < OPEN_TASKS * layout.num_workers:
                 part = queue.popleft()
                 path = self._folder / f"{_digest(part, identity)}.npz"
-                if (kept := _kept(path)) is None:
+                if (saved := _saved_vectors(path)) is None:
                     reference = task.remote(part, self._settings, layout.num_threads, path)
                     open_tasks[reference] = part, path
                 else:
                     on_batch(part.num_texts)
-                    yield part, kept
+                    yield part, saved
             if open_tasks:
                 reference = _finished(list(open_tasks))
                 part, path = open_tasks.pop(reference)
                 _require_visible([path])
-                if (encoding := _kept(path)) is None:
+                if (encoding := _saved_vectors(path)) is None:
                     raise RunFailed(f"{path} is damaged, which a task has just written; is the storage sound?")
                 on_batch(part.num_texts)
                 yield part, encoding
@@ -163,13 +163,13 @@ def _digest(part: TextPart, identity: str) -> str:
     """Names the vectors of a part: by the encoder, and by its rows in files as they are."""
     digest = hashlib.sha256(json.dumps([identity, part.fields]).encode())
     for path, rows in part.files:
-        found = path.stat()
-        digest.update(f"{path.name} {found.st_size} {found.st_mtime_ns}".encode() + rows.tobytes())
+        stat = path.stat()
+        digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}".encode() + rows.tobytes())
     return digest.hexdigest()[:32]
 
 
-def _kept(path: Path) -> Encoding | None:
-    """What a task has left; None where it has not, or the file is damaged."""
+def _saved_vectors(path: Path) -> Encoding | None:
+    """The vectors that a task saved; None if there are none, or the file is damaged."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return Encoding(arrays["vectors"], int(arrays["num_truncated"]))

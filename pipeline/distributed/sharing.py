@@ -45,13 +45,14 @@ def workers_a_gpu(needed_bytes: int | None, free_bytes: int | None) -> int:
 
 
 def cluster_free_bytes() -> int | None:
-    """What is free on the GPU of the cluster's nodes that has least; None where a node does not say it."""
+    """Free bytes of the fullest GPU of the cluster's nodes; None if a node does not report it."""
     ask = ray.remote(num_cpus=0, max_retries=0)(min_free_bytes)
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
-    asked = [ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(one, soft=False)).remote() for one in nodes]
+    strategies = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+    calls = [ask.options(scheduling_strategy=strategy).remote() for strategy in strategies]
     try:
-        found = ray.get(asked, timeout=ASK_TIMEOUT_S)
+        answers = ray.get(calls, timeout=ASK_TIMEOUT_S)
     except RayError:
         return None
-    known = [num_bytes for num_bytes in found if num_bytes is not None]
-    return min(known) if known and len(known) == len(found) else None
+    free = [num_bytes for num_bytes in answers if num_bytes is not None]
+    return min(free) if free and len(free) == len(answers) else None

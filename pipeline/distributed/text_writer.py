@@ -139,15 +139,15 @@ class TextWriter:
             else:
                 written[int(outcome.request_id)] = outcome
         results = [written.get(row, NOTHING) for row in range(num_rows)]
-        found = {
-            "text": np.array([one.text for one in results], object),
-            "finish_reason": np.array([one.finish_reason for one in results], object),
-            "num_tokens": np.array([len(one.token_ids) for one in results], np.int64),
-            "num_steps": np.array([one.num_steps for one in results], np.int64),
-            "num_accepted": np.array([one.num_accepted for one in results], np.int64),
+        columns = {
+            "text": np.array([result.text for result in results], object),
+            "finish_reason": np.array([result.finish_reason for result in results], object),
+            "num_tokens": np.array([len(result.token_ids) for result in results], np.int64),
+            "num_steps": np.array([result.num_steps for result in results], np.int64),
+            "num_accepted": np.array([result.num_accepted for result in results], np.int64),
             "error": np.array(errors, object),
         }
-        return batch | found
+        return batch | columns
 
     def _chosen_budget(self, has_previous: bool) -> Budget:
         """How much is drafted: by what a step costs here, unless the options say it."""

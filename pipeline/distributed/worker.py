@@ -204,9 +204,9 @@ def longest_first(rows: dict[str, RenderedRow]) -> list[tuple[str, RenderedRow]]
     Else a long text that is begun last is written alone when the others of its shard have ended. The previous text says
     how long a text will be; without one it is taken for one of mean length.
     """
-    known = {key: len(row.previous_ids) for key, row in rows.items() if row.previous_ids is not None}
-    mean = sum(known.values()) / max(1, len(known))
-    return sorted(rows.items(), key=lambda item: -known.get(item[0], mean))
+    lengths = {key: len(row.previous_ids) for key, row in rows.items() if row.previous_ids is not None}
+    mean = sum(lengths.values()) / max(1, len(lengths))
+    return sorted(rows.items(), key=lambda item: -lengths.get(item[0], mean))
 
 
 def parsed_answer(
@@ -222,22 +222,22 @@ def parsed_answer(
 
 
 def engine_of(spec: TextSpec) -> TextEngine:
-    """The engine that a specification names; code of the others is not imported."""
+    """Load the engine that a specification names, without importing the code of others."""
     if spec.decoding.engine == "endpoint":
         from laserbatch.pipeline.engines.endpoint import EndpointEngine
 
         return EndpointEngine(spec.model_dir, spec.decoding, spec.run_dir)
-    given = {name: getattr(spec, name) for name in ("model_dir", "decoding", "device", "num_threads", "pool_dirs",
+    arguments = {name: getattr(spec, name) for name in ("model_dir", "decoding", "device", "num_threads", "pool_dirs",
                                                     "step_cost_dir")}  # fmt: skip
     on_gpu = spec.device == "cuda"
-    given["num_sharing"] = spec.workers_a_gpu if on_gpu else workers_of_node(spec.num_workers, spec.num_threads)
+    arguments["num_sharing"] = spec.workers_a_gpu if on_gpu else workers_of_node(spec.num_workers, spec.num_threads)
     if spec.decoding.engine == "vllm":
         from laserbatch.pipeline.engines.vllm import VllmEngine
 
-        return VllmEngine(**given)
+        return VllmEngine(**arguments)
     from laserbatch.pipeline.engines.own import OwnEngine
 
-    return OwnEngine(**given, num_workers=spec.num_workers)
+    return OwnEngine(**arguments, num_workers=spec.num_workers)
 
 
 def seed_of(side: Side, entity_id: object) -> int:

@@ -41,22 +41,22 @@ class Codebook:
 
     def codes(self, vectors: np.ndarray) -> np.ndarray:
         """Codes of each vector: int32 (n, num_levels)."""
-        codes, rest = [], vectors
+        codes, residuals = [], vectors
         for level in self.levels:
-            nearest = nearest_centroids(rest, level.centroids)
+            nearest = nearest_centroids(residuals, level.centroids)
             codes.append(nearest)
-            rest = rest - level.centroids[nearest]
+            residuals = residuals - level.centroids[nearest]
         return np.stack(codes, axis=1)
 
 
 def fit_codebook(vectors: np.ndarray, num_clusters: int, seed: int) -> Codebook:
     """A new codebook of vectors, float32 (n, dim)."""
-    levels, rest = [], vectors
+    levels, residuals = [], vectors
     for _ in LEVELS:
-        centroids = fit_centroids(rest, num_clusters, seed)
-        nearest = nearest_centroids(rest, centroids)
-        rest = rest - centroids[nearest] if len(rest) else rest
-        radius = FAR * float(np.sqrt((rest.astype(np.float64) ** 2).sum(axis=1).mean())) if len(rest) else 0.0
+        centroids = fit_centroids(residuals, num_clusters, seed)
+        nearest = nearest_centroids(residuals, centroids)
+        residuals = residuals - centroids[nearest] if len(residuals) else residuals
+        radius = FAR * float(np.sqrt((residuals.astype(np.float64) ** 2).sum(axis=1).mean())) if len(residuals) else 0.0
         levels.append(Level(centroids, np.bincount(nearest, minlength=len(centroids)), radius))
     digest = hashlib.sha256(b"".join(level.centroids.tobytes() for level in levels)).hexdigest()[:12]
     return Codebook(tuple(levels), f"{num_clusters}-{seed}-{digest}")
@@ -64,10 +64,10 @@ def fit_codebook(vectors: np.ndarray, num_clusters: int, seed: int) -> Codebook:
 
 def followed(codebook: Codebook, vectors: np.ndarray, num_clusters: int, seed: int) -> Codebook:
     """The codebook after a night with new vectors, float32 (n, dim): those of earlier nights keep their codes."""
-    levels, rest = [], vectors
+    levels, residuals = [], vectors
     for level in codebook.levels:
-        grown = _followed(level, rest, num_clusters, seed)
-        rest = rest - grown.centroids[nearest_centroids(rest, grown.centroids)]
+        grown = _followed(level, residuals, num_clusters, seed)
+        residuals = residuals - grown.centroids[nearest_centroids(residuals, grown.centroids)]
         levels.append(grown)
     return Codebook(tuple(levels), codebook.key)
 
@@ -91,10 +91,10 @@ def _followed(level: Level, vectors: np.ndarray, num_clusters: int, seed: int) -
         sums[code] = vectors[is_near & (nearest == code)].sum(axis=0, dtype=np.float64)
     steps = np.minimum(counts / np.maximum(level.weights + counts, 1), MAX_STEP)[:, None]
     moved = level.centroids + (steps * (sums / np.maximum(counts, 1)[:, None] - level.centroids)).astype(np.float32)
-    of_added = (
+    added_counts = (
         np.bincount(nearest_centroids(vectors[is_far], added), minlength=len(added)) if len(added) else counts[:0]
     )
-    weights = np.concatenate([level.weights + counts, of_added])
+    weights = np.concatenate([level.weights + counts, added_counts])
     return Level(np.concatenate([moved, added]).astype(np.float32), weights, level.radius)
 
 

@@ -51,16 +51,16 @@ def write_merlin(sides: Sequence[SideExport], folder: Path, place: Path) -> None
 
     TorchRec, or whoever else reads Parquet, takes the same files.
     """
-    for one in sides:
-        write_parquet(one.batches, folder / one.side / "features.parquet", one.schema)
-        shape = f"value_count {{ min: {one.dim} max: {one.dim} }}"
+    for export in sides:
+        write_parquet(export.batches, folder / export.side / "features.parquet", export.schema)
+        shape = f"value_count {{ min: {export.dim} max: {export.dim} }}"
         features = [
-            _feature(one.id_name, "INT" if one.has_integer_ids else "BYTES", "", ["id", one.id_name]),
-            _feature("vector", "FLOAT", shape, ["embedding", one.side]),
+            _feature(export.id_name, "INT" if export.has_integer_ids else "BYTES", "", ["id", export.id_name]),
+            _feature("vector", "FLOAT", shape, ["embedding", export.side]),
         ]
         is_code = "int_domain { is_categorical: true }"
-        features += [_feature(name, "INT", is_code, ["categorical", one.side]) for name in LEVELS]
-        write_text("".join(features), folder / one.side / "schema.pbtxt")
+        features += [_feature(name, "INT", is_code, ["categorical", export.side]) for name in LEVELS]
+        write_text("".join(features), folder / export.side / "schema.pbtxt")
 
 
 def _feature(name: str, kind: str, shape: str, tags: list[str]) -> str:
@@ -75,21 +75,21 @@ def write_fuxictr(sides: Sequence[SideExport], folder: Path, place: Path) -> Non
     Codes stand in it as `<side>_cluster_id` and `<side>_residual_id`, columns that rows to train on are joined with.
     """
     columns = []
-    for one in sides:
-        name = f"{one.id_name}.parquet"
-        codes = [f"{one.side}_{level}" for level in LEVELS]
-        pairs = (batch.select([one.id_name, "vector", *LEVELS]) for batch in one.batches)
-        fields = {"key": one.schema.field(one.id_name).type, "value": one.schema.field("vector").type}
+    for export in sides:
+        name = f"{export.id_name}.parquet"
+        codes = [f"{export.side}_{level}" for level in LEVELS]
+        pairs = (batch.select([export.id_name, "vector", *LEVELS]) for batch in export.batches)
+        fields = {"key": export.schema.field(export.id_name).type, "value": export.schema.field("vector").type}
         schema = pa.schema(fields | dict.fromkeys(codes, pa.int32()))
         write_parquet((batch.rename_columns(schema.names) for batch in pairs), folder / name, schema)
         columns.append(
             {
-                "name": one.id_name,
+                "name": export.id_name,
                 "active": True,
-                "dtype": "int" if one.has_integer_ids else "str",
+                "dtype": "int" if export.has_integer_ids else "str",
                 "type": "categorical",
                 "pretrained_emb": str(place / name),
-                "pretrain_dim": one.dim,
+                "pretrain_dim": export.dim,
                 "pretrain_usage": "concat",
                 "freeze_emb": True,
             }
@@ -104,24 +104,26 @@ def write_recbole(sides: Sequence[SideExport], folder: Path, place: Path) -> Non
     Raises WorkspaceError on an id with a tab or a line end in it, which these files cannot hold.
     """
     settings: dict[str, Any] = {"additional_feat_suffix": [], "preload_weight": {}}
-    for one in sides:
-        id_name, vector_name, suffix = f"{one.side}_emb_id", f"{one.side}_emb", f"{one.side}emb"
-        columns = [f"{id_name}:token", f"{vector_name}:float_seq", *(f"{one.side}_{level}:token" for level in LEVELS)]
+    for export in sides:
+        id_name, vector_name, suffix = f"{export.side}_emb_id", f"{export.side}_emb", f"{export.side}emb"
+        columns = [f"{id_name}:token", f"{vector_name}:float_seq"]
+        columns += [f"{export.side}_{level}:token" for level in LEVELS]
         with (folder / f"{place.name}.{suffix}").open("w", encoding="utf-8") as file:
             file.write("\t".join(columns) + "\n")
-            for batch in one.batches:
+            for batch in export.batches:
                 vectors = vectors_of(batch)
                 codes = (batch[level].to_pylist() for level in LEVELS)
-                for entity_id, vector, *own in zip(batch[one.id_name].to_pylist(), vectors, *codes, strict=True):
+                ids = batch[export.id_name].to_pylist()
+                for entity_id, vector, *entity_codes in zip(ids, vectors, *codes, strict=True):
                     if set("\t\r\n") & set(str(entity_id)):
                         raise WorkspaceError(
-                            f"the id of {one.side} {entity_id!r} has a tab or a line end in it, which RecBole's files "
-                            "cannot hold. Export to another format."
+                            f"the id of {export.side} {entity_id!r} has a tab or a line end in it, which RecBole's "
+                            "files cannot hold. Export to another format."
                         )
-                    file.write("\t".join([str(entity_id), " ".join(map(str, vector)), *map(str, own)]) + "\n")
+                    file.write("\t".join([str(entity_id), " ".join(map(str, vector)), *map(str, entity_codes)]) + "\n")
         settings["additional_feat_suffix"].append(suffix)
         settings["preload_weight"][id_name] = vector_name
-        settings[f"alias_of_{one.side}_id"] = [id_name]
+        settings[f"alias_of_{export.side}_id"] = [id_name]
     _write_settings(settings, folder)
 
 

@@ -83,36 +83,36 @@ class FeatureWriter:
         """
         side, settings = self.side, self.settings
         table, centroids = self.run.features_path(side), self.run.centroids_path(side)
-        known = None if earlier is None else earlier.path
+        earlier_path = None if earlier is None else earlier.path
         with_codes = codes_of or (None if earlier is None else earlier.run)
-        texts = _Texts.read(self.run.knowledge_folder(side), known, f"{side}_id")
+        texts = _Texts.read(self.run.knowledge_folder(side), earlier_path, f"{side}_id")
         before = None if with_codes is None else _read_codebook(with_codes.centroids_path(side))
         if codes_of is None and before is not None and not before.is_for(settings.num_clusters, CLUSTER_SEED):
             before = None
-        encoder = self.load_encoder(texts.num_new) if known is None or texts.num_new else None
-        dim = pq.read_schema(known).field("vector").type.list_size if encoder is None else encoder.dim
+        encoder = self.load_encoder(texts.num_new) if earlier_path is None or texts.num_new else None
+        dim = pq.read_schema(earlier_path).field("vector").type.list_size if encoder is None else encoder.dim
         schema = feature_schema(side, texts.id_type, dim)
         is_same = before is not None and not texts.num_new
-        if is_same and earlier is not None and _holds_all(earlier, texts.found, schema):
+        if is_same and earlier is not None and _holds_all(earlier, texts.earlier_rows, schema):
             link_file(earlier.path, table)
             link_file(earlier.run.centroids_path(side), centroids)
             return replace(earlier.figures, num_encoded=0, num_truncated=0)
         table.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=table.parent, buffering=0) as scratch:
             new = _NewVectors(scratch, dim, texts.num_new)
-            num_truncated = 0 if encoder is None else self._encode(texts.order[texts.found < 0], encoder, new)
-            vectors = _MergedVectors(texts.found, new, known)
-            of_new = _codes_before(
+            num_truncated = 0 if encoder is None else self._encode(texts.order[texts.earlier_rows < 0], encoder, new)
+            vectors = _MergedVectors(texts.earlier_rows, new, earlier_path)
+            previous_codes = _codes_before(
                 new, None if before is None or with_codes is None else with_codes.features_path(side)
             )
             if before is None:
-                codebook, of_file = fit_codebook(vectors.sample(), settings.num_clusters, CLUSTER_SEED), None
+                codebook, reused_codes = fit_codebook(vectors.sample(), settings.num_clusters, CLUSTER_SEED), None
             elif codes_of is None:
-                codebook, of_file = _followed_by(before, new, of_new[:, 0] < 0, settings), of_new
+                codebook, reused_codes = _followed_by(before, new, previous_codes[:, 0] < 0, settings), previous_codes
             else:
-                codebook, of_file = before, of_new
+                codebook, reused_codes = before, previous_codes
             clusters: set[int] = set()
-            rows = _feature_rows(texts, vectors, codebook, of_file, clusters)
+            rows = _feature_rows(texts, vectors, codebook, reused_codes, clusters)
             written = write_parquet((pa.table(columns, schema.names) for columns in rows), table, schema)
         _write_codebook(codebook, centroids, side, dim)
         return FeatureFigures(
@@ -149,35 +149,35 @@ class _Texts:
     rows: pa.Table
     id_type: pa.DataType
     order: np.ndarray
-    found: np.ndarray
+    earlier_rows: np.ndarray
 
     @classmethod
     def read(cls, knowledge: Path, earlier: Path | None, id_column: str) -> "_Texts":
         rows = read_parquet(knowledge, ["entity_id", "run_id", "fingerprint"])
         id_type, rows = rows.schema.field("entity_id").type, as_large(rows)
         order = pc.sort_indices(rows["entity_id"]).to_numpy()
-        found = np.full(len(order), -1) if earlier is None else _known_rows(rows, order, earlier, id_column)
-        return cls(rows, id_type, order, found)
+        earlier_rows = np.full(len(order), -1) if earlier is None else _known_rows(rows, order, earlier, id_column)
+        return cls(rows, id_type, order, earlier_rows)
 
     @property
     def num_new(self) -> int:
-        return int((self.found < 0).sum())
+        return int((self.earlier_rows < 0).sum())
 
 
 def _feature_rows(
-    texts: _Texts, vectors: "_MergedVectors", codebook: Codebook, of_new: np.ndarray | None, clusters: set[int]
+    texts: _Texts, vectors: "_MergedVectors", codebook: Codebook, previous_codes: np.ndarray | None, clusters: set[int]
 ) -> Iterator[list[pa.Array | pa.ChunkedArray]]:
     """The columns of each row group; clusters that a text is in are added to `clusters`.
 
-    `of_new`, int32 (num_new, num_levels), are codes that new vectors had before, -1 without; None: all are coded anew.
+    `previous_codes`, int32 (num_new, num_levels): codes that new vectors had before, -1 without; None: code all anew.
     """
     for places, new_places, matrix, codes in vectors.groups():
-        if of_new is None:
-            to_code = np.ones(len(codes), bool)
+        if previous_codes is None:
+            is_uncoded = np.ones(len(codes), bool)
         else:
-            codes[texts.found[places] < 0] = of_new[new_places]
-            to_code = codes[:, 0] < 0
-        codes[to_code] = codebook.codes(matrix[to_code])
+            codes[texts.earlier_rows[places] < 0] = previous_codes[new_places]
+            is_uncoded = codes[:, 0] < 0
+        codes[is_uncoded] = codebook.codes(matrix[is_uncoded])
         clusters.update(np.unique(codes[:, 0]).tolist())
         ids, run_ids, fingerprints = texts.rows.take(pa.array(texts.order[places])).columns
         since = moments(days_valid(run_ids.combine_chunks()))
@@ -222,21 +222,21 @@ def _followed_by(before: Codebook, new: _NewVectors, is_unknown: np.ndarray, set
 def _codes_before(new: _NewVectors, path: Path | None) -> np.ndarray:
     """Codes that vectors with the bits of new ones have in a feature table, int32 (num_new, num_levels); -1 without.
 
-    Who has the vector of before has its codes, wherever centroids went.
+    A vector that did not change keeps its codes, even if centroids moved.
     """
     heads = np.unique(new.heads)
-    found, codes = [np.zeros(0, np.uint64)], [np.zeros((0, len(LEVELS)), np.int32)]
+    digest_parts, codes = [np.zeros(0, np.uint64)], [np.zeros((0, len(LEVELS)), np.int32)]
     for batch in iter_parquet(path, ["vector", *LEVELS]) if path is not None and len(heads) else ():
         vectors = vectors_of(batch)
         near = _heads(vectors)
         near = np.flatnonzero(heads[np.minimum(np.searchsorted(heads, near), len(heads) - 1)] == near)
-        found.append(digests(vectors[near]))
+        digest_parts.append(digests(vectors[near]))
         codes.append(np.column_stack([batch[name].to_numpy()[near] for name in LEVELS]))
-    known, first = np.unique(np.concatenate(found), return_index=True)
-    if not len(known):
+    known_digests, first = np.unique(np.concatenate(digest_parts), return_index=True)
+    if not len(known_digests):
         return np.full((len(new.digests), len(LEVELS)), -1, np.int32)
-    places = np.minimum(np.searchsorted(known, new.digests), len(known) - 1)
-    is_known = known[places] == new.digests
+    places = np.minimum(np.searchsorted(known_digests, new.digests), len(known_digests) - 1)
+    is_known = known_digests[places] == new.digests
     return np.where(is_known[:, None], np.concatenate(codes)[first[places]], -1)
 
 
@@ -251,9 +251,9 @@ def _read_codebook(path: Path) -> Codebook:
     metadata = {key.decode(): value.decode() for key, value in (pq.read_schema(path).metadata or {}).items()}
     levels = []
     for name in LEVELS:
-        of_level = table.filter(pc.equal(table["level"], name))
+        rows = table.filter(pc.equal(table["level"], name))
         radius = float(metadata[f"laserbatch.radius.{name}"])
-        levels.append(Level(vectors_of(of_level), of_level["num_vectors"].to_numpy(), radius))
+        levels.append(Level(vectors_of(rows), rows["num_vectors"].to_numpy(), radius))
     return Codebook(tuple(levels), metadata["laserbatch.codebook"])
 
 
@@ -285,30 +285,30 @@ def changed_rows(table: Path, earlier: Path, id_column: str) -> tuple[np.ndarray
 
 
 def _known_rows(rows: pa.Table, order: np.ndarray, earlier: Path, id_column: str) -> np.ndarray:
-    """Of each entity, in the order of ids, the row of earlier features of the same text: int64[n]; -1 without one.
+    """The row of earlier features of each entity's text, in the order of ids: int64[n]; -1 without one.
 
     The entity, the run that generated it and the prompt that it answers say which text it is.
     """
     ids = as_large(read_parquet(earlier, [id_column]))[id_column].combine_chunks()
-    found, start = rows_among(rows["entity_id"].combine_chunks().take(pa.array(order)), ids), 0
-    places = np.flatnonzero(found >= 0)
-    ascending = found[places]  # both are in the order of ids
+    earlier_rows, start = rows_among(rows["entity_id"].combine_chunks().take(pa.array(order)), ids), 0
+    places = np.flatnonzero(earlier_rows >= 0)
+    ascending = earlier_rows[places]  # both are in the order of ids
     for batch in iter_parquet(earlier, ["run_id", "fingerprint"]):
         first, last = np.searchsorted(ascending, [start, start + batch.num_rows])
-        its_own = places[first:last]
-        ours, theirs = rows.take(pa.array(order[its_own])), pa.array(ascending[first:last] - start)
+        matched = places[first:last]
+        ours, theirs = rows.take(pa.array(order[matched])), pa.array(ascending[first:last] - start)
         for name in batch.schema.names:
-            same = pc.equal(ours[name].combine_chunks(), batch[name].take(theirs).cast(pa.large_string()))
-            found[its_own[~same.to_numpy(zero_copy_only=False)]] = -1
+            is_same = pc.equal(ours[name].combine_chunks(), batch[name].take(theirs).cast(pa.large_string()))
+            earlier_rows[matched[~is_same.to_numpy(zero_copy_only=False)]] = -1
         start += batch.num_rows
-    return found
+    return earlier_rows
 
 
-def _holds_all(earlier: EarlierFeatures, found: np.ndarray, schema: pa.Schema) -> bool:
+def _holds_all(earlier: EarlierFeatures, rows: np.ndarray, schema: pa.Schema) -> bool:
     """Whether earlier features are those of tonight, row for row and as they were written."""
-    is_whole = earlier.figures.num_rows == len(found) and np.array_equal(found, np.arange(len(found)))
-    found_schema = pq.read_schema(earlier.path)
-    is_whole = is_whole and (found_schema.names, found_schema.metadata) == (schema.names, schema.metadata)
+    is_whole = earlier.figures.num_rows == len(rows) and np.array_equal(rows, np.arange(len(rows)))
+    earlier_schema = pq.read_schema(earlier.path)
+    is_whole = is_whole and (earlier_schema.names, earlier_schema.metadata) == (schema.names, schema.metadata)
     return is_whole and sha256_file(earlier.path) == earlier.figures.sha256
 
 
@@ -319,38 +319,38 @@ class _MergedVectors:
     `found`, int64[n], are rows of the file, ascending but for -1 where the vector is new.
     """
 
-    found: np.ndarray
+    earlier_rows: np.ndarray
     new: _NewVectors
     earlier: Path | None
 
     def groups(self) -> Iterator[tuple[slice, slice, np.ndarray, np.ndarray]]:
-        """Of a row group: its places; of the new among them, those in `new`; vectors, float32 (n, dim); codes.
+        """Iterate over row groups: places; places in `new` of the new ones; vectors, float32 (n, dim); codes.
 
         Codes are those of the file, int32 (n, num_levels); -1 of the new.
         """
         batches = iter(()) if self.earlier is None else iter_parquet(self.earlier, ["vector", *LEVELS])
         start, stop, num_new, batch = 0, 0, 0, None
-        for first in range(0, len(self.found), ROW_GROUP_ROWS):
-            places = slice(first, min(first + ROW_GROUP_ROWS, len(self.found)))
-            found = self.found[places]
-            new_places = slice(num_new, num_new := num_new + int((found < 0).sum()))
-            vectors = np.empty((len(found), self.new.dim), np.float32)
-            vectors[found < 0] = self.new.read(new_places.start, new_places.stop)
-            codes = np.full((len(found), len(LEVELS)), -1, np.int32)
-            wanted = np.flatnonzero(found >= 0)
-            while len(wanted):
-                while found[wanted[0]] >= stop:
+        for first in range(0, len(self.earlier_rows), ROW_GROUP_ROWS):
+            places = slice(first, min(first + ROW_GROUP_ROWS, len(self.earlier_rows)))
+            earlier_rows = self.earlier_rows[places]
+            new_places = slice(num_new, num_new := num_new + int((earlier_rows < 0).sum()))
+            vectors = np.empty((len(earlier_rows), self.new.dim), np.float32)
+            vectors[earlier_rows < 0] = self.new.read(new_places.start, new_places.stop)
+            codes = np.full((len(earlier_rows), len(LEVELS)), -1, np.int32)
+            pending = np.flatnonzero(earlier_rows >= 0)
+            while len(pending):
+                while earlier_rows[pending[0]] >= stop:
                     batch = next(batches)
                     start, stop = stop, stop + batch.num_rows
                 assert batch is not None
-                here = wanted[found[wanted] < stop]
-                vectors[here] = vectors_of(batch)[found[here] - start]
-                codes[here] = np.column_stack([batch[name].to_numpy()[found[here] - start] for name in LEVELS])
-                wanted = wanted[len(here) :]
+                here = pending[earlier_rows[pending] < stop]
+                vectors[here] = vectors_of(batch)[earlier_rows[here] - start]
+                codes[here] = np.column_stack([batch[name].to_numpy()[earlier_rows[here] - start] for name in LEVELS])
+                pending = pending[len(here) :]
             yield places, new_places, vectors, codes
 
     def sample(self) -> np.ndarray:
         """At most `MAX_FITTED_ROWS` of them, in even steps: float32 (n, dim)."""
-        step = max(1, -(-len(self.found) // MAX_FITTED_ROWS))
+        step = max(1, -(-len(self.earlier_rows) // MAX_FITTED_ROWS))
         parts = [vectors[-places.start % step :: step] for places, _, vectors, _ in self.groups()]
         return np.concatenate([np.zeros((0, self.new.dim), np.float32), *parts])

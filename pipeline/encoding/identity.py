@@ -92,8 +92,8 @@ def weights_in(folder: Path) -> Path:
         )
     weights = folder / WEIGHTS_FILE
     if not weights.is_file():
-        found = sorted(path.name for path in folder.iterdir())
+        names = sorted(path.name for path in folder.iterdir())
         raise ModelError(
-            f"{folder}: no {WEIGHTS_FILE} (found {', '.join(found) or 'nothing'}); only safetensors are loaded"
+            f"{folder}: no {WEIGHTS_FILE} (found {', '.join(names) or 'nothing'}); only safetensors are loaded"
         )
     return weights

@@ -48,11 +48,11 @@ def centroid_schema(side: str, dim: int, more: dict[str, str] | None = None) -> 
 def check_feature_schema(schema: pa.Schema, side: str) -> None:
     """Raise ValueError where a table is no feature table of this version and side."""
     metadata = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
-    found = metadata.get("laserbatch.record"), metadata.get("laserbatch.version"), metadata.get("laserbatch.side")
-    if found != ("feature", str(FEATURE_VERSION), side):
+    actual = metadata.get("laserbatch.record"), metadata.get("laserbatch.version"), metadata.get("laserbatch.side")
+    if actual != ("feature", str(FEATURE_VERSION), side):
         raise ValueError(
-            f"expected a feature table of version {FEATURE_VERSION} of side {side}, found record {found[0]}, "
-            f"version {found[1]}, side {found[2]}; `laserbatch nightly --date D --force` makes features anew"
+            f"expected a feature table of version {FEATURE_VERSION} of side {side}, found record {actual[0]}, "
+            f"version {actual[1]}, side {actual[2]}; `laserbatch nightly --date D --force` makes features anew"
         )
     columns = [f"{side}_id", "vector", *LEVELS, "run_id", "fingerprint"]  # earlier tables have no `valid_from`
     if not set(columns) <= set(schema.names):
@@ -73,8 +73,8 @@ def days_valid(run_ids: pa.Array) -> np.ndarray:
     A text of the night of a date knows all up to the end of that day.
     """
     coded = run_ids.dictionary_encode()
-    of_run = [(run_date(run) - _EPOCH).days + 1 for run in coded.dictionary.to_pylist()]
-    return np.array(of_run, np.int32)[coded.indices.to_numpy()]
+    run_days = [(run_date(run) - _EPOCH).days + 1 for run in coded.dictionary.to_pylist()]
+    return np.array(run_days, np.int32)[coded.indices.to_numpy()]
 
 
 def moments(days: np.ndarray) -> pa.Array:

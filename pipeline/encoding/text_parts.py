@@ -98,17 +98,17 @@ def text_parts(folder: Path, rows: np.ndarray, fields: Sequence[str], part_size:
     file_of = np.searchsorted(ends, rows, side="right")
     parts = []
     for first in range(0, len(rows), part_size):
-        of_part = slice(first, first + part_size)
+        part_slice = slice(first, first + part_size)
         files = []
-        for number in np.unique(file_of[of_part]).tolist():
+        for number in np.unique(file_of[part_slice]).tolist():
             start = ends[number - 1] if number else 0
-            files.append((paths[number], rows[of_part][file_of[of_part] == number] - start))
+            files.append((paths[number], rows[part_slice][file_of[part_slice] == number] - start))
         parts.append(TextPart(first, tuple(files), tuple(fields)))
     return parts
 
 
 def _chosen_fields(records: pa.Table, fields: Sequence[str]) -> list[str]:
-    """Of each answer the parts of some names, a line each; the whole text where it has none of them."""
+    """The chosen fields of each answer, one per line; the whole text if it has none of them."""
     answers = map(json.loads, records["fields_json"].to_pylist())
     parts = ("\n".join(answer[name] for name in fields if name in answer) for answer in answers)
     return [part or text for part, text in zip(parts, records["text"].to_pylist(), strict=True)]

@@ -61,10 +61,10 @@ class Versions:
             )
         entities = rows_among(ids, self.ids)
         keys = _keys(self.entities, self.valid_from)
-        found = np.searchsorted(keys, _keys(entities, days), side="right") - 1
-        is_there = (found >= 0) & (entities >= 0)
-        is_there[is_there] = self.entities[found[is_there]] == entities[is_there]
-        return np.where(is_there, found, -1)
+        newest = np.searchsorted(keys, _keys(entities, days), side="right") - 1
+        exists = (newest >= 0) & (entities >= 0)
+        exists[exists] = self.entities[newest[exists]] == entities[exists]
+        return np.where(exists, newest, -1)
 
     def fields(self, prefix: str = "") -> list[pa.Field]:
         """Columns of a version besides the id of its entity."""
@@ -99,42 +99,43 @@ def feature_versions(runs: Sequence[RunFolder], of_plain: bool = False) -> Itera
     Versions of runs with another codebook than the newest one's have no codes. `of_plain` : of the plain texts that
     runs have. Runs whose manifest is damaged are left out. Raises WorkspaceError where no run has features.
     """
-    manifests = {run: known for run in runs if (known := unless_damaged(run.load_manifest)) is not None}
-    with tempfile.TemporaryFile() as of_users, tempfile.TemporaryFile() as of_items:
+    manifests = {run: manifest for run in runs if (manifest := unless_damaged(run.load_manifest)) is not None}
+    with tempfile.TemporaryFile() as user_file, tempfile.TemporaryFile() as item_file:
         versions = {}
-        for side, scratch in zip(SIDES, (of_users, of_items), strict=True):
+        for side, scratch in zip(SIDES, (user_file, item_file), strict=True):
             files = {run.run_id: (run.plain if of_plain else run).features_path(side) for run in manifests}
-            found = {run.run_id: manifest.features.get(side) for run, manifest in manifests.items()}
-            found = {run_id: of for run_id, of in found.items() if of and files[run_id].is_file()}
-            if not found:
+            features = {run.run_id: manifest.features.get(side) for run, manifest in manifests.items()}
+            features = {run_id: figures for run_id, figures in features.items() if figures and files[run_id].is_file()}
+            if not features:
                 raise WorkspaceError(f"no finished run has features of {side}s. Run `laserbatch nightly` first.")
-            newest = list(found.values())[-1]
-            found = {run_id: of for run_id, of in found.items() if of.encoder == newest.encoder}
-            others = {run_id for run_id, of in found.items() if of.codebook != newest.codebook}
-            versions[side] = read_versions({run_id: files[run_id] for run_id in found}, side, scratch, others)
+            newest = list(features.values())[-1]
+            features = {run_id: figures for run_id, figures in features.items() if figures.encoder == newest.encoder}
+            other_codes = {run_id for run_id, figures in features.items() if figures.codebook != newest.codebook}
+            versions[side] = read_versions({run_id: files[run_id] for run_id in features}, side, scratch, other_codes)
         yield versions
 
 
 def read_versions(
-    files: Mapping[str, Path], side: str, scratch: BinaryIO, of_other_codes: Collection[str] = ()
+    files: Mapping[str, Path], side: str, scratch: BinaryIO, other_codes: Collection[str] = ()
 ) -> Versions:
     """Every version in the feature tables of runs, whose vectors have one encoder.
 
     Parameters
     ----------
     files : run id -> feature table of the side. Of two versions of one day the later table's holds.
-    of_other_codes : runs whose codes do not compare with those of the others, or that have none.
+    other_codes : runs whose codes do not compare with those of the others, or that have none.
     scratch : file that the vectors are written to. In memory are ids and a few numbers a version.
     """
     parts: list[tuple[pa.Array, pa.Array, np.ndarray]] = []
-    known = {own: pa.array([run for run in files if (run in of_other_codes) <= own], pa.string()) for own in (0, 1)}
+    # Key 0: runs whose codes compare; key 1: all runs.
+    runs_read = {key: pa.array([run for run in files if (run in other_codes) <= key], pa.string()) for key in (0, 1)}
     dim = 0
     for run_id, path in files.items():
-        has_codes = run_id not in of_other_codes
+        has_codes = run_id not in other_codes
         for batch in iter_parquet(path, [f"{side}_id", "run_id", *(LEVELS if has_codes else ()), "vector"]):
-            # What an earlier run wrote is read where that run is still there, and codes that compare.
-            of_run = batch["run_id"]
-            is_new = pc.or_(pc.equal(of_run, run_id), pc.invert(pc.is_in(of_run, value_set=known[not has_codes])))
+            # Versions of an earlier run are read from its own table if that is there and its codes compare.
+            run_ids = batch["run_id"]
+            is_new = pc.or_(pc.equal(run_ids, run_id), pc.invert(pc.is_in(run_ids, value_set=runs_read[not has_codes])))
             batch = batch.filter(is_new)
             vectors = vectors_of(batch)
             dim = vectors.shape[1]

@@ -68,32 +68,32 @@ class Answers:
         ids = result.token_ids
         shown = self._decoded(ids) if not self._hidden_ids.isdisjoint(ids.tolist()) else result.text
         is_open = self._opens_thoughts(prompt_ids)
-        kept = without_thoughts(
+        answer = without_thoughts(
             self._tokenizer,
             shown,
             is_open,
             is_in_prompt=lambda mark: mark in self._decoded(prompt_ids),
             is_quoted=lambda mark: mark in self._added and self._added[mark] not in ids,
         )
-        turn = self._marks.turn_in(shown, kept.spans[0][0] if kept.spans else 0)
+        turn = self._marks.turn_in(shown, answer.spans[0][0] if answer.spans else 0)
         end = turn.start() if turn else len(shown)
-        if kept.open_at is not None and kept.open_at <= end:
+        if answer.open_at is not None and answer.open_at <= end:
             return replace(result, finish_reason=UNCLOSED_THOUGHTS, num_thought_tokens=len(ids))
-        if turn is None and kept.spans == ((0, len(shown)),):
+        if turn is None and answer.spans == ((0, len(shown)),):
             return result
-        is_kept = np.zeros(len(ids), bool)
-        for first, last in kept.spans:
+        is_shown = np.zeros(len(ids), bool)
+        for first, last in answer.spans:
             if first < end:
-                is_kept[self._tokens(ids, first, bisect_left) : self._tokens(ids, min(last, end), bisect_right)] = True
+                is_shown[self._tokens(ids, first, bisect_left) : self._tokens(ids, min(last, end), bisect_right)] = True
         num_invented = len(ids) - self._tokens(ids, end, bisect_right) if turn else 0
-        num_own = len(ids) - num_invented
+        num_before_turn = len(ids) - num_invented
         result = replace(
             result,
-            token_ids=ids[is_kept],
-            sources=result.sources[is_kept],
-            text=self._decoded(ids[is_kept], skip_special_tokens=True),
-            num_thought_tokens=num_own - int(is_kept.sum()),
-            uncut=(ids[:num_own], result.sources[:num_own]),
+            token_ids=ids[is_shown],
+            sources=result.sources[is_shown],
+            text=self._decoded(ids[is_shown], skip_special_tokens=True),
+            num_thought_tokens=num_before_turn - int(is_shown.sum()),
+            uncut=(ids[:num_before_turn], result.sources[:num_before_turn]),
             num_invented=num_invented,
         )
         return replace(result, finish_reason=ROLE_MARK, role_mark=turn.group().strip()) if turn else result

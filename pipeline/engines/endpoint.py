@@ -98,7 +98,7 @@ class EndpointEngine:
         try:
             while True:
                 free = self._max_concurrent - len(open_tasks)
-                open_tasks |= {self._loop.create_task(self._outcome(one)) for one in islice(waiting, free)}
+                open_tasks |= {self._loop.create_task(self._outcome(request)) for request in islice(waiting, free)}
                 if not open_tasks:
                     return
                 done, open_tasks = self._waited(asyncio.wait(open_tasks, return_when=asyncio.FIRST_COMPLETED))
@@ -139,9 +139,10 @@ class EndpointEngine:
             return
         spent = self._spending.cost(self._settings) or 0.0
         added = [self._settings.extra_body.get(name) for name in ("max_tokens", "max_completion_tokens")]
-        limit = max([0, *(one for one in added if isinstance(one, int))])  # that takes the place of max_new_tokens
-        num_completion = sum(max(limit, one.max_new_tokens) for one in requests)
-        shard = prices.cost(sum(len(one.prompt_ids) for one in requests), num_completion)
+        # The largest one takes the place of max_new_tokens.
+        limit = max([0, *(value for value in added if isinstance(value, int))])
+        num_completion = sum(max(limit, request.max_new_tokens) for request in requests)
+        shard = prices.cost(sum(len(request.prompt_ids) for request in requests), num_completion)
         if spent + shard > most:
             raise RunFailed(
                 f"the night has cost {spent:.4g}, and its next shard of {len(requests)} texts may cost {shard:.4g}, "
@@ -242,8 +243,8 @@ class EndpointEngine:
     def _choice(self, choices: Any) -> dict[str, Any]:
         """The only choice of an answer, with its `text`, whichever API wrote it. Raises RowError."""
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-            found = len(choices) if isinstance(choices, list) else "no"
-            raise RowError(f"malformed-answer: it has {found} choices, and 1 is expected")
+            count = len(choices) if isinstance(choices, list) else "no"
+            raise RowError(f"malformed-answer: it has {count} choices, and 1 is expected")
         message = choices[0].get("message")
         choice = choices[0] | ({"text": message.get("content")} if isinstance(message, dict) else {})
         if isinstance(message, dict) and message.get("refusal"):
@@ -257,13 +258,13 @@ class EndpointEngine:
     def _tokens(self, choice: dict[str, Any]) -> tuple[list[int], int | None]:
         """The tokens of a choice, without its end token, and that: the server's, or those that its text has."""
         token_ids = choice.get("token_ids")
-        if isinstance(token_ids, list) and all(type(one) is int and 0 <= one < MAX_TOKEN_ID for one in token_ids):
+        if isinstance(token_ids, list) and all(type(i) is int and 0 <= i < MAX_TOKEN_ID for i in token_ids):
             end_id = token_ids[-1] if token_ids and token_ids[-1] in self._end_ids else None
             return token_ids if end_id is None else token_ids[:-1], end_id
         # Marks that are tokens, such as those of thoughts, are what the model wrote, so they become tokens again.
         token_ids = cast("list[int]", self.tokenizer(choice["text"], add_special_tokens=False)["input_ids"])
-        known = choice.get("stop_reason")
-        return token_ids, known if known in self._end_ids else cast("int | None", self.tokenizer.eos_token_id)
+        end_id = choice.get("stop_reason")
+        return token_ids, end_id if end_id in self._end_ids else cast("int | None", self.tokenizer.eos_token_id)
 
 
 async def _ended(tasks: set[asyncio.Task]) -> None:

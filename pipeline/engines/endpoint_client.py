@@ -60,14 +60,14 @@ class EndpointClient:
             raise ConfigError(f"{self._settings.url} does not list its models: {error.reason}") from None
         data = listed.get("data")
         cards = [card for card in data if isinstance(card, dict)] if isinstance(data, list) else []
-        wanted = self._settings.model
-        found = next((card for card in cards if card.get("id") == wanted), None)
-        if cards and found is None:
+        model = self._settings.model
+        served = next((card for card in cards if card.get("id") == model), None)
+        if cards and served is None:
             names = ", ".join(str(card.get("id")) for card in cards[:5])
             raise ConfigError(
-                f"{self._settings.url} has no model {wanted!r}; set decoding.endpoint.model to one that it has: {names}"
+                f"{self._settings.url} has no model {model!r}; set decoding.endpoint.model to one that it has: {names}"
             )
-        return found or {}
+        return served or {}
 
     async def post(self, path: str, body: dict[str, Any], num_tokens: int) -> dict[str, Any]:
         """The answer to a request of at most `num_tokens` tokens, prompt included.
@@ -110,7 +110,7 @@ class EndpointClient:
         options: Any = MappingProxyType({}),
         **content: Any,
     ) -> str:
-        num_failures, num_own, failed_s = 0, 0, time.monotonic()
+        num_failures, num_tries, failed_s = 0, 0, time.monotonic()
         while True:
             await self._wait_for_turn(num_tokens)
             try:
@@ -121,25 +121,25 @@ class EndpointClient:
                 return answer
             except openai.APIStatusError as error:
                 status, said = error.status_code, self._said(error)
-                asked_s = _retry_after(error.response.headers.get("retry-after"))
+                retry_after_s = _retry_after(error.response.headers.get("retry-after"))
                 self._raise_if_final(status, said)
                 reason = f"HTTP {status}: {said}"
             except openai.APIError as error:
-                status, asked_s = 0, None
+                status, retry_after_s = 0, None
                 reason = "no answer in time" if isinstance(error, openai.APITimeoutError) else "the connection fails"
             except UnicodeError:
                 raise RowError("undecodable: the prompt cannot be written in UTF-8") from None
             num_failures += 1
             self._spending.num_retries += 1
-            is_own = status == ERROR or (status != TOO_MANY and self._last_answer_s > failed_s)
-            num_own, failed_s = num_own + is_own, time.monotonic()
-            if num_own >= MAX_TRIES:
+            counts = status == ERROR or (status != TOO_MANY and self._last_answer_s > failed_s)
+            num_tries, failed_s = num_tries + counts, time.monotonic()
+            if num_tries >= MAX_TRIES:
                 raise RowError(f"server-error: {num_failures} times: {reason}")
             delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** (num_failures - 1)) * random.uniform(0.5, 1.5)
-            delay_s = delay_s if asked_s is None else asked_s + random.uniform(0, FIRST_DELAY_S)
-            self._require_patience(asked_s or 0.0, reason)
+            delay_s = delay_s if retry_after_s is None else retry_after_s + random.uniform(0, FIRST_DELAY_S)
+            self._require_patience(retry_after_s or 0.0, reason)
             if status == TOO_MANY:  # others wait, too
-                self._free_at_s = max(self._free_at_s, time.monotonic() + (asked_s or 0))
+                self._free_at_s = max(self._free_at_s, time.monotonic() + (retry_after_s or 0))
             await asyncio.sleep(delay_s)
 
     async def _wait_for_turn(self, num_tokens: int) -> None:
@@ -154,13 +154,13 @@ class EndpointClient:
         if turn_s > now_s:
             await asyncio.sleep(turn_s - now_s)
 
-    def _require_patience(self, asked_s: float, reason: str) -> None:
+    def _require_patience(self, retry_after_s: float, reason: str) -> None:
         """Raise EndpointGone if nothing was answered for too long, or would be after the wait that the server asks."""
         waited_s = time.monotonic() - self._last_answer_s
-        if waited_s + asked_s > self._settings.give_up_after_s:
-            asked = f", and it asks to wait {asked_s:.0f} seconds" if asked_s else ""
+        if waited_s + retry_after_s > self._settings.give_up_after_s:
+            wait = f", and it asks to wait {retry_after_s:.0f} seconds" if retry_after_s else ""
             raise EndpointGone(
-                f"{self._settings.url} has answered nothing for {waited_s:.0f} seconds{asked} ({reason}; "
+                f"{self._settings.url} has answered nothing for {waited_s:.0f} seconds{wait} ({reason}; "
                 f"decoding.endpoint.give_up_after_s is {self._settings.give_up_after_s:g}); the same command goes on"
             )
 
@@ -179,12 +179,12 @@ class EndpointClient:
 
     def _object(self, answer: str) -> dict[str, Any]:
         try:
-            found = json.loads(answer)
+            content = json.loads(answer)
         except ValueError:
-            found = None
-        if not isinstance(found, dict):
+            content = None
+        if not isinstance(content, dict):
             raise RowError(f"malformed-answer: no JSON object: {self._without_key(answer[:80])!r}")
-        return found
+        return content
 
     def _said(self, error: openai.APIStatusError) -> str:
         """The server's message, without the key, which some servers repeat."""

@@ -151,9 +151,9 @@ class OwnEngine:
     def measured_step_cost(self, save: bool = True) -> StepCost:
         decoding, cache = self._decoding, self._cost_cache
         sizes = [decoding.batch_size, *(size for size in SMALL_BATCHES if size < decoding.batch_size)]
-        known = cache.known_steps()
-        found = measure_step_cost(self.engine, self._largest_pool, decoding.text_sources, sizes, known)
-        return cache.write(found) if save else found
+        known_steps = cache.known_steps()
+        step_cost = measure_step_cost(self.engine, self._largest_pool, decoding.text_sources, sizes, known_steps)
+        return cache.write(step_cost) if save else step_cost
 
     @property
     def _cost_cache(self) -> StepCostCache:
@@ -162,5 +162,5 @@ class OwnEngine:
 
     @property
     def _largest_pool(self) -> Pool | None:
-        """Of both sides': drafting from it is timed."""
+        """The larger of both sides' pools, whose drafting is timed."""
         return max(self._pools.values(), key=lambda pool: pool.manifest.num_tokens, default=None)

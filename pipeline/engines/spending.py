@@ -56,5 +56,5 @@ class Spending:
 
 
 def _counted(usage: Any, name: str, otherwise: int) -> int:
-    found = usage.get(name) if isinstance(usage, Mapping) else None
-    return found if isinstance(found, int) and found >= 0 else otherwise
+    count = usage.get(name) if isinstance(usage, Mapping) else None
+    return count if isinstance(count, int) and count >= 0 else otherwise

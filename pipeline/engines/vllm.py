@@ -109,7 +109,7 @@ class VllmEngine:
         speculative = None
         budget = Budget.of(decoding)
         if pool_dirs and decoding.drafters and budget.max_draft_tokens:
-            cost = kept_cost(step_cost_dir, model_dir, arguments, budget.max_draft_tokens)
+            cost = cached_cost(step_cost_dir, model_dir, arguments, budget.max_draft_tokens)
             self._write_settings(pool_dirs, cost, budget)
             speculative = vllm_steps.speculative_config(
                 Path(arguments.get("tokenizer", model_dir)), budget.max_draft_tokens
@@ -128,8 +128,8 @@ class VllmEngine:
             raise ModelError(f"vLLM cannot load {model_dir}{adapter}: {first_line(error)}") from error
         config = self._engine.model_config
         self._max_context = config.max_model_len
-        of_config = getattr(config.hf_text_config, "eos_token_id", None)
-        named = end_ids_of(self._rules.get("eos_token_id") or of_config, of_config, self.tokenizer)
+        config_end = getattr(config.hf_text_config, "eos_token_id", None)
+        named = end_ids_of(self._rules.get("eos_token_id") or config_end, config_end, self.tokenizer)
         self._answers = Answers(self.tokenizer, named)
         vocab_size = getattr(config.hf_text_config, "vocab_size", len(self.tokenizer))
         self._end_ids = sorted({*named, *(i for i in self._answers.role_ids if i < vocab_size)})
@@ -220,7 +220,7 @@ class VllmEngine:
         return outputs
 
     def _num_drafted(self) -> int:
-        return sum(int(one.value) for one in self._engine.get_metrics() if one.name == NUM_DRAFTED)
+        return sum(int(metric.value) for metric in self._engine.get_metrics() if metric.name == NUM_DRAFTED)
 
     def _results(self, texts: list[_Text], num_drafted: int) -> Iterator[GenerationResult]:
         accepted = [sum(source != SOURCE_TARGET for source in text.sources) for text in texts]
@@ -259,9 +259,9 @@ class VllmEngine:
         for side, folder in pool_dirs.items():
             self._routes(side).parent.mkdir()
             write_routes(self._routes(side), [])
-            one = {"pools": str(folder.parent.parent), "version": folder.parent.name, "side": side}
-            one |= {"routes": str(self._routes(side)), "step_cost": str(cost), "min_acceptance": budget.min_acceptance}
-            pool_settings.append(one)
+            settings = {"pools": str(folder.parent.parent), "version": folder.parent.name, "side": side}
+            settings |= {"routes": str(self._routes(side)), "step_cost": str(cost)}
+            pool_settings.append(settings | {"min_acceptance": budget.min_acceptance})
         path = self._folder.path / "drafts.json"
         path.write_text(json.dumps(pool_settings), encoding="utf-8")
         os.environ["LASERBATCH_DRAFTS"] = str(path)
@@ -299,8 +299,8 @@ def engine_arguments(model_dir: Path, decoding: DecodingSettings, device: str) -
     }
 
 
-def kept_cost(folder: Path, model_dir: Path, arguments: Mapping[str, Any], num_tokens: int) -> Path:
-    """The file with what steps of such an engine cost here, which is measured where there is none yet."""
+def cached_cost(folder: Path, model_dir: Path, arguments: Mapping[str, Any], num_tokens: int) -> Path:
+    """The file of this engine's step cost on this machine; the cost is measured if there is no such file yet."""
     from vllm import __version__
     from vllm.platforms import current_platform
 

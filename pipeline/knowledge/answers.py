@@ -26,7 +26,7 @@ MIN_WORDS = 12  # shorter answers in Latin script are not judged by their langua
 MIN_SHARE_COMMON = 0.2  # a text is of a language if this share of its words are that language's common ones
 MAX_SHARE_OF_QUESTION_LANGUAGE = 0.25  # and the question's language has less than this share of its common words
 _WORD = re.compile(r"[^\W\d_]+")
-# Of each language words that no other of these has, as far as there are such.
+# Common words of each language, if possible words that no other of these languages has.
 COMMON_WORDS = {
     language: frozenset(words.split())
     for language, words in {
@@ -70,18 +70,20 @@ def require_answer(
     if template.any_language:
         return
     question = " ".join(filter(None, (template.system, template.instruction, template.request)))
-    asked = script_of(question)
-    text = text if shown is None else own_words(text, shown, asked)
+    script = script_of(question)
+    text = text if shown is None else own_words(text, shown, script)
     scripts = scripts_in(text)
     num_letters = sum(scripts.values())
-    if asked is not None and num_letters >= MIN_LETTERS and scripts.get(asked, 0) < MIN_SHARE_OWN_SCRIPT * num_letters:
+    min_letters = MIN_SHARE_OWN_SCRIPT * num_letters
+    if script is not None and num_letters >= MIN_LETTERS and scripts.get(script, 0) < min_letters:
         most = max(scripts, key=scripts.__getitem__)
-        raise RowError(f"wrong-language: asked in {asked.title()} script, answered in {most.title()}{MEANT}")
-    asked, answered = language_of(question), language_of(text)
-    if asked is not None and answered is not None and asked != answered:
-        of_asked, of_answered = COMMON_WORDS[asked], COMMON_WORDS[answered]
-        if _share(text, of_asked - of_answered) < MAX_SHARE_OF_QUESTION_LANGUAGE * _share(text, of_answered - of_asked):
-            raise RowError(f"wrong-language: asked in {asked}, answered in {answered}{MEANT}")
+        raise RowError(f"wrong-language: asked in {script.title()} script, answered in {most.title()}{MEANT}")
+    expected, actual = language_of(question), language_of(text)
+    if expected is not None and actual is not None and expected != actual:
+        expected_words, actual_words = COMMON_WORDS[expected], COMMON_WORDS[actual]
+        expected_share = _share(text, expected_words - actual_words)
+        if expected_share < MAX_SHARE_OF_QUESTION_LANGUAGE * _share(text, actual_words - expected_words):
+            raise RowError(f"wrong-language: asked in {expected}, answered in {actual}{MEANT}")
 
 
 def own_words(text: str, shown: Shown, script: str | None) -> str:

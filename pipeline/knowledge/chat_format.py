@@ -150,7 +150,7 @@ def encode_content(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]
         return ids
     # added tokens that are not marked special (Qwen3's <think>) are matched even as plain text: break them inside
     pattern = re.compile("|".join(re.escape(token) for token in sorted(control.values(), key=len, reverse=True)))
-    cuts = [0, *(found.start() + 1 for found in pattern.finditer(text)), len(text)]
+    cuts = [0, *(match.start() + 1 for match in pattern.finditer(text)), len(text)]
     pieces = (text[start:stop] for start, stop in pairwise(cuts))
     ids = [token_id for piece in pieces if piece for token_id in _encode(tokenizer, piece)]
     if not control.keys().isdisjoint(ids):

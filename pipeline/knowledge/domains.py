@@ -43,8 +43,8 @@ def domain_of(
 
 def _named(pattern: str, present: Collection[str]) -> Domain | None:
     for domain in domains().values():
-        wanted = getattr(domain, pattern)
-        if wanted and any(re.search(wanted, name, re.IGNORECASE) for name in present):
+        regex = getattr(domain, pattern)
+        if regex and any(re.search(regex, name, re.IGNORECASE) for name in present):
             return domain
     return None
 
@@ -54,9 +54,9 @@ def _most_like(values: dict[str, Sequence[str]]) -> Domain | None:
     shares: list[tuple[float, Domain]] = []
     for domain in domains().values():
         for key, texts in values.items():
-            wanted = getattr(domain, key)
-            if wanted and texts:
-                share = sum(re.search(wanted, text, re.IGNORECASE) is not None for text in texts) / len(texts)
+            regex = getattr(domain, key)
+            if regex and texts:
+                share = sum(re.search(regex, text, re.IGNORECASE) is not None for text in texts) / len(texts)
                 shares.append((share, domain))
     shares.sort(key=lambda pair: -pair[0])
     if not shares or shares[0][0] < MIN_SHARE:

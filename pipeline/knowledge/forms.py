@@ -16,7 +16,7 @@ FAIR_SHARES = 2  # of an answer's characters that one part may take, so that the
 MIN_CHARS, MAX_CHARS = 16, 4000  # of a part, whatever the token limit
 MAX_ITEMS, MAX_ITEM_CHARS = 8, 60  # of a list in JSON, where the template does not say how many
 _FIRST = r"[\p{L}\p{N}]"  # a part of an answer is not `...`, as the example in a question is
-# As `json.dumps` writes, and as the shipped templates show it to the model.
+# The separators of `json.dumps`, which the shipped templates show to the model.
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 

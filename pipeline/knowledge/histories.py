@@ -15,7 +15,7 @@ from laserbatch.pipeline.tables.read import Tables
 DAY_US = 86_400_000_000
 
 
-# What common events are called in a sentence on what somebody did; others as they are written.
+# Words for common events in a sentence on what somebody did; other events are shown as they are written.
 EVENT_WORDS = {
     "click": "clicked", "view": "viewed", "impression": "saw", "play": "played", "listen": "listened to",
     "watch": "watched", "read": "read", "like": "liked", "dislike": "disliked", "save": "saved", "share": "shared",
@@ -101,27 +101,28 @@ class Histories:
             return self.newest(user_rows, columns.max_events)
         places, starts = self.newest(user_rows, len(self._rows))
         users = np.repeat(np.arange(len(user_rows)), np.diff(starts))
-        is_kept = np.ones(len(places), bool)
+        is_shown = np.ones(len(places), bool)
         times = self._interactions["timestamp"].take(pa.array(self._rows[places])).cast(pa.int64()).to_numpy()
         if columns.max_days is not None:
             newest = times[starts[1:][users] - 1]
-            is_kept &= times > newest - columns.max_days * DAY_US
+            is_shown &= times > newest - columns.max_days * DAY_US
         if columns.deduplicate:
             keys = users.astype(np.int64) << 32 | self.items(places)
             _, newest_of = np.unique(keys[::-1], return_index=True)
             is_newest = np.zeros(len(places), bool)
             is_newest[len(places) - 1 - newest_of] = True
-            is_kept &= is_newest
+            is_shown &= is_newest
         if columns.half_life is not None:
-            age = _ranks(users, is_kept)
+            age = _ranks(users, is_shown)
             drawn = (times.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) / 2.0**24
-            is_kept &= drawn < 0.5 ** (age / columns.half_life)
-        is_kept &= _ranks(users, is_kept) < columns.max_events
-        return places[is_kept], np.concatenate([[0], np.cumsum(np.bincount(users[is_kept], minlength=len(user_rows)))])
+            is_shown &= drawn < 0.5 ** (age / columns.half_life)
+        is_shown &= _ranks(users, is_shown) < columns.max_events
+        counts = np.bincount(users[is_shown], minlength=len(user_rows))
+        return places[is_shown], np.concatenate([[0], np.cumsum(counts)])
 
 
-def _ranks(users: np.ndarray, is_kept: np.ndarray) -> np.ndarray:
-    """Of each event how many newer ones of its user are kept, int64[n]; users ascend."""
-    newer = np.cumsum(is_kept[::-1])[::-1] - is_kept
+def _ranks(users: np.ndarray, is_shown: np.ndarray) -> np.ndarray:
+    """Count the newer events of its user that are shown, for each event: int64[n]; users ascend."""
+    newer = np.cumsum(is_shown[::-1])[::-1] - is_shown
     stops = np.searchsorted(users, users, side="right")
-    return newer - np.append(newer + is_kept, 0)[stops]
+    return newer - np.append(newer + is_shown, 0)[stops]

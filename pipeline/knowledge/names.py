@@ -32,8 +32,8 @@ def names_in(text: str) -> set[str]:
         if word[0].isupper() and not is_start:
             runs[-1].append(word)
         end = match.end()
-    found = [" ".join(run) for run in runs] + [title for title in quoted if not title[0].islower()]
-    return {name for name in _plain(pa.array(found, pa.string())).to_pylist() if len(name) > 1}
+    candidates = [" ".join(run) for run in runs] + [title for title in quoted if not title[0].islower()]
+    return {name for name in _plain(pa.array(candidates, pa.string())).to_pylist() if len(name) > 1}
 
 
 def unfounded(names: Collection[str], places: Iterable[pa.Array]) -> set[str]:

@@ -47,7 +47,7 @@ def parse_answer(template: PromptTemplate, text: str, is_cut: bool = False) -> P
         return Parsed(_attributes(text, template.factors))
     if template.parser == "json":
         return _json_fields(template, text, is_cut)
-    return Parsed(_own(template, text))
+    return Parsed(_custom_fields(template, text))
 
 
 def _aspects(text: str, factors: tuple[str, ...]) -> dict[str, str]:
@@ -75,20 +75,20 @@ def _aspects(text: str, factors: tuple[str, ...]) -> dict[str, str]:
 def _heading(body: str, factors: tuple[str, ...]) -> re.Match[str] | None:
     """A factor's name alone on its line."""
     heading = _HEADING.match(body)
-    known = {factor.lower() for factor in factors}
-    return heading if heading and heading.group(1).strip(" *").lower() in known else None
+    names = {factor.lower() for factor in factors}
+    return heading if heading and heading.group(1).strip(" *").lower() in names else None
 
 
 def _attributes(text: str, factors: tuple[str, ...]) -> dict[str, str]:
     """Lines `Name: value` of the names asked for, in whatever list they come; other lines are no attributes."""
-    known = {factor.lower(): factor for factor in factors}
+    canonical = {factor.lower(): factor for factor in factors}
     fields: dict[str, str] = {}
     for line in text.splitlines():
         body = _BULLET.sub("", line, count=1)
         label = _LABEL.match(body)
         if label is None:
             continue
-        name = known.get(label.group(1).strip(" *").lower())
+        name = canonical.get(label.group(1).strip(" *").lower())
         if name is not None and body[label.end() :].strip(" *"):
             fields.setdefault(name, body[label.end() :].strip(" *"))
     if not fields:
@@ -97,13 +97,13 @@ def _attributes(text: str, factors: tuple[str, ...]) -> dict[str, str]:
 
 
 def _json_fields(template: PromptTemplate, text: str, is_cut: bool) -> Parsed:
-    found, repairs = _json_of(text, is_cut)
+    content, repairs = _json_of(text, is_cut)
     lists = [name for name, kind in template.fields.items() if kind == "list"]
-    if isinstance(found, list) and len(template.fields) == len(lists) == 1:
-        found, repairs = {lists[0]: found}, (*repairs, "json-shape")
-    if not isinstance(found, dict):
+    if isinstance(content, list) and len(template.fields) == len(lists) == 1:
+        content, repairs = {lists[0]: content}, (*repairs, "json-shape")
+    if not isinstance(content, dict):
         raise RowError(f"unparsable: no JSON object with {', '.join(template.fields)} in the answer")
-    by_name = {str(name).strip().lower(): value for name, value in found.items()}
+    by_name = {str(name).strip().lower(): value for name, value in content.items()}
     fields: dict[str, str] = {}
     for name, kind in template.fields.items():
         value = by_name.get(name.lower())
@@ -111,9 +111,9 @@ def _json_fields(template: PromptTemplate, text: str, is_cut: bool) -> Parsed:
             if name in template.optional_fields:
                 continue
             raise RowError(f"missing-field: the answer has no {name!r}")
-        as_text, is_as_asked = _text_of(name, kind, value)
+        as_text, is_as_requested = _text_of(name, kind, value)
         fields[name] = as_text
-        repairs += () if is_as_asked or "json-shape" in repairs else ("json-shape",)
+        repairs += () if is_as_requested or "json-shape" in repairs else ("json-shape",)
     return Parsed(fields, repairs)
 
 
@@ -133,28 +133,28 @@ def _text_of(name: str, kind: str, value: Any) -> tuple[str, bool]:
 
 
 def _json_of(text: str, is_cut: bool) -> tuple[Any, tuple[str, ...]]:
-    """What JSON a text holds, and how it was mended; None where there is none."""
+    """Parse the JSON in a text; return it, None if there is none, and the names of the repairs."""
     starts = [place for place in (text.find("{"), text.find("[")) if place >= 0]
     if not starts:
         return None, ()
     body, repairs = text[min(starts) :], () if not text[: min(starts)].strip() else ("json-around",)
     try:
-        found, end = json.JSONDecoder(strict=False).raw_decode(body)  # line breaks within texts are let be
-        return found, repairs or (("json-around",) if body[end:].strip() else ())
+        content, end = json.JSONDecoder(strict=False).raw_decode(body)  # line breaks within texts are let be
+        return content, repairs or (("json-around",) if body[end:].strip() else ())
     except (ValueError, RecursionError):
         pass
     import json_repair
 
     try:
-        found = json_repair.loads(body, skip_json_loads=True)
+        content = json_repair.loads(body, skip_json_loads=True)
     except (ValueError, RecursionError):
         return None, ()
-    found = found if isinstance(found, dict | list) and found else None
-    return found, (*repairs, "json-cut" if is_cut else "json-syntax")
+    content = content if isinstance(content, dict | list) and content else None
+    return content, (*repairs, "json-cut" if is_cut else "json-syntax")
 
 
-def _own(template: PromptTemplate, text: str) -> dict[str, str]:
-    """By the `parse(text)` of a file of the user's beside the template: name -> text; a ValueError refuses the text."""
+def _custom_fields(template: PromptTemplate, text: str) -> dict[str, str]:
+    """Parse by `parse(text)` of the user's file beside the template: name -> text; a ValueError refuses the text."""
     parse = load_parser(template.parser_path)
     try:
         fields = parse(text)

@@ -97,7 +97,7 @@ def changed_parts(before: str, after: str) -> tuple[str, ...]:
     old, new = before.split("-"), after.split("-")
     if len(old) != len(PARTS) or len(new) != len(PARTS):
         return () if before == after else ("version",)
-    return tuple(name for name, one, other in zip(PARTS, old, new, strict=True) if one != other)
+    return tuple(name for name, old_part, new_part in zip(PARTS, old, new, strict=True) if old_part != new_part)
 
 
 def attribute_line(name: str, value: object, columns: AttributeLines) -> str | None:

@@ -45,12 +45,12 @@ class SideQuestions:
         part = self.entities.slice(start, stop - start)
         lines = self._attribute_lines(part).dictionary_encode("encode")
         digests = [_digest(_NOTHING if line is None else line.encode()) for line in lines.dictionary.to_pylist()]
-        of_lines = pa.array(digests, pa.string()).take(lines.indices)
+        line_digests = pa.array(digests, pa.string()).take(lines.indices)
         histories = self._history_digests(np.arange(start, start + part.num_rows))
-        known_by = pc.binary_join_element_wise(self._shared, of_lines, histories, "-")
+        fingerprints = pc.binary_join_element_wise(self._shared, line_digests, histories, "-")
         if self.side == "user":
-            return known_by
-        return pc.if_else(blank(part["title"].combine_chunks()), pa.scalar(None, pa.string()), known_by)
+            return fingerprints
+        return pc.if_else(blank(part["title"].combine_chunks()), pa.scalar(None, pa.string()), fingerprints)
 
     def num_events(self) -> np.ndarray:
         """Events in the history of each user, shown or not, int64[num_entities]; of items none."""
@@ -88,7 +88,7 @@ class SideQuestions:
 
     @cached_property
     def _events(self) -> tuple[pa.Array, pa.Array]:
-        """Of each item what a line of history shows: title, and attributes or null."""
+        """What a line of history shows of each item: title, and attributes or null."""
         columns, items = self._history_lines, self.tables.items
         title = _mapped(items["title"], lambda value: plain_text(str(value), columns.max_value_chars))
         names = _shown_names(items, columns, ("item_id", "title"), self.tables.personal.get("item", ()))
@@ -98,12 +98,12 @@ class SideQuestions:
     def item_texts(self, titles: Collection[str]) -> dict[str, dict[str, str]]:
         """What histories show of the items of some titles, as prompts have these: by title, texts by column."""
         columns, items = self._history_lines, self.tables.items
-        is_wanted = pc.is_in(self._events[0], value_set=pa.array(titles, pa.string()))
-        part, found = items.filter(is_wanted), self._events[0].filter(is_wanted).to_pylist()
-        texts: dict[str, dict[str, str]] = {title: {} for title in found}
+        is_requested = pc.is_in(self._events[0], value_set=pa.array(titles, pa.string()))
+        part, item_titles = items.filter(is_requested), self._events[0].filter(is_requested).to_pylist()
+        texts: dict[str, dict[str, str]] = {title: {} for title in item_titles}
         for name in _shown_names(items, columns, ("item_id", "title"), self.tables.personal.get("item", ())):
             shown = _mapped(part[name], lambda value, name=name: value_text(value, columns, name)).to_pylist()
-            for title, text in zip(found, shown, strict=True):
+            for title, text in zip(item_titles, shown, strict=True):
                 texts[title] |= {} if text is None else {name: text}
         return texts
 
@@ -133,7 +133,7 @@ class SideQuestions:
         return pa.array([_digest(data[first:last]) for first, last in pairwise(bounds)], pa.string())
 
     def _labels(self, places: np.ndarray) -> pa.Array:
-        """What is said of the events of some places, string[n]: the event, the rating, both; null where neither is."""
+        """The labels of the events at some places, string[n]: event, rating or both; null without either."""
         lines, (events, ratings) = self._history_lines, (self.histories.values(n, places) for n in LABEL_COLUMNS)
         kind = {pa.null(): pa.float64(), pa.bool_(): pa.int8()}.get(ratings.type, ratings.type)
         rated = _mapped(ratings.cast(kind), lambda value: _rating_label(value, lines))

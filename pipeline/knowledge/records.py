@@ -76,17 +76,17 @@ class PreviousKnowledge:
 
     def token_ids(self, rows: np.ndarray) -> pa.Array:
         """Token ids of the texts of some rows, large lists of int32; null for a row of -1."""
-        kind, wanted = pa.large_list(pa.int32()), np.unique(rows[rows >= 0])
-        parts = [batch["token_ids"].cast(kind) for batch in _taken(self._folder, self.num_rows, wanted, ["token_ids"])]
+        kind, unique = pa.large_list(pa.int32()), np.unique(rows[rows >= 0])
+        parts = [batch["token_ids"].cast(kind) for batch in _taken(self._folder, self.num_rows, unique, ["token_ids"])]
         texts = pa.chunked_array(parts, kind).combine_chunks()
-        return texts.take(pa.array(np.searchsorted(wanted, rows), mask=rows < 0))
+        return texts.take(pa.array(np.searchsorted(unique, rows), mask=rows < 0))
 
     def values(self, rows: np.ndarray, columns: list[str]) -> pa.Table:
         """Some columns of the records of some rows, each of which is one."""
-        wanted = np.unique(rows)
-        parts = [pa.Table.from_batches([batch]) for batch in _taken(self._folder, self.num_rows, wanted, columns)]
+        unique = np.unique(rows)
+        parts = [pa.Table.from_batches([batch]) for batch in _taken(self._folder, self.num_rows, unique, columns)]
         table = pa.concat_tables(parts) if parts else knowledge_schema(pa.string()).empty_table().select(columns)
-        return table.take(pa.array(np.searchsorted(wanted, rows)))
+        return table.take(pa.array(np.searchsorted(unique, rows)))
 
     def only_file(self, rows: np.ndarray, entity_id_type: pa.DataType) -> Path | None:
         """The file that holds the records of some rows as tonight's would, and no others; None where there is none."""
@@ -95,8 +95,8 @@ class PreviousKnowledge:
         files = [file for file in self._folder.glob("*.parquet") if pq.read_metadata(file).num_rows]
         if len(files) != 1:
             return None
-        schema, now = pq.read_schema(files[0]), knowledge_schema(entity_id_type)
-        if not schema.equals(now) or schema.metadata != now.metadata:
+        schema, current = pq.read_schema(files[0]), knowledge_schema(entity_id_type)
+        if not schema.equals(current) or schema.metadata != current.metadata:
             return None
         is_stale = pq.read_table(files[0], columns=["is_stale"])["is_stale"]
         return None if pc.any(is_stale).as_py() else files[0]

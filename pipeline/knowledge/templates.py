@@ -35,13 +35,13 @@ def _only_fields(pattern: str, allowed: Collection[str]) -> str:
     if control:
         raise ValueError(f"has {control.group()}, a control token of chat models: the chat template writes those")
     try:
-        found = {name for _, name, _, _ in string.Formatter().parse(pattern) if name is not None}
+        fields = {name for _, name, _, _ in string.Formatter().parse(pattern) if name is not None}
     except ValueError as error:
         raise ValueError(f"is not a format string: {error}; a brace that is meant is doubled, {{{{ or }}}}") from None
-    if found - set(allowed):
-        names = ", ".join(f"{{{name}}}" for name in sorted(found - set(allowed)))
-        known = ", ".join(f"{{{name}}}" for name in sorted(allowed))
-        raise ValueError(f"has {names}; fields are {known}; a brace that is meant is doubled, {{{{ or }}}}")
+    if fields - set(allowed):
+        names = ", ".join(f"{{{name}}}" for name in sorted(fields - set(allowed)))
+        allowed_names = ", ".join(f"{{{name}}}" for name in sorted(allowed))
+        raise ValueError(f"has {names}; fields are {allowed_names}; a brace that is meant is doubled, {{{{ or }}}}")
     return pattern
 
 
@@ -222,11 +222,11 @@ class PromptTemplate(Strict):
         for name, most in self.max_items.items():
             if self.fields.get(name) != "list" or most < 1:
                 raise ValueError(f"`max_items` has {name}: {most}; it gives lists among `fields` a number above 0")
-        known = self.fields or dict.fromkeys(self.factors)
+        field_names = self.fields or dict.fromkeys(self.factors)
         for key, names in (("optional_fields", self.optional_fields), ("encode", self.encode)):
-            for name in names if known else ():
-                if name not in known:
-                    raise ValueError(f"`{key}` has {name!r}, which is none of {', '.join(known)}")
+            for name in names if field_names else ():
+                if name not in field_names:
+                    raise ValueError(f"`{key}` has {name!r}, which is none of {', '.join(field_names)}")
         return self
 
     def worded(self, words: Words, labels: Labels = Labels(), factors: Sequence[str] | None = None) -> "PromptTemplate":
@@ -356,8 +356,8 @@ def template_path(name: str, folder: str | Path | None = None) -> Path:
     folders = [SHIPPED_TEMPLATES] if folder is None else [Path(folder), SHIPPED_TEMPLATES]
     path = next((path for place in folders if (path := place / f"{name}.yaml").is_file()), None)
     if path is None:
-        known = ", ".join(sorted({path.stem for place in folders for path in place.glob("*.yaml")}))
-        raise ConfigError(f"there is no prompt template {name!r}; templates are: {known}. Name one of these.")
+        available = ", ".join(sorted({path.stem for place in folders for path in place.glob("*.yaml")}))
+        raise ConfigError(f"there is no prompt template {name!r}; templates are: {available}. Name one of these.")
     return path
 
 

@@ -42,8 +42,8 @@ _SIDE = re.compile(r"[/|｜]|(?:begin|start|end)(?:[_▁]of)?[_▁]|[_▁](?:beg
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What of a text is no thought.
+class AnswerSpans:
+    """The parts of a text that are no thoughts.
 
     `spans` : the parts, start and end in characters; `open_at` : where thoughts begin that do not end, or None.
     """
@@ -74,8 +74,8 @@ def without_thoughts(
     is_open: bool,
     is_in_prompt: Callable[[str], bool],
     is_quoted: Callable[[str], bool] = lambda mark: False,
-) -> Kept:
-    """What of a text is no thought.
+) -> AnswerSpans:
+    """The parts of a text that are no thoughts.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ def without_thoughts(
     is_quoted : whether what looks like a mark is plain text, as in a title of the tables.
     """
     if not is_open and not any(form in text for form in _FORMS):  # nearly all texts
-        return Kept(((0, len(text)),))
+        return AnswerSpans(((0, len(text)),))
     first = _MARK.match(text, len(text) - len(text.lstrip()))
     foreign = _pair(first.group()) if first and first["open"] and not is_in_prompt(first.group()) else None
     spans: list[tuple[int, int]] = []
@@ -108,11 +108,11 @@ def without_thoughts(
         spans = [*spans, (begin, end.start() if end else len(text))]
     if len(spans) > 1:
         spans = [span for span in spans if text[slice(*span)].strip()]
-    return Kept(tuple(spans), open_at)
+    return AnswerSpans(tuple(spans), open_at)
 
 
 def _pair(mark: str) -> str:
-    """What the mark that begins thoughts and the one that ends them have in common."""
+    """The name that the opening and the closing mark of thoughts have in common."""
     mark = mark.lower()
     common = {part: part for part in _PARTS.values()} | _PHRASES
     return next((pair for part, pair in common.items() if part in mark), None) or _SIDE.sub("", mark)
@@ -127,5 +127,5 @@ def _is_own(tokenizer: "PreTrainedTokenizerBase", mark: str) -> bool:
 def _own_pairs(tokenizer: "PreTrainedTokenizerBase") -> frozenset[str]:
     added = [token.content for token in tokenizer.added_tokens_decoder.values()]
     texts = [*added, str(tokenizer.chat_template or "")]
-    own = {_pair(mark.group()) for text in texts for mark in _MARK.finditer(text)}
-    return frozenset(own | {pair for part, pair in _PARTS.items() if any(part in text for text in texts)})
+    pairs = {_pair(mark.group()) for text in texts for mark in _MARK.finditer(text)}
+    return frozenset(pairs | {pair for part, pair in _PARTS.items() if any(part in text for text in texts)})

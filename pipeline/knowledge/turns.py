@@ -56,10 +56,10 @@ def chat_marks(tokenizer: "PreTrainedTokenizerBase") -> ChatMarks:
     labels = [*_text_marks(texts, names, list(control.values()))]
     if "assistant" in names:  # what goes before its message beyond the generation prompt, which is the last text
         place = names.index("assistant")
-        num_asked = sum(
+        num_shared = sum(
             1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens[place], tokens[-1], strict=False))
         )
-        written_by_model = tokens[place][num_asked:]
+        written_by_model = tokens[place][num_shared:]
         labels += [re.escape(control[i]) for i in tokens[place + 1] if i in written_by_model]
     marks = {i: control[i] for part in tokens for i in part
              if i not in written_by_model and not is_thought_mark(control[i])}  # fmt: skip

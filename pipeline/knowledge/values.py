@@ -111,5 +111,5 @@ def _listed(value: object) -> list[str] | None:
     except ValueError:  # Python's
         quoted = re.findall(_QUOTED, text, re.DOTALL)
         return [
-            re.sub(r"\\(.)", lambda escaped: " " if escaped[1] in "nrt" else escaped[1], one[1:-1]) for one in quoted
+            re.sub(r"\\(.)", lambda escaped: " " if escaped[1] in "nrt" else escaped[1], item[1:-1]) for item in quoted
         ]

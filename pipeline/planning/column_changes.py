@@ -31,12 +31,12 @@ def shown_in_plan(folder: Path, side: Side, ids: Collection[str]) -> dict[str, d
 
     Entities are missing where the run, or its plan, is gone.
     """
-    found = {}
+    shown = {}
     for batch in iter_parquet(folder / "plan" / side, ["entity_id", "fingerprint", "attributes", "history"]):
         keys = batch["entity_id"].cast(pa.string())
-        is_wanted = pc.is_in(keys, value_set=pa.array(ids, pa.string()))
-        found |= dict(zip(keys.filter(is_wanted).to_pylist(), batch.filter(is_wanted).to_pylist(), strict=True))
-    return found
+        is_requested = pc.is_in(keys, value_set=pa.array(ids, pa.string()))
+        shown |= dict(zip(keys.filter(is_requested).to_pylist(), batch.filter(is_requested).to_pylist(), strict=True))
+    return shown
 
 
 def attributes_of(lines: str | None, columns: AttributeLines) -> dict[str, str]:
@@ -50,8 +50,8 @@ def attributes_of(lines: str | None, columns: AttributeLines) -> dict[str, str]:
         seen.add(field)
     matches = (re.fullmatch("".join(named), line) for line in (lines or "").split("\n"))
     names = {label: name for name, label in columns.labels.items()}
-    found = (match.groupdict() for match in matches if match is not None)
-    return {names.get(one["label"], one["label"]): one.get("value", "") for one in found}
+    rows = (match.groupdict() for match in matches if match is not None)
+    return {names.get(row["label"], row["label"]): row.get("value", "") for row in rows}
 
 
 def changed_columns(pairs: Pairs) -> dict[str, tuple[str, int]]:
@@ -62,25 +62,25 @@ def changed_columns(pairs: Pairs) -> dict[str, tuple[str, int]]:
     """
     counts: Counter[tuple[str, str]] = Counter()
     renamed: Counter[tuple[str, str]] = Counter()
-    for before, now in pairs:
-        added, gone = [name for name in now if name not in before], [name for name in before if name not in now]
+    for before, after in pairs:
+        added, gone = [name for name in after if name not in before], [name for name in before if name not in after]
         counts.update((name, "is new") for name in added)
         counts.update((name, "is gone") for name in gone)
-        renamed.update((new, old) for new in added for old in gone if _is_alike(before[old], now[new]))
-        changed = [name for name in now if name in before and now[name] != before[name]]
+        renamed.update((new, old) for new in added for old in gone if _is_alike(before[old], after[new]))
+        changed = [name for name in after if name in before and after[name] != before[name]]
         for name in changed:
-            is_alike = _is_alike(before[name], now[name])
+            is_alike = _is_alike(before[name], after[name])
             counts[name, "has the same values, written differently" if is_alike else "has other values"] += 1
-        if before == now and list(before) != list(now):
+        if before == after and list(before) != list(after):
             counts[ANOTHER_ORDER, "stand in another order"] += 1
     for (new, old), num in renamed.most_common():
         if 2 * num > counts[new, "is new"] > 0 and 2 * num > counts[old, "is gone"] > 0:
             del counts[new, "is new"], counts[old, "is gone"]
             counts[new, f"was called {old}"] = num
-    found: dict[str, tuple[str, int]] = {}
-    for (name, what), num in sorted(counts.items(), key=lambda one: (-one[1], one[0])):
-        found[name] = (found[name][0], found[name][1] + num) if name in found else (what, num)
-    return found
+    changes: dict[str, tuple[str, int]] = {}
+    for (name, what), num in sorted(counts.items(), key=lambda change: (-change[1], change[0])):
+        changes[name] = (changes[name][0], changes[name][1] + num) if name in changes else (what, num)
+    return changes
 
 
 def changed_in_histories(
@@ -95,23 +95,23 @@ def changed_in_histories(
     """
     changed: list[dict[str, str]] = []  # of each pair: what was shown, by title, of items that are shown differently
     for histories in pairs:
-        before, now = ({title: shown or "" for title, shown, _ in json.loads(one or "[]")} for one in histories)
-        changed.append({title: before[title] for title in now if before.get(title, now[title]) != now[title]})
-    texts, counts = texts_of({title for one in changed for title in one}), Counter()
-    for one in changed:
+        before, after = ({title: shown or "" for title, shown, _ in json.loads(text or "[]")} for text in histories)
+        changed.append({title: before[title] for title in after if before.get(title, after[title]) != after[title]})
+    texts, counts = texts_of({title for shown_before in changed for title in shown_before}), Counter()
+    for shown_before in changed:
         columns = set()
-        for title, shown in one.items():
-            known = f"{separator}{shown}{separator}"
-            new = {name for name, text in texts.get(title, {}).items() if f"{separator}{text}{separator}" not in known}
+        for title, shown in shown_before.items():
+            old = f"{separator}{shown}{separator}"
+            new = {name for name, text in texts.get(title, {}).items() if f"{separator}{text}{separator}" not in old}
             columns |= new or {ITEM_ATTRIBUTES}
         counts.update(columns)
     became = {ITEM_ATTRIBUTES: "are gone from histories, or stand in another order there"}
     return {name: (became.get(name, "is shown differently in histories"), num) for name, num in counts.most_common()}
 
 
-def _is_alike(before: str, now: str) -> bool:
+def _is_alike(before: str, after: str) -> bool:
     """Whether two texts are of one number, truth value or list, or differ in case alone."""
-    first, second = before.casefold(), now.casefold()
+    first, second = before.casefold(), after.casefold()
     if _SAME_WORDS.get(first, first) == _SAME_WORDS.get(second, second):
         return True
     try:

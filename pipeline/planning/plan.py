@@ -153,7 +153,7 @@ def split_shard(run_dir: Path, shard: Shard) -> tuple[Shard, Shard]:
     )  # in the order of names the halves are where the shard was
     plan = load_plan(run_dir, shard.side)
     if plan is not None:
-        shards = [part for known in plan.shards for part in ((first, second) if known == shard else [known])]
+        shards = [part for planned in plan.shards for part in ((first, second) if planned == shard else [planned])]
         save_plan(replace(plan, shards=tuple(shards)), run_dir)
     return first, second
 
@@ -194,8 +194,8 @@ def _is_whole(plan: SidePlan, finished: Mapping[str, ShardRecord], run_dir: Path
     `finished` are the side's finished shards by name.
     """
     carried = finished.get(CARRIED_SHARD)
-    found = None if carried is None else (carried.num_rows, carried.num_quarantined)
-    lost = [] if found == (plan.num_carried_over, plan.num_unpromptable) else [CARRIED_SHARD]
+    counts = None if carried is None else (carried.num_rows, carried.num_quarantined)
+    lost = [] if counts == (plan.num_carried_over, plan.num_unpromptable) else [CARRIED_SHARD]
     waiting = finished.get(WAITING_SHARD)
     lost += [WAITING_SHARD] if plan.num_waiting != (0 if waiting is None else waiting.num_rows) else []
     postponed = RunFolder(run_dir).read_postponed(plan.side).num_rows

@@ -41,7 +41,7 @@ ROWS_AT_ONCE = 64 * 1024
 SHARDS_A_SIDE = 16  # by default at least, of a side that is not small: so that several workers all have some
 FIRST_TEXTS = 32  # of a side, that are judged before the others are written
 MIN_BATCHES, MAX_BATCHES = 4, 32  # batches of a shard by default; the batch empties at the end of each shard
-# Of a model's folder, beside the vocabulary: what decides how messages become tokens.
+# Files of a model's folder that decide, beside the vocabulary, how messages become tokens.
 CHAT_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.*",
     "additional_chat_templates/*.jinja",
@@ -63,7 +63,7 @@ class CarryOver:
         """Write the records, once; returns the written shards by name. Before that the plan is incomplete."""
         self.folder.shards(self.side).drop(WAITING_SHARD)
         carried = self.carried if self._lost_file() else self.carried_file
-        # Of none too: a side then has its schema.
+        # It is written even without rows, so that a side has its schema.
         written = {CARRIED_SHARD: self.folder.shards(self.side).write(CARRIED_SHARD, carried, self.quarantined)}
         if self.waiting is not None:
             written[WAITING_SHARD] = self.folder.shards(self.side).write(WAITING_SHARD, self.waiting)
@@ -185,16 +185,17 @@ def decide_side(
         excluded = without_evidence(refresh, ids.combine_chunks().filter(pa.array(left_out)))
     elif excluded is not None:
         left_out = pc.is_in(ids, value_set=excluded["entity_id"].combine_chunks()).to_numpy()
-    found = _compared(questions, previous, before, left_out, rules.force, on_entities)
-    found, quarantined = _without_failing(found, questions.side, ids, None if rules.force else rules.unusable)
-    rows, fingerprints, waiting, postponed, num_tokens = found.changed, found.fingerprints, before[:0], excluded, 0
+    compared = _compared(questions, previous, before, left_out, rules.force, on_entities)
+    compared, quarantined = _without_failing(compared, questions.side, ids, None if rules.force else rules.unusable)
+    rows, fingerprints = compared.changed, compared.fingerprints
+    waiting, postponed, num_tokens = before[:0], excluded, 0
     if refresh is not None and not rules.force:
         chosen = choose(refresh, questions, previous, rows, fingerprints, before[rows])
         postponed = pa.concat_tables([part for part in (excluded, chosen.postponed) if part is not None])
         num_tokens, waiting = chosen.num_tokens, before[rows[~chosen.is_written]]
         rows, fingerprints = rows[chosen.is_written], fingerprints.filter(pa.array(chosen.is_written))
     waiting = np.sort(waiting[waiting >= 0])
-    return SideDecision(rows, fingerprints, before[rows], found.carried, waiting, quarantined, postponed, num_tokens)
+    return SideDecision(rows, fingerprints, before[rows], compared.carried, waiting, quarantined, postponed, num_tokens)
 
 
 def write_side_plan(
@@ -260,31 +261,33 @@ def _compared(
     changed, carried, refused, fingerprints = [], [], [], []
     for start in range(0, len(before), ROWS_AT_ONCE):
         stop = min(start + ROWS_AT_ONCE, len(before))
-        known_by, of_records = questions.fingerprints(start, stop), before[start:stop]
-        is_same = pc.fill_null(pc.equal(known_by, previous.fingerprints(of_records).cast(pa.string())), False)
-        asked = ~left_out[start:stop]
-        can_ask, is_same = known_by.is_valid().to_numpy(False) & asked, is_same.to_numpy(False) & asked & (not force)
-        refused.append(start + np.flatnonzero(~can_ask & asked))
-        carried.append(of_records[is_same])
+        tonight, records = questions.fingerprints(start, stop), before[start:stop]
+        is_same = pc.fill_null(pc.equal(tonight, previous.fingerprints(records).cast(pa.string())), False)
+        is_included = ~left_out[start:stop]
+        can_ask = tonight.is_valid().to_numpy(False) & is_included
+        is_same = is_same.to_numpy(False) & is_included & (not force)
+        refused.append(start + np.flatnonzero(~can_ask & is_included))
+        carried.append(records[is_same])
         changed.append(start + np.flatnonzero(can_ask & ~is_same))
-        fingerprints.append(known_by.filter(pa.array(can_ask & ~is_same)))
+        fingerprints.append(tonight.filter(pa.array(can_ask & ~is_same)))
         on_entities(stop - start)
-    known_by = pa.chunked_array(fingerprints, pa.string()).combine_chunks()
-    return _Compared(_concatenated(changed), known_by, _concatenated(carried), _concatenated(refused))
+    joined = pa.chunked_array(fingerprints, pa.string()).combine_chunks()
+    return _Compared(_concatenated(changed), joined, _concatenated(carried), _concatenated(refused))
 
 
 def _without_failing(
-    found: _Compared, side: Side, ids: pa.ChunkedArray, unusable: pa.Table | None
+    compared: _Compared, side: Side, ids: pa.ChunkedArray, unusable: pa.Table | None
 ) -> tuple[_Compared, list[QuarantineRow]]:
-    """The comparison without entities that have no prompt or whose prompt failed before; their quarantine rows."""
-    quarantined = [QuarantineRow.of(one, side, NO_TITLE) for one in ids.take(pa.array(found.refused)).to_pylist()]
-    failing = still_failing(unusable, ids.take(pa.array(found.changed)).combine_chunks(), found.fingerprints)
+    """Leave out entities that have no prompt or whose prompt failed before; return their quarantine rows, too."""
+    refused = ids.take(pa.array(compared.refused)).to_pylist()
+    quarantined = [QuarantineRow.of(entity_id, side, NO_TITLE) for entity_id in refused]
+    failing = still_failing(unusable, ids.take(pa.array(compared.changed)).combine_chunks(), compared.fingerprints)
     is_failing = failing >= 0
     if unusable is not None and is_failing.any():
         quarantined += [QuarantineRow(**row) for row in unusable.take(pa.array(failing[is_failing])).to_pylist()]
-        left = found.fingerprints.filter(pa.array(~is_failing))
-        found = replace(found, changed=found.changed[~is_failing], fingerprints=left)
-    return found, quarantined
+        left = compared.fingerprints.filter(pa.array(~is_failing))
+        compared = replace(compared, changed=compared.changed[~is_failing], fingerprints=left)
+    return compared, quarantined
 
 
 def _write_shards(
@@ -297,11 +300,11 @@ def _write_shards(
     is_isolated = np.zeros(len(rows), bool) if isolate_ids is None else pc.is_in(ids, value_set=isolate_ids).to_numpy()
     size = sharding.size or default_shard_size(len(rows), sharding.batch_size)
     shards = []
-    for places, of_isolated in _cut(turns, is_isolated, size):
+    for places, is_isolated_shard in _cut(turns, is_isolated, size):
         shown = questions.shown(rows[places])
         part = {"entity_id": ids.take(pa.array(places))} | {name: shown[name] for name in shown.column_names}
         part |= {name: values.take(pa.array(places)) for name, values in columns.items()}
-        shards.append(write_shard_plan(side, f"{len(shards):05d}", pa.table(part), run_dir, of_isolated))
+        shards.append(write_shard_plan(side, f"{len(shards):05d}", pa.table(part), run_dir, is_isolated_shard))
     return tuple(shards)
 
 

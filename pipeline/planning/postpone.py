@@ -60,9 +60,9 @@ def interactions_of(tables: Tables, side: Side) -> np.ndarray:
     counts = np.zeros(len(rows), np.int64)
     for start in range(0, len(codes), ROWS_AT_ONCE):  # numpy counts over a copy of 64 bits
         counts += np.bincount(codes[start : start + ROWS_AT_ONCE], minlength=len(rows))
-    of_entities = np.zeros(tables.entities(side).num_rows, np.int64)
-    of_entities[rows[rows >= 0]] = counts[rows >= 0]
-    return of_entities
+    per_entity = np.zeros(tables.entities(side).num_rows, np.int64)
+    per_entity[rows[rows >= 0]] = counts[rows >= 0]
+    return per_entity
 
 
 def choose(
@@ -97,8 +97,8 @@ def choose(
         num_tokens[~has_text] = num_tokens[has_text].mean()
     since[~has_text] = _waiting_since(refresh, entity_ids).cast(pa.int32()).to_numpy()[~has_text]
     today = (refresh.date - datetime.date(1970, 1, 1)).days
-    known_by = previous.fingerprints(before).cast(pa.string())
-    same_but_history = pc.fill_null(pc.equal(_without_history(known_by), _without_history(fingerprints)), False)
+    earlier = previous.fingerprints(before).cast(pa.string())
+    same_but_history = pc.fill_null(pc.equal(_without_history(earlier), _without_history(fingerprints)), False)
     candidates = Candidates(
         has_text=has_text,
         is_changed_beyond_history=~same_but_history.to_numpy(False),

@@ -51,8 +51,8 @@ def draw_users(num: int, days: int, archetypes: dict[str, np.ndarray], rng: np.r
         return np.where(rng.random(num) < share, archetypes[name][kind], rng.integers(size, size=num))
 
     def ranked(name: str, share: float, size: int, width: int) -> np.ndarray:
-        own = np.argsort(rng.random((num, size)), axis=1)[:, :width]
-        return np.where((rng.random(num) < share)[:, None], archetypes[name][kind], own)
+        drawn = np.argsort(rng.random((num, size)), axis=1)[:, :width]
+        return np.where((rng.random(num) < share)[:, None], archetypes[name][kind], drawn)
 
     cold = rng.random(num) < SHARE_COLD
     new = cold & (rng.random(num) < SHARE_NEW_USERS / SHARE_COLD)

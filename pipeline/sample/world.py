@@ -84,10 +84,10 @@ def write_sample_world(
             rng = np.random.default_rng([seed, 2, chunk])
             users = draw_users(stop - start, days, archetypes, rng)
             user_ids = _ids("u", np.arange(start, stop))
-            known = user_table(users, user_ids, first_s, rng)
+            user_rows = user_table(users, user_ids, first_s, rng)
             asked = num_asked if future_days else 0, np.random.default_rng([seed, 4, chunk])
             interactions = _interaction_table(users, user_ids, item_ids, catalogue, period, rng, *asked)
-            for name, rows in (("users", known), ("interactions", interactions)):
+            for name, rows in (("users", user_rows), ("interactions", interactions)):
                 if name not in writers:
                     writer = pq.ParquetWriter(out_dir / f"{name}.parquet", rows.schema, compression="zstd")
                     writers[name] = stack.enter_context(writer)
@@ -139,21 +139,21 @@ def _interaction_table(
     days, future_days, first_s = astuple(period)
     user, day = _when(users, days, future_days, rng)
     item = _what(users, user, day, catalogue, days, rng)
-    there = catalogue.created_day[item] <= day
-    user, day, item = user[there], day[there], item[there]
+    exists = catalogue.created_day[item] <= day
+    user, day, item = user[exists], day[exists], item[exists]
     _, first = np.unique(user * np.int64(catalogue.num_items) + item, return_index=True)
     user, day, item = user[first], day[first], item[first]
     rating = _rating(users, user, item, catalogue, rng)
     second = rng.integers(SIGN_UP_S, DAY_S, size=len(user))
     when_s = first_s + day * DAY_S + second
     if num_asked:
-        others, moments, items = _asked(users, num_asked, days, future_days, catalogue, asked_rng)
+        raters, moments, items = _asked(users, num_asked, days, future_days, catalogue, asked_rng)
         seen = user * np.int64(catalogue.num_items) + item
-        is_new = ~np.isin(others * np.int64(catalogue.num_items) + items, seen)
-        others, items = others[is_new], items[is_new]
-        user, item = np.concatenate([user, others]), np.concatenate([item, items])
-        rating = np.concatenate([rating, _rating(users, others, items, catalogue, asked_rng)])
-        when_s = np.concatenate([when_s, first_s + moments[others]])
+        is_new = ~np.isin(raters * np.int64(catalogue.num_items) + items, seen)
+        raters, items = raters[is_new], items[is_new]
+        user, item = np.concatenate([user, raters]), np.concatenate([item, items])
+        rating = np.concatenate([rating, _rating(users, raters, items, catalogue, asked_rng)])
+        when_s = np.concatenate([when_s, first_s + moments[raters]])
     order = np.lexsort((item, when_s, user))
     return pa.table(
         {

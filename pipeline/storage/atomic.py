@@ -80,25 +80,25 @@ def atomic_folder(path: Path | str, overwrite: bool = False) -> Iterator[Path]:
         raise
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(first: Path, second: Path) -> bool:
     """Exchange two folders in one step; False where this system or the file system cannot."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):
         return False
-    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
         return True
     number = ctypes.get_errno()
     if number in _CANNOT_EXCHANGE:
         return False
-    raise OSError(number, os.strerror(number), str(other))
+    raise OSError(number, os.strerror(number), str(second))
 
 
 def replaced_folders(path: Path) -> list[Path]:
     """Earlier folders of a path that a killed writer has moved out of the way and not yet deleted."""
     start = f".{path.name}."
     beside = path.parent.iterdir() if path.parent.is_dir() else ()
-    return sorted(one for one in beside if one.name.startswith(start) and one.suffix == REPLACED_SUFFIX)
+    return sorted(folder for folder in beside if folder.name.startswith(start) and folder.suffix == REPLACED_SUFFIX)
 
 
 def restore_replaced(path: Path) -> None:
@@ -106,11 +106,11 @@ def restore_replaced(path: Path) -> None:
 
     Call it only while no other process writes `path`.
     """
-    found = replaced_folders(path)
-    if found and not path.exists():
-        os.replace(found.pop(), path)
-    for one in found:
-        shutil.rmtree(one)
+    replaced = replaced_folders(path)
+    if replaced and not path.exists():
+        os.replace(replaced.pop(), path)
+    for folder in replaced:
+        shutil.rmtree(folder)
 
 
 def remove_folder(path: Path) -> None:
@@ -129,9 +129,9 @@ def remove(path: Path) -> None:
 
 
 def leftovers(folder: Path | str) -> list[Path]:
-    """The temporary files and folders that killed writers left anywhere under a folder, none within another."""
-    found = sorted(Path(folder).rglob(f".*{TEMPORARY_SUFFIX}"))
-    return [path for path in found if not any(other in path.parents for other in found)]
+    """The outermost temporary files and folders that killed writers left anywhere under a folder."""
+    paths = sorted(Path(folder).rglob(f".*{TEMPORARY_SUFFIX}"))
+    return [path for path in paths if not any(other in path.parents for other in paths)]
 
 
 def remove_leftovers(folder: Path | str) -> int:
@@ -139,10 +139,10 @@ def remove_leftovers(folder: Path | str) -> int:
 
     Call it only while no other process writes there (the workspace's lock is held).
     """
-    found = leftovers(folder)
-    for path in found:
+    paths = leftovers(folder)
+    for path in paths:
         remove(path)
-    return len(found)
+    return len(paths)
 
 
 def size_bytes(path: Path) -> int:

@@ -38,13 +38,13 @@ def require_every_entity(run: RunFolder, side: Side, entity_ids: pa.ChunkedArray
         "there more than once": (num_places > 1) | (num_stale > 1),
         "there with an old text but neither in quarantine nor postponed": num_stale > num_quarantined + num_waiting,
     }
-    found = [(fault, entity_ids.filter(pa.array(is_so))) for fault, is_so in faults.items()]
-    found += [("not in the table", ids[name].filter(part.is_null())) for name, part in rows.items()]
+    violations = [(fault, entity_ids.filter(pa.array(is_so))) for fault, is_so in faults.items()]
+    violations += [("not in the table", ids[name].filter(part.is_null())) for name, part in rows.items()]
     problems = []
-    for fault, some in found:
-        if len(some):
-            named = ", ".join(map(str, some[:NUM_NAMED])) + (", ..." if len(some) > NUM_NAMED else "")
-            problems.append(f"{len(some)} are {fault} ({named})")
+    for fault, violating_ids in violations:
+        if len(violating_ids):
+            named = ", ".join(map(str, violating_ids[:NUM_NAMED])) + (", ..." if len(violating_ids) > NUM_NAMED else "")
+            problems.append(f"{len(violating_ids)} are {fault} ({named})")
     if problems:
         raise WorkspaceError(
             f"{run.root}: of {len(entity_ids)} {side}s {'; '.join(problems)}. Nothing is published. Run the same "

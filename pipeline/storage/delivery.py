@@ -50,14 +50,14 @@ class Destination:
         return cls(uri, *filesystem_of(uri))
 
     def published(self) -> dict:
-        """What the pointer there holds; nothing before the first delivery, or where it is damaged."""
+        """The pointer at the URI; empty before the first delivery, or if it is damaged."""
         with naming_uri(self.uri, WorkspaceError):
             try:
                 with self.filesystem.open_input_stream(f"{self.root}/published.json") as file:
-                    found = json.loads(file.read())
+                    pointer = json.loads(file.read())
             except (FileNotFoundError, json.JSONDecodeError):
                 return {}
-        return found if isinstance(found, dict) else {}
+        return pointer if isinstance(pointer, dict) else {}
 
     def runs(self) -> list[str]:
         """Ids of the runs of which something is there."""
@@ -79,17 +79,17 @@ class Destination:
         return sent
 
     def copy(self, run: RunFolder, files: dict[str, tuple[int, str]] | None = None) -> Delivered:
-        """Have the files of a run be there as they are here, and no others of it; readers see what they saw."""
+        """Make the run's folder at the URI equal to the local one; readers still see the run that they saw."""
         files, folder = _described(run) if files is None else files, f"runs/{run.run_id}"
         with naming_uri(self.uri, WorkspaceError):
-            there = self._files(folder)
-            for name in there.keys() - files.keys():
+            remote_sizes = self._files(folder)
+            for name in remote_sizes.keys() - files.keys():
                 self.filesystem.delete_file(f"{self.root}/{folder}/{name}")
 
             def sent(name: str) -> int:
                 num_bytes, sha256 = files[name]
                 target = f"{self.root}/{folder}/{name}"
-                if there.get(name) == num_bytes and self._sha256(target) == sha256:
+                if remote_sizes.get(name) == num_bytes and self._sha256(target) == sha256:
                     return 0
                 self._put(run.root / name, target)
                 if self._sha256(target) != sha256:
@@ -114,13 +114,13 @@ class Destination:
         return removed
 
     def _files(self, folder: str) -> dict[str, int]:
-        """Bytes of each file under a folder there, by its path within it."""
+        """Sizes in bytes of the files under a folder at the URI, by their paths within it."""
         from pyarrow.fs import FileSelector
 
         folder = f"{self.root}/{folder}"
         with naming_uri(self.uri, WorkspaceError):
-            found = self.filesystem.get_file_info(FileSelector(folder, allow_not_found=True, recursive=True))
-        return {info.path.removeprefix(f"{folder}/"): info.size for info in found if info.is_file}
+            infos = self.filesystem.get_file_info(FileSelector(folder, allow_not_found=True, recursive=True))
+        return {info.path.removeprefix(f"{folder}/"): info.size for info in infos if info.is_file}
 
     def _put(self, source: Path, target: str) -> None:
         if self.filesystem.type_name == "local":
@@ -179,7 +179,7 @@ def _record(root: Path) -> dict:
     if not path.exists():
         return {"places": []}
     record = read_json(path, f', or write {{"places": ["s3://...", ...]}} with every place that {root} delivered to')
-    if not isinstance(record.get("places"), list) or not all(isinstance(one, str) for one in record["places"]):
+    if not isinstance(record.get("places"), list) or not all(isinstance(place, str) for place in record["places"]):
         raise WorkspaceError(f'{path}: "places" is not a list of URIs; write every place that {root} delivered to')
     return record
 

@@ -39,7 +39,7 @@ def rows_of(root: Path, ids: Ids) -> tuple[dict[str, int], dict[Side, set[str]]]
 
     Raises WorkspaceError, which names the file, where one cannot be read.
     """
-    found: dict[str, int] = {}
+    num_rows: dict[str, int] = {}
     seen: dict[Side, set[str]] = {side: set() for side in SIDES}
     for path in sorted(root.rglob("*.parquet")):
         for column, side in _owners(path, root):
@@ -47,21 +47,21 @@ def rows_of(root: Path, ids: Ids) -> tuple[dict[str, int], dict[Side, set[str]]]
                 matched = batch[column].filter(is_of(batch[column], ids[side]))
                 if len(matched):
                     name = path.relative_to(root).as_posix()
-                    found[name] = found.get(name, 0) + len(matched)
+                    num_rows[name] = num_rows.get(name, 0) + len(matched)
                     seen[side].update(map(str, matched.unique().to_pylist()))
-    return found, seen
+    return num_rows, seen
 
 
 def is_of(column: pa.Array | pa.ChunkedArray, ids: frozenset[str]) -> pa.Array | pa.ChunkedArray:
     """Whether each id of a column is among `ids`."""
-    wanted = sorted(ids)
+    keys = sorted(ids)
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     if pa.types.is_integer(column.type):
-        wanted = [int(key) for key in wanted if key.removeprefix("-").isdecimal() and str(int(key)) == key]
-        wanted = [number for number in wanted if -(2**63) <= number < 2**63]
+        keys = [int(key) for key in keys if key.removeprefix("-").isdecimal() and str(int(key)) == key]
+        keys = [number for number in keys if -(2**63) <= number < 2**63]
         column = column.cast(pa.int64())
-    return pc.is_in(column, value_set=pa.array(wanted, column.type))
+    return pc.is_in(column, value_set=pa.array(keys, column.type))
 
 
 def forget_in_run(run: RunFolder, files: Mapping[str, int], ids: Ids) -> int:
@@ -74,10 +74,10 @@ def forget_in_run(run: RunFolder, files: Mapping[str, int], ids: Ids) -> int:
             _leave_clusters(folder.features_path(side), ids[side])
     for name in files:
         _take_rows_out(run.root / name, run.root, ids)
-    of_plain = {name.removeprefix("plain/") for name in files if name.startswith("plain/")}
-    of_own = {name for name in files if not name.startswith("plain/")}
-    own_sums, plain_sums = _sums(run.root, of_own), _sums(run.plain.root, of_plain)
-    for folder, sums in ((run, own_sums), (run.plain, plain_sums)):
+    plain_files = {name.removeprefix("plain/") for name in files if name.startswith("plain/")}
+    run_files = {name for name in files if not name.startswith("plain/")}
+    run_sums, plain_sums = _sums(run.root, run_files), _sums(run.plain.root, plain_files)
+    for folder, sums in ((run, run_sums), (run.plain, plain_sums)):
         for path in [*folder.root.glob("shards/*/*.json"), *folder.root.glob("plan/*.json")]:
             described = read_json(path)
             _update(described, sums)
@@ -92,11 +92,11 @@ def forget_in_run(run: RunFolder, files: Mapping[str, int], ids: Ids) -> int:
             figures["samples"] = [sample for sample in shown if str(sample["entity_id"]) not in ids[side]]
             num_samples += len(shown) - len(figures["samples"])
             _recount_side(figures, folder, side)
-    for side, found in ((manifest.get("audit") or {}).get("sides") or {}).items():
-        shown = found["cases"]
-        found["cases"] = [case for case in shown if str(case["entity_id"]) not in ids[side]]
-        num_samples += len(shown) - len(found["cases"])
-    _update({name: part for name, part in manifest.items() if name != "plain"}, own_sums)
+    for side, audited in ((manifest.get("audit") or {}).get("sides") or {}).items():
+        shown = audited["cases"]
+        audited["cases"] = [case for case in shown if str(case["entity_id"]) not in ids[side]]
+        num_samples += len(shown) - len(audited["cases"])
+    _update({name: part for name, part in manifest.items() if name != "plain"}, run_sums)
     _update(manifest.get("plain"), plain_sums)
     _write_if_changed(manifest, run.manifest_path)
     return num_samples
@@ -118,18 +118,18 @@ def _owners(path: Path, root: Path) -> list[tuple[str, Side]]:
 def _take_rows_out(path: Path, root: Path, ids: Ids) -> None:
     owners = _owners(path, root)
 
-    def kept(batch: pa.RecordBatch) -> pa.RecordBatch:
+    def remaining(batch: pa.RecordBatch) -> pa.RecordBatch:
         for column, side in owners:
             batch = batch.filter(pc.invert(pc.fill_null(is_of(batch[column], ids[side]), False)))
         return batch
 
-    write_parquet((kept(batch) for batch in iter_parquet(path)), path, pq.read_schema(path))
+    write_parquet((remaining(batch) for batch in iter_parquet(path)), path, pq.read_schema(path))
 
 
 def _leave_clusters(features: Path, ids: frozenset[str]) -> None:
-    """Put the centroids of codes that nobody else has out of reach: they may be made of their vectors.
+    """Move centroids whose codes nobody else has out of reach: they may be made of the entities' vectors alone.
 
-    Of codes that nobody has too: their text may have left a cluster, and plain texts share the codes of the others.
+    Centroids of unused codes are moved, too: a text may have left its cluster, and plain texts share these codes.
     """
     side, path = features.stem, features.with_name(f"{features.stem}-centroids.parquet")
     if not path.exists() or not features.exists():
@@ -191,7 +191,7 @@ def _recount_plan(plan: dict[str, Any], folder: RunFolder) -> None:
 
 
 def _recount_postponed(described: dict[str, Any], folder: RunFolder, side: Side) -> int:
-    """What a plan or a manifest says of who waits; returns how many do."""
+    """Count postponed entities again in a plan or a manifest; return how many there are."""
     postponed = folder.read_postponed(side)
     described["postponed"] = count_reasons(postponed)
     described["num_waiting"] = pc.sum(postponed["has_text"]).as_py() or 0
@@ -200,7 +200,7 @@ def _recount_postponed(described: dict[str, Any], folder: RunFolder, side: Side)
 
 
 def _recount_side(figures: dict[str, Any], folder: RunFolder, side: Side) -> None:
-    """What a manifest says is in the files, from the files; what was counted while writing stays."""
+    """Count a side's rows again from its files in the manifest; what was counted while writing stays."""
 
     def num_rows(path: Path) -> int:
         return pq.read_metadata(path).num_rows if path.exists() else 0

@@ -44,10 +44,10 @@ def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dic
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found = {}
+    flat = {}
     for key, value in settings.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
 
 
 def make_run_id(date: datetime.date, settings: Mapping, edition: int = 1) -> str:
@@ -142,7 +142,7 @@ class RunManifest:
     def from_json(cls, data: Mapping[str, Any], path: Path) -> "RunManifest":
         """The manifest of plain JSON values, to be saved at `path`. Raises pydantic's ValidationError."""
         groups = {
-            name: {one.name: data[one.name] for one in fields(group) if one.name in data}
+            name: {field.name: data[field.name] for field in fields(group) if field.name in data}
             for name, group in _GROUPS.items()
         }
         return _MANIFEST.validate_python({**data, **groups, "path": path})

@@ -159,10 +159,11 @@ def iter_parquet(
         with _opened(file, columns or ()) as opened:
             first = first or (file, opened.schema_arrow)
             if columns is None and not opened.schema_arrow.equals(first[1]):
-                own, other = (", ".join(f"{of.name} {of.type}" for of in it) for it in (opened.schema_arrow, first[1]))
+                schemas = (opened.schema_arrow, first[1])
+                names, expected = (", ".join(f"{field.name} {field.type}" for field in schema) for schema in schemas)
                 raise WorkspaceError(
-                    f"{file} has the columns {own}; {first[0].name} beside it has {other}. Write the files of a folder "
-                    "with the same columns."
+                    f"{file} has the columns {names}; {first[0].name} beside it has {expected}. Write the files of a "
+                    "folder with the same columns."
                 )
             yield from opened.iter_batches(columns=columns, batch_size=ROW_GROUP_ROWS, row_groups=row_groups)
 

@@ -43,8 +43,8 @@ class Publication:
     def publish(self, run_id: str) -> None:
         """Make a finished run the one that readers see, in one step. Raises WorkspaceError where it is not finished."""
         history = self._history
-        now = [history["run_id"]] if history["run_id"] else []
-        self._point_to(run_id, now + history["before"], [other for other in history["rolled_back"] if other != run_id])
+        before = [history["run_id"], *history["before"]] if history["run_id"] else history["before"]
+        self._point_to(run_id, before, [other for other in history["rolled_back"] if other != run_id])
 
     def earlier_runs(self) -> list[RunFolder]:
         """The finished runs that readers saw before the published one, the last first."""
@@ -60,14 +60,15 @@ class Publication:
         A run whose manifest cannot be read counts as built on none.
         """
         history = self._history
-        found, published = set(history["rolled_back"]), {history["run_id"], *history["before"]}
-        if not found:
-            return found
-        later = [run for run in run_folders(self.root) if run.date >= min(found)[:10] and run.run_id not in published]
+        excluded, published = set(history["rolled_back"]), {history["run_id"], *history["before"]}
+        if not excluded:
+            return excluded
+        first_date = min(excluded)[:10]
+        later = [run for run in run_folders(self.root) if run.date >= first_date and run.run_id not in published]
         built_on = {run.run_id: run.previous_run_id for run in later}
-        while more := {run_id for run_id, previous in built_on.items() if previous in found} - found:
-            found |= more
-        return found
+        while more := {run_id for run_id, previous in built_on.items() if previous in excluded} - excluded:
+            excluded |= more
+        return excluded
 
     def roll_back(self) -> str:
         """Publish the run that was published before, and mark the published one as rolled back, in one step.
@@ -93,8 +94,8 @@ class Publication:
             if self.run() is not None:
                 return None
         history = self._history
-        known = filter(None, (history["run_id"], *history["before"]))
-        seen = [run_id for run_id in known if run_folder(self.root, run_id).is_finished]
+        published = filter(None, (history["run_id"], *history["before"]))
+        seen = [run_id for run_id in published if run_folder(self.root, run_id).is_finished]
         if not seen:
             return None
         self._point_to(seen[0], seen[1:], history["rolled_back"])
@@ -114,11 +115,11 @@ class Publication:
         """The content of the pointer, else of its copy, else nothing."""
         for path in (self._pointer, self._pointer_copy):
             with suppress(WorkspaceError):
-                found = {"before": [], "rolled_back": []} | read_json(path)
-                if "withdrawn" in found:  # the key of 0.1.0
-                    found["rolled_back"] = found.pop("withdrawn")
-                if FOLDER_NAME.fullmatch(str(found.get("run_id", ""))):
-                    return found
+                history = {"before": [], "rolled_back": []} | read_json(path)
+                if "withdrawn" in history:  # the key of 0.1.0
+                    history["rolled_back"] = history.pop("withdrawn")
+                if FOLDER_NAME.fullmatch(str(history.get("run_id", ""))):
+                    return history
         return {"run_id": None, "before": [], "rolled_back": []}
 
     def _point_to(self, run_id: str, before: list[str], rolled_back: list[str]) -> None:

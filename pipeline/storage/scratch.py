@@ -56,10 +56,10 @@ def dead_scratch(within: Sequence[str] = (), prefix: str = PREFIX) -> list[Path]
 
 def remove_dead_scratch(within: Sequence[str] = (), prefix: str = PREFIX) -> int:
     """Delete the scratch folders of processes that are gone; returns how many."""
-    found = dead_scratch(within, prefix)
-    for path in found:
+    folders = dead_scratch(within, prefix)
+    for path in folders:
         shutil.rmtree(path, ignore_errors=True)
-    return sum(not path.exists() for path in found)
+    return sum(not path.exists() for path in folders)
 
 
 def _is_dead(path: Path) -> bool:

@@ -70,8 +70,8 @@ class Workspace:
         """A run that has a manifest. Raises WorkspaceError, which names the newest ones, where no run has that id."""
         run = self.run(run_id)
         if not run.manifest_path.exists():
-            known = ", ".join(other.run_id for other in self.runs()[-5:]) or "none"
-            raise WorkspaceError(f"{self.root} has no run {run_id}; its newest runs are: {known}.")
+            newest = ", ".join(run.run_id for run in self.runs()[-5:]) or "none"
+            raise WorkspaceError(f"{self.root} has no run {run_id}; its newest runs are: {newest}.")
         return run
 
     def chosen_run(self, run_id: str | None) -> RunFolder:

@@ -86,7 +86,7 @@ class DrawnLogits(SampledLogits):
         """Rows int64[n]: float32 (n, vocab_size), not finite where the target's logits are not."""
         p = torch.softmax(self._rows.of(rows).float() / self._temperature, -1)
         is_finite = p.isfinite().all(-1)
-        seeds, positions = self._own(rows)
+        seeds, positions = self._seeds_and_positions(rows)
         tokens, q_rows = to_device(np.stack((self._tokens[rows], self._q_rows[rows])), self.device)
         log_q = p.new_empty((1, p.shape[-1])) if self._log_q is None else self._log_q
         draws = Draws(tokens, q_rows, log_q, uniform_numbers(seeds, positions, tokens.shape[1]))

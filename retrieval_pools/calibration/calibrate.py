@@ -46,9 +46,9 @@ MAX_BUDGET_TOKENS = 10_000  # replayed of each kind of text under all budgets: a
 MIN_CHANGED_TEXTS = 10
 
 
-def num_held_back(num_texts: int, num_wanted: int) -> int:
-    """How many of a pool's texts to hold back: those wanted, a fifth at most, and none of a small pool."""
-    return min(num_wanted, num_texts // TEXTS_PER_HELD_BACK) if num_texts >= MIN_TEXTS else 0
+def num_held_back(num_texts: int, num_requested: int) -> int:
+    """How many of a pool's texts to hold back: as requested, but a fifth at most, and none of a small pool."""
+    return min(num_requested, num_texts // TEXTS_PER_HELD_BACK) if num_texts >= MIN_TEXTS else 0
 
 
 def spread_positions(num_texts: int, num_chosen: int, seed: int = 0) -> np.ndarray:
@@ -84,8 +84,8 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
     pool_escape = plain.settings.pool_escape_per_token
     assert pool_escape is not None
     widest = replace(options, max_nodes=MAX_NODES, min_acceptance=0.0)
-    others = texts[1::2]
-    nodes = [replay_nodes(plain, half, widest, options) for half in (texts[0::2], others)]
+    checked = texts[1::2]
+    nodes = [replay_nodes(plain, half, widest, options) for half in (texts[0::2], checked)]
     nodes = [part[part["is_parent_accepted"]] for part in nodes]
     fitted_to_half = plain.with_curves(curves_of(fit_sources(nodes[0])))
     return Calibration(
@@ -93,7 +93,7 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
         num_texts=len(texts),
         num_tokens=sum(len(text.text_ids) for text in texts),
         sources=fit_sources(np.concatenate(nodes)),
-        reliability=reliability(fitted_to_half, others, options),
+        reliability=reliability(fitted_to_half, checked, options),
     )
 
 
@@ -109,22 +109,22 @@ def fit_sources(nodes: np.ndarray) -> tuple[SourceCurve, ...]:
 
     if len(np.unique(nodes["is_accepted"])) < 2:
         return ()  # nothing can be told apart
-    sources, (of_token, of_place) = (
+    sources, (token_kinds, place_kinds) = (
         nodes["source"].astype(np.int64),
         np.divmod(nodes["kind"].astype(np.int64), NUM_PLACES),
     )
-    of_counts = np.zeros((len(nodes), NUM_TEXT_SOURCES, 3))
-    of_counts[np.arange(len(nodes)), sources] = beta_features(nodes["relative_count"])
+    count_features = np.zeros((len(nodes), NUM_TEXT_SOURCES, 3))
+    count_features[np.arange(len(nodes)), sources] = beta_features(nodes["relative_count"])
 
     def one_hot(place: np.ndarray, size: int) -> csr_matrix:
         return csr_matrix((np.ones(len(place)), (np.arange(len(place)), place)), (len(place), size))
 
     features = hstack(
         [
-            csr_matrix(of_counts.reshape(len(nodes), -1)),
-            one_hot(of_token, NUM_TOKEN_KINDS),
-            one_hot(sources * NUM_TOKEN_KINDS + of_token, NUM_TEXT_SOURCES * NUM_TOKEN_KINDS),
-            one_hot(sources * NUM_PLACES + of_place, NUM_TEXT_SOURCES * NUM_PLACES),
+            csr_matrix(count_features.reshape(len(nodes), -1)),
+            one_hot(token_kinds, NUM_TOKEN_KINDS),
+            one_hot(sources * NUM_TOKEN_KINDS + token_kinds, NUM_TEXT_SOURCES * NUM_TOKEN_KINDS),
+            one_hot(sources * NUM_PLACES + place_kinds, NUM_TEXT_SOURCES * NUM_PLACES),
         ],
         format="csr",
     )
@@ -132,17 +132,17 @@ def fit_sources(nodes: np.ndarray) -> tuple[SourceCurve, ...]:
     regression.fit(features, nodes["is_accepted"])
     numbers = np.round(regression.coef_[0], DIGITS)
     sizes = 3 * NUM_TEXT_SOURCES, NUM_TOKEN_KINDS, NUM_TEXT_SOURCES * NUM_TOKEN_KINDS
-    beta, of_tokens, of_each, of_places = np.split(numbers, np.cumsum(sizes))
-    beta, of_places = beta.reshape(NUM_TEXT_SOURCES, 3), of_places.reshape(NUM_TEXT_SOURCES, NUM_PLACES)
-    of_tokens = np.round(of_tokens + of_each.reshape(NUM_TEXT_SOURCES, NUM_TOKEN_KINDS), DIGITS)
+    beta, token_weights, source_weights, place_weights = np.split(numbers, np.cumsum(sizes))
+    beta, place_weights = beta.reshape(NUM_TEXT_SOURCES, 3), place_weights.reshape(NUM_TEXT_SOURCES, NUM_PLACES)
+    token_weights = np.round(token_weights + source_weights.reshape(NUM_TEXT_SOURCES, NUM_TOKEN_KINDS), DIGITS)
     return tuple(
         SourceCurve(
             source=source,
             offset=beta[source, 0],
             low=beta[source, 1],
             high=beta[source, 2],
-            of_tokens=tuple(of_tokens[source].tolist()),
-            of_places=tuple(of_places[source].tolist()),
+            of_tokens=tuple(token_weights[source].tolist()),
+            of_places=tuple(place_weights[source].tolist()),
         )
         for source in np.unique(sources).tolist()
     )
@@ -177,14 +177,14 @@ def _with_best_escape(pool: Pool, texts: Sequence[ReplayText], options: DraftOpt
     full = replace(options, min_acceptance=0.0)
     texts = _of_bounded_length(texts, MAX_ESCAPE_TOKENS)
     tried = [pool.with_settings(pool_escape_per_token=escape) for escape in POOL_ESCAPES]
-    return max(tried, key=lambda one: replay(one, texts, full).mean_accepted)  # of equals the lowest
+    return max(tried, key=lambda candidate: replay(candidate, texts, full).mean_accepted)  # of equals the lowest
 
 
 def _of_bounded_length(texts: Sequence[ReplayText], max_tokens: int) -> Sequence[ReplayText]:
-    """As many of the texts, spread evenly, as have about so many tokens in all; two at least, if there are."""
+    """Choose texts, spread evenly, that have about `max_tokens` tokens in all; at least two if there are two."""
     num_tokens = sum(len(text.text_ids) for text in texts)
-    num_kept = max(2, int(len(texts) * min(1.0, max_tokens / max(1, num_tokens))))
-    return [texts[position] for position in spread_positions(len(texts), num_kept)]
+    num_replayed = max(2, int(len(texts) * min(1.0, max_tokens / max(1, num_tokens))))
+    return [texts[position] for position in spread_positions(len(texts), num_replayed)]
 
 
 def budget_curve(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | None = None) -> BudgetCurve:

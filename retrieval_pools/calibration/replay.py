@@ -120,7 +120,7 @@ def replay(pool: Pool | None, texts: Iterable[ReplayText], options: DraftOptions
     for text in texts:
         steps = list(pool_steps(pool, text, options))
         num_accepted = len(text.text_ids) + 1 - len(steps)  # each step ends with a token that was not drafted
-        counts.append((len(steps), sum(len(one.tree) for one in steps), num_accepted))
+        counts.append((len(steps), sum(len(step.tree) for step in steps), num_accepted))
     return Tally(*np.array(counts, float).reshape(-1, 3).T)
 
 
@@ -206,14 +206,14 @@ def steps_along(
 def accepted_path(tree: Tree, truth: Sequence[int], position: int = 0) -> list[int]:
     """Nodes of the longest path of a draft that a text takes from `position` on."""
     path: list[int] = []
-    wanted, parent = position, -1
+    place, parent = position, -1
     token_ids, parents = (  # lists are walked faster
         values.tolist() if isinstance(values, np.ndarray) else values for values in (tree.token_ids, tree.parents)
     )
     for node, (token, above) in enumerate(zip(token_ids, parents, strict=True)):
-        if wanted == len(truth):
+        if place == len(truth):
             break
-        if above == parent and token == truth[wanted]:
+        if above == parent and token == truth[place]:
             path.append(node)
-            wanted, parent = wanted + 1, node
+            place, parent = place + 1, node
     return path

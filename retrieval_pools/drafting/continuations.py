@@ -107,7 +107,8 @@ def _add_share(candidates, c, source, share):
 
 @part
 def push_candidates(
-    frontier, size, candidates, num_candidates, node, depth, probability, max_nodes, min_acceptance, estimates, own,
+    frontier, size, candidates, num_candidates, node, depth, probability, max_nodes, min_acceptance, estimates,
+    own_tokens,
 ):  # fmt: skip
     """Put the likely candidates of the node drafted last on the frontier, and clear them away for the next node.
 
@@ -123,7 +124,7 @@ def push_candidates(
         if token == END:  # it takes its share of the probability, but is never drafted
             continue
         source = candidates.own_source[c] if candidates.own[c] >= candidates.pool[c] else SOURCE_POOL
-        kind = kind_of(own, estimates.frequencies, token, candidates.num_seen[c], depth)
+        kind = kind_of(own_tokens, estimates.frequencies, token, candidates.num_seen[c], depth)
         path = probability * acceptance(estimates.curves[source, kind], relative_count)
         if path >= min_acceptance:
             size = _push_path(frontier, max_nodes, size, path, node, source, kind, candidates, c)

@@ -79,42 +79,42 @@ def acceptance(curve, relative_count):
 
 
 @part
-def kind_of(own, frequencies, token, num_seen, depth):
-    """The kind of a node: `own` knows where its token stands."""
+def kind_of(own_tokens, frequencies, token, num_seen, depth):
+    """The kind of a node: `own_tokens` says whether the prompt and the output have its token."""
     frequency = np.int64(frequencies[token + 1]) if token < frequencies.shape[0] - 1 else np.int64(0)
-    of_token = (own[_own_slot(own, token)] & 3) * NUM_FREQUENCIES + frequency
+    token_kind = (own_tokens[_own_slot(own_tokens, token)] & 3) * NUM_FREQUENCIES + frequency
     seen, deep = np.int64(0), np.int64(0)
     for edge in SEEN_EDGES:
         seen += num_seen >= edge
     for edge in DEPTH_EDGES:
         deep += depth >= edge
-    return of_token * NUM_PLACES + seen * NUM_DEPTHS + deep
+    return token_kind * NUM_PLACES + seen * NUM_DEPTHS + deep
 
 
 @part
-def note_own_tokens(own, context, use_prompt, use_output):
+def note_own_tokens(own_tokens, context, use_prompt, use_output):
     """Write into an empty table which tokens the prompt and the output have, of each the latest ones."""
     num_prompt, num_tokens = context.num_prompt, context.tokens.shape[0]
-    own[:] = 0
+    own_tokens[:] = 0
     if use_prompt:
         for i in range(max(0, num_prompt - NUM_OWN_TOKENS), num_prompt):
-            _note(own, context.tokens[i], IN_PROMPT)
+            _note(own_tokens, context.tokens[i], IN_PROMPT)
     if use_output:
         for i in range(max(num_prompt, num_tokens - NUM_OWN_TOKENS), num_tokens):
-            _note(own, context.tokens[i], IN_OUTPUT)
+            _note(own_tokens, context.tokens[i], IN_OUTPUT)
 
 
 @part
-def _note(own, token, bit):
+def _note(own_tokens, token, bit):
     if token >= 0:
-        slot = _own_slot(own, token)
-        own[slot] = (np.int64(token) + 1) << 2 | (own[slot] & 3) | bit
+        slot = _own_slot(own_tokens, token)
+        own_tokens[slot] = (np.int64(token) + 1) << 2 | (own_tokens[slot] & 3) | bit
 
 
 @part
-def _own_slot(own, token):
-    """Where a token stands in the table, or would: a token and its bits, 0 where there is none."""
+def _own_slot(own_tokens, token):
+    """The slot of a token in the hash table; it is 0 if the token is not there."""
     slot = (np.int64(token) * np.int64(0x9E3779B1) >> 12) & (NUM_OWN_SLOTS - 1)
-    while (own[slot] != 0) & (own[slot] >> 2 != np.int64(token) + 1):  # one branch, not two
+    while (own_tokens[slot] != 0) & (own_tokens[slot] >> 2 != np.int64(token) + 1):  # one branch, not two
         slot = (slot + 1) & (NUM_OWN_SLOTS - 1)
     return slot

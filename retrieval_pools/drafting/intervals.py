@@ -45,7 +45,7 @@ def ends_of_run(index, low, high, low_end, high_end, offset, token):
 
 @part
 def _part_between(low, high, num_before):
-    """What is left of a range when so many of its probes are before what is looked for."""
+    """Narrow a range, of whose probes the first `num_before` are before the target."""
     size = high - low
     begin = probe_place(low, size, num_before - 1) + 1 if num_before > 0 else low
     return begin, probe_place(low, size, num_before) if num_before < NUM_PROBES else high

@@ -36,29 +36,29 @@ def _list_recent(recent, context):
 
 
 @part
-def _longest_match(found, index, preference, recent):
+def _longest_match(intervals, index, preference, recent):
     """Length of the longest end of `recent` that the pool can continue: fourfold while it can, then bisected."""
-    known, unknown = 0, recent.shape[0] + 1
+    matched, unmatched = 0, recent.shape[0] + 1
     length = 1
-    while length < unknown:
-        first, last = _find(found, index, recent, length)
+    while length < unmatched:
+        first, last = _find(intervals, index, recent, length)
         if has_next(index, preference, first, last, length):
-            known = length
+            matched = length
         else:
-            unknown = length
-        if unknown <= recent.shape[0]:
-            length = (known + unknown) >> 1 if unknown - known > 1 else unknown
+            unmatched = length
+        if unmatched <= recent.shape[0]:
+            length = (matched + unmatched) >> 1 if unmatched - matched > 1 else unmatched
         else:
-            length = min(4 * length, recent.shape[0]) if length < recent.shape[0] else unknown
-    return known
+            length = min(4 * length, recent.shape[0]) if length < recent.shape[0] else unmatched
+    return matched
 
 
 @part
-def _find(found, index, recent, length):
-    """Interval of the last `length` tokens, searched once: `found` is int64[max length + 1, 2], -1 where unknown."""
-    if found[length, 0] < 0:
-        found[length, 0], found[length, 1] = find_interval(index, recent, length)
-    return found[length, 0], found[length, 1]
+def _find(intervals, index, recent, length):
+    """Interval of the last `length` tokens, searched once: `intervals`, int64[max length + 1, 2], has -1 if unknown."""
+    if intervals[length, 0] < 0:
+        intervals[length, 0], intervals[length, 1] = find_interval(index, recent, length)
+    return intervals[length, 0], intervals[length, 1]
 
 
 @part
@@ -72,13 +72,13 @@ def add_pool_levels(levels, lookup, index, preference, context, options):
 
     Returns their number.
     """
-    recent, found = lookup.recent[: _list_recent(lookup.recent, context)], lookup.found
-    found[:] = -1
-    length = _longest_match(found, index, preference, recent)
+    recent, intervals = lookup.recent[: _list_recent(lookup.recent, context)], lookup.intervals
+    intervals[:] = -1
+    length = _longest_match(intervals, index, preference, recent)
     num_levels = 0
     before = 0.0
     while length >= 1 and num_levels < options.num_context_lengths:
-        first, last = _find(found, index, recent, length)
+        first, last = _find(intervals, index, recent, length)
         num_seen = count_seen(index, preference, first, last)
         if num_seen >= 2 * before or (length == 1 and num_seen > before):
             levels.source[num_levels], levels.length[num_levels] = SOURCE_POOL, length

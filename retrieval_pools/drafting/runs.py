@@ -149,16 +149,16 @@ def _list_group(runs, num_runs, index, preference, num_samples, first, size, off
         token = index.tokens[index.order[place] + offset]
         while run < end and runs.token[run] < token:
             run += 1
-        found = run
+        target = run
         if run == end or runs.token[run] != token:  # one that the samples of all texts do not have
-            found = num_runs - 1
-            if num_runs == end or runs.token[found] != token:
+            target = num_runs - 1
+            if num_runs == end or runs.token[target] != token:
                 if num_runs == NUM_RUNS:
                     continue
-                found = num_runs
+                target = num_runs
                 num_runs += 1
-                runs.token[found], runs.weight[found] = token, 0.0
-                runs.begin[found] = runs.end[found] = 0
-                runs.is_drafted[found] = is_supported(index, place, offset + 1)
-        runs.weight[found] += weight
+                runs.token[target], runs.weight[target] = token, 0.0
+                runs.begin[target] = runs.end[target] = 0
+                runs.is_drafted[target] = is_supported(index, place, offset + 1)
+        runs.weight[target] += weight
     return num_runs, num_inside * scale

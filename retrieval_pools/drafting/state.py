@@ -102,12 +102,12 @@ class PoolHandle(NamedTuple):
     ----------
     places : int64, by PLACE: the addresses of its arrays, and the whole numbers of its settings.
     weights : float64, by WEIGHT.
-    kept : the arrays that lie at these addresses.
+    owners : the arrays that lie at these addresses.
     """
 
     places: np.ndarray
     weights: np.ndarray
-    kept: tuple[Index, Estimates]
+    owners: tuple[Index, Estimates]
 
     @classmethod
     def of(cls, index: Index, curves: np.ndarray, settings: DraftSettings, fitted_escape: float) -> "PoolHandle":
@@ -214,7 +214,7 @@ _NUM_KNOWN = MAX_NODES + 1  # the root, and every node
 _LOOKUP = np.dtype(
     [
         ("recent", np.int32, (MAX_MATCH_TOKENS,)),  # tokens that are looked up in the pool
-        ("found", np.int64, (MAX_MATCH_TOKENS + 1, 2)),  # the interval of each number of them, -1: not yet
+        ("intervals", np.int64, (MAX_MATCH_TOKENS + 1, 2)),  # the interval of each number of them, -1: not yet
         ("own", np.int32, (NUM_OWN_SLOTS,)),  # hash table of the tokens of prompt and output, see `estimate.kind_of`
     ],
     align=True,

@@ -35,9 +35,9 @@ from laserbatch.retrieval_pools.drafting.state import (
 @cached(nogil=True, error_model="numpy", _nrt=False)
 def draft_trees(
     places, weights, block, contexts, previous, sequences, use_output, use_prompt, max_nodes, min_acceptance, is_chain,
-    found,
+    outputs,
 ):  # fmt: skip
-    """The most probable continuations of each sequence, best first, into `found`: (sequence, OUT_ constant, node).
+    """The most probable continuations of each sequence, best first, into `outputs`: (sequence, OUT_ constant, node).
 
     With `is_chain` the best one path of them, no longer than the sequence's MAX_DEPTH, and `max_nodes` are looked at.
 
@@ -53,19 +53,19 @@ def draft_trees(
         use_output, use_prompt, max_nodes, min_acceptance, is_chain,
     )  # fmt: skip
     scratch = scratch_at(np.int64(block.ctypes.data))
-    # Of these too no index is below 0; see `compiled`.
+    # No index into these is below 0 either; see `compiled`.
     contexts = int32s_at(np.int64(contexts.ctypes.data), contexts.shape[0])
     previous = int32s_at(np.int64(previous.ctypes.data), previous.shape[0])
-    found_floats = found.view(np.float32)
+    float_outputs = outputs.view(np.float32)
     for i in range(sequences.shape[0]):
-        one = sequences[i]
+        row = sequences[i]
         context = Context(
-            contexts[one[state.CONTEXT_BEGIN] : one[state.CONTEXT_END]], one[state.NUM_PROMPT],
-            previous[one[state.PREVIOUS_BEGIN] : one[state.PREVIOUS_END]], max_match, places[PLACE.max_local_tokens],
+            contexts[row[state.CONTEXT_BEGIN] : row[state.CONTEXT_END]], row[state.NUM_PROMPT],
+            previous[row[state.PREVIOUS_BEGIN] : row[state.PREVIOUS_END]], max_match, places[PLACE.max_local_tokens],
         )  # fmt: skip
-        one[state.NUM_NODES] = draft_tree(
-            scratch, index, preference_of(one[state.GROUP], places, weights), context, options, one[state.MAX_DEPTH],
-            estimates, found[i], found_floats[i],
+        row[state.NUM_NODES] = draft_tree(
+            scratch, index, preference_of(row[state.GROUP], places, weights), context, options, row[state.MAX_DEPTH],
+            estimates, outputs[i], float_outputs[i],
         )  # fmt: skip
 
 
@@ -76,10 +76,10 @@ def compiled_draft_trees() -> Callable:
     It takes seconds the first time on a machine, milliseconds from numba's cache later.
     """
     tokens = types.Array(types.int32, 1, "C", readonly=True)
-    sequences, found = types.int64[:, ::1], types.int32[:, :, ::1]
+    sequences, outputs = types.int64[:, ::1], types.int32[:, :, ::1]
     pool, block = (types.int64[::1], types.float64[::1]), types.uint8[::1]
     options = types.boolean, types.boolean, types.int64, types.float64, types.boolean
-    draft_trees.compile((*pool, block, tokens, tokens, sequences, *options, found))
+    draft_trees.compile((*pool, block, tokens, tokens, sequences, *options, outputs))
     draft_trees.disable_compile()
     return draft_trees
 
@@ -96,11 +96,11 @@ def preference_of(group, places, weights):
 
 
 @called
-def draft_tree(scratch, index, preference, context, options, max_depth, estimates, found, found_floats):
+def draft_tree(scratch, index, preference, context, options, max_depth, estimates, outputs, float_outputs):
     """The most probable continuations of one sequence, best first. Returns their number.
 
-    `found`, int32 (NUM_OUTPUTS, max_nodes), gets a row for each of the OUT_ constants; log acceptance and relative
-    count are float32s, written through `found_floats`.
+    `outputs`, int32 (NUM_OUTPUTS, max_nodes), gets a row for each of the OUT_ constants; log acceptance and relative
+    count are float32s, written through `float_outputs`.
 
     A chain's worth is the sum of its paths' probabilities, each token's DEPTH_DISCOUNT times that of the one before it.
     What could not become worth more than the best chain is not looked at: no path is more probable than its beginning.
@@ -120,8 +120,8 @@ def draft_tree(scratch, index, preference, context, options, max_depth, estimate
         if depth < max_depth:
             enough = min_acceptance
             if options.is_chain:
-                of_rest = (DEPTH_DISCOUNT**depth - DEPTH_DISCOUNT**max_depth) / (1 - DEPTH_DISCOUNT)
-                enough = max(enough, (levels.worth[best_node] - levels.worth[node]) / of_rest)
+                remaining_worth = (DEPTH_DISCOUNT**depth - DEPTH_DISCOUNT**max_depth) / (1 - DEPTH_DISCOUNT)
+                enough = max(enough, (levels.worth[best_node] - levels.worth[node]) / remaining_worth)
             least = least_acceptance(frontier, size, max_nodes, enough)
             num_candidates = count_continuations(
                 candidates, runs, levels, num_levels, frontier, node, depth, probability, least, index, preference,
@@ -135,12 +135,12 @@ def draft_tree(scratch, index, preference, context, options, max_depth, estimate
             break
         probability, slot = frontier.probability[num_nodes], frontier.slots[num_nodes]
         token, parent = frontier.token[slot], frontier.parent[slot]
-        found[state.OUT_TOKEN, num_nodes] = token
-        found[state.OUT_PARENT, num_nodes] = parent - 1
-        found_floats[state.OUT_LOG_ACCEPTANCE, num_nodes] = np.log(probability)
-        found[state.OUT_SOURCE, num_nodes] = frontier.source[slot]
-        found_floats[state.OUT_RELATIVE_COUNT, num_nodes] = frontier.relative_count[slot]
-        found[state.OUT_KIND, num_nodes] = frontier.kind[slot]
+        outputs[state.OUT_TOKEN, num_nodes] = token
+        outputs[state.OUT_PARENT, num_nodes] = parent - 1
+        float_outputs[state.OUT_LOG_ACCEPTANCE, num_nodes] = np.log(probability)
+        outputs[state.OUT_SOURCE, num_nodes] = frontier.source[slot]
+        float_outputs[state.OUT_RELATIVE_COUNT, num_nodes] = frontier.relative_count[slot]
+        outputs[state.OUT_KIND, num_nodes] = frontier.kind[slot]
         num_nodes += 1
         node = num_nodes
         add_node(levels, node, parent, frontier.has_run[slot])
@@ -148,17 +148,17 @@ def draft_tree(scratch, index, preference, context, options, max_depth, estimate
             levels.worth[node] = levels.worth[parent] + probability * DEPTH_DISCOUNT ** levels.depth[parent]
             if levels.worth[node] > levels.worth[best_node]:
                 best_node = node
-    return keep_path(found, levels.path, best_node, levels.depth[best_node]) if options.is_chain else num_nodes
+    return keep_path(outputs, levels.path, best_node, levels.depth[best_node]) if options.is_chain else num_nodes
 
 
 @called
-def keep_path(found, path, node, length):
-    """Of what was found keep the path to a node, of so many nodes, in its order; node 0 is none. Returns `length`."""
+def keep_path(outputs, path, node, length):
+    """Keep of the outputs only the path of `length` nodes to `node`, in its order; node 0 is none. Return `length`."""
     for place in range(length - 1, -1, -1):
         path[place] = node - 1
-        node = found[state.OUT_PARENT, node - 1] + 1
+        node = outputs[state.OUT_PARENT, node - 1] + 1
     for place in range(length):  # no node of the path stands before its place there, so none is overwritten too early
         for output in range(state.NUM_OUTPUTS):
-            found[output, place] = found[output, path[place]]
-        found[state.OUT_PARENT, place] = place - 1
+            outputs[output, place] = outputs[output, path[place]]
+        outputs[state.OUT_PARENT, place] = place - 1
     return length

@@ -127,9 +127,9 @@ def build_pool(
             calibration=None if isinstance(calibration, HeldBack) else calibration,
         )
         if isinstance(calibration, HeldBack):
-            others = _without(np.asarray(calibration.numbers, np.int64), laid, manifest, folder, scratch)
-            manifest = manifest.model_copy(update={"calibration": calibration.calibrate(others)})
-            give_back(*others.index[:4])
+            reduced_pool = _without(np.asarray(calibration.numbers, np.int64), laid, manifest, folder, scratch)
+            manifest = manifest.model_copy(update={"calibration": calibration.calibrate(reduced_pool)})
+            give_back(*reduced_pool.index[:4])
         write_manifest(manifest, folder)
         shutil.rmtree(scratch)
         sync_folder(folder)
@@ -146,10 +146,10 @@ def _order(laid: LaidTexts, depth: int, previous: Pool | None) -> tuple[Iterator
     older = None
     if previous is not None and previous.folder is not None and previous.index.depth == depth:
         old_starts = previous.text_starts
-        known = find_known_texts(laid.tokens, starts, previous.index.tokens, old_starts)
+        new_numbers = find_known_texts(laid.tokens, starts, previous.index.tokens, old_starts)
         give_back(previous.index.tokens)
-        is_new[known[known >= 0]] = False
-        moved_by = np.where(known >= 0, starts[known] - old_starts[:-1], _GONE).astype(np.int32)
+        is_new[new_numbers[new_numbers >= 0]] = False
+        moved_by = np.where(new_numbers >= 0, starts[new_numbers] - old_starts[:-1], _GONE).astype(np.int32)
         old_text_of = TextOf(old_starts)
 
         def moved(chunk: np.ndarray) -> np.ndarray:
@@ -179,11 +179,11 @@ def _write_arrays(
         files[scratch / "entities.npy"] = laid.entity_codes
 
     def with_values(chunk: np.ndarray) -> tuple[np.ndarray, ...]:
-        return chunk, *(text_of.values(of_texts, chunk) for of_texts in files.values())
+        return chunk, *(text_of.values(per_text, chunk) for per_text in files.values())
 
     with ExitStack() as opened:
         writers = [opened.enter_context(ArrayWriter(array_path(folder, "order"), np.int32))]
-        writers += [opened.enter_context(ArrayWriter(path, of_texts.dtype)) for path, of_texts in files.items()]
+        writers += [opened.enter_context(ArrayWriter(path, per_text.dtype)) for path, per_text in files.items()]
         for columns in in_threads(with_values, order):
             for writer, column in zip(writers, columns, strict=True):
                 writer.write(column)
@@ -201,12 +201,12 @@ def _write_arrays(
 
 def _without(left_out: np.ndarray, laid: LaidTexts, manifest: PoolManifest, folder: Path, scratch: Path) -> Pool:
     """The pool that is being built, without some texts: their positions do not stand in its order."""
-    is_kept = np.ones(laid.num_texts, bool)
-    is_kept[left_out] = False
+    is_included = np.ones(laid.num_texts, bool)
+    is_included[left_out] = False
     text_of = TextOf(laid.starts)
     order = read_chunks(array_path(folder, "order"))
-    kept = in_threads(lambda chunk: chunk[text_of.values(is_kept, chunk)], order)
-    _write_arrays(kept, laid, manifest.settings, scratch, scratch, left_out)
+    remaining = in_threads(lambda chunk: chunk[text_of.values(is_included, chunk)], order)
+    _write_arrays(remaining, laid, manifest.settings, scratch, scratch, left_out)
     arrays = {"tokens": laid.tokens}
     arrays |= {
         name: map_array(array_path(scratch, name)) for name in array_names(manifest.settings) if name != "tokens"

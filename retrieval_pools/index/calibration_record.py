@@ -42,9 +42,9 @@ class SourceCurve(Frozen):
     @property
     def values(self) -> np.ndarray:
         """Acceptance at each of COUNT_KNOTS by kind, nondecreasing: float32[NUM_KINDS, NUM_KNOTS]."""
-        of_counts = beta_features(COUNT_KNOTS) @ (self.offset, self.low, self.high)
-        of_kinds = np.add.outer(self.of_tokens, self.of_places).ravel()
-        values = 1 / (1 + np.exp(-np.add.outer(of_kinds, of_counts)))
+        count_effects = beta_features(COUNT_KNOTS) @ (self.offset, self.low, self.high)
+        kind_effects = np.add.outer(self.of_tokens, self.of_places).ravel()
+        values = 1 / (1 + np.exp(-np.add.outer(kind_effects, count_effects)))
         values = np.clip(values, MIN_ACCEPTANCE, MAX_ACCEPTANCE).astype(np.float32)
         return np.maximum.accumulate(values, axis=-1)
 
@@ -167,6 +167,6 @@ class Calibration(Frozen):
 def curves_of(sources: tuple[SourceCurve, ...]) -> np.ndarray:
     """The values of each source's curves, and the identity where there are none: float32 `estimate.CURVES_SHAPE`."""
     curves = IDENTITY_CURVES.copy()
-    for one in sources:
-        curves[one.source] = one.values
+    for source in sources:
+        curves[source.source] = source.values
     return curves

@@ -134,13 +134,13 @@ def read_array(folder: Path, name: ArrayName, manifest: PoolManifest, verify: bo
     try:
         array = map_array(path)
         sha256 = file_sha256(path) if verify or expected is None else expected.sha256
-        found = _described(path, array, sha256)
+        actual = _described(path, array, sha256)
     except FileNotFoundError:
         raise PoolError(f"{path} is missing. {REBUILD}") from None
     except (ValueError, EOFError) as error:
         raise PoolError(f"{path} is damaged: {error}. {REBUILD}") from None
-    if found != expected:
-        raise PoolError(f"{path} is damaged: {found}; the manifest says {expected}. {REBUILD}")
+    if actual != expected:
+        raise PoolError(f"{path} is damaged: {actual}; the manifest says {expected}. {REBUILD}")
     return array
 
 

@@ -69,13 +69,13 @@ def _parts(
     The chunk that ends first is taken whole, and of the other what comes before its end.
     """
     streams = filter(len, first), filter(len, second)
-    one, two = (next(stream, _NO_PLACES) for stream in streams)
-    while len(one) and len(two):
-        i, j = _common_end(tokens, one, two, depth)
-        yield one[:i], two[:j]
-        one = one[i:] if i < len(one) else next(streams[0], _NO_PLACES)
-        two = two[j:] if j < len(two) else next(streams[1], _NO_PLACES)
-    for chunk, stream in ((one, streams[0]), (two, streams[1])):
+    left, right = (next(stream, _NO_PLACES) for stream in streams)
+    while len(left) and len(right):
+        i, j = _common_end(tokens, left, right, depth)
+        yield left[:i], right[:j]
+        left = left[i:] if i < len(left) else next(streams[0], _NO_PLACES)
+        right = right[j:] if j < len(right) else next(streams[1], _NO_PLACES)
+    for chunk, stream in ((left, streams[0]), (right, streams[1])):
         if len(chunk):
             yield chunk, _NO_PLACES
         yield from ((chunk, _NO_PLACES) for chunk in stream)
@@ -83,17 +83,17 @@ def _parts(
 
 @cached()
 def count_first_tokens(tokens, starts, texts, vocab_size):
-    """int32[vocab_size + 2], of some texts: `order[found[t + 1]:found[t + 2]]` are the positions of token t.
+    """Where each token's positions start in the order of some texts: int32[vocab_size + 2].
 
-    The separators before them are of the token -1.
+    `order[result[t + 1]:result[t + 2]]` are those of token t; the separators before them are those of the token -1.
     """
-    found = np.zeros(vocab_size + 2, np.int32)
+    token_starts = np.zeros(vocab_size + 2, np.int32)
     for k in range(texts.shape[0]):
         for i in range(starts[texts[k]], starts[texts[k] + 1]):
-            found[tokens[i] + 2] += 1
+            token_starts[tokens[i] + 2] += 1
     for t in range(vocab_size + 1):
-        found[t + 1] += found[t]
-    return found
+        token_starts[t + 1] += token_starts[t]
+    return token_starts
 
 
 @cached()
@@ -139,7 +139,7 @@ def _sort_each(tokens, order, bounds, depth):
 
 @cached()
 def _leave_or_insert(tokens, order, begin, end, shared, depth, waiting, num_waiting):
-    """Of few places that share so many tokens sort the later ones in, leave many for later; how many parts wait."""
+    """Sort places that share `shared` tokens, if they are few, else let them wait; return how many parts wait."""
     if end - begin > _FEW:
         waiting[num_waiting, 0], waiting[num_waiting, 1], waiting[num_waiting, 2] = begin, end, shared
         return num_waiting + 1
@@ -169,12 +169,12 @@ def _key_by_next(tokens, order, keyed, shared, depth):
 
 
 @cached()
-def _common_end(tokens, one, two, depth):
-    """The length of what comes first of two chunks: all of one of them, and of the other what is before its end."""
-    _, one_ends_first = _compare(tokens, one[-1], two[-1], 0, depth)
-    if one_ends_first:
-        return one.shape[0], _num_before(tokens, two, 0, one[-1], depth, two.shape[0])
-    return _num_before(tokens, one, 0, two[-1], depth, one.shape[0]), two.shape[0]
+def _common_end(tokens, left, right, depth):
+    """How much of two chunks comes first: the whole one that ends first, and what precedes its end in the other."""
+    _, left_ends_first = _compare(tokens, left[-1], right[-1], 0, depth)
+    if left_ends_first:
+        return left.shape[0], _num_before(tokens, right, 0, left[-1], depth, right.shape[0])
+    return _num_before(tokens, left, 0, right[-1], depth, left.shape[0]), right.shape[0]
 
 
 @cached()
@@ -226,12 +226,12 @@ def _gallop(tokens, older, added, depth):
 
 
 @cached()
-def _compare(tokens, one, two, shared, depth):
-    """How many tokens two positions share, and whether `one` comes before; they are known to share `shared`."""
+def _compare(tokens, first, second, shared, depth):
+    """How many tokens two positions share, and whether `first` comes before; they are known to share `shared`."""
     for k in range(shared, depth):
-        token = tokens[one + k]
-        if token != tokens[two + k]:
-            return k, token < tokens[two + k]
+        token = tokens[first + k]
+        if token != tokens[second + k]:
+            return k, token < tokens[second + k]
         if token == SEPARATOR and k > 0:  # both texts end; in the first place it is a start
             break
-    return depth, one < two
+    return depth, first < second

@@ -103,7 +103,7 @@ class Pool:
 
     def __getstate__(self) -> dict:
         """Without what was made for drafting: the addresses of `handle` mean nothing in a copy."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def is_calibrated(self) -> bool:
@@ -164,7 +164,7 @@ def _lying(folder: Path) -> tuple:
     It is the same of another folder whose files are these under other names too, as those of unchanged pools are.
     """
     files = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
-    return tuple((name, one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for name, one in files)
+    return tuple((name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in files)
 
 
 def _check_arrays_fit(folder: Path, manifest: PoolManifest, index: Index) -> None:

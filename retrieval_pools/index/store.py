@@ -74,7 +74,7 @@ class PoolStore:
         version = self._pointed_to()
         if version is not None and version not in self._versions():
             raise PoolError(
-                f"{self.root / CURRENT_NAME} names the pools {version!r}, which are not there; {self._known()}. "
+                f"{self.root / CURRENT_NAME} names the pools {version!r}, which are not there; {self._listed()}. "
                 "Choose one with `laserbatch pools use VERSION`, or run `laserbatch pools rebuild`."
             )
         return version
@@ -83,7 +83,7 @@ class PoolStore:
         """Folder of a version; PoolError where there is none."""
         folders = self._folders().get(version)
         if folders is None:
-            raise PoolError(f"there are no pools {version!r} in {self.root}; {self._known()}")
+            raise PoolError(f"there are no pools {version!r} in {self.root}; {self._listed()}")
         return folders[-1]
 
     def open(self, version: str, side: Side, tokenizer_hash: str | None = None, *, verify: bool = False) -> Pool | None:
@@ -126,8 +126,8 @@ class PoolStore:
         folders = self._folders()
         versions, current = tuple(folders), self._pointed_to()
         newest = [version for version in reversed(versions) if version != current]
-        kept = {current, *in_use, *newest[: keep - (current in versions)]}
-        old = tuple(version for version in versions if version not in kept)
+        retained = {current, *in_use, *newest[: keep - (current in versions)]}
+        old = tuple(version for version in versions if version not in retained)
         leftovers = [*self.root.glob(f".*{TEMPORARY_SUFFIX}")] if self.root.is_dir() else []
         leftovers += [path for version in versions if version not in old for path in folders[version][:-1]]
         num_bytes = sum(_size_bytes(path) for path in [*(path for name in old for path in folders[name]), *leftovers])
@@ -216,14 +216,14 @@ class PoolStore:
         return tuple(self._folders())
 
     def _folders(self) -> dict[str, list[Path]]:
-        """Those of each version, by name; the last is what it holds, and has taken the place of the others."""
+        """The folders of each version, by its name; the last one holds it and replaced the others."""
         paths = [path for path in self.root.iterdir() if path.is_dir()] if self.root.is_dir() else []
         folders: dict[str, list[Path]] = {}
         for path in sorted((path for path in paths if _FOLDER.fullmatch(path.name)), key=_number):
             folders.setdefault(path.name.partition("@")[0], []).append(path)
         return dict(sorted(folders.items()))
 
-    def _known(self) -> str:
+    def _listed(self) -> str:
         return f"there are: {', '.join(self._versions())}" if self._versions() else f"there are none. {REBUILD}"
 
 

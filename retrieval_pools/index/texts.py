@@ -172,7 +172,7 @@ def _row(text: PoolText, number: int) -> np.ndarray:
 
 
 def _largest_id(block: PoolTexts, num_before: int, limit: int) -> int:
-    """Of some texts, before which there are so many; none of the ids is below 0 or too large."""
+    """The largest id of a block of texts; raises PoolError if an id is below 0 or above the limit."""
     largest, text, token = _checked(block.tokens, block.begins, block.lengths, limit)
     if text >= 0:
         raise PoolError(
@@ -210,21 +210,21 @@ class TextOf:
         self._starts = starts
         self._firsts = np.searchsorted(starts, np.arange(0, starts[-1], _STRETCH), side="right").astype(np.int32) - 1
 
-    def values(self, of_texts: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Of some positions, int32[n], what is known of their texts: a value of each text is given."""
-        return _values_of_texts(of_texts, self._starts, self._firsts, positions)
+    def values(self, per_text: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """The value in `per_text` of the text at each position, int32[n]."""
+        return _values_of_texts(per_text, self._starts, self._firsts, positions)
 
 
 @cached(nogil=True)
-def _values_of_texts(of_texts, starts, firsts, positions):
+def _values_of_texts(per_text, starts, firsts, positions):
     """`firsts` has the text of every so many-th position."""
-    found = np.empty(positions.shape[0], of_texts.dtype)
+    values = np.empty(positions.shape[0], per_text.dtype)
     for k in range(positions.shape[0]):
         text = firsts[positions[k] // _STRETCH]
         while starts[text + 1] <= positions[k]:
             text += 1
-        found[k] = of_texts[text]
-    return found
+        values[k] = per_text[text]
+    return values
 
 
 @cached()
@@ -261,11 +261,11 @@ def find_known_texts(
     """
     keys = _text_keys(old_tokens, old_starts), _text_keys(tokens, starts)
     _, old_texts, texts = np.intersect1d(*keys, return_indices=True)
-    same = np.full(len(old_starts) - 1, -1, np.int32)
-    same[old_texts] = texts
-    _keep_longest_increasing(same)
-    _drop_unequal(same, old_tokens, old_starts, tokens, starts)
-    return same
+    new_numbers = np.full(len(old_starts) - 1, -1, np.int32)
+    new_numbers[old_texts] = texts
+    _keep_longest_increasing(new_numbers)
+    _drop_unequal(new_numbers, old_tokens, old_starts, tokens, starts)
+    return new_numbers
 
 
 def _text_keys(tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
@@ -291,32 +291,32 @@ def _text_hashes(tokens, starts):
     return hashes
 
 
-def _keep_longest_increasing(same: np.ndarray) -> None:
-    """Set to -1 what is not of a longest increasing subsequence (patience sorting, O(n log n))."""
-    known = same[same >= 0]
-    if (known[1:] > known[:-1]).all():
+def _keep_longest_increasing(new_numbers: np.ndarray) -> None:
+    """Set numbers outside a longest increasing subsequence to -1 (patience sorting, O(n log n))."""
+    matched = new_numbers[new_numbers >= 0]
+    if (matched[1:] > matched[:-1]).all():
         return
-    values = same.tolist()
+    values = new_numbers.tolist()
     last_values, last_places = [], []  # by length less one: the smallest last value, and its place
-    before = np.full(len(same), -1, np.int32)
-    for place in np.flatnonzero(same >= 0).tolist():
+    before = np.full(len(new_numbers), -1, np.int32)
+    for place in np.flatnonzero(new_numbers >= 0).tolist():
         length = bisect_left(last_values, values[place])
         before[place] = last_places[length - 1] if length else -1
         last_values[length : length + 1] = [values[place]]
         last_places[length : length + 1] = [place]
-    same[:] = -1
+    new_numbers[:] = -1
     place = last_places[-1] if last_places else -1
     while place >= 0:
-        same[place] = values[place]
+        new_numbers[place] = values[place]
         place = before[place]
 
 
 @cached()
-def _drop_unequal(same, old_tokens, old_starts, tokens, starts):
-    """A hash may be that of two texts; nobody is to rely on it not being so."""
-    for text in range(same.shape[0]):
-        if same[text] >= 0:
+def _drop_unequal(new_numbers, old_tokens, old_starts, tokens, starts):
+    """Set matches to -1 whose tokens differ: two texts may have the same hash."""
+    for text in range(new_numbers.shape[0]):
+        if new_numbers[text] >= 0:
             older = old_tokens[old_starts[text] : old_starts[text + 1]]
-            newer = tokens[starts[same[text]] : starts[same[text] + 1]]
+            newer = tokens[starts[new_numbers[text]] : starts[new_numbers[text] + 1]]
             if older.shape[0] != newer.shape[0] or (older != newer).any():
-                same[text] = -1
+                new_numbers[text] = -1

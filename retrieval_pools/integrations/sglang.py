@@ -44,7 +44,7 @@ class PoolTrees:
     def __init__(self, model: str, num_nodes: int) -> None:
         """Raises PoolError: the pool is of another tokenizer, or anything of the settings is not there."""
         settings = ProposerSettings.read()
-        self._opened = [one.open(model)[:2] for one in settings]
+        self._opened = [entry.open(model)[:2] for entry in settings]
         self._budget = DraftBudget(num_nodes - 1, settings[0].min_acceptance, "tree")
         self._num_nodes = num_nodes
         self._pool_of: dict[Hashable, OpenPool] = {}
@@ -139,8 +139,8 @@ def _register() -> None:
     # In all but its drafts it is SGLang's n-gram algorithm, whatever is asked of it.
     alike = {
         name: as_ngram(name)
-        for name, found in vars(SpeculativeAlgorithm).items()
-        if callable(found) and not name.startswith("_") and name != "create_worker"
+        for name, member in vars(SpeculativeAlgorithm).items()
+        if callable(member) and not name.startswith("_") and name != "create_worker"
     }
     algorithm = type("PoolAlgorithm", (CustomSpecAlgo,), alike)
     SpeculativeAlgorithm.register(

@@ -35,12 +35,12 @@ UNCHECKED_TRUST = 0.5  # in estimates of a pool that was never calibrated
 
 
 def _fault(error: Exception) -> str:
-    """What is wrong with a file: of a key that is not as it should be its name, and what was found."""
+    """Describe what is wrong with a file; for a wrong key, by its name and value."""
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors(include_url=False)[0]
-    found = "" if first["type"] in ("missing", "json_invalid") else f" (found {str(first['input'])[:60]})"
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg'].removeprefix('Value error, ')}{found}".removeprefix(": ")
+    shown = "" if first["type"] in ("missing", "json_invalid") else f" (found {str(first['input'])[:60]})"
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg'].removeprefix('Value error, ')}{shown}".removeprefix(": ")
 
 
 def read_step_cost(path: Path) -> StepCost:
@@ -85,16 +85,16 @@ class ProposerSettings(BaseModel, frozen=True, extra="forbid"):
         path = Path(os.environ[SETTINGS_VARIABLE])
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-            found = TypeAdapter(tuple[ProposerSettings, ...]).validate_python(
+            entries = TypeAdapter(tuple[ProposerSettings, ...]).validate_python(
                 raw if isinstance(raw, list) and raw else [raw]
             )
         except (OSError, ValueError) as error:
             raise PoolError(f"{path} does not say what to draft from: {_fault(error)}") from None
-        return tuple(one._beside(path.parent) for one in found)
+        return tuple(entry._beside(path.parent) for entry in entries)
 
     def _beside(self, folder: Path) -> "ProposerSettings":
         paths = {name: getattr(self, name) for name in ("pools", "routes", "step_cost")}
-        return self.model_copy(update={name: folder / known for name, known in paths.items() if known is not None})
+        return self.model_copy(update={name: folder / path for name, path in paths.items() if path is not None})
 
     def open(self, model: Path | str) -> tuple[OpenPool, RouteTable | None, StepCost | None]:
         """All that they name. Raises PoolError where one is not there, or the pool is of another tokenizer."""
@@ -108,26 +108,26 @@ def started(name: Hashable, prompt: np.ndarray, opened: Sequence[tuple[OpenPool,
     """Begin a text with the pool whose routes know its prompt, int[n], else with the first; returns that pool."""
     chosen, route = opened[0][0], (None, None)
     for pools, routes in opened:
-        if routes is not None and (found := routes.find(prompt)) is not None:
-            chosen, route = pools, found
+        if routes is not None and (match := routes.find(prompt)) is not None:
+            chosen, route = pools, match
             break
     chosen.start(name, prompt, *route)
     return chosen
 
 
-def worth_drafting(acceptance: np.ndarray, of_text: np.ndarray, num_texts: int, cost: StepCost) -> np.ndarray:
+def worth_drafting(acceptance: np.ndarray, text_of: np.ndarray, num_texts: int, cost: StepCost) -> np.ndarray:
     """How many tokens of each chain make the step that writes the most tokens a second; 0 of all is a plain step.
 
     Parameters
     ----------
     acceptance : float64[n], the probability that the path to each token is accepted, chain after chain: it never rises
         along a chain, so that the likeliest tokens of all are beginnings of chains.
-    of_text : int64[n], whose chain each token is of.
+    text_of : int64[n], the text whose chain each token is in.
     """
     likeliest = np.argsort(-acceptance, kind="stable")
     num_written = num_texts + np.append(0.0, np.cumsum(acceptance[likeliest]))
     speed = num_written / cost.seconds_between(num_texts, np.arange(len(acceptance) + 1))
-    return np.bincount(of_text[likeliest[: int(np.argmax(speed))]], minlength=num_texts)
+    return np.bincount(text_of[likeliest[: int(np.argmax(speed))]], minlength=num_texts)
 
 
 class PoolProposer:
@@ -140,20 +140,21 @@ class PoolProposer:
     def __init__(self, vllm_config: Any) -> None:
         """Raises PoolError: the pool is of another tokenizer, or anything of the settings is not there."""
         settings, model = ProposerSettings.read(), vllm_config.model_config
-        opened = [one.open(model.tokenizer or model.model) for one in settings]
-        self._opened = [one[:2] for one in opened]
+        entries = [entry.open(model.tokenizer or model.model) for entry in settings]
+        self._opened = [entry[:2] for entry in entries]
         self._pools = [pools for pools, _ in self._opened]
-        self._cost = opened[0][2]
+        self._cost = entries[0][2]
         self._max_model_len = model.max_model_len
         max_tokens = vllm_config.speculative_config.num_speculative_tokens
         self._budget = DraftBudget(max_tokens, settings[0].min_acceptance, "chain")
         self._pool_of: dict[int, OpenPool] = {}  # by text
         self._at_row: dict[int, int] = {}  # which text a row of the batch had last
-        self._kept: dict[int, None] = {}  # texts, those seen last behind; who left the batch may come back
-        self._max_kept = 2 * vllm_config.scheduler_config.max_num_seqs
+        self._recent: dict[int, None] = {}  # texts, the latest last: one that left the batch may come back
+        self._max_recent = 2 * vllm_config.scheduler_config.max_num_seqs
         self._drafted: dict[int, tuple[int, float]] = {}  # what is being verified of each: tokens, and how many hold
         self.num_started = self.num_failed = self.num_drafted = self.num_accepted = 0
-        prior = 1.0 if all(one.pool is not None and one.pool.is_calibrated for one in self._pools) else UNCHECKED_TRUST
+        are_calibrated = (opened.pool is not None and opened.pool.is_calibrated for opened in self._pools)
+        prior = 1.0 if all(are_calibrated) else UNCHECKED_TRUST
         self._num_right, self._num_expected = prior * EVIDENCE, EVIDENCE
         first = self._pools[0]
         first.start(-1, np.zeros(1, np.int32))
@@ -192,8 +193,8 @@ class PoolProposer:
                     names.append(self._text_of(row, token_ids_cpu[row, :length], len(sampled)))
             for row, draft in zip(rows, self._drafts_of(names), strict=True):
                 drafts[row] = draft[: self._max_model_len - int(num_tokens_no_spec[row])]
-            while len(self._kept) > self._max_kept:
-                self._forget(next(iter(self._kept)))
+            while len(self._recent) > self._max_recent:
+                self._forget(next(iter(self._recent)))
         except Exception:  # vLLM goes on without a draft, and a batch is not lost for a fault of ours
             self.num_failed += 1
             if self.num_failed == 1:
@@ -203,14 +204,14 @@ class PoolProposer:
     def _text_of(self, row: int, tokens: np.ndarray, num_sampled: int) -> int:
         """The name of the text that has these tokens now: one that had all but the sampled ones, or a new one."""
         before = tokens[: len(tokens) - num_sampled]
-        known = (name for name in (self._at_row.get(row), *reversed(self._kept)) if name in self._kept)
-        name = next((name for name in known if np.array_equal(self._pool_of[name].context(name), before)), None)
+        candidates = (name for name in (self._at_row.get(row), *reversed(self._recent)) if name in self._recent)
+        name = next((name for name in candidates if np.array_equal(self._pool_of[name].context(name), before)), None)
         if name is None:
             name = self.num_started
             self._pool_of[name] = started(name, before, self._opened)
             self.num_started += 1
-        self._kept.pop(name, None)
-        self._kept[name] = None
+        self._recent.pop(name, None)
+        self._recent[name] = None
         self._at_row[row] = name
         self._pool_of[name].accept(name, tokens[len(before) :])
         num_drafted, num_expected = self._drafted.pop(name, (0, 0.0))
@@ -219,26 +220,26 @@ class PoolProposer:
         self._num_expected, self._num_right = self._num_expected + num_expected, self._num_right + num_accepted
         return name
 
-    def _drafts_of(self, asked: list[int]) -> list[list[int]]:
-        if not asked:
+    def _drafts_of(self, requested: list[int]) -> list[list[int]]:
+        if not requested:
             return []
-        names = sorted(asked, key=lambda name: self._pools.index(self._pool_of[name]))  # a pool's are neighbours
-        found = [list(of_pool) for _, of_pool in groupby(names, self._pool_of.get)]
-        found = [self._pool_of[of_pool[0]].draft(of_pool, self._budget).joined() for of_pool in found]
-        num_tokens, token_ids, _, log_acceptance, _ = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        names = sorted(requested, key=lambda name: self._pools.index(self._pool_of[name]))  # a pool's are neighbours
+        drafted = [list(pool_names) for _, pool_names in groupby(names, self._pool_of.get)]
+        drafted = [self._pool_of[pool_names[0]].draft(pool_names, self._budget).joined() for pool_names in drafted]
+        num_tokens, token_ids, _, log_acceptance, _ = (np.concatenate(parts) for parts in zip(*drafted, strict=True))
         acceptance = np.exp(log_acceptance, dtype=np.float64)
-        kept, begins = num_tokens, np.cumsum(num_tokens) - num_tokens
+        lengths, begins = num_tokens, np.cumsum(num_tokens) - num_tokens
         if self._cost is not None:
             trusted = acceptance * min(1.0, self._num_right / self._num_expected)
-            kept = worth_drafting(trusted, np.repeat(np.arange(len(names)), num_tokens), len(names), self._cost)
+            lengths = worth_drafting(trusted, np.repeat(np.arange(len(names)), num_tokens), len(names), self._cost)
         drafts = {}
-        for name, begin, number in zip(names, begins.tolist(), kept.tolist(), strict=True):
+        for name, begin, number in zip(names, begins.tolist(), lengths.tolist(), strict=True):
             drafts[name] = token_ids[begin : begin + number].tolist()
             self._drafted[name] = number, float(acceptance[begin : begin + number].sum())
-        return [drafts[name] for name in asked]
+        return [drafts[name] for name in requested]
 
     def _forget(self, name: int) -> None:
-        del self._kept[name]
+        del self._recent[name]
         self._drafted.pop(name, None)
         self._pool_of.pop(name).finish(name)
 

@@ -41,10 +41,10 @@ def speculative_config(model: Path | str, num_speculative_tokens: int = 8) -> di
         As `vllm.PoolProposer`, or this vLLM takes no proposers.
     """
     try:
-        found = find_spec("vllm.v1.spec_decode.custom_class_proposer")
+        spec = find_spec("vllm.v1.spec_decode.custom_class_proposer")
     except ModuleNotFoundError:  # one of the packages that it lies in is not there
-        found = None
-    if found is None:
+        spec = None
+    if spec is None:
         raise PoolError("vLLM is not installed, or has no `custom_class` proposers; 0.32 has")
     checked = subprocess.run([sys.executable, "-m", PROPOSERS, str(model)], capture_output=True, text=True, check=False)
     if checked.returncode:
@@ -120,16 +120,16 @@ def measure_step_cost(
             prompts = rng.integers(vocab_size, size=(batch_size, PROMPT_TOKENS)).tolist()
             most = 2 * NUM_ROUNDS * len(draft_sizes(num_speculative_tokens))  # a random token may be accepted
             sampling = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
-            llm.generate([{"prompt_token_ids": one} for one in prompts], sampling, use_tqdm=False)
+            llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         rows = [line.split() for line in times.read_text(encoding="utf-8").splitlines()]
-    found: dict[tuple[int, int], list[float]] = {}
+    durations: dict[tuple[int, int], list[float]] = {}
     for batch_size, size, seconds in rows:
-        found.setdefault((int(batch_size), int(size)), []).append(float(seconds))
+        durations.setdefault((int(batch_size), int(size)), []).append(float(seconds))
     steps = []
     for batch_size in batch_sizes:
         least_s = 0.0  # a step of more tokens is not quicker, whatever was timed
         for size in draft_sizes(num_speculative_tokens):
-            least_s = max(least_s, min(found[batch_size, size]))
+            least_s = max(least_s, min(durations[batch_size, size]))
             steps.append({"batch_size": batch_size, "num_tokens": batch_size * (1 + size), "seconds": least_s})
     with atomic_path(out) as temporary:
         temporary.write_text(
@@ -145,8 +145,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16], help="sequences side by side")
     parser.add_argument("--tokens", type=int, default=8, help="num_speculative_tokens")
     parser.add_argument("--engine", type=json.loads, default={}, help="other arguments of vllm.LLM, a JSON object")
-    given = parser.parse_args()
-    measure_step_cost(given.out, given.model, given.batch, given.tokens, **given.engine)
+    options = parser.parse_args()
+    measure_step_cost(options.out, options.model, options.batch, options.tokens, **options.engine)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def tokens_of(columns: Sequence[AttributeColumn], attributes: Mapping[str, objec
 
 
 def _guess(entities: pa.Table) -> list[tuple[str, Kind]]:
-    found: dict[Kind, list[str]] = {"path": [], "value": [], "number": []}
+    names_of: dict[Kind, list[str]] = {"path": [], "value": [], "number": []}
     num_values: dict[str, int] = {}
     for name in sorted(entities.column_names):
         kind = None if name in NEVER_GUESSED else _kind(entities[name].type)
@@ -111,9 +111,9 @@ def _guess(entities: pa.Table) -> list[tuple[str, Kind]]:
             if not 2 <= num_values[name] <= min(MAX_GUESSED_VALUES, max(2, entities.num_rows // 4)):
                 continue
         if kind is not None and entities[name].null_count < entities.num_rows:
-            found[kind].append(name)
-    found["value"].sort(key=lambda name: (num_values[name], name))
-    return [(name, kind) for kind in ("path", "value", "number") for name in found[kind]]
+            names_of[kind].append(name)
+    names_of["value"].sort(key=lambda name: (num_values[name], name))
+    return [(name, kind) for kind in ("path", "value", "number") for name in names_of[kind]]
 
 
 def _kind_of_named(entities: pa.Table, name: str) -> Kind:
@@ -177,15 +177,15 @@ def distinct_attributes(
 
     Columns that the table lacks are left out; numbers count from 0 in the order in which rows first have them.
     """
-    known = [column for column in columns if column.name in entities.column_names]
+    present = [column for column in columns if column.name in entities.column_names]
     codes = np.zeros(entities.num_rows, np.int64)
-    for column in known:
-        of_column = _codes(entities[column.name], column)
-        codes = _numbered(pa.array(codes * (of_column.max(initial=0) + 1) + of_column))
+    for column in present:
+        column_codes = _codes(entities[column.name], column)
+        codes = _numbered(pa.array(codes * (column_codes.max(initial=0) + 1) + column_codes))
     first = np.unique(codes, return_index=True)[1]
-    if not known:
+    if not present:
         return codes, [{} for _ in first]
-    return codes, entities.select([column.name for column in known]).take(pa.array(first)).to_pylist()
+    return codes, entities.select([column.name for column in present]).take(pa.array(first)).to_pylist()
 
 
 def _codes(values: pa.ChunkedArray, column: AttributeColumn) -> np.ndarray:

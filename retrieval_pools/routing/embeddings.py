@@ -37,12 +37,12 @@ def distinct_ids(table: pa.Table, name: str, table_name: str) -> tuple[pa.Array,
     coded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
     _require_ids(coded, name, table_name)
     coded = coded.combine_chunks()
-    known, codes = normalised_ids(coded.dictionary, name, table_name), coded.indices.to_numpy()
-    order = pc.sort_indices(known).to_numpy()
-    order = order[np.bincount(codes, minlength=len(known))[order] > 0]
-    places = np.zeros(len(known), np.int32)
+    distinct, codes = normalised_ids(coded.dictionary, name, table_name), coded.indices.to_numpy()
+    order = pc.sort_indices(distinct).to_numpy()
+    order = order[np.bincount(codes, minlength=len(distinct))[order] > 0]
+    places = np.zeros(len(distinct), np.int32)
     places[order] = np.arange(len(order), dtype=np.int32)
-    return known.take(pa.array(order)), places[codes]
+    return distinct.take(pa.array(order)), places[codes]
 
 
 def _column(table: pa.Table, name: str, table_name: str) -> pa.ChunkedArray:
@@ -70,11 +70,11 @@ def normalised_ids(ids: pa.Array | pa.ChunkedArray, name: str, table_name: str) 
     return ids.combine_chunks() if isinstance(ids, pa.ChunkedArray) else ids
 
 
-def check_same_kind(ids: pa.Array, others: pa.Array, table_name: str, other_name: str) -> None:
+def check_same_kind(ids: pa.Array, other_ids: pa.Array, table_name: str, other_name: str) -> None:
     """PoolError when one of two normalised id arrays holds strings and the other integers."""
-    if ids.type != others.type:
+    if ids.type != other_ids.type:
         raise PoolError(
-            f"ids of {table_name} are {ids.type}, those of {other_name} are {others.type}; give both the same type"
+            f"ids of {table_name} are {ids.type}, those of {other_name} are {other_ids.type}; give both the same type"
         )
 
 
@@ -93,20 +93,20 @@ def read_embeddings(path: Path, side: str, ids: pa.Array) -> EntityEmbeddings:
         lists = table[VECTOR_COLUMN].combine_chunks().cast(pa.large_list(pa.float32()), safe=False)
     except (OSError, pa.ArrowException) as error:
         raise PoolError(f"{source} cannot be read ({error}); correct the path, or write the file again") from error
-    found_ids = id_column(table, id_name, source)
-    check_same_kind(found_ids, ids, source, f"the {side}s")
-    codes = found_ids.dictionary_encode().indices.to_numpy()
+    file_ids = id_column(table, id_name, source)
+    check_same_kind(file_ids, ids, source, f"the {side}s")
+    codes = file_ids.dictionary_encode().indices.to_numpy()
     is_first = np.zeros(len(codes), bool)
     is_first[np.unique(codes, return_index=True)[1]] = True
-    _require(is_first, found_ids, f"{source}, column {id_name}", "the id was in an earlier row")
+    _require(is_first, file_ids, f"{source}, column {id_name}", "the id was in an earlier row")
     lengths = pc.fill_null(pc.list_value_length(lists), -1).to_numpy()
     width = max(int(lengths[0]), 1) if len(lengths) else 1
     where, expected = f"{source}, column {VECTOR_COLUMN}", f"expected a vector of {width} finite numbers"
     _require(lengths == width, lists, where, expected)
     vectors = pc.list_flatten(lists).to_numpy(zero_copy_only=False).reshape(len(lists), width)
     _require(np.isfinite(vectors).all(axis=1), lists, where, expected)
-    known = pc.is_in(found_ids, value_set=ids)
-    return EntityEmbeddings(found_ids.filter(known), vectors[known.to_numpy(zero_copy_only=False)])
+    is_known = pc.is_in(file_ids, value_set=ids)
+    return EntityEmbeddings(file_ids.filter(is_known), vectors[is_known.to_numpy(zero_copy_only=False)])
 
 
 def _require(is_sound: np.ndarray, values: pa.Array, where: str, problem: str) -> None:

@@ -68,5 +68,5 @@ class RouteTable:
 
 
 def _version_of(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_ino, found.st_mtime_ns
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns

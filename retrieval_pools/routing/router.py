@@ -63,7 +63,7 @@ class Routes:
 
     def num_by_scheme(self) -> dict[str, int]:
         """Rows by the scheme that chose."""
-        return {one["values"]: one["counts"] for one in self.schemes.value_counts().to_pylist()}
+        return {row["values"]: row["counts"] for row in self.schemes.value_counts().to_pylist()}
 
 
 @dataclass(frozen=True)
@@ -142,15 +142,16 @@ class Router:
             place = pc.fill_null(pc.index_in(ids, value_set=self.collaborative.ids), -1).to_numpy()
         is_warm = (place >= 0) & (num_interactions >= self.settings.min_interactions)
         numbers = self.collaborative.groups
-        num_known = int(numbers.max(initial=-1)) + 1
-        known = [Route(f"collaborative/{number}", "collaborative") for number in range(num_known)]
-        codes = np.full(num_rows, num_known, np.int64)
+        num_collaborative = int(numbers.max(initial=-1)) + 1
+        group_routes = [Route(f"collaborative/{number}", "collaborative") for number in range(num_collaborative)]
+        codes = np.full(num_rows, num_collaborative, np.int64)
         codes[is_warm] = numbers[place[is_warm]]
         if scheme == "collaborative":
-            return _routes(codes, [*known, Route(GLOBAL_GROUP, "global")])
+            return _routes(codes, [*group_routes, Route(GLOBAL_GROUP, "global")])
         alike, distinct = distinct_attributes(entities.filter(pa.array(~is_warm)), self.attributes.columns)
         codes[~is_warm] += alike
-        return _routes(codes, known + [Route(self.attributes.group_of(values), "attribute") for values in distinct])
+        group_routes += [Route(self.attributes.group_of(values), "attribute") for values in distinct]
+        return _routes(codes, group_routes)
 
     def save(self, folder: Path | str) -> None:
         """Write the router into `folder` (made if missing): Parquet and JSON, `router.json` last."""
@@ -184,9 +185,9 @@ class Router:
         again = "rebuild the pools with `laserbatch pools rebuild`"
         try:
             description = json.loads((folder / ROUTER_FILE).read_text(encoding="utf-8"))
-            found = description["format_version"]
-            if found != FORMAT_VERSION:
-                raise PoolError(f"router in {folder} has format {found}, this version reads {FORMAT_VERSION}; {again}")
+            saved = description["format_version"]
+            if saved != FORMAT_VERSION:
+                raise PoolError(f"router in {folder} has format {saved}, this version reads {FORMAT_VERSION}; {again}")
             columns = [AttributeColumn(**{**c, "edges": tuple(c["edges"])}) for c in description["columns"]]
             settings = RoutingSettings.model_validate(
                 {name: value for name, value in description["settings"].items() if name in RoutingSettings.model_fields}

@@ -9,7 +9,7 @@ from laserbatch.pipeline.budget.choice import (
     MAX_RELAXED_ACCEPTANCE,
     PLAIN,
     budget_step_cost,
-    given_budget,
+    configured_budget,
     side_budget,
     step_seconds,
 )
@@ -156,9 +156,9 @@ def test_numbers_that_are_given_are_kept():
         assert least is None or chosen.min_acceptance == least
     assert choose_budget(cost(FREE), 1, pool_with(), max_draft_tokens=0).budget == PLAIN
     assert choose_budget(cost(FREE), 1, pool_with(), sources=()).budget == PLAIN
-    given = given_budget(Budget(16, 0.07), pool_with(), SOURCES, 0.0)
-    assert given.budget == Budget(16, 0.07)
-    assert given.forecast.tokens_per_step == pytest.approx(larger_is_better(16, 0.07))
+    configured = configured_budget(Budget(16, 0.07), pool_with(), SOURCES, 0.0)
+    assert configured.budget == Budget(16, 0.07)
+    assert configured.forecast.tokens_per_step == pytest.approx(larger_is_better(16, 0.07))
 
 
 def test_where_nothing_was_replayed_only_what_is_likelier_than_its_price_is_drafted():

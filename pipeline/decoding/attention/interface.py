@@ -64,7 +64,7 @@ def slot_attention(
     sliding_window: int | object | None = _ABSENT,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **others,
+    **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer in a batch of packed sequences: (1, num_tokens, num_heads, value_dim) and None.
 
@@ -81,7 +81,7 @@ def slot_attention(
     """
     plan = _step_plan.get()
     window = getattr(module, "sliding_window", None) if sliding_window is _ABSENT else sliding_window
-    unknown = [name for name, value in others.items() if isinstance(value, torch.Tensor) and name != "position_ids"]
+    unknown = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and name != "position_ids"]
     if unknown or attention_mask is not None:
         raise ModelError(f"its attention takes {', '.join(unknown) or 'a mask of its own'}, which is not done packed")
     assert query.shape[0] == 1, "not a packed batch"
@@ -152,7 +152,7 @@ class CheckedKernel:
         return result
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of tensors of one shape, in the mean square; NaN where one holds it."""
-    found, expected = found.float(), expected.float()
-    return float((found - expected).norm() / expected.norm().clamp_min(1e-12))
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The root mean square error relative to that of `expected`; NaN if a tensor holds NaN."""
+    actual, expected = actual.float(), expected.float()
+    return float((actual - expected).norm() / expected.norm().clamp_min(1e-12))

@@ -25,7 +25,7 @@ from laserbatch.pipeline.decoding.attention.tile_product import (
     padded,
     set_product,
 )
-from laserbatch.retrieval_pools.compiled import kept_on_disk
+from laserbatch.retrieval_pools.compiled import cached_on_disk
 
 MAX_TASK_ROWS = 64  # tokens x query heads of a task, at most: its scores stay in a core's cache
 MIN_SCORES_PER_THREAD = 3_000  # fewer scores are computed faster by one thread than by two
@@ -75,12 +75,12 @@ def numba_attention(
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, value_dim = len(values), values.shape[2]
     num_folded = num_heads // num_kv_heads
-    own = as_array(query.contiguous()).reshape(num_tokens, num_kv_heads, num_folded, head_dim)
+    folded_query = as_array(query.contiguous()).reshape(num_tokens, num_kv_heads, num_folded, head_dim)
     result = query.new_empty(num_tokens, num_kv_heads, num_folded, value_dim)
     most_threads = min(torch.get_num_threads(), _num_threads())
     numba.set_num_threads(max(1, min(most_threads, tasks.num_scores * num_kv_heads // MIN_SCORES_PER_THREAD)))
     _attend(
-        *(own, as_array(keys), as_array(values)),
+        *(folded_query, as_array(keys), as_array(values)),
         *(metadata.slots, metadata.cu_seqlens_k, metadata.num_committed, metadata.cu_seqlens_q, metadata.num_chain),
         *(metadata.ancestors, metadata.positions, tasks.sequences, tasks.first, tasks.last),
         *(np.float32(scale), 0 if window is None else window, as_array(result)),
@@ -91,14 +91,14 @@ def numba_attention(
 @cache
 def _num_threads() -> int:
     """Threads that numba has. It starts them where torch has its own, and must not change how many torch uses."""
-    of_torch = torch.get_num_threads()
+    torch_threads = torch.get_num_threads()
     numba.set_num_threads(1)  # starts them
-    torch.set_num_threads(of_torch)
+    torch.set_num_threads(torch_threads)
     # numba sets it as it is imported, which its types do not show.
     return numba.config.NUMBA_NUM_THREADS  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
 
-@kept_on_disk(nogil=True, parallel=True)
+@cached_on_disk(nogil=True, parallel=True)
 def _attend(
     query, keys, values, slots, cu_seqlens_k, num_committed, cu_seqlens_q, num_chain, ancestors, positions,
     sequences, first, last, scale, window, result,
@@ -108,12 +108,12 @@ def _attend(
     for number in prange(len(sequences) * num_kv_heads):
         task, head = number // num_kv_heads, number % num_kv_heads
         sequence = sequences[task]
-        own_slots = slots[cu_seqlens_k[sequence] : cu_seqlens_k[sequence + 1]]
+        sequence_slots = slots[cu_seqlens_k[sequence] : cu_seqlens_k[sequence + 1]]
         start = cu_seqlens_q[sequence]
-        own = slice(start, cu_seqlens_q[sequence + 1])
+        tokens = slice(start, cu_seqlens_q[sequence + 1])
         _attend_tile(
-            query[first[task] : last[task], head], keys[head], values[head], own_slots, num_committed[sequence],
-            num_chain[sequence], ancestors[own], positions[own], first[task] - start, scale, window,
+            query[first[task] : last[task], head], keys[head], values[head], sequence_slots, num_committed[sequence],
+            num_chain[sequence], ancestors[tokens], positions[tokens], first[task] - start, scale, window,
             result[first[task] : last[task], head],
         )  # fmt: skip
 
@@ -122,7 +122,7 @@ def _attend(
 def _attend_tile(
     query, keys, values, slots, committed, chain, ancestors, positions, first, scale, window, result
 ):  # fmt: skip
-    """One task in one head: the sequence's new tokens from `first` on, query (tokens, num_folded, head_dim)."""
+    """Attend for one task and head: the sequence's new tokens from `first` on, query (tokens, num_folded, head_dim)."""
     num_tokens, num_folded, head_dim = query.shape
     lowest = positions[first]
     for token in range(first, first + num_tokens):
@@ -139,23 +139,23 @@ def _attend_tile(
     set_product(rows, columns, head_dim, scores)
     is_single = num_tokens == 1 and first == 0  # it sees all these keys
     for token in range(num_tokens):
-        own = first + token
+        query_index = first + token
         for key in range(num_keys if is_single else 0 if window > 0 else committed, num_keys):
             new = begin + key - committed
             if new < 0:
-                sees = positions[own] - (begin + key) < window
+                sees = positions[query_index] - (begin + key) < window
             else:
-                sees = new <= own if new < chain else (ancestors[own] >> (new - chain)) & 1 != 0
-                sees = sees and (window == 0 or positions[own] - positions[new] < window)
+                sees = new <= query_index if new < chain else (ancestors[query_index] >> (new - chain)) & 1 != 0
+                sees = sees and (window == 0 or positions[query_index] - positions[new] < window)
             if not sees:
                 for folded in range(num_folded):
                     scores[token * num_folded + folded, key] = -np.inf
     totals = np.empty(num_rows, np.float32)
     for row in range(num_rows):
         totals[row] = _set_weights(scores[row, :num_keys])
-    own_values = gathered_rows(values, slots[begin:end])
-    sums = np.empty((len(rows), own_values.shape[1]), np.float32)
-    set_product(scores, own_values, num_keys, sums)
+    value_rows = gathered_rows(values, slots[begin:end])
+    sums = np.empty((len(rows), value_rows.shape[1]), np.float32)
+    set_product(scores, value_rows, num_keys, sums)
     for row in range(num_rows):
         for d in range(values.shape[1]):
             result[row // num_folded, row % num_folded, d] = narrowed(sums[row, d] / totals[row], result)

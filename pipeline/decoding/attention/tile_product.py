@@ -61,9 +61,9 @@ def gathered_rows(memory, slots):
     dim = memory.shape[1]
     result = np.empty((len(slots), padded(dim, TILE_COLUMNS)), np.float32)
     for i in range(len(slots)):
-        own = memory[slots[i]]
+        row = memory[slots[i]]
         for d in range(dim):
-            result[i, d] = widened(own[d])
+            result[i, d] = widened(row[d])
         for d in range(dim, result.shape[1]):
             result[i, d] = 0
     return result
@@ -88,7 +88,7 @@ class _Emitter:
         return self.builder.gep(array.data, [place])
 
     def load(self, pointer: ir.Value, of_type: ir.Type | None = None) -> ir.Value:
-        """What is there, as another type where one is named."""
+        """Load the value at a pointer, which is cast to `of_type` first."""
         pointer = pointer if of_type is None else self.builder.bitcast(pointer, of_type.as_pointer())
         return self.builder.load(pointer, align=2)
 
@@ -107,8 +107,8 @@ class _Emitter:
     def plus(self, value: ir.Value, number: int) -> ir.Value:
         return self.builder.add(value, ir.Constant(_INT, number))
 
-    def shuffled(self, one: ir.Value, other: ir.Value, lanes: list[int]) -> ir.Value:
-        return self.builder.shuffle_vector(one, other, ir.Constant(ir.VectorType(_SHORT, LANES), lanes))
+    def shuffled(self, first: ir.Value, second: ir.Value, lanes: list[int]) -> ir.Value:
+        return self.builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(_SHORT, LANES), lanes))
 
 
 @intrinsic
@@ -135,9 +135,9 @@ def _emit_tile(context, builder, signature, arguments):
     for number, row_totals in enumerate(totals):
         value = emit.load(emit.pointer(0, emit.plus(row, number), step))
         first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), value, ir.Constant(_SHORT, 0))
-        same = emit.shuffled(first, first, [0] * LANES)
+        repeated = emit.shuffled(first, first, [0] * LANES)
         pairs = zip(rights, row_totals, strict=True)
-        new.append([builder.call(multiply_add, [same, right, total]) for right, total in pairs])
+        new.append([builder.call(multiply_add, [repeated, right, total]) for right, total in pairs])
     following = emit.plus(step, 1)
     step.add_incoming(ir.Constant(_INT, 0), begin)
     step.add_incoming(following, loop)
@@ -171,8 +171,8 @@ def _emit_turned(context, builder, signature, arguments):
         low = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
         high = [lane + distance if not lane & distance else LANES + lane for lane in range(LANES)]
         for i in (i for i in range(LANES) if not i & distance):
-            one, other = block[i], block[i + distance]
-            block[i], block[i + distance] = emit.shuffled(one, other, low), emit.shuffled(one, other, high)
+            first, second = block[i], block[i + distance]
+            block[i], block[i + distance] = emit.shuffled(first, second, low), emit.shuffled(first, second, high)
         distance //= 2
     for j, vector in enumerate(block):
         emit.store(vector, emit.pointer(4, emit.plus(d, j), column))

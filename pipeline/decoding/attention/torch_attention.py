@@ -49,8 +49,8 @@ class Group:
         """Keys or values of the rows, (num_rows, num_kv_heads, width, dim): one row's run of slots is not copied."""
         if self._run is not None:
             return memory[None, :, self._run]
-        own = memory.index_select(1, self.index("slots", memory.device))
-        return own.view(len(memory), *self.slots.shape, memory.shape[2]).transpose(0, 1)
+        gathered = memory.index_select(1, self.index("slots", memory.device))
+        return gathered.view(len(memory), *self.slots.shape, memory.shape[2]).transpose(0, 1)
 
     @cached_property
     def _run(self) -> slice | None:
@@ -93,21 +93,21 @@ def torch_attention(
     for group in groups:
         num_rows, num_padded = group.queries.shape
         tokens = group.index("queries", query.device)
-        own = query.index_select(0, tokens).view(num_rows, num_padded, num_kv_heads, num_folded, head_dim)
-        own = own.permute(0, 2, 3, 1, 4).reshape(num_rows, num_kv_heads, num_folded * num_padded, head_dim)
-        own_keys, own_values = (group.read(memory) for memory in (keys, values))
+        folded = query.index_select(0, tokens).view(num_rows, num_padded, num_kv_heads, num_folded, head_dim)
+        folded = folded.permute(0, 2, 3, 1, 4).reshape(num_rows, num_kv_heads, num_folded * num_padded, head_dim)
+        group_keys, group_values = (group.read(memory) for memory in (keys, values))
         mask = group.mask(window, num_folded, query)
         if softcap is None and sinks is None:
-            out = F.scaled_dot_product_attention(own, own_keys, own_values, attn_mask=mask, scale=scale)
+            out = F.scaled_dot_product_attention(folded, group_keys, group_values, attn_mask=mask, scale=scale)
         else:
-            out = _written_out(own, own_keys, own_values, mask, scale, softcap, sinks)
+            out = _written_out(folded, group_keys, group_values, mask, scale, softcap, sinks)
         out = out.view(num_rows, num_kv_heads, num_folded, num_padded, value_dim).permute(0, 3, 1, 2, 4)
         result.index_copy_(0, tokens, out.reshape(-1, num_heads, value_dim))
     return result
 
 
 def _written_out(query, keys, values, mask, scale, softcap, sinks) -> torch.Tensor:
-    """What torch has no fused attention for: query (num_rows, num_kv_heads, num_folded * num_padded, head_dim)."""
+    """Attention with a softcap or sinks: query (num_rows, num_kv_heads, num_folded * num_padded, head_dim)."""
     scores = torch.matmul(query, keys.transpose(2, 3)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -115,8 +115,8 @@ def _written_out(query, keys, values, mask, scale, softcap, sinks) -> torch.Tens
     if sinks is not None:
         num_rows, num_kv_heads, num_queries, _ = scores.shape
         num_folded = len(sinks) // num_kv_heads
-        own = sinks.float().view(1, num_kv_heads, num_folded, 1).expand(num_rows, -1, -1, num_queries // num_folded)
-        scores = torch.cat([scores, own.reshape(num_rows, num_kv_heads, num_queries, 1)], -1)
+        sink = sinks.float().view(1, num_kv_heads, num_folded, 1).expand(num_rows, -1, -1, num_queries // num_folded)
+        scores = torch.cat([scores, sink.reshape(num_rows, num_kv_heads, num_queries, 1)], -1)
     weights = torch.softmax(scores, -1)[..., : keys.shape[2]]
     return torch.matmul(weights.to(query.dtype), values)
 
@@ -129,16 +129,16 @@ def cut_groups(metadata: AttentionMetadata[np.ndarray], call_cost: int) -> list[
     sizes = np.diff(metadata.cu_seqlens_q)
     most = BLOCK_TOKENS if call_cost < BLOCK_TOKENS**2 else int(sizes.max(initial=1))
     num_blocks = -(-sizes // most)
-    of = np.repeat(np.arange(len(sizes)), num_blocks)
-    begin = (np.arange(len(of)) - np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)) * most
+    sequence_of = np.repeat(np.arange(len(sizes)), num_blocks)
+    begin = (np.arange(len(sequence_of)) - np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)) * most
     end = np.minimum(begin + most, np.repeat(sizes, num_blocks))
-    widths = metadata.num_committed[of] + end
+    widths = metadata.num_committed[sequence_of] + end
     order = np.lexsort((widths, end - begin))
     groups: list[list[int]] = []
     padded = width = cost = 0
-    for i, size, own_width in zip(order.tolist(), (end - begin)[order].tolist(), widths[order].tolist(), strict=True):
-        alone = call_cost + (ROW_COST + size) * own_width
-        padded_together, width_together = max(padded, size), max(width, own_width)
+    for i, size, row_width in zip(order.tolist(), (end - begin)[order].tolist(), widths[order].tolist(), strict=True):
+        alone = call_cost + (ROW_COST + size) * row_width
+        padded_together, width_together = max(padded, size), max(width, row_width)
         if groups:
             together = call_cost + (len(groups[-1]) + 1) * (ROW_COST + padded_together) * width_together
             if together <= cost + alone:
@@ -146,8 +146,8 @@ def cut_groups(metadata: AttentionMetadata[np.ndarray], call_cost: int) -> list[
                 padded, width, cost = padded_together, width_together, together
                 continue
         groups.append([i])
-        padded, width, cost = size, own_width, alone
-    return [_group(metadata, of[members], begin[members], end[members]) for members in groups]
+        padded, width, cost = size, row_width, alone
+    return [_group(metadata, sequence_of[members], begin[members], end[members]) for members in groups]
 
 
 def _group(metadata: AttentionMetadata[np.ndarray], sequences: np.ndarray, begin: np.ndarray, end: np.ndarray) -> Group:

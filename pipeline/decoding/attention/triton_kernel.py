@@ -39,7 +39,9 @@ def attend(
     BLOCK_TOKENS: tl.constexpr = BLOCK_ROWS // FOLDED
     kv_head = tl.program_id(1).to(tl.int64)
     part = tl.program_id(2)
-    sequence, query_start, num_new, first = _own_tile(cu_seqlens_q_ptr, num_sequences, SEQUENCES_BLOCK, BLOCK_TOKENS)
+    sequence, query_start, num_new, first = _tile_of_program(
+        cu_seqlens_q_ptr, num_sequences, SEQUENCES_BLOCK, BLOCK_TOKENS
+    )
     if first >= num_new:
         return
 
@@ -73,7 +75,7 @@ def attend(
     query = _load_rows(query_ptr, query_place, real, dim, HEAD_DIM, IN_FLOAT32)
     position = tl.load(positions_ptr + token, mask=real, other=0)
     ancestors = tl.load(ancestors_ptr + token, mask=real, other=0)
-    own_slots_ptr = slots_ptr + tl.load(cu_seqlens_k_ptr + sequence).to(tl.int64)
+    sequence_slots_ptr = slots_ptr + tl.load(cu_seqlens_k_ptr + sequence).to(tl.int64)
     key_positions_ptr = positions_ptr + query_start - committed  # of new keys
 
     highest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
@@ -84,7 +86,7 @@ def attend(
     if not HAS_WINDOW:
         masked_begin += tl.maximum(tl.minimum(end, committed) - begin, 0) // BLOCK_KEYS * BLOCK_KEYS
     for start in range(begin, masked_begin, BLOCK_KEYS):
-        slot = tl.load(own_slots_ptr + start + tl.arange(0, BLOCK_KEYS)).to(tl.int64)
+        slot = tl.load(sequence_slots_ptr + start + tl.arange(0, BLOCK_KEYS)).to(tl.int64)
         keys = _load_rows(key_ptr, slot * key_stride_slot + kv_head * key_stride_head, None, dim, HEAD_DIM, IN_FLOAT32)
         value_place = slot * value_stride_slot + kv_head * value_stride_head
         values = _load_rows(value_ptr, value_place, None, value_dim, VALUE_DIM, IN_FLOAT32)
@@ -93,7 +95,7 @@ def attend(
     for start in range(masked_begin, end, BLOCK_KEYS):
         key = start + tl.arange(0, BLOCK_KEYS)
         exists = key < end
-        slot = tl.load(own_slots_ptr + key, mask=exists, other=0).to(tl.int64)
+        slot = tl.load(sequence_slots_ptr + key, mask=exists, other=0).to(tl.int64)
         key_place = slot * key_stride_slot + kv_head * key_stride_head
         keys = _load_rows(key_ptr, key_place, exists, dim, HEAD_DIM, IN_FLOAT32)
         value_place = slot * value_stride_slot + kv_head * value_stride_head
@@ -120,16 +122,16 @@ def attend(
 
 
 @jit
-def _own_tile(cu_seqlens_q_ptr, num_sequences, SEQUENCES_BLOCK: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+def _tile_of_program(cu_seqlens_q_ptr, num_sequences, SEQUENCES_BLOCK: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
     """The program's sequence, the batch's number of its first new token, how many it has, and the tile's first of them.
 
     Sequence b has the tiles from query_starts[b] // BLOCK_TOKENS + b on, as many as it can need. All sequences are
     read at once: a binary search would wait for memory once for each of its steps.
     """
     tile = tl.program_id(0)
-    each = tl.arange(0, SEQUENCES_BLOCK)
-    exists = each < num_sequences
-    first_tile = tl.load(cu_seqlens_q_ptr + each, mask=exists, other=0) // BLOCK_TOKENS + each
+    sequences = tl.arange(0, SEQUENCES_BLOCK)
+    exists = sequences < num_sequences
+    first_tile = tl.load(cu_seqlens_q_ptr + sequences, mask=exists, other=0) // BLOCK_TOKENS + sequences
     sequence = tl.sum((exists & (first_tile <= tile)).to(tl.int32), 0) - 1
     query_start = tl.load(cu_seqlens_q_ptr + sequence)
     num_new = tl.load(cu_seqlens_q_ptr + sequence + 1) - query_start

@@ -58,13 +58,13 @@ def blend(drafts: Sequence[TreeBatch], max_nodes: int) -> TreeBatch:
 
 
 def union(trees) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    """Tokens, parents, log acceptance and sources of some trees as one, and the places of the first one's nodes in it.
+    """Merge trees: the union's tokens, parents, log acceptance and sources, and the places of the first tree's nodes.
 
     The parent of a node below the root is the last place, -1.
     """
-    found: dict[tuple[int, int], int] = {}
+    places: dict[tuple[int, int], int] = {}
     tokens, parents, acceptance, sources = [], [], [], []
-    of_first: list[int] = []
+    first_places: list[int] = []
     for tree in trees:
         at = [ROOT] * (len(tree) + 1)
         rows = zip(
@@ -72,7 +72,7 @@ def union(trees) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
             strict=True,
         )  # fmt: skip
         for node, (token, parent, log_acceptance, source) in enumerate(rows):
-            place = at[node] = found.setdefault((at[parent], token), len(tokens))
+            place = at[node] = places.setdefault((at[parent], token), len(tokens))
             if place == len(tokens):
                 tokens.append(token)
                 parents.append(at[parent])
@@ -81,6 +81,6 @@ def union(trees) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
             elif log_acceptance > acceptance[place]:
                 acceptance[place], sources[place] = log_acceptance, source
         if tree is trees[0]:
-            of_first = at[:-1]
+            first_places = at[:-1]
     columns = np.array(tokens, np.int32), np.array(parents, np.int64), np.array(acceptance, np.float32)
-    return (*columns, np.array(sources, np.uint8)), np.array(of_first, np.int64)
+    return (*columns, np.array(sources, np.uint8)), np.array(first_places, np.int64)

@@ -49,7 +49,7 @@ class Drafter:
 
     def draft_all(self, sequences: list[DecodingSequence], max_depths: list[int]) -> TreeBatch:
         """A tree for each sequence, which has room for so many tokens of a draft; deeper ones are cut."""
-        return TreeBatch.of([self.draft(one) for one in sequences])
+        return TreeBatch.of([self.draft(sequence) for sequence in sequences])
 
     def observe(self, observation: Observation) -> None:
         """Called after a step whose tokens were committed, for the steps that `observes` names."""

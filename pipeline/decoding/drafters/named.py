@@ -26,7 +26,7 @@ class PluginDrafters:
     @property
     def bytes_per_token(self) -> int:
         """Memory of one token in all of their KV caches."""
-        return sum(one.bytes_per_token for one in self.loaded)
+        return sum(plugin.bytes_per_token for plugin in self.loaded)
 
 
 def drafter_from(
@@ -50,7 +50,7 @@ def drafter_from(
         return NoDrafter()
     plugins = plugins or PluginDrafters.load(settings, None)
     # A drafter that samples its drafts comes first, as `BlendedDrafter` wants it.
-    drafters = [drafter for one in plugins.loaded for drafter in one.drafters(settings, budget, max_tokens)]
+    drafters = [drafter for plugin in plugins.loaded for drafter in plugin.drafters(settings, budget, max_tokens)]
     if settings.text_sources:
         limits = budget.max_draft_tokens, budget.min_acceptance
         drafters.append(RetrievalDrafter(pool, settings.text_sources, *limits, num_threads))

@@ -28,8 +28,8 @@ class RetrievalDrafter(Drafter):
 
         self._draft_batch = draft_batch
         self._pool = pool if "pool" in sources else None
-        own = ("prompt" in sources, "output" in sources, "previous" in sources)
-        self._options, self._num_threads = DraftOptions(max_nodes, min_acceptance, *own), num_threads
+        request_sources = ("prompt" in sources, "output" in sources, "previous" in sources)
+        self._options, self._num_threads = DraftOptions(max_nodes, min_acceptance, *request_sources), num_threads
 
     def draft(self, sequence: DecodingSequence) -> TokenTree:
         return self.draft_all([sequence], [MAX_DEPTH])[0]
@@ -37,10 +37,10 @@ class RetrievalDrafter(Drafter):
     def draft_all(self, sequences: list[DecodingSequence], max_depths: list[int]) -> TreeBatch:
         drafts = self._draft_batch(
             self._pool,
-            [one.context for one in sequences],
-            [one.num_prompt for one in sequences],
-            [one.previous_ids for one in sequences],
-            [one.group for one in sequences],
+            [sequence.context for sequence in sequences],
+            [sequence.num_prompt for sequence in sequences],
+            [sequence.previous_ids for sequence in sequences],
+            [sequence.group for sequence in sequences],
             max_depths,
             self._options,
             self._num_threads,

@@ -26,8 +26,8 @@ def find_adapter(folder: str | Path) -> list[Path]:
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (path / name).is_file():
             pickled = name == WEIGHTS_FILE and (path / "adapter_model.bin").is_file()
-            found = "; found adapter_model.bin, which is not read: convert it to safetensors" if pickled else ""
-            raise ModelError(f"{path} holds no {name}{found}")
+            hint = "; found adapter_model.bin, which is not read: convert it to safetensors" if pickled else ""
+            raise ModelError(f"{path} holds no {name}{hint}")
     return [path / CONFIG_FILE, path / WEIGHTS_FILE]
 
 

@@ -57,10 +57,10 @@ def refuse_by_config(config) -> None:
             )
     if getattr(text, "attn_temperature_tuning", False):
         raise ModelError(f"{text.model_type} scales attention by a token's place in the forward; it cannot be packed")
-    others = sorted(set(getattr(text, "layer_types", None) or ()) - _PACKED_LAYER_TYPES)
-    if others:
+    unsupported = sorted(set(getattr(text, "layer_types", None) or ()) - _PACKED_LAYER_TYPES)
+    if unsupported:
         raise ModelError(
-            f"{text.model_type} has layers of {', '.join(others)}, which cannot be packed; use a model of "
+            f"{text.model_type} has layers of {', '.join(unsupported)}, which cannot be packed; use a model of "
             f"{' and '.join(sorted(_PACKED_LAYER_TYPES))} alone"
         )
 

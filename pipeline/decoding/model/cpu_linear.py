@@ -102,11 +102,11 @@ def product_plus(
     bias: torch.Tensor | None,
     sizes: tuple[int, ...] | None,
 ) -> torch.Tensor:
-    """The same plus `addend` (num_tokens, out_features), rounded once."""
+    """The product plus `addend` (num_tokens, out_features), rounded once."""
     if sizes is None or len(inputs) <= sizes[-1]:
         return _product_plus(inputs, addend, weight, bias, "add")
     parts = zip(inputs.split(sizes[-1]), addend.split(sizes[-1]), strict=True)
-    return torch.cat([_product_plus(part, own, weight, bias, "add") for part, own in parts])
+    return torch.cat([_product_plus(part, addend_part, weight, bias, "add") for part, addend_part in parts])
 
 
 class PartOfLinear(nn.Module):
@@ -149,11 +149,11 @@ def _sizes_of_same_bits(out_features: int, in_features: int, has_bias: bool, num
     relaid = torch.ops.mkldnn._reorder_linear_weight(weight, LAYOUT_TOKENS)
     bias = torch.zeros(out_features, dtype=torch.bfloat16) if has_bias else None
 
-    def found(part: torch.Tensor) -> torch.Tensor:
+    def product_of(part: torch.Tensor) -> torch.Tensor:
         return _product(part, relaid, bias, "none", [], "")
 
-    expected = torch.cat([found(part) for part in inputs.split(REFERENCE_TOKENS)])
-    return tuple(size for size in BFLOAT16_SIZES if torch.equal(found(inputs[:size]), expected[:size]))
+    expected = torch.cat([product_of(part) for part in inputs.split(REFERENCE_TOKENS)])
+    return tuple(size for size in BFLOAT16_SIZES if torch.equal(product_of(inputs[:size]), expected[:size]))
 
 
 def relayout_linear_layers(model: nn.Module) -> int:
@@ -166,8 +166,8 @@ def relayout_linear_layers(model: nn.Module) -> int:
     num_relaid = 0
     for module in list(model.modules()):
         linear = {name: child for name, child in module.named_children() if _can_be_relaid(child)}
-        there = (names for names in SAME_INPUT if linear.keys() >= set(names))
-        groups = [names for names in there if _is_group([linear[name] for name in names])]
+        candidates = (names for names in SAME_INPUT if linear.keys() >= set(names))
+        groups = [names for names in candidates if _is_group([linear[name] for name in names])]
         groups += [(name,) for name in linear if not any(name in names for names in groups)]
         for names in groups:
             layers = [linear[name] for name in names]
@@ -196,17 +196,17 @@ def _is_group(layers: list[nn.Linear]) -> bool:
 
 @torch.no_grad()
 def _relaid(layers: list[nn.Linear]) -> OneDnnLinear | None:
-    """Layers as one; None where that does not work here."""
+    """Join layers with the same input; None if oneDNN fails here or gives other results."""
     dtype = layers[0].weight.dtype
     inputs = torch.linspace(-1, 1, 2 * layers[0].in_features, dtype=dtype).view(1, 2, -1)
     expected = [layer(inputs) for layer in layers]
     try:
         relaid = OneDnnLinear(layers)
-        found = [relaid.part(inputs, index) for index in range(len(layers))]
+        results = [relaid.part(inputs, index) for index in range(len(layers))]
     except (RuntimeError, NotImplementedError) as error:
         logger.info("linear layers stay in torch's layout: %s", first_line(error))
         return None
-    if all(relative_error(*pair) <= TOLERANCE[dtype] for pair in zip(found, expected, strict=True)):
+    if all(relative_error(*pair) <= TOLERANCE[dtype] for pair in zip(results, expected, strict=True)):
         return relaid
     logger.warning("linear layers in oneDNN's layout give other results here; they stay in torch's")
     return None

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 # Padding is at most 64 tokens up to 1,024 and 128 above: 4 to 8 % of the tokens of a batch of 64 that drafts 8 each.
 TOKEN_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, 1024, 64), *range(1024, 2049, 128))
 MAX_PROMPT_BUCKET = 1024  # tokens of a step that is mostly prompts, above which its computation hides its launches
-MIN_WANTED = 0.5  # share of a step's tokens whose logits are wanted, below which it is mostly prompts
+MIN_LOGIT_SHARE = 0.5  # share of a step's tokens whose logits are needed, below which it is mostly prompts
 MAX_BUCKETS = 96  # graphs and buffers that are kept, of the last steps
 MAX_BUFFER_BYTES = 512 << 20  # of their buffers together, on the host and again on the device
 MAX_OUT_OF_MEMORY = 3  # captures that ran out of memory, after which there is no further one
@@ -90,7 +90,7 @@ class StepBuffers:
         self.metadata = AttentionMetadata(positions=views.pop("metadata_positions"), **views)
 
     def fill_padding(self, scratch_slot: int) -> None:
-        """A step of one token that no text has, whose keys nobody reads."""
+        """Fill in a step of one padding token, whose keys no sequence reads."""
         zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
         slot, until_one = np.full(1, scratch_slot, np.int32), np.arange(2, dtype=np.int32)
         token = SimpleNamespace(token_ids=zero, positions=zero, slot_mapping=slot)
@@ -220,7 +220,7 @@ class BufferedForward:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _run(self, batch: Batch, metadata: AttentionMetadata[np.ndarray]) -> torch.Tensor:
-        """What `_forward` gives, maybe with padding behind it."""
+        """Run a step by a graph or eagerly; return what `_forward` does, perhaps with padding rows behind it."""
         num_tokens, num_sequences = len(batch), len(batch.feeds)
         if self._layers is not None:
             self._layers.cover(int(batch.positions.max()))
@@ -235,14 +235,14 @@ class BufferedForward:
         bucket.buffers.fill(batch, metadata, self._cache.scratch_slot)
         return self._run_bucket(bucket, shape)
 
-    def _padded_tokens(self, num_tokens: int, num_wanted: int) -> int | None:
-        """The bucket's number of tokens, None where a step is better run as it is."""
-        if num_tokens > MAX_PROMPT_BUCKET and num_wanted < MIN_WANTED * num_tokens:
+    def _padded_tokens(self, num_tokens: int, num_logit_rows: int) -> int | None:
+        """The bucket's number of tokens; None if the step is better run eagerly."""
+        if num_tokens > MAX_PROMPT_BUCKET and num_logit_rows < MIN_LOGIT_SHARE * num_tokens:
             return None
         return bucket_of(num_tokens)
 
     def _bucket(self, num_padded: int, shape: LaunchShape) -> Bucket:
-        """The bucket of a size and shape, which is the last to be dropped now."""
+        """Return the bucket of a size and shape, now the most recently used."""
         bucket = self.buckets.pop((num_padded, shape), None)
         if bucket is None:
             # A sequence has a token at least, so there are never more sequences than tokens.
@@ -256,14 +256,14 @@ class BufferedForward:
         return bucket
 
     def _signature(self) -> tuple:
-        """What a captured launch has taken over of memory outside its bucket: if it differs, the launch is void."""
+        """The memory outside its bucket that a captured graph reads: if it differs, the graph is void."""
         cached = [t for layer in self._cache.layers.values() for t in (layer.keys, layer.values)]
         tensors = cached if self._layers is None else [*cached, *self._layers.static_tensors]
         # Other memory may lie at the same addresses: the capacity says how far one head's keys are from the next one's.
         return (self._cache.capacity, *(tensor.data_ptr() for tensor in tensors))
 
     def _run_bucket(self, bucket: Bucket, shape: LaunchShape) -> torch.Tensor:
-        """What `_forward` gives for a filled bucket."""
+        """Run a filled bucket; return what `_forward` does."""
         # An eager step compiles kernels, which a capture must not, also for memory of other strides. Without memory (it
         # was given back) a capture would make the cache anew, and empty it at each replay.
         if bucket.signature != self._signature():
@@ -283,7 +283,7 @@ class BufferedForward:
         return hidden
 
     def _try_capture(self, bucket: Bucket, shape: LaunchShape) -> bool:
-        """Capture a bucket's graph; whether that succeeded."""
+        """Capture a bucket's graph; return whether that succeeded."""
         try:
             with _no_garbage_collection():
                 self._capture(bucket, shape)
@@ -292,7 +292,7 @@ class BufferedForward:
         except Exception as error:  # a model's code may raise anything in a capture; its steps run without graphs
             self.num_failed_captures += 1
             # Where torch cannot end the capture, its error hides the one that was the reason.
-            is_memory = any(one is not None and is_out_of_memory(one) for one in (error, error.__context__))
+            is_memory = any(cause is not None and is_out_of_memory(cause) for cause in (error, error.__context__))
             self._num_out_of_memory += is_memory
             self._captures = is_memory and self._num_out_of_memory < MAX_OUT_OF_MEMORY
             plan = f"the next capture is after {RETRY_STEPS} steps" if self._captures else "steps run without graphs"

@@ -185,11 +185,11 @@ def _joined(*layers: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
     parts = [layer.out_features for layer in layers]
     joined = []
     for name in ("weight", "bias"):
-        own = [getattr(layer, name) for layer in layers]
-        if own[0] is None:
+        parameters = [getattr(layer, name) for layer in layers]
+        if parameters[0] is None:
             joined.append(None)
             continue
-        whole = torch.cat(own)
+        whole = torch.cat(parameters)
         for layer, view in zip(layers, whole.split(parts), strict=True):
             setattr(layer, name, nn.Parameter(view, requires_grad=False))
         joined.append(whole)

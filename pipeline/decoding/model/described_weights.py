@@ -45,8 +45,8 @@ def require_whole_weights(
     """
     copying = "copy the whole checkpoint again, or correct config.json"
     missing = sorted(name for name in loading_info["missing_keys"] if not name.startswith(unused))
-    others = [f"{name} {tuple(found)} where config.json says {tuple(expected)}"
-              for name, found, expected in sorted(loading_info["mismatched_keys"])]  # fmt: skip
+    mismatched = [f"{name} {tuple(shape)} where config.json says {tuple(expected)}"
+                  for name, shape, expected in sorted(loading_info["mismatched_keys"])]  # fmt: skip
     unread = sorted(name for name in loading_info["unexpected_keys"]
                     if not (HARMLESS_WEIGHTS.search(name) or harmless.search(name)))  # fmt: skip
     tied = f"{copying} (tie_word_embeddings says whether the output layer has weights)"
@@ -57,7 +57,7 @@ def require_whole_weights(
     )
     for names, problem, advice in (
         (missing, "lack", tied),
-        (others, "have other shapes than expected:", tied),
+        (mismatched, "have other shapes than expected:", tied),
         (unread, "hold tensors that config.json does not describe:", described),
     ):
         if names:
@@ -78,9 +78,9 @@ def require_described_weights(folder: Path) -> int | None:
     ------
     ModelError : as `require_whole_weights`.
     """
-    of_file = read_config(folder)
-    is_quantised = quantization_of(of_file) is not None
-    if is_quantised and is_mixture_of_experts(of_file):
+    file_config = read_config(folder)
+    is_quantised = quantization_of(file_config) is not None
+    if is_quantised and is_mixture_of_experts(file_config):
         return None  # transformers joins the tensors of plain experts, whose names tell nothing of packed ones
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -109,7 +109,7 @@ def require_described_weights(folder: Path) -> int | None:
 
 
 def _without_packed(model: "PreTrainedModel", loading_info: dict) -> dict | None:
-    """What loading a plain model from quantised weights says, without what packed linear layers make of it.
+    """Leave out of `loading_info`, of a plain model and quantised weights, what packed linear layers cause.
 
     Whatever a layer is packed into stands below its name: `q_proj.qweight`, `q_proj.weight_scale`. None where more than
     half of the weights that the model needs have nothing below their names, so that the format has others.
@@ -128,8 +128,8 @@ def _without_packed(model: "PreTrainedModel", loading_info: dict) -> dict | None
     missing = [key for key in loading_info["missing_keys"] if layer_of(key) not in packed]
     if 2 * len(missing) > len(model.state_dict()):
         return None
-    others = [one for one in loading_info["mismatched_keys"] if layer_of(one[0]) not in packed]
-    return {"missing_keys": missing, "unexpected_keys": unread, "mismatched_keys": others}
+    mismatched = [entry for entry in loading_info["mismatched_keys"] if layer_of(entry[0]) not in packed]
+    return {"missing_keys": missing, "unexpected_keys": unread, "mismatched_keys": mismatched}
 
 
 def require_token_rows(folder: Path, tokenizer: "PreTrainedTokenizerBase", num_rows: int) -> str | None:

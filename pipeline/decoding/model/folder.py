@@ -53,9 +53,9 @@ def find_weights(path: Path) -> list[Path]:
         weights = sorted(path.glob("*.safetensors"))
     missing = [w.name for w in weights if not w.is_file()]
     if missing or not weights:
-        others = sorted(p.name for p in path.glob("*.bin"))
-        found = f"; found {', '.join(others)}, which is not read: convert it to safetensors" if others else ""
-        raise ModelError(f"{path} holds no weights ({', '.join(missing) or 'model.safetensors'} expected){found}")
+        pickled = sorted(p.name for p in path.glob("*.bin"))
+        hint = f"; found {', '.join(pickled)}, which is not read: convert it to safetensors" if pickled else ""
+        raise ModelError(f"{path} holds no weights ({', '.join(missing) or 'model.safetensors'} expected){hint}")
     require_tokenizer(path)
     return weights
 
@@ -108,8 +108,8 @@ def model_id_of(path: Path, weights: list[Path], adapter: str | Path | None = No
 
 def tokenizer_folder(folder: Path, adapter: str | Path | None = None) -> Path:
     """The folder whose tokenizer is used: the adapter's where it holds one, as PEFT saves it, else the model's."""
-    own = adapter is not None and any((Path(adapter) / name).is_file() for name in _TOKENIZER_FILES)
-    return Path(adapter) if own and adapter is not None else folder
+    has_tokenizer = adapter is not None and any((Path(adapter) / name).is_file() for name in _TOKENIZER_FILES)
+    return Path(adapter) if has_tokenizer and adapter is not None else folder
 
 
 def load_tokenizer(folder: Path, adapter: str | Path | None = None) -> "PreTrainedTokenizerBase":
@@ -138,8 +138,8 @@ def _chat_template(adapter: Path) -> str | None:
     if (file := adapter / "chat_template.jinja").is_file():
         return file.read_text(encoding="utf-8")
     file = adapter / "tokenizer_config.json"
-    found = _read(file).get("chat_template") if file.is_file() else None
-    return found if isinstance(found, str) else None
+    template = _read(file).get("chat_template") if file.is_file() else None
+    return template if isinstance(template, str) else None
 
 
 def model_identity(folder: Path, adapter: str | Path | None = None) -> str:
@@ -153,10 +153,10 @@ def quantization_of(config) -> str | None:
     `config` : of transformers, or the content of a config.json.
     """
     get = config.get if isinstance(config, dict) else partial(getattr, config)
-    found = get("quantization_config", None)
-    if not found:
+    section = get("quantization_config", None)
+    if not section:
         return None
-    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    method = section.get("quant_method") if isinstance(section, dict) else getattr(section, "quant_method", None)
     # Older configurations of bitsandbytes name no method.
     return "bitsandbytes" if method is None else str(getattr(method, "value", method))
 
@@ -218,7 +218,7 @@ def repetition_penalty_of(config: Mapping[str, Any], source: str | Path) -> floa
 
 
 def folder_rules(folder: Path) -> dict[str, Any]:
-    """What of a folder's generation_config.json is done and differs from neutral values and from its config.json.
+    """Values of generation_config.json that are applied and differ from neutral ones and from those of config.json.
 
     Raises ModelError: it is no JSON object, or as `repetition_penalty_of`.
     """
@@ -228,9 +228,9 @@ def folder_rules(folder: Path) -> dict[str, Any]:
     config = _read(file)
     penalty = repetition_penalty_of(config, file)
     done = {} if penalty == 1.0 else {"repetition_penalty": penalty}
-    of_model = _read(folder / "config.json") if (folder / "config.json").is_file() else {}
-    own, other = (_ids(values.get("eos_token_id")) for values in (config, of_model))
-    return done | ({"eos_token_id": own} if own and own != other else {})
+    model_config = _read(folder / "config.json") if (folder / "config.json").is_file() else {}
+    generation_ids, config_ids = (_ids(values.get("eos_token_id")) for values in (config, model_config))
+    return done | ({"eos_token_id": generation_ids} if generation_ids and generation_ids != config_ids else {})
 
 
 def end_ids_of(
@@ -241,11 +241,11 @@ def end_ids_of(
     Fine-tunes often name the token that ends their turns in one of the three files alone. Of the model's configuration
     only control tokens are taken: where config.json names none, its class fills in a default for another vocabulary.
     """
-    found = {*_ids(generation)}
+    end_ids = {*_ids(generation)}
     if tokenizer is not None:
-        own = cast("int | None", tokenizer.eos_token_id)
-        found |= {*_ids(own), *(i for i in _ids(config) if i in tokenizer.added_tokens_decoder)}
-    return tuple(sorted(int(i) for i in found))
+        eos_token_id = cast("int | None", tokenizer.eos_token_id)
+        end_ids |= {*_ids(eos_token_id), *(i for i in _ids(config) if i in tokenizer.added_tokens_decoder)}
+    return tuple(sorted(int(i) for i in end_ids))
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from laserbatch.pipeline.decoding.model.known_models import is_of_kind
 KNOWN_KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3")
 OTHER_PARTS = ("OneDnnLinear", "PartOfLinear", "GELUTanh", "Gemma3TextModel", "Gemma3TextScaledWordEmbedding")
 FIRST_POSITIONS = 1024
-# As Python divides, a loop looks for zeros and is not computed in vectors.
+# Python's division checks for zeros, which keeps a loop from being vectorised.
 _COMPILED = {"cache": True, "nogil": True, "fastmath": SUMS, "error_model": "numpy"}
 
 
@@ -81,8 +81,8 @@ class FusedModel:
         self._num_positions = 0
         self._sizes: tuple[int, ...] | None = None
         if self._embedding.weight.dtype == torch.bfloat16:
-            of_layers = [set(linear.sizes) for layer in self._layers for linear in layer.linear]
-            self._sizes = tuple(sorted(set(BFLOAT16_SIZES).intersection(*of_layers)))
+            layer_sizes = [set(linear.sizes) for layer in self._layers for linear in layer.linear]
+            self._sizes = tuple(sorted(set(BFLOAT16_SIZES).intersection(*layer_sizes)))
 
     @classmethod
     def of(cls, model: Any) -> "FusedModel | None":
@@ -179,7 +179,7 @@ def _add_normalised(update, weight, epsilon, hidden):
 
 @njit(**_COMPILED)
 def _root_mean_square(values, epsilon):
-    """What the values are multiplied by: 1 / their root mean square."""
+    """The factor of RMSNorm: 1 / the root mean square of the values."""
     total = np.float32(0)
     for i in range(len(values)):
         value = widened(values[i])
@@ -192,7 +192,7 @@ def _rotate(qkv, positions, cos, sin, slots, query_weight, key_weight, epsilon, 
     """Each token's queries, to (num_tokens, num_heads, dim), its keys and values, to its slot of (heads, any, dim)."""
     num_heads, dim = query.shape[1:]
     num_kv_heads, half = len(keys), dim // 2
-    own = np.empty(dim, np.float32)
+    vector = np.empty(dim, np.float32)
     for i in range(len(query)):
         c, s, slot = cos[positions[i]], sin[positions[i]], slots[i]
         for head in range(num_heads + num_kv_heads):
@@ -200,14 +200,14 @@ def _rotate(qkv, positions, cos, sin, slots, query_weight, key_weight, epsilon, 
             to = query[i, head] if is_query else keys[head - num_heads, slot]
             weight = query_weight if is_query else key_weight
             for d in range(dim):
-                own[d] = widened(qkv[i, head * dim + d])
+                vector[d] = widened(qkv[i, head * dim + d])
             if len(weight):
-                factor = _root_mean_square(own, epsilon)
+                factor = _root_mean_square(vector, epsilon)
                 for d in range(dim):
-                    own[d] *= factor * weight[d]
+                    vector[d] *= factor * weight[d]
             for d in range(half):
-                to[d] = narrowed(own[d] * c[d] - own[half + d] * s[d], to)
-                to[half + d] = narrowed(own[half + d] * c[d] + own[d] * s[d], to)
+                to[d] = narrowed(vector[d] * c[d] - vector[half + d] * s[d], to)
+                to[half + d] = narrowed(vector[half + d] * c[d] + vector[d] * s[d], to)
         for head in range(num_kv_heads):
             begin = (num_heads + num_kv_heads + head) * dim
             for d in range(dim):

@@ -167,23 +167,23 @@ def require_room(
     Raises ModelError: naming what is needed and what there is.
     """
     quantization, num_values = quantization_of(config), num_stored_values(weights)
-    own = config.get_text_config().dtype or config.dtype or torch.float32
-    kept = own if dtype == "auto" else dtype
+    model_dtype = config.get_text_config().dtype or config.dtype or torch.float32
+    loaded_dtype = model_dtype if dtype == "auto" else dtype
     # Their libraries unpack these when they first run: they save disk, not memory.
     is_unpacked = quantization == "compressed-tensors" or (quantization == "fp8" and target.type == "cpu")
     num_bytes = sum(file.stat().st_size for file in weights)
     if is_unpacked:
-        num_bytes = num_parameters_of(config) * kept.itemsize
+        num_bytes = num_parameters_of(config) * loaded_dtype.itemsize
     elif quantization is None and dtype != "auto":
-        num_bytes = num_values * kept.itemsize
-    cache_bytes = MIN_CACHE_TOKENS * cache_bytes_per_token(config, kept)
+        num_bytes = num_values * loaded_dtype.itemsize
+    cache_bytes = MIN_CACHE_TOKENS * cache_bytes_per_token(config, loaded_dtype)
     require_memory(path, num_bytes, cache_bytes, memory_of(target))
 
 
 def end_tokens(generation, config, tokenizer, vocab_size: int) -> tuple[int, ...]:
     """Every end token that the generation configuration, the model's or the tokenizer names and that can be written."""
-    of_generation, of_config = (getattr(one, "eos_token_id", None) for one in (generation, config))
-    ids = end_ids_of(of_generation, of_config, tokenizer)
+    generation_ids, config_ids = (getattr(source, "eos_token_id", None) for source in (generation, config))
+    ids = end_ids_of(generation_ids, config_ids, tokenizer)
     outside = [i for i in ids if not 0 <= i < vocab_size]
     if outside:
         logger.warning("end tokens %s are outside the vocabulary of %d: no text ends with them", outside, vocab_size)

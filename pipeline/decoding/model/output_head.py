@@ -113,22 +113,22 @@ class ContextIds:
     @torch.inference_mode()
     def of(self, sequences: Sequence[DecodingSequence]) -> torch.Tensor:
         """Their contexts, prompt and committed tokens: int64 (num_sequences, longest context)."""
-        rows = np.array([one.row for one in sequences])
-        lengths = np.array([len(one.context) for one in sequences])
-        is_begun = np.array([self._owners[one.row] is not one for one in sequences])
-        known = np.where(is_begun, 0, self._lengths[rows])
+        rows = np.array([sequence.row for sequence in sequences])
+        lengths = np.array([len(sequence.context) for sequence in sequences])
+        is_begun = np.array([self._owners[sequence.row] is not sequence for sequence in sequences])
+        num_known = np.where(is_begun, 0, self._lengths[rows])
         self._widen(int(lengths.max()))
-        width, counts = self._ids.shape[1], lengths - known
-        places = np.arange(counts.sum()) + np.repeat(rows * width + known - (np.cumsum(counts) - counts), counts)
-        new = [one.context[start:] for one, start in zip(sequences, known.tolist(), strict=True)]
-        firsts = np.array([one.context[0] for one in sequences])
+        width, counts = self._ids.shape[1], lengths - num_known
+        places = np.arange(counts.sum()) + np.repeat(rows * width + num_known - (np.cumsum(counts) - counts), counts)
+        new = [sequence.context[start:] for sequence, start in zip(sequences, num_known.tolist(), strict=True)]
+        firsts = np.array([sequence.context[0] for sequence in sequences])
         sent = rows, rows[is_begun], firsts[is_begun], places, np.concatenate(new)
         parts = to_device(np.concatenate(sent, dtype=np.int64), self._device).split([len(part) for part in sent])
         self._ids.index_copy_(0, parts[1], parts[2][:, None].expand(-1, width))
         self._ids.view(-1).index_copy_(0, *parts[3:])
         self._lengths[rows] = lengths
-        for one in sequences:
-            self._owners[one.row] = one
+        for sequence in sequences:
+            self._owners[sequence.row] = sequence
         return self._ids.index_select(0, parts[0])[:, : int(lengths.max())]
 
     def _widen(self, width: int) -> None:
@@ -167,10 +167,10 @@ class PenalisedLogits:
     def of(self, rows: np.ndarray) -> torch.Tensor:
         """Logits of some rows, int64[n]: float32 (n, vocab_size), as `generate` has them."""
         logits = self._rows.of(rows).to(torch.float32, copy=True)
-        of_context = self._context_ids.index_select(0, to_device(self._context_of[rows], self.device))
-        of_path = to_device(self._path_ids[rows], self.device)
-        # What is named twice is penalised once all the same.
-        token_ids = torch.cat((of_context, torch.where(of_path < 0, of_context[:, :1], of_path)), 1)
+        context_ids = self._context_ids.index_select(0, to_device(self._context_of[rows], self.device))
+        path_ids = to_device(self._path_ids[rows], self.device)
+        # A token that is named twice is penalised once.
+        token_ids = torch.cat((context_ids, torch.where(path_ids < 0, context_ids[:, :1], path_ids)), 1)
         scores = logits.gather(1, token_ids)
         scores = torch.where(scores < 0, scores * self._penalty, scores / self._penalty)
         return logits.scatter_(1, token_ids, scores)

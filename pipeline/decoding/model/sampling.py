@@ -39,7 +39,9 @@ class SampledLogits:
     ) -> None:
         self._temperature, self._rows = temperature, rows
         self.device, self.num_rows = rows.device, rows.num_rows
-        self._seeds, positions = (np.repeat(np.asarray(own, np.int64), trees.sizes + 1) for own in (seeds, lengths))
+        self._seeds, positions = (
+            np.repeat(np.asarray(values, np.int64), trees.sizes + 1) for values in (seeds, lengths)
+        )
         positions[np.arange(len(trees)) + trees.tree_of + 1] += trees.depths
         self._positions = positions
 
@@ -47,10 +49,10 @@ class SampledLogits:
     def of(self, rows: np.ndarray) -> torch.Tensor:
         """Logits of some rows, int64[n], over the temperature and with noise: float32 (n, vocab_size)."""
         logits = self._rows.of(rows).float() / self._temperature
-        seeds, positions = self._own(rows)
+        seeds, positions = self._seeds_and_positions(rows)
         return logits + gumbel_noise(seeds, positions, logits.shape[-1])
 
-    def _own(self, rows: np.ndarray) -> torch.Tensor:
+    def _seeds_and_positions(self, rows: np.ndarray) -> torch.Tensor:
         """Seeds and positions of some rows, int64[n]: int64 (2, n)."""
         return to_device(np.stack((self._seeds[rows], self._positions[rows])), self.device)
 
@@ -71,7 +73,7 @@ def uniform_numbers(seeds: torch.Tensor, positions: torch.Tensor, count: int) ->
 
 
 def _uniform(seeds: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """By seed, position and number: float64 (n, len(numbers)), neither 0 nor 1."""
+    """Numbers strictly between 0 and 1, by seed, position and number: float64 (n, len(numbers))."""
     rows = _scrambled(_scrambled(seeds) + positions * _GOLDEN)
     bits = _scrambled(rows[:, None] + numbers * _GOLDEN)
     return ((bits >> 11 & (1 << 53) - 1).double() + 0.5) / (1 << 53)

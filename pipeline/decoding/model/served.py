@@ -20,14 +20,14 @@ def served_identity(folder: Path, name: str) -> str:
     """
     if any(folder.glob("*.safetensors")):
         return model_identity(folder)
-    known = json.dumps([name, _config(folder), folder_rules(folder)], sort_keys=True)
-    return f"{name}-{hashlib.sha256(known.encode()).hexdigest()[:12]}"
+    description = json.dumps([name, _config(folder), folder_rules(folder)], sort_keys=True)
+    return f"{name}-{hashlib.sha256(description.encode()).hexdigest()[:12]}"
 
 
 def served_end_ids(folder: Path, tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
     """The end tokens that the folder's files name, ascending, as the other engines find them."""
-    of_config = _config(folder).get("eos_token_id")
-    return end_ids_of(folder_rules(folder).get("eos_token_id") or of_config, of_config, tokenizer)
+    config_end = _config(folder).get("eos_token_id")
+    return end_ids_of(folder_rules(folder).get("eos_token_id") or config_end, config_end, tokenizer)
 
 
 def with_rows(folder: Path, token_ids: Iterable[int]) -> list[int]:
