@@ -297,8 +297,8 @@ def figures_of(rows: Sequence[dict], quality: Sequence[dict]) -> Iterator[Figure
         loose = [row for row in loose if row["method"] != "plain, sampled"]
         for kind, some, wanted in (("strict", own, 1.9 if batch == 1 else 1.2), ("relaxed", loose, 2.5)):
             best = max(some, key=lambda row: row["speedup"].median)
-            told = f"batch {batch}: {kind} over plain, {best['method']}, k {best['k']}"
-            yield Figure.at_least(told, best["speedup"].median, wanted)
+            label = f"batch {batch}: {kind} over plain, {best['method']}, k {best['k']}"
+            yield Figure.at_least(label, best["speedup"].median, wanted)
             name = "plain" if kind == "strict" else "plain, sampled"
             fewer = [
                 row["if-newer"] / other["if-newer"]
