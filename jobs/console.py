@@ -185,13 +185,13 @@ class LazyCommand:
     def load(self, name: str):
         """The command itself, as Typer makes it."""
         module, attribute = self.target.split(":")
-        found = getattr(import_module(module if "." in module else f"laserbatch.jobs.commands.{module}"), attribute)
-        if isinstance(found, typer.Typer):
-            command = typer.main.get_group(found)
+        loaded = getattr(import_module(module if "." in module else f"laserbatch.jobs.commands.{module}"), attribute)
+        if isinstance(loaded, typer.Typer):
+            command = typer.main.get_group(loaded)
             command.help = self.short_help
         else:
             alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
-            alone.command(name)(found)
+            alone.command(name)(loaded)
             command = typer.main.get_command(alone)
         command.name = name
         return command

@@ -77,13 +77,13 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
         return []
-    found = []
+    events = []
     for line in lines:
         with suppress(ValueError):
             event = json.loads(line)
             if isinstance(event, dict) and "event" in event:
-                found.append(event)
-    return found
+                events.append(event)
+    return events
 
 
 def last_attempt(path: Path) -> list[dict[str, Any]]:
