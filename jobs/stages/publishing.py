@@ -142,9 +142,9 @@ def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
         run, destination = workspace.chosen_run(None), Destination.at(uri)
         if Path(destination.root) == workspace.root.resolve():
             raise ConfigError("deliver_to is the workspace itself; give another place")
-        there = str(destination.published().get("run_id", ""))
-        if not force and there[:10] > run.date and there not in workspace.publication.rolled_back():
-            say(f"not delivered: {uri} has run {there}, of a later date; {command_to_publish(run)} changes that")
+        delivered = str(destination.published().get("run_id", ""))
+        if not force and delivered[:10] > run.date and delivered not in workspace.publication.rolled_back():
+            say(f"not delivered: {uri} has run {delivered}, of a later date; {command_to_publish(run)} changes that")
             return
         remember_place(workspace.root, uri)
         sent = destination.deliver(run)
@@ -177,11 +177,11 @@ def forget_delivered(workspace: Workspace, uri: str | None) -> dict[str, str]:
         return {}
     destination = Destination.at(uri)
     here = {run.run_id: run for run in workspace.runs() if run.is_finished}
-    there = destination.runs()
+    delivered = destination.runs()
     done = {
         run_id: "sent again" if destination.copy(here[run_id]).num_files else "as it was"
-        for run_id in there if run_id in here
+        for run_id in delivered if run_id in here
     }  # fmt: skip
     deliver(workspace, uri)
-    removed = destination.remove([run_id for run_id in there if run_id not in here])
+    removed = destination.remove([run_id for run_id in delivered if run_id not in here])
     return done | dict.fromkeys(removed, "removed")
