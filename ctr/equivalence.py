@@ -17,7 +17,7 @@ from scipy.stats import rankdata
 from laserbatch.pipeline.storage.figures import CtrVerdict
 
 ALL_MODELS = "all"
-WANTED_POWER = 0.8  # at which a comparison is large enough
+MIN_POWER = 0.8  # at which a comparison is large enough
 MAX_SEEDS_ADVISED = 50
 MANY = 1e6  # degrees of freedom of what does not vary
 
@@ -162,12 +162,12 @@ def _power(
 def _seeds_needed(spread: _Spread, margin: float, confidence: float) -> int | None:
     """Seeds with which, on the same test rows, the power is as wanted; None where no number of them is enough."""
     tried = range(2, MAX_SEEDS_ADVISED + 1)
-    return next((num for num in tried if _power(spread, margin, confidence, num) >= WANTED_POWER), None)
+    return next((num for num in tried if _power(spread, margin, confidence, num) >= MIN_POWER), None)
 
 
 def _rows_needed(spread: _Spread, num_rows: int, margin: float, confidence: float) -> int | None:
     """Test rows, of more users of the same kind, with which the power is as wanted; None as above."""
     for growth in 2 ** np.arange(-3, 10, 0.25):
-        if _power(spread, margin, confidence, growth=growth) >= WANTED_POWER:
+        if _power(spread, margin, confidence, growth=growth) >= MIN_POWER:
             return int(np.ceil(num_rows * growth))
     return None

@@ -62,7 +62,7 @@ def train_ways(
 
     Raises CtrError as `train_ctr` does, and where settings of ways differ that decide by what they are judged.
     """
-    require_one_judgement({name: way.settings for name, way in ways.items()})
+    require_same_judgement({name: way.settings for name, way in ways.items()})
     margin = next(iter(ways.values())).settings
 
     lifts: dict[str, Lift] = {}
@@ -81,9 +81,9 @@ def train_ways(
             lifts[name] = Lift(_verdicts(data, scores[name], without, margin), [*summarise(none), *summarise(rows)])
     assert data is not None
     between = {}
-    for one, other in combinations(ways, 2):
-        between[one, other] = _verdicts(data, scores[one], scores[other], margin)["all"]
-        between[other, one] = _verdicts(data, scores[other], scores[one], margin)["all"]
+    for base, other in combinations(ways, 2):
+        between[base, other] = _verdicts(data, scores[base], scores[other], margin)["all"]
+        between[other, base] = _verdicts(data, scores[other], scores[base], margin)["all"]
     return Lifts(describe_split(data), item_rate(data), {name: lifts[name] for name in ways}, between)
 
 
@@ -99,12 +99,12 @@ def num_trainings(ways: Mapping[str, Way]) -> int:
     return (len(ways) + len(list(_alike_without_texts(ways)))) * len(settings.models) * settings.num_seeds
 
 
-def require_one_judgement(settings: Mapping[str, CtrOptions]) -> None:
+def require_same_judgement(settings: Mapping[str, CtrOptions]) -> None:
     """Raise CtrError where settings of ways differ in what decides by which rows and trainings they are judged."""
     for key in JUDGED_BY:
-        found = {name: getattr(of_way, key) for name, of_way in settings.items()}
-        if len(set(found.values())) > 1:
-            values = ", ".join(f"{name}: {value!r}" for name, value in found.items())
+        values_by_way = {name: getattr(of_way, key) for name, of_way in settings.items()}
+        if len(set(values_by_way.values())) > 1:
+            values = ", ".join(f"{name}: {value!r}" for name, value in values_by_way.items())
             raise CtrError(f"ctr.{key} differs, so that nothing would be judged alike ({values}); set one for all")
     if len({of_way.history == "split" for of_way in settings.values()}) > 1:
         raise CtrError("ctr.history is split for some, which trains on other rows; set one for all, or give --history")
