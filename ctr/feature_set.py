@@ -103,7 +103,7 @@ def align(features: pa.Table, side: str, entity_ids: pa.Array) -> SideVectors:
 
 @dataclass(frozen=True)
 class Basis:
-    """What vectors are reduced by: each side's mean, and the largest principal directions of both sides together.
+    """The reduction of vectors: each side's mean, and the largest principal directions of both sides together.
 
     One basis for both sides, so that what a user's text and an item's text share stays comparable.
     """

@@ -36,7 +36,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Lift:
-    """What a way adds: verdicts on AUC against none, by model and of "all"; and the rows that they are of."""
+    """The lift of a way: verdicts on AUC against none, by model and for "all", and the rows they compare."""
 
     over_none: dict[str, CtrVerdict]
     rows: list[CtrScores]  # of the way, and of its models without texts ("none")
@@ -44,7 +44,7 @@ class Lift:
 
 @dataclass(frozen=True)
 class Lifts:
-    """Of every way, and what one is over another: the verdict on all models, by (way, other way)."""
+    """The lift of every way, and the verdict on all models of each pair, by (way, other way)."""
 
     split: dict[str, int]
     item_rate: CtrScores

@@ -50,7 +50,7 @@ PROVENANCE = ("template", "model_id", "decoding_json")  # texts that differ in o
 
 @dataclass(frozen=True)
 class _Gate:
-    """What a value means, and where its limit comes from."""
+    """The meaning of a gate's value, and the source of its limit."""
 
     message: str  # says the value in words; `{value}` is replaced by what `shown` returns
     limit: str | float | None  # the name of its option, or the limit itself; None: it comes with the value

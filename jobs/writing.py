@@ -19,7 +19,7 @@ NOTHING: Counts = dict.fromkeys(("shards", "rows", "quarantined", "tokens", "acc
 
 
 def shard_counts(record: ShardRecord) -> dict[str, Any]:
-    """What the event `shard_done` counts of a shard; `seconds` are those of the worker that wrote it."""
+    """The counts of a shard in the event `shard_done`; `seconds` are those of the worker that wrote it."""
     info = record.written_by
     counts = {"tokens": info.stats.num_tokens, "accepted": info.stats.num_accepted, "steps": info.stats.num_steps}
     counts |= {"seconds": info.stats.wall_s, "workers": info.num_workers}

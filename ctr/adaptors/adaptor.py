@@ -80,7 +80,7 @@ class LinearAdaptor(Adaptor):
         self.out_dim = 3 * OUT_DIM
 
     def of_entities(self, side: int, numbers: torch.Tensor) -> torch.Tensor:
-        """What a side's entities are known by: (batch,) -> (batch, entity_dim), zeros of who is not known."""
+        """The representation of a side's entities: (batch,) -> (batch, entity_dim), zeros for an unknown one."""
         return self.get_buffer(f"vectors_{side}")[numbers]
 
     def forward(self, batch: CtrBatch) -> torch.Tensor:

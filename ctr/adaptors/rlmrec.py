@@ -45,7 +45,7 @@ class AlignedAdaptor(LinearAdaptor):
             self.register_buffer(f"of_text_{side}", torch.zeros(self.in_dim, DIM))
 
     def of_entities(self, side: int, numbers: torch.Tensor) -> torch.Tensor:
-        """What texts say of e, zeros without one: (batch,) -> (batch, DIM)."""
+        """The prediction of e from the text, zeros without a text: (batch,) -> (batch, DIM)."""
         return self.get_buffer(f"vectors_{side}")[numbers] @ self.get_buffer(f"of_text_{side}")
 
     def fit_positives(self, users: torch.Tensor, items: torch.Tensor) -> None:
@@ -109,7 +109,7 @@ class ContrastiveAlignment(AlignedAdaptor):
     """RLMRec-Con: each id's e is to be told from other ids' by what its text gives."""
 
     def network(self) -> nn.Module:
-        """Of texts: (n, in_dim) -> (n, DIM)."""
+        """Map texts: (n, in_dim) -> (n, DIM)."""
         return nn.Sequential(nn.Linear(self.in_dim, DIM), nn.LeakyReLU(), nn.Linear(DIM, DIM))
 
     def disagreement(self, final, texts, ids, sigma):
@@ -123,7 +123,7 @@ class GenerativeAlignment(AlignedAdaptor):
     masked_share = MASKED_SHARE
 
     def network(self) -> nn.Module:
-        """Of e: (n, DIM) -> (n, in_dim)."""
+        """Map e: (n, DIM) -> (n, in_dim)."""
         return nn.Sequential(nn.Linear(DIM, DIM), nn.LeakyReLU(), nn.Linear(DIM, self.in_dim))
 
     def disagreement(self, final, texts, ids, sigma):

@@ -215,7 +215,7 @@ def _speed(settings: Settings, measured: "Mapping[int, Measured]") -> CheckResul
 def _forms(
     engine: "OwnEngine", settings: Settings, tasks: Sequence[Task], measured: "Measured"
 ) -> Iterator[CheckResult]:
-    """Of each side, how many texts a night would keep, and what is wrong with the others."""
+    """A finding per side: how many texts a night would accept, and why it would refuse the others."""
     from laserbatch.pipeline.decoding.sequence import GenerationFailure
     from laserbatch.pipeline.distributed.worker import parsed_answer
 
@@ -250,7 +250,7 @@ def _forms(
 
 
 def _hours(settings: Settings, tables: "Tables", batch_size: int, measured: "Measured") -> CheckResult:
-    """How long a first night takes plainly, by the speed and the lengths of the texts just written."""
+    """The hours of a first night of plain decoding, by the speed and the lengths of the texts just written."""
     from laserbatch.pipeline.decoding.sequence import GenerationResult
 
     if not measured.prompts_s or not measured.tokens_per_s:

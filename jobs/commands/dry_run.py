@@ -84,7 +84,7 @@ def planned_night(settings: Settings, date: datetime.date, force: bool, redo: bo
 
 
 def _night_cost(settings: Settings, sides: dict[str, dict[str, Any]], hours: float | None) -> float | None:
-    """What the night will cost: the cluster by its hours, and a server by its tokens; None if nothing predicts it."""
+    """The predicted cost of the night: the cluster by hours, a server by tokens; None if nothing predicts it."""
     price, server = settings.cluster.price_per_hour, settings.decoding.endpoint
     cost = None if price is None or hours is None else hours * price
     if server is None or server.price_per_million_tokens is None:

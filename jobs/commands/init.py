@@ -146,7 +146,7 @@ def _first_rows(tables: str, name: str) -> pa.Table | None:
 
 
 def _domain(names: tuple[str, ...], items: pa.Table | None, title: str | None) -> Domain | None:
-    """What the items are, by the names of their file and id, and by their columns and values."""
+    """The domain of the items, guessed from the names of their file and id, and from their columns and values."""
     if items is None:
         return domain_of(names)
     source = SourceTable("items", items, {})

@@ -170,7 +170,7 @@ def _versions_table(versions: list[PoolVersion], caption: str = "* is what the n
 
 
 def _calibration(manifest: PoolManifest) -> str:
-    """How well a pool's estimates of acceptance hold."""
+    """The calibration error of a pool's estimates of acceptance, in words."""
     if (calibration := manifest.calibration) is None:
         return "not calibrated"
     error = calibration.reliability.expected_calibration_error

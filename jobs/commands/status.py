@@ -90,7 +90,7 @@ def _state(workspace: Workspace, now: datetime.datetime) -> dict[str, Any]:
 
 
 def _lock(workspace: Workspace) -> dict[str, Any] | None:
-    """Who holds the lock, since when, and whether that is certain; None where nobody does.
+    """The holder of the lock, since when it is held, and whether that is certain; None if the lock is free.
 
     The kernel says whether it is held, the file by whom. Where the file system has no lock to ask for, a process of
     this host is looked for by its id. A lock that is not held here may be held on the host that the file names: some

@@ -125,7 +125,7 @@ def _cost(workers: WorkerFigures, stages: Mapping[str, float], sides: list[SideR
 
 
 def _endpoint(server: EndpointFigures) -> Table:
-    """What the server's answers took, over all attempts at the run."""
+    """The requests, tokens and cost of the server, over all attempts at the run."""
     row = {
         "Server": server.url,
         "Answers": count(server.num_requests),

@@ -224,7 +224,7 @@ class GenerationStage:
         background: Iterable[Future],
         on_first_text: Callable[[], object],
     ) -> list[ShardAbandoned]:
-        """Have the workers write shards, which are added to the finished ones; return the abandoned ones.
+        """Hand shards to the workers and add them to the finished ones; return the abandoned ones.
 
         A background write that fails, on a full disk, ends the work at the next shard. `on_first_text` starts work that
         would compete with workers while they load their model.
@@ -253,7 +253,7 @@ class GenerationStage:
         return self.night.pool_folders()
 
     def worker_spec(self) -> TextSpec:
-        """What a worker needs to write the stage's texts."""
+        """The specification of a worker that writes the stage's texts."""
         night, settings, decoding = self.night, self.night.settings, self.decoding
         pool_dirs = self._pool_dirs
         if decoding.adapter is not None:

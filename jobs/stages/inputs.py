@@ -169,7 +169,7 @@ def require_engine(settings: Settings) -> None:
 def check_inputs(
     path: Path | str, settings: Settings, ids_before: Callable[[], IdsBefore | None] = lambda: None
 ) -> list[Finding]:
-    """What is wrong with the tables of a folder, for runs of these settings; `ids_before` as `check_tables` takes it.
+    """The faults of the tables of a folder, for runs of these settings; `ids_before` as `check_tables` takes it.
 
     Raises ConfigError where nothing is, but a template is not one, or names a column that the tables do not have.
     """

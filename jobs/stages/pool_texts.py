@@ -230,9 +230,9 @@ def planned_rows(night: Night, side: Side, max_rows: int) -> list[RenderedRow]:
 
 
 def form_tokens(night: Night, side: Side, texts: Mapping[str | int, np.ndarray]) -> dict[str | int, np.ndarray]:
-    """Of entities' texts, int32[n], the tokens that the form of answers leaves no choice of: bool[n] by entity.
+    """For each text, int32[n], the mask of the tokens that the form of answers forces: bool[n] by entity.
 
-    They take no step, so also those count that a draft was ahead of. None where answers have no form.
+    Forced tokens take no step, even where a draft proposed them. Empty if answers have no form.
     """
     grammar = guiding_grammar(night.template(side), night.settings.decoding)
     if grammar is None or not texts:

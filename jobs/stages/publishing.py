@@ -107,7 +107,7 @@ def repair_pointer(workspace: Workspace) -> None:
 
 
 def use_pools_of(workspace: Workspace, run_id: str) -> None:
-    """Have the next night draft from the pools of a run; where they are gone or damaged it is said, and none change.
+    """Make the pools of a run those that the next night drafts from; if they are missing or damaged, only print that.
 
     Pools of a run that was rolled back do not stay the current ones: then there are none.
     """
@@ -130,7 +130,7 @@ def delivery_uri(workspace: Workspace, deliver_to: str | None) -> str | None:
 
 
 def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
-    """Have readers at a URI see the published run; None, or no published run: nothing is done.
+    """Copy the published run to a URI for its readers; without a URI or a published run, do nothing.
 
     Without `force` a run of a later date there stays, unless it was rolled back here. Raises ConfigError or
     WorkspaceError where it cannot be delivered.

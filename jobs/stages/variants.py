@@ -91,7 +91,7 @@ def of_configs(configs: Mapping[str, Settings]) -> list[Variant]:
 
 
 def framework_of(run: RunFolder) -> str | None:
-    """That by which both sides of a run were asked; None where they differ or its manifest does not say."""
+    """The framework of both sides of a run; None if they differ or the manifest does not record it."""
     manifest = unless_damaged(run.load_manifest)
     frameworks = {prompt.framework for prompt in manifest.origin.prompts.values()} if manifest else set()
     return frameworks.pop() if len(frameworks) == 1 else None
@@ -111,7 +111,7 @@ def _variant(name: str, settings: Settings, run_id: str, adaptor: str | None = N
 def _of_one_date(
     runs_of: Mapping[str, Sequence[tuple[Workspace, RunFolder]]],
 ) -> dict[str, tuple[Workspace, RunFolder]]:
-    """Of each name the newest run on the newest date and tables that all have; raises WorkspaceError without one."""
+    """For each name the newest run of the newest date and tables that all share; raises WorkspaceError without them."""
     by_place: dict[tuple[str, ...], dict[str, tuple[Workspace, RunFolder]]] = {}
     for name, runs in runs_of.items():
         for entry in runs:  # the newest last
@@ -137,7 +137,7 @@ def _place(manifest: RunManifest) -> tuple[str, ...]:
 
 
 def compare_variants(variants: Sequence[Variant], tables: EntityTables) -> dict[str, Any]:
-    """What each variant adds and costs (`_variant_figures`), the most lift an hour first, as plain values.
+    """The lift and the cost of each variant (`_variant_figures`) as plain values, the most lift per hour first.
 
     `tables` have what came after the date. Raises CtrError as `train_ways` does.
     """
@@ -179,7 +179,7 @@ def compare_variants(variants: Sequence[Variant], tables: EntityTables) -> dict[
 
 
 def _variant_figures(variant: Variant, step_cost: StepCost | None) -> dict[str, Any]:
-    """What a variant's texts are and what a million of them take, users and items in the shares of the run.
+    """The figures of a variant's texts, and the cost of a million of them, users and items in the shares of the run.
 
     Seconds are those that all workers write side by side: neither their start nor other stages, which a larger night
     has but once. None where a side wrote nothing in the run.
@@ -207,7 +207,7 @@ def _variant_figures(variant: Variant, step_cost: StepCost | None) -> dict[str, 
         "hours_per_million": None if hours is None or workers is None else hours * workers.num_billed,
         "hours_of": "GPU" if workers and workers.device == "cuda" else "worker",
         "money_per_million": None if hours is None or price is None else hours * price,
-        "audit": {side: _without_texts(found) for side, found in (audit.sides if audit else {}).items()},
+        "audit": {side: _without_texts(figures) for side, figures in (audit.sides if audit else {}).items()},
         "gates": [gate_sentence(gate) for gate in night.manifest.judgement.gates if gate.verdict != "passes"],
     }
 
