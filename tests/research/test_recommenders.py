@@ -206,10 +206,10 @@ def test_a_killed_training_goes_on_to_the_same_bytes(world, tmp_path):
         hidden_size=64, num_layers=1, epochs=2, batch_size=16, num_listed=60, seconds_between_checkpoints=0.0
     )
 
-    def train(kind, folder, tell=lambda *progress: None):
+    def train(kind, folder, on_progress=lambda *progress: None):
         if kind == "target":
-            return train_recommender(items, histories, folder, options, tell)
-        return train_draft(kind, load_recommender(world[2] / "target"), items, histories, folder, options, tell)
+            return train_recommender(items, histories, folder, options, on_progress)
+        return train_draft(kind, load_recommender(world[2] / "target"), items, histories, folder, options, on_progress)
 
     for kind, last in (("target", 8), ("atspeed_s", 6)):
         whole = train(kind, tmp_path / kind / "whole")

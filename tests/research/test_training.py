@@ -248,6 +248,6 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_a_damaged_one_is
     assert learning.read_facts(path) == {}
     for name in (f".{path.name}.1-ab.tmp", ".thesis.txt.1-ab.tmp"):  # of a killed writer
         (tmp_path / name).touch()
-    assert learning.files_there(tmp_path) == {path.name}
+    assert learning.files_in(tmp_path) == {path.name}
     learning.drop_files(tmp_path, path.name)
     assert os.listdir(tmp_path) == [".thesis.txt.1-ab.tmp"]
