@@ -142,9 +142,15 @@ def movielens_tables(data: Path, folder: Path) -> Tables:
     return read_tables(folder, as_of=last + datetime.timedelta(days=1))
 
 
-def movielens_tasks(tokenizer, data: Path, size: TaskSize, max_new_tokens: int) -> list[Task]:
-    """KAR's questions about viewers and films of MovieLens 100K, by the project's own templates and words."""
-    settings = of_domain(KnowledgeSettings(max_prompt_tokens=MAX_PROMPT_TOKENS), "films")
+def movielens_settings(framework: str = "kar") -> KnowledgeSettings:
+    """A framework's questions about viewers and films, by the project's own templates and words."""
+    templates = {f"{side}_template": f"{framework}_{side}" for side in SIDES}
+    return of_domain(KnowledgeSettings(max_prompt_tokens=MAX_PROMPT_TOKENS, **templates), "films")
+
+
+def movielens_tasks(tokenizer, data: Path, size: TaskSize, max_new_tokens: int, framework: str = "kar") -> list[Task]:
+    """A framework's questions about viewers and films of MovieLens 100K."""
+    settings = movielens_settings(framework)
     with tempfile.TemporaryDirectory() as folder:
         tables = movielens_tables(data, Path(folder))
         tasks = []

@@ -74,7 +74,7 @@ def fitting_engine(settings: Settings, num_values: int, file_bytes: int) -> Chec
     hint = "set decoding.engine: laserbatch"
     if choice.engine == "vllm":
         hint = "" if decoding.engine == "vllm" or find_spec("vllm") else "install vLLM and "
-        refused = (name for name in ("temperature", "adapter", "plugin_drafters") if getattr(decoding, name))
+        refused = (name for name in ("temperature", "plugin_drafters") if getattr(decoding, name))
         hint += vllm_advice(choice.tensor_parallel_size, [f"decoding.{name}" for name in refused])
         hint += "" if decoding.verifier == "greedy" else "; it verifies greedily"
     return CheckResult("fitting engine", "warning", text, hint[0].upper() + hint[1:])

@@ -74,7 +74,7 @@ def _endpoint(settings: Settings) -> Iterator[CheckResult]:
     decoding, server = settings.decoding, settings.decoding.endpoint
     assert server is not None
     limits = {name: min(getattr(server, name), ENDPOINT_S) for name in ("timeout_s", "give_up_after_s")}
-    quickly = server.model_copy(update=limits)
+    quickly = server.model_copy(update=limits | {"mode": "requests"})
     with ScratchFolder("doctor") as scratch:
         of_server = decoding.model_copy(update={"endpoint": quickly})
         engine = EndpointEngine(settings.model_dir, of_server, Path(scratch))

@@ -104,6 +104,9 @@ def try_one(
         say("tried with our engine: vLLM writes the same, but for near-ties")
         ours = settings.decoding.model_copy(update={"engine": "laserbatch", "vllm": {}})
         settings = settings.model_copy(update={"decoding": ours})
+    if (server := settings.decoding.endpoint) is not None:  # which is not to take a day for one text
+        at_once = settings.decoding.model_copy(update={"endpoint": server.model_copy(update={"mode": "requests"})})
+        settings = settings.model_copy(update={"decoding": at_once})
     exists = (settings.workspace / "workspace.json").exists()
     opened = Workspace.open(settings.workspace, create=False) if exists else Workspace(settings.workspace)
     night = new_night(settings, opened, night_date or datetime.datetime.now(datetime.UTC).date())

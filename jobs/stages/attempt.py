@@ -16,6 +16,7 @@ from laserbatch.jobs.events import emit, event_log
 from laserbatch.jobs.failures import exit_code_of, line_of
 from laserbatch.jobs.log_age import recorded_age
 from laserbatch.jobs.stages.inputs import changed_inputs
+from laserbatch.jobs.stages.tracing import traced
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.gpus import gpu_name
 from laserbatch.pipeline.storage.manifest import RunManifest, RunOrigin, make_run_id, settings_hash
@@ -110,7 +111,7 @@ def new_manifest(
 def recorded(manifest: RunManifest) -> Iterator[None]:
     """Record the events of the block in the run; an error of the block gets the places as `recorded_in`."""
     run = RunFolder(manifest.path.parent)
-    with event_log(run.events_path):
+    with traced(run.events_path), event_log(run.events_path):
         emit(
             "run_begin",
             run_id=run.run_id,

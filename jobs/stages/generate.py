@@ -25,6 +25,7 @@ from laserbatch.pipeline.distributed.actors import ShardAbandoned
 from laserbatch.pipeline.distributed.shared_folder import TOKEN_FILE
 from laserbatch.pipeline.distributed.spec import TextSpec
 from laserbatch.pipeline.engine_choice import small_batch
+from laserbatch.pipeline.engines.endpoint_batches import SHARD_ROWS
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
@@ -165,7 +166,10 @@ class GenerationStage:
         return WriteRules(night.manifest.origin.force, refresh=self._refresh(side), unusable=unusable)
 
     def _sharding(self, side: Side) -> Sharding:
-        return Sharding(self.decoding.batch_size, self.night.settings.night.shard_size, self.night.routes(side))
+        size, server = self.night.settings.night.shard_size, self.decoding.endpoint
+        if size is None and server is not None and server.mode == "batch":
+            size = SHARD_ROWS  # each shard may take hours, however many texts it has
+        return Sharding(self.decoding.batch_size, size, self.night.routes(side))
 
     def _refresh(self, side: Side) -> Refresh | None:
         """The rule by which changed prompts wait; None: every changed prompt gets a new text."""

@@ -43,6 +43,11 @@ class EndpointSettings(Strict):
         description="completions: prompts are sent as token ids, made with the tokenizer in the folder decoding.model. "
         "chat: prompts are sent as messages, to servers that take no token ids.",
     )
+    mode: Literal["requests", "batch"] = Field(
+        default="requests",
+        description="requests: each text is a request, answered at once. batch: the requests of a shard go to the "
+        "provider's batch API, which answers within a day and often costs half.",
+    )
     api_key_env: str | None = Field(
         default=None,
         description="The key of the server is in this environment variable. null: no key is sent.",

@@ -44,7 +44,7 @@ class DecodingSettings(Strict):
     adapter: str | None = Field(
         default=None,
         description="The LoRA adapter in this folder (PEFT, safetensors) is merged into the model; this needs the "
-        "extra `lora`. null: no adapter.",
+        "extra `lora`. With engine vllm, vLLM applies it beside the model. null: no adapter.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
@@ -180,7 +180,6 @@ class DecodingSettings(Strict):
                 "say `verifier: greedy`, vLLM has no other",
             ),
             (self.temperature and f"temperature {self.temperature:g}", "texts of vLLM are not sampled: say 0"),
-            (self.adapter and f"adapter {self.adapter}", "merge it into the model first"),
             (
                 self.plugin_drafters and f"drafters {', '.join(self.plugin_drafters)}",
                 "vLLM drafts from texts alone here",

@@ -11,6 +11,7 @@ from collections.abc import Coroutine, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from laserbatch.pipeline.decoding.model.served import served_end_ids, served_ide
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.engines.answers import Answers
+from laserbatch.pipeline.engines.endpoint_batches import EndpointBatches
 from laserbatch.pipeline.engines.endpoint_client import EndpointClient
 from laserbatch.pipeline.engines.spending import Spending
 from laserbatch.pipeline.errors import ConfigError, RowError, RunFailed
@@ -88,6 +90,10 @@ class EndpointEngine:
         self._require_affordable(requests)
         self._client.begin()
         self._card = self._waited(self._client.card())  # it may have been started anew with another model
+        if self._settings.mode == "batch":
+            yield from self._waited(self._batch_outcomes(requests))
+            self._save()
+            return
         waiting, open_tasks, done = iter(requests), set(), set()
         try:
             while True:
@@ -152,6 +158,27 @@ class EndpointEngine:
             is_form = request.grammar is not None and error.reason.startswith("refused")
             advice = "; if it refuses the form of answers, set decoding.guided: off" * is_form
             return GenerationFailure(request.request_id, error.reason + advice)
+
+    async def _batch_outcomes(self, requests: list[GenerationRequest]) -> list[GenerationResult | GenerationFailure]:
+        """The same for all requests of a shard, by the server's batch API."""
+        bodies: dict[str, dict[str, Any]] = {}
+        outcomes: dict[str, GenerationResult | GenerationFailure] = {}
+        for number, request in enumerate(requests):
+            try:
+                bodies[str(number)] = self._body(request)
+            except RowError as error:
+                outcomes[str(number)] = GenerationFailure(request.request_id, error.reason)
+        path = urlsplit(self._settings.url).path + PATHS[self._settings.api]
+        answers = await EndpointBatches(self._client, path, self._run_dir).answers(bodies) if bodies else {}
+        for number, answer in answers.items():
+            request = requests[int(number)]
+            try:
+                if isinstance(answer, RowError):
+                    raise answer
+                outcomes[number] = self._answers.answer(self._result(request, answer), request.prompt_ids)
+            except RowError as error:
+                outcomes[number] = GenerationFailure(request.request_id, error.reason)
+        return list(outcomes.values())
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
         """The fields of a request. Raises RowError: its prompt leaves no room for an answer."""

@@ -9,6 +9,7 @@ import json
 import logging
 import random
 import time
+from types import MappingProxyType
 from typing import Any
 
 import openai
@@ -52,8 +53,8 @@ class EndpointClient:
         Raises ConfigError: it has other models. EndpointGone: it does not answer.
         """
         try:
-            listed = await self._sent("GET", "/models", None, 0)
-        except _NoSuchPath:
+            listed = await self.get("/models")
+        except NoSuchPath:
             return {}
         except RowError as error:
             raise ConfigError(f"{self._settings.url} does not list its models: {error.reason}") from None
@@ -75,24 +76,49 @@ class EndpointClient:
         key nor model. EndpointGone: it does not answer.
         """
         try:
-            return await self._sent("POST", path, body, num_tokens)
-        except _NoSuchPath as error:
+            return self._object(await self._sent("POST", path, body, num_tokens))
+        except NoSuchPath as error:
             raise ConfigError(
                 f"{self._settings.url} has no {path}, or no model {self._settings.model!r} ({error}); see "
                 "decoding.endpoint.url, which usually ends in /v1, model and api"
             ) from None
 
-    async def _sent(self, method: str, path: str, body: dict[str, Any] | None, num_tokens: int) -> dict[str, Any]:
+    async def get(self, path: str) -> dict[str, Any]:
+        """The JSON object at a path. Raises NoSuchPath, and as `post` does."""
+        return self._object(await self.text(path, LIST_TIMEOUT_S))
+
+    async def text(self, path: str, timeout_s: float | None = None) -> str:
+        """The file at a path. Raises NoSuchPath, and as `post` does."""
+        return await self._sent("GET", path, None, 0, {} if timeout_s is None else {"timeout": timeout_s})
+
+    async def upload(self, path: str, fields: dict[str, str], file: tuple[str, bytes]) -> dict[str, Any]:
+        """The answer to a form with a file, its name and content. Raises as `post` does."""
+        headers = {**self._options.get("headers", {}), "Content-Type": "multipart/form-data"}
+        try:
+            return self._object(await self._sent("POST", path, fields, 0, {"headers": headers}, files=[("file", file)]))
+        except NoSuchPath as error:
+            raise ConfigError(
+                f"{self._settings.url} has no {path} ({error}), so no batch API; set decoding.endpoint.mode: requests"
+            ) from None
+
+    async def _sent(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        num_tokens: int,
+        options: Any = MappingProxyType({}),
+        **content: Any,
+    ) -> str:
         num_failures, num_own, failed_s = 0, 0, time.monotonic()
         while True:
             await self._wait_for_turn(num_tokens)
             try:
                 sending = self._client.get if method == "GET" else self._client.post
-                content: dict[str, Any] = {} if body is None else {"body": body}
-                options = self._options | ({"timeout": LIST_TIMEOUT_S} if body is None else {})
-                answer = await sending(path, cast_to=str, options=options, **content)
+                content |= {} if body is None else {"body": body}
+                answer = await sending(path, cast_to=str, options=self._options | options, **content)
                 self._last_answer_s = time.monotonic()
-                return self._object(answer)
+                return answer
             except openai.APIStatusError as error:
                 status, said = error.status_code, self._said(error)
                 asked_s = _retry_after(error.response.headers.get("retry-after"))
@@ -148,7 +174,7 @@ class EndpointClient:
             which = f"the key in {named}" if named else "requests without a key; name its variable as api_key_env"
             raise ConfigError(f"{self._settings.url} refuses {which} (HTTP {status}: {said})") from None
         if status in (404, 405):
-            raise _NoSuchPath(f"HTTP {status}: {said}") from None
+            raise NoSuchPath(f"HTTP {status}: {said}") from None
         raise RowError(f"refused: HTTP {status}: {said}") from None
 
     def _object(self, answer: str) -> dict[str, Any]:
@@ -171,7 +197,7 @@ class EndpointClient:
         return text.replace(self._key, "[key]") if self._key else text
 
 
-class _NoSuchPath(Exception):
+class NoSuchPath(Exception):
     """The server does not know a path, or the model that is asked for."""
 
 

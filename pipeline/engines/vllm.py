@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
+from laserbatch.pipeline.decoding.model.adapters import find_adapter
 from laserbatch.pipeline.decoding.model.compute_type import choose_dtype
 from laserbatch.pipeline.decoding.model.described_weights import require_described_weights, require_token_rows
 from laserbatch.pipeline.decoding.model.folder import (
@@ -31,6 +32,7 @@ from laserbatch.pipeline.decoding.model.folder import (
     load_tokenizer,
     model_identity,
     stored_dtype,
+    tokenizer_folder,
 )
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
@@ -48,6 +50,7 @@ from laserbatch.retrieval_pools.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of `max_lora_rank`
 CACHE_SHARE = 0.25  # of the free memory, on a CPU, among engines that share it
 NUM_DRAFTED = "vllm:spec_decode_num_draft_tokens"
 
@@ -92,7 +95,7 @@ class VllmEngine:
         pool_dirs: Mapping[Side, Path],
         step_cost_dir: Path,
     ) -> None:
-        self.tokenizer, self.num_forwards, self.costliest_step_s = load_tokenizer(model_dir), 0, 0.0
+        self.tokenizer, self.num_forwards, self.costliest_step_s = load_tokenizer(model_dir, decoding.adapter), 0, 0.0
         self._rules = folder_rules(model_dir)
         # vLLM's loaders skip biases that a configuration does not describe
         num_rows = require_described_weights(model_dir)
@@ -108,15 +111,21 @@ class VllmEngine:
         if pool_dirs and decoding.drafters and budget.max_draft_tokens:
             cost = kept_cost(step_cost_dir, model_dir, arguments, budget.max_draft_tokens)
             self._write_settings(pool_dirs, cost, budget)
-            speculative = vllm_steps.speculative_config(model_dir, budget.max_draft_tokens)
+            speculative = vllm_steps.speculative_config(
+                Path(arguments.get("tokenizer", model_dir)), budget.max_draft_tokens
+            )
         from vllm import LLM
+        from vllm.lora.request import LoRARequest
+
+        self._lora = None if decoding.adapter is None else LoRARequest("adapter", 1, decoding.adapter)
 
         try:
             self._engine = LLM(**arguments, speculative_config=speculative).llm_engine
         except PoolError:
             raise
         except Exception as error:  # vLLM may raise anything
-            raise ModelError(f"vLLM cannot load {model_dir}: {first_line(error)}") from error
+            adapter = "" if decoding.adapter is None else f" with adapter {decoding.adapter}"
+            raise ModelError(f"vLLM cannot load {model_dir}{adapter}: {first_line(error)}") from error
         config = self._engine.model_config
         self._max_context = config.max_model_len
         of_config = getattr(config.hf_text_config, "eos_token_id", None)
@@ -125,7 +134,7 @@ class VllmEngine:
         vocab_size = getattr(config.hf_text_config, "vocab_size", len(self.tokenizer))
         self._end_ids = sorted({*named, *(i for i in self._answers.role_ids if i < vocab_size)})
         self.model = ModelFigures(
-            id=model_identity(model_dir),
+            id=model_identity(model_dir, decoding.adapter),
             dtype=str(config.dtype).removeprefix("torch."),
             device=device,
             num_parameters=num_stored_values(find_weights(model_dir)),
@@ -194,7 +203,8 @@ class VllmEngine:
             output_kind=RequestOutputKind.DELTA,
             structured_outputs=None if grammar is None else StructuredOutputsParams(grammar=grammar),
         )
-        self._engine.add_request(request.request_id, {"prompt_token_ids": request.prompt_ids.tolist()}, sampling)
+        prompt = {"prompt_token_ids": request.prompt_ids.tolist()}
+        self._engine.add_request(request.request_id, prompt, sampling, lora_request=self._lora)
 
     def _step(self) -> list[Any]:
         began_s = time.perf_counter()
@@ -270,6 +280,11 @@ def set_environment(device: str, num_threads: int, num_sharing: int) -> None:
 
 def engine_arguments(model_dir: Path, decoding: DecodingSettings, device: str) -> dict[str, Any]:
     """Arguments of `vllm.LLM`, those of `decoding.vllm` among them."""
+    adapter: dict[str, Any] = {}
+    if decoding.adapter is not None:
+        rank = json.loads(find_adapter(decoding.adapter)[0].read_bytes())["r"]
+        adapter = {"enable_lora": True, "max_lora_rank": next((size for size in LORA_RANKS if size >= rank), rank)}
+        adapter["tokenizer"] = str(tokenizer_folder(model_dir, decoding.adapter))
     return {
         "model": str(model_dir),
         "dtype": choose_dtype(decoding.dtype, device, stored_dtype(model_dir)).name,
@@ -279,6 +294,7 @@ def engine_arguments(model_dir: Path, decoding: DecodingSettings, device: str) -
         "disable_log_stats": False,  # by them drafts are counted
         "seed": 0,
         "structured_outputs_config": {"backend": "guidance"},  # which reads the grammars of `knowledge.forms`
+        **adapter,
         **decoding.vllm,
     }
 

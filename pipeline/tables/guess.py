@@ -110,7 +110,7 @@ def read_sources(folder: Path, note: Callable[[str], object] = lambda text: None
                     note(str(error))
             if first is not None:
                 head = pa.Table.from_batches([first.rows])
-                sources.append(SourceTable(files.files, head, options, is_whole))
+                sources.append(SourceTable(path.name, head, options, is_whole))
     if not sources:
         raise TableError(f"{folder} holds no Parquet or CSV file with rows; expected users, items and interactions")
     return sources

@@ -14,6 +14,7 @@ from urllib.parse import unquote
 
 from laserbatch.pipeline.tables.fetched import shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding
+from laserbatch.pipeline.tables.saved_dataset import DATASET_DICT
 from laserbatch.pipeline.tables.versioned import current_rows, format_of, versions_refused
 
 NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
@@ -33,6 +34,7 @@ _HALF_WRITTEN = re.compile(
     r".*\.(inprogress|in-progress|pending)(\..*)?|\.azDownload-.*|\.distcp\.tmp\..*|"
     r".*\.(parquet|parq|pq|csv|tsv)\.(?=[a-z0-9]*[A-Z])[A-Za-z0-9]{6,8}"
 )
+_DATABASE_LOGS = ("-wal", "-shm", "-journal", ".wal")  # of a database that is being written, and is read with them
 _BOOKKEEPING = re.compile(rf"{SUCCESS}|_(common_)?metadata|_(started|committed)_.*|.*_\$folder\$")  # holds no rows
 
 
@@ -139,12 +141,13 @@ def unnamed_files(source: Path, listings: Iterable[Listing]) -> dict[Path, str]:
     listings = list(listings)
     listed = {file.path for listing in listings for file in listing.files}
     left_out = {path: reason for listing in listings for path, reason in listing.left_out.items() if path not in listed}
+    logs = {path.with_name(path.name + suffix) for path in listed for suffix in _DATABASE_LOGS}
     folders = {folder for path in listed for folder in _folders(path.parent, source)}
     for folder in sorted(folders):
         for path in sorted(folder.iterdir()):
             # The mapping itself may lie there.
             is_silent = _BOOKKEEPING.fullmatch(path.name) or _is_checksum(path) or path.suffix in (".yaml", ".yml")
-            if path not in listed and path not in folders and not is_silent:
+            if path not in listed | logs and path not in folders and not is_silent:
                 left_out.setdefault(path, "is not named by `files` of the mapping")
     return left_out
 
@@ -294,7 +297,7 @@ def _partition(folder: Path, known: dict[str, str | None], table: str) -> dict[s
 
 
 def _require_plain(folders: Iterable[Path], table: str) -> None:
-    """Refuse folders in which a format keeps the files of several versions."""
+    """Refuse folders in which a format keeps the files of several versions. Splits of a DatasetDict are folders."""
     for folder in folders:
-        if kind := format_of(folder):
+        if (kind := format_of(folder)) and kind != DATASET_DICT:
             raise versions_refused(folder, kind, table)

@@ -20,6 +20,7 @@ from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.tables.columns import blank, is_unnamed
 from laserbatch.pipeline.tables.conversion import FLOAT_ID, WHOLE_ID
+from laserbatch.pipeline.tables.database import query_record
 from laserbatch.pipeline.tables.layout import name_left_out, unnamed_files
 from laserbatch.pipeline.tables.read import find_exact_copies
 from laserbatch.pipeline.tables.schema import CREATED_AT, ID_COLUMNS
@@ -215,7 +216,8 @@ class _Import:
             )
         first_file, first = start
         others = (_alike(rows, file, first.schema, first_file, table) for file, rows in parts)
-        write_parquet(chain([first], others), self.out / f"{table}.parquet", first.schema)
+        record = query_record(first_file, wanted.query) if wanted.query is not None else None
+        write_parquet(chain([first], others), self.out / f"{table}.parquet", first.schema.with_metadata(record))
         self.judge_times(table)
         return {column: pc.unique(pa.chunked_array(seen)) for column, seen in ids.items()}
 

@@ -6,6 +6,7 @@ Only the columns and rows that are kept are read: the cut by date is applied whi
 
 import datetime
 import hashlib
+import json
 import logging
 import mmap
 from collections.abc import Collection, Iterator, Mapping
@@ -26,6 +27,7 @@ from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import sha256_file
 from laserbatch.pipeline.storage.parquet import map_table
 from laserbatch.pipeline.tables.columns import ATTRIBUTE, CREATED, ID, IN_RANGE, TIME, role_of, schema_findings
+from laserbatch.pipeline.tables.database import QUERY_KEY
 from laserbatch.pipeline.tables.fetched import shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, Findings, unreadable
 from laserbatch.pipeline.tables.layout import list_folder, name_left_out
@@ -350,22 +352,24 @@ def describe(path: Path | str) -> dict[str, dict]:
     """What the tables are, for the manifest's `inputs`: by table `path` in the folder, `num_rows`, and `sha256`.
 
     The hash is of the file's contents; of a folder, of the names of its files
-    and their digests.
+    and their digests. Of a table that an import has made from a query also `database` and `query_sha256`.
     """
     path, described = tables_folder(path), {}
     for name in TABLE_NAMES:
         parts = table_parts(path, name)
-        num_rows = 0
+        num_rows, record = 0, {}
         for part in parts:
             with _naming(name, part.path):
-                num_rows += pq.read_metadata(part.path).num_rows
+                metadata = pq.read_metadata(part.path)
+                num_rows += metadata.num_rows
+                record |= json.loads((metadata.metadata or {}).get(QUERY_KEY, b"{}"))
         top, *within = Path(parts[0].name_in(path)).parts
         sha256 = sha256_file(parts[0].path)
         if within:
             names = (part.name_in(path).removeprefix(f"{top}/") for part in parts)
             lines = (f"{sha256_file(part.path)}  {of_part}\n" for part, of_part in zip(parts, names, strict=True))
             sha256 = hashlib.sha256("".join(lines).encode()).hexdigest()
-        described[name] = {"path": top, "num_rows": num_rows, "sha256": sha256}
+        described[name] = record | {"path": top, "num_rows": num_rows, "sha256": sha256}
     return described
 
 

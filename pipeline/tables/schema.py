@@ -141,7 +141,7 @@ def is_attribute_type(kind: pa.DataType) -> bool:
     is_bytes = (
         pt.is_binary(plain) or pt.is_large_binary(plain) or pt.is_fixed_size_binary(plain) or pt.is_binary_view(plain)
     )
-    return plain == PATH_TYPE or not (pt.is_nested(plain) or is_bytes)
+    return plain == PATH_TYPE or not (pt.is_nested(plain) or pt.is_interval(plain) or is_bytes)
 
 
 def is_time_type(kind: pa.DataType) -> bool:

@@ -6,7 +6,7 @@ The mapping is read from a YAML file; `configs/import_example.yaml` explains eac
 import codecs
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
@@ -151,9 +151,11 @@ class FileFormat:
 
 
 class SourceFiles(Strict):
-    """The files of one table: Parquet by their suffix, anything else is read as CSV."""
+    """The files of one table, Parquet by their suffix, others CSV; or a query to a database."""
 
-    files: str  # a file, a folder (all its files with rows, sub-folders too) or a pattern, inside the source folder
+    files: str | None = None  # a file, a folder (with all of its sub-folders) or a pattern, inside the source folder
+    query: str | None = Field(default=None, min_length=1)  # instead of `files`: SQL
+    database: str | None = None  # that `query` asks: a DuckDB or SQLite file; in the source folder, or an absolute path
     csv: CsvFormat = CsvFormat()
     delimiter: str | None = Field(default=None, min_length=1)  # short for `csv.delimiter`
     encoding: Encoding | None = None  # short for `csv.encoding`
@@ -163,11 +165,24 @@ class SourceFiles(Strict):
 
     @field_validator("files")
     @classmethod
-    def _is_inside(cls, files: str) -> str:
-        path = PurePath(files)
-        if path.is_absolute() or not path.parts or ".." in path.parts:
+    def _is_inside(cls, files: str | None) -> str | None:
+        path = PurePath(files or ".")
+        if files is not None and (path.is_absolute() or not path.parts or ".." in path.parts):
             raise ValueError("expected a file name or a pattern inside the source folder, such as events/*.csv")
         return files
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> "SourceFiles":
+        if (self.files is None) == (self.query is None):
+            raise ValueError("expected either `files`, or a `query` to the `database`; give one of them")
+        if (self.query is None) != (self.database is None):
+            raise ValueError("`query` and `database` belong together; give both, or `files` alone")
+        if is_uri(self.database) or ".." in PurePath(self.database or "").parts:  # a URI may have a password in it
+            raise ValueError("expected the `database` as a file in the source folder, or as an absolute path")
+        of_files = {"csv", "delimiter", "encoding", "column_names"} & self.model_fields_set
+        if self.query is not None and of_files:
+            raise ValueError(f"`{min(of_files)}` says how files are read, and a `query` reads none; leave it out")
+        return self
 
     @model_validator(mode="after")
     def _is_said_once(self) -> "SourceFiles":
@@ -226,9 +241,24 @@ class ImportMapping(Strict):
     """A whole import. Without `users`, the users are those that interact, with no attributes."""
 
     ids: IdTypes = IdTypes()
+    database: str | None = None  # of each table that has a `query` and no `database` of its own
     users: EntityMapping | None = None
     items: ItemMapping
     interactions: InteractionMapping
+
+    @model_validator(mode="before")
+    @classmethod
+    def _share_database(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("database") is None:
+            return data
+        shared = {"database": data["database"]}
+        return data | {key: shared | part for key, part in data.items() if isinstance(part, dict) and "query" in part}
+
+    @model_validator(mode="after")
+    def _asks_its_database(self) -> "ImportMapping":
+        if self.database is not None and all(part.query is None for part in self.tables().values()):
+            raise ValueError("`database` is set, but no table has a `query`; give one, or leave `database` out")
+        return self
 
     def tables(self) -> dict[str, SourceFiles]:
         """By table, the part of the mapping that says how it is made."""

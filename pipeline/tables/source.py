@@ -1,4 +1,4 @@
-"""Foreign files, Parquet or CSV, read in batches whose columns come out as a mapping wants them.
+"""Foreign files, Parquet or CSV, and queries, read in batches whose columns come out as a mapping wants them.
 
 What cannot be had is named with file, column, row and value.
 """
@@ -25,8 +25,9 @@ from laserbatch.pipeline.tables.conversion import (
     whole_texts,
 )
 from laserbatch.pipeline.tables.csv_files import csv_fault, read_csv
+from laserbatch.pipeline.tables.database import query_rows
 from laserbatch.pipeline.tables.fetched import shown_path
-from laserbatch.pipeline.tables.layout import Listing, is_parquet, list_pattern, name_left_out
+from laserbatch.pipeline.tables.layout import ListedFile, Listing, is_parquet, list_pattern, name_left_out
 from laserbatch.pipeline.tables.parts import TablePart, typed_parts
 from laserbatch.pipeline.tables.schema import PATH_TYPE, id_type, plain_column, plain_type
 from laserbatch.pipeline.tables.settings import SourceColumn, SourceFiles
@@ -39,11 +40,12 @@ _TYPES = {"string": pa.string(), "int64": pa.int64(), "float64": pa.float64(), "
 
 @dataclass(frozen=True)
 class SourceBatch:
-    """Some rows of one source file, and where they were. Raises TableError for what it does not have."""
+    """Some rows of one source file or query, and where they were. Raises TableError for what it does not have."""
 
     file: Path
     first_row: int
     rows: pa.RecordBatch
+    is_csv: bool = False
 
     def typed(self, name: str, kind: pa.DataType) -> pa.Array:
         """A column as int64, float64, bool or string."""
@@ -119,11 +121,9 @@ class SourceBatch:
     def _column(self, name: str) -> pa.Array:
         names = self.rows.schema.names
         if name not in names:
-            advice = "" if self.file.suffix == ".parquet" else (
-                ". Where a CSV has another `delimiter`, or no header line, say so in the mapping (`column_names`)"
-            )  # fmt: skip
+            advice = ". Where a CSV has another `delimiter`, or no header line, say so in the mapping (`column_names`)"
             found = f"{self.file} has no column {name!r}, which the mapping names; {nearest(name, names)}"
-            raise TableError(found + advice)
+            raise TableError(found + advice if self.is_csv else found)
         if names.count(name) > 1:
             raise TableError(f"{self.file} has {names.count(name)} columns {name!r}; rename or drop all but one.")
         return self.rows.column(name)
@@ -141,7 +141,13 @@ class SourceBatch:
 
 
 def list_source(files: SourceFiles, source: Path, table: str) -> Listing:
-    """The files that a part of a mapping names, in name order. Raises TableError as `list_pattern` does."""
+    """The files that a part of a mapping names, in name order, or the database that it asks.
+
+    Raises TableError as `list_pattern` does.
+    """
+    if files.database is not None:
+        return Listing([ListedFile(source / files.database)], {})
+    assert files.files is not None
     return list_pattern(source, files.files, table)
 
 
@@ -150,12 +156,20 @@ def read_source(
 ) -> Generator[SourceBatch, None, None]:
     """The rows of a table's source files, in name order, with the columns that the names of their folders hold.
 
+    Of a table with a query its rows, in the order in which they come.
+
     `note` is called with what the quotes of a CSV file leave in doubt: fields over several lines, quotes kept as text.
     Raises TableError for a file that is not there or not one, or whose writer has not finished.
     """
     listing = list_source(files, source, table)
+    if files.query is not None:
+        (database,), first_row = listing.files, 0
+        for rows in query_rows(database.path, files.query, table):
+            yield SourceBatch(database.path, first_row, rows)
+            first_row += rows.num_rows
+        return
     if not listing.files:
-        found = f"no file {source / files.files}" if source.is_dir() else f"{source} is not a folder"
+        found = f"no file {source / str(files.files)}" if source.is_dir() else f"{source} is not a folder"
         found = "; ".join([found, *name_left_out(listing.left_out)])
         raise TableError(f"table {table}: {found}; expected a folder with what `files` in the mapping names.")
     is_csv = {file.path: not is_parquet(file.path) for file in listing.files}
@@ -164,7 +178,7 @@ def read_source(
         try:
             for rows in _csv(part, files, note) if is_csv[part.path] else part.open().iter_batches(BATCH_ROWS):
                 if rows.num_rows:
-                    yield SourceBatch(path, first_row, rows)
+                    yield SourceBatch(path, first_row, rows, is_csv[part.path])
                     first_row += rows.num_rows
         except (pa.ArrowException, OSError, UnicodeDecodeError, csv.Error) as error:
             if is_csv[part.path] and (fault := csv_fault(part.path, files.csv_format(part.path), error)):

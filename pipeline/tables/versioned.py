@@ -1,14 +1,17 @@
 """Tables of Delta Lake and Apache Iceberg, read at their current version by the libraries of these formats.
 
-A folder of such a table holds the files of several versions, and only its log says which rows are there now. The
-current rows are written to a Parquet file in the temporary folder of the machine (TMPDIR), once a version and process,
-and read from there; it goes when the process ends. Other formats that keep several versions are known by name alone.
+A folder of such a table holds the files of several versions, and only its log says which rows are there now; of a
+dataset that Hugging Face's `datasets` saved, `state.json` does (`saved_dataset.py`). The current rows are written to a
+Parquet file in the temporary folder of the machine (TMPDIR), once a version and process, and read from there; it goes
+when the process ends. Other formats that keep several versions are known by name alone.
 """
 
+import hashlib
 import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,6 +21,14 @@ from laserbatch.pipeline.errors import first_line
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.tables.fetched import scratch_for, shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding
+from laserbatch.pipeline.tables.saved_dataset import (
+    DATASET,
+    DATASET_DICT,
+    STATE,
+    saved_files,
+    saved_format,
+    saved_rows,
+)
 
 _METADATA = re.compile(r"v?(\d+)(-[^.]*)?(\.gz)?\.metadata\.json(\.gz)?")
 _HIVE_TRANSACTION = re.compile(r"(base|delta|delete_delta)_\d{7,}(_.*)?")
@@ -52,17 +63,20 @@ def format_of(folder: Path) -> str | None:
         return "Paimon"
     if "_versions" in inside:
         return "Lance"
-    return "transactional Hive" if any(_HIVE_TRANSACTION.fullmatch(name) for name in inside) else None
+    if any(_HIVE_TRANSACTION.fullmatch(name) for name in inside):
+        return "transactional Hive"
+    return saved_format(inside)
 
 
 def current_rows(folder: Path, table: str) -> Path:
-    """A Parquet file with the rows of the current version of a Delta or Iceberg table.
+    """A Parquet file with the rows of the current version of a Delta or Iceberg table, or of a saved dataset.
 
     Raises FaultyTable for another format, where the library is not installed, and for what it cannot read.
     """
     kind = format_of(folder)
     assert kind is not None
-    readers = {"Delta": ("deltalake", _delta), "Iceberg": ("pyiceberg", _iceberg)}
+    saved = ("pyarrow", partial(_saved, table=table))
+    readers = {"Delta": ("deltalake", _delta), "Iceberg": ("pyiceberg", _iceberg), DATASET: saved, DATASET_DICT: saved}
     if kind not in readers:
         raise versions_refused(folder, kind, table)
     library, read = readers[kind]
@@ -76,6 +90,8 @@ def current_rows(folder: Path, table: str) -> Path:
                 write_parquet(version.rows(), path)
                 _WRITTEN[key] = path
             return _WRITTEN[key]
+    except FaultyTable:
+        raise
     except ImportError as error:
         reason = f"which is read with {library} ({first_line(error)})"
         found = f"{shown_path(folder)} is {_with_article(kind)} table, {reason}"
@@ -92,8 +108,9 @@ EXPORT = "write its current rows as plain Parquet with the engine that wrote it,
 
 def versions_refused(folder: Path, kind: str, table: str) -> FaultyTable:
     """What is raised for a folder with files of several versions that cannot be told apart here."""
-    found = f"{shown_path(folder)} is {_with_article(kind)} table, with files of several versions"
-    expected = "plain Parquet files, or a Delta or Iceberg table that is named as a whole"
+    why = "whose `state.json` says which files count" if kind == DATASET else "with files of several versions"
+    found = f"{shown_path(folder)} is {_with_article(kind)} table, {why}"
+    expected = "plain Parquet files, or a Delta, Iceberg or Hugging Face table that is named as a whole"
     return FaultyTable(Finding("versioned-table", table, found, expected, EXPORT))
 
 
@@ -119,6 +136,14 @@ def _delta(folder: Path) -> _Version:
         return rows.sort_by([(field.name, "ascending") for field in schema if not pa.types.is_nested(field.type)])
 
     return _Version(name, table_id, in_order)
+
+
+def _saved(folder: Path, table: str) -> _Version:
+    paths = saved_files(folder, table)
+    stats = [path.stat() for path in paths]
+    table_id = " ".join(f"{stat.st_size} {stat.st_mtime_ns}" for stat in stats)
+    name = hashlib.sha256((folder / STATE).read_bytes()).hexdigest()[:16]
+    return _Version(f"state-{name}", table_id, lambda: saved_rows(paths))
 
 
 def _iceberg(folder: Path) -> _Version:

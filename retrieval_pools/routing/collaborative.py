@@ -67,7 +67,9 @@ class CollaborativeGroups:
         check_same_kind(embedded_ids, ids, "embeddings", "entities")
         warm_ids = warm_ids.filter(pc.is_in(warm_ids, value_set=embedded_ids))
         warm_ids = warm_ids.take(pc.sort_indices(warm_ids))
-        vectors = embeddings.vectors[pc.index_in(warm_ids, value_set=embedded_ids).to_numpy()]
+        vectors = embeddings.vectors
+        if not warm_ids.equals(embedded_ids):  # without a copy, which may take gigabytes
+            vectors = vectors[pc.index_in(warm_ids, value_set=embedded_ids).to_numpy()]
         num_groups = settings.num_groups or default_num_groups(len(warm_ids))
         return cls(warm_ids, cluster_embeddings(vectors, num_groups, seed))
 
@@ -96,14 +98,20 @@ def cluster_embeddings(vectors: np.ndarray, num_groups: int, seed: int) -> np.nd
 
     if len(vectors) == 0:
         return np.empty(0, np.int32)
-    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    unit = (vectors / np.where(norms > 0, norms, 1)).astype(np.float32)  # (n, dim)
-    rows = unit
-    if len(unit) > MAX_FIT_ROWS:
-        rows = unit[np.sort(np.random.default_rng(seed).choice(len(unit), MAX_FIT_ROWS, replace=False))]
+    rows = vectors
+    if len(rows) > MAX_FIT_ROWS:
+        rows = rows[np.sort(np.random.default_rng(seed).choice(len(rows), MAX_FIT_ROWS, replace=False))]
     n_init: Any = NUM_INITS  # scikit-learn has no types; its default is a text
     kmeans = KMeans(min(num_groups, len(rows)), n_init=n_init, max_iter=MAX_ITERATIONS, random_state=seed % 2**32)
     with threadpool_limits(1), warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # fewer distinct vectors than groups: allowed, see above
-        labels = kmeans.fit(rows).predict(unit)
+        kmeans.fit(_unit(rows))
+        parts = (vectors[start : start + MAX_FIT_ROWS] for start in range(0, len(vectors), MAX_FIT_ROWS))
+        labels = np.concatenate([kmeans.predict(_unit(part)) for part in parts])
     return np.unique(labels, return_inverse=True)[1].astype(np.int32)  # centres that nobody is nearest to left out
+
+
+def _unit(vectors: np.ndarray) -> np.ndarray:
+    """Vectors (n, dim) of length 1 in float32; zeros stay."""
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return (vectors / np.where(norms > 0, norms, 1)).astype(np.float32)

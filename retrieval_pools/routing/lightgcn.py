@@ -6,6 +6,7 @@ It is short because its embeddings only feed k-means. The result depends on the 
 """
 
 import warnings
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -22,13 +23,22 @@ L2 = 0.02  # weight of the mean squared layer-0 embedding in the loss
 MIN_IMPROVEMENT = 0.02  # of the mean loss of five steps over that of the five before, else training stops
 MAX_PAIRS_PER_STEP = 1 << 17  # bounds memory on large graphs; smaller ones use every pair in every step
 PLATEAU_STEPS = 5
+MAX_INTERACTIONS = 4_000_000  # that vectors are trained on: memory and time stay bounded
+FOLDED_AT_ONCE = 250_000  # users
 
 
-def train_lightgcn(interactions: pa.Table, seed: int = 0, max_steps: int = MAX_STEPS) -> dict[str, EntityEmbeddings]:
+def train_lightgcn(
+    interactions: pa.Table,
+    seed: int = 0,
+    max_steps: int = MAX_STEPS,
+    max_interactions: int = MAX_INTERACTIONS,
+) -> dict[str, EntityEmbeddings]:
     """Vectors of every id that occurs, by side ("user", "item"), ids in ascending order: float32 (num_ids, DIM).
 
     Training is on implicit feedback: a pair of `user_id` and `item_id` (string or int64, no nulls) that occurs, however
-    often and in whatever order, is one edge. `seed` is of the initial embeddings and of the negative samples.
+    often and in whatever order, is one edge. `seed` is of the initial embeddings and of the negative samples. Of more
+    than `max_interactions` rows those of a share of the users are trained on, also drawn by `seed`; the other users,
+    and items that none of the drawn users has, are then folded in.
     """
     users, user_index = distinct_ids(interactions, "user_id", "interactions")
     items, item_index = distinct_ids(interactions, "item_id", "interactions")
@@ -36,39 +46,119 @@ def train_lightgcn(interactions: pa.Table, seed: int = 0, max_steps: int = MAX_S
     if num_users == 0:
         empty = np.empty((0, DIM), np.float32)
         return {"user": EntityEmbeddings(users, empty), "item": EntityEmbeddings(items, empty)}
-    pairs = np.unique(user_index * np.int64(num_items) + item_index)  # sorted, each once
-    num_pairs = len(pairs)
-    users_of_pairs = torch.from_numpy((pairs // num_items).astype(np.int32))  # (num_pairs,)
-    items_of_pairs = torch.from_numpy((pairs % num_items).astype(np.int32))
-    del user_index, item_index, pairs  # there are many times as many interactions as ids
-    adjacency = normalised_adjacency(users_of_pairs, items_of_pairs, num_users, num_items)
+    share = max_interactions / len(user_index)
+    is_trained = np.ones(num_users, bool) if share >= 1 else np.random.default_rng(seed).random(num_users) < share
+    is_trained[0] |= not is_trained.any()
+    graph = _Graph.of(user_index, item_index, is_trained, num_items)
+    if is_trained.all():
+        del user_index, item_index  # there are many times as many interactions as ids
+        vectors = propagate(graph.adjacency, _trained(graph, seed, max_steps), NUM_LAYERS).numpy()
+        of_users, of_items = vectors[:num_users], vectors[num_users:]
+    else:
+        layer_0 = _trained(graph, seed, max_steps)
+        of_users, of_items = _folded_in(graph, layer_0, user_index, item_index, is_trained)
+    return {"user": EntityEmbeddings(users, of_users), "item": EntityEmbeddings(items, of_items)}
 
+
+@dataclass(frozen=True)
+class _Graph:
+    """Distinct pairs, by user, then item; users are numbered among those of the graph, items among all."""
+
+    users: torch.Tensor  # int32 (num_pairs,)
+    items: torch.Tensor
+    num_users: int
+    num_items: int
+    adjacency: torch.Tensor  # see `normalised_adjacency`
+
+    @classmethod
+    def of(cls, user_index: np.ndarray, item_index: np.ndarray, has_user: np.ndarray, num_items: int) -> "_Graph":
+        """The graph of some users: `user_index` and `item_index` (num_interactions,), `has_user` bool of all users."""
+        users, items = _distinct_pairs(user_index, item_index, has_user, num_items)
+        num_users = int(has_user.sum())
+        return cls(users, items, num_users, num_items, normalised_adjacency(users, items, num_users, num_items))
+
+
+def _distinct_pairs(
+    user_index: np.ndarray, item_index: np.ndarray, has_user: np.ndarray, num_items: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not has_user.all():
+        rows = has_user[user_index]
+        number = np.cumsum(has_user, dtype=np.int32) - np.int32(1)
+        user_index, item_index = number[user_index[rows]], item_index[rows]
+    pairs = np.unique(user_index * np.int64(num_items) + item_index)  # sorted, each once
+    return torch.from_numpy((pairs // num_items).astype(np.int32)), torch.from_numpy(
+        (pairs % num_items).astype(np.int32)
+    )
+
+
+def _trained(graph: _Graph, seed: int, max_steps: int) -> torch.Tensor:
+    """Embeddings of layer 0, users first: float32 (num_users + num_items, DIM)."""
+    num_nodes, num_pairs = graph.num_users + graph.num_items, len(graph.users)
     generator = torch.Generator().manual_seed(seed)
-    layer_0 = torch.randn(num_users + num_items, DIM, generator=generator) * 0.1
+    layer_0 = torch.randn(num_nodes, DIM, generator=generator) * 0.1
     optimizer = torch.optim.Adam([layer_0], lr=LEARNING_RATE, fused=True)  # without copies of what it reads
     losses: list[float] = []  # BPR, of each step
     while len(losses) < max_steps and not _on_plateau(losses):
         batch = slice(None)
         if num_pairs > MAX_PAIRS_PER_STEP:
             batch = torch.randint(num_pairs, (MAX_PAIRS_PER_STEP,), generator=generator)
-        batch_users, positives = users_of_pairs[batch], items_of_pairs[batch] + num_users
-        negatives = torch.randint(num_items, positives.shape, generator=generator) + num_users
-        final = propagate(adjacency, layer_0, NUM_LAYERS).requires_grad_()
-        loss = bpr_loss(final, batch_users, positives, negatives)
+        users, positives = graph.users[batch], graph.items[batch] + graph.num_users
+        negatives = torch.randint(graph.num_items, positives.shape, generator=generator) + graph.num_users
+        final = propagate(graph.adjacency, layer_0, NUM_LAYERS).requires_grad_()
+        loss = bpr_loss(final, users, positives, negatives)
         loss.backward()
         gradient, final = final.grad, None  # whose memory is free then
         assert gradient is not None
         # The propagation is linear and symmetric, so its gradient is the propagation of the gradient.
-        layer_0.grad = propagate(adjacency, gradient, NUM_LAYERS).add_(layer_0, alpha=L2 / len(layer_0))
+        layer_0.grad = propagate(graph.adjacency, gradient, NUM_LAYERS).add_(layer_0, alpha=L2 / len(layer_0))
         optimizer.step()
         layer_0.grad = gradient = None
         losses.append(loss.item())
+    return layer_0
 
-    vectors = propagate(adjacency, layer_0, NUM_LAYERS).numpy()
-    return {
-        "user": EntityEmbeddings(users, vectors[:num_users]),
-        "item": EntityEmbeddings(items, vectors[num_users:]),
-    }
+
+def _folded_in(
+    graph: _Graph, layer_0: torch.Tensor, user_index: np.ndarray, item_index: np.ndarray, is_trained: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Vectors of all users and of all items, float32 (any, DIM), from a graph of the users `is_trained`.
+
+    Another user joins the graph as a node whose embedding of layer 0 is zero, which changes no other node: by Eqs. 7
+    and 8 its vector is the sum of its items' layers 0 to K - 1 over K + 1, each by 1 / sqrt(both degrees). An item
+    that is not in the graph joins it in the same way after them, beside the final vectors of its users.
+    """
+    own = propagate(graph.adjacency, layer_0, NUM_LAYERS).numpy()
+    of_items, degrees = own[graph.num_users :], torch.bincount(graph.items, minlength=graph.num_items)
+    sources = propagate(graph.adjacency, layer_0, NUM_LAYERS - 1)[graph.num_users :] * (NUM_LAYERS / (NUM_LAYERS + 1))
+    sources *= degrees.clamp(min=1).rsqrt()[:, None]
+    sources[degrees == 0] = 0  # their layer 0 was drawn, not learned
+    of_users = np.empty((len(is_trained), DIM), np.float32)
+    of_users[is_trained] = own[: graph.num_users]
+    others = np.flatnonzero(~is_trained)
+    for places in np.array_split(others, -(-len(others) // FOLDED_AT_ONCE)):
+        is_chosen = np.zeros(len(is_trained), bool)
+        is_chosen[places] = True
+        users, items = _distinct_pairs(user_index, item_index, is_chosen, graph.num_items)
+        of_users[places] = _sums(users, items, len(places), sources).numpy()
+    is_new = degrees.numpy() == 0
+    if is_new.any():
+        items, users = _distinct_pairs(item_index, user_index, is_new, len(is_trained))
+        of_items[is_new] = _sums(items, users, int(is_new.sum()), torch.from_numpy(of_users)).numpy()
+    return of_users, of_items
+
+
+def _sums(rows: torch.Tensor, columns: torch.Tensor, num_rows: int, sources: torch.Tensor) -> torch.Tensor:
+    """Of each row the sum of `sources` (any, DIM) at its columns over the square root of their number.
+
+    `rows` ascend, int32 as `columns`.
+    """
+    counts = torch.bincount(rows, minlength=num_rows)
+    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse ")
+        matrix = torch.sparse_csr_tensor(
+            starts.to(torch.int32), columns, counts.clamp(min=1).rsqrt()[rows], (num_rows, len(sources))
+        )
+        return matrix @ sources
 
 
 def propagate(adjacency: torch.Tensor, layer_0: torch.Tensor, num_layers: int) -> torch.Tensor:

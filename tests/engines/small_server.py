@@ -44,6 +44,10 @@ class SmallServer:
     bodies: list[dict[str, Any]] = field(default_factory=list)  # of requests for texts
     headers: list[dict[str, str]] = field(default_factory=list)
     answered: Counter[str] = field(default_factory=Counter)  # by prompt
+    files: dict[str, str] = field(default_factory=dict)
+    batches: dict[str, dict[str, Any]] = field(default_factory=dict)
+    num_polls: int = 2  # of a batch until it has ended
+    batch_end: dict[str, Any] = field(default_factory=lambda: {"status": "completed"})
     num_open: int = 0
     max_open: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -56,6 +60,28 @@ class SmallServer:
         usage = {"prompt_tokens": 100, "completion_tokens": 10, "prompt_tokens_details": {"cached_tokens": 40}}
         found = {"id": "1", "choices": [choice], "usage": usage, "model": MODEL}
         return self.change(found | ({"system_fingerprint": self.fingerprint} if self.fingerprint else {}))
+
+    def batch(self, batch_id: str) -> dict[str, Any]:
+        """A batch as it is when it is looked at; it ends at the last of `num_polls` looks."""
+        batch = self.batches[batch_id]
+        batch["num_polls"] += 1
+        if batch["num_polls"] == self.num_polls:
+            batch |= self.batch_end
+            outputs = {"output_file_id": [], "error_file_id": []}
+            for number, line in enumerate(self.files[batch["input_file_id"]].splitlines()):
+                request = json.loads(line)
+                fault = self.fault(request["body"], number)
+                answer = self.answer(request["body"], request["url"].endswith("/chat/completions"))
+                status, body = (200, answer) if fault is None else (fault.status, fault.body)
+                self.answered[prompt_of(request["body"])] += 1
+                response = {"status_code": status, "body": body}
+                to = outputs["output_file_id" if status == 200 else "error_file_id"]
+                to.append(json.dumps({"custom_id": request["custom_id"], "response": response, "error": None}))
+            if batch["status"] != "failed":
+                for name, lines in outputs.items():
+                    self.files[f"{batch_id}-{name}"] = "\n".join(reversed(lines))
+                    batch[name] = f"{batch_id}-{name}"
+        return batch
 
 
 def text_for(body: dict[str, Any]) -> str:
@@ -76,13 +102,29 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.state.is_gone:
             self.close_connection = True
+        elif "/files/" in self.path:
+            self._send(200, self.state.files[self.path.split("/")[-2]])
+        elif self.path.startswith("/v1/batches?"):
+            self._send(200, {"data": list(self.state.batches.values())})
+        elif "/batches/" in self.path:
+            known = self.path.split("/")[-1] in self.state.batches
+            self._send(200 if known else 404, self.state.batch(self.path.split("/")[-1]) if known else {})
         elif self.state.card is None:
             self._send(404, {"error": {"message": "no such path"}})
         else:
             self._send(200, {"object": "list", "data": [self.state.card]})
 
     def do_POST(self) -> None:
-        state, body = self.state, json.loads(self.rfile.read(int(self.headers["content-length"])))
+        state, content = self.state, self.rfile.read(int(self.headers["content-length"]))
+        if self.path.endswith("/files"):
+            lines = [line for line in content.decode().splitlines() if line.startswith("{")]
+            state.files[f"file-{len(state.files)}"] = "\n".join(lines)
+            return self._send(200, {"id": f"file-{len(state.files) - 1}"})
+        body = json.loads(content)
+        if self.path.endswith("/batches"):
+            batch = {"id": f"batch-{len(state.batches)}", "status": "in_progress", "num_polls": 0} | body
+            state.batches[batch["id"]] = batch
+            return self._send(200, batch)
         with state.lock:
             number = len(state.bodies)
             state.bodies.append(body)

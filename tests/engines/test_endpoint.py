@@ -1,5 +1,6 @@
 """A server as an engine, asked over real connections: proper answers become texts, wrong ones a reason or a retry."""
 
+import asyncio
 import gc
 import json
 import re
@@ -15,7 +16,7 @@ from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
 from laserbatch.pipeline.decoding.model.served import served_identity, with_rows
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.engines import endpoint_client
+from laserbatch.pipeline.engines import endpoint_batches, endpoint_client
 from laserbatch.pipeline.engines.endpoint import EndpointEngine
 from laserbatch.pipeline.engines.spending import Spending
 from laserbatch.pipeline.errors import ConfigError, EndpointGone, ModelError, RunFailed
@@ -328,3 +329,64 @@ def test_tokens_without_rows_in_the_model_are_not_sent_as_end_tokens(tmp_path):
     assert with_rows(tmp_path, (7, 3)) == [3, 7]
     (tmp_path / "config.json").write_text('{"vocab_size": 5}')
     assert with_rows(tmp_path, (7, 3)) == [3]
+
+
+@pytest.fixture
+def batches_of(engine_of, monkeypatch):
+    monkeypatch.setattr(endpoint_batches, "FIRST_POLL_S", 0.01)
+    return partial(engine_of, mode="batch")
+
+
+def test_a_batch_gives_the_texts_of_single_requests(server, engine_of, batches_of, monkeypatch):
+    for api in ("completions", "chat"):
+        single = written(engine_of(api=api), [request(number) for number in range(7)])
+        monkeypatch.setattr(endpoint_batches, "MAX_REQUESTS", 3)
+        server.bodies.clear()
+        engine = batches_of(api=api, price_per_million_tokens=PRICES)
+        batched = written(engine, [request(number) for number in range(7)])
+        assert {number: text.text for number, text in batched.items()} == {n: text.text for n, text in single.items()}
+        assert not server.bodies  # of single requests
+    sent = list(server.batches.values())
+    assert len(sent) == 6 and {batch["endpoint"] for batch in sent} == {"/v1/completions", "/v1/chat/completions"}
+    assert engine._spending.num_completion_tokens and all(batch["completion_window"] == "24h" for batch in sent)
+
+
+def test_requests_of_a_batch_fail_alone(server, batches_of):
+    refusal = Fault(400, {"error": {"message": "too rude"}})
+    server.fault = lambda body, number: refusal if number == 1 else None
+    outcomes = written(batches_of(), [request(number) for number in range(3)])
+    assert isinstance(outcomes[1], GenerationFailure) and outcomes[1].reason == "refused: HTTP 400: too rude"
+    assert all(isinstance(outcomes[number], GenerationResult) for number in (0, 2))
+    server.batch_end = {"status": "expired"}
+    server.fault = lambda body, number: Fault(500, {}) if number else None
+    outcomes = written(batches_of(), [request(number) for number in range(10, 12)])
+    assert isinstance(outcomes[10], GenerationResult) and isinstance(outcomes[11], GenerationFailure)
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_a_batch_that_was_sent_is_waited_for_and_not_sent_again(server, batches_of, tmp_path, is_recorded):
+    server.num_polls = 10**9
+    engine = batches_of()
+
+    async def interrupted():
+        await asyncio.wait_for(engine._batch_outcomes([request(1)]), 1.0)
+
+    with pytest.raises(TimeoutError):
+        engine._loop.run_until_complete(interrupted())
+    assert len(server.batches) == 1
+    if not is_recorded:  # the process died before it could write the id down
+        shutil.rmtree(tmp_path / "batches")
+    server.num_polls = next(iter(server.batches.values()))["num_polls"] + 2
+    assert isinstance(written(batches_of(), [request(1)])[1], GenerationResult)
+    assert len(server.batches) == 1
+
+
+def test_what_stops_a_batch_ends_the_run(server, batches_of, tmp_path):
+    server.batch_end = {"status": "failed", "errors": {"data": [{"message": "line 1 is too long"}]}}
+    with pytest.raises(RunFailed, match="refuses the batch batch-0: line 1 is too long"):
+        written(batches_of(), [request(1)])
+    server.batch_end = {"status": "completed"}
+    assert isinstance(written(batches_of(), [request(1)])[1], GenerationResult)
+    server.batches.clear()
+    with pytest.raises(RunFailed, match="does not know the batch batch-1 any more; the same command sends"):
+        written(batches_of(), [request(1)])

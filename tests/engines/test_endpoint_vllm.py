@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -21,18 +22,22 @@ pytest.importorskip("ray")
 
 SAMPLE = Path(__file__).resolve().parents[2] / "models" / "sample"
 DATE, START_S = "2025-03-01", 600.0
+SMALL_CACHE = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 ON_A_CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1",
 }  # fmt: skip
 
 
-@contextmanager
-def served(folder: Path):
-    """The URL of the sample model, served by vLLM in float32."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+@contextmanager
+def served(folder: Path, port: int):
+    """The process of vLLM's server, which has the sample model in float32."""
     # As `vllm serve`, whose command looks for a package of that name, while this one is called vllm-cpu.
     command = [
         sys.executable,
@@ -63,7 +68,7 @@ def served(folder: Path):
                     said = (folder / "server.log").read_text()[-3000:]
                     assert server.poll() is None and time.monotonic() - began_s < START_S, said
                     time.sleep(0.5)
-            yield f"http://127.0.0.1:{port}/v1"
+            yield server
         finally:
             server.terminate()
             try:
@@ -73,17 +78,21 @@ def served(folder: Path):
                 server.wait()
 
 
-def night(folder: Path, name: str, decoding: dict) -> dict[tuple, dict]:
-    """The texts of a night by side and entity."""
+def command_of(folder: Path, name: str, decoding: dict, **night_options) -> list[str]:
+    """The command of a night with its own configuration and workspace."""
     settings = {
         "workspace": name, "tables": {"path": "tables"}, "decoding": {"batch_size": 8, "dtype": "float32"} | decoding,
-        "night": {"train_ctr": False}, "cluster": {"num_workers": 1},
+        "night": {"train_ctr": False} | night_options, "cluster": {"num_workers": 1},
     }  # fmt: skip
     config = folder / f"{name}.json"
     config.write_text(json.dumps(settings))
     command = [sys.executable, "-c", "from laserbatch.jobs.cli import main; main()"]
-    command += ["nightly", "--config", str(config), "--date", DATE, "--json"]
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    return [*command, "nightly", "--config", str(config), "--date", DATE, "--json"]
+
+
+def night(folder: Path, name: str, decoding: dict, **night_options) -> dict[tuple, dict]:
+    """The texts of a night by side and entity."""
+    command, environment = command_of(folder, name, decoding, **night_options), os.environ | SMALL_CACHE
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
     run = folder / name / "runs" / json.loads(ran.stdout)["run_id"]
@@ -99,8 +108,9 @@ def test_a_night_of_a_server_has_the_texts_of_engine_vllm(tmp_path):
 
     write_sample_world(tmp_path / "tables", num_users=8, num_items=12)
     theirs = night(tmp_path, "vllm", {"engine": "vllm", "vllm": {"enforce_eager": True}})
-    with served(tmp_path) as url:
-        server = {"url": url, "model": "sample"}
+    port = free_port()
+    with served(tmp_path, port):
+        server = {"url": f"http://127.0.0.1:{port}/v1", "model": "sample"}
         found = {
             api: night(tmp_path, api, {"engine": "endpoint", "endpoint": server | {"api": api}})
             for api in ("completions", "chat")
@@ -114,3 +124,29 @@ def test_a_night_of_a_server_has_the_texts_of_engine_vllm(tmp_path):
         assert {one["engine"] for one in provenance} == {"endpoint"} and any(one.get("guided") for one in provenance)
     fingerprints = [{key: row["fingerprint"] for key, row in rows.items()} for rows in (found["completions"], theirs)]
     assert fingerprints[0] == fingerprints[1]
+
+
+def test_a_night_goes_on_when_a_killed_server_is_there_again(tmp_path):
+    from laserbatch.pipeline.sample.world import write_sample_world
+
+    write_sample_world(tmp_path / "tables", num_users=8, num_items=12)
+    port, options = free_port(), {"shard_size": 2}
+    server = {"url": f"http://127.0.0.1:{port}/v1", "model": "sample", "give_up_after_s": 5}
+    decoding = {"engine": "endpoint", "endpoint": server}
+    with served(tmp_path, port) as process:
+        expected = night(tmp_path, "whole", decoding, **options)
+        command = command_of(tmp_path, "killed", decoding, **options)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+            while not (finished := list((tmp_path / "killed").glob("runs/*/knowledge/*/*.parquet"))):
+                assert running.poll() is None
+                time.sleep(0.05)
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = running.communicate(timeout=300)
+    assert running.returncode == 6 and "the same command goes on" in output, output
+    before = {path: path.stat().st_mtime_ns for path in finished}
+    with served(tmp_path, port):
+        found = night(tmp_path, "killed", decoding, **options)
+    assert {path: path.stat().st_mtime_ns for path in finished} == before, "a finished shard was written again"
+    assert found.keys() == expected.keys()
+    other = [key for key, row in found.items() if row["token_ids"] != expected[key]["token_ids"]]
+    assert len(other) <= len(found) / 20, other  # near-ties: batches differ

@@ -86,6 +86,14 @@ def test_tables_that_a_mapping_reads_are_not_replaced_by_what_it_makes_of_them(r
     assert "interactions.parquet is what is imported" in str(run(*arguments).exception)
 
 
+def test_a_database_that_a_mapping_asks_is_not_replaced_by_what_is_made_of_it(run, tmp_path, exports):
+    (exports / "mapping.yaml").write_text(MAPPING.replace("files: log.csv", "query: SELECT 1, database: tables/log.db"))
+    (exports / "tables").mkdir()
+    (exports / "tables" / "log.db").touch()
+    arguments = ["import", exports, exports / "tables", "--mapping", exports / "mapping.yaml", "--overwrite"]
+    assert "log.db is what is imported" in str(run(*arguments).exception)
+
+
 def test_a_link_to_a_folder_of_tables_is_filled_where_it_points(run, tmp_path, exports):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")

@@ -1,6 +1,7 @@
 """Nights whose texts a server writes: it storms, goes away and comes back, and is paid."""
 
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from laserbatch.jobs.checks import model, trial
 from laserbatch.jobs.commands.doctor import examine
 from laserbatch.jobs.console import ExitCode
 from laserbatch.jobs.settings import load_settings
-from laserbatch.pipeline.engines import endpoint_client
+from laserbatch.pipeline.engines import endpoint_batches, endpoint_client
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
@@ -131,3 +132,21 @@ def test_doctor_asks_the_server_and_try_shows_a_text_of_it(folder, server, capfd
     ]
     tried = run_here(capfd, "try", "--config", configured(folder, server, api="chat"), "--json")
     assert json.loads(tried.stdout)["text"] == text_for(server.bodies[-1]) and "messages" in server.bodies[-1]
+
+
+def test_a_night_by_batches_is_the_night_by_requests(folder, server, capfd, tmp_path, monkeypatch):
+    monkeypatch.setattr(endpoint_batches, "FIRST_POLL_S", 0.01)
+    server.fault, server.is_gone = lambda body, number: None, False
+    make_world(tmp_path, 8, 6)
+    texts = []
+    for mode in ("batch", "requests"):
+        config = configured(tmp_path, server, mode=mode)
+        num_batches = len(server.batches)
+        assert run_here(capfd, "nightly", "--config", config, "--date", FIRST_DATE).returncode == 0
+        (run,) = (tmp_path / "workspace" / "runs").iterdir()
+        columns = ["entity_id", "text"]
+        batches = (batch for side in SIDES for batch in RunFolder(run).iter_knowledge(side, columns))
+        texts.append([row for batch in batches for row in batch.to_pylist()])
+        shutil.rmtree(tmp_path / "workspace")
+        assert (len(server.batches) > num_batches) == (mode == "batch")
+    assert texts[0] == texts[1] and len(texts[0]) > 6

@@ -2,6 +2,8 @@
 
 import datetime
 import shutil
+import sqlite3
+from contextlib import closing
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +23,9 @@ from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
 from laserbatch.pipeline.errors import ConfigError, TableError, WorkspaceError
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.atomic import sha256_file
+from laserbatch.pipeline.tables.mapping import import_mapped
 from laserbatch.pipeline.tables.read import read_tables
+from laserbatch.pipeline.tables.settings import ImportMapping
 from laserbatch.retrieval_pools.errors import PoolError
 
 DATE = datetime.date(2025, 3, 1)
@@ -58,6 +62,33 @@ def test_embeddings_are_recorded_with_checksum_and_ids_that_are_of_nobody(world)
         "num_unknown_ids": 2,
     }
     assert "num_unknown_ids: 2" in render_page(manifest)
+
+
+def test_a_night_of_a_database_records_the_queries_and_goes_on_without_the_database(tmp_path):
+    write_sample_world(tmp_path / "world", num_users=20, num_items=24)
+    with closing(sqlite3.connect(tmp_path / "shop.db")) as database:
+        for table in ("items", "interactions"):
+            rows = pq.read_table(tmp_path / "world" / f"{table}.parquet")
+            rows = pa.table({name: rows[name].cast(pa.string()) for name in ("item_id", "title", "user_id", "timestamp")
+                             if name in rows.column_names})  # fmt: skip
+            database.execute(f"CREATE TABLE {table} ({', '.join(rows.column_names)})")
+            marks = ", ".join("?" * rows.num_columns)
+            database.executemany(f"INSERT INTO {table} VALUES ({marks})", zip(*rows.to_pydict().values(), strict=True))
+        database.commit()
+    mapping = {
+        "database": "shop.db",
+        "items": {"query": "SELECT * FROM items", "id": "item_id", "title": "title"},
+        "interactions": {"query": "SELECT * FROM interactions", "user_id": "user_id", "item_id": "item_id",
+                         "timestamp": {"column": "timestamp", "unit": "iso"}},
+    }  # fmt: skip
+    import_mapped(ImportMapping.model_validate(mapping), tmp_path, tmp_path / "tables")
+    (tmp_path / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\n")
+    night = opened(tmp_path)
+    asked = night.manifest.origin.inputs["items"]
+    assert (asked["database"], asked["num_rows"]) == ("shop.db", 24)
+    assert asked["query_sha256"] in render_page(night.manifest)
+    (tmp_path / "shop.db").unlink()
+    assert opened(tmp_path).run.run_id == night.run.run_id
 
 
 @pytest.mark.parametrize(

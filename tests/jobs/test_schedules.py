@@ -12,18 +12,22 @@ import pytest
 import yaml
 
 from laserbatch.jobs.cli import COMMANDS
+from laserbatch.jobs.console import ExitCode
 
 SCHEDULES = Path(__file__).resolve().parents[2] / "docs" / "schedules"
 VERSION = tomllib.loads((SCHEDULES.parents[1] / "pyproject.toml").read_text())["project"]["version"]
 FILES = sorted(path for path in SCHEDULES.iterdir() if path.is_file())
+NIGHTS = ("laserbatch.cron", "laserbatch.service", "rayjob.yaml", "argo.yaml", "airflow_dag.py", "laserbatch.sbatch")
+YESTERDAY = ("{{ ds }}", "date -u -d yesterday", "date -u -d '{{workflow.scheduledTime}} -1 day'")
 NIGHTLY = re.compile(r"laserbatch nightly --config \S+( --ray-address \S+\s*)? --date ")
 
 
 def test_each_runs_the_same_command_for_a_date():
-    for name in ("laserbatch.cron", "laserbatch.service", "rayjob.yaml", "airflow_dag.py", "laserbatch.sbatch"):
+    for name in NIGHTS:
         text = " ".join((SCHEDULES / name).read_text().split()).replace("{CONFIG}", "C")
         assert NIGHTLY.search(text), name
-        assert "{{ ds }}" in text.replace("{{{{", "{{").replace("}}}}", "}}") or "date -u -d yesterday" in text, name
+        text = text.replace("{{{{", "{{").replace("}}}}", "}}")
+        assert any(date in text for date in YESTERDAY), name
 
 
 def test_every_command_and_option_that_they_name_is_there():
@@ -113,6 +117,39 @@ def test_the_rayjob_has_what_its_schema_requires():
     assert all(group["groupName"] for group in cluster["workerGroupSpecs"])
     assert job["spec"]["backoffLimit"] and job["spec"]["activeDeadlineSeconds"]
     assert (schedule["kind"], schedule["spec"]["concurrencyPolicy"]) == ("CronJob", "Forbid")
+
+
+def test_the_argo_workflow_runs_yesterdays_night_on_a_volume_that_stays(tmp_path):
+    """Its command, as the pod runs it; `argo lint` checks the rest where there is Argo."""
+    workflow = yaml.safe_load((SCHEDULES / "argo.yaml").read_text())
+    assert (workflow["apiVersion"], workflow["kind"]) == ("argoproj.io/v1alpha1", "CronWorkflow")
+    spec = workflow["spec"]["workflowSpec"]
+    assert workflow["spec"]["concurrencyPolicy"] == "Forbid" and spec["activeDeadlineSeconds"]
+    (night,) = spec["templates"]
+    container = night["container"]
+    assert night["name"] == spec["entrypoint"] and container["image"].endswith(f"/laserbatch:{VERSION}")
+    assert container["resources"]["requests"] == container["resources"]["limits"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}
+    assert spec["volumes"][0]["persistentVolumeClaim"]
+    fake = tmp_path / "laserbatch"
+    fake.write_text('#!/bin/bash\necho "$@"\n')
+    fake.chmod(0o755)
+    (script,) = container["args"]
+    for scheduled, date in (("2025-03-01T02:00:00Z", "2025-02-28"), ("2025-03-01T00:30:00+01:00", "2025-02-27")):
+        command = [*container["command"], script.replace("{{workflow.scheduledTime}}", scheduled)]
+        path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        done = subprocess.run(command, env=path, capture_output=True, text=True, timeout=20)
+        assert done.stdout == f"nightly --config /data/laserbatch.yaml --date {date}\n", done.stderr
+
+
+def test_argo_tries_again_after_the_exit_codes_for_which_a_night_goes_on():
+    workflow = yaml.safe_load((SCHEDULES / "argo.yaml").read_text())
+    retry = workflow["spec"]["workflowSpec"]["templates"][0]["retryStrategy"]
+    codes = re.fullmatch(r"asInt\(lastRetry\.exitCode\) in \[([-\d, ]+)\]", retry["expression"])
+    assert codes is not None and retry["retryPolicy"] == "Always"
+    killed, pod_lost = 137, -1
+    goes_on = {ExitCode.UNEXPECTED, ExitCode.ENDPOINT_GONE, ExitCode.TERMINATED, killed, pod_lost}
+    assert {int(code) for code in codes[1].split(",")} == goes_on
 
 
 def test_the_dag_is_python_and_what_airflow_reads():

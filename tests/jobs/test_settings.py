@@ -116,7 +116,6 @@ def test_the_core_has_at_most_66_options():
             "relaxed with engine vllm: say `verifier: greedy`",
         ),
         ({"decoding": {"engine": "vllm", "temperature": 1.0}}, "temperature 1 with engine vllm"),
-        ({"decoding": {"engine": "vllm", "adapter": "lora"}}, "adapter lora with engine vllm"),
         ({"decoding": {"engine": "vllm", "vllm": {"trust_remote_code": True}}}, r"vllm\.trust_remote_code with engine"),
         ({"decoding": {"vllm": {"enforce_eager": True}}}, "an engine that is not used"),
         ({"decoding": {"engine": "vllm"}, "night": {"compare_with_plain": True}}, "its texts are plain ones"),

@@ -119,3 +119,43 @@ def test_one_interaction_is_enough_to_run():
     trained = train_lightgcn(_pairs(pa.array([5]), pa.array([9])))
     assert trained["user"].ids.to_pylist() == [5]
     assert np.isfinite(trained["user"].vectors).all()
+
+
+@pytest.mark.parametrize("share", [0.5, 0.2])
+def test_users_beyond_the_training_are_folded_into_the_communities_of_the_others(world, share):
+    users, items, user_communities, item_communities = world
+    pairs = _pairs(pa.array(users), pa.array(items))
+    trained = train_lightgcn(pairs, max_interactions=int(share * len(users)))
+    assert trained["user"].ids.to_pylist() == sorted(set(users.tolist()))
+    for embeddings, communities in ((trained["user"], user_communities), (trained["item"], item_communities)):
+        groups = cluster_embeddings(embeddings.vectors, NUM_COMMUNITIES, seed=0)
+        assert adjusted_rand_score(communities[embeddings.ids.to_numpy()], groups) > 0.7
+
+
+def test_a_folded_user_has_the_vector_of_a_node_whose_own_embedding_is_zero(world, monkeypatch):
+    users, items, _, _ = world
+    user_index, item_index, num_items = users.astype(np.int32), items.astype(np.int32), NUM_ITEMS
+    is_trained = np.arange(NUM_USERS) < NUM_USERS // 30
+    monkeypatch.setattr(lightgcn, "FOLDED_AT_ONCE", 40)
+    graph = lightgcn._Graph.of(user_index, item_index, is_trained, num_items)
+    layer_0 = torch.randn(graph.num_users + num_items, DIM, generator=torch.Generator().manual_seed(0))
+    of_users, of_items = lightgcn._folded_in(graph, layer_0, user_index, item_index, is_trained)
+
+    expected = propagate(graph.adjacency, layer_0, lightgcn.NUM_LAYERS).numpy()
+    np.testing.assert_allclose(of_users[is_trained], expected[: graph.num_users], rtol=1e-5)
+    is_known = np.bincount(graph.items.numpy(), minlength=num_items) > 0
+    np.testing.assert_allclose(of_items[is_known], expected[graph.num_users :][is_known], rtol=1e-5)
+    assert (~is_known).any()
+    degrees = np.bincount(graph.items.numpy(), minlength=num_items)
+    layers = [layer_0]
+    for _ in range(lightgcn.NUM_LAYERS - 1):
+        layers.append(graph.adjacency @ layers[-1])
+    below = sum(layers).numpy()[graph.num_users :]  # layers 0 to K - 1 of the items
+    for user in np.flatnonzero(~is_trained)[::37]:
+        own = np.unique(items[users == user])
+        weights = 1 / np.sqrt(len(own) * np.maximum(degrees[own], 1)) * (degrees[own] > 0)
+        vector = (weights[:, None] * below[own]).sum(axis=0) / (lightgcn.NUM_LAYERS + 1)
+        np.testing.assert_allclose(of_users[user], vector, rtol=1e-4, atol=1e-6)
+    for item in np.flatnonzero(~is_known):
+        own = np.unique(users[items == item])
+        np.testing.assert_allclose(of_items[item], of_users[own].sum(axis=0) / np.sqrt(len(own)), rtol=1e-4, atol=1e-6)

@@ -184,3 +184,57 @@ def test_nights_on_vllm_write_the_texts_of_our_engine(tmp_path):
             len(row["token_ids"]) <= row["num_steps"] + row["num_accepted"]
             and row["num_drafted"] >= row["num_accepted"]
         )
+
+
+WITH_ADAPTER = """
+import json, sys
+from pathlib import Path
+import numpy as np
+from laserbatch.pipeline.decoding.sequence import GenerationRequest
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.engines.vllm import VllmEngine
+model, adapter, prompts, folder = json.loads(sys.argv[1])
+arguments = {"enforce_eager": True, "max_model_len": 512}
+decoding = DecodingSettings(engine="vllm", adapter=adapter, verifier="greedy", dtype="float32", vllm=arguments)
+engine = VllmEngine(Path(model), decoding, "cpu", 1, 1, {}, Path(folder))
+requests = [GenerationRequest(str(number), np.array(ids), None, None, 40) for number, ids in enumerate(prompts)]
+texts = {one.request_id: one.token_ids.tolist() for one in engine.generate("item", requests, decoding)}
+(Path(folder) / "texts.json").write_text(json.dumps([engine.model.id, [texts[one.request_id] for one in requests]]))
+"""
+
+
+def test_an_adapter_writes_the_texts_of_the_model_that_it_is_merged_into(world, tmp_path):
+    pytest.importorskip("ray")
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    _, model, prompts, plain = world
+    weights = load_file(model / "model.safetensors")
+    rank, alpha, drawn = 4, 8, torch.Generator().manual_seed(0)
+    merged, adapter = tmp_path / "merged", tmp_path / "adapter"
+    merged.mkdir()
+    adapter.mkdir()
+    tensors = {}
+    for name in [name for name in weights if name.endswith(("q_proj.weight", "v_proj.weight"))]:
+        num_out, num_in = weights[name].shape
+        down = torch.randn(rank, num_in, generator=drawn) / num_in**0.5
+        up = torch.randn(num_out, rank, generator=drawn) * 0.3
+        weights[name] = weights[name].float() + alpha / rank * up @ down
+        place = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors |= {f"{place}.lora_A.weight": down, f"{place}.lora_B.weight": up}
+    for path in model.iterdir():
+        if path.name != "model.safetensors":
+            (merged / path.name).symlink_to(path)
+    save_file(weights, merged / "model.safetensors", {"format": "pt"})
+    save_file(tensors, adapter / "adapter_model.safetensors", {"format": "pt"})
+    facts = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": ["q_proj", "v_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(facts | {"bias": "none", "task_type": "CAUSAL_LM"}))
+
+    texts = {}
+    for name, arguments in {"merged": [str(merged), None], "adapter": [str(model), str(adapter)]}.items():
+        (tmp_path / name).mkdir(exist_ok=True)
+        run("-c", WITH_ADAPTER, json.dumps([*arguments, prompts, str(tmp_path / name)]))
+        texts[name] = json.loads((tmp_path / name / "texts.json").read_text())
+    assert texts["adapter"][1] == texts["merged"][1]
+    assert texts["adapter"][1] != [text[:40] for text in plain]
+    assert texts["adapter"][0] != texts["merged"][0] and "adapter" in texts["adapter"][0]

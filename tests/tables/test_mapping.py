@@ -157,7 +157,7 @@ def test_ids_of_two_types_are_refused_before_all_is_unknown(tmp_path, source):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("items:", "things:", "things: no such key; there are ids, interactions, items, users"),
+        ("items:", "things:", "things: no such key; there are database, ids, interactions, items, users"),
         ("unit: iso", "unit: hours", r"interactions\.timestamp.*'hours' is not a time unit"),
         ("separator: ", "seperator: ", r"attributes\.category\.seperator: no such key; did you mean 'separator'"),
         (

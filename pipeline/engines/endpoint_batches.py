@@ -1,0 +1,143 @@
+"""Requests sent by a provider's batch API: a file of requests, answered within a day, often at half the price.
+
+A batch is known by the SHA-256 of its file, which is kept beside its id in the run's folder and in the batch's own
+metadata. So a night that was killed waits for the batch that it has sent, and sends and pays for none twice.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from laserbatch.pipeline.engines.endpoint_client import EndpointClient, NoSuchPath
+from laserbatch.pipeline.errors import RowError, RunFailed
+from laserbatch.pipeline.storage.atomic import read_json, write_json
+
+logger = logging.getLogger(__name__)
+
+MAX_REQUESTS, MAX_BYTES = 50_000, 190_000_000  # of a batch: OpenAI takes so many, and files of 200 MB
+FIRST_POLL_S, MAX_POLL_S = 1.0, 60.0  # between looks at a batch; doubled each time
+SHARD_ROWS = 2 * MAX_REQUESTS  # of a night's shards, each of which waits for its batches
+FOLDER, METADATA_KEY = "batches", "laserbatch"
+ENDED = {"completed", "expired", "cancelled", "failed"}
+
+
+class EndpointBatches:
+    """The batches of a run.
+
+    Parameters
+    ----------
+    path : of the API that answers each request, such as "/v1/chat/completions".
+    """
+
+    def __init__(self, client: EndpointClient, path: str, run_dir: Path) -> None:
+        self._client, self._path, self._folder = client, path, run_dir / FOLDER
+
+    async def answers(self, bodies: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any] | RowError]:
+        """The answer to each request, by its id, or why it has none.
+
+        Raises RunFailed: the provider refuses a batch as a whole.
+        """
+        lines = {
+            request_id: json.dumps(
+                {"custom_id": request_id, "method": "POST", "url": self._path, "body": body}
+            ).encode()
+            for request_id, body in bodies.items()
+        }
+        found: dict[str, dict[str, Any] | RowError] = {}
+        for answers in await asyncio.gather(*(self._answers_of(part) for part in _parts(list(lines.values())))):
+            found |= answers
+        nothing = RowError("no-answer: the batch ended without an answer to this request")
+        return {request_id: found.get(request_id, nothing) for request_id in bodies}
+
+    async def _answers_of(self, lines: list[bytes]) -> dict[str, dict[str, Any] | RowError]:
+        content = b"\n".join(lines) + b"\n"
+        digest = hashlib.sha256(self._path.encode() + content).hexdigest()
+        record = self._folder / f"{digest}.json"
+        if record.exists():
+            batch_id = str(read_json(record)["id"])
+            logger.info("waiting for the batch %s that was sent before", batch_id)
+        else:
+            batch_id = await self._sent_before(digest) or await self._send(content, digest)
+            record.parent.mkdir(exist_ok=True)
+            write_json({"id": batch_id}, record)
+        try:
+            batch = await self._ended(batch_id)
+        except NoSuchPath:
+            record.unlink()
+            again = "the same command sends its requests again, and they are paid for again"
+            raise RunFailed(f"the provider does not know the batch {batch_id} any more; {again}") from None
+        if batch["status"] == "failed":
+            record.unlink(missing_ok=True)
+            errors = batch.get("errors")
+            reasons = errors.get("data") if isinstance(errors, Mapping) else None
+            said = "; ".join(str(one.get("message")) for one in (reasons or [])[:3] if isinstance(one, Mapping))
+            raise RunFailed(f"the provider refuses the batch {batch_id}: {said or 'it gives no reason'}")
+        answers: dict[str, dict[str, Any] | RowError] = {}
+        for name in ("output_file_id", "error_file_id"):
+            if isinstance(batch.get(name), str):
+                text = await self._client.text(f"/files/{batch[name]}/content")
+                answers |= dict(_answer(line) for line in text.splitlines() if line.strip())
+        return answers
+
+    async def _sent_before(self, digest: str) -> str | None:
+        """The batch of a process that died before it could write down the id; None: there is none, or no list."""
+        try:
+            listed = (await self._client.get("/batches?limit=100")).get("data")
+        except (NoSuchPath, RowError):
+            return None
+        for batch in listed if isinstance(listed, list) else ():
+            metadata = batch.get("metadata") or {} if isinstance(batch, Mapping) else {}
+            if metadata.get(METADATA_KEY) == digest and batch.get("status") not in {"cancelled", "failed"}:
+                return str(batch["id"])
+        return None
+
+    async def _send(self, content: bytes, digest: str) -> str:
+        try:
+            sent = await self._client.upload("/files", {"purpose": "batch"}, (f"{digest[:16]}.jsonl", content))
+            fields = {"input_file_id": sent.get("id"), "endpoint": self._path, "completion_window": "24h"}
+            batch = await self._client.post("/batches", fields | {"metadata": {METADATA_KEY: digest}}, 0)
+        except RowError as error:
+            raise RunFailed(f"the provider takes no batch: {error.reason}") from None
+        if not isinstance(batch.get("id"), str):
+            raise RunFailed("the provider takes no batch: its answer to /batches has no id")
+        logger.info("sent %d requests as the batch %s", content.count(b"\n"), batch["id"])
+        return batch["id"]
+
+    async def _ended(self, batch_id: str) -> dict[str, Any]:
+        delay_s = FIRST_POLL_S
+        while (batch := await self._client.get(f"/batches/{batch_id}")).get("status") not in ENDED:
+            await asyncio.sleep(delay_s)
+            delay_s = min(MAX_POLL_S, 2 * delay_s)
+        return batch
+
+
+def _parts(lines: list[bytes]) -> Iterator[list[bytes]]:
+    """Lines in order, as many together as a batch takes."""
+    part: list[bytes] = []
+    num_bytes = 0
+    for line in lines:
+        if part and (len(part) == MAX_REQUESTS or num_bytes + len(line) + 1 > MAX_BYTES):
+            yield part
+            part, num_bytes = [], 0
+        part.append(line)
+        num_bytes += len(line) + 1
+    if part:
+        yield part
+
+
+def _answer(line: str) -> tuple[str, dict[str, Any] | RowError]:
+    """A line of a batch's files: the request's id, and its answer."""
+    try:
+        found = json.loads(line)
+        request_id, response, error = found["custom_id"], found.get("response") or {}, found.get("error") or {}
+        status, body = response.get("status_code"), response.get("body")
+    except (ValueError, KeyError, AttributeError, TypeError):
+        return "", RowError("malformed-answer: a line of the batch is no JSON object with a custom_id")
+    if status == 200 and isinstance(body, dict):
+        return str(request_id), body
+    said = error.get("message") or (body.get("error") or {} if isinstance(body, dict) else {}).get("message")
+    return str(request_id), RowError(f"refused: HTTP {status}: {str(said)[:300]}")
