@@ -29,7 +29,7 @@ from sampled_beams import sampled_search
 
 from laserbatch.research.recommending import losses
 from laserbatch.research.recommending.baselines import neighbour_lists, popular_list
-from laserbatch.research.recommending.beams import BeamDrafter, Found, ListedItems, ModelBeams, search
+from laserbatch.research.recommending.beams import BeamDrafter, BeamResult, ListedItems, ModelBeams, search
 from laserbatch.research.recommending.card import Ranking
 from laserbatch.research.recommending.code_trees import CodeTrees
 from laserbatch.research.recommending.codes import ItemCodes, read_codes
@@ -131,7 +131,7 @@ def replaced_strict_loss(loss: Callable | None) -> Iterator[None]:
         losses.strict_loss = own
 
 
-Run = Callable[[Sequence[int]], tuple[list[Found], CodeTrees | None]]  # from places of asked users to their lists
+Run = Callable[[Sequence[int]], tuple[list[BeamResult], CodeTrees | None]]  # from places of asked users to their lists
 
 
 class WithoutATree(CodeTrees):
@@ -156,7 +156,7 @@ def methods_of(world: World, models: dict[str, Recommender], size: int, scale: S
         return kind(model.model, trie, model.card.first_tokens, own)
 
     def by(drafter_of: Callable[[Sequence[int]], BeamDrafter], kind: type[CodeTrees] = CodeTrees) -> Run:
-        def run(users: Sequence[int]) -> tuple[list[Found], CodeTrees]:
+        def run(users: Sequence[int]) -> tuple[list[BeamResult], CodeTrees]:
             own = trees(target, users, kind)
             return search(own, trie, len(users), size, drafter_of(users)), own
 
@@ -166,7 +166,7 @@ def methods_of(world: World, models: dict[str, Recommender], size: int, scale: S
         return by(lambda users: ModelBeams(trees(models[name], users), trie, len(users), width), kind)
 
     def sampled(name: str | None) -> Run:
-        def run(users: Sequence[int]) -> tuple[list[Found], CodeTrees]:
+        def run(users: Sequence[int]) -> tuple[list[BeamResult], CodeTrees]:
             own, draft = trees(target, users), None if name is None else trees(models[name], users)
             return sampled_search(own, trie, size, users, draft, width), own
 
@@ -199,7 +199,7 @@ def methods_of(world: World, models: dict[str, Recommender], size: int, scale: S
 
 
 @torch.inference_mode()
-def by_transformers(world: World, target: Recommender, users: Sequence[int], size: int) -> list[Found]:
+def by_transformers(world: World, target: Recommender, users: Sequence[int], size: int) -> list[BeamResult]:
     """Its own beams, kept to items by `prefix_allowed_tokens_fn`."""
     prompts = [target.card.prompt(world.codes.codes[world.asked[user]]) for user in users]
     trie, firsts = world.trie, target.card.first_tokens
@@ -223,7 +223,7 @@ def by_transformers(world: World, target: Recommender, users: Sequence[int], siz
         prefix_allowed_tokens_fn=allowed, renormalize_logits=True,
     )[:, longest:].reshape(len(prompts), size, -1).cpu()  # fmt: skip
     rows = [[trie.node_of(tuple((row - torch.tensor(firsts)).tolist())) for row in one] for one in out]
-    return [Found(np.array([-1 if row is None else row for row in one]), np.zeros(size), 0) for one in rows]
+    return [BeamResult(np.array([-1 if row is None else row for row in one]), np.zeros(size), 0) for one in rows]
 
 
 def rows_of(world: World, models: dict[str, Recommender], scale: Scale) -> Iterator[dict]:
@@ -234,7 +234,7 @@ def rows_of(world: World, models: dict[str, Recommender], scale: Scale) -> Itera
         for size in scale.sizes:
             methods = methods_of(world, models, size, scale, batch)
             seconds = {name: [] for name in methods}
-            found: dict[str, list[Found]] = {}
+            found: dict[str, list[BeamResult]] = {}
             forwards, tokens = {}, {}
             for run in methods.values():
                 run(parts[0])
@@ -297,8 +297,8 @@ def figures_of(rows: Sequence[dict], quality: Sequence[dict]) -> Iterator[Figure
         loose = [row for row in loose if row["method"] != "plain, sampled"]
         for kind, some, wanted in (("strict", own, 1.9 if batch == 1 else 1.2), ("relaxed", loose, 2.5)):
             best = max(some, key=lambda row: row["speedup"].median)
-            told = f"batch {batch}: {kind} over plain, {best['method']}, k {best['k']}"
-            yield Figure.at_least(told, best["speedup"].median, wanted)
+            label = f"batch {batch}: {kind} over plain, {best['method']}, k {best['k']}"
+            yield Figure.at_least(label, best["speedup"].median, wanted)
             name = "plain" if kind == "strict" else "plain, sampled"
             fewer = [
                 row["if-newer"] / other["if-newer"]

@@ -89,10 +89,10 @@ def main() -> None:
                 break
             outcomes.append(chaos.outcome_of(kill))
             print(f"{number}/{len(kills)} {kill} {outcomes[-1]}", file=sys.stderr, flush=True)
-    told(arguments.json, outcomes, len(kills))
+    write_results(arguments.json, outcomes, len(kills))
 
 
-def told(json_path: Path | None, outcomes: list["Outcome"], num_wanted: int) -> None:
+def write_results(json_path: Path | None, outcomes: list["Outcome"], num_wanted: int) -> None:
     """Print and write what came of the kills."""
     rows = rows_of(outcomes)
     totals = {name: sum(row[name] for row in rows) for name in ("survived", "identical", *NONE_OF)}
@@ -265,12 +265,12 @@ class Chaos:
             num_lost += len(self._expected[side] - there[side])
             num_doubled += sum(count - 1 for count in there[side].values() if count > 1)
         stray = [path.name for path in (*leftovers(place), *place.glob("workspace/runs/*/.workers"))]
-        told = [f"differ: {', '.join(differing[:4])}"] if differing else []
-        if outcome.kill.kind == "node" and told_events(place).count("worker_lost") > 1:
-            told.append("a node of one worker cost more than that")
-        is_identical = not told
-        told += [f"left: {', '.join(stray[:4])}"] if stray else []
-        trouble = f"{outcome.kill}: {'; '.join(told)}" if told else ""
+        differences = [f"differ: {', '.join(differing[:4])}"] if differing else []
+        if outcome.kill.kind == "node" and event_names(place).count("worker_lost") > 1:
+            differences.append("a node of one worker cost more than that")
+        is_identical = not differences
+        differences += [f"left: {', '.join(stray[:4])}"] if stray else []
+        trouble = f"{outcome.kill}: {'; '.join(differences)}" if differences else ""
         return replace(
             outcome,
             is_identical=is_identical,
@@ -281,7 +281,7 @@ class Chaos:
         )
 
 
-def told_events(place: Path) -> list[str]:
+def event_names(place: Path) -> list[str]:
     """The names of what happened in the runs of the second date."""
     paths = place.glob(f"workspace/runs/{SECOND_DATE}*/events.jsonl")
     return [event["event"] for path in paths for event in read_events(path)]
@@ -316,8 +316,8 @@ def contents(place: Path) -> dict[str, str]:
     for path in sorted(run.root.rglob("*.parquet")):
         if path.relative_to(run.root).parts[0] not in ("plan", "shards"):
             table = pq.read_table(path)
-            told = repr((table.schema, table.to_pylist())).encode()
-            found[str(path.relative_to(run.root))] = hashlib.sha256(told).hexdigest()
+            content = repr((table.schema, table.to_pylist())).encode()
+            found[str(path.relative_to(run.root))] = hashlib.sha256(content).hexdigest()
     pools = PoolStore(workspace.pools_folder)
     current = pools.folder(pools.current_version())
     for path in sorted(current.rglob("*")):

@@ -170,8 +170,8 @@ def simulated_cluster(mark: str):
     environment = os.environ | {MARK: f"{mark}-cluster"}
     holder = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        told = json.loads(holder.stdout.readline())
-        yield Cluster(told["address"], told["raylets"])
+        cluster = json.loads(holder.stdout.readline())
+        yield Cluster(cluster["address"], cluster["raylets"])
     finally:
         holder.stdin.close()
         with suppress(subprocess.TimeoutExpired):

@@ -237,7 +237,7 @@ def main() -> None:
     engines = Engines(model_dir, dtype, device)
     rows: list[dict] = []
 
-    def told() -> dict[str, Any]:
+    def content() -> dict[str, Any]:
         return {
             "model": model_dir.name,
             "dtype": dtype,
@@ -251,8 +251,8 @@ def main() -> None:
         for found in measure_task(task, engines, peers, scale, arguments.cache, rates):
             rows += found
             if arguments.json:  # a run that is cut off has what it had measured
-                write_json(arguments.json, {"figures": figures_of(rows, device), **told(), "is_cut_off": True})
-    finish(arguments.json, figures_of(rows, device), [table(map(described, rows), COLUMNS)], told())
+                write_json(arguments.json, {"figures": figures_of(rows, device), **content(), "is_cut_off": True})
+    finish(arguments.json, figures_of(rows, device), [table(map(described, rows), COLUMNS)], content())
 
 
 if __name__ == "__main__":

@@ -61,8 +61,8 @@ def probe(run: Run) -> bool:
     )
     start, start_s = run.log_size(), time.monotonic()
     status = wait_for(run.start([sys.executable, "-c", code], run.log_path), run.deadline.limit(90))
-    told = tail_of(run.log_path, start, 4000)
-    line = next((line for line in told.splitlines() if line.startswith("PROBE ")), None)
+    output = tail_of(run.log_path, start, 4000)
+    line = next((line for line in output.splitlines() if line.startswith("PROBE ")), None)
     facts = json.loads(line.removeprefix("PROBE ")) if line else {}
     facts["seconds"] = time.monotonic() - start_s
     with suppress(OSError, subprocess.TimeoutExpired):
@@ -71,8 +71,8 @@ def probe(run: Run) -> bool:
     run.rows.add("probe", "probe", **facts)
     run.say(json.dumps(facts))
     has_device = run.options.smoke or facts.get("cuda")
-    if status != 0 or "IMPORTED" not in told or not has_device:
-        run.fail("probe", "probe", f"status {status}: {told[-1200:]}" if has_device else "torch sees no CUDA device")
+    if status != 0 or "IMPORTED" not in output or not has_device:
+        run.fail("probe", "probe", f"status {status}: {output[-1200:]}" if has_device else "torch sees no CUDA device")
         return False
     return True
 

@@ -112,8 +112,8 @@ def measure_once(run: Run, items: Sequence[str], mode: Mode, start_s: float) -> 
         time.sleep(0.1)
         for row in (lines := rows.read())[num_seen:]:
             if "event" not in row:
-                told = {name: value for name, value in row.items() if not isinstance(value, dict | list)}
-                run.say(f"{json.dumps(told, ensure_ascii=False)}"[:260])
+                output = {name: value for name, value in row.items() if not isinstance(value, dict | list)}
+                run.say(f"{json.dumps(output, ensure_ascii=False)}"[:260])
         num_seen = len(lines)
         begun = [item for item in items_begun(lines[num_before:]) if item in items]
         newest = begun[-1] if begun else None
@@ -130,9 +130,9 @@ def measure_once(run: Run, items: Sequence[str], mode: Mode, start_s: float) -> 
     new = rows.read()[num_before:]
     run.begun = [item for item in items_begun(new) if item in items]
     unfinished = [item for item in run.begun if item not in items_ended(new)]
-    told = tail_of(log, start, 1500)
-    is_fatal = process.returncode == FATAL_STATUS or "CUDA error" in told
-    reason = reason or f"ended with status {process.returncode}: {' | '.join(told.splitlines()[-3:])}"[-500:]
+    output = tail_of(log, start, 1500)
+    is_fatal = process.returncode == FATAL_STATUS or "CUDA error" in output
+    reason = reason or f"ended with status {process.returncode}: {' | '.join(output.splitlines()[-3:])}"[-500:]
     return (unfinished[0] if unfinished else None), is_fatal, reason
 
 

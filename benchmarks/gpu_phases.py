@@ -57,16 +57,16 @@ def attempt(bench: Bench, item: str) -> None:
             run_item(bench, item)
             return
         except (Exception, SystemExit) as error:
-            told = "".join(traceback.format_exception(error))
-            print(told, file=sys.stderr, flush=True)
+            trace = "".join(traceback.format_exception(error))
+            print(trace, file=sys.stderr, flush=True)
             if is_fatal(error):
-                bench.rows.add(phase_of(item), item, failed=str(error)[:400], traceback=told[-1500:])
+                bench.rows.add(phase_of(item), item, failed=str(error)[:400], traceback=trace[-1500:])
                 sys.stderr.flush()
                 os._exit(FATAL_STATUS)  # without CUDA's clean-up, which can hang
             ran_out = is_out_of_memory(error) or "out of memory" in str(error)
             if not ran_out or max_cache_tokens == SMALL_CACHE_TOKENS:
                 reason = "does not fit" if ran_out else str(error)[:400]
-                bench.rows.add(phase_of(item), item, failed=reason, traceback=told[-1500:])
+                bench.rows.add(phase_of(item), item, failed=reason, traceback=trace[-1500:])
                 return
         release_memory(bench.device)
 

@@ -161,8 +161,8 @@ def _attention(rows: Sequence[dict]) -> str:
     lines = []
     for (context, batch, tree), found in problems.items():
         default = next((row for row in found if row["blocks"] is None), None)
-        told = default and f"{default['us']['median']:.1f} us, {default['kv_gb_per_s']:.0f} GB/s"
-        lines.append(f"attention, context {context}, batch {batch}, tree {tree}: default {told}")
+        result = default and f"{default['us']['median']:.1f} us, {default['kv_gb_per_s']:.0f} GB/s"
+        lines.append(f"attention, context {context}, batch {batch}, tree {tree}: default {result}")
         for row in sorted(found, key=lambda one: one["us"]["median"])[:3]:
             blocks = row["blocks"] and " ".join(f"{name} {value}" for name, value in row["blocks"].items())
             lines.append(f"  {row['us']['median']:8.1f} us  {row['kv_gb_per_s']:6.0f} GB/s  {blocks or 'default'}")

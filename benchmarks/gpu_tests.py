@@ -112,10 +112,10 @@ def run_correctness(run: Run, files: Sequence[str], limit_s: float, sanitizes: b
     if watched is not None:
         left_s = run.deadline.limit(max(1.0, SANITIZER_S - (time.monotonic() - start_s)))
         status = wait_for(watched, left_s)
-        told = tail_of(log, 0)
-        clean = status == 0 and "ERROR SUMMARY: 0 errors" in told
+        text = tail_of(log, 0)
+        clean = status == 0 and "ERROR SUMMARY: 0 errors" in text
         outcome = "ok" if clean else "timed out" if status is None else "failed"
-        run.rows.add("a", "sanitizer", outcome=outcome, seconds=time.monotonic() - start_s, red=told.splitlines()[-6:])
+        run.rows.add("a", "sanitizer", outcome=outcome, seconds=time.monotonic() - start_s, red=text.splitlines()[-6:])
         run.say(f"sanitizer: {outcome}")
     elif sanitizes:
         run.rows.add("a", "sanitizer", outcome="not here", seconds=0.0)

@@ -151,18 +151,18 @@ def start_vllm(options: argparse.Namespace, name: str, cache_tokens: int, drafts
         environment |= {SETTINGS_VARIABLE: str(drafts), "NUMBA_NUM_THREADS": "1" if options.smoke else "4"}
     paths = (os.environ.get("PYTHONPATH"), options.vllm_path)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    told = {"model": str(options.folder), "engine": engine, "speculative_config": config}
+    payload = {"model": str(options.folder), "engine": engine, "speculative_config": config}
     script = str(Path(__file__).with_name("peers_worker.py"))
-    return Worker(name, [options.vllm_python, script, json.dumps(told)], options.out, environment)
+    return Worker(name, [options.vllm_python, script, json.dumps(payload)], options.out, environment)
 
 
 def start_ours(options: argparse.Namespace, cache_tokens: int | None, num_prompts: int) -> Worker:
     """Our engine's process, which makes the model."""
     names = ("model", "texts", "folder", "out")
-    told = {name: str(getattr(options, name)) for name in names} | {"num_prompts": num_prompts}
-    told |= {"geometry": options.geometry, "max_cache_tokens": cache_tokens, "threads": 1 if options.smoke else 4}
+    payload = {name: str(getattr(options, name)) for name in names} | {"num_prompts": num_prompts}
+    payload |= {"geometry": options.geometry, "max_cache_tokens": cache_tokens, "threads": 1 if options.smoke else 4}
     script = str(Path(__file__).with_name("gpu_vllm_ours.py"))
-    return Worker(OURS, [sys.executable, script, json.dumps(told)], options.out, {})
+    return Worker(OURS, [sys.executable, script, json.dumps(payload)], options.out, {})
 
 
 def cache_tokens_of_each() -> int:

@@ -101,7 +101,7 @@ def compared(own: Repetitions, plain: Repetitions) -> dict:
     }
 
 
-def told_of_pools(rows: Sequence[dict]) -> Iterator[Figure]:
+def pools_figures(rows: Sequence[dict]) -> Iterator[Figure]:
     """What the paper says of users' texts (of ML-10M): ours are long answers, alone."""
     at = {(row["task"], row["pool"], row["rule"]): row for row in rows}
     one, routed, random = (at[LONG, pool, "top-1"] for pool in ("global", "group", "random"))
@@ -125,7 +125,7 @@ def told_of_pools(rows: Sequence[dict]) -> Iterator[Figure]:
         yield Figure.at_least(f"b: speed over plain, {papers}", row["speed"].median, wanted)
 
 
-def told_of_rules(rows: Sequence[dict]) -> Iterator[Figure]:
+def rules_figures(rows: Sequence[dict]) -> Iterator[Figure]:
     """Speeds alone, lengths in batches, where there are more texts."""
     speed = {row["rule"]: row["tokens_per_s"].median for row in rows if (row["task"], row["batch"]) == (LONG, 1)}
     for rule in ("top-k", "top-p", "relaxed"):
@@ -138,7 +138,7 @@ def told_of_rules(rows: Sequence[dict]) -> Iterator[Figure]:
         yield Figure.at_most(f"c: {task}, length, relaxed over plain (alike), from 1", strays, 0.1)
 
 
-def told_of_texts(part: str, gains: str, differences: str, rows: Sequence[dict]) -> Iterator[Figure]:
+def texts_figures(part: str, gains: str, differences: str, rows: Sequence[dict]) -> Iterator[Figure]:
     """Texts help surely, and surely differ from greedy ones by no more than the margin; with what the paper saw."""
     for row in rows[1:]:
         name = f"{part}: AUC, {row['texts']} as {row['form']}"
@@ -148,13 +148,13 @@ def told_of_texts(part: str, gains: str, differences: str, rows: Sequence[dict])
             yield Figure.at_most(f"{name} from greedy ({differences}), most of the interval", most, MARGIN)
 
 
-def told_of_forms(rows: Sequence[dict]) -> Iterator[Figure]:
-    yield from told_of_texts("d", "0.004 to 0.006", "0.0004", rows)
+def forms_figures(rows: Sequence[dict]) -> Iterator[Figure]:
+    yield from texts_figures("d", "0.004 to 0.006", "0.0004", rows)
     gain = {row["form"]: row["over_none"].value for row in rows if row["texts"] == "greedy"}
     yield Figure.at_least("d: AUC, codes over vectors (0.0013)", gain["codes"] - gain["vectors"], 0)
 
 
-def told_of_nights(rows: Sequence[dict]) -> Iterator[Figure]:
+def nights_figures(rows: Sequence[dict]) -> Iterator[Figure]:
     at = {row["night"]: row for row in rows}
     for name, papers in (("resd", 0.012), ("laser", 0.0035)):
         share = (at[name]["grouping_s"] + at[name]["pools_s"]) / at[name]["generation_s"]
@@ -194,7 +194,7 @@ COLUMNS = {  # of each part's table: head, and what stands below it of a row
 }  # fmt: skip
 
 
-def told(part: str, rows: Sequence[dict], figures: Sequence[Figure]) -> str:
+def page_part(part: str, rows: Sequence[dict], figures: Sequence[Figure]) -> str:
     """A part's rows, and below them whether they agree with the paper."""
     blank = {"mean_tokens": 0, "share_as_greedy": 0, "cosine": 0}
     unmet = {True: "NOT SHOWN", False: "DISAGREES"}
@@ -214,14 +214,14 @@ def main() -> None:
         nights, overhead = write_nights(Path(folder), scale.num_users)
         judged = auc_rows(nights["ours"], texts_of(nights, Path(folder)), scale.num_seeds, MARGIN)
     parts = {
-        "a": ([row for row in judged if row["form"] == "both"], partial(told_of_texts, "a", "0.018 to 0.021", "0.001")),
-        "b": ([row for row in decoded if row["batch"] == 1 and row["rule"] in ("top-1", "relaxed")], told_of_pools),
-        "c": ([row for row in decoded if row["pool"] == OURS], told_of_rules),
-        "d": ([row for row in judged if not row["texts"].startswith("sampled")], told_of_forms),
-        "e": (overhead, told_of_nights),
+        "a": ([row for row in judged if row["form"] == "both"], partial(texts_figures, "a", "0.018 to 0.021", "0.001")),
+        "b": ([row for row in decoded if row["batch"] == 1 and row["rule"] in ("top-1", "relaxed")], pools_figures),
+        "c": ([row for row in decoded if row["pool"] == OURS], rules_figures),
+        "d": ([row for row in judged if not row["texts"].startswith("sampled")], forms_figures),
+        "e": (overhead, nights_figures),
     }
     figures = {part: list(figures_of(rows)) for part, (rows, figures_of) in parts.items()}
-    tables = [told(part, rows, figures[part]) for part, (rows, _) in parts.items()]
+    tables = [page_part(part, rows, figures[part]) for part, (rows, _) in parts.items()]
     content = {"model": model.name, **{part: rows for part, (rows, _) in parts.items()}}
     finish(arguments.json, [one for of_part in figures.values() for one in of_part], tables, content)
 

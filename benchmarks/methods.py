@@ -214,8 +214,8 @@ def figures_of(rows: Sequence[dict], drafters: Sequence[dict]) -> Iterator[Figur
         kind, _, length = rule.partition(", ")
         if kind == "rsd":
             best = max(drawn[task, f"{other}, {length}", budget] for other in ("specinfer", "k_seq"))
-            told = f"{task}, {budget} draft tokens, {length}: tokens a step, rsd over the better of specinfer and k_seq"
-            yield Figure.at_least(told, pace / best, 1)
+            name = f"{task}, {budget} draft tokens, {length}: tokens a step, rsd over the better of specinfer and k_seq"
+            yield Figure.at_least(name, pace / best, 1)
     of = {one["kind"]: one["acceptance"] for one in drafters}
     for depth, pair in enumerate(zip(of["eagle"], of["hass"], strict=True), 1):
         if depth >= 3:

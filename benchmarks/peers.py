@@ -74,8 +74,8 @@ class Served:
     def __init__(
         self, model: Path, speculative: dict | None, environment: dict[str, str], dtype: str = ENGINE["dtype"]
     ) -> None:
-        told = {"model": str(model), "engine": ENGINE | {"dtype": dtype}, "speculative_config": speculative}
-        command = [sys.executable, str(Path(__file__).with_name("peers_worker.py")), json.dumps(told)]
+        payload = {"model": str(model), "engine": ENGINE | {"dtype": dtype}, "speculative_config": speculative}
+        command = [sys.executable, str(Path(__file__).with_name("peers_worker.py")), json.dumps(payload)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
         self._process = subprocess.Popen(command, env=os.environ | environment, **pipes)
         self._is_ready = False
@@ -233,8 +233,8 @@ def main() -> None:
             for batch in BATCHES:
                 systems = peers | {VLLM_OURS: ours} | of_our_engine(engines, batch, pools)
                 rows += measure(systems, task, batch, scale)
-                told = [f"{row['system']} {row['tokens_per_s']:.0f}" for row in rows[-len(systems) :]]
-                logger.info("%s, batch %d, tokens a second: %s", task.name, batch, ", ".join(told))
+                speeds = [f"{row['system']} {row['tokens_per_s']:.0f}" for row in rows[-len(systems) :]]
+                logger.info("%s, batch %d, tokens a second: %s", task.name, batch, ", ".join(speeds))
             ours.close()
         for one in peers.values():
             one.close()

@@ -19,8 +19,8 @@ def main() -> None:
     os.dup2(2, 1)  # what vLLM and its processes print goes to the log
     from vllm import LLM
 
-    told = json.loads(sys.argv[1])
-    llm = LLM(told["model"], **told["engine"], speculative_config=told["speculative_config"])
+    payload = json.loads(sys.argv[1])
+    llm = LLM(payload["model"], **payload["engine"], speculative_config=payload["speculative_config"])
     num_steps = counted_steps(llm)
     print(f"{MARK}{{}}", file=answers, flush=True)
     for line in sys.stdin:

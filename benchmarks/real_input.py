@@ -203,8 +203,8 @@ def describe(run: dict) -> str:
             )
         ctr = record["ctr"] or {"skipped": "not trained"}
         for row in [] if ctr.get("skipped") else ctr["rows"]:
-            told = f"AUC {_spread(row, 'auc')}, LogLoss {_spread(row, 'logloss')}"
-            lines.append(f"    CTR: {row['model']:7} {row['variant']:8} {told}")
+            metrics = f"AUC {_spread(row, 'auc')}, LogLoss {_spread(row, 'logloss')}"
+            lines.append(f"    CTR: {row['model']:7} {row['variant']:8} {metrics}")
         if ctr.get("skipped"):
             lines.append(f"    CTR: {ctr['skipped']}")
     return "\n".join(lines)

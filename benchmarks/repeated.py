@@ -55,7 +55,7 @@ SETTINGS = {
 TIMEOUT_S = 1800.0  # a night may take this long
 COLUMNS = {
     "chain": "{chain}", "night": "{night}", "side": "{side}", "tokens": "{mean_tokens:.1f}",
-    "repet.": "{repetitive:.1%}", "plain": "{as_plain:.1%}", "a step": "{tokens_per_step:.2f}", "errors": "{told}",
+    "repet.": "{repetitive:.1%}", "plain": "{as_plain:.1%}", "a step": "{tokens_per_step:.2f}", "errors": "{shares}",
 }  # fmt: skip
 MAX_ADDED = 0.02  # share of texts by which an error may be more frequent in the last nights than in plain texts
 
@@ -218,7 +218,7 @@ def figures_of(rows: list[Row], scale: Scale) -> list[Figure]:
 
 def described(row: Row) -> dict:
     """What COLUMNS show of a row."""
-    return vars(row) | {"told": "  ".join(f"{name} {share:.1%}" for name, share in row.errors.items())}
+    return vars(row) | {"shares": "  ".join(f"{name} {share:.1%}" for name, share in row.errors.items())}
 
 
 if __name__ == "__main__":

@@ -55,23 +55,23 @@ def read_evidence(entity: Entity, history: tuple[HistoryEvent, ...]) -> Evidence
     poor = [event for event in newest if event.rating <= POOR_RATING]
 
     tops = [event.attributes["category"][0] for event in newest]
-    told_tops = [top for top in TOP_CATEGORIES if top.lower() in about.lower()]
+    described_tops = [top for top in TOP_CATEGORIES if top.lower() in about.lower()]
     categories = _ranked(Counter(tops), tops)
-    categories += [top for top in told_tops if top not in categories]
+    categories += [top for top in described_tops if top not in categories]
     middles = [
         e.attributes["category"][1] for e in newest if categories and e.attributes["category"][0] == categories[0]
     ]
     middle = _ranked(Counter(middles), middles)[:1]
 
-    told_themes = about_themes(about)
+    described_themes = about_themes(about)
     liked_themes = [title_themes(event.title).main for event in liked]
     theme_counts = Counter(liked_themes)
-    for weight, theme in zip((3, 2), told_themes, strict=False):
+    for weight, theme in zip((3, 2), described_themes, strict=False):
         theme_counts[theme] += weight
     poor_themes = [title_themes(event.title).main for event in poor]
-    disliked = [theme for theme in _ranked(Counter(poor_themes), poor_themes) if theme not in told_themes][:1]
+    disliked = [theme for theme in _ranked(Counter(poor_themes), poor_themes) if theme not in described_themes][:1]
 
-    def told_and_liked(column: str, words: tuple[str, ...]) -> list[str]:
+    def described_and_liked(column: str, words: tuple[str, ...]) -> list[str]:
         values = [str(event.attributes[column]) for event in liked]
         counts = Counter(values)
         for word in words:
@@ -88,8 +88,8 @@ def read_evidence(entity: Entity, history: tuple[HistoryEvent, ...]) -> Evidence
         categories=categories,
         middle=middle[0] if middle else None,
         themes=_ranked(theme_counts, liked_themes),
-        moods=told_and_liked("mood", MOODS),
-        eras=told_and_liked("era", ERAS),
+        moods=described_and_liked("mood", MOODS),
+        eras=described_and_liked("era", ERAS),
         creator=creator,
         recent_like=liked[0] if liked else None,
         disliked_theme=disliked[0] if disliked else None,

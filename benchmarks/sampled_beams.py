@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from laserbatch.research.recommending.beams import Beams, Found
+from laserbatch.research.recommending.beams import BeamResult, Beams
 from laserbatch.research.recommending.code_trees import CodeTrees
 from laserbatch.research.recommending.item_trie import ItemTrie
 
@@ -71,7 +71,7 @@ def _scored(beams: Beams, draft: Beams) -> Beams:
 def sampled_search(
     trees: CodeTrees, trie: ItemTrie, size: int, seeds: Sequence[int], small: CodeTrees | None = None,
     num_drafted: int = 40,
-) -> list[Found]:  # fmt: skip
+) -> list[BeamResult]:  # fmt: skip
     """`size` sampled items of each user, the likeliest first; of each `seeds` has one of its random numbers.
 
     `small` : what a small model says of the same users, which drafts `num_drafted` paths a level; None: nothing drafts.
@@ -120,5 +120,5 @@ def sampled_search(
     found = []
     for one, number in zip(beams, (trie.num_levels - num_forwards).tolist(), strict=True):
         order = np.argsort(-one.scores, kind="stable")
-        found.append(Found(one.nodes[order], one.scores[order], number))
+        found.append(BeamResult(one.nodes[order], one.scores[order], number))
     return found

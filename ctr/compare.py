@@ -80,10 +80,10 @@ def train_ctr(
         seen, of_variant = data, knowledge.get(variant)
         if settings.history == "asof" and of_variant is not None and versions is not None:
             seen, of_variant = join_as_of(tables, data, of_variant, versions[variant])
-        found, scores[variant] = train_models(variant, data, seen, of_variant, settings, on_fit)
-        rows += found
+        fitted, scores[variant] = train_models(variant, data, seen, of_variant, settings, on_fit)
+        rows += fitted
     split = describe_split(data)
-    pairs = _own_with_plain(data, scores)
+    pairs = _drafted_with_plain(data, scores)
     return CtrFigures(
         split=split,
         rows=[item_rate(data), *summarise(rows)],
@@ -108,27 +108,27 @@ def train_models(
     settings: CtrSettings,
     on_fit: Callable[[CtrRow], None] | None = None,
 ) -> tuple[list[CtrRow], Scores]:
-    """Every model trained from every seed, and what they say of the test rows."""
+    """Train every model from every seed; returns a row of metrics per training, and the scores of the test rows."""
     rows, scores = [], {}
     for model, seed in product(settings.models, range(settings.seed, settings.seed + settings.num_seeds)):
-        found = train_model(model, seen, knowledge, settings, seed)
-        title, judged = MODEL_TITLES[model], _judged(data, found.scores)
-        row = CtrRow(title, variant, seed, found.best_epoch, found.train_s, found.validation_auc, **judged)
+        trained = train_model(model, seen, knowledge, settings, seed)
+        title, judged = MODEL_TITLES[model], _judged(data, trained.scores)
+        row = CtrRow(title, variant, seed, trained.best_epoch, trained.train_s, trained.validation_auc, **judged)
         rows.append(row)
-        scores.setdefault(title, []).append(found.scores)
+        scores.setdefault(title, []).append(trained.scores)
         logger.info("%s %s seed %d: AUC %.4f in %.1f s", title, variant, seed, row.auc, row.train_s)
         if on_fit is not None:
             on_fit(row)
     return rows, {title: np.stack(of_seeds) for title, of_seeds in scores.items()}
 
 
-def _own_with_plain(data: CtrData, scores: dict[str, Scores]) -> dict[str, PairedAuc]:
-    """The run's own texts beside plain ones, by model; empty without both."""
+def _drafted_with_plain(data: CtrData, scores: dict[str, Scores]) -> dict[str, PairedAuc]:
+    """The comparison of drafted with plain texts, by model; empty if either is missing."""
     labels, users = data.labels[data.test], data.users[data.test]
     return {
         model: pair(labels, users, of_model, scores["plain"][model])
-        for variant, own in scores.items()
-        for model, of_model in own.items()
+        for variant, of_variant in scores.items()
+        for model, of_model in of_variant.items()
         if variant not in REFERENCES and "plain" in scores
     }
 
@@ -142,15 +142,15 @@ def item_rate(data: CtrData) -> CtrScores:
 
 
 def _judged(data: CtrData, scores: np.ndarray) -> dict[str, Any]:
-    """What is kept of predictions of the test rows: the fields of a row."""
+    """The metrics of predictions of the test rows, by the field of a row."""
     labels, users, is_cold = (of_row[data.test] for of_row in (data.labels, data.users, data.is_cold))
-    found = measure(labels, scores, users, is_cold)
+    metrics = measure(labels, scores, users, is_cold)
     return {
-        "auc": found.auc,
-        "logloss": found.logloss,
-        "gauc": found.gauc,
-        "calibration": found.mean_prediction - found.base_rate,
-        "auc_cold": found.auc_cold,
+        "auc": metrics.auc,
+        "logloss": metrics.logloss,
+        "gauc": metrics.gauc,
+        "calibration": metrics.mean_prediction - metrics.base_rate,
+        "auc_cold": metrics.auc_cold,
     }
 
 

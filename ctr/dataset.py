@@ -123,7 +123,7 @@ def rows_before(
 def _between(
     sorted_keys: np.ndarray, numbers: np.ndarray, moments: np.ndarray, num_moments: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of each (entity, moment) where its entity's keys begin, and where those of its moment would: int32 (n,) each."""
+    """For each (entity, moment) where its entity's keys begin and where its moment belongs: int32 (n,) each."""
     keys = numbers.astype(np.int64) * num_moments + moments
     order = np.argsort(keys)  # neighbours look up neighbours: of 20 million rows ten times as fast
     ends = np.empty(len(keys), np.int32)

@@ -17,7 +17,7 @@ from scipy.stats import rankdata
 from laserbatch.pipeline.storage.figures import CtrVerdict
 
 ALL_MODELS = "all"
-WANTED_POWER = 0.8  # at which a comparison is large enough
+MIN_POWER = 0.8  # at which a comparison is large enough
 MAX_SEEDS_ADVISED = 50
 MANY = 1e6  # degrees of freedom of what does not vary
 
@@ -73,7 +73,7 @@ def compare_paired(
 
 @dataclass(frozen=True)
 class _Spread:
-    """What the variance of a weighted mean difference is made of, as if of one seed and of the given test rows."""
+    """The components of the variance of a weighted mean difference, for one seed and the given test rows."""
 
     seeds: np.ndarray  # (num_models,) of the differences over seeds as they were measured
     interaction: float  # the part of it that more test rows would lower: users who like one seed's model better
@@ -82,14 +82,14 @@ class _Spread:
     num_users: int
 
     def variance(self, num_seeds: int | None = None, growth: float = 1.0) -> float:
-        """Of the mean, with other numbers of seeds, or `growth` times as many users and test rows."""
+        """The variance of the mean with another number of seeds, or with `growth` times as many users and test rows."""
         of_seeds = max(self.seeds.sum() - self.interaction, 0.0) + self.interaction / growth
         if growth == 1.0:
             of_seeds = self.seeds.sum()
         return of_seeds / (num_seeds or self.num_seeds) + self.users / growth
 
     def quantile(self, confidence: float, num_seeds: int | None = None) -> float:
-        """Of Student's t, by Satterthwaite's degrees of freedom."""
+        """The quantile of Student's t with Satterthwaite's degrees of freedom."""
         num_seeds = num_seeds or self.num_seeds
         parts = self.seeds / num_seeds
         uncertainty = (parts**2).sum() / (num_seeds - 1) + self.users**2 / max(self.num_users - 1, 1)
@@ -111,7 +111,7 @@ def _spread(pairs: list[PairedAuc], weights: np.ndarray) -> _Spread:
 
 
 def _weights(pairs: list[PairedAuc]) -> np.ndarray:
-    """Of each model the inverse of a training's variance over users, (num_models,), in sum 1.
+    """The weight of each model, the inverse of a training's variance over users: (num_models,), which sum to 1.
 
     Spreads over seeds would be those of a handful of numbers: weighted by them, intervals covered 87 % instead of 95 %.
     """
@@ -151,7 +151,7 @@ def _judged(pairs: list[PairedAuc], weights: np.ndarray, num_rows: int, margin: 
 def _power(
     spread: _Spread, margin: float, confidence: float, num_seeds: int | None = None, growth: float = 1.0
 ) -> float:
-    """How probably two texts of no true difference are called equivalent."""
+    """The probability that texts without a true difference are called equivalent."""
     standard_error = math.sqrt(spread.variance(num_seeds, growth))
     if standard_error == 0:
         return 1.0
@@ -162,12 +162,12 @@ def _power(
 def _seeds_needed(spread: _Spread, margin: float, confidence: float) -> int | None:
     """Seeds with which, on the same test rows, the power is as wanted; None where no number of them is enough."""
     tried = range(2, MAX_SEEDS_ADVISED + 1)
-    return next((num for num in tried if _power(spread, margin, confidence, num) >= WANTED_POWER), None)
+    return next((num for num in tried if _power(spread, margin, confidence, num) >= MIN_POWER), None)
 
 
 def _rows_needed(spread: _Spread, num_rows: int, margin: float, confidence: float) -> int | None:
     """Test rows, of more users of the same kind, with which the power is as wanted; None as above."""
     for growth in 2 ** np.arange(-3, 10, 0.25):
-        if _power(spread, margin, confidence, growth=growth) >= WANTED_POWER:
+        if _power(spread, margin, confidence, growth=growth) >= MIN_POWER:
             return int(np.ceil(num_rows * growth))
     return None

@@ -103,7 +103,7 @@ def align(features: pa.Table, side: str, entity_ids: pa.Array) -> SideVectors:
 
 @dataclass(frozen=True)
 class Basis:
-    """What vectors are reduced by: each side's mean, and the largest principal directions of both sides together.
+    """The reduction of vectors: each side's mean, and the largest principal directions of both sides together.
 
     One basis for both sides, so that what a user's text and an item's text share stays comparable.
     """
@@ -117,13 +117,13 @@ class Basis:
     def reduce(self, sides: dict[str, SideVectors]) -> dict[str, SideVectors]:
         """Vectors float32 (num_entities, reduced_dim); rows of zeros stay zeros. Raises CtrError on another width."""
         reduced = {}
-        for side, found in sides.items():
+        for side, of_side in sides.items():
             num_codes = getattr(self, f"num_{side}_codes")
-            has_vector = (found.vectors != 0).any(axis=1)
+            has_vector = (of_side.vectors != 0).any(axis=1)
             vectors = np.zeros((len(has_vector), self.directions.shape[1]), np.float32)
-            vectors[has_vector] = self.project(found.vectors[has_vector], side)
-            codes = np.where(found.codes < num_codes, found.codes, 0)
-            reduced[side] = dataclasses.replace(found, vectors=vectors, codes=codes, num_codes=num_codes)
+            vectors[has_vector] = self.project(of_side.vectors[has_vector], side)
+            codes = np.where(of_side.codes < num_codes, of_side.codes, 0)
+            reduced[side] = dataclasses.replace(of_side, vectors=vectors, codes=codes, num_codes=num_codes)
         return reduced
 
     def project(self, vectors: np.ndarray, side: str) -> np.ndarray:
@@ -144,19 +144,19 @@ def fit_basis(variants: dict[str, dict[str, SideVectors]], is_trained: dict[str,
     that has most, so that networks of all variants have one shape, and from one seed the same weights. Entities of
     training rows alone (`is_trained`, bool (num_entities,) of each side) decide. Raises CtrError where widths differ.
     """
-    dims = {found.vectors.shape[1] for sides in variants.values() for found in sides.values()}
+    dims = {of_side.vectors.shape[1] for sides in variants.values() for of_side in sides.values()}
     if len(dims) > 1:
         raise CtrError(f"vectors differ in length: {sorted(dims)}; encode users, items and plain texts by one encoder")
     mean, num_codes, covariance = {}, {}, np.zeros((min(dims), min(dims)))
     for side in SIDES:
         aligned = [sides[side] for sides in variants.values()]
-        fitted = [found.vectors[(found.vectors != 0).any(axis=1) & is_trained[side]] for found in aligned]
+        fitted = [of_side.vectors[(of_side.vectors != 0).any(axis=1) & is_trained[side]] for of_side in aligned]
         num_fitted = max(sum(map(len, fitted)), 1)
         mean[side] = sum(rows.sum(axis=0) for rows in fitted) / np.float32(num_fitted)
         for rows in fitted:
             centred = (rows - mean[side]).astype(np.float64) / np.sqrt(num_fitted)
             covariance += centred.T @ centred / len(SIDES)
-        num_codes[side] = np.max([found.num_codes for found in aligned], axis=0)
+        num_codes[side] = np.max([of_side.num_codes for of_side in aligned], axis=0)
     variances, directions = np.linalg.eigh(covariance)
     variances, directions = variances[::-1][:max_dim], directions[:, ::-1][:, :max_dim]  # largest first
     # The signs of eigenvectors are free; fixed here, so that the same vectors give the same coordinates.

@@ -79,11 +79,11 @@ def fit_encoders(table: pa.Table, id_column: str, num_seen: np.ndarray, min_seen
         if name == id_column:
             continue
         column = table[name].combine_chunks()
-        found = _fit(name, column.filter(is_trained))
-        if found is None:
+        encoder = _fit(name, column.filter(is_trained))
+        if encoder is None:
             logger.info("column %s (%s) is no CTR field", name, column.type)
         else:
-            encoders.append(found)
+            encoders.append(encoder)
     return encoders
 
 
@@ -109,14 +109,14 @@ def _fit(name: str, trained: pa.Array) -> Encoder | None:
 
 def _vocabulary(values: pa.Array) -> pa.Array:
     """Distinct values, sorted, so that row order does not show."""
-    known = pc.unique(values.drop_null())
-    return known.take(pc.sort_indices(known))
+    distinct = pc.unique(values.drop_null())
+    return distinct.take(pc.sort_indices(distinct))
 
 
 def _codes(values: pa.Array, vocabulary: pa.Array) -> np.ndarray:
     """Code of each value, int32 (n,)."""
-    known = pc.add(pc.index_in(values, vocabulary), pa.scalar(NUM_RESERVED, pa.int32()))
-    codes = pc.if_else(pc.is_null(values), pa.scalar(ABSENT, pa.int32()), pc.fill_null(known, UNKNOWN))
+    codes_or_null = pc.add(pc.index_in(values, vocabulary), pa.scalar(NUM_RESERVED, pa.int32()))
+    codes = pc.if_else(pc.is_null(values), pa.scalar(ABSENT, pa.int32()), pc.fill_null(codes_or_null, UNKNOWN))
     return codes.to_numpy(zero_copy_only=False).astype(np.int32)
 
 

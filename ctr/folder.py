@@ -39,7 +39,7 @@ FORMAT_VERSION = 2
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What is known of a model besides its weights."""
+    """The facts about a model besides its weights."""
 
     model: ModelName
     settings: CtrSettings

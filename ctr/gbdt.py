@@ -145,8 +145,8 @@ def _share_of_history_alike(
     of_target, of_liked = target[row_of_liked], codes[liked]
     num_alike = np.zeros(len(liked))
     for slot in range(codes.shape[1]):
-        wanted = of_target[:, slot, None]
-        num_alike += ((of_liked == wanted) & (wanted > 0)).any(axis=1)
+        target_value = of_target[:, slot, None]
+        num_alike += ((of_liked == target_value) & (target_value > 0)).any(axis=1)
     num_alike /= np.maximum((of_target > 0).sum(axis=1), 1)
     lengths = np.bincount(row_of_liked, minlength=len(items))
     return np.bincount(row_of_liked, num_alike, minlength=len(items)) / np.maximum(lengths, 1)

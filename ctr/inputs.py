@@ -27,7 +27,7 @@ ADAPTORS: dict[str, type[Adaptor]] = {
 
 
 class RowInputs(nn.Module):
-    """What every network sees of a row besides its history: fields, cluster ids, what was before, adapted texts."""
+    """The inputs of a row besides its history: fields, cluster ids, statistics of earlier rows, adapted texts."""
 
     def __init__(self, rows: ModelRows, knowledge: Knowledge | None, settings: CtrSettings) -> None:
         super().__init__()

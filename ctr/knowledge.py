@@ -91,19 +91,19 @@ def join_as_of(
     for side in SIDES:
         of_data, of_side, ids = getattr(data, f"{side}s"), versions[side], ids_of(tables)[side]
         of_rows = of_data[data.train]
-        found = np.empty(len(of_rows), np.int64)
+        version = np.empty(len(of_rows), np.int64)
         for start in range(0, len(of_rows), BATCH_ROWS):
             part = slice(start, start + BATCH_ROWS)
-            found[part] = of_side.of(ids.take(pa.array(of_rows[part])), days[part])
-        num_without[side] = int((found < 0).sum())
+            version[part] = of_side.of(ids.take(pa.array(of_rows[part])), days[part])
+        num_without[side] = int((version < 0).sum())
         keys, first, places = np.unique(
-            np.where(found < 0, -1 - of_rows.astype(np.int64), found), return_index=True, return_inverse=True
+            np.where(version < 0, -1 - of_rows.astype(np.int64), version), return_index=True, return_inverse=True
         )
-        entities, is_there = of_rows[first], keys >= 0
+        entities, has_version = of_rows[first], keys >= 0
         vectors = np.zeros((len(keys), of_side.vectors.shape[1]), np.float32)
-        vectors[is_there] = of_side.vectors[of_side.rows[keys[is_there]]]
+        vectors[has_version] = of_side.vectors[of_side.rows[keys[has_version]]]
         codes = np.zeros((len(keys), of_side.codes.shape[1]), np.int32)
-        codes[is_there] = 1 + of_side.codes[keys[is_there]]
+        codes[has_version] = 1 + of_side.codes[keys[has_version]]
         extra[side] = SideVectors(vectors, codes, getattr(knowledge, side).num_codes)
         numbers[side] = of_data.copy()
         numbers[side][data.train] = len(ids) + places
@@ -125,9 +125,9 @@ def join_as_of(
         )  # fmt: skip
     sides = {}
     for side, of_versions in knowledge.basis.reduce(extra).items():
-        own = getattr(knowledge, side)
-        vectors = np.concatenate([own.vectors, of_versions.vectors])
-        sides[side] = replace(own, vectors=vectors, codes=np.concatenate([own.codes, of_versions.codes]))
+        latest = getattr(knowledge, side)
+        vectors = np.concatenate([latest.vectors, of_versions.vectors])
+        sides[side] = replace(latest, vectors=vectors, codes=np.concatenate([latest.codes, of_versions.codes]))
     seen = replace(
         data, users=numbers["user"], items=numbers["item"], user_fields=fields["user"], item_fields=fields["item"]
     )

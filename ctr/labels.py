@@ -41,13 +41,13 @@ class LabelRule:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Raises CtrError on what is no rule."""
-        found = RULE.fullmatch(text)
-        if found is None:
+        match = RULE.fullmatch(text)
+        if match is None:
             raise CtrError(
                 f"ctr.label: {text!r} is no rule; expected `COLUMN`, `COLUMN >= NUMBER` (also >, <=, <, ==, !=), "
                 f"`COLUMN == 'TEXT'`, `COLUMN {IS_VALUED}`, or `{ALL}`"
             )
-        column, is_valued, comparison, value = found.groups()
+        column, is_valued, comparison, value = match.groups()
         if column == ALL and not (is_valued or comparison):
             return cls(text, None)
         return cls(text, column, is_valued or comparison, None if value is None else _value(value, text))
@@ -102,8 +102,8 @@ def sample_negatives(
     rng = np.random.default_rng(seed)
     met = np.unique(users.astype(np.int64) * num_items + items)
     rows_of_parts, items_of_parts = [], []
-    for first, end, known in ((0, num_train, num_train), (num_train, len(users), len(users))):
-        counts = np.bincount(items[:known], minlength=num_items)
+    for first, end, num_visible in ((0, num_train, num_train), (num_train, len(users), len(users))):
+        counts = np.bincount(items[:num_visible], minlength=num_items)
         weights = np.cumsum(counts > 0)
         rows = np.repeat(np.arange(first, end), per_positive)
         drawn = np.zeros(len(rows), np.int32)
@@ -111,14 +111,14 @@ def sample_negatives(
         for _ in range(NUM_ROUNDS):
             drawn[open_rows] = np.searchsorted(weights, rng.integers(weights[-1], size=len(open_rows)), side="right")
             keys = users[rows[open_rows]].astype(np.int64) * num_items + drawn[open_rows]
-            found = met[np.minimum(np.searchsorted(met, keys), len(met) - 1)]
-            open_rows = open_rows[found == keys]
+            nearest = met[np.minimum(np.searchsorted(met, keys), len(met) - 1)]
+            open_rows = open_rows[nearest == keys]
             if not len(open_rows):
                 break
-        is_kept = np.ones(len(rows), bool)
-        is_kept[open_rows] = False
-        rows_of_parts.append(rows[is_kept])
-        items_of_parts.append(drawn[is_kept])
+        is_drawn = np.ones(len(rows), bool)
+        is_drawn[open_rows] = False
+        rows_of_parts.append(rows[is_drawn])
+        items_of_parts.append(drawn[is_drawn])
     num_lost = len(users) * per_positive - sum(map(len, rows_of_parts))
     if num_lost:
         logger.warning("%d negatives are not sampled: their users met nearly every item", num_lost)

@@ -36,7 +36,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Lift:
-    """What a way adds: verdicts on AUC against none, by model and of "all"; and the rows that they are of."""
+    """The lift of a way: verdicts on AUC against none, by model and for "all", and the rows they compare."""
 
     over_none: dict[str, CtrVerdict]
     rows: list[CtrScores]  # of the way, and of its models without texts ("none")
@@ -44,7 +44,7 @@ class Lift:
 
 @dataclass(frozen=True)
 class Lifts:
-    """Of every way, and what one is over another: the verdict on all models, by (way, other way)."""
+    """The lift of every way, and the verdict on all models of each pair, by (way, other way)."""
 
     split: dict[str, int]
     item_rate: CtrScores
@@ -62,7 +62,7 @@ def train_ways(
 
     Raises CtrError as `train_ctr` does, and where settings of ways differ that decide by what they are judged.
     """
-    require_one_judgement({name: way.settings for name, way in ways.items()})
+    require_same_judgement({name: way.settings for name, way in ways.items()})
     margin = next(iter(ways.values())).settings
 
     lifts: dict[str, Lift] = {}
@@ -81,9 +81,9 @@ def train_ways(
             lifts[name] = Lift(_verdicts(data, scores[name], without, margin), [*summarise(none), *summarise(rows)])
     assert data is not None
     between = {}
-    for one, other in combinations(ways, 2):
-        between[one, other] = _verdicts(data, scores[one], scores[other], margin)["all"]
-        between[other, one] = _verdicts(data, scores[other], scores[one], margin)["all"]
+    for base, other in combinations(ways, 2):
+        between[base, other] = _verdicts(data, scores[base], scores[other], margin)["all"]
+        between[other, base] = _verdicts(data, scores[other], scores[base], margin)["all"]
     return Lifts(describe_split(data), item_rate(data), {name: lifts[name] for name in ways}, between)
 
 
@@ -99,12 +99,12 @@ def num_trainings(ways: Mapping[str, Way]) -> int:
     return (len(ways) + len(list(_alike_without_texts(ways)))) * len(settings.models) * settings.num_seeds
 
 
-def require_one_judgement(settings: Mapping[str, CtrOptions]) -> None:
+def require_same_judgement(settings: Mapping[str, CtrOptions]) -> None:
     """Raise CtrError where settings of ways differ in what decides by which rows and trainings they are judged."""
     for key in JUDGED_BY:
-        found = {name: getattr(of_way, key) for name, of_way in settings.items()}
-        if len(set(found.values())) > 1:
-            values = ", ".join(f"{name}: {value!r}" for name, value in found.items())
+        values_by_way = {name: getattr(of_way, key) for name, of_way in settings.items()}
+        if len(set(values_by_way.values())) > 1:
+            values = ", ".join(f"{name}: {value!r}" for name, value in values_by_way.items())
             raise CtrError(f"ctr.{key} differs, so that nothing would be judged alike ({values}); set one for all")
     if len({of_way.history == "split" for of_way in settings.values()}) > 1:
         raise CtrError("ctr.history is split for some, which trains on other rows; set one for all, or give --history")

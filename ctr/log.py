@@ -71,7 +71,7 @@ def read_log(tables: EntityTables, label: str) -> Log:
     num_rows, num_read, num_unlabelled, num_left = source.count_rows(), 0, 0, 0
     users, items = np.empty(num_rows, np.int32), np.empty(num_rows, np.int32)
     times_us, labels = np.empty(num_rows, np.int64), np.ones(num_rows, np.float32)
-    known = ids_of(tables)
+    table_ids = ids_of(tables)
     columns = dict.fromkeys(["user_id", "item_id", "timestamp", *([rule.column] if rule.column else [])])
     is_positive = None
     for batch in source.to_batches(columns=list(columns), batch_size=BATCH_ROWS, batch_readahead=1):
@@ -80,14 +80,14 @@ def read_log(tables: EntityTables, label: str) -> Log:
             num_unlabelled += is_positive.null_count
             batch = batch.filter(pc.is_valid(is_positive))
             is_positive = is_positive.drop_null()
-        of_user, of_item = (_rows_of(batch[f"{side}_id"], known[side], side, "interactions") for side in SIDES)
-        is_known = (of_user >= 0) & (of_item >= 0)
-        num_left += len(batch) - (num_known := int(is_known.sum()))
-        place = slice(num_read, num_read := num_read + num_known)
+        of_user, of_item = (_rows_of(batch[f"{side}_id"], table_ids[side], side, "interactions") for side in SIDES)
+        has_entities = (of_user >= 0) & (of_item >= 0)
+        num_left += len(batch) - (num_valid := int(has_entities.sum()))
+        place = slice(num_read, num_read := num_read + num_valid)
         if is_positive is not None:
-            labels[place] = is_positive.to_numpy(zero_copy_only=False)[is_known]
-        users[place], items[place] = of_user[is_known], of_item[is_known]
-        times_us[place] = to_us(batch["timestamp"])[is_known]
+            labels[place] = is_positive.to_numpy(zero_copy_only=False)[has_entities]
+        users[place], items[place] = of_user[has_entities], of_item[has_entities]
+        times_us[place] = to_us(batch["timestamp"])[has_entities]
     if num_left:
         logger.warning("%d of %d interactions are of users or items that left the tables: left out", num_left, num_rows)
     if num_unlabelled:
@@ -121,9 +121,9 @@ def to_us(times: pa.Array) -> np.ndarray:
     return times.cast(pa.timestamp("us", times.type.tz)).cast(pa.int64()).to_numpy()
 
 
-def numbers_of(ids: pa.Array, known: pa.Array, side: str, table: str) -> np.ndarray:
+def numbers_of(ids: pa.Array, table_ids: pa.Array, side: str, table: str) -> np.ndarray:
     """Rows of the entity table, int32 (n,). Raises CtrError on an unknown id, or ids of another type."""
-    rows = _rows_of(ids, known, side, table)
+    rows = _rows_of(ids, table_ids, side, table)
     if (is_unknown := rows < 0).any():
         raise CtrError(
             f"{is_unknown.sum()} rows of {table} are of unknown {side}s (the first: "
@@ -132,15 +132,15 @@ def numbers_of(ids: pa.Array, known: pa.Array, side: str, table: str) -> np.ndar
     return rows
 
 
-def _rows_of(ids: pa.Array, known: pa.Array, side: str, table: str) -> np.ndarray:
+def _rows_of(ids: pa.Array, table_ids: pa.Array, side: str, table: str) -> np.ndarray:
     """Rows of the entity table, int32 (n,), -1 where there is none. Raises CtrError on ids of another type."""
-    if (pa.types.is_integer(ids.type) and pa.types.is_integer(known.type)) or pa.types.is_large_string(ids.type):
-        ids = ids.cast(known.type)
+    if (pa.types.is_integer(ids.type) and pa.types.is_integer(table_ids.type)) or pa.types.is_large_string(ids.type):
+        ids = ids.cast(table_ids.type)
     elif pa.types.is_dictionary(ids.type):
-        ids = ids.dictionary_decode().cast(known.type)
-    if ids.type != known.type:
-        raise CtrError(f"{table} have {side} ids of type {ids.type}, the table of {side}s {known.type}")
-    return np.array(pc.fill_null(pc.index_in(ids, known), -1))
+        ids = ids.dictionary_decode().cast(table_ids.type)
+    if ids.type != table_ids.type:
+        raise CtrError(f"{table} have {side} ids of type {ids.type}, the table of {side}s {table_ids.type}")
+    return np.array(pc.fill_null(pc.index_in(ids, table_ids), -1))
 
 
 def with_negatives(log: Log, num_items: int, end_us: int, settings: CtrSettings) -> Log:

@@ -85,10 +85,10 @@ def fit(
                     continue  # batch statistics need two rows
                 index = torch.from_numpy(data.train[numbers]).to(device).long()
                 _step(model, rows.batch(index), labels[index], optimizers, settings.weight_decay)
-            found = float(roc_auc_score(data.labels[data.validation], predict(model, data, data.validation)))
+            auc = float(roc_auc_score(data.labels[data.validation], predict(model, data, data.validation)))
             progress.epoch += 1
-            if found > progress.best_auc:
-                progress.best_epoch, progress.best_auc = progress.epoch, found
+            if auc > progress.best_auc:
+                progress.best_epoch, progress.best_auc = progress.epoch, auc
                 progress.tensors = {f"best.{name}": value.clone() for name, value in model.state_dict().items()}
             if on_epoch is not None:
                 progress.tensors = {**progress.tensors, **_state(model, optimizers, order)}
@@ -115,8 +115,8 @@ def _optimizers(model: nn.Module, settings: CtrSettings) -> list[torch.optim.Opt
     sparse = [module.weight for module in model.modules() if isinstance(module, nn.Embedding) and module.sparse]
     dense = [weight for weight in model.parameters() if not any(weight is other for other in sparse)]
     rate = settings.learning_rate
-    found: list[torch.optim.Optimizer] = [torch.optim.Adam(dense, rate, weight_decay=settings.weight_decay, fused=True)]
-    return found + [torch.optim.SparseAdam([weight], rate) for weight in sparse]
+    adam = torch.optim.Adam(dense, rate, weight_decay=settings.weight_decay, fused=True)
+    return [adam, *(torch.optim.SparseAdam([weight], rate) for weight in sparse)]
 
 
 def _step(

@@ -84,5 +84,5 @@ class CtrSettings(CtrOptions):
 
     @classmethod
     def of(cls, options: CtrOptions) -> "CtrSettings":
-        """Those of a configuration."""
+        """The settings of a configuration."""
         return cls.model_validate(options.model_dump())

@@ -64,7 +64,7 @@ def train_model(
 
 
 def _fit_adaptor(adaptor: Adaptor, data: CtrData, seed: int) -> None:
-    """What it learns of behaviour is among its weights: a training that goes on has it already."""
+    """Fit the adaptor to behaviour; a resumed training has this among its weights."""
     rows = data.train[data.labels[data.train] > 0]
     users, items = (torch.from_numpy(of[rows]).long().to(adaptor.ids_0.device) for of in (data.users, data.items))
     with torch.random.fork_rng():

@@ -42,10 +42,10 @@ def entities(tables: Path, exported: Path, side: str) -> pd.DataFrame:
         table = table.drop(columns=name).join(levels)
     id_name = f"{side}_id"
     is_text = {name: pd.api.types.is_string_dtype(table[name]) for name in table}
-    kept = [name for name in table if is_text[name] and table[name].nunique() < len(table) / 2]
+    categorical = [name for name in table if is_text[name] and table[name].nunique() < len(table) / 2]
     texts = pd.read_parquet(exported / f"{id_name}.parquet")
-    nothing = np.zeros(len(texts["value"][0]), np.float32)  # of who has no text
-    table = table[[id_name, *(name for name in kept if name != id_name)]].fillna("")
+    nothing = np.zeros(len(texts["value"][0]), np.float32)  # for a row without a text
+    table = table[[id_name, *(name for name in categorical if name != id_name)]].fillna("")
     table = table.merge(texts, "left", left_on=id_name, right_on="key").drop(columns="key")
     table["value"] = table["value"].map(lambda value: value if isinstance(value, np.ndarray) else nothing)
     table = table.fillna(dict.fromkeys(texts.columns[2:], -1))
@@ -57,6 +57,48 @@ def parts_of(times: pd.Series, end: pd.Timestamp) -> tuple[int, int, int]:
     first = int(times.searchsorted(end))
     middle = int(times.searchsorted(times[first + round((len(times) - first) * VALIDATION_SHARE)]))
     return first, middle, len(times)
+
+
+def add_statistics(log: pd.DataFrame, num_train: int) -> list[str]:
+    """Add how often and how well liked the item and the user were before a row's moment; returns these columns."""
+    prior, statistics = log["label"][:num_train].mean(), []
+    for id_name in ("item_id", "user_id"):
+        of_id = [log[id_name], log["timestamp"]]
+        count = log.groupby(id_name).cumcount().groupby(of_id).transform("first")
+        num_liked = (log.groupby(id_name)["label"].cumsum() - log["label"]).groupby(of_id).transform("first")
+        log[f"{id_name}_count"] = np.log1p(count) / 4
+        log[f"{id_name}_rate"] = ((num_liked + 5 * prior) / (count + 5) - prior) * 4
+        statistics += [f"{id_name}_count", f"{id_name}_rate"]
+    log["seq_len"] = num_liked.astype(int)
+    return statistics
+
+
+def histories_of(log: pd.DataFrame, rows: pd.DataFrame) -> np.ndarray:
+    """Each row's newest liked items, the newest last, with zeros before them: int64[num_rows, MAX_HISTORY]."""
+    history = np.zeros((len(rows), MAX_HISTORY), np.int64)
+    liked = log[log["label"] > 0].groupby("user_id")["item_index"].agg(list).to_dict()
+    for number, (user, length) in enumerate(zip(rows["user_id"], rows["seq_len"], strict=True)):
+        if length:
+            newest = liked[user][max(length - MAX_HISTORY, 0) : length]
+            history[number, -len(newest) :] = newest
+    return history
+
+
+def feature_columns(exported: Path, sides: dict, statistics: list[str], without: bool) -> list[dict]:
+    """FuxiCTR's description of the columns: `exported` describes those of the texts."""
+    exported_columns = yaml.safe_load((exported / "settings.yaml").read_text(encoding="utf-8"))["feature_cols"]
+    of_texts = {column["name"]: column | {"embedding_dim": TEXT_DIM} if "pretrained_emb" in column else column
+                for column in exported_columns}  # fmt: skip
+    plain = {"active": True, "dtype": "str", "type": "categorical"}
+    columns = []
+    for side, table in sides.items():
+        for name in table:
+            if name in of_texts and without and name != f"{side}_id":
+                continue
+            column = of_texts[name] if name in of_texts and not without else plain | {"name": name}
+            columns.append(column | ({"min_categr_count": 3} if name == f"{side}_id" else {}) | {"source": side})
+    return columns + [{"name": name, "active": True, "dtype": "float", "type": "numeric", "source": "user"}
+                      for name in statistics]  # fmt: skip
 
 
 def main() -> None:
@@ -75,39 +117,13 @@ def main() -> None:
     log["label"] = (log["rating"] >= 4).astype(int)
     log["item_index"] = pd.Index(sides["item"]["item_id"]).get_indexer(log["item_id"]) + 1  # 0 is padding
     ends = parts_of(log["timestamp"], pd.Timestamp(options.date, tz="UTC") + pd.Timedelta(days=1))
-    prior, statistics = log["label"][: ends[0]].mean(), []
-    for id_name in ("item_id", "user_id"):  # how often and how well liked, before the row's moment
-        of_id = [log[id_name], log["timestamp"]]
-        count = log.groupby(id_name).cumcount().groupby(of_id).transform("first")
-        num_liked = (log.groupby(id_name)["label"].cumsum() - log["label"]).groupby(of_id).transform("first")
-        log[f"{id_name}_count"] = np.log1p(count) / 4
-        log[f"{id_name}_rate"] = ((num_liked + 5 * prior) / (count + 5) - prior) * 4
-        statistics += [f"{id_name}_count", f"{id_name}_rate"]
-    log["seq_len"] = num_liked.astype(int)
+    statistics = add_statistics(log, ends[0])
     rows = log.merge(sides["user"], "left", on="user_id").merge(sides["item"], "left", on="item_id")
     # A small network does not learn to multiply: DIN has the products of target and history, and is given these.
     rows["user_times_item"] = list(np.stack(rows["user_value"]) * np.stack(rows["item_value"]))
     sides = {side: table.drop(columns=f"{side}_value") for side, table in sides.items()}
-    history = np.zeros((len(rows), MAX_HISTORY), np.int64)  # newest liked items last, zeros before them
-    liked = log[log["label"] > 0].groupby("user_id")["item_index"].agg(list).to_dict()
-    for number, (user, length) in enumerate(zip(rows["user_id"], rows["seq_len"], strict=True)):
-        if length:
-            newest = liked[user][max(length - MAX_HISTORY, 0) : length]
-            history[number, -len(newest) :] = newest
-
-    told = yaml.safe_load((options.exported / "settings.yaml").read_text(encoding="utf-8"))["feature_cols"]
-    of_texts = {column["name"]: column | {"embedding_dim": TEXT_DIM} if "pretrained_emb" in column else column
-                for column in told}  # fmt: skip
-    plain = {"active": True, "dtype": "str", "type": "categorical"}
-    columns = []
-    for side, table in sides.items():
-        for name in table:
-            if name in of_texts and options.without and name != f"{side}_id":
-                continue
-            own = of_texts[name] if name in of_texts and not options.without else plain | {"name": name}
-            columns.append(own | ({"min_categr_count": 3} if name == f"{side}_id" else {}) | {"source": side})
-    columns += [{"name": name, "active": True, "dtype": "float", "type": "numeric", "source": "user"}
-                for name in statistics]  # fmt: skip
+    history = histories_of(log, rows)
+    columns = feature_columns(options.exported, sides, statistics, options.without)
     if not options.without:
         dim = len(rows["user_times_item"][0])
         product = {"type": "embedding", "dtype": "list", "pretrain_dim": dim, "embedding_dim": TEXT_DIM}
@@ -120,8 +136,8 @@ def main() -> None:
         features.default_emb_dim = SIZES["embedding_dim"]
 
         def coded(table: pd.DataFrame, side: str) -> dict[str, np.ndarray]:
-            wanted = [name for name, spec in features.features.items() if spec["source"] == side]
-            codes = processor.transform({name: table[name].to_numpy() for name in wanted})
+            names = [name for name, spec in features.features.items() if spec["source"] == side]
+            codes = processor.transform({name: table[name].to_numpy() for name in names})
             return {name: np.stack(list(of_column)) for name, of_column in codes.items()}
 
         users = coded(rows, "user")
@@ -141,8 +157,8 @@ def main() -> None:
 
         model = DIN(features, **SIZES, **TRAINING, model_root=folder, model_id="DIN")
         model.fit(loader(0, ends[0], shuffle=True), epochs=15, validation_data=loader(*ends[:2]))
-        found = model.evaluate(loader(*ends[1:]))
-    print({"train": ends[0], "validation": ends[1] - ends[0], "test": ends[2] - ends[1], **found})
+        metrics = model.evaluate(loader(*ends[1:]))
+    print({"train": ends[0], "validation": ends[1] - ends[0], "test": ends[2] - ends[1], **metrics})
 
 
 if __name__ == "__main__":

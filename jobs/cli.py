@@ -100,8 +100,8 @@ app = lazy_app(
 )
 
 
-def _say_version(asked: bool) -> None:
-    if asked:
+def _say_version(is_requested: bool) -> None:
+    if is_requested:
         print(f"laserbatch {version('laserbatch')}")
         raise typer.Exit
 

@@ -57,7 +57,7 @@ class ProgressBar:
     def __init__(self, terminal: Progress, label: str, total: int | None) -> None:
         self._terminal, self._task = terminal, terminal.add_task(label, total=total, detail="", rate="")
         self._printed_s = self._noted_s = time.monotonic()
-        self.tell()
+        self.print_state()
 
     def advance(self, num_done: int = 1, detail: str = "") -> None:
         """Add to the count; `detail` replaces the text behind the bar."""
@@ -66,13 +66,13 @@ class ProgressBar:
             self._terminal.update(self._task, detail=detail)
         now_s = time.monotonic()
         if now_s - self._printed_s >= PLAIN_LINE_EVERY_S:
-            self.tell(notes=now_s - self._noted_s >= EVENT_EVERY_S)
+            self.print_state(notes=now_s - self._noted_s >= EVENT_EVERY_S)
 
     def reach(self, num_done: int, detail: str) -> None:
         """Set the count; `detail` as in `advance`."""
         self.advance(num_done - int(self._terminal.tasks[self._task].completed), detail)
 
-    def tell(self, notes: bool = True) -> None:
+    def print_state(self, notes: bool = True) -> None:
         """Update the rate; in a log, print the count, the rate and the time left; with `notes`, emit them."""
         self._printed_s = time.monotonic()
         task = self._terminal.tasks[self._task]
@@ -101,7 +101,7 @@ def progress(label: str, total: int | None = None) -> Iterator[ProgressBar]:
     with Progress(*columns, console=stderr, disable=not stderr.is_terminal) as terminal:
         bar = ProgressBar(terminal, label, total)
         yield bar
-        bar.tell()
+        bar.print_state()
 
 
 def say(line: str) -> None:
@@ -185,13 +185,13 @@ class LazyCommand:
     def load(self, name: str):
         """The command itself, as Typer makes it."""
         module, attribute = self.target.split(":")
-        found = getattr(import_module(module if "." in module else f"laserbatch.jobs.commands.{module}"), attribute)
-        if isinstance(found, typer.Typer):
-            command = typer.main.get_group(found)
+        loaded = getattr(import_module(module if "." in module else f"laserbatch.jobs.commands.{module}"), attribute)
+        if isinstance(loaded, typer.Typer):
+            command = typer.main.get_group(loaded)
             command.help = self.short_help
         else:
             alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
-            alone.command(name)(found)
+            alone.command(name)(loaded)
             command = typer.main.get_command(alone)
         command.name = name
         return command

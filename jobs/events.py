@@ -26,7 +26,7 @@ def emit(event: str, **facts: Any) -> None:
 
 @contextmanager
 def event_log(path: Path) -> Iterator[None]:
-    """Have what is emitted, and every warning that is logged, appended to a file, behind what earlier attempts left.
+    """Append all emitted events and logged warnings to a file, after those of earlier attempts.
 
     A warning is an event of its own name where its record says so: `extra={"event": ..., "facts": {...}}`.
     """
@@ -77,13 +77,13 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
         return []
-    found = []
+    events = []
     for line in lines:
         with suppress(ValueError):
             event = json.loads(line)
             if isinstance(event, dict) and "event" in event:
-                found.append(event)
-    return found
+                events.append(event)
+    return events
 
 
 def last_attempt(path: Path) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def end_at_sigterm() -> None:
-    """Have SIGTERM raise `Terminated`, so that workers are stopped and it is said why the night ended.
+    """Make SIGTERM raise `Terminated`, so that workers are stopped and the reason of the end is printed.
 
     To be called again when Ray was started or left, whose own code sets the signal back to killing the process.
     """

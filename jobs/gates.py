@@ -50,7 +50,7 @@ PROVENANCE = ("template", "model_id", "decoding_json")  # texts that differ in o
 
 @dataclass(frozen=True)
 class _Gate:
-    """What a value means, and where its limit comes from."""
+    """The meaning of a gate's value, and the source of its limit."""
 
     message: str  # says the value in words; `{value}` is replaced by what `shown` returns
     limit: str | float | None  # the name of its option, or the limit itself; None: it comes with the value
@@ -145,24 +145,24 @@ def accepted_share(side: SideFigures) -> float | None:
 def measure(manifest: RunManifest, run: RunFolder, previous: RunFolder | None) -> list[GateFigures]:
     """The values that the gates judge, from the manifest and from a sample of tonight's texts of both sides."""
     before = None if previous is None else unless_damaged(previous.load_manifest)
-    found = [part for side in manifest.generation.sides for part in _of_side(side, manifest, run, before, previous)]
-    return [*found, *_audited(manifest.judgement.audit), _auc(manifest.judgement.ctr)]
+    measured = [part for side in manifest.generation.sides for part in _of_side(side, manifest, run, before, previous)]
+    return [*measured, *_audited(manifest.judgement.audit), _auc(manifest.judgement.ctr)]
 
 
 def _audited(audit: AuditFigures | None) -> Iterator[GateFigures]:
     if audit is None or not audit.sides:
         yield GateFigures("audit", reason=(audit and audit.skipped) or "not compared with plain texts")
         return
-    for side, found in audit.sides.items():
-        if found.num_pairs < MIN_PAIRS:
+    for side, comparison in audit.sides.items():
+        if comparison.num_pairs < MIN_PAIRS:
             yield GateFigures("audit", side, reason="too few texts beside plain ones to judge")
             continue
         values = {
-            "length beside plain": max(found.length_ratio, 1 / max(found.length_ratio, 1e-9)),
-            "cosine with plain": found.cosine,
-            "added repetition": found.repetition.surely_worse,
-            "lost fields": found.fields.surely_worse,
-            "added names": found.names.surely_worse,
+            "length beside plain": max(comparison.length_ratio, 1 / max(comparison.length_ratio, 1e-9)),
+            "cosine with plain": comparison.cosine,
+            "added repetition": comparison.repetition.surely_worse,
+            "lost fields": comparison.fields.surely_worse,
+            "added names": comparison.names.surely_worse,
         }
         yield from (GateFigures(gate, side, value) for gate, value in values.items())
 
@@ -226,17 +226,17 @@ def _drift(
 ) -> Iterator[GateFigures]:
     """Rewritten texts beside the last ones of the same entities; only warns after a change of template or model."""
     names = ["entity_id", "num_tokens", *PROVENANCE]
-    wanted = texts["entity_id"].combine_chunks()
+    judged = texts["entity_id"].combine_chunks()
     parts = [texts.select(names)[:0]]
-    for batch in iter_parquet(previous.knowledge_folder(side), names) if previous and len(wanted) >= FEWEST else ():
-        if batch.schema.field("entity_id").type == wanted.type:
-            rows = pa.Table.from_batches([batch]).filter(pc.is_in(batch["entity_id"], value_set=wanted))
+    for batch in iter_parquet(previous.knowledge_folder(side), names) if previous and len(judged) >= FEWEST else ():
+        if batch.schema.field("entity_id").type == judged.type:
+            rows = pa.Table.from_batches([batch]).filter(pc.is_in(batch["entity_id"], value_set=judged))
             parts.append(rows)
     last = pa.concat_tables(parts)
     if previous is None or last.num_rows < FEWEST:
         yield from (GateFigures(name, side, reason=TOO_FEW) for name in ("length", "vector drift"))
         return
-    now = texts.take(pc.index_in(last["entity_id"], value_set=wanted))
+    now = texts.take(pc.index_in(last["entity_id"], value_set=judged))
     alike = np.logical_and.reduce([pc.equal(now[name], last[name]).to_numpy() for name in PROVENANCE])
     is_comparable = bool(alike.mean() > 0.5)
     note = "" if is_comparable else "template, model or decoding options changed, so this gate only warns"
@@ -276,16 +276,16 @@ class _FeatureRows:
     matrix: np.ndarray  # float32 (num_rows, dim), in the order of the ids
 
 
-def _vectors(run: RunFolder, side: Side, wanted: pa.Array, most_groups: int | None = None) -> _FeatureRows:
+def _vectors(run: RunFolder, side: Side, entity_ids: pa.Array, most_groups: int | None = None) -> _FeatureRows:
     """The vectors of entities, in the order of the feature file, from at most `most_groups` of its row groups."""
-    path, key, ids, rows = run.features_path(side), f"{side}_id", [wanted[:0]], [np.zeros((0, 0), np.float32)]
-    batches = enumerate(iter_parquet(path, [key])) if len(wanted) else ()
-    groups = [number for number, batch in batches if pc.any(pc.is_in(batch[key], value_set=wanted)).as_py()]
+    path, key, ids, rows = run.features_path(side), f"{side}_id", [entity_ids[:0]], [np.zeros((0, 0), np.float32)]
+    batches = enumerate(iter_parquet(path, [key])) if len(entity_ids) else ()
+    groups = [number for number, batch in batches if pc.any(pc.is_in(batch[key], value_set=entity_ids)).as_py()]
     stride = -(-len(groups) // (most_groups or max(len(groups), 1))) or 1
     for batch in iter_parquet(path, [key, "vector"], groups[::stride]) if groups else ():
-        kept = batch.filter(pc.is_in(batch[key], value_set=wanted))
-        ids.append(kept[key])
-        rows.append(vectors_of(kept))
+        selected = batch.filter(pc.is_in(batch[key], value_set=entity_ids))
+        ids.append(selected[key])
+        rows.append(vectors_of(selected))
     return _FeatureRows(pa.concat_arrays(ids), np.concatenate(rows[1:] or rows))
 
 

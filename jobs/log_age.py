@@ -39,11 +39,11 @@ class LogAge:
 
 def log_age(times: pa.ChunkedArray, date: datetime.date) -> LogAge | None:
     """The age of a log on a date, by the timestamp[us, UTC] of what is known at its end; None of an empty one."""
-    found: list[np.ndarray] = []
+    days_of_parts: list[np.ndarray] = []
     for start in range(0, len(times), ROWS_AT_ONCE):
         part = times.slice(start, ROWS_AT_ONCE).drop_null().cast(pa.int64()).to_numpy()
-        found.append(np.unique(part // DAY_US))
-    days = np.unique(np.concatenate(found)) if found else np.zeros(0, np.int64)
+        days_of_parts.append(np.unique(part // DAY_US))
+    days = np.unique(np.concatenate(days_of_parts)) if days_of_parts else np.zeros(0, np.int64)
     if not len(days):
         return None
     newest = datetime.date(1970, 1, 1) + datetime.timedelta(days=int(days[-1]))

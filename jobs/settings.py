@@ -304,14 +304,14 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def _without_empty_sections(data: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
     """The configuration without sections that have no option; YAML reads those as null."""
-    kept = dict(data)
+    configured = dict(data)
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) and name in data:
             if data[name] is None:
-                del kept[name]
+                del configured[name]
             elif isinstance(data[name], dict):
-                kept[name] = _without_empty_sections(data[name], field.annotation)
-    return kept
+                configured[name] = _without_empty_sections(data[name], field.annotation)
+    return configured
 
 
 def _anchor_paths(data: dict[str, Any], folder: Path) -> None:

@@ -19,7 +19,7 @@ NOTHING: Counts = dict.fromkeys(("shards", "rows", "quarantined", "tokens", "acc
 
 
 def shard_counts(record: ShardRecord) -> dict[str, Any]:
-    """What the event `shard_done` counts of a shard; `seconds` are those of the worker that wrote it."""
+    """The counts of a shard in the event `shard_done`; `seconds` are those of the worker that wrote it."""
     info = record.written_by
     counts = {"tokens": info.stats.num_tokens, "accepted": info.stats.num_accepted, "steps": info.stats.num_steps}
     counts |= {"seconds": info.stats.wall_s, "workers": info.num_workers}
@@ -29,14 +29,14 @@ def shard_counts(record: ShardRecord) -> dict[str, Any]:
 def finished_counts(records: Iterable[ShardRecord]) -> Counts:
     """The counts of finished shards together, with the names of `NOTHING`, of shards that a model wrote."""
     written = (record for record in records if record.info is not None)
-    shards = (shard_counts(one) | {"rows": one.num_rows + one.num_quarantined} for one in written)
+    shards = (shard_counts(counts) | {"rows": counts.num_rows + counts.num_quarantined} for counts in written)
     return reduce(_added, shards, NOTHING)
 
 
 def _added(total: Counts, shard: Counts) -> Counts:
     """Counts with those of another shard; workers write side by side, so its seconds are divided by their number."""
-    one = {"shards": 1, **shard, "seconds": shard.get("seconds", 0) / shard.get("workers", 1)}
-    return {name: count + one.get(name, 0) for name, count in total.items()}
+    counts = {"shards": 1, **shard, "seconds": shard.get("seconds", 0) / shard.get("workers", 1)}
+    return {name: count + counts.get(name, 0) for name, count in total.items()}
 
 
 def _last_shards(events: Sequence[Event]) -> tuple[Event | None, list[Event]]:

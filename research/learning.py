@@ -30,7 +30,7 @@ def train_steps(
     digest: str,
     rate: float,
     pace: Callable[[str], float] = lambda name: 1.0,
-    tell: Callable[[int, float], None] = lambda step, loss: None,
+    on_progress: Callable[[int, float], None] = lambda step, loss: None,
     after: Callable[[int], None] = lambda step: None,
     seconds_between_checkpoints: float = 60.0,
 ) -> float:
@@ -42,7 +42,7 @@ def train_steps(
     ----------
     folder : holds the checkpoint, which stays there; one of another `digest` is not used.
     pace : the factor of a parameter's learning rate, by its name.
-    tell : called after each step with its number, from 1 on, and its loss.
+    on_progress : called after each step with its number, from 1 on, and its loss.
     after : called after each step before a checkpoint can hold it; after a kill perhaps again for the same step.
     """
     learned = {name: each for name, each in module.named_parameters() if each.requires_grad}
@@ -50,7 +50,7 @@ def train_steps(
     optimizer = torch.optim.AdamW(groups, rate, weight_decay=0.01)
     done, seconds = _resumed(learned, optimizer, folder / CHECKPOINT_NAME, digest)
     num_warm = max(1, int(WARM_UP * len(batches)))
-    kept_s = began_s = time.perf_counter()
+    saved_s = began_s = time.perf_counter()
     for step in range(done, len(batches)):
         module.train()
         for group in optimizer.param_groups:
@@ -61,11 +61,11 @@ def train_steps(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(learned.values(), 1.0)
         optimizer.step()
-        tell(step + 1, loss.item())
+        on_progress(step + 1, loss.item())
         after(step + 1)
-        if time.perf_counter() - kept_s > seconds_between_checkpoints:
-            kept_s = time.perf_counter()
-            facts = {"digest": digest, "step": step + 1, "seconds": seconds + kept_s - began_s}
+        if time.perf_counter() - saved_s > seconds_between_checkpoints:
+            saved_s = time.perf_counter()
+            facts = {"digest": digest, "step": step + 1, "seconds": seconds + saved_s - began_s}
             _keep(learned, optimizer, folder / CHECKPOINT_NAME, facts)
     module.eval()
     return seconds + time.perf_counter() - began_s
@@ -78,7 +78,7 @@ def save_whole(tensors: dict[str, torch.Tensor], path: Path, facts: dict) -> Non
         save_file(whole, temporary, {"facts": json.dumps(facts)})
 
 
-def files_there(folder: Path) -> set[str]:
+def files_in(folder: Path) -> set[str]:
     """Names of the files of a folder, without temporary files of a killed training."""
     return {path.name for path in folder.glob("*")} - {path.name for path in leftovers(folder)}
 

@@ -47,5 +47,5 @@ def test_weights_are_split_over_a_power_of_two(num_bytes, size):
 
 def test_advice_names_every_setting():
     assert vllm_advice() == "set decoding.engine: vllm (docs/vllm.md)"
-    told = vllm_advice(4, ["decoding.temperature"])
-    assert "decoding.vllm: {tensor_parallel_size: 4}, without decoding.temperature" in told
+    advice = vllm_advice(4, ["decoding.temperature"])
+    assert "decoding.vllm: {tensor_parallel_size: 4}, without decoding.temperature" in advice

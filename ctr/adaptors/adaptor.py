@@ -43,11 +43,11 @@ class Adaptor(nn.Module):
         An id that has several, of several dates, has its first: the run's own stand before older ones.
         """
         vectors, codes = self.get_buffer(f"vectors_{side}"), self.get_buffer(f"ids_{side}")
-        found, first = np.unique(codes.cpu().numpy(), return_index=True)
-        is_known = found >= NUM_RESERVED
-        known, rows = (torch.from_numpy(of[is_known]).long().to(vectors.device) for of in (found, first))
+        distinct, first = np.unique(codes.cpu().numpy(), return_index=True)
+        has_entity = distinct >= NUM_RESERVED
+        ids, rows = (torch.from_numpy(of[has_entity]).long().to(vectors.device) for of in (distinct, first))
         texts = vectors.new_zeros(self.num_ids[side], self.in_dim)
-        texts[known] = vectors[rows]
+        texts[ids] = vectors[rows]
         return texts
 
     def fit_positives(self, users: torch.Tensor, items: torch.Tensor) -> None:
@@ -80,7 +80,7 @@ class LinearAdaptor(Adaptor):
         self.out_dim = 3 * OUT_DIM
 
     def of_entities(self, side: int, numbers: torch.Tensor) -> torch.Tensor:
-        """What a side's entities are known by: (batch,) -> (batch, entity_dim), zeros of who is not known."""
+        """The representation of a side's entities: (batch,) -> (batch, entity_dim), zeros for an unknown one."""
         return self.get_buffer(f"vectors_{side}")[numbers]
 
     def forward(self, batch: CtrBatch) -> torch.Tensor:

@@ -41,26 +41,26 @@ class ContentAdaptor(Adaptor):
     def forward(self, batch: CtrBatch) -> torch.Tensor:
         """Rows -> (batch, out_dim)."""
         distinct, places = torch.cat([batch.items, batch.liked]).unique(return_inverse=True)
-        content, is_there = self._known(1, self.of_content, distinct)
+        content, has_vector = self._embedded(1, self.of_content, distinct)
         items, liked = places.split([len(batch.items), len(batch.liked)])
         item = F.embedding(items, content)
-        interests, _ = self._known(0, self.of_interests, batch.users)
-        user = self.fusion(torch.cat([self._pooled(content, is_there, liked, batch.offsets), interests], dim=1))
+        interests, _ = self._embedded(0, self.of_interests, batch.users)
+        user = self.fusion(torch.cat([self._pooled(content, has_vector, liked, batch.offsets), interests], dim=1))
         return self.dropout(torch.cat([user, item, user * item], dim=1))
 
-    def _known(self, side: int, layer: nn.Linear, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _embedded(self, side: int, layer: nn.Linear, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         vectors = self.get_buffer(f"vectors_{side}")[numbers]
-        is_there = has_text(vectors)
-        return torch.where(is_there, layer(vectors), self.default[side]), is_there
+        has_vector = has_text(vectors)
+        return torch.where(has_vector, layer(vectors), self.default[side]), has_vector
 
     def _pooled(
-        self, content: torch.Tensor, is_there: torch.Tensor, liked: torch.Tensor, offsets: torch.Tensor
+        self, content: torch.Tensor, has_vector: torch.Tensor, liked: torch.Tensor, offsets: torch.Tensor
     ) -> torch.Tensor:
         """sum over j of alpha_j h_j of each row: content (n, OUT_DIM), places of liked items in it -> (batch, OUT_DIM).
 
         Scores are bounded by q, since tanh is; so exponentials need no shift. Numerator and denominator are one sum.
         """
-        weights = torch.where(is_there, self.query(torch.tanh(self.attention(content))).exp(), 0.0)  # (n, 1)
+        weights = torch.where(has_vector, self.query(torch.tanh(self.attention(content))).exp(), 0.0)  # (n, 1)
         table = torch.cat([weights * content, weights], dim=1)
         sums = F.embedding_bag(liked, table, offsets, mode="sum")
         return sums[:, :-1] / sums[:, -1:].clamp(min=1e-9)

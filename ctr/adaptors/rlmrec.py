@@ -34,7 +34,7 @@ RIDGE = 1.0
 
 
 class AlignedAdaptor(LinearAdaptor):
-    """Texts as a collaborative backbone, aligned with them, would place them; how they are aligned is each way's."""
+    """Texts as a collaborative backbone, ids with them, would place them; how they are aligned is each way's."""
 
     entity_dim = DIM
     masked_share = 0.0  # of ids that have a text: whose layer-0 vector a step replaces by the token
@@ -45,17 +45,17 @@ class AlignedAdaptor(LinearAdaptor):
             self.register_buffer(f"of_text_{side}", torch.zeros(self.in_dim, DIM))
 
     def of_entities(self, side: int, numbers: torch.Tensor) -> torch.Tensor:
-        """What texts say of e, zeros without one: (batch,) -> (batch, DIM)."""
+        """The prediction of e from the text, zeros without a text: (batch,) -> (batch, DIM)."""
         return self.get_buffer(f"vectors_{side}")[numbers] @ self.get_buffer(f"of_text_{side}")
 
     def fit_positives(self, users: torch.Tensor, items: torch.Tensor) -> None:
         """Train backbone and alignment on training rows' positives, int64 (n,); of unknown ids nothing is learned."""
         users, items = self.ids_0[users].long(), self.ids_1[items].long()
-        is_known = (users >= NUM_RESERVED) & (items >= NUM_RESERVED)
-        if not is_known.any():
+        has_both_ids = (users >= NUM_RESERVED) & (items >= NUM_RESERVED)
+        if not has_both_ids.any():
             return
         num_users, num_items = self.num_ids
-        pairs = torch.unique(users[is_known] * num_items + items[is_known])
+        pairs = torch.unique(users[has_both_ids] * num_items + items[has_both_ids])
         users, items = pairs // num_items, pairs % num_items
         adjacency = normalised_adjacency(users, items, num_users, num_items)
         texts = torch.cat([self.texts_of_ids(0), self.texts_of_ids(1)])
@@ -76,10 +76,10 @@ class AlignedAdaptor(LinearAdaptor):
             chosen = torch.randint(len(pairs), (min(len(pairs), PAIRS_PER_STEP),), device=users.device)
             negatives = torch.randint(NUM_RESERVED, num_items, chosen.shape, device=users.device) + num_users
             loss = bpr_loss(final, users[chosen], items[chosen] + num_users, negatives)
-            asked = masked if self.masked_share else described
-            if len(asked):
-                asked = asked[torch.randint(len(asked), (min(len(asked), IDS_PER_STEP),), device=asked.device)]
-                loss = loss + ALIGNMENT * self.disagreement(final, texts, asked, sigma)
+            ids = masked if self.masked_share else described
+            if len(ids):
+                ids = ids[torch.randint(len(ids), (min(len(ids), IDS_PER_STEP),), device=ids.device)]
+                loss = loss + ALIGNMENT * self.disagreement(final, texts, ids, sigma)
             loss.backward()
             assert final.grad is not None
             layer_0.grad, token.grad = spread_back(adjacency, final.grad, masked)
@@ -99,9 +99,9 @@ class AlignedAdaptor(LinearAdaptor):
         raise NotImplementedError
 
     def disagreement(
-        self, final: torch.Tensor, texts: torch.Tensor, asked: torch.Tensor, sigma: nn.Module
+        self, final: torch.Tensor, texts: torch.Tensor, ids: torch.Tensor, sigma: nn.Module
     ) -> torch.Tensor:
-        """L_align of ids `asked`, int64 (n,): e of all ids (num_ids, DIM), their texts' vectors (num_ids, in_dim)."""
+        """L_align of `ids`, int64 (n,): e of all ids (num_ids, DIM), their texts' vectors (num_ids, in_dim)."""
         raise NotImplementedError
 
 
@@ -109,12 +109,12 @@ class ContrastiveAlignment(AlignedAdaptor):
     """RLMRec-Con: each id's e is to be told from other ids' by what its text gives."""
 
     def network(self) -> nn.Module:
-        """Of texts: (n, in_dim) -> (n, DIM)."""
+        """Map texts: (n, in_dim) -> (n, DIM)."""
         return nn.Sequential(nn.Linear(self.in_dim, DIM), nn.LeakyReLU(), nn.Linear(DIM, DIM))
 
-    def disagreement(self, final, texts, asked, sigma):
-        x, y = F.normalize(F.embedding(asked, final), dim=1), F.normalize(sigma(texts[asked]), dim=1)
-        return info_nce(x, y, asked, TEMPERATURE)
+    def disagreement(self, final, texts, ids, sigma):
+        x, y = F.normalize(F.embedding(ids, final), dim=1), F.normalize(sigma(texts[ids]), dim=1)
+        return info_nce(x, y, ids, TEMPERATURE)
 
 
 class GenerativeAlignment(AlignedAdaptor):
@@ -123,12 +123,12 @@ class GenerativeAlignment(AlignedAdaptor):
     masked_share = MASKED_SHARE
 
     def network(self) -> nn.Module:
-        """Of e: (n, DIM) -> (n, in_dim)."""
+        """Map e: (n, DIM) -> (n, in_dim)."""
         return nn.Sequential(nn.Linear(DIM, DIM), nn.LeakyReLU(), nn.Linear(DIM, self.in_dim))
 
-    def disagreement(self, final, texts, asked, sigma):
-        x, y = F.normalize(sigma(F.embedding(asked, final)), dim=1), F.normalize(texts[asked], dim=1)
-        return info_nce(x, y, asked, TEMPERATURE)
+    def disagreement(self, final, texts, ids, sigma):
+        x, y = F.normalize(sigma(F.embedding(ids, final)), dim=1), F.normalize(texts[ids], dim=1)
+        return info_nce(x, y, ids, TEMPERATURE)
 
 
 def spread_back(

@@ -31,17 +31,17 @@ MAX_IMPORT_S = 180.0
 
 def check_versions(settings: Settings) -> Iterator[CheckResult]:
     for line in requires("laserbatch") or []:
-        wanted = Requirement(line)
-        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+        package = Requirement(line)
+        if package.marker is not None and not package.marker.evaluate({"extra": ""}):
             continue
         hint = "Install what constraints.txt names: `pip install -c constraints.txt laserbatch`"
         try:
-            found = version(wanted.name)
+            installed = version(package.name)
         except PackageNotFoundError:
-            yield CheckResult("versions", "fault", f"{wanted.name} is not installed; {wanted} is expected", hint)
+            yield CheckResult("versions", "fault", f"{package.name} is not installed; {package} is expected", hint)
             continue
-        if not wanted.specifier.contains(found, prereleases=True):
-            yield CheckResult("versions", "fault", f"{wanted.name} is {found}; {wanted} is expected", hint)
+        if not package.specifier.contains(installed, prereleases=True):
+            yield CheckResult("versions", "fault", f"{package.name} is {installed}; {package} is expected", hint)
     versions = ", ".join(f"{name} {version(name)}" for name in ("laserbatch", "torch", "transformers", "ray"))
     yield CheckResult("versions", "ok", f"Python {platform.python_version()}, {versions}")
 
@@ -71,12 +71,12 @@ def check_gpu(settings: Settings) -> Iterator[CheckResult]:
             hint = "Look at `nvidia-smi`; leave this GPU out of CUDA_VISIBLE_DEVICES, or install a torch build for it"
             yield CheckResult("GPU", "fault", f"GPU {device} cannot compute: {first_line(error)}", hint)
             continue
-        found = f"{gpu.name}, {gpu.free_bytes / 1e9:.1f} of {gpu.total_bytes / 1e9:.1f} GB free"
+        description = f"{gpu.name}, {gpu.free_bytes / 1e9:.1f} of {gpu.total_bytes / 1e9:.1f} GB free"
         if gpu.free_bytes < MIN_FREE_SHARE * gpu.total_bytes:
             hint = "Another process uses the rest (`nvidia-smi` names it): end it, or set CUDA_VISIBLE_DEVICES"
-            yield CheckResult("GPU", "warning", found, hint)
+            yield CheckResult("GPU", "warning", description, hint)
         else:
-            yield CheckResult("GPU", "ok", found)
+            yield CheckResult("GPU", "ok", description)
 
 
 def check_kernels(settings: Settings) -> Iterator[CheckResult]:
@@ -100,8 +100,8 @@ def check_kernels(settings: Settings) -> Iterator[CheckResult]:
         hint = "Use Triton where it runs: its kernel takes no padding, and small steps are CUDA graphs"
         yield CheckResult("attention", "warning", "torch's, over padded masks (Triton is not installed)", hint)
     elif not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        found = "Triton needs a C compiler, and there is none: attention will be torch's, over padded masks"
-        yield CheckResult("attention", "warning", found, "Install gcc, or name a compiler in CC")
+        text = "Triton needs a C compiler, and there is none: attention will be torch's, over padded masks"
+        yield CheckResult("attention", "warning", text, "Install gcc, or name a compiler in CC")
     else:
         yield CheckResult("attention", "ok", "Triton's kernel, small steps as CUDA graphs")
 
@@ -134,8 +134,8 @@ def check_engine(settings: Settings) -> Iterator[CheckResult]:
         hint = "Install it with the torch that it names, in an environment of its own (docs/vllm.md)"
         yield CheckResult("engine", "fault", f"vLLM is installed and cannot be imported: {reason}", hint)
     else:
-        found = f"vLLM {imported.stdout.split()[-1]} imports: texts are written with it, and verified greedily"
-        yield CheckResult("engine", "ok", found)
+        text = f"vLLM {imported.stdout.split()[-1]} imports: texts are written with it, and verified greedily"
+        yield CheckResult("engine", "ok", text)
 
 
 def check_workspace(settings: Settings) -> Iterator[CheckResult]:

@@ -39,30 +39,30 @@ def write_for(
     max_s : texts that have not ended by then are given up.
     speed_s : all are given up once the speed has been measured for so long; None goes on.
     """
-    own, found = engine.engine, Measured()
-    own.reset_prefix_cache()
-    stream = own.open_stream(requests, NoDrafter(), verifier_from(decoding), Budget(0, 0.0))
+    decoder, measured = engine.engine, Measured()
+    decoder.reset_prefix_cache()
+    stream = decoder.open_stream(requests, NoDrafter(), verifier_from(decoding), Budget(0, 0.0))
     began_s = now_s = time.perf_counter()
     num_at_first = 0
     try:
         while now_s - began_s < max_s:
-            found.texts |= {int(failure.request_id): failure for failure in stream.scheduler.admit()}
+            measured.texts |= {int(failure.request_id): failure for failure in stream.scheduler.admit()}
             live = stream.scheduler.live
             if not live:
                 break
-            num_tokens = sum(one.num_output for one in live)
-            if found.prompts_s is None and len(live) + len(found.texts) == len(requests):
-                if all(one.num_steps for one in live):
-                    found.prompts_s, num_at_first = now_s - began_s, num_tokens
-            elif found.prompts_s is not None and not found.texts:
-                writing_s = now_s - began_s - found.prompts_s
-                found.tokens_per_s = (num_tokens - num_at_first) / writing_s
+            num_tokens = sum(sequence.num_output for sequence in live)
+            if measured.prompts_s is None and len(live) + len(measured.texts) == len(requests):
+                if all(sequence.num_steps for sequence in live):
+                    measured.prompts_s, num_at_first = now_s - began_s, num_tokens
+            elif measured.prompts_s is not None and not measured.texts:
+                writing_s = now_s - began_s - measured.prompts_s
+                measured.tokens_per_s = (num_tokens - num_at_first) / writing_s
                 if speed_s is not None and writing_s >= speed_s:
                     break
-            for sequence, outcome in own.finish_step(own.submit_step(stream), stream):
+            for sequence, outcome in decoder.finish_step(decoder.submit_step(stream), stream):
                 place = int(sequence.request.request_id)
-                found.texts[place] = engine.result(sequence, outcome)
+                measured.texts[place] = engine.result(sequence, outcome)
             now_s = time.perf_counter()
     finally:
         stream.scheduler.close()
-    return found
+    return measured

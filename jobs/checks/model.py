@@ -29,20 +29,20 @@ def check_dtype(settings: Settings) -> Iterator[CheckResult]:
         yield CheckResult("dtype", "fault", str(error))
         return
     dtype = stored if choice.name == "auto" else choice.name
-    found, hint = f"{dtype}: {choice.reason}", None
+    text, hint = f"{dtype}: {choice.reason}", None
     if has_gpu:
         import torch
 
         if dtype == "float32":
-            found += "; it takes twice the memory of bfloat16"
+            text += "; it takes twice the memory of bfloat16"
             hint = "Set decoding.dtype: bfloat16, unless texts have to be those of a CPU"
         elif dtype == "bfloat16" and torch.cuda.get_device_capability() < (8, 0):
-            found += "; this GPU has no fast products for it"
+            text += "; this GPU has no fast products for it"
             hint = "Use a GPU of compute capability 8.0 or above, or decoding.dtype: float32"
     elif decoding.dtype == "float32" and choose_dtype("auto", "cpu", stored, quantization).name == "bfloat16":
-        found += "; bfloat16 is faster on this processor"
+        text += "; bfloat16 is faster on this processor"
         hint = "Set decoding.dtype: auto"
-    yield CheckResult("dtype", "warning" if hint else "ok", found, hint)
+    yield CheckResult("dtype", "warning" if hint else "ok", text, hint)
 
 
 def fitting_engine(settings: Settings, num_values: int, file_bytes: int) -> CheckResult:
@@ -55,8 +55,8 @@ def fitting_engine(settings: Settings, num_values: int, file_bytes: int) -> Chec
 
     decoding, config, number = settings.decoding, read_config(settings.model_dir), num_gpus()
     if not number and settings.cluster.ray_address is not None:
-        found = "not known here: run `laserbatch doctor` on a node of the Ray cluster that writes texts"
-        return CheckResult("fitting engine", "ok", found)
+        text = "not known here: run `laserbatch doctor` on a node of the Ray cluster that writes texts"
+        return CheckResult("fitting engine", "ok", text)
     quantization = quantization_of(config)
     bytes_per_value = {"float32": 4, "bfloat16": 2}.get(decoding.dtype)
     choice = choose_engine(
@@ -68,16 +68,16 @@ def fitting_engine(settings: Settings, num_values: int, file_bytes: int) -> Chec
         num_gpus=number,
     )
     name = {"laserbatch": "laserbatch's own engine", "vllm": "vLLM"}[choice.engine]
-    found = f"{name} fits this model and machine: {choice.reason}"
+    text = f"{name} fits this model and machine: {choice.reason}"
     if decoding.engine == choice.engine and decoding.gpus_a_worker >= choice.tensor_parallel_size:
-        return CheckResult("fitting engine", "ok", found)
+        return CheckResult("fitting engine", "ok", text)
     hint = "set decoding.engine: laserbatch"
     if choice.engine == "vllm":
         hint = "" if decoding.engine == "vllm" or find_spec("vllm") else "install vLLM and "
         refused = (name for name in ("temperature", "plugin_drafters") if getattr(decoding, name))
         hint += vllm_advice(choice.tensor_parallel_size, [f"decoding.{name}" for name in refused])
         hint += "" if decoding.verifier == "greedy" else "; it verifies greedily"
-    return CheckResult("fitting engine", "warning", found, hint[0].upper() + hint[1:])
+    return CheckResult("fitting engine", "warning", text, hint[0].upper() + hint[1:])
 
 
 def _served_model(settings: Settings) -> Iterator[CheckResult]:

@@ -37,7 +37,7 @@ NUM_TEXTS = 16  # half of each side, written at once
 SPEED_S = 4.0  # of the time in which a text alone is written
 ENDPOINT_S = 30.0  # for a server to answer
 TEXTS_S = 60.0  # for texts that are written at once
-MIN_SHARE_KEPT = 0.7  # of the texts: with fewer, a night stops after its first ones
+MIN_SHARE_VALID = 0.7  # of the texts: with fewer, a night stops after its first ones
 
 
 class Task(NamedTuple):
@@ -131,8 +131,8 @@ def _loaded(settings: Settings) -> Generator[CheckResult, None, "OwnEngine | Non
     except ModelError as error:
         if settings.decoding.engine == "laserbatch":
             raise
-        found = f"no text was tried here, since laserbatch's engine cannot load the model: {error}"
-        yield CheckResult("answer", "ok", found)
+        text = f"no text was tried here, since laserbatch's engine cannot load the model: {error}"
+        yield CheckResult("answer", "ok", text)
         return None
 
 
@@ -168,10 +168,8 @@ def _answer(engine: "TextEngine", settings: Settings) -> CheckResult:
     shown += f"after {answer.num_thought_tokens} of thoughts, " if answer.num_thought_tokens else ""
     if answer.finish_reason == UNCLOSED_THOUGHTS:
         hint = "Leave them room in decoding.max_new_tokens, or set decoding.thinking: off"
-        found = (
-            f"{len(answer.token_ids)} tokens did not end the thoughts before a short answer; they are cut from texts"
-        )
-        return CheckResult("answer", "warning", found, hint)
+        text = f"{len(answer.token_ids)} tokens did not end the thoughts before a short answer; they are cut from texts"
+        return CheckResult("answer", "warning", text, hint)
     if answer.role_mark:
         hint = "Add the token that ends the model's turns to eos_token_id in its generation_config.json"
         invented = f", and {answer.num_invented} tokens that came after it" if answer.num_invented else ""
@@ -205,11 +203,11 @@ def _tasks(engine: "OwnEngine", settings: Settings, tables: "Tables") -> list[Ta
 
 
 def _speed(settings: Settings, measured: "Mapping[int, Measured]") -> CheckResult:
-    speeds = [f"{rate(one.tokens_per_s)} tokens a second at batch {size}"
-              for size, one in measured.items() if one.tokens_per_s]  # fmt: skip
+    speeds = [f"{rate(speed.tokens_per_s)} tokens a second at batch {size}"
+              for size, speed in measured.items() if speed.tokens_per_s]  # fmt: skip
     if not speeds:
-        found = f"{TEXTS_S:.0f} seconds were too short for the prompts"
-        return CheckResult("speed", "warning", found, "Take a smaller model, or a GPU")
+        text = f"{TEXTS_S:.0f} seconds were too short for the prompts"
+        return CheckResult("speed", "warning", text, "Take a smaller model, or a GPU")
     of = settings.tables.path or "the sample world"
     return CheckResult("speed", "ok", f"{' and '.join(speeds)}, plain, with prompts of {of}")
 
@@ -217,12 +215,12 @@ def _speed(settings: Settings, measured: "Mapping[int, Measured]") -> CheckResul
 def _forms(
     engine: "OwnEngine", settings: Settings, tasks: Sequence[Task], measured: "Measured"
 ) -> Iterator[CheckResult]:
-    """Of each side, how many texts a night would keep, and what is wrong with the others."""
+    """A finding per side: how many texts a night would accept, and why it would refuse the others."""
     from laserbatch.pipeline.decoding.sequence import GenerationFailure
     from laserbatch.pipeline.distributed.worker import parsed_answer
 
     for side in SIDES:
-        reasons, num_kept, num_tried = Counter[str](), 0, 0
+        reasons, num_valid, num_tried = Counter[str](), 0, 0
         for place, task in enumerate(tasks):
             if task.template.side != side:
                 continue
@@ -233,26 +231,26 @@ def _forms(
                     raise RowError(text.reason)
                 if text is not None:
                     parsed_answer(engine.tokenizer, task.template, task.shown, task.prompt, text)
-                    num_kept += 1
+                    num_valid += 1
             except RowError as error:
                 reasons[error.reason.split(":")[0]] += 1
-        num_ended = num_kept + reasons.total()
+        num_ended = num_valid + reasons.total()
         name, in_time = settings.template(side).identity, f"ended within {TEXTS_S:.0f} seconds"
         if not num_ended:
             hint = "`laserbatch try` writes a whole text, however long it takes"
             yield CheckResult("form", "warning", f"{name}: none of {num_tried} {side} texts {in_time}", hint)
             continue
         refused = ", ".join(f"{reason} ({number})" for reason, number in reasons.most_common())
-        found = f"{name}: {num_kept} of {num_ended} {side} texts have the form that is asked for"
-        found += f"; refused: {refused}" * bool(refused)
-        found += f"; {num_tried - num_ended} more had not {in_time}" * (num_ended < num_tried)
-        is_poor = num_kept < MIN_SHARE_KEPT * num_ended
+        message = f"{name}: {num_valid} of {num_ended} {side} texts have the form that is asked for"
+        message += f"; refused: {refused}" * bool(refused)
+        message += f"; {num_tried - num_ended} more had not {in_time}" * (num_ended < num_tried)
+        is_poor = num_valid < MIN_SHARE_VALID * num_ended
         hint = "Take a larger model, or a template that asks for less, such as those of kar" if is_poor else None
-        yield CheckResult("form", "warning" if is_poor else "ok", found, hint)
+        yield CheckResult("form", "warning" if is_poor else "ok", message, hint)
 
 
 def _hours(settings: Settings, tables: "Tables", batch_size: int, measured: "Measured") -> CheckResult:
-    """How long a first night takes plainly, by the speed and the lengths of the texts just written."""
+    """The hours of a first night of plain decoding, by the speed and the lengths of the texts just written."""
     from laserbatch.pipeline.decoding.sequence import GenerationResult
 
     if not measured.prompts_s or not measured.tokens_per_s:
@@ -262,5 +260,5 @@ def _hours(settings: Settings, tables: "Tables", batch_size: int, measured: "Mea
     num_users, num_items = tables.users.num_rows, tables.items.num_rows
     seconds = (num_users + num_items) * (measured.prompts_s / batch_size + length / measured.tokens_per_s)
     each = f"{count(length)} tokens each" if lengths else f"at most {length} tokens each (decoding.max_new_tokens)"
-    found = f"a first night writes {count(num_users)} users and {count(num_items)} items, {each}: about "
-    return CheckResult("hours", "ok", f"{found}{decimal(seconds / 3600, 1)} hours on this machine, without drafts")
+    message = f"a first night writes {count(num_users)} users and {count(num_items)} items, {each}: about "
+    return CheckResult("hours", "ok", f"{message}{decimal(seconds / 3600, 1)} hours on this machine, without drafts")

@@ -68,8 +68,8 @@ def train(
     night = open_run(load_settings(config, {"workspace": workspace}), run)
     settings = changed_settings(night.settings.ctr, None, None, history)
     tables = tables or str(night.settings.tables.required_path)
-    found = train_to_folder(night, model, features, seed, tables, settings, out)
-    summary({"folder": str(out), "run_id": night.run.run_id, "model": model, **found}, as_json)
+    metrics = train_to_folder(night, model, features, seed, tables, settings, out)
+    summary({"folder": str(out), "run_id": night.run.run_id, "model": model, **metrics}, as_json)
 
 
 @app.command()
@@ -87,8 +87,8 @@ def evaluate(
     """
     of_model = trained_on(model)
     night = open_run(load_settings(config, {"workspace": workspace}), run or of_model["run_id"])
-    found = evaluate_folder(model, night, tables or of_model["tables"])
-    summary({"folder": str(model), "run_id": night.run.run_id, **found}, as_json)
+    metrics = evaluate_folder(model, night, tables or of_model["tables"])
+    summary({"folder": str(model), "run_id": night.run.run_id, **metrics}, as_json)
 
 
 @app.command()
@@ -168,7 +168,7 @@ def _compared(configs, frameworks, workspace, run, models, seeds, history, table
     else:
         loaded = [load_settings(config, {"workspace": workspace}) for config in configs]
         variants = of_configs(dict(zip(names, loaded, strict=True)))
-    variants = [replace(one, ctr=changed_settings(one.ctr, models, seeds, history)) for one in variants]
+    variants = [replace(variant, ctr=changed_settings(variant.ctr, models, seeds, history)) for variant in variants]
     of_first = variants[0].night.settings.tables
     return compare_variants(variants, open_tables(tables or of_first.required_path, of_first.keep_duplicates))
 

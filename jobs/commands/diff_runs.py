@@ -97,8 +97,8 @@ class _Texts:
         return pa.chunked_array(parts, pa.string()).take(pa.array(np.searchsorted(order, rows)))
 
 
-def _equal(one: pa.ChunkedArray, other: pa.ChunkedArray) -> np.ndarray:
-    return pc.equal(one, other).to_numpy() if len(one) else np.zeros(0, bool)
+def _equal(column: pa.ChunkedArray, other: pa.ChunkedArray) -> np.ndarray:
+    return pc.equal(column, other).to_numpy() if len(column) else np.zeros(0, bool)
 
 
 def _named(

@@ -50,8 +50,8 @@ def planned_night(settings: Settings, date: datetime.date, force: bool, redo: bo
     inputs, tables = checked_inputs(settings, date)
     with ScratchFolder("dry-run") as scratch:
         root = settings.workspace
-        is_there = root.is_file() or (root.is_dir() and any(root.iterdir()))
-        workspace = Workspace.open(root, create=False) if is_there else Workspace(Path(scratch) / "workspace")
+        exists = root.is_file() or (root.is_dir() and any(root.iterdir()))
+        workspace = Workspace.open(root, create=False) if exists else Workspace(Path(scratch) / "workspace")
         attempt = newest_attempt(workspace, date, settings.identity(), inputs, force, redo)
         if attempt.is_done:
             state = "held back by its gates" if attempt.run.is_held else "finished already"
@@ -84,7 +84,7 @@ def planned_night(settings: Settings, date: datetime.date, force: bool, redo: bo
 
 
 def _night_cost(settings: Settings, sides: dict[str, dict[str, Any]], hours: float | None) -> float | None:
-    """What the night will cost: the cluster by its hours, and a server by its tokens; None if nothing predicts it."""
+    """The predicted cost of the night: the cluster by hours, a server by tokens; None if nothing predicts it."""
     price, server = settings.cluster.price_per_hour, settings.decoding.endpoint
     cost = None if price is None or hours is None else hours * price
     if server is None or server.price_per_million_tokens is None:
@@ -129,12 +129,12 @@ def _planned_side(night: Night, plan: SidePlan, scratch: RunFolder) -> dict[str,
 def _reasons(night: Night, plan: SidePlan, shards: list[Shard], scratch: RunFolder) -> dict[str, Any]:
     """Number of entities to be written by reason, the most frequent first; `changed_columns` where most have one."""
     side = plan.side
-    known = PreviousKnowledge(None if night.previous is None else night.previous.knowledge_folder(side))
+    prior = PreviousKnowledge(None if night.previous is None else night.previous.knowledge_folder(side))
     reasons: Counter[str] = Counter()
     changed: dict[str, list[object]] = {"attributes": [], "history": []}
     for shard in shards:
         rows = read_parquet(scratch.root / shard.path, ["entity_id", "fingerprint"])
-        before = known.fingerprints(known.rows_of(rows["entity_id"])).to_pylist()
+        before = prior.fingerprints(prior.rows_of(rows["entity_id"])).to_pylist()
         for key, old, new in zip(rows["entity_id"].to_pylist(), before, rows["fingerprint"].to_pylist(), strict=True):
             parts = () if old is None else changed_parts(old, new)
             reasons[NEW if old is None else "+".join(parts) or FORCED] += 1
@@ -144,12 +144,12 @@ def _reasons(night: Night, plan: SidePlan, shards: list[Shard], scratch: RunFold
     columns_by_side = {}
     for part, keys in changed.items():
         if 2 * len(keys) > num_before:
-            columns_by_side |= _most_changed(night, side, part, pa.array(keys), num_before, known, scratch)
+            columns_by_side |= _most_changed(night, side, part, pa.array(keys), num_before, prior, scratch)
     return {"reasons": dict(reasons.most_common()), **({"changed_columns": columns_by_side} if columns_by_side else {})}
 
 
 def _most_changed(
-    night: Night, side: Side, part: str, keys: pa.Array, num_before: int, known: PreviousKnowledge, scratch: RunFolder
+    night: Night, side: Side, part: str, keys: pa.Array, num_before: int, prior: PreviousKnowledge, scratch: RunFolder
 ) -> dict[str, str]:
     """The columns that changed for over half of the entities with a text, and how.
 
@@ -160,7 +160,7 @@ def _most_changed(
     num_before : number of entities with a text.
     """
     sample = keys.take(pa.array(np.unique(np.linspace(0, len(keys) - 1, min(len(keys), MAX_COMPARED)).astype(int))))
-    records = known.values(known.rows_of(pa.chunked_array([sample])), ["entity_id", "fingerprint", "run_id"])
+    records = prior.values(prior.rows_of(pa.chunked_array([sample])), ["entity_id", "fingerprint", "run_id"])
     ids = records["entity_id"].cast(pa.string()).to_pylist()
     written = dict(zip(ids, records["fingerprint"].to_pylist(), strict=True))
     before: dict[str, dict] = {}
@@ -175,15 +175,15 @@ def _most_changed(
     template = night.template(side)
     if part == "history" and template.history is not None:
         texts_of = SideQuestions(night.tables, side, template, "").item_texts
-        found = changed_in_histories(pairs, template.history.separator, texts_of)
-        found = {f"items.{name}" if name != ITEM_ATTRIBUTES else name: change for name, change in found.items()}
+        changes = changed_in_histories(pairs, template.history.separator, texts_of)
+        changes = {f"items.{name}" if name != ITEM_ATTRIBUTES else name: change for name, change in changes.items()}
     else:
         read = partial(attributes_of, columns=template.attributes)
-        found = changed_columns([(read(then), read(now)) for then, now in pairs])
+        changes = changed_columns([(read(then), read(now)) for then, now in pairs])
     share, about = len(keys) / len(pairs), "about " * (len(pairs) < len(keys))
     return {
         name: f"{what} ({about}{round(num * share):,} of {num_before:,} {side}s)"
-        for name, (what, num) in found.items()
+        for name, (what, num) in changes.items()
         if 2 * num * share > num_before
     }
 

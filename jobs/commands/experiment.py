@@ -71,13 +71,13 @@ def experiment(
     loaded = [load_settings(path, overrides) for path in config or [config_here()]]
     names = variant_names(config, framework)
     if framework:
-        loaded = [settings_of_framework(loaded[0], one) for one in names]
+        loaded = [settings_of_framework(loaded[0], framework_name) for framework_name in names]
     settings, first = dict(zip(names, loaded, strict=True)), loaded[0]
-    for one, of_variant in settings.items():
+    for variant, of_variant in settings.items():
         if of_variant.tables.path != first.tables.path:
             raise ConfigError(
-                f"{one} reads the tables {of_variant.tables.path}, {names[0]} those of {first.tables.path}; variants "
-                "are tried on one sample, so set tables.path alike"
+                f"{variant} reads the tables {of_variant.tables.path}, {names[0]} those of {first.tables.path}; "
+                "variants are tried on one sample, so set tables.path alike"
             )
     opened = Workspace.open(first.workspace)
     folder = experiment_folder(opened, name) if name else None
@@ -104,9 +104,9 @@ def _show(comparison: dict[str, Any]) -> None:
         say("no text was compared with a plain one: variants wrote too few, or are plain themselves")
     else:
         print_table(audit)
-    for one in comparison["variants"]:
-        for sentence in one["gates"]:
-            say(f"{one['variant']}: {sentence}")
+    for variant in comparison["variants"]:
+        for sentence in variant["gates"]:
+            say(f"{variant['variant']}: {sentence}")
     for name, why in comparison["failed"].items():
         say(f"{name} failed: {why}")
     say(f"all of it is in {comparison['folder']}, each variant a workspace with its report and texts")

@@ -58,11 +58,11 @@ def asof(
         first = next(batches, None)
         if first is None:
             raise TableError(f"{interactions} has no Parquet file with rows in it; expected interactions. Check it.")
-        asked = pa.schema([field for field in first.schema if field.name in ("user_id", "item_id", "timestamp")])
-        for finding in schema_findings("interactions", str(interactions), asked):
+        key_schema = pa.schema([field for field in first.schema if field.name in ("user_id", "item_id", "timestamp")])
+        for finding in schema_findings("interactions", str(interactions), key_schema):
             raise FaultyTable(finding)
         read_unit = unit or _unit(interactions)
-        added = [field for side, found in versions.items() for field in found.fields(f"{side}_")]
+        added = [field for side, of_side in versions.items() for field in of_side.fields(f"{side}_")]
         for name in {field.name for field in added} & set(first.schema.names):
             raise TableError(f"{interactions} has a column {name!r} already, which is to be added. Rename or drop it.")
         schema = pa.schema([*first.schema, *added])
@@ -74,10 +74,10 @@ def asof(
                     days = _days(batch["timestamp"], read_unit, interactions, first_row)
                     first_row += batch.num_rows
                     columns = list(batch.columns)
-                    for side, found in versions.items():
-                        rows = found.of(plain_ids(batch[f"{side}_id"]), days)
+                    for side, of_side in versions.items():
+                        rows = of_side.of(plain_ids(batch[f"{side}_id"]), days)
                         num_without[side] += int((rows < 0).sum())
-                        columns += found.columns(rows)
+                        columns += of_side.columns(rows)
                     bar.advance(batch.num_rows)
                     yield pa.record_batch(columns, schema=schema)
 
@@ -102,20 +102,20 @@ def history(
     """
     opened, counts = open_workspace(config, workspace), {}
     with feature_versions(opened.finished_runs()) as versions, atomic_folder(out, overwrite) as folder:
-        for side, found in versions.items():
-            ends = found.valid_to()
-            id_field = pa.field(f"{side}_id", found.ids.type, nullable=False)
-            schema = pa.schema([id_field, *found.fields(), pa.field("valid_to", MOMENT)])
+        for side, of_side in versions.items():
+            ends = of_side.valid_to()
+            id_field = pa.field(f"{side}_id", of_side.ids.type, nullable=False)
+            schema = pa.schema([id_field, *of_side.fields(), pa.field("valid_to", MOMENT)])
 
-            def groups(found: Versions = found, ends=ends, schema=schema) -> Iterator[pa.RecordBatch]:
+            def groups(of_side: Versions = of_side, ends=ends, schema=schema) -> Iterator[pa.RecordBatch]:
                 for start in range(0, len(ends), ROW_GROUP_ROWS):
                     rows = np.arange(start, min(start + ROW_GROUP_ROWS, len(ends)))
-                    ids = found.ids.take(pa.array(found.entities[rows]))
-                    columns = [ids, *found.columns(rows), moments(ends[rows])]
+                    ids = of_side.ids.take(pa.array(of_side.entities[rows]))
+                    columns = [ids, *of_side.columns(rows), moments(ends[rows])]
                     yield pa.record_batch(columns, schema=schema)
 
             written = write_parquet(groups(), folder / f"{side}.parquet", schema)
-            counts[f"{side}s"] = {"entities": len(found.ids), "versions": written.num_rows}
+            counts[f"{side}s"] = {"entities": len(of_side.ids), "versions": written.num_rows}
     summary({"folder": out, **counts}, as_json)
 
 
@@ -146,22 +146,22 @@ def export(
             if not path.is_file():
                 again = f"`laserbatch nightly --date {night.date} --force` makes features"
                 raise WorkspaceError(f"{path} is missing; expected the features of {side}s. {again}")
-            schema, wanted = pq.read_schema(path), None
+            schema, has_changed = pq.read_schema(path), None
             counts[f"{side}s"] = {"rows": pq.read_metadata(path).num_rows}
             if before is not None:
-                wanted, gone = changed_rows(path, before.features_path(side), f"{side}_id")
-                counts[f"{side}s"] = {"rows": int(wanted.sum()), "gone": len(gone)}
+                has_changed, gone = changed_rows(path, before.features_path(side), f"{side}_id")
+                counts[f"{side}s"] = {"rows": int(has_changed.sum()), "gone": len(gone)}
                 write_parquet(pa.table({f"{side}_id": gone}), folder / f"gone_{side}s.parquet")
-            sides.append(SideExport(side, schema, _kept(path, wanted)))
+            sides.append(SideExport(side, schema, _selected_rows(path, has_changed)))
         FORMATS[layout](sides, folder, out.resolve())
     summary({"folder": out, "format": layout, "run_id": night.run.run_id, **counts}, as_json)
 
 
-def _kept(path: Path, is_wanted: np.ndarray | None) -> Iterator[pa.RecordBatch]:
+def _selected_rows(path: Path, is_selected: np.ndarray | None) -> Iterator[pa.RecordBatch]:
     start = 0
     for batch in iter_parquet(path):
-        kept = None if is_wanted is None else pa.array(is_wanted[start : start + batch.num_rows])
-        yield batch if kept is None else batch.filter(kept)
+        mask = None if is_selected is None else pa.array(is_selected[start : start + batch.num_rows])
+        yield batch if mask is None else batch.filter(mask)
         start += batch.num_rows
 
 

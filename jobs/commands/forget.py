@@ -95,33 +95,33 @@ def forget(
     """
     settings = load_settings(config, {"workspace": workspace})
     users = {*user, *(read_ids(ids, say) if ids is not None else ())}
-    wanted: Ids = {"user": frozenset(users), "item": frozenset(item)}
-    if not any(wanted.values()):
+    requested: Ids = {"user": frozenset(users), "item": frozenset(item)}
+    if not any(requested.values()):
         raise typer.BadParameter("give --user ID, --item ID or --ids FILE with at least one id")
     opened = Workspace.open(settings.workspace, create=False)
     with opened.lock(), ExitStack() as others:
-        for other in (*experiment_folders(opened), *(one.root for one in opened.within())):
+        for other in (*experiment_folders(opened), *(extension.root for extension in opened.within())):
             others.enter_context(hold_lock(other))
-        receipt = _opened_receipt(opened, wanted)
-        _scan(opened, wanted, receipt)
+        receipt = _opened_receipt(opened, requested)
+        _scan(opened, requested, receipt)
         receipt.not_reached = _places_not_reached(opened, settings, receipt.not_reached)
-        in_tables = _in_tables(settings, wanted)
+        in_tables = _in_tables(settings, requested)
         unknown: dict[Side, list[str]] = {
             side: [key for key in sorted(keys) if not receipt.ids[side][digest(side, key)]]
-            for side, keys in wanted.items()
+            for side, keys in requested.items()
         }
         nowhere = _nowhere(opened, unknown, in_tables or {})
         receipt.nowhere = {side: [digest(side, key) for key in keys] for side, keys in nowhere.items() if keys}
         if not dry_run:
             receipt.save()
-            _remove(opened, settings, wanted, receipt)
-    still_there: dict[str, list[str]] = {}
+            _remove(opened, settings, requested, receipt)
+    still_in_tables: dict[str, list[str]] = {}
     for (table, _), keys in (in_tables or {}).items():
-        still_there[table] = sorted({*still_there.get(table, []), *keys})
+        still_in_tables[table] = sorted({*still_in_tables.get(table, []), *keys})
     if as_json:
         payload = receipt.as_json() | {"receipt": str(receipt.path), "dry_run": dry_run, "nowhere": nowhere}
-        there = None if in_tables is None else still_there
-        summary(payload | {"unknown": unknown, "still_in_tables": there}, as_json=True)
+        in_json = None if in_tables is None else still_in_tables
+        summary(payload | {"unknown": unknown, "still_in_tables": in_json}, as_json=True)
     else:
         _print_removed(receipt, dry_run)
     for side, keys in unknown.items():
@@ -129,7 +129,7 @@ def forget(
             say(f"{counted(len(keys), side)} not found in {opened.root}: {', '.join(keys)}")
     if in_tables is None:
         say("the input tables were not read: the next night writes again about ids that they still hold")
-    _warn(wanted, still_there, receipt.not_reached, nowhere)
+    _warn(requested, still_in_tables, receipt.not_reached, nowhere)
     if any(nowhere.values()):
         raise typer.Exit(ExitCode.RUN_FAILED)
 
@@ -156,10 +156,10 @@ def digest(side: Side, entity_id: str) -> str:
     return hashlib.sha256(f"{side}:{entity_id}".encode()).hexdigest()[:32]
 
 
-def _opened_receipt(workspace: Workspace, wanted: Ids) -> Receipt:
+def _opened_receipt(workspace: Workspace, requested: Ids) -> Receipt:
     """The receipt of the same command if that was killed, else a new one; nothing is written."""
     ids: dict[Side, dict[str, bool]] = {
-        side: {digest(side, key): False for key in sorted(keys)} for side, keys in wanted.items()
+        side: {digest(side, key): False for key in sorted(keys)} for side, keys in requested.items()
     }
     name = hashlib.sha256(canonical_json(ids).encode()).hexdigest()[:8]
     for path in unfinished_receipts(workspace.root):
@@ -171,23 +171,23 @@ def _opened_receipt(workspace: Workspace, wanted: Ids) -> Receipt:
     return Receipt(path, now.isoformat(timespec="seconds"), version("laserbatch"), ids)
 
 
-def _scan(workspace: Workspace, wanted: Ids, receipt: Receipt) -> None:
+def _scan(workspace: Workspace, requested: Ids, receipt: Receipt) -> None:
     """Add the places that hold the ids now to the receipt."""
 
     def rows_in(folder: Path) -> dict[str, int]:
-        found, seen = rows_of(folder, wanted)
+        num_rows, seen = rows_of(folder, requested)
         for side in SIDES:
             receipt.ids[side] |= {digest(side, key): True for key in seen[side]}
-        return found
+        return num_rows
 
     holders = set()
     for name, run in _runs(workspace).items():
-        found = rows_in(run.root)
-        if not found:
+        num_rows = rows_in(run.root)
+        if not num_rows:
             continue
         holders.add(name)
         if run.is_finished or run.is_held:
-            receipt.rows[name] = receipt.rows.get(name, {}) | found
+            receipt.rows[name] = receipt.rows.get(name, {}) | num_rows
         elif name not in receipt.removed_runs:
             receipt.removed_runs.append(name)
     for experiment in experiment_folders(workspace):
@@ -195,27 +195,27 @@ def _scan(workspace: Workspace, wanted: Ids, receipt: Receipt) -> None:
             receipt.removed_experiments.append(experiment.name)
     store = PoolStore(workspace.pools_folder)
     runs = {run.run_id for run in workspace.runs()}
-    for known in store.list():
-        in_router = rows_of(known.folder, wanted)[0]
-        if known.version in holders or known.version not in runs or in_router:
-            is_kept = known.is_current and known.version in receipt.rows
-            receipt.pools[known.version] = "rebuild" if is_kept else "drop"
+    for entry in store.list():
+        in_router = rows_of(entry.folder, requested)[0]
+        if entry.version in holders or entry.version not in runs or in_router:
+            is_rebuilt = entry.is_current and entry.version in receipt.rows
+            receipt.pools[entry.version] = "rebuild" if is_rebuilt else "drop"
 
 
-def _places_not_reached(workspace: Workspace, settings: Settings, known: Sequence[str]) -> list[str]:
+def _places_not_reached(workspace: Workspace, settings: Settings, recorded: Sequence[str]) -> list[str]:
     """The places that runs were delivered to, those of extensions and experiments too, but that are not cleaned now.
 
-    Call it before anything is removed: only files of an experiment, or events of a run, name their places. `known` are
-    those in the receipt of a command that was killed.
+    Call it before anything is removed: only files of an experiment, or events of a run, name their places. `recorded`
+    are those in the receipt of a command that was killed.
     """
     reached = [workspace, *workspace.within()]
     variants = [Workspace(path.parent) for path in workspace.root.glob(f"{EXPERIMENTS}/*/*/workspace.json")]
-    places = {*known}
-    for one in (*reached, *variants):
-        places |= known_places(one.root)
-        for run in one.runs():  # of nights before places had a file of their own
+    places = {*recorded}
+    for other in (*reached, *variants):
+        places |= known_places(other.root)
+        for run in other.runs():  # of nights before places had a file of their own
             places |= {event["to"] for event in read_events(run.events_path) if event["event"] == "delivered"}
-    uris = [delivery_uri(one, settings.deliver_to) for one in reached]
+    uris = [delivery_uri(other, settings.deliver_to) for other in reached]
     return sorted({place.rstrip("/") for place in places} - {uri.rstrip("/") for uri in uris if uri})
 
 
@@ -225,7 +225,7 @@ def _runs(workspace: Workspace) -> dict[str, RunFolder]:
     return runs | {f"{other.root.name}/{run.run_id}": run for other in workspace.within() for run in other.runs()}
 
 
-def _remove(workspace: Workspace, settings: Settings, wanted: Ids, receipt: Receipt) -> None:
+def _remove(workspace: Workspace, settings: Settings, requested: Ids, receipt: Receipt) -> None:
     receipt.num_leftovers += remove_leftovers(workspace.root) + remove_dead_scratch()
     runs = _runs(workspace)
     for name in receipt.removed_runs:
@@ -238,8 +238,8 @@ def _remove(workspace: Workspace, settings: Settings, wanted: Ids, receipt: Rece
         run = runs.get(name)
         if run is None:
             continue
-        receipt.num_samples += forget_in_run(run, files, wanted)
-        _forget_in_events(run.events_path, wanted)
+        receipt.num_samples += forget_in_run(run, files, requested)
+        _forget_in_events(run.events_path, requested)
         try:
             draw_report(run, run.load_manifest())
         except WorkspaceError as error:  # of another version: what it shows is not known
@@ -248,22 +248,22 @@ def _remove(workspace: Workspace, settings: Settings, wanted: Ids, receipt: Rece
         receipt.save()
     for name, what in receipt.pools.items():
         if what in ("rebuild", "drop"):
-            is_rebuilt = what == "rebuild" and _rebuilt(settings, name, wanted)
+            is_rebuilt = what == "rebuild" and _rebuilt(settings, name, requested)
             if not is_rebuilt:
                 PoolStore(workspace.pools_folder).drop(name)
             receipt.pools[name] = "rebuilt" if is_rebuilt else "dropped"
             receipt.save()
     receipt.num_leftovers += remove_leftovers(workspace.root)
-    if left := rows_of(workspace.root, wanted)[0]:
+    if left := rows_of(workspace.root, requested)[0]:
         raise WorkspaceError(f"{workspace.root} still holds rows of who is to be forgotten: {left}; remove those files")
-    uris = [delivery_uri(one, settings.deliver_to) for one in (workspace, *workspace.within())]
-    for one, uri in zip((workspace, *workspace.within()), uris, strict=True):
-        receipt.delivered |= forget_delivered(one, uri)
+    uris = [delivery_uri(other, settings.deliver_to) for other in (workspace, *workspace.within())]
+    for other, uri in zip((workspace, *workspace.within()), uris, strict=True):
+        receipt.delivered |= forget_delivered(other, uri)
     receipt.is_done = True
     receipt.save()
 
 
-def _rebuilt(settings: Settings, name: str, wanted: Ids) -> bool:
+def _rebuilt(settings: Settings, name: str, requested: Ids) -> bool:
     """Build the pools of a run again without some entities; False, after a message, if that fails."""
     from laserbatch.jobs.stages.build_pools import build_pools
     from laserbatch.jobs.stages.night import open_run
@@ -273,7 +273,7 @@ def _rebuilt(settings: Settings, name: str, wanted: Ids) -> bool:
         tables = {name: getattr(night.tables, name) for name in TABLE_NAMES}
         for side in SIDES:
             for table in (f"{side}s", "interactions"):
-                tables[table] = tables[table].filter(pc.invert(is_of(tables[table][f"{side}_id"], wanted[side])))
+                tables[table] = tables[table].filter(pc.invert(is_of(tables[table][f"{side}_id"], requested[side])))
         night.tables = type(night.tables)(**tables)
         build_pools(night, anew=True)  # routers too: they hold ids
     except (LaserbatchError, OSError) as error:
@@ -282,15 +282,15 @@ def _rebuilt(settings: Settings, name: str, wanted: Ids) -> bool:
     return True
 
 
-def _forget_in_events(path: Path, wanted: Ids) -> None:
+def _forget_in_events(path: Path, requested: Ids) -> None:
     """Remove the events whose message names an id; others hold no ids."""
     if not path.exists():
         return
-    named = re.compile("|".join(rf"(?<!\w){re.escape(key)}(?!\w)" for keys in wanted.values() for key in keys))
+    named = re.compile("|".join(rf"(?<!\w){re.escape(key)}(?!\w)" for keys in requested.values() for key in keys))
     lines = path.read_text("utf-8", errors="replace").splitlines(keepends=True)
-    kept = [line for line in lines if '"line": ' not in line or not named.search(line)]
-    if kept != lines:
-        write_text("".join(kept), path)
+    remaining = [line for line in lines if '"line": ' not in line or not named.search(line)]
+    if remaining != lines:
+        write_text("".join(remaining), path)
 
 
 def _nowhere(
@@ -300,19 +300,19 @@ def _nowhere(
     removed = {side: set() for side in SIDES}
     for path in (workspace.root / RECEIPTS).glob("*.json"):
         for side, ids in unless_damaged(partial(read_json, path), {}).get("ids", {}).items():
-            removed[side] |= {key for key, was_found in ids.items() if was_found}
-    there = {side: {key for (_, of), keys in in_tables.items() if of == side for key in keys} for side in SIDES}
+            removed[side] |= {key for key, was_removed in ids.items() if was_removed}
+    in_tables_of = {side: {key for (_, of), keys in in_tables.items() if of == side for key in keys} for side in SIDES}
     return {
-        side: [key for key in keys if key not in there[side] and digest(side, key) not in removed[side]]
+        side: [key for key in keys if key not in in_tables_of[side] and digest(side, key) not in removed[side]]
         for side, keys in unknown.items()
     }
 
 
-def _in_tables(settings: Settings, wanted: Ids) -> dict[tuple[str, Side], set[str]] | None:
+def _in_tables(settings: Settings, requested: Ids) -> dict[tuple[str, Side], set[str]] | None:
     """The ids that are still in input tables, by table and side; None if the tables are not set or cannot be read."""
     if settings.tables.path is None:
         return None
-    found: dict[tuple[str, Side], set[str]] = {}
+    remaining: dict[tuple[str, Side], set[str]] = {}
     columns: list[tuple[str, Side]] = [
         ("users", "user"),
         ("items", "item"),
@@ -324,30 +324,30 @@ def _in_tables(settings: Settings, wanted: Ids) -> dict[tuple[str, Side], set[st
         for table, side in columns:
             keys = {
                 str(key)
-                for ids in (iter_column(folder, table, f"{side}_id") if wanted[side] else ())
-                for key in ids.filter(is_of(ids, wanted[side])).unique().to_pylist()
+                for ids in (iter_column(folder, table, f"{side}_id") if requested[side] else ())
+                for key in ids.filter(is_of(ids, requested[side])).unique().to_pylist()
             }  # fmt: skip
             if keys:
-                found[table, side] = keys
+                remaining[table, side] = keys
     except LaserbatchError as error:
         say(f"the input tables could not be read: {error}")
         return None
-    return found
+    return remaining
 
 
 def _warn(
-    wanted: Ids,
-    still_there: Mapping[str, list[str]],
+    requested: Ids,
+    still_in_tables: Mapping[str, list[str]],
     not_reached: Sequence[str],
     nowhere: Mapping[Side, list[str]],
 ) -> None:
-    for table, keys in still_there.items():
+    for table, keys in still_in_tables.items():
         say(
             f"WARNING: {counted(len(keys), 'id')} still in the input table {table}: {', '.join(keys[:5])}"
             f"{', ...' if len(keys) > 5 else ''}. The next night writes about them again: take their rows out of "
             "users, items and interactions, then give this command again"
         )
-    if wanted["item"]:
+    if requested["item"]:
         say(
             "the titles of these items stay in plans, samples and texts of users whose histories hold them, until "
             "those are written again"

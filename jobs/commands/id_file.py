@@ -32,17 +32,17 @@ def read_ids(path: Path, note: Callable[[str], object] = lambda text: None) -> s
     first = rows[0][1] if rows else ""
     delimiter = next((mark for mark in _DELIMITERS if HEADER in map(_unquoted, first.split(mark))), None)
     if delimiter is None:
-        found, taken = [(number, _one_id(path, number, line)) for number, line in rows], "a line each"
+        ids_by_line, taken = [(number, _plain_id(path, number, line)) for number, line in rows], "a line each"
     else:
-        found, taken = _of_csv(path, rows, delimiter), f"the column {HEADER}"
-    for number, key in found:
+        ids_by_line, taken = _of_csv(path, rows, delimiter), f"the column {HEADER}"
+    for number, key in ids_by_line:
         if not key:
             raise ConfigError(f"{path}, line {number}: the id is empty; {_EXPECTED}")
         if any(unicodedata.category(letter) == "Cc" for letter in key):
             raise ConfigError(f"{path}, line {number}: {key!r} holds a control character; {_EXPECTED}")
-    ids = {key for _, key in found}
+    ids = {key for _, key in ids_by_line}
     if ids:
-        note(f"{path}: read as ids: {taken}; {len(ids):,} in all, the first {found[0][1]!r}")
+        note(f"{path}: read as ids: {taken}; {len(ids):,} in all, the first {ids_by_line[0][1]!r}")
     return ids
 
 
@@ -82,7 +82,7 @@ def _of_csv(path: Path, rows: list[tuple[int, str]], delimiter: str) -> list[tup
     return [(number, row[names.index(HEADER)]) for number, row in fields]
 
 
-def _one_id(path: Path, number: int, line: str) -> str:
+def _plain_id(path: Path, number: int, line: str) -> str:
     key = _unquoted(line)
     if key != line:
         return key

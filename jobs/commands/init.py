@@ -100,8 +100,8 @@ def init(
     guess = guess_mapping(sources)
     mapping = guess.mapping
     events, items = (mapping[name] for name in ("interactions", "items"))
-    (head,) = (one.head for one in sources if one.name == events["files"])
-    (of_items,) = (one for one in sources if one.name == items["files"])
+    (head,) = (table.head for table in sources if table.name == events["files"])
+    (of_items,) = (table for table in sources if table.name == items["files"])
     item_id = items["id"] or of_items.stem
     guessed = _guessed(_domain((of_items.stem, item_id), of_items.head, items["title"]), head, events)
     if "knowledge.words.item" not in guessed:
@@ -146,12 +146,12 @@ def _first_rows(tables: str, name: str) -> pa.Table | None:
 
 
 def _domain(names: tuple[str, ...], items: pa.Table | None, title: str | None) -> Domain | None:
-    """What the items are, by the names of their file and id, and by their columns and values."""
+    """The domain of the items, guessed from the names of their file and id, and from their columns and values."""
     if items is None:
         return domain_of(names)
     source = SourceTable("items", items, {})
     titles = source.values(title) if title is not None else []
-    return domain_of(names, items.column_names, kinds_of(source, [title]), [str(one) for one in titles])
+    return domain_of(names, items.column_names, kinds_of(source, [title]), [str(value) for value in titles])
 
 
 def _guessed(domain: Domain | None, rows: pa.Table | None, named: Mapping[str, Any]) -> dict[str, Guessed]:
@@ -164,27 +164,27 @@ def _guessed(domain: Domain | None, rows: pa.Table | None, named: Mapping[str, A
         guessed |= {"knowledge.paths": (list(domain.paths), why)} if domain.paths else {}
     if rows is None:
         return guessed
-    known: dict[str, pa.ChunkedArray] = {}
+    labels: dict[str, pa.ChunkedArray] = {}
     for column, kind in (("event", pa.string()), ("rating", pa.float64())):
         name = named.get(column, None if named else column)
         with suppress(pa.ArrowException):  # no such label
             if name in rows.column_names:
-                known[column] = pc.cast(rows[name], kind)
-    events = _events(known)
+                labels[column] = pc.cast(rows[name], kind)
+    events = _events(labels)
     if 0 < len(events) <= MAX_EVENT_KINDS:
         texts = {event: event_text(event, {}) for event in events}
         guessed["knowledge.words.events"] = texts, f"from the events of the first {rows.num_rows:,} interactions"
-    return guessed | {"ctr.label": _label(known)}
+    return guessed | {"ctr.label": _label(labels)}
 
 
-def _label(known: Mapping[str, pa.ChunkedArray]) -> Guessed:
-    if "rating" in known:
-        return _rated_label(known["rating"].drop_null())
-    events = _events(known)
+def _label(labels: Mapping[str, pa.ChunkedArray]) -> Guessed:
+    if "rating" in labels:
+        return _rated_label(labels["rating"].drop_null())
+    events = _events(labels)
     if len(events) > 1:
-        for wanted in STRONG_EVENTS:
+        for strong_event in STRONG_EVENTS:
             for event in events:
-                if event_text(event, {}) == wanted and "'" not in event:
+                if event_text(event, {}) == strong_event and "'" not in event:
                     return f"event == '{event}'", f"the strongest of the events {', '.join(events[:MAX_EVENT_KINDS])}"
         return "all", f"none of the events {', '.join(events[:MAX_EVENT_KINDS])} is known to be stronger than others"
     return "all", "the interactions are all alike"
@@ -208,8 +208,8 @@ def _rated_label(ratings: pa.ChunkedArray) -> Guessed:
     return f"rating >= {start:g}", f"three quarters of the scale: {seen}"
 
 
-def _events(known: Mapping[str, pa.ChunkedArray]) -> list[str]:
-    return sorted(pc.unique(known["event"]).drop_null().to_pylist()) if "event" in known else []
+def _events(labels: Mapping[str, pa.ChunkedArray]) -> list[str]:
+    return sorted(pc.unique(labels["event"]).drop_null().to_pylist()) if "event" in labels else []
 
 
 def _nouns(id_column: str, stem: str) -> dict[str, Guessed]:
@@ -233,12 +233,13 @@ def _paths(mapping: Mapping[str, Any]) -> list[str]:
 def _is_in_schema(folder: str) -> bool:
     """Whether the tables have the columns that they must have, and ids of one type in both tables that hold them."""
     try:
-        found = {name: table_parts(folder, name)[0].schema() for name in REQUIRED_COLUMNS}
+        schemas = {name: table_parts(folder, name)[0].schema() for name in REQUIRED_COLUMNS}
     except TableError:
         return False
-    if not all(set(columns) <= set(found[name].names) for name, columns in REQUIRED_COLUMNS.items()):
+    if not all(set(columns) <= set(schemas[name].names) for name, columns in REQUIRED_COLUMNS.items()):
         return False
-    types = {(name, column): id_type(found[name].field(column).type) for name in found for column in found[name].names
+    types = {(name, column): id_type(schema.field(column).type)
+             for name, schema in schemas.items() for column in schema.names
              if column in ID_COLUMNS.values()}  # fmt: skip
     return all(types[name, column] == types["interactions", column] for name, column in ID_COLUMNS.items())
 

@@ -244,7 +244,8 @@ def nights_table(nights: list[Night]) -> Table:
     """One row per night and side; rows of plain decoding of the same texts, if there was any, follow."""
     rows = []
     for night in nights:
-        rows += [_row(str(night.date), side, one.stats, one) for side, one in night.manifest.generation.sides.items()]
+        for side, figures in night.manifest.generation.sides.items():
+            rows.append(_row(str(night.date), side, figures.stats, figures))
         for side, figures in night.manifest.generation.plain.items():
             if (stats := figures.stats_of_tonight) and stats.num_texts:
                 rows.append(_row(f"{night.date} plain, these texts", side, stats))

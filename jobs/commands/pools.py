@@ -153,7 +153,7 @@ def _version(store: PoolStore, version: str | None) -> PoolVersion:
     if name is None:
         raise PoolError(f"no pools in {store.root} yet; run `laserbatch nightly` or `laserbatch pools rebuild`")
     store.folder(name)  # refuses one that is not there
-    return next(known for known in store.list() if known.version == name)
+    return next(entry for entry in store.list() if entry.version == name)
 
 
 def _store(settings: Settings) -> PoolStore:
@@ -170,11 +170,11 @@ def _versions_table(versions: list[PoolVersion], caption: str = "* is what the n
 
 
 def _calibration(manifest: PoolManifest) -> str:
-    """How well a pool's estimates of acceptance hold."""
-    if (known := manifest.calibration) is None:
+    """The calibration error of a pool's estimates of acceptance, in words."""
+    if (calibration := manifest.calibration) is None:
         return "not calibrated"
-    error = known.reliability.expected_calibration_error
-    return f"calibrated on {counted(known.num_texts, 'text')}; error {error:.3f} on texts not fitted to"
+    error = calibration.reliability.expected_calibration_error
+    return f"calibrated on {counted(calibration.num_texts, 'text')}; error {error:.3f} on texts not fitted to"
 
 
 def _row(side: str, manifest: PoolManifest | None) -> dict[str, str]:

@@ -83,34 +83,34 @@ def report(
                          max_prompt_tokens=settings.knowledge.max_prompt_tokens)  # fmt: skip
         reports.append(_report(template, shown, tokenizer, render))
     if as_json:
-        summary({"sides": [asdict(one) for one in reports]}, as_json=True)
+        summary({"sides": [asdict(report) for report in reports]}, as_json=True)
         return
-    for one in reports:
-        _print(one)
+    for report in reports:
+        _print(report)
 
 
 def _report(template, shown: list[Shown], tokenizer, render: Callable[[Shown], RenderedPrompt]) -> PromptReport:
     def size(of: Shown) -> int:
         return len(render(of).token_ids)
 
-    sizes, kept, halves, by_part = [], [], [], {}
-    for one in shown:
+    sizes, history_sizes, halves, by_part = [], [], [], {}
+    for entity in shown:
         try:
-            rendered = render(one)
+            rendered = render(entity)
         except RowError:  # too long or without a title: a night says so
             continue
-        events = one.events[len(one.events) - rendered.num_history :]
+        events = entity.events[len(entity.events) - rendered.num_history :]
         sizes.append(len(rendered.token_ids))
-        kept.append((rendered.num_history, rendered.num_history_dropped))
-        halves.append(size(replace(one, events=events[len(events) // 2 :])))
-        lines = [] if one.attributes is None else one.attributes.split("\n")
+        history_sizes.append((rendered.num_history, rendered.num_history_dropped))
+        halves.append(size(replace(entity, events=events[len(events) // 2 :])))
+        lines = [] if entity.attributes is None else entity.attributes.split("\n")
         for line, name in zip(lines, _names(template, lines), strict=True):
             by_part[name] = by_part.get(name, 0) + len(encode_content(tokenizer, f"{line}\n"))
-        by_part["history"] = by_part.get("history", 0) + sizes[-1] - size(replace(one, events=()))
+        by_part["history"] = by_part.get("history", 0) + sizes[-1] - size(replace(entity, events=()))
     num, total = max(len(sizes), 1), sum(sizes)
     by_part = {"question and chat format": total - sum(by_part.values())} | by_part
     parts = [PromptPart(name, tokens / num, tokens / max(total, 1)) for name, tokens in by_part.items() if tokens]
-    num_shown, num_left_out = np.array(kept, np.float64).reshape(-1, 2).sum(axis=0) / num
+    num_shown, num_left_out = np.array(history_sizes, np.float64).reshape(-1, 2).sum(axis=0) / num
     saved = (total - sum(halves)) / num
     return PromptReport(
         template.side, template.identity, len(sizes), total / num, parts, num_shown, num_left_out, saved
@@ -128,17 +128,18 @@ def _names(template, lines: list[str]) -> list[str]:
     return [column.get(label, label) for label in labels]
 
 
-def _print(found: PromptReport) -> None:
+def _print(report: PromptReport) -> None:
     rows = [
         {"part": part.part, "tokens a prompt": decimal(part.tokens), "share": percent(part.share)}
-        for part in found.parts
+        for part in report.parts
     ]
-    title = f"{found.side}s, {found.template}: {decimal(found.tokens)} tokens a prompt ({found.num_sampled} sampled)"
+    size = f"{decimal(report.tokens)} tokens a prompt"
+    title = f"{report.side}s, {report.template}: {size} ({report.num_sampled} sampled)"
     print_table(Table(title, rows, words=("part",)))
-    if found.num_events:
+    if report.num_events:
         stdout.print(
-            f"{decimal(found.num_events)} events are shown, {decimal(found.num_events_left_out)} left out. Half of "
-            f"them would save {decimal(found.saved_by_half)} tokens, {percent(found.saved_by_half / found.tokens)} "
+            f"{decimal(report.num_events)} events are shown, {decimal(report.num_events_left_out)} left out. Half of "
+            f"them would save {decimal(report.saved_by_half)} tokens, {percent(report.saved_by_half / report.tokens)} "
             "of a prompt: `history.max_events`, `max_days`, `half_life`, `deduplicate` of the template shorten it.\n",
             markup=False,
             soft_wrap=True,

@@ -39,10 +39,10 @@ def list_runs(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, 
         say(f"no runs in {opened.root} yet; `laserbatch nightly` makes one")
     else:
         caption = "* is what readers see; of users and items: written / carried over / failed"
-        print_table(Table("Runs", [_row(one) for one in described], ("", "run", "state"), caption))
-        for one in described:
-            if one["failure"]:
-                say(f"{one['run_id']}: {one['failure']}")
+        print_table(Table("Runs", [_row(row) for row in described], ("", "run", "state"), caption))
+        for row in described:
+            if row["failure"]:
+                say(f"{row['run_id']}: {row['failure']}")
 
 
 @app.command()
@@ -101,25 +101,25 @@ def diff(
     sides = {side: diff_side(old, new, side, limit) for side in SIDES}
     settings = changed_settings(old.load_manifest().origin.settings, new.load_manifest().origin.settings)
     if as_json:
-        payload = {f"{side}s": asdict(found) for side, found in sides.items()}
+        payload = {f"{side}s": asdict(diff) for side, diff in sides.items()}
         summary({"before": old.run_id, "after": new.run_id, "settings": settings, **payload}, as_json=True)
         return
     rows = [
-        {"side": side, **{name.replace("_", " "): count(getattr(found, f"num_{name}"))
+        {"side": side, **{name.replace("_", " "): count(getattr(diff, f"num_{name}"))
          for name in ("unchanged", "regenerated_same", "changed", "added", "removed")}}
-        for side, found in sides.items()
+        for side, diff in sides.items()
     ]  # fmt: skip
     print_table(Table(f"From {old.run_id} to {new.run_id}", rows, ("side",)))
     for key, (then, now) in settings.items():
         say(f"setting {key}: {then} -> {now}")
-    for side, found in sides.items():
-        for reason, number in found.reasons.items():
+    for side, diff in sides.items():
+        for reason, number in diff.reasons.items():
             say(f"{counted(number, f'{side} text')} changed: {reason}")
         for kind in ("changed", "added", "removed"):
-            for one in getattr(found, kind):
-                say(f"{side} {one.entity_id} {kind}: {one.reason}")
+            for entity in getattr(diff, kind):
+                say(f"{side} {entity.entity_id} {kind}: {entity.reason}")
                 if texts and kind == "changed":
-                    say(f"  - {one.before}\n  + {one.after}")
+                    say(f"  - {entity.before}\n  + {entity.after}")
 
 
 @app.command()
@@ -186,8 +186,8 @@ def gc(
         for experiment in tried if experiments else ():
             locked.enter_context(hold_lock(experiment))
         bytes_tried = sum(map(size_bytes, tried))
-        kept = kept_runs(opened, keep, unfinished)
-        old = [run for run in opened.runs() if run.run_id not in kept]
+        retained = kept_runs(opened, keep, unfinished)
+        old = [run for run in opened.runs() if run.run_id not in retained]
         swept = [opened.root / name for name in ("runs", EXPERIMENTS)[: 1 + experiments]]
         remains = [path for folder in swept for path in leftovers(folder)]
         num_bytes = sum(map(size_bytes, [*(run.root for run in old), *remains]))
@@ -203,7 +203,7 @@ def gc(
     removed, names = [run.run_id for run in old], [experiment.name for experiment in tried]
     if as_json:
         payload = {"removed": removed, "num_leftovers": len(remains), "num_bytes": num_bytes, "experiments": names}
-        payload |= {"removed_experiments": names if experiments else [], "bytes_tried": bytes_tried, "kept": kept}
+        payload |= {"removed_experiments": names if experiments else [], "bytes_tried": bytes_tried, "kept": retained}
         summary(payload | {"dry_run": dry_run}, as_json=True)
         return
     verb = "would remove" if dry_run else "removed"
@@ -211,7 +211,7 @@ def gc(
     if tried:
         size = f"{counted(len(tried), 'experiment')} ({bytes_tried / 1e6:,.1f} MB): {', '.join(names)}"
         say(f"{verb} {size}" if experiments else f"kept {size}; --experiments removes them")
-    for run_id, reason in kept.items():
+    for run_id, reason in retained.items():
         say(f"kept {run_id}: {reason}")
 
 
@@ -224,23 +224,23 @@ def kept_runs(workspace: Workspace, keep: int, also_unfinished: bool = False) ->
     """
     runs = {run.run_id: run for run in workspace.runs()}
     finished = [run_id for run_id, run in runs.items() if run.is_finished or run.is_held]
-    kept = {run_id: f"among the newest {keep}" for run_id in finished[-keep:]}
+    reasons = {run_id: f"among the newest {keep}" for run_id in finished[-keep:]}
     not_built_on = workspace.publication.not_built_on()
     usable = [run_id for run_id in finished if runs[run_id].is_finished and run_id not in not_built_on]
     newest = [run_id for run_id in usable if runs[run_id].date == runs[usable[-1]].date]  # settings say which of them
-    kept |= dict.fromkeys(newest, "the next night builds on it")
+    reasons |= dict.fromkeys(newest, "the next night builds on it")
     for run in workspace.publication.earlier_runs()[:1]:
-        kept[run.run_id] = "a rollback publishes it"
-    oldest = min(kept, default="")
+        reasons[run.run_id] = "a rollback publishes it"
+    oldest = min(reasons, default="")
     unfinished = [run_id for run_id in runs if run_id not in finished and not (also_unfinished and run_id < oldest)]
-    kept |= dict.fromkeys(unfinished, "not finished")
+    reasons |= dict.fromkeys(unfinished, "not finished")
     published = workspace.publication.run_id()
-    kept |= {published: "published"} if published in runs else {}
+    reasons |= {published: "published"} if published in runs else {}
     for run_id in {*unfinished, published} & runs.keys():
         built_on = runs[run_id].previous_run_id
         if built_on in runs:
-            kept.setdefault(built_on, f"run {run_id} is built on it")
-    return dict(sorted(kept.items()))
+            reasons.setdefault(built_on, f"run {run_id} is built on it")
+    return dict(sorted(reasons.items()))
 
 
 def _described(workspace: Workspace, run: RunFolder) -> dict[str, Any]:
@@ -267,7 +267,7 @@ def _row(described: dict[str, Any]) -> dict[str, str]:
         "": "*" if described["published"] else "",
         "run": described["run_id"],
         "state": "rolled back" if described["rolled_back"] else described["state"],
-        "framework": ", ".join(dict.fromkeys(one["framework"] for one in described.get("prompts", {}).values())),
+        "framework": ", ".join(dict.fromkeys(prompt["framework"] for prompt in described.get("prompts", {}).values())),
     }
     for side in SIDES:
         figures = described.get(f"{side}s", {})

@@ -140,55 +140,55 @@ def simulate(
 
     Example: `laserbatch pools simulate --config laserbatch.yaml --step-cost h200.yaml --batch-size 64`
     """
-    given = load_settings(config, {"workspace": workspace})
-    night = open_run(given, run)
-    settings = night.settings if config is None else given
+    configured = load_settings(config, {"workspace": workspace})
+    night = open_run(configured, run)
+    settings = night.settings if config is None else configured
     cost, batch_size = _pace(night, settings, step_cost, batch_size)
     with ScratchFolder("simulation") as folder:
         divided = [divided_texts(night, settings, side, num_texts, Path(folder)) for side in SIDES]
-        texts = [one for one in divided if one is not None]
+        texts = [part for part in divided if part is not None]
         if not texts:
             raise WorkspaceError(
                 f"run {night.run.run_id} wrote too few texts on either side to hold some back; run a night over more "
                 "entities, or name another run with --run"
             )
         routes_of = routing(night, settings)
-        found = [_outcomes(night, settings, one, routes_of, cost, batch_size, Path(folder)) for one in texts]
-    best = _best(found)
+        by_side = [_outcomes(night, settings, part, routes_of, cost, batch_size, Path(folder)) for part in texts]
+    best = _best(by_side)
     if as_json:
         sides = {
-            one.side: {
-                "num_texts": len(one.texts),
-                "num_measured_texts": len(one.measured),
-                "num_calibration_texts": len(one.calibration),
-                "num_pool_texts": one.num_pool_texts,
-                "share_changed": one.share_changed,
+            side_texts.side: {
+                "num_texts": len(side_texts.texts),
+                "num_measured_texts": len(side_texts.measured),
+                "num_calibration_texts": len(side_texts.calibration),
+                "num_pool_texts": side_texts.num_pool_texts,
+                "share_changed": side_texts.share_changed,
                 "outcomes": list(map(asdict, outcomes)),
             }
-            for one, outcomes in zip(texts, found, strict=True)
+            for side_texts, outcomes in zip(texts, by_side, strict=True)
         }
         data = {"run_id": night.run.run_id, "step_cost": cost.name, "batch_size": batch_size, "sides": sides}
         summary(data | {"recommendation": best and best[0].change}, as_json=True)
         return
     where = f"at batch {batch_size:,} and this step cost"
-    for one, outcomes in zip(texts, found, strict=True):
-        print_table(_table(one, outcomes, f"batch {batch_size:,}, step cost: {cost.name}"))
+    for side_texts, outcomes in zip(texts, by_side, strict=True):
+        print_table(_table(side_texts, outcomes, f"batch {batch_size:,}, step cost: {cost.name}"))
     said = f"Keep the configuration {where}: nothing that was tried is faster by more than noise."
     if best is not None:
-        gains = ", ".join(f"{one.gain} of {side.side}s" for one, side in zip(best, texts, strict=True))
+        gains = ", ".join(f"{outcome.gain} of {side.side}s" for outcome, side in zip(best, texts, strict=True))
         said = f"Recommended {where}: {best[0].words}; times the configured tokens per second: {gains}."
     stdout.print(said, markup=False, soft_wrap=True)
 
 
 def _pace(night: Night, settings: Settings, path: Path | None, batch_size: int | None) -> tuple[StepCost, int]:
     """The step cost of `path`, the configuration or the newest measurement of a night; and the batch size."""
-    wanted = batch_size or settings.decoding.batch_size
+    size = batch_size or settings.decoding.batch_size
     step_cost = known_step_cost(night.workspace, settings.decoding, path)
     if step_cost is None:
         raise ConfigError("no night has measured what a step costs here; give one with --step-cost FILE")
     if batch_size is not None:
         step_cost.plain_seconds(batch_size)  # refuses one that was not measured
-    return step_cost, known_batch_size(step_cost, wanted)
+    return step_cost, known_batch_size(step_cost, size)
 
 
 def divided_texts(night: Night, settings: Settings, side: Side, num_texts: int, scratch: Path) -> SideTexts | None:
@@ -206,8 +206,8 @@ def divided_texts(night: Night, settings: Settings, side: Side, num_texts: int, 
     generator, held_back = np.random.default_rng(settings.seed), [row.entity_id for row in rows]
     others = sorted(set(run_texts.entity_ids.to_pylist()).difference(held_back), key=str)
     others = [others[number] for number in generator.permutation(len(others))]
-    token_ids, known = run_texts.of_entities(held_back), night.tables.entities(side)[f"{side}_id"].to_pylist()
-    place_of = {entity_id: place for place, entity_id in enumerate(known) if entity_id in token_ids}
+    token_ids, entity_ids = run_texts.of_entities(held_back), night.tables.entities(side)[f"{side}_id"].to_pylist()
+    place_of = {entity_id: place for place, entity_id in enumerate(entity_ids) if entity_id in token_ids}
     is_form = form_tokens(night, side, token_ids)
     texts = [
         (place_of[row.entity_id], replay_text(row, token_ids[row.entity_id], None, is_form))
@@ -235,8 +235,8 @@ def routing(night: Night, settings: Settings) -> RoutesOf:
 def _trials(settings: Settings) -> list[tuple[dict[str, Any], float]]:
     """Keys with other values, and shares of the pool's texts; the configuration first."""
     decoding = settings.decoding
-    is_given = (decoding.max_draft_tokens, decoding.min_acceptance) != (None, None)
-    sizes = (None, *TREE_SIZES) if is_given else TREE_SIZES  # None: the night's own choice
+    is_configured = (decoding.max_draft_tokens, decoding.min_acceptance) != (None, None)
+    sizes = (None, *TREE_SIZES) if is_configured else TREE_SIZES  # None: the night's own choice
     changes: list[dict[str, Any]] = [{}]
     changes += [{"decoding.max_draft_tokens": size, "decoding.min_acceptance": None} for size in sizes]
     changes += [{"routing.scheme": scheme} for scheme in SCHEMES if scheme != settings.routing.scheme]
@@ -283,9 +283,9 @@ def _outcomes(
             settings=settings.pools.model_copy(update={"scope": scope}),
         )
 
-    def grouped(some: list[tuple[int, ReplayText]], scheme: str) -> list[ReplayText]:
+    def grouped(placed: list[tuple[int, ReplayText]], scheme: str) -> list[ReplayText]:
         routes = routes_of(texts.side, scheme)
-        return [replace(text, group=routes.of(row).group or None) for row, text in some]
+        return [replace(text, group=routes.of(row).group or None) for row, text in placed]
 
     pool, calibration = pool_of(settings.routing.scheme, settings.pools.scope, 1.0), None
     replayed = grouped(texts.calibration, settings.routing.scheme)
@@ -322,7 +322,7 @@ def _outcomes(
 def _best(sides: Sequence[list[Outcome]]) -> tuple[Outcome, ...] | None:
     """The outcomes, by side, of the trial whose smallest gain is the largest; None if that is within noise."""
     trials = [outcomes for outcomes in zip(*sides, strict=True) if outcomes[0].change]
-    gains = [min(one.low for one in outcomes) for outcomes in trials]
+    gains = [min(outcome.low for outcome in outcomes) for outcomes in trials]
     return trials[int(np.argmax(gains))] if max(gains) >= NOTABLE_GAIN else None
 
 
@@ -334,13 +334,13 @@ def _table(texts: SideTexts, outcomes: list[Outcome], where: str) -> Table:
     )
     rows = [
         {
-            "setting": one.words,
-            "draft tokens": f"{one.max_draft_tokens} above {one.min_acceptance:g}" if one.max_draft_tokens else "none",
-            "tokens/step": decimal(one.tokens_per_step),
-            "drafted/step": decimal(one.mean_drafted, 1),
-            "times plain": decimal(one.speed_up),
-            "times configured": one.gain,
+            "setting": row.words,
+            "draft tokens": f"{row.max_draft_tokens} above {row.min_acceptance:g}" if row.max_draft_tokens else "none",
+            "tokens/step": decimal(row.tokens_per_step),
+            "drafted/step": decimal(row.mean_drafted, 1),
+            "times plain": decimal(row.speed_up),
+            "times configured": row.gain,
         }
-        for one in outcomes
+        for row in outcomes
     ]
     return Table(title, rows, ("setting",))

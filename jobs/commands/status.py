@@ -69,7 +69,9 @@ def workspace_state(workspace: Workspace, now: datetime.datetime) -> dict[str, A
     the last attempt, None if that goes on or died. `delivered` has by place what was sent there last, by whichever
     command, if anything was. `within` says the same of the workspace of each extension, by its folder.
     """
-    return _state(workspace, now) | {"within": {one.root.name: _state(one, now) for one in workspace.within()}}
+    return _state(workspace, now) | {
+        "within": {extension.root.name: _state(extension, now) for extension in workspace.within()}
+    }
 
 
 def _state(workspace: Workspace, now: datetime.datetime) -> dict[str, Any]:
@@ -88,7 +90,7 @@ def _state(workspace: Workspace, now: datetime.datetime) -> dict[str, Any]:
 
 
 def _lock(workspace: Workspace) -> dict[str, Any] | None:
-    """Who holds the lock, since when, and whether that is certain; None where nobody does.
+    """The holder of the lock, since when it is held, and whether that is certain; None if the lock is free.
 
     The kernel says whether it is held, the file by whom. Where the file system has no lock to ask for, a process of
     this host is looked for by its id. A lock that is not held here may be held on the host that the file names: some
@@ -99,14 +101,14 @@ def _lock(workspace: Workspace) -> dict[str, Any] | None:
         content, since = path.read_text(errors="replace").strip("\0 \n"), path.stat().st_mtime
     except OSError:
         return None
-    found, probed = _HOLDER.fullmatch(content), probe_lock(path)
+    match, probed = _HOLDER.fullmatch(content), probe_lock(path)
     if probed == "held":
-        holder = content if found is not None else "a process that has not said its name"
+        holder = content if match is not None else "a process that has not said its name"
         return {"holder": holder, "since": _iso(since), "is_certain": True}
-    if found is None:
+    if match is None:
         return None
-    is_of_here = found[2] == socket.gethostname()
-    if is_of_here and (probed == "free" or not _lives(int(found[1]))):
+    is_of_here = match[2] == socket.gethostname()
+    if is_of_here and (probed == "free" or not _lives(int(match[1]))):
         return None
     return {"holder": content, "since": _iso(since), "is_certain": is_of_here}
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from laserbatch.jobs.console import say, stdout, summary, visible
 from laserbatch.jobs.formatting import ROUTE_LABELS, SOURCE_LABELS, counted, decimal, percent, rate, ratio
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings
-from laserbatch.jobs.stages.generate import plan_one
+from laserbatch.jobs.stages.generate import plan_of_side
 from laserbatch.jobs.stages.inputs import (
     NEEDS_A_MODEL,
     needs_a_model,
@@ -96,7 +96,7 @@ def try_one(
     require_template_columns(path, settings, side)
     require_plain_words(settings)
     say_left_out(settings, tables.personal)
-    alone = with_one(tables, side, user if item is None else item)
+    alone = with_only(tables, side, user if item is None else item)
     if needs_a_model(settings):
         say(NEEDS_A_MODEL)
     settings = settings.model_copy(update={"refresh": RefreshSettings()})  # written even if a night would wait
@@ -107,29 +107,29 @@ def try_one(
     if (server := settings.decoding.endpoint) is not None:  # which is not to take a day for one text
         at_once = settings.decoding.model_copy(update={"endpoint": server.model_copy(update={"mode": "requests"})})
         settings = settings.model_copy(update={"decoding": at_once})
-    is_there = (settings.workspace / "workspace.json").exists()
-    opened = Workspace.open(settings.workspace, create=False) if is_there else Workspace(settings.workspace)
+    exists = (settings.workspace / "workspace.json").exists()
+    opened = Workspace.open(settings.workspace, create=False) if exists else Workspace(settings.workspace)
     night = new_night(settings, opened, night_date or datetime.datetime.now(datetime.UTC).date())
     night.manifest.origin.force, night.tables = True, alone
-    tried = write_one(night, side)
+    tried = write_entity(night, side)
     if as_json:
         summary(asdict(tried), as_json=True)
     else:
         print_tried(tried)
 
 
-def with_one(tables: Tables, side: Side, text: str | None) -> Tables:
+def with_only(tables: Tables, side: Side, text: str | None) -> Tables:
     """Tables with one entity of a side: the one whose id as text is `text`, or the first. Raises TableError."""
     name = f"{side}s"
     ids = tables.entities(side)[f"{side}_id"].to_pylist()
-    row = next((row for row, known in enumerate(ids) if text is None or str(known) == text), None)
+    row = next((row for row, key in enumerate(ids) if text is None or str(key) == text), None)
     if row is None:
-        some = ", ".join(map(str, ids[:5]))
-        raise TableError(f"the {name} table has no {side}_id {text!r}; its first ids are: {some or 'none'}")
+        first_ids = ", ".join(map(str, ids[:5]))
+        raise TableError(f"the {name} table has no {side}_id {text!r}; its first ids are: {first_ids or 'none'}")
     return replace(tables, **{name: tables.entities(side).slice(row, 1)})
 
 
-def write_one(night: Night, side: Side) -> TriedEntity:
+def write_entity(night: Night, side: Side) -> TriedEntity:
     """Write about the only entity of a side as the worker of a night does, in a temporary folder."""
     from laserbatch.pipeline.distributed.worker import ShardWorker
 
@@ -137,7 +137,7 @@ def write_one(night: Night, side: Side) -> TriedEntity:
     (entity_id,) = night.tables.entities(side)[f"{side}_id"].to_pylist()
     with ScratchFolder("try") as scratch:
         folder = RunFolder(Path(scratch))
-        plan, spec = plan_one(night, folder, side)
+        plan, spec = plan_of_side(night, folder, side)
         if not plan.shards:
             raise TableError(f"{side} {entity_id} cannot be written: it has no title")
         (shard,), ((scheme, _),) = plan.shards, plan.routes.items()
@@ -152,12 +152,12 @@ def write_one(night: Night, side: Side) -> TriedEntity:
         budget = by_step(decoding, side_budget(decoding, pool, budget_step_cost(decoding, measure), has_previous))
         prompt, tokenizer = worker.rendered(side, row), worker.engine.tokenizer
         record = worker.run(shard, budget.budget)
-        kept = read_parquet(folder.root / record.file).to_pylist()
+        written = read_parquet(folder.root / record.file).to_pylist()
         folder.merge_quarantine(side, [record], [], night.tables.entities(side)[f"{side}_id"].type)
         failed = folder.read_quarantine(side).to_pylist()
-    if kept:
-        text, fields, problem = kept[0]["text"], json.loads(kept[0]["fields_json"]), None
-        spans = text_spans(tokenizer, kept[0]["token_ids"], kept[0]["token_sources"])
+    if written:
+        text, fields, problem = written[0]["text"], json.loads(written[0]["fields_json"]), None
+        spans = text_spans(tokenizer, written[0]["token_ids"], written[0]["token_sources"])
     else:
         text, fields, problem = failed[0]["text"] or "", None, f"{failed[0]['reason']}: {failed[0]['detail']}"
         spans = [SampleSpan(text, "target")]

@@ -27,29 +27,29 @@ def audit_section(audit: AuditFigures | None) -> Section:
     if audit is None or not audit.sides:
         blocks.append(Note((audit and audit.skipped) or "No text was compared with a plain one."))
     else:
-        rows = [{"Side": SIDE_LABELS[side]} | audit_row(asdict(found), 1) for side, found in audit.sides.items()]
+        rows = [{"Side": SIDE_LABELS[side]} | audit_row(asdict(figures), 1) for side, figures in audit.sides.items()]
         blocks.append(Table("Tonight's texts beside plain ones of the same prompts", rows, ("Side",), CAPTION))
-        cases = [_case(side, case) for side, found in audit.sides.items() for case in found.cases]
+        cases = [_case(side, case) for side, figures in audit.sides.items() for case in figures.cases]
         blocks += cases
         if not cases:
             blocks.append(Note("Every text that was compared is the plain one, to the last character."))
     return Section("audit", "Beside plain texts", blocks)
 
 
-def audit_row(found: Mapping[str, Any], digits: int) -> dict[str, str]:
+def audit_row(figures: Mapping[str, Any], digits: int) -> dict[str, str]:
     """Table cells of a `SideAudit` given as plain values; percentages have `digits` digits."""
 
     def both(mean: Mapping[str, float], show: Callable[[float], str]) -> str:
         return f"{show(mean['own'])} ({show(mean['plain'])})"
 
     return {
-        "Pairs": count(found["num_pairs"]),
-        "Identical": count(found["num_identical"]),
-        "Length": decimal(found["length_ratio"], 3),
-        "Cosine": decimal(found["cosine"], 3),
-        "Repeated": both(found["repetition"], lambda share: percent(share, digits)),
-        "Fields": both(found["fields"], lambda share: percent(share, digits)),
-        "Names": both(found["names"], decimal),
+        "Pairs": count(figures["num_pairs"]),
+        "Identical": count(figures["num_identical"]),
+        "Length": decimal(figures["length_ratio"], 3),
+        "Cosine": decimal(figures["cosine"], 3),
+        "Repeated": both(figures["repetition"], lambda share: percent(share, digits)),
+        "Fields": both(figures["fields"], lambda share: percent(share, digits)),
+        "Names": both(figures["names"], decimal),
     }
 
 
@@ -61,13 +61,13 @@ def _case(side: Side, case: AuditedText) -> SideBySide:
         facts.append(f"{percent(case.lost_fields)} of its fields lost")
     if case.names:
         facts.append(f"{counted(len(case.names), 'name')} from nowhere: {', '.join(case.names)}")
-    own, plain = _marked(case.text, case.plain_text)
-    return SideBySide(f"{side.capitalize()} {case.entity_id}", " · ".join(facts), {"Tonight": own, "Plain": plain})
+    tonight, plain = _marked(case.text, case.plain_text)
+    return SideBySide(f"{side.capitalize()} {case.entity_id}", " · ".join(facts), {"Tonight": tonight, "Plain": plain})
 
 
-def _marked(own: str, plain: str) -> tuple[list[tuple[str, bool]], list[tuple[str, bool]]]:
+def _marked(tonight: str, plain: str) -> tuple[list[tuple[str, bool]], list[tuple[str, bool]]]:
     """Both texts in parts; a part that the other text lacks there is marked."""
-    words = PARTS.findall(own), PARTS.findall(plain)
+    words = PARTS.findall(tonight), PARTS.findall(plain)
     steps = difflib.SequenceMatcher(None, *words, autojunk=False).get_opcodes()
     return (
         [("".join(words[0][first:last]), kind != "equal") for kind, first, last, _, _ in steps if last > first],

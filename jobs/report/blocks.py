@@ -113,10 +113,10 @@ def stacked_shares(
     """Bars of equal length, one a category, cut into each series' share of the category's whole."""
     rows = {}
     for place, category in enumerate(categories):
-        whole = sum(one.values[place] or 0 for one in series) or 1
-        shares = [(one.values[place] or 0) / whole for one in series]
+        whole = sum(part.values[place] or 0 for part in series) or 1
+        shares = [(part.values[place] or 0) / whole for part in series]
         rows[category] = [
-            Bar(share, percent(share) if share > MIN_SHARE_NAMED else "", f"{one.name} {percent(share)}", one.colour)
-            for one, share in zip(series, shares, strict=True)
+            Bar(share, percent(share) if share > MIN_SHARE_NAMED else "", f"{part.name} {percent(share)}", part.colour)
+            for part, share in zip(series, shares, strict=True)
         ]
     return Figure(title, rows, measured, caption, series)

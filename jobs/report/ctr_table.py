@@ -71,7 +71,7 @@ def ctr_table(figures: CtrFigures) -> Table:
     scores, compared = ctr_rows(figures), figures.equivalence
     rows = []
     for score in scores:
-        found, gain = None if score.variant in VARIANTS else compared.get(score.model), gain_of(scores, score)
+        verdict, gain = None if score.variant in VARIANTS else compared.get(score.model), gain_of(scores, score)
         rows.append(
             {
                 "Model": score.model,
@@ -82,7 +82,7 @@ def ctr_table(figures: CtrFigures) -> Table:
                 "Mean prediction over base rate": decimal(score.calibration, 3, signed=True),
                 "AUC, cold users": decimal(score.auc_cold, 4),
                 "AUC vs none": decimal(gain.auc, 4, signed=True) if gain else MISSING,
-                **_against_plain(found),
+                **_against_plain(verdict),
             }
         )
     strong = [number for number, score in enumerate(scores) if score.variant not in VARIANTS]
@@ -123,14 +123,14 @@ def _power(judged: CtrVerdict) -> str:
     return f"{said}; it takes {' or '.join(ways)} for {percent(POWER_ENOUGH)}."
 
 
-def _against_plain(found: CtrVerdict | None) -> dict[str, str]:
-    if found is None:
+def _against_plain(verdict: CtrVerdict | None) -> dict[str, str]:
+    if verdict is None:
         return {"AUC vs plain": MISSING, "Verdict": ""}
-    mean, low, high = (decimal(value, 4, signed=True) for value in (found.mean_difference, found.low, found.high))
-    interval = "" if found.low is None else f" [{low}, {high}]"
+    mean, low, high = (decimal(value, 4, signed=True) for value in (verdict.mean_difference, verdict.low, verdict.high))
+    interval = "" if verdict.low is None else f" [{low}, {high}]"
     return {
         "AUC vs plain": mean + interval,
-        "Verdict": "as good" if found.verdict == "equivalent" else found.verdict,
+        "Verdict": "as good" if verdict.verdict == "equivalent" else verdict.verdict,
     }
 
 

@@ -71,15 +71,17 @@ def drafts_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
 def _origins(sides: list[SideReport]) -> Figure:
     stats = [side.figures.stats for side in sides]
     drafted = [
-        Series(SOURCE_LABELS[name], [one.accepted_by_source.get(name, 0) for one in stats], colour)
+        Series(SOURCE_LABELS[name], [part.accepted_by_source.get(name, 0) for part in stats], colour)
         for name, colour in SOURCE_COLOURS.items()
-        if any(_is_used(one, name) for one in stats)
+        if any(_is_used(part, name) for part in stats)
     ]
-    own = [one.num_tokens - sum(one.accepted_by_source.get(name, 0) for name in SOURCE_COLOURS) for one in stats]
+    undrafted = [
+        part.num_tokens - sum(part.accepted_by_source.get(name, 0) for name in SOURCE_COLOURS) for part in stats
+    ]
     return stacked_shares(
         "Where the written tokens came from",
         [side.label for side in sides],
-        [*drafted, Series(SOURCE_LABELS["target"], own, PLAIN)],
+        [*drafted, Series(SOURCE_LABELS["target"], undrafted, PLAIN)],
         "share of the side's written tokens",
         "“The model itself”: bonus tokens and corrections, one a step.",
     )

@@ -138,7 +138,7 @@ def _factors(sides: list[SideReport]) -> list[str]:
 def _judgement(manifest: RunManifest, sides: list[SideReport]) -> str:
     """The verdict of the CTR comparison; empty if no text can differ from plain decoding's."""
     verdicts = {
-        model: found.verdict for model, found in manifest.judgement.ctr.equivalence.items() if model != ALL_MODELS
+        model: judged.verdict for model, judged in manifest.judgement.ctr.equivalence.items() if model != ALL_MODELS
     }
     if not verdicts or not any(side.figures.num_carried_over or side.figures.stats.has_guesses for side in sides):
         return ""
@@ -197,15 +197,15 @@ def _wall_s(manifest: RunManifest) -> float:
 def _warnings(manifest: RunManifest, sides: list[SideReport]) -> list[str]:
     """Warnings that need action, the reason of a failure first."""
     done = "Not published" if manifest.status == "held" else "Published all the same"
-    found = [f"{done}: {gate_sentence(gate)}." for gate in blocking(manifest.judgement.gates)]
-    found += [f"{gate_sentence(gate)}." for gate in warning(manifest.judgement.gates)]
-    found += log_warnings(manifest)
+    messages = [f"{done}: {gate_sentence(gate)}." for gate in blocking(manifest.judgement.gates)]
+    messages += [f"{gate_sentence(gate)}." for gate in warning(manifest.judgement.gates)]
+    messages += log_warnings(manifest)
     if (server := manifest.generation.endpoint) is not None and server.changes:
-        found.append(f"{server.changes[0].upper()}{server.changes[1:]}.")
-    found += [f"{side.label}: {warning}." for side in sides for warning in side_warnings(side.figures)]
+        messages.append(f"{server.changes[0].upper()}{server.changes[1:]}.")
+    messages += [f"{side.label}: {warning}." for side in sides for warning in side_warnings(side.figures)]
     for table, facts in manifest.origin.inputs.items():
-        found += [f"{table}.{column}: {why}." for column, why in facts.get(LEFT_OUT, {}).items()]
-    return [manifest.failure, *found] if manifest.status == "failed" and manifest.failure else found
+        messages += [f"{table}.{column}: {why}." for column, why in facts.get(LEFT_OUT, {}).items()]
+    return [manifest.failure, *messages] if manifest.status == "failed" and manifest.failure else messages
 
 
 def log_warnings(manifest: RunManifest) -> list[str]:
@@ -216,7 +216,7 @@ def log_warnings(manifest: RunManifest) -> list[str]:
 
 def _facts(manifest: RunManifest) -> list[str]:
     model, machine = manifest.generation.model, manifest.origin.machine
-    facts = [f"{side} prompts: {one.framework} ({one.template})" for side, one in manifest.origin.prompts.items()]
+    facts = [f"{side} prompts: {ref.framework} ({ref.template})" for side, ref in manifest.origin.prompts.items()]
     if model is not None:
         size = f" ({rate(model.num_parameters / 1e6)} M parameters)" if model.num_parameters else ""
         facts.append(f"model {model.id}{size}")

@@ -50,8 +50,8 @@ def sides_of(manifest: RunManifest) -> list[SideReport]:
 
 def total(parts: Iterable[DecodingStats | None]) -> DecodingStats | None:
     """The sum of several passes; None where there is none."""
-    known = [part for part in parts if part is not None]
-    return DecodingStats.total(known) if known else None
+    present = [part for part in parts if part is not None]
+    return DecodingStats.total(present) if present else None
 
 
 def speed_up(sides: list[SideReport], over: str) -> float | None:

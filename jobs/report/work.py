@@ -30,7 +30,7 @@ OUTCOMES = (
     ("num_quarantined", "quarantined", "#e69f00"),
 )
 WRITING = ("generate", "generate plain", "generate audited")  # stages in which workers write
-GIVEN = ("inputs", "model", "features", "machine", "settings")
+DESCRIBED = ("inputs", "model", "features", "machine", "settings")
 
 
 def work_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
@@ -125,7 +125,7 @@ def _cost(workers: WorkerFigures, stages: Mapping[str, float], sides: list[SideR
 
 
 def _endpoint(server: EndpointFigures) -> Table:
-    """What the server's answers took, over all attempts at the run."""
+    """The requests, tokens and cost of the server, over all attempts at the run."""
     row = {
         "Server": server.url,
         "Answers": count(server.num_requests),
@@ -167,6 +167,6 @@ def provenance_section(manifest: RunManifest) -> Section:
         Folded(key.capitalize(), yaml.safe_dump(values[key], sort_keys=False, allow_unicode=True, width=10**6))
         if values[key]
         else Note(f"{key.capitalize()}: not recorded.")
-        for key in GIVEN
+        for key in DESCRIBED
     ]
     return Section("provenance", "Inputs, settings, machine", blocks, f"Settings hash {manifest.origin.settings_hash}.")

@@ -55,19 +55,19 @@ def newest_attempt(
     """
     edition = newest_edition(workspace, date, identity)
     run = workspace.run(make_run_id(date, identity, edition))
-    is_there = run.is_finished or run.manifest_path.exists()
-    manifest = RunManifest.load(run.manifest_path) if is_there else None
-    found = Attempt(run, edition, manifest)
+    exists = run.is_finished or run.manifest_path.exists()
+    manifest = RunManifest.load(run.manifest_path) if exists else None
+    attempt = Attempt(run, edition, manifest)
     if manifest is None:
-        return found
+        return attempt
     changed = tuple(changed_inputs(manifest.origin.inputs, inputs))
-    begins_anew = force or (redo and changed) if found.is_done else force and not manifest.origin.force
+    begins_anew = force or (redo and changed) if attempt.is_done else force and not manifest.origin.force
     if run.run_id in workspace.publication.not_built_on() and run.run_id not in workspace.publication.rolled_back():
         say(f"run {run.run_id} was built on a run that was since rolled back: its date is run again")
         begins_anew = True
     if begins_anew:
         return Attempt(workspace.run(make_run_id(date, identity, edition + 1)), edition + 1, None)
-    if changed and not found.is_done:
+    if changed and not attempt.is_done:
         raise WorkspaceError(
             f"run {run.run_id} was started from other inputs ({', '.join(changed)} changed since); "
             f"restore them to finish it, or delete {run.root} to start it anew"

@@ -116,7 +116,7 @@ def _sample_sizes(night: Night) -> dict[Side, int]:
 
 def _samples(night: Night) -> dict[Side, _Sample]:
     """Texts spread evenly over the shards of each side, the same in every attempt."""
-    found = {}
+    samples = {}
     for side, size in _sample_sizes(night).items():
         figures = night.manifest.generation.sides[side]
         ends = np.cumsum([0, *(shard.num_rows for shard in figures.shards)])
@@ -130,8 +130,8 @@ def _samples(night: Night) -> dict[Side, _Sample]:
                 texts.append(read_parquet(night.run.root / shard.file, COLUMNS).take(rows))
                 of_shard = read_parquet(night.run.root / "plan" / side / f"{shard.name}.parquet")
                 planned.append(_rows_of(of_shard, texts[-1]["entity_id"]))
-        found[side] = _Sample(pa.concat_tables(texts).combine_chunks(), pa.concat_tables(planned).combine_chunks())
-    return found
+        samples[side] = _Sample(pa.concat_tables(texts).combine_chunks(), pa.concat_tables(planned).combine_chunks())
+    return samples
 
 
 def _rows_of(table: pa.Table, ids: pa.ChunkedArray) -> pa.Table:
@@ -161,34 +161,34 @@ def _audit(night: Night, side: Side, sample: _Sample, load_encoder: "Callable[[]
     folder = night.run.plain if night.settings.night.compare_with_plain else _audit_folder(night)
     ids, parts = sample.texts["entity_id"].combine_chunks(), [sample.texts[:0]]
     for batch in folder.iter_knowledge(side, [*COLUMNS, "is_stale"]):
-        is_wanted = pc.and_not(pc.is_in(batch["entity_id"], value_set=ids), batch["is_stale"])
-        parts.append(pa.Table.from_batches([batch.filter(is_wanted)]).select(COLUMNS))
+        is_sampled = pc.and_not(pc.is_in(batch["entity_id"], value_set=ids), batch["is_stale"])
+        parts.append(pa.Table.from_batches([batch.filter(is_sampled)]).select(COLUMNS))
     plain = pa.concat_tables(parts).combine_chunks()
     if not plain.num_rows:
         return None
-    own = _rows_of(sample.texts, plain["entity_id"])
+    drafted = _rows_of(sample.texts, plain["entity_id"])
     planned = _rows_of(sample.planned, plain["entity_id"])
     template = night.template(side)
-    names = _unfounded(night, side, planned, [own["text"].to_pylist(), plain["text"].to_pylist()])
+    names = _unfounded(night, side, planned, [drafted["text"].to_pylist(), plain["text"].to_pylist()])
     ours, theirs = (
-        _Measured.of(texts, found, len(template.factors or template.fields))
-        for texts, found in zip((own, plain), names, strict=True)
+        _Measured.of(texts, of_texts, len(template.factors or template.fields))
+        for texts, of_texts in zip((drafted, plain), names, strict=True)
     )
-    texts = own["text"].to_pylist() + plain["text"].to_pylist()
+    texts = drafted["text"].to_pylist() + plain["text"].to_pylist()
     of_own, of_plain = np.split(load_encoder().encode(texts, lambda num_texts: None).vectors, 2)
     cosines = (of_own * of_plain).sum(axis=1, dtype=np.float64)
     pairs = [
         AuditedText(
             entity_id=entity_id,
             text=texts[row],
-            plain_text=texts[len(own) + row],
+            plain_text=texts[len(drafted) + row],
             length_ratio=float(max(ours.num_tokens[row], 1) / max(theirs.num_tokens[row], 1)),
             cosine=float(cosines[row]),
             added_repetition=float(ours.repetition[row] - theirs.repetition[row]),
             lost_fields=float(theirs.fields[row] - ours.fields[row]),
             names=sorted(ours.names[row] - theirs.names[row]),
         )
-        for row, entity_id in enumerate(own["entity_id"].to_pylist())
+        for row, entity_id in enumerate(drafted["entity_id"].to_pylist())
     ]
     differing = [pair for pair in pairs if pair.text != pair.plain_text]
     return SideAudit(
@@ -210,18 +210,18 @@ def _unfounded(night: Night, side: Side, planned: pa.Table, texts: list[list[str
     """
     rendered = [night.render(side, shown_of_row(row)) for row in planned.drop_columns(["previous_ids"]).to_pylist()]
     prompts = [pa.array([night.tokenizer.decode(prompt.token_ids.tolist())]) for prompt in rendered]
-    found = [
+    not_in_prompt = [
         [unfounded(names_in(text), [prompt]) for text, prompt in zip(part, prompts, strict=True)] for part in texts
     ]
-    nowhere = unfounded(set().union(*(names for part in found for names in part)), texts_of(night.tables.items))
-    return [[names & nowhere for names in part] for part in found]
+    nowhere = unfounded(set().union(*(names for part in not_in_prompt for names in part)), texts_of(night.tables.items))
+    return [[names & nowhere for names in part] for part in not_in_prompt]
 
 
-def _mean(own: np.ndarray, plain: np.ndarray, worse: int = 1) -> AuditedMean:
-    """Means, and the excess of `own` (its shortfall if `worse` is -1) beyond two standard errors."""
-    added = worse * (own - plain)
+def _mean(drafted: np.ndarray, plain: np.ndarray, worse: int = 1) -> AuditedMean:
+    """Means, and the excess of `drafted` (its shortfall if `worse` is -1) beyond two standard errors."""
+    added = worse * (drafted - plain)
     error = added.std(ddof=1) / math.sqrt(len(added)) if len(added) > 1 else math.inf
-    return AuditedMean(float(own.mean()), float(plain.mean()), float(max(added.mean() - 2 * error, 0)))
+    return AuditedMean(float(drafted.mean()), float(plain.mean()), float(max(added.mean() - 2 * error, 0)))
 
 
 def _badness(pair: AuditedText) -> float:

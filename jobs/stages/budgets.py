@@ -54,21 +54,21 @@ def night_budgets(night: Night, shards: Iterable[Shard], measure: Callable[[], S
             share_changed = _share_changed(night, [shard for shard in shards if shard.side == side])
             chosen[side] = by_step(decoding, side_budget(decoding, pool, step_cost, share_changed))
         night.manifest.generation.budgets = {
-            side: BudgetFigures(**asdict(one.budget), forecast=one.forecast) for side, one in chosen.items()
+            side: BudgetFigures(**asdict(budget.budget), forecast=budget.forecast) for side, budget in chosen.items()
         }
         night.manifest.save()
-        for side, one in chosen.items():
-            say(f"{side}s: {describe_budget(one)}")
+        for side, budget in chosen.items():
+            say(f"{side}s: {describe_budget(budget)}")
     return {side: budget_of(figures) for side, figures in night.manifest.generation.budgets.items()}
 
 
 def known_step_cost(workspace: Workspace, decoding: DecodingSettings, path: Path | None = None) -> StepCost | None:
     """The step cost of a file, the configured one, or the newest measured in a workspace; None if there is none."""
-    measured = sorted(workspace.step_costs_folder.glob("*.json"), key=lambda kept: kept.stat().st_mtime)
+    measured = sorted(workspace.step_costs_folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
     if (configured := path or decoding.step_cost) is not None:
         return read_step_cost(Path(configured))
-    found = (unless_damaged(partial(read_step_cost, path)) for path in reversed(measured))
-    return next((cost for cost in found if cost is not None), None)
+    costs = (unless_damaged(partial(read_step_cost, path)) for path in reversed(measured))
+    return next((cost for cost in costs if cost is not None), None)
 
 
 def budget_of(figures: BudgetFigures) -> Budget:

@@ -53,7 +53,7 @@ def build_pools(night: Night, make_current: bool = True, anew: bool = False) -> 
 def prepare_pools(night: Night, make_current: bool = True, anew: bool = False) -> Callable[[], dict[Side, PoolBuilt]]:
     """A function that builds and publishes the pools of a run, for the next run if `make_current`, and returns them.
 
-    The routers of the version that the run drafted from are reused if `kept_routers` returns them, and its files if
+    The routers of the version that the run drafted from are reused if `reused_routers` returns them, and its files if
     nothing at all has changed; neither with `anew`. Routers are fitted here: their last bits depend on the number of
     threads of libraries, which other code may limit while the pools are built in a thread of their own.
     """
@@ -63,13 +63,13 @@ def prepare_pools(night: Night, make_current: bool = True, anew: bool = False) -
     if drafted_from is not None and (before := unchanged_pools(night, drafted_from)):
         return partial(_link_pools, night, drafted_from, before, make_current)
     fit = describe_fit(night)
-    kept = None if drafted_from is None else kept_routers(night, drafted_from, fit)
-    if kept is None:
+    reused = None if drafted_from is None else reused_routers(night, drafted_from, fit)
+    if reused is None:
         tables, settings = night.tables, night.settings
         routing = RoutingSettings.of(settings.routing)
         routers = fit_routers(tables.users, tables.items, tables.interactions, routing, settings.seed)
     else:
-        routers, fit = kept
+        routers, fit = reused
     return partial(_build_pools, night, routers, fit, make_current)
 
 
@@ -88,7 +88,7 @@ def describe_fit(night: Night) -> dict[str, Any]:
     }
 
 
-def kept_routers(night: Night, version: str, now: dict[str, Any]) -> tuple[dict[str, Router], dict[str, Any]] | None:
+def reused_routers(night: Night, version: str, now: dict[str, Any]) -> tuple[dict[str, Router], dict[str, Any]] | None:
     """The routers of a version and the inputs of their fit; None if they must be fitted again.
 
     They must if settings, columns or embeddings differ, if more than `MAX_SHARE_DRIFTED` of the rows of a table were
@@ -111,10 +111,10 @@ def kept_routers(night: Night, version: str, now: dict[str, Any]) -> tuple[dict[
 
 
 def _knows(router: Router, entities: pa.Table) -> bool:
-    known, ids = router.collaborative.ids, id_column(entities, f"{router.side}_id", "entities")
-    if not len(known):
+    fitted_ids, ids = router.collaborative.ids, id_column(entities, f"{router.side}_id", "entities")
+    if not len(fitted_ids):
         return True
-    return known.type == ids.type and pc.mean(pc.is_in(known, value_set=ids)).as_py() >= 1 - MAX_SHARE_DRIFTED
+    return fitted_ids.type == ids.type and pc.mean(pc.is_in(fitted_ids, value_set=ids)).as_py() >= 1 - MAX_SHARE_DRIFTED
 
 
 def unchanged_pools(night: Night, version: str) -> dict[Side, PoolBuilt]:
@@ -131,7 +131,7 @@ def unchanged_pools(night: Night, version: str) -> dict[Side, PoolBuilt]:
     before = unless_damaged(previous.load_manifest)
     if before is None:
         return {}
-    is_same = all(_known(before, name) == _known(night.manifest, name) is not None for name in TABLE_NAMES)
+    is_same = all(_digest_of(before, name) == _digest_of(night.manifest, name) is not None for name in TABLE_NAMES)
     for side in SIDES:
         then, now = before.generation.sides.get(side), night.manifest.generation.sides.get(side)
         if then is None or now is None or now.num_generated:
@@ -141,7 +141,7 @@ def unchanged_pools(night: Night, version: str) -> dict[Side, PoolBuilt]:
     return before.pools_built if is_same else {}
 
 
-def _known(manifest: RunManifest, table: str) -> str | None:
+def _digest_of(manifest: RunManifest, table: str) -> str | None:
     return manifest.origin.inputs.get(table, {}).get("known_sha256")
 
 
@@ -154,7 +154,7 @@ def _link_pools(
         for file in sorted(path for path in drafted.rglob("*") if path.is_file()):
             link_file(file, folder / file.relative_to(drafted))
     same = {"version": night.run.run_id, "incremental": True, "num_texts_changed": 0}
-    return {side: replace(one, **same, build_s=time.perf_counter() - start_s) for side, one in before.items()}
+    return {side: replace(pool, **same, build_s=time.perf_counter() - start_s) for side, pool in before.items()}
 
 
 def _build_pools(

@@ -51,17 +51,17 @@ def compare_night(night: "Night", cluster: "WorkerLayout | None" = None) -> CtrF
     """
     if not night.settings.night.train_ctr:
         return CtrFigures(skipped="night.train_ctr is false")
-    of_night, wanted = night.run, night.settings.night.compare_with_plain
+    of_night, has_plain = night.run, night.settings.night.compare_with_plain
     stand_ins = [
         run
         for run in reversed(night.workspace.finished_runs(of_night.settings_hash, include_held=True))
         if run.settings_hash == of_night.settings_hash
         and run.date < of_night.date
-        and run.plain.features_path("user").exists() == wanted
+        and run.plain.features_path("user").exists() == has_plain
     ]
     path = night.settings.tables.required_path
     copy = copy_of(path)
-    asked = {
+    request = {
         "workspace": str(night.workspace.root.resolve()),
         "run_ids": [run.run_id for run in [of_night, *stand_ins][:MAX_RUNS_TRIED]],
         "tables": path if is_uri(path) else str(Path(path).resolve()),
@@ -71,13 +71,13 @@ def compare_night(night: "Night", cluster: "WorkerLayout | None" = None) -> CtrF
         "settings": night.settings.ctr.model_dump(mode="json"),
     }
     if cluster is None or copy is not None:
-        output = _compare(json.dumps(asked))
+        output = _compare(json.dumps(request))
     else:
         from laserbatch.pipeline.distributed.tasks import call_in_task  # with Ray, which the child has no use for
 
         say("CTR models are trained by a task of the cluster")
         try:
-            output = call_in_task(cluster, _compare, json.dumps(asked))
+            output = call_in_task(cluster, _compare, json.dumps(request))
         except LaserbatchError as error:
             output = _skipped(f"the comparison failed: {error}")
     figures = FIGURES.validate_json(output)
@@ -86,12 +86,12 @@ def compare_night(night: "Night", cluster: "WorkerLayout | None" = None) -> CtrF
     return figures
 
 
-def _compare(asked: str) -> str:
+def _compare(request: str) -> str:
     """The figures that a process of its own finds, as JSON."""
     # The process ends itself when its standard input does, so that it never outlives a killed night.
     with Popen(CHILD, stdin=PIPE, stdout=PIPE, text=True) as child:
         with suppress(BrokenPipeError):
-            print(asked, file=child.stdin, flush=True)
+            print(request, file=child.stdin, flush=True)
         assert child.stdout is not None  # a pipe
         output = child.stdout.read()
     if child.returncode == 0:
@@ -116,7 +116,7 @@ def judge_first(
     keep_duplicates: bool = False,
 ) -> CtrFigures:
     """The comparison of the first of some runs, or of the next one that can be judged; or why there is none."""
-    reasons, asked_on = [], RunFolder(Path(run_ids[0])).date
+    reasons, night_date = [], RunFolder(Path(run_ids[0])).date
     try:
         tables = open_tables(tables_path, keep_duplicates)  # models are judged on what came after the date
         for run in map(workspace.run, run_ids):
@@ -129,7 +129,7 @@ def judge_first(
             if not reasons:
                 return figures
             say(f"{reasons[0]}: run {run.run_id} is judged in its place")
-            age = datetime.date.fromisoformat(asked_on) - date
+            age = datetime.date.fromisoformat(night_date) - date
             return replace(figures, judged_run_id=run.run_id, judged_age_days=age.days)
     except LaserbatchError as error:
         reasons = [str(error)]
@@ -173,27 +173,27 @@ def compare_ctr(
 def run_variants(run: RunFolder, verifier: str) -> dict[str, FeatureSet | None]:
     """The variants of knowledge that a run can compare: none, plain (where it was decoded), and its own."""
     folders = {"plain": run.plain.features_path("user").parent, verifier: run.features_path("user").parent}
-    found = {name: read_feature_set(folder) for name, folder in folders.items() if name != "plain" or folder.is_dir()}
-    return {"none": None, **found}
+    sets = {name: read_feature_set(folder) for name, folder in folders.items() if name != "plain" or folder.is_dir()}
+    return {"none": None, **sets}
 
 
 def _answer() -> None:
     """The child process of `compare_night`: reads a line of JSON, and prints one."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # rather this process than the night
-    asked = json.loads(sys.stdin.readline())
+    request = json.loads(sys.stdin.readline())
 
     def end(exit_code: int) -> None:
         remove_copies()  # os._exit runs no clean-up, and they hold users and their interactions
         os._exit(exit_code)
 
     threading.Thread(target=lambda: (sys.stdin.read(), end(1)), daemon=True).start()
-    if asked["copy"] is not None:
-        use_copy(asked["tables"], Path(asked["copy"]))
-    workspace, settings = Workspace.open(asked["workspace"]), CtrSettings.model_validate(asked["settings"])
-    with event_log(workspace.run(asked["run_ids"][0]).events_path):
+    if request["copy"] is not None:
+        use_copy(request["tables"], Path(request["copy"]))
+    workspace, settings = Workspace.open(request["workspace"]), CtrSettings.model_validate(request["settings"])
+    with event_log(workspace.run(request["run_ids"][0]).events_path):
         figures = judge_first(
-            workspace, asked["run_ids"], asked["tables"], asked["verifier"], settings, asked["keep_duplicates"]
+            workspace, request["run_ids"], request["tables"], request["verifier"], settings, request["keep_duplicates"]
         )
     print(FIGURES.dump_json(figures).decode(), flush=True)
     end(0)  # the thread still reads

@@ -24,7 +24,7 @@ def recorded_endpoint(night: Night) -> Iterator[None]:
 
 
 def predicted_cost(night: Night, side: Side, num_rows: int, num_tokens: int | None) -> float | None:
-    """What a server will ask for texts of a side: prompts as long as those of the night before, none of them cached.
+    """The predicted price of a side's texts: prompts are as long as those of the night before, and none is cached.
 
     None without a price, or without a night before.
     """

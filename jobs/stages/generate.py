@@ -70,7 +70,7 @@ def plan_night(night: Night, folder: RunFolder) -> dict[Side, SidePlan]:
     return GenerationStage(night, folder, night.settings.decoding).plans()[0]
 
 
-def plan_one(night: Night, folder: RunFolder, side: Side) -> tuple[SidePlan, TextSpec]:
+def plan_of_side(night: Night, folder: RunFolder, side: Side) -> tuple[SidePlan, TextSpec]:
     """The plan of a side, made in a folder that need not be the run's, and the specification of its worker."""
     stage = GenerationStage(night, folder, night.settings.decoding)
     return stage.plan(side)[0], stage.worker_spec()
@@ -180,7 +180,7 @@ class GenerationStage:
         budget = settings.max_tokens
         if budget is not None:
             other = load_plan(self.folder.root, "item" if side == "user" else "user")
-            sizes = {one: night.tables.entities(one).num_rows for one in SIDES}
+            sizes = {name: night.tables.entities(name).num_rows for name in SIDES}
             budget = budget * sizes[side] / sum(sizes.values()) if other is None else budget - other.num_tokens
         postponed = unless_damaged(partial(waiting.read_postponed, side), POSTPONED.empty_table())
         return Refresh(settings, night.date, budget, self.decoding.max_new_tokens, postponed)
@@ -228,7 +228,7 @@ class GenerationStage:
         background: Iterable[Future],
         on_first_text: Callable[[], object],
     ) -> list[ShardAbandoned]:
-        """Have the workers write shards, which are added to the finished ones; return the abandoned ones.
+        """Hand shards to the workers and add them to the finished ones; return the abandoned ones.
 
         A background write that fails, on a full disk, ends the work at the next shard. `on_first_text` starts work that
         would compete with workers while they load their model.
@@ -257,7 +257,7 @@ class GenerationStage:
         return self.night.pool_folders()
 
     def worker_spec(self) -> TextSpec:
-        """What a worker needs to write the stage's texts."""
+        """The specification of a worker that writes the stage's texts."""
         night, settings, decoding = self.night, self.night.settings, self.decoding
         pool_dirs = self._pool_dirs
         if decoding.adapter is not None:
@@ -295,10 +295,10 @@ class GenerationStage:
             num_waiting=plan.num_waiting,
             num_without_text=plan.num_without_text,
             postponed=plan.postponed,
-            **self._own_figures(plan, written),
+            **self._side_figures(plan, written),
         )
 
-    def _own_figures(self, plan: SidePlan, written: list[tuple[Shard, ShardRecord]]) -> dict[str, Any]:
+    def _side_figures(self, plan: SidePlan, written: list[tuple[Shard, ShardRecord]]) -> dict[str, Any]:
         """Fields of `SideFigures` that a plain baseline does not share."""
         night, side = self.night, plan.side
         return {

@@ -93,9 +93,9 @@ def left_out_of_prompts(settings: Settings, personal: Mapping[Side, Mapping[str,
         template = settings.template(side)
         blocks = [(template.attributes, side), *([(template.history, "item")] if template.history else [])]
         for columns, of_side in blocks:
-            found = personal.get(of_side, {})
-            for name in set(columns.shown(dict.fromkeys(found))) - set(columns.shown(dict.fromkeys(found), found)):
-                shown_without[sc.ENTITY_TABLES[of_side], name] = found[name]
+            looks = personal.get(of_side, {})
+            for name in set(columns.shown(dict.fromkeys(looks))) - set(columns.shown(dict.fromkeys(looks), looks)):
+                shown_without[sc.ENTITY_TABLES[of_side], name] = looks[name]
     return [
         Finding(
             "personal-data", table, f"the column looks like {looks_like}, so prompts leave it out",
@@ -169,7 +169,7 @@ def require_engine(settings: Settings) -> None:
 def check_inputs(
     path: Path | str, settings: Settings, ids_before: Callable[[], IdsBefore | None] = lambda: None
 ) -> list[Finding]:
-    """What is wrong with the tables of a folder, for runs of these settings; `ids_before` as `check_tables` takes it.
+    """The faults of the tables of a folder, for runs of these settings; `ids_before` as `check_tables` takes it.
 
     Raises ConfigError where nothing is, but a template is not one, or names a column that the tables do not have.
     """
@@ -189,11 +189,11 @@ def require_template_columns(path: Path | str, settings: Settings, side: Side) -
     """Raise ConfigError where a template is for the other side, or it or `paths` names a column that no table has."""
     for named in settings.knowledge.personal_attributes:
         table, _, column = named.partition(".")
-        known = _attributes_of(path, table)
-        if column not in known:
+        attributes = _attributes_of(path, table)
+        if column not in attributes:
             raise ConfigError(
                 f"knowledge.personal_attributes names {named}, but the {table} table has no attribute {column!r}; "
-                f"{nearest(column, known)}"
+                f"{nearest(column, attributes)}"
             )
     name = settings.knowledge.template_of(side)
     template = settings.template(side)
@@ -206,22 +206,22 @@ def require_template_columns(path: Path | str, settings: Settings, side: Side) -
         load_parser(template.parser_path)
     if settings.decoding.guided == "auto":
         require_form(template)
-    known = [name for table in sc.ENTITY_TABLES.values() for name in _attributes_of(path, table)]
+    attributes = [name for table in sc.ENTITY_TABLES.values() for name in _attributes_of(path, table)]
     for column in settings.knowledge.paths:
-        if column not in known:
+        if column not in attributes:
             raise ConfigError(
-                f"knowledge.paths: neither users nor items have an attribute {column!r}; {nearest(column, known)}"
+                f"knowledge.paths: neither users nor items have an attribute {column!r}; {nearest(column, attributes)}"
             )
     blocks: tuple[tuple[str, Columns | None, Side], ...]
     blocks = ("attributes", template.attributes, side), ("history", template.history, "item")
     for block, columns, of_side in blocks:
         table = sc.ENTITY_TABLES[of_side]
-        known = _attributes_of(path, table)
-        known += ["title"] if block == "attributes" and side == "item" else []
-        for column in columns.missing(known) if columns is not None else ():
+        attributes = _attributes_of(path, table)
+        attributes += ["title"] if block == "attributes" and side == "item" else []
+        for column in columns.missing(attributes) if columns is not None else ():
             raise ConfigError(
                 f"prompt template {name}, {block}: the {table} table has no attribute {column!r}. Correct it, or list "
-                f"it under {block}.optional if a table may lack it; {nearest(column, known)}"
+                f"it under {block}.optional if a table may lack it; {nearest(column, attributes)}"
             )
 
 
@@ -288,10 +288,10 @@ def _content_sha256(table: pa.Table) -> str:
     for place, (name, kind) in enumerate(zip(table.column_names, table.schema.types, strict=True)):
         if pt.is_dictionary(kind):  # ids: those that a row has, and which of these each has
             ids = only_chunk(table[name])
-            is_there = np.zeros(len(ids.dictionary), bool)
-            is_there[ids.indices.drop_null().to_numpy()] = True
-            digest.update(pa.record_batch([ids.dictionary.filter(pa.array(is_there))], [name]).serialize())
-            codes[name] = pa.array(np.cumsum(is_there, dtype=np.int32))
+            occurs = np.zeros(len(ids.dictionary), bool)
+            occurs[ids.indices.drop_null().to_numpy()] = True
+            digest.update(pa.record_batch([ids.dictionary.filter(pa.array(occurs))], [name]).serialize())
+            codes[name] = pa.array(np.cumsum(occurs, dtype=np.int32))
             table = table.set_column(place, name, ids.indices)
     for start in range(0, table.num_rows, ROWS_AT_ONCE):
         part = table.slice(start, ROWS_AT_ONCE).combine_chunks()

@@ -202,9 +202,9 @@ def new_night(
         template = settings.knowledge.template(side)
         manifest.origin.prompts[side] = PromptRef(template.framework, template.identity)
     night = Night(settings, workspace, date, run, manifest)
-    wanted = None if base_run is None else base_run.run_id
+    chosen = None if base_run is None else base_run.run_id
     not_used = {run.run_id for run in workspace.runs() if run.is_held} | workspace.publication.not_built_on()
-    pools = current_pools(night.pools, settings.pools.min_support, date, wanted, not_used)
+    pools = current_pools(night.pools, settings.pools.min_support, date, chosen, not_used)
     manifest.generation.pools = describe_pools(pools)
     return night
 
@@ -288,34 +288,34 @@ def current_pools(
     store: PoolStore,
     min_support: int,
     date: datetime.date,
-    wanted: str | None = None,
+    chosen: str | None = None,
     not_used: Collection[str] = (),
 ) -> PoolVersion | None:
     """The pools that a run may draft from: the current ones, or the newest that are not of a later date than its own.
 
-    The version `wanted` is taken before them, where it is there and whole. Versions `not_used`, of runs that are held
+    The version `chosen` is taken before them, where it is there and whole. Versions `not_used`, of runs that are held
     or were rolled back, are passed over. None when they were built to give more away, are damaged or of another format:
     a night is then slower, not late.
     """
     try:
-        known = {one.version: one for one in store.list()}
-        version = wanted if wanted in known and known[wanted].problem is None else store.current_version()
+        versions = {entry.version: entry for entry in store.list()}
+        version = chosen if chosen in versions and versions[chosen].problem is None else store.current_version()
         if version in not_used:
             say(f"not drafting from the pools {version}: their run was rolled back, or is held back by a gate")
         if version is not None and (version[:10] > str(date) or version in not_used):
-            version = max((one for one in known if one not in not_used and one[:10] <= str(date)), default=None)
+            version = max((name for name in versions if name not in not_used and name[:10] <= str(date)), default=None)
     except PoolError as error:
         say(f"drafting from no pools: {error}")
         return None
     if version is None or not can_be_used(store, version):
         return None
-    if any(pool.settings.min_support < min_support for pool in known[version].pools.values()):
+    if any(pool.settings.min_support < min_support for pool in versions[version].pools.values()):
         say(
             f"not drafting from the pools {version}, built with a lower pools.min_support than {min_support}; "
             "those that are built from this run will have it"
         )
         return None
-    return known[version]
+    return versions[version]
 
 
 def can_be_used(store: PoolStore, version: str) -> bool:

@@ -85,7 +85,7 @@ class PlainBaselineStage(GenerationStage):
     def _pool_dirs(self) -> dict[Side, Path]:
         return {}
 
-    def _own_figures(self, plan: SidePlan, written: list[tuple[Shard, ShardRecord]]) -> dict[str, Any]:
+    def _side_figures(self, plan: SidePlan, written: list[tuple[Shard, ShardRecord]]) -> dict[str, Any]:
         return {"stats_of_tonight": stats_of(record for shard, record in written if shard.is_isolated)}
 
 

@@ -66,8 +66,8 @@ class RunTexts:
 
     def of_entities(self, entity_ids: list) -> dict[str | int, np.ndarray]:
         """int32[n] token ids by entity, for those that have a text."""
-        wanted = pa.array(entity_ids, self.entity_ids.type)
-        rows = pc.index_in(wanted, value_set=self.entity_ids).to_pylist()
+        keys = pa.array(entity_ids, self.entity_ids.type)
+        rows = pc.index_in(keys, value_set=self.entity_ids).to_pylist()
         return {
             entity_id: self.tokens[self.starts[row] : self.starts[row + 1]]
             for entity_id, row in zip(entity_ids, rows, strict=True)
@@ -94,9 +94,9 @@ class RunTexts:
         entities, numbers = entities[~is_in], numbers[~is_in]
         for start in range(0, len(entities), ROWS_AT_ONCE):
             part = entities[start : start + ROWS_AT_ONCE]
-            its_own = numbers[start : start + ROWS_AT_ONCE]
-            lengths = self.starts[its_own + 1] - self.starts[its_own]
-            yield PoolTexts(self.tokens, self.starts[its_own], lengths, codes[part], groups, part)
+            rows = numbers[start : start + ROWS_AT_ONCE]
+            lengths = self.starts[rows + 1] - self.starts[rows]
+            yield PoolTexts(self.tokens, self.starts[rows], lengths, codes[part], groups, part)
         give_back(self.tokens)
 
 
@@ -127,13 +127,13 @@ def calibrate_side(night: Night, side: Side, run_texts: RunTexts, routes: Routes
         night, side, tokenizer_hash(tokenizer_folder(night.settings.model_dir, night.settings.decoding.adapter))
     )
     if drafted_from is not None:
-        known = drafted_from.manifest.calibration
-        if known is not None:
-            num_changed = known.num_texts_changed + num_written(night, side)
-            known = known.model_copy(update={"num_texts_changed": num_changed})
-        budgets = _valid_budgets(known, run_texts, drafted_from, options)
+        calibration = drafted_from.manifest.calibration
+        if calibration is not None:
+            num_changed = calibration.num_texts_changed + num_written(night, side)
+            calibration = calibration.model_copy(update={"num_texts_changed": num_changed})
+        budgets = _valid_budgets(calibration, run_texts, drafted_from, options)
         if budgets is not None and budgets.changed is not None:
-            return known
+            return calibration
         rows = planned_rows(night, side, NUM_CALIBRATION_TEXTS)
         token_ids = run_texts.of_entities([row.entity_id for row in rows])
         is_form = form_tokens(night, side, token_ids)
@@ -142,18 +142,18 @@ def calibrate_side(night: Night, side: Side, run_texts: RunTexts, routes: Routes
         ]
         num_with_previous = sum(text.previous_ids is not None for text in texts)
         if len(texts) < MIN_TEXTS or (budgets is not None and num_with_previous < MIN_CHANGED_TEXTS):
-            return known
+            return calibration
         return _calibrated(night, drafted_from, texts, options)
     rows = planned_rows(night, side, num_held_back(len(run_texts), NUM_CALIBRATION_TEXTS))
-    asked = {row.entity_id: row for row in rows}
-    token_ids, table_ids = run_texts.of_entities(list(asked)), night.tables.entities(side)[f"{side}_id"]
+    row_of = {row.entity_id: row for row in rows}
+    token_ids, table_ids = run_texts.of_entities(list(row_of)), night.tables.entities(side)[f"{side}_id"]
     places = pc.index_in(pa.array(token_ids, table_ids.type), value_set=table_ids.combine_chunks()).to_pylist()
-    known = sorted((place, entity_id) for place, entity_id in zip(places, token_ids, strict=True) if place is not None)
-    if len(known) < 2:
+    pairs = sorted((place, entity_id) for place, entity_id in zip(places, token_ids, strict=True) if place is not None)
+    if len(pairs) < 2:
         return None
     is_form = form_tokens(night, side, token_ids)
-    texts = [replay_text(asked[key], token_ids[key], routes.of(place).group, is_form) for place, key in known]
-    numbers = np.searchsorted(run_texts.in_table(night.tables, side)[0], [place for place, _ in known])
+    texts = [replay_text(row_of[key], token_ids[key], routes.of(place).group, is_form) for place, key in pairs]
+    numbers = np.searchsorted(run_texts.in_table(night.tables, side)[0], [place for place, _ in pairs])
     return HeldBack(numbers.tolist(), lambda pool: _calibrated(night, pool, texts, options))
 
 
@@ -163,16 +163,16 @@ def _calibrated(night: Night, pool: Pool, texts: list[ReplayText], options: Draf
 
 
 def _valid_budgets(
-    known: Calibration | None, run_texts: RunTexts, pool: Pool, options: DraftOptions
+    calibration: Calibration | None, run_texts: RunTexts, pool: Pool, options: DraftOptions
 ) -> BudgetCurve | None:
     """The replayed budgets of the pool that the run drafted from; None if they are not valid for the coming pool.
 
     They are not if many texts were written since, another model wrote the texts, or drafts come from other sources.
     """
-    if known is None or known.budgets is None or pool.manifest.model_id != run_texts.model_id:
+    if calibration is None or calibration.budgets is None or pool.manifest.model_id != run_texts.model_id:
         return None
-    is_stale = known.num_texts_changed > MAX_SHARE_CHANGED * len(run_texts)
-    return None if is_stale or known.budgets.sources != options.sources else known.budgets
+    is_stale = calibration.num_texts_changed > MAX_SHARE_CHANGED * len(run_texts)
+    return None if is_stale or calibration.budgets.sources != options.sources else calibration.budgets
 
 
 def num_written(night: Night, side: Side) -> int:
@@ -202,7 +202,7 @@ def draft_options(decoding: DecodingSettings, budget: Budget | None = None) -> D
 def _drafted_from(night: Night, side: Side, hash_of_tokenizer: str) -> Pool | None:
     """The pool that the run drafted from, if it exists and has the draft settings of tonight's."""
     version = night.manifest.generation.pools.version
-    if version is None or version not in {known.version for known in night.pools.list() if known.problem is None}:
+    if version is None or version not in {entry.version for entry in night.pools.list() if entry.problem is None}:
         return None
     pool = night.pools.open(version, side, hash_of_tokenizer)
     if pool is None:
@@ -210,13 +210,13 @@ def _drafted_from(night: Night, side: Side, hash_of_tokenizer: str) -> Pool | No
     return pool if pool.settings == DraftSettings.of(night.settings.pools) else None
 
 
-def planned_rows(night: Night, side: Side, num_wanted: int) -> list[RenderedRow]:
+def planned_rows(night: Night, side: Side, max_rows: int) -> list[RenderedRow]:
     """Rows that the run wrote texts for, spread evenly over its plan; those without a prompt are left out."""
     plan = load_plan(night.run.root, side)
     if plan is None:
         return []
     starts = np.cumsum([0, *(shard.num_rows for shard in plan.shards)])
-    positions = spread_positions(int(starts[-1]), num_wanted, night.settings.seed)
+    positions = spread_positions(int(starts[-1]), max_rows, night.settings.seed)
     shard_of = np.searchsorted(starts, positions, side="right") - 1
     rows = []
     for number in np.unique(shard_of):
@@ -230,9 +230,9 @@ def planned_rows(night: Night, side: Side, num_wanted: int) -> list[RenderedRow]
 
 
 def form_tokens(night: Night, side: Side, texts: Mapping[str | int, np.ndarray]) -> dict[str | int, np.ndarray]:
-    """Of entities' texts, int32[n], the tokens that the form of answers leaves no choice of: bool[n] by entity.
+    """For each text, int32[n], the mask of the tokens that the form of answers forces: bool[n] by entity.
 
-    They take no step, so also those count that a draft was ahead of. None where answers have no form.
+    Forced tokens take no step, even where a draft proposed them. Empty if answers have no form.
     """
     grammar = guiding_grammar(night.template(side), night.settings.decoding)
     if grammar is None or not texts:

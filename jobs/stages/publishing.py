@@ -107,7 +107,7 @@ def repair_pointer(workspace: Workspace) -> None:
 
 
 def use_pools_of(workspace: Workspace, run_id: str) -> None:
-    """Have the next night draft from the pools of a run; where they are gone or damaged it is said, and none change.
+    """Make the pools of a run those that the next night drafts from; if they are missing or damaged, only print that.
 
     Pools of a run that was rolled back do not stay the current ones: then there are none.
     """
@@ -130,7 +130,7 @@ def delivery_uri(workspace: Workspace, deliver_to: str | None) -> str | None:
 
 
 def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
-    """Have readers at a URI see the published run; None, or no published run: nothing is done.
+    """Copy the published run to a URI for its readers; without a URI or a published run, do nothing.
 
     Without `force` a run of a later date there stays, unless it was rolled back here. Raises ConfigError or
     WorkspaceError where it cannot be delivered.
@@ -142,9 +142,9 @@ def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
         run, destination = workspace.chosen_run(None), Destination.at(uri)
         if Path(destination.root) == workspace.root.resolve():
             raise ConfigError("deliver_to is the workspace itself; give another place")
-        there = str(destination.published().get("run_id", ""))
-        if not force and there[:10] > run.date and there not in workspace.publication.rolled_back():
-            say(f"not delivered: {uri} has run {there}, of a later date; {command_to_publish(run)} changes that")
+        delivered = str(destination.published().get("run_id", ""))
+        if not force and delivered[:10] > run.date and delivered not in workspace.publication.rolled_back():
+            say(f"not delivered: {uri} has run {delivered}, of a later date; {command_to_publish(run)} changes that")
             return
         remember_place(workspace.root, uri)
         sent = destination.deliver(run)
@@ -177,11 +177,11 @@ def forget_delivered(workspace: Workspace, uri: str | None) -> dict[str, str]:
         return {}
     destination = Destination.at(uri)
     here = {run.run_id: run for run in workspace.runs() if run.is_finished}
-    there = destination.runs()
+    delivered = destination.runs()
     done = {
         run_id: "sent again" if destination.copy(here[run_id]).num_files else "as it was"
-        for run_id in there if run_id in here
+        for run_id in delivered if run_id in here
     }  # fmt: skip
     deliver(workspace, uri)
-    removed = destination.remove([run_id for run_id in there if run_id not in here])
+    removed = destination.remove([run_id for run_id in delivered if run_id not in here])
     return done | dict.fromkeys(removed, "removed")

@@ -82,24 +82,24 @@ def settings_of_framework(settings: Settings, framework: str) -> Settings:
     """
     knowledge, folder = settings.knowledge, settings.knowledge.template_dir
     stems = {path.stem for place in filter(None, (folder, SHIPPED_TEMPLATES)) for path in place.glob("*.yaml")}
-    known = [load_template(stem, folder) for stem in sorted(stems)]
-    frameworks = sorted({template.framework for template in known})
+    templates = [load_template(stem, folder) for stem in sorted(stems)]
+    frameworks = sorted({template.framework for template in templates})
     names = {}
     for side in SIDES:
-        found = [one.name for one in known if (one.framework, one.side) == (framework, side)]
+        matching = [template.name for template in templates if (template.framework, template.side) == (framework, side)]
         first = [knowledge.template_of(side), f"{framework}_{side}"]
-        found = [name for name in first if name in found] or found
-        if not found:
+        matching = [name for name in first if name in matching] or matching
+        if not matching:
             raise ConfigError(
                 f"no prompt template for {side}s is of the framework {framework!r}; there are {', '.join(frameworks)}. "
                 "Yours lie in knowledge.template_dir, and say which they are of as `framework`"
             )
-        if len(found) > 1 and found[0] not in first:
+        if len(matching) > 1 and matching[0] not in first:
             raise ConfigError(
-                f"several prompt templates for {side}s are of the framework {framework!r}: {', '.join(found)}. Name "
+                f"several prompt templates for {side}s are of the framework {framework!r}: {', '.join(matching)}. Name "
                 "one in a configuration of its own, and give configurations instead: --config A --config B"
             )
-        names[f"{side}_template"] = found[0]
+        names[f"{side}_template"] = matching[0]
     updated = {"knowledge": knowledge.model_copy(update=names), "ctr": with_adaptor(settings.ctr, framework)}
     return settings.model_copy(update=updated)
 
@@ -126,7 +126,7 @@ def run_experiment(workspace: Workspace, name: str, experiment: Experiment) -> d
                 failed[variant] = str(error)
         if not variants:
             raise RunFailed(f"every variant failed: {'; '.join(f'{name}: {why}' for name, why in failed.items())}")
-        result, runs = folder / "comparison.json", {one.name: one.night.run.run_id for one in variants}
+        result, runs = folder / "comparison.json", {variant.name: variant.night.run.run_id for variant in variants}
         comparison = read_json(result) if result.exists() else {}
         if comparison.get("runs") != runs:
             keep_duplicates = variants[0].night.settings.tables.keep_duplicates
@@ -154,7 +154,7 @@ def _sampled(folder: Path, experiment: Experiment) -> dict[str, Any]:
         before = read_record(folder)
         if canonical_json(before["spec"]) != now:
             changed = changed_settings(before["spec"], experiment.spec)
-            differences = [f"{key} was {then!r}, and is {wanted!r}" for key, (then, wanted) in changed.items()]
+            differences = [f"{key} was {then!r}, and is {now_is!r}" for key, (then, now_is) in changed.items()]
             raise ConfigError(
                 f"the experiment {folder.name} is another one: {', '.join(differences[:1])}. Give another --name, "
                 f"none, or remove {folder}"
@@ -187,9 +187,9 @@ def _sampled(folder: Path, experiment: Experiment) -> dict[str, Any]:
 
 def _require_judges(tables: Path, experiment: Experiment) -> None:
     from laserbatch.ctr.dataset import build_dataset
-    from laserbatch.ctr.lift import require_one_judgement  # with torch and scikit-learn, which take seconds to load
+    from laserbatch.ctr.lift import require_same_judgement  # with torch and scikit-learn, which take seconds to load
 
-    require_one_judgement({name: of_variant.ctr for name, of_variant in experiment.settings.items()})
+    require_same_judgement({name: of_variant.ctr for name, of_variant in experiment.settings.items()})
     for of_variant in experiment.settings.values():
         try:
             opened = open_tables(tables, of_variant.tables.keep_duplicates)
@@ -220,8 +220,8 @@ def _tried(folder: Path, name: str, settings: Settings, date: datetime.date) -> 
     if not (run.is_finished or run.is_held):
         workspace.step_costs_folder.mkdir(exist_ok=True)
         # A step of one model costs the same to all.
-        for known in (Workspace(settings.workspace), *Workspace(folder).within()):
-            for path in known.step_costs_folder.glob("*.json") if known.root != workspace.root else ():
+        for other in (Workspace(settings.workspace), *Workspace(folder).within()):
+            for path in other.step_costs_folder.glob("*.json") if other.root != workspace.root else ():
                 shutil.copy2(path, workspace.step_costs_folder)
         with suppress(RunHeld):
             run_night(apart, date, policy="never")

@@ -36,7 +36,7 @@ def hand_out(
     on_first_text: Callable[[], None] = lambda: None,
     expected_tokens: Mapping[Side, float | None] = MappingProxyType({}),
 ) -> list[ShardAbandoned]:
-    """Have workers write shards, which are added to `finished`; returns the abandoned ones.
+    """Hand shards to the workers and add them to `finished`; return the abandoned ones.
 
     `choose` and `on_first_text` are those of `run_shards`. `check` is called with each finished shard; its errors end
     the work. `expected_tokens` of a text, where they are known, tell those who watch how long it will take.
@@ -98,7 +98,7 @@ def stats_of(records: Iterable[ShardRecord]) -> DecodingStats:
 
 
 def _planned(side: Side, pending: Sequence[Shard], finished: Finished) -> dict[str, Any]:
-    """What the event `shards_begin` says of a side: shards and rows of all attempts, and what is done of them."""
+    """The counts of a side in the event `shards_begin`: shards and rows of all attempts, and those that are done."""
     shards, done = [shard for shard in pending if shard.side == side], finished_counts(finished.values())
     num_rows = sum(shard.num_rows for shard in shards)
     return {"shards": len(shards) + done["shards"], "rows": num_rows + done["rows"], "done": done}

@@ -44,10 +44,10 @@ def train_to_folder(
 
     history = night.workspace.runs_up_to(night.run) if settings.history == "asof" and features != "none" else []
     provenance = _provenance(night, features, tables) | {"history": [run.run_id for run in history]}
-    asked = {"model": model, "seed": seed, "settings": settings.model_dump(mode="json"), "provenance": provenance}
-    asked_hash = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
-    provenance["asked"] = asked_hash
-    if (out / "model.json").is_file() and ModelCard.read(out).provenance.get("asked") == asked_hash:
+    spec = {"model": model, "seed": seed, "settings": settings.model_dump(mode="json"), "provenance": provenance}
+    spec_hash = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
+    provenance["asked"] = spec_hash
+    if (out / "model.json").is_file() and ModelCard.read(out).provenance.get("asked") == spec_hash:
         say(f"{out} is this very model already")
         return json.loads((out / "metrics.json").read_text(encoding="utf-8"))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -56,8 +56,8 @@ def train_to_folder(
     try:
         opened = open_tables(tables, night.settings.tables.keep_duplicates)
         data = build_dataset(opened, night.date, settings)
-        found = features_of(night, features)
-        variants = {} if found is None else {features: found}
+        feature_set = features_of(night, features)
+        variants = {} if feature_set is None else {features: feature_set}
         knowledge = build_knowledge(opened, data, variants, night.date, settings).get(features)
         for side in SIDES if knowledge is not None else ():
             vectors = getattr(knowledge, side)
@@ -69,9 +69,9 @@ def train_to_folder(
         if history and knowledge is not None:
             with feature_versions(history, of_plain=features == "plain") as versions:
                 seen, knowledge = join_as_of(opened, data, knowledge, versions)
-        start = _checkpoint(work / CHECKPOINT, asked_hash)
+        start = _checkpoint(work / CHECKPOINT, spec_hash)
         training = train_model(
-            model, seen, knowledge, settings, seed, start, lambda now: _keep(work / CHECKPOINT, asked_hash, now)
+            model, seen, knowledge, settings, seed, start, lambda now: _keep(work / CHECKPOINT, spec_hash, now)
         )
     except LaserbatchError:
         shutil.rmtree(work, ignore_errors=True)
@@ -95,27 +95,27 @@ def features_of(night: Night, features: FeatureName) -> FeatureSet | None:
 
 
 def _provenance(night: Night, features: FeatureName, tables: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"run_id": night.run.run_id, "features": features, "tables": str(tables)}
-    found["keep_duplicates"] = night.settings.tables.keep_duplicates
-    found["inputs"] = {name: of["sha256"] for name, of in describe(tables).items()}
+    provenance: dict[str, Any] = {"run_id": night.run.run_id, "features": features, "tables": str(tables)}
+    provenance["keep_duplicates"] = night.settings.tables.keep_duplicates
+    provenance["inputs"] = {name: of["sha256"] for name, of in describe(tables).items()}
     if features != "none":
         run = night.run.plain if features == "plain" else night.run
         files = {side: run.features_path(side) for side in SIDES}
-        found["feature_files"] = {side: sha256_file(path) for side, path in files.items() if path.is_file()}
-        found["encoders"] = {side: of.encoder for side, of in night.manifest.features.items()}
-    return found
+        provenance["feature_files"] = {side: sha256_file(path) for side, path in files.items() if path.is_file()}
+        provenance["encoders"] = {side: of.encoder for side, of in night.manifest.features.items()}
+    return provenance
 
 
-def _keep(path: Path, asked_hash: str, progress) -> None:
+def _keep(path: Path, spec_hash: str, progress) -> None:
     from safetensors.torch import save_file
 
-    metadata = {"asked": asked_hash, "epoch": str(progress.epoch), "best_epoch": str(progress.best_epoch)}
+    metadata = {"asked": spec_hash, "epoch": str(progress.epoch), "best_epoch": str(progress.best_epoch)}
     tensors = {name: value.contiguous().clone() for name, value in progress.tensors.items()}
     with atomic_path(path) as temporary:
         save_file(tensors, temporary, metadata | {"best_auc": repr(progress.best_auc)})
 
 
-def _checkpoint(path: Path, asked_hash: str):
+def _checkpoint(path: Path, spec_hash: str):
     """The progress of a killed training of the same kind, or None."""
     from safetensors import SafetensorError, safe_open
 
@@ -123,7 +123,7 @@ def _checkpoint(path: Path, asked_hash: str):
 
     with suppress(OSError, SafetensorError), safe_open(path, "pt") as file:
         metadata = file.metadata()
-        if metadata["asked"] == asked_hash:
+        if metadata["asked"] == spec_hash:
             say(f"goes on after epoch {metadata['epoch']}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             return Progress(int(metadata["epoch"]), int(metadata["best_epoch"]), float(metadata["best_auc"]), tensors)
@@ -152,8 +152,8 @@ def evaluate_folder(model: Path, night: Night, tables: str) -> dict[str, Any]:
     users, items, times_us = log.users[test], log.items[test], log.times_us[test]
     scores = score(model, card, opened, features, log, users, items, times_us)
     seen = np.bincount(log.users[train], minlength=opened.users.num_rows)[users]
-    found = measure(log.labels[test], scores.astype(np.float32), users, seen < card.settings.cold_max_interactions)
-    return vars(found) | {"num_test": len(test)}
+    metrics = measure(log.labels[test], scores.astype(np.float32), users, seen < card.settings.cold_max_interactions)
+    return vars(metrics) | {"num_test": len(test)}
 
 
 def predict_pairs(model: Path, night: Night, tables: str, pairs: Path, out: Path) -> int:
@@ -168,33 +168,33 @@ def predict_pairs(model: Path, night: Night, tables: str, pairs: Path, out: Path
     batches = list(iter_rows(pairs, "pairs"))
     if not batches:
         raise CtrError(f"{pairs} has no Parquet file with rows in it; expected user_id, item_id and perhaps timestamp")
-    asked = pa.Table.from_batches(batches)
+    pair_table = pa.Table.from_batches(batches)
     for column in ("user_id", "item_id"):
-        if column not in asked.column_names:
+        if column not in pair_table.column_names:
             raise CtrError(f"{pairs} has no column {column}; expected user_id, item_id and perhaps timestamp")
     users, items = (
-        numbers_of(asked[f"{side}_id"].combine_chunks(), known, side, str(pairs))
-        for side, known in ids_of(opened).items()
+        numbers_of(pair_table[f"{side}_id"].combine_chunks(), ids, side, str(pairs))
+        for side, ids in ids_of(opened).items()
     )
     log = labelled_log(opened, card.as_of, card.settings)
-    times_us = np.full(len(asked), log.times_us[-1] + 1)
-    if "timestamp" in asked.column_names:
-        times = asked["timestamp"].combine_chunks()
+    times_us = np.full(len(pair_table), log.times_us[-1] + 1)
+    if "timestamp" in pair_table.column_names:
+        times = pair_table["timestamp"].combine_chunks()
         if (span := span_of(times)) is not None and (unit := unit_of(*span)):
             times = in_unit(times, unit)
         times_us = to_us(times)
     scores = score(model, card, opened, features, log, users, items, times_us)
-    write_parquet(asked.append_column("score", pa.array(scores.astype(np.float32))), out)
-    return len(asked)
+    write_parquet(pair_table.append_column("score", pa.array(scores.astype(np.float32))), out)
+    return len(pair_table)
 
 
 def _opened(card, night: Night, tables: str):
     """The features of a run that the model reads, and the tables."""
-    features, known = card.provenance["features"], card.provenance.get("encoders", {})
+    features, encoders = card.provenance["features"], card.provenance.get("encoders", {})
     for side, of_side in night.manifest.features.items():
-        if known.get(side, of_side.encoder) != of_side.encoder:
+        if encoders.get(side, of_side.encoder) != of_side.encoder:
             raise CtrError(
                 f"the features of {side}s of run {night.run.run_id} are of the encoder {of_side.encoder}, the model "
-                f"was trained with {known[side]}; give a run of that one"
+                f"was trained with {encoders[side]}; give a run of that one"
             )
     return features_of(night, features), open_tables(tables, card.provenance.get("keep_duplicates", False))

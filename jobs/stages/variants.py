@@ -51,21 +51,24 @@ def of_frameworks(settings: Settings, frameworks: Sequence[str]) -> list[Variant
     Raises WorkspaceError where a framework has none, or none of a date and tables that all have.
     """
     opened = Workspace.open(settings.workspace, create=False)
-    found: dict[str | None, list[tuple[Workspace, RunFolder]]] = {}
-    for workspace in (opened, *(one for folder in experiment_folders(opened) for one in Workspace(folder).within())):
+    runs_of: dict[str | None, list[tuple[Workspace, RunFolder]]] = {}
+    for workspace in (
+        opened,
+        *(other for folder in experiment_folders(opened) for other in Workspace(folder).within()),
+    ):
         for run in workspace.finished_runs(include_held=True):
-            found.setdefault(framework_of(run), []).append((workspace, run))
-    for runs in found.values():
-        runs.sort(key=lambda one: one[1].date)
+            runs_of.setdefault(framework_of(run), []).append((workspace, run))
+    for runs in runs_of.values():
+        runs.sort(key=lambda entry: entry[1].date)
     for name in frameworks:
-        if name not in found:
-            known = ", ".join(sorted(filter(None, found))) or "none"
+        if name not in runs_of:
+            frameworks_there = ", ".join(sorted(filter(None, runs_of))) or "none"
             raise WorkspaceError(
                 f"no run of {settings.workspace} has texts of the framework {name!r} on both sides (there are: "
-                f"{known}; runs of before manifests said so are not counted). Run a night "
+                f"{frameworks_there}; runs of before manifests said so are not counted). Run a night "
                 f"with its templates, or `laserbatch experiment --framework {' --framework '.join(frameworks)}`"
             )
-    chosen = _of_one_date({name: found[name] for name in frameworks})
+    chosen = _of_one_date({name: runs_of[name] for name in frameworks})
     return [
         _variant(name, settings.model_copy(update={"workspace": workspace.root}), run.run_id, adaptor=name)
         for name, (workspace, run) in chosen.items()
@@ -74,7 +77,7 @@ def of_frameworks(settings: Settings, frameworks: Sequence[str]) -> list[Variant
 
 def of_configs(configs: Mapping[str, Settings]) -> list[Variant]:
     """The newest runs of several configurations, of one date; raises WorkspaceError as `of_frameworks` does."""
-    found = {}
+    runs_of = {}
     for name, settings in configs.items():
         workspace, alike = Workspace.open(settings.workspace, create=False), settings_hash(settings.identity())
         runs = [run for run in workspace.finished_runs(include_held=True) if alike.startswith(run.settings_hash)]
@@ -83,15 +86,15 @@ def of_configs(configs: Mapping[str, Settings]) -> list[Variant]:
                 f"{settings.workspace} has no finished run of the configuration {name} as it is now; "
                 "`laserbatch nightly --config ...` makes one, `laserbatch experiment --config ...` tries it on a sample"
             )
-        found[name] = [(workspace, run) for run in runs]
-    return [_variant(name, configs[name], run.run_id) for name, (_, run) in _of_one_date(found).items()]
+        runs_of[name] = [(workspace, run) for run in runs]
+    return [_variant(name, configs[name], run.run_id) for name, (_, run) in _of_one_date(runs_of).items()]
 
 
 def framework_of(run: RunFolder) -> str | None:
-    """That by which both sides of a run were asked; None where they differ or its manifest does not say."""
+    """The framework of both sides of a run; None if they differ or the manifest does not record it."""
     manifest = unless_damaged(run.load_manifest)
-    found = {prompt.framework for prompt in manifest.origin.prompts.values()} if manifest else set()
-    return found.pop() if len(found) == 1 else None
+    frameworks = {prompt.framework for prompt in manifest.origin.prompts.values()} if manifest else set()
+    return frameworks.pop() if len(frameworks) == 1 else None
 
 
 def with_adaptor(options: CtrOptions, framework: str) -> CtrOptions:
@@ -106,20 +109,20 @@ def _variant(name: str, settings: Settings, run_id: str, adaptor: str | None = N
 
 
 def _of_one_date(
-    found: Mapping[str, Sequence[tuple[Workspace, RunFolder]]],
+    runs_of: Mapping[str, Sequence[tuple[Workspace, RunFolder]]],
 ) -> dict[str, tuple[Workspace, RunFolder]]:
-    """Of each name the newest run on the newest date and tables that all have; raises WorkspaceError without one."""
+    """For each name the newest run of the newest date and tables that all share; raises WorkspaceError without them."""
     by_place: dict[tuple[str, ...], dict[str, tuple[Workspace, RunFolder]]] = {}
-    for name, runs in found.items():
-        for one in runs:  # the newest last
-            if (manifest := unless_damaged(one[1].load_manifest)) is not None:
-                by_place.setdefault(_place(manifest), {})[name] = one
-    shared = [place for place, of_place in by_place.items() if len(of_place) == len(found)]
+    for name, runs in runs_of.items():
+        for entry in runs:  # the newest last
+            if (manifest := unless_damaged(entry[1].load_manifest)) is not None:
+                by_place.setdefault(_place(manifest), {})[name] = entry
+    shared = [place for place, of_place in by_place.items() if len(of_place) == len(runs_of)]
     if shared:
         of_place = by_place[max(shared)]
-        return {name: of_place[name] for name in found}
-    newest = ", ".join(f"{name}: {runs[-1][1].date} in {runs[-1][0].root}" for name, runs in found.items())
-    dates = set.intersection(*({run.date for _, run in runs} for runs in found.values()))
+        return {name: of_place[name] for name in runs_of}
+    newest = ", ".join(f"{name}: {runs[-1][1].date} in {runs[-1][0].root}" for name, runs in runs_of.items())
+    dates = set.intersection(*({run.date for _, run in runs} for runs in runs_of.values()))
     wrong = f"their tables differ in what was known on {max(dates)}" if dates else "they have no date in common"
     raise WorkspaceError(
         f"these runs cannot be judged on the same rows: {wrong} (the newest: {newest}). Run the night of one date with "
@@ -130,11 +133,11 @@ def _of_one_date(
 def _place(manifest: RunManifest) -> tuple[str, ...]:
     """The date and the digests of the tables on it, which runs must share to be judged on the same rows."""
     inputs = (manifest.origin.inputs.get(name, {}) for name in TABLE_NAMES)
-    return (str(manifest.date), *(str(one.get("known_sha256", one.get("sha256"))) for one in inputs))
+    return (str(manifest.date), *(str(facts.get("known_sha256", facts.get("sha256"))) for facts in inputs))
 
 
 def compare_variants(variants: Sequence[Variant], tables: EntityTables) -> dict[str, Any]:
-    """What each variant adds and costs (`_variant_figures`), the most lift an hour first, as plain values.
+    """The lift and the cost of each variant (`_variant_figures`) as plain values, the most lift per hour first.
 
     `tables` have what came after the date. Raises CtrError as `train_ways` does.
     """
@@ -152,21 +155,23 @@ def compare_variants(variants: Sequence[Variant], tables: EntityTables) -> dict[
             tables, ways, variants[0].night.date,
             lambda row: bar.advance(1, f"{row.model}, {row.variant}: AUC {row.auc:.4f}"),
         )  # fmt: skip
-    costs = {one.name: known_step_cost(one.night.workspace, one.night.settings.decoding) for one in variants}
+    costs = {
+        variant.name: known_step_cost(variant.night.workspace, variant.night.settings.decoding) for variant in variants
+    }
     costs = {} if None in costs.values() else costs  # all are priced in the same way
     rows = [
         _variant_figures(variant, costs.get(variant.name))
-        | {"lift": {model: asdict(one) for model, one in lifts.ways[variant.name].over_none.items()},
+        | {"lift": {model: asdict(verdict) for model, verdict in lifts.ways[variant.name].over_none.items()},
            "scores": [asdict(row) for row in lifts.ways[variant.name].rows]}
         for variant in variants
     ]  # fmt: skip
-    for one in rows:
-        one["lift_per_hour"] = ratio(one["lift"]["all"]["mean_difference"], one["hours_per_million"])
+    for figures in rows:
+        figures["lift_per_hour"] = ratio(figures["lift"]["all"]["mean_difference"], figures["hours_per_million"])
     # The most lift an hour first; variants without hours last, by lift.
-    rows.sort(key=lambda one: (one["lift_per_hour"] is None,
-                               -(one["lift_per_hour"] or one["lift"]["all"]["mean_difference"])))  # fmt: skip
+    rows.sort(key=lambda row: (row["lift_per_hour"] is None,
+                               -(row["lift_per_hour"] or row["lift"]["all"]["mean_difference"])))  # fmt: skip
     between = [
-        {"variant": one, "over": other} | asdict(verdict) for (one, other), verdict in lifts.between.items()
+        {"variant": variant, "over": other} | asdict(verdict) for (variant, other), verdict in lifts.between.items()
     ]  # fmt: skip
     date = variants[0].night.date.isoformat()
     return {"date": date, "rows": lifts.split, "item_rate": asdict(lifts.item_rate), "variants": rows,
@@ -174,7 +179,7 @@ def compare_variants(variants: Sequence[Variant], tables: EntityTables) -> dict[
 
 
 def _variant_figures(variant: Variant, step_cost: StepCost | None) -> dict[str, Any]:
-    """What a variant's texts are and what a million of them take, users and items in the shares of the run.
+    """The figures of a variant's texts, and the cost of a million of them, users and items in the shares of the run.
 
     Seconds are those that all workers write side by side: neither their start nor other stages, which a larger night
     has but once. None where a side wrote nothing in the run.
@@ -202,7 +207,7 @@ def _variant_figures(variant: Variant, step_cost: StepCost | None) -> dict[str, 
         "hours_per_million": None if hours is None or workers is None else hours * workers.num_billed,
         "hours_of": "GPU" if workers and workers.device == "cuda" else "worker",
         "money_per_million": None if hours is None or price is None else hours * price,
-        "audit": {side: _without_texts(found) for side, found in (audit.sides if audit else {}).items()},
+        "audit": {side: _without_texts(figures) for side, figures in (audit.sides if audit else {}).items()},
         "gates": [gate_sentence(gate) for gate in night.manifest.judgement.gates if gate.verdict != "passes"],
     }
 

@@ -92,7 +92,7 @@ def train(
     card = train_on_tables(settings, out, codes, draft_for, loss, day, epochs, code_maker, base)
     result: dict = {"folder": str(out), "histories": card.num_histories, "training_seconds": card.training_seconds}
     rankings = {"": card.held_back, "_of_neighbours": card.neighbours, "_of_popular_items": card.popular}
-    recalls = {of: one.recall_10 for of, one in rankings.items() if one is not None}
+    recalls = {of: ranking.recall_10 for of, ranking in rankings.items() if ranking is not None}
     if recalls:
         result["epoch_kept"] = card.epoch
         result["of_held_back_items"] = {f"recall_10{of}": round(recall, 4) for of, recall in recalls.items()}

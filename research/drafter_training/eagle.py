@@ -41,13 +41,13 @@ def steps_attention(module, query, key, value, attention_mask, scaling=None, **_
     scores = [(query @ first_keys.transpose(-1, -2) * scale).masked_fill(~is_seen, -torch.inf)]
     for back in range(num_back):  # from the step's own to the second one's
         keys = steps[-1 - back][0].roll(back, 2)
-        own = (query * keys).sum(-1, keepdim=True) * scale
-        scores.append(own.masked_fill((places < back)[:, None], -torch.inf))
+        step_scores = (query * keys).sum(-1, keepdim=True) * scale
+        scores.append(step_scores.masked_fill((places < back)[:, None], -torch.inf))
     weights = torch.softmax(torch.cat(scores, -1), -1)
-    found = weights[..., :n] @ first_values
+    mixed = weights[..., :n] @ first_values
     for back in range(num_back):
-        found = found + weights[..., n + back, None] * steps[-1 - back][1].roll(back, 2)
-    return found.transpose(1, 2), None
+        mixed = mixed + weights[..., n + back, None] * steps[-1 - back][1].roll(back, 2)
+    return mixed.transpose(1, 2), None
 
 
 AttentionInterface.register(STEPS_NAME, steps_attention)
@@ -75,23 +75,23 @@ class Eagle(Method):
         self._target, self._num_steps, self._distils = target, num_steps, distils
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        wanted, is_known = batch.features[:, 1:], batch.is_token
-        p = torch.softmax(self._target.logits_of(wanted), -1)
+        target_features, is_token = batch.features[:, 1:], batch.is_token
+        p = torch.softmax(self._target.logits_of(target_features), -1)
         likeliest = p.topk(NUM_LIKELIEST, -1)
-        total = wanted.new_zeros(())
-        for found in self._steps_of(batch, self._num_steps):
-            log_q = torch.log_softmax(self._target.logits_of(found), -1)
-            of_features = F.smooth_l1_loss(found, wanted, reduction="none").mean(-1)
+        total = target_features.new_zeros(())
+        for predicted in self._steps_of(batch, self._num_steps):
+            log_q = torch.log_softmax(self._target.logits_of(predicted), -1)
+            of_features = F.smooth_l1_loss(predicted, target_features, reduction="none").mean(-1)
             loss = of_features - CLASS_WEIGHT * (p * log_q).sum(-1)
             if self._distils:
                 loss = loss - (likeliest.values * log_q.gather(-1, likeliest.indices)).sum(-1)
-            total = total + (loss * is_known).sum() / is_known.sum().clamp_min(1)
+            total = total + (loss * is_token).sum() / is_token.sum().clamp_min(1)
         return total
 
     def log_probs_by_depth(self, batch: Batch, num_depths: int) -> Iterator[torch.Tensor]:
         last = batch.tokens.shape[1] - 1
-        for depth, found in enumerate(self._steps_of(batch, num_depths)):
-            yield torch.log_softmax(self._target.logits_of(found[:, depth:last]), -1)
+        for depth, predicted in enumerate(self._steps_of(batch, num_depths)):
+            yield torch.log_softmax(self._target.logits_of(predicted[:, depth:last]), -1)
 
     def _steps_of(self, batch: Batch, num_steps: int) -> Iterator[torch.Tensor]:
         """Features (B, T, hidden_size) of the next tokens by each step, from the predictions of the step before."""
@@ -99,6 +99,6 @@ class Eagle(Method):
         features, positions = batch.features[:, :-1], torch.arange(batch.tokens.shape[1], device=self._target.device)
         with several_steps():
             for _ in range(num_steps):
-                found = self.module(embeddings, features, positions[None])
-                yield found
-                features = torch.cat((batch.features[:, :1], found[:, :-1].detach()), 1)
+                predicted = self.module(embeddings, features, positions[None])
+                yield predicted
+                features = torch.cat((batch.features[:, :1], predicted[:, :-1].detach()), 1)

@@ -50,8 +50,8 @@ class Medusa(Method):
     def _log_probs(self, batch: Batch, features: torch.Tensor, num_depths: int) -> Iterator[torch.Tensor]:
         states = self.heads(features)
         for depth in range(1, min(num_depths, self._num_heads) + 1):
-            own = states[:, : batch.tokens.shape[1] - depth, depth - 1]
-            yield torch.log_softmax(self._logits_of(own), -1)
+            of_depth = states[:, : batch.tokens.shape[1] - depth, depth - 1]
+            yield torch.log_softmax(self._logits_of(of_depth), -1)
 
 
 class Medusa2(Medusa):
@@ -77,8 +77,8 @@ class Medusa2(Medusa):
 
     def loss(self, batch: Batch) -> torch.Tensor:
         features = batch.features_by(self._body)
-        log_p, log_own = (torch.log_softmax(self._logits_of(each[:, :-1]), -1) for each in (batch.features, features))
-        moved = (log_p.exp() * (log_p - log_own)).sum(-1)[batch.is_token].mean()
+        log_p, log_q = (torch.log_softmax(self._logits_of(each[:, :-1]), -1) for each in (batch.features, features))
+        moved = (log_p.exp() * (log_p - log_q)).sum(-1)[batch.is_token].mean()
         return moved + HEADS_WEIGHT * self._loss_of(batch, features)
 
     def log_probs_by_depth(self, batch: Batch, num_depths: int) -> Iterator[torch.Tensor]:

@@ -59,7 +59,7 @@ class Judgement:
 @torch.no_grad()
 def judged(method: Method, target: Target, texts: Sequence[TrainingText], batch_size: int = 8) -> Judgement:
     """The acceptance of a drafter on held-back texts under greedy verification."""
-    asked, right, num_tokens, num_steps = np.zeros(DEPTHS), np.zeros(DEPTHS), 0, 0
+    num_drafted, right, num_tokens, num_steps = np.zeros(DEPTHS), np.zeros(DEPTHS), 0, 0
     pairs: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(DEPTHS)]
     method.module.eval()
     for part in batches_of([text for text in texts if len(text.token_ids) > DEPTHS], batch_size):
@@ -70,7 +70,7 @@ def judged(method: Method, target: Target, texts: Sequence[TrainingText], batch_
             alive = alive[:, : labels.shape[1]] & batch.is_token[:, depth + 1 :]
             best = log_q.topk(NUM_CANDIDATES, -1)
             is_right = best.indices == labels[..., None]
-            asked[depth] += int(alive.sum())
+            num_drafted[depth] += int(alive.sum())
             right[depth] += int((is_right[..., 0] & alive).sum())
             pairs[depth].append((best.values[alive].exp().cpu().numpy(), is_right[alive].cpu().numpy()))
             alive = alive & is_right[..., 0]
@@ -78,7 +78,7 @@ def judged(method: Method, target: Target, texts: Sequence[TrainingText], batch_
         for length, of_text in zip(batch.is_token.sum(1).tolist(), runs.tolist(), strict=True):
             num_tokens, num_steps = num_tokens + length, num_steps + _steps(of_text[:length])
     curves = tuple(_curve(*map(np.concatenate, zip(*of_depth, strict=True))) for of_depth in pairs if of_depth)
-    acceptance = right / np.maximum(asked, 1)
+    acceptance = right / np.maximum(num_drafted, 1)
     return Judgement(tuple(acceptance.round(4).tolist()), curves, round(num_tokens / max(1, num_steps), 4))
 
 

@@ -20,7 +20,7 @@ from laserbatch.research.drafter_training.settings import Kind
 from laserbatch.research.drafter_training.small import Loss, Small
 from laserbatch.research.drafter_training.texts import HELD_BACK_EVERY, Target, TrainingText, batches_of, held_back
 from laserbatch.research.drafters.trained import CARD_NAME, DrafterCard, layer_of
-from laserbatch.research.learning import CHECKPOINT_NAME, drop_files, files_there, train_steps
+from laserbatch.research.learning import CHECKPOINT_NAME, drop_files, files_in, train_steps
 
 MIN_TEXTS = 20
 USUAL_WIDTH = 256
@@ -47,12 +47,12 @@ def train_drafter(
     texts: Sequence[TrainingText],
     folder: Path,
     options: TrainingOptions | None = None,
-    tell: Callable[[int, float], None] = lambda step, loss: None,
+    on_progress: Callable[[int, float], None] = lambda step, loss: None,
 ) -> DrafterCard:
     """Train a drafter for the model of a folder on texts that it wrote, and write it; equal inputs give equal bytes.
 
-    `tell` is called after each step with its number and its loss. Raises ConfigError if there are too few texts, or
-    other files in the folder.
+    `on_progress` is called after each step with its number and its loss. Raises ConfigError if there are too few texts,
+    or other files in the folder.
     """
     options = options or TrainingOptions()
     if len(texts) < MIN_TEXTS:
@@ -60,9 +60,9 @@ def train_drafter(
             f"{len(texts)} texts are too few to train a drafter on, at least {MIN_TEXTS} are needed: name a run that "
             "wrote more"
         )
-    there = files_there(folder)
-    if there and not there & {CARD_NAME, CHECKPOINT_NAME}:
-        raise ConfigError(f"{folder} holds other things than a drafter ({min(there)}): give a new folder")
+    names = files_in(folder)
+    if names and not names & {CARD_NAME, CHECKPOINT_NAME}:
+        raise ConfigError(f"{folder} holds other things than a drafter ({min(names)}): give a new folder")
     torch.manual_seed(options.seed)
     transformers_logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
@@ -82,15 +82,15 @@ def train_drafter(
         _digest(kind, model_dir, texts, options),
         options.learning_rate * USUAL_WIDTH / max(USUAL_WIDTH, target.embed.weight.shape[1]),
         method.pace,
-        tell,
+        on_progress,
         seconds_between_checkpoints=options.seconds_between_checkpoints,
     )
     start_s = time.perf_counter()
-    found = judged(method, target, judging)
+    judgement = judged(method, target, judging)
     method.save(folder, model_dir)
     adapter = folder / ADAPTER_NAME if kind == "medusa2" else None
     card = card.model_copy(
-        update=asdict(found)
+        update=asdict(judgement)
         | {"target": model_identity(model_dir, adapter), "num_texts": len(shown), "num_held_back": len(judging)}
         | {"training_seconds": round(seconds + time.perf_counter() - start_s, 1)}
     )

@@ -35,35 +35,35 @@ def train_on_runs(night: Night, kind: Kind, folder: Path, num_texts: int, epochs
     say(f"training a drafter ({kind}) on {counted(len(texts), 'text')} of {night.run.run_id} and before")
     with progress(f"train {kind}", num_steps(len(texts), options)) as bar:
 
-        def tell(step: int, loss: float) -> None:
+        def on_progress(step: int, loss: float) -> None:
             bar.reach(step, f"loss {loss:.3f}")
 
-        return train_drafter(kind, night.settings.model_dir, texts, folder, options, tell)
+        return train_drafter(kind, night.settings.model_dir, texts, folder, options, on_progress)
 
 
 def texts_of_runs(night: Night, num_texts: int) -> "list[TrainingText]":
     """Prompts and the texts that the model wrote to them, half of each side; of each entity the newest."""
-    target, found = model_identity(night.settings.model_dir), []
+    target, texts_of_sides = model_identity(night.settings.model_dir), []
     not_built_on = night.workspace.publication.not_built_on()
     for side in SIDES:
-        one, texts = night, {}
-        num_wanted = num_texts // len(SIDES)
-        while one is not None and len(texts) < num_wanted:
-            is_of_target = one.manifest.generation.model is not None and one.manifest.generation.model.id == target
-            if is_of_target and one.run.run_id not in not_built_on:
-                for entity_id, text in _texts_of_run(one, side, num_wanted).items():
+        source, texts = night, {}
+        max_texts = num_texts // len(SIDES)
+        while source is not None and len(texts) < max_texts:
+            model = source.manifest.generation.model
+            if model is not None and model.id == target and source.run.run_id not in not_built_on:
+                for entity_id, text in _texts_of_run(source, side, max_texts).items():
                     texts.setdefault(entity_id, text)
-            earlier = one.manifest.origin.previous_run_id
-            is_there = earlier is not None and night.workspace.run(earlier).manifest_path.exists()
-            one = unless_damaged(partial(open_run, night.settings, earlier)) if is_there else None
-        found += list(texts.values())[:num_wanted]
-    return found
+            earlier = source.manifest.origin.previous_run_id
+            exists = earlier is not None and night.workspace.run(earlier).manifest_path.exists()
+            source = unless_damaged(partial(open_run, night.settings, earlier)) if exists else None
+        texts_of_sides += list(texts.values())[:max_texts]
+    return texts_of_sides
 
 
-def _texts_of_run(night: Night, side: Side, num_wanted: int) -> "dict[str | int, TrainingText]":
+def _texts_of_run(night: Night, side: Side, max_texts: int) -> "dict[str | int, TrainingText]":
     from laserbatch.research.drafter_training.texts import TrainingText
 
-    rows = planned_rows(night, side, num_wanted)
+    rows = planned_rows(night, side, max_texts)
     with ScratchFolder("texts") as scratch:
         run_texts = read_run_texts(night.run, side, Path(scratch)) if rows else None
         written = {} if run_texts is None else run_texts.of_entities([row.entity_id for row in rows])

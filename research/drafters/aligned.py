@@ -60,20 +60,20 @@ class AlignedDrafter(Drafter):
     @torch.inference_mode()
     def observe(self, observation: Observation) -> None:
         """Store the alternatives to prompt tokens that a step computed."""
-        of_prompt = np.array([one.num_prompt for one in observation.sequences])[observation.sequence_of]
+        of_prompt = np.array([sequence.num_prompt for sequence in observation.sequences])[observation.sequence_of]
         seen = np.flatnonzero(observation.positions < of_prompt - 1)
         for first in range(0, len(seen), ROWS_AT_ONCE):
             part = seen[first : first + ROWS_AT_ONCE]
             logits = observation.rows.head.logits_of(observation.hidden[to_device(part, observation.hidden.device)])
             best = logits.topk(MAX_ALTERNATIVES, -1)
             sequences, places = observation.sequence_of[part], observation.positions[part] + 1
-            own = [int(observation.sequences[i].context[k]) for i, k in zip(sequences, places, strict=True)]
-            least = logits.gather(1, to_device(np.array(own), logits.device)[:, None])
+            prompt_tokens = [int(observation.sequences[i].context[k]) for i, k in zip(sequences, places, strict=True)]
+            least = logits.gather(1, to_device(np.array(prompt_tokens), logits.device)[:, None])
             sooner = torch.where(best.values > least, best.indices, -1).cpu().numpy()
             for i, place, tokens in zip(sequences.tolist(), places.tolist(), sooner, strict=True):
-                one = observation.sequences[i]
-                none = np.full((one.num_prompt, MAX_ALTERNATIVES), -1, np.int32)
-                self._alternatives.setdefault(one, none)[place] = tokens
+                sequence = observation.sequences[i]
+                none = np.full((sequence.num_prompt, MAX_ALTERNATIVES), -1, np.int32)
+                self._alternatives.setdefault(sequence, none)[place] = tokens
 
     def forget(self, sequence: DecodingSequence) -> None:
         self._alternatives.pop(sequence, None)

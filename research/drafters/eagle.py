@@ -39,8 +39,8 @@ class EagleHead(nn.Module):
     def forward(self, embeddings: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """(batch, num_tokens, hidden_size) both, positions (1, num_tokens): features of the next tokens, like them."""
         hidden = self.join(torch.cat((embeddings, features), -1))
-        found = self.layer(hidden, position_embeddings=self.rotary(hidden, position_ids), position_ids=position_ids)
-        return found if isinstance(found, torch.Tensor) else found[0]
+        output = self.layer(hidden, position_embeddings=self.rotary(hidden, position_ids), position_ids=position_ids)
+        return output if isinstance(output, torch.Tensor) else output[0]
 
 
 class _PackedHead:
@@ -93,18 +93,19 @@ class EagleModel(CachedModel):
         self._seen: dict[DecodingSequence, list[torch.Tensor]] = {}  # features that are not in the cache yet
 
     def has_room(self, sequence: DecodingSequence) -> bool:
-        own = sequence.context[-1:], sequence.num_left
-        return sequence in self._seen and self._has_row(sequence, *own, shares=False)
+        new = sequence.context[-1:], sequence.num_left
+        return sequence in self._seen and self._has_row(sequence, *new, shares=False)
 
     def begin(self, sequences: list[DecodingSequence]) -> None:
-        seen = [torch.cat(self._seen[one]) for one in sequences]
-        feeds = [Feed(self._rows[one], one.context[-len(new) :]) for one, new in zip(sequences, seen, strict=True)]
+        seen = [torch.cat(self._seen[sequence]) for sequence in sequences]
+        pairs = zip(sequences, seen, strict=True)
+        feeds = [Feed(self._rows[sequence], sequence.context[-len(new) :]) for sequence, new in pairs]
         self._packed.take(torch.cat(seen))
         output = self._read(feeds)
         self._last = torch.stack([new[-1] for new in seen])
-        for one, last in zip(sequences, self._last, strict=True):
-            self._seen[one] = [last[None]]
-        self._found = output.rows.hidden[to_device(output.batch.logit_indices, self._last.device)]
+        for sequence, last in zip(sequences, self._last, strict=True):
+            self._seen[sequence] = [last[None]]
+        self._features = output.rows.hidden[to_device(output.batch.logit_indices, self._last.device)]
         self._rows_of_trees = np.arange(len(sequences))
         self._root = output.rows.of(np.arange(len(sequences)))
 
@@ -118,10 +119,10 @@ class EagleModel(CachedModel):
         features[to_device(roots, device)] = self._last
         parents = self._rows_of_trees[trees.tree_of] + 1 + trees.parents
         nodes = np.arange(len(trees)) + trees.tree_of + 1
-        features[to_device(nodes, device)] = self._found[to_device(parents, device)]
+        features[to_device(nodes, device)] = self._features[to_device(parents, device)]
         self._packed.take(features)
         output = self._runner.forward(self._feeds, trees)
-        self._found, self._rows_of_trees = output.rows.hidden, roots
+        self._features, self._rows_of_trees = output.rows.hidden, roots
         return torch.log_softmax(output.rows.of(roots[tree_of] + 1 + places).float(), -1)
 
     @torch.inference_mode()
@@ -129,10 +130,10 @@ class EagleModel(CachedModel):
         ends = np.searchsorted(observation.sequence_of, np.arange(len(observation.sequences) + 1))
         for sequence, start, end in zip(observation.sequences, ends[:-1], ends[1:], strict=True):
             seen = self._seen.get(sequence, [])
-            num_known = sum(map(len, seen))
+            num_seen = sum(map(len, seen))
             if sequence in self._rows:
-                num_known += int(self._cache.lengths[self._rows[sequence]])
-            new = start + np.flatnonzero(observation.positions[start:end] >= sequence.num_prompt - 1 + num_known)
+                num_seen += int(self._cache.lengths[self._rows[sequence]])
+            new = start + np.flatnonzero(observation.positions[start:end] >= sequence.num_prompt - 1 + num_seen)
             if len(new):
                 self._seen[sequence] = [*seen, observation.hidden[to_device(new, observation.hidden.device)]]
 

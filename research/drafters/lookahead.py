@@ -22,17 +22,17 @@ class _Guesses:
     """The window of one text, int32 (ngram - 1, width), oldest row first, and its n-grams by their first token."""
 
     def __init__(self, sequence: DecodingSequence, width: int, ngram: int) -> None:
-        known = sequence.context
-        self.window = np.resize(known[-width * (ngram - 1) :], (ngram - 1, width)).astype(np.int32)
+        context = sequence.context
+        self.window = np.resize(context[-width * (ngram - 1) :], (ngram - 1, width)).astype(np.int32)
         self.ngrams: defaultdict[int, OrderedDict[tuple[int, ...], None]] = defaultdict(OrderedDict)
 
     def remember(self, ngram: tuple[int, ...], most: int) -> None:
         """Add an n-gram as the newest with its first token, and keep the `most` newest of those."""
-        found = self.ngrams[ngram[0]]
-        found.pop(ngram[1:], None)
-        found[ngram[1:]] = None
-        while len(found) > most:
-            found.popitem(last=False)
+        newest = self.ngrams[ngram[0]]
+        newest.pop(ngram[1:], None)
+        newest[ngram[1:]] = None
+        while len(newest) > most:
+            newest.popitem(last=False)
 
 
 class LookaheadDrafter(Drafter):
@@ -62,18 +62,18 @@ class LookaheadDrafter(Drafter):
 
     def observe(self, observation: Observation) -> None:
         """Add the target's choices after the windows of a step as new guesses."""
-        asked: list[tuple[_Guesses, int, int]] = []  # a window, its column and the row behind it
+        looked_up: list[tuple[_Guesses, int, int]] = []  # a window, its column and the row behind it
         for number, sequence in enumerate(observation.sequences):
             guesses = self._guesses.get(sequence)
             if guesses is not None and observation.trees.sizes[number]:
                 columns = columns_of(observation.trees[number], guesses.window)
                 start = int(observation.starts[number]) + 1
-                asked += [(guesses, column, start + place) for column, place in columns]
-        if not asked:
+                looked_up += [(guesses, column, start + place) for column, place in columns]
+        if not looked_up:
             return
-        chosen = observation.rows.of(np.array([row for _, _, row in asked])).argmax(-1).tolist()
-        new = {guesses: guesses.window[-1].copy() for guesses, _, _ in asked}
-        for (guesses, column, _), token in zip(asked, chosen, strict=True):
+        chosen = observation.rows.of(np.array([row for _, _, row in looked_up])).argmax(-1).tolist()
+        new = {guesses: guesses.window[-1].copy() for guesses, _, _ in looked_up}
+        for (guesses, column, _), token in zip(looked_up, chosen, strict=True):
             guesses.remember((*guesses.window[:, column].tolist(), token), self._most)
             new[guesses][column] = token
         for guesses, row in new.items():
@@ -87,13 +87,13 @@ def columns_of(tree: TokenTree, window: np.ndarray) -> list[tuple[int, int]]:
     """The columns of the window that a verified tree holds completely, each with the place of its last guess."""
     keys = list(zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True))
     below = {key: place for place, key in reversed(list(enumerate(keys)))}
-    found, oldest = [], ROOT
+    columns, oldest = [], ROOT
     for column, guesses in enumerate(window.T.tolist()):
         place = oldest = below.get((oldest, guesses[0]))
         for token in guesses[1:]:
             place = below.get((place, token))
         if place is not None:
-            found.append((column, place))
+            columns.append((column, place))
         if oldest is None:
             break
-    return found
+    return columns

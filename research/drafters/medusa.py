@@ -50,7 +50,7 @@ class MedusaModel(DraftModel):
         return sequence in self._hidden
 
     def begin(self, sequences: list[DecodingSequence]) -> None:
-        states = self._heads(torch.stack([self._hidden[one] for one in sequences]))
+        states = self._heads(torch.stack([self._hidden[sequence] for sequence in sequences]))
         logits = self._logits_of(states.flatten(0, 1)).unflatten(0, states.shape[:2])
         self._log_q = torch.log_softmax(logits.float(), -1)
 
@@ -60,8 +60,8 @@ class MedusaModel(DraftModel):
         if len(trees):
             depths[places >= 0] = trees.depths[(trees.starts[tree_of] + places)[places >= 0]]
         device, deepest = self._log_q.device, self._log_q.shape[1] - 1
-        found = self._log_q[to_device(tree_of, device), to_device(np.minimum(depths, deepest), device)]
-        return found.masked_fill(to_device(depths > deepest, device)[:, None], -torch.inf)
+        log_q = self._log_q[to_device(tree_of, device), to_device(np.minimum(depths, deepest), device)]
+        return log_q.masked_fill(to_device(depths > deepest, device)[:, None], -torch.inf)
 
     @torch.inference_mode()
     def observe(self, observation: Observation) -> None:

@@ -166,7 +166,7 @@ class ModelDrafter(Drafter):
 
     @torch.inference_mode()
     def draft_all(self, sequences: list[DecodingSequence], max_depths: list[int]) -> TreeBatch:
-        places = [i for i, one in enumerate(sequences) if all([model.has_room(one) for model in self._models])]
+        places = [i for i, text in enumerate(sequences) if all([model.has_room(text) for model in self._models])]
         if not places:
             return TreeBatch.empty(len(sequences))
         drafting = [sequences[place] for place in places]
@@ -189,14 +189,14 @@ def draft_noise(
     sequences: list[DecodingSequence], tree_of: np.ndarray, depth: int, tags: np.ndarray, like
 ) -> torch.Tensor:
     """Gumbel noise of drafts by text, position and tag int64[n] below MAX_TAGS: float32 (n, vocab_size), as `like`."""
-    seeds = np.array([one.request.seed for one in sequences])[tree_of] ^ DRAFT_SEED
-    positions = (np.array([len(one.context) for one in sequences])[tree_of] + depth) * MAX_TAGS + tags
+    seeds = np.array([sequence.request.seed for sequence in sequences])[tree_of] ^ DRAFT_SEED
+    positions = (np.array([len(sequence.context) for sequence in sequences])[tree_of] + depth) * MAX_TAGS + tags
     seeds, positions = to_device(np.stack((seeds, positions)), like.device)
     return gumbel_noise(seeds, positions, like.shape[-1])
 
 
 def on_host(*tensors: torch.Tensor) -> list[np.ndarray]:
     """Copy tensors of one shape together, which waits for the device once; float64 holds every token id."""
-    found = torch.stack([tensor.double() for tensor in tensors]).cpu().numpy()
+    stacked = torch.stack([tensor.double() for tensor in tensors]).cpu().numpy()
     names = (str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
-    return [array.astype(name) for array, name in zip(found, names, strict=True)]
+    return [array.astype(name) for array, name in zip(stacked, names, strict=True)]

@@ -21,13 +21,13 @@ class SmallModel(CachedModel):
         self.max_context = loaded.max_context
 
     def begin(self, sequences: list[DecodingSequence]) -> None:
-        rows = [self._rows[one] for one in sequences]
+        rows = [self._rows[sequence] for sequence in sequences]
         pairs = zip(rows, sequences, strict=True)
-        new = [Feed(row, one.context[self._cache.lengths[row] :]) for row, one in pairs]
+        new = [Feed(row, sequence.context[self._cache.lengths[row] :]) for row, sequence in pairs]
         self._root = self._read(new).logits
-        for feed, one in zip(new, sequences, strict=True):
-            if self._cache.lengths[feed.row] < one.num_prompt:
-                self._cache.remember_prefix(feed.row, one.prompt_ids[: self._cache.lengths[feed.row]])
+        for feed, sequence in zip(new, sequences, strict=True):
+            if self._cache.lengths[feed.row] < sequence.num_prompt:
+                self._cache.remember_prefix(feed.row, sequence.prompt_ids[: self._cache.lengths[feed.row]])
 
     def log_q(self, trees: TreeBatch, tree_of: np.ndarray, places: np.ndarray) -> torch.Tensor:
         if len(trees) == 0:

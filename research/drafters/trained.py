@@ -52,8 +52,8 @@ class DrafterCard(Strict):
         if not self.curves:
             return log_q
         curve = self.curves[min(depth, len(self.curves) - 1)]
-        found = np.log(np.maximum(np.interp(np.exp(log_q), CONFIDENCES, curve), MIN_ACCEPTANCE))
-        return np.where(np.isneginf(log_q), log_q, found)
+        log_rate = np.log(np.maximum(np.interp(np.exp(log_q), CONFIDENCES, curve), MIN_ACCEPTANCE))
+        return np.where(np.isneginf(log_q), log_q, log_rate)
 
 
 def read_card(folder: Path) -> DrafterCard | None:
@@ -73,8 +73,8 @@ class TrainedHead:
     def __init__(self, folder: Path, target: LoadedModel) -> None:
         card = read_card(folder)
         if card is None or card.kind == "small":
-            found = "is a small model: name it in trained.models" if card else f"has no {CARD_NAME}: train one into it"
-            raise ModelError(f"trained.head {folder} {found} (`laserbatch drafter train` makes heads)")
+            reason = "is a small model: name it in trained.models" if card else f"has no {CARD_NAME}: train one into it"
+            raise ModelError(f"trained.head {folder} {reason} (`laserbatch drafter train` makes heads)")
         if card.target != target.model_id:
             raise ModelError(
                 f"trained.head {folder} was trained for {card.target}, but the model is {target.model_id}: train one"
@@ -114,6 +114,6 @@ def new_head(card: DrafterCard, hidden_size: int) -> MedusaHeads | EagleHead:
 def layer_of(config) -> dict[str, float | int | None]:
     """The configuration of the layer of a head, with the sizes of a target's configuration."""
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    found = {name: getattr(config, name, None) for name in (*names, "rms_norm_eps", "max_position_embeddings")}
-    found["rms_norm_eps"] = found["rms_norm_eps"] or 1e-6
-    return {name: value for name, value in found.items() if value is not None} | {"num_hidden_layers": 1}
+    sizes = {name: getattr(config, name, None) for name in (*names, "rms_norm_eps", "max_position_embeddings")}
+    sizes["rms_norm_eps"] = sizes["rms_norm_eps"] or 1e-6
+    return {name: value for name, value in sizes.items() if value is not None} | {"num_hidden_layers": 1}

@@ -50,8 +50,8 @@ class Beams:
 
     @staticmethod
     def _noise(sequences: list[DecodingSequence], tree_of: np.ndarray, depth: int, log_q: torch.Tensor) -> torch.Tensor:
-        own = [(sequences[tree].request.seed, len(sequences[tree].context) + depth) for tree in tree_of.tolist()]
-        seeds, positions = to_device(np.array(own), log_q.device).T.contiguous()
+        pairs = [(sequences[tree].request.seed, len(sequences[tree].context) + depth) for tree in tree_of.tolist()]
+        seeds, positions = to_device(np.array(pairs), log_q.device).T.contiguous()
         return gumbel_noise(seeds, positions, log_q.shape[-1])
 
 
@@ -80,12 +80,12 @@ class Chains:
             log_q = torch.log_softmax(log_q / temperature, -1)
             noise = draft_noise(sequences, tree_of, depth, chain, log_q)
             tokens = (log_q[to_device(rows, log_q.device)] + noise).argmax(-1).cpu().numpy()
-            found, first, of_chain = np.unique(
+            distinct, first, of_chain = np.unique(
                 np.stack((tree_of, places, tokens)), axis=1, return_index=True, return_inverse=True
             )
             order = np.argsort(first)  # as they were drawn
             new = np.empty(len(first), np.int64)
-            of_tree, above, of_token = found[:, order]
+            of_tree, above, of_token = distinct[:, order]
             new[order] = trees.add(of_tree, above, of_token, np.zeros(len(first)))
             places = new[of_chain.ravel()]
             trees.drawn(tree_of, places, rows, log_q)
@@ -133,7 +133,7 @@ class StochasticBeams:
             scores, of_best, tokens = on_host(scores, of_path.gather(1, best.indices), best.indices)
             chosen = best_of_trees(tree_of, scores, self.width)
             rows = chosen // scores.shape[1]
-            phi, psi, tokens = (found.ravel()[chosen] for found in (of_best, scores, tokens))
+            phi, psi, tokens = (values.ravel()[chosen] for values in (of_best, scores, tokens))
             tree_of, above = tree_of[rows], places[rows]
             places = trees.add(tree_of, above, tokens, np.zeros(len(chosen)))
             trees.drawn(tree_of, places, rows, log_q)

@@ -13,29 +13,29 @@ def popular_list(histories: Sequence[np.ndarray], num_items: int, size: int) -> 
 
 
 def neighbour_lists(
-    histories: Sequence[np.ndarray], num_items: int, asked: Sequence[np.ndarray], size: int
+    histories: Sequence[np.ndarray], num_items: int, queries: Sequence[np.ndarray], size: int
 ) -> list[np.ndarray]:
-    """The items that occur with the items of each asked history in other histories, best first, int64[<= size].
+    """The items that occur with those of each query, a history, in other histories, best first, int64[<= size].
 
     The score is the cosine between columns of the user-item matrix (Sarwar et al., WWW 2001), summed over the history's
     items; these are left out.
     """
 
-    def matrix(some: Sequence[np.ndarray]) -> sp.csr_matrix:
-        rows = np.repeat(np.arange(len(some)), [len(one) for one in some])
-        items = np.concatenate(some)
-        found = sp.csr_matrix((np.ones(len(rows), np.float32), (rows, items)), (len(some), num_items))
-        found.data[:] = 1.0  # repeated events were added up
-        return found
+    def matrix(rows_of_items: Sequence[np.ndarray]) -> sp.csr_matrix:
+        rows = np.repeat(np.arange(len(rows_of_items)), [len(row) for row in rows_of_items])
+        items = np.concatenate(rows_of_items)
+        counts = sp.csr_matrix((np.ones(len(rows), np.float32), (rows, items)), (len(rows_of_items), num_items))
+        counts.data[:] = 1.0  # repeated events were added up
+        return counts
 
-    known, wanted = matrix(histories), matrix(asked)
-    lengths = sp.diags(1 / np.sqrt(np.maximum(1, np.asarray(known.sum(0)).ravel())))
-    scores = ((wanted @ lengths) @ known.T @ known @ lengths).tocsr()
+    by_user, by_query = matrix(histories), matrix(queries)
+    lengths = sp.diags(1 / np.sqrt(np.maximum(1, np.asarray(by_user.sum(0)).ravel())))
+    scores = ((by_query @ lengths) @ by_user.T @ by_user @ lengths).tocsr()
     lists = []
-    for row, own in enumerate(asked):
-        found = slice(scores.indptr[row], scores.indptr[row + 1])
-        items, values = scores.indices[found], scores.data[found]
-        other = ~np.isin(items, own)
+    for row, query in enumerate(queries):
+        of_row = slice(scores.indptr[row], scores.indptr[row + 1])
+        items, values = scores.indices[of_row], scores.data[of_row]
+        other = ~np.isin(items, query)
         items, values = items[other], values[other]
         lists.append(items[np.lexsort((items, -values))][:size].astype(np.int64))
     return lists

@@ -39,7 +39,7 @@ class Beams:
 
 
 @dataclass(frozen=True)
-class Found:
+class BeamResult:
     """A user's list: `rows` int64[k] of the catalogue and `scores` float64[k]; `num_accepted` levels needed no forward
     of their own."""
 
@@ -68,15 +68,15 @@ class ModelBeams(BeamDrafter):
         self._trees, self._trie, self._num_users, self._size = trees, trie, num_users, size
 
     def draft(self, users: Sequence[int], beams: Sequence[Beams]) -> list[list[tuple[Path, int]]]:
-        own, drafts = dict(zip(users, beams, strict=True)), {user: [] for user in users}
-        asked = {user: one.prefixes(self._trie) for user, one in own.items()}
-        for level in range(min(one.level for one in beams), self._trie.num_levels - 1):
-            live = {user for user in users if own[user].level == level}
-            self._trees.add([asked[user] if user in live else [] for user in range(self._num_users)])
+        beams_of, drafts = dict(zip(users, beams, strict=True)), {user: [] for user in users}
+        paths_of = {user: state.prefixes(self._trie) for user, state in beams_of.items()}
+        for level in range(min(state.level for state in beams), self._trie.num_levels - 1):
+            live = {user for user in users if beams_of[user].level == level}
+            self._trees.add([paths_of[user] if user in live else [] for user in range(self._num_users)])
             for user in live:
-                if (found := next_beams(self._trees, self._trie, user, own[user], self._size)) is not None:
-                    own[user], asked[user] = found, list(zip(found.paths, found.nodes.tolist(), strict=True))
-                    drafts[user] += asked[user]
+                if (longer := next_beams(self._trees, self._trie, user, beams_of[user], self._size)) is not None:
+                    beams_of[user], paths_of[user] = longer, list(zip(longer.paths, longer.nodes.tolist(), strict=True))
+                    drafts[user] += paths_of[user]
         return [drafts[user] for user in users]
 
 
@@ -90,11 +90,11 @@ class ListedItems(BeamDrafter):
         self._lists, self._trie, self._size = lists, trie, size
 
     def draft(self, users: Sequence[int], beams: Sequence[Beams]) -> list[list[tuple[Path, int]]]:
-        return [self._of(self._lists[user], one) for user, one in zip(users, beams, strict=True)]
+        return [self._of(self._lists[user], state) for user, state in zip(users, beams, strict=True)]
 
     def _of(self, items: Sequence[Path], beams: Beams) -> list[tuple[Path, int]]:
-        kept = set(beams.paths)
-        near = [item for item in items if item[: beams.level] in kept][: self._size]
+        paths = set(beams.paths)
+        near = [item for item in items if item[: beams.level] in paths][: self._size]
         levels = range(beams.level + 1, self._trie.num_levels)
         return self._trie.with_nodes(item[:level] for level in levels for item in near)
 
@@ -106,18 +106,18 @@ def next_beams(
 
     `left_out` are the nodes of each level that no path may lead to, as `ItemTrie.emptied_by` returns them.
     """
-    asked = zip(beams.paths, beams.nodes.tolist(), strict=True)
-    followers = [one for path, node in asked if (one := trees.log_p(user, path, node)) is not None]
+    pairs = zip(beams.paths, beams.nodes.tolist(), strict=True)
+    followers = [log_p for path, node in pairs if (log_p := trees.log_p(user, path, node)) is not None]
     if len(followers) < len(beams.paths):
         return None
     scores = (beams.scores[:, None] + np.stack(followers)).ravel()
     if left_out is not None:
         scores[np.isin(trie.nodes[beams.level][beams.nodes].ravel(), left_out[beams.level])] = -np.inf
-    known = np.flatnonzero(np.isfinite(scores))
-    if len(known) > size:
-        least = np.partition(scores[known], -size)[-size]
-        known = known[scores[known] >= least]
-    chosen = known[np.argsort(-scores[known], kind="stable")][:size]
+    finite = np.flatnonzero(np.isfinite(scores))
+    if len(finite) > size:
+        least = np.partition(scores[finite], -size)[-size]
+        finite = finite[scores[finite] >= least]
+    chosen = finite[np.argsort(-scores[finite], kind="stable")][:size]
     rows, places = np.divmod(chosen, followers[0].size)
     codes, nodes = (table[beams.level][beams.nodes[rows], places] for table in (trie.codes, trie.nodes))
     paths = tuple((*beams.paths[row], code) for row, code in zip(rows.tolist(), codes.tolist(), strict=True))
@@ -131,7 +131,7 @@ def search(
     size: int,
     drafter: BeamDrafter,
     left_out: Sequence[Sequence[np.ndarray] | None] | None = None,
-) -> list[Found]:
+) -> list[BeamResult]:
     """The `size` best items of each user, or fewer if the catalogue has fewer.
 
     `left_out` has those of `next_beams` for each user.
@@ -142,17 +142,17 @@ def search(
     live = list(range(num_users))
     while live:
         drafts = dict(zip(live, drafter.draft(live, [beams[user] for user in live]), strict=True))
-        wanted = [[] for _ in range(num_users)]
+        paths = [[] for _ in range(num_users)]
         for user in live:
-            wanted[user] = [*beams[user].prefixes(trie), *drafts[user]]
-        trees.add(wanted)
+            paths[user] = [*beams[user].prefixes(trie), *drafts[user]]
+        trees.add(paths)
         num_forwards[live] += 1
         for user in live:
             while not beams[user].are_done(trie):
-                found = next_beams(trees, trie, user, beams[user], size, left_out[user])
-                if found is None:
+                longer = next_beams(trees, trie, user, beams[user], size, left_out[user])
+                if longer is None:
                     break
-                beams[user] = found
+                beams[user] = longer
         live = [user for user in live if not beams[user].are_done(trie)]
     accepted = (trie.num_levels - num_forwards).tolist()
-    return [Found(one.nodes, one.scores, number) for one, number in zip(beams, accepted, strict=True)]
+    return [BeamResult(state.nodes, state.scores, number) for state, number in zip(beams, accepted, strict=True)]

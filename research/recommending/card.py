@@ -114,18 +114,18 @@ def known_recommender(folder: Path) -> KnownRecommender:
     return KnownRecommender(card, f"{folder.resolve().name}-{sha256_file(weights)[:12]}")
 
 
-def codes_of_recommender(folder: Path, known: KnownRecommender) -> ItemCodes:
+def codes_of_recommender(folder: Path, recommender: KnownRecommender) -> ItemCodes:
     """The item codes beside a recommender, as many of each level as it has tokens for.
 
     Raises TableError: there are none; ModelError: it was trained on others.
     """
     codes = read_codes(folder / CODES_NAME)
-    known.require(codes)
-    return replace(codes, sizes=known.card.sizes)
+    recommender.require(codes)
+    return replace(codes, sizes=recommender.card.sizes)
 
 
 def codes_digest(codes: ItemCodes) -> str:
     """A digest of the codes of all items, by id."""
-    names = np.array([str(one) for one in codes.item_ids.to_pylist()])
+    names = np.array([str(item_id) for item_id in codes.item_ids.to_pylist()])
     order = np.argsort(names)
     return hashlib.sha256("\n".join(names[order]).encode() + codes.codes[order].tobytes()).hexdigest()[:16]

@@ -29,7 +29,7 @@ class CodeTrees:
         self._prompts = prompts
         self._cache = DynamicCache()
         longest = max(map(len, prompts))
-        self._is_prompt = np.arange(longest) >= longest - np.array([len(one) for one in prompts])[:, None]
+        self._is_prompt = np.arange(longest) >= longest - np.array([len(prompt) for prompt in prompts])[:, None]
         self._places: list[dict[Path, int]] = [{} for _ in prompts]  # of paths among a user's nodes
         self._above = np.zeros((len(prompts), 0, 0), bool)  # of nodes, themselves included
         self._log_p: list[dict[Path, np.ndarray]] = [{} for _ in prompts]
@@ -40,18 +40,18 @@ class CodeTrees:
 
         A code that alone may follow is certain and is not computed.
         """
-        found = self._log_p[user].get(path)
-        if found is None and self._trie.num_children[len(path)][node] == 1:
+        log_p = self._log_p[user].get(path)
+        if log_p is None and self._trie.num_children[len(path)][node] == 1:
             return np.where(self._trie.codes[len(path)][node] >= 0, 0.0, -np.inf)
-        return found
+        return log_p
 
-    def add(self, wanted: Sequence[Sequence[tuple[Path, int]]]) -> None:
+    def add(self, requested: Sequence[Sequence[tuple[Path, int]]]) -> None:
         """Compute what may follow paths, each with its node of the trie, for every user in one forward.
 
         Known paths are not computed again; paths above must be known, or earlier in the list.
         """
-        new = [[pair for pair in dict(pairs).items() if pair[0] not in log_p and self._is_asked(*pair)]
-               for pairs, log_p in zip(wanted, self._log_p, strict=True)]  # fmt: skip
+        new = [[pair for pair in dict(pairs).items() if pair[0] not in log_p and self._needs_forward(*pair)]
+               for pairs, log_p in zip(requested, self._log_p, strict=True)]  # fmt: skip
         is_first = self._cache.get_seq_length() == 0
         num_new = max(map(len, new))
         if num_new == 0 and not is_first:
@@ -63,20 +63,20 @@ class CodeTrees:
                 rows[0].append((user, 0, ROOT, 0))
             for place, (path, node) in enumerate(pairs, int(is_first)):
                 rows[len(path)].append((user, place, path, node))
-        for level, found in enumerate(rows):
-            if found:
-                users, places, paths, nodes = zip(*found, strict=True)
+        for level, placed in enumerate(rows):
+            if placed:
+                users, places, paths, nodes = zip(*placed, strict=True)
                 codes = self._trie.codes[level][list(nodes)]
                 tokens = torch.from_numpy(np.maximum(codes, 0) + self._first_tokens[level]).to(logits.device)
-                asked = torch.tensor([users, places]).to(logits.device)
-                own = logits[asked[0], asked[1]].float().gather(1, tokens)
+                index = torch.tensor([users, places]).to(logits.device)
+                scores = logits[index[0], index[1]].float().gather(1, tokens)
                 is_none = torch.from_numpy(codes < 0).to(logits.device)
-                log_p = torch.log_softmax(own.masked_fill(is_none, -torch.inf), -1)
+                log_p = torch.log_softmax(scores.masked_fill(is_none, -torch.inf), -1)
                 log_p = log_p.nan_to_num(BROKEN, neginf=-torch.inf).masked_fill(is_none, -torch.inf)
                 for user, path, row in zip(users, paths, log_p.cpu().numpy(), strict=True):
                     self._log_p[user][path] = row
 
-    def _is_asked(self, path: Path, node: int) -> bool:
+    def _needs_forward(self, path: Path, node: int) -> bool:
         """Whether a path needs a forward: not the root, which prompts end in, nor one that leads to one item only."""
         level = len(path)
         return level > 0 and not (level == self._trie.num_levels - 1 and self._trie.num_children[level][node] == 1)
@@ -106,10 +106,10 @@ class CodeTrees:
         if is_first:
             ids = np.zeros((num_users, longest), np.int64)
             ids[self._is_prompt] = np.concatenate(self._prompts)
-            own = self._is_prompt[:, None] & np.tri(longest, dtype=bool)
-            own[:, np.arange(longest), np.arange(longest)] = True
-            own = np.concatenate((own, np.zeros((num_users, longest, num_new), bool)), 2)
-            seen = np.concatenate((own, seen), 1)
+            of_prompts = self._is_prompt[:, None] & np.tri(longest, dtype=bool)
+            of_prompts[:, np.arange(longest), np.arange(longest)] = True
+            of_prompts = np.concatenate((of_prompts, np.zeros((num_users, longest, num_new), bool)), 2)
+            seen = np.concatenate((of_prompts, seen), 1)
             positions = np.concatenate((np.maximum(self._is_prompt.cumsum(1) - 1, 0), positions), 1)
             tokens = np.concatenate((ids, tokens), 1)
         device, dtype = self._model.device, self._model.dtype

@@ -44,8 +44,8 @@ class ItemCodes:
     def of_catalogue(self, item_ids: pa.Array) -> "ItemCodes":
         """The codes of the given items that have some."""
         rows = self.rows_of(item_ids)
-        known = rows >= 0
-        return ItemCodes(item_ids.filter(pa.array(known)), self.codes[rows[known]], self.sizes)
+        has_codes = rows >= 0
+        return ItemCodes(item_ids.filter(pa.array(has_codes)), self.codes[rows[has_codes]], self.sizes)
 
 
 def read_codes(path: Path) -> ItemCodes:
@@ -99,7 +99,7 @@ def made_codes(item_ids: pa.Array, vectors: np.ndarray, seed: int = 0, maker: Co
     return ItemCodes(item_ids, codes, (*sizes, last + SPARE_CODES))
 
 
-def with_new_items(known: ItemCodes, item_ids: pa.Array, vectors: np.ndarray) -> ItemCodes:
+def with_new_items(codes: ItemCodes, item_ids: pa.Array, vectors: np.ndarray) -> ItemCodes:
     """Codes of items that came later too: those of the most alike item that has some, but for the last, which is the
     first that no item with the others has.
 
@@ -109,29 +109,29 @@ def with_new_items(known: ItemCodes, item_ids: pa.Array, vectors: np.ndarray) ->
     ----------
     item_ids, vectors : of items with and without codes, float32 (n, dim).
     """
-    rows = known.rows_of(item_ids)
+    rows = codes.rows_of(item_ids)
     has, lacks = np.flatnonzero(rows >= 0), np.flatnonzero(rows < 0)
     if not len(has):
-        return known
+        return codes
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     unit = vectors / np.maximum(lengths, 1e-12)
     used: dict[tuple[int, ...], set[int]] = {}
-    for *above, last in known.codes.tolist():
+    for *above, last in codes.codes.tolist():
         used.setdefault(tuple(above), set()).add(last)
     new_rows, new_codes = [], []
     size = max(1, MAX_PRODUCTS // len(has))
     for start in range(0, len(lacks), size):
-        some = lacks[start : start + size]
-        alike = rows[has[(unit[some] @ unit[has].T).argmax(1)]]
-        for row, above in zip(some.tolist(), map(tuple, known.codes[alike, :-1].tolist()), strict=True):
-            last = next((code for code in range(known.sizes[-1]) if code not in used[above]), None)
+        part = lacks[start : start + size]
+        alike = rows[has[(unit[part] @ unit[has].T).argmax(1)]]
+        for row, above in zip(part.tolist(), map(tuple, codes.codes[alike, :-1].tolist()), strict=True):
+            last = next((code for code in range(codes.sizes[-1]) if code not in used[above]), None)
             if last is not None:
                 used[above].add(last)
                 new_rows.append(row)
                 new_codes.append((*above, last))
-    new = np.array(new_codes, np.int32).reshape(-1, known.codes.shape[1])
+    new = np.array(new_codes, np.int32).reshape(-1, codes.codes.shape[1])
     new_ids = item_ids.take(pa.array(new_rows, pa.int64()))
-    return ItemCodes(pa.concat_arrays([known.item_ids, new_ids]), np.concatenate((known.codes, new)), known.sizes)
+    return ItemCodes(pa.concat_arrays([codes.item_ids, new_ids]), np.concatenate((codes.codes, new)), codes.sizes)
 
 
 def _kmeans_codes(left: np.ndarray, num_levels: int, size: int, seed: int) -> np.ndarray:

@@ -31,15 +31,16 @@ class ItemTrie:
         for level in range(ordered.shape[1]):
             begins = np.ones(len(ordered), bool)
             begins[1:] = (above[1:] != above[:-1]) | (ordered[1:, level] != ordered[:-1, level])
-            parents, own = above[begins], ordered[begins, level]
+            parents, children = above[begins], ordered[begins, level]
             first = np.searchsorted(parents, parents)
             places = np.arange(len(parents)) - first  # among its parent's children
             shape = int(parents[-1]) + 1, int(places.max()) + 1
-            found = np.full((2, *shape), -1, np.int64)
+            table = np.full((2, *shape), -1, np.int64)
             is_last = level == ordered.shape[1] - 1
-            found[0, parents, places], found[1, parents, places] = own, order if is_last else np.arange(len(parents))
-            codes.append(found[0])
-            nodes.append(found[1])
+            table[0, parents, places] = children
+            table[1, parents, places] = order if is_last else np.arange(len(parents))
+            codes.append(table[0])
+            nodes.append(table[1])
             above = np.cumsum(begins) - 1
         return cls(tuple(codes), tuple(nodes))
 
@@ -55,10 +56,10 @@ class ItemTrie:
     @cached_property
     def num_items(self) -> tuple[np.ndarray, ...]:
         """Number of items below the nodes of each level but the last, int64[num_nodes]."""
-        found = [self.num_children[-1]]
+        num_below = [self.num_children[-1]]
         for nodes in self.nodes[-2::-1]:
-            found.append(np.where(nodes >= 0, found[-1][nodes], 0).sum(1))
-        return tuple(reversed(found))
+            num_below.append(np.where(nodes >= 0, num_below[-1][nodes], 0).sum(1))
+        return tuple(reversed(num_below))
 
     def emptied_by(self, codes: np.ndarray) -> list[np.ndarray]:
         """The nodes of each level, from the first on, that have no item below without some different items, codes int
@@ -72,7 +73,7 @@ class ItemTrie:
         return [*emptied, below[-1]]
 
     @cached_property
-    def _found(self) -> dict[Path, int | None]:
+    def _nodes_of_paths(self) -> dict[Path, int | None]:
         """The nodes of paths that `node_of` was called for."""
         return {(): 0}
 
@@ -93,12 +94,12 @@ class ItemTrie:
 
     def node_of(self, path: Path) -> int | None:
         """The node of a path; None if no item has it."""
-        if path not in self._found:
-            level, node, found = len(path) - 1, self.node_of(path[:-1]), None
+        if path not in self._nodes_of_paths:
+            level, node, child = len(path) - 1, self.node_of(path[:-1]), None
             if node is not None:
                 children = self.codes[level][node, : self.num_children[level][node]]
                 place = int(np.searchsorted(children, path[-1]))
                 if place < len(children) and children[place] == path[-1]:
-                    found = int(self.nodes[level][node, place])
-            self._found[path] = found
-        return self._found[path]
+                    child = int(self.nodes[level][node, place])
+            self._nodes_of_paths[path] = child
+        return self._nodes_of_paths[path]

@@ -13,7 +13,7 @@ from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
-from laserbatch.research.recommending.beams import BeamDrafter, Found, ListedItems, ModelBeams, search
+from laserbatch.research.recommending.beams import BeamDrafter, BeamResult, ListedItems, ModelBeams, search
 from laserbatch.research.recommending.code_trees import CodeTrees
 from laserbatch.research.recommending.item_trie import ItemTrie
 from laserbatch.research.recommending.lists import CATALOGUE_PATH, ListRow, lists_schema, lists_table, read_catalogue
@@ -49,26 +49,27 @@ class ListWorker:
 
     def warm_up(self) -> None:
         """Make a list that is not stored, so that code is loaded before the first shard."""
-        self._found([ListRow("", np.zeros(1, np.int64), np.zeros(0, np.int64), "")], 1)
+        self._search([ListRow("", np.zeros(1, np.int64), np.zeros(0, np.int64), "")], 1)
 
     def run(self, shard: Shard, budget: int = 0) -> ShardRecord:
         """List the items of the users of a shard and write its files; `budget` is the number of drafted paths."""
         start_s, size = time.perf_counter(), self._spec.options.batch_size
         rows = self._read(shard)
-        found = [one for start in range(0, len(rows), size) for one in self._found(rows[start : start + size], budget)]
+        parts = (rows[start : start + size] for start in range(0, len(rows), size))
+        results = [result for part in parts for result in self._search(part, budget)]
         good, quarantined = [], []
-        for row, one in zip(rows, found, strict=True):
-            if one.is_sound:
-                good.append((row, one))
+        for row, result in zip(rows, results, strict=True):
+            if result.is_sound:
+                good.append((row, result))
             else:
                 message = "not-finite: the model's numbers for the user's history are not finite"
                 quarantined.append(QuarantineRow.of(row.user_id, shard.side, message, row.fingerprint))
         schema = lists_schema(pa.array([row.user_id for row in rows]).type, self._catalogue.item_ids.type)
         table = lists_table(good, self._catalogue.item_ids, schema, self._spec.run_id, self._target.model_id)
-        num_accepted = sum(one.num_accepted for one in found)
-        num_tokens = self._trie.num_levels * len(found)
+        num_accepted = sum(result.num_accepted for result in results)
+        num_tokens = self._trie.num_levels * len(results)
         stats = DecodingStats(
-            num_texts=len(found), num_tokens=num_tokens, num_steps=num_tokens - num_accepted,
+            num_texts=len(results), num_tokens=num_tokens, num_steps=num_tokens - num_accepted,
             num_accepted=num_accepted, wall_s=time.perf_counter() - start_s,
         )  # fmt: skip
         info = ShardInfo(shard.sha256, shard.group, stats, self._figures, self._spec.num_workers)
@@ -79,12 +80,12 @@ class ListWorker:
         options = self._spec.options
         chosen = [shards[place] for place in np.linspace(0, len(shards) - 1, TRIED_BATCHES).astype(int).tolist()]
         batches = [self._read(shard)[: options.batch_size] for shard in chosen]
-        return tried_seconds(batches, options.num_items, self._found)
+        return tried_seconds(batches, options.num_items, self._search)
 
     def _read(self, shard: Shard) -> list[ListRow]:
         return ListRow.of_table(read_parquet(self._spec.run_dir / shard.path))
 
-    def _found(self, rows: Sequence[ListRow], budget: int) -> list[Found]:
+    def _search(self, rows: Sequence[ListRow], budget: int) -> list[BeamResult]:
         start_s, size, codes = time.perf_counter(), self._spec.options.num_items, self._catalogue.codes
 
         def trees_of(model: Recommender) -> CodeTrees:
@@ -97,11 +98,11 @@ class ListWorker:
         elif budget:
             drafter = ListedItems([list(map(tuple, codes[row.drafts].tolist())) for row in rows], self._trie, budget)
         left_out = None if self._spec.options.list_again else [self._had(row) for row in rows]
-        found = search(trees, self._trie, len(rows), size, drafter, left_out)
+        results = search(trees, self._trie, len(rows), size, drafter, left_out)
         self._num_forwards += trees.num_forwards
         self._costliest_step_s = max(self._costliest_step_s, time.perf_counter() - start_s)
         self._num_lists += len(rows)
-        return found
+        return results
 
     def _had(self, row: ListRow) -> list[np.ndarray]:
         """The nodes to leave out for the user's own items; with few other items the list is shorter."""

@@ -38,11 +38,11 @@ def known_models(options: RecommendingSettings) -> tuple[KnownRecommender, ItemC
 
 def known_histories(tables: Tables, codes: ItemCodes) -> list[np.ndarray]:
     """The history of each user, oldest first, as rows of the codes, without items that have none."""
-    known = Histories(tables)
-    places, starts = known.newest(np.arange(tables.users.num_rows), tables.interactions.num_rows)
-    rows = codes.rows_of(tables.items["item_id"].combine_chunks())[known.items(places)]
-    found = [rows[start:stop] for start, stop in pairwise(starts)]
-    return [one[one >= 0] for one in found]
+    by_user = Histories(tables)
+    places, starts = by_user.newest(np.arange(tables.users.num_rows), tables.interactions.num_rows)
+    rows = codes.rows_of(tables.items["item_id"].combine_chunks())[by_user.items(places)]
+    histories = [rows[start:stop] for start, stop in pairwise(starts)]
+    return [history[history >= 0] for history in histories]
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Lists:
     @cached_property
     def popular(self) -> tuple[np.ndarray, np.ndarray]:
         """The items that the most histories hold, the most popular first, and the number of histories of each."""
-        listed = np.concatenate([np.empty(0, np.int64), *(np.unique(one) for one in self.histories)])
+        listed = np.concatenate([np.empty(0, np.int64), *(np.unique(history) for history in self.histories)])
         counts = np.bincount(listed, minlength=len(self.catalogue))
         rows = np.argsort(-counts, kind="stable")[: self.options.num_items]
         return rows, counts[rows].astype(float)
@@ -114,8 +114,8 @@ class Lists:
     @cached_property
     def fingerprints(self) -> pa.Array:
         options = self.options
-        asked = f"{self.target.model_id} {options.num_items} {options.list_again or 'never'}"
-        return list_fingerprints(self.catalogue, self.histories, asked, self.popular[0])
+        request = f"{self.target.model_id} {options.num_items} {options.list_again or 'never'}"
+        return list_fingerprints(self.catalogue, self.histories, request, self.popular[0])
 
     def popular_lists(self, users: np.ndarray, run_id: str) -> pa.Table:
         """The lists of users without a history."""
@@ -126,6 +126,9 @@ class Lists:
             "route": "popular", "last_item": None, "run_id": run_id, "model_id": self.target.model_id,
             "is_stale": False,
         }  # fmt: skip
-        own = {"entity_id": user_ids, "fingerprint": self.fingerprints.take(pa.array(users))}
-        columns = [own.get(one.name, pa.array([shared.get(one.name)] * len(users), one.type)) for one in self.schema]
+        of_users = {"entity_id": user_ids, "fingerprint": self.fingerprints.take(pa.array(users))}
+        columns = [
+            of_users.get(field.name, pa.array([shared.get(field.name)] * len(users), field.type))
+            for field in self.schema
+        ]
         return pa.table(columns, schema=self.schema)

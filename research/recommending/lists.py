@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
-from laserbatch.research.recommending.beams import Found
+from laserbatch.research.recommending.beams import BeamResult
 from laserbatch.research.recommending.codes import ItemCodes
 
 LISTS_NAME = "lists.parquet"  # within a run: what readers want of it
@@ -25,7 +25,7 @@ def write_catalogue(catalogue: ItemCodes, path: Path) -> None:
 
 
 def read_catalogue(path: Path, sizes: tuple[int, ...]) -> ItemCodes:
-    """What `write_catalogue` has written, row by row."""
+    """The catalogue that `write_catalogue` wrote, row by row."""
     table = read_parquet(path)
     codes = table["codes"].combine_chunks().flatten().to_numpy().reshape(-1, len(sizes))
     return ItemCodes(table["item_id"].combine_chunks(), codes, sizes)
@@ -35,8 +35,8 @@ def has_new_items(catalogue: ItemCodes, runs: Path, run_id: str) -> bool:
     """Whether a catalogue has items that a run could not list; so where the run's is gone or damaged."""
     path = runs / run_id / CATALOGUE_PATH
     table = unless_damaged(partial(read_parquet, path, ["item_id"])) if path.exists() else None
-    known = catalogue.item_ids[:0] if table is None else table["item_id"].combine_chunks()
-    return not pc.all(pc.is_in(catalogue.item_ids, value_set=known)).as_py()
+    listed_ids = catalogue.item_ids[:0] if table is None else table["item_id"].combine_chunks()
+    return not pc.all(pc.is_in(catalogue.item_ids, value_set=listed_ids)).as_py()
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class ListRow:
     def of_table(cls, table: pa.Table) -> "list[ListRow]":
         """The rows of a shard's plan."""
         histories, drafts = (
-            [np.asarray(one.values, np.int64) for one in table[name].combine_chunks()] for name in ("history", "drafts")
+            [np.asarray(row.values, np.int64) for row in table[name].combine_chunks()] for name in ("history", "drafts")
         )
         ids, fingerprints = (table[name].to_pylist() for name in ("entity_id", "fingerprint"))
         return [cls(*row) for row in zip(ids, histories, drafts, fingerprints, strict=True)]
 
 
 def lists_schema(user_type: pa.DataType, item_type: pa.DataType) -> pa.Schema:
-    """Of the files of `knowledge/user/`, one row a user."""
+    """The schema of the files of `knowledge/user/`, one row per user."""
     return pa.schema(
         [
             pa.field("entity_id", user_type, nullable=False),
@@ -98,14 +98,14 @@ def flat_lists(run: RunFolder, schema: pa.Schema) -> pa.RecordBatchReader:
 
 
 def lists_table(
-    rows: Sequence[tuple[ListRow, Found]], item_ids: pa.Array, schema: pa.Schema, run_id: str, model_id: str
+    rows: Sequence[tuple[ListRow, BeamResult]], item_ids: pa.Array, schema: pa.Schema, run_id: str, model_id: str
 ) -> pa.Table:
-    """What was found for users, as `schema`."""
-    listed = [item_ids.take(pa.array(found.rows)).to_pylist() for _, found in rows]
+    """The lists of users as a table of `schema`."""
+    listed = [item_ids.take(pa.array(result.rows)).to_pylist() for _, result in rows]
     columns = {
         "entity_id": [row.user_id for row, _ in rows],
         "items": listed,
-        "scores": [found.scores.tolist() for _, found in rows],
+        "scores": [result.scores.tolist() for _, result in rows],
         "route": ["history"] * len(rows),
         "last_item": item_ids.take(pa.array([row.history[-1] for row, _ in rows], pa.int64())).to_pylist(),
         "fingerprint": [row.fingerprint for row, _ in rows],

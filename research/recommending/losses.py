@@ -51,9 +51,9 @@ def strict_loss(rows: Rows, is_constrained: bool = True, is_dense: bool = True) 
     if is_constrained:
         likeliest = log_q.topk(min(NUM_ALIGNED, log_q.shape[1]), -1).indices
         log_p, log_q = log_p.gather(1, likeliest), log_q.gather(1, likeliest)
-    is_there = torch.isfinite(log_q) & torch.isfinite(log_p)
-    log_p, log_q = log_p.masked_fill(~is_there, 0), log_q.masked_fill(~is_there, 0)
-    q = log_q.exp() * is_there
+    is_allowed = torch.isfinite(log_q) & torch.isfinite(log_p)
+    log_p, log_q = log_p.masked_fill(~is_allowed, 0), log_q.masked_fill(~is_allowed, 0)
+    q = log_q.exp() * is_allowed
     terms = q * (log_q - log_p)
     if is_dense:
         terms = terms - q * (log_q - rows.least[:, None])

@@ -45,7 +45,7 @@ def drop_out(model: LlamaForCausalLM, share: float) -> None:
 
     for module in [
         model.model.embed_tokens,
-        *(part for one in model.model.layers for part in (one.self_attn, one.mlp)),
+        *(part for layer in model.model.layers for part in (layer.self_attn, layer.mlp)),
     ]:
         module.register_forward_hook(hook)
 
@@ -84,10 +84,10 @@ def save_recommender(model: PreTrainedModel, card: RecommenderCard, folder: Path
 
 def load_recommender(folder: Path, device: str = "cpu") -> Recommender:
     """The recommender of a folder. Raises ModelError if the folder holds none."""
-    known = known_recommender(folder)
+    recommender = known_recommender(folder)
     transformers_logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
     )
     torch.nn.Module.to(model, device)
-    return Recommender(known.card, known.model_id, model.eval())
+    return Recommender(recommender.card, recommender.model_id, model.eval())

@@ -64,7 +64,7 @@ from laserbatch.research.recommending.lists import (
     read_catalogue,
     write_catalogue,
 )
-from laserbatch.research.recommending.planned import due_lists, kept_lists, listed_drafts, stale_lists, without_had
+from laserbatch.research.recommending.planned import carried_lists, due_lists, listed_drafts, stale_lists, without_had
 from laserbatch.research.recommending.settings import RecommendingSettings
 from laserbatch.research.recommending.spec import ListSpec
 from laserbatch.research.recommending.trial import TRIED_SHARES, fastest
@@ -170,30 +170,30 @@ def _write(workspace: Workspace, run: RunFolder, manifest: RunManifest, lists: L
 
 def _stale(previous: pa.Table, lists: Lists, failed: pa.ChunkedArray) -> pa.Table:
     """The earlier lists of users whose new list failed."""
-    kept = stale_lists(previous, failed.combine_chunks(), lists.catalogue)
+    stale = stale_lists(previous, failed.combine_chunks(), lists.catalogue)
     if lists.options.list_again:
-        return kept
-    return without_had(kept, lists.user_ids, lists.histories, lists.catalogue)
+        return stale
+    return without_had(stale, lists.user_ids, lists.histories, lists.catalogue)
 
 
 def _plan(run: RunFolder, manifest: RunManifest, lists: Lists, previous: pa.Table) -> SidePlan:
     """Write the lists that need no model, and the shards of the others; neighbours have histories of similar length."""
     user_ids, options = lists.user_ids, lists.options
     with progress("plan lists", len(user_ids)) as bar:
-        lengths = np.array([len(one) for one in lists.histories], np.int64)
-        kept = np.full(len(user_ids), -1)
+        lengths = np.array([len(history) for history in lists.histories], np.int64)
+        carried_over = np.full(len(user_ids), -1)
         if not manifest.origin.force:
-            kept = kept_lists(previous, user_ids, lists.fingerprints, lists.catalogue)
+            carried_over = carried_lists(previous, user_ids, lists.fingerprints, lists.catalogue)
             has_grown = partial(has_new_items, lists.catalogue, run.root.parent)
             is_due = due_lists(previous, manifest.date, has_grown)
-            users = np.flatnonzero((kept >= 0) & (lengths > 0))
-            kept[users[is_due[kept[users]]]] = -1
-        popular = np.flatnonzero((kept < 0) & (lengths == 0))
+            users = np.flatnonzero((carried_over >= 0) & (lengths > 0))
+            carried_over[users[is_due[carried_over[users]]]] = -1
+        popular = np.flatnonzero((carried_over < 0) & (lengths == 0))
         carried = pa.concat_tables(
-            [previous.take(pa.array(kept[kept >= 0])), lists.popular_lists(popular, manifest.run_id)]
+            [previous.take(pa.array(carried_over[carried_over >= 0])), lists.popular_lists(popular, manifest.run_id)]
         )
         run.shards("user").write(CARRIED_SHARD, carried)
-        users = np.flatnonzero((kept < 0) & (lengths > 0))
+        users = np.flatnonzero((carried_over < 0) & (lengths > 0))
         users = users[np.argsort(lengths[users], kind="stable")]
         last = np.array([lists.histories[user][-1] for user in users.tolist()], np.int64)
         most = options.num_drafted
@@ -225,7 +225,7 @@ def _hand_out(
     workspace: Workspace, run: RunFolder, manifest: RunManifest, lists: Lists, pending: Sequence[Shard],
     finished: Finished,
 ) -> list[ShardAbandoned]:  # fmt: skip
-    """Have workers make the lists of shards, which are added to the finished ones; return the abandoned ones."""
+    """Hand shards to the workers and add their lists to the finished ones; return the abandoned ones."""
     options = lists.options
     places = {name: path.resolve() for name in ("model", "draft_model") if (path := getattr(options, name)) is not None}
     spec = ListSpec(
@@ -248,19 +248,19 @@ def _drafted(
 ) -> int:
     """The draft budget: that of the manifest, else the configured one, else the fastest in a trial."""
     if "user" not in manifest.generation.budgets:
-        wanted, reason, gain = options.num_drafted, "as extensions.recommending.num_drafted says", None
-        if wanted is None and options.draft_model is None and manifest.origin.previous_run_id is None:
-            wanted, reason = 0, "there is no list of an earlier night"
-        elif wanted is None and len(shards) < MIN_TRIED:
-            wanted, reason = 0, "too few users to repay a trial"
-        elif wanted is None:
-            wanted, gain = fastest(worker_pool.call_one("measured", "tried_drafts", shards))
-            reason = "the fastest of those tried" if wanted else "no draft was faster"
+        num_drafted, reason, gain = options.num_drafted, "as extensions.recommending.num_drafted says", None
+        if num_drafted is None and options.draft_model is None and manifest.origin.previous_run_id is None:
+            num_drafted, reason = 0, "there is no list of an earlier night"
+        elif num_drafted is None and len(shards) < MIN_TRIED:
+            num_drafted, reason = 0, "too few users to repay a trial"
+        elif num_drafted is None:
+            num_drafted, gain = fastest(worker_pool.call_one("measured", "tried_drafts", shards))
+            reason = "the fastest of those tried" if num_drafted else "no draft was faster"
         forecast = BudgetForecast(reason, batch_size=options.batch_size, speed_up=gain)
-        manifest.generation.budgets = {"user": BudgetFigures(wanted, 0.0, forecast)}
+        manifest.generation.budgets = {"user": BudgetFigures(num_drafted, 0.0, forecast)}
         manifest.save()
         best = "" if gain is None else f": the best was {gain:.2f} times plain beams"
-        say(f"drafted for a user: {wanted or 'nothing'} ({reason}{best})")
+        say(f"drafted for a user: {num_drafted or 'nothing'} ({reason}{best})")
     return manifest.generation.budgets["user"].max_draft_tokens
 
 
@@ -325,11 +325,11 @@ def _publish(workspace: Workspace, run: RunFolder, settings: Settings) -> None:
     uri = delivery_uri(workspace, settings.deliver_to)
     publish_run(workspace, run)
     deliver(workspace, uri)
-    kept = workspace.publication.run_id()
-    old = [one for one in workspace.finished_runs() if one.run_id != kept][
+    published = workspace.publication.run_id()
+    old = [run for run in workspace.finished_runs() if run.run_id != published][
         : -settings.extension("recommending").keep_runs
     ]
     with ends_no_night("old lists were not removed, the next night tries again"):
-        remove_delivered(uri, [one.run_id for one in old])
-        for one in old:
-            remove_folder(one.root)
+        remove_delivered(uri, [run.run_id for run in old])
+        for old_run in old:
+            remove_folder(old_run.root)

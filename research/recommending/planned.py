@@ -15,26 +15,26 @@ DAYS = 7  # within which new items come into everybody's lists
 
 
 def list_fingerprints(
-    catalogue: ItemCodes, histories: Sequence[np.ndarray], asked: str, popular: np.ndarray
+    catalogue: ItemCodes, histories: Sequence[np.ndarray], request: str, popular: np.ndarray
 ) -> pa.Array:
-    """Of what each user's list follows from: what is asked of which model, and the history or, without one, what most
-    have. Histories are rows of the catalogue."""
+    """The fingerprint of the inputs of each user's list: the `request` to the model, and the history or, if that is
+    empty, the `popular` items. Histories are rows of the catalogue."""
 
     def of(kind: bytes, rows: np.ndarray) -> str:
-        return hashlib.blake2b(asked.encode() + kind + catalogue.codes[rows].tobytes(), digest_size=16).hexdigest()
+        return hashlib.blake2b(request.encode() + kind + catalogue.codes[rows].tobytes(), digest_size=16).hexdigest()
 
     of_popular = of(b" popular ", popular)
-    return pa.array([of(b" history ", one) if len(one) else of_popular for one in histories], pa.string())
+    return pa.array([of(b" history ", history) if len(history) else of_popular for history in histories], pa.string())
 
 
-def kept_lists(previous: pa.Table, user_ids: pa.Array, fingerprints: pa.Array, catalogue: ItemCodes) -> np.ndarray:
-    """Of each user the row of an earlier list that stays: int64[num_users], -1 where it does not.
+def carried_lists(previous: pa.Table, user_ids: pa.Array, fingerprints: pa.Array, catalogue: ItemCodes) -> np.ndarray:
+    """For each user the row of an earlier list that is carried over: int64[num_users], -1 if none is.
 
-    It stays where it follows from the same, and all of its items are in the catalogue still.
+    A list is carried over if its fingerprint is the same and all of its items are still in the catalogue.
     """
     rows = rows_among(user_ids, previous["entity_id"])
-    there = pa.array(rows, mask=rows < 0)
-    before, is_stale = (previous[name].combine_chunks().take(there) for name in ("fingerprint", "is_stale"))
+    places = pa.array(rows, mask=rows < 0)
+    before, is_stale = (previous[name].combine_chunks().take(places) for name in ("fingerprint", "is_stale"))
     same = pc.and_not(pc.equal(before, fingerprints), is_stale)
     stays = (rows >= 0) & pc.fill_null(same, False).to_numpy(zero_copy_only=False)
     stays[stays] = ~_has_gone(previous, catalogue)[rows[stays]]
@@ -42,7 +42,7 @@ def kept_lists(previous: pa.Table, user_ids: pa.Array, fingerprints: pa.Array, c
 
 
 def due_lists(previous: pa.Table, date: datetime.date, has_grown: Callable[[str], bool]) -> np.ndarray:
-    """Of each earlier list, bool, whether it is made anew on a date so that new items can come into it.
+    """Whether each earlier list is made again on a date, so that new items can enter it: bool[num_lists].
 
     That is on one day of the week, another one for other histories, if the catalogue `has_grown` since the list's run.
     """
@@ -58,9 +58,9 @@ def stale_lists(previous: pa.Table, user_ids: pa.Array, catalogue: ItemCodes) ->
     rows = rows_among(user_ids, previous["entity_id"])
     rows = rows[rows >= 0]
     rows = rows[~_has_gone(previous, catalogue)[rows]]
-    kept = previous.take(pa.array(rows))
-    place = kept.schema.get_field_index("is_stale")
-    return kept.set_column(place, kept.schema.field(place), pa.repeat(True, len(rows)))
+    stale = previous.take(pa.array(rows))
+    place = stale.schema.get_field_index("is_stale")
+    return stale.set_column(place, stale.schema.field(place), pa.repeat(True, len(rows)))
 
 
 def without_had(lists: pa.Table, user_ids: pa.Array, histories: Sequence[np.ndarray], catalogue: ItemCodes) -> pa.Table:
@@ -102,22 +102,22 @@ def listed_drafts(
     items = rows_among(lists.flatten(), catalogue.item_ids)
     starts = np.append(0, np.cumsum(pc.list_value_length(lists).to_numpy()))
     groups = _lists_by_last_item(previous, last_items, catalogue, items, np.diff(starts))
-    found, nobody = [], np.empty(0, np.int64)
+    drafts, nobody = [], np.empty(0, np.int64)
     for row, last in zip(rows_among(user_ids, previous["entity_id"]).tolist(), last_items.tolist(), strict=True):
-        own = items[starts[row] : starts[row + 1]] if row >= 0 else nobody
-        both = dict.fromkeys([*own.tolist(), *groups.get(last, nobody)[:most].tolist()])
+        listed = items[starts[row] : starts[row + 1]] if row >= 0 else nobody
+        both = dict.fromkeys([*listed.tolist(), *groups.get(last, nobody)[:most].tolist()])
         both.pop(-1, None)
-        found.append(list(both)[:most])
-    return pa.array(found, pa.list_(pa.int32()))
+        drafts.append(list(both)[:most])
+    return pa.array(drafts, pa.list_(pa.int32()))
 
 
 def _lists_by_last_item(
-    previous: pa.Table, wanted: np.ndarray, catalogue: ItemCodes, items: np.ndarray, lengths: np.ndarray
+    previous: pa.Table, last_items: np.ndarray, catalogue: ItemCodes, items: np.ndarray, lengths: np.ndarray
 ) -> dict[int, np.ndarray]:
-    """By wanted last item, the items of the earlier lists of users with it, the most frequent first."""
+    """For each of `last_items`, the items of earlier lists of users with that last item, the most frequent first."""
     last = np.repeat(rows_among(previous["last_item"], catalogue.item_ids), lengths)
-    asked = np.isin(last, wanted) & (items >= 0)
-    keys, counts = np.unique(last[asked] * len(catalogue) + items[asked], return_counts=True)
+    is_wanted = np.isin(last, last_items) & (items >= 0)
+    keys, counts = np.unique(last[is_wanted] * len(catalogue) + items[is_wanted], return_counts=True)
     last, items = np.divmod(keys, len(catalogue))
     order = np.lexsort((-counts, last))
     begins = np.flatnonzero(np.diff(last[order], prepend=-1))

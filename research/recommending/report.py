@@ -35,11 +35,11 @@ def write_lists_report(manifest: RunManifest, path: Path) -> None:
     failed = Table("Users in quarantine", rows, ("Reason",)) if rows else Note("Nobody is in quarantine.")
     samples = [
         {
-            "User": str(one.entity_id),
-            "Last of the history": ", ".join(one.prompt.splitlines()[-NUM_LAST:]),
-            "List, the best first": one.text,
+            "User": str(sample.entity_id),
+            "Last of the history": ", ".join(sample.prompt.splitlines()[-NUM_LAST:]),
+            "List, the best first": sample.text,
         }
-        for one in figures.samples
+        for sample in figures.samples
     ]
     words = ("User", "Last of the history", "List, the best first")
     shown = Table("Lists", samples, words) if samples else Note("No user with a history is listed.")

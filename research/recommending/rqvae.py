@@ -33,9 +33,9 @@ class ResidualAutoencoder(nn.Module):
         left, total, codes, loss = latent, torch.zeros_like(latent), [], latent.new_zeros(())
         for book in self.books:
             codes.append(torch.cdist(left.detach(), book.detach()).argmin(1))
-            found = book[codes[-1]]
-            loss = loss + (found - left.detach()).square().mean() + COMMITMENT * (left - found.detach()).square().mean()
-            total, left = total + found, left - found.detach()
+            entry = book[codes[-1]]
+            loss = loss + (entry - left.detach()).square().mean() + COMMITMENT * (left - entry.detach()).square().mean()
+            total, left = total + entry, left - entry.detach()
         return torch.stack(codes, 1), total, loss
 
 

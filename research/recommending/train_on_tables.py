@@ -49,15 +49,15 @@ def train_on_tables(
         say(f"{num_unknown} of {len(item_ids)} items have no codes: they are neither learned nor listed")
     with progress("train recommender") as bar:
 
-        def tell(step: int, num_steps: int, value: float) -> None:
+        def on_progress(step: int, num_steps: int, value: float) -> None:
             bar.reach(step, f"of {num_steps}, loss {value:.3f}")
 
         if target is None:
             options = RecommenderOptions(epochs=epochs or 15, seed=settings.seed)
-            card = train_recommender(codes, histories, out, options, tell, base)
+            card = train_recommender(codes, histories, out, options, on_progress, base)
         else:
             options = RecommenderOptions(hidden_size=64, num_layers=1, epochs=epochs or 5, seed=settings.seed)
-            card = train_draft(loss, target, codes, histories, out, options, tell)
+            card = train_draft(loss, target, codes, histories, out, options, on_progress)
     write_catalogue(codes, out / CODES_NAME)
     return card
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from laserbatch.pipeline.decoding.model.folder import model_identity
 from laserbatch.pipeline.errors import ConfigError
-from laserbatch.research.learning import CHECKPOINT_NAME, drop_files, files_there, read_facts, save_whole, train_steps
+from laserbatch.research.learning import CHECKPOINT_NAME, drop_files, files_in, read_facts, save_whole, train_steps
 from laserbatch.research.recommending.baselines import neighbour_lists, popular_list
 from laserbatch.research.recommending.beams import BeamDrafter, search
 from laserbatch.research.recommending.card import CARD_NAME, Ranking, RecommenderCard, codes_digest
@@ -30,7 +30,7 @@ LISTS_AT_ONCE = 32
 NO_LABEL = -100  # where a window has no item
 BEST_NAME = "best.safetensors"  # weights of the best epoch so far, until the training ends
 
-Tell = Callable[[int, int, float], None]
+OnProgress = Callable[[int, int, float], None]
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ def train_recommender(
     histories: Sequence[np.ndarray],
     folder: Path,
     options: RecommenderOptions = RecommenderOptions(),
-    tell: Tell = lambda step, num_steps, loss: None,
+    on_progress: OnProgress = lambda step, num_steps, loss: None,
     base: Path | None = None,
 ) -> RecommenderCard:
-    """Train one to say the next item's codes behind each item of histories, rows of `codes` the oldest first.
+    """Train a recommender to predict the codes of the next item of each history, rows of `codes`, the oldest first.
 
-    Of some histories the last item is held back; the epoch that is the least surprised by those items is kept. The same
-    inputs, the same bytes, however often it was killed.
+    The last item of some histories is held out; the weights of the epoch with the least loss on them are written. The
+    same inputs give the same bytes, however often the training was killed.
 
     Parameters
     ----------
@@ -72,46 +72,41 @@ def train_recommender(
     Raises ConfigError: too few histories have two items, or the folder holds other things.
     """
     usable = _enough(histories, folder)
-    card = RecommenderCard(sizes=codes.sizes, codes=codes_digest(codes), history=options.history)
-    if base is None:
-        model = new_model(card, options.hidden_size, options.num_layers, options.seed)
-        drop_out(model, options.dropout)
-    else:
-        model, card = extended_model(base, card, options.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.nn.Module.to(model, device)
+    model, card = _initial_model(codes, options, base, device)
     is_held = _held_back(len(usable), options.seed)
-    asked = [usable[number] for number in np.flatnonzero(is_held)]
-    learned = [one[:-1] if held else one for one, held in zip(usable, is_held, strict=True)]
-    windows = [one[at : at + options.history + 1] for one in learned for at in _starts(len(one), options.history)]
+    held_out = [usable[number] for number in np.flatnonzero(is_held)]
+    learned = [history[:-1] if held else history for history, held in zip(usable, is_held, strict=True)]
+    size = options.history + 1
+    windows = [history[at : at + size] for history in learned for at in _starts(len(history), options.history)]
     trie = ItemTrie.of(codes)
     ways = trie.ways_to(codes.codes)
 
     def loss_of(numbered: tuple[int, Sequence[int]]) -> torch.Tensor:
         step, batch = numbered
         torch.manual_seed(options.seed + step)  # what is dropped out goes by the step, wherever a training goes on
-        some = [windows[number] for number in batch]
-        ids = _padded([card.tokens(codes.codes[one]) for one in some], card.begin).to(device)
+        part = [windows[number] for number in batch]
+        ids = _padded([card.tokens(codes.codes[window]) for window in part], card.begin).to(device)
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-        return _catalogue_loss(logits, trie, card, some, ways)
+        return _catalogue_loss(logits, trie, card, part, ways)
 
     digest = _digest("target" if base is None else model_identity(base), codes, usable, options)
     best = folder / BEST_NAME
-    batches = list(enumerate(_batches([len(one) for one in windows], options)))
+    batches = list(enumerate(_batches([len(window) for window in windows], options)))
     num_in_epoch = len(batches) // options.epochs
 
     def after(step: int) -> None:
         if step % num_in_epoch:
             return
         model.eval()
-        surprise, before = _surprise(model, card, codes, trie, asked), read_facts(best)
+        surprise, before = _surprise(model, card, codes, trie, held_out), read_facts(best)
         if before.get("digest") != digest or surprise < before["surprise"]:
             facts = {"digest": digest, "surprise": surprise, "epoch": step // num_in_epoch}
             save_whole(_weights(model), best, facts)
 
     seconds = train_steps(
         model, batches, loss_of, folder, digest, options.learning_rate,
-        tell=lambda step, loss: tell(step, len(batches), loss), after=after,
+        on_progress=lambda step, loss: on_progress(step, len(batches), loss), after=after,
         seconds_between_checkpoints=options.seconds_between_checkpoints,
     )  # fmt: skip
     model.load_state_dict(load_file(best), strict=False)
@@ -122,22 +117,35 @@ def train_recommender(
         "training_seconds": round(seconds, 1),
         "epoch": read_facts(best)["epoch"],
     }
-    rankings = _rankings(model, card, trie, codes, learned, asked)
+    rankings = _rankings(model, card, trie, codes, learned, held_out)
     return _saved(model, card.model_copy(update=training_facts | rankings), folder)
+
+
+def _initial_model(
+    codes: ItemCodes, options: RecommenderOptions, base: Path | None, device: str
+) -> tuple[torch.nn.Module, RecommenderCard]:
+    """A new model, or `base` extended by the codes, and its card."""
+    card = RecommenderCard(sizes=codes.sizes, codes=codes_digest(codes), history=options.history)
+    if base is None:
+        model = new_model(card, options.hidden_size, options.num_layers, options.seed)
+        drop_out(model, options.dropout)
+    else:
+        model, card = extended_model(base, card, options.seed)
+    return torch.nn.Module.to(model, device), card
 
 
 def _rankings(
     model, card: RecommenderCard, trie: ItemTrie, codes: ItemCodes, learned: Sequence[np.ndarray],
-    asked: Sequence[np.ndarray],
+    held_out: Sequence[np.ndarray],
 ) -> dict[str, Ranking]:  # fmt: skip
     """The rankings of the last items of held-back histories by the model and the baselines."""
-    answers, before = [one[-1] for one in asked], [one[:-1] for one in asked]
+    answers, before = [history[-1] for history in held_out], [history[:-1] for history in held_out]
     lists = {
         "held_back": listed(model, card, trie, codes, before),
-        "popular": [popular_list(learned, len(codes), 10)] * len(asked),
+        "popular": [popular_list(learned, len(codes), 10)] * len(held_out),
         "neighbours": neighbour_lists(learned, len(codes), before, 10),
     }
-    return {name: Ranking.of(found, answers) for name, found in lists.items()}
+    return {name: Ranking.of(items, answers) for name, items in lists.items()}
 
 
 def train_draft(
@@ -147,7 +155,7 @@ def train_draft(
     histories: Sequence[np.ndarray],
     folder: Path,
     options: RecommenderOptions = RecommenderOptions(hidden_size=64, num_layers=1),
-    tell: Tell = lambda step, num_steps, loss: None,
+    on_progress: OnProgress = lambda step, num_steps, loss: None,
 ) -> RecommenderCard:
     """Train a small model to draft for a target; the last item of each history is what is to be said.
 
@@ -164,7 +172,7 @@ def train_draft(
     lists = []
     if kind in OF_LISTS:
         usable = [usable[number] for number in rng.permutation(len(usable))[: options.num_listed]]
-        lists = listed(target.model, target.card, trie, codes, [one[:-1] for one in usable])
+        lists = listed(target.model, target.card, trie, codes, [history[:-1] for history in usable])
 
     def loss_of(numbered: tuple[int, Sequence[int]]) -> torch.Tensor:
         step, batch = numbered
@@ -172,18 +180,18 @@ def train_draft(
         of_lists = None
         if lists:
             drawn = np.random.default_rng((options.seed, step))  # by the step, wherever a training goes on
-            own = [lists[number] for number in batch]
+            of_batch = [lists[number] for number in batch]
             picked = [
-                [*drawn.choice(rows, min(options.num_picked, len(rows)), replace=False), rows[-1]] for rows in own
+                [*drawn.choice(rows, min(options.num_picked, len(rows)), replace=False), rows[-1]] for rows in of_batch
             ]
             sequences = [[*usable[n][:-1], item] for n, items in zip(batch, picked, strict=True) for item in items]
             of_lists = _rows_of(target, model, trie, card, codes, sequences, [len(items) for items in picked])
         return draft_loss(kind, of_logs, of_lists)
 
-    batches = list(enumerate(_batches([len(one) for one in usable], options)))
+    batches = list(enumerate(_batches([len(history) for history in usable], options)))
     seconds = train_steps(
         model, batches, loss_of, folder, _digest(f"{kind} {target.model_id}", codes, usable, options),
-        options.learning_rate, tell=lambda step, loss: tell(step, len(batches), loss),
+        options.learning_rate, on_progress=lambda step, loss: on_progress(step, len(batches), loss),
         seconds_between_checkpoints=options.seconds_between_checkpoints,
     )  # fmt: skip
     update = {"num_histories": len(usable), "training_seconds": round(seconds, 1)}
@@ -194,13 +202,13 @@ def listed(
     model: PreTrainedModel, card: RecommenderCard, trie: ItemTrie, codes: ItemCodes, histories: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
     """A model's NUM_ALIGNED best items after each history, without those in it, as rows of `codes`, best first."""
-    found = []
+    lists = []
     for start in range(0, len(histories), LISTS_AT_ONCE):
         part = histories[start : start + LISTS_AT_ONCE]
-        trees = CodeTrees(model, trie, card.first_tokens, [card.prompt(codes.codes[one]) for one in part])
-        left_out = [trie.emptied_by(codes.codes[np.unique(one)]) for one in part]
-        found += [one.rows for one in search(trees, trie, len(part), NUM_ALIGNED, BeamDrafter(), left_out)]
-    return found
+        trees = CodeTrees(model, trie, card.first_tokens, [card.prompt(codes.codes[history]) for history in part])
+        left_out = [trie.emptied_by(codes.codes[np.unique(history)]) for history in part]
+        lists += [result.rows for result in search(trees, trie, len(part), NUM_ALIGNED, BeamDrafter(), left_out)]
+    return lists
 
 
 def _catalogue_loss(
@@ -213,29 +221,29 @@ def _catalogue_loss(
     are filled on the right, `ways` those of `ItemTrie.ways_to`.
     """
     items = np.full((len(windows), logits.shape[1] // trie.num_levels), -1)
-    for row, one in enumerate(windows):
-        items[row, : len(one)] = one
+    for row, window in enumerate(windows):
+        items[row, : len(window)] = window
     total = logits.new_zeros(())
     for level, said in enumerate(logits.unflatten(1, (-1, trie.num_levels)).unbind(2)):
         followers = trie.codes[level][ways[0][items, level]]
         tokens = torch.from_numpy(np.maximum(followers, 0) + card.first_tokens[level]).to(logits.device)
         is_none = torch.from_numpy(followers < 0).to(logits.device)
-        own = said.float().gather(2, tokens).masked_fill(is_none, -torch.inf)
+        scores = said.float().gather(2, tokens).masked_fill(is_none, -torch.inf)
         labels = torch.from_numpy(np.where(items < 0, NO_LABEL, ways[1][items, level])).to(logits.device)
-        total = total + torch.nn.functional.cross_entropy(own.flatten(0, 1), labels.flatten(), ignore_index=NO_LABEL)
+        total = total + torch.nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=NO_LABEL)
     return total / trie.num_levels
 
 
 @torch.no_grad()
-def _surprise(model, card: RecommenderCard, codes: ItemCodes, trie: ItemTrie, asked: Sequence[np.ndarray]) -> float:
+def _surprise(model, card: RecommenderCard, codes: ItemCodes, trie: ItemTrie, held_out: Sequence[np.ndarray]) -> float:
     """Mean over histories of -log p of the last item, among the items of the catalogue."""
     total = 0.0
-    for start in range(0, len(asked), LISTS_AT_ONCE):
-        part = asked[start : start + LISTS_AT_ONCE]
+    for start in range(0, len(held_out), LISTS_AT_ONCE):
+        part = held_out[start : start + LISTS_AT_ONCE]
         logits, labels, allowed = _said_of_last(model, trie, card, codes, part)
         log_p = torch.log_softmax(logits.masked_fill(~allowed, -torch.inf), -1)
         total -= float(log_p.gather(2, labels[..., None]).sum())
-    return total / max(1, len(asked))
+    return total / max(1, len(held_out))
 
 
 def _rows_of(
@@ -248,25 +256,25 @@ def _rows_of(
     q, labels, allowed = _said_of_last(model, trie, card, codes, sequences)
     least = torch.zeros(labels.shape, device=labels.device)
     if counts:
-        own = torch.log_softmax(p.masked_fill(~allowed, -torch.inf), -1).gather(2, labels[..., None])[..., 0]
+        log_p = torch.log_softmax(p.masked_fill(~allowed, -torch.inf), -1).gather(2, labels[..., None])[..., 0]
         ends = np.cumsum(counts) - 1
-        least = own[torch.from_numpy(np.repeat(ends, counts)).to(own.device)]
+        least = log_p[torch.from_numpy(np.repeat(ends, counts)).to(log_p.device)]
     return Rows(p.flatten(0, 1), q.flatten(0, 1), labels.flatten(), allowed.flatten(0, 1), least.flatten())
 
 
 def _said_of_last(
     model, trie: ItemTrie, card: RecommenderCard, codes: ItemCodes, sequences: Sequence[npt.ArrayLike]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a model says in the places of each sequence's last item's codes: logits (B, num_levels, V), tokens of these
-    codes int64 (B, num_levels), and what a catalogue has there, bool as the logits. Tokens count from the beginning's.
+    """The logits at the codes of each sequence's last item (B, num_levels, V), the tokens of these codes, int64
+    (B, num_levels), and which codes the catalogue has there, bool as the logits. Token ids start at `card.begin`.
     """
-    num_levels, items = codes.codes.shape[1], [np.asarray(one)[-card.history - 1 :] for one in sequences]
-    ids = _padded([card.tokens(codes.codes[one]) for one in items], card.begin, left=True).to(model.device)
+    num_levels, items = codes.codes.shape[1], [np.asarray(sequence)[-card.history - 1 :] for sequence in sequences]
+    ids = _padded([card.tokens(codes.codes[sequence]) for sequence in items], card.begin, left=True).to(model.device)
     inputs = {"input_ids": ids, "attention_mask": _seen(ids, card.begin), "logits_to_keep": num_levels + 1}
     logits = model(**inputs, use_cache=False).logits[:, :-1, card.begin :].float()
     allowed = np.zeros(logits.shape, bool)
-    for number, one in enumerate(items):
-        path = codes.codes[one[-1]].tolist()
+    for number, sequence in enumerate(items):
+        path = codes.codes[sequence[-1]].tolist()
         for level in range(num_levels):
             node = trie.node_of(tuple(path[:level]))
             children = trie.codes[level][node, : trie.num_children[level][node]]
@@ -294,15 +302,15 @@ def _batches(lengths: Sequence[int], options: RecommenderOptions) -> Iterator[li
 
 
 def _enough(histories: Sequence[np.ndarray], folder: Path) -> list[np.ndarray]:
-    usable = [one for one in histories if len(one) > 1]
+    usable = [history for history in histories if len(history) > 1]
     if len(usable) < MIN_HISTORIES:
         raise ConfigError(
             f"{len(usable)} users with two items or more are too few to train a recommender on, at least "
             f"{MIN_HISTORIES} are needed"
         )
-    there = files_there(folder)
-    if there and not there & {CARD_NAME, CHECKPOINT_NAME, BEST_NAME}:
-        raise ConfigError(f"{folder} holds other things than a recommender ({min(there)}): give a new folder")
+    names = files_in(folder)
+    if names and not names & {CARD_NAME, CHECKPOINT_NAME, BEST_NAME}:
+        raise ConfigError(f"{folder} holds other things than a recommender ({min(names)}): give a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     return usable
 
@@ -317,8 +325,8 @@ def _held_back(num_histories: int, seed: int) -> np.ndarray:
 def _digest(kind: str, codes: ItemCodes, histories: Sequence[np.ndarray], options: RecommenderOptions) -> str:
     option_values = asdict(options) | {"seconds_between_checkpoints": None}
     digest = hashlib.sha256(f"{kind} {sorted(option_values.items(), key=str)} {codes_digest(codes)}".encode())
-    for one in histories:
-        digest.update(np.asarray(one, np.int64).tobytes() + b"|")
+    for history in histories:
+        digest.update(np.asarray(history, np.int64).tobytes() + b"|")
     return digest.hexdigest()
 
 

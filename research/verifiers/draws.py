@@ -91,6 +91,6 @@ class DrawnLogits(SampledLogits):
         log_q = p.new_empty((1, p.shape[-1])) if self._log_q is None else self._log_q
         draws = Draws(tokens, q_rows, log_q, uniform_numbers(seeds, positions, tokens.shape[1]))
         drafted, residual = self._rule.draw(torch.where(is_finite[:, None], p, 1 / p.shape[-1]), draws)
-        own = (residual.log() + gumbel_noise(seeds, positions, p.shape[-1])).argmax(-1)
-        result = torch.zeros_like(p).scatter_(1, torch.where(drafted >= 0, drafted, own)[:, None], 1.0)
+        resampled = (residual.log() + gumbel_noise(seeds, positions, p.shape[-1])).argmax(-1)
+        result = torch.zeros_like(p).scatter_(1, torch.where(drafted >= 0, drafted, resampled)[:, None], 1.0)
         return result.masked_fill_(~is_finite[:, None], torch.nan)

@@ -14,8 +14,8 @@ class Unsure(VerifierPlugin):
     def make(self, decoding):
         from laserbatch.research.verifiers import unsure
 
-        given = {} if self._parameter is None else {self._parameter: decoding.min_probability}
-        return getattr(unsure, self._name)(**given)
+        options = {} if self._parameter is None else {self._parameter: decoding.min_probability}
+        return getattr(unsure, self._name)(**options)
 
 
 class Sampling(VerifierPlugin):

@@ -53,15 +53,15 @@ def k_seq(p: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
     places = torch.nonzero(k)[:, 0]
     drafted = torch.full((len(p),), -1, device=p.device)
     if len(places):
-        own, count, q = p[places], k[places, None], draws.distribution(places, 0)
-        rho = smallest_rho(own, q, count)
-        beta = accepted_mass(own, q, rho)
+        p_here, count, q = p[places], k[places, None], draws.distribution(places, 0)
+        rho = smallest_rho(p_here, q, count)
+        beta = accepted_mass(p_here, q, rho)
         tokens = torch.where(is_drawn[places], draws.tokens[places], 0)
-        is_accepted = is_drawn[places] & (draws.uniform[places] * rho * q.gather(1, tokens) < own.gather(1, tokens))
+        is_accepted = is_drawn[places] & (draws.uniform[places] * rho * q.gather(1, tokens) < p_here.gather(1, tokens))
         first = is_accepted.int().argmax(1, keepdim=True)
         drafted[places] = torch.where(is_accepted.any(1), tokens.gather(1, first)[:, 0], -1)
         share = (1 - (1 - beta) ** count) / beta.clamp_min(torch.finfo(p.dtype).tiny)
-        residual = normalised((own - torch.minimum(q, own / rho) * share).clamp_min(0), own)
+        residual = normalised((p_here - torch.minimum(q, p_here / rho) * share).clamp_min(0), p_here)
         p = p.index_put((places,), residual)
     chosen, p = recursive_rejection(p, draws.only(~is_drawn & (drafted < 0)[:, None]))
     return torch.where(drafted >= 0, drafted, chosen), p

@@ -60,8 +60,8 @@ def test_figures_are_met_or_not():
 def test_a_result_begins_with_command_and_machine_and_unmet_figures_are_told_first(tmp_path, capsys):
     figures = [Figure.at_least("good", 2.0, 1.0), Figure.at_least("bad", 0.5, 1.0)]
     finish(tmp_path / "out.json", figures, ["a table"], {"rows": [1]})
-    told = capsys.readouterr().out
-    assert told.index("NOT MET  bad: 0.50 (wanted >= 1)") < told.index("met      good") < told.index("a table")
+    printed = capsys.readouterr().out
+    assert printed.index("NOT MET  bad: 0.50 (wanted >= 1)") < printed.index("met      good") < printed.index("a table")
     written = json.loads((tmp_path / "out.json").read_text())
     assert list(written) == ["command", "machine", "met", "figures", "rows", "wall_s"]
     assert written["met"] is False and written["machine"]["num_cpus"] > 0

@@ -1,8 +1,8 @@
-"""LASER's experiments: what passes say of a rule, and what is told of rows beside the paper."""
+"""LASER's experiments: the figures of decoding rules, and the rows beside those of the paper."""
 
 import pytest
 from common import Interval, Spread
-from laser import compared, told_of_nights, told_of_texts
+from laser import compared, nights_figures, texts_figures
 from systems import Pass
 
 
@@ -22,13 +22,13 @@ def test_texts_agree_where_the_whole_interval_does():
     none = {"texts": "none", "form": "both"}
     sure = {"texts": "relaxed", "form": "both", "over_none": Interval(0.03, 0.01, 0.05)}
     rows = [none, sure | {"over_greedy": Interval(0.001, -0.002, 0.004)}]
-    assert [figure.met for figure in told_of_texts("a", "", "", rows)] == [True, True]
+    assert [figure.met for figure in texts_figures("a", "", "", rows)] == [True, True]
     rows = [none, sure | {"over_greedy": Interval(0.0, -0.006, 0.006)}]
-    assert [figure.met for figure in told_of_texts("a", "", "", rows)] == [True, False]
+    assert [figure.met for figure in texts_figures("a", "", "", rows)] == [True, False]
 
 
 def test_nights_are_told_beside_the_paper():
     row = {"grouping_s": 0.5, "pools_s": 1.5, "generation_s": 10.0}
     nights = {"vanilla": row | {"generation_s": 40.0}, "resd": row, "laser": row}
-    figures = {figure.name: figure.measured for figure in told_of_nights([{"night": n} | r for n, r in nights.items()])}
+    figures = {figure.name: figure.measured for figure in nights_figures([{"night": n} | r for n, r in nights.items()])}
     assert list(figures.values()) == [0.2, 0.2, 1.0, 0.25, 0.25]

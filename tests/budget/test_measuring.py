@@ -29,7 +29,7 @@ def quick(monkeypatch):
 
 
 def watch(engine, note) -> None:
-    """Have `note` told of each text of each step how many tokens were drafted, and how many were written."""
+    """Call `note` for each text of each step with the numbers of drafted and of written tokens."""
     finish_step = engine.finish_step
 
     def watched(step, stream):

@@ -29,18 +29,18 @@ def narrower(features, dim):
 
 
 def test_each_way_has_its_own_width_and_is_judged_against_none_and_each_other(world):
-    told, noise = make_features(world), narrower(make_features(world, noise=50.0), 8)
-    ways = {"told": Way(told, SETTINGS), "noise": Way(noise, SETTINGS.model_copy(update={"vector_dim": 4}))}
+    useful, noise = make_features(world), narrower(make_features(world, noise=50.0), 8)
+    ways = {"useful": Way(useful, SETTINGS), "noise": Way(noise, SETTINGS.model_copy(update={"vector_dim": 4}))}
     fitted = []
     found = train_ways(world, ways, AS_OF, fitted.append)
     assert len(fitted) == num_trainings(ways) == 6  # none once: it sees no vectors
-    assert found.ways["told"].over_none["all"].verdict == "better"
+    assert found.ways["useful"].over_none["all"].verdict == "better"
     assert found.ways["noise"].over_none["LightGBM"].verdict != "better"
-    assert found.between["told", "noise"].verdict == "better" and found.between["noise", "told"].verdict == "worse"
-    assert [row.variant for row in found.ways["told"].rows] == ["none", "told"]
-    again = train_ways(world, {"twin": ways["told"], "told": ways["told"]}, AS_OF)
-    assert again.between["twin", "told"].mean_difference == 0
-    assert again.ways["twin"].over_none == found.ways["told"].over_none
+    assert found.between["useful", "noise"].verdict == "better" and found.between["noise", "useful"].verdict == "worse"
+    assert [row.variant for row in found.ways["useful"].rows] == ["none", "useful"]
+    again = train_ways(world, {"twin": ways["useful"], "useful": ways["useful"]}, AS_OF)
+    assert again.between["twin", "useful"].mean_difference == 0
+    assert again.ways["twin"].over_none == found.ways["useful"].over_none
 
 
 def test_ways_that_would_be_judged_on_other_rows_are_refused_by_key(world):

@@ -64,7 +64,7 @@ def test_a_worker_may_have_several_gpus_of_one_node():
 
 
 @pytest.mark.parametrize(
-    ("settings", "nodes", "told"),
+    ("settings", "nodes", "message"),
     [
         (
             {"num_workers": 9},
@@ -74,8 +74,8 @@ def test_a_worker_may_have_several_gpus_of_one_node():
         ({"num_workers": 40}, [Node(16), Node(16)], "40 workers of 1 CPUs each, but for 32: .*2 nodes of 16 CPUs"),
     ],
 )
-def test_workers_that_no_node_has_room_for_are_refused(settings, nodes, told):
-    with pytest.raises(ConfigError, match=told):
+def test_workers_that_no_node_has_room_for_are_refused(settings, nodes, message):
+    with pytest.raises(ConfigError, match=message):
         worker_layout(ClusterSettings(**settings), nodes)
 
 
@@ -173,20 +173,20 @@ VERSION = (
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "reason"),
     [
         (RuntimeError(TOKEN), "joined: ray.exceptions.AuthenticationError: .*token is missing.*RAY_AUTH_MODE=token"),
         (RuntimeError(VERSION), "joined: Version mismatch: .* Ray: 2.9.0 This process"),
         (ImportError("install ray[client]"), "joined: install"),
     ],
 )
-def test_a_cluster_that_cannot_be_joined_is_told_of_with_rays_own_reason(monkeypatch, error, told):
+def test_a_cluster_that_cannot_be_joined_is_told_of_with_rays_own_reason(monkeypatch, error, reason):
     def init(**_):
         raise ConnectionError("Failed to connect to Ray cluster at head:6379") from error
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    with pytest.raises(ConfigError, match=f"the Ray cluster at 'head:6379' cannot be {told}"):  # noqa: SIM117
+    with pytest.raises(ConfigError, match=f"the Ray cluster at 'head:6379' cannot be {reason}"):  # noqa: SIM117
         with ray_cluster(ClusterSettings(ray_address="head:6379")):
             pass
 

@@ -29,17 +29,17 @@ def test_merlin_finds_types_tags_and_the_shape_of_vectors(tmp_path):
     table = pq.read_table(tmp_path / "item" / "features.parquet")
     assert table.schema.field("vector").type == pa.list_(pa.float32(), 2)
     assert table["item_id"].to_pylist() == [7, 8]
-    told = (tmp_path / "item" / "schema.pbtxt").read_text()
-    assert told.count("{") == told.count("}")
-    assert 'name: "item_id"\n  type: INT' in told
-    assert "value_count { min: 2 max: 2 }" in told
-    assert 'tag: "item_id"' in told
+    schema_text = (tmp_path / "item" / "schema.pbtxt").read_text()
+    assert schema_text.count("{") == schema_text.count("}")
+    assert 'name: "item_id"\n  type: INT' in schema_text
+    assert "value_count { min: 2 max: 2 }" in schema_text
+    assert 'tag: "item_id"' in schema_text
 
 
 def test_fuxictr_finds_keys_and_values_by_the_columns_settings(tmp_path):
     FORMATS["fuxictr"](sides(), tmp_path, tmp_path)
-    told = yaml.safe_load((tmp_path / "settings.yaml").read_text(encoding="utf-8"))["feature_cols"]
-    user, user_cluster, _, item, *_ = told
+    features = yaml.safe_load((tmp_path / "settings.yaml").read_text(encoding="utf-8"))["feature_cols"]
+    user, user_cluster, _, item, *_ = features
     table = pq.read_table(user["pretrained_emb"])
     assert table["key"].to_pylist() == ["u\u00e4 1", "u2"]
     assert np.array_equal(table["value"].combine_chunks().flatten().to_numpy().reshape(2, 2), VECTORS)

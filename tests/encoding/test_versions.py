@@ -48,7 +48,7 @@ def test_every_row_gets_the_newest_version_that_is_older(tmp_path):
         for user in rng.choice(20, 6, replace=False):
             current[f"u{user:02}"] = (run, float(number))
             known[f"u{user:02}", run] = float(number)
-        files[run] = write_features(tmp_path / f"{run}.parquet", [(user, *told) for user, told in current.items()])
+        files[run] = write_features(tmp_path / f"{run}.parquet", [(user, *values) for user, values in current.items()])
     collected = runs[4]  # what only a later run still holds is found there
     del files[collected]
     users = [f"u{number:02}" for number in rng.integers(0, 22, 500)]

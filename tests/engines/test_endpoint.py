@@ -234,9 +234,9 @@ def test_a_wrong_key_model_or_path_ends_the_work_and_no_message_has_the_key(serv
     server.key = f"{KEY}-other"
     with pytest.raises(
         ConfigError, match=r"refuses the key in OUR_KEY \(HTTP 401: incorrect key: Bearer \[key\]"
-    ) as told:
+    ) as raised:
         written(engine_of(api_key_env="OUR_KEY"), [request(0)])
-    assert KEY not in str(told.value) and told.value.__cause__ is None
+    assert KEY not in str(raised.value) and raised.value.__cause__ is None
     with pytest.raises(ConfigError, match="refuses requests without a key; name its variable as api_key_env"):
         written(engine_of(), [request(0)])
     server.key = KEY

@@ -161,19 +161,19 @@ def test_what_is_beyond_a_limit_keeps_a_night_from_its_readers(lived):
 
 
 @pytest.mark.parametrize(
-    ("section", "option", "told"),
+    ("section", "option", "reason"),
     [
         ("decoding", {"verifier": "greedy"}, "those of plain decoding"),
         ("night", {"num_audited": 0}, "night.num_audited is 0"),
         ("night", {"num_audited": 15}, "Too few texts"),
     ],
 )
-def test_a_night_that_has_nothing_to_compare_says_why_and_passes(lived, section, option, told):
+def test_a_night_that_has_nothing_to_compare_says_why_and_passes(lived, section, option, reason):
     night = changed(lived[0], section, **option)
     assert not audit.needs_audited_texts(night)
     night.manifest.judgement.audit = audit.audit_texts(night, Encoder)
     (gate,) = judge(_audited(night.manifest.judgement.audit), GateSettings())
-    assert told in gate_sentence(gate) and gate.verdict == "passes" and told in render_page(night.manifest)
+    assert reason in gate_sentence(gate) and gate.verdict == "passes" and reason in render_page(night.manifest)
 
 
 def test_plain_texts_that_are_there_already_are_compared_however_few(lived, settings):

@@ -87,8 +87,8 @@ def test_budgets_survive_the_manifest_and_are_told_in_a_line(world):
     assert (kept["max_draft_tokens"], kept["min_acceptance"]) == (16, 0.05)
     assert kept["forecast"]["reason"].startswith("a draft token costs up to 0.0")
     forecast = BudgetForecast("the fastest of the replays")
-    told = describe_budget(ChosenBudget(Budget(16, 0.05), forecast))
-    assert told == "up to 16 draft tokens above 0.05 (the fastest of the replays)"
+    description = describe_budget(ChosenBudget(Budget(16, 0.05), forecast))
+    assert description == "up to 16 draft tokens above 0.05 (the fastest of the replays)"
     assert describe_budget(ChosenBudget(PLAIN, forecast)) == "nothing is drafted (the fastest of the replays)"
 
 

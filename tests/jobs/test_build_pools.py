@@ -13,7 +13,7 @@ from night_world import run_here
 from laserbatch.jobs.failures import Terminated
 from laserbatch.jobs.settings import load_settings
 from laserbatch.jobs.stages import run_night
-from laserbatch.jobs.stages.build_pools import build_pools, describe_fit, kept_routers, prepare_pools
+from laserbatch.jobs.stages.build_pools import build_pools, describe_fit, prepare_pools, reused_routers
 from laserbatch.jobs.stages.night import current_pools, open_night
 from laserbatch.jobs.stages.pool_texts import read_run_texts
 from laserbatch.jobs.stages.workers import NightWorkers
@@ -68,18 +68,18 @@ def test_routers_are_kept_until_a_twentieth_of_what_they_were_fitted_on_has_chan
     next_night.tables = replace(night.tables, interactions=night.tables.interactions.slice(9))
     now = describe_fit(next_night)
     assert 0 < 1 - now["num_rows"]["interactions"] / describe_fit(night)["num_rows"]["interactions"] <= 0.05
-    routers, fit = kept_routers(next_night, version, now)
+    routers, fit = reused_routers(next_night, version, now)
     assert fit == json.loads(fitted_on.read_text()) and set(routers) == {"user", "item"}
     next_night.run.shards("item").write("00000", read_parquet(night.run.knowledge_folder("item")))
     next_night.run.shards("user").write("00000", read_parquet(night.run.knowledge_folder("user")))
     build_pools(next_night)
     kept = next_night.pools.folder(next_night.run.run_id) / "router" / "fit.json"
     assert kept.read_bytes() == fitted_on.read_bytes()
-    assert kept_routers(opened(world, SECOND_DATE, "{scheme: attribute}"), version, now | {"seed": 1}) is None
+    assert reused_routers(opened(world, SECOND_DATE, "{scheme: attribute}"), version, now | {"seed": 1}) is None
     more = {"num_rows": now["num_rows"] | {"interactions": int(now["num_rows"]["interactions"] * 1.2)}}
-    assert kept_routers(next_night, version, now | more) is None
+    assert reused_routers(next_night, version, now | more) is None
     next_night.tables = replace(next_night.tables, users=next_night.tables.users.slice(2))
-    assert kept_routers(next_night, version, now) is None
+    assert reused_routers(next_night, version, now) is None
 
 
 def changed(night, every):

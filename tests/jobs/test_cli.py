@@ -132,8 +132,8 @@ def test_a_failure_is_one_line_and_with_json_one_object(failing, error, code, li
     done = failing(error)
     assert done.returncode == code
     assert line in done.stderr and len(done.stderr.splitlines()) == 1
-    told = json.loads(done.stdout)
-    assert told == {"error": done.stderr.removeprefix("laserbatch: ").strip(), "exit_code": code} | {
+    printed = json.loads(done.stdout)
+    assert printed == {"error": done.stderr.removeprefix("laserbatch: ").strip(), "exit_code": code} | {
         "kind": type(error).__name__
     }
 
@@ -150,9 +150,9 @@ def test_every_command_tells_its_failure_in_one_object(name, run, tmp_path):
         elif parameter.required:
             given += [parameter.opts[0], "2025-03-01"]
     done = run(*name.split(), *given)
-    told = json.loads(done.stdout)
-    assert (done.returncode, told["exit_code"]) == (3, 3), done.stderr
-    assert done.stderr.strip().endswith(told["error"]) and told["kind"]
+    printed = json.loads(done.stdout)
+    assert (done.returncode, printed["exit_code"]) == (3, 3), done.stderr
+    assert done.stderr.strip().endswith(printed["error"]) and printed["kind"]
 
 
 def test_wrong_usage_is_an_object_with_json_too(run):
@@ -178,10 +178,10 @@ except SystemExit:
     logger.getChild("ctr.compare").info("an AUC")
     logger.getChild("ctr.compare").warning("a fault")
 """
-    for words, told in (((), ["a fault"]), (("-v",), ["an AUC", "a fault"])):
+    for words, expected in (((), ["a fault"]), (("-v",), ["an AUC", "a fault"])):
         command = [sys.executable, "-c", code, *words, "status", "--nothing"]
         lines = subprocess.run(command, capture_output=True, text=True).stderr.splitlines()
-        assert [line.split(": ")[1] for line in lines if ".ctr.compare" in line] == told
+        assert [line.split(": ")[1] for line in lines if ".ctr.compare" in line] == expected
 
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path):
@@ -254,13 +254,13 @@ def test_init_knows_clicks_and_sends_to_the_check_where_there_are_faults(tmp_pat
     events = pq.read_table(tables / "interactions.parquet")
     events = events.drop_columns("rating").append_column("rating", pa.array([n % 2 for n in range(events.num_rows)]))
     pq.write_table(events, tables / "interactions.parquet")
-    told = json.loads(run("init", str(tables), "--out", str(out), "--json").stdout)
+    printed = json.loads(run("init", str(tables), "--out", str(out), "--json").stdout)
     assert load_settings(out).ctr.label == "rating >= 1"
-    assert told["num_faults"] == 0 and told["next"][0].startswith("laserbatch doctor")
+    assert printed["num_faults"] == 0 and printed["next"][0].startswith("laserbatch doctor")
     users = pq.read_table(tables / "users.parquet")
     pq.write_table(pa.concat_tables([users, users.slice(0, 1)]), tables / "users.parquet")
-    told = json.loads(run("init", str(tables), "--out", str(out), "--overwrite", "--json").stdout)
-    assert told["num_faults"] > 0 and told["next"][0] == f"laserbatch data check {tables} --config {out}"
+    printed = json.loads(run("init", str(tables), "--out", str(out), "--overwrite", "--json").stdout)
+    assert printed["num_faults"] > 0 and printed["next"][0] == f"laserbatch data check {tables} --config {out}"
 
 
 def test_init_guesses_a_mapping_that_imports(tmp_path, run):

@@ -30,8 +30,8 @@ def leaves(section: dict, within: str = "") -> dict:
 
 
 def test_every_option_is_shown_with_its_default_and_what_a_file_changed(config, capfd, tmp_path):
-    told = json.loads(run_here(capfd, "config", "--config", config, "--json").stdout)
-    options = {option["option"]: option for option in told["options"]}
+    printed = json.loads(run_here(capfd, "config", "--config", config, "--json").stdout)
+    options = {option["option"]: option for option in printed["options"]}
     assert {name: option["default"] for name, option in options.items()} == leaves(yaml.safe_load(default_yaml()))
     changed = {name: option["value"] for name, option in options.items() if option["is_changed"]}
     assert changed == {

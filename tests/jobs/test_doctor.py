@@ -39,10 +39,10 @@ def findings(config, *checks):
 def test_a_machine_that_is_well_has_no_fault_and_nothing_is_left(world, capfd):
     before = sorted(world.rglob("*"))
     done = run_here(capfd, "doctor", "--config", str(write_config(world)), "--no-ray", "--json")
-    told = json.loads(done.stdout)
-    faults = [finding for finding in told["findings"] if finding["level"] == "fault"]
-    assert (done.returncode, told["num_faults"], faults) == (0, 0, [])
-    abouts = {finding["about"] for finding in told["findings"]}
+    report = json.loads(done.stdout)
+    faults = [finding for finding in report["findings"] if finding["level"] == "fault"]
+    assert (done.returncode, report["num_faults"], faults) == (0, 0, [])
+    abouts = {finding["about"] for finding in report["findings"]}
     assert abouts >= {"versions", "GPU", "memory", "model", "disk", "workspace", "encoder", "pools", "tables"}
     assert sorted(path for path in world.rglob("*") if path.name != "laserbatch.yaml") == [
         path for path in before if path.name != "laserbatch.yaml"
@@ -122,10 +122,10 @@ def about_model(capfd, config, model_dir, *options) -> dict[str, list[dict]]:
     """The findings of `doctor --model`, by what they are about."""
     done = run_here(capfd, "doctor", "--config", str(config), "--model", str(model_dir), "--json", *options)
     assert done.returncode == 0, done.stderr
-    told: dict[str, list[dict]] = {}
+    by_subject: dict[str, list[dict]] = {}
     for finding in json.loads(done.stdout)["findings"]:
-        told.setdefault(finding["about"], []).append(finding)
-    return told
+        by_subject.setdefault(finding["about"], []).append(finding)
+    return by_subject
 
 
 def test_a_model_is_measured_before_it_is_configured(world, tmp_path, capfd, monkeypatch):
@@ -133,13 +133,13 @@ def test_a_model_is_measured_before_it_is_configured(world, tmp_path, capfd, mon
     monkeypatch.setattr(trial, "NUM_TEXTS", 4)
     config = write_config(world, "measured.yaml", decoding={"max_new_tokens": 80})
     shutil.copytree(SAMPLE_MODEL, tmp_path / "copy")
-    told = about_model(capfd, config, tmp_path / "copy")
-    assert told.keys() >= {"dtype", "memory", "architecture", "answer", "speed", "form", "hours"}
-    assert "GPU" not in told, "the model alone is looked at"
-    assert told["architecture"][0]["found"] == "LlamaForCausalLM, computed by fused layers"
-    assert re.search(r"\d tokens a second at batch 1 and .* at batch 4, plain", told["speed"][0]["found"])
-    assert re.search(r"writes \d+ users and \d+ items, \d+ tokens each: about", told["hours"][0]["found"])
-    (of_items,) = (one for one in told["form"] if "item texts" in one["found"])
+    findings = about_model(capfd, config, tmp_path / "copy")
+    assert findings.keys() >= {"dtype", "memory", "architecture", "answer", "speed", "form", "hours"}
+    assert "GPU" not in findings, "the model alone is looked at"
+    assert findings["architecture"][0]["found"] == "LlamaForCausalLM, computed by fused layers"
+    assert re.search(r"\d tokens a second at batch 1 and .* at batch 4, plain", findings["speed"][0]["found"])
+    assert re.search(r"writes \d+ users and \d+ items, \d+ tokens each: about", findings["hours"][0]["found"])
+    (of_items,) = (one for one in findings["form"] if "item texts" in one["found"])
     assert of_items["level"] == "ok" and re.search(r"kar_item@\d+: 2 of 2", of_items["found"])
 
 
@@ -148,16 +148,16 @@ def test_texts_without_the_form_that_is_asked_for_are_counted_by_their_reasons(t
     monkeypatch.chdir(tmp_path)
     (tmp_path / "laserbatch.yaml").write_text("decoding: {guided: off}")
     folder = parrot(tmp_path / "model", ["Red", "."])
-    told = about_model(capfd, "laserbatch.yaml", folder)
-    assert [one["level"] for one in told["form"]] == ["warning", "ok"]  # any text describes an item
-    assert "hours" not in told, "there are no tables"
-    assert told["form"][0]["found"].endswith(
+    findings = about_model(capfd, "laserbatch.yaml", folder)
+    assert [one["level"] for one in findings["form"]] == ["warning", "ok"]  # any text describes an item
+    assert "hours" not in findings, "there are no tables"
+    assert findings["form"][0]["found"].endswith(
         "0 of 8 user texts have the form that is asked for; refused: unparsable (8)"
     )
-    assert "with prompts of the sample world" in told["speed"][0]["found"]
+    assert "with prompts of the sample world" in findings["speed"][0]["found"]
     monkeypatch.setattr(trial, "TEXTS_S", 0.0)
-    told = about_model(capfd, "laserbatch.yaml", folder)
-    assert "too short" in told["speed"][0]["found"] and "none of 8 user texts ended" in told["form"][0]["found"]
+    findings = about_model(capfd, "laserbatch.yaml", folder)
+    assert "too short" in findings["speed"][0]["found"] and "none of 8 user texts ended" in findings["form"][0]["found"]
 
 
 def test_a_folder_that_cannot_be_locked_is_told(world, monkeypatch):
@@ -238,12 +238,12 @@ def test_a_machine_with_gpus_has_no_fault(world, gpus):
     pytest.importorskip("triton")
     found = of_gpu(write_config(world))
     assert {level for _, level in levels(found)} == {"ok"}
-    told = "\n".join(finding.found for finding in found)
-    assert told.count("NVIDIA H100, 84.0 of 85.0 GB free") == 2 and "driver" in told
+    text = "\n".join(finding.found for finding in found)
+    assert text.count("NVIDIA H100, 84.0 of 85.0 GB free") == 2 and "driver" in text
     assert (
-        "Triton's kernel, small steps as CUDA graphs" in told and "bfloat16: the weights are stored in bfloat16" in told
+        "Triton's kernel, small steps as CUDA graphs" in text and "bfloat16: the weights are stored in bfloat16" in text
     )
-    assert "laserbatch's own engine fits this model and machine: the model fits one GPU" in told
+    assert "laserbatch's own engine fits this model and machine: the model fits one GPU" in text
 
 
 def test_a_batch_that_is_small_for_a_gpu_is_warned_of(world, gpus):

@@ -37,23 +37,23 @@ def test_a_dry_run_tells_who_would_be_written_and_why_and_writes_nothing(folder,
     world.events.append(("u0", "i2", "2025-03-04", 5.0))
     world.items["i0"]["category"] = ["Stage"]
     world.write(folder / "tables")
-    told = planned(capfd, folder, "2025-03-04")
-    assert told["state"] == "would begin" and told["built_on"].startswith("2025-03-02")
-    assert told["users"]["reasons"] == {"history": 2, "new": 1}  # the planted person's new text had failed
-    assert told["items"]["reasons"] == {"attributes": 1}
-    assert (told["users"]["num_carried_over"], told["users"]["num_to_write"], told["users"]["num_entities"]) == (
+    plan = planned(capfd, folder, "2025-03-04")
+    assert plan["state"] == "would begin" and plan["built_on"].startswith("2025-03-02")
+    assert plan["users"]["reasons"] == {"history": 2, "new": 1}  # the planted person's new text had failed
+    assert plan["items"]["reasons"] == {"attributes": 1}
+    assert (plan["users"]["num_carried_over"], plan["users"]["num_to_write"], plan["users"]["num_entities"]) == (
         3,
         3,
         6,
     )
-    assert told["users"]["predicted_tokens"] == 3  # every planted text says that it has one
-    assert told["predicted_cost"] == pytest.approx(3600 * told["predicted_hours"]) and told["predicted_hours"] > 0
+    assert plan["users"]["predicted_tokens"] == 3  # every planted text says that it has one
+    assert plan["predicted_cost"] == pytest.approx(3600 * plan["predicted_hours"]) and plan["predicted_hours"] > 0
     assert contents(folder / "workspace") == before
     empty = planned(capfd, folder, "2025-03-04", "--workspace", str(folder / "none"))
     assert (
         empty["users"]["reasons"] == {"new": 6} and empty["predicted_hours"] is None and not (folder / "none").exists()
     )
-    assert WHO not in json.dumps(told)
+    assert WHO not in json.dumps(plan)
 
 
 def test_a_column_that_changed_for_most_is_named_and_the_order_of_columns_says_nothing(folder, capfd):  # noqa: F811
@@ -71,17 +71,17 @@ def test_a_column_that_changed_for_most_is_named_and_the_order_of_columns_says_n
         pq.write_table(table, path)
         done = run_here(capfd, "nightly", "--config", str(folder / "laserbatch.yaml"), "--date", "2025-03-04",
                         "--dry-run", "--json")  # fmt: skip
-        told = json.loads(done.stdout)["items"]
-        assert (told["num_to_write"], told.get("changed_columns")) == (3 if expected else 0, expected)
+        of_items = json.loads(done.stdout)["items"]
+        assert (of_items["num_to_write"], of_items.get("changed_columns")) == (3 if expected else 0, expected)
         for name, what in (expected or {}).items():
             assert f"WARNING: items: {name} {what}" in done.stderr and "`exclude`" in done.stderr
 
 
 def test_another_template_is_named_and_attributes_without_a_plan_are_not_known(folder, capfd):  # noqa: F811
     for path in (folder / "workspace" / "runs").glob("*/manifest.json"):
-        told = json.loads(path.read_text())
-        told["prompts"]["item"]["template"] = "brief_item@0"
-        path.write_text(json.dumps(told))
+        manifest = json.loads(path.read_text())
+        manifest["prompts"]["item"]["template"] = "brief_item@0"
+        path.write_text(json.dumps(manifest))
     done = run_here(capfd, "nightly", "--config", str(folder / "laserbatch.yaml"), "--date", "2025-03-04", "--dry-run")
     assert "item prompts use the template brief_item@1; those of 2025-03-02" in done.stderr
     for plan in (folder / "workspace" / "runs").glob("*/plan/item"):

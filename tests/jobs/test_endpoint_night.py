@@ -111,11 +111,11 @@ def test_a_night_goes_on_after_its_server_was_gone_and_after_its_money_had_run_o
 def test_a_dry_run_predicts_money_from_the_night_before(folder, server, capfd):
     config = configured(folder, server, max_cost=1e-6)
     dry_run = run_here(capfd, "nightly", "--config", config, "--date", SECOND_DATE, "--json", "--dry-run", "--force")
-    told = json.loads(dry_run.stdout)
-    of_answers = {side: told[side]["predicted_tokens"] * PRICES["output"] / 1e6 for side in ("users", "items")}
+    plan = json.loads(dry_run.stdout)
+    of_answers = {side: plan[side]["predicted_tokens"] * PRICES["output"] / 1e6 for side in ("users", "items")}
     for side, cost in of_answers.items():
-        assert cost < told[side]["predicted_cost"] < 3 * cost  # prompts beside
-    assert told["predicted_cost"] == pytest.approx(sum(told[side]["predicted_cost"] for side in of_answers))
+        assert cost < plan[side]["predicted_cost"] < 3 * cost  # prompts beside
+    assert plan["predicted_cost"] == pytest.approx(sum(plan[side]["predicted_cost"] for side in of_answers))
     assert "more than decoding.endpoint.max_cost 1e-06" in dry_run.stderr
 
 

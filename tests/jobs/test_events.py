@@ -59,8 +59,8 @@ def test_events_of_all_attempts_stand_in_one_file_whatever_a_kill_has_torn(tmp_p
     with event_log(path):
         emit("shard_done", rows=3)
         logging.getLogger("laserbatch.storage").warning("a fault in %s", "a file")
-        told = {"event": "worker_lost", "facts": {"shard": "00000"}}
-        logging.getLogger("laserbatch.pipeline").warning("lost", extra=told)
+        extra = {"event": "worker_lost", "facts": {"shard": "00000"}}
+        logging.getLogger("laserbatch.pipeline").warning("lost", extra=extra)
     emit("said", line="after the run")
     events = read_events(path)
     assert [event["event"] for event in events] == ["stage_begin", "shard_done", "warning", "worker_lost"]
@@ -129,8 +129,8 @@ def test_a_lock_that_is_held_is_running_whoever_the_file_names(night):
     """Of another host, of another container with this host's name, or of a writer that has not said who it is."""
     lock = night.workspace.root / "LOCK"
     with night.workspace.lock():
-        for told in ("pid 1 on another-machine", f"pid {2**22 + 1} on {socket.gethostname()}", ""):
-            lock.write_text(told)
+        for content in ("pid 1 on another-machine", f"pid {2**22 + 1} on {socket.gethostname()}", ""):
+            lock.write_text(content)
             state = workspace_state(night.workspace, NOW)
             assert state["state"] == "running" and state["lock"]["is_certain"]
     assert workspace_state(night.workspace, NOW)["state"] == "idle"
@@ -154,12 +154,12 @@ def test_figures_are_written_whatever_came_of_the_night(tmp_path, night):
     with pytest.raises(RunFailed), night_metrics(settings) as figures:
         figures.manifest = night.manifest
         raise RunFailed("too many")
-    told = (tmp_path / "laserbatch.prom").read_text()
-    for line in told.splitlines():
+    metrics = (tmp_path / "laserbatch.prom").read_text()
+    for line in metrics.splitlines():
         assert line.startswith(("# HELP laserbatch_", "# TYPE laserbatch_")) or SAMPLE.fullmatch(line), line
-    assert "laserbatch_last_exit_code 4\n" in told and told.endswith("\n")
-    assert f"laserbatch_last_success_timestamp_seconds {night.run.success_path.stat().st_mtime:.17g}\n" in told
-    assert 'laserbatch_stage_seconds{stage="a \\"stage\\"\\n\\\\"} 2.5\n' in told
+    assert "laserbatch_last_exit_code 4\n" in metrics and metrics.endswith("\n")
+    assert f"laserbatch_last_success_timestamp_seconds {night.run.success_path.stat().st_mtime:.17g}\n" in metrics
+    assert 'laserbatch_stage_seconds{stage="a \\"stage\\"\\n\\\\"} 2.5\n' in metrics
 
 
 def test_figures_that_cannot_be_told_fail_no_night(tmp_path, night, monkeypatch, caplog):
@@ -254,15 +254,15 @@ def test_no_secret_of_the_environment_stands_in_what_a_night_leaves(tmp_path, mo
     write_report(night.manifest, night.run.report_path)
     written = [path for path in settings.workspace.rglob("*") if path.is_file()]
     assert {"manifest.json", "events.jsonl", "report.html", "night.prom"} <= {path.name for path in written}
-    told = capfd.readouterr()
-    assert "hunter2" not in told.out + told.err and not [path for path in written if b"hunter2" in path.read_bytes()]
+    shown = capfd.readouterr()
+    assert "hunter2" not in shown.out + shown.err and not [path for path in written if b"hunter2" in path.read_bytes()]
 
 
 def test_status_of_a_run_of_which_nothing_is_written_yet(night):
     empty = night.workspace.run(make_run_id(night.date + datetime.timedelta(days=1), {}))
     empty.root.mkdir(parents=True)
-    told = workspace_state(night.workspace, NOW)
-    assert told["state"] == "idle" and told["run"]["is_finished"] is False
+    state = workspace_state(night.workspace, NOW)
+    assert state["state"] == "idle" and state["run"]["is_finished"] is False
 
 
 def test_status_of_the_command_line_is_one_object(night, capfd):

@@ -60,7 +60,7 @@ def tried(folder, capfd, monkeypatch):
     """The experiment, killed before its second variant and then finished by the same command; done once."""
     write_here(monkeypatch)
     monkeypatch.setattr(TextEncoder, "load", lambda settings: Encoder())
-    if not (folder / "told.json").exists():
+    if not (folder / "result.json").exists():
         with monkeypatch.context() as broken:
             broken.setattr(run_experiment, "run_night", killed_at_second(run_experiment.run_night))
             ask(capfd, folder, "experiment", *TRIED, code=130)
@@ -68,9 +68,9 @@ def tried(folder, capfd, monkeypatch):
         kept = folder / "workspace" / "experiments" / NAME / "kar" / "step-costs"
         kept.mkdir(exist_ok=True)
         shutil.copy(folder / "cost.yaml", kept / "0123456789ab.json")
-        told = ask(capfd, folder, "experiment", *TRIED)
-        (folder / "told.json").write_text(json.dumps(told))
-    return json.loads((folder / "told.json").read_text())
+        result = ask(capfd, folder, "experiment", *TRIED)
+        (folder / "result.json").write_text(json.dumps(result))
+    return json.loads((folder / "result.json").read_text())
 
 
 def killed_at_second(run_night):
@@ -96,7 +96,7 @@ def test_variants_are_tried_beside_what_is_published_and_a_killed_experiment_goe
     assert first["lift"] == second["lift"] and first["tokens_per_text"] == second["tokens_per_text"]
     assert sum(first["num_texts"].values()) + sum(first["num_quarantined"].values()) == 12
 
-    monkeypatch.setattr(run_experiment, "compare_variants", None)  # told again without anything being done again
+    monkeypatch.setattr(run_experiment, "compare_variants", None)  # nothing is computed again
     again = ask(capfd, folder, "experiment", *TRIED)
     assert {name: again[name] for name in again if name != "said"} == {name: tried[name] for name in again
                                                                        if name != "said"}  # fmt: skip
@@ -120,16 +120,16 @@ def test_a_variant_that_fails_does_not_stop_the_others(folder, tried, capfd, mon
 
     monkeypatch.setattr(run_experiment, "_tried", fails)
     before = (folder / "workspace/experiments" / NAME / "comparison.json").read_bytes()
-    told = ask(capfd, folder, "experiment", *TRIED, code=4)
-    assert told["failed"] == {"kar": "nothing could be parsed"}
-    assert [one["variant"] for one in told["variants"]] == ["mine"] and told["between"] == []
+    result = ask(capfd, folder, "experiment", *TRIED, code=4)
+    assert result["failed"] == {"kar": "nothing could be parsed"}
+    assert [one["variant"] for one in result["variants"]] == ["mine"] and result["between"] == []
     (folder / "workspace/experiments" / NAME / "comparison.json").write_bytes(before)
 
 
 def test_frameworks_are_compared_by_their_newest_runs_of_one_date_published_or_not(folder, tried, capfd, monkeypatch):
-    told = ask(capfd, folder, "ctr", "compare", "--framework", "kar", "--framework", "mine")
-    runs = {one["variant"]: one["run_id"] for one in told["variants"]}
-    assert runs == tried["runs"] and told["variants"][0]["lift"] == tried["variants"][0]["lift"]
+    comparison = ask(capfd, folder, "ctr", "compare", "--framework", "kar", "--framework", "mine")
+    runs = {one["variant"]: one["run_id"] for one in comparison["variants"]}
+    assert runs == tried["runs"] and comparison["variants"][0]["lift"] == tried["variants"][0]["lift"]
     unknown = ask(capfd, folder, "ctr", "compare", "--framework", "kar", "--framework", "own", code=3)
     assert "no run of" in unknown["error"] and "'own' on both sides (there are: kar, mine;" in unknown["error"]
     monkeypatch.setattr(variants, "_place", lambda manifest: (manifest.run_id,))
@@ -144,8 +144,8 @@ def test_a_million_costs_what_its_steps_do_however_loaded_the_machine_was(folder
     night = open_run(settings, tried["runs"]["kar"])
     cost = read_step_cost(folder / "cost.yaml")
     seconds, by_clock = cost_of_a_million(night, cost), cost_of_a_million(night)
-    (told,) = (one["seconds_per_million"] for one in tried["variants"] if one["variant"] == "kar")
-    assert told == seconds != by_clock
+    (measured,) = (one["seconds_per_million"] for one in tried["variants"] if one["variant"] == "kar")
+    assert measured == seconds != by_clock
     for side, figures in night.manifest.generation.sides.items():
         slower = replace(figures.stats, wall_s=10 * figures.stats.wall_s)
         night.manifest.generation.sides[side] = replace(figures, stats=slower)
@@ -166,12 +166,12 @@ def test_an_experiment_that_holds_somebody_is_removed_when_they_are_forgotten(fo
     place = tmp_path / "copy" / "workspace" / "experiments" / NAME
     sample = pq.read_table(place / "tables" / "users.parquet")["user_id"].to_pylist()
     others = set(pq.read_table(folder / "tables" / "users.parquet")["user_id"].to_pylist()) - set(sample)
-    told = ask(capfd, tmp_path / "copy", "forget", "--user", min(others))
-    assert told["removed_experiments"] == [] and place.is_dir()
+    receipt = ask(capfd, tmp_path / "copy", "forget", "--user", min(others))
+    assert receipt["removed_experiments"] == [] and place.is_dir()
     kept = ask(capfd, tmp_path / "copy", "runs", "gc")
     assert kept["experiments"] == [NAME] and kept["bytes_tried"] > 0 and place.is_dir()
-    told = ask(capfd, tmp_path / "copy", "forget", "--user", sample[0])
-    assert told["removed_experiments"] == [NAME] and not place.exists()
+    receipt = ask(capfd, tmp_path / "copy", "forget", "--user", sample[0])
+    assert receipt["removed_experiments"] == [NAME] and not place.exists()
     place.mkdir()
     ask(capfd, tmp_path / "copy", "runs", "gc", "--experiments")
     assert not place.exists()
@@ -193,7 +193,7 @@ def test_the_table_has_a_row_a_variant_and_says_what_is_between_the_first_and_th
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "message"),
     [
         (("experiment", "--framework", "kar"), 2, "'kar' is one variant alone; give --framework, or --config, twice"),
         (("experiment", "--framework", "kar", "--framework", "kar"), 2, "kar is given twice"),
@@ -202,20 +202,20 @@ def test_the_table_has_a_row_a_variant_and_says_what_is_between_the_first_and_th
         (("ctr", "compare", "--framework", "kar", "--framework", "mine", "--run", "x"), 2, "--run is for one run"),
     ],
 )
-def test_what_cannot_be_tried_is_refused_before_anything_is_written(folder, capfd, arguments, code, told):
+def test_what_cannot_be_tried_is_refused_before_anything_is_written(folder, capfd, arguments, code, message):
     found = ask(capfd, folder, *arguments, code=code)
-    assert told in " ".join(found["error"].split())
+    assert message in " ".join(found["error"].split())
     assert [path.name for path in (folder / "workspace").glob("experiments/*") if path.name != NAME] == []
 
 
 def test_configurations_that_would_be_judged_on_other_rows_or_tables_are_refused(folder, tried, capfd):
-    for name, changed, told in (
+    for name, changed, message in (
         ("seeds", {"ctr": {"num_seeds": 3}}, "ctr.num_seeds differs, so that nothing would be judged alike"),
         ("tables", {"tables": {"path": "others"}}, "variants are tried on one sample, so set tables.path alike"),
     ):
         other = write_config(folder, f"{name}.yaml", **changed)
         refused = ask(capfd, folder, "experiment", "--config", str(other), *TRIED[4:8], "--date", "2025-02-10", code=3)
-        assert told in refused["error"], name
+        assert message in refused["error"], name
     assert not list((folder / "workspace" / "experiments").glob("2025-02-10-????????"))
     never = ask(capfd, folder, "ctr", "compare", "--config", str(other), code=3)
     assert "has no finished run of the configuration" in never["error"]

@@ -62,8 +62,8 @@ def test_a_row_is_joined_with_what_was_known_before_its_day(workspace, tmp_path,
         }
     )
     pq.write_table(log, tmp_path / "log.parquet")
-    told = asked(workspace, capfd, "asof", tmp_path / "log.parquet", tmp_path / "out.parquet")
-    assert told["rows without features"] == {"users": 2, "items": 1}
+    printed = asked(workspace, capfd, "asof", tmp_path / "log.parquet", tmp_path / "out.parquet")
+    assert printed["rows without features"] == {"users": 2, "items": 1}
     joined = pq.read_table(tmp_path / "out.parquet")
     assert joined.column_names[:4] == log.column_names
     assert joined["user_cluster_id"].to_pylist() == [None, 3, 3, 5, None, 3]
@@ -90,14 +90,14 @@ def test_a_log_that_cannot_be_joined_is_told_and_nothing_written(workspace, tmp_
     pq.write_table(pa.table(columns), log / "a.parquet")
     if "clicked" in columns:
         pq.write_table(pa.table(columns).drop_columns("clicked"), log / "b.parquet")
-    told = asked(workspace, capfd, "asof", log, tmp_path / "out.parquet", code=3)
-    assert named in told["error"]
+    printed = asked(workspace, capfd, "asof", log, tmp_path / "out.parquet", code=3)
+    assert named in printed["error"]
     assert not (tmp_path / "out.parquet").exists()
 
 
 def test_the_history_says_from_when_to_when(workspace, tmp_path, capfd):
-    told = asked(workspace, capfd, "history", tmp_path / "history")
-    assert told["users"] == {"entities": 3, "versions": 4}
+    printed = asked(workspace, capfd, "history", tmp_path / "history")
+    assert printed["users"] == {"entities": 3, "versions": 4}
     users = pq.read_table(tmp_path / "history" / "user.parquet").to_pylist()
     spans = [(row["user_id"], row["valid_from"].day, row["valid_to"] and row["valid_to"].day) for row in users]
     assert spans == [("a", 4, 6), ("a", 6, None), ("b", 4, None), ("c", 6, None)]
@@ -105,11 +105,11 @@ def test_the_history_says_from_when_to_when(workspace, tmp_path, capfd):
 
 def test_an_export_of_what_changed_names_who_went(workspace, tmp_path, capfd):
     first, *_, last = (run.run_id for run in workspace.runs()[1:])
-    told = asked(workspace, capfd, "export", tmp_path / "new", "--since", first)
-    assert told["users"] == {"rows": 2, "gone": 0}
+    printed = asked(workspace, capfd, "export", tmp_path / "new", "--since", first)
+    assert printed["users"] == {"rows": 2, "gone": 0}
     assert pq.read_table(tmp_path / "new" / "user" / "features.parquet")["user_id"].to_pylist() == ["a", "c"]
-    told = asked(workspace, capfd, "export", tmp_path / "old", "--since", last, "--run", first)
-    assert told["users"] == {"rows": 1, "gone": 1}
+    printed = asked(workspace, capfd, "export", tmp_path / "old", "--since", last, "--run", first)
+    assert printed["users"] == {"rows": 1, "gone": 1}
     assert pq.read_table(tmp_path / "old" / "gone_users.parquet")["user_id"].to_pylist() == ["c"]
 
 

@@ -178,17 +178,17 @@ def test_a_person_is_in_no_byte_of_the_workspace_after_being_forgotten(folder, c
 
     dry = forget(folder, capfd, "--user", WHO, "--dry-run")
     assert dry["rows"] and traces(workspace, vectors) == before and not (workspace / "forgotten").exists()
-    told = forget(folder, capfd, "--user", WHO)
+    done = forget(folder, capfd, "--user", WHO)
     assert traces(workspace, vectors) == set() and nearest_centroid(workspace, vectors) > 1e-2
-    assert "still in the input table users" in told["said"] and told["still_in_tables"]["users"] == [WHO]
+    assert "still in the input table users" in done["said"] and done["still_in_tables"]["users"] == [WHO]
 
     assert not [case for run in workspace.glob("runs/*") for case in _audited(run)]
     assert {side: _others(workspace, side) for side in ("user", "item")} == others
     assert json.loads((workspace / "published.json").read_text()) == published
-    assert [run[:10] for run in told["removed_runs"]] == ["2025-03-03"] and told["num_samples"] > 0
-    assert set(told["pools"].values()) == {"rebuilt", "dropped"} and told["num_leftovers"] == 2
+    assert [run[:10] for run in done["removed_runs"]] == ["2025-03-03"] and done["num_samples"] > 0
+    assert set(done["pools"].values()) == {"rebuilt", "dropped"} and done["num_leftovers"] == 2
     assert (workspace / "pools" / "CURRENT").read_text().strip() == published["run_id"]
-    receipt = json.loads(Path(told["receipt"]).read_text())
+    receipt = json.loads(Path(done["receipt"]).read_text())
     assert receipt["is_done"] and list(receipt["ids"]["user"].values()) == [True]
     _check_sums(workspace)
 
@@ -265,9 +265,9 @@ def test_the_same_command_goes_on_where_it_was_killed(folder, capfd, monkeypatch
         place = shutil.copytree(folder, folder.with_name(f"killed-{num_done}"))
         assert killed(place, num_done) == -signal.SIGKILL
         assert bool(unfinished_receipts(place / "workspace")) == (num_done > 0)
-        told = forget(place, capfd, "--user", WHO)
+        done = forget(place, capfd, "--user", WHO)
         assert traces(place / "workspace", vectors) == set() and not unfinished_receipts(place / "workspace")
-        assert told["rows"] == whole["rows"] and told["pools"] == whole["pools"] and told["unknown"]["user"] == []
+        assert done["rows"] == whole["rows"] and done["pools"] == whole["pools"] and done["unknown"]["user"] == []
         assert contents(place / "workspace") == contents(undisturbed / "workspace")
 
 
@@ -296,13 +296,13 @@ def test_every_place_that_a_command_delivered_to_is_named(folder, capfd, monkeyp
     for events in (folder / "workspace").rglob("events.jsonl"):
         events.unlink()
     for options in (("--dry-run",), ()):
-        told = forget(folder, capfd, "--user", WHO, *options)
-        assert told["not_reached"] == [there.as_uri()]
-        assert f"WARNING: runs were delivered to {there.as_uri()} too" in told["said"]
+        done = forget(folder, capfd, "--user", WHO, *options)
+        assert done["not_reached"] == [there.as_uri()]
+        assert f"WARNING: runs were delivered to {there.as_uri()} too" in done["said"]
     config.write_text(yaml.safe_dump(settings | {"deliver_to": there.as_uri()}))
-    told = forget(folder, capfd, "--user", WHO)
-    assert told["not_reached"] == [now.as_uri()]  # where the last command sent the published run
-    assert "sent again" in told["delivered"].values()
+    done = forget(folder, capfd, "--user", WHO)
+    assert done["not_reached"] == [now.as_uri()]  # where the last command sent the published run
+    assert "sent again" in done["delivered"].values()
     assert WHO.encode() not in b"".join(path.read_bytes() for path in there.rglob("*") if path.is_file())
 
 
@@ -315,24 +315,24 @@ def test_ids_come_from_a_file_and_unknown_ones_are_told(folder, capfd, monkeypat
     monkeypatch.setattr(forgetting, "_rebuilt", lambda *_: False)
     (folder / "ids.txt").write_text(f"{WHO}\r\nnobody\n\n", "utf-8-sig")
     before = contents(folder / "workspace")
-    told = forget(folder, capfd, "--user", "nobody", "--item", "7", code=4)
-    assert told["unknown"] == told["nowhere"] == {"user": ["nobody"], "item": ["7"]}
-    receipt = json.loads(Path(told["receipt"]).read_text())
+    done = forget(folder, capfd, "--user", "nobody", "--item", "7", code=4)
+    assert done["unknown"] == done["nowhere"] == {"user": ["nobody"], "item": ["7"]}
+    receipt = json.loads(Path(done["receipt"]).read_text())
     assert receipt["is_done"] and receipt["nowhere"] == {side: [*ids] for side, ids in receipt["ids"].items()}
-    assert "2 ids" not in told["said"] and "1 user id found nowhere" in told["said"] and "'nobody'" in told["said"]
+    assert "2 ids" not in done["said"] and "1 user id found nowhere" in done["said"] and "'nobody'" in done["said"]
     assert {name: held for name, held in contents(folder / "workspace").items() if "torn" not in name} == {
         name: held for name, held in before.items() if "torn" not in name
     }
-    told = forget(folder, capfd, "--ids", str(folder / "ids.txt"), "--dry-run", code=4)
-    assert told["nowhere"]["user"] == ["nobody"] and told["rows"]
-    told = forget(folder, capfd, "--ids", str(folder / "ids.txt"), code=4)
-    assert told["unknown"]["user"] == ["nobody"] and told["rows"]
+    done = forget(folder, capfd, "--ids", str(folder / "ids.txt"), "--dry-run", code=4)
+    assert done["nowhere"]["user"] == ["nobody"] and done["rows"]
+    done = forget(folder, capfd, "--ids", str(folder / "ids.txt"), code=4)
+    assert done["unknown"]["user"] == ["nobody"] and done["rows"]
     shutil.rmtree(folder / "tables")
-    told = forget(folder, capfd, "--user", WHO)  # an earlier receipt says that it was removed
-    assert told["unknown"]["user"] == [WHO] and not told["nowhere"]["user"]
+    done = forget(folder, capfd, "--user", WHO)  # an earlier receipt says that it was removed
+    assert done["unknown"]["user"] == [WHO] and not done["nowhere"]["user"]
     assert forget(folder, capfd, code=2)["kind"]
-    told = forget(folder, capfd, "--item", "i0")
-    assert told["rows"] and "titles of these items stay" in told["said"]
+    done = forget(folder, capfd, "--item", "i0")
+    assert done["rows"] and "titles of these items stay" in done["said"]
     assert not [row for rows in _others(folder / "workspace", "item").values() for row in rows
                 if row.get("entity_id", row.get("item_id")) == "i0"]  # fmt: skip
 

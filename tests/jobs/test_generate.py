@@ -252,8 +252,8 @@ def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_again_when_it
 def finished(night: Night) -> dict:
     """What a night wrote, when it is published; whoever is counted is there, by id and once."""
     for side, figures in night.manifest.generation.sides.items():
-        told = figures.num_generated + figures.num_carried_over + figures.num_waiting + figures.num_without_text
-        assert told + figures.num_quarantined == figures.num_entities
+        num_counted = figures.num_generated + figures.num_carried_over + figures.num_waiting + figures.num_without_text
+        assert num_counted + figures.num_quarantined == figures.num_entities
         postponed = night.run.read_postponed(side)
         assert len(postponed) == figures.num_waiting + figures.num_without_text == sum(figures.postponed.values())
         rows = {row["entity_id"]: row["is_stale"] for row in read_parquet(night.run.knowledge_folder(side)).to_pylist()}

@@ -313,10 +313,10 @@ def test_what_is_not_there_is_no_guess_and_is_said(tmp_path):
     events = guess.mapping["interactions"]
     assert (guess.mapping["items"]["title"], guess.mapping["users"]["id"]) == (None, None)
     assert (events["item_id"], events["timestamp"]["column"]) == (None, None)
-    told = "\n".join(guess.notes)
+    notes = "\n".join(guess.notes)
     for said in ("more.parquet is not used", "users.email is left out of the mapping: looks like e-mail addresses",
                  "none of the values of item_id is a item_id of items", "is date (yesterday, today)"):  # fmt: skip
-        assert said in told
+        assert said in notes
 
 
 @pytest.mark.parametrize("ids", [["1", "2"], ["1.0", "2.0"]])

@@ -92,7 +92,7 @@ def test_a_night_of_a_database_records_the_queries_and_goes_on_without_the_datab
 
 
 @pytest.mark.parametrize(
-    ("told", "said"),
+    ("body", "message"),
     [
         ("instruction: |-\n  Describe it.\n  [%] And more.", r"mine\.yaml, line 8: instruction has \[%\], a control"),
         ('instruction: "It \\u2603"', r"mine\.yaml, line 6: instruction has ☃, a control token of the model"),
@@ -100,17 +100,17 @@ def test_a_night_of_a_database_records_the_queries_and_goes_on_without_the_datab
         ("instruction: A\nattributes: {labels: {<think>: a}}", r"line 7: attributes\.labels has <think>, a control"),
     ],
 )
-def test_control_tokens_of_the_model_itself_are_refused_in_templates_by_file_and_line(world, told, said):
+def test_control_tokens_of_the_model_itself_are_refused_in_templates_by_file_and_line(world, body, message):
     (world / "prompts").mkdir()
     head = "name: mine\nversion: 1\nframework: mine\nside: item\nparser: free\n"
-    (world / "prompts" / "mine.yaml").write_text(head + told + "\n")
+    (world / "prompts" / "mine.yaml").write_text(head + body + "\n")
     shutil.copytree(SAMPLE_MODEL, world / "model")
     tokenizer = AutoTokenizer.from_pretrained(world / "model")
     tokenizer.add_tokens([AddedToken("☃", special=True), AddedToken("[%]"), AddedToken("<think>")])
     tokenizer.save_pretrained(world / "model")
     config = "workspace: workspace\ntables: {path: tables}\nknowledge: {template_dir: prompts, item_template: mine}\n"
     (world / "laserbatch.yaml").write_text(config + "decoding: {model: model}\n")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         opened(world)
     assert not (world / "workspace" / "runs").exists()
 
@@ -216,7 +216,7 @@ def test_a_date_before_all_that_interactions_are_about_opens(world):
 
 
 @pytest.mark.parametrize(
-    ("ages", "told"),
+    ("ages", "message"),
     [
         ([2, 3, 4, 5], None),
         ([3, 4, 5, 9], "3 days before, while days with interactions are usually 1 day apart"),
@@ -227,11 +227,11 @@ def test_a_date_before_all_that_interactions_are_about_opens(world):
         ([], None),
     ],
 )
-def test_a_log_whose_newest_interaction_is_older_than_twice_the_usual_gap_is_said(ages, told):
+def test_a_log_whose_newest_interaction_is_older_than_twice_the_usual_gap_is_said(ages, message):
     moments = [datetime.datetime(2025, 3, 1, 23, 59) - datetime.timedelta(days=age) for age in ages for _ in range(2)]
     times = pa.chunked_array([moments[:3], [*moments[3:], None]], pa.timestamp("us", "UTC"))
     age = log_age(times, DATE)
-    assert (age is not None and age.is_stale) == (told is not None) and (told or "") in str(age)
+    assert (age is not None and age.is_stale) == (message is not None) and (message or "") in str(age)
 
 
 def test_a_night_says_that_the_log_has_stopped_and_opens(world, capsys):

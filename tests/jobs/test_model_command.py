@@ -15,9 +15,9 @@ def test_a_gguf_file_becomes_a_model_folder_and_another_file_changes_nothing(tmp
     path, out = write_sample_gguf(tmp_path / "m.gguf"), tmp_path / "model"
     done = run_here(capfd, "model", "import", str(path), str(out), "--json")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert (told["architecture"], told["stored_as"]) == ("LlamaForCausalLM", "float32")
-    assert told["next"] == f"laserbatch doctor --model {out}"
+    printed = json.loads(done.stdout)
+    assert (printed["architecture"], printed["stored_as"]) == ("LlamaForCausalLM", "float32")
+    assert printed["next"] == f"laserbatch doctor --model {out}"
     assert Settings(decoding={"model": str(out)}).model_dir == out
     before = {file.name: file.read_bytes() for file in out.iterdir()}
     assert run_here(capfd, "model", "import", str(path), str(out)).returncode == 3  # it is there

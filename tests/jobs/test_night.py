@@ -194,9 +194,9 @@ def test_a_backfill_goes_from_each_night_to_the_next_and_publishes_its_last_when
     assert json.loads(run_here(capfd, *arguments, "--json", "--publish").stdout)["published"] == runs[-1].run_id
     assert newest.workspace.publication.run().run_id == runs[-1].run_id == newest.pools.current_version()
     newest.workspace.publication.roll_back()
-    told = run_here(capfd, *arguments, "--json", "--publish")
-    assert f"not published: run {runs[-1].run_id} was rolled back" in " ".join(told.stderr.split())
-    assert json.loads(told.stdout)["published"] == newest.run.run_id
+    repeated = run_here(capfd, *arguments, "--json", "--publish")
+    assert f"not published: run {runs[-1].run_id} was rolled back" in " ".join(repeated.stderr.split())
+    assert json.loads(repeated.stdout)["published"] == newest.run.run_id
     longer = json.loads(run_here(capfd, *arguments[:-1], "2025-03-05", "--json").stdout)
     fifth = newest.workspace.run(longer["nights"][-1]["run_id"]).load_manifest()
     assert fifth.origin.previous_run_id == fifth.generation.pools.version == runs[-2].run_id

@@ -80,10 +80,10 @@ def test_a_night_on_vllm_says_so(manifest):
 
 
 def test_every_chart_says_its_values_to_those_who_do_not_see_it(manifest):
-    told = [
+    titles = [
         attributes["title"] for tag, attributes in outline(manifest).tags if tag == "span" and "title" in attributes
     ]
-    assert any(title.startswith("own previous text ") and title.endswith(" %") for title in told)
+    assert any(title.startswith("own previous text ") and title.endswith(" %") for title in titles)
 
 
 def test_tables_say_which_definition_they_use(manifest):

@@ -58,9 +58,9 @@ def test_a_diff_names_who_changed_and_why_who_appeared_and_who_went(workspace, c
     ], previous=before, failed=[("broken", "unparsable")], settings={"decoding": {"top_k": 3}})  # fmt: skip
     workspace.publication.publish(after)
     for arguments in ((before, after), (before,), ()):  # the published one, and what it was built on
-        told = asked(workspace, capfd, "diff", *arguments)
-        assert (told["before"], told["after"], told["settings"]) == (before, after, {"decoding.top_k": [None, 3]})
-        users = told["users"]
+        diff = asked(workspace, capfd, "diff", *arguments)
+        assert (diff["before"], diff["after"], diff["settings"]) == (before, after, {"decoding.top_k": [None, 3]})
+        users = diff["users"]
         counts = {name: value for name, value in users.items() if name.startswith("num")}
         assert counts == {
             "num_unchanged": 1,
@@ -81,7 +81,7 @@ def test_a_diff_names_who_changed_and_why_who_appeared_and_who_went(workspace, c
             ("broken", "is in quarantine: unparsable"),
             ("gone", "no longer in the tables"),
         ]
-        assert told["items"]["num_unchanged"] == 0
+        assert diff["items"]["num_unchanged"] == 0
     assert len(asked(workspace, capfd, "diff", "--limit", "1")["users"]["changed"]) == 1
     shown = run_here(capfd, "runs", "diff", "--texts", "--workspace", str(workspace.root))
     assert "user moved changed: attributes+history\n  - x\n  + y" in shown.stderr
@@ -95,15 +95,15 @@ def test_listed_are_state_mark_and_size_also_of_what_cannot_be_read(workspace, c
         workspace.publication.publish(run_id)
     workspace.publication.roll_back()
     (workspace.root / "runs" / ".gone.1-ab.tmp").mkdir()  # a removal that was killed
-    told = asked(workspace, capfd, "list")["runs"]
-    marks = [(one["state"], one["published"], one["rolled_back"]) for one in told]
+    listed = asked(workspace, capfd, "list")["runs"]
+    marks = [(one["state"], one["published"], one["rolled_back"]) for one in listed]
     assert marks == [
         ("finished", True, False),
         ("finished", False, True),
         ("unfinished", False, False),
         ("damaged", False, False),
     ]
-    assert all(one["num_bytes"] > 0 for one in told)
+    assert all(one["num_bytes"] > 0 for one in listed)
     table = run_here(capfd, "runs", "list", "--workspace", str(workspace.root)).stdout
     assert f"*  {ids[0]}" in table and "rolled back" in table
     assert asked(workspace, capfd, "show")["run_id"] == ids[0]
@@ -148,10 +148,10 @@ def test_old_runs_are_removed_but_none_that_somebody_needs(workspace, capfd):
 
     (workspace.root / "runs" / ".gone.1-ab.tmp").mkdir()
     before = run_ids()
-    told = asked(workspace, capfd, "gc", "--keep", "1", "--dry-run")
-    assert run_ids() == before and told["num_bytes"] > 0 and told["num_leftovers"] == 1
-    assert told["removed"] == [ids[1], ids[8]]
-    assert told["kept"] == {
+    cleaned = asked(workspace, capfd, "gc", "--keep", "1", "--dry-run")
+    assert run_ids() == before and cleaned["num_bytes"] > 0 and cleaned["num_leftovers"] == 1
+    assert cleaned["removed"] == [ids[1], ids[8]]
+    assert cleaned["kept"] == {
         ids[2]: "a rollback publishes it",
         ids[3]: "published",
         ids[4]: f"run {ids[5]} is built on it",
@@ -159,8 +159,8 @@ def test_old_runs_are_removed_but_none_that_somebody_needs(workspace, capfd):
         ids[7]: "the next night builds on it",
         ids[9]: "among the newest 1",
     }
-    assert asked(workspace, capfd, "gc", "--keep", "1")["removed"] == told["removed"]
-    assert run_ids() == sorted(told["kept"]) and not list((workspace.root / "runs").glob(".*"))
+    assert asked(workspace, capfd, "gc", "--keep", "1")["removed"] == cleaned["removed"]
+    assert run_ids() == sorted(cleaned["kept"]) and not list((workspace.root / "runs").glob(".*"))
     assert asked(workspace, capfd, "gc", "--keep", "1")["num_bytes"] == 0
     more = asked(workspace, capfd, "gc", "--keep", "1", "--unfinished")["removed"]
     assert more == []  # newer than what is kept

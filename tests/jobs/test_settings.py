@@ -109,7 +109,7 @@ def test_the_core_has_at_most_66_options():
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (
             {"decoding": {"engine": "vllm", "verifier": "relaxed"}},
@@ -121,8 +121,8 @@ def test_the_core_has_at_most_66_options():
         ({"decoding": {"engine": "vllm"}, "night": {"compare_with_plain": True}}, "its texts are plain ones"),
     ],
 )
-def test_what_vllm_cannot_do_is_refused(options, told):
-    with pytest.raises(ValidationError, match=told):
+def test_what_vllm_cannot_do_is_refused(options, message):
+    with pytest.raises(ValidationError, match=message):
         Settings.model_validate(options)
 
 
@@ -147,7 +147,7 @@ def with_server(**options):
 
 
 @pytest.mark.parametrize(
-    ("decoding", "told"),
+    ("decoding", "message"),
     [
         ({"verifier": "relaxed"}, "verifier relaxed with engine endpoint: say `verifier: greedy`"),
         ({"temperature": 0.5}, "temperature 0.5 with engine endpoint"),
@@ -161,8 +161,8 @@ def with_server(**options):
         ({"endpoint": SERVER | {"max_tokens": 2}}, "max_tokens"),
     ],
 )
-def test_what_an_endpoint_cannot_do_is_refused(decoding, told):
-    with pytest.raises(ValidationError, match=told):
+def test_what_an_endpoint_cannot_do_is_refused(decoding, message):
+    with pytest.raises(ValidationError, match=message):
         Settings.model_validate({"decoding": {"engine": "endpoint", "endpoint": SERVER} | decoding})
 
 
@@ -179,9 +179,9 @@ def test_one_worker_asks_a_server_and_nothing_is_compared_with_plain_texts(secti
 @pytest.mark.parametrize("options", [{"api_key_env": "sk-secret"}, {"url": "http://me:sk-secret@host/v1"}])
 def test_a_key_in_the_configuration_is_refused_without_being_shown(tmp_path, options):
     text = yaml.safe_dump({"decoding": {"engine": "endpoint", "endpoint": SERVER | options}})
-    with pytest.raises(ConfigError, match="api_key_env") as told:
+    with pytest.raises(ConfigError, match="api_key_env") as raised:
         load_settings(write(tmp_path / "c.yaml", text))
-    assert "sk-secret" not in str(told.value)
+    assert "sk-secret" not in str(raised.value)
 
 
 def test_a_night_keeps_its_name_if_its_server_moves_or_gets_more_money_but_not_if_texts_change():

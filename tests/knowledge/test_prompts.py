@@ -168,4 +168,4 @@ def test_what_was_done_is_said_in_words_where_it_is_no_number(tokenizer, columns
     template = knowledge.template("user", labels_of(events, knowledge.words.events))
     (shown,) = SideQuestions(tables, "user", template, "").shown(np.array([0])).to_pylist()
     lines = text_of(render_shown(template, shown_of_row(shown), tokenizer, 10_000)).split("\n")
-    assert [told for told in lines if "Blue" in told and told.endswith(line)]
+    assert [shown for shown in lines if "Blue" in shown and shown.endswith(line)]

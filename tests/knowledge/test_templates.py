@@ -69,10 +69,10 @@ def test_prompts_speak_of_your_users_and_items_and_of_what_was_done():
     for name in sorted(path.stem for path in SHIPPED_TEMPLATES.glob("*.yaml")):
         side = name.rpartition("_")[2]
         knowledge = KnowledgeSettings(words=words, **{f"{side}_template": name})
-        told = knowledge.template(side, Labels("clicked", "none")).model_dump_json(exclude={"name", "factors"})
-        assert "song" in told and not re.search(r"titles|person|\b[Rr]ated\b", told), name
-    told = KnowledgeSettings(words=words | {"interacted": "skipped"}).template("user", Labels("clicked", "none"))
-    assert "songs that the listener skipped" in told.instruction and told.history.heading == "Skipped songs:"
+        template = knowledge.template(side, Labels("clicked", "none")).model_dump_json(exclude={"name", "factors"})
+        assert "song" in template and not re.search(r"titles|person|\b[Rr]ated\b", template), name
+    template = KnowledgeSettings(words=words | {"interacted": "skipped"}).template("user", Labels("clicked", "none"))
+    assert "songs that the listener skipped" in template.instruction and template.history.heading == "Skipped songs:"
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,8 @@ def test_clicks_and_events_are_words_in_every_shipped_prompt(name):
     zero_or_one = knowledge.template("user", Labels("picked or passed over", "words", "picked")).history
     assert zero_or_one.line == lines.line and zero_or_one.ratings == {0: "passed over", 1: "picked"}
     assert knowledge.template("user", Labels("viewed", "none")).history.line == lines.line_unrated
-    told = knowledge.template("user", Labels("clicked or viewed", "words")).model_dump_json(exclude={"history"})
-    assert "clicked or viewed" in told and not re.search("rated|Rating|Genre", told)
+    template = knowledge.template("user", Labels("clicked or viewed", "words")).model_dump_json(exclude={"history"})
+    assert "clicked or viewed" in template and not re.search("rated|Rating|Genre", template)
 
 
 def test_a_template_without_a_line_for_events_has_their_words_in_place_of_numbers(tmp_path):
@@ -157,8 +157,8 @@ def test_the_bundled_model_is_asked_in_the_words_that_it_was_trained_on():
     other = Settings.model_validate({"decoding": {"model": "qwen"}}).effective_knowledge.template("item").instruction
     assert "library" not in other and "genre" not in other
     own = Settings.model_validate({"knowledge": {"item_factors": ["taste"], "words": {"item": "cake"}}})
-    told = own.effective_knowledge.template("item").instruction
-    assert "one cake of a library" in told and "its taste, and" in told
+    instruction = own.effective_knowledge.template("item").instruction
+    assert "one cake of a library" in instruction and "its taste, and" in instruction
 
 
 def test_domains_are_known_by_names_of_items():

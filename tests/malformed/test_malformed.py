@@ -29,9 +29,9 @@ def test_what_is_malformed_is_named_and_nothing_is_touched(case, tmp_path, capfd
     case.change(tmp_path)
     before = contents(tmp_path)
     done = run_here(capfd, *case.command, "--json")
-    told = json.loads(done.stdout)
-    assert (done.returncode, told["exit_code"]) == (case.code, case.code), done.stderr
-    missing = [word for word in case.words if word not in told["error"]]
-    assert not missing, f"{missing} not in: {told['error']}"
-    assert "Traceback" not in done.stderr and "pydantic" not in told["error"]
+    printed = json.loads(done.stdout)
+    assert (done.returncode, printed["exit_code"]) == (case.code, case.code), done.stderr
+    missing = [word for word in case.words if word not in printed["error"]]
+    assert not missing, f"{missing} not in: {printed['error']}"
+    assert "Traceback" not in done.stderr and "pydantic" not in printed["error"]
     assert contents(tmp_path) == before

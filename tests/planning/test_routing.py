@@ -21,12 +21,12 @@ def world(tmp_path_factory):
 def test_the_router_is_told_counts_and_attributes(world):
     class Listening:
         def routes(self, *arguments):
-            told.extend(arguments)
+            recorded.extend(arguments)
 
-    told = []
+    recorded = []
     tables = read_tables(world / "tables", as_of=DATE)
     side_routes(Listening(), tables, "user")
-    entities, counts = told
+    entities, counts = recorded
     assert entities.equals(tables.users)
     of_users = tables.interactions["user_id"].to_pylist()
     assert counts.tolist() == [of_users.count(key) for key in entities["user_id"].to_pylist()]

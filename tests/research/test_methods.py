@@ -1,4 +1,4 @@
-"""The table of methods: what is told of its rows, and what the model thinks of what was written."""
+"""The table of methods: its rows, and how probable the model finds what was written."""
 
 from types import SimpleNamespace
 

@@ -9,8 +9,8 @@ import pytest
 
 from laserbatch.research.recommending.codes import ItemCodes
 from laserbatch.research.recommending.planned import (
+    carried_lists,
     due_lists,
-    kept_lists,
     list_fingerprints,
     listed_drafts,
     stale_lists,
@@ -42,7 +42,7 @@ def test_a_list_stays_where_it_follows_from_the_same_and_has_only_what_is_there(
     rows, table = before
     users = [f"u{n}" for n in range(25, -5, -1)]
     fingerprints = [f"f{n % 3}" for n in range(30)]
-    kept = kept_lists(table, pa.array(users), pa.array(fingerprints), ITEMS)
+    kept = carried_lists(table, pa.array(users), pa.array(fingerprints), ITEMS)
     known = {row["entity_id"]: (place, row) for place, row in enumerate(rows)}
     for user, fingerprint, place in zip(users, fingerprints, kept.tolist(), strict=True):
         old, row = known.get(user, (-1, None))

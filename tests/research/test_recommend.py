@@ -97,11 +97,11 @@ def lists_of(done: Done) -> dict:
 def test_everybody_gets_a_list_and_the_unchanged_keep_theirs(world, capfd):
     first = recommend(capfd, world)
     assert first.returncode == 0, first.stderr
-    told, lists = json.loads(first.stdout), lists_of(first)
-    assert len(lists) == told["users"]["entities"] and {len(one) for one in lists.values()} == {5}
-    assert Workspace.open(world[0] / "workspace" / "recommendations").publication.run().run_id == told["run_id"]
+    printed, lists = json.loads(first.stdout), lists_of(first)
+    assert len(lists) == printed["users"]["entities"] and {len(one) for one in lists.values()} == {5}
+    assert Workspace.open(world[0] / "workspace" / "recommendations").publication.run().run_id == printed["run_id"]
     again = recommend(capfd, world)
-    assert json.loads(again.stdout)["run_id"] == told["run_id"] and "finished already" in again.stderr
+    assert json.loads(again.stdout)["run_id"] == printed["run_id"] and "finished already" in again.stderr
     second = recommend(capfd, world, SECOND_DATE)
     users = json.loads(second.stdout)["users"]
     assert users["carried_over"] > 0 and users["generated"] + users["carried_over"] == users["entities"]
@@ -147,8 +147,8 @@ def test_new_items_are_listed_by_the_codes_of_the_most_alike(world, capfd):
     items = publish_vectors(folder)
     done = recommend(capfd, world, SECOND_DATE, "--force", num_items=len(items))
     assert done.returncode == 0, done.stderr
-    told = re.search(r"(\d+) items came since the recommender was trained: (\d+) have", done.stderr)
-    assert told[1] == told[2] != "0"
+    counts = re.search(r"(\d+) items came since the recommender was trained: (\d+) have", done.stderr)
+    assert counts[1] == counts[2] != "0"
     known = pq.read_table(folder / "codes.parquet")["item_id"].to_pylist()
     assert {item for one in lists_of(done).values() for item in one} - set(known)
 
@@ -246,8 +246,8 @@ def test_lists_of_somebody_who_is_forgotten_go(world, capfd):
     assert user not in pq.read_table(delivered)["user_id"].to_pylist()
     assert recommend(capfd, world, **deliver_to).returncode == 0  # finished still
     write_config(folder)
-    told = run_here(capfd, "forget", "--config", str(folder / "laserbatch.yaml"), "--user", "u0", "--dry-run", "--json")
-    assert json.loads(told.stdout)["not_reached"] == [f"{there.as_uri()}/recommendations"]
+    dry = run_here(capfd, "forget", "--config", str(folder / "laserbatch.yaml"), "--user", "u0", "--dry-run", "--json")
+    assert json.loads(dry.stdout)["not_reached"] == [f"{there.as_uri()}/recommendations"]
 
 
 @pytest.mark.parametrize(
@@ -279,10 +279,10 @@ def test_users_whose_numbers_are_broken_keep_the_last_list_as_stale(world, capfd
     for user in failed["entity_id"].to_pylist():
         rows = lists.filter(pc.equal(lists["user_id"], user))
         assert rows["item_id"].to_pylist() == before.get(user, [])
-    told = {
+    options = {
         "gates": {"max_failed_share": 1.0, "min_coverage": 0.0},
         "metrics": {"textfile": str(folder / "laserbatch.prom")},
     }
-    again = recommend(capfd, world, SECOND_DATE, model=str(broken), **told)
+    again = recommend(capfd, world, SECOND_DATE, model=str(broken), **options)
     assert again.returncode == 0 and "judged again" in again.stderr and run.is_finished
     assert "laserbatch_lists_last_exit_code 0" in (folder / "laserbatch_lists.prom").read_text()

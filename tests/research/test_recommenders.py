@@ -93,13 +93,13 @@ def world(tmp_path_factory):
 def test_a_recommender_learns_what_comes_next_and_only_says_items(world):
     items, histories, folder = world
     target, trie = load_recommender(folder / "target"), ItemTrie.of(items)
-    told = histories[:40]
+    trained_on = histories[:40]
     trees = CodeTrees(
-        target.model, trie, target.card.first_tokens, [target.card.prompt(items.codes[one[:-1]]) for one in told]
+        target.model, trie, target.card.first_tokens, [target.card.prompt(items.codes[one[:-1]]) for one in trained_on]
     )
-    found = search(trees, trie, len(told), 3, BeamDrafter())
-    assert np.mean([one[-1] in list.rows for one, list in zip(told, found, strict=True)]) > 0.8
-    assert np.mean([one[-2] + 1 == list.rows[0] for one, list in zip(told, found, strict=True)]) > 0.7
+    found = search(trees, trie, len(trained_on), 3, BeamDrafter())
+    assert np.mean([one[-1] in list.rows for one, list in zip(trained_on, found, strict=True)]) > 0.8
+    assert np.mean([one[-2] + 1 == list.rows[0] for one, list in zip(trained_on, found, strict=True)]) > 0.7
 
 
 def test_the_loss_is_over_what_a_catalogue_has_there(world):
@@ -206,10 +206,10 @@ def test_a_killed_training_goes_on_to_the_same_bytes(world, tmp_path):
         hidden_size=64, num_layers=1, epochs=2, batch_size=16, num_listed=60, seconds_between_checkpoints=0.0
     )
 
-    def train(kind, folder, tell=lambda *told: None):
+    def train(kind, folder, on_progress=lambda *progress: None):
         if kind == "target":
-            return train_recommender(items, histories, folder, options, tell)
-        return train_draft(kind, load_recommender(world[2] / "target"), items, histories, folder, options, tell)
+            return train_recommender(items, histories, folder, options, on_progress)
+        return train_draft(kind, load_recommender(world[2] / "target"), items, histories, folder, options, on_progress)
 
     for kind, last in (("target", 8), ("atspeed_s", 6)):
         whole = train(kind, tmp_path / kind / "whole")
@@ -218,13 +218,13 @@ def test_a_killed_training_goes_on_to_the_same_bytes(world, tmp_path):
             if step == last:
                 raise KeyboardInterrupt
 
-        folder, told = tmp_path / kind / "killed", []
+        folder, steps = tmp_path / kind / "killed", []
         with pytest.raises(KeyboardInterrupt):
             train(kind, folder, killed)
         with pytest.raises(ModelError, match="holds no recommender"):
             load_recommender(folder)
-        card = train(kind, folder, lambda step, *_, told=told: told.append(step))
-        assert told[0] == last and {path.name for path in folder.iterdir()} == {
+        card = train(kind, folder, lambda step, *_, steps=steps: steps.append(step))
+        assert steps[0] == last and {path.name for path in folder.iterdir()} == {
             "config.json", "generation_config.json", "model.safetensors", "recommender.json"
         }  # fmt: skip
         assert card.model_copy(update={"training_seconds": whole.training_seconds}) == whole

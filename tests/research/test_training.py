@@ -78,7 +78,7 @@ def test_a_trained_drafter_is_often_right_and_changes_no_text(kind, trained, tex
         expected = judging[int(result.request_id)].token_ids
         assert result.token_ids.tolist() == expected.tolist()
     pace = sum(len(r.token_ids) for r in results) / sum(r.num_steps for r in results)
-    assert pace == pytest.approx(card.tokens_per_step, rel=0.1)  # what was told of it is what it does
+    assert pace == pytest.approx(card.tokens_per_step, rel=0.1)  # the card says what the drafter does
 
 
 def plain_target() -> Target:
@@ -178,9 +178,9 @@ def test_a_killed_training_goes_on_to_the_same_bytes(texts, trained, tmp_path, m
     with pytest.raises(Killed):
         train_drafter("eagle", SAMPLE_MODEL, texts, tmp_path, options, kill_at)
     assert (tmp_path / training.CHECKPOINT_NAME).exists()
-    told = []
-    train_drafter("eagle", SAMPLE_MODEL, texts, tmp_path, options, lambda step, *_: told.append(step))
-    assert told[0] == 7  # the seventh step's checkpoint was not written yet
+    steps = []
+    train_drafter("eagle", SAMPLE_MODEL, texts, tmp_path, options, lambda step, *_: steps.append(step))
+    assert steps[0] == 7  # the seventh step's checkpoint was not written yet
     whole = trained["eagle"][0]
     assert (tmp_path / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     cards = [json.loads((folder / CARD_NAME).read_text()) | {"training_seconds": 0} for folder in (tmp_path, whole)]
@@ -248,6 +248,6 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_a_damaged_one_is
     assert learning.read_facts(path) == {}
     for name in (f".{path.name}.1-ab.tmp", ".thesis.txt.1-ab.tmp"):  # of a killed writer
         (tmp_path / name).touch()
-    assert learning.files_there(tmp_path) == {path.name}
+    assert learning.files_in(tmp_path) == {path.name}
     learning.drop_files(tmp_path, path.name)
     assert os.listdir(tmp_path) == [".thesis.txt.1-ab.tmp"]

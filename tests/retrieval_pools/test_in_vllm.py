@@ -37,11 +37,11 @@ model, prompts, speculative, out = json.loads(sys.argv[1])
 llm = LLM(model, **json.loads(sys.argv[2]), speculative_config=speculative)
 sampling = SamplingParams(temperature=0, max_tokens=120, ignore_eos=False)
 found = llm.generate([{"prompt_token_ids": one} for one in prompts], sampling, use_tqdm=False)
-told = {"texts": [one.outputs[0].token_ids for one in found]}
+output = {"texts": [one.outputs[0].token_ids for one in found]}
 if speculative is not None:
     drafter = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
-    told |= {name: getattr(drafter, name) for name in ("num_failed", "num_drafted", "num_accepted", "num_started")}
-Path(out).write_text(json.dumps(told))
+    output |= {name: getattr(drafter, name) for name in ("num_failed", "num_drafted", "num_accepted", "num_started")}
+Path(out).write_text(json.dumps(output))
 """
 
 
@@ -55,7 +55,7 @@ def run(*arguments):
 
 def written(folder, model, prompts, speculative=None):
     """What vLLM writes, in a process of its own."""
-    out = folder / "told.json"
+    out = folder / "output.json"
     run("-c", WRITE, json.dumps([str(model), prompts, speculative, str(out)]), json.dumps(ENGINE))
     return json.loads(out.read_text())
 
@@ -89,13 +89,13 @@ def world(shared_models, tmp_path_factory):
 
 def test_texts_are_those_of_plain_decoding_and_drafts_are_accepted(world):
     folder, model, prompts, plain = world
-    told = written(folder, model, prompts, speculative_config(model, 6))
-    assert told["texts"] == plain
-    assert told["num_failed"] == 0
-    assert told["num_started"] == len(prompts)  # more than fit the batch, so rows are used again
+    output = written(folder, model, prompts, speculative_config(model, 6))
+    assert output["texts"] == plain
+    assert output["num_failed"] == 0
+    assert output["num_started"] == len(prompts)  # more than fit the batch, so rows are used again
     own = sum(len(text) for text in (*plain[:3], plain[5]))  # those that are known to pool or routes
-    assert told["num_accepted"] > own / 2
-    assert told["num_drafted"] > told["num_accepted"]
+    assert output["num_accepted"] > own / 2
+    assert output["num_drafted"] > output["num_accepted"]
 
 
 def test_what_is_wrong_is_said_before_the_engine_loads(world, tmp_path, monkeypatch):
@@ -162,14 +162,14 @@ def test_nights_on_vllm_write_the_texts_of_our_engine(tmp_path):
             environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
             ran = subprocess.run([*command, "--json"], env=environment, capture_output=True, text=True, check=False)
             assert ran.returncode == 0, ran.stderr[-3000:]
-            told = json.loads(ran.stdout)
+            result = json.loads(ran.stdout)
             rows = [
                 row for side in ("user", "item")
-                for row in pq.read_table(tmp_path / name / "runs" / told["run_id"] / "knowledge" / side).to_pylist()
+                for row in pq.read_table(tmp_path / name / "runs" / result["run_id"] / "knowledge" / side).to_pylist()
             ]  # fmt: skip
-            found[name, date] = told, {(row["side"], row["entity_id"]): row for row in rows}
+            found[name, date] = result, {(row["side"], row["entity_id"]): row for row in rows}
     for date in ("2025-03-01", "2025-03-05"):
-        (told, theirs), (_, ours) = found["vllm", date], found["ours", date]
+        (result, theirs), (_, ours) = found["vllm", date], found["ours", date]
         assert theirs.keys() == ours.keys()
         num_other = sum(row["text"] != ours[key]["text"] for key, row in theirs.items())
         print(f"{date}: {num_other} of {len(theirs)} texts differ")
@@ -177,8 +177,8 @@ def test_nights_on_vllm_write_the_texts_of_our_engine(tmp_path):
         assert {row["finish_reason"] for row in theirs.values()} == {row["finish_reason"] for row in ours.values()}
         provenance = json.loads(next(iter(theirs.values()))["decoding_json"])
         assert provenance["verifier"] == "greedy" and provenance["engine"] == "vllm"
-    told, rows = found["vllm", "2025-03-05"]
-    assert told["users"]["num_generated"] > 0 and told["users"]["tokens_per_step"] > 1.5, "drafts of the night before"
+    result, rows = found["vllm", "2025-03-05"]
+    assert result["users"]["num_generated"] > 0 and result["users"]["tokens_per_step"] > 1.5, "drafts of night 1"
     for row in rows.values():
         assert (
             len(row["token_ids"]) <= row["num_steps"] + row["num_accepted"]

@@ -148,8 +148,8 @@ def test_another_sglang_is_left_as_it_is_with_a_warning(monkeypatch, caplog, alg
     for _ in range(2):
         sglang.register()
     sglang.register.cache_clear()
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert "LASERBATCH is not available: this SGLang takes none as 0.5.23 does" in told
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "LASERBATCH is not available: this SGLang takes none as 0.5.23 does" in message
 
 
 IN_SGLANG = """

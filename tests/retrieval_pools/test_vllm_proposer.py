@@ -46,12 +46,12 @@ def world(tmp_path, monkeypatch):
     return tmp_path
 
 
-def told(world, **settings):
+def write_settings(world, **settings):
     (world / "drafts.json").write_text(json.dumps({"pools": "pools", "side": "user"} | settings))
 
 
 def proposer(world, k=4, **settings):
-    told(world, **settings)
+    write_settings(world, **settings)
     return PoolProposer(vllm_config(world, k))
 
 
@@ -154,8 +154,8 @@ def test_chains_are_cut_so_that_most_tokens_are_written_a_second(world):
 
 def test_costs_of_batches_between_those_measured_lie_between_them(world):
     steps = [(1, 1, 1.0), (1, 3, 2.0), (4, 4, 2.0), (4, 12, 6.0)]
-    told = [dict(zip(("batch_size", "num_tokens", "seconds"), one, strict=True)) for one in steps]
-    (world / "cost.json").write_text(json.dumps({"steps": told}))
+    costs = [dict(zip(("batch_size", "num_tokens", "seconds"), one, strict=True)) for one in steps]
+    (world / "cost.json").write_text(json.dumps({"steps": costs}))
     cost = read_step_cost(world / "cost.json")
     assert cost.seconds_between(1, np.array([0, 1, 2, 4])).tolist() == [1.0, 1.5, 2.0, 3.0]
     assert cost.seconds_between(4, np.array([0, 8])).tolist() == [2.0, 6.0]
@@ -175,8 +175,8 @@ def test_costs_of_batches_between_those_measured_lie_between_them(world):
     ],
 )
 def test_a_step_cost_that_is_none_is_refused_by_its_key(world, steps, sentence):
-    told = [dict(zip(("batch_size", "num_tokens", "seconds"), one, strict=True)) for one in steps]
-    (world / "cost.json").write_text(json.dumps({"steps": told}))
+    costs = [dict(zip(("batch_size", "num_tokens", "seconds"), one, strict=True)) for one in steps]
+    (world / "cost.json").write_text(json.dumps({"steps": costs}))
     with pytest.raises(PoolError, match=rf"cost.json is no step cost \(.*{sentence}.*measure one"):
         read_step_cost(world / "cost.json")
 
@@ -197,7 +197,7 @@ def test_no_draft_exceeds_the_longest_text(world):
 
 
 def test_what_is_missing_or_of_another_tokenizer_is_said_before_anything_loads(world, monkeypatch):
-    told(world, version="v2")
+    write_settings(world, version="v2")
     for change, sentence in (
         ({"version": "v2"}, "there are no pools 'v2'"),
         ({"side": "item"}, "none of the side 'item'"),

@@ -336,8 +336,8 @@ def rolled_back(year, rng):
 def published_by_name(year, rng):
     """`runs publish` of any finished run, one that was taken back too."""
     before, run_id = year.oracle.gone or year.oracle.published, rng.choice(sorted(year.oracle.runs))
-    told, _, _ = year.done("runs", "publish", run_id)
-    assert told == {"published": run_id, "published_before": before}, told
+    printed, _, _ = year.done("runs", "publish", run_id)
+    assert printed == {"published": run_id, "published_before": before}, printed
     year.oracle.publish(run_id)
     year.oracle.mended()
     year.oracle.check_published()
@@ -433,39 +433,39 @@ FAULTS = [table_missing, table_cut, table_empty, id_twice, users_of_others]
 # ---- a day
 
 
-def live(year, number: int, day: datetime.date, told: list[str]) -> datetime.date:
-    """One day's changes and the night after it; returns the next day. `told` gets what happened."""
+def live(year, number: int, day: datetime.date, happened: list[str]) -> datetime.date:
+    """One day's changes and the night after it; returns the next day. `happened` gets what happened."""
     rng = random.Random(f"{year.seed} {number}")
     date = str(day)
     if rng.random() > 0.15:  # else nothing changed at all
         events, weights = zip(*EVERY_DAY, strict=True)
         for event in rng.choices(events, weights, k=rng.choice((1, 1, 2, 3))):
             if event(year, rng, date) is not False:
-                told.append(event.__name__)
+                happened.append(event.__name__)
     if number and rng.random() < 0.25:
         change = rng.choice(SETTINGS)
         change(year, rng, date)
-        told.append(change.__name__)
+        happened.append(change.__name__)
     if number and rng.random() < 0.15:
         accident = rng.choice(ACCIDENTS)
         accident(year, rng)
-        told.append(accident.__name__)
+        happened.append(accident.__name__)
     elif number and rng.random() < 0.15:
         fault = rng.choice(FAULTS)
         year.world.write(year.folder / "tables")
         words = fault(year, rng)
-        told.append(fault.__name__)
+        happened.append(fault.__name__)
         year.refused(date, 3, *words, writes_tables=False)
     if number > 2 and year.oracle.runs and rng.random() < 0.12:
         deed = rng.choice(DEEDS)
-        told.append(deed.__name__)
+        happened.append(deed.__name__)
         deed(year, rng)
     kinds = (ordinary, forced, interrupted, disk_full, backfilled, filled, future, late, held)
     kind = rng.choices(kinds, (14, 1, 3, 1.5, 2, 2, 0.5, 1.5, 1))[0] if number else ordinary
-    told.append(kind.__name__)
+    happened.append(kind.__name__)
     kind(year, rng, day)
     if rng.random() < 0.1:
-        told.append("repeated")
+        happened.append("repeated")
         year.repeated(date)
     return day + DAY * rng.choices((1, 2, 4), (12, 1, 1))[0]
 

@@ -205,12 +205,12 @@ class Year:
         """A range of nights, each from the one before it; finished ones stay as they are, readers see none of them."""
         oracle, settings, before = self.oracle, self.settings_key(), None
         options = ("backfill", "--from", first, "--to", last, *(("--publish",) if publish else ()))
-        told, _, is_whole = self.done(*options, stop_at=stop_at)
+        printed, _, is_whole = self.done(*options, stop_at=stop_at)
         nights = [
-            str(datetime.date.fromisoformat(first) + datetime.timedelta(days=n)) for n in range(len(told["nights"]))
+            str(datetime.date.fromisoformat(first) + datetime.timedelta(days=n)) for n in range(len(printed["nights"]))
         ]
-        assert [night["date"] for night in told["nights"]] == nights and nights[-1] == last
-        for row in told["nights"]:
+        assert [night["date"] for night in printed["nights"]] == nights and nights[-1] == last
+        for row in printed["nights"]:
             date, run_id = row["date"], row["run_id"]
             if (known := oracle.run_of(date, settings)) is not None:
                 assert run_id == known.run_id, (run_id, known.run_id)
@@ -222,7 +222,7 @@ class Year:
             before = oracle.check(self, self.summary_of(run_id), previous, pools, False, is_whole and pools is not None)
         if publish and run_id not in oracle.not_built_on:
             oracle.publish(run_id)
-        assert told["published"] == oracle.published
+        assert printed["published"] == oracle.published
         before = oracle.runs[run_id]
         is_new = before.order == self.num_commands
         oracle.check_pointers(before, KEEP_VERSIONS + 1, is_new)
@@ -241,8 +241,8 @@ class Year:
         """Users who are no longer in the tables leave every run; everybody else's rows stay as they are."""
         oracle, ids = self.oracle, [part for user in users for part in ("--user", str(user))]
         before = {run_id: {side: self.texts(run_id, side) for side in ("user", "item")} for run_id in oracle.runs}
-        told, _, _ = self.done("forget", *ids, stop_at=stop_at)
-        assert told["is_done"] and not told["still_in_tables"], told
+        printed, _, _ = self.done("forget", *ids, stop_at=stop_at)
+        assert printed["is_done"] and not printed["still_in_tables"], printed
         for run_id, run in oracle.runs.items():
             folder = self.workspace / "runs" / run_id
             assert (folder / "_SUCCESS").exists()
@@ -253,16 +253,16 @@ class Year:
             features = {row["user_id"] for row in pq.read_table(folder / "features" / "user.parquet").to_pylist()}
             assert features == before[run_id]["user"].keys(), run_id
             run.files = contents(folder)
-        oracle.unusable_pools -= {version for version, what in told["pools"].items() if what == "rebuilt"}
+        oracle.unusable_pools -= {version for version, what in printed["pools"].items() if what == "rebuilt"}
         oracle.check_published()
         oracle.check_no_leftovers()
 
     def collected(self, keep: int) -> None:
         """`runs gc`: so many of the newest stay, and whatever is needed."""
         kept = self.oracle.kept_by_gc(keep)
-        told, _, _ = self.done("runs", "gc", "--keep", str(keep))
+        printed, _, _ = self.done("runs", "gc", "--keep", str(keep))
         there = {path.name for path in (self.workspace / "runs").iterdir()}
-        assert there == kept == told["kept"].keys(), (there ^ kept, told)
+        assert there == kept == printed["kept"].keys(), (there ^ kept, printed)
         for run_id in self.oracle.runs.keys() - kept:
             self.oracle.forget(run_id)
         self.oracle.held &= kept
@@ -281,30 +281,30 @@ class Year:
     def planned(self, date: str) -> dict:
         """`nightly --dry-run`: it touches nothing."""
         before = contents(self.workspace)
-        told, _, _ = self.done("nightly", "--date", date, "--dry-run")
+        plan, _, _ = self.done("nightly", "--date", date, "--dry-run")
         assert contents(self.workspace) == before
-        return told
+        return plan
 
     def compared(self, run_id: str) -> None:
         """`runs diff` with the run that a run was built on counts what their texts say."""
         previous = self.oracle.runs[run_id].previous
         if previous not in self.oracle.runs:
             return
-        told, _, _ = self.done("runs", "diff", previous, run_id)
+        diff, _, _ = self.done("runs", "diff", previous, run_id)
         for side in ("user", "item"):
             old, new = ({str(key): row for key, row in self.texts(one, side).items()} for one in (previous, run_id))
             changed = sum(old[key]["text"] != row["text"] for key, row in new.items() if key in old)
-            counted = tuple(told[f"{side}s"][f"num_{name}"] for name in ("changed", "added", "removed"))
-            assert counted == (changed, len(new.keys() - old.keys()), len(old.keys() - new.keys())), (side, told)
-            assert sum(told[f"{side}s"]["reasons"].values()) == changed
+            counted = tuple(diff[f"{side}s"][f"num_{name}"] for name in ("changed", "added", "removed"))
+            assert counted == (changed, len(new.keys() - old.keys()), len(old.keys() - new.keys())), (side, diff)
+            assert sum(diff[f"{side}s"]["reasons"].values()) == changed
 
     def refused(self, date: str, code: int, *words: str, writes_tables: bool = True) -> None:
         """A night that must not happen: its exit code, what it says, and that nothing was touched."""
         before = contents(self.workspace) if self.workspace.exists() else {}
         done = self.command("nightly", "--date", date, writes_tables=writes_tables)
         assert done.code == code, f"{date}: exit code {done.code}, expected {code}\n{done.said}"
-        told = json.loads(done.out)
-        assert told["exit_code"] == code and all(word in told["error"] for word in words), told
+        printed = json.loads(done.out)
+        assert printed["exit_code"] == code and all(word in printed["error"] for word in words), printed
         assert "Traceback" not in done.said
         now = contents(self.workspace) if self.workspace.exists() else {}
         now.pop(self.workspace / "LOCK", None), before.pop(self.workspace / "LOCK", None)
@@ -313,10 +313,10 @@ class Year:
     def held(self, date: str, before: set[Path]) -> None:
         """A night that a gate holds back: it is done, says how to let it through, and nobody sees it."""
         done = self.command("nightly", "--date", date)
-        told = json.loads(done.out)
-        assert done.code == told["exit_code"] == 4 and told["kind"] == "RunHeld", (done.code, done.said)
+        printed = json.loads(done.out)
+        assert done.code == printed["exit_code"] == 4 and printed["kind"] == "RunHeld", (done.code, done.said)
         (run,) = set((self.workspace / "runs").iterdir()) - before
-        assert "gates.max_failed_share" in told["error"] and f"runs publish {run.name}" in told["error"], told
+        assert "gates.max_failed_share" in printed["error"] and f"runs publish {run.name}" in printed["error"], printed
         assert (run / "_HELD").exists() and not (run / "_SUCCESS").exists()
         self.oracle.held.add(run.name)
         self.oracle.mended()
@@ -346,20 +346,20 @@ def run_year(folder: Path, num_nights: int, seed: int = 0, tell=lambda line: Non
         year = Year(folder, seed)
         day = FIRST_DAY
         for number in range(num_nights):
-            told: list[str] = []
+            happened: list[str] = []
             begun_s = time.perf_counter()
             try:
-                day = live(year, number, day, told)
+                day = live(year, number, day, happened)
                 year.oracle.check_unchanged(newest=3)
             except Exception as error:
-                result["failed"] = {"night": number, "day": str(day), "events": told, "error": repr(error)}
-                tell(f"{number} {day} {' '.join(told)}:\n{traceback.format_exc()}")
+                result["failed"] = {"night": number, "day": str(day), "events": happened, "error": repr(error)}
+                tell(f"{number} {day} {' '.join(happened)}:\n{traceback.format_exc()}")
                 break
-            year.counts.update(told)
+            year.counts.update(happened)
             if number % 10 == 9:
                 gc.collect()
                 nights.append((number, _resident_mb(), len(os.listdir("/proc/self/fd"))))
-            tell(f"{number} {day} {' '.join(told)} ({time.perf_counter() - begun_s:.1f} s)")
+            tell(f"{number} {day} {' '.join(happened)} ({time.perf_counter() - begun_s:.1f} s)")
             result["as_they_must_be"] += 1
         if result["failed"] is None:
             year.oracle.check_unchanged()

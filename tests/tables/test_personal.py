@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from laserbatch.jobs.commands.nightly import left_out_columns
-from laserbatch.jobs.commands.try_one import with_one
+from laserbatch.jobs.commands.try_one import with_only
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.inputs import (
     changed_inputs,
@@ -169,7 +169,7 @@ def prompt_parts(path, settings: Settings) -> list[str]:
     tables = read_tables(path)
     parts = []
     for side in SIDES:
-        questions = SideQuestions(with_one(tables, side, None), side, settings.effective_knowledge.template(side), "")
+        questions = SideQuestions(with_only(tables, side, None), side, settings.effective_knowledge.template(side), "")
         (row,) = questions.shown(np.array([0])).to_pylist()
         shown = shown_of_row(row)
         parts += [shown.attributes, *(event[1] for event in shown.events)]

@@ -193,8 +193,8 @@ def test_events_are_text_in_whatever_encoding_and_a_file_may_be_without_any(tmp_
     for name, events in kinds.items():
         pq.write_table(world.append_column("event", events), path / "interactions" / f"{name}.parquet")
     assert not [str(one) for one in check_tables(path)]
-    told = read_tables(path, keep_duplicates=True).interactions
-    assert sorted(told["event"].to_pylist(), key=str) == [None] * 4 + ["click"] * 4 + ["view"]
+    interactions = read_tables(path, keep_duplicates=True).interactions
+    assert sorted(interactions["event"].to_pylist(), key=str) == [None] * 4 + ["click"] * 4 + ["view"]
     assert read_tables(path, DAY_1.date(), keep_duplicates=True).interactions["event"].to_pylist().count("click") == 4
     pq.write_table(world.append_column("event", pa.array([1, 2, 3])), path / "interactions" / "0.parquet")
     with pytest.raises(TableError, match=r"interactions.event .*int64; expected a string; write its codes as words"):
@@ -290,11 +290,11 @@ def test_integer_times_are_in_the_unit_that_all_values_leave_and_it_is_said(tmp_
 )
 def test_integers_that_are_dates_or_days_are_no_seconds(tmp_path, times, reading):
     path = write_world(tmp_path, interactions=replaced("interactions", timestamp=times))
-    told = rf"interactions\.timestamp \(.*\): the integers from {min(times)} to {max(times)} look like {reading}"
-    with pytest.raises(TableError, match=told):
+    message = rf"interactions\.timestamp \(.*\): the integers from {min(times)} to {max(times)} look like {reading}"
+    with pytest.raises(TableError, match=message):
         require_sound(check_tables(path), path)
     for read in (read_tables, lambda path: read_log(open_tables(path), "all")):
-        with pytest.raises(TableError, match=told):
+        with pytest.raises(TableError, match=message):
             read(path)
 
 
