@@ -69,6 +69,11 @@ class EndpointSettings(Strict):
         gt=0,
         description="Requests of a minute have at most this many tokens of prompts and max_new_tokens. null: no limit.",
     )
+    prediction: bool = Field(
+        default=False,
+        description="The previous text of an entity is sent as `prediction`, for servers that take predicted outputs "
+        "(OpenAI, with api chat). They answer faster, and some bill predicted tokens that they reject.",
+    )
     extra_body: dict[str, Any] = Field(
         default={},
         description="These fields are added to each request, such as {service_tier: flex}; a field that is null is "
@@ -108,6 +113,8 @@ class EndpointSettings(Strict):
             raise ValueError("url has a password or a query, where secrets are seen: name a variable as api_key_env")
         if self.api_key_env is not None and not _VARIABLE.fullmatch(self.api_key_env):
             raise ValueError("api_key_env is no name of an environment variable, such as OPENAI_API_KEY")
+        if self.prediction and self.api != "chat":
+            raise ValueError("prediction is a field of `api: chat` alone")
         if self.max_cost is not None and self.price_per_million_tokens is None:
             raise ValueError("max_cost needs price_per_million_tokens")
         return self

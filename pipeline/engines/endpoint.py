@@ -195,6 +195,9 @@ class EndpointEngine:
         else:
             body["messages"] = [{"role": role, "content": content} for role, content in request.messages]
             body |= {"chat_template_kwargs": self._chat_options} if takes_more else {}
+            if self._settings.prediction and request.previous_ids is not None:
+                previous = self.tokenizer.decode(request.previous_ids.tolist(), skip_special_tokens=True)
+                body["prediction"] = {"type": "content", "content": previous}
         if takes_more:
             body |= {"stop_token_ids": self._end_ids, "return_token_ids": True}
             body |= {"repetition_penalty": self._penalty} if self._penalty != 1.0 else {}

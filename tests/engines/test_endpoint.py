@@ -390,3 +390,13 @@ def test_what_stops_a_batch_ends_the_run(server, batches_of, tmp_path):
     server.batches.clear()
     with pytest.raises(RunFailed, match="does not know the batch batch-1 any more; the same command sends"):
         written(batches_of(), [request(1)])
+
+
+def test_the_previous_text_is_sent_as_prediction_where_that_is_asked_for(server, engine_of):
+    engine = engine_of(api="chat", prediction=True)
+    previous_ids = np.array(engine.tokenizer("A quiet choice.", add_special_tokens=False)["input_ids"], np.int32)
+    written(engine, [request(1, previous_ids=previous_ids), request(2)])
+    sent = {body["messages"][1]["content"]: body.get("prediction") for body in server.bodies}
+    assert sent == {"About 1?": {"type": "content", "content": "A quiet choice."}, "About 2?": None}
+    with pytest.raises(ValueError, match="prediction is a field of `api: chat` alone"):
+        engine_of(prediction=True)
