@@ -5,6 +5,7 @@ limit cuts an answer, masks hold only tokens that close what is open.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import takewhile
 
 import llguidance
@@ -40,7 +41,7 @@ class Grammars:
                 f"answers cannot be guided with this model's tokenizer: {first_line(error)}; say `decoding.guided: off`"
             ) from error
         self._end_ids = tuple(end_ids)
-        self._closing = _closing_masks(self._tokenizer, end_ids)
+        self._closing = _Closing.of(self._tokenizer, end_ids)
         self._compiled: dict[str, tuple[llguidance.LLMatcher, int]] = {}
 
     def guide(self, grammar: str, max_tokens: int) -> "Guide":
@@ -74,7 +75,7 @@ class Guide:
     def __init__(
         self,
         matcher: llguidance.LLMatcher,
-        closing: np.ndarray,
+        closing: "_Closing",
         end_ids: tuple[int, ...],
         max_tokens: int,
         shortest: int,
@@ -114,7 +115,7 @@ class Guide:
             self._path = []
         for place, token_id in enumerate(token_ids):
             if self._must_close(place):
-                mask = np.empty(self._closing.shape[1], np.uint32)
+                mask = np.empty(self._closing.masks.shape[1], np.uint32)
                 self._write_allowed(mask, must_close=True)
                 if not mask[token_id // 32] >> np.uint32(token_id % 32) & 1:
                     return place
@@ -139,9 +140,12 @@ class Guide:
 
     def shortest_rest(self) -> int:
         """Tokens that end the answer from here if each closes what it can; nothing is consumed for good."""
-        mask, num_consumed = np.empty(self._closing.shape[1], np.uint32), 0
+        mask, num_consumed = np.empty(self._closing.masks.shape[1], np.uint32), 0
         while num_consumed < MAX_SHORTEST and not self._matcher.is_stopped():
             token_ids = self._matcher.compute_ff_tokens()
+            if not token_ids:
+                closer = next((token for token in self._closing.usual if self._matcher.validate_tokens([token])), None)
+                token_ids = [] if closer is None else [closer]
             if not token_ids:
                 self._write_allowed(mask, must_close=True)
                 word = int(np.argmax(mask != 0))
@@ -160,7 +164,7 @@ class Guide:
 
     def _write_allowed(self, mask: np.ndarray, must_close: bool) -> None:
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        for closing in self._closing if must_close else ():
+        for closing in self._closing.masks if must_close else ():
             if (allowed := mask & closing).any():
                 mask[:] = allowed
                 return
@@ -177,19 +181,29 @@ class Guide:
         return num_consumed
 
 
-def _closing_masks(tokenizer: llguidance.LLTokenizer, end_ids: list[int]) -> np.ndarray:
-    """Kinds of tokens that close an answer or a part of it, the first that is allowed is taken: uint32 (6, num_words).
+@dataclass(frozen=True)
+class _Closing:
+    """Kinds of tokens that close an answer or a part of it; the first kind that is allowed is taken.
 
     They are the end itself; a line break; a quote with the bracket behind it; a quote; a bracket; and, where a part
     must not be empty, a word.
     """
-    texts = [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]
-    bits = np.zeros((6, -(-len(texts) // 32) * 32), bool)
-    bits[0, end_ids] = True
-    for token, text in enumerate(texts):
-        starts = text[:1] == b"\n", text[:2] in (b'"]', b'"}'), text == b'"', text[:1] in (b"]", b"}")
-        bits[1:, token] = *starts, text.decode(errors="replace").strip()[:1].isalnum()
-    return np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
+
+    masks: np.ndarray  # uint32 (6, num_words)
+    usual: tuple[int, ...]  # a few tokens, by kind: a mask takes as long as asking about dozens
+
+    @classmethod
+    def of(cls, tokenizer: llguidance.LLTokenizer, end_ids: list[int]) -> "_Closing":
+        """Those of a tokenizer."""
+        texts = [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]
+        bits = np.zeros((6, -(-len(texts) // 32) * 32), bool)
+        bits[0, end_ids] = True
+        for token, text in enumerate(texts):
+            starts = text[:1] == b"\n", text[:2] in (b'"]', b'"}'), text == b'"', text[:1] in (b"]", b"}")
+            bits[1:, token] = *starts, text.decode(errors="replace").strip()[:1].isalnum()
+        usual = (b"\n", b'"]', b'"}', b'"', b"]", b"}", b"a", b" a")
+        usual_ids = [texts.index(text) for text in usual if text in texts]
+        return cls(np.packbits(bits, axis=1, bitorder="little").view(np.uint32), (*end_ids, *usual_ids))
 
 
 def require_grammar(grammar: str, tokenizer: llguidance.LLTokenizer | None = None) -> None:
