@@ -52,7 +52,9 @@ def all_sizes(batch_size: int) -> list[int]:
     return sorted({1, *(batch_size * size for size in SIZE_KNOTS)})
 
 
-def test_every_size_is_timed_at_every_batch_size_and_the_engine_writes_on():
+def test_every_size_is_timed_at_every_batch_size_and_the_engine_writes_on(monkeypatch):
+    for limit in ("MAX_SLOWDOWN", "MAX_SECONDS"):  # a busy machine passes both by chance
+        monkeypatch.setattr(measuring, limit, np.inf)
     engine = tiny_engine(MODEL, batch_size=6)
     step_cost = measure_step_cost(engine, None, TEXT_SOURCES, [1, 2, 4, 6])
     assert step_cost.batch_sizes == (1, 2, 4, 6)
