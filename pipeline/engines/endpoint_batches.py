@@ -1,7 +1,8 @@
 """Requests sent by a provider's batch API: a file of requests, answered within a day, often at half the price.
 
-A batch is known by the SHA-256 of its file, which is kept beside its id in the run's folder and in the batch's own
-metadata. So a night that was killed waits for the batch that it has sent, and sends and pays for none twice.
+A batch is known by the SHA-256 of its run and file, which is kept beside its id in the run's folder and in the batch's
+own metadata. So a night that was killed waits for the batch that it has sent, and sends and pays for none twice; a
+later run asks again for what had no answer.
 """
 
 import asyncio
@@ -55,7 +56,7 @@ class EndpointBatches:
 
     async def _answers_of(self, lines: list[bytes]) -> dict[str, dict[str, Any] | RowError]:
         content = b"\n".join(lines) + b"\n"
-        digest = hashlib.sha256(self._path.encode() + content).hexdigest()
+        digest = hashlib.sha256(f"{self._folder.parent.name} {self._path}\n".encode() + content).hexdigest()
         record = self._folder / f"{digest}.json"
         if record.exists():
             batch_id = str(read_json(record)["id"])

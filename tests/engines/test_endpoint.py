@@ -381,6 +381,17 @@ def test_a_batch_that_was_sent_is_waited_for_and_not_sent_again(server, batches_
     assert len(server.batches) == 1
 
 
+def test_another_run_asks_again_what_an_expired_batch_left_open(server, batches_of, tmp_path):
+    server.fault, server.batch_end = lambda body, number: Fault(500, {}), {"status": "expired"}
+    engine = batches_of()
+    assert isinstance(written(engine, [request(1)])[1], GenerationFailure)
+    server.fault, server.batch_end = lambda body, number: None, {"status": "completed"}
+    engine._run_dir = tmp_path / "another"
+    engine._run_dir.mkdir()
+    assert isinstance(written(engine, [request(1)])[1], GenerationResult)
+    assert len(server.batches) == 2
+
+
 def test_what_stops_a_batch_ends_the_run(server, batches_of, tmp_path):
     server.batch_end = {"status": "failed", "errors": {"data": [{"message": "line 1 is too long"}]}}
     with pytest.raises(RunFailed, match="refuses the batch batch-0: line 1 is too long"):
