@@ -20,12 +20,12 @@ from laserbatch.jobs.stages.shards import Finished, gather, hand_out, stats_of
 from laserbatch.jobs.stages.spans import report_samples
 from laserbatch.jobs.stages.variants import means
 from laserbatch.jobs.stages.workers import NightWorkers
+from laserbatch.pipeline.decoding.endpoint_settings import BATCH_SHARD_ROWS
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.distributed.actors import ShardAbandoned
 from laserbatch.pipeline.distributed.shared_folder import TOKEN_FILE
 from laserbatch.pipeline.distributed.spec import TextSpec
 from laserbatch.pipeline.engine_choice import small_batch
-from laserbatch.pipeline.engines.endpoint_batches import SHARD_ROWS
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
@@ -168,7 +168,7 @@ class GenerationStage:
     def _sharding(self, side: Side) -> Sharding:
         size, server = self.night.settings.night.shard_size, self.decoding.endpoint
         if size is None and server is not None and server.mode == "batch":
-            size = SHARD_ROWS  # each shard may take hours, however many texts it has
+            size = BATCH_SHARD_ROWS
         return Sharding(self.decoding.batch_size, size, self.night.routes(side))
 
     def _refresh(self, side: Side) -> Refresh | None:

@@ -11,6 +11,7 @@ from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.validation import Strict
 
 # Fields that other options set, or that would change the shape of an answer.
+BATCH_SHARD_ROWS = 100_000  # of a shard under `mode: batch`, which may take hours however many texts it has
 OURS_IN_REQUESTS = {"model", "prompt", "messages", "stream", "n", "best_of", "echo"}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 

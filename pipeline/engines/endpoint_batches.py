@@ -21,7 +21,6 @@ logger = logging.getLogger(__name__)
 
 MAX_REQUESTS, MAX_BYTES = 50_000, 190_000_000  # of a batch: OpenAI takes so many, and files of 200 MB
 FIRST_POLL_S, MAX_POLL_S = 1.0, 60.0  # between looks at a batch; doubled each time
-SHARD_ROWS = 2 * MAX_REQUESTS  # of a night's shards, each of which waits for its batches
 FOLDER, METADATA_KEY = "batches", "laserbatch"
 ENDED = {"completed", "expired", "cancelled", "failed"}
 

@@ -7,6 +7,7 @@ import datetime
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -41,6 +42,9 @@ from laserbatch.retrieval_pools.index.store import PoolStore
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("pipeline", "retrieval_pools", "ctr", "jobs", "configs", "models")
+# Packages of extras other than the encoder, pandas, which is for tests alone, and ours as it is installed here.
+OF_EXTRAS = {"openai", "deltalake", "pyiceberg", "duckdb", "peft", "compressed_tensors", "torchao", "gguf",
+             "opentelemetry", "pandas", "laserbatch", "__editable__"}  # fmt: skip
 # How much is drafted is chosen, by a cost of steps that does not depend on this machine nor on the batch.
 CHOSEN = {"max_draft_tokens": None, "min_acceptance": None, "step_cost": "cost.yaml"}
 COST = """
@@ -53,7 +57,7 @@ steps: [{batch_size: 1, num_tokens: 1, seconds: 0.01}, {batch_size: 1, num_token
 def installed(tmp_path_factory) -> Path:
     """The `bin` of an environment with our wheel beside packages of somebody's own that are called as our folders are.
 
-    What we need of others is that of this environment, in which we are not seen, so that nothing is downloaded.
+    What we require of others is that of this environment, in which we are not seen, so that nothing is downloaded.
     """
     folder = tmp_path_factory.mktemp("installed")
     for name in FOLDERS:
@@ -68,7 +72,7 @@ def installed(tmp_path_factory) -> Path:
     install = ["install", "--no-deps", "--no-compile"]  # what it compiled would be of other times than those set below
     subprocess.run([*pip, "--python", python, *install, *folder.glob("*.whl")], check=True)
     (site,) = folder.glob("venv/lib/*/site-packages")
-    (site / "others.pth").write_text(sysconfig.get_path("purelib"))
+    (site / "others.pth").write_text(str(_required_packages(folder / "others")))
     for name in ("jobs", "models"):
         (site / name).mkdir()
         (site / name / "__init__.py").write_text("OWNER = 'somebody'\n")
@@ -78,6 +82,14 @@ def installed(tmp_path_factory) -> Path:
         for path in (ROOT / package).rglob("*.py"):
             os.utime(site / "laserbatch" / path.relative_to(ROOT), ns=(path.stat().st_mtime_ns,) * 2)
     return python.parent
+
+
+def _required_packages(folder: Path) -> Path:
+    """Links to what is installed here but the packages that only an extra brings: a night must not need them."""
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if re.split(r"[-.]", path.name.lower())[0] not in OF_EXTRAS:
+            (_made(folder) / path.name).symlink_to(path)
+    return folder
 
 
 def _made(folder: Path) -> Path:
