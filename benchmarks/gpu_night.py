@@ -5,9 +5,10 @@
 A sample world of as many users as items; the bundled model in a large geometry (`widen.py`), made on the device and
 written to a folder in memory. Then nights of the command line, a process each: the first writes every text and has no
 pools; the second is ten days later, so that most users have changed, and drafts from the pools and from each entity's
-previous text; `plain` is the second without drafts. Both begin with a copy of the workspace that the first left, once
-for each number of workers that share the GPU. Rows are in `rows.jsonl` as they come; a night that the deadline ends
-leaves the stages that it finished.
+previous text; `plain` is the second without drafts, `ctr` the second with CTR training. All begin with a copy of the
+workspace that the first left. `second/3` is the second night with three workers that share the GPU, `second/auto` with
+as many as the program chooses. Rows are in `rows.jsonl` as they come; a night that the deadline ends leaves the
+stages that it finished.
 
 The GPU's share is the mean of what nvidia-smi samples as `utilization.gpu`: the time in which at least one kernel runs.
 """
@@ -56,7 +57,17 @@ NIGHTS = {  # name: date, what the configuration changes
 }
 
 
-def configuration(folder: Path, model: Path, options: argparse.Namespace, num_workers: int, changes: dict) -> dict:
+def night_and_workers(words: str) -> tuple[str, int | None]:
+    """A night's name and its number of workers, of NIGHT/WORKERS; None: chosen by the program."""
+    night, _, workers = words.partition("/")
+    if night not in NIGHTS or not (workers in ("", "auto") or workers.isdigit()):
+        raise argparse.ArgumentTypeError(f"{words}: expected NIGHT/WORKERS, NIGHT one of {', '.join(NIGHTS)}")
+    return night, int(workers) if workers.isdigit() else None
+
+
+def configuration(
+    folder: Path, model: Path, options: argparse.Namespace, num_workers: int | None, changes: dict
+) -> dict:
     """The configuration of a night: the demo's tables and the large model."""
     settings = {
         "workspace": str(folder / "workspace"),
@@ -94,8 +105,8 @@ class GpuWatch:
         shares = [float(line.split(",")[0]) / 100 for line in lines if line.split(",")[0].strip().isdigit()]
         step_s = (self._end_s - self._start_s) / max(1, len(shares))  # samples are evenly spread
         times = [self._start_s + (number + 0.5) * step_s for number in range(len(shares))]
-        found = [share for when, share in zip(times, shares, strict=True) if any(a <= when <= b for a, b in spans)]
-        return sum(found) / len(found) if found else None
+        inside = [share for when, share in zip(times, shares, strict=True) if any(a <= when <= b for a, b in spans)]
+        return sum(inside) / len(inside) if inside else None
 
 
 def writing_span(events: Path) -> tuple[float, float] | None:
@@ -104,12 +115,12 @@ def writing_span(events: Path) -> tuple[float, float] | None:
     Texts of the audit are not counted.
     """
     spans = []
-    for one in read_events(events):
-        if one["event"] == "stage_end" and one["stage"] == "generate":
+    for event in read_events(events):
+        if event["event"] == "stage_end" and event["stage"] == "generate":
             break
-        if one["event"] == "shard_done":
-            ended_s = datetime.datetime.fromisoformat(one["time"]).timestamp()
-            spans.append((ended_s - one["seconds"], ended_s))
+        if event["event"] == "shard_done":
+            ended_s = datetime.datetime.fromisoformat(event["time"]).timestamp()
+            spans.append((ended_s - event["seconds"], ended_s))
     return (min(begun_s for begun_s, _ in spans), max(ended_s for _, ended_s in spans)) if spans else None
 
 
@@ -141,10 +152,16 @@ def night_values(run_folder: Path, watch: GpuWatch) -> dict:
 
 
 def run_night(
-    night: str, num_workers: int, folder: Path, model: Path, options: argparse.Namespace, rows: Rows, deadline: Deadline
+    night: str,
+    num_workers: int | None,
+    folder: Path,
+    model: Path,
+    options: argparse.Namespace,
+    rows: Rows,
+    deadline: Deadline,
 ) -> bool:
     """One night of the command line; whether it ended by itself and well."""
-    (date, changes), name = NIGHTS[night], f"{night}-{num_workers}"
+    (date, changes), name = NIGHTS[night], f"{night}-{num_workers or 'auto'}"
     limit_s = deadline.limit(600)
     if not limit_s:
         rows.add("night", name, failed="no time is left")
@@ -187,13 +204,14 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--encoder", type=Path, help="folder of the text encoder; default: the installed MiniLM")
     parser.add_argument(
-        "--nights", nargs="+", choices=[*NIGHTS][1:], default=["second", "plain"], help="after the first"
-    )
-    parser.add_argument(
-        "--num-workers", type=int, nargs="+", default=[2, 1], help="of the nights; the first: the first"
-    )
+        "--nights", nargs="+", type=night_and_workers, metavar="NIGHT/WORKERS",
+        default=[(night, None) for night in ("first", "second", "plain")],
+        help="the first one first; default: first/auto second/auto plain/auto",
+    )  # fmt: skip
     parser.add_argument("--deadline", type=float, default=330.0, help="seconds in all")
     options = parser.parse_args(words)
+    if options.nights[0][0] != "first":
+        parser.error("--nights: the first is the night `first`, which writes the workspace of the others")
     options.out.mkdir(parents=True, exist_ok=True)
     deadline, rows = Deadline(options.deadline), Rows(options.out / "rows.jsonl")
     memory = Path("/dev/shm")
@@ -207,11 +225,11 @@ def main(words: Sequence[str] | None = None) -> int:
         rows.add("night", "model", seconds=time.monotonic() - start_s, returncode=made.returncode)
         if made.returncode:
             return 1
-        if not run_night("first", options.num_workers[0], folder, model, options, rows, deadline):
+        first, *others = options.nights
+        if not run_night(*first, folder, model, options, rows, deadline):
             return 1
         shutil.move(folder / "workspace", folder / "first-workspace")
-        nights = [(night, num) for num in options.num_workers for night in options.nights]
-        return int(not all([run_night(*night, folder, model, options, rows, deadline) for night in nights]))
+        return int(not all([run_night(*night, folder, model, options, rows, deadline) for night in others]))
 
 
 if __name__ == "__main__":

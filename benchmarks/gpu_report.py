@@ -235,7 +235,7 @@ def main() -> None:
     print(report(found))
     figures = list(figures_of(found))
     content = {
-        "command": "python benchmarks/gpu_first.py --call 1, then --call 2 twice (docs/gpu.md)",
+        "command": "python benchmarks/gpu_first.py, four runs (docs/gpu.md)",
         "machine": next(row for row in found if row["phase"] == "probe"),
         "met": all(one.met for one in figures),
         "figures": figures,

@@ -30,6 +30,16 @@ def test_texts_are_written_from_the_begin_of_the_first_shard_to_the_end_of_the_l
     assert writing_span(tmp_path / "events.jsonl") is None
 
 
+def test_nights_are_named_with_their_workers(capsys, tmp_path):
+    assert [gpu_night.night_and_workers(words) for words in ("ctr", "plain/auto", "second/3")] == [
+        ("ctr", None), ("plain", None), ("second", 3),
+    ]  # fmt: skip
+    for nights, message in (("third/1", "expected NIGHT/WORKERS"), ("second/2", "the first is the night `first`")):
+        with pytest.raises(SystemExit):
+            gpu_night.main(["--out", str(tmp_path), "--nights", nights])
+        assert message in capsys.readouterr().err
+
+
 def test_a_first_night_that_fails_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_night, "MAKE_MODEL", "")
     monkeypatch.setattr(gpu_night, "CLI", (gpu_night.sys.executable, "-c", "raise SystemExit(3)"))
@@ -37,4 +47,4 @@ def test_a_first_night_that_fails_ends_the_run(tmp_path, monkeypatch):
     words = ["--out", str(tmp_path / "out"), "--folder", str(tmp_path), "--entities", "4", "--deadline", "60"]
     assert gpu_night.main(words) == 1
     rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
-    assert [row["item"] for row in rows] == ["model", "first-2"] and "status 3" in rows[1]["failed"]
+    assert [row["item"] for row in rows] == ["model", "first-auto"] and "status 3" in rows[1]["failed"]
