@@ -29,7 +29,7 @@ class StepCostCache:
     Parameters
     ----------
     num_pool_tokens : of the pool that drafting is timed with; 0 without one.
-    num_workers : engines that work side by side, and are measured so.
+    num_workers : engines that work side by side, and are measured so on CPUs.
     """
 
     def __init__(self, folder: Path, engine: Engine, num_pool_tokens: int, num_workers: int = 1) -> None:
@@ -41,7 +41,7 @@ class StepCostCache:
             "device": torch.cuda.get_device_name(engine.device) if on_cuda else _processor(),
             "dtype": str(next(engine.runner.model.parameters()).dtype).removeprefix("torch."),
             "num_threads": torch.get_num_threads(),
-            "num_workers": num_workers,
+            "num_workers": 1 if on_cuda else num_workers,
             "batch_size": engine.settings.batch_size,
             "attention": engine.settings.attention,
             "verifier": engine.settings.verifier,

@@ -219,12 +219,17 @@ class WorkerPool:
         return self._measured_step_cost() if cached is None else cached
 
     def _measured_step_cost(self) -> StepCost:
-        """Measured on all workers at once, which slow each other down as they will later; one worker saves it."""
+        """The step cost that one worker measures and saves, once all have loaded the model.
+
+        On CPUs the others measure meanwhile, since workers slow each other down later too. On a GPU they are idle: its
+        steps are timed by the clock, and beside another worker the quickest plain step is one that met no other, while
+        no large step is, so drafts would seem dearer than they are.
+        """
         if self._calls:  # all begin together, but for one that finds no place on a busy cluster
             ray.wait(list(self._calls), num_returns=len(self._calls), timeout=self.start_timeout_s)
         while not self.idle or (self._calls and ray.wait(list(self._calls), timeout=0)[0]):
             self.next_answer()
-        for other in self.idle[1:]:
+        for other in self.idle[1:] if self.layout.device == "cpu" else ():
             other.call("measured_step_cost", False)  # whether one of them is lost shows when it is given a shard
         return self.call_one("measured_step_cost", True)
 

@@ -300,7 +300,7 @@ def test_workers_that_are_all_lost_before_they_are_ready_end_the_run(worker_pool
 
 
 @pytest.mark.ray
-def test_all_workers_measure_at_once_and_nothing_is_measured_where_one_is_kept(worker_pool, tmp_path):
+def test_on_cpus_all_workers_measure_at_once_and_nothing_is_measured_where_one_is_kept(worker_pool, tmp_path):
     class Measuring(worker_pool.Worker):
         def cached_step_cost(self):
             return COST if (tmp_path / "kept").exists() else None
@@ -328,6 +328,25 @@ def test_all_workers_measure_at_once_and_nothing_is_measured_where_one_is_kept(w
     assert sorted(save for save, _, _ in spans) == [False, True]  # of both, once
     begun_s, ended_s = max(begin for _, begin, _ in spans), min(end for _, _, end in spans)
     assert ended_s - begun_s > 0.2
+
+
+@pytest.mark.ray
+def test_on_a_gpu_one_worker_measures_while_the_others_are_idle(worker_pool, cluster, tmp_path):
+    class Measuring(worker_pool.Worker):
+        def cached_step_cost(self):
+            return None
+
+        def measured_step_cost(self, save):
+            (tmp_path / f"{os.getpid()}.measured").write_text(str(save))
+            return MEASURED
+
+    def choose(measure):
+        return {"item": measure()}
+
+    layout = replace(cluster, device="cuda")  # without a GPU that Ray would have to have
+    shards, outcomes = worker_pool(Measuring, choose_budgets=choose, layout=layout)
+    assert [record.info.group for _, record in outcomes] == [str(MEASURED)] * len(shards)
+    assert layout.num_workers > 1 and [path.read_text() for path in tmp_path.glob("*.measured")] == ["True"]
 
 
 @pytest.mark.ray
