@@ -26,7 +26,10 @@ NUM_LINES_OF_FINDINGS = 200
 
 @app.command()
 def check(
-    path: Annotated[str, typer.Argument(help="Folder with users, items and interactions, or its URI.")],
+    path: Annotated[
+        str | None,
+        typer.Argument(help="Folder with users, items and interactions, or its URI; default: the configured tables."),
+    ] = None,
     config: Path | None = CONFIG,
     as_json: bool = JSON,
 ) -> None:
@@ -107,12 +110,15 @@ def _replaceable(out: Path, read: Iterable[Path] = ()) -> Path:
     return target
 
 
-def _report_check(path: Path | str, as_json: bool, written: dict | None = None, config: Path | None = None) -> None:
-    """Check tables and print the summary; ends the command with its exit code where they have faults.
+def _report_check(
+    path: Path | str | None, as_json: bool, written: dict | None = None, config: Path | None = None
+) -> None:
+    """Check tables, by default the configured ones, and print the summary; faults end the command with their exit code.
 
     `written` is what else there is to say of tables that were just written, whose rows are counted, faults or not.
     """
     settings = load_settings(config)
+    path = path or settings.tables.required_path
     findings = check_inputs(path, settings)
     num_faults = count_faults(findings)
     if not num_faults:

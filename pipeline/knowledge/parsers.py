@@ -20,6 +20,7 @@ MIN_ENTRIES = 4  # of a list that may be told to repeat itself: more than half o
 _AT_LINE = re.compile(r"^[ \t]*(?:[#*>\-]+[ \t]*)*\(?(\d{1,2})[.):\]][ \t*]*", re.MULTILINE)
 _INLINE = re.compile(r"(?:^|(?<=\s))\(?(\d{1,2})[.)][ \t*]+(?=[A-Z])")
 _LABEL = re.compile(r"^\**([^:\n]{1,60}?)\**[ \t]*(?::|[–—]| - )\**[ \t]*")
+_LETTER = re.compile(r"[^\W\d_]")
 _HEADING = re.compile(r"^\**([^:\n]{1,60}?)\**[ \t]*\n")
 _BULLET = re.compile(r"^[ \t]*(?:[-*•#>]+[ \t]*|\(?\d{1,2}[.)][ \t]*)?")
 
@@ -41,10 +42,12 @@ def parse_answer(template: PromptTemplate, text: str, is_cut: bool = False) -> P
         raise RowError("unparsable: the text is empty")
     if template.parser == "free":
         return Parsed({"text": text.strip()})
-    if template.parser == "aspects":
-        return Parsed(_aspects(text, template.factors))
-    if template.parser == "attributes":
-        return Parsed(_attributes(text, template.factors))
+    if template.parser in ("aspects", "attributes"):
+        fields = (_aspects if template.parser == "aspects" else _attributes)(text, template.factors)
+        if not any(map(_LETTER.search, fields.values())):
+            name, value = next(iter(fields.items()))
+            raise RowError(f"unparsable: no field has a word; {name} is {value[:20]!r}")
+        return Parsed(fields)
     if template.parser == "json":
         return _json_fields(template, text, is_cut)
     return Parsed(_custom_fields(template, text))

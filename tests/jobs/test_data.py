@@ -142,6 +142,15 @@ def test_check_goes_by_the_configuration_that_is_named(run, tmp_path):
     assert "is for items; name one for users" in str(run("check", tmp_path / "tables", "--config", config).exception)
 
 
+def test_check_without_a_folder_checks_the_configured_tables(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "tables.path" in str(run("check").exception)
+    write_sample_world(tmp_path / "tables", num_users=20, num_items=20)
+    (tmp_path / "laserbatch.yaml").write_text("tables: {path: tables}\n")
+    outcome = json.loads(run("check", "--json").stdout)
+    assert (outcome["path"], outcome["num_faults"], outcome["num_users"]) == (str(tmp_path / "tables"), 0, 20)
+
+
 def test_check_counts_exact_copies_of_interactions(run, tmp_path):
     write_sample_world(tmp_path / "tables", num_users=20, num_items=20)
     path = tmp_path / "tables" / "interactions.parquet"

@@ -13,6 +13,18 @@ USER, ITEM = map(Settings().effective_knowledge.template, ("user", "item"))
 PROFILE, INTERESTS, FACTS = map(load_template, ("rlmrec_user", "once_user", "trawl_item"))
 
 
+def test_an_answer_of_numbers_alone_is_no_answer():
+    """A small model that is held to a form may fill it with nothing."""
+    for parser, text in (
+        (USER, "1. Genre: 1\n2. Theme: 2 / 10"),
+        (FACTS, f"{FACTS.factors[0]}: 7\n{FACTS.factors[1]}: -"),
+    ):
+        with pytest.raises(RowError, match="unparsable: no field has a word"):
+            parse_answer(parser, text)
+    assert parse_answer(USER, "1. Genre: 1990\n2. Theme: Meer").fields == {"Genre": "1990", "Theme": "Meer"}
+    assert parse_answer(USER, "1. Genre: 7\n2. Theme: 日本").fields["Theme"] == "日本"
+
+
 @pytest.mark.parametrize(
     "text",
     [
