@@ -238,6 +238,11 @@ def _add_log(guessed: GuessedMapping, log: SourceTable, of_user: Join, of_item: 
             part[name] = guess.value
             guessed.reasons["interactions", name] = guess.said
             taken.append(guess.value)
+    if unused := [name for name in log.head.column_names if name not in taken]:
+        guessed.notes.append(
+            f"columns of interactions that are not used: {', '.join(unused)}; if one is the label of CTR models, map "
+            "it as rating (a number) or event (a text)"
+        )
 
 
 def _add_time(guessed: GuessedMapping, path: tuple[str, str], time: TimeGuess) -> None:

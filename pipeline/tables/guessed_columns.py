@@ -21,7 +21,10 @@ TITLE = r"tit(le|el|re|ulo)|name|nom(bre)?$|headline|label|bezeichnung"
 WHOLE_TITLE = r"(item|prod|product|movie|book|article|track|song|job|artikel|produkt)?_?"
 WHOLE_TITLE += r"(title|titel|titre|titulo|name|nom|nombre)"
 TIME = r"time|date|^ts$|_at$|when|zeit|datum|fecha|heure"
-RATING = r"rating|stars|score|^grade$|^overall$|click|like|bewertung|sterne|^note$|klick"
+RATING = (
+    r"rating|stars|score|^grade$|^overall$|click|like|^label$|^target$|purchased|bought|converted|bewertung|sterne|^note$"
+    r"|klick|gekauft"
+)
 EVENT = r"event|action|behaviou?r|^type$|aktion|ereignis"
 NO_LABEL = r"(^|[_ -])(ids?|uuid|key|url|count|number|num|no|nr|time|timestamp|ts|date|at)$|(Id|Time|Date|Count)$"
 MAX_SHARE_OF_KINDS = 0.6  # of the values of a column of genres or categories differ from each other

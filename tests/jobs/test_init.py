@@ -57,6 +57,17 @@ def test_a_job_board_is_guessed_with_its_types_and_clicks(job_board, tmp_path, c
     assert "    item: job  # guessed: by names and values of the tables\n" in (tmp_path / "night.yaml").read_text()
 
 
+def test_a_label_is_the_rating_and_columns_of_a_log_that_are_not_used_are_named(tmp_path, capsys):
+    folder = tmp_path / "exports"
+    folder.mkdir()
+    (folder / "films.csv").write_text("film_id,name\n1,Heat\n2,Up\n")
+    (folder / "log.csv").write_text("user_id,film_id,ts,label,device\n7,1,1740000000,1,tv\n7,2,1740000001,0,web\n")
+    (note,) = run_init(capsys, folder, tmp_path / "night.yaml")["notes"]
+    assert note.startswith("columns of interactions that are not used: device; if one is the label")
+    assert yaml.safe_load((tmp_path / "mapping.yaml").read_text())["interactions"]["rating"] == "label"
+    assert load_settings(tmp_path / "night.yaml").ctr.label == "rating >= 1"
+
+
 def test_events_of_text_are_guessed_and_the_strongest_is_the_positive(tmp_path, capsys):
     folder = tmp_path / "exports"
     folder.mkdir()
