@@ -165,7 +165,7 @@ def watched_night(folder: str, night: str) -> list[dict]:
     rows: list[dict] = []
     with stage("start", rows):
         from laserbatch.jobs.settings import load_settings
-        from laserbatch.jobs.stages import encode, generate, run_night, shards
+        from laserbatch.jobs.stages import encode, generate, night_plans, run_night, shards
         from laserbatch.jobs.stages import night as opened_night
         from laserbatch.jobs.stages.workers import NightWorkers
         from laserbatch.pipeline.distributed import encoding
@@ -185,8 +185,8 @@ def watched_night(folder: str, night: str) -> list[dict]:
             (encoding, "MIN_TEXTS", sys.maxsize),  # the stand-in is here, not on a cluster
             (router, "train_embeddings", train_one_step),
             (run_night, "open_night", watched(run_night.open_night, "read, check, hash", rows)),
-            (generate.GenerationStage, "_make_plan", watched(generate.GenerationStage._make_plan, "plan", rows)),
-            (generate.CarryOver, "write", watched(generate.CarryOver.write, "carry", rows, KEPT.release)),
+            (night_plans.NightPlanner, "_make_plan", watched(night_plans.NightPlanner._make_plan, "plan", rows)),
+            (night_plans.CarryOver, "write", watched(night_plans.CarryOver.write, "carry", rows, KEPT.release)),
             (generate.GenerationStage, "_write", watched(generate.GenerationStage._write, "write", rows)),
             (generate.GenerationStage, "_gather", watched(generate.GenerationStage._gather, "gather", rows)),
             (

@@ -143,7 +143,7 @@ def _plain(settings: Settings) -> Any:
 
 
 def _layers(engine: "OwnEngine") -> CheckResult:
-    from laserbatch.pipeline.decoding.model.fused_model import KNOWN_KINDS
+    from laserbatch.pipeline.decoding.model.known_models import KNOWN_KINDS
 
     model = engine.engine.loaded.model
     is_fused = any(getattr(model, name, None) is not None for name in ("fused", "cuda_layers"))

@@ -1,57 +1,38 @@
-"""The stage that writes texts: plan both sides, give unfinished shards to workers, gather the results."""
+"""The stage that writes texts: have both sides planned, give unfinished shards to workers, gather the results."""
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 
-from laserbatch.jobs.console import progress, say
+from laserbatch.jobs.console import say
 from laserbatch.jobs.events import emit
 from laserbatch.jobs.failures import end_at_sigterm
 from laserbatch.jobs.stages.budgets import night_budgets
-from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, changed_inputs, needs_a_model
+from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, needs_a_model
 from laserbatch.jobs.stages.night import Night
+from laserbatch.jobs.stages.night_plans import NightPlanner
 from laserbatch.jobs.stages.shards import Finished, gather, hand_out, stats_of
 from laserbatch.jobs.stages.spans import report_samples
 from laserbatch.jobs.stages.variants import means
 from laserbatch.jobs.stages.workers import NightWorkers
-from laserbatch.pipeline.decoding.endpoint_settings import BATCH_SHARD_ROWS
-from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
+from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.distributed.actors import ShardAbandoned
 from laserbatch.pipeline.distributed.shared_folder import TOKEN_FILE
 from laserbatch.pipeline.distributed.spec import TextSpec
 from laserbatch.pipeline.engine_choice import small_batch
 from laserbatch.pipeline.errors import RunFailed
-from laserbatch.pipeline.knowledge.questions import SideQuestions
-from laserbatch.pipeline.knowledge.records import PreviousKnowledge
-from laserbatch.pipeline.planning.plan import (
-    Shard,
-    SidePlan,
-    drop_plan,
-    load_plan,
-    open_plan,
-)
-from laserbatch.pipeline.planning.planner import (
-    FIRST_TEXTS,
-    CarryOver,
-    Sharding,
-    WriteRules,
-    decide_side,
-    shared_fingerprint,
-    write_side_plan,
-)
-from laserbatch.pipeline.planning.postpone import Refresh, unusable_texts
-from laserbatch.pipeline.planning.refresh import BUDGET
+from laserbatch.pipeline.planning.plan import Shard, SidePlan, load_plan
+from laserbatch.pipeline.planning.planner import FIRST_TEXTS
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.figures import ShardRecord, SideFigures
 from laserbatch.pipeline.storage.quarantine import count_reasons
-from laserbatch.pipeline.storage.run_folder import POSTPONED, RunFolder
+from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.retrieval_pools.step_cost import StepCost
 
 MAX_SHARE_UNUSABLE = 0.5  # the night stops if more of the first texts fail: the model does not fit the template
@@ -62,36 +43,30 @@ def generate_knowledge(night: Night, workers: NightWorkers) -> dict[Side, SideFi
 
     Raises RunFailed if most of the first texts cannot be used.
     """
-    return GenerationStage(night, night.run, night.settings.decoding).run(workers)
-
-
-def plan_night(night: Night, folder: RunFolder) -> dict[Side, SidePlan]:
-    """The plans of a night, made in a folder that need not be the run's."""
-    return GenerationStage(night, folder, night.settings.decoding).plans()[0]
+    return GenerationStage(NightPlanner(night, night.run, night.settings.decoding)).run(workers)
 
 
 def plan_of_side(night: Night, folder: RunFolder, side: Side) -> tuple[SidePlan, TextSpec]:
     """The plan of a side, made in a folder that need not be the run's, and the specification of its worker."""
-    stage = GenerationStage(night, folder, night.settings.decoding)
-    return stage.plan(side)[0], stage.worker_spec()
+    planner = NightPlanner(night, folder, night.settings.decoding)
+    return planner.plan(side)[0], GenerationStage(planner).worker_spec()
 
 
-@dataclass(frozen=True)
 class GenerationStage:
-    """The generation of the texts of a night, on both sides, into a run folder."""
+    """The generation of the texts that a planner plans, on both sides, into its run folder."""
 
-    night: Night
-    folder: RunFolder
-    decoding: DecodingSettings
     label: ClassVar[str] = "generate"
-    is_limited: ClassVar[bool] = True  # by refresh.max_tokens
+
+    def __init__(self, planner: NightPlanner) -> None:
+        self.planner = planner
+        self.night, self.folder, self.decoding = planner.night, planner.folder, planner.decoding
 
     def run(self, workers: NightWorkers) -> dict[Side, SideFigures]:
         """Plan and write what is not finished yet; return the figures of both sides."""
         (self.folder.root / TOKEN_FILE).unlink(missing_ok=True)  # of an attempt that was killed
-        if self._will_probably_write():
+        if self.planner.will_probably_write():
             workers.start(self.worker_spec())
-        plans, finished = self.plans()
+        plans, finished = self.planner.plans()
         self.night.tables.release_pages()
         for side in SIDES:
             self._emit_plan(plans[side])
@@ -102,7 +77,7 @@ class GenerationStage:
         abandoned = []
         with ThreadPoolExecutor(1) as background:
             carried: list[tuple[Side, Future[Finished]]] = [
-                (side, background.submit(carry.write)) for side, carry in self._carry_overs.items()
+                (side, background.submit(carry.write)) for side, carry in self.planner.carry_overs.items()
             ]
             if pending:
                 load = partial(background.submit, lambda: self.night.tokenizer)  # seconds, for later stages
@@ -113,86 +88,6 @@ class GenerationStage:
         plans = {side: load_plan(self.folder.root, side) or plans[side] for side in SIDES}  # with halves of shards
         return {side: self._gather(plans[side], finished[side], abandoned) for side in SIDES}
 
-    def _will_probably_write(self) -> bool:
-        """Whether there is no plan yet, and inputs or settings differ from those of the run before.
-
-        Workers then start while the plans are made.
-        """
-        night, previous = self.night, self.night.previous
-        if all(load_plan(self.folder.root, side) for side in SIDES):
-            return False
-        if previous is None or night.manifest.origin.force or previous.settings_hash != night.run.settings_hash:
-            return True
-        before = unless_damaged(previous.load_manifest)
-        return before is None or bool(changed_inputs(before.origin.inputs, night.manifest.origin.inputs))
-
-    def plans(self) -> tuple[dict[Side, SidePlan], dict[Side, Finished]]:
-        """The plans of both sides, and their finished shards."""
-        (users, done_users), (items, done_items) = self.plan("user"), self.plan("item")
-        budget = self.night.settings.refresh.max_tokens if self.is_limited else None
-        is_left = budget is not None and users.num_tokens + items.num_tokens < budget
-        if is_left and BUDGET in users.postponed:  # users get what items leave of their share
-            drop_plan(self.folder.root, "user")
-            users, done_users = self.plan("user")
-        return {"user": users, "item": items}, {"user": done_users, "item": done_items}
-
-    @cached_property
-    def _carry_overs(self) -> dict[Side, CarryOver]:
-        """Records that the plans carry over; they are written while workers generate the others."""
-        return {}
-
-    def plan(self, side: Side) -> tuple[SidePlan, Finished]:
-        """The plan of a side, and its finished shards."""
-        return open_plan(self.folder, side, partial(self._make_plan, side))
-
-    def _make_plan(self, side: Side) -> SidePlan:
-        tables, previous = self.night.tables, self._previous(side)
-        with progress(f"plan {side}s", tables.entities(side).num_rows) as bar:
-            questions = SideQuestions(tables, side, self.night.template(side), self._shared_fingerprint(side))
-            decision = decide_side(questions, previous, self._rules(side), bar.advance)
-            plan, self._carry_overs[side] = write_side_plan(
-                decision, questions, previous, self._sharding(side), self.folder
-            )
-        return plan
-
-    def _shared_fingerprint(self, side: Side) -> str:
-        settings = self.night.settings
-        max_tokens = settings.knowledge.max_prompt_tokens
-        return shared_fingerprint(self.night.template(side), max_tokens, self.decoding, settings.model_dir)
-
-    def _rules(self, side: Side) -> WriteRules:
-        night = self.night
-        unusable = unusable_texts(night.previous, side, night.date)
-        return WriteRules(night.manifest.origin.force, refresh=self._refresh(side), unusable=unusable)
-
-    def _sharding(self, side: Side) -> Sharding:
-        size, server = self.night.settings.night.shard_size, self.decoding.endpoint
-        if size is None and server is not None and server.mode == "batch":
-            size = BATCH_SHARD_ROWS
-        return Sharding(self.decoding.batch_size, size, self.night.routes(side))
-
-    def _refresh(self, side: Side) -> Refresh | None:
-        """The rule by which changed prompts wait; None: every changed prompt gets a new text."""
-        night, settings = self.night, self.night.settings.refresh
-        if settings.is_off:
-            return None
-        waiting = night.run if night.previous is None else night.previous
-        budget = settings.max_tokens
-        if budget is not None:
-            other = load_plan(self.folder.root, "item" if side == "user" else "user")
-            sizes = {name: night.tables.entities(name).num_rows for name in SIDES}
-            budget = budget * sizes[side] / sum(sizes.values()) if other is None else budget - other.num_tokens
-        postponed = unless_damaged(partial(waiting.read_postponed, side), POSTPONED.empty_table())
-        return Refresh(settings, night.date, budget, self.decoding.max_new_tokens, postponed)
-
-    @property
-    def _previous_folder(self) -> RunFolder | None:
-        return self.night.previous
-
-    def _previous(self, side: Side) -> PreviousKnowledge:
-        folder = self._previous_folder
-        return PreviousKnowledge(None if folder is None else folder.knowledge_folder(side))
-
     def _emit_plan(self, plan: SidePlan) -> None:
         counts = {"carried_over": plan.num_carried_over, "unpromptable": plan.num_unpromptable}
         emit("planned", of=self.label, side=plan.side, entities=plan.num_entities, **counts)
@@ -202,7 +97,7 @@ class GenerationStage:
         num_rows = sum(shard.num_rows for shard in plan.shards)
         if plan.num_tokens and num_rows:
             return plan.num_tokens / num_rows
-        folder = self._previous_folder
+        folder = self.planner.previous_folder
         if folder is None:
             return None
         return unless_damaged(partial(means, folder, plan.side, ["num_tokens"]), [None])[0]
@@ -308,7 +203,7 @@ class GenerationStage:
 
     def _stale(self, side: Side, quarantined: pa.ChunkedArray) -> pa.RecordBatchReader | None:
         """The earlier texts of entities in quarantine, marked as stale; None where there is none."""
-        previous = self._previous(side)
+        previous = self.planner.previous(side)
         rows = previous.rows_of(quarantined)
         rows = np.sort(rows[rows >= 0])
         return previous.records(rows, quarantined.type, is_stale=True) if len(rows) else None

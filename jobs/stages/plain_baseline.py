@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 from laserbatch.jobs.console import say
 from laserbatch.jobs.stages.generate import GenerationStage
 from laserbatch.jobs.stages.night import Night
+from laserbatch.jobs.stages.night_plans import NightPlanner
 from laserbatch.jobs.stages.shards import Finished, hand_out, stats_of
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.budget.choice import PLAIN
@@ -29,7 +30,7 @@ def generate_plain(night: Night, workers: NightWorkers) -> dict[Side, SideFigure
     Texts that plain decoding gave on an earlier night are carried over like any others. Entities that the night wrote
     about come in shards of their own: their time is compared with the night's, since others have shorter prompts.
     """
-    return PlainBaselineStage(night, night.run.plain, _plain_decoding(night)).run(workers)
+    return PlainBaselineStage(PlainPlanner(night, night.run.plain, _plain_decoding(night))).run(workers)
 
 
 def generate_plain_sample(
@@ -44,7 +45,7 @@ def generate_plain_sample(
             pending.append(shard)
     if pending:
         say(f"generate plain: {sum(shard.num_rows for shard in pending)} sampled texts, to compare with tonight's")
-        spec = PlainBaselineStage(night, folder, _plain_decoding(night)).worker_spec()
+        spec = PlainBaselineStage(PlainPlanner(night, folder, _plain_decoding(night))).worker_spec()
         hand_out(workers.worker_pool(spec), pending, {side: {} for side in rows}, "generate audited", no_draft_budgets)
 
 
@@ -52,11 +53,15 @@ def _plain_decoding(night: Night) -> DecodingSettings:
     return night.settings.decoding.model_copy(update={"verifier": "greedy", "drafters": (), "max_draft_tokens": 0})
 
 
-class PlainBaselineStage(GenerationStage):
-    """The same prompts decoded plainly, to compare with: without pools, drafts, refresh limits or checks."""
+class PlainPlanner(NightPlanner):
+    """Plans all texts that the night has, without refresh limits, beside those that plain decoding gave earlier."""
 
-    label = "generate plain"
     is_limited = False
+
+    @property
+    def previous_folder(self) -> RunFolder | None:
+        previous = self.night.previous
+        return None if previous is None else previous.plain
 
     def _rules(self, side: Side) -> WriteRules:
         postponed = self.night.run.read_postponed(side)
@@ -67,10 +72,11 @@ class PlainBaselineStage(GenerationStage):
         isolate_ids = _written_tonight(self.night, side)
         return Sharding(self.decoding.batch_size, self.night.settings.night.shard_size, isolate_ids=isolate_ids)
 
-    @property
-    def _previous_folder(self) -> RunFolder | None:
-        previous = self.night.previous
-        return None if previous is None else previous.plain
+
+class PlainBaselineStage(GenerationStage):
+    """The same prompts decoded plainly, to compare with: without pools, drafts or checks."""
+
+    label = "generate plain"
 
     def _say_skipped(self, plan: SidePlan) -> None:
         pass

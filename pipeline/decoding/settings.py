@@ -150,44 +150,35 @@ class DecodingSettings(Strict):
         return values
 
     @model_validator(mode="after")
-    def _fits_endpoint(self) -> "DecodingSettings":
-        if self.engine != "endpoint":
-            if self.endpoint is not None:
-                raise ValueError("endpoint names a server that is not used: say `engine: endpoint`, or null")
-            return self
-        if self.endpoint is None:
+    def _fits_engine(self) -> "DecodingSettings":
+        if self.engine != "endpoint" and self.endpoint is not None:
+            raise ValueError("endpoint names a server that is not used: say `engine: endpoint`, or null")
+        if self.engine == "endpoint" and self.endpoint is None:
             raise ValueError("engine endpoint needs `endpoint: {url: ..., model: ...}`")
-        for problem, advice in (
-            (self.verifier != "greedy" and f"verifier {self.verifier}", "say `verifier: greedy`, nothing is drafted"),
-            (self.temperature and f"temperature {self.temperature:g}", "texts of a server are not sampled: say 0"),
-            (self.adapter and f"adapter {self.adapter}", "have the server load it, and name it as endpoint.model"),
-            (self.drafters and f"drafters {', '.join(self.drafters)}", "a server drafts by itself: leave them out"),
-        ):
+        if self.engine != "vllm" and self.vllm:
+            raise ValueError("vllm has arguments for an engine that is not used: say `engine: vllm`, or {}")
+        verifier = self.verifier != "greedy" and f"verifier {self.verifier}"
+        temperature = self.temperature and f"temperature {self.temperature:g}"
+        drafters, plugins = ", ".join(self.drafters), ", ".join(self.plugin_drafters)
+        unfit = {
+            "endpoint": {
+                "say `verifier: greedy`, nothing is drafted": verifier,
+                "texts of a server are not sampled: say 0": temperature,
+                "have the server load it, and name it as endpoint.model": self.adapter and f"adapter {self.adapter}",
+                "a server drafts by itself: leave them out": drafters and f"drafters {drafters}",
+            },
+            "vllm": {
+                "say `verifier: greedy`, vLLM has no other": verifier,
+                "texts of vLLM are not sampled: say 0": temperature,
+                "vLLM drafts from texts alone here": plugins and f"drafters {plugins}",
+                "options of this section say it": ", ".join(
+                    sorted(f"vllm.{key}" for key in self.vllm.keys() & OURS_IN_VLLM)
+                ),
+            },
+        }
+        for advice, problem in unfit.get(self.engine, {}).items():
             if problem:
-                raise ValueError(f"{problem} with engine endpoint: {advice}")
-        return self
-
-    @model_validator(mode="after")
-    def _fits_vllm(self) -> "DecodingSettings":
-        if self.engine != "vllm":
-            if self.vllm:
-                raise ValueError("vllm has arguments for an engine that is not used: say `engine: vllm`, or {}")
-            return self
-        taken = sorted(self.vllm.keys() & OURS_IN_VLLM)
-        for problem, advice in (
-            (
-                self.verifier != "greedy" and f"verifier {self.verifier}",
-                "say `verifier: greedy`, vLLM has no other",
-            ),
-            (self.temperature and f"temperature {self.temperature:g}", "texts of vLLM are not sampled: say 0"),
-            (
-                self.plugin_drafters and f"drafters {', '.join(self.plugin_drafters)}",
-                "vLLM drafts from texts alone here",
-            ),
-            (taken and f"vllm.{', vllm.'.join(taken)}", "options of this section say it"),
-        ):
-            if problem:
-                raise ValueError(f"{problem} with engine vllm: {advice}")
+                raise ValueError(f"{problem} with engine {self.engine}: {advice}")
         return self
 
     def provenance(self) -> dict[str, Any]:

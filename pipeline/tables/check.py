@@ -67,10 +67,10 @@ class IdsBefore:
     cutoff: pa.Scalar
     ids: dict[str, pa.Array]
 
-    def are_known(self, column: str, known: pa.Array) -> bool:
+    def are_known(self, column: str, known_ids: pa.Array) -> bool:
         """Whether all of a column's are among the known ones."""
-        seen = self.ids[column]
-        return seen.type == known.type and pc.all(pc.is_in(seen, value_set=known), min_count=0).as_py()
+        ids = self.ids[column]
+        return ids.type == known_ids.type and pc.all(pc.is_in(ids, value_set=known_ids), min_count=0).as_py()
 
     def is_later(self, times: pa.Array) -> pa.Array:
         """Whether each row is not before the moment: bool[n]."""
@@ -154,30 +154,30 @@ def _check_interactions(
         num_rows += 0 if part.file is None else part.file.metadata.num_rows
         comparable: dict[str, tuple[str, pa.Array]] = {}  # column of interactions -> its entity table and its ids
         for table, column in ID_COLUMNS.items():
-            known = known_ids[table]
-            if known is None or column not in part.usable:
+            ids_of_table = known_ids[table]
+            if ids_of_table is None or column not in part.usable:
                 continue
             kind = id_type(part.schema.field(column).type)
-            if kind == known.type:
-                comparable[column] = table, known
+            if kind == ids_of_table.type:
+                comparable[column] = table, ids_of_table
                 continue
-            found = f"the column is of type {kind}, but of type {known.type} in {table}"
+            found = f"the column is of type {kind}, but of type {ids_of_table.type} in {table}"
             advice = "write ids of one type, or set `ids` in the mapping of `laserbatch data import`"
             findings.add(Finding("types-differ", "interactions", found, "one type", advice, column, part.name))
         # Looking ids up begins with a table of all that are known: not for fewer rows than that has.
-        rows_at_once = max([BATCH_ROWS, *(len(known) for _, known in comparable.values())])
+        rows_at_once = max([BATCH_ROWS, *(len(ids_of_table) for _, ids_of_table in comparable.values())])
         for first_row, batch in _checked_batches(part, findings, rows_at_once):
             is_later = None
             if before and known_before and "timestamp" in part.usable:
                 is_later = before.is_later(batch["timestamp"])
-            for column, (table, known) in comparable.items():
-                values = batch[column].cast(known.type, safe=False)
+            for column, (table, ids_of_table) in comparable.items():
+                values = batch[column].cast(ids_of_table.type, safe=False)
                 if is_later is None or column not in known_before:
-                    is_known = pc.is_in(values, value_set=known)
+                    is_known = pc.is_in(values, value_set=ids_of_table)
                 elif not pc.any(is_later, min_count=0).as_py():
                     continue
                 else:
-                    later = pc.is_in(values.filter(is_later), value_set=known)
+                    later = pc.is_in(values.filter(is_later), value_set=ids_of_table)
                     is_known = pc.replace_with_mask(pc.invert(is_later), is_later, later)
                 unknown = pc.and_(pc.is_valid(values), pc.invert(is_known))
                 found = f"{table} has no such {column}:"
@@ -187,9 +187,9 @@ def _check_interactions(
                 findings.add_rows(finding, np.flatnonzero(unknown), first_row, values)
             is_rated = "rating" in part.schema.names
             if "rating" in part.usable:
-                of_batch = pc.min_max(batch["rating"].cast(pa.float64())).as_py()
-                if of_batch["min"] is not None:
-                    lowest, highest = min(lowest, of_batch["min"]), max(highest, of_batch["max"])
+                extremes = pc.min_max(batch["rating"].cast(pa.float64())).as_py()
+                if extremes["min"] is not None:
+                    lowest, highest = min(lowest, extremes["min"]), max(highest, extremes["max"])
     findings.stop_where("unknown-entity", MAX_UNKNOWN_SHARE * num_rows)
     if positive_rating is not None:
         _check_classes(lowest, highest, is_rated, positive_rating, findings)
@@ -217,12 +217,12 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
     except FaultyTable as error:
         findings.add(error.finding)
         return
-    units, of_times = integer_times(table, [file.path for file in listing.files])
-    for finding in of_times:
+    units, time_findings = integer_times(table, [file.path for file in listing.files])
+    for finding in time_findings:
         findings.add(finding)
-    for found in name_left_out(listing.left_out):
+    for sentence in name_left_out(listing.left_out):
         expected, advice = "only Parquet files with rows", "move them away, or write them as the others are"
-        findings.add(Finding("left-out", table, found, expected, advice, is_warning=True))
+        findings.add(Finding("left-out", table, sentence, expected, advice, is_warning=True))
     kinds: dict[str, dict[str, str | None]] = {}  # of each file, by column
     num_rows = 0
     for part in typed_parts(listing.files, table):
@@ -259,7 +259,7 @@ def _differences(table: str, name: str, kinds: dict[str, dict[str, str | None]])
         found = f"the column is {'not in' if column in kinds[name] else 'missing, but it is in'} {first}"
         yield Finding("columns-differ", table, found, "the same columns", advice, column, name)
     for column, kind in kinds[name].items():
-        other = next(other for other, of_other in kinds.items() if of_other.get(column) or other == name)
+        other = next(other for other, other_kinds in kinds.items() if other_kinds.get(column) or other == name)
         if kind not in (None, kinds[other][column]):
             found = f"the column holds {kind}, but {kinds[other][column]} in {other}"
             yield Finding("types-differ", table, found, "one type", advice, column, name)

@@ -135,7 +135,7 @@ def _from_iso(values: pa.Array) -> pa.Array:
     return pc.coalesce(zoned, local.cast(TIMESTAMP_TYPE))
 
 
-def _each(column: pa.Array, shown: pa.Array, convert: Callable[[pa.Array], pa.Array], expected: str) -> pa.Array:
+def _each(column: pa.Array, original: pa.Array, convert: Callable[[pa.Array], pa.Array], expected: str) -> pa.Array:
     """Convert a column at once; when that fails, find the first row that does by halving."""
     try:
         return convert(column)
@@ -148,4 +148,4 @@ def _each(column: pa.Array, shown: pa.Array, convert: Callable[[pa.Array], pa.Ar
                 start, length = start + half, length - half
             except pa.ArrowInvalid:
                 length = half
-        raise ConversionFault(start, shown_value(shown[start]), expected) from None
+        raise ConversionFault(start, shown_value(original[start]), expected) from None

@@ -75,16 +75,16 @@ class Doubts:
                 "a header does where the mapping sets `column_names`. Take it out, or leave out `column_names`."
             )
         for name, column in zip(rows.schema.names, rows.columns, strict=True):
-            held = column.buffers()[2]  # of strings; most batches have nothing to look for, as their bytes say
-            held = b"" if held is None else held.to_pybytes()
-            if b"\0" in held or "\0" in name:
+            text_bytes = column.buffers()[2]  # of strings; most batches have nothing to look for, as their bytes say
+            text_bytes = b"" if text_bytes is None else text_bytes.to_pybytes()
+            if b"\0" in text_bytes or "\0" in name:
                 zeros = _Doubt()
                 zeros.add(name, first_row, column, pc.match_substring(column, "\0"))
                 if zeros.num or "\0" in name:
                     raise TableError(zero_bytes(self.path, f"column {name!r}, row {zeros.first[1]}"))
             self.nulls.add(name, first_row, column, pc.is_in(column, pa.array(_DATABASE_NULLS)))
             if self.form.quote:
-                if b"\n" in held or b"\r" in held:
+                if b"\n" in text_bytes or b"\r" in text_bytes:
                     self.over_lines.add(name, first_row, column, pc.match_substring_regex(column, r"[\r\n]"))
                 if (
                     rows.num_rows > 1
@@ -108,26 +108,26 @@ class Doubts:
             advice = 'If the quotes enclose fields, set `csv: {quote: "\'"}` in the mapping.'
             yield f"{self.path}: {self.single_quotes.shown('field in single quotes, kept as text')}. {advice}"
         if self.over_lines.num:
-            shown = self.over_lines.shown("quoted field over several lines")
+            summary = self.over_lines.shown("quoted field over several lines")
             advice = "If quotes are plain text in this file, set `csv: {quote: null}` in the mapping."
-            yield f"{self.path}: {shown}. {advice}"
+            yield f"{self.path}: {summary}. {advice}"
         if self.kept_quotes.num and self.form.quote:
-            shown = self.kept_quotes.shown("field in quotes behind a blank, which were kept as text")
+            summary = self.kept_quotes.shown("field in quotes behind a blank, which were kept as text")
             advice = "If the quotes enclose fields, export the file without blanks behind delimiters."
-            yield f"{self.path}: {shown}. {advice}"
+            yield f"{self.path}: {summary}. {advice}"
         elif self.kept_quotes.num:
-            shown = self.kept_quotes.shown("field in quotes, which were kept as text")
-            yield f"{self.path}: {shown}. If the quotes enclose fields, set `csv: {{quote: '\"'}}` in the mapping."
+            summary = self.kept_quotes.shown("field in quotes, which were kept as text")
+            yield f"{self.path}: {summary}. If the quotes enclose fields, set `csv: {{quote: '\"'}}` in the mapping."
 
 
 def _is_header(rows: pa.RecordBatch) -> pa.Array:
     """Whether each row holds nothing but the names of the columns: bool[n]."""
-    found = pa.array(np.full(rows.num_rows, rows.num_columns > 1))
+    is_header = pa.array(np.full(rows.num_rows, rows.num_columns > 1))
     for name, column in zip(rows.schema.names, rows.columns, strict=True):
-        found = pc.and_(found, pc.fill_null(pc.equal(column, name), not name))
-        if not found.true_count:
+        is_header = pc.and_(is_header, pc.fill_null(pc.equal(column, name), not name))
+        if not is_header.true_count:
             break
-    return found
+    return is_header
 
 
 def zero_bytes(path: Path, place: str) -> str:
@@ -164,15 +164,15 @@ def encoding_fault(path: Path, encoding: str) -> str | None:
         return None
     except UnicodeDecodeError as error:
         line += error.object[: error.start].count(b"\n")
-        found = error.object[max(0, error.start - 20) : error.end + 20]
+        excerpt = error.object[max(0, error.start - 20) : error.end + 20]
     if (kind := kind_of_bytes(start)) is not None:
         return f"{path} is no text, but {kind}. Export it as CSV or Parquet."
-    if b"\0" in found and _marked_encoding(start) is None:
+    if b"\0" in excerpt and _marked_encoding(start) is None:
         return zero_bytes(path, f"line {line}")
-    known = _marked_encoding(start) or "cp1252"
-    advice = f"Set `csv: {{encoding: {known}}}` in the mapping"
-    advice += "" if known == "utf-16" else ", or whichever encoding it was written in (latin-1, gb18030, ...)"
-    return f"{path}, line {line}: {found!r} is not {encoding}. {advice}."
+    suggested = _marked_encoding(start) or "cp1252"
+    advice = f"Set `csv: {{encoding: {suggested}}}` in the mapping"
+    advice += "" if suggested == "utf-16" else ", or whichever encoding it was written in (latin-1, gb18030, ...)"
+    return f"{path}, line {line}: {excerpt!r} is not {encoding}. {advice}."
 
 
 def encoding_doubt(path: Path, encoding: str) -> str | None:
@@ -238,14 +238,14 @@ def _has_text_beside_quotes(path: Path, form: FileFormat) -> bool:
     assert form.quote is not None
     ends = list(form.delimiter.encode(form.encoding) + b"\r\n")
     with pa.input_stream(str(path)) as raw:
-        held = b"\n"
+        previous = b"\n"
         while chunk := raw.read(CHUNK_BYTES):
-            text = np.frombuffer(held + chunk, np.uint8)
+            text = np.frombuffer(previous + chunk, np.uint8)
             places = np.flatnonzero(text[1:-1] == ord(form.quote)) + 1
             is_within = ~np.isin(text[places - 1], ends) & ~np.isin(text[places + 1], [*ends, ord(form.quote)])
             if is_within.any():
                 return True
-            held = text[-2:].tobytes()
+            previous = text[-2:].tobytes()
     return False
 
 

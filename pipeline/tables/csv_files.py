@@ -24,14 +24,14 @@ def read_csv(path: Path, files: SourceFiles, note: Callable[[str], object]) -> I
     """A CSV as text columns: nothing is guessed, so the zip code 01234 stays one."""
     form = files.csv_format(path)
     delimiter = form.delimiter
-    held = None
+    converted = None
     if len(delimiter) > 1:  # MovieLens' `::`
         with pa.input_stream(str(path)) as raw:
-            held = pa.py_buffer(raw.read().replace(delimiter.encode(form.encoding), b"\x1f"))
+            converted = pa.py_buffer(raw.read().replace(delimiter.encode(form.encoding), b"\x1f"))
         delimiter = "\x1f"
 
     def opened() -> pa.NativeFile:
-        return pa.input_stream(str(path)) if held is None else pa.BufferReader(held)
+        return pa.input_stream(str(path)) if converted is None else pa.BufferReader(converted)
 
     form = replace(form, delimiter=delimiter)
     names = files.column_names

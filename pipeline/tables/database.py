@@ -94,15 +94,15 @@ def _sqlite_schema(cursor: sqlite3.Cursor, path: Path, table: str) -> pa.Schema:
     first_of: list[dict[type, tuple[int, object]]] = [{} for _ in names]  # type -> row and value
     first_row = 0
     for rows in _fetched(cursor):
-        for name, known, values in zip(names, first_of, zip(*rows, strict=True), strict=True):
+        for name, first_of_kind, values in zip(names, first_of, zip(*rows, strict=True), strict=True):
             for kind in dict.fromkeys(map(type, values)):
-                if kind is not type(None) and kind not in known:
+                if kind is not type(None) and kind not in first_of_kind:
                     row = next(row for row, value in enumerate(values) if type(value) is kind)
-                    known[kind] = first_row + row, values[row]
-                    if len(known) > 1 and known.keys() != {int, float}:
-                        raise _mixed(path, table, name, *known.values())
+                    first_of_kind[kind] = first_row + row, values[row]
+                    if len(first_of_kind) > 1 and first_of_kind.keys() != {int, float}:
+                        raise _mixed(path, table, name, *first_of_kind.values())
         first_row += len(rows)
-    kinds = [float if float in known else next(iter(known), None) for known in first_of]
+    kinds = [float if float in first_of_kind else next(iter(first_of_kind), None) for first_of_kind in first_of]
     return pa.schema([(name, _TYPES[kind] if kind else pa.null()) for name, kind in zip(names, kinds, strict=True)])
 
 

@@ -41,17 +41,17 @@ def use_copy(uri: str, folder: Path) -> None:
 
 def remove_copies() -> None:
     """Delete the copies that this process has made, for a process that ends by `os._exit`; may be called again."""
-    for made in _MADE:
-        made.remove()
+    for scratch in _MADE:
+        scratch.remove()
 
 
 def scratch_for(folder: Path) -> Path:
     """A temporary folder for what is made of the files of a folder, whose name it has in messages."""
     _MADE.append(ScratchFolder("tables"))
-    made = _MADE[-1].path / folder.name
-    made.mkdir()
-    _URIS[made] = shown_path(folder)
-    return made
+    scratch = _MADE[-1].path / folder.name
+    scratch.mkdir()
+    _URIS[scratch] = shown_path(folder)
+    return scratch
 
 
 def shown_path(path: Path) -> str:
@@ -70,27 +70,29 @@ def _fetched(uri: str, names: tuple[str, ...]) -> Path:
 
     def listed() -> dict[str, tuple[int, int | None] | None]:
         """Path within the folder -> bytes and time of change, of each file of a table; None of a folder."""
-        found = {}
+        files = {}
         for info in filesystem.get_file_info(pafs.FileSelector(root, recursive=True, allow_not_found=True)):
             within = PurePosixPath(info.path).relative_to(root)
             is_ours = within.parts[0].removesuffix(".parquet") in names
             if is_ours and (len(within.parts) > 1 or within.suffix == ".parquet") and ".." not in within.parts:
-                found[str(within)] = (info.size, info.mtime_ns) if info.is_file else None
-        return found
+                files[str(within)] = (info.size, info.mtime_ns) if info.is_file else None
+        return files
 
     with naming_uri(uri, TableError):
         files = listed()
         _MADE.append(ScratchFolder("tables"))
         folder = _MADE[-1].path
         _URIS[folder] = uri
-        for name, known in files.items():
+        for name, size_and_time in files.items():
             target = folder / name
-            (target if known is None else target.parent).mkdir(parents=True, exist_ok=True)
-            if known is None:
+            (target if size_and_time is None else target.parent).mkdir(parents=True, exist_ok=True)
+            if size_and_time is None:
                 continue
             pafs.copy_files(f"{root}/{name}", str(target), filesystem, pafs.LocalFileSystem(), chunk_size=BLOCK_BYTES)
-            if target.stat().st_size != known[0]:
-                raise TableError(f"{shown_path(target)} came with {target.stat().st_size:,} of {known[0]:,} bytes")
+            if target.stat().st_size != size_and_time[0]:
+                raise TableError(
+                    f"{shown_path(target)} came with {target.stat().st_size:,} of {size_and_time[0]:,} bytes"
+                )
         if listed() != files:
             raise TableError(f"the tables of {uri} changed while they were read; give the same command again")
     return folder

@@ -67,17 +67,17 @@ class Findings:
 
     def add(self, finding: Finding) -> None:
         """Add a finding that is about no row."""
-        known = self._found.setdefault(_key(finding), finding)
-        if known is not finding:
-            self._found[_key(finding)] = replace(known, num_files=known.num_files + 1)
+        first = self._found.setdefault(_key(finding), finding)
+        if first is not finding:
+            self._found[_key(finding)] = replace(first, num_files=first.num_files + 1)
 
     def add_rows(self, finding: Finding, rows: np.ndarray, first_row: int, column: pa.Array) -> None:
         """Add what is wrong with some rows, int64[n], of a column that begins at `first_row` of its file."""
         if not len(rows):
             return
         row = int(rows[0])
-        known = self._found.get(_key(finding)) or replace(finding, row=first_row + row, value=shown_value(column[row]))
-        self._found[_key(finding)] = replace(known, num_rows=known.num_rows + len(rows))
+        first = self._found.get(_key(finding)) or replace(finding, row=first_row + row, value=shown_value(column[row]))
+        self._found[_key(finding)] = replace(first, num_rows=first.num_rows + len(rows))
 
     def stop_where(self, kind: str, max_rows: float) -> None:
         """Make a warning of this kind a fault where it is about more rows than that."""

@@ -164,11 +164,11 @@ def guess_mapping(sources: list[SourceTable]) -> GuessedMapping:
 def _names_of_item_ids(sources: list[SourceTable]) -> str:
     """A pattern of names that ids of items have: usual ones, and those of ids in files that have titles."""
     logged = {name for source in sources if source.named(USER_ID) for name in source.head.column_names}
-    found = set()
+    item_ids = set()
     for source in (source for source in sources if source.named(TITLE) and not source.named(USER_ID)):
         names = source.named(ITEM_ID) or [*source.named(SOME_ID), *logged.intersection(source.head.column_names)]
-        found.update(name for name in names if source.is_id(name) and name not in source.named(TITLE))
-    return "|".join([ITEM_ID, *(f"^{re.escape(name)}$" for name in sorted(found))])
+        item_ids.update(name for name in names if source.is_id(name) and name not in source.named(TITLE))
+    return "|".join([ITEM_ID, *(f"^{re.escape(name)}$" for name in sorted(item_ids))])
 
 
 def _files(sources: list[SourceTable], item_ids: str) -> tuple[SourceTable, SourceTable, SourceTable | None]:
@@ -188,9 +188,9 @@ def _files(sources: list[SourceTable], item_ids: str) -> tuple[SourceTable, Sour
     with_ids = [source for source in titled if source.named(item_ids)]
     items = next(iter([*with_ids, *(source for source in titled if not source.named(USER_ID))]), None)
     if log is None or items is None:
-        seen = "; ".join(f"{source.name}: {', '.join(source.head.column_names)}" for source in sources)
-        wanted = "items (an id and a title)" if log else "interactions (a user id, an item id and a time)"
-        raise TableError(f"no file looks like {wanted}; see configs/import_example.yaml. Found: {seen}")
+        columns_by_file = "; ".join(f"{source.name}: {', '.join(source.head.column_names)}" for source in sources)
+        missing = "items (an id and a title)" if log else "interactions (a user id, an item id and a time)"
+        raise TableError(f"no file looks like {missing}; see configs/import_example.yaml. Found: {columns_by_file}")
     others = [source for source in rest if source is not items]
     of_users = [source for source in others if any(map(source.is_id, source.named(USER_ID)))]
     by_stem = [source for source in others if re.search(USER_ID, source.stem, re.IGNORECASE)]
@@ -199,8 +199,8 @@ def _files(sources: list[SourceTable], item_ids: str) -> tuple[SourceTable, Sour
 
 def _add_entities(guessed: GuessedMapping, table: str, source: SourceTable, columns: dict[str, Guess]) -> None:
     part = _add_part(guessed, table, source, columns)
-    taken = {guess.value for guess in columns.values()}
-    names = [name for name in source.head.column_names if name not in taken]
+    used = {guess.value for guess in columns.values()}
+    names = [name for name in source.head.column_names if name not in used]
     left_out = {
         name: f"of type {source.head[name].type}, not {ATTRIBUTE.expected}"
         for name in names if not ATTRIBUTE.accepts(source.head[name].type)
@@ -218,8 +218,8 @@ def _add_entities(guessed: GuessedMapping, table: str, source: SourceTable, colu
     for name in (name for name in names if name not in left_out):
         key = f"source_{name}" if name in own else name
         part["attributes"][key] = name
-        if found := _separator(source.values(name)):
-            separator, share = found
+        if separator_and_share := _separator(source.values(name)):
+            separator, share = separator_and_share
             part["attributes"][key] = {"column": name, "separator": separator}
             guessed.reasons[table, "attributes", key, "separator"] = f"guessed: in {share:.0%} of the values"
     guessed.notes.extend(f"{table}.{name} is left out of the mapping: {why}" for name, why in left_out.items())
@@ -231,14 +231,14 @@ def _add_log(guessed: GuessedMapping, log: SourceTable, of_user: Join, of_item: 
     _add_time(guessed, ("interactions", "timestamp"), time)
     part["drop_unknown"] = True
     guessed.reasons["interactions", "drop_unknown"] = "rows of users or items in no table are left out and counted"
-    taken = [of_user.of_log.value, of_item.of_log.value, time.column.value]
+    used = [of_user.of_log.value, of_item.of_log.value, time.column.value]
     for name, guess_label in (("rating", guess_rating), ("event", guess_event)):
-        guess = guess_label(log, taken)
+        guess = guess_label(log, used)
         if guess is not None:
             part[name] = guess.value
-            guessed.reasons["interactions", name] = guess.said
-            taken.append(guess.value)
-    if unused := [name for name in log.head.column_names if name not in taken]:
+            guessed.reasons["interactions", name] = guess.comment
+            used.append(guess.value)
+    if unused := [name for name in log.head.column_names if name not in used]:
         guessed.notes.append(
             f"columns of interactions that are not used: {', '.join(unused)}; if one is the label of CTR models, map "
             "it as rating (a number) or event (a text)"
@@ -248,7 +248,7 @@ def _add_log(guessed: GuessedMapping, log: SourceTable, of_user: Join, of_item: 
 def _add_time(guessed: GuessedMapping, path: tuple[str, str], time: TimeGuess) -> None:
     table, key = path
     guessed.mapping[table][key] = {"column": time.column.value, "unit": time.unit}
-    guessed.reasons[table, key, "column"] = time.column.said
+    guessed.reasons[table, key, "column"] = time.column.comment
     if time.doubt is not None:
         both = f"{time.unit} and {time.doubt} fit all {time.column.value} in the rows seen"
         guessed.reasons[table, key, "unit"] = f"guessed: {both}"
@@ -260,7 +260,7 @@ def _add_time(guessed: GuessedMapping, path: tuple[str, str], time: TimeGuess) -
 def _add_part(guessed: GuessedMapping, table: str, source: SourceTable, columns: dict[str, Guess]) -> dict:
     part = {"files": source.name, **source.options, **{key: guess.value for key, guess in columns.items()}}
     guessed.mapping[table] = part
-    guessed.reasons.update({(table, key): guess.said for key, guess in columns.items()})
+    guessed.reasons.update({(table, key): guess.comment for key, guess in columns.items()})
     guessed.reasons.update({(table, key): "guessed: by the first bytes" for key in source.options})
     return part
 

@@ -55,10 +55,10 @@ class SourceTable:
         """The name without suffix or parts."""
         return re.split(r"[./]", self.name)[0]
 
-    def named(self, pattern: str, taken: Iterable[str | None] = ()) -> list[str]:
-        """The columns whose name matches and is not taken."""
-        taken = {*taken}
-        names = (name for name in self.head.column_names if name not in taken)
+    def named(self, pattern: str, used: Iterable[str | None] = ()) -> list[str]:
+        """The columns whose name matches and is not used yet."""
+        used = {*used}
+        names = (name for name in self.head.column_names if name not in used)
         return [name for name in names if re.search(pattern, name, re.IGNORECASE)]
 
     def of(self, columns: list[str]) -> "SourceTable":
@@ -87,8 +87,8 @@ class SourceTable:
         if column not in self._known_ids:
             values = self.head[column]
             plain = sc.plain_column(values).drop_null().to_pylist() if not pt.is_nested(values.type) else []
-            whole = (int(one) if isinstance(one, float) and one.is_integer() else one for one in plain)
-            texts = [text for one in whole if (text := str(one).strip())]
+            whole = (int(value) if isinstance(value, float) and value.is_integer() else value for value in plain)
+            texts = [text for value in whole if (text := str(value).strip())]
             if all(re.match(FLOAT_ID, text) for text in texts):
                 texts = [text.partition(".")[0] for text in texts]
             self._known_ids[column] = texts
@@ -107,7 +107,7 @@ class Guess:
     reason: str
 
     @property
-    def said(self) -> str:
+    def comment(self) -> str:
         """As a comment of the mapping."""
         return f"{'no guess' if self.value is None else 'guessed'}: {self.reason}"
 
@@ -154,23 +154,23 @@ def _overlap(log: SourceTable, of_log: str, entities: SourceTable, of_id: str) -
     return len(values & entities.id_set(of_id)) / len(values) if values else 0.0
 
 
-def guess_title(items: SourceTable, taken: Iterable[str | None]) -> Guess:
+def guess_title(items: SourceTable, used: Iterable[str | None]) -> Guess:
     """The title of items: text, of most rows, that differs between most of them."""
-    found, contradicted = [], []
-    for place, name in enumerate(items.named(TITLE, taken)):
+    candidates, contradicted = [], []
+    for place, name in enumerate(items.named(TITLE, used)):
         values = items.values(name)
         num_rows = min(items.head.num_rows, NUM_ROWS)
-        is_text = items.is_text(name) and not all(_is_number(one) for one in values)
+        is_text = items.is_text(name) and not all(_is_number(value) for value in values)
         share = len(set(values)) / len(values) if is_text and values else 0.0
         if share > MIN_TITLED_SHARE and len(values) >= MIN_TITLED_SHARE * num_rows and not re.search(r"_?id$", name):
             is_whole = re.fullmatch(WHOLE_TITLE, name, re.IGNORECASE) is not None
-            found.append((is_whole, share, -place, name, f"by its name; text, {len(set(values)):,} different ones in "
-                          f"{num_rows:,} rows"))  # fmt: skip
+            reason = f"by its name; text, {len(set(values)):,} different ones in {num_rows:,} rows"
+            candidates.append((is_whole, share, -place, name, reason))
         else:
             contradicted.append(name)
-    if not found:
+    if not candidates:
         return Guess(None, f"no column has a text of its own for each item, nor has {', '.join(contradicted)}")
-    *_, name, reason = max(found)
+    *_, name, reason = max(candidates)
     return Guess(name, reason)
 
 
@@ -183,10 +183,10 @@ class TimeGuess:
     doubt: str | None = None
 
 
-def guess_time(log: SourceTable, taken: Iterable[str | None]) -> TimeGuess:
+def guess_time(log: SourceTable, used: Iterable[str | None]) -> TimeGuess:
     """When interactions were: a column whose values are times of our days; one named otherwise has to be no number."""
-    named, contradicted = log.named(TIME, taken), []
-    for name in [*named, *log.named("", [*taken, *named])]:
+    named, contradicted = log.named(TIME, used), []
+    for name in [*named, *log.named("", [*used, *named])]:
         units = _units(log.head[name].slice(0, NUM_ROWS).combine_chunks())
         if name not in named and (not units or units[0][0] in NUMBER_UNITS):
             continue
@@ -211,13 +211,13 @@ def _units(column: pa.Array) -> list[tuple[str, str, str]]:
         return []
     if pt.is_timestamp(column.type) or pt.is_date(column.type):
         units = ["iso"]
-    elif sc.is_number_type(column.type) or all(_is_number(one) for one in column.to_pylist()):
+    elif sc.is_number_type(column.type) or all(_is_number(value) for value in column.to_pylist()):
         units = [*NUMBER_UNITS]
     elif max(map(len, column.to_pylist())) > MAX_TIME_CHARS:
         return []
     else:
         units = ["iso", *(day + hour for hour in HOURS for day in DAYS)]
-    found = []
+    fitting = []
     for unit in units:
         try:
             times = to_time(column, unit)
@@ -227,13 +227,13 @@ def _units(column: pa.Array) -> list[tuple[str, str, str]]:
         is_ours = pc.and_(pc.greater_equal(years, EARLIEST_YEAR), pc.less_equal(years, LATEST_YEAR))
         if is_ours.true_count > MIN_KNOWN_SHARE * len(times):
             ends = pc.min_max(times.filter(is_ours)).as_py()
-            found.append((unit, f"{ends['min']:%Y-%m-%d}", f"{ends['max']:%Y-%m-%d}"))
-    return found[:1] if found and found[0][0] in sc.UNITS_PER_SECOND else found
+            fitting.append((unit, f"{ends['min']:%Y-%m-%d}", f"{ends['max']:%Y-%m-%d}"))
+    return fitting[:1] if fitting and fitting[0][0] in sc.UNITS_PER_SECOND else fitting
 
 
-def guess_rating(log: SourceTable, taken: Iterable[str | None]) -> Guess | None:
+def guess_rating(log: SourceTable, used: Iterable[str | None]) -> Guess | None:
     """How interactions were rated: numbers that repeat."""
-    for name in log.named(RATING, taken):
+    for name in log.named(RATING, used):
         column = log.head[name].combine_chunks()
         if re.search(NO_LABEL, name) or pt.is_nested(column.type) or pt.is_temporal(column.type):
             continue
@@ -242,21 +242,22 @@ def guess_rating(log: SourceTable, taken: Iterable[str | None]) -> Guess | None:
         except (ConversionFault, pa.ArrowInvalid, pa.ArrowNotImplementedError):
             continue
         if len(numbers) and not (len(numbers) >= MIN_ROWS and len(pc.unique(numbers)) == len(numbers)):
-            least, most = pc.min_max(numbers).as_py().values()
-            return Guess(name, f"by its name; numbers from {least:g} to {most:g}")
+            lowest, highest = pc.min_max(numbers).as_py().values()
+            return Guess(name, f"by its name; numbers from {lowest:g} to {highest:g}")
     return None
 
 
-def kinds_of(items: SourceTable, taken: Iterable[str | None]) -> list[str]:
+def kinds_of(items: SourceTable, used: Iterable[str | None]) -> list[str]:
     """What columns of text say of each item whose values repeat, as genres and categories do."""
     rows = items.head.slice(0, NUM_ROWS)
     columns = []
-    for name in items.named("", taken):
+    for name in items.named("", used):
         kind = rows[name].type
         if not items.is_text(name) and not pt.is_list(kind) and not pt.is_large_list(kind):
             continue
         texts = [
-            ", ".join(map(str, one)) if isinstance(one, list) else str(one or "") for one in rows[name].to_pylist()
+            ", ".join(map(str, value)) if isinstance(value, list) else str(value or "")
+            for value in rows[name].to_pylist()
         ]
         is_each = len(texts) >= MIN_ROWS and len(set(texts)) > MAX_SHARE_OF_KINDS * len(texts)
         if not is_each and sum(map(len, texts)) <= MAX_KIND_CHARS * len(texts):
@@ -264,15 +265,15 @@ def kinds_of(items: SourceTable, taken: Iterable[str | None]) -> list[str]:
     return ["; ".join(row) for row in zip(*columns, strict=True)]
 
 
-def guess_event(log: SourceTable, taken: Iterable[str | None]) -> Guess | None:
+def guess_event(log: SourceTable, used: Iterable[str | None]) -> Guess | None:
     """What was done: a few words that repeat."""
-    for name in log.named(EVENT, taken):
+    for name in log.named(EVENT, used):
         values, kind = log.values(name), sc.plain_type(log.head[name].type)
         different = sorted(set(values), key=str) if sc.is_text(kind) or pt.is_integer(kind) else []
         is_each = len(values) >= MIN_ROWS and len(different) == len(values)
         if 0 < len(different) <= MAX_EVENTS and not is_each and not re.search(NO_LABEL, name):
-            shown = ", ".join(map(str, different[:3])) + (", ..." if len(different) > 3 else "")
-            return Guess(name, f"by its name; {len(different)} different values: {shown}")
+            examples = ", ".join(map(str, different[:3])) + (", ..." if len(different) > 3 else "")
+            return Guess(name, f"by its name; {len(different)} different values: {examples}")
     return None
 
 

@@ -85,16 +85,16 @@ def list_folder(
     def files_under(at: Path, partitions: dict[str, str | None]) -> list[ListedFile]:
         level = _read_level(at, folder, table)
         left_out.update(level.left_out)
-        found = [ListedFile(path, partitions) for path in level.files if has_rows(path)]
+        files = [ListedFile(path, partitions) for path in level.files if has_rows(path)]
         reason = "is not Parquet" if has_rows is is_parquet else "is neither Parquet nor CSV"
         left_out.update({path: reason for path in level.files if not has_rows(path)})
         with_rows = []
         for sub in level.folders:
             if below := files_under(sub, partitions | _partition(sub, partitions, table)):
                 with_rows.append(sub)
-                found += below
+                files += below
         _require_success(with_rows, with_rows, table)
-        return found
+        return files
 
     files = files_under(folder, {})
     if files:
@@ -156,10 +156,10 @@ def name_left_out(left_out: dict[Path, str]) -> list[str]:
     """A sentence for each reason, with the files that are left out for it."""
     sentences = []
     for reason in dict.fromkeys(left_out.values()):
-        paths = [path for path, other in left_out.items() if other == reason]
-        shown = ", ".join(shown_path(path) for path in paths[:MAX_NAMED])
+        paths = [path for path, own_reason in left_out.items() if own_reason == reason]
+        names = ", ".join(shown_path(path) for path in paths[:MAX_NAMED])
         more = f" and {len(paths) - MAX_NAMED} more" if len(paths) > MAX_NAMED else ""
-        sentences.append(f"left out, because it {reason}: {shown}{more}")
+        sentences.append(f"left out, because it {reason}: {names}{more}")
     return sentences
 
 
@@ -186,7 +186,7 @@ def _read_level(folder: Path, root: Path, table: str) -> _Level:
             left_out[path] = "is a link to another part of the table"
         elif path.is_dir():
             is_staging = _STAGING.fullmatch(path.name) is not None
-            if is_staging and (path.name == "_temporary" or any(found.is_file() for found in path.rglob("*"))):
+            if is_staging and (path.name == "_temporary" or any(inner.is_file() for inner in path.rglob("*"))):
                 raise _unfinished(table, f"{shown_path(path)} holds what a job has not yet moved to its place", path)
             if is_hidden:
                 left_out[path] = HIDDEN
@@ -272,10 +272,10 @@ def _folders(path: Path, root: Path) -> list[Path]:
 
 def _partitions(folder: Path, root: Path, table: str) -> dict[str, str | None]:
     """The columns in the names of the folders from a root down to one."""
-    found: dict[str, str | None] = {}
+    partitions: dict[str, str | None] = {}
     for part in reversed(_folders(folder, root)[:-1]):
-        found |= _partition(part, found, table)
-    return found
+        partitions |= _partition(part, partitions, table)
+    return partitions
 
 
 def _partition(folder: Path, known: dict[str, str | None], table: str) -> dict[str, str | None]:

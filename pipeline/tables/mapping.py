@@ -84,8 +84,8 @@ def import_mapped(
         users = written["user_id"].drop_null()
         write_parquet(pa.table({"user_id": users.take(pc.sort_indices(users))}), Path(out, "users.parquet"))
     listings = [list_source(part, Path(source), table) for table, part in mapping.tables().items()]
-    others = unnamed_files(Path(source), listings).items()
-    for sentence in name_left_out({path: reason for path, reason in others if path.resolve() != Path(out).resolve()}):
+    unnamed = unnamed_files(Path(source), listings).items()
+    for sentence in name_left_out({path: reason for path, reason in unnamed if path.resolve() != Path(out).resolve()}):
         note(sentence)
     return dict(work.dropped)
 
@@ -94,7 +94,7 @@ def import_mapped(
 class _Unknown:
     """How many interactions are of ids that no table lists, with examples of those and of the listed ones."""
 
-    known: list
+    listed: list
     examples: list = field(default_factory=list)
     num_rows: int = 0
     num_unknown: int = 0
@@ -135,12 +135,12 @@ class _Import:
 
     def whole_ids(self) -> frozenset[str]:
         """Columns of ids that are whole numbers in all files, in one or more of them written as 123.0 throughout."""
-        found = frozenset()
+        columns = frozenset()
         for column in ID_COLUMNS.values():
             forms = [form for (of_column, _), form in self.forms.items() if of_column == column]
             is_sure = all(form["ids"] in (form["whole"], form["float"]) for form in forms)
-            found |= {column} if is_sure and any(form["float"] for form in forms) else set()
-        return found
+            columns |= {column} if is_sure and any(form["float"] for form in forms) else set()
+        return columns
 
     def ids_of(self, batch: SourceBatch, column: str, source: str) -> pa.Array:
         """The ids of a batch for a column of the tables, from one of the source."""
@@ -155,13 +155,13 @@ class _Import:
         form["ids"] += len(distinct)
         return ids
 
-    def times_of(self, batch: SourceBatch, table: str, wanted: SourceTime) -> pa.Array:
+    def times_of(self, batch: SourceBatch, table: str, source: SourceTime) -> pa.Array:
         """The times of a batch; numbers without a unit are in the one that the first batch leaves, all of them."""
-        name, span = wanted.column, batch.numbers(wanted.column)
+        name, span = source.column, batch.numbers(source.column)
         if span is None:
-            return batch.timed(name, wanted.unit or "s")
-        unit = wanted.unit or unit_of(*span) or "s"
-        times = self.times.setdefault((table, name), _Times(batch.file, unit, wanted.unit is None, *span))
+            return batch.timed(name, source.unit or "s")
+        unit = source.unit or unit_of(*span) or "s"
+        times = self.times.setdefault((table, name), _Times(batch.file, unit, source.unit is None, *span))
         times.low, times.high = min(times.low, span[0]), max(times.high, span[1])
         if times.is_inferred and times.unit != "s" and unit_of(*span) != times.unit:
             raise TableError(
@@ -189,21 +189,21 @@ class _Import:
                 )
 
     def write(
-        self, table: str, wanted: SourceFiles, columns_of: ColumnsOf, known: Mapping[str, pa.Array] | None = None
+        self, table: str, files: SourceFiles, columns_of: ColumnsOf, known: Mapping[str, pa.Array] | None = None
     ) -> dict[str, pa.Array]:
         """Write a table; returns the ids in it by column. `known` are those that its rows may be about."""
         ids: dict[str, list[pa.Array]] = {}
 
         def batches() -> Iterator[tuple[Path, pa.RecordBatch]]:
-            for batch in read_source(wanted, self.source, table, self.note):
-                rows = pa.RecordBatch.from_pydict(columns_of(batch, table, wanted))
-                rows = self._with_known(self._without_blanks(rows, wanted, table), wanted, known or {}, batch.file)
+            for batch in read_source(files, self.source, table, self.note):
+                rows = pa.RecordBatch.from_pydict(columns_of(batch, table, files))
+                rows = self._with_known(self._without_blanks(rows, files, table), files, known or {}, batch.file)
                 for column in ID_COLUMNS.values():
                     if column in rows.schema.names:
-                        seen = ids.setdefault(column, [])
-                        seen.append(pc.unique(rows[column]))
-                        if sum(map(len, seen)) > 2 * len(seen[0]):
-                            seen[:] = [pc.unique(pa.chunked_array(seen))]
+                        column_ids = ids.setdefault(column, [])
+                        column_ids.append(pc.unique(rows[column]))
+                        if sum(map(len, column_ids)) > 2 * len(column_ids[0]):
+                            column_ids[:] = [pc.unique(pa.chunked_array(column_ids))]
                 yield batch.file, rows
                 if self.progress is not None:
                     self.progress(batch.rows.num_rows, table)
@@ -216,10 +216,10 @@ class _Import:
             )
         first_file, first = start
         others = (_alike(rows, file, first.schema, first_file, table) for file, rows in parts)
-        record = query_record(first_file, wanted.query) if wanted.query is not None else None
+        record = query_record(first_file, files.query) if files.query is not None else None
         write_parquet(chain([first], others), self.out / f"{table}.parquet", first.schema.with_metadata(record))
         self.judge_times(table)
-        return {column: pc.unique(pa.chunked_array(seen)) for column, seen in ids.items()}
+        return {column: pc.unique(pa.chunked_array(column_ids)) for column, column_ids in ids.items()}
 
     def drop_copies(self) -> None:
         """Write the interactions again without rows that are exact copies of an earlier one, where there are any."""
@@ -229,28 +229,28 @@ class _Import:
         path = self.out / "interactions.parquet"
         whole = path.rename(path.with_name("interactions.with_copies"))
 
-        def kept() -> Iterator[pa.RecordBatch]:
+        def rows_without_copies() -> Iterator[pa.RecordBatch]:
             first_row = 0
             with pq.ParquetFile(whole) as file:
                 for batch in file.iter_batches():
                     part = slice(first_row, first_row := first_row + batch.num_rows)
                     yield batch.filter(pa.array(~is_copy[part]))
 
-        write_parquet(kept(), path, pq.read_schema(whole))
+        write_parquet(rows_without_copies(), path, pq.read_schema(whole))
         whole.unlink()
         self.dropped["interactions that are exact copies of another"] = int(is_copy.sum())
 
-    def entity_columns(self, batch: SourceBatch, table: str, wanted: EntityMapping) -> dict[str, pa.Array]:
+    def entity_columns(self, batch: SourceBatch, table: str, mapping: EntityMapping) -> dict[str, pa.Array]:
         """The columns of users or items."""
         id_column = ID_COLUMNS[table]
-        columns = {id_column: self.ids_of(batch, id_column, wanted.id)}
-        taken = {wanted.id, wanted.created_at and wanted.created_at.column}
-        if isinstance(wanted, ItemMapping):
-            columns["title"] = batch.typed(wanted.title, pa.string())
-            taken.add(wanted.title)
-        attributes = wanted.attributes
+        columns = {id_column: self.ids_of(batch, id_column, mapping.id)}
+        used = {mapping.id, mapping.created_at and mapping.created_at.column}
+        if isinstance(mapping, ItemMapping):
+            columns["title"] = batch.typed(mapping.title, pa.string())
+            used.add(mapping.title)
+        attributes = mapping.attributes
         if attributes is None:
-            others = [name for name in batch.rows.schema.names if name not in taken]
+            others = [name for name in batch.rows.schema.names if name not in used]
             for name in filter(is_unnamed, others):
                 self.note(
                     f"table {table}: the column {name!r} has no name of its own, as row numbers that pandas writes or "
@@ -259,22 +259,22 @@ class _Import:
             attributes = {name: SourceColumn(column=name) for name in others if not is_unnamed(name)}
         for name, source in attributes.items():
             if name in columns or name == CREATED_AT:
-                advice = "name the `attributes` that you want" if wanted.attributes is None else "name it otherwise"
-                advice += ", or set `created_at`" if name == CREATED_AT and wanted.created_at is None else ""
+                advice = "name the `attributes` that you want" if mapping.attributes is None else "name it otherwise"
+                advice += ", or set `created_at`" if name == CREATED_AT and mapping.created_at is None else ""
                 raise ConfigError(f"the mapping makes an attribute of {table}.{name}, which is none; {advice}.")
             columns[name] = batch.attribute(source)
-        if wanted.created_at is not None:
-            columns[CREATED_AT] = self.times_of(batch, table, wanted.created_at)
+        if mapping.created_at is not None:
+            columns[CREATED_AT] = self.times_of(batch, table, mapping.created_at)
         return columns
 
-    def interaction_columns(self, batch: SourceBatch, table: str, wanted: InteractionMapping) -> dict[str, pa.Array]:
+    def interaction_columns(self, batch: SourceBatch, table: str, mapping: InteractionMapping) -> dict[str, pa.Array]:
         """The columns of interactions."""
         columns = {
-            "user_id": self.ids_of(batch, "user_id", wanted.user_id),
-            "item_id": self.ids_of(batch, "item_id", wanted.item_id),
-            "timestamp": self.times_of(batch, table, wanted.timestamp),
+            "user_id": self.ids_of(batch, "user_id", mapping.user_id),
+            "item_id": self.ids_of(batch, "item_id", mapping.item_id),
+            "timestamp": self.times_of(batch, table, mapping.timestamp),
         }
-        kinds = {"rating": (wanted.rating, pa.float64()), "event": (wanted.event, pa.string())}
+        kinds = {"rating": (mapping.rating, pa.float64()), "event": (mapping.event, pa.string())}
         return columns | {name: batch.typed(of, kind) for name, (of, kind) in kinds.items() if of is not None}
 
     def _without_blanks(self, rows: pa.RecordBatch, files: SourceFiles, table: str) -> pa.RecordBatch:
@@ -284,11 +284,11 @@ class _Import:
                 raise ConfigError(
                     f"the mapping, {table}.drop_without: the table has no column {column!r}; {nearest(column, names)}"
                 )
-            rows = self._kept(rows, pc.invert(blank(rows[column])), f"{table} without {column}")
+            rows = self._filtered(rows, pc.invert(blank(rows[column])), f"{table} without {column}")
         return rows
 
     def _with_known(
-        self, rows: pa.RecordBatch, wanted: SourceFiles, known: Mapping[str, pa.Array], file: Path
+        self, rows: pa.RecordBatch, files: SourceFiles, known: Mapping[str, pa.Array], file: Path
     ) -> pa.RecordBatch:
         for column, ids in known.items():
             if rows[column].type != ids.type:
@@ -296,7 +296,7 @@ class _Import:
                     f"{file}: {column} is {rows[column].type}, but {ids.type} in the table that lists them. "
                     f"Set `ids: {{{column}: {ids.type}}}` in the mapping."
                 )
-            if isinstance(wanted, InteractionMapping) and wanted.drop_unknown:
+            if isinstance(files, InteractionMapping) and files.drop_unknown:
                 is_known = pc.is_in(rows[column], ids)
                 unknown = self.unknown.setdefault(column, _Unknown(ids.slice(0, NUM_EXAMPLES).to_pylist()))
                 unknown.num_rows += len(is_known)
@@ -304,29 +304,29 @@ class _Import:
                 if len(unknown.examples) < NUM_EXAMPLES:
                     others = pc.unique(rows[column].filter(pc.invert(is_known))).slice(0, NUM_EXAMPLES).to_pylist()
                     unknown.examples = list(dict.fromkeys([*unknown.examples, *others]))[:NUM_EXAMPLES]
-                rows = self._kept(rows, is_known, f"interactions of unknown {column}")
+                rows = self._filtered(rows, is_known, f"interactions of unknown {column}")
         return rows
 
-    def require_known(self, wanted: InteractionMapping) -> None:
+    def require_known(self, mapping: InteractionMapping) -> None:
         """Name ids of interactions that are in no table. Raises TableError where more are than the mapping allows."""
         for column, unknown in self.unknown.items():
             found = (
                 f"table interactions: {unknown.num_unknown:,} of {unknown.num_rows:,} rows are of a {column} that "
                 f"is in no table, such as {', '.join(map(repr, unknown.examples))}; the table that lists them has "
-                f"ids such as {', '.join(map(repr, unknown.known))}"
+                f"ids such as {', '.join(map(repr, unknown.listed))}"
             )
-            if unknown.num_unknown > wanted.max_unknown_share * unknown.num_rows:
+            if unknown.num_unknown > mapping.max_unknown_share * unknown.num_rows:
                 raise TableError(
                     f"{found}. Write the ids alike; or, if so many shall be left out, set `max_unknown_share` (now "
-                    f"{wanted.max_unknown_share:g}) under `interactions` in the mapping."
+                    f"{mapping.max_unknown_share:g}) under `interactions` in the mapping."
                 )
             if unknown.num_unknown:
                 self.note(f"{found}. They are left out; write the ids alike if they should meet")
 
-    def _kept(self, rows: pa.RecordBatch, mask: pa.Array, rule: str) -> pa.RecordBatch:
-        kept = rows.filter(mask)
-        self.dropped[rule] += rows.num_rows - kept.num_rows
-        return kept
+    def _filtered(self, rows: pa.RecordBatch, mask: pa.Array, rule: str) -> pa.RecordBatch:
+        remaining = rows.filter(mask)
+        self.dropped[rule] += rows.num_rows - remaining.num_rows
+        return remaining
 
 
 def _alike(rows: pa.RecordBatch, file: Path, first: pa.Schema, first_file: Path, table: str) -> pa.RecordBatch:
@@ -335,7 +335,7 @@ def _alike(rows: pa.RecordBatch, file: Path, first: pa.Schema, first_file: Path,
         try:
             rows[column].cast(first.field(column).type)
         except (KeyError, pa.ArrowInvalid, pa.ArrowNotImplementedError):
-            kinds = [known.field(column).type if column in known.names else "not" for known in (rows.schema, first)]
+            kinds = [schema.field(column).type if column in schema.names else "not" for schema in (rows.schema, first)]
             raise TableError(
                 f"table {table}: column {column!r} is {kinds[0]} in {file}, {kinds[1]} in {first_file}. Write the "
                 "files alike, give it one `type` (of ids: in `ids`) in the mapping, or name the `attributes` of all."

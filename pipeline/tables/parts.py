@@ -69,10 +69,10 @@ class TablePart:
         return schema
 
     def _require_equal(self, name: str, values: pa.Array, first_row: int) -> None:
-        wanted = self.partitions[name]
+        expected = self.partitions[name]
         plain = values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
         try:
-            is_equal = pc.equal(plain, wanted.cast(plain.type)) if wanted.is_valid else pc.is_null(plain)
+            is_equal = pc.equal(plain, expected.cast(plain.type)) if expected.is_valid else pc.is_null(plain)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
             is_equal = pa.nulls(len(plain), pa.bool_())
         is_equal = pc.fill_null(is_equal, False)
@@ -81,7 +81,7 @@ class TablePart:
             raise FaultyTable(
                 Finding(
                     "partition-differs", self.table, "the row has another value than the name of its folder:",
-                    repr(shown_value(wanted)), "rename the folder, or drop the column from the file", name,
+                    repr(shown_value(expected)), "rename the folder, or drop the column from the file", name,
                     shown_path(self.path), first_row + row, shown_value(plain[row]), num_rows=1,
                 )
             )  # fmt: skip

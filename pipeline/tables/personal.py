@@ -182,15 +182,15 @@ def personal_data(users: pa.Table, items: pa.Table) -> dict[Side, dict[str, str]
 
 def personal_columns(entities: pa.Table, side: Side, columns: list[str]) -> dict[str, str]:
     """Which columns of users or items look like personal data or secrets, and like what, as a part of a sentence."""
-    found = {}
+    personal = {}
     for name in columns:
         column = plain_column(entities[name])
         if not pt.is_boolean(column.type):
             values = _some_values(column)
             looks_like = _by_name(name, side, column, values) or _by_values(name, side, values)
             if looks_like is not None:
-                found[name] = looks_like
-    return found
+                personal[name] = looks_like
+    return personal
 
 
 def plain_name(name: str) -> str:
@@ -219,8 +219,8 @@ def _are_flags(values: list[str]) -> bool:
 def _are_small_numbers(column: pa.ChunkedArray) -> bool:
     if not (pt.is_integer(column.type) or pt.is_floating(column.type)):
         return False
-    most = pc.max(pc.abs(column.cast(pa.float64(), safe=False))).as_py()
-    return most is not None and most < MIN_NUMBER
+    highest = pc.max(pc.abs(column.cast(pa.float64(), safe=False))).as_py()
+    return highest is not None and highest < MIN_NUMBER
 
 
 def _by_values(name: str, side: Side, values: list[str]) -> str | None:
@@ -286,5 +286,7 @@ def _some_values(column: pa.ChunkedArray) -> list[str]:
     column = column.drop_null()
     if len(column) > MAX_VALUES:
         column = column.take(pa.array(np.linspace(0, len(column) - 1, MAX_VALUES).astype(np.int64)))
-    texts = (str(int(one) if isinstance(one, float) and one.is_integer() else one) for one in column.to_pylist())
+    texts = (
+        str(int(value) if isinstance(value, float) and value.is_integer() else value) for value in column.to_pylist()
+    )
     return [text.strip()[:MAX_CHARS] for text in texts if text.strip()]

@@ -74,8 +74,8 @@ class Tables:
         """
         ids = self.interactions[f"{side}_id"]
         ids = only_chunk(ids if pt.is_dictionary(ids.type) else ids.dictionary_encode())
-        found = pc.index_in(ids.dictionary, value_set=self.entities(side)[f"{side}_id"].combine_chunks())
-        return codes_of(ids), np.append(found.fill_null(-1).to_numpy(), np.int32(-1))
+        rows = pc.index_in(ids.dictionary, value_set=self.entities(side)[f"{side}_id"].combine_chunks())
+        return codes_of(ids), np.append(rows.fill_null(-1).to_numpy(), np.int32(-1))
 
     def release_pages(self) -> None:
         """Let go of the memory of interactions that lie in a file, which are read again where they are needed."""
@@ -255,25 +255,25 @@ def find_exact_copies(path: Path | str, columns: Collection[str] = ()) -> np.nda
 
     Compared are the columns that `read_tables` reads, and `columns` of others.
     """
-    path, known = tables_folder(path), REQUIRED_COLUMNS["interactions"]
-    interactions = _read_table(path, "interactions", None, known)
+    path, required = tables_folder(path), REQUIRED_COLUMNS["interactions"]
+    interactions = _read_table(path, "interactions", None, required)
     order = time_order(interactions)
     is_copy = np.zeros(len(order), bool)
     if exact_copies(interactions.take(pa.array(order))).any():
         del interactions
-        interactions = _read_table(path, "interactions", None, (*known, "event", "rating", *columns))
+        interactions = _read_table(path, "interactions", None, (*required, "event", "rating", *columns))
         is_copy[order] = exact_copies(interactions.take(pa.array(order)))
     return is_copy
 
 
-def _read_table(path: Path, name: str, cutoff: pa.Scalar | None, wanted: Collection[str] | None = None) -> pa.Table:
-    """The columns that have a role, or those of the `wanted` ones that are there."""
+def _read_table(path: Path, name: str, cutoff: pa.Scalar | None, names: Collection[str] | None = None) -> pa.Table:
+    """The columns that have a role, or those among `names` that are there."""
     files = table_parts(path, name)
     units = require_units(name, [file.path for file in files], lambda finding: None)
     parts = [_open_part(file, name, cutoff, units) for file in files]
     columns = dict.fromkeys(
         column for part in parts for column in part.schema.names
-        if (role_of(name, column) if wanted is None else column in wanted)
+        if (role_of(name, column) if names is None else column in names)
     )  # fmt: skip
     for column in sorted(columns, key=lambda column: role_of(name, column) is not ID):  # they take most memory at first
         values = _read_column(parts, name, column)
@@ -286,21 +286,21 @@ def _read_table(path: Path, name: str, cutoff: pa.Scalar | None, wanted: Collect
 
 @dataclass(frozen=True)
 class _Part:
-    """A file of a table: which of its rows are kept; None: all."""
+    """A file of a table: which of its rows are read; None: all."""
 
     file: TablePart
     metadata: pq.FileMetaData
     schema: pa.Schema
-    kept: pa.Array | None
+    mask: pa.Array | None
     units: dict[str, str]  # of integer times that are no seconds
 
     def read(self, name: str) -> pa.ChunkedArray:
         """A column, as it is in the file; null where it has none."""
         if name not in self.schema.names:
-            return pa.chunked_array([pa.nulls(self.metadata.num_rows if self.kept is None else self.kept.true_count)])
+            return pa.chunked_array([pa.nulls(self.metadata.num_rows if self.mask is None else self.mask.true_count)])
         with self.file.open(self.metadata, pre_buffer=False) as opened:
             values = in_unit(opened.read(name), self.units.get(name, "s"))
-        return values if self.kept is None else values.filter(self.kept)
+        return values if self.mask is None else values.filter(self.mask)
 
 
 def _open_part(file: TablePart, name: str, cutoff: pa.Scalar | None, units: dict[str, str]) -> _Part:
@@ -314,8 +314,8 @@ def _open_part(file: TablePart, name: str, cutoff: pa.Scalar | None, units: dict
             return part
         times = part.read(column)
         _require_times(name, part, column, times)
-        kept = pc.fill_null(pc.less(times, time_scalar(cutoff, times.type)), name != "interactions")
-        return part if pc.all(kept, min_count=0).as_py() else replace(part, kept=kept.combine_chunks())
+        is_read = pc.fill_null(pc.less(times, time_scalar(cutoff, times.type)), name != "interactions")
+        return part if pc.all(is_read, min_count=0).as_py() else replace(part, mask=is_read.combine_chunks())
 
 
 def _require_times(table: str, part: _Part, column: str, values: pa.ChunkedArray) -> None:

@@ -66,8 +66,8 @@ def write_sample(
     """
     users = _known(tables.users, date)
     by_hash = sorted(users["user_id"].to_pylist(), key=lambda key: hashlib.sha256(str(key).encode()).digest())
-    chosen = pa.array(by_hash[:num_users], users.schema.field("user_id").type)
-    users = users.filter(pc.is_in(users["user_id"], value_set=chosen))
+    chosen_users = pa.array(by_hash[:num_users], users.schema.field("user_id").type)
+    users = users.filter(pc.is_in(users["user_id"], value_set=chosen_users))
     items = _known(tables.items, date)
 
     met: Counter = Counter()
@@ -76,27 +76,27 @@ def write_sample(
     def is_early(batch: pa.RecordBatch) -> pa.Array:
         return pc.fill_null(pc.less(timestamps(batch["timestamp"]), cutoff), False)
 
-    for batch in _of(tables, {"user_id": chosen}, ["user_id", "item_id", "timestamp"]):
-        for one in pc.value_counts(plain_ids(batch["item_id"]).filter(is_early(batch))).to_pylist():
-            met[one["values"]] += one["counts"]
-    known = set(items["item_id"].to_pylist())
-    most = sorted((key for key in met if key in known), key=lambda key: (-met[key], key))[:num_items]
-    wanted = pa.array(most, items.schema.field("item_id").type)
-    items = items.filter(pc.is_in(items["item_id"], value_set=wanted))
+    for batch in _of(tables, {"user_id": chosen_users}, ["user_id", "item_id", "timestamp"]):
+        for count in pc.value_counts(plain_ids(batch["item_id"]).filter(is_early(batch))).to_pylist():
+            met[count["values"]] += count["counts"]
+    item_ids = set(items["item_id"].to_pylist())
+    most_met = sorted((key for key in met if key in item_ids), key=lambda key: (-met[key], key))[:num_items]
+    chosen_items = pa.array(most_met, items.schema.field("item_id").type)
+    items = items.filter(pc.is_in(items["item_id"], value_set=chosen_items))
 
     write_parquet(users, folder / "users.parquet")
     write_parquet(items, folder / "items.parquet")
     num_early = 0
 
-    def kept() -> Iterator[pa.RecordBatch]:
+    def sampled_rows() -> Iterator[pa.RecordBatch]:
         nonlocal num_early
-        for batch in _of(tables, {"user_id": chosen, "item_id": wanted}, tables.interactions.schema.names):
+        for batch in _of(tables, {"user_id": chosen_users, "item_id": chosen_items}, tables.interactions.schema.names):
             num_early += is_early(batch).true_count
             yield batch
 
     schema = tables.interactions.schema.remove_metadata()
-    written = write_parquet(kept(), folder / "interactions.parquet", schema)
-    share = sum(met[key] for key in most) / met.total() if met else 0.0
+    written = write_parquet(sampled_rows(), folder / "interactions.parquet", schema)
+    share = sum(met[key] for key in most_met) / met.total() if met else 0.0
     return SampleFigures(users.num_rows, items.num_rows, written.num_rows, written.num_rows - num_early, share)
 
 
@@ -110,7 +110,7 @@ def _known(entities: pa.Table, date: datetime.date) -> pa.Table:
 def _of(tables: OpenTables, ids: dict[str, pa.Array], columns: list[str]) -> Iterator[pa.RecordBatch]:
     """Interactions of some ids, in the order of their files."""
     for batch in tables.interactions.to_batches(columns=columns, batch_size=BATCH_ROWS):
-        for name, wanted in ids.items():
-            batch = batch.filter(pc.is_in(plain_ids(batch[name]), value_set=wanted))
+        for name, chosen in ids.items():
+            batch = batch.filter(pc.is_in(plain_ids(batch[name]), value_set=chosen))
         if batch.num_rows:
             yield batch

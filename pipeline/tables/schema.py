@@ -48,19 +48,19 @@ def tables_folder(path: Path | str) -> Path:
         found = f"{path} is not a folder" if path.exists() else f"{path} is not there"
         expected = "a folder with the tables users, items and interactions"
         advice = "check the path"
-        if left := replaced_folders(path):
-            advice = f"a command that replaced them was killed: give it again, or move {left[-1]} to {path}"
+        if replaced := replaced_folders(path):
+            advice = f"a command that replaced them was killed: give it again, or move {replaced[-1]} to {path}"
         raise FaultyTable(Finding("missing-table", "tables", found, expected, advice))
     return path
 
 
 def require_only_tables(folder: Path) -> None:
     """Refuse to replace a folder that holds anything but what imports write: a file for each table."""
-    ours = {f"{name}.parquet" for name in TABLE_NAMES}
-    foreign = sorted(path.name for path in folder.iterdir() if path.name not in ours or not path.is_file())
+    expected = {f"{name}.parquet" for name in TABLE_NAMES}
+    foreign = sorted(path.name for path in folder.iterdir() if path.name not in expected or not path.is_file())
     if foreign:
-        shown = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
-        raise TableError(f"{folder} holds {shown}; only tables are replaced. Give another folder, or move them away.")
+        names = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
+        raise TableError(f"{folder} holds {names}; only tables are replaced. Give another folder, or move them away.")
 
 
 def list_table(root: Path | str, table: str) -> Listing:

@@ -59,18 +59,18 @@ class SourceBatch:
         """The least and the greatest number of a column; None where it holds no numbers."""
         return span_of(plain_column(self._column(name)))
 
-    def ids(self, name: str, wanted: str, is_whole: bool = False) -> pa.Array:
-        """A column of ids; `wanted` as in `settings.IdTypes`.
+    def ids(self, name: str, target: str, is_whole: bool = False) -> pa.Array:
+        """A column of ids; `target` as in `settings.IdTypes`.
 
-        `is_whole`: text such as 123.0 is the whole number, as it is where `wanted` is int64.
+        `is_whole`: text such as 123.0 is the whole number, as it is where `target` is int64.
         """
         column = self._column(name)
         stored = plain_type(column.type)
-        is_long = pt.is_decimal(stored) and stored.scale == 0 and wanted == "string"  # it may have 38 digits
+        is_long = pt.is_decimal(stored) and stored.scale == 0 and target == "string"  # it may have 38 digits
         if (pt.is_floating(stored) or pt.is_decimal(stored)) and not is_long:  # pandas has floats where one is missing
             whole = self._converted(name, whole_numbers)
-            return whole.cast(pa.string()) if wanted == "string" else whole
-        kind = _TYPES[wanted] if wanted != "keep" else id_type(column.type)
+            return whole.cast(pa.string()) if target == "string" else whole
+        kind = _TYPES[target] if target != "keep" else id_type(column.type)
         if kind is None:
             raise TableError(
                 f"{self.file}, column {name}: ids of type {column.type}; expected {ID.expected}. Set `ids` in the "
@@ -87,30 +87,30 @@ class SourceBatch:
 
         return self._converted(name, convert)
 
-    def attribute(self, wanted: SourceColumn) -> pa.Array:
+    def attribute(self, source: SourceColumn) -> pa.Array:
         """A column as the mapping of an attribute says."""
-        if wanted.column is None:
-            return self._flagged(wanted.flags)
-        column = self._column(wanted.column)
-        if wanted.type is None and wanted.separator is None and not ATTRIBUTE.accepts(column.type):
+        if source.column is None:
+            return self._flagged(source.flags)
+        column = self._column(source.column)
+        if source.type is None and source.separator is None and not ATTRIBUTE.accepts(column.type):
             raise TableError(
-                f"{self.file}, column {wanted.column}: an attribute of type {column.type}; expected "
+                f"{self.file}, column {source.column}: an attribute of type {column.type}; expected "
                 f"{ATTRIBUTE.expected}. Leave it out by naming the `attributes` that you want in the mapping, or "
                 "write its parts as columns of their own."
             )
-        kind = pa.string() if wanted.words else plain_type(column.type)
-        kind = _TYPES[wanted.type] if wanted.type else kind
+        kind = pa.string() if source.words else plain_type(column.type)
+        kind = _TYPES[source.type] if source.type else kind
 
         def convert(values: pa.Array) -> pa.Array:
-            if wanted.null_values or wanted.words:
-                codes, words, nulls = list(wanted.words), list(wanted.words.values()), wanted.null_values
+            if source.null_values or source.words:
+                codes, words, nulls = list(source.words), list(source.words.values()), source.null_values
                 values = pc.utf8_trim_whitespace(to_type(values, pa.string()))
                 values = pc.if_else(pc.is_in(values, pa.array(nulls, pa.string())), NO_TEXT, values)
-                found = pc.index_in(values, pa.array(codes, pa.string()))
-                values = pc.coalesce(pa.array(words, pa.string()).take(found), values)
-            return to_path(values, wanted.separator) if wanted.separator is not None else to_type(values, kind)
+                indices = pc.index_in(values, pa.array(codes, pa.string()))
+                values = pc.coalesce(pa.array(words, pa.string()).take(indices), values)
+            return to_path(values, source.separator) if source.separator is not None else to_type(values, kind)
 
-        return self._converted(wanted.column, convert)
+        return self._converted(source.column, convert)
 
     def _flagged(self, words: dict[str, str]) -> pa.Array:
         """Of each row the words of the columns that hold 1, as list<string>."""

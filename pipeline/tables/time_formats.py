@@ -34,14 +34,14 @@ ZONES_EXPECTED = (
 def format_fault(time_format: str) -> str | None:
     """What keeps times from being read by a format; None if nothing does."""
     directives = re.findall(r"%(.?)", _written_out(time_format))
-    unknown = [f"%{one}" for one in directives if one not in (*_PATTERNS, "z", "Z")]
+    unknown = [f"%{directive}" for directive in directives if directive not in (*_PATTERNS, "z", "Z")]
     if unknown:
-        known = " ".join(f"%{one}" for one in (*_PATTERNS, "z", "Z"))
+        known = " ".join(f"%{directive}" for directive in (*_PATTERNS, "z", "Z"))
         return f"{unknown[0]} cannot be read; there are {known} {' '.join(_SHORT)}"
     for part, of_part in (("year", "Yy"), ("month", "mbBh"), ("day", "de")):
-        if sum(one in of_part for one in directives) != 1:
+        if sum(directive in of_part for directive in directives) != 1:
             return f"it needs one directive for the {part} (%{of_part[0]})"
-    return "it has two zones" if sum(one in "zZ" for one in directives) > 1 else None
+    return "it has two zones" if sum(directive in "zZ" for directive in directives) > 1 else None
 
 
 def parse_times(text: pa.Array, time_format: str) -> pa.Array:

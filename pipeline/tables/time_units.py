@@ -38,7 +38,7 @@ def other_reading(low: int, high: int) -> str | None:
     """What integers are that would be moments of 1970 as seconds: dates written as numbers, or days; else None."""
     if low >= 1_900 and high <= 2_100:
         return "years"
-    if low >= 190_001 and high <= 210_012 and all(1 <= one % 100 <= 12 for one in (low, high)):
+    if low >= 190_001 and high <= 210_012 and all(1 <= value % 100 <= 12 for value in (low, high)):
         return "months such as 202405"
     if low >= 19_000_101 and high <= 21_001_231 and all(map(_is_date, (low, high))):
         return "dates such as 20240531"
@@ -76,8 +76,8 @@ def in_unit(values: pa.Array | pa.ChunkedArray, unit: str) -> pa.Array | pa.Chun
 
 def shown_span(low: int, high: int, unit: str) -> str:
     """The days of the first and the last moment."""
-    days = [datetime.datetime.fromtimestamp(one // UNITS_PER_SECOND[unit], datetime.UTC).date() for one in (low, high)]
-    return f"{days[0]} to {days[1]}"
+    first, last = (datetime.datetime.fromtimestamp(n // UNITS_PER_SECOND[unit], datetime.UTC) for n in (low, high))
+    return f"{first:%Y-%m-%d} to {last:%Y-%m-%d}"
 
 
 def require_units(table: str, files: Sequence[Path], note: Callable[[Finding], object]) -> dict[str, str]:
@@ -99,16 +99,14 @@ def integer_times(table: str, files: Sequence[Path]) -> tuple[dict[str, str], li
     for path in files:
         with suppress(pa.ArrowException, OSError), pq.ParquetFile(path) as file:
             for field in file.schema_arrow:
-                if role_of(table, field.name) in (TIME, CREATED) and pt.is_integer(field.type):
-                    found = _span_in(file, field.name)
-                    spans.setdefault(field.name, []).extend([found] if found else [])
+                is_integer_time = role_of(table, field.name) in (TIME, CREATED) and pt.is_integer(field.type)
+                if is_integer_time and (span := _span_in(file, field.name)):
+                    spans.setdefault(field.name, []).append(span)
     units, findings = {}, []
-    for column, found in spans.items():
-        if not found:
-            continue
-        low, high = min(one[0] for one in found), max(one[1] for one in found)
+    for column, of_files in spans.items():
+        low, high = min(low for low, _ in of_files), max(high for _, high in of_files)
         unit, reading, expected = unit_of(low, high), other_reading(low, high), "a timestamp, or int64 unix seconds"
-        where, kind = shown_path(files[0]), "bad-timestamp"
+        where = shown_path(files[0])
         if unit not in (None, "s"):
             units[column] = unit
             message = f"the integers are read as {NAMES[unit]} since 1970 ({shown_span(low, high, unit)})"
@@ -117,7 +115,7 @@ def integer_times(table: str, files: Sequence[Path]) -> tuple[dict[str, str], li
         elif reading:
             message = f"the integers from {low} to {high} look like {reading}"
             advice = "write timestamps, or name the format in the mapping of `laserbatch data import`"
-            findings.append(Finding(kind, table, message, expected, advice, column, where))
+            findings.append(Finding("bad-timestamp", table, message, expected, advice, column, where))
     return units, findings
 
 
@@ -126,8 +124,8 @@ def _span_in(file: pq.ParquetFile, column: str) -> tuple[int, int] | None:
     place, metadata = file.schema_arrow.names.index(column), file.metadata
     if len(file.schema_arrow) == metadata.num_columns:  # nothing is nested, so that places are the same
         of_groups = [metadata.row_group(group).column(place).statistics for group in range(metadata.num_row_groups)]
-        if all(one is not None and one.has_min_max for one in of_groups):
-            values = [value for one in of_groups for value in (one.min, one.max)]
+        if all(statistics is not None and statistics.has_min_max for statistics in of_groups):
+            values = [value for statistics in of_groups for value in (statistics.min, statistics.max)]
             if values and all(isinstance(value, int) for value in values):
                 return min(values), max(values)
     return span_of(file.read([column])[column])

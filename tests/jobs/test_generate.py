@@ -18,7 +18,7 @@ from night_world import FIRST_DATE, SECOND_DATE, make_world, write_config
 
 from benchmarks.chaos_nights import without_ray
 from laserbatch.jobs.settings import PACKAGE_ROOT, load_settings
-from laserbatch.jobs.stages import generate, shards
+from laserbatch.jobs.stages import night_plans, shards
 from laserbatch.jobs.stages.night import Night, open_night, parse_date
 from laserbatch.jobs.stages.run_night import WRITING
 from laserbatch.jobs.stages.stage import run_stages
@@ -168,7 +168,7 @@ def test_a_disk_that_is_full_of_what_is_carried_over_ends_the_night_at_the_next_
         is_refused.set()
         raise OSError(errno.ENOSPC, "No space left on device", "carried.parquet")
 
-    monkeypatch.setattr(generate.CarryOver, "write", full)
+    monkeypatch.setattr(night_plans.CarryOver, "write", full)
     monkeypatch.setattr(shards, "run_shards", workers.run_shards)
     without_ray(monkeypatch.setattr)
     with pytest.raises(OSError, match=r"No space left on device.*carried\.parquet"):
@@ -307,12 +307,12 @@ def test_each_side_has_what_the_other_leaves_of_a_budget(world, write, tmp_path)
         (tmp_path / f"other_{side}.yaml").write_text(yaml.safe_dump(template | {"name": f"other_{side}"}))
         changed = {"knowledge": {"template_dir": str(tmp_path), f"{side}_template": f"other_{side}"}}
         free = opened(world, SECOND_DATE, refresh={"min_interactions": 1}, **changed)
-        plans = generate.plan_night(free, RunFolder(tmp_path / f"free{number}"))
+        plans = night_plans.plan_night(free, RunFolder(tmp_path / f"free{number}"))
         num_due = [sum(shard.num_rows for shard in plan.shards) for plan in plans.values()]
         assert max(num_due) > 1.5 * min(num_due) > 0
         budget = {"min_interactions": 1, "max_tokens": sum(plan.num_tokens for plan in plans.values()) - 1}
         night = opened(world, SECOND_DATE, refresh=budget, **changed)
-        plans = generate.plan_night(night, RunFolder(tmp_path / side))
+        plans = night_plans.plan_night(night, RunFolder(tmp_path / side))
         assert [sum(shard.num_rows for shard in plan.shards) for plan in plans.values()] == num_due
 
 

@@ -19,11 +19,8 @@ from torch import nn
 
 from laserbatch.pipeline.decoding.attention.interface import StepPlan
 from laserbatch.pipeline.decoding.model import layer_kernels
-from laserbatch.pipeline.decoding.model.known_models import is_of_kind
+from laserbatch.pipeline.decoding.model.known_models import LayerParts, RotaryTables, is_known
 
-KNOWN_KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3")
-OTHER_PARTS = ("Linear", "GELUTanh", "Gemma3TextModel", "Gemma3TextScaledWordEmbedding")
-FIRST_POSITIONS = 4096  # that the rotary tables cover at first
 GATE_BLOCK = 1024  # channels of one program
 HEADS_BLOCK = 4  # heads of one program
 
@@ -39,38 +36,22 @@ class _Norm:
     def of(cls, module: Any) -> "_Norm":
         return cls(module.weight.detach(), getattr(module, "variance_epsilon", None) or module.eps)
 
-    @classmethod
-    def of_optional(cls, owner: nn.Module, name: str) -> "_Norm | None":
-        module = getattr(owner, name, None)
-        return None if module is None else cls.of(module)
 
-
-class _Layer:
+class _Layer(LayerParts["_Norm | None"]):
     """Weights and sizes of a decoder layer. Its own projections become views of the joined ones."""
 
+    norm: _Norm
+    mlp_norm: _Norm
+
     def __init__(self, layer: Any) -> None:
+        super().__init__(layer, lambda module: None if module is None else _Norm.of(module))
         attention, mlp = layer.self_attn, layer.mlp
-        self.number, self.scale, self.head_dim = attention.layer_idx, attention.scaling, attention.head_dim
         self.num_heads = attention.q_proj.out_features // self.head_dim
         self.num_kv_heads = attention.k_proj.out_features // self.head_dim
         self.qkv = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
         self.gate_up = _joined(mlp.gate_proj, mlp.up_proj)
         self.attention_output = (attention.o_proj.weight, attention.o_proj.bias)
         self.mlp_output = (mlp.down_proj.weight, mlp.down_proj.bias)
-        self.query_norm, self.key_norm = (_Norm.of_optional(attention, name) for name in ("q_norm", "k_norm"))
-        self.norm = _Norm.of(layer.input_layernorm)
-        # Gemma 3 normalises what attention and MLP add to the residual stream.
-        before_mlp = getattr(layer, "pre_feedforward_layernorm", None)
-        after_attention = _Norm.of(layer.post_attention_layernorm)
-        self.mlp_norm = after_attention if before_mlp is None else _Norm.of(before_mlp)
-        self.attention_output_norm = None if before_mlp is None else after_attention
-        self.mlp_output_norm = _Norm.of_optional(layer, "post_feedforward_layernorm")
-        self.rotary_type = getattr(attention, "layer_type", None) if before_mlp is not None else None
-        self._window_owner = attention.config if type(layer).__name__.startswith("Mistral") else attention
-
-    @property
-    def window(self) -> int | None:
-        return getattr(self._window_owner, "sliding_window", None)
 
 
 class CudaLayers:
@@ -78,39 +59,28 @@ class CudaLayers:
 
     def __init__(self, model: Any) -> None:
         body = model.model
-        self._embedding, self._rotary = body.embed_tokens, body.rotary_emb
+        self._embedding = body.embed_tokens
         self._layers = [_Layer(layer) for layer in body.layers]
+        self._rotary = RotaryTables(body.rotary_emb, self._layers, self._embedding.weight)
         self._last_norm = _Norm.of(body.norm)
         self._adds_one = type(body.norm).__name__.startswith("Gemma")
         self._is_gelu = type(body.layers[0].mlp.act_fn).__name__ == "GELUTanh"
-        self._tables: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._num_positions = 0
 
     @classmethod
     def of(cls, model: Any) -> "CudaLayers | None":
         """Layers with the weights of a model; None if the model is of no known kind."""
-        if not is_of_kind(model, KNOWN_KINDS, OTHER_PARTS):
+        if not is_known(model, ("Linear",)) or model.model.layers[0].self_attn.head_dim % 2:
             return None
-        attention = model.model.layers[0].self_attn
-        has_softcap = getattr(attention, "attn_logit_softcapping", None) is not None
-        return None if has_softcap or attention.head_dim % 2 else cls(model)
+        return cls(model)
 
     @property
     def static_tensors(self) -> list[torch.Tensor]:
         """Tensors that a captured step reads and that `cover` may replace."""
-        return [table for tables in self._tables.values() for table in tables]
+        return [table for tables in self._rotary.tables.values() for table in tables]
 
     def cover(self, max_position: int) -> None:
         """Grow the rotary tables to cover `max_position`."""
-        if max_position < self._num_positions:
-            return
-        self._num_positions = max(FIRST_POSITIONS, 2 * max_position)
-        weight = self._embedding.weight
-        positions = torch.arange(self._num_positions, device=weight.device)[None]
-        for rotary_type in {layer.rotary_type for layer in self._layers}:
-            arguments = () if rotary_type is None else (rotary_type,)
-            tables = self._rotary(weight, positions, *arguments)  # cosine and sine, both halves alike
-            self._tables[rotary_type] = tuple(table[0, :, : table.shape[2] // 2].contiguous() for table in tables)
+        self._rotary.cover(max_position)
 
     def hidden_of(self, token_ids: torch.Tensor, positions: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         """Hidden states of a step's tokens after the last norm.
@@ -151,11 +121,8 @@ class CudaLayers:
         """Result of attention: (num_tokens, num_heads * head_dim)."""
         num_tokens, num_all = len(normed), layer.num_heads + 2 * layer.num_kv_heads
         qkv = F.linear(normed, *layer.qkv).view(num_tokens, num_all, layer.head_dim)
-        memory = plan.cache.layers.get(layer.number)
-        if memory is None:
-            nothing = qkv.new_empty(layer.num_kv_heads, 0, layer.head_dim)
-            memory = plan.cache.write(layer.number, plan.slot_mapping[:0], nothing, nothing)
-        cos, sin = self._tables[layer.rotary_type]
+        memory = layer.memory(plan, layer.num_kv_heads, qkv)
+        cos, sin = self._rotary.tables[layer.rotary_type]
         norms = layer.query_norm or layer.norm, layer.key_norm or layer.norm
         layer_kernels.rotate_and_store[(num_tokens, triton.cdiv(num_all, HEADS_BLOCK))](
             qkv, norms[0].weight, norms[1].weight, positions, plan.slot_mapping, cos, sin, memory.keys, memory.values,
@@ -164,10 +131,7 @@ class CudaLayers:
             HEAD_DIM=layer.head_dim, HALF_BLOCK=triton.next_power_of_2(layer.head_dim // 2), HEADS=HEADS_BLOCK,
             HAS_NORM=layer.query_norm is not None, ADDS_ONE=self._adds_one, num_warps=HEADS_BLOCK,
         )  # fmt: skip
-        plan.layers_seen.append(layer.number)
-        query = qkv[:, : layer.num_heads]
-        out = plan.attention(query, memory.keys, memory.values, layer.scale, layer.window, None, None)
-        return out.view(num_tokens, -1)
+        return layer.attend(plan, qkv[:, : layer.num_heads], memory)
 
     def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
         """(num_tokens, size) of the gate and what it gates, (num_tokens, 2 * size)."""

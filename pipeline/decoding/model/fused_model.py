@@ -18,11 +18,8 @@ from laserbatch.pipeline.decoding.attention.interface import StepPlan
 from laserbatch.pipeline.decoding.attention.numba_attention import LOG2E, SUMS, power_of_two
 from laserbatch.pipeline.decoding.batch import Batch
 from laserbatch.pipeline.decoding.model.cpu_linear import BFLOAT16_SIZES, padded_size, product, product_plus
-from laserbatch.pipeline.decoding.model.known_models import is_of_kind
+from laserbatch.pipeline.decoding.model.known_models import LayerParts, RotaryTables, is_known
 
-KNOWN_KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3")
-OTHER_PARTS = ("OneDnnLinear", "PartOfLinear", "GELUTanh", "Gemma3TextModel", "Gemma3TextScaledWordEmbedding")
-FIRST_POSITIONS = 1024
 # Python's division checks for zeros, which keeps a loop from being vectorised.
 _COMPILED = {"cache": True, "nogil": True, "fastmath": SUMS, "error_model": "numpy"}
 
@@ -43,29 +40,16 @@ class _Norm:
         return result
 
 
-class _Layer:
+class _Layer(LayerParts[_Norm]):
     """The parts of a decoder layer."""
 
     def __init__(self, layer: Any) -> None:
+        super().__init__(layer, _Norm)
         attention, mlp = layer.self_attn, layer.mlp
-        self.number, self.scale, self.head_dim = attention.layer_idx, attention.scaling, attention.head_dim
         self.num_heads, self.num_kv_heads = (size // self.head_dim for size in attention.q_proj.out_features[:2])
         self.linear = (attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj)
         # Weights and biases: asking a module for one takes as long as a small loop.
         self.qkv, self.attention_output, self.gate_up, self.mlp_output = ((it.weight, it.bias) for it in self.linear)
-        self.norm, after_attention = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
-        self.query_norm, self.key_norm = (_Norm(getattr(attention, name, None)) for name in ("q_norm", "k_norm"))
-        # Gemma 3 normalises what attention and MLP add to the residual stream.
-        self.is_gemma = hasattr(layer, "pre_feedforward_layernorm")
-        self.mlp_norm = _Norm(layer.pre_feedforward_layernorm) if self.is_gemma else after_attention
-        self.attention_output_norm = after_attention
-        self.mlp_output_norm = _Norm(getattr(layer, "post_feedforward_layernorm", None))
-        self.rotary_type = attention.layer_type if self.is_gemma else None
-        self._window_owner = attention.config if type(layer).__name__.startswith("Mistral") else attention
-
-    @property
-    def window(self) -> int | None:
-        return getattr(self._window_owner, "sliding_window", None)
 
 
 class FusedModel:
@@ -73,12 +57,11 @@ class FusedModel:
 
     def __init__(self, model: Any) -> None:
         body = model.model
-        self._embedding, self._rotary = body.embed_tokens, body.rotary_emb
+        self._embedding = body.embed_tokens
         self._layers = [_Layer(layer) for layer in body.layers]
+        self._rotary = RotaryTables(body.rotary_emb, self._layers, torch.empty(0))  # in float32 whatever the weights
         self._norm, self._output_layer = _Norm(body.norm), model.lm_head
         self._is_gelu = type(body.layers[0].mlp.act_fn).__name__ == "GELUTanh"
-        self._tables: dict[str | None, tuple[np.ndarray, np.ndarray]] = {}  # cosine, sine: (positions, head_dim / 2)
-        self._num_positions = 0
         self._sizes: tuple[int, ...] | None = None
         if self._embedding.weight.dtype == torch.bfloat16:
             layer_sizes = [set(linear.sizes) for layer in self._layers for linear in layer.linear]
@@ -87,10 +70,7 @@ class FusedModel:
     @classmethod
     def of(cls, model: Any) -> "FusedModel | None":
         """A model with the weights of another; None where that is of no known kind or not laid out for a CPU."""
-        if not is_of_kind(model, KNOWN_KINDS, OTHER_PARTS):
-            return None
-        has_softcap = getattr(model.model.layers[0].self_attn, "attn_logit_softcapping", None) is not None
-        return None if has_softcap else cls(model)
+        return cls(model) if is_known(model, ("OneDnnLinear", "PartOfLinear")) else None
 
     def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits (n, vocab_size) of hidden states (n, hidden_size)."""
@@ -99,7 +79,7 @@ class FusedModel:
     def hidden_of(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
         """Hidden states of a step's tokens: (num_tokens, hidden_size)."""
         num_tokens, sizes = len(batch), self._sizes
-        self._cover(int(batch.positions.max()))
+        self._rotary.cover(int(batch.positions.max()))
         token_ids = np.zeros(padded_size(num_tokens, sizes), np.int64)
         token_ids[:num_tokens] = batch.token_ids
         hidden = self._embedding(torch.from_numpy(token_ids)[None])[0]
@@ -118,31 +98,15 @@ class FusedModel:
     def _attended(self, layer: _Layer, qkv: torch.Tensor, batch: Batch, plan: StepPlan) -> torch.Tensor:
         """Attention's result, (num_tokens, num_heads * head_dim), of (num_padded, heads of all three * head_dim)."""
         num_tokens = len(batch)
-        memory = plan.cache.layers.get(layer.number)
-        if memory is None:
-            nothing = qkv.new_empty(layer.num_kv_heads, 0, layer.head_dim)
-            memory = plan.cache.write(layer.number, plan.slot_mapping[:0], nothing, nothing)
+        memory = layer.memory(plan, layer.num_kv_heads, qkv)
         query = qkv.new_empty(num_tokens, layer.num_heads, layer.head_dim)
+        cos, sin = map(as_array, self._rotary.tables[layer.rotary_type])
         _rotate(
-            as_array(qkv), batch.positions, *self._tables[layer.rotary_type], batch.slot_mapping,
+            as_array(qkv), batch.positions, cos, sin, batch.slot_mapping,
             layer.query_norm.weight, layer.key_norm.weight, layer.query_norm.epsilon,
             as_array(query), as_array(memory.keys), as_array(memory.values),
         )  # fmt: skip
-        plan.layers_seen.append(layer.number)
-        out = plan.attention(query, memory.keys, memory.values, layer.scale, layer.window, None, None)
-        return out.view(num_tokens, -1)
-
-    def _cover(self, max_position: int) -> None:
-        """Grow the rotary tables to cover `max_position`."""
-        if max_position < self._num_positions:
-            return
-        self._num_positions = max(FIRST_POSITIONS, 2 * max_position)
-        like, positions = torch.empty(0), torch.arange(self._num_positions)[None]  # in float32 whatever the weights
-        for rotary_type in {layer.rotary_type for layer in self._layers}:
-            tables = self._rotary(like, positions, *(() if rotary_type is None else (rotary_type,)))
-            self._tables[rotary_type] = tuple(
-                table[0, :, : table.shape[2] // 2].contiguous().numpy() for table in tables
-            )
+        return layer.attend(plan, query, memory)
 
 
 def _plus(

@@ -1,0 +1,124 @@
+"""What a night writes: about which entities, in which shards, beside which records that it carries over.
+
+`pipeline/planning` decides by columns; here are the rules that the configuration and earlier nights give it.
+"""
+
+from functools import partial
+from typing import ClassVar
+
+from laserbatch.jobs.console import progress
+from laserbatch.jobs.stages.inputs import changed_inputs
+from laserbatch.jobs.stages.night import Night
+from laserbatch.jobs.stages.shards import Finished
+from laserbatch.pipeline.decoding.endpoint_settings import BATCH_SHARD_ROWS
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.knowledge.questions import SideQuestions
+from laserbatch.pipeline.knowledge.records import PreviousKnowledge
+from laserbatch.pipeline.planning.plan import SidePlan, drop_plan, load_plan, open_plan
+from laserbatch.pipeline.planning.planner import (
+    CarryOver,
+    Sharding,
+    WriteRules,
+    decide_side,
+    shared_fingerprint,
+    write_side_plan,
+)
+from laserbatch.pipeline.planning.postpone import Refresh, unusable_texts
+from laserbatch.pipeline.planning.refresh import BUDGET
+from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage.damage import unless_damaged
+from laserbatch.pipeline.storage.run_folder import POSTPONED, RunFolder
+
+
+def plan_night(night: Night, folder: RunFolder) -> dict[Side, SidePlan]:
+    """The plans of a night, made in a folder that need not be the run's."""
+    return NightPlanner(night, folder, night.settings.decoding).plans()[0]
+
+
+class NightPlanner:
+    """Plans the texts of a night, on both sides, in a run folder.
+
+    Attributes
+    ----------
+    carry_overs : by side, the records that a new plan carries over; they are not written yet.
+    """
+
+    is_limited: ClassVar[bool] = True  # by refresh.max_tokens
+
+    def __init__(self, night: Night, folder: RunFolder, decoding: DecodingSettings) -> None:
+        self.night, self.folder, self.decoding = night, folder, decoding
+        self.carry_overs: dict[Side, CarryOver] = {}
+
+    @property
+    def previous_folder(self) -> RunFolder | None:
+        """The run folder whose records are carried over."""
+        return self.night.previous
+
+    def previous(self, side: Side) -> PreviousKnowledge:
+        """The records of `previous_folder`."""
+        folder = self.previous_folder
+        return PreviousKnowledge(None if folder is None else folder.knowledge_folder(side))
+
+    def plans(self) -> tuple[dict[Side, SidePlan], dict[Side, Finished]]:
+        """The plans of both sides, and their finished shards."""
+        (users, done_users), (items, done_items) = self.plan("user"), self.plan("item")
+        budget = self.night.settings.refresh.max_tokens if self.is_limited else None
+        is_left = budget is not None and users.num_tokens + items.num_tokens < budget
+        if is_left and BUDGET in users.postponed:  # users get what items leave of their share
+            drop_plan(self.folder.root, "user")
+            users, done_users = self.plan("user")
+        return {"user": users, "item": items}, {"user": done_users, "item": done_items}
+
+    def plan(self, side: Side) -> tuple[SidePlan, Finished]:
+        """The plan of a side, and its finished shards."""
+        return open_plan(self.folder, side, partial(self._make_plan, side))
+
+    def will_probably_write(self) -> bool:
+        """Whether there is no plan yet, and inputs or settings differ from those of the run before.
+
+        Workers then start while the plans are made.
+        """
+        night, previous = self.night, self.night.previous
+        if all(load_plan(self.folder.root, side) for side in SIDES):
+            return False
+        if previous is None or night.manifest.origin.force or previous.settings_hash != night.run.settings_hash:
+            return True
+        before = unless_damaged(previous.load_manifest)
+        return before is None or bool(changed_inputs(before.origin.inputs, night.manifest.origin.inputs))
+
+    def _make_plan(self, side: Side) -> SidePlan:
+        night, previous = self.night, self.previous(side)
+        template, settings = night.template(side), night.settings
+        shared = shared_fingerprint(template, settings.knowledge.max_prompt_tokens, self.decoding, settings.model_dir)
+        with progress(f"plan {side}s", night.tables.entities(side).num_rows) as bar:
+            questions = SideQuestions(night.tables, side, template, shared)
+            decision = decide_side(questions, previous, self._rules(side), bar.advance)
+            plan, self.carry_overs[side] = write_side_plan(
+                decision, questions, previous, self._sharding(side), self.folder
+            )
+        return plan
+
+    def _rules(self, side: Side) -> WriteRules:
+        night = self.night
+        unusable = unusable_texts(night.previous, side, night.date)
+        return WriteRules(night.manifest.origin.force, refresh=self._refresh(side), unusable=unusable)
+
+    def _refresh(self, side: Side) -> Refresh | None:
+        """The rule by which changed prompts wait; None: every changed prompt gets a new text."""
+        night, settings = self.night, self.night.settings.refresh
+        if settings.is_off:
+            return None
+        waiting = night.run if night.previous is None else night.previous
+        budget = settings.max_tokens
+        if budget is not None:
+            other = load_plan(self.folder.root, "item" if side == "user" else "user")
+            sizes = {name: night.tables.entities(name).num_rows for name in SIDES}
+            budget = budget * sizes[side] / sum(sizes.values()) if other is None else budget - other.num_tokens
+        postponed = unless_damaged(partial(waiting.read_postponed, side), POSTPONED.empty_table())
+        return Refresh(settings, night.date, budget, self.decoding.max_new_tokens, postponed)
+
+    def _sharding(self, side: Side) -> Sharding:
+        size, server = self.night.settings.night.shard_size, self.decoding.endpoint
+        if size is None and server is not None and server.mode == "batch":
+            size = BATCH_SHARD_ROWS
+        return Sharding(self.decoding.batch_size, size, self.night.routes(side))
