@@ -1,7 +1,7 @@
 """Numbers and names as a reader wants them: separators, units, a real minus sign, a dash where there is no number."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 
 MISSING = "–"
@@ -49,6 +49,11 @@ def count(value: float | None) -> str:
 def counted(value: float | None, noun: str) -> str:
     """`1 text`, `2,000 texts`."""
     return f"{count(value)} {noun if value == 1 else noun + 's'}"
+
+
+def format_counts(counts: Mapping[str, int]) -> str:
+    """`unparsable (1,200), too-long (3)`."""
+    return ", ".join(f"{name} ({count(number)})" for name, number in counts.items())
 
 
 @_or_dash

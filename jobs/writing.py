@@ -1,42 +1,66 @@
-"""What the events of an attempt say of the shards that it writes: counts, speed, and a guess of the time left.
+"""What the events of an attempt say of its stage, its shards and its money: counts, speed, a guess of the time left.
 
-`laserbatch status` reads them while a night runs, and so do the night's own metrics.
+`laserbatch status` and the night's own metrics take their figures from here.
 """
 
 import datetime
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 from laserbatch.jobs.formatting import ratio
+from laserbatch.pipeline.decoding.endpoint_settings import TokenPrices
+from laserbatch.pipeline.engines.spending import Spending
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.figures import ShardRecord, SideFigures
+from laserbatch.pipeline.storage.side_shards import SideShards
 from laserbatch.pipeline.storage.stats import DecodingStats
 
 Event = dict[str, Any]
 Counts = Mapping[str, Any]
-NOTHING: Counts = dict.fromkeys(("shards", "rows", "quarantined", "tokens", "accepted", "steps", "seconds"), 0)
+COUNTED = ("shards", "rows", "quarantined", "tokens", "accepted", "steps", "seconds")
+NOTHING: Counts = dict.fromkeys(COUNTED, 0) | {"reasons": {}}
 
 
-def shard_counts(record: ShardRecord) -> dict[str, Any]:
-    """The counts of a shard in the event `shard_done`; `seconds` are those of the worker that wrote it."""
+def current_stage(events: Sequence[Event]) -> Event | None:
+    """The event of the stage that began last; None before the first."""
+    return next((event for event in reversed(events) if event["event"] == "stage_begin"), None)
+
+
+def cost_so_far(events: Sequence[Event], run_dir: Path) -> float | None:
+    """The money that a server's answers cost, over all attempts at a run; None without a server or prices.
+
+    Raises WorkspaceError if the run's file of what was spent is damaged.
+    """
+    prices = next((event["prices"] for event in events if event["event"] == "endpoint"), None)
+    return None if prices is None else Spending.of(run_dir).cost(TokenPrices(**prices))
+
+
+def shard_counts(record: ShardRecord, shards: SideShards) -> dict[str, Any]:
+    """The counts of a shard in the event `shard_done`; `seconds` are those of the worker that wrote it.
+
+    `reasons` has the number of quarantined rows by reason.
+    """
     info = record.written_by
     counts = {"tokens": info.stats.num_tokens, "accepted": info.stats.num_accepted, "steps": info.stats.num_steps}
     counts |= {"seconds": info.stats.wall_s, "workers": info.num_workers}
-    return counts | {"quarantined": record.num_quarantined}
+    return counts | {"quarantined": record.num_quarantined, "reasons": shards.quarantine_reasons(record)}
 
 
-def finished_counts(records: Iterable[ShardRecord]) -> Counts:
+def finished_counts(records: Iterable[ShardRecord], shards: SideShards) -> Counts:
     """The counts of finished shards together, with the names of `NOTHING`, of shards that a model wrote."""
     written = (record for record in records if record.info is not None)
-    shards = (shard_counts(counts) | {"rows": counts.num_rows + counts.num_quarantined} for counts in written)
-    return reduce(_added, shards, NOTHING)
+    counts = (shard_counts(record, shards) | {"rows": record.num_rows + record.num_quarantined} for record in written)
+    return reduce(_added, counts, NOTHING)
 
 
 def _added(total: Counts, shard: Counts) -> Counts:
     """Counts with those of another shard; workers write side by side, so its seconds are divided by their number."""
     counts = {"shards": 1, **shard, "seconds": shard.get("seconds", 0) / shard.get("workers", 1)}
-    return {name: count + counts.get(name, 0) for name, count in total.items()}
+    reasons = Counter(total.get("reasons")) + Counter(shard.get("reasons"))
+    return {name: total[name] + counts.get(name, 0) for name in COUNTED} | {"reasons": reasons}
 
 
 def _last_shards(events: Sequence[Event]) -> tuple[Event | None, list[Event]]:
@@ -45,10 +69,8 @@ def _last_shards(events: Sequence[Event]) -> tuple[Event | None, list[Event]]:
     for event in events:
         if event["event"] == "shards_begin":
             begun, outcomes = event, []
-        elif event["event"] == "shard_done":
+        elif event["event"] in ("shard_done", "shard_abandoned"):
             outcomes.append(event)
-        elif event["event"] == "shard_abandoned":
-            outcomes.append({**event, "quarantined": event["rows"]})
     return begun, outcomes
 
 
@@ -60,16 +82,29 @@ def _done_by_side(begun: Event, outcomes: Sequence[Event]) -> dict[Side, Counts]
     }
 
 
+def _plans(events: Sequence[Event], begun: Event) -> list[Event]:
+    """The plans of the sides whose shards were handed out."""
+    return [event for event in events if event["event"] == "planned" and event["of"] == begun["of"]]
+
+
+def _quarantined(plan: Event, done: Counts) -> Counter[str]:
+    """Rows of a side in quarantine by reason: those that its plan left there, and those of finished shards."""
+    return Counter(plan.get("reasons")) + Counter(done.get("reasons"))
+
+
 def writing_state(events: Sequence[Event], now: datetime.datetime) -> dict[str, Any] | None:
     """The figures of the shards that were handed out last, as `status` shows them; None if there are none.
 
     `left_s` is a guess, computed from what `left_by` names: the expected tokens, else the rows, that are missing.
+    `quarantine_reasons` counts what is in quarantine by reason, with what the plan left there.
     """
     begun, outcomes = _last_shards(events)
     if begun is None:
         return None
     by_side = _done_by_side(begun, outcomes)
-    done = {name: sum(side[name] for side in by_side.values()) for name in NOTHING}
+    done = reduce(_added, by_side.values(), NOTHING)
+    plans = {plan["side"]: plan for plan in _plans(events, begun)}
+    reasons = sum((_quarantined(plans.get(side, {}), counts) for side, counts in by_side.items()), Counter())
     num_shards, num_rows = (sum(side[name] for side in begun["sides"].values()) for name in ("shards", "rows"))
     state = {
         "of": begun["of"],
@@ -77,7 +112,8 @@ def writing_state(events: Sequence[Event], now: datetime.datetime) -> dict[str, 
         "num_shards_done": done["shards"],
         "num_rows": num_rows,
         "num_rows_done": done["rows"],
-        "num_quarantined": done["quarantined"],
+        "num_quarantined": reasons.total(),
+        "quarantine_reasons": dict(reasons.most_common()),
         "tokens_per_s": ratio(done["tokens"], done["seconds"]),
         "acceptance_length": ratio(done["accepted"], done["steps"]),
     }
@@ -86,7 +122,7 @@ def writing_state(events: Sequence[Event], now: datetime.datetime) -> dict[str, 
     left, left_by = sum(rows_left.values()), "rows"
     if done["tokens"] and None not in expected.values():
         left, left_by = sum(rows_left[side] * tokens for side, tokens in expected.items()), "tokens"
-    left_s = ratio(left, ratio(done[left_by], done["seconds"]))
+    left_s = ratio(left, ratio(done[left_by], done["seconds"])) if left else 0.0
     if left_s is not None:
         last = outcomes[-1] if outcomes else begun
         # The last shards do not keep all workers busy.
@@ -101,18 +137,18 @@ def sides_so_far(events: Sequence[Event]) -> dict[Side, SideFigures]:
     if begun is None:
         return {}
     done = _done_by_side(begun, outcomes)
-    plans = [event for event in events if event["event"] == "planned" and event["of"] == begun["of"]]
-    return {plan["side"]: _figures(plan, done[plan["side"]]) for plan in plans}
+    return {plan["side"]: _figures(plan, done[plan["side"]]) for plan in _plans(events, begun)}
 
 
 def _figures(plan: Event, done: Counts) -> SideFigures:
+    reasons = _quarantined(plan, done)
     return SideFigures(
         num_entities=plan["entities"],
         num_generated=done["rows"] - done["quarantined"],
         num_carried_over=plan["carried_over"],
-        num_quarantined=plan["unpromptable"] + done["quarantined"],
+        num_quarantined=reasons.total(),
         num_stale=0,
-        quarantine_reasons={},
+        quarantine_reasons=dict(reasons.most_common()),
         routes={},
         shards=[],
         stats=DecodingStats(0, done["tokens"], done["steps"], 0, done["accepted"], wall_s=done["seconds"]),

@@ -10,12 +10,12 @@ from typing import Any
 
 import typer
 
-from laserbatch.jobs.commands.watch import done_text, follow, left_text, progress_text, speed_text
+from laserbatch.jobs.commands.watch import cost_text, done_text, follow, left_text, progress_text, speed_text
 from laserbatch.jobs.console import summary
 from laserbatch.jobs.events import last_attempt
-from laserbatch.jobs.formatting import count, rate, seconds
+from laserbatch.jobs.formatting import count, format_counts, rate, seconds
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, open_workspace
-from laserbatch.jobs.writing import writing_state
+from laserbatch.jobs.writing import cost_so_far, current_stage, writing_state
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.delivery import last_deliveries
 from laserbatch.pipeline.storage.lock import probe_lock
@@ -65,9 +65,10 @@ def workspace_state(workspace: Workspace, now: datetime.datetime) -> dict[str, A
     host took the lock, and this host does not see whether it still holds it. `lock` is None where nobody holds
     it, else its `holder`, `since` when, and whether that `is_certain`. `run` is the run that is under way or was last,
     None before the first; of one that is running, or may be, `progress` has what is being counted, last
-    `updated_at` that time, and `writing` the figures of the shards that its stage writes. Its `exit_code` is that of
-    the last attempt, None if that goes on or died. `delivered` has by place what was sent there last, by whichever
-    command, if anything was. `within` says the same of the workspace of each extension, by its folder.
+    `updated_at` that time, and `writing` the figures of the shards that its stage writes. `cost` is the money that a
+    server's answers cost so far, None without a server or prices. Its `exit_code` is that of the last attempt, None if
+    that goes on or died. `delivered` has by place what was sent there last, by whichever command, if anything was.
+    `within` says the same of the workspace of each extension, by its folder.
     """
     return _state(workspace, now) | {
         "within": {extension.root.name: _state(extension, now) for extension in workspace.within()}
@@ -138,7 +139,7 @@ def _run_state(run: RunFolder, now: datetime.datetime, is_running: bool) -> dict
     state["since"] = begun["time"] if begun else None
     state["last_event"] = events[-1]["time"] if events else None
     state["failure"] = failed.get("error") if failed and not run.is_finished else None
-    stage = last.get("stage_begin")
+    stage = current_stage(events)
     state["exit_code"] = failed.get("exit_code") if failed else 0 if run.is_finished else None
     state["stage"] = stage["stage"] if stage and not run.is_finished else None
     state["stage_since"] = stage["time"] if state["stage"] and stage else None
@@ -148,6 +149,7 @@ def _run_state(run: RunFolder, now: datetime.datetime, is_running: bool) -> dict
         state["progress"] = _progress(going, now)
     if is_running and stage:
         state["writing"] = writing_state(events[events.index(stage) :], now)
+    state["cost"] = cost_so_far(events, run.root)
     state["num_workers_lost"] = sum(event["event"] == "worker_lost" for event in events)
     state["seconds"] = {event["stage"]: event["seconds"] for event in events if event["event"] == "stage_end"}
     state["report"] = str(run.report_path) if run.report_path.exists() else None
@@ -205,7 +207,8 @@ def summary_rows(state: dict[str, Any]) -> dict[str, str]:
             rows["rate"] = f"{rate(going['rate'])}/s{left}" if going["rate"] and not is_finished else ""
         if writing := run["writing"]:
             rows |= {"done": done_text(writing), "rate": speed_text(writing), "left": left_text(writing)}
-            rows["quarantined"] = writing["num_quarantined"] and count(writing["num_quarantined"])
+            rows["quarantined"] = format_counts(writing["quarantine_reasons"])
+        rows["cost"] = cost_text(run)
         rows["workers lost"] = run["num_workers_lost"] and count(run["num_workers_lost"])
         rows |= {"failure": run["failure"], "last event": run["last_event"], "events": run["events"]}
     rows["published"] = "nothing yet"

@@ -10,7 +10,7 @@ from rich.live import Live
 
 from laserbatch.jobs.console import ExitCode, stdout, summary, summary_table, visible
 from laserbatch.jobs.failures import exit_code_of
-from laserbatch.jobs.formatting import count, decimal, rate, seconds
+from laserbatch.jobs.formatting import count, decimal, format_counts, rate, seconds
 
 REFRESH_S, LINE_EVERY_S = 2.0, 60.0
 GOING = ("unknown", "running")  # states in which a night may make progress
@@ -74,10 +74,12 @@ def _line(state: State) -> str:
     stage, going, writing = run["stage"], run["progress"], run["writing"]
     parts = [f"run {run['run_id']}", stage or ("finished" if run["is_finished"] else "no stage yet")]
     if writing:
-        quarantined = f"{count(writing['num_quarantined'])} in quarantine"
+        reasons = format_counts(writing["quarantine_reasons"])
+        quarantined = f"{count(writing['num_quarantined'])} in quarantine{reasons and ': ' + reasons}"
         parts += [done_text(writing), speed_text(writing), quarantined, f"time left: {left_text(writing)}"]
     elif stage and going and going["updated_at"] >= run["stage_since"]:
         parts.append(progress_text(going))
+    parts.append(run["cost"] is not None and f"cost so far: {cost_text(run)}")
     if state["state"] == "unknown":
         parts.append(f"not known whether it lives, last event {run['last_event']}")
     return "; ".join(filter(None, parts))
@@ -110,6 +112,11 @@ def speed_text(writing: dict[str, Any]) -> str:
     accepted = writing["acceptance_length"]
     steps = "" if accepted is None else f", {decimal(accepted)} accepted tokens a step"
     return f"{rate(writing['tokens_per_s'])} tokens/s{steps}"
+
+
+def cost_text(run: dict[str, Any]) -> str:
+    """The money that a server's answers cost so far; empty without a price."""
+    return "" if run["cost"] is None else f"{run['cost']:.4g}"
 
 
 def left_text(writing: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from laserbatch.jobs.console import say
+from laserbatch.jobs.events import emit
 from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.variants import means
 from laserbatch.pipeline.engines.spending import Spending
@@ -13,6 +14,9 @@ from laserbatch.pipeline.sides import Side
 @contextmanager
 def recorded_endpoint(night: Night) -> Iterator[None]:
     """Add to the manifest which server wrote the texts of the block and what they cost, also if it ends early."""
+    prices = night.settings.decoding.endpoint and night.settings.decoding.endpoint.price_per_million_tokens
+    if prices is not None:
+        emit("endpoint", prices=prices.model_dump())  # by which the cost is shown while the night runs
     try:
         yield
     finally:

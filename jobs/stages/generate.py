@@ -1,5 +1,6 @@
 """The stage that writes texts: have both sides planned, give unfinished shards to workers, gather the results."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -12,11 +13,12 @@ import pyarrow as pa
 from laserbatch.jobs.console import say
 from laserbatch.jobs.events import emit
 from laserbatch.jobs.failures import end_at_sigterm
+from laserbatch.jobs.formatting import format_counts
 from laserbatch.jobs.stages.budgets import night_budgets
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, needs_a_model
 from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.night_plans import NightPlanner
-from laserbatch.jobs.stages.shards import Finished, gather, hand_out, stats_of
+from laserbatch.jobs.stages.shards import Finished, emit_begin, gather, hand_out, stats_of
 from laserbatch.jobs.stages.spans import report_samples
 from laserbatch.jobs.stages.variants import means
 from laserbatch.jobs.stages.workers import NightWorkers
@@ -26,7 +28,7 @@ from laserbatch.pipeline.distributed.shared_folder import TOKEN_FILE
 from laserbatch.pipeline.distributed.spec import TextSpec
 from laserbatch.pipeline.engine_choice import small_batch
 from laserbatch.pipeline.errors import RunFailed
-from laserbatch.pipeline.planning.plan import Shard, SidePlan, load_plan
+from laserbatch.pipeline.planning.plan import CARRIED_SHARD, Shard, SidePlan, load_plan
 from laserbatch.pipeline.planning.planner import FIRST_TEXTS
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
@@ -69,7 +71,7 @@ class GenerationStage:
         plans, finished = self.planner.plans()
         self.night.tables.release_pages()
         for side in SIDES:
-            self._emit_plan(plans[side])
+            self._emit_plan(plans[side], finished[side])
             self._say_skipped(plans[side])
             self._require_usable(plans[side], finished[side])
         pending = [shard for plan in plans.values() for shard in plan.shards if shard.name not in finished[shard.side]]
@@ -79,7 +81,9 @@ class GenerationStage:
             carried: list[tuple[Side, Future[Finished]]] = [
                 (side, background.submit(carry.write)) for side, carry in self.planner.carry_overs.items()
             ]
-            if pending:
+            if not pending:
+                emit_begin(self.label, self.folder, pending, finished)
+            else:
                 load = partial(background.submit, lambda: self.night.tokenizer)  # seconds, for later stages
                 abandoned = self._write(workers, pending, plans, finished, [written for _, written in carried], load)
             for side, written in carried:
@@ -88,9 +92,13 @@ class GenerationStage:
         plans = {side: load_plan(self.folder.root, side) or plans[side] for side in SIDES}  # with halves of shards
         return {side: self._gather(plans[side], finished[side], abandoned) for side in SIDES}
 
-    def _emit_plan(self, plan: SidePlan) -> None:
-        counts = {"carried_over": plan.num_carried_over, "unpromptable": plan.num_unpromptable}
-        emit("planned", of=self.label, side=plan.side, entities=plan.num_entities, **counts)
+    def _emit_plan(self, plan: SidePlan, finished: Finished) -> None:
+        if carry := self.planner.carry_overs.get(plan.side):
+            reasons = Counter(row.reason for row in carry.quarantined)
+        else:  # an earlier attempt wrote them
+            reasons = self.folder.shards(plan.side).quarantine_reasons(finished[CARRIED_SHARD])
+        counts = {"entities": plan.num_entities, "carried_over": plan.num_carried_over}
+        emit("planned", of=self.label, side=plan.side, **counts, reasons=reasons)
 
     def _expected_tokens(self, plan: SidePlan) -> float | None:
         """Expected tokens of a text that the plan has written; None if no earlier text and no budget tells."""
@@ -230,7 +238,3 @@ def require_usable_texts(night: Night, plan: SidePlan, finished: Mapping[str, Sh
         f"{format_counts(reasons)}. {advice}. "
         f"Every row, its text and its reason: {night.run.quarantine_path(plan.side)}"
     )
-
-
-def format_counts(reasons: dict[str, int]) -> str:
-    return ", ".join(f"{reason} ({count})" for reason, count in reasons.items())

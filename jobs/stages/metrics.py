@@ -8,11 +8,12 @@ import logging
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 
 from laserbatch.jobs.console import ExitCode
 from laserbatch.jobs.events import last_attempt
@@ -20,7 +21,7 @@ from laserbatch.jobs.failures import exit_code_of, line_of
 from laserbatch.jobs.formatting import ratio
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.publishing import ends_no_night
-from laserbatch.jobs.writing import sides_so_far
+from laserbatch.jobs.writing import cost_so_far, current_stage, sides_so_far, writing_state
 from laserbatch.pipeline.errors import LaserbatchError
 from laserbatch.pipeline.storage.atomic import write_text
 from laserbatch.pipeline.storage.manifest import RunManifest
@@ -40,6 +41,13 @@ OF_SIDES = (
     ("tokens_per_step", "Tokens a step of verification, the bonus token counted.",
      lambda figures: figures.stats.tokens_per_step),
 )  # fmt: skip
+OF_WRITING = (
+    ("shards_planned", "Shards of the stage that writes, or wrote last.", "num_shards"),
+    ("shards_done", "Finished shards of that stage.", "num_shards_done"),
+    ("rows_planned", "Rows of the shards of that stage.", "num_rows"),
+    ("rows_done", "Rows of its finished shards, quarantined ones included.", "num_rows_done"),
+    ("left_seconds", "Time that its other shards will take, a guess from expected tokens or rows.", "left_s"),
+)
 ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 
@@ -150,6 +158,7 @@ def _with_figures(page: _Page, night: NightMetrics, workspace: Path, is_running:
         page.add("published_date_timestamp_seconds", "Midnight (UTC) of the date that readers see.", (none, midnight))
     if manifest is None:
         return "\n".join([*page.lines, ""])
+    _add_progress(page, events, manifest.path.parent, is_running)
     sides = (manifest.generation.sides or sides_so_far(events)).items()
     entities = (
         ({"side": side, "outcome": outcome}, getattr(figures, f"num_{outcome}"))
@@ -157,11 +166,28 @@ def _with_figures(page: _Page, night: NightMetrics, workspace: Path, is_running:
         for outcome in OUTCOMES
     )
     page.add("entities", "Entities of the last run, by what became of them.", *entities)
+    quarantined = (
+        ({"side": side, "reason": reason}, num_rows)
+        for side, figures in sides
+        for reason, num_rows in figures.quarantine_reasons.items()
+    )
+    page.add("quarantined", "Entities in quarantine by reason.", *quarantined)
     for name, about, value in OF_SIDES:
         page.add(name, about, *(({"side": side}, value(figures)) for side, figures in sides))
     stages = (({"stage": name}, seconds) for name, seconds in manifest.stages.copy().items())
     page.add("stage_seconds", "Wall time by stage, over all attempts at the run.", *stages)
     return "\n".join([*page.lines, ""])
+
+
+def _add_progress(page: _Page, events: Sequence[dict[str, Any]], run_dir: Path, is_running: int | None) -> None:
+    """How far the last attempt is, or came, and what its answers cost: the figures of `laserbatch status`."""
+    if stage := current_stage(events):
+        about = "1 for the stage that runs, 0 after the night's end for the one that ran last."
+        page.add("running_stage", about, ({"stage": stage["stage"]}, is_running))
+    writing = writing_state(events, datetime.datetime.now(datetime.UTC)) or {}
+    for name, about, figure in OF_WRITING:
+        page.add(name, about, ({"stage": writing.get("of", "")}, writing.get(figure)))
+    page.add("cost", "What the server's answers cost, in the currency of prices.", ({}, cost_so_far(events, run_dir)))
 
 
 def _successes(workspace: Path) -> tuple[datetime.date | None, float | None]:

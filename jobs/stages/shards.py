@@ -18,7 +18,7 @@ from laserbatch.pipeline.planning.plan import STALE_SHARD, Shard, drop_plan
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.completeness import require_every_entity
 from laserbatch.pipeline.storage.figures import ShardRecord
-from laserbatch.pipeline.storage.quarantine import count_reasons
+from laserbatch.pipeline.storage.quarantine import count_reasons, reason_of
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.retrieval_pools.step_cost import StepCost
@@ -43,20 +43,23 @@ def hand_out(
     """
     end_at_sigterm()
     abandoned, num_done, num_rows = [], 0, sum(shard.num_rows for shard in pending)
+    folder = RunFolder(worker_pool.spec.run_dir)
     say(f"{label}: {num_rows} to write, in {len(pending)} shards")
-    sides = {side: _planned(side, pending, finished[side]) for side in finished}
-    emit("shards_begin", of=label, sides=sides, expected_tokens=dict(expected_tokens))
+    emit_begin(label, folder, pending, finished, expected_tokens)
     with progress(label, num_rows) as bar:
         for outcome in run_shards(pending, worker_pool, choose, on_first_text):
             if isinstance(outcome, ShardAbandoned):
                 abandoned.append(outcome)
-                emit("shard_abandoned", **_named(outcome.shard), reason=outcome.reason)
+                counts = {"quarantined": outcome.shard.num_rows}
+                counts |= {"reasons": {reason_of(outcome.reason): outcome.shard.num_rows}}
+                emit("shard_abandoned", **_named(outcome.shard), reason=outcome.reason, **counts)
                 bar.advance(outcome.shard.num_rows)
                 continue
             shard, record = outcome
             finished[shard.side][shard.name] = record
             num_done += shard.num_rows
-            emit("shard_done", **_named(shard), **shard_counts(record), done=num_done, total=num_rows)
+            counts = shard_counts(record, folder.shards(shard.side))
+            emit("shard_done", **_named(shard), **counts, done=num_done, total=num_rows)
             pace = record.written_by.stats.tokens_per_step
             bar.advance(shard.num_rows, "" if pace is None else f"{pace:.1f} tokens/step")
             check(shard)
@@ -97,9 +100,22 @@ def stats_of(records: Iterable[ShardRecord]) -> DecodingStats:
     return DecodingStats.total(replace(info.stats, wall_s=info.stats.wall_s / info.num_workers) for info in infos)
 
 
-def _planned(side: Side, pending: Sequence[Shard], finished: Finished) -> dict[str, Any]:
+def emit_begin(
+    label: str,
+    folder: RunFolder,
+    pending: Sequence[Shard],
+    finished: Mapping[Side, Finished],
+    expected_tokens: Mapping[Side, float | None] = MappingProxyType({}),
+) -> None:
+    """Record how much a stage will write and how much is done, by side."""
+    sides = {side: _planned(side, pending, finished[side], folder) for side in finished}
+    emit("shards_begin", of=label, sides=sides, expected_tokens=dict(expected_tokens))
+
+
+def _planned(side: Side, pending: Sequence[Shard], finished: Finished, folder: RunFolder) -> dict[str, Any]:
     """The counts of a side in the event `shards_begin`: shards and rows of all attempts, and those that are done."""
-    shards, done = [shard for shard in pending if shard.side == side], finished_counts(finished.values())
+    shards = [shard for shard in pending if shard.side == side]
+    done = finished_counts(finished.values(), folder.shards(side))
     num_rows = sum(shard.num_rows for shard in shards)
     return {"shards": len(shards) + done["shards"], "rows": num_rows + done["rows"], "done": done}
 

@@ -137,7 +137,7 @@ class EndpointEngine:
         prices, most = self._settings.price_per_million_tokens, self._settings.max_cost
         if prices is None or most is None:
             return
-        spent = self._spending.cost(self._settings) or 0.0
+        spent = self._spending.cost(prices) or 0.0
         added = [self._settings.extra_body.get(name) for name in ("max_tokens", "max_completion_tokens")]
         # The largest one takes the place of max_new_tokens.
         limit = max([0, *(value for value in added if isinstance(value, int))])

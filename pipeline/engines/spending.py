@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from laserbatch.pipeline.decoding.endpoint_settings import EndpointSettings
+from laserbatch.pipeline.decoding.endpoint_settings import EndpointSettings, TokenPrices
 from laserbatch.pipeline.storage.atomic import read_json, write_json
 from laserbatch.pipeline.storage.figures import EndpointFigures
 
@@ -42,16 +42,19 @@ class Spending:
         details = usage.get("prompt_tokens_details") if isinstance(usage, Mapping) else None
         self.num_cached_tokens += _counted(details, "cached_tokens", 0)
 
-    def cost(self, settings: EndpointSettings) -> float | None:
+    def cost(self, prices: TokenPrices | None) -> float | None:
         """What all of it cost; None without a price."""
-        prices = settings.price_per_million_tokens
         tokens = self.num_prompt_tokens, self.num_completion_tokens, self.num_cached_tokens
         return None if prices is None else prices.cost(*tokens)
 
     def figures(self, settings: EndpointSettings) -> EndpointFigures:
         """The same for a manifest, with the server and the money."""
         return EndpointFigures(
-            url=settings.url, model=settings.model, api=settings.api, cost=self.cost(settings), **asdict(self)
+            url=settings.url,
+            model=settings.model,
+            api=settings.api,
+            cost=self.cost(settings.price_per_million_tokens),
+            **asdict(self),
         )
 
 

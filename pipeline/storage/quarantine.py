@@ -44,8 +44,12 @@ class QuarantineRow:
         >>> QuarantineRow.of(7, "item", "too-long: 900 tokens, 512 fit").reason
         'too-long'
         """
-        reason, _, detail = message.partition(":")
-        return cls(entity_id, side, reason.strip() or "unknown", detail.strip(), fingerprint, text)
+        return cls(entity_id, side, reason_of(message), message.partition(":")[2].strip(), fingerprint, text)
+
+
+def reason_of(message: str) -> str:
+    """The first word of a message, before a colon, by which quarantined rows are counted."""
+    return message.partition(":")[0].strip() or "unknown"
 
 
 def quarantine_table(rows: Iterable[QuarantineRow], entity_id_type: pa.DataType) -> pa.Table:

@@ -18,8 +18,8 @@ from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import read_json, remove, remove_leftovers, sha256_file, write_json
 from laserbatch.pipeline.storage.figures import ShardInfo, ShardRecord
-from laserbatch.pipeline.storage.parquet import link_parquet, write_parquet
-from laserbatch.pipeline.storage.quarantine import QuarantineRow, quarantine_table
+from laserbatch.pipeline.storage.parquet import link_parquet, read_parquet, write_parquet
+from laserbatch.pipeline.storage.quarantine import QuarantineRow, count_reasons, quarantine_table
 
 logger = logging.getLogger("laserbatch.storage")
 
@@ -85,6 +85,11 @@ class SideShards:
                 continue
             finished[record.name] = record
         return finished
+
+    def quarantine_reasons(self, record: ShardRecord) -> dict[str, int]:
+        """Number of quarantined rows of a finished shard by reason."""
+        path = self.quarantine_path(record.name)
+        return count_reasons(read_parquet(path, ["reason"])) if record.num_quarantined else {}
 
     def drop_unfinished(self, keep: Iterable[str]) -> None:
         """Delete the files of every shard not named in `keep`, and what killed writers left.

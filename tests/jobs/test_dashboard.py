@@ -48,7 +48,9 @@ def written(tmp_path_factory) -> dict[str, set[str]]:
     manifest = manifest_of(run.manifest_path, date)
     with recorded(manifest), stage(manifest, "generate"):
         done = {"shards": 1, "rows": 8, "quarantined": 2, "tokens": 90, "accepted": 30, "steps": 60, "seconds": 3.0}
-        emit("planned", of="generate", side="user", entities=40, carried_over=20, unpromptable=0)
+        done |= {"reasons": {"too-long": 2}}
+        emit("endpoint", prices={"input": 1.0, "output": 4.0})
+        emit("planned", of="generate", side="user", entities=40, carried_over=20, reasons={})
         sides = {"user": {"shards": 2, "rows": 20, "done": done}}
         emit("shards_begin", of="generate", sides=sides, expected_tokens={})
     run.finish()

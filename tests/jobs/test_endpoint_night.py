@@ -1,6 +1,7 @@
 """Nights whose texts a server writes: it storms, goes away and comes back, and is paid."""
 
 import json
+import re
 import shutil
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from small_server import KEY, MODEL, Fault, prompt_of, small_server, text_for
 from laserbatch.jobs.checks import model, trial
 from laserbatch.jobs.commands.doctor import examine
 from laserbatch.jobs.console import ExitCode
+from laserbatch.jobs.events import read_events
 from laserbatch.jobs.settings import load_settings
 from laserbatch.pipeline.engines import endpoint_batches, endpoint_client
 from laserbatch.pipeline.sides import SIDES
@@ -29,7 +31,8 @@ def configured(folder: Path, server, **options) -> str:
     endpoint |= {"price_per_million_tokens": PRICES} | options
     decoding = {"engine": "endpoint", "endpoint": endpoint}
     night = {"shard_size": 3, "num_audited": 0}
-    return str(write_config(folder, decoding=decoding, knowledge=BRIEF, night=night, gates={"max_failed_share": 0.5}))
+    sections = {"night": night, "gates": {"max_failed_share": 0.5}, "metrics": {"textfile": str(folder / "night.prom")}}
+    return str(write_config(folder, decoding=decoding, knowledge=BRIEF, **sections))
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,7 @@ def num_rows(run: RunFolder) -> int:
 
 
 def test_a_night_goes_on_after_its_server_was_gone_and_after_its_money_had_run_out(folder, server, capfd):
+    textfile = folder / "night.prom"
     nightly = ("-v", "nightly", "--config", configured(folder, server), "--date", FIRST_DATE, "--json")
 
     def storm_and_leave(body, number):
@@ -71,6 +75,7 @@ def test_a_night_goes_on_after_its_server_was_gone_and_after_its_money_had_run_o
     assert "has answered nothing for" in gone.stderr and "the same command goes on" in gone.stderr
     run, num_first = RunFolder(next((folder / "workspace" / "runs").iterdir())), server.answered.total()
     manifest, num_kept = run.load_manifest(), num_rows(run)
+    assert f"\nlaserbatch_cost {manifest.generation.endpoint.cost:.17g}\n" in textfile.read_text()
     assert manifest.status == "failed" and manifest.generation.endpoint.num_requests == num_first > num_kept == 3
 
     refused = next(iter({prompt_of(body) for body in server.bodies} - set(server.answered)))
@@ -92,6 +97,11 @@ def test_a_night_goes_on_after_its_server_was_gone_and_after_its_money_had_run_o
 
     rows = [row for side in SIDES for batch in run.iter_knowledge(side, ["text"]) for row in batch.to_pylist()]
     assert {row["text"] for row in rows} == {text_for({"prompt": json.loads(prompt)}) for prompt in server.answered}
+    done_shards = [event for event in read_events(run.events_path) if event["event"] == "shard_done"]
+    figures = textfile.read_text()
+    assert [event["reasons"] for event in done_shards if event["reasons"]] == [{"refused": 1}]
+    assert f"\nlaserbatch_cost {found['cost']:.17g}\n" in figures
+    assert re.search(r'^laserbatch_quarantined{side="\w+",reason="refused"} 1$', figures, re.MULTILINE)
     (bad,) = [row for side in SIDES for row in run.read_quarantine(side).to_pylist()]
     assert (bad["reason"], bad["detail"]) == ("refused", "HTTP 400: no")
     assert len(rows) == len(server.answered) == sum(one.num_entities for one in manifest.generation.sides.values()) - 1

@@ -24,6 +24,7 @@ from laserbatch.jobs.stages import metrics
 from laserbatch.jobs.stages.attempt import recorded, stage
 from laserbatch.jobs.stages.metrics import NightMetrics, exposition, night_metrics
 from laserbatch.jobs.stages.night import open_night
+from laserbatch.pipeline.engines.spending import Spending
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.manifest import make_run_id
@@ -194,7 +195,10 @@ def test_figures_are_refreshed_while_the_night_runs(tmp_path, night, monkeypatch
     with night_metrics(settings) as figures, recorded(night.manifest):
         figures.manifest = night.manifest
         done = {"shards": 1, "rows": 8, "quarantined": 2, "tokens": 90, "accepted": 30, "steps": 60, "seconds": 3.0}
-        emit("planned", of="generate", side="user", entities=40, carried_over=20, unpromptable=0)
+        done |= {"reasons": {"too-long": 2}}
+        emit("endpoint", prices={"input": 1.0, "output": 4.0})
+        Spending(num_prompt_tokens=1000, num_completion_tokens=500).save(night.run.root)
+        emit("planned", of="generate", side="user", entities=40, carried_over=20, reasons={"no-title": 1})
         sides = {"user": {"shards": 2, "rows": 20, "done": done}}
         emit("shards_begin", of="generate", sides=sides, expected_tokens={})
         with night.stage("encode"):
@@ -213,7 +217,19 @@ def test_figures_are_refreshed_while_the_night_runs(tmp_path, night, monkeypatch
     assert (
         'laserbatch_quarantine_share{side="user"} 0.0' in running and 'tokens_per_second{side="user"} 30\n' in running
     )
+    assert 'laserbatch_running_stage{stage="encode"} 1\n' in running
+    for figure, value in {"shards_done": 1, "shards_planned": 2, "rows_done": 8, "rows_planned": 20}.items():
+        assert f'laserbatch_{figure}{{stage="generate"}} {value}\n' in running
+    left = re.search(r'^laserbatch_left_seconds{stage="generate"} (\S+)$', running, re.MULTILINE)
+    assert left is not None and float(left[1]) == pytest.approx(12 / (8 / 3), abs=1)  # rows at their pace so far
+    assert 'laserbatch_quarantined{side="user",reason="too-long"} 2\n' in running
+    assert 'laserbatch_quarantined{side="user",reason="no-title"} 1\n' in running
+    assert "laserbatch_cost 0.003" in running
+    state = workspace_state(night.workspace, NOW)["run"]
+    assert (state["stage"], state["cost"]) == ("encode", pytest.approx(0.003))
     ended = path.read_text()
+    assert 'laserbatch_running_stage{stage="encode"} 0\n' in ended
+    assert 'laserbatch_rows_done{stage="generate"} 8\n' in ended and "laserbatch_cost 0.003" in ended
     assert "laserbatch_night_running 0\n" in ended and "laserbatch_last_exit_code 0\n" in ended
 
 

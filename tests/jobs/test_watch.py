@@ -25,6 +25,7 @@ from laserbatch.pipeline.storage.workspace import Workspace
 DATE = datetime.date(2025, 3, 1)
 START = datetime.datetime(2025, 3, 2, 2, 0, tzinfo=datetime.UTC)
 NONE_DONE = {"shards": 0, "rows": 0, "quarantined": 0, "tokens": 0, "accepted": 0, "steps": 0, "seconds": 0}
+NONE_DONE |= {"reasons": {}}
 
 
 def begun(done=NONE_DONE, shards=4, rows=40, **expected_tokens: float) -> dict:
@@ -37,7 +38,8 @@ def shard_done(**facts) -> dict:
     """The event of a shard that one of two workers wrote in 10 s."""
     counts = {"rows": 10, "tokens": 1000, "accepted": 600, "steps": 400, "seconds": 10.0, "workers": 2}
     counts |= {"done": 10, "total": 40}
-    return {"event": "shard_done", "side": "user", "quarantined": 1} | counts | facts
+    failed = {"quarantined": 1, "reasons": {"too-long": 1}}
+    return {"event": "shard_done", "side": "user"} | failed | counts | facts
 
 
 def state_of(*events: dict, after_s: float = 0.0) -> dict:
@@ -57,8 +59,11 @@ def test_nothing_is_known_before_the_first_shards_are_handed_out():
 
 def test_counts_are_of_all_attempts_and_seconds_of_all_workers_at_once():
     earlier = {"shards": 1, "rows": 10, "quarantined": 2, "tokens": 500, "accepted": 0, "steps": 100, "seconds": 5.0}
-    state = state_of(begun(earlier), shard_done())
-    assert state["num_shards_done"] == 2 and state["num_rows_done"] == 20 and state["num_quarantined"] == 3
+    earlier |= {"reasons": {"unparsable": 2}}
+    plan = {"event": "planned", "of": "generate", "side": "user", "reasons": {"no-title": 3, "too-long": 1}}
+    state = state_of(plan, begun(earlier), shard_done())
+    assert state["num_shards_done"] == 2 and state["num_rows_done"] == 20 and state["num_quarantined"] == 7
+    assert list(state["quarantine_reasons"].items()) == [("no-title", 3), ("too-long", 2), ("unparsable", 2)]
     assert state["tokens_per_s"] == 1500 / 10 and state["acceptance_length"] == 600 / 500
 
 
@@ -77,10 +82,17 @@ def test_the_last_shard_takes_as_long_as_one_worker_needs():
 
 
 def test_a_shard_that_is_given_up_is_in_quarantine_and_halves_count_as_shards():
-    abandoned = {"event": "shard_abandoned", "side": "user", "rows": 5}
+    abandoned = {"event": "shard_abandoned", "side": "user", "rows": 5, "quarantined": 5}
+    abandoned |= {"reasons": {"worker-died": 5}}
     state = state_of(begun(), *[shard_done()] * 3, abandoned, shard_done(rows=5))
     assert (state["num_rows_done"], state["num_quarantined"]) == (40, 5 + 4)
     assert (state["num_shards_done"], state["num_shards"], state["left_s"]) == (5, 5, 0)
+    assert state["quarantine_reasons"] == {"worker-died": 5, "too-long": 4}
+
+
+def test_nothing_to_write_takes_no_time():
+    state = state_of(begun(shards=0, rows=0))
+    assert (state["num_rows"], state["num_shards"], state["left_s"]) == (0, 0, 0)
 
 
 class Night:
@@ -95,7 +107,7 @@ class Night:
         return workspace_state(self.workspace, datetime.datetime.now(datetime.UTC))
 
     def write_a_shard(self) -> None:
-        emit("planned", of="generate", side="user", entities=50, carried_over=10, unpromptable=0)
+        emit("planned", of="generate", side="user", entities=50, carried_over=10, reasons={})
         for event in (begun(user=300.0), shard_done()):
             facts = {name: value for name, value in event.items() if name != "event"}
             emit(event["event"], **facts)
@@ -134,7 +146,12 @@ def test_watch_prints_a_line_a_minute_and_one_at_the_end_and_ends_with_the_night
     code = follow(look_at(running, running, night.state()), lambda state: {}, as_json=False)
     first, last = capfd.readouterr().out.splitlines()
     assert code == 4 and last.endswith("ended with exit code 4: too many failed")
-    for figure in ("10 of 40 rows, 1 of 4 shards", "200 tokens/s", "1.50 accepted tokens a step", "1 in quarantine"):
+    for figure in (
+        "10 of 40 rows, 1 of 4 shards",
+        "200 tokens/s",
+        "1.50 accepted tokens a step",
+        "1 in quarantine: too-long (1)",
+    ):
         assert figure in first
     assert "time left: under a minute, guessed from expected tokens" in first
 
