@@ -143,7 +143,7 @@ def traces(workspace: Path, vectors: set[bytes]) -> set[str]:
 
 def vectors_of(workspace: Path) -> set[bytes]:
     found = set()
-    for path in workspace.rglob("features/user.parquet"):
+    for path in workspace.rglob("features/user/*.parquet"):
         for row in pq.read_table(path).to_pylist():
             if row["user_id"] == WHO:
                 found.add(np.array(row["vector"], np.float32).tobytes())
@@ -167,7 +167,7 @@ def test_a_person_is_in_no_byte_of_the_workspace_after_being_forgotten(folder, c
     workspace = folder / "workspace"
     vectors = vectors_of(workspace)
     before = traces(workspace, vectors)
-    kinds = ("knowledge/user", "plan/user", "quarantine/user", "features/user.parquet", "plain/", "manifest.json",
+    kinds = ("knowledge/user", "plan/user", "quarantine/user", "features/user/", "plain/", "manifest.json",
              "report.html", "shards/user", ".torn.1-ab.tmp/", "knowledge/.torn")  # fmt: skip
     assert not [kind for kind in kinds if not any(kind in name for name in before)], sorted(before)
     assert nearest_centroid(workspace, vectors) < 1e-5
@@ -230,8 +230,9 @@ def _check_sums(workspace: Path) -> None:
         for side, figures in manifest.generation.sides.items():
             assert figures.num_entities == {"user": 4, "item": 3}[side]
             assert figures.num_quarantined == sum(figures.quarantine_reasons.values())
-            features = manifest.features[side]
-            assert atomic.sha256_file(run / features.file) == features.sha256
+            for part in manifest.features[side].parts:
+                path = run / part.file
+                assert (atomic.sha256_file(path), pq.read_metadata(path).num_rows) == (part.sha256, part.num_rows)
 
 
 def killed(folder: Path, num_done: int) -> int:
