@@ -6,7 +6,6 @@ Texts are words of the sample catalogue's titles, some hundred tokens each; the 
 thread a task. Systems take turns; their vectors are compared. Of what passes through Ray the bytes are counted.
 """
 
-import shutil
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from laserbatch.pipeline.encoding.encoder import TextEncoder
 from laserbatch.pipeline.encoding.identity import with_dtype
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.encoding.text_parts import LocalEncoder, PartsEncoder, TextPart, text_parts
+from laserbatch.pipeline.encoding.vector_files import NewVectors
 from laserbatch.pipeline.sample.catalogue import make_catalogue
 from laserbatch.pipeline.storage.parquet import write_parquet
 
@@ -42,11 +42,20 @@ def write_texts(folder: Path, num_texts: int) -> None:
     write_parquet(pa.table({"text": texts}), folder / "00000.parquet")
 
 
-def encoded(encoder: PartsEncoder, parts: list[TextPart]) -> tuple[float, np.ndarray]:
-    """Seconds, and the vectors in the order of texts."""
+def parts_of(folder: Path, num_texts: int, dim: int) -> tuple[list[TextPart], NewVectors]:
+    """The texts in parts, and their vectors, which are not there yet."""
+    vectors = NewVectors(folder / "vectors", max(16, num_texts // 8), num_texts, dim)
+    return text_parts([folder / "texts" / "00000.parquet"], np.arange(num_texts), (), vectors), vectors
+
+
+def encoded(encoder: PartsEncoder, parts: list[TextPart], vectors: NewVectors) -> tuple[float, np.ndarray]:
+    """Seconds, and the vectors in the order of texts; their files are removed."""
     begun = time.perf_counter()
-    done = sorted(encoder.encode_parts(parts, lambda num_texts: None), key=lambda one: one[0].first)
-    return time.perf_counter() - begun, np.concatenate([encoding.vectors for _, encoding in done])
+    encoder.encode_parts(parts, lambda num_texts: None)
+    taken_s, read = time.perf_counter() - begun, vectors.read(np.arange(vectors.num_rows))
+    for path in vectors.files:
+        path.unlink()
+    return taken_s, read
 
 
 def main() -> None:
@@ -58,28 +67,27 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="encoding-") as name, ray_cluster(ClusterSettings(num_workers=2)):
         folder = Path(name)
         write_texts(folder / "texts", num_texts)
-        systems: dict[str, PartsEncoder] = {HERE: LocalEncoder(TextEncoder.load(settings))}
+        here = TextEncoder.load(settings)
+        systems: dict[str, PartsEncoder] = {HERE: LocalEncoder(lambda: here)}
         for num in (1, 2):
             layout = WorkerLayout(num, 1, 0, "cpu")
             encoding.OPEN_TASKS = 1  # else two tasks run for one worker, as there is room for both
             systems[f"{num} {'task' if num == 1 else 'tasks'} of 1 thread"] = ClusterEncoder(
-                settings, folder / f"vectors{num}", lambda layout=layout: layout
+                settings, lambda layout=layout: layout
             )
-        parts = text_parts(folder / "texts", np.arange(num_texts), (), max(16, num_texts // 8))
+        parts, files = parts_of(folder, num_texts, here.dim)
         seconds: dict[str, list[float]] = {system: [] for system in systems}
         vectors = {}
         num_rounds = scale_of(arguments, 5, 3, 1)
         for number, order in zip(range(1 + num_rounds), turns(list(systems)), strict=False):
             for system in order:
-                taken_s, vectors[system] = encoded(systems[system], parts)
-                for path in folder.glob("vectors*"):
-                    shutil.rmtree(path)
+                taken_s, vectors[system] = encoded(systems[system], parts, files)
                 print(number, system, f"{taken_s:.1f} s", file=sys.stderr, flush=True)
                 if number:  # the first time processes start and load the encoder
                     seconds[system].append(taken_s)
     rates = {system: Spread.of([num_texts / one for one in taken]) for system, taken in seconds.items()}
     one, two = (rates[system].median for system in list(systems)[1:])
-    num_bytes = sum(len(cloudpickle.dumps((part, settings, 1, folder))) for part in parts)
+    num_bytes = sum(len(cloudpickle.dumps((part, settings, 1))) for part in parts)
     num_equal = sum(np.array_equal(found, vectors[HERE]) for found in vectors.values())
     figures = [
         Figure.at_least("two tasks over one, texts a second", two / one, 1.8),

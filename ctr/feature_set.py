@@ -34,20 +34,35 @@ class SideVectors:
 
 
 def read_feature_set(folder: Path) -> FeatureSet:
-    """Read `user.parquet` and `item.parquet`. Raises CtrError when one is not there, or of another version."""
+    """Read the files of `user/` and `item/`, or the single files `user.parquet` and `item.parquet` of earlier versions.
+
+    Raises CtrError when there are none of a side, or of another version.
+    """
     tables = {}
     for side in SIDES:
-        path = folder / f"{side}.parquet"
-        if not path.is_file():
-            raise CtrError(f"{path} is not there; `laserbatch nightly --date D --force` makes features")
-        with pq.ParquetFile(path) as file:
-            try:
-                check_feature_schema(file.schema_arrow, side)
-            except ValueError as error:
-                raise CtrError(f"{path}: {error}") from None
-            # In batches: vectors of one chunk could not hold more than 2^31 numbers.
-            tables[side] = pa.Table.from_batches(file.iter_batches(), file.schema_arrow)
+        single = folder / f"{side}.parquet"
+        paths = [single] if single.is_file() else sorted((folder / side).glob("*.parquet"))
+        if not paths:
+            raise CtrError(f"{folder / side} has no files; `laserbatch nightly --date D --force` makes features")
+        parts = [_read_part(path, side) for path in paths]
+        other = [path for path, part in zip(paths, parts, strict=True) if not part.schema.equals(parts[0].schema)]
+        if other:
+            raise CtrError(
+                f"{other[0]} has other columns than {paths[0].name} beside it; expected features of one run. Make "
+                "features again: `laserbatch nightly --date D --force`"
+            )
+        tables[side] = pa.concat_tables(parts)
     return tables
+
+
+def _read_part(path: Path, side: str) -> pa.Table:
+    with pq.ParquetFile(path) as file:
+        try:
+            check_feature_schema(file.schema_arrow, side)
+        except ValueError as error:
+            raise CtrError(f"{path}: {error}") from None
+        # In batches: vectors of one chunk could not hold more than 2^31 numbers.
+        return pa.Table.from_batches(file.iter_batches(), file.schema_arrow)
 
 
 def check_provenance(features: FeatureSet, as_of: datetime.date) -> None:

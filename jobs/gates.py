@@ -20,7 +20,7 @@ from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.figures import AuditFigures, CtrFigures, GateFigures, SideFigures
 from laserbatch.pipeline.storage.manifest import RunManifest
-from laserbatch.pipeline.storage.parquet import iter_parquet
+from laserbatch.pipeline.storage.parquet import iter_parquet, parquet_files
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
 FEWEST = 32  # fewer texts decide nothing
@@ -277,15 +277,21 @@ class _FeatureRows:
 
 
 def _vectors(run: RunFolder, side: Side, entity_ids: pa.Array, most_groups: int | None = None) -> _FeatureRows:
-    """The vectors of entities, in the order of the feature file, from at most `most_groups` of its row groups."""
-    path, key, ids, rows = run.features_path(side), f"{side}_id", [entity_ids[:0]], [np.zeros((0, 0), np.float32)]
-    batches = enumerate(iter_parquet(path, [key])) if len(entity_ids) else ()
-    groups = [number for number, batch in batches if pc.any(pc.is_in(batch[key], value_set=entity_ids)).as_py()]
+    """The vectors of entities, in the order of the feature files, from at most `most_groups` of their row groups."""
+    key, ids, rows = f"{side}_id", [entity_ids[:0]], [np.zeros((0, 0), np.float32)]
+    files = parquet_files(run.features_path(side)) if len(entity_ids) else []
+    groups = [
+        (path, number)
+        for path in files
+        for number, batch in enumerate(iter_parquet(path, [key]))
+        if pc.any(pc.is_in(batch[key], value_set=entity_ids)).as_py()
+    ]
     stride = -(-len(groups) // (most_groups or max(len(groups), 1))) or 1
-    for batch in iter_parquet(path, [key, "vector"], groups[::stride]) if groups else ():
-        selected = batch.filter(pc.is_in(batch[key], value_set=entity_ids))
-        ids.append(selected[key])
-        rows.append(vectors_of(selected))
+    for path, number in groups[::stride]:
+        for batch in iter_parquet(path, [key, "vector"], [number]):
+            selected = batch.filter(pc.is_in(batch[key], value_set=entity_ids))
+            ids.append(selected[key])
+            rows.append(vectors_of(selected))
     return _FeatureRows(pa.concat_arrays(ids), np.concatenate(rows[1:] or rows))
 
 

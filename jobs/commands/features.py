@@ -20,7 +20,7 @@ from laserbatch.pipeline.encoding.versions import Versions, feature_versions
 from laserbatch.pipeline.errors import TableError, WorkspaceError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import atomic_folder
-from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, iter_parquet, write_parquet
+from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, iter_parquet, parquet_files, write_parquet
 from laserbatch.pipeline.tables.columns import schema_findings
 from laserbatch.pipeline.tables.conversion import ConversionFault, to_time
 from laserbatch.pipeline.tables.findings import FaultyTable
@@ -142,13 +142,15 @@ def export(
     with atomic_folder(out, overwrite) as folder:
         sides = []
         for side in SIDES:
-            path = night.run.features_path(side)
-            if not path.is_file():
+            path, figures = night.run.features_path(side), night.manifest.features.get(side)
+            if figures is None or not path.exists():
                 again = f"`laserbatch nightly --date {night.date} --force` makes features"
                 raise WorkspaceError(f"{path} is missing; expected the features of {side}s. {again}")
-            schema, has_changed = pq.read_schema(path), None
-            counts[f"{side}s"] = {"rows": pq.read_metadata(path).num_rows}
+            night.run.require_features({side: figures})
+            schema, has_changed = pq.read_schema(parquet_files(path)[0]), None
+            counts[f"{side}s"] = {"rows": figures.num_rows}
             if before is not None:
+                before.require_features({side: before.load_manifest().features[side]})
                 has_changed, gone = changed_rows(path, before.features_path(side), f"{side}_id")
                 counts[f"{side}s"] = {"rows": int(has_changed.sum()), "gone": len(gone)}
                 write_parquet(pa.table({f"{side}_id": gone}), folder / f"gone_{side}s.parquet")

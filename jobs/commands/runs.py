@@ -59,7 +59,7 @@ def show(
     opened = open_workspace(config, workspace)
     folder = opened.chosen_run(run)
     manifest = folder.load_manifest()
-    features = {side: folder.root / figures.file for side, figures in manifest.features.items()}
+    features = {side: folder.features_path(side) for side in manifest.features}
     summary(
         _described(opened, folder)
         | {

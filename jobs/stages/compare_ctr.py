@@ -24,6 +24,7 @@ from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.events import event_log
 from laserbatch.pipeline.encoding.versions import feature_versions
 from laserbatch.pipeline.errors import LaserbatchError
+from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.figures import CtrFigures
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.uris import is_uri
@@ -121,6 +122,8 @@ def judge_first(
         tables = open_tables(tables_path, keep_duplicates)  # models are judged on what came after the date
         for run in map(workspace.run, run_ids):
             date = datetime.date.fromisoformat(run.date)
+            if (manifest := unless_damaged(run.load_manifest)) is not None:
+                run.require_features(manifest.features)
             try:
                 figures = compare_ctr(run.root, tables, date, verifier, settings, workspace.runs_up_to(run))
             except NothingToJudge as error:

@@ -1,14 +1,14 @@
 """The stage that encodes a run's texts into its feature tables."""
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laserbatch.jobs.console import progress, say
 from laserbatch.pipeline.distributed.cluster import WorkerLayout
 from laserbatch.pipeline.distributed.encoding import ClusterEncoder
-from laserbatch.pipeline.encoding.features import EarlierFeatures, FeatureWriter
+from laserbatch.pipeline.encoding.features import VECTORS_FOLDER, EarlierFeatures, FeatureWriter
 from laserbatch.pipeline.encoding.identity import encoder_identity, with_dtype
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.encoding.text_parts import LocalEncoder, PartsEncoder
@@ -30,7 +30,7 @@ def encode_run(
     fields: Mapping[Side, Sequence[str]] | None = None,
     start_cluster: Callable[[], WorkerLayout] | None = None,
 ) -> dict[Side, FeatureFigures]:
-    """Encode `knowledge/<side>/*.parquet` of a run into `features/<side>.parquet` and its centroids, atomically.
+    """Encode `knowledge/<side>/*.parquet` of a run into `features/<side>/*.parquet` and their centroids, atomically.
 
     Doing it again writes the same bytes; a side without a text has a file without a row. Raises ModelError where the
     encoder is missing or not the expected one, WorkspaceError where the run has no texts at all.
@@ -52,7 +52,7 @@ def encode_run(
     settings = settings or EncodingSettings()
     encoder_id = encoder_identity(settings)
 
-    encoders = _Encoders(settings, folder, start_cluster)
+    encoders = _Encoders(settings, start_cluster)
     figures: dict[Side, FeatureFigures] = {}
     for side in sides:
         num_rows = sum(batch.num_rows for batch in folder.iter_knowledge(side, ["entity_id"]))
@@ -70,29 +70,21 @@ def encode_run(
             bar.advance(num_rows - figures[side].num_encoded)
         if num_truncated := figures[side].num_truncated:
             say(f"{num_truncated} {side} texts are longer than the encoder takes and lost their end")
-    encoders.close()
+    shutil.rmtree(folder.root / VECTORS_FOLDER, ignore_errors=True)
     return figures
 
 
 class _Encoders:
     """The encoder in this process, and that on the cluster; each is loaded when it is chosen."""
 
-    def __init__(
-        self, settings: EncodingSettings, folder: RunFolder, start_cluster: Callable[[], WorkerLayout] | None
-    ) -> None:
-        self._load = cache(lambda: LocalEncoder(load_encoder(settings)))
-        self._on_cluster = None
-        if start_cluster is not None:
-            self._on_cluster = ClusterEncoder(settings, folder.root / "features" / ".vectors", start_cluster)
+    def __init__(self, settings: EncodingSettings, start_cluster: Callable[[], WorkerLayout] | None) -> None:
+        self._here = LocalEncoder(lambda: load_encoder(settings))
+        self._on_cluster = None if start_cluster is None else ClusterEncoder(settings, start_cluster)
 
     def choose(self, num_texts: int) -> PartsEncoder:
         if self._on_cluster is not None and self._on_cluster.is_worth(num_texts):
             return self._on_cluster
-        return self._load()
-
-    def close(self) -> None:
-        if self._on_cluster is not None:
-            self._on_cluster.close()
+        return self._here
 
 
 def load_encoder(settings: EncodingSettings) -> "TextEncoder":
@@ -120,4 +112,4 @@ def _earlier(previous: RunFolder | None, side: Side, encoder_id: str, max_text_t
     cut_at = manifest.origin.settings.get("encoding", {}).get("max_text_tokens", max_text_tokens)
     if before is None or before.encoder != encoder_id or cut_at != max_text_tokens:
         return None
-    return EarlierFeatures(previous, before)
+    return EarlierFeatures(previous, side, before)

@@ -20,7 +20,7 @@ from laserbatch.pipeline.encoding.versions import feature_versions
 from laserbatch.pipeline.errors import LaserbatchError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import atomic_folder, atomic_path, sha256_file
-from laserbatch.pipeline.storage.parquet import write_parquet
+from laserbatch.pipeline.storage.parquet import parquet_files, write_parquet
 from laserbatch.pipeline.tables.read import describe, iter_rows, open_tables
 from laserbatch.pipeline.tables.time_units import in_unit, span_of, unit_of
 
@@ -90,6 +90,8 @@ def features_of(night: Night, features: FeatureName) -> FeatureSet | None:
     """The features of a run, its own or the plain ones. Raises CtrError where they are not there."""
     if features == "none":
         return None
+    if features != "plain":
+        night.run.require_features(night.manifest.features)
     run = night.run.plain if features == "plain" else night.run
     return read_feature_set(run.features_path("user").parent)
 
@@ -100,8 +102,10 @@ def _provenance(night: Night, features: FeatureName, tables: str) -> dict[str, A
     provenance["inputs"] = {name: of["sha256"] for name, of in describe(tables).items()}
     if features != "none":
         run = night.run.plain if features == "plain" else night.run
-        files = {side: run.features_path(side) for side in SIDES}
-        provenance["feature_files"] = {side: sha256_file(path) for side, path in files.items() if path.is_file()}
+        files = {side: parquet_files(run.features_path(side)) for side in SIDES}
+        provenance["feature_files"] = {
+            side: list(map(sha256_file, of_side)) for side, of_side in files.items() if of_side
+        }
         provenance["encoders"] = {side: of.encoder for side, of in night.manifest.features.items()}
     return provenance
 

@@ -1,34 +1,30 @@
 """Encoding on a Ray cluster: a task encodes a part of the texts where there is room and leaves its vectors in a file.
 
-The files lie in the run's folder, so that a night that was killed goes on with the parts that are missing; vectors do
-not pass through Ray. A task whose process dies is done again by another one.
+Further tasks make the codebook and the files of features. All files lie in the run's folder, so that a night that was
+killed goes on with the parts that are missing; vectors pass neither through Ray nor through this process. A task whose
+process dies is done again by another one.
 """
 
-import hashlib
 import json
-import shutil
 import socket
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
-from zipfile import BadZipFile
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import ray
 
 from laserbatch.pipeline.distributed.cluster import WorkerLayout
 from laserbatch.pipeline.distributed.device_loss import ends_process_if_device_is_lost
 from laserbatch.pipeline.distributed.shared_folder import VISIBILITY_TIMEOUT_S
 from laserbatch.pipeline.distributed.tasks import result_of
-from laserbatch.pipeline.encoding.identity import encoder_identity, find_encoder
+from laserbatch.pipeline.encoding.identity import find_encoder
 from laserbatch.pipeline.encoding.settings import EncodingSettings
-from laserbatch.pipeline.encoding.text_parts import Encoding, TextPart
+from laserbatch.pipeline.encoding.text_parts import Task, TextPart
 from laserbatch.pipeline.errors import ConfigError, RunFailed
 from laserbatch.pipeline.gpus import num_gpus
-from laserbatch.pipeline.storage.atomic import atomic_path
 
 if TYPE_CHECKING:
     from laserbatch.pipeline.encoding.encoder import TextEncoder
@@ -42,17 +38,16 @@ MAX_SILENT_S = 1_800.0  # without a part that is finished
 
 
 class ClusterEncoder:
-    """Encodes parts by tasks of a Ray cluster.
+    """Encodes parts, and makes features of their vectors, by tasks of a Ray cluster.
 
     Parameters
     ----------
     settings : with a `dtype` that is not `auto`, since the machines of a cluster may differ.
-    folder : of files with vectors, which every machine sees; `close` removes it.
     start : called when there is something to encode; returns the cluster that the process has joined.
     """
 
-    def __init__(self, settings: EncodingSettings, folder: Path, start: Callable[[], WorkerLayout]) -> None:
-        self._settings, self._folder, self._start = settings, folder, cache(start)
+    def __init__(self, settings: EncodingSettings, start: Callable[[], WorkerLayout]) -> None:
+        self._settings, self._start = settings, cache(start)
 
     @property
     def dim(self) -> int:
@@ -72,70 +67,77 @@ class ClusterEncoder:
         num_parts = PARTS_A_WORKER * self._start().num_workers
         return min(max(-(-num_texts // num_parts), MIN_PART), MAX_PART)
 
-    def encode_parts(
-        self, parts: Sequence[TextPart], on_batch: Callable[[int], None]
-    ) -> Iterator[tuple[TextPart, Encoding]]:
+    def encode_parts(self, parts: Sequence[TextPart], on_batch: Callable[[int], None]) -> None:
         """As `PartsEncoder` says.
 
         Raises RunFailed: no task ends, or the processes of one die each time; ConfigError: a machine does not see the
         workspace; and what a task meets.
         """
-        layout, queue = self._start(), deque(parts)
-        identity = encoder_identity(self._settings)
+        layout = self._start()
         on_gpu = layout.device == "cuda" and self._settings.device != "cpu"
+        arguments = ((part, self._settings, layout.num_threads) for part in parts)
+        for number, _ in self._results(_encode_part, arguments, int(on_gpu)):
+            _require_visible([parts[number].vectors])
+            on_batch(parts[number].num_texts)
+
+    def run_tasks(self, tasks: Iterable[Task]) -> list[Any]:
+        """As `PartsEncoder` says. Raises as `encode_parts` does."""
+        tasks, results = list(tasks), {}
+        for number, result in self._results(_run_task, [(task,) for task in tasks]):
+            _require_visible(tasks[number].outputs)
+            results[number] = result
+        return [results[number] for number in range(len(tasks))]
+
+    def _results(
+        self, function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], num_gpus: int = 0
+    ) -> Iterator[tuple[int, Any]]:
+        """The number of each task and what it returns, in any order."""
+        layout, waiting = self._start(), enumerate(arguments)
         # `max_calls` keeps the process of a task on a GPU, and with it the encoder that it has loaded.
-        task = ray.remote(num_cpus=layout.num_threads, num_gpus=int(on_gpu), max_calls=0)(_encode_part)
-        open_tasks: dict[ray.ObjectRef, tuple[TextPart, Path]] = {}
-        self._folder.mkdir(parents=True, exist_ok=True)
-        while queue or open_tasks:
-            while queue and len(open_tasks) < OPEN_TASKS * layout.num_workers:
-                part = queue.popleft()
-                path = self._folder / f"{_digest(part, identity)}.npz"
-                if (saved := _saved_vectors(path)) is None:
-                    reference = task.remote(part, self._settings, layout.num_threads, path)
-                    open_tasks[reference] = part, path
-                else:
-                    on_batch(part.num_texts)
-                    yield part, saved
-            if open_tasks:
-                reference = _finished(list(open_tasks))
-                part, path = open_tasks.pop(reference)
-                _require_visible([path])
-                if (encoding := _saved_vectors(path)) is None:
-                    raise RunFailed(f"{path} is damaged, which a task has just written; is the storage sound?")
-                on_batch(part.num_texts)
-                yield part, encoding
-
-    def close(self) -> None:
-        """Remove the files with vectors."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        task = ray.remote(num_cpus=layout.num_threads, num_gpus=num_gpus, max_calls=0)(function)
+        open_tasks: dict[ray.ObjectRef, int] = {}
+        while True:
+            for number, of_task in islice(waiting, OPEN_TASKS * layout.num_workers - len(open_tasks)):
+                open_tasks[task.remote(*of_task)] = number
+            if not open_tasks:
+                return
+            reference = _ended(list(open_tasks))
+            yield open_tasks.pop(reference), _result(reference)
 
 
-def _finished(references: list[ray.ObjectRef]) -> ray.ObjectRef:
-    """The first of some tasks that ends. An error that it reports is raised as itself."""
+def _ended(references: list[ray.ObjectRef]) -> ray.ObjectRef:
+    """The first of some tasks that ends."""
     done, _ = ray.wait(references, num_returns=1, timeout=MAX_SILENT_S)
     if not done:
         raise RunFailed(
             f"encoding: none of {len(references)} tasks has ended within {MAX_SILENT_S:g} seconds; the same command "
             "goes on with the parts that are missing"
         )
-    try:
-        result_of(done[0])
-    except RunFailed as error:
-        raise RunFailed(f"encoding: {error}; the same command goes on with the parts that are missing") from None
     return done[0]
 
 
-def _encode_part(part: TextPart, settings: EncodingSettings, num_threads: int, path: Path) -> None:
-    """The task: write the vectors of a part, and how many of its texts were cut."""
+def _result(reference: ray.ObjectRef) -> Any:
+    """The result of a task that has ended. An error that it reports is raised as itself."""
+    try:
+        return result_of(reference)
+    except RunFailed as error:
+        raise RunFailed(f"encoding: {error}; the same command goes on with the parts that are missing") from None
+
+
+def _encode_part(part: TextPart, settings: EncodingSettings, num_threads: int) -> None:
+    """The task that writes the vectors of a part, unless they are there."""
     import torch
 
     torch.set_num_threads(num_threads)
-    _require_visible([file for file, _ in part.files])
-    with ends_process_if_device_is_lost():
-        encoding = _loaded_encoder(settings.model_dump_json()).encode(part.read())
-    with atomic_path(path) as temporary, temporary.open("wb") as file:
-        np.savez(file, vectors=encoding.vectors, num_truncated=encoding.num_truncated)
+    _require_visible(part.inputs)
+    if not part.is_encoded:
+        with ends_process_if_device_is_lost():
+            part.encode(_loaded_encoder(settings.model_dump_json()))
+
+
+def _run_task(task: Task) -> Any:
+    _require_visible(task.inputs)
+    return task.run()
 
 
 @cache
@@ -157,21 +159,3 @@ def _require_visible(paths: list[Path]) -> None:
                     "workspace at the same path, on storage that all of them share"
                 )
             time.sleep(0.2)
-
-
-def _digest(part: TextPart, identity: str) -> str:
-    """Names the vectors of a part: by the encoder, and by its rows in files as they are."""
-    digest = hashlib.sha256(json.dumps([identity, part.fields]).encode())
-    for path, rows in part.files:
-        stat = path.stat()
-        digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}".encode() + rows.tobytes())
-    return digest.hexdigest()[:32]
-
-
-def _saved_vectors(path: Path) -> Encoding | None:
-    """The vectors that a task saved; None if there are none, or the file is damaged."""
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            return Encoding(arrays["vectors"], int(arrays["num_truncated"]))
-    except (OSError, ValueError, KeyError, BadZipFile):
-        return None

@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 from laserbatch.pipeline.decoding.model.described_weights import OUTSIDE_LAYERS, require_whole_weights
 from laserbatch.pipeline.encoding.identity import device_and_dtype, encoder_identity, find_encoder
 from laserbatch.pipeline.encoding.settings import EncodingSettings
-from laserbatch.pipeline.encoding.text_parts import Encoding
+from laserbatch.pipeline.encoding.vector_files import Encoding
 from laserbatch.pipeline.errors import ModelError
 
 DEFAULT_BATCH_TOKENS = {"cpu": 2048, "cuda": 65_536}

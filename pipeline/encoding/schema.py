@@ -1,7 +1,7 @@
 """The feature table, as an Arrow schema: all that CTR training needs to know of the pipeline.
 
-One file a side, one row an entity. Imports nothing of the pipeline, and no torch: this file is the contract between
-those who make features and those who train on them.
+One row an entity; the files of a side hold ranges of ids, in their order. Imports nothing of the pipeline, and no
+torch: this file is the contract between those who make features and those who train on them.
 """
 
 import datetime

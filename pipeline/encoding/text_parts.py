@@ -1,55 +1,98 @@
-"""Texts that are to be encoded, in parts: rows of files, which are read where they are encoded."""
+"""Texts that are to be encoded, in parts: rows of files, which are read where they are encoded.
+
+The vectors of a part go to a file of its own (`vector_files`), which whoever made the parts reads.
+"""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 
-from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, num_rows_of, read_rows
+from laserbatch.pipeline.encoding.vector_files import Encoding, NewVectors, is_saved, save_vectors
+from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, iter_range, num_rows_of, read_rows, write_parquet
 
 
 @dataclass(frozen=True)
 class TextPart:
-    """Rows of knowledge files, in the order of files.
+    """Some texts of knowledge files.
 
     Attributes
     ----------
-    first : place of the first of them among all texts that are to be encoded.
-    files : of each file its path and the rows in it, int64[n], ascending.
+    rows_file : Parquet file that lists the rows of all texts that are to be encoded; rows count over all files.
+    start, stop : lines of that file: the texts of this part.
+    files : knowledge files that hold them: path, the row that is its first, and number of rows.
     fields : names of the parts of an answer that its vector is of; an answer without them, or none: the whole text.
+    vectors : file that gets their vectors, in the order of the list.
     """
 
-    first: int
-    files: tuple[tuple[Path, np.ndarray], ...]
+    rows_file: Path
+    start: int
+    stop: int
+    files: tuple[tuple[Path, int, int], ...]
     fields: tuple[str, ...]
+    vectors: Path
 
     @property
     def num_texts(self) -> int:
-        return sum(len(rows) for _, rows in self.files)
+        return self.stop - self.start
 
-    def read(self) -> list[str]:
-        """The texts. Raises WorkspaceError, which names the file: one is missing or damaged."""
-        texts, columns = [], ["text", "fields_json"] if self.fields else ["text"]
-        for path, rows in self.files:
-            records = read_rows(path, rows, columns)
+    @property
+    def inputs(self) -> list[Path]:
+        """Files that whoever encodes the part must see."""
+        return [self.rows_file, *(path for path, _, _ in self.files)]
+
+    def read(self) -> tuple[list[str], np.ndarray]:
+        """The texts in the order of files, and the place of each in the part: int64[n].
+
+        Raises WorkspaceError, which names the file: one is missing or damaged.
+        """
+        batches = iter_range(self.rows_file, self.start, self.stop, ["row"])
+        rows = np.concatenate([batch["row"].to_numpy() for batch in batches])
+        places = np.argsort(rows)
+        rows, texts, columns = rows[places], [], ["text", "fields_json"] if self.fields else ["text"]
+        for path, first, num_rows in self.files:
+            in_file = rows[(rows >= first) & (rows < first + num_rows)] - first
+            records = read_rows(path, in_file, columns)
             texts += _chosen_fields(records, self.fields) if self.fields else records["text"].to_pylist()
-        return texts
+        return texts, places
+
+    def encode(self, encoder: "TextsEncoder", on_batch: Callable[[int], None] = lambda num_texts: None) -> None:
+        """Write the vectors of the part."""
+        texts, places = self.read()
+        encoding = encoder.encode(texts, on_batch)
+        vectors = np.empty_like(encoding.vectors)
+        vectors[places] = encoding.vectors
+        save_vectors(Encoding(vectors, encoding.num_truncated), self.vectors)
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether its vectors are there and whole."""
+        return is_saved(self.vectors, self.num_texts)
 
 
-@dataclass(frozen=True)
-class Encoding:
-    """Vectors of some texts."""
+class Task(Protocol):
+    """Work that may be done elsewhere."""
 
-    vectors: np.ndarray  # float32 (num_texts, dim), rows of length 1
-    num_truncated: int  # texts that were longer than the limit and lost their end
+    @property
+    def inputs(self) -> list[Path]:
+        """Files that whoever does it must see."""
+        ...
+
+    @property
+    def outputs(self) -> list[Path]:
+        """Files that are there afterwards."""
+        ...
+
+    def run(self) -> Any: ...
 
 
 class PartsEncoder(Protocol):
-    """What encodes parts, here or elsewhere."""
+    """What encodes parts and makes features of their vectors, here or elsewhere."""
 
     @property
     def dim(self) -> int:
@@ -60,10 +103,15 @@ class PartsEncoder(Protocol):
         """Texts of a part, at most, where so many are to be encoded."""
         ...
 
-    def encode_parts(
-        self, parts: Sequence[TextPart], on_batch: Callable[[int], None]
-    ) -> Iterator[tuple[TextPart, Encoding]]:
-        """The vectors of each part, in any order; `on_batch` is called with the number of texts that were encoded."""
+    def encode_parts(self, parts: Sequence[TextPart], on_batch: Callable[[int], None]) -> None:
+        """Write the vectors of each part, unless they are there.
+
+        `on_batch` is called with the number of texts that were encoded.
+        """
+        ...
+
+    def run_tasks(self, tasks: Iterable[Task]) -> list[Any]:
+        """The results of tasks, in their order."""
         ...
 
 
@@ -76,34 +124,47 @@ class TextsEncoder(Protocol):
 
 
 class LocalEncoder:
-    """Encodes parts in this process."""
+    """Encodes parts in this process, with an encoder that is loaded when it is needed."""
 
-    def __init__(self, encoder: TextsEncoder) -> None:
-        self._encoder, self.dim = encoder, encoder.dim
+    def __init__(self, load: Callable[[], TextsEncoder]) -> None:
+        self._load = load
+
+    @cached_property
+    def _encoder(self) -> TextsEncoder:
+        return self._load()
+
+    @property
+    def dim(self) -> int:
+        return self._encoder.dim
 
     def part_size(self, num_texts: int) -> int:
         return ROW_GROUP_ROWS
 
-    def encode_parts(
-        self, parts: Sequence[TextPart], on_batch: Callable[[int], None]
-    ) -> Iterator[tuple[TextPart, Encoding]]:
+    def encode_parts(self, parts: Sequence[TextPart], on_batch: Callable[[int], None]) -> None:
         for part in parts:
-            yield part, self._encoder.encode(part.read(), on_batch)
+            if part.is_encoded:
+                on_batch(part.num_texts)
+            else:
+                part.encode(self._encoder, on_batch)
+
+    def run_tasks(self, tasks: Iterable[Task]) -> list[Any]:
+        return [task.run() for task in tasks]
 
 
-def text_parts(folder: Path, rows: np.ndarray, fields: Sequence[str], part_size: int) -> list[TextPart]:
-    """Parts of at most `part_size` texts: `rows`, int64[n], are ascending ones of a folder's files in name order."""
-    paths = sorted(folder.glob("*.parquet"))
-    ends = np.cumsum([num_rows_of(path) for path in paths])
-    file_of = np.searchsorted(ends, rows, side="right")
+def text_parts(files: Sequence[Path], rows: np.ndarray, fields: Sequence[str], vectors: NewVectors) -> list[TextPart]:
+    """Parts of texts, whose vectors `vectors` is going to read; their list lies in its folder too.
+
+    `rows`, int64[n], count over all files; those of a part are near each other in files.
+    """
+    rows_file, part_size = vectors.folder / "texts.parquet", vectors.part_size
+    write_parquet(pa.table({"row": rows}), rows_file)
+    ends = np.cumsum([0, *map(num_rows_of, files)])
     parts = []
-    for first in range(0, len(rows), part_size):
-        part_slice = slice(first, first + part_size)
-        files = []
-        for number in np.unique(file_of[part_slice]).tolist():
-            start = ends[number - 1] if number else 0
-            files.append((paths[number], rows[part_slice][file_of[part_slice] == number] - start))
-        parts.append(TextPart(first, tuple(files), tuple(fields)))
+    for number, start in enumerate(range(0, len(rows), part_size)):
+        of_part = rows[start : start + part_size]
+        holders = np.unique(np.searchsorted(ends, of_part, side="right") - 1).tolist()
+        held = tuple((files[holder], int(ends[holder]), int(ends[holder + 1] - ends[holder])) for holder in holders)
+        parts.append(TextPart(rows_file, start, start + len(of_part), held, tuple(fields), vectors.file(number)))
     return parts
 
 

@@ -105,12 +105,15 @@ def feature_versions(runs: Sequence[RunFolder], of_plain: bool = False) -> Itera
         for side, scratch in zip(SIDES, (user_file, item_file), strict=True):
             files = {run.run_id: (run.plain if of_plain else run).features_path(side) for run in manifests}
             features = {run.run_id: manifest.features.get(side) for run, manifest in manifests.items()}
-            features = {run_id: figures for run_id, figures in features.items() if figures and files[run_id].is_file()}
+            features = {run_id: figures for run_id, figures in features.items() if figures and files[run_id].exists()}
             if not features:
                 raise WorkspaceError(f"no finished run has features of {side}s. Run `laserbatch nightly` first.")
             newest = list(features.values())[-1]
             features = {run_id: figures for run_id, figures in features.items() if figures.encoder == newest.encoder}
             other_codes = {run_id for run_id, figures in features.items() if figures.codebook != newest.codebook}
+            for run in () if of_plain else manifests:
+                if run.run_id in features:
+                    run.require_features({side: features[run.run_id]})
             versions[side] = read_versions({run_id: files[run_id] for run_id in features}, side, scratch, other_codes)
         yield versions
 
@@ -122,7 +125,7 @@ def read_versions(
 
     Parameters
     ----------
-    files : run id -> feature table of the side. Of two versions of one day the later table's holds.
+    files : run id -> feature table of the side, a file or a folder. Of two versions of one day the later table's holds.
     other_codes : runs whose codes do not compare with those of the others, or that have none.
     scratch : file that the vectors are written to. In memory are ids and a few numbers a version.
     """

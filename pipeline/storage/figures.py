@@ -212,12 +212,19 @@ class SideFigures:
 
 
 @dataclass(frozen=True)
-class FeatureFigures:
-    """A side's feature file and its codebook, relative to the run's folder; counts are of texts."""
+class FeatureFile:
+    """A file of a side's features."""
 
     file: Inside
     num_rows: int
     sha256: str
+
+
+@dataclass(frozen=True)
+class FeatureFigures:
+    """A side's feature files, in the order of ids, and its codebook; counts are of texts."""
+
+    parts: tuple[FeatureFile, ...]
     dim: int
     centroids: Inside
     num_clusters: int  # that somebody is in
@@ -225,6 +232,10 @@ class FeatureFigures:
     num_truncated: int  # of those, texts that lost their end
     encoder: str
     codebook: str  # cluster ids of runs compare where it is the same
+
+    @property
+    def num_rows(self) -> int:
+        return sum(part.num_rows for part in self.parts)
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def forget_in_run(run: RunFolder, files: Mapping[str, int], ids: Ids) -> int:
     """
     for side in SIDES:
         for folder in (run, run.plain) if ids[side] else ():
-            _leave_clusters(folder.features_path(side), ids[side])
+            _leave_clusters(folder, side, ids[side])
     for name in files:
         _take_rows_out(run.root / name, run.root, ids)
     plain_files = {name.removeprefix("plain/") for name in files if name.startswith("plain/")}
@@ -126,12 +126,12 @@ def _take_rows_out(path: Path, root: Path, ids: Ids) -> None:
     write_parquet((remaining(batch) for batch in iter_parquet(path)), path, pq.read_schema(path))
 
 
-def _leave_clusters(features: Path, ids: frozenset[str]) -> None:
+def _leave_clusters(run: RunFolder, side: Side, ids: frozenset[str]) -> None:
     """Move centroids whose codes nobody else has out of reach: they may be made of the entities' vectors alone.
 
     Centroids of unused codes are moved, too: a text may have left its cluster, and plain texts share these codes.
     """
-    side, path = features.stem, features.with_name(f"{features.stem}-centroids.parquet")
+    features, path = run.features_path(side), run.centroids_path(side)
     if not path.exists() or not features.exists():
         return
     centroids = read_parquet(path)

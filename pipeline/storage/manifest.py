@@ -97,6 +97,15 @@ class Judgement:
     extension_figures: dict[str, float] = field(default_factory=dict)
 
 
+def _with_parts(figures: Any) -> Any:
+    """Figures of features, those of earlier versions too: they describe one file in place of `parts`."""
+    if not isinstance(figures, dict) or "parts" in figures:
+        return figures
+    names = ("file", "num_rows", "sha256")
+    of_file = {name: figures[name] for name in names if name in figures}
+    return {name: value for name, value in figures.items() if name not in names} | {"parts": [of_file]}
+
+
 _GROUPS = {"origin": RunOrigin, "generation": Generation, "judgement": Judgement}
 
 
@@ -112,7 +121,7 @@ class RunManifest:
     failure: str | None = None
     origin: RunOrigin
     generation: Generation = field(default_factory=Generation)
-    features: dict[Side, FeatureFigures] = field(default_factory=dict)
+    features: dict[Side, Annotated[FeatureFigures, BeforeValidator(_with_parts)]] = field(default_factory=dict)
     pools_built: dict[Side, PoolBuilt] = field(default_factory=dict)
     judgement: Judgement = field(default_factory=Judgement)
     stages: dict[str, float] = field(default_factory=dict)  # wall time in seconds, over all attempts

@@ -135,7 +135,7 @@ def read_parquet(path: Path | str, columns: Sequence[str] | None = None, schema:
     WorkspaceError, which names the file, where one is damaged or lacks a column.
     """
     path = Path(path)
-    files = sorted(path.glob("*.parquet")) if path.is_dir() else [path] if path.exists() else []
+    files = parquet_files(path)
     if not files:
         if schema is None:
             raise WorkspaceError(f"{path} is missing; expected a Parquet file, or a folder of them. Check the path.")
@@ -155,7 +155,7 @@ def iter_parquet(
     `row_groups` are those of a file to read; None: all.
     """
     path, first = Path(path), None
-    for file in [path] if path.is_file() else sorted(path.glob("*.parquet")):
+    for file in parquet_files(path):
         with _opened(file, columns or ()) as opened:
             first = first or (file, opened.schema_arrow)
             if columns is None and not opened.schema_arrow.equals(first[1]):
@@ -166,6 +166,25 @@ def iter_parquet(
                     "folder with the same columns."
                 )
             yield from opened.iter_batches(columns=columns, batch_size=ROW_GROUP_ROWS, row_groups=row_groups)
+
+
+def iter_range(path: Path, start: int, stop: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """Rows `start` to `stop` of a file, in batches; only the row groups that hold them are read."""
+    with _opened(path, columns) as file:
+        sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+        starts = np.cumsum([0, *sizes])
+        groups = [number for number in range(len(sizes)) if starts[number] < stop and starts[number + 1] > start]
+        first = int(starts[groups[0]]) if groups else 0
+        for batch in file.iter_batches(columns=columns, batch_size=ROW_GROUP_ROWS, row_groups=groups):
+            selected = slice(max(start - first, 0), min(stop - first, batch.num_rows))
+            if selected.start < selected.stop:
+                yield batch.slice(selected.start, selected.stop - selected.start)
+            first += batch.num_rows
+
+
+def parquet_files(path: Path) -> list[Path]:
+    """A file itself, or the `*.parquet` files of a folder in name order; none where nothing is there."""
+    return [path] if path.is_file() else sorted(path.glob("*.parquet"))
 
 
 def num_rows_of(path: Path) -> int:

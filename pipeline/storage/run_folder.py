@@ -1,7 +1,7 @@
 """One run on disk: where its files lie, and what readers want of it."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +11,9 @@ from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import read_json, write_text
 from laserbatch.pipeline.storage.damage import unless_damaged
-from laserbatch.pipeline.storage.figures import ShardRecord
+from laserbatch.pipeline.storage.figures import FeatureFigures, ShardRecord
 from laserbatch.pipeline.storage.manifest import RunManifest
-from laserbatch.pipeline.storage.parquet import WrittenFile, iter_parquet, read_parquet, write_parquet
+from laserbatch.pipeline.storage.parquet import WrittenFile, iter_parquet, parquet_files, read_parquet, write_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, quarantine_schema, quarantine_table
 from laserbatch.pipeline.storage.side_shards import SideShards
 
@@ -88,8 +88,28 @@ class RunFolder:
         """`knowledge/<side>`, a folder of Parquet files and nothing else, one a shard."""
         return self.root / "knowledge" / side
 
+    def features_folder(self, side: Side) -> Path:
+        """`features/<side>`, a folder of Parquet files and nothing else, in the order of ids."""
+        return self.root / "features" / side
+
     def features_path(self, side: Side) -> Path:
-        return self.root / "features" / f"{side}.parquet"
+        """The folder of a side's features, or the single file of a run of an earlier version."""
+        file = self.root / "features" / f"{side}.parquet"
+        return file if file.is_file() else self.features_folder(side)
+
+    def require_features(self, features: Mapping[Side, FeatureFigures]) -> None:
+        """Raises WorkspaceError where the files of a side's features are not those that its manifest lists."""
+        for side, figures in features.items():
+            listed = {part.file for part in figures.parts}
+            actual = {path.relative_to(self.root).as_posix() for path in parquet_files(self.features_path(side))}
+            expected = f"expected the {len(listed)} files of {side} features that {self.manifest_path} lists"
+            if missing := sorted(listed - actual):
+                raise WorkspaceError(
+                    f"{self.root / missing[0]} is missing; {expected}. Restore it from a copy, or make features again: "
+                    f"`laserbatch nightly --date {self.date} --force`."
+                )
+            if added := sorted(actual - listed):
+                raise WorkspaceError(f"{self.root / added[0]} is there; {expected}. Move it away.")
 
     def centroids_path(self, side: Side) -> Path:
         """Centroids of the clusters that a side's features name."""

@@ -108,10 +108,18 @@ def test_other_id_types_are_named(world):
 def test_feature_files_are_read_and_their_version_checked(world, tmp_path):
     import pyarrow.parquet as pq
 
-    with pytest.raises(CtrError, match="is not there; `laserbatch nightly"):
+    with pytest.raises(CtrError, match="user has no files; `laserbatch nightly"):
         read_feature_set(tmp_path)
     features = make_features(world)
     for side, table in features.items():
+        (tmp_path / side).mkdir()
+        for number, rows in enumerate((table[:7], table[7:])):
+            pq.write_table(rows, tmp_path / side / f"{number:05}.parquet")
+    assert all(table.equals(features[side]) for side, table in read_feature_set(tmp_path).items())
+    pq.write_table(features["user"].drop_columns("valid_from"), tmp_path / "user/00001.parquet")
+    with pytest.raises(CtrError, match=r"user/00001.parquet has other columns than 00000.parquet beside it"):
+        read_feature_set(tmp_path)
+    for side, table in features.items():  # of an earlier version
         pq.write_table(table, tmp_path / f"{side}.parquet")
     assert all(table.equals(features[side]) for side, table in read_feature_set(tmp_path).items())
     metadata = {**features["user"].schema.metadata, b"laserbatch.version": b"99"}

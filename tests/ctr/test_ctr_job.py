@@ -29,8 +29,8 @@ def world():
 
 
 def write_features(run: RunFolder, features):
-    write_parquet(features["user"], run.features_path("user"))
-    write_parquet(features["item"], run.features_path("item"))
+    for side in ("user", "item"):
+        write_parquet(features[side], run.features_folder(side) / "00000.parquet")
 
 
 def test_a_run_is_compared_with_and_without_its_plain_texts(world, tmp_path, capsys):

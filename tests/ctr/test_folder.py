@@ -15,6 +15,7 @@ from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.train_ctr import CHECKPOINT, evaluate_folder, predict_pairs, train_to_folder
+from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
 SETTINGS = CtrSettings(max_epochs=3, patience=3)
@@ -33,13 +34,14 @@ def night(world, tmp_path):
     for name, table in (("users", world.users), ("items", world.items), ("interactions", world.interactions)):
         pq.write_table(table, tables / f"{name}.parquet")
     run = RunFolder(tmp_path / "runs" / "2025-03-01-0123abcd")
-    run.features_path("user").parent.mkdir(parents=True)
     features = make_features(world)
     features["user"] = features["user"].slice(1)
+    figures = {}
     for side, table in features.items():
-        pq.write_table(table, run.features_path(side))
-    encoders = {side: SimpleNamespace(encoder="minilm") for side in features}
-    manifest = SimpleNamespace(features=encoders)
+        write_parquet(table, run.features_folder(side) / "00000.parquet")
+        part = SimpleNamespace(file=f"features/{side}/00000.parquet")
+        figures[side] = SimpleNamespace(encoder="minilm", parts=[part])
+    manifest = SimpleNamespace(features=figures)
     return SimpleNamespace(run=run, date=AS_OF, manifest=manifest, tables=str(tables), settings=Settings())
 
 
@@ -120,7 +122,7 @@ def test_bad_input_is_named_and_leaves_nothing_half_trained(world, night, tmp_pa
 
     refused("both labels are needed", settings=CtrSettings(label="rating >= 1"))
     refused("no column 'clicked'", settings=CtrSettings(label="clicked"))
-    path = night.run.features_path("user")
+    path = night.run.features_folder("user") / "00000.parquet"
     good = pq.read_table(path)
     pq.write_table(pa.concat_tables([good, good.slice(3, 1)]), path)
     refused("2 times .*features of several runs are mixed")

@@ -65,9 +65,9 @@ def test_the_driver_says_what_is_free_on_the_gpu_that_has_least(printed, status,
         (WorkerLayout(8, 8, 1, "cuda"), 0, 1_000, True),  # GPUs are elsewhere alone
     ],
 )
-def test_tasks_encode_what_they_encode_sooner(layout, gpus_here, num_texts, expected, tmp_path, monkeypatch):
+def test_tasks_encode_what_they_encode_sooner(layout, gpus_here, num_texts, expected, monkeypatch):
     monkeypatch.setattr(encoding, "num_gpus", lambda: gpus_here)
-    encoder = encoding.ClusterEncoder(EncodingSettings(), tmp_path, lambda: layout)
+    encoder = encoding.ClusterEncoder(EncodingSettings(), lambda: layout)
     assert encoder.is_worth(num_texts) == expected
 
 

@@ -37,7 +37,8 @@ def written(knowledge, side, encoder, folder, settings=None):
     """The feature table of some knowledge."""
     run = RunFolder(folder)
     write_parquet(knowledge, run.knowledge_folder(side) / "00000.parquet")
-    FeatureWriter(run, side, lambda num_texts: LocalEncoder(encoder), "", settings or EncodingSettings()).write()
+    local = LocalEncoder(lambda: encoder)
+    FeatureWriter(run, side, lambda num_texts: local, "", settings or EncodingSettings()).write()
     return read_parquet(run.features_path(side))
 
 
@@ -145,10 +146,10 @@ def test_a_run_is_encoded_side_by_side_and_again_to_the_same_bytes(tiny_encoder,
     assert set(section) == {"user"}
     assert "1 user texts are longer than the encoder takes and lost their end\n" in capsys.readouterr().err
     assert section["user"].codebook.startswith("2-0-")
-    assert replace(section["user"], sha256="", encoder="", codebook="") == FeatureFigures(
-        file="features/user.parquet",
-        num_rows=3,
-        sha256="",
+    (part,) = section["user"].parts
+    assert (part.file, part.num_rows) == ("features/user/00000.parquet", 3)
+    assert replace(section["user"], parts=(), encoder="", codebook="") == FeatureFigures(
+        parts=(),
         dim=32,
         centroids="features/user-centroids.parquet",
         num_clusters=2,
@@ -157,7 +158,7 @@ def test_a_run_is_encoded_side_by_side_and_again_to_the_same_bytes(tiny_encoder,
         encoder="",
         codebook="",
     )
-    table = read_parquet(tmp_path / "features/user.parquet")
+    table = read_parquet(tmp_path / "features/user")
     check_feature_schema(table.schema, "user")
     assert table["user_id"].to_pylist() == ["u0", "u1", "u2"]
     assert encode_run(tmp_path, settings) == section
@@ -218,8 +219,8 @@ def test_a_table_of_another_kind_is_named():
 @pytest.mark.parametrize("rows_at_once", [3, 100])
 def test_vectors_stream_past_row_groups_and_equal_encoding_all_again(tiny_encoder, tmp_path, monkeypatch, rows_at_once):
     """Of a side of any size: some texts are as before, some new, some gone, in files of any order."""
-    for name, number in (("ROW_GROUP_ROWS", rows_at_once), ("MAX_FITTED_ROWS", 10)):
-        monkeypatch.setattr(f"laserbatch.pipeline.encoding.features.{name}", number)
+    monkeypatch.setattr("laserbatch.pipeline.encoding.codebook_file.MAX_FITTED_ROWS", 10)
+    monkeypatch.setattr("laserbatch.pipeline.encoding.features.ROW_GROUP_ROWS", rows_at_once)
     monkeypatch.setattr("laserbatch.pipeline.encoding.codebook.MAX_FULL_KMEANS_ROWS", 4)
     monkeypatch.setattr("laserbatch.pipeline.storage.parquet.ROW_GROUP_ROWS", rows_at_once)
     settings = EncodingSettings(encoder=tiny_encoder, num_clusters=2)
@@ -231,7 +232,8 @@ def test_vectors_stream_past_row_groups_and_equal_encoding_all_again(tiny_encode
     manifest.save()
     write_parquet(knowledge_of(ids, texts), new.root / "knowledge/user/carried.parquet")
     assert encode_run(new.root, settings, previous=old) == replaced(manifest.features, num_encoded=0)
-    assert new.features_path("user").samefile(old.features_path("user"))  # nothing is there to be written
+    for name in ("user/00000.parquet", "user-centroids.parquet"):  # nothing is there to be written
+        assert (new.root / "features" / name).samefile(old.root / "features" / name)
     changed = knowledge_of(ids, texts).take([19, *range(0, 17, 2), 5])
     changed = changed.set_column(3, "fingerprint", pa.array(["other", *changed["fingerprint"].to_pylist()[1:]]))
     write_parquet(changed, new.root / "knowledge/user/carried.parquet")

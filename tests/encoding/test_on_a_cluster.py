@@ -1,14 +1,21 @@
 """Encoding by tasks of a Ray cluster: the bytes that encoding here gives, whatever dies, and each part once."""
 
+import datetime
 import os
 import signal
 import time
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import ray
+from manifests import manifest_of
+from ray import cloudpickle
 from test_features import knowledge_of
+from tiny_encoders import write_tiny_encoder
 
 from laserbatch.jobs.stages.encode import encode_run
 from laserbatch.jobs.stages.workers import NightWorkers
@@ -18,14 +25,21 @@ from laserbatch.pipeline.distributed import encoding
 from laserbatch.pipeline.distributed.cluster import ray_cluster
 from laserbatch.pipeline.distributed.settings import ClusterSettings
 from laserbatch.pipeline.distributed.spec import TextSpec
+from laserbatch.pipeline.encoding import feature_parts
 from laserbatch.pipeline.encoding.identity import encoder_identity, with_dtype
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.encoding.text_parts import text_parts
+from laserbatch.pipeline.encoding.vector_files import NewVectors
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
 WORDS = ["quiet", "loud", "radio", "sea", "a", "b", "c", "storm"]
+
+
+def files_of(run: RunFolder) -> dict[str, bytes]:
+    folder = run.root / "features"
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def write_texts(folder: Path, num_files: int = 3, num_rows: int = 7) -> RunFolder:
@@ -38,6 +52,16 @@ def write_texts(folder: Path, num_files: int = 3, num_rows: int = 7) -> RunFolde
         table = knowledge_of(ids, texts).append_column("fields_json", fields)
         write_parquet(table, folder / f"knowledge/user/{number:05}.parquet")
     return RunFolder(folder)
+
+
+def replace_texts(run: RunFolder, num_rows: int) -> None:
+    """Other prompts, and so other texts, of some users of the first file."""
+    path = run.knowledge_folder("user") / "00000.parquet"
+    table = read_parquet(path)
+    fingerprints = [f"other{value}" for value in table["fingerprint"].to_pylist()[:num_rows]]
+    fingerprints += table["fingerprint"].to_pylist()[num_rows:]
+    column = table.schema.get_field_index("fingerprint")
+    write_parquet(table.set_column(column, "fingerprint", pa.array(fingerprints)), path)
 
 
 @pytest.fixture(scope="module")
@@ -73,37 +97,109 @@ def test_features_are_those_of_encoding_here_though_a_task_dies_and_a_night_is_k
     def noted(part, *arguments):
         """The task; the first process dies in it."""
         is_first = not list(calls.iterdir())
-        (calls / f"{part.first}-{os.getpid()}").touch()
+        if not part.is_encoded:
+            (calls / f"{part.start}-{os.getpid()}").touch()
         if is_first:
             os.kill(os.getpid(), signal.SIGKILL)
         return encode_part(part, *arguments)
 
-    finished, ended = encoding._finished, []
+    first_ended, ended = encoding._ended, []
 
     def interrupted(references):
         if len(ended) == 2:
             ended.append(None)
             raise KeyboardInterrupt
-        ended.append(finished(references))
+        ended.append(first_ended(references))
         return ended[-1]
 
     monkeypatch.setattr(encoding, "_encode_part", noted)
-    monkeypatch.setattr(encoding, "_finished", interrupted)
+    monkeypatch.setattr(encoding, "_ended", interrupted)
     options = {"fields": fields, "start_cluster": start_cluster}
     with pytest.raises(KeyboardInterrupt):
         encode_run(there.root, settings, **options)
-    monkeypatch.setattr(encoding, "_finished", finished)
-    while (num_kept := len(list((there.root / "features/.vectors").glob("*.npz")))) < 4:
+    monkeypatch.setattr(encoding, "_ended", first_ended)
+    while (num_kept := len(list((there.root / "features/.vectors").glob("*/*.arrow")))) < 4:
         time.sleep(0.1)  # until what was under way has ended
     num_calls = len(list(calls.iterdir()))
     assert encode_run(there.root, settings, **options) == expected
     assert len(list(calls.iterdir())) == num_calls + 5 - num_kept
-    for name in ("user.parquet", "user-centroids.parquet"):
-        assert (there.root / "features" / name).read_bytes() == (here.root / "features" / name).read_bytes()
-    assert sorted(path.name for path in (there.root / "features").iterdir()) == [
-        "user-centroids.parquet",
-        "user.parquet",
-    ]
+    names = ["user-centroids.parquet", "user/00000.parquet"]
+    assert files_of(there) == files_of(here) and sorted(files_of(here)) == names
+
+
+@pytest.fixture
+def traffic(monkeypatch):
+    """Bytes of each argument list and each result that pass through this process."""
+    sizes, remote, result_of = [], ray.remote, encoding.result_of
+
+    class Counted:
+        def __init__(self, task):
+            self._task = task
+
+        def remote(self, *arguments):
+            sizes.append(len(cloudpickle.dumps(arguments)))
+            return self._task.remote(*arguments)
+
+    def counted_result(reference):
+        result = result_of(reference)
+        sizes.append(len(cloudpickle.dumps(result)))
+        return result
+
+    monkeypatch.setattr(ray, "remote", lambda **options: lambda function: Counted(remote(**options)(function)))
+    monkeypatch.setattr(encoding, "result_of", counted_result)
+    return sizes
+
+
+@pytest.mark.ray
+def test_what_passes_through_the_driver_follows_the_number_of_parts_and_not_of_rows(
+    tiny_encoder, tmp_path, monkeypatch, cluster, start_cluster, traffic
+):
+    """And however many workers there are, the files are the same."""
+    settings = with_dtype(EncodingSettings(encoder=tiny_encoder, num_clusters=3), None)
+    files, sent = {}, {}
+    for num_workers, num_rows in ((1, 40), (1, 160), (2, 40), (2, 160)):
+        monkeypatch.setattr(feature_parts, "PART_ROWS", num_rows)
+        run = write_texts(tmp_path / f"{num_workers}-{num_rows}", num_rows=num_rows)
+        layout = replace(cluster, num_workers=num_workers, num_threads=1)
+        traffic.clear()
+        figures = encode_run(run.root, settings, start_cluster=lambda layout=layout: layout)
+        assert [part.num_rows for part in figures["user"].parts] == [num_rows] * 3
+        files[num_workers, num_rows], sent[num_workers, num_rows] = files_of(run), traffic.copy()
+    for num_workers in (1, 2):
+        few, many = sent[num_workers, 40], sent[num_workers, 160]
+        assert len(few) == len(many) == 2 * (5 * num_workers + 1 + 3)  # texts, the codebook, the files of features
+        assert abs(sum(many) - sum(few)) < 16 * len(few) and max(many) < 4_096
+    assert files[1, 40] == files[2, 40] and files[1, 160] == files[2, 160]
+
+
+@pytest.mark.ray
+def test_the_driver_holds_no_vectors(tiny_encoder, tmp_path, monkeypatch, cluster, start_cluster):
+    """Vectors that are sixteen times as long take none of its memory, whether they are new or carried over."""
+    wide_encoder = tmp_path / "wide"
+    wide_encoder.mkdir()
+    write_tiny_encoder(wide_encoder, dim=512)
+    peaks = []
+    for encoder in (tiny_encoder, tiny_encoder, wide_encoder):  # the first time packages are imported
+        settings, nights = with_dtype(EncodingSettings(encoder=encoder, num_clusters=2), None), []
+        peaks.append(0)
+        for day in (1, 2):
+            run = write_texts(tmp_path / f"{len(peaks)}/2025-03-0{day}-0123abcd", num_rows=400)
+            if day == 2:
+                replace_texts(run, num_rows=100)
+            pool = pa.proxy_memory_pool(default_pool := pa.default_memory_pool())
+            pa.set_memory_pool(pool)
+            tracemalloc.start()
+            figures = encode_run(run.root, settings, *nights, start_cluster=start_cluster)
+            peaks[-1] = max(peaks[-1], tracemalloc.get_traced_memory()[1] + pool.max_memory())
+            tracemalloc.stop()
+            pa.set_memory_pool(default_pool)
+            manifest = manifest_of(run.manifest_path, datetime.date(2025, 3, day))
+            manifest.features = figures
+            manifest.save()
+            nights = [run]
+        assert figures["user"].num_rows == 1200 and figures["user"].num_encoded == 100
+    num_bytes = 1200 * (512 - 32) * 4
+    assert peaks[2] - peaks[1] < num_bytes / 8, (peaks, num_bytes)
 
 
 @pytest.mark.ray
@@ -147,8 +243,11 @@ def test_the_dtype_of_earlier_vectors_is_kept_and_another_encoder_has_its_own(ti
 
 def test_parts_hold_each_row_once_in_the_order_of_files(tmp_path):
     folder = write_texts(tmp_path).knowledge_folder("user")
-    rows = np.array([0, 3, 6, 7, 13, 14, 20])
-    parts = text_parts(folder, rows, (), 3)
+    rows = np.array([6, 0, 3, 13, 7, 14, 20])
+    vectors = NewVectors(tmp_path / "vectors", part_size=3, num_rows=len(rows), dim=4)
+    parts = text_parts(sorted(folder.glob("*.parquet")), rows, (), vectors)
     texts = read_parquet(folder)["text"].to_pylist()
-    assert [part.first for part in parts] == [0, 3, 6]
-    assert [text for part in parts for text in part.read()] == [texts[row] for row in rows.tolist()]
+    assert [part.vectors for part in parts] == vectors.files and [part.num_texts for part in parts] == [3, 3, 1]
+    read = [part.read() for part in parts]
+    assert [text for of_part, _ in read for text in of_part] == [texts[row] for row in np.sort(rows).tolist()]
+    assert [places.tolist() for _, places in read] == [[1, 2, 0], [1, 0, 2], [0]]

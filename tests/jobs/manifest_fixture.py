@@ -176,9 +176,7 @@ def plain_side(side: str, num_texts: int, *counted: float, seed: int) -> dict:
 def features(side: str, num_rows: int) -> dict:
     """A side's features in a manifest."""
     return {
-        "file": f"features/{side}.parquet",
-        "num_rows": num_rows,
-        "sha256": "e0" * 32,
+        "parts": [{"file": f"features/{side}/00000.parquet", "num_rows": num_rows, "sha256": "e0" * 32}],
         "dim": 384,
         "centroids": f"features/{side}-centroids.parquet",
         "num_clusters": 32,

@@ -10,7 +10,7 @@ from manifests import manifest_of
 from night_world import run_here
 
 from laserbatch.pipeline.encoding.schema import feature_schema
-from laserbatch.pipeline.storage.figures import FeatureFigures
+from laserbatch.pipeline.storage.figures import FeatureFigures, FeatureFile
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.workspace import Workspace
 
@@ -27,9 +27,11 @@ def planted(workspace: Workspace, day: int, of_users: dict[str, int], encoder: s
             for entity, at in written.items()
         ]
         table = pa.table([list(column) for column in zip(*rows, strict=True)], schema=schema)
-        file = write_parquet(table, run.features_path(side))
-        name = file.path.relative_to(run.root).as_posix()
-        manifest.features[side] = FeatureFigures(name, len(rows), file.sha256, 2, name, 1, 0, 0, encoder, codebook)
+        files = [write_parquet(table[:1], run.features_folder(side) / "00000.parquet"),
+                 write_parquet(table[1:], run.features_folder(side) / "00001.parquet")]  # fmt: skip
+        names = [file.path.relative_to(run.root).as_posix() for file in files]
+        parts = tuple(FeatureFile(name, file.num_rows, file.sha256) for name, file in zip(names, files, strict=True))
+        manifest.features[side] = FeatureFigures(parts, 2, names[0], 1, 0, 0, encoder, codebook)
     manifest.save()
     run.finish()
     workspace.publication.publish(run.run_id)

@@ -22,6 +22,7 @@ from laserbatch.jobs.commands import forget as forgetting
 from laserbatch.jobs.settings import PACKAGE_ROOT
 from laserbatch.jobs.stages import shards, spans
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
+from laserbatch.pipeline.encoding import feature_parts
 from laserbatch.pipeline.encoding.encoder import TextEncoder
 from laserbatch.pipeline.knowledge.records import knowledge_schema
 from laserbatch.pipeline.planning.plan import read_shard
@@ -97,6 +98,7 @@ def lived(tmp_path_factory) -> Path:
         patched.setattr(spans, "NUM_SAMPLES", 9)
         patched.setattr(shards, "run_shards", planted)
         patched.setattr(TextEncoder, "load", lambda settings: Encoder())
+        patched.setattr(feature_parts, "PART_ROWS", 1)  # features of a side are several files
         from laserbatch.jobs.settings import load_settings
         from laserbatch.jobs.stages.night import parse_date
         from laserbatch.jobs.stages.run_night import run_night
@@ -143,7 +145,7 @@ def traces(workspace: Path, vectors: set[bytes]) -> set[str]:
 
 def vectors_of(workspace: Path) -> set[bytes]:
     found = set()
-    for path in workspace.rglob("features/user.parquet"):
+    for path in workspace.rglob("features/user/*.parquet"):
         for row in pq.read_table(path).to_pylist():
             if row["user_id"] == WHO:
                 found.add(np.array(row["vector"], np.float32).tobytes())
@@ -167,7 +169,7 @@ def test_a_person_is_in_no_byte_of_the_workspace_after_being_forgotten(folder, c
     workspace = folder / "workspace"
     vectors = vectors_of(workspace)
     before = traces(workspace, vectors)
-    kinds = ("knowledge/user", "plan/user", "quarantine/user", "features/user.parquet", "plain/", "manifest.json",
+    kinds = ("knowledge/user", "plan/user", "quarantine/user", "features/user/00003.parquet", "plain/", "manifest.json",
              "report.html", "shards/user", ".torn.1-ab.tmp/", "knowledge/.torn")  # fmt: skip
     assert not [kind for kind in kinds if not any(kind in name for name in before)], sorted(before)
     assert nearest_centroid(workspace, vectors) < 1e-5
@@ -230,8 +232,9 @@ def _check_sums(workspace: Path) -> None:
         for side, figures in manifest.generation.sides.items():
             assert figures.num_entities == {"user": 4, "item": 3}[side]
             assert figures.num_quarantined == sum(figures.quarantine_reasons.values())
-            features = manifest.features[side]
-            assert atomic.sha256_file(run / features.file) == features.sha256
+            for part in manifest.features[side].parts:
+                path = run / part.file
+                assert (atomic.sha256_file(path), pq.read_metadata(path).num_rows) == (part.sha256, part.num_rows)
 
 
 def killed(folder: Path, num_done: int) -> int:

@@ -86,7 +86,8 @@ def test_a_text_that_repeats_itself_is_told_from_one_that_does_not():
 def test_who_lost_a_text_by_a_raised_limit_of_evidence_is_not_missed():
     before, after = manifest_of(night_manifest()), manifest_of(night_manifest())
     for manifest, num_texts in ((before, 100), (after, 60)):
-        manifest.features["user"] = replace(manifest.features["user"], num_rows=num_texts)
+        features = manifest.features["user"]
+        manifest.features["user"] = replace(features, parts=(replace(features.parts[0], num_rows=num_texts),))
     after.generation.sides["user"] = replace(after.generation.sides["user"], postponed={"evidence": 40, "budget": 9})
     assert next(_of_side("user", after, None, before, None)).value == 0.6
     after.origin.settings["refresh"] = {"min_interactions": 3}
@@ -109,8 +110,8 @@ def test_readers_see_one_whole_run_or_another_while_it_is_published(tmp_path):
     for day in range(1, 4):
         run = workspace.run(f"2025-03-0{day}-00000000")
         for side in ("user", "item"):
-            path = run.features_path(side)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path = run.features_folder(side) / "00000.parquet"
+            path.parent.mkdir(parents=True)
             pq.write_table(pa.table({"day": [day]}), path)
         run.manifest_path.write_text("{}")
         run.finish()

@@ -42,7 +42,7 @@ def test_a_night_that_loses_nodes_writes_what_a_night_of_one_node_writes(nodes, 
         if name == "lossy":
             folder = tmp_path / name
             Thread(target=lose, args=(cluster, others, folder, "knowledge/item/*.parquet", 2), daemon=True).start()
-            Thread(target=lose, args=(cluster, others, folder, "features/.vectors/*.npz", 1), daemon=True).start()
+            Thread(target=lose, args=(cluster, others, folder, "features/.vectors/*/*.arrow", 1), daemon=True).start()
         done = run_here(capfd, "nightly", "--date", FIRST_DATE, "--config", str(config), "--ray-address",
                         cluster.address)  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -54,7 +54,7 @@ def test_a_night_that_loses_nodes_writes_what_a_night_of_one_node_writes(nodes, 
     for side in SIDES:
         tables = [read_parquet(run.knowledge_folder(side)).sort_by("entity_id") for run in runs.values()]
         assert all(tables[0][name].equals(tables[1][name]) for name in ("entity_id", "text", "token_ids"))
-        features = [run.features_path(side).read_bytes() for run in runs.values()]
+        features = [[path.read_bytes() for path in run.features_path(side).iterdir()] for run in runs.values()]
         assert features[0] == features[1]
 
 

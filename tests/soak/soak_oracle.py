@@ -306,7 +306,7 @@ class Oracle:
 
     def _check_carried(self, run, previous, side, rows, settings, kept, stale) -> None:
         """A text that was not written is the same in all but `is_stale`, and so is its vector and its cluster."""
-        features = {row[f"{side}_id"]: row for row in pq.read_table(run / "features" / f"{side}.parquet").to_pylist()}
+        features = {row[f"{side}_id"]: row for row in pq.read_table(run / "features" / side).to_pylist()}
         assert {key: (row["run_id"], row["fingerprint"]) for key, row in features.items()} == {
             key: (row["run_id"], row["fingerprint"]) for key, row in rows.items()
         }
@@ -324,7 +324,7 @@ class Oracle:
         texts = {row["entity_id"]: row for row in pq.read_table(before / "knowledge" / side).to_pylist()}
         for key in kept | stale:
             assert rows[key] | {"is_stale": None} == texts[key] | {"is_stale": None}, f"{key}'s text changed"
-        old = {row[f"{side}_id"]: row for row in pq.read_table(before / "features" / f"{side}.parquet").to_pylist()}
+        old = {row[f"{side}_id"]: row for row in pq.read_table(before / "features" / side).to_pylist()}
         books = {
             pq.read_schema(folder / "features" / f"{side}-centroids.parquet").metadata[b"laserbatch.codebook"]
             for folder in (before, run)

@@ -250,7 +250,7 @@ class Year:
                 for key in [key for key in known if str(key) in map(str, users)]:  # ids were of another type, perhaps
                     del known[key]
             assert {side: self.texts(run_id, side) for side in ("user", "item")} == before[run_id], run_id
-            features = {row["user_id"] for row in pq.read_table(folder / "features" / "user.parquet").to_pylist()}
+            features = {row["user_id"] for row in pq.read_table(folder / "features" / "user").to_pylist()}
             assert features == before[run_id]["user"].keys(), run_id
             run.files = contents(folder)
         oracle.unusable_pools -= {version for version, what in printed["pools"].items() if what == "rebuilt"}

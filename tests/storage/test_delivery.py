@@ -16,7 +16,7 @@ from laserbatch.pipeline.storage.workspace import Workspace
 
 OLD, NEW = "2025-03-01-aaaaaaaa", "2025-03-02-aaaaaaaa"
 WANTED = {
-    "knowledge/user/0.parquet", "knowledge/user/1.parquet", "features/user.parquet", "quarantine/user.parquet",
+    "knowledge/user/0.parquet", "knowledge/user/1.parquet", "features/user/00000.parquet", "quarantine/user.parquet",
     "manifest.json", "report.html", "_SUCCESS",
 }  # fmt: skip
 

@@ -1,0 +1,148 @@
+"""The codebook of a side in its file: read, written, and made from a night's vectors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from laserbatch.pipeline.encoding.codebook import Codebook, Level, digests, fit_codebook, followed
+from laserbatch.pipeline.encoding.schema import LEVELS, centroid_schema
+from laserbatch.pipeline.encoding.vector_files import NewVectors, VectorFiles, VectorReader, heads
+from laserbatch.pipeline.encoding.vectors import vector_column, vectors_of
+from laserbatch.pipeline.storage.atomic import atomic_path
+from laserbatch.pipeline.storage.parquet import iter_parquet, read_parquet, write_parquet
+
+CLUSTER_SEED = 0  # another one would fit all clusters anew
+MAX_FITTED_ROWS = 50_000  # of more vectors every n-th is taken
+
+
+@dataclass(frozen=True)
+class Coding:
+    """What gives vectors their codes.
+
+    Attributes
+    ----------
+    codebook : file of the codebook.
+    codes : file of codes that new vectors have already, int32 (num_new, num_levels) by row, -1 without; earlier vectors
+        keep theirs. None: all are coded anew.
+    """
+
+    codebook: Path
+    codes: Path | None
+
+
+@dataclass(frozen=True)
+class CodebookTask:
+    """Makes the codebook of a night, and finds codes that new vectors have already.
+
+    Attributes
+    ----------
+    places : Parquet file with the place of each vector of the side (`VectorFiles`), in the order of ids.
+    num_clusters : that the settings ask for.
+    before : file of the codebook to go on from; None: a new one is fitted.
+    coded : feature files with codes of `before`. A vector that has the same bits as one of theirs gets its codes.
+    output : files to write; not the codebook where that is `before`, which is taken as it is.
+    """
+
+    side: str
+    places: Path
+    vectors: VectorFiles
+    num_clusters: int
+    before: Path | None
+    coded: tuple[Path, ...]
+    output: Coding
+
+    @property
+    def inputs(self) -> list[Path]:
+        return [self.places, *self.vectors.new.files, *self.coded, *([self.before] if self.before else [])]
+
+    @property
+    def outputs(self) -> list[Path]:
+        return [self.output.codebook, *([self.output.codes] if self.output.codes else [])]
+
+    def run(self) -> None:
+        codes = known_codes(self.vectors.new, self.coded)
+        if self.output.codes is not None:
+            with atomic_path(self.output.codes) as temporary, temporary.open("wb") as file:
+                np.save(file, codes, allow_pickle=False)
+        if self.output.codebook == self.before:
+            return
+        batches = iter_parquet(self.places, ["place"])
+        places = np.concatenate([np.zeros(0, np.int64), *(batch["place"].to_numpy() for batch in batches)])
+        if self.before is None:
+            codebook = fit_codebook(self._vectors_at(_spread(places)), self.num_clusters, CLUSTER_SEED)
+        else:
+            codebook = read_codebook(self.before)
+            sample = _spread(places[places < 0])
+            sample = sample[codes[-1 - sample, 0] < 0]  # a vector that had codes before says nothing
+            if len(sample):
+                codebook = followed(codebook, self._vectors_at(sample), self.num_clusters, CLUSTER_SEED)
+        write_codebook(codebook, self.output.codebook, self.side, self.vectors.new.dim)
+
+    def _vectors_at(self, places: np.ndarray) -> np.ndarray:
+        return VectorReader(self.vectors).take(places)[0]
+
+
+def _spread(places: np.ndarray) -> np.ndarray:
+    """At most `MAX_FITTED_ROWS` of some places, in even steps."""
+    return places[:: max(1, -(-len(places) // MAX_FITTED_ROWS))]
+
+
+def known_codes(new: NewVectors, files: Sequence[Path]) -> np.ndarray:
+    """Codes that vectors with the bits of new ones have in feature files, int32 (num_new, num_levels); -1 without.
+
+    A vector that did not change keeps its codes, even if centroids moved.
+    """
+    new_digests, new_heads = new.digests() if files else (np.zeros(new.num_rows, np.uint64), np.zeros(0, np.uint32))
+    known_heads = np.unique(new_heads)
+    digest_parts, codes = [np.zeros(0, np.uint64)], [np.zeros((0, len(LEVELS)), np.int32)]
+    for path in files if len(known_heads) else ():
+        for batch in iter_parquet(path, ["vector", *LEVELS]):
+            vectors = vectors_of(batch)
+            near = heads(vectors)
+            places = np.minimum(np.searchsorted(known_heads, near), len(known_heads) - 1)
+            near = np.flatnonzero(known_heads[places] == near)
+            digest_parts.append(digests(vectors[near]))
+            codes.append(np.column_stack([batch[name].to_numpy()[near] for name in LEVELS]))
+    known_digests, first = np.unique(np.concatenate(digest_parts), return_index=True)
+    if not len(known_digests):
+        return np.full((new.num_rows, len(LEVELS)), -1, np.int32)
+    places = np.minimum(np.searchsorted(known_digests, new_digests), len(known_digests) - 1)
+    is_known = known_digests[places] == new_digests
+    return np.where(is_known[:, None], np.concatenate(codes)[first[places]], -1).astype(np.int32)
+
+
+def read_codebook(path: Path) -> Codebook:
+    """Raises WorkspaceError where the file is damaged or of an earlier version."""
+    table = read_parquet(path, ["level", "num_vectors", "vector"])
+    metadata = {key.decode(): value.decode() for key, value in (pq.read_schema(path).metadata or {}).items()}
+    levels = []
+    for name in LEVELS:
+        rows = table.filter(pc.equal(table["level"], name))
+        radius = float(metadata[f"laserbatch.radius.{name}"])
+        levels.append(Level(vectors_of(rows), rows["num_vectors"].to_numpy(), radius))
+    return Codebook(tuple(levels), metadata["laserbatch.codebook"])
+
+
+def write_codebook(codebook: Codebook, path: Path, side: str, dim: int) -> None:
+    """Write a codebook of vectors of `dim` numbers."""
+    levels = dict(zip(LEVELS, codebook.levels, strict=True))
+    radii = {f"laserbatch.radius.{name}": repr(level.radius) for name, level in levels.items()}
+    schema = centroid_schema(side, dim, {"laserbatch.codebook": codebook.key, **radii})
+    parts = [
+        pa.table(
+            [
+                pa.array([name] * len(level.centroids), pa.string()),
+                pa.array(np.arange(len(level.centroids), dtype=np.int32)),
+                pa.array(level.weights.astype(np.int64)),
+                vector_column(level.centroids.reshape(-1, dim)),
+            ],
+            schema=schema,
+        )
+        for name, level in levels.items()
+    ]
+    write_parquet(pa.concat_tables(parts), path)

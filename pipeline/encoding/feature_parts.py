@@ -1,0 +1,128 @@
+"""The files of a side's features: where one ends and the next begins, and how one is written.
+
+A file holds a range of ids. Ranges stay from night to night, so that the file of a range in which nothing changed is
+taken over as it is.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from laserbatch.pipeline.encoding.codebook_file import Coding, read_codebook
+from laserbatch.pipeline.encoding.schema import days_valid, feature_schema, moments
+from laserbatch.pipeline.encoding.vector_files import VectorFiles, VectorReader
+from laserbatch.pipeline.encoding.vectors import vector_column
+from laserbatch.pipeline.storage.atomic import link_file, sha256_file
+from laserbatch.pipeline.storage.figures import FeatureFile
+from laserbatch.pipeline.storage.parquet import iter_parquet, iter_range, num_rows_of, write_parquet
+
+PART_ROWS = 64 * 1024  # a file has at most twice as many
+
+
+def part_bounds(num_rows: int, id_at: Callable[[int], int | str], first_ids: Sequence[int | str]) -> list[int]:
+    """Where files begin among rows in the order of ids, and where the last ends; 0 and 0 where there are no rows.
+
+    Parameters
+    ----------
+    id_at : the id of a row.
+    first_ids : ids that files of the run before begin with, ascending. Files begin there again, but for those that
+        together with the one before have at most `PART_ROWS` rows; a file of more than twice as many is divided.
+    """
+    starts = sorted({0, *(bisect_left(range(num_rows), first_id, key=id_at) for first_id in first_ids[1:])})
+    joined = [0]
+    for start, stop in pairwise([*starts, num_rows]):
+        if 0 < start < stop and stop - joined[-1] > PART_ROWS:
+            joined.append(start)
+    bounds = []
+    for start, stop in pairwise([*joined, num_rows]):
+        num_pieces = 1 if stop - start <= 2 * PART_ROWS else -(-(stop - start) // PART_ROWS)
+        bounds += [start + (stop - start) * piece // num_pieces for piece in range(num_pieces)]
+    return [*bounds, num_rows]
+
+
+@dataclass(frozen=True)
+class WrittenPart:
+    """A file of features, and the codes of the first level that are in it."""
+
+    file: FeatureFile
+    clusters: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PartTask:
+    """Writes a file of a side's features.
+
+    Attributes
+    ----------
+    rows : Parquet file with the id, the provenance and the place of the vector (`VectorFiles`) of each row of the side.
+    start, stop : rows of it that this file gets.
+    vectors : that they name.
+    unchanged : checksum of the one earlier file that has these rows and no others; None: there is none.
+    """
+
+    side: str
+    rows: Path
+    start: int
+    stop: int
+    vectors: VectorFiles
+    coding: Coding
+    unchanged: str | None
+    path: Path
+
+    @property
+    def inputs(self) -> list[Path]:
+        files = [self.rows, *self.vectors.new.files, *(earlier.path for earlier in self.vectors.earlier)]
+        return [*files, self.coding.codebook, *([self.coding.codes] if self.coding.codes else [])]
+
+    @property
+    def outputs(self) -> list[Path]:
+        return [self.path]
+
+    def run(self) -> WrittenPart:
+        id_type = pq.read_schema(self.rows).field(f"{self.side}_id").type
+        schema = feature_schema(self.side, id_type, self.vectors.new.dim)
+        if self.unchanged is not None and self._is_as_written(schema):
+            link_file(self.vectors.earlier[0].path, self.path)
+            clusters = {code for batch in iter_parquet(self.path, ["cluster_id"])
+                        for code in batch["cluster_id"].unique().to_pylist()}  # fmt: skip
+            return self._written(num_rows_of(self.path), self.unchanged, clusters)
+        clusters: set[int] = set()
+        written = write_parquet(self._rows(clusters, schema), self.path, schema)
+        return self._written(written.num_rows, written.sha256, clusters)
+
+    def _written(self, num_rows: int, sha256: str, clusters: set[int]) -> WrittenPart:
+        return WrittenPart(FeatureFile(self.path.name, num_rows, sha256), tuple(sorted(clusters)))
+
+    def _is_as_written(self, schema: pa.Schema) -> bool:
+        path = self.vectors.earlier[0].path
+        earlier = pq.read_schema(path)
+        is_same = (earlier.names, earlier.metadata) == (schema.names, schema.metadata)
+        return is_same and sha256_file(path) == self.unchanged
+
+    def _rows(self, clusters: set[int], schema: pa.Schema) -> Iterator[pa.Table]:
+        """The rows in groups; clusters that a text is in are added to `clusters`."""
+        codebook, known = read_codebook(self.coding.codebook), None
+        if self.coding.codes is not None:
+            known = np.load(self.coding.codes, mmap_mode="r", allow_pickle=False)
+        reader = VectorReader(self.vectors)
+        columns = [f"{self.side}_id", "run_id", "fingerprint", "place"]
+        for batch in iter_range(self.rows, self.start, self.stop, columns):
+            ids, run_ids, fingerprints, places = batch.columns
+            places = places.to_numpy()
+            vectors, codes = reader.take(places)
+            if known is None:
+                codes[:] = -1
+            else:
+                codes[places < 0] = known[-1 - places[places < 0]]
+            is_uncoded = codes[:, 0] < 0
+            codes[is_uncoded] = codebook.codes(vectors[is_uncoded])
+            clusters.update(np.unique(codes[:, 0]).tolist())
+            since = moments(days_valid(run_ids))
+            of_batch = [ids, vector_column(vectors), *map(pa.array, codes.T), run_ids, fingerprints, since]
+            yield pa.table(of_batch, schema.names)

@@ -1,0 +1,190 @@
+"""Where the vectors of a side lie: those of new texts in a file a part, those of earlier texts in feature files.
+
+Readers take rows of both, a row group at a time. A file of new vectors holds a digest of each, so that a damaged vector
+is noticed where it is read. Knows no texts.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from laserbatch.pipeline.encoding.codebook import digests
+from laserbatch.pipeline.encoding.schema import LEVELS
+from laserbatch.pipeline.encoding.vectors import vector_column, vectors_of
+from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.storage.atomic import atomic_path
+from laserbatch.pipeline.storage.parquet import iter_range, num_rows_of
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Vectors of some texts."""
+
+    vectors: np.ndarray  # float32 (num_texts, dim), rows of length 1
+    num_truncated: int  # texts that were longer than the limit and lost their end
+
+
+def save_vectors(encoding: Encoding, path: Path) -> None:
+    """Write vectors with their digests, to be read by `NewVectors`."""
+    vectors = np.ascontiguousarray(encoding.vectors, np.float32)
+    columns = [pa.array(digests(vectors)), pa.array(heads(vectors)), vector_column(vectors)]
+    batch = pa.record_batch(columns, names=["digest", "head", "vector"])
+    batch = batch.replace_schema_metadata({"num_truncated": str(encoding.num_truncated)})
+    with atomic_path(path) as temporary, pa.ipc.new_file(str(temporary), batch.schema) as writer:
+        writer.write_batch(batch)
+
+
+def is_saved(path: Path, num_texts: int) -> bool:
+    """Whether a file holds the vectors of so many texts, none of them damaged."""
+    try:
+        saved = _mapped(path)
+        digest = saved["digest"].to_numpy()
+        return len(digest) == num_texts and np.array_equal(digests(vectors_of(saved)), digest)
+    except (WorkspaceError, KeyError):
+        return False
+
+
+@dataclass(frozen=True)
+class NewVectors:
+    """Vectors in the files of a folder, one a part; all but the last have `part_size` rows."""
+
+    folder: Path
+    part_size: int
+    num_rows: int
+    dim: int
+
+    def file(self, number: int) -> Path:
+        return self.folder / f"{number:05}.arrow"
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.file(number) for number in range(-(-self.num_rows // self.part_size))]
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        """The vectors of rows, int64[n], in any order: float32 (n, dim).
+
+        Raises WorkspaceError, which names the file and the row, where a vector is damaged.
+        """
+        vectors = np.empty((len(rows), self.dim), np.float32)
+        part_of = rows // self.part_size
+        order = np.argsort(part_of, kind="stable")
+        numbers, starts = np.unique(part_of[order], return_index=True)
+        for number, places in zip(numbers.tolist(), np.split(order, starts)[1:], strict=True):
+            path, in_file = self.file(number), rows[places] - number * self.part_size
+            saved = _mapped(path)
+            vectors[places] = vectors_of(saved)[in_file]
+            is_damaged = digests(vectors[places]) != saved["digest"].to_numpy()[in_file]
+            if is_damaged.any():
+                raise WorkspaceError(
+                    f"{path}, row {in_file[is_damaged][0]}: the vector is not that which was written. Remove the file; "
+                    "the same command encodes its texts again."
+                )
+        return vectors
+
+    def digests(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of all rows the digests, uint64 (num_rows,), and the first numbers' bits, uint32 (num_rows,)."""
+        parts = [(np.zeros(0, np.uint64), np.zeros(0, np.uint32))]
+        for path in self.files:
+            saved = _mapped(path)
+            parts.append((saved["digest"].to_numpy(), saved["head"].to_numpy()))
+        all_digests, all_heads = zip(*parts, strict=True)
+        return np.concatenate(all_digests), np.concatenate(all_heads)
+
+    def num_truncated(self) -> int:
+        """Texts that lost their end."""
+        return sum(int(_mapped(path).schema.metadata[b"num_truncated"]) for path in self.files)
+
+
+def heads(vectors: np.ndarray) -> np.ndarray:
+    """The bits of the first number of each: uint32 (n,). Where they differ, so do the vectors."""
+    return np.ascontiguousarray(vectors[:, 0], np.float32).view(np.uint32)
+
+
+def _mapped(path: Path) -> pa.RecordBatch:
+    """A file of vectors, of which is read from disk what is looked at."""
+    try:
+        with pa.memory_map(str(path)) as file:
+            return pa.ipc.open_file(file).get_batch(0)
+    except (pa.ArrowException, OSError) as error:
+        raise WorkspaceError(
+            f"{path} is damaged or missing: {error}. Remove it; the same command encodes its texts again."
+        ) from None
+
+
+@dataclass(frozen=True)
+class FeatureRows:
+    """Rows `start` to `stop` of a feature file; `first` is the row `start` among all rows of the side."""
+
+    path: Path
+    start: int
+    stop: int
+    first: int
+
+
+def all_rows(files: Sequence[Path]) -> list[FeatureRows]:
+    """All rows of a side's feature files."""
+    rows, first = [], 0
+    for path in files:
+        rows.append(FeatureRows(path, 0, num_rows_of(path), first))
+        first += rows[-1].stop
+    return rows
+
+
+def rows_between(files: Iterable[FeatureRows], start: int, stop: int) -> tuple[FeatureRows, ...]:
+    """Where rows `start` to `stop` of whole files lie."""
+    overlaps = ((of, max(start - of.first, 0), min(stop - of.first, of.stop)) for of in files)
+    return tuple(FeatureRows(of.path, low, high, of.first + low) for of, low, high in overlaps if low < high)
+
+
+@dataclass(frozen=True)
+class VectorFiles:
+    """Vectors of new and of earlier texts.
+
+    A place is a number: the row of an earlier vector, counted over all feature files of its side, or -1 - row of a new
+    one.
+    """
+
+    new: NewVectors
+    earlier: tuple[FeatureRows, ...] = ()
+
+
+class VectorReader:
+    """Takes vectors of both kinds; of earlier ones one batch is in memory."""
+
+    def __init__(self, files: VectorFiles) -> None:
+        self._files, self._batches = files, _earlier_batches(files.earlier)
+        self._batch, self._start = pa.record_batch({}), 0
+
+    def take(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The vectors of some places, float32 (n, dim), and their codes, int32 (n, num_levels).
+
+        Rows of earlier vectors ascend, from call to call too. Codes are those of the feature files, -1 of new vectors.
+        """
+        is_new = places < 0
+        vectors = np.empty((len(places), self._files.new.dim), np.float32)
+        vectors[is_new] = self._files.new.read(-1 - places[is_new])
+        codes = np.full((len(places), len(LEVELS)), -1, np.int32)
+        pending = np.flatnonzero(~is_new)
+        while len(pending):
+            batch = self._batch_with(int(places[pending[0]]))
+            here = pending[places[pending] < self._start + batch.num_rows]
+            vectors[here] = vectors_of(batch)[places[here] - self._start]
+            codes[here] = np.column_stack([batch[name].to_numpy()[places[here] - self._start] for name in LEVELS])
+            pending = pending[len(here) :]
+        return vectors, codes
+
+    def _batch_with(self, row: int) -> pa.RecordBatch:
+        while row >= self._start + self._batch.num_rows:
+            self._start, self._batch = next(self._batches)
+        return self._batch
+
+
+def _earlier_batches(earlier: Iterable[FeatureRows]) -> Iterator[tuple[int, pa.RecordBatch]]:
+    for rows in earlier:
+        first = rows.first
+        for batch in iter_range(rows.path, rows.start, rows.stop, ["vector", *LEVELS]):
+            yield first, batch
+            first += batch.num_rows
