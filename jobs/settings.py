@@ -149,8 +149,9 @@ class Settings(Strict):
     deliver_to: str | None = Field(
         default=None,
         pattern="://",
-        description="Published runs are copied to this URI (s3://bucket/prefix) for readers elsewhere. null: they are"
-        " not copied.",
+        description="Published runs are copied to this URI (s3://bucket/prefix) for readers elsewhere. "
+        "delta:s3://bucket/prefix, iceberg://CATALOG/NAMESPACE: their features are added to tables of Delta Lake or "
+        "Iceberg. null: they are not copied.",
     )
     seed: int = 0  # of routing, drafter training and simulation
     tables: TablesSettings = TablesSettings()

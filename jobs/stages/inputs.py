@@ -36,6 +36,7 @@ from laserbatch.pipeline.knowledge.templates import Columns, load_template, temp
 from laserbatch.pipeline.sample.world import is_sample_world
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import sha256_file
+from laserbatch.pipeline.storage.lake import LakeTables, is_lake
 from laserbatch.pipeline.storage.manifest import LEFT_OUT
 from laserbatch.pipeline.tables import schema as sc
 from laserbatch.pipeline.tables.check import IdsBefore, check_tables, require_sound
@@ -154,6 +155,13 @@ def _require_files(settings: Settings) -> None:
         weights_in(settings.encoding.encoder)
     if settings.decoding.step_cost is not None:
         read_step_cost(settings.decoding.step_cost)
+    require_delivery(settings)
+
+
+def require_delivery(settings: Settings) -> None:
+    """Raise ConfigError if `deliver_to` names tables of a lake in another form, or their library is not installed."""
+    if settings.deliver_to is not None and is_lake(settings.deliver_to):
+        LakeTables.at(settings.deliver_to)
 
 
 def require_engine(settings: Settings) -> None:

@@ -17,6 +17,7 @@ from laserbatch.jobs.settings import GateSettings
 from laserbatch.pipeline.errors import ConfigError, LaserbatchError, RunHeld, WorkspaceError
 from laserbatch.pipeline.storage.delivery import Destination, record_delivery, remember_place
 from laserbatch.pipeline.storage.figures import GateFigures
+from laserbatch.pipeline.storage.lake import LakeTables, is_lake
 from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -129,18 +130,26 @@ def delivery_uri(workspace: Workspace, deliver_to: str | None) -> str | None:
     return f"{deliver_to.rstrip('/')}/{workspace.root.name}" if deliver_to and workspace.is_within else deliver_to
 
 
+def _destination(uri: str) -> Destination | LakeTables:
+    """The place at a URI. Raises ConfigError as `at` of both does."""
+    return LakeTables.at(uri) if is_lake(uri) else Destination.at(uri)
+
+
 def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
     """Copy the published run to a URI for its readers; without a URI or a published run, do nothing.
 
-    Without `force` a run of a later date there stays, unless it was rolled back here. Raises ConfigError or
-    WorkspaceError where it cannot be delivered.
+    Tables of a lake get the features alone, so nothing of an extension. Without `force` a run of a later date there
+    stays, unless it was rolled back here. Raises ConfigError or WorkspaceError where it cannot be delivered.
     """
     run_id = workspace.publication.run_id()
     if uri is None or run_id is None:
         return
     try:
-        run, destination = workspace.chosen_run(None), Destination.at(uri)
-        if Path(destination.root) == workspace.root.resolve():
+        run, destination = workspace.chosen_run(None), _destination(uri)
+        if isinstance(destination, LakeTables) and workspace.is_within:
+            say(f"run {run_id} of {workspace.root.name} is not delivered: {uri} takes features alone")
+            return
+        if isinstance(destination, Destination) and Path(destination.root) == workspace.root.resolve():
             raise ConfigError("deliver_to is the workspace itself; give another place")
         delivered = str(destination.published().get("run_id", ""))
         if not force and delivered[:10] > run.date and delivered not in workspace.publication.rolled_back():
@@ -164,7 +173,7 @@ def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
 def remove_delivered(uri: str | None, run_ids: Sequence[str]) -> None:
     """Delete runs at a URI that were deleted here."""
     if uri is not None and run_ids:
-        for run_id in Destination.at(uri).remove(run_ids):
+        for run_id in _destination(uri).remove(run_ids):
             say(f"removed from {uri}: {run_id}")
 
 
@@ -175,7 +184,7 @@ def forget_delivered(workspace: Workspace, uri: str | None) -> dict[str, str]:
     """
     if uri is None:
         return {}
-    destination = Destination.at(uri)
+    destination = _destination(uri)
     here = {run.run_id: run for run in workspace.runs() if run.is_finished}
     delivered = destination.runs()
     done = {
@@ -184,4 +193,10 @@ def forget_delivered(workspace: Workspace, uri: str | None) -> dict[str, str]:
     }  # fmt: skip
     deliver(workspace, uri)
     removed = destination.remove([run_id for run_id in delivered if run_id not in here])
-    return done | dict.fromkeys(removed, "removed")
+    done |= dict.fromkeys(removed, "removed")
+    if is_lake(uri) and delivered:
+        say(
+            f"WARNING: earlier versions of the tables at {uri} still hold removed rows. Remove these versions: in "
+            "Delta Lake with VACUUM, in Iceberg with expire_snapshots and remove_orphan_files"
+        )
+    return done

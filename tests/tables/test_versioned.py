@@ -37,7 +37,10 @@ def folder(tmp_path):
      (["_versions/1.manifest"], "Lance"), (["delta_0000002_0000002_0000/bucket_00000"], "transactional Hive")],
 )  # fmt: skip
 def test_what_cannot_be_read_is_refused_by_name(folder, monkeypatch, marks, name):
-    for library in ("deltalake", "pyiceberg"):
+    libraries = ("deltalake", "pyiceberg")
+    for module in [name for name in sys.modules if name.split(".")[0] in libraries]:
+        monkeypatch.delitem(sys.modules, module)  # of another test
+    for library in libraries:
         monkeypatch.setitem(sys.modules, library, None)
     pq.write_table(EVENTS, folder / "part-0.parquet")
     for mark in marks:
@@ -140,27 +143,6 @@ def test_an_iceberg_table_is_read_at_its_current_snapshot_wherever_its_folder_is
 
 def iceberg_table(folder):
     """An empty table for interactions, whose catalogue is the folder itself."""
-    from pyiceberg.catalog.noop import NoopCatalog
-    from pyiceberg.io.pyarrow import PyArrowFileIO
-    from pyiceberg.partitioning import UNPARTITIONED_PARTITION_SPEC
-    from pyiceberg.schema import Schema
-    from pyiceberg.serializers import ToOutputFile
-    from pyiceberg.table import CommitTableResponse, Table
-    from pyiceberg.table.metadata import new_table_metadata
-    from pyiceberg.table.sorting import UNSORTED_SORT_ORDER
-    from pyiceberg.table.update import update_table_metadata
-    from pyiceberg.types import LongType, NestedField, StringType
+    from folder_catalog import FolderCatalog
 
-    class InFolder(NoopCatalog):
-        num_commits = 0
-
-        def commit_table(self, table, requirements, updates):
-            metadata, self.num_commits = update_table_metadata(table.metadata, updates), self.num_commits + 1
-            location = f"{metadata.location}/metadata/{self.num_commits:05}-x.metadata.json"
-            ToOutputFile.table_metadata(metadata, table.io.new_output(location))
-            return CommitTableResponse(metadata=metadata, metadata_location=location)
-
-    kinds = zip(EVENTS.column_names, (StringType, LongType, LongType, LongType), strict=True)
-    schema = Schema(*(NestedField(number, name, kind()) for number, (name, kind) in enumerate(kinds, 1)))
-    metadata = new_table_metadata(schema, UNPARTITIONED_PARTITION_SPEC, UNSORTED_SORT_ORDER, f"file://{folder}")
-    return Table(("n", "interactions"), metadata, "", PyArrowFileIO(), InFolder("of-the-folder"))
+    return FolderCatalog("n", warehouse=str(folder.parent)).create_table((folder.name,), EVENTS.schema)

@@ -1,0 +1,319 @@
+"""Features of published runs as tables of Delta Lake (`delta:s3://bucket/prefix`) or Iceberg (`iceberg://catalog/name`).
+
+Each delivery adds the features of a run to `item_features`, then to `user_features`, in one commit of each table. Rows
+name the run in `delivered_run_id`, and `delivery` is a number that grows: readers take the run of the highest one in
+`user_features`, of which both tables have every row. A commit that was not made shows nobody anything.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from laserbatch.pipeline.errors import ConfigError, LaserbatchError, WorkspaceError, first_line
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.delivery import Delivered
+from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, iter_parquet, num_rows_of
+from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.uris import ADVICE, without_credentials
+
+DELTA, ICEBERG = "delta:", "iceberg://"
+RUN, NUMBER = "delivered_run_id", "delivery"  # columns before those of a feature table
+IN_ORDER: tuple[Side, Side] = ("item", "user")
+FILE_BYTES, GROUP_ROWS = 128 << 20, 4 * ROW_GROUP_ROWS  # of a table's files: that much is in memory, some times over
+_DELTA_URI = re.compile(r"delta:[a-z0-9+]+://.+")
+_ICEBERG_URI = re.compile(r"iceberg://([\w.-]+)(?:/[\w-]+)+/?")
+
+
+def is_lake(uri: str) -> bool:
+    """Whether a URI names tables of a lake, and not a place for files."""
+    return uri.startswith((DELTA, ICEBERG))
+
+
+class _Table(Protocol):
+    """A table of a lake, which need not be there yet."""
+
+    def schema(self) -> pa.Schema | None:
+        """None where the table is not there."""
+        ...
+
+    def rows(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """Columns of the current rows of a table that is there."""
+        ...
+
+    def write(self, rows: pa.RecordBatchReader, run_id: str, is_new: bool) -> None:
+        """Commit the rows of a run, in the place of those that the table has of it unless the run `is_new`."""
+        ...
+
+    def remove(self, run_ids: Collection[str]) -> None:
+        """Commit that the rows of some runs are gone."""
+        ...
+
+
+@dataclass(frozen=True)
+class LakeTables:
+    """The feature tables at a URI; make them with `LakeTables.at`. It stands for a `Destination`."""
+
+    uri: str
+
+    @classmethod
+    def at(cls, uri: str) -> "LakeTables":
+        """Raises ConfigError: the URI has another form or a credential in it, or the library is not installed."""
+        without_credentials(uri)
+        is_delta = uri.startswith(DELTA)
+        if not (_DELTA_URI if is_delta else _ICEBERG_URI).fullmatch(uri):
+            expected = "delta:s3://bucket/prefix, or another URI" if is_delta else "iceberg://CATALOG/NAMESPACE"
+            raise ConfigError(f"deliver_to: found {uri}, expected {expected}")
+        library, extra = ("deltalake", "delta") if is_delta else ("pyiceberg", "iceberg")
+        if find_spec(library) is None:
+            raise ConfigError(f"deliver_to: {uri} needs {library}: `pip install 'laserbatch[{extra}]'`")
+        return cls(uri)
+
+    def published(self) -> dict:
+        """`run_id` of the run that readers take; empty before the first delivery."""
+        delivered = self._delivered("user") or self._delivered("item")  # of a workspace without users
+        numbers = {number: run_id for run_id, (number, _) in delivered.items()}
+        return {"run_id": numbers[max(numbers)]} if numbers else {}
+
+    def runs(self) -> list[str]:
+        """Ids of the runs of which a table has rows."""
+        return sorted({run_id for side in IN_ORDER for run_id in self._delivered(side)})
+
+    def deliver(self, run: RunFolder) -> Delivered:
+        """Have readers take a finished run. A table whose highest number is that run's already stays as it is.
+
+        Raises WorkspaceError where something cannot be written, a table has other columns or vectors of another length,
+        or the run has no rows for a table that has earlier runs, which readers would go on with.
+        """
+        paths = []
+        for side in IN_ORDER:
+            delivered, path = self._delivered(side), _features(run, side)
+            if num_rows_of(path) == 0:
+                if delivered:
+                    raise WorkspaceError(
+                        f"{path} has no rows, and the table {side}_features at {self.uri} would show an earlier run. "
+                        "Deliver to another place, or delete that table"
+                    )
+                continue
+            highest = max((number for number, _ in delivered.values()), default=0)
+            number, _ = delivered.get(run.run_id, (0, 0))
+            if number == 0 or number < highest:
+                self._write(run, side, highest + 1, is_new=number == 0)
+                paths.append(path)
+        return _sent(paths)
+
+    def copy(self, run: RunFolder) -> Delivered:
+        """Bring the rows of a run to what it holds here, if rows were taken out of it; readers still take the same."""
+        paths = []
+        for side in IN_ORDER:
+            number, num_rows = self._delivered(side).get(run.run_id, (0, 0))
+            if number and num_rows != num_rows_of(path := _features(run, side)):
+                self._write(run, side, number, is_new=False)
+                paths.append(path)
+        return _sent(paths)
+
+    def remove(self, run_ids: Collection[str]) -> list[str]:
+        """Delete the rows of some runs, those of users first; returns the runs that were there."""
+        removed: set[str] = set()
+        for side in reversed(IN_ORDER):
+            if there := self._delivered(side).keys() & set(run_ids):
+                with self._naming():
+                    self._table(side).remove(there)
+                removed |= there
+        return sorted(removed)
+
+    def _delivered(self, side: Side) -> dict[str, tuple[int, int]]:
+        """The number and the rows of each run in a side's table."""
+        counts: Counter[tuple[str, int]] = Counter()
+        with self._naming():
+            table = self._table(side)
+            for batch in table.rows([RUN, NUMBER]) if table.schema() is not None else ():
+                by_run = pa.Table.from_batches([batch]).group_by([RUN, NUMBER]).aggregate([([], "count_all")])
+                for row in by_run.to_pylist():
+                    counts[row[RUN], row[NUMBER]] += row["count_all"]
+        return {run_id: (number, num_rows) for (run_id, number), num_rows in counts.items()}
+
+    def _write(self, run: RunFolder, side: Side, number: int, is_new: bool) -> None:
+        path = _features(run, side)
+        schema, dim = _schema(pq.read_schema(path)), pq.read_schema(path).field("vector").type.list_size
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            for batch in iter_parquet(path):
+                named = {
+                    RUN: pa.repeat(run.run_id, len(batch)),
+                    NUMBER: pa.repeat(pa.scalar(number, pa.int64()), len(batch)),
+                }
+                columns = named | dict(zip(batch.schema.names, batch.columns, strict=True))
+                yield pa.record_batch([columns[field.name].cast(field.type) for field in schema], schema=schema)
+
+        with self._naming():
+            table = self._table(side)
+            self._require_same(table, f"{side}_features", schema, dim)
+            table.write(pa.RecordBatchReader.from_batches(schema, batches()), run.run_id, is_new)
+
+    def _require_same(self, table: _Table, name: str, schema: pa.Schema, dim: int) -> None:
+        """Raise WorkspaceError if the table has other columns than `schema`, or vectors of another length."""
+        there = table.schema()
+        if there is None:
+            return
+        advice = f"Deliver to another place, or delete the table {name} there: the next delivery makes it again"
+        kinds, expected = ({field.name: str(_plain(field.type)) for field in columns} for columns in (there, schema))
+        if kinds != expected:
+            differing = sorted(field for field in kinds | expected if kinds.get(field) != expected.get(field))
+            shown = "; ".join(
+                f"{field}: found {kinds.get(field)}, expected {expected.get(field)}" for field in differing
+            )
+            raise WorkspaceError(
+                f"{self.uri}: the table {name} has other columns than the features ({shown}). {advice}"
+            )
+        lengths = (len(vector) for batch in table.rows(["vector"]) for vector in batch["vector"])
+        if (length := next(lengths, dim)) != dim:
+            raise WorkspaceError(
+                f"{self.uri}: vectors of the table {name} have {length} numbers, those of the run {dim}, since it was "
+                f"made with another encoder (encoding.encoder). {advice}"
+            )
+
+    def _table(self, side: Side) -> _Table:
+        if self.uri.startswith(DELTA):
+            return _DeltaTable(f"{self.uri.removeprefix(DELTA).rstrip('/')}/{side}_features")
+        _, _, catalog, *namespace = self.uri.rstrip("/").split("/")
+        return _IcebergTable(catalog, tuple(namespace), f"{side}_features")
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Have what a library of tables refuses in the block be an error of ours, which names the URI."""
+        advice = ADVICE
+        if self.uri.startswith(ICEBERG):
+            advice = "Check the catalogue in .pyiceberg.yaml or PYICEBERG_CATALOG__*, and that it can be reached"
+        try:
+            yield
+        except LaserbatchError:
+            raise
+        except Exception as error:  # each library has errors of its own, some of which are no more than Exception
+            raise WorkspaceError(f"{self.uri}: {type(error).__name__}: {first_line(error)}. {advice}.") from None
+
+
+class _DeltaTable:
+    """A table of Delta Lake at a URI."""
+
+    def __init__(self, uri: str) -> None:
+        self._uri = uri
+
+    def _opened(self) -> Any:
+        from deltalake import DeltaTable
+        from deltalake.exceptions import TableNotFoundError
+
+        try:
+            return DeltaTable(self._uri)
+        except TableNotFoundError:
+            return None
+
+    def schema(self) -> pa.Schema | None:
+        opened = self._opened()
+        return None if opened is None else pa.schema(opened.schema().to_arrow())
+
+    def rows(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        yield from pa.RecordBatchReader.from_stream(self._opened().scan(columns=list(columns)))
+
+    def write(self, rows: pa.RecordBatchReader, run_id: str, is_new: bool) -> None:
+        from deltalake import WriterProperties, write_deltalake
+
+        options: dict[str, Any] = {"partition_by": [RUN, NUMBER], "target_file_size": FILE_BYTES}
+        options |= {"writer_properties": WriterProperties(max_row_group_size=GROUP_ROWS)}
+        if is_new:
+            write_deltalake(self._uri, rows, mode="append", **options)
+        else:
+            write_deltalake(self._uri, rows, mode="overwrite", predicate=_of_runs([run_id]), **options)
+
+    def remove(self, run_ids: Collection[str]) -> None:
+        self._opened().delete(_of_runs(run_ids))
+
+
+class _IcebergTable:
+    """A table of an Iceberg catalogue, which pyiceberg's own configuration describes by its name."""
+
+    def __init__(self, catalog: str, namespace: tuple[str, ...], name: str) -> None:
+        from pyiceberg.catalog import load_catalog
+
+        self._catalog, self._namespace, self._name = load_catalog(catalog), namespace, (*namespace, name)
+
+    def _opened(self) -> Any:
+        from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError
+
+        try:
+            return self._catalog.load_table(self._name)
+        except (NoSuchTableError, NoSuchNamespaceError):
+            return None
+
+    def schema(self) -> pa.Schema | None:
+        opened = self._opened()
+        return None if opened is None else opened.schema().as_arrow()
+
+    def rows(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        from pyiceberg.expressions import AlwaysTrue
+        from pyiceberg.io.pyarrow import ArrowScan
+
+        table = self._opened()
+        scan = table.scan(selected_fields=tuple(columns))
+        read = ArrowScan(table.metadata, table.io, scan.projection(), AlwaysTrue())
+        for task in scan.plan_files():  # a file at a time: `scan` itself reads ahead, until all files are in memory
+            yield from read.to_record_batches([task])
+
+    def write(self, rows: pa.RecordBatchReader, run_id: str, is_new: bool) -> None:
+        table = self._opened()
+        if table is None:
+            # Whole run ids as bounds of each file: the files of a run are then replaced without reading them.
+            properties = {
+                f"write.metadata.metrics.column.{RUN}": "full",
+                "write.target-file-size-bytes": str(FILE_BYTES),
+            }
+            self._catalog.create_namespace_if_not_exists(self._namespace)
+            table = self._catalog.create_table(self._name, rows.schema, properties=properties)
+        if is_new:
+            table.append(rows)
+        else:
+            table.overwrite(rows, overwrite_filter=_of_runs([run_id]))
+
+    def remove(self, run_ids: Collection[str]) -> None:
+        self._opened().delete(_of_runs(run_ids))
+
+
+def _of_runs(run_ids: Collection[str]) -> str:
+    """The condition of rows of some runs, in the language of both libraries."""
+    quoted = ", ".join(f"'{run_id}'" for run_id in sorted(run_ids))
+    return f"{RUN} IN ({quoted})"
+
+
+def _features(run: RunFolder, side: Side) -> Path:
+    """The file of a side's features. Raises WorkspaceError where there is none."""
+    path = run.features_path(side)
+    if not path.is_file():
+        again = f"`laserbatch nightly --date {run.date} --force` makes features"
+        raise WorkspaceError(f"{path} is missing; expected the features of {side}s. {again}")
+    return path
+
+
+def _schema(features: pa.Schema) -> pa.Schema:
+    """The columns of a table: those of a feature file in types that both formats know, after the run and its number."""
+    of_run = [pa.field(RUN, pa.string(), nullable=False), pa.field(NUMBER, pa.int64(), nullable=False)]
+    return pa.schema([*of_run, *(pa.field(field.name, _plain(field.type), field.nullable) for field in features)])
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """The type of a column in a table: lists have no length, text and ids are not limited to some size."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return pa.list_(kind.value_type)
+    if pa.types.is_large_string(kind):
+        return pa.string()
+    return kind
+
+
+def _sent(paths: Sequence[Path]) -> Delivered:
+    return Delivered(len(paths), sum(path.stat().st_size for path in paths))
