@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ import pyarrow.parquet as pq
 from laserbatch.pipeline.errors import ConfigError, LaserbatchError, WorkspaceError, first_line
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.delivery import Delivered
-from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, iter_parquet, num_rows_of
+from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, iter_parquet, num_rows_of, parquet_files
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.uris import ADVICE, without_credentials
 
@@ -94,19 +95,19 @@ class LakeTables:
         """
         paths = []
         for side in IN_ORDER:
-            delivered, path = self._delivered(side), _features(run, side)
-            if num_rows_of(path) == 0:
+            delivered, files = self._delivered(side), _features(run, side)
+            if sum(map(num_rows_of, files)) == 0:
                 if delivered:
                     raise WorkspaceError(
-                        f"{path} has no rows, and the table {side}_features at {self.uri} would show an earlier run. "
-                        "Deliver to another place, or delete that table"
+                        f"{files[0]} has no rows, and the table {side}_features at {self.uri} would show an earlier "
+                        "run. Deliver to another place, or delete that table"
                     )
                 continue
             highest = max((number for number, _ in delivered.values()), default=0)
             number, _ = delivered.get(run.run_id, (0, 0))
             if number == 0 or number < highest:
                 self._write(run, side, highest + 1, is_new=number == 0)
-                paths.append(path)
+                paths += files
         return _sent(paths)
 
     def copy(self, run: RunFolder) -> Delivered:
@@ -114,9 +115,9 @@ class LakeTables:
         paths = []
         for side in IN_ORDER:
             number, num_rows = self._delivered(side).get(run.run_id, (0, 0))
-            if number and num_rows != num_rows_of(path := _features(run, side)):
+            if number and num_rows != sum(map(num_rows_of, files := _features(run, side))):
                 self._write(run, side, number, is_new=False)
-                paths.append(path)
+                paths += files
         return _sent(paths)
 
     def remove(self, run_ids: Collection[str]) -> list[str]:
@@ -141,11 +142,12 @@ class LakeTables:
         return {run_id: (number, num_rows) for (run_id, number), num_rows in counts.items()}
 
     def _write(self, run: RunFolder, side: Side, number: int, is_new: bool) -> None:
-        path = _features(run, side)
-        schema, dim = _schema(pq.read_schema(path)), pq.read_schema(path).field("vector").type.list_size
+        files = _features(run, side)
+        features = pq.read_schema(files[0])
+        schema, dim = _schema(features), features.field("vector").type.list_size
 
         def batches() -> Iterator[pa.RecordBatch]:
-            for batch in iter_parquet(path):
+            for batch in chain.from_iterable(map(iter_parquet, files)):
                 named = {
                     RUN: pa.repeat(run.run_id, len(batch)),
                     NUMBER: pa.repeat(pa.scalar(number, pa.int64()), len(batch)),
@@ -291,13 +293,14 @@ def _of_runs(run_ids: Collection[str]) -> str:
     return f"{RUN} IN ({quoted})"
 
 
-def _features(run: RunFolder, side: Side) -> Path:
-    """The file of a side's features. Raises WorkspaceError where there is none."""
+def _features(run: RunFolder, side: Side) -> list[Path]:
+    """The files of a side's features. Raises WorkspaceError where there is none."""
     path = run.features_path(side)
-    if not path.is_file():
+    files = parquet_files(path)
+    if not files:
         again = f"`laserbatch nightly --date {run.date} --force` makes features"
         raise WorkspaceError(f"{path} is missing; expected the features of {side}s. {again}")
-    return path
+    return files
 
 
 def _schema(features: pa.Schema) -> pa.Schema:

@@ -1,6 +1,7 @@
 """Features of published runs in tables of Delta Lake and Iceberg: whole or not at all, once, and as readers expect."""
 
 import os
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ from laserbatch.pipeline.storage import lake
 from laserbatch.pipeline.storage.delivery import last_deliveries
 from laserbatch.pipeline.storage.lake import LakeTables
 from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
+from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 
 OLD, NEW = "2025-03-01-aaaaaaaa", "2025-03-02-aaaaaaaa"
@@ -34,7 +36,7 @@ from laserbatch.pipeline.storage.run_folder import RunFolder
 def killed(path, read=lake.iter_parquet):
     for batch in read(path):
         yield batch.slice(0, 2)
-        if path.stem == sys.argv[3]:
+        if path.parent.name == sys.argv[3]:
             os._exit({KILLED})
         yield batch.slice(2)
 
@@ -60,13 +62,20 @@ def features(run_id: str, side: Side, dim: int = 4, num_rows: int = 5, id_type: 
     return pa.table(columns, schema=feature_schema(side, id_type, dim))
 
 
+def write_features(run: RunFolder, side: Side, table: pa.Table) -> None:
+    """Features of a run in two files, or one where there are no rows."""
+    folder = run.features_folder(side)
+    for number, start in enumerate(range(0, max(1, table.num_rows), 3)):
+        write_parquet(table.slice(start, 3), folder / f"{number:05}.parquet")
+
+
 @pytest.fixture
 def workspace(tmp_path) -> Workspace:
     opened = Workspace.open(tmp_path / "here")
     for run_id in (OLD, NEW):
         run = opened.run(run_id)
         for side in SIDES:
-            write_parquet(features(run_id, side), run.features_path(side))
+            write_features(run, side, features(run_id, side))
         run.manifest_path.write_text("{}")
         run.finish()
     opened.publication.publish(OLD)
@@ -165,7 +174,7 @@ def test_a_killed_delivery_shows_readers_the_run_before_and_is_completed(workspa
 def test_other_columns_are_refused_and_nothing_is_written(workspace, place, other, message):
     deliver(workspace, place)
     for side in SIDES:
-        write_parquet(features(NEW, side, **other), workspace.run(NEW).features_path(side))
+        write_features(workspace.run(NEW), side, features(NEW, side, **other))
     workspace.publication.publish(NEW)
     with pytest.raises(WorkspaceError, match=f"{NEW} is published here, but not delivered to .*{message}"):
         deliver(workspace, place)
@@ -176,7 +185,7 @@ def test_who_is_forgotten_here_is_forgotten_there(workspace, place, capfd):
     for run_id in (OLD, NEW):
         workspace.publication.publish(run_id)
         deliver(workspace, place)
-    write_parquet(features(OLD, "user").slice(1), workspace.run(OLD).features_path("user"))
+    write_features(workspace.run(OLD), "user", features(OLD, "user").slice(1))
     assert forget_delivered(workspace, place) == {OLD: "sent again", NEW: "as it was"}
     assert "still hold removed rows" in capfd.readouterr().err
     assert num_rows(place) == {"user": 9, "item": 10} and seen(place, workspace) == NEW
@@ -187,19 +196,22 @@ def test_who_is_forgotten_here_is_forgotten_there(workspace, place, capfd):
 
 def test_a_side_without_rows_is_delivered_only_where_no_earlier_run_would_be_shown(workspace, place):
     for run_id in (OLD, NEW):
-        path = workspace.run(run_id).features_path("user")
-        write_parquet(features(run_id, "user", num_rows=0), path)
+        shutil.rmtree(workspace.run(run_id).features_folder("user"))
+        write_features(workspace.run(run_id), "user", features(run_id, "user", num_rows=0))
         workspace.publication.publish(run_id)
         deliver(workspace, place)
     assert LakeTables.at(place).published() == {"run_id": NEW} and num_rows(place) == {"user": 0, "item": 10}
-    write_parquet(features(NEW, "item", num_rows=0), workspace.run(NEW).features_path("item"))
-    with pytest.raises(WorkspaceError, match=r"item.parquet has no rows, and the table item_features at .* would show"):
+    shutil.rmtree(workspace.run(NEW).features_folder("item"))
+    write_features(workspace.run(NEW), "item", features(NEW, "item", num_rows=0))
+    with pytest.raises(
+        WorkspaceError, match=r"item/00000.parquet has no rows, and the table item_features .* would show"
+    ):
         deliver(workspace, place)
 
 
 def test_a_run_without_features_and_lists_of_an_extension_are_not_delivered(workspace, place, capfd):
-    workspace.run(OLD).features_path("item").unlink()
-    with pytest.raises(WorkspaceError, match=r"item.parquet is missing.*nightly --date 2025-03-01 --force"):
+    shutil.rmtree(workspace.run(OLD).features_folder("item"))
+    with pytest.raises(WorkspaceError, match=r"item is missing.*nightly --date 2025-03-01 --force"):
         deliver(workspace, place)
     lists = Workspace.open(workspace.root / "recommendations")
     run = lists.run(OLD)
