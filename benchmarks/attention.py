@@ -64,8 +64,8 @@ class Problem:
     def expected(self) -> torch.Tensor:
         """The right result, by torch in float32."""
         exact = (tensor.float() for tensor in (self.query, self.keys, self.values))
-        found = torch_attention(*exact, [one_group(self.metadata)], HEAD_DIM**-0.5, None, None, None)
-        return found.to(self.query.dtype)
+        output = torch_attention(*exact, [one_group(self.metadata)], HEAD_DIM**-0.5, None, None, None)
+        return output.to(self.query.dtype)
 
     @property
     def num_sequences(self) -> int:
@@ -243,9 +243,9 @@ def main(words: Sequence[str] | None = None) -> int:
     heads = {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM, "dtype": "bfloat16"}
     if options.blocks:
         scale = scale_of(options, BLOCKS, BLOCKS, SMOKE)
-        found = measure_blocks(scale, device, blocks_grid())
+        blocks = measure_blocks(scale, device, blocks_grid())
         if options.json:
-            write_json(options.json, {"context": scale.context, **heads, **found})
+            write_json(options.json, {"context": scale.context, **heads, **blocks})
         return 0
     rows = []
     for batch in scale.batches:

@@ -77,7 +77,7 @@ class World:
     codes: ItemCodes
     trie: ItemTrie
     trained: list[np.ndarray]
-    asked: list[np.ndarray]
+    histories: list[np.ndarray]
     answers: np.ndarray
 
 
@@ -89,21 +89,21 @@ def world_of(data: Path, scale: Scale) -> World:
     for row in pq.read_table(data / "beauty" / "sequences.parquet").to_pylist():
         items = [rows[item] for item in row["items"] if item in rows]
         parts.setdefault(row["user_id"], {})[row["split"]] = items
-    trained = [np.array(one["train"]) for one in parts.values() if len(one["train"]) > 1][: scale.num_trained]
-    users = [one for one in parts.values() if one["test"] and len(one["train"]) > 1]
+    trained = [np.array(user["train"]) for user in parts.values() if len(user["train"]) > 1][: scale.num_trained]
+    users = [user for user in parts.values() if user["test"] and len(user["train"]) > 1]
     chosen = [users[place] for place in np.random.default_rng(0).permutation(len(users))[: scale.num_judged]]
-    asked = [np.array([*one["train"], *one["valid"]]) for one in chosen]
-    return World(codes, ItemTrie.of(codes), trained, asked, np.array([one["test"][0] for one in chosen]))
+    histories = [np.array([*user["train"], *user["valid"]]) for user in chosen]
+    return World(codes, ItemTrie.of(codes), trained, histories, np.array([user["test"][0] for user in chosen]))
 
 
 def models_of(world: World, cache: Path, scale: Scale) -> dict[str, Recommender]:
     """The target and each small model, trained or from the cache."""
     digest = hashlib.sha256(repr(scale).encode() + world.codes.codes.tobytes()).hexdigest()[:10]
-    folder, found = cache / f"beauty-{digest}", {}
+    folder, recommenders = cache / f"beauty-{digest}", {}
     if not (folder / "target" / "recommender.json").exists():
         train_recommender(world.codes, world.trained, folder / "target", RecommenderOptions(epochs=scale.epochs[0]))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found["target"] = load_recommender(folder / "target", device)
+    recommenders["target"] = load_recommender(folder / "target", device)
     options = RecommenderOptions(hidden_size=64, num_layers=1, epochs=scale.epochs[1], num_listed=scale.num_listed)
     for name in (*KINDS, *ABLATIONS):
         own = folder / name.replace(", ", "-").replace(" ", "-")
@@ -115,9 +115,9 @@ def models_of(world: World, cache: Path, scale: Scale) -> dict[str, Recommender]
                 epochs = max(1, round(epochs * len(world.trained) / scale.num_listed / 4))
             with replaced_strict_loss(ABLATIONS.get(name)):
                 own_options = replace(options, epochs=epochs)
-                train_draft(kind, found["target"], world.codes, world.trained, own, own_options)
-        found[name] = load_recommender(own, device)
-    return found
+                train_draft(kind, recommenders["target"], world.codes, world.trained, own, own_options)
+        recommenders[name] = load_recommender(own, device)
+    return recommenders
 
 
 @contextmanager
@@ -152,7 +152,7 @@ def methods_of(world: World, models: dict[str, Recommender], size: int, scale: S
     width = WIDTH * size
 
     def trees(model: Recommender, users: Sequence[int], kind: type[CodeTrees] = CodeTrees) -> CodeTrees:
-        own = [model.card.prompt(world.codes.codes[world.asked[user]]) for user in users]
+        own = [model.card.prompt(world.codes.codes[world.histories[user]]) for user in users]
         return kind(model.model, trie, model.card.first_tokens, own)
 
     def by(drafter_of: Callable[[Sequence[int]], BeamDrafter], kind: type[CodeTrees] = CodeTrees) -> Run:
@@ -172,12 +172,13 @@ def methods_of(world: World, models: dict[str, Recommender], size: int, scale: S
 
         return run
 
-    known, num_asked = [], min(scale.num_users + TRIED * batch, len(world.asked))
+    known, num_asked = [], min(scale.num_users + TRIED * batch, len(world.histories))
     for start in range(0, num_asked, 32):
-        before = [target.card.prompt(world.codes.codes[one[:-1]]) for one in world.asked[start : start + 32]]
+        histories = world.histories[start : start + 32]
+        before = [target.card.prompt(world.codes.codes[history[:-1]]) for history in histories]
         trees_before = CodeTrees(target.model, trie, target.card.first_tokens, before)
         known += search(trees_before, trie, len(before), width, BeamDrafter())
-    lists = [[tuple(world.codes.codes[row].tolist()) for row in one.rows] for one in known]
+    lists = [[tuple(world.codes.codes[row].tolist()) for row in result.rows] for result in known]
 
     def listed(budget: int) -> Run:
         if budget == 0:
@@ -185,23 +186,23 @@ def methods_of(world: World, models: dict[str, Recommender], size: int, scale: S
         return by(lambda users: ListedItems([lists[user] for user in users], trie, budget))
 
     apart = [range(start, start + batch) for start in range(scale.num_users, num_asked, batch)]
-    apart = [part for part in apart if part[-1] < len(world.asked)] or [range(min(batch, len(world.asked)))]
+    apart = [part for part in apart if part[-1] < len(world.histories)] or [range(min(batch, len(world.histories)))]
     chosen, _ = fastest(tried_seconds(apart, size, lambda users, budget: listed(budget)(users)))
-    found = {
+    methods = {
         "plain": listed(0),
         "transformers": lambda users: (by_transformers(world, target, users, size), None),
         **{f"lists, {share:g} k": listed(round(share * size)) for share in TRIED_SHARES},
         "nights": listed(chosen),
     }
-    found |= {name: small(name) for name in models if name != "target"}
-    found |= {"atspeed_s, no tree": small("atspeed_s", WithoutATree)}
-    return found | {"plain, sampled": sampled(None)} | {f"{name}, sampled": sampled(name) for name in SAMPLED}
+    methods |= {name: small(name) for name in models if name != "target"}
+    methods |= {"atspeed_s, no tree": small("atspeed_s", WithoutATree)}
+    return methods | {"plain, sampled": sampled(None)} | {f"{name}, sampled": sampled(name) for name in SAMPLED}
 
 
 @torch.inference_mode()
 def by_transformers(world: World, target: Recommender, users: Sequence[int], size: int) -> list[BeamResult]:
     """Its own beams, kept to items by `prefix_allowed_tokens_fn`."""
-    prompts = [target.card.prompt(world.codes.codes[world.asked[user]]) for user in users]
+    prompts = [target.card.prompt(world.codes.codes[world.histories[user]]) for user in users]
     trie, firsts = world.trie, target.card.first_tokens
     longest = max(map(len, prompts))
     ids = torch.zeros((len(prompts), longest), dtype=torch.int64)
@@ -222,19 +223,20 @@ def by_transformers(world: World, target: Recommender, users: Sequence[int], siz
         num_return_sequences=size, do_sample=False, length_penalty=0.0, pad_token_id=0, eos_token_id=None,
         prefix_allowed_tokens_fn=allowed, renormalize_logits=True,
     )[:, longest:].reshape(len(prompts), size, -1).cpu()  # fmt: skip
-    rows = [[trie.node_of(tuple((row - torch.tensor(firsts)).tolist())) for row in one] for one in out]
-    return [BeamResult(np.array([-1 if row is None else row for row in one]), np.zeros(size), 0) for one in rows]
+    rows = [[trie.node_of(tuple((row - torch.tensor(firsts)).tolist())) for row in of_user] for of_user in out]
+    nodes = (np.array([-1 if row is None else row for row in of_user]) for of_user in rows)
+    return [BeamResult(of_user, np.zeros(size), 0) for of_user in nodes]
 
 
 def rows_of(world: World, models: dict[str, Recommender], scale: Scale) -> Iterator[dict]:
-    num_asked = min(len(world.asked), scale.num_users)
+    num_asked = min(len(world.histories), scale.num_users)
     for batch in scale.batches:
         num_timed = num_asked if batch > 8 else max(1, num_asked // 4)  # alone fewer
         parts = [range(start, min(start + batch, num_timed)) for start in range(0, num_timed, batch)]
         for size in scale.sizes:
             methods = methods_of(world, models, size, scale, batch)
             seconds = {name: [] for name in methods}
-            found: dict[str, list[BeamResult]] = {}
+            results: dict[str, list[BeamResult]] = {}
             forwards, tokens = {}, {}
             for run in methods.values():
                 run(parts[0])
@@ -244,18 +246,18 @@ def rows_of(world: World, models: dict[str, Recommender], scale: Scale) -> Itera
                     start_s = time.perf_counter()
                     done = [methods[name](list(part)) for part in parts]
                     seconds[name].append(time.perf_counter() - start_s)
-                    found[name] = [one for lists, _ in done for one in lists]
+                    results[name] = [result for lists, _ in done for result in lists]
                     counted = [trees for _, trees in done if trees is not None]
-                    forwards[name] = sum(one.num_forwards for one in counted) / len(parts) or None
-                    tokens[name] = sum(one.num_tokens for one in counted) / num_timed or None
+                    forwards[name] = sum(trees.num_forwards for trees in counted) / len(parts) or None
+                    tokens[name] = sum(trees.num_tokens for trees in counted) / num_timed or None
             for name in methods:
-                lists = found[name]
+                lists = results[name]
                 plain = "plain, sampled" if name.endswith("sampled") else "plain"
-                both = zip(lists, found[plain], strict=True)
+                both = zip(lists, results[plain], strict=True)
                 yield {
                     "method": name, "k": size, "batch": batch,
                     "speedup": Spread.of([a / b for a, b in zip(seconds[plain], seconds[name], strict=True)]),
-                    "accepted_steps": float(np.mean([one.num_accepted for one in lists])),
+                    "accepted_steps": float(np.mean([result.num_accepted for result in lists])),
                     "if-newer": forwards[name], "tokens": tokens[name],
                     "users_a_second": Spread.of([len(lists) / s for s in seconds[name]]),
                     "same_as_plain": float(np.mean([np.array_equal(a.rows, b.rows) for a, b in both])),
@@ -265,15 +267,15 @@ def rows_of(world: World, models: dict[str, Recommender], scale: Scale) -> Itera
 def quality_of(world: World, models: dict[str, Recommender], scale: Scale) -> Iterator[dict]:
     """How good lists are, of all users; those that are verified strictly are plain ones."""
     methods = methods_of(world, models, QUALITY_OF, scale, 32)
-    parts = [range(start, min(start + 32, len(world.asked))) for start in range(0, len(world.asked), 32)]
+    parts = [range(start, min(start + 32, len(world.histories))) for start in range(0, len(world.histories), 32)]
     chosen = ("plain", "atspeed_s", "plain, sampled", *(f"{name}, sampled" for name in SAMPLED))
-    lists = {name: [one.rows for part in parts for one in methods[name](list(part))[0]] for name in chosen}
-    lists["most popular items"] = [popular_list(world.trained, len(world.codes), 10)] * len(world.asked)
-    lists["neighbours' items"] = neighbour_lists(world.trained, len(world.codes), world.asked, 10)
-    for name, found in lists.items():
-        row = {"method": name, "k": QUALITY_OF, "num_users": len(found)}
+    lists = {name: [result.rows for part in parts for result in methods[name](list(part))[0]] for name in chosen}
+    lists["most popular items"] = [popular_list(world.trained, len(world.codes), 10)] * len(world.histories)
+    lists["neighbours' items"] = neighbour_lists(world.trained, len(world.codes), world.histories, 10)
+    for name, listed in lists.items():
+        row = {"method": name, "k": QUALITY_OF, "num_users": len(listed)}
         for cut in (5, 10):
-            ranking = Ranking.of([one[:cut] for one in found], world.answers.tolist())
+            ranking = Ranking.of([ranked[:cut] for ranked in listed], world.answers.tolist())
             row |= {f"recall_{cut}": ranking.recall_10, f"ndcg_{cut}": ranking.ndcg_10}
         yield row
 
@@ -330,8 +332,8 @@ def main() -> None:
     models = models_of(world, arguments.cache, scale)
     rows, quality = list(rows_of(world, models, scale)), list(quality_of(world, models, scale))
     trained = {
-        name: {"training_seconds": one.card.training_seconds, "num_parameters": one.model.num_parameters()}
-        for name, one in models.items()
+        name: {"training_seconds": each.card.training_seconds, "num_parameters": each.model.num_parameters()}
+        for name, each in models.items()
     }
     tables = [table(rows, COLUMNS), table(quality, QUALITY)]
     finish(

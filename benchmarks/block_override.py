@@ -32,7 +32,7 @@ def override_blocks() -> None:
         elif inspect.isfunction(value) and value.__module__ == launcher.__name__ and value.__defaults__:
             defaults = value.__defaults__
             value.__defaults__ = tuple(
-                replace(one, **changes) if isinstance(one, launcher.Blocks) else one for one in defaults
+                replace(default, **changes) if isinstance(default, launcher.Blocks) else default for default in defaults
             )
             num_changed += value.__defaults__ != defaults
     if not num_changed:

@@ -144,17 +144,17 @@ def drawn(operations: list[str], num_kills: int, order: random.Random) -> list[K
     for number, stage in enumerate(operations, 1):
         by_stage[stage].append(number)
     num_ray = min(num_kills, max(num_kills * 3 // 8, len(RAY_KINDS)))  # each kind at each moment, where 40 are killed
-    found = []
+    kills = []
     for number in range(num_ray):
         kind = RAY_KINDS[number % len(RAY_KINDS)]
         moments = [moment for moment in RAY_MOMENTS if moment != "start" or kind not in ("actor", "node")]
         moment = moments[(number // len(RAY_KINDS)) % len(moments)]
-        found.append(Kill(kind, moment, delay_s=order.uniform(0, RAY_MOMENTS[moment])))
+        kills.append(Kill(kind, moment, delay_s=order.uniform(0, RAY_MOMENTS[moment])))
     stages = [stage for stage in by_stage for _ in range(2 if stage == "generate" else 1)]
     for number in range(num_kills - num_ray):
         stage = stages[number % len(stages)]
-        found.append(Kill(FILE_KINDS[number % len(FILE_KINDS)], stage, order.choice(by_stage[stage])))
-    return found
+        kills.append(Kill(FILE_KINDS[number % len(FILE_KINDS)], stage, order.choice(by_stage[stage])))
+    return kills
 
 
 class Missed(Exception):
@@ -255,9 +255,9 @@ class Chaos:
     def _judged(self, outcome: Outcome, place: Path) -> Outcome:
         if outcome.exit_codes[-1] != 0:
             return replace(outcome, trouble=f"{outcome.kill}: {outcome.exit_codes}")
-        found = contents(place)
+        remaining = contents(place)
         differing = sorted(
-            name for name in self._reference.keys() | found if self._reference.get(name) != found.get(name)
+            name for name in self._reference.keys() | remaining if self._reference.get(name) != remaining.get(name)
         )
         num_lost = num_doubled = 0
         there = ids_of(place)
@@ -297,12 +297,12 @@ def rows_of(outcomes: list[Outcome]) -> list[dict]:
             "kind": kind,
             "stage": stage,
             "kills": len(group),
-            "survived": sum(one.exit_codes[-1] == 0 and None not in one.exit_codes for one in group),
-            "identical": sum(one.is_identical for one in group),
-            "lost": sum(one.num_lost for one in group),
-            "doubled": sum(one.num_doubled for one in group),
-            "hung": sum(None in one.exit_codes for one in group),
-            "left": sum(one.num_left for one in group),
+            "survived": sum(outcome.exit_codes[-1] == 0 and None not in outcome.exit_codes for outcome in group),
+            "identical": sum(outcome.is_identical for outcome in group),
+            "lost": sum(outcome.num_lost for outcome in group),
+            "doubled": sum(outcome.num_doubled for outcome in group),
+            "hung": sum(None in outcome.exit_codes for outcome in group),
+            "left": sum(outcome.num_left for outcome in group),
         }
         for (kind, stage), group in groups.items()
     ]
@@ -312,28 +312,28 @@ def contents(place: Path) -> dict[str, str]:
     """By name a hash of each Parquet file of the published run, by content, and of the files of its pools."""
     workspace = Workspace.open(place / "workspace", create=False)
     run = workspace.publication.run()
-    found = {"published": run.run_id}
+    digests = {"published": run.run_id}
     for path in sorted(run.root.rglob("*.parquet")):
         if path.relative_to(run.root).parts[0] not in ("plan", "shards"):
             table = pq.read_table(path)
             content = repr((table.schema, table.to_pylist())).encode()
-            found[str(path.relative_to(run.root))] = hashlib.sha256(content).hexdigest()
+            digests[str(path.relative_to(run.root))] = hashlib.sha256(content).hexdigest()
     pools = PoolStore(workspace.pools_folder)
     current = pools.folder(pools.current_version())
     for path in sorted(current.rglob("*")):
         if path.is_file() and path.suffix != ".json":
-            found[f"pools/{path.relative_to(current)}"] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return found
+            digests[f"pools/{path.relative_to(current)}"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return digests
 
 
 def ids_of(place: Path) -> dict[str, Counter]:
     """How often each entity is in the published texts or in quarantine, by side."""
     run = Workspace.open(place / "workspace", create=False).publication.run()
-    found = {}
+    counts = {}
     for side in SIDES:
         fresh = [i for batch in run.iter_knowledge(side, ["entity_id"]) for i in batch["entity_id"].to_pylist()]
-        found[side] = Counter(fresh)
-    return found
+        counts[side] = Counter(fresh)
+    return counts
 
 
 def require(exit_code: int | None, place: Path) -> None:

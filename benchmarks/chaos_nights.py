@@ -46,9 +46,9 @@ def forked_night(
         code = 1
         try:
             os.chdir(place)
-            with open(os.devnull, "w") as nothing, open(place / "said.txt", "a") as said:
+            with open(os.devnull, "w") as nothing, open(place / "said.txt", "a") as output:
                 os.dup2(nothing.fileno(), 1)
-                os.dup2(said.fileno(), 2)
+                os.dup2(output.fileno(), 2)
             write_here()
             watch = Watch(place / "workspace", death)
             sys.argv = ["laserbatch", "nightly", "--config", "laserbatch.yaml", "--date", date, *options]
@@ -143,9 +143,9 @@ def ray_night(
 ) -> int | None:
     """A night whose texts Ray's workers write, by the command line; its exit code, None: it hung."""
     command = [*night_command(SECOND_DATE), *(["--ray-address", address] if address else [])]
-    with open(place / "said.txt", "a") as said:
+    with open(place / "said.txt", "a") as log:
         environment = os.environ | {MARK: mark}
-        night = subprocess.Popen(command, cwd=place, env=environment, stdout=said, stderr=said, start_new_session=True)
+        night = subprocess.Popen(command, cwd=place, env=environment, stdout=log, stderr=log, start_new_session=True)
     meanwhile(night)
     try:
         return night.wait(timeout=TIMEOUT_S)
@@ -204,14 +204,14 @@ def wait_for(happened: Callable[[], object], night: subprocess.Popen) -> None:
 
 def marked(mark: str) -> dict[int, str]:
     """The processes of a night, and what they are called."""
-    found = {}
+    commands = {}
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if f"{MARK}={mark}\0".encode() in (path / "environ").read_bytes() + b"\0":
                 line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
                 if line:  # else it has ended, and nobody has asked how
-                    found[int(path.name)] = line
-    return found
+                    commands[int(path.name)] = line
+    return commands
 
 
 def is_mapped(path: str) -> bool:

@@ -215,7 +215,7 @@ def machine() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "versions": {name: found for name in _LIBRARIES if (found := _version(name))},
+        "versions": {name: version for name in _LIBRARIES if (version := _version(name))},
     }
 
 

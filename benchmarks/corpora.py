@@ -106,14 +106,14 @@ def _all_different(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """The pairs whose prompt and whose text no earlier pair has, sorted by prompt."""
     prompts: set[str] = set()
     texts: set[str] = set()
-    kept = []
+    different = []
     for prompt, text in pairs:
         text = text.strip()
         if text and prompt not in prompts and text not in texts:
-            kept.append((prompt, text))
+            different.append((prompt, text))
             prompts.add(prompt)
             texts.add(text)
-    return sorted(kept)
+    return sorted(different)
 
 
 def _num_mark_tokens(tokenizer) -> int:

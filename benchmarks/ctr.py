@@ -177,15 +177,15 @@ def speeds(name: str, data: CtrData, settings: CtrSettings, num_turns: int, with
     peer = FuxiCtr(name, data, settings, 0) if with_peer else None
     batch_size = default_batch_size(len(data.train))
     collated = list(peer.loader(data.train, batch_size, True)) if peer else []
-    taken: dict[str, list[float]] = {}
+    durations: dict[str, list[float]] = {}
     for turn in range(num_turns + 1):
         of_turn = {"ours": our_epoch(network, data, settings, state)}
         if peer:
             of_turn["fuxictr rows"] = peer.epoch(peer.loader(data.train, batch_size, True))
             of_turn["fuxictr none"] = peer.epoch(collated)
         for system, seconds in of_turn.items() if turn else ():
-            taken.setdefault(system, []).append(seconds)
-    return {system: len(data.train) / statistics.median(seconds) for system, seconds in taken.items()}
+            durations.setdefault(system, []).append(seconds)
+    return {system: len(data.train) / statistics.median(seconds) for system, seconds in durations.items()}
 
 
 def run(folder: Path, size: str) -> list[dict]:
@@ -215,11 +215,11 @@ def run(folder: Path, size: str) -> list[dict]:
             row = {"model": name, "library": library, "loader": loader or "index", "samples_per_s": round(samples)}
             rows.append(row | {"auc_mean": statistics.fmean(aucs[library]), "seeds": num_seeds})
     for name in (*MODELS, "gbdt"):
-        found = [train_model(name, with_past, None, settings, seed).scores for seed in range(num_seeds)]
-        judged = [measure(labels, scores, users, is_cold) for scores in found]
+        all_scores = [train_model(name, with_past, None, settings, seed).scores for seed in range(num_seeds)]
+        judged = [measure(labels, scores, users, is_cold) for scores in all_scores]
         rows.append({
-            "model": name, "features": "none", "dataset": "ml-100k", **mean_and_std([one.auc for one in judged]),
-            "logloss_mean": statistics.fmean(one.logloss for one in judged), "seeds": num_seeds,
+            "model": name, "features": "none", "dataset": "ml-100k", **mean_and_std([each.auc for each in judged]),
+            "logloss_mean": statistics.fmean(each.logloss for each in judged), "seeds": num_seeds,
         })  # fmt: skip
     return rows
 

@@ -73,13 +73,13 @@ def feature_rows(night: Night, tables: Tables, num_seeds: int) -> list[dict]:
     settings = CtrSettings(num_seeds=num_seeds)
     names = {title: name for name, title in MODEL_TITLES.items()}
     rows = []
-    for found in compare_ctr(night.run.root, tables, night.date, VERIFIER, settings).rows:
-        if found.model not in names:
+    for result in compare_ctr(night.run.root, tables, night.date, VERIFIER, settings).rows:
+        if result.model not in names:
             continue
-        row = {"model": names[found.model], "features": found.variant, "dataset": "sample world"}
-        row |= {"auc_mean": found.auc, "auc_std": found.auc_std, "logloss_mean": found.logloss, "seeds": num_seeds}
+        row = {"model": names[result.model], "features": result.variant, "dataset": "sample world"}
+        row |= {"auc_mean": result.auc, "auc_std": result.auc_std, "logloss_mean": result.logloss, "seeds": num_seeds}
         rows.append(row)
-        if found.variant == "plain":
+        if result.variant == "plain":
             rows.append(row | {"features": "greedy", "same_as": "plain"})
     return rows
 
@@ -109,8 +109,8 @@ def history_rows(night: Night, tables: Tables, num_seeds: int) -> list[dict]:
             parts["older text"] = seen.train[has_older]
         for model, (trained_on, train) in itertools.product(settings.models, parts.items()):
             data = dataclasses.replace(seen, train=train, test=judged)
-            found = [_judged(model, data, knowledge, settings, seed) for seed in range(num_seeds)]
-            aucs, losses, of_training = zip(*found, strict=True)
+            by_seed = [_judged(model, data, knowledge, settings, seed) for seed in range(num_seeds)]
+            aucs, losses, of_training = zip(*by_seed, strict=True)
             row = {"model": model, "history": history, "trained_on": trained_on, "features": VERIFIER}
             row |= {"dataset": "sample world"} | mean_and_std(aucs)
             row |= {"logloss_mean": statistics.fmean(losses), "train_auc_mean": statistics.fmean(of_training)}
@@ -126,13 +126,12 @@ def adaptor_rows(night: Night, tables: Tables, num_seeds: int) -> list[dict]:
     rows = []
     for model, adaptor in itertools.product(NETWORKS, ADAPTORS):
         settings = CtrSettings(adaptor=adaptor)
-        found = [train_model(model, data, knowledge, settings, seed) for seed in range(num_seeds)]
+        trained = [train_model(model, data, knowledge, settings, seed) for seed in range(num_seeds)]
         row = {"model": model, "adaptor": adaptor, "features": VERIFIER, "dataset": "sample world"}
-        row |= {"validation_auc_mean": statistics.fmean(one.validation_auc for one in found)}
-        aucs = [float(roc_auc_score(data.labels[data.test], one.scores)) for one in found]
-        rows.append(
-            row | mean_and_std(aucs) | {"train_s": statistics.median(one.train_s for one in found), "seeds": num_seeds}
-        )
+        row |= {"validation_auc_mean": statistics.fmean(training.validation_auc for training in trained)}
+        aucs = [float(roc_auc_score(data.labels[data.test], training.scores)) for training in trained]
+        train_s = statistics.median(training.train_s for training in trained)
+        rows.append(row | mean_and_std(aucs) | {"train_s": train_s, "seeds": num_seeds})
     return rows
 
 
@@ -140,11 +139,11 @@ def _judged(
     model: str, data: CtrData, knowledge: Knowledge, settings: CtrSettings, seed: int
 ) -> tuple[float, float, float]:
     """AUC and LogLoss of the test rows, AUC of the training rows."""
-    found = train_model(model, data, knowledge, settings, seed)
+    trained = train_model(model, data, knowledge, settings, seed)
     if model == "gbdt":
-        of_training = predict_gbdt(found.model, GbdtColumns(data, knowledge), data.train)
+        of_training = predict_gbdt(trained.model, GbdtColumns(data, knowledge), data.train)
     else:
-        of_training = predict(found.model, data, data.train)
-    labels, scores = data.labels[data.test], np.clip(found.scores.astype(float), 1e-7, 1 - 1e-7)
+        of_training = predict(trained.model, data, data.train)
+    labels, scores = data.labels[data.test], np.clip(trained.scores.astype(float), 1e-7, 1 - 1e-7)
     auc, of_training = roc_auc_score(labels, scores), roc_auc_score(data.labels[data.train], of_training)
     return float(auc), float(log_loss(labels, scores)), float(of_training)

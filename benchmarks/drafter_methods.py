@@ -45,7 +45,7 @@ def trained_drafters(
         if len(text)
     ]
     digest = hashlib.sha256(repr(options).encode() + b"".join(text.prompt_ids.tobytes() for text in texts))
-    found = {}
+    trained = {}
     for kind in KINDS:
         folder = cache / engine.model_id / "drafters" / f"{kind}-{digest.hexdigest()[:12]}"
         card = read_card(folder)
@@ -55,8 +55,8 @@ def trained_drafters(
         with safe_open(folder / "model.safetensors", "pt") as opened:
             sizes = [opened.get_slice(name).get_shape() for name in opened.keys()]  # noqa: SIM118
         num_parameters = sum(size[0] * (size[1] if len(size) > 1 else 1) for size in sizes)
-        found[kind] = Trained(folder, card, num_parameters / engine.loaded.num_parameters)
-    return found
+        trained[kind] = Trained(folder, card, num_parameters / engine.loaded.num_parameters)
+    return trained
 
 
 def settings_by_method(trained: Mapping[Kind, Trained]) -> dict[str, DecodingSettings]:
@@ -80,16 +80,16 @@ def settings_by_rule(small: Path, budgets: Sequence[int], length: int) -> dict[t
     As wide as the budget lets them be at that length (RSD, section 5, fixed budget); `leviathan` has one chain, and
     `greedy`, whose budget is that chain, draws by the target's own noise.
     """
-    found = {}
+    settings = {}
     for budget in budgets:
         shape = {"width": max(1, budget // length), "length": length}
         for rule in SAMPLING_RULES:
             own = shape if rule != "leviathan" else {"width": 1, "length": length}
-            found[rule, budget] = sampled(small, rule, **own)
+            settings[rule, budget] = sampled(small, rule, **own)
         branching = (max(1, budget // length), *[1] * (length - 1))
-        found["rsd-c", budget] = sampled(small, "rsd", branching=branching)
-    found["greedy", length] = sampled(small, "greedy", width=1, length=length)
-    return found
+        settings["rsd-c", budget] = sampled(small, "rsd", branching=branching)
+    settings["greedy", length] = sampled(small, "greedy", width=1, length=length)
+    return settings
 
 
 def sampled(small: Path, rule: str, **options) -> DecodingSettings:

@@ -147,8 +147,8 @@ class PromptLookup(Drafter):
             ends = longer
         if not len(ends):
             return known[:0], range(0)
-        found = known[ends[-1] + 1 :][:max_nodes]
-        return found, range(-1, len(found) - 1)
+        continuation = known[ends[-1] + 1 :][:max_nodes]
+        return continuation, range(-1, len(continuation) - 1)
 
 
 class Trie(Drafter):
@@ -301,14 +301,14 @@ class Arctic(Drafter):
         self._cache.add_active_response(self._request, document.prompt_ids[-self._num_mark :])
 
     def draft(self, max_nodes: int) -> tuple[list[int], list[int]]:
-        found = self._cache.speculate(
+        draft = self._cache.speculate(
             self._request,
             self.tokens[max(0, self.length - self._max_tree_depth) : self.length],
             max_spec_tokens=max_nodes,
             use_tree_spec=True,
             **self._options,
         )
-        return found.token_ids, found.parents
+        return draft.token_ids, draft.parents
 
     def advance(self, num_tokens: int) -> None:
         if num_tokens:
@@ -351,7 +351,7 @@ def tuned_arctic(
         for settings, k in itertools.product(candidates, max_nodes):
             drafter.choose(settings)
             replays = [replay(drafter, document, k) for document in corpus.tuning[:num_texts]]
-            aal = np.concatenate([one.num_accepted for one in replays]).mean()
+            aal = np.concatenate([measured.num_accepted for measured in replays]).mean()
             if k not in best or aal > best[k][0]:
                 best[k] = aal, settings
     return {k: settings for k, (_, settings) in best.items()}

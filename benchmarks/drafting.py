@@ -112,7 +112,7 @@ class Measured:
     @property
     def draft_us(self) -> np.ndarray:
         """Microseconds of every draft."""
-        return np.concatenate([one.draft_us for one in self.replays])
+        return np.concatenate([replayed.draft_us for replayed in self.replays])
 
 
 def measure_corpus(corpus: Corpus, scale: Scale, folder: Path) -> dict[str, list]:
@@ -130,7 +130,7 @@ def measure_corpus(corpus: Corpus, scale: Scale, folder: Path) -> dict[str, list
     for k in MAX_NODES:
         arctic = [Arctic(corpus, corpus.pool, settings[k])] if settings else []
         measured = replay_in_turns([*steady, *arctic], corpus, k)
-        rows += [row_of(corpus, one) for one in measured]
+        rows += [row_of(corpus, each) for each in measured]
         if not settings:
             missing = f"not installed: {INSTALL_ARCTIC}"
             rows.append({"drafter": Arctic.name, "corpus": corpus.name, "k": k, "missing": missing})
@@ -147,7 +147,7 @@ def measure_corpus(corpus: Corpus, scale: Scale, folder: Path) -> dict[str, list
             {"corpus": corpus.name, "k": k, "pool_escape": escape, "calibration_s": ours.calibration_s}
             for k, escape in ours.escapes.items()
         ],
-        "arctic_settings": [{"corpus": corpus.name, "k": k, **asdict(one)} for k, one in settings.items()],
+        "arctic_settings": [{"corpus": corpus.name, "k": k, **asdict(chosen)} for k, chosen in settings.items()],
     }
     figures = [figure for ratio in ratios for figure in figures_of_ratio(ratio)]
     return result | {"figures": figures + figures_of_ours(corpus, ours, result["drafts"], result["steps"])}
@@ -167,13 +167,13 @@ def replay_in_turns(drafters: Sequence[Drafter], corpus: Corpus, max_nodes: int)
                 replays[place].append(replay(drafters[place], document, max_nodes))
     finally:
         gc.enable()
-    return [Measured(drafter, max_nodes, found) for drafter, found in zip(drafters, replays, strict=True)]
+    return [Measured(drafter, max_nodes, replayed) for drafter, replayed in zip(drafters, replays, strict=True)]
 
 
 def aal_samples(replays: Sequence[Replay]) -> np.ndarray:
     """AAL over the steps of all texts, then of texts resampled: float64[1 + n]."""
-    accepted = resampled_totals([sum(one.num_accepted) for one in replays])
-    return accepted / resampled_totals([len(one.num_accepted) for one in replays])
+    accepted = resampled_totals([sum(replayed.num_accepted) for replayed in replays])
+    return accepted / resampled_totals([len(replayed.num_accepted) for replayed in replays])
 
 
 def aal_ratio(replays: Sequence[Replay], peer: Sequence[Replay]) -> Interval:
@@ -184,8 +184,8 @@ def aal_ratio(replays: Sequence[Replay], peer: Sequence[Replay]) -> Interval:
 
 def row_of(corpus: Corpus, measured: Measured) -> dict:
     """What the replays of one drafter say."""
-    num_drafted = np.concatenate([one.num_drafted for one in measured.replays])
-    num_accepted = np.concatenate([one.num_accepted for one in measured.replays])
+    num_drafted = np.concatenate([replayed.num_drafted for replayed in measured.replays])
+    num_accepted = np.concatenate([replayed.num_accepted for replayed in measured.replays])
     aal = Interval.of(aal_samples(measured.replays))
     draft_us = measured.draft_us
     return {
@@ -227,8 +227,8 @@ def live_sequences(documents: Sequence[Document]) -> tuple[list[np.ndarray], lis
     """Tokens of the sequences of a step and how many of each are its prompt: held-out texts, each cut anywhere."""
     rng = np.random.default_rng(SEED)
     chosen = [documents[number % len(documents)] for number in range(NUM_SEQUENCES)]
-    contexts = [np.concatenate([one.prompt_ids, one.text_ids[: rng.integers(len(one.text_ids))]]) for one in chosen]
-    return contexts, [len(one.prompt_ids) for one in chosen]
+    begun = [(document.prompt_ids, document.text_ids[: rng.integers(len(document.text_ids))]) for document in chosen]
+    return list(map(np.concatenate, begun)), [len(document.prompt_ids) for document in chosen]
 
 
 def step_rows(corpus: Corpus, ours: Ours, sequences: tuple[list[np.ndarray], list[int]], scale: Scale) -> list[dict]:
@@ -238,12 +238,12 @@ def step_rows(corpus: Corpus, ours: Ours, sequences: tuple[list[np.ndarray], lis
         times: dict[int, list[float]] = {num_threads: [] for num_threads in NUM_THREADS}
         options = DraftOptions(k, MIN_ACCEPTANCE, use_previous=False)
         for _ in range(scale.num_steps):
-            for num_threads, found in times.items():
+            for num_threads, durations in times.items():
                 start_s = time.perf_counter()
                 draft_batch(ours.pools[k], *sequences, options=options, num_threads=num_threads)
-                found.append((time.perf_counter() - start_s) * 1e3)
+                durations.append((time.perf_counter() - start_s) * 1e3)
         row = {"corpus": corpus.name, "k": k, "num_sequences": NUM_SEQUENCES}
-        rows += [row | {"num_threads": number, "step_ms": Spread.of(found)} for number, found in times.items()]
+        rows += [row | {"num_threads": number, "step_ms": Spread.of(durations)} for number, durations in times.items()]
     return rows
 
 
@@ -276,9 +276,9 @@ def support_rows(corpus: Corpus, ours: Ours, scale: Scale, folder: Path) -> list
     }
     measured = replay_in_turns(list(drafters.values()), corpus, k)
     rows = []
-    for least, one in zip(drafters, measured, strict=True):
-        ratio = aal_ratio(one.replays, measured[0].replays)
-        row = {"corpus": corpus.name, "k": k, "min_support": least, "aal": float(aal_samples(one.replays)[0])}
+    for least, drafted in zip(drafters, measured, strict=True):
+        ratio = aal_ratio(drafted.replays, measured[0].replays)
+        row = {"corpus": corpus.name, "k": k, "min_support": least, "aal": float(aal_samples(drafted.replays)[0])}
         rows.append(row | {"of_all": ratio.value, "of_all_low": ratio.low, "of_all_high": ratio.high})
     return rows
 
@@ -328,7 +328,7 @@ def describe_corpus(corpus: Corpus) -> dict:
 def describe(content: dict[str, list]) -> list[str]:
     """Tables for a terminal: every drafter, ours over each peer, and what a least support leaves."""
     where = {"corpus": "{corpus}", "K": "{k}"}
-    found = {
+    columns = {
         "AAL": "{aal:.2f}", "(95 %)": "({aal_low:.2f}-{aal_high:.2f})", "median us": "{median_us:.2f}",
         "mean": "{mean_us:.2f}", "p99": "{p99_us:.2f}",
     }  # fmt: skip
@@ -336,8 +336,8 @@ def describe(content: dict[str, list]) -> list[str]:
     supported = {"min_support": "{min_support}", "AAL": "{aal:.2f}", "of all": "{of_all:.2f}"}
     measured = [row for row in content["rows"] if "missing" not in row]
     tables = [
-        table(measured, where | {"drafter": "{drafter}"} | found | more),
-        table(content["ratios"], where | {"ours /": "{peer}"} | found),
+        table(measured, where | {"drafter": "{drafter}"} | columns | more),
+        table(content["ratios"], where | {"ours /": "{peer}"} | columns),
     ]
     return tables + ([table(content["min_support"], where | supported)] if content["min_support"] else [])
 
@@ -349,8 +349,8 @@ def main() -> None:
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
     model = arguments.model if arguments.model.is_dir() else SAMPLE_MODEL
     unmeasured = [] if SuffixDecodingCache is not None else [f"beside arctic: {INSTALL_ARCTIC}"]
-    for one in unmeasured:
-        logger.warning("unmeasured %s", one)
+    for system in unmeasured:
+        logger.warning("unmeasured %s", system)
     tokenizer = AutoTokenizer.from_pretrained(model)
     corpora = [
         reki_corpus(tokenizer, arguments.data, scale.reki),
@@ -358,7 +358,7 @@ def main() -> None:
     ]
     with tempfile.TemporaryDirectory() as folder:
         parts = [measure_corpus(corpus, scale, Path(folder) / corpus.name) for corpus in corpora]
-    content = {name: [one for part in parts for one in part[name]] for name in parts[0]}
+    content = {name: [row for part in parts for row in part[name]] for name in parts[0]}
     figures = content.pop("figures")
     content |= {"tokenizer": model.name, "corpora": [describe_corpus(corpus) for corpus in corpora]}
     met = not unmeasured and all(figure.met for figure in figures)

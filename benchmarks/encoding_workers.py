@@ -85,13 +85,13 @@ def main() -> None:
                 print(number, system, f"{taken_s:.1f} s", file=sys.stderr, flush=True)
                 if number:  # the first time processes start and load the encoder
                     seconds[system].append(taken_s)
-    rates = {system: Spread.of([num_texts / one for one in taken]) for system, taken in seconds.items()}
-    one, two = (rates[system].median for system in list(systems)[1:])
+    rates = {system: Spread.of([num_texts / taken_s for taken_s in durations]) for system, durations in seconds.items()}
+    single, double = (rates[system].median for system in list(systems)[1:])
     num_bytes = sum(len(cloudpickle.dumps((part, settings, 1))) for part in parts)
-    num_equal = sum(np.array_equal(found, vectors[HERE]) for found in vectors.values())
+    num_equal = sum(np.array_equal(of_system, vectors[HERE]) for of_system in vectors.values())
     figures = [
-        Figure.at_least("two tasks over one, texts a second", two / one, 1.8),
-        Figure.at_least("two tasks of one thread over here with two", two / rates[HERE].median, 0.9),
+        Figure.at_least("two tasks over one, texts a second", double / single, 1.8),
+        Figure.at_least("two tasks of one thread over here with two", double / rates[HERE].median, 0.9),
         Figure.at_least("systems with the same vectors, to the last bit", num_equal, len(systems)),
         Figure.at_most("bytes through Ray for each text (a vector has 1,536)", num_bytes / num_texts, 16),
     ]

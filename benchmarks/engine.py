@@ -135,14 +135,14 @@ def contestants_at(
     only = scale.only_at.get(batch)
     systems = [system for system in scale.systems if only is None or system in only]
     engine = engines.of_batch(batch)
-    found = [one for one in peers.at_batch(batch) if only is None or one.system in only]
-    found.append(Contestant(PLAIN, None, WatchedPlain(engine, rates)))
+    contestants = [peer for peer in peers.at_batch(batch) if only is None or peer.system in only]
+    contestants.append(Contestant(PLAIN, None, WatchedPlain(engine, rates)))
     for system in systems:
         settled = adaptive_budget(step_cost, batch, pools, system)
-        found.append(speculating(engine, pools, system, ADAPTIVE, settled))
+        contestants.append(speculating(engine, pools, system, ADAPTIVE, settled))
         for size in scale.fixed_at.get(batch, scale.fixed_budgets) if system in SWEPT else ():
-            found.append(speculating(engine, pools, system, size, Budget(size, MIN_ACCEPTANCE)))
-    return found
+            contestants.append(speculating(engine, pools, system, size, Budget(size, MIN_ACCEPTANCE)))
+    return contestants
 
 
 def _writer(engines: Engines) -> Engine:
@@ -165,18 +165,17 @@ def measure_batch(
     num_warm_up = 1 if engines.device.type == "cpu" else batch
     amount, prompts = scale.amount_at(task, batch), task.held_out
     twins = twins_of(contestants)
-    different = [one for one in contestants if one.key not in twins]
+    different = [contestant for contestant in contestants if contestant.key not in twins]
     passes = measure(different, prompts, batch, task.max_new_tokens, amount, num_warm_up)
     passes |= {key: passes[twin] for key, twin in twins.items()}
     step_cost = engines.step_cost(batch, None)
     counts = {
-        one.key: counted(step_cost, batch, passes[one.key][0], prompts, one.settled)
-        for one in contestants
-        if not one.is_peer
+        contestant.key: counted(step_cost, batch, passes[contestant.key][0], prompts, contestant.settled)
+        for contestant in contestants
+        if not contestant.is_peer
     }
-    return [
-        {"task": task.name, "batch": batch} | row_of(one, passes, counts) for one in contestants if one.key in passes
-    ]
+    measured = [contestant for contestant in contestants if contestant.key in passes]
+    return [{"task": task.name, "batch": batch} | row_of(contestant, passes, counts) for contestant in measured]
 
 
 def measure_task(
@@ -248,8 +247,8 @@ def main() -> None:
 
     tasks = tasks_of(trained_dir, arguments.data, engines.tokenizer, scale.long, scale.short)
     for task in chosen(tasks, arguments.task):
-        for found in measure_task(task, engines, peers, scale, arguments.cache, rates):
-            rows += found
+        for rows_of_task in measure_task(task, engines, peers, scale, arguments.cache, rates):
+            rows += rows_of_task
             if arguments.json:  # a run that is cut off has what it had measured
                 write_json(arguments.json, {"figures": figures_of(rows, device), **content(), "is_cut_off": True})
     finish(arguments.json, figures_of(rows, device), [table(map(described, rows), COLUMNS)], content())

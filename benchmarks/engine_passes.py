@@ -46,9 +46,9 @@ class Amount:
     num_slow_prompts: int
     num_slow_repetitions: int
 
-    def includes(self, one: Contestant, repetition: int, prompt: int) -> bool:
+    def includes(self, contestant: Contestant, repetition: int, prompt: int) -> bool:
         """Whether a system writes a prompt in a repetition."""
-        return not one.is_slow or (repetition < self.num_slow_repetitions and prompt < self.num_slow_prompts)
+        return not contestant.is_slow or (repetition < self.num_slow_repetitions and prompt < self.num_slow_prompts)
 
 
 def measure(
@@ -65,30 +65,30 @@ def measure(
     """
     prompts = prompts[: amount.num_prompts]
     parts = [(number, [prompt]) for number, prompt in enumerate(prompts)] if batch == 1 else [(0, prompts)]
-    passes: dict[tuple, Repetitions] = {one.key: [] for one in contestants}
+    passes: dict[tuple, Repetitions] = {contestant.key: [] for contestant in contestants}
 
-    def run(one: Contestant, part: Sequence, num_tokens: int) -> Pass | None:
+    def run(contestant: Contestant, part: Sequence, num_tokens: int) -> Pass | None:
         """A contestant's pass; None for a peer without memory, which has no passes from then on."""
         try:
-            return one.runner.run(part, batch, num_tokens)
+            return contestant.runner.run(part, batch, num_tokens)
         except torch.OutOfMemoryError:
-            if not one.is_peer:
+            if not contestant.is_peer:
                 raise
-            logger.warning("%s: no memory at batch %d", one.system, batch)
-            del passes[one.key]
+            logger.warning("%s: no memory at batch %d", contestant.system, batch)
+            del passes[contestant.key]
             return None
 
-    for one in contestants:
-        run(one, prompts[:num_warm_up], WARM_UP_TOKENS)  # compiles and touches everything once
+    for contestant in contestants:
+        run(contestant, prompts[:num_warm_up], WARM_UP_TOKENS)  # compiles and touches everything once
     orders = turns(contestants)
     for repetition in range(amount.num_repetitions):
         written: dict[tuple, list[Pass]] = {key: [] for key in passes}
         for number, part in parts:
-            for one in next(orders):
-                if one.key not in passes or not amount.includes(one, repetition, number):
+            for contestant in next(orders):
+                if contestant.key not in passes or not amount.includes(contestant, repetition, number):
                     continue
-                if (found := run(one, part, max_new_tokens)) is not None:
-                    written[one.key].append(found)
+                if (done := run(contestant, part, max_new_tokens)) is not None:
+                    written[contestant.key].append(done)
         for key in passes:
             if written[key]:
                 passes[key].append(tuple(written[key]))
@@ -141,8 +141,8 @@ class Counted:
         """Tokens per second over another's on the texts that both wrote; the interval is one of texts."""
         num_texts = min(len(self.seconds), len(other.seconds))
         own, others = (
-            resampled_totals(one.num_tokens[:num_texts]) / resampled_totals(one.seconds[:num_texts])
-            for one in (self, other)
+            resampled_totals(counted.num_tokens[:num_texts]) / resampled_totals(counted.seconds[:num_texts])
+            for counted in (self, other)
         )
         return Interval.of(own / others)
 
@@ -162,14 +162,14 @@ def counted(
     without, with_prompts = step_cost.seconds(full, np.array([full, full + PREFILL_TOKENS]))
     per_prompt_token = float(with_prompts - without) / PREFILL_TOKENS
     seconds, first = [], 0
-    for one in passes:
-        num_texts = len(one.texts)
-        taken = _computed_prompt_tokens(prompts[first : first + num_texts], batch) * per_prompt_token
-        for live, num_drafted in _steps(one.tree_sizes, batch):
-            taken[live] += _step_seconds(step_cost, len(live), num_drafted, drafts) / len(live)
-        seconds.append(taken)
+    for done in passes:
+        num_texts = len(done.texts)
+        text_seconds = _computed_prompt_tokens(prompts[first : first + num_texts], batch) * per_prompt_token
+        for live, num_drafted in _steps(done.tree_sizes, batch):
+            text_seconds[live] += _step_seconds(step_cost, len(live), num_drafted, drafts) / len(live)
+        seconds.append(text_seconds)
         first += num_texts
-    num_tokens = [count for one in passes for count in one.text_tokens]
+    num_tokens = [count for done in passes for count in done.text_tokens]
     return Counted(np.array(num_tokens, float), np.concatenate(seconds))
 
 

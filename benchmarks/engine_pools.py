@@ -70,11 +70,11 @@ def unseen_prompts(engine: Engine, task: Task, cache: Path) -> Task:
         answered = own_texts(engine, replace(task, pool_prompts=prompts), cache)
         return tuple(p for p, text in zip(prompts, answered, strict=True) if text.tobytes() not in in_pool)
 
-    kept = replace(task, held_out=unseen(task.held_out), earlier_prompts=unseen(task.earlier_prompts))
-    num_left_out = len(task.held_out) - len(kept.held_out)
+    remaining = replace(task, held_out=unseen(task.held_out), earlier_prompts=unseen(task.earlier_prompts))
+    num_left_out = len(task.held_out) - len(remaining.held_out)
     if num_left_out:
         logger.info("%s: %d prompts left out, their texts are in the pool", task.name, num_left_out)
-    return kept
+    return remaining
 
 
 def pools_of(engine: Engine, task: Task, cache: Path, folder: Path, kinds: Sequence[str]) -> dict[str, GroupedPool]:

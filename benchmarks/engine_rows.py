@@ -31,22 +31,22 @@ MIN_ROOFLINE_SHARE = 0.75
 ROOFLINE_BATCHES = (1, 64, 256)
 
 
-def row_of(one: Contestant, passes: Mapping[tuple, Repetitions], counts: Mapping[tuple, Counted]) -> dict:
+def row_of(contestant: Contestant, passes: Mapping[tuple, Repetitions], counts: Mapping[tuple, Counted]) -> dict:
     """What the passes of one contestant say; steps and texts are the same in every repetition.
 
     Parameters
     ----------
     counts : by key, of the systems of our engine.
     """
-    own = passes[one.key]
+    own = passes[contestant.key]
     joined = [Pass.joined(parts) for parts in own]
     first, plain = joined[0], Pass.joined(passes[PLAIN, None][0])
     both = list(zip(first.texts, plain.texts, strict=False))
     speed = Spread.of([each.tokens_per_s for each in joined])
     over_plain = ratios(own, passes[PLAIN, None])
     return {
-        "system": one.system,
-        "budget": one.budget,
+        "system": contestant.system,
+        "budget": contestant.budget,
         "tokens_per_s": speed.median,
         "tokens_per_s_min": speed.min,
         "tokens_per_s_max": speed.max,
@@ -60,28 +60,28 @@ def row_of(one: Contestant, passes: Mapping[tuple, Repetitions], counts: Mapping
         "num_texts_beside_plain": len(both),
         "num_repetitions_beside_plain": len(over_plain),
         "num_texts_as_plain": sum(text == other for text, other in both),
-        "max_draft_tokens": one.settled and one.settled.max_draft_tokens,
-        "min_acceptance": one.settled and one.settled.min_acceptance,
+        "max_draft_tokens": contestant.settled and contestant.settled.max_draft_tokens,
+        "min_acceptance": contestant.settled and contestant.settled.min_acceptance,
         "ratio_to_plain": Spread.of(over_plain),
         "ratio_to_transformers": Spread.of(ratios(own, passes[PEER, None])) if (PEER, None) in passes else None,
-        "counted_to_plain": counts[one.key].over(counts[PLAIN, None]) if one.key in counts else None,
-        "roofline_share": Spread.of(one.runner.shares[1:]).median if one.system == PLAIN else None,
-    } | _over_fixed(one, passes, counts)
+        "counted_to_plain": counts[contestant.key].over(counts[PLAIN, None]) if contestant.key in counts else None,
+        "roofline_share": Spread.of(contestant.runner.shares[1:]).median if contestant.system == PLAIN else None,
+    } | _over_fixed(contestant, passes, counts)
 
 
-def _over_fixed(one: Contestant, passes: Mapping[tuple, Repetitions], counts: Mapping[tuple, Counted]) -> dict:
+def _over_fixed(contestant: Contestant, passes: Mapping[tuple, Repetitions], counts: Mapping[tuple, Counted]) -> dict:
     """An adaptive budget beside the best fixed one of its system: as measured, and by counted steps."""
-    fixed = [budget for system, budget in passes if system == one.system and isinstance(budget, int)]
-    found = dict.fromkeys(("best_fixed", "ratio_to_best_fixed", "counted_best_fixed", "counted_to_best_fixed"))
-    if one.budget != ADAPTIVE or not fixed:
-        return found
-    best, ratio = over_best(passes[one.key], {budget: passes[one.system, budget] for budget in fixed})
-    by_count = max(fixed, key=lambda budget: counts[one.system, budget].tokens_per_s)
+    fixed = [budget for system, budget in passes if system == contestant.system and isinstance(budget, int)]
+    columns = dict.fromkeys(("best_fixed", "ratio_to_best_fixed", "counted_best_fixed", "counted_to_best_fixed"))
+    if contestant.budget != ADAPTIVE or not fixed:
+        return columns
+    best, ratio = over_best(passes[contestant.key], {budget: passes[contestant.system, budget] for budget in fixed})
+    by_count = max(fixed, key=lambda budget: counts[contestant.system, budget].tokens_per_s)
     return {
         "best_fixed": best,
         "ratio_to_best_fixed": ratio,
         "counted_best_fixed": by_count,
-        "counted_to_best_fixed": counts[one.key].over(counts[one.system, by_count]),
+        "counted_to_best_fixed": counts[contestant.key].over(counts[contestant.system, by_count]),
     }
 
 

@@ -164,24 +164,24 @@ def relaxed_pools(
 
     The same pools where the task has no such prompts.
     """
-    found = {}
-    for one in dict.fromkeys(SPECULATIONS[system] for system in systems if system in SPECULATIONS):
-        if one.pool is None or one.verifier == "greedy":
+    relaxed = {}
+    for speculation in dict.fromkeys(SPECULATIONS[system] for system in systems if system in SPECULATIONS):
+        if speculation.pool is None or speculation.verifier == "greedy":
             continue
-        grouped = found[one.pool_name] = pools[one.pool]
+        grouped = relaxed[speculation.pool_name] = pools[speculation.pool]
         if task.earlier_prompts:
-            night = drafting(writer, grouped.pool, WITH_POOL, grouped.groups, Budget(), one.verifier)
+            night = drafting(writer, grouped.pool, WITH_POOL, grouped.groups, Budget(), speculation.verifier)
             texts = night.timed(task.earlier_prompts, task.max_new_tokens).texts
-            found[one.pool_name] = calibrated_by(grouped, task.earlier_prompts, texts)
-    return found
+            relaxed[speculation.pool_name] = calibrated_by(grouped, task.earlier_prompts, texts)
+    return relaxed
 
 
 def adaptive_budget(step_cost: StepCost, batch: int, pools: dict[str, GroupedPool], system: str) -> Budget:
     """What one of SPECULATIONS chooses at a batch size."""
-    one = SPECULATIONS[system]
-    grouped = pools.get(one.pool_name)
+    speculation = SPECULATIONS[system]
+    grouped = pools.get(speculation.pool_name)
     pool, sources = drafted_from(grouped)
-    decoding = DecodingSettings(batch_size=batch, drafters=sources, verifier=one.verifier)
+    decoding = DecodingSettings(batch_size=batch, drafters=sources, verifier=speculation.verifier)
     return side_budget(decoding, pool, step_cost, 0.0).budget
 
 
@@ -218,9 +218,9 @@ def twins_of(contestants: Sequence[Contestant]) -> dict[tuple, tuple]:
 
     They are one program, which is to be measured once: twice it would differ from itself by chance.
     """
-    fixed = {(one.system, one.settled): one.key for one in contestants if isinstance(one.budget, int)}
-    found = {one.key: fixed.get((one.system, one.settled)) for one in contestants if one.budget == ADAPTIVE}
-    return {key: twin for key, twin in found.items() if twin is not None}
+    fixed = {(each.system, each.settled): each.key for each in contestants if isinstance(each.budget, int)}
+    twins = {each.key: fixed.get((each.system, each.settled)) for each in contestants if each.budget == ADAPTIVE}
+    return {key: twin for key, twin in twins.items() if twin is not None}
 
 
 def pool_kinds(systems: Sequence[str]) -> list[str]:

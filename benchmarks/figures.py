@@ -70,7 +70,7 @@ def read_figures(folder: Path) -> dict[str, list[dict[str, Any]]]:
     ValueError
         If a file is no JSON object; it names the file.
     """
-    found = {}
+    by_page = {}
     for path in sorted(folder.glob("*.json")):
         try:
             result = json.loads(path.read_text(encoding="utf-8"))
@@ -78,8 +78,8 @@ def read_figures(folder: Path) -> dict[str, list[dict[str, Any]]]:
         except (ValueError, AttributeError) as error:
             raise ValueError(f"{path} is not a benchmark's result ({error}); run its benchmark again") from error
         if figures:
-            found[path.stem] = figures
-    return found
+            by_page[path.stem] = figures
+    return by_page
 
 
 def page(figures: dict[str, list[dict[str, Any]]]) -> str:
@@ -116,10 +116,10 @@ def headline(figures: dict[str, list[dict[str, Any]]]) -> str:
         cells = []
         for corpus, task in TASKS.items():
             patterns = [template.format(corpus=corpus, task=task) for template in row.figures]
-            found = [fnmatch.filter(measured, pattern) for pattern in patterns]
-            if missing := [pattern for pattern, names in zip(patterns, found, strict=True) if not names]:
+            matches = [fnmatch.filter(measured, pattern) for pattern in patterns]
+            if missing := [pattern for pattern, names in zip(patterns, matches, strict=True) if not names]:
                 raise ValueError(f"results/{row.file}.json has no figure {missing[0]!r}; run its benchmark again")
-            cells.append(" / ".join(f"{measured[names[0]]:.2f}" for names in found))
+            cells.append(" / ".join(f"{measured[names[0]]:.2f}" for names in matches))
         lines.append(f"| {row.says} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -56,9 +56,9 @@ def prepare(folder: Path) -> None:
 
 def done(folder: Path, date: str) -> None:
     """Run a night to its end."""
-    said = subprocess.run(night_command(date), cwd=folder, capture_output=True, text=True)
-    if said.returncode:
-        sys.exit(f"the night of {date} ended with {said.returncode}: {said.stderr}")
+    night = subprocess.run(night_command(date), cwd=folder, capture_output=True, text=True)
+    if night.returncode:
+        sys.exit(f"the night of {date} ended with {night.returncode}: {night.stderr}")
 
 
 def second_night(folder: Path, measures: bool) -> dict[str, float]:
@@ -71,16 +71,16 @@ def second_night(folder: Path, measures: bool) -> dict[str, float]:
     command = subprocess.Popen(
         night_command(SECOND_DATE), cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    found: dict[str, float] = {}
-    while "first text" not in found and command.poll() is None and time.time() - begun < TIMEOUT_S:
+    seconds_to: dict[str, float] = {}
+    while "first text" not in seconds_to and command.poll() is None and time.time() - begun < TIMEOUT_S:
         time.sleep(0.05)
         for path in (folder / "workspace" / "runs").glob(f"{SECOND_DATE}-*/events.jsonl"):
             for event in map(json.loads, path.read_text().splitlines()):
-                if (name := name_of(event)) and name not in found:
-                    found[name] = datetime.datetime.fromisoformat(event["time"]).timestamp() - begun
+                if (name := name_of(event)) and name not in seconds_to:
+                    seconds_to[name] = datetime.datetime.fromisoformat(event["time"]).timestamp() - begun
     command.send_signal(signal.SIGTERM)
     command.wait(TIMEOUT_S)
-    return found
+    return seconds_to
 
 
 def name_of(event: dict) -> str | None:
@@ -107,16 +107,17 @@ def main() -> None:
         prepare(folder)
         for _, order in zip(range(scale_of(arguments, 5, 3, 1)), turns(list(rows)), strict=False):
             for row in order:
-                found = floor(folder) if row == "floor" else second_night(folder, row != "a night")
-                rows[row].append(found)
-                print(row, {part: round(seconds, 1) for part, seconds in found.items()}, file=sys.stderr, flush=True)
+                seconds_to = floor(folder) if row == "floor" else second_night(folder, row != "a night")
+                rows[row].append(seconds_to)
+                rounded = {part: round(seconds, 1) for part, seconds in seconds_to.items()}
+                print(row, rounded, file=sys.stderr, flush=True)
     parts = {
-        row: {part: Spread.of([one[part] for one in found if part in one]) for part in found[0]}
-        for row, found in rows.items()
+        row: {part: Spread.of([night[part] for night in nights if part in night]) for part in nights[0]}
+        for row, nights in rows.items()
     }
-    to_text = {row: one["first text"].median for row, one in parts.items()}
+    to_text = {row: spreads["first text"].median for row, spreads in parts.items()}
     figures = [Figure.under("seconds from command to first text", to_text["a night"], 10.0)]
-    lines = [f"{row:26}{part:18}{spread}" for row, one in parts.items() for part, spread in one.items()]
+    lines = [f"{row:26}{part:18}{spread}" for row, spreads in parts.items() for part, spread in spreads.items()]
     finish(arguments.json, figures, ["\n".join(lines)], {"rows": parts})
 
 

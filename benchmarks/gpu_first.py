@@ -30,8 +30,8 @@ SMOKE_ITEMS = ("rates", "gemms", "steps/2/0", "steps/2/4", "gains/reki/2", "chos
 NUM_SMOKE_STEPS = 4  # of them the first, which need no drafts
 PHASE_ITEMS = {
     "load": ("rates", "gemms"),
-    "c": tuple(f"steps/{one}" for one in STEPS),
-    "c-short": tuple(f"steps/{one}" for one in ("64/0", "1/0", "256/0", "64/8", "256/4")),
+    "c": tuple(f"steps/{step}" for step in STEPS),
+    "c-short": tuple(f"steps/{step}" for step in ("64/0", "1/0", "256/0", "64/8", "256/4")),
     "e": ("attention/600", "attention/4000"),
     "f": (
         "gains/reki/64", "gains/reki/1", "gains/reki/256", "gains/reki/32", "gains/goodreads-items/64",
@@ -66,8 +66,8 @@ def probe(run: Run) -> bool:
     facts = json.loads(line.removeprefix("PROBE ")) if line else {}
     facts["seconds"] = time.monotonic() - start_s
     with suppress(OSError, subprocess.TimeoutExpired):
-        asked = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm", "--format=csv,noheader"]
-        facts["nvidia_smi"] = subprocess.run(asked, capture_output=True, text=True, timeout=15).stdout.strip()
+        command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm", "--format=csv,noheader"]
+        facts["nvidia_smi"] = subprocess.run(command, capture_output=True, text=True, timeout=15).stdout.strip()
     run.rows.add("probe", "probe", **facts)
     run.say(json.dumps(facts))
     has_device = run.options.smoke or facts.get("cuda")

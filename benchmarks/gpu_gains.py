@@ -93,7 +93,7 @@ class PassWatch:
 
         def submitted(stream):
             live = list(stream.scheduler.live)
-            state.update(start_s=time.perf_counter(), live=live, before=[one.num_output for one in live])
+            state.update(start_s=time.perf_counter(), live=live, before=[sequence.num_output for sequence in live])
             return submit_step(stream)
 
         def finished(step, stream):
@@ -102,7 +102,7 @@ class PassWatch:
             self.num_steps += 1
             if all(state["before"]):
                 self.decode_s += seconds
-                self.num_decoded += sum(one.num_output for one in state["live"]) - sum(state["before"])
+                self.num_decoded += sum(sequence.num_output for sequence in state["live"]) - sum(state["before"])
             else:
                 self.prompt_s += seconds
             return ended
@@ -118,16 +118,16 @@ def run_pass(bench: Bench, engine: Engine, system: EngineSystem, prompts, max_ne
     """One system's texts for all prompts, and the values of its row."""
     watch, clock = PassWatch(), StepClock()
     with watch.watching(engine), clock.watching(engine):
-        found = system.run(prompts, engine.settings.batch_size, max_new_tokens)
-    return found, {
-        "wall_s": found.wall_s,
-        "num_texts": len(found.texts),
-        "num_tokens": found.num_tokens,
-        "tokens_per_s": found.tokens_per_s,
-        "tokens_per_step": found.tokens_per_step,
+        done = system.run(prompts, engine.settings.batch_size, max_new_tokens)
+    return done, {
+        "wall_s": done.wall_s,
+        "num_texts": len(done.texts),
+        "num_tokens": done.num_tokens,
+        "tokens_per_s": done.tokens_per_s,
+        "tokens_per_step": done.tokens_per_step,
         "num_steps": watch.num_steps,
-        "drafted_per_step": found.num_drafted / found.num_steps,
-        "draft_ms_a_step": 1e3 * found.drafting_s / max(1, watch.num_steps),
+        "drafted_per_step": done.num_drafted / done.num_steps,
+        "draft_ms_a_step": 1e3 * done.drafting_s / max(1, watch.num_steps),
         "prompt_s": watch.prompt_s,
         "decode_tokens_per_s": watch.num_decoded / watch.decode_s if watch.decode_s else 0.0,
         "decode_tokens": watch.num_decoded,
@@ -149,9 +149,9 @@ def measure_systems(
     for number in range(plan.num_rounds):
         start_s = time.monotonic()
         for name in ("plain", *next(orders)):  # first, so that a round that is cut off has ratios
-            found, values = run_pass(bench, engine, systems[name], prompts, plan.max_new_tokens)
-            plain_texts = plain_texts or found.texts
-            same = sum(text == other for text, other in zip(found.texts, plain_texts, strict=True))
+            done, values = run_pass(bench, engine, systems[name], prompts, plan.max_new_tokens)
+            plain_texts = plain_texts or done.texts
+            same = sum(text == other for text, other in zip(done.texts, plain_texts, strict=True))
             values |= {"system": name, "round": number, "equal_to_plain": same / len(plain_texts), **extra}
             bench.rows.add("f", item, **values)
             print(f"{item}: {name} {values['tokens_per_s']:.0f} tokens/s", flush=True)
@@ -229,9 +229,9 @@ def measure_peers(bench: Bench, item: str, batch_word: str) -> None:
     peer = TransformersGenerate(model)
     prompts = saved.task.held_out[:num_prompts]
     peer.run(prompts[:batch], batch, 4)
-    found = peer.run(prompts, batch, max_new_tokens)
-    values = {"tokens_per_s": found.tokens_per_s, "num_tokens": found.num_tokens, "wall_s": found.wall_s}
-    step_ms = 1e3 * found.wall_s / max(1, max(found.text_tokens) * -(-num_prompts // batch))
+    done = peer.run(prompts, batch, max_new_tokens)
+    values = {"tokens_per_s": done.tokens_per_s, "num_tokens": done.num_tokens, "wall_s": done.wall_s}
+    step_ms = 1e3 * done.wall_s / max(1, max(done.text_tokens) * -(-num_prompts // batch))
     bench.rows.add("p", item, batch=batch, step_ms=step_ms, **values, **memory_now(bench.device))
 
 

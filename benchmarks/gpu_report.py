@@ -51,19 +51,19 @@ def gains_of(rows: Sequence[dict], quantity: str = "tokens_per_s") -> Gains:
     for row in rows:
         if row.get("phase") == "f" and "system" in row:
             rounds[row["item"], row["task"], row["batch"], row["round"]][row["system"]] = row
-    found: dict[tuple, dict[str, list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
+    gains: dict[tuple, dict[str, list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
     for (_, task, batch, _), passes in rounds.items():
         plain = passes.get("plain")
         for system, row in passes.items():
             if system != "plain" and plain and plain[quantity]:
                 captures = row.get("captures", 0) + plain.get("captures", 0)
-                found[task, batch][system].append((row[quantity] / plain[quantity], captures))
+                gains[task, batch][system].append((row[quantity] / plain[quantity], captures))
     return {
         place: {
             system: [ratio for ratio, captures in ratios if captures <= max(FEW_CAPTURES, min(c for _, c in ratios))]
             for system, ratios in systems.items()
         }
-        for place, systems in found.items()
+        for place, systems in gains.items()
     }
 
 
@@ -96,7 +96,7 @@ def figures_of(rows: Sequence[dict]) -> Iterator[Figure]:
 def report(rows: Sequence[dict]) -> str:
     """All tables and figures; what failed comes last."""
     parts = [_load(rows), _steps(rows), _profiles(rows), _attention(rows), _gains(rows), _peers(rows), _tests(rows)]
-    figures = sorted(figures_of(rows), key=lambda one: one.met)
+    figures = sorted(figures_of(rows), key=lambda figure: figure.met)
     parts.append("\n".join(map(str, figures)))
     parts.append("\n".join(f"FAILED {row['item']}: {row['failed']}" for row in rows if "failed" in row))
     return "\n\n".join(part for part in parts if part)
@@ -159,11 +159,11 @@ def _attention(rows: Sequence[dict]) -> str:
         if row.get("phase") == "e" and "us" in row and row.get("right"):
             problems[row["context"], row["batch"], row["tree"]].append(row)
     lines = []
-    for (context, batch, tree), found in problems.items():
-        default = next((row for row in found if row["blocks"] is None), None)
+    for (context, batch, tree), measured in problems.items():
+        default = next((row for row in measured if row["blocks"] is None), None)
         result = default and f"{default['us']['median']:.1f} us, {default['kv_gb_per_s']:.0f} GB/s"
         lines.append(f"attention, context {context}, batch {batch}, tree {tree}: default {result}")
-        for row in sorted(found, key=lambda one: one["us"]["median"])[:3]:
+        for row in sorted(measured, key=lambda row: row["us"]["median"])[:3]:
             blocks = row["blocks"] and " ".join(f"{name} {value}" for name, value in row["blocks"].items())
             lines.append(f"  {row['us']['median']:8.1f} us  {row['kv_gb_per_s']:6.0f} GB/s  {blocks or 'default'}")
     wrong = [row for row in rows if row.get("phase") == "e" and ("failed" in row or row.get("right") is False)]
@@ -231,13 +231,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
     runs = [Rows(path).read() for path in arguments.rows]
-    found = newest(runs)
-    print(report(found))
-    figures = list(figures_of(found))
+    last = newest(runs)
+    print(report(last))
+    figures = list(figures_of(last))
     content = {
         "command": "python benchmarks/gpu_first.py, four runs (docs/gpu.md)",
-        "machine": next(row for row in found if row["phase"] == "probe"),
-        "met": all(one.met for one in figures),
+        "machine": next(row for row in last if row["phase"] == "probe"),
+        "met": all(figure.met for figure in figures),
         "figures": figures,
         "rows": [{"run": number, **row} for number, rows in enumerate(runs, 1) for row in rows if "phase" in row],
     }

@@ -127,7 +127,7 @@ def random_requests(batch: int, num_tokens: int, vocab_size: int, max_new_tokens
 
 def take_step(engine: Engine, stream: Stream) -> Step:
     """One step of the engine; what went wrong in it is raised here."""
-    failures = [one for one in stream.scheduler.admit() if isinstance(one, GenerationFailure)]
+    failures = [admitted for admitted in stream.scheduler.admit() if isinstance(admitted, GenerationFailure)]
     step = engine.submit_step(stream)
     if step is None:
         raise DoesNotFit("a step finds no room")
@@ -148,7 +148,7 @@ def fill_batch(engine: Engine, stream: Stream, num_prompt_tokens: int) -> None:
     for _ in range(3 * batch * num_prompt_tokens // engine.max_prefill_tokens + 60):
         take_step(engine, stream)
         live = stream.scheduler.live
-        if len(live) == batch and all(one.num_output > 0 for one in live):
+        if len(live) == batch and all(sequence.num_output > 0 for sequence in live):
             return
     raise DoesNotFit(f"{len(stream.scheduler.live)} of {batch} texts are live: the cache holds no more")
 
@@ -157,13 +157,13 @@ def measure_steps(bench: Bench, item: str, batch: int, num_nodes: int, fused: bo
     """Steps of one batch size with drafts of one size."""
     is_smoke = bench.options.smoke
     model = bench.loaded.model
-    kept, num_timed = fused_of(model), 3 if is_smoke else NUM_TIMED
+    fused_before, num_timed = fused_of(model), 3 if is_smoke else NUM_TIMED
     prompt_tokens = SMOKE_PROMPT_TOKENS if is_smoke else PROMPT_TOKENS
-    if not fused and not any(kept.values()):
+    if not fused and not any(fused_before.values()):
         print(f"{item}: left out, the model has no fused layer", flush=True)
         return
     if not fused:
-        set_fused(model, dict.fromkeys(kept))
+        set_fused(model, dict.fromkeys(fused_before))
     try:
         settings = {"max_draft_tokens": num_nodes, "min_acceptance": 0.0}
         engine = bench.engine(batch, replace(bench.loaded, end_ids=()), **settings)
@@ -183,7 +183,7 @@ def measure_steps(bench: Bench, item: str, batch: int, num_nodes: int, fused: bo
     except DoesNotFit as reason:
         bench.rows.add("c", item, batch=batch, nodes=num_nodes, failed=f"does not fit: {reason}")
     finally:
-        set_fused(model, kept)
+        set_fused(model, fused_before)
 
 
 def _time_steps(
@@ -199,7 +199,7 @@ def _time_steps(
             take_step(engine, stream)
         with least.watching(engine):
             wall, device, num_tokens = _timed(engine, stream, clock, num_timed)
-        written = [one.num_output for one in stream.scheduler.live]
+        written = [sequence.num_output for sequence in stream.scheduler.live]
         row = {
             "batch": batch,
             "nodes": num_nodes,
@@ -255,8 +255,9 @@ def profile_step(bench: Bench, item: str, engine: Engine, stream: Stream) -> Non
                 wall_us = 1e6 * (time.perf_counter() - start_s)
         wanted = DeviceType.CUDA if on_cuda else DeviceType.CPU
         name = "self_device_time_total" if on_cuda else "self_cpu_time_total"
-        found = [one for one in profiler.key_averages() if one.device_type == wanted]
-        kernels = sorted(((one.key[:120], one.count, float(getattr(one, name))) for one in found), key=lambda k: -k[2])
+        events = [event for event in profiler.key_averages() if event.device_type == wanted]
+        kernels = [(event.key[:120], event.count, float(getattr(event, name))) for event in events]
+        kernels.sort(key=lambda kernel: -kernel[2])
         total_us = sum(us for _, _, us in kernels)
         totals = {"wall_us": wall_us, "total_us": total_us, "launches": sum(count for _, count, _ in kernels)}
         bench.rows.add("d", item, **totals, kernels=kernels[:NUM_KERNELS])
@@ -319,8 +320,8 @@ def measure_gemms(bench: Bench, item: str) -> None:
 
             def layers(weights=weights, inputs=inputs) -> None:
                 for _ in range(sizes.num_layers):
-                    for one in weights:
-                        torch.nn.functional.linear(inputs[one.shape[1]], one)
+                    for weight in weights:
+                        torch.nn.functional.linear(inputs[weight.shape[1]], weight)
 
             def output(inputs=inputs) -> None:
                 torch.nn.functional.linear(inputs[hidden], head)

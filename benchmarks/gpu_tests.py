@@ -42,13 +42,13 @@ def pytest_words(files: Sequence[str], junit: Path | None, num_processes: int, *
 
 def results_of(log: str) -> dict[str, str]:
     """Outcome of each test in the log of `pytest -v`, whether it came to its end or not."""
-    found: dict[str, str] = {}
+    outcomes: dict[str, str] = {}
     for line in log.splitlines():
         if match := ALONE.match(line):
-            found[match[1].strip()] = match[2]
+            outcomes[match[1].strip()] = match[2]
         elif match := OF_XDIST.search(line):
-            found[match[2].strip()] = match[1]
-    return found
+            outcomes[match[2].strip()] = match[1]
+    return outcomes
 
 
 def judge_tests(results: dict[str, str], files: Sequence[str], status: int | None) -> tuple[str, list[str]]:
@@ -79,7 +79,7 @@ def run_tests(
     results = results_of(tail_of(log, start, 10_000_000))
     outcome, red = judge_tests(results, files, status)
     counts = {name: list(results.values()).count(name.upper()) for name in ("passed", "skipped")}
-    counts["failed_tests"] = sum(one in ("FAILED", "ERROR") for one in results.values())
+    counts["failed_tests"] = sum(outcome in ("FAILED", "ERROR") for outcome in results.values())
     seconds = time.monotonic() - start_s
     run.rows.add(phase, item, outcome=outcome, seconds=seconds, red=red[:60], **counts)
     run.say(f"{item}: {outcome}, {counts}, {seconds:.0f} s" + "".join(f"\n    {line}" for line in red[:12]))

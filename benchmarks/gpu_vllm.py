@@ -88,8 +88,8 @@ class Contest:
             return
         limit_s = min(WARM_LIMIT_S if is_warm_up else PASS_LIMIT_S, self.deadline.left())
         try:
-            asked = {"system": name, "batch": batch, "prompts": prompts, "max_tokens": max_tokens}
-            answer = worker.ask(limit_s, **asked)
+            request = {"system": name, "batch": batch, "prompts": prompts, "max_tokens": max_tokens}
+            answer = worker.ask(limit_s, **request)
         except WorkerError as error:
             self.drop(worker, str(error), batch=batch, system=name, round=number)
             return
@@ -119,7 +119,7 @@ class Contest:
                 max_tokens = plan.max_new_tokens if is_ours else min(WARM_TOKENS, plan.max_new_tokens)
                 self.run(name, batch, -1, prompts[:batch], max_tokens)
         # Our engine of another batch size is gone.
-        self._warm = {one for one in self._warm if one[1] == batch} | {(name, batch) for name in names}
+        self._warm = {warmed for warmed in self._warm if warmed[1] == batch} | {(name, batch) for name in names}
 
     def batch(self, batch: int, prompts: list[list[int]], plan: Plan, rounds: range) -> None:
         """A warm-up pass of every system, then rounds, as far as time allows."""
@@ -187,8 +187,8 @@ def start_all(contest: Contest, plans: dict[int, Plan]) -> list[list[int]]:
     facts = ours.answer(contest.deadline.limit(START_LIMIT_S))
     contest.rows.add("vllm", "start/model", cache_tokens=cache_tokens, **facts)
     assert tokenizer_hash(options.folder) == tokenizer_hash(options.model)
-    for name, found in ((VLLM, None), (VLLM_OURS, drafts)):
-        contest.workers[name] = start_vllm(options, name, cache_tokens, found)
+    for name, proposals in ((VLLM, None), (VLLM_OURS, drafts)):
+        contest.workers[name] = start_vllm(options, name, cache_tokens, proposals)
     prompts = [prompt.tolist() for prompt in saved.task.held_out]  # without our process there are fewer
     for worker in list(contest.workers.values()):
         try:

@@ -50,10 +50,10 @@ class Ours:
         if name not in self.systems:
             self.systems[name] = self._system(self.engine, name)
         arrays = [np.array(prompt, np.int32) for prompt in prompts]
-        found, values = run_pass(self.bench, self.engine, self.systems[name], arrays, max_tokens)
+        done, values = run_pass(self.bench, self.engine, self.systems[name], arrays, max_tokens)
         facts = {key: values[key] for key in ("captures", "draft_ms_a_step", "peak_gb") if key in values}
-        counts = {"num_tokens": found.num_tokens, "num_steps": found.num_steps}
-        return {"seconds": found.wall_s, "texts": found.texts, **counts, "facts": facts}
+        counts = {"num_tokens": done.num_tokens, "num_steps": done.num_steps}
+        return {"seconds": done.wall_s, "texts": done.texts, **counts, "facts": facts}
 
     def _system(self, engine: Engine, name: str) -> EngineSystem:
         if name == "plain":
@@ -80,23 +80,25 @@ def main() -> None:
     """Answer until nobody asks."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    given = json.loads(sys.argv[1])
-    paths = {name: Path(given[name]) for name in ("model", "texts", "folder")}
-    options = argparse.Namespace(geometry=given["geometry"], attention=None, no_fused=False, no_graphs=False, **paths)
-    begin(given["threads"])
-    bench = Bench(options, Rows(Path(given["out"]) / "rows.jsonl"), given["max_cache_tokens"])
+    settings = json.loads(sys.argv[1])
+    paths = {name: Path(settings[name]) for name in ("model", "texts", "folder")}
+    options = argparse.Namespace(
+        geometry=settings["geometry"], attention=None, no_fused=False, no_graphs=False, **paths
+    )
+    begin(settings["threads"])
+    bench = Bench(options, Rows(Path(settings["out"]) / "rows.jsonl"), settings["max_cache_tokens"])
 
     def say(answer: dict) -> None:
         print(MARK + json.dumps(answer), file=answers, flush=True)
 
     say(make_model(bench, options.folder))
     saved, pools = texts_of(bench, TASK)
-    prompts = prompts_of(bench, saved, pools, given["num_prompts"])
+    prompts = prompts_of(bench, saved, pools, settings["num_prompts"])
     say({"prompts": [prompt.tolist() for prompt in prompts]})
     ours = Ours(bench, pools)
     for line in sys.stdin:
-        asked = json.loads(line)
-        say(ours.answer(asked["system"], asked["batch"], asked["prompts"], asked["max_tokens"]))
+        request = json.loads(line)
+        say(ours.answer(request["system"], request["batch"], request["prompts"], request["max_tokens"]))
 
 
 if __name__ == "__main__":

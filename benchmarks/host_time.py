@@ -142,7 +142,7 @@ class ScriptedForward(BufferedForward):
 def texts_of(corpus: Corpus, num_texts: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Held-out texts with their prompts, and of each what is there when it begins: the prompt and a part of it."""
     rng = np.random.default_rng(SEED)
-    documents = [one for one in corpus.held_out if len(one.text_ids) > MIN_TOKENS_LEFT]
+    documents = [document for document in corpus.held_out if len(document.text_ids) > MIN_TOKENS_LEFT]
     whole, begun = [], []
     for number in range(num_texts):
         document = documents[number % len(documents)]
@@ -192,11 +192,11 @@ def stream_turn(
         batch_size=batch, max_draft_tokens=draft_size, min_acceptance=0.0, max_cache_tokens=1 << 20
     )
     engine = Engine(replace(loaded, end_ids=(end_id,)), settings)
-    texts = {one.prompt_ids.tobytes(): np.concatenate((one.prompt_ids, one.text_ids)) for one in documents}
+    texts = {each.prompt_ids.tobytes(): np.concatenate((each.prompt_ids, each.text_ids)) for each in documents}
     forward = ScriptedForward(engine, texts, end_id)
     requests = [
-        GenerationRequest(str(number), one.prompt_ids, max_new_tokens=len(one.text_ids) + 1)
-        for number, one in enumerate(documents)
+        GenerationRequest(str(number), document.prompt_ids, max_new_tokens=len(document.text_ids) + 1)
+        for number, document in enumerate(documents)
     ]
     drafter, results = drafter_of(pool, draft_size, num_threads), engine._results
     results_s = 0.0
@@ -204,17 +204,18 @@ def stream_turn(
     def timed_results(ended):
         nonlocal results_s
         start = time.perf_counter()
-        found = list(results(ended))
+        ended_results = list(results(ended))
         results_s += time.perf_counter() - start
-        yield from found
+        yield from ended_results
 
     engine._results = timed_results
     with mock.patch.object(acceptance, "judge_rows", judge_scripted):
         start = time.perf_counter()
         written = list(engine.generate(requests, drafter, Greedy()))
         took = time.perf_counter() - start
-    for one in written:
-        assert np.array_equal(one.token_ids, documents[int(one.request_id)].text_ids), "a text is not the scripted one"
+    for result in written:
+        scripted = documents[int(result.request_id)].text_ids
+        assert np.array_equal(result.token_ids, scripted), "a text is not the scripted one"
     num_steps = len(forward.steps)
     return {
         "host_ms": 1e3 * (took - results_s) / num_steps,
@@ -239,11 +240,11 @@ def least_ms(geometry: Geometry, num_tokens: int, num_cached: int) -> float:
 
 def in_turns(draft_sizes: Sequence[int], num_turns: int, run: Callable[[int], dict]) -> dict[int, list[dict]]:
     """What runs of each draft size found; those of one turn follow each other."""
-    found: dict[int, list[dict]] = {size: [] for size in draft_sizes}
+    runs: dict[int, list[dict]] = {size: [] for size in draft_sizes}
     for _, order in zip(range(num_turns), turns(draft_sizes), strict=False):
         for size in order:
-            found[size].append(run(size))
-    return found
+            runs[size].append(run(size))
+    return runs
 
 
 def measure(loaded: LoadedModel, corpus: Corpus, pool: Pool, scale: Scale, num_threads: int) -> list[dict]:
@@ -254,16 +255,17 @@ def measure(loaded: LoadedModel, corpus: Corpus, pool: Pool, scale: Scale, num_t
         def run(size: int, batch: int = batch) -> dict:
             return host_parts(loaded, corpus, pool, batch, size, scale, num_threads)
 
-        for size, (_, *found) in in_turns(scale.draft_sizes, 1 + scale.num_turns, run).items():  # the first compiles
-            first = found[0]
+        # the first turn compiles
+        for size, (_, *turns_of_size) in in_turns(scale.draft_sizes, 1 + scale.num_turns, run).items():
+            first = turns_of_size[0]
             num_tokens = round(batch * (1 + first["drafted_tokens_a_text"]))
             row = {
                 "batch": batch,
                 "draft_size": size,
                 **{name: first[name] for name in ("drafted_tokens_a_text", "tokens_a_step", "num_cached")},
-                "host_ms": Spread.of([sum(one["parts_ms"].values()) for one in found]),
-                "parts_ms": {p: float(np.median([one["parts_ms"][p] for one in found])) for p in HOST_PARTS},
-                "least_ms": {name: least_ms(one, num_tokens, first["num_cached"]) for name, one in GEOMETRIES.items()},
+                "host_ms": Spread.of([sum(turn["parts_ms"].values()) for turn in turns_of_size]),
+                "parts_ms": {p: float(np.median([turn["parts_ms"][p] for turn in turns_of_size])) for p in HOST_PARTS},
+                "least_ms": {name: least_ms(of, num_tokens, first["num_cached"]) for name, of in GEOMETRIES.items()},
             }
             rows.append(with_share(row))
             print(describe_row(rows[-1]), flush=True)
@@ -281,10 +283,10 @@ def measure_streams(
             num_texts = batch * scale.stream_batches
             return stream_turn(loaded, corpora[task], pools[task], batch, size, num_texts, num_threads)
 
-        for size, found in in_turns(scale.draft_sizes, scale.num_stream_turns, run).items():
+        for size, turns_of_size in in_turns(scale.draft_sizes, scale.num_stream_turns, run).items():
             row = {"task": task, "batch": batch, "draft_size": size}
-            row |= {name: Spread.of([one[name] for one in found]) for name in ("host_ms", "results_ms")}
-            row |= {name: found[0][name] for name in ("num_steps", "num_texts", "least_ms")}
+            row |= {name: Spread.of([turn[name] for turn in turns_of_size]) for name in ("host_ms", "results_ms")}
+            row |= {name: turns_of_size[0][name] for name in ("num_steps", "num_texts", "least_ms")}
             rows.append(with_share(row))
             print(describe_row(rows[-1]), flush=True)
     return rows

@@ -89,11 +89,11 @@ def compared(own: Repetitions, plain: Repetitions) -> dict:
         "num_texts": num_texts,
         "aal": first.num_accepted / first.num_steps,
         "tokens_per_step": first.tokens_per_step,
-        "retrieval_ms": 1e3 * Spread.of([one.drafting_s / num_texts for one in joined]).median,  # of a text
-        "retrieval_share": Spread.of([one.drafting_s / one.wall_s for one in joined]).median,
-        "tokens_per_s": Spread.of([one.tokens_per_s for one in joined]),
+        "retrieval_ms": 1e3 * Spread.of([run.drafting_s / num_texts for run in joined]).median,  # of a text
+        "retrieval_share": Spread.of([run.drafting_s / run.wall_s for run in joined]).median,
+        "tokens_per_s": Spread.of([run.tokens_per_s for run in joined]),
         "speed": Spread.of(ratios(own, plain)),
-        "time": Spread.of([one.wall_s / other.wall_s for one, other in zip(joined, others, strict=True)]),
+        "time": Spread.of([run.wall_s / other.wall_s for run, other in zip(joined, others, strict=True)]),
         "mean_length": first.num_tokens / num_texts,
         "length": first.num_tokens / others[0].num_tokens,
         "share_cut": sum(count >= MAX_NEW_TOKENS for count in first.text_tokens) / num_texts,
@@ -104,20 +104,20 @@ def compared(own: Repetitions, plain: Repetitions) -> dict:
 def pools_figures(rows: Sequence[dict]) -> Iterator[Figure]:
     """What the paper says of users' texts (of ML-10M): ours are long answers, alone."""
     at = {(row["task"], row["pool"], row["rule"]): row for row in rows}
-    one, routed, random = (at[LONG, pool, "top-1"] for pool in ("global", "group", "random"))
+    one_pool, routed, random = (at[LONG, pool, "top-1"] for pool in ("global", "group", "random"))
     relaxed_one, relaxed = (at[LONG, pool, "relaxed"] for pool in ("global", "group"))
     for name, papers, own, other, wanted in (
-        ("aal", "accepted, one pool over routed groups (paper 1.13)", one, routed, 1),
+        ("aal", "accepted, one pool over routed groups (paper 1.13)", one_pool, routed, 1),
         ("aal", "accepted, routed over random groups (1.02)", routed, random, 1),
         ("aal", "accepted, relaxed over greedy, routed groups (1.37)", relaxed, routed, 1),
-        ("retrieval_ms", "time to retrieve, one pool over routed groups (8.4)", one, routed, 2),
+        ("retrieval_ms", "time to retrieve, one pool over routed groups (8.4)", one_pool, routed, 2),
     ):
         yield Figure.at_least(f"b: {papers}", own[name] / other[name], wanted)
-    for papers, own, other in (("greedy (1.44)", routed, one), ("relaxed (1.93)", relaxed, relaxed_one)):
+    for papers, own, other in (("greedy (1.44)", routed, one_pool), ("relaxed (1.93)", relaxed, relaxed_one)):
         gain = own["speed"].median / other["speed"].median
         yield Figure.at_least(f"b: speed, routed groups over one pool, {papers}", gain, 1)
     for papers, row, wanted in (
-        ("one pool, greedy: ReSD (1.5 to 2.5)", one, 1.5),
+        ("one pool, greedy: ReSD (1.5 to 2.5)", one_pool, 1.5),
         ("routed groups, relaxed: LASER (3.86 to 4.92)", relaxed, 3.86),
         ("ours (the same)", at[LONG, OURS, "relaxed"], 3.86),
         ("LASER on descriptions (2.14 to 3.28)", at[SHORT, "group", "relaxed"], 2.14),
@@ -198,8 +198,9 @@ def page_part(part: str, rows: Sequence[dict], figures: Sequence[Figure]) -> str
     """A part's rows, and below them whether they agree with the paper."""
     blank = {"mean_tokens": 0, "share_as_greedy": 0, "cosine": 0}
     unmet = {True: "NOT SHOWN", False: "DISAGREES"}
-    verdicts = ["agrees" if one.met else unmet[one.name.endswith("of the interval")] for one in figures]
-    lines = (f"{said}: {one.name}: {one.measured:.4g}" for said, one in zip(verdicts, figures, strict=True))
+    verdicts = ["agrees" if figure.met else unmet[figure.name.endswith("of the interval")] for figure in figures]
+    judged = zip(verdicts, figures, strict=True)
+    lines = (f"{verdict}: {figure.name}: {figure.measured:.4g}" for verdict, figure in judged)
     return "\n".join([f"Part {part}", "", table([blank | row for row in rows], COLUMNS[part]), "", *lines])
 
 
@@ -223,7 +224,7 @@ def main() -> None:
     figures = {part: list(figures_of(rows)) for part, (rows, figures_of) in parts.items()}
     tables = [page_part(part, rows, figures[part]) for part, (rows, _) in parts.items()]
     content = {"model": model.name, **{part: rows for part, (rows, _) in parts.items()}}
-    finish(arguments.json, [one for of_part in figures.values() for one in of_part], tables, content)
+    finish(arguments.json, [figure for of_part in figures.values() for figure in of_part], tables, content)
 
 
 if __name__ == "__main__":

@@ -103,10 +103,10 @@ def texts_of(nights: Mapping[str, Night], folder: Path) -> dict[str, RunFolder]:
     """Texts and features of greedy decoding, relaxed verification, and sampling; all have codes of one codebook."""
     ours, plain = nights["ours"], nights["vanilla"].run
     greedy = {side: read_parquet(plain.knowledge_folder(side)) for side in SIDES}
-    found = {"greedy": greedy} | {f"sampled at {t:g}": _sampled(ours, greedy, t) for t in TEMPERATURES}
-    runs = {name: RunFolder(folder / name) for name in found}
+    texts = {"greedy": greedy} | {f"sampled at {t:g}": _sampled(ours, greedy, t) for t in TEMPERATURES}
+    runs = {name: RunFolder(folder / name) for name in texts}
     for name, run in runs.items():
-        for side, rows in found[name].items():
+        for side, rows in texts[name].items():
             run.shards(side).write("00000", rows)
         encode_run(run.root, ours.settings.encoding, codes_of=ours.run)
     return runs | {"relaxed": ours.run}
@@ -116,26 +116,26 @@ def _sampled(of_prompts: Night, greedy: Mapping[str, pa.Table], temperature: flo
     """Other texts for the entities of `greedy`, by the prompts of a night."""
     model, tokenizer = TransformersGenerate.load(SAMPLE_MODEL, temperature), AutoTokenizer.from_pretrained(SAMPLE_MODEL)
     knowledge, most = of_prompts.settings.effective_knowledge, of_prompts.settings.decoding.max_new_tokens
-    found = {}
+    tables = {}
     for side, rows in greedy.items():
         template, ids = knowledge.template(side), rows["entity_id"].to_pylist()
         prompts = {
             entity.entity_id: render_prompt(template, entity, tokenizer, knowledge.max_prompt_tokens).token_ids
             for entity in iter_entities(of_prompts.tables, side, ids)
         }
-        ordered = sorted(ids, key=lambda one: (len(prompts[one]), one))  # so that little is padded
+        ordered = sorted(ids, key=lambda entity_id: (len(prompts[entity_id]), entity_id))  # so that little is padded
         torch.manual_seed(SEED)
-        written = model.run([prompts[one] for one in ordered], SAMPLED_AT_ONCE, most)
+        written = model.run([prompts[entity_id] for entity_id in ordered], SAMPLED_AT_ONCE, most)
         texts = dict(zip(ordered, written.texts, strict=True))
         columns = {
-            "text": [tokenizer.decode(list(texts[one]), skip_special_tokens=True) for one in ids],
-            "num_tokens": [len(texts[one]) for one in ids],
+            "text": [tokenizer.decode(list(texts[entity_id]), skip_special_tokens=True) for entity_id in ids],
+            "num_tokens": [len(texts[entity_id]) for entity_id in ids],
         }
         for name, values in columns.items():
             field = rows.schema.field(name)
             rows = rows.set_column(rows.schema.get_field_index(name), field, pa.array(values, field.type))
-        found[side] = rows
-    return found
+        tables[side] = rows
+    return tables
 
 
 def auc_rows(of_night: Night, texts: Mapping[str, RunFolder], num_seeds: int, margin: float) -> list[dict]:
@@ -149,29 +149,29 @@ def auc_rows(of_night: Night, texts: Mapping[str, RunFolder], num_seeds: int, ma
     data = build_dataset(tables, of_night.date, settings)
     labels, users = data.labels[data.test], data.users[data.test]
     features = {name: read_feature_set(run.features_path("user").parent) for name, run in texts.items()}
-    vectors = {name: align_sides(tables, one) for name, one in features.items()}
+    vectors = {name: align_sides(tables, feature_set) for name, feature_set in features.items()}
     knowledge = build_knowledge(tables, data, features, of_night.date, settings)
-    variants = {("none", "both"): None} | {(name, "both"): one for name, one in knowledge.items()}
+    variants = {("none", "both"): None} | {(name, "both"): features for name, features in knowledge.items()}
     for name in ("greedy", "relaxed"):
         variants |= {(name, "vectors"): _without(knowledge[name], "codes")}
         variants |= {(name, "codes"): _without(knowledge[name], "vectors")}
     scores: dict[tuple, dict[str, np.ndarray]] = {}  # by variant and model: float (num_seeds, num_test)
-    for key, one in variants.items():
+    for key, variant in variants.items():
         for model in settings.models:
-            found = [train_model(model, data, one, settings, seed).scores for seed in range(num_seeds)]
-            scores.setdefault(key, {})[model] = np.stack(found).astype(float)
+            seed_scores = [train_model(model, data, variant, settings, seed).scores for seed in range(num_seeds)]
+            scores.setdefault(key, {})[model] = np.stack(seed_scores).astype(float)
 
     def over(key: tuple, other: tuple) -> Interval:
         pairs = {model: pair(labels, users, own, scores[other][model]) for model, own in scores[key].items()}
-        found = compare_paired(pairs, len(labels), margin)[ALL_MODELS]
-        return Interval(found.mean_difference, found.low, found.high)
+        comparison = compare_paired(pairs, len(labels), margin)[ALL_MODELS]
+        return Interval(comparison.mean_difference, comparison.low, comparison.high)
 
     rows = []
     for name, form in variants:
         row = {"texts": name, "form": form, "seeds": num_seeds, "test_rows": len(labels)}
         for model, of_model in scores[name, form].items():
-            aucs = [roc_auc_score(labels, one) for one in of_model]
-            losses = [log_loss(labels, np.clip(one, 1e-7, 1 - 1e-7)) for one in of_model]
+            aucs = [roc_auc_score(labels, of_seed) for of_seed in of_model]
+            losses = [log_loss(labels, np.clip(of_seed, 1e-7, 1 - 1e-7)) for of_seed in of_model]
             row[model] = mean_and_std(aucs) | {"logloss_mean": statistics.fmean(losses)}
         row["over_none"] = over((name, form), ("none", "both"))
         row["over_greedy"] = over((name, form), ("greedy", form))
@@ -185,9 +185,11 @@ def auc_rows(of_night: Night, texts: Mapping[str, RunFolder], num_seeds: int, ma
 
 def _without(knowledge: Knowledge, column: str) -> Knowledge:
     """As if nobody had vectors, or codes."""
-    emptied = {side: getattr(knowledge, side) for side in SIDES}
-    emptied = {side: dataclasses.replace(one, **{column: getattr(one, column) * 0}) for side, one in emptied.items()}
-    return dataclasses.replace(knowledge, **emptied)
+
+    def emptied(of_side):
+        return dataclasses.replace(of_side, **{column: getattr(of_side, column) * 0})
+
+    return dataclasses.replace(knowledge, **{side: emptied(getattr(knowledge, side)) for side in SIDES})
 
 
 def likeness(own: RunFolder, greedy: RunFolder) -> dict[str, float]:

@@ -89,13 +89,13 @@ def measured(model: Path, data: Path, cache: Path, scale: Scale) -> tuple[list[d
             for batch in scale.batches:
                 rows += deterministic_rows(engines.of_batch(batch), task, pool, trained, judge, scale)
         rows += sampled_rows(largest, task, trained["small"], scale)
-    return rows, [facts_of(kind, one, rows) for kind, one in trained.items()]
+    return rows, [facts_of(kind, drafter, rows) for kind, drafter in trained.items()]
 
 
 def deterministic_rows(engine, task: Task, pool, trained, judge, scale: Scale) -> Iterator[dict]:
     """At temperature 0: every drafter under greedy verification, and every rule over the pool's drafts."""
     batch, is_largest = engine.settings.batch_size, engine.settings.batch_size == max(scale.batches)
-    asked = task.held_out if is_largest else task.held_out[: 2 * batch + 2 if task.is_long else 4 * batch + 8]
+    prompts = task.held_out if is_largest else task.held_out[: 2 * batch + 2 if task.is_long else 4 * batch + 8]
     methods = settings_by_method(trained)
     for size in scale.budgets if is_largest else scale.budgets[:1]:
         is_first, budget = size == scale.budgets[0], Budget(size, MIN_ACCEPTANCE)
@@ -109,8 +109,8 @@ def deterministic_rows(engine, task: Task, pool, trained, judge, scale: Scale) -
             runner = EngineSystem(engine, drafter, verifier_from(settings), budget, groups)
             systems.append(Contestant(f"{method}|{rule}", size, runner, budget))
         num_repetitions = scale.num_repetitions if is_largest and is_first else 1
-        amount = Amount(len(asked), num_repetitions, len(asked), num_repetitions)
-        passes = measure(systems, asked, batch, MAX_NEW_TOKENS, amount, num_warm_up=1)
+        amount = Amount(len(prompts), num_repetitions, len(prompts), num_repetitions)
+        passes = measure(systems, prompts, batch, MAX_NEW_TOKENS, amount, num_warm_up=1)
         logger.info("%s, batch %d, trees of %d are measured", task.name, batch, size)
         for (name, of_size), own in passes.items():
             if name == PLAIN and not is_first:
@@ -120,7 +120,7 @@ def deterministic_rows(engine, task: Task, pool, trained, judge, scale: Scale) -
             row |= {"temperature": 0.0, "batch": batch, "budget": of_size or 0} | compared(own, passes[PLAIN, None])
             row["mbsu"] = row["tokens_per_step"] / (1 + forwards_share(method, trained))
             texts = Pass.joined(own[0]).texts
-            yield row | {"own_log_probability": own_log_probability(judge, asked, texts)}
+            yield row | {"own_log_probability": own_log_probability(judge, prompts, texts)}
 
 
 def forwards_share(method: str, trained) -> float:
@@ -142,16 +142,16 @@ def sampled_rows(engine, task: Task, small: Trained, scale: Scale) -> Iterator[d
             runner = EngineSystem(sampling, made(settings, sampling, None, budget), verifier_from(settings), budget)
             systems.append(Contestant(f"{rule}, {length} deep", size, runner, budget))
             lengths[f"{rule}, {length} deep"] = length
-    asked = task.held_out[: 8 if task.is_long else 24]
-    amount = Amount(len(asked), 1, len(asked), 1)
-    passes = measure(systems, asked, batch, task.max_new_tokens, amount, num_warm_up=1)
+    prompts = task.held_out[: 8 if task.is_long else 24]
+    amount = Amount(len(prompts), 1, len(prompts), 1)
+    passes = measure(systems, prompts, batch, task.max_new_tokens, amount, num_warm_up=1)
     for (name, size), own in passes.items():
         row = {"method": "none" if name == PLAIN else "model", "verifier": name, "task": task.name}
         row |= {"temperature": 1.0, "batch": batch, "budget": size or 0} | compared(own, passes[PLAIN, None])
         yield row | {"mbsu": row["tokens_per_step"] / (1 + small.share * lengths.get(name, 0))}
 
 
-def facts_of(kind: str, one: Trained, rows: Sequence[dict]) -> dict:
+def facts_of(kind: str, drafter: Trained, rows: Sequence[dict]) -> dict:
     """How good a trained drafter is, and how many texts of each task pay its training back, by pools and it together.
 
     None: with it nothing is saved over the pool alone, of the largest batch and first budget.
@@ -167,9 +167,9 @@ def facts_of(kind: str, one: Trained, rows: Sequence[dict]) -> dict:
             if tuple(row[key] for key in ("task", "batch", "temperature", "budget", "verifier")) == wanted
         }
         saved = seconds["pool"] - seconds[f"pool + {name}"]
-        pays_back[task] = round(one.card.training_seconds / saved) if saved > 0 else None
+        pays_back[task] = round(drafter.card.training_seconds / saved) if saved > 0 else None
     names = ("acceptance", "tokens_per_step", "training_seconds", "num_texts", "num_held_back")
-    return {"kind": kind, "share": one.share, "pays_back": pays_back} | {n: getattr(one.card, n) for n in names}
+    return {"kind": kind, "share": drafter.share, "pays_back": pays_back} | {n: getattr(drafter.card, n) for n in names}
 
 
 @torch.inference_mode()
@@ -216,7 +216,7 @@ def figures_of(rows: Sequence[dict], drafters: Sequence[dict]) -> Iterator[Figur
             best = max(drawn[task, f"{other}, {length}", budget] for other in ("specinfer", "k_seq"))
             name = f"{task}, {budget} draft tokens, {length}: tokens a step, rsd over the better of specinfer and k_seq"
             yield Figure.at_least(name, pace / best, 1)
-    of = {one["kind"]: one["acceptance"] for one in drafters}
+    of = {drafter["kind"]: drafter["acceptance"] for drafter in drafters}
     for depth, pair in enumerate(zip(of["eagle"], of["hass"], strict=True), 1):
         if depth >= 3:
             yield Figure.at_least(f"depth {depth}: acceptance, hass over eagle", pair[1] / max(pair[0], 1e-9), 1)

@@ -88,8 +88,8 @@ class Served:
 
     def run(self, prompts: Sequence[np.ndarray], batch: int, max_new_tokens: int) -> Pass:
         """Answer all prompts at once; texts have their end token."""
-        asked = {"prompts": [prompt.tolist() for prompt in prompts], "max_tokens": max_new_tokens}
-        self._process.stdin.write(json.dumps(asked) + "\n")
+        request = {"prompts": [prompt.tolist() for prompt in prompts], "max_tokens": max_new_tokens}
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer = self._answer()
         texts = tuple(map(tuple, answer["texts"]))
@@ -119,7 +119,7 @@ def write_drafts(
 ) -> Path:
     """A file of proposer settings, beside a pool of answers that some of them calibrate."""
     names = {"side": task.side, "tokenizer_hash": tokenizer_hash(model), "model_id": model.name}
-    held_back = [ReplayText(*one) for one in zip(task.pool_prompts[::4], texts[::4], strict=True)]
+    held_back = [ReplayText(*pair) for pair in zip(task.pool_prompts[::4], texts[::4], strict=True)]
     options = DraftOptions(max_nodes=max_tokens, min_acceptance=0.01, use_previous=False)
     by = HeldBack(range(0, len(texts), 4), lambda others: calibrate(others, held_back, options))
     with PoolStore(folder / "pools").publish("v1") as version:
@@ -174,9 +174,9 @@ def measure(systems: dict[str, Served | EngineSystem], task: Task, batch: int, s
     prompts = task.held_out[: max(batch, scale.least_long if task.is_long else scale.least_short)]
     passes = passes_in_turns(systems, prompts, batch, scale.num_rounds, min(task.max_new_tokens, scale.most_tokens))
     for name, own in passes.items():
-        speeds = [one.tokens_per_s for one in own]
+        speeds = [run.tokens_per_s for run in own]
         undrafted = passes[VLLM if name.startswith(VLLM) else PLAIN][0]
-        ratios = [one / other.tokens_per_s for one, other in zip(speeds, passes[VLLM], strict=True)]
+        ratios = [speed / other.tokens_per_s for speed, other in zip(speeds, passes[VLLM], strict=True)]
         yield {
             "system": name,
             "task": task.name,
@@ -228,16 +228,16 @@ def main() -> None:
             pools = pools_of(writer, task, arguments.cache, folder, [POOL])
             pools |= relaxed_pools(writer, pools, task, list(SPECULATIONS.values()))
             ours = serve_ours(folder, arguments.model, task, texts, cost, environment)
-            for one in (*peers.values(), ours):  # they start while texts are written, not while anything is measured
-                one.ready()
+            for server in (*peers.values(), ours):  # they start while texts are written, not while anything is measured
+                server.ready()
             for batch in BATCHES:
                 systems = peers | {VLLM_OURS: ours} | of_our_engine(engines, batch, pools)
                 rows += measure(systems, task, batch, scale)
                 speeds = [f"{row['system']} {row['tokens_per_s']:.0f}" for row in rows[-len(systems) :]]
                 logger.info("%s, batch %d, tokens a second: %s", task.name, batch, ", ".join(speeds))
             ours.close()
-        for one in peers.values():
-            one.close()
+        for server in peers.values():
+            server.close()
     table = [
         f"{row['task']:15} batch {row['batch']:2}  {row['system']:15}  {row['tokens_per_s']:6.0f} tokens/s, "
         f"{row['ratio_to_vllm']} of vLLM plain, {row['tokens_per_step']:.2f} a step, "

@@ -24,11 +24,11 @@ def main() -> None:
     num_steps = counted_steps(llm)
     print(f"{MARK}{{}}", file=answers, flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         llm.reset_prefix_cache()
         num_steps[:] = [0]
         start_s = time.perf_counter()
-        texts = written(llm, asked["prompts"], asked["max_tokens"], asked.get("batch"))
+        texts = written(llm, request["prompts"], request["max_tokens"], request.get("batch"))
         seconds = time.perf_counter() - start_s
         answer = {"seconds": seconds, "texts": texts, "num_steps": num_steps[0]}
         print(MARK + json.dumps(answer), file=answers, flush=True)
@@ -47,9 +47,9 @@ def written(llm, prompts: list[list[int]], max_tokens: int, batch: int | None) -
         while num_added < len(prompts) and num_added - len(texts) < (batch or len(prompts)):
             engine.add_request(str(num_added), {"prompt_token_ids": prompts[num_added]}, sampling)
             num_added += 1
-        for found in engine.step():
-            if found.finished:
-                texts[int(found.request_id)] = list(found.outputs[0].token_ids)
+        for output in engine.step():
+            if output.finished:
+                texts[int(output.request_id)] = list(output.outputs[0].token_ids)
     return [texts[number] for number in range(len(prompts))]
 
 
@@ -59,7 +59,7 @@ def counted_steps(llm) -> list[int]:
     process = processor.process_outputs
 
     def counting(outputs, *arguments, **options):
-        counted[0] += sum(bool(one.new_token_ids) for one in outputs)
+        counted[0] += sum(bool(output.new_token_ids) for output in outputs)
         return process(outputs, *arguments, **options)
 
     processor.process_outputs = counting

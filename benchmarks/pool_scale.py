@@ -172,11 +172,11 @@ def watched(task: dict) -> dict:
     return result | {"peak_own_mb": own_mb, "peak_mb": with_files_mb}
 
 
-def require_same_files(one: Path, other: Path) -> None:
+def require_same_files(first: Path, other: Path) -> None:
     """Two ways to build must give the same bytes, or nothing here means anything."""
-    manifests = [json.loads((folder / "manifest.json").read_text(encoding="utf-8")) for folder in (one, other)]
+    manifests = [json.loads((folder / "manifest.json").read_text(encoding="utf-8")) for folder in (first, other)]
     if manifests[0] != manifests[1]:
-        raise RuntimeError(f"{one.name} and {other.name} differ; expected the same files")
+        raise RuntimeError(f"{first.name} and {other.name} differ; expected the same files")
 
 
 def figures_of(rows: Sequence[dict]) -> list[Figure]:

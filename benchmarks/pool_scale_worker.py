@@ -61,17 +61,16 @@ def measure_build(texts: str, out: str, memory_mb: int | None, previous: str | N
         build_pool([PoolText(few[0].token_ids[1:]), *few[::2]], Path(folder, "two"), previous=pool, **POOL)
     older = Pool.open(previous) if previous else None
     print(json.dumps({"before_own_mb": memory_mb_of(os.getpid())[0]}), flush=True)
-    num_sorted = []
     rows = (PoolText(text, f"g{number % NUM_GROUPS}") for number, text in enumerate(TextFile(Path(texts))))
     start_s = time.perf_counter()
-    pool = build_pool(rows, out, previous=older, on_sorted=num_sorted.append, **POOL)
+    pool = build_pool(rows, out, previous=older, **POOL)
     build_s = time.perf_counter() - start_s
     return {
         "num_texts": pool.manifest.num_texts,
         "num_tokens": pool.manifest.num_tokens,
         "build_s": build_s,
         "bytes": sum(path.stat().st_size for path in Path(out).iterdir()),
-        "num_texts_sorted": num_sorted[0],
+        "num_texts_sorted": pool.num_sorted,
     }
 
 
@@ -108,8 +107,8 @@ def memory_mb_of(pid: int) -> tuple[float, float]:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return 0.0, 0.0
-    found = {line.split(":")[0]: int(line.split()[1]) / 1024 for line in lines if line.startswith("Rss")}
-    return found.get("RssAnon", 0.0), found.get("RssFile", 0.0) + found.get("RssShmem", 0.0)
+    mebibytes = {line.split(":")[0]: int(line.split()[1]) / 1024 for line in lines if line.startswith("Rss")}
+    return mebibytes.get("RssAnon", 0.0), mebibytes.get("RssFile", 0.0) + mebibytes.get("RssShmem", 0.0)
 
 
 if __name__ == "__main__":

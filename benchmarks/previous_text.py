@@ -164,25 +164,25 @@ def night_of(writer: Writer, folder: Path) -> Night:
     as_task = Task(task.name, task.side, (), task.pool_prompts, task.max_new_tokens, is_long=False)
     pool = calibrated_pool(as_task, pool_texts, None, PoolSettings(), folder).pool
     drafter = RetrievalDrafter(pool, SOURCES, MAX_DRAFT_TOKENS, MIN_ACCEPTANCE)
-    previous = writer.write([one.before for one in task.changes], None, drafter).texts
-    now = writer.write([one.now for one in task.changes], previous, drafter).texts
+    previous = writer.write([change.before for change in task.changes], None, drafter).texts
+    now = writer.write([change.now for change in task.changes], previous, drafter).texts
     agreed = np.array([num_agreed(*pair) for pair in zip(now, previous, strict=True)])
     return Night(pool, previous, agreed)
 
 
 def measure(writer: Writer, night: Night, costs: dict[str, StepCost], num_rounds: int) -> tuple[dict, list[dict]]:
     """How texts begin, and a row of each system."""
-    prompts, passes = [one.now for one in writer.task.changes], {}
-    systems = [one for one in SYSTEMS if one.path != WHOLE or writer.task.grammar is None]
+    prompts, passes = [change.now for change in writer.task.changes], {}
+    systems = [system for system in SYSTEMS if system.path != WHOLE or writer.task.grammar is None]
     most = np.minimum(night.agreed, writer.task.max_new_tokens - 1).tolist()
     begun = [text[:length] for text, length in zip(night.previous, most, strict=True)]
     orders = turns(systems)
     for _ in range(num_rounds):
         for system in next(orders):
             budget = StepBudget(costs[system.by_step]) if system.by_step else None
-            given = begun if system.path == WHOLE else None
+            beginnings = begun if system.path == WHOLE else None
             drafter = night.drafter_of(system)
-            written = writer.write(prompts, night.previous, drafter, budget, system.rule, given)
+            written = writer.write(prompts, night.previous, drafter, budget, system.rule, beginnings)
             passes.setdefault(system, []).append(written)
             num_steps = written.num_steps.sum()
             logger.info("%s, %s: %.1f s, %d steps", writer.task.name, system.name, written.seconds, num_steps)
@@ -204,7 +204,7 @@ def beginning_of(writer: Writer, night: Night, passes: dict[str, list[Written]])
         "task": writer.task.name,
         "num_texts": len(lengths),
         "mean_tokens": lengths.mean(),
-        "mean_prompt_tokens": np.mean([len(one.now) for one in writer.task.changes]),
+        "mean_prompt_tokens": np.mean([len(change.now) for change in writer.task.changes]),
         "mean_agreed": night.agreed.mean(),
         "agreed_quartiles": np.percentile(night.agreed, [25, 50, 75]).tolist(),
         "share_agreed": night.agreed.sum() / lengths.sum(),
@@ -229,12 +229,12 @@ def row_of(
     """One system beside that of today; speeds are in tokens of texts."""
     own, now = passes[system.name], passes[system.today]
     first, first_now = own[0], now[0]
-    steps, steps_now = (resampled_totals(one.num_steps) for one in (first, first_now))
+    steps, steps_now = (resampled_totals(run.num_steps) for run in (first, first_now))
     num_rest = sum(map(len, night.previous)) - int(night.agreed.sum()) if system.path == WHOLE else 0
     gain = first.num_tokens / first_now.num_tokens
     counted, with_rest = {}, {}
     for name, cost in costs.items():
-        spent, spent_now = (float(cost.seconds(BATCH, one.forwards).sum()) for one in (first, first_now))
+        spent, spent_now = (float(cost.seconds(BATCH, run.forwards).sum()) for run in (first, first_now))
         of_token = float(np.diff(cost.seconds(BATCH, np.array([256, 512])))[0]) / 256
         counted[name], with_rest[name] = gain * spent_now / spent, gain * spent_now / (spent + num_rest * of_token)
     return {
@@ -252,7 +252,7 @@ def row_of(
         "share_of_forwarded": first.forwards.sum() / first_now.forwards.sum(),
         "counted": counted,
         "with_rest": with_rest,
-        "seconds": Spread.of([one.seconds for one in own]),
+        "seconds": Spread.of([run.seconds for run in own]),
         "speed": Spread.of([gain * b.seconds / a.seconds for a, b in zip(own, now, strict=True)]),
     }
 
@@ -291,7 +291,7 @@ def main() -> None:
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
     beginnings, rows = [], []
     for name in (READERS_MODEL, VIEWERS_MODEL):
-        folders = [one / name for one in arguments.models if (one / name / "model.safetensors").is_file()]
+        folders = [folder / name for folder in arguments.models if (folder / name / "model.safetensors").is_file()]
         if not folders:
             print(f"{name} is not there: its tasks are not measured", file=sys.stderr)
             continue

@@ -68,7 +68,7 @@ def viewer_task(tokenizer, data: Path, size: ChangeSize, max_new_tokens: int) ->
         ids = drawn.sample(sorted(tables.users["user_id"].to_pylist()), size.num_changes + size.num_pool)
         viewers = {entity.entity_id: entity for entity in iter_entities(tables, "user", ids)}
     changes = []
-    for viewer in (viewers[one] for one in ids):
+    for viewer in (viewers[viewer_id] for viewer_id in ids):
         before = viewer.history[: -drawn.randint(1, MAX_NEW_EVENTS)]
         changes.append(Change(prompt(replace(viewer, history=before)), prompt(viewer)))
     return _task("viewers", changes, size, max_new_tokens, grammar_of(template, max_new_tokens))
@@ -96,8 +96,8 @@ def reader_task(tokenizer, data: Path, size: ChangeSize) -> ChangeTask:
 def set_task(tokenizer, data: Path, size: ChangeSize, max_new_tokens: int) -> ChangeTask:
     """REKI's questions about sets of films, to which one film has come."""
     questions = sorted(set(pq.read_table(data / "reki" / "knowledge.parquet")["prompt"].to_pylist()))
-    found = [(match[1], match[2], match[3]) for match in map(SET_OF_FILMS.fullmatch, questions) if match]
-    drawn = random.Random(SEED).sample(found, size.num_changes + size.num_pool)
+    film_sets = [(match[1], match[2], match[3]) for match in map(SET_OF_FILMS.fullmatch, questions) if match]
+    drawn = random.Random(SEED).sample(film_sets, size.num_changes + size.num_pool)
     changes = [
         Change(*(chat_ids(tokenizer, f"{head}{films},  {tail}") for films in (LAST_FILM.sub("", films), films)))
         for head, films, tail in drawn
@@ -110,4 +110,4 @@ def _task(
 ) -> ChangeTask:
     """The first entities are measured; the others' earlier prompts are the pool's."""
     measured, others = changes[: size.num_changes], changes[size.num_changes :]
-    return ChangeTask(name, "user", tuple(measured), tuple(one.before for one in others), max_new_tokens, grammar)
+    return ChangeTask(name, "user", tuple(measured), tuple(change.before for change in others), max_new_tokens, grammar)

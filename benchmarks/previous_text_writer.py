@@ -37,21 +37,21 @@ class Written:
     starts: list[list[int]]
     forwards: np.ndarray  # int64[num_forwards]
     seconds: float
-    given: Sequence[np.ndarray]  # int32[n] of each text, its beginning, which stood behind the prompt
+    beginnings: Sequence[np.ndarray]  # int32[n] of each text, its beginning, which stood behind the prompt
 
     @property
     def num_steps(self) -> np.ndarray:
         """int64[num_texts]"""
-        return np.array([one.num_steps for one in self.results])
+        return np.array([result.num_steps for result in self.results])
 
     @property
     def texts(self) -> list[np.ndarray]:
-        return [np.concatenate(both) for both in zip(self.given, (r.token_ids for r in self.results), strict=True)]
+        return [np.concatenate(both) for both in zip(self.beginnings, (r.token_ids for r in self.results), strict=True)]
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all texts, end tokens too."""
-        return sum(map(len, self.texts)) + sum(one.end_id is not None for one in self.results)
+        return sum(map(len, self.texts)) + sum(result.end_id is not None for result in self.results)
 
 
 class PathFirst(Drafter):
@@ -106,27 +106,28 @@ class Writer:
 
     def write(
         self, prompts: Sequence[np.ndarray], previous: Sequence[np.ndarray] | None, drafter: Drafter,
-        step_budget: StepBudget | None = None, rule: str = "greedy", given: Sequence[np.ndarray] | None = None,
+        step_budget: StepBudget | None = None, rule: str = "greedy", beginnings: Sequence[np.ndarray] | None = None,
     ) -> Written:  # fmt: skip
-        """All texts behind what is `given` of them, the prompts forgotten before."""
+        """All texts behind their `beginnings`, if any, the prompts forgotten before."""
         most, grammar = self.task.max_new_tokens, self.task.grammar
         none = [None] * len(prompts)
-        given = given or [np.empty(0, np.int32)] * len(prompts)
+        beginnings = beginnings or [np.empty(0, np.int32)] * len(prompts)
         requests = [
             GenerationRequest(str(i), np.concatenate((prompt, begun)), own, None, most - len(begun), 0, grammar)
-            for i, (prompt, begun, own) in enumerate(zip(prompts, given, previous or none, strict=True))
+            for i, (prompt, begun, own) in enumerate(zip(prompts, beginnings, previous or none, strict=True))
         ]
         budget = Budget(MAX_NODES, MIN_ACCEPTANCE)
         verifier = verifier_from(self.engine.settings.model_copy(update={"verifier": rule}))
         watched = drafter if isinstance(drafter, PathFirst) else PathFirst(drafter, {})
         self.engine.reset_prefix_cache()
-        found, self._forwards = {}, []
+        results, self._forwards = {}, []
         start_s = time.process_time()
-        for one in self.engine.generate(requests, watched, verifier, budget, step_budget):
-            if isinstance(one, GenerationFailure):
-                raise SystemExit(f"{self.task.name}, prompt {one.request_id} failed: {one.reason}")
-            found[one.request_id] = one
+        for result in self.engine.generate(requests, watched, verifier, budget, step_budget):
+            if isinstance(result, GenerationFailure):
+                raise SystemExit(f"{self.task.name}, prompt {result.request_id} failed: {result.reason}")
+            results[result.request_id] = result
         seconds = time.process_time() - start_s
         ids = [str(i) for i in range(len(prompts))]
-        starts = [watched.starts.get(one, []) for one in ids]
-        return Written([found[one] for one in ids], starts, np.array(self._forwards), seconds, given)
+        starts = [watched.starts.get(request_id, []) for request_id in ids]
+        in_order = [results[request_id] for request_id in ids]
+        return Written(in_order, starts, np.array(self._forwards), seconds, beginnings)

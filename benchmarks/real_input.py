@@ -130,10 +130,10 @@ def keep_part(tables: Path, *, num_users: int, num_items: int) -> None:
     """Cut imported tables to the most active users and their most rated items, in place: for a quick run."""
     interactions = pq.read_table(tables / "interactions.parquet")
     for name, column, num in (("items", "item_id", num_items), ("users", "user_id", num_users)):
-        kept = pa.array(most_frequent(interactions[column].to_pylist(), num), interactions[column].type)
-        interactions = interactions.filter(pc.is_in(interactions[column], value_set=kept))
+        frequent = pa.array(most_frequent(interactions[column].to_pylist(), num), interactions[column].type)
+        interactions = interactions.filter(pc.is_in(interactions[column], value_set=frequent))
         entities = pq.read_table(tables / f"{name}.parquet")
-        pq.write_table(entities.filter(pc.is_in(entities[column], value_set=kept)), tables / f"{name}.parquet")
+        pq.write_table(entities.filter(pc.is_in(entities[column], value_set=frequent)), tables / f"{name}.parquet")
     pq.write_table(interactions, tables / "interactions.parquet")
 
 

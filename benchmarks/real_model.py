@@ -73,7 +73,7 @@ def measure(
             "system": name,
             "task": task.name,
             "batch": batch,
-            "tokens_per_s": Spread.of([one.tokens_per_s for one in own]),
+            "tokens_per_s": Spread.of([run.tokens_per_s for run in own]),
             "tokens_per_step": own[0].tokens_per_step,
             "num_tokens": own[0].num_tokens,
             "ratios": {

@@ -82,8 +82,8 @@ def main() -> None:
     for name, policy in POLICIES.items():
         share = policy.get("max_tokens")
         budget = None if share is None else share * TOKENS * sum(every) / num_nights
-        kept = {key: value for key, value in policy.items() if key != "max_tokens"}
-        texts, unseen, stale, oldest = live(first_day, users, days, RefreshSettings(**kept), budget)
+        unbounded = {key: value for key, value in policy.items() if key != "max_tokens"}
+        texts, unseen, stale, oldest = live(first_day, users, days, RefreshSettings(**unbounded), budget)
         saved = 1 - sum(texts) / sum(every)
         rows.append(Lived(name, sum(texts), saved, max(texts), float(np.mean(unseen)), float(np.mean(stale)), oldest))
     num_users = len(np.unique(users[days < first_day]))

@@ -129,14 +129,14 @@ def judge(chain: str, night: int, side: Side, run: RunFolder, plain: RunFolder, 
     texts, beside = (by_id(folder, side) for folder in (run, plain))
     truth = item_errors if side == "item" else UserErrors(tables)
     entities = {entity.entity_id: entity for entity in iter_entities(tables, side)}
-    found = [truth(entities[entity_id], text) for entity_id, text in texts.items()]
+    judged = [truth(entities[entity_id], text) for entity_id, text in texts.items()]
     records = read_parquet(run.knowledge_folder(side), ["token_ids", "num_tokens"])
     return Row(
         chain=chain,
         night=night,
         side=side,
         num_texts=len(texts),
-        errors={name: float(np.mean([errors[name] for errors in found])) for name in found[0]},
+        errors={name: float(np.mean([errors[name] for errors in judged])) for name in judged[0]},
         mean_tokens=float(np.mean(records["num_tokens"])),
         repetitive=float(np.mean(repeated_shares(records["token_ids"]) > MAX_SHARE_REPEATED)),
         as_plain=float(np.mean([beside.get(entity_id) == text for entity_id, text in texts.items()])),
@@ -155,14 +155,14 @@ def item_errors(item: Entity, text: str) -> dict[str, bool]:
     theme = title_themes(facts["title"]).main
     named = {
         "category": (set(path[:1]), {top for top in TOP_CATEGORIES if has(text, top)}),
-        "kind": (set(path[1:2]), {one for _, one, _ in CATEGORY_PATHS if has(text, one)} - set(TOP_CATEGORIES)),
+        "kind": (set(path[1:2]), {kind for _, kind, _ in CATEGORY_PATHS if has(text, kind)} - set(TOP_CATEGORIES)),
         "era": ({facts["era"]}, {era for era in ERAS if has(text, era)}),
         "mood": ({facts["mood"]}, {mood for mood in MOODS if has(text.lower(), mood)}),
         "theme": ({THEMES[theme].name} if theme is not None else set(), {
-            one.name for one in THEMES if has(text.lower(), one.name)
+            theme.name for theme in THEMES if has(text.lower(), theme.name)
         }),
     }  # fmt: skip
-    errors = {name: bool(truth) and not truth <= found for name, (truth, found) in named.items()}
+    errors = {name: bool(truth) and not truth <= named_in_text for name, (truth, named_in_text) in named.items()}
     return errors | {"creator": facts["creator"] not in text}
 
 

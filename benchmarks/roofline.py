@@ -98,9 +98,9 @@ class WatchedPlain:
         """The system's own run."""
         roofline = Roofline.of_engine(self._engine, self._rates)
         with roofline.watching(self._engine):
-            found = self._system.run(prompts, batch, max_new_tokens)
-        self.shares.append(roofline.seconds / found.wall_s)
-        return found
+            run = self._system.run(prompts, batch, max_new_tokens)
+        self.shares.append(roofline.seconds / run.wall_s)
+        return run
 
 
 def measure_device(device: torch.device, dtype: torch.dtype) -> DeviceRates:

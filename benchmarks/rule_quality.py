@@ -90,21 +90,21 @@ class Writer:
         verifier = verifier_from(self.decoding.model_copy(update=rule))
         budget = Budget(MAX_DRAFT_TOKENS if drafter is not None else 0, MIN_ACCEPTANCE)
         start_s = time.perf_counter()
-        found = {one.request_id: one for one in self.engine.generate(requests, drafter, verifier, budget)}
+        results = {result.request_id: result for result in self.engine.generate(requests, drafter, verifier, budget)}
         seconds = time.perf_counter() - start_s
-        return [found[str(number)] for number in range(len(prompts))], seconds
+        return [results[str(number)] for number in range(len(prompts))], seconds
 
 
 @torch.inference_mode()
 def log_probabilities(model, prompts: Sequence[np.ndarray], texts: Sequence[np.ndarray]) -> np.ndarray:
     """Mean log-probability of each text's tokens behind its prompt: float64[num_texts]."""
-    found = []
+    shares = []
     for prompt, text in zip(prompts, texts, strict=True):
         ids = torch.from_numpy(np.concatenate((prompt, text)).astype(np.int64))
         logits = model(ids[None]).logits[0, len(prompt) - 1 : -1].float()
         picked = logits.log_softmax(-1).gather(1, ids[len(prompt) :, None])
-        found.append(float(picked.mean()) if len(text) else np.nan)
-    return np.array(found)
+        shares.append(float(picked.mean()) if len(text) else np.nan)
+    return np.array(shares)
 
 
 def measure(task: Task, template: PromptTemplate, model_dir: Path, max_new_tokens: int, scorer) -> Iterator[dict]:
@@ -113,7 +113,7 @@ def measure(task: Task, template: PromptTemplate, model_dir: Path, max_new_token
     pool_texts, _ = writer.write(task.pool_prompts, None, RULES["greedy"])
     prompts = task.held_out
     with tempfile.TemporaryDirectory() as folder:
-        pool = build([one.token_ids for one in pool_texts], Path(folder) / "pool", task.side)
+        pool = build([text.token_ids for text in pool_texts], Path(folder) / "pool", task.side)
         writer.write(prompts[:2], RetrievalDrafter(pool, SOURCES, MAX_DRAFT_TOKENS, MIN_ACCEPTANCE), RULES["greedy"])
         plain: list[GenerationResult] = []
         plain_s, vectors = 0.0, np.empty(0)
@@ -121,26 +121,26 @@ def measure(task: Task, template: PromptTemplate, model_dir: Path, max_new_token
             drafter = None
             if rule != PLAIN:
                 drafter = RetrievalDrafter(pool, SOURCES, MAX_DRAFT_TOKENS, MIN_ACCEPTANCE)
-            found, seconds = writer.write(prompts, drafter, settings)
+            texts, seconds = writer.write(prompts, drafter, settings)
             if rule == PLAIN:
-                plain, plain_s = found, seconds
-                vectors = encoder.encode([one.text for one in plain]).vectors
-            others = encoder.encode([one.text for one in found]).vectors
-            token_ids = [one.token_ids for one in found]
+                plain, plain_s = texts, seconds
+                vectors = encoder.encode([text.text for text in plain]).vectors
+            others = encoder.encode([text.text for text in texts]).vectors
+            token_ids = [text.token_ids for text in texts]
             per_text = {
                 "log_probability": log_probabilities(scorer, prompts, token_ids),
                 "repeated": repeated_shares(pa.chunked_array([pa.array(token_ids, pa.list_(pa.int32()))])),
-                "length": np.array([len(one) for one in token_ids], float),
+                "length": np.array([len(ids) for ids in token_ids], float),
                 "cosine": (np.asarray(vectors, float) * np.asarray(others, float)).sum(-1),
-                "kept": np.array([is_kept(template, one, p) for one, p in zip(found, prompts, strict=True)], float),
+                "kept": np.array([is_kept(template, text, p) for text, p in zip(texts, prompts, strict=True)], float),
             }
             row = {name: float(np.nanmean(values)) for name, values in per_text.items()}
-            num_steps = sum(one.num_steps for one in found)
-            same = sum(np.array_equal(a.token_ids, b.token_ids) for a, b in zip(found, plain, strict=True))
+            num_steps = sum(text.num_steps for text in texts)
+            same = sum(np.array_equal(a.token_ids, b.token_ids) for a, b in zip(texts, plain, strict=True))
             yield {
                 "task": task.name,
                 "rule": rule,
-                "num_texts": len(found),
+                "num_texts": len(texts),
                 "tokens_per_step": sum(map(len, token_ids)) / num_steps,
                 "speed": plain_s / seconds,
                 "seconds": seconds,

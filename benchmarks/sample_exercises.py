@@ -77,9 +77,9 @@ def make_copy_example(entity: Entity, tokenizer: PreTrainedTokenizerBase, rng: n
     if rng.random() < 0.5:
         heading = "Liked titles:"
         lines = [line for line, event in zip(lines, shown, strict=False) if event.rating >= POSITIVE_RATING]
-    asked = tokenizer(heading, add_special_tokens=False)["input_ids"]
+    heading_ids = tokenizer(heading, add_special_tokens=False)["input_ids"]
     answer = tokenizer("\n".join(["", *lines]), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-    prompt_ids = np.concatenate([rendered.token_ids, np.array(asked, np.int32)])
+    prompt_ids = np.concatenate([rendered.token_ids, np.array(heading_ids, np.int32)])
     return Example(prompt_ids, np.array(answer, np.int32))
 
 

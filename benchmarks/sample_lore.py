@@ -28,5 +28,5 @@ def title_themes(title: str) -> TitleThemes:
 def about_themes(about: str) -> tuple[int, ...]:
     """Themes that a sign-up statement hints at, in the order in which it does."""
     about = about.lower()  # a sentence begins with a capital
-    found = sorted((about.find(cue.lower()), theme) for cue, theme in _CUE_THEME.items() if cue.lower() in about)
-    return tuple(theme for _, theme in found)
+    cues = sorted((about.find(cue.lower()), theme) for cue, theme in _CUE_THEME.items() if cue.lower() in about)
+    return tuple(theme for _, theme in cues)

@@ -149,7 +149,7 @@ def _persons_phrases(entity: Entity, rng: np.random.Generator) -> _Phrases:
 def _profile(summary: list[str], reasoning: list[str]) -> str:
     """JSON of two texts, each of sentences."""
     fields = {"summary": summary, "reasoning": reasoning}
-    texts = {name: " ".join(one[0].upper() + one[1:] for one in of) for name, of in fields.items()}
+    texts = {name: " ".join(words[0].upper() + words[1:] for words in of) for name, of in fields.items()}
     return json.dumps(texts, ensure_ascii=False)
 
 

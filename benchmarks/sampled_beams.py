@@ -19,7 +19,7 @@ from laserbatch.research.recommending.item_trie import ItemTrie
 def followers(trees: CodeTrees, trie: ItemTrie, user: int, beams: Beams) -> tuple[Beams, np.ndarray] | None:
     """All paths one level on, and their log probabilities, which are those of all together; None: one is not known."""
     rows = [trees.log_p(user, path, node) for path, node in zip(beams.paths, beams.nodes.tolist(), strict=True)]
-    if any(one is None for one in rows):
+    if any(row is None for row in rows):
         return None
     scores = (beams.scores[:, None] + np.stack(rows)).ravel()
     known = np.flatnonzero(np.isfinite(scores))
@@ -86,16 +86,17 @@ def sampled_search(
             own = list(beams)
             for level in range(min(own[user].level for user in live), trie.num_levels):
                 at = [user for user in live if own[user].level == level]
-                wanted = [[*own[user].prefixes(trie)] if user in at else [] for user in range(num_users)]
-                small.add(wanted)
+                prefixes = [[*own[user].prefixes(trie)] if user in at else [] for user in range(num_users)]
+                small.add(prefixes)
                 for user in at:
                     every, log_q = followers(small, trie, user, own[user])
                     own[user] = drafts[user][level + 1] = _picked(every, drawn(log_q, num_drafted, rngs[user]))
-        wanted = [[] for _ in seeds]
+        prefixes = [[] for _ in seeds]
         for user in live:
-            asked = [one for level, one in drafts[user].items() if level <= last]
-            wanted[user] = [*beams[user].prefixes(trie), *(pair for one in asked for pair in one.prefixes(trie))]
-        trees.add(wanted)
+            drafted_levels = [beam for level, beam in drafts[user].items() if level <= last]
+            of_drafts = (pair for beam in drafted_levels for pair in beam.prefixes(trie))
+            prefixes[user] = [*beams[user].prefixes(trie), *of_drafts]
+        trees.add(prefixes)
         num_forwards[live] += 1
         for user in live:
             while beams[user].level < trie.num_levels:
@@ -117,8 +118,8 @@ def sampled_search(
                 if not is_accepted:
                     drafts[user] = {}
         live = [user for user in live if beams[user].level < trie.num_levels]
-    found = []
-    for one, number in zip(beams, (trie.num_levels - num_forwards).tolist(), strict=True):
-        order = np.argsort(-one.scores, kind="stable")
-        found.append(BeamResult(one.nodes[order], one.scores[order], number))
-    return found
+    results = []
+    for beam, number in zip(beams, (trie.num_levels - num_forwards).tolist(), strict=True):
+        order = np.argsort(-beam.scores, kind="stable")
+        results.append(BeamResult(beam.nodes[order], beam.scores[order], number))
+    return results

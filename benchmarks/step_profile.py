@@ -104,12 +104,12 @@ def profile(
     with watched(engine) as spans:
 
         def keeps(live) -> bool:
-            kept = is_full(engine, live) and next(num_full) >= NUM_WARM_STEPS
-            if kept:
+            is_counted = is_full(engine, live) and next(num_full) >= NUM_WARM_STEPS
+            if is_counted:
                 counts.append(np.sum([(sequence.num_drafted, sequence.num_output) for sequence in live], 0))
             if len(counts) > num_steps:
                 raise Enough
-            return kept
+            return is_counted
 
         spans.keeps = keeps
         with suppress(Enough):
@@ -211,16 +211,16 @@ def _let_go() -> None:
 
 def figures_of(rows: Sequence[dict]) -> list[Figure]:
     """What was asked of a GPU."""
-    found = []
+    figures = []
     for row in rows:
         where = f"{row['model']}, {row['kind']}, batch {row['batch']}"
         if row["kind"] == "plain" and row["batch"] in ROOFLINE_BATCHES:
             share = row["roofline_share"]
-            found.append(Figure.at_least(f"{where}: share of the roofline", share, MIN_ROOFLINE_SHARE))
+            figures.append(Figure.at_least(f"{where}: share of the roofline", share, MIN_ROOFLINE_SHARE))
         if row["batch"] == HOST_BATCH:
             share = row["host_share_unwatched"]
-            found.append(Figure.at_most(f"{where}: host's share of a step", share, MAX_HOST_SHARE))
-    return found
+            figures.append(Figure.at_most(f"{where}: host's share of a step", share, MAX_HOST_SHARE))
+    return figures
 
 
 def describe_row(row: dict) -> str:

@@ -51,7 +51,7 @@ class Pass:
     @classmethod
     def joined(cls, passes: Sequence["Pass"]) -> "Pass":
         """Several runs over different prompts as one."""
-        columns = {one.name: [getattr(each, one.name) for each in passes] for one in fields(cls)}
+        columns = {field.name: [getattr(each, field.name) for each in passes] for field in fields(cls)}
         return cls(**{name: sum(column[1:], column[0]) for name, column in columns.items()})
 
     @property
@@ -172,13 +172,14 @@ class Vllm:
 
         self._llm.reset_prefix_cache()
         parameters = SamplingParams(temperature=0.0, max_tokens=max_new_tokens, detokenize=False)
-        asked = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]
+        inputs = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]
         start_s = time.perf_counter()
-        outputs = self._llm.generate(asked, parameters, use_tqdm=False)
+        outputs = self._llm.generate(inputs, parameters, use_tqdm=False)
         wall_s = time.perf_counter() - start_s
         written = [output.outputs[0] for output in outputs]
-        text_tokens = tuple(len(one.token_ids) for one in written)  # the end token is one of them
-        texts = tuple(tuple(one.token_ids[: len(one.token_ids) - (one.finish_reason == "stop")]) for one in written)
+        text_tokens = tuple(len(output.token_ids) for output in written)  # the end token is one of them
+        ends = (len(output.token_ids) - (output.finish_reason == "stop") for output in written)
+        texts = tuple(tuple(output.token_ids[:end]) for output, end in zip(written, ends, strict=True))
         num_tokens = sum(text_tokens)
         return Pass(wall_s, num_tokens, num_tokens, texts, text_tokens=text_tokens)
 
@@ -244,11 +245,11 @@ class EngineSystem:
         def watched(step: Step | None, stream: Stream):
             if step is None:  # no room even for one text, which fails
                 return finish_step(step, stream)
-            before = [one.num_steps for one in step.sequences]
+            before = [sequence.num_steps for sequence in step.sequences]
             ended = finish_step(step, stream)
-            for one, was, size in zip(step.sequences, before, step.trees.sizes.tolist(), strict=True):
-                if one.num_steps > was:
-                    tree_sizes[int(one.request.request_id)].append(size)
+            for sequence, was, size in zip(step.sequences, before, step.trees.sizes.tolist(), strict=True):
+                if sequence.num_steps > was:
+                    tree_sizes[int(sequence.request.request_id)].append(size)
             return ended
 
         finish_step, self._engine.finish_step = self._engine.finish_step, watched

@@ -156,11 +156,11 @@ def movielens_tasks(tokenizer, data: Path, size: TaskSize, max_new_tokens: int, 
         tasks = []
         for side in SIDES:
             ids = _chosen(f"movielens-{side}s", sorted(tables.entities(side)[f"{side}_id"].to_pylist()), size)
-            found = {
+            by_id = {
                 entity.entity_id: render_prompt(settings.template(side), entity, tokenizer, MAX_PROMPT_TOKENS).token_ids
                 for entity in iter_entities(tables, side, ids)
             }
-            prompts = [found[entity_id] for entity_id in ids]
+            prompts = [by_id[entity_id] for entity_id in ids]
             tasks.append(_task(f"movielens-{side}s", side, prompts, size, max_new_tokens=max_new_tokens))
     return tasks
 

@@ -220,10 +220,10 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, out: Path)
     """Write bf16 safetensors, configuration and tokenizer."""
     out.mkdir(parents=True, exist_ok=True)
     weights = {name: value.detach().to(torch.bfloat16) for name, value in model.state_dict().items()}
-    kept = LlamaForCausalLM(model.config).to(torch.bfloat16)
-    kept.load_state_dict(weights)
-    kept.generation_config.do_sample = False
-    kept.save_pretrained(out)
+    saved = LlamaForCausalLM(model.config).to(torch.bfloat16)
+    saved.load_state_dict(weights)
+    saved.generation_config.do_sample = False
+    saved.save_pretrained(out)
     tokenizer.save_pretrained(out)
 
 
@@ -295,7 +295,7 @@ def main() -> None:
     num_parameters = sum(p.numel() for p in model.parameters())
     users, items = world_entities(HELD_OUT_SEED, 400, 300)
     held_out = {
-        f"{framework}_{entities[0].side}": [make_example(one, tokenizer, rng, framework) for one in entities[:64]]
+        f"{framework}_{entities[0].side}": [make_example(entity, tokenizer, rng, framework) for entity in entities[:64]]
         for framework in FRAMEWORKS
         for entities in (users, items)
     }

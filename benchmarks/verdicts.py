@@ -48,9 +48,9 @@ def simulated(num_seeds: int, with_users: bool, num: int) -> dict:
     """Share of the intervals of all models that hold the true difference, and of verdicts "equivalent"."""
     draws, covered, equivalent = np.random.default_rng([SEED, num_seeds, with_users]), 0, 0
     for _ in range(num):
-        found = compare_paired(draw(num_seeds, with_users, draws), NUM_ROWS, MARGIN)["all"]
-        covered += found.low <= 0 <= found.high
-        equivalent += found.verdict == "equivalent"
+        comparison = compare_paired(draw(num_seeds, with_users, draws), NUM_ROWS, MARGIN)["all"]
+        covered += comparison.low <= 0 <= comparison.high
+        equivalent += comparison.verdict == "equivalent"
     return {
         "seeds": num_seeds,
         "test_rows": "users are sampled" if with_users else "seeds alone",

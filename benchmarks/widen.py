@@ -65,8 +65,8 @@ class Geometry:
 
 
 GEOMETRIES = {
-    one.name: one
-    for one in (
+    geometry.name: geometry
+    for geometry in (
         Geometry("1b", 2048, 8192, 16, 16, 4, 128, 128_256),  # Llama-3.2-1B with heads of 128, untied
         Geometry("7b-mha", 4096, 11_008, 32, 32, 32, 128, 32_000),  # Vicuna-7B, Llama-2-7B
         Geometry("8b-gqa", 4096, 14_336, 32, 32, 8, 128, 128_256),  # Llama-3-8B
@@ -262,8 +262,8 @@ def read_source(folder: Path) -> tuple[dict, Geometry]:
 def widened_config(config: dict, widening: Widening, dtype: str) -> dict:
     """The larger model's config.json; rotary embeddings and context stay those of the source."""
     target = widening.target
-    kept = {name: value for name, value in config.items() if name not in ("layer_types", "torch_dtype")}
-    return kept | {
+    values = {name: value for name, value in config.items() if name not in ("layer_types", "torch_dtype")}
+    return values | {
         "hidden_size": target.hidden_size,
         "intermediate_size": target.intermediate_size,
         "num_hidden_layers": target.num_layers,

@@ -99,7 +99,7 @@ def align(features: pa.Table, side: str, entity_ids: pa.Array) -> SideVectors:
         )
     positions = pc.index_in(entity_ids, ids)
     has_vector = pc.is_valid(positions).to_numpy(zero_copy_only=False)
-    taken = positions.drop_null().to_numpy()
+    feature_rows = positions.drop_null().to_numpy()
     column = features["vector"].combine_chunks()
     raw = column.flatten().to_numpy().reshape(len(column), column.type.list_size)
     if not np.isfinite(raw).all():
@@ -109,10 +109,10 @@ def align(features: pa.Table, side: str, entity_ids: pa.Array) -> SideVectors:
         )
     of_levels = np.column_stack([features[name].to_numpy() for name in LEVELS])
     vectors = np.zeros((len(entity_ids), raw.shape[1]), np.float32)
-    vectors[has_vector] = raw[taken]
+    vectors[has_vector] = raw[feature_rows]
     codes = np.zeros((len(entity_ids), len(LEVELS)), np.int32)
-    codes[has_vector] = 1 + of_levels[taken]
-    num_codes, num_foreign = 2 + of_levels.max(axis=0, initial=0).astype(np.int64), len(ids) - len(taken)
+    codes[has_vector] = 1 + of_levels[feature_rows]
+    num_codes, num_foreign = 2 + of_levels.max(axis=0, initial=0).astype(np.int64), len(ids) - len(feature_rows)
     return SideVectors(vectors, codes, num_codes, int((~has_vector).sum()), num_foreign)
 
 

@@ -4,6 +4,7 @@ Into a temporary name beside the target, synced, then renamed over it. A process
 `.tmp` name, which readers never look at.
 """
 
+import hashlib
 import os
 import secrets
 from collections.abc import Iterator
@@ -35,6 +36,18 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def size_bytes(path: Path) -> int:
+    """Bytes of a file, or of all files under a folder."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.lstat().st_size for file in files if not file.is_dir())
+
+
+def sha256_file(path: Path | str) -> str:
+    """Hex SHA-256 of a file's contents."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

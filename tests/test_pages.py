@@ -46,14 +46,14 @@ def unknown_words(words: list[str]) -> Iterator[str]:
     command, *words = typer.main.get_command(app), *words
     while hasattr(command, "commands") and words and not words[0].startswith("-"):
         *others, name = words.pop(0).split("|")
-        unknown = [one for one in [*others, name] if one not in command.commands]
+        unknown = [word for word in [*others, name] if word not in command.commands]
         yield from unknown
         if unknown:
             return
         _, command, _ = command.resolve_command(command.context_class(command), [name])
     options = {option for parameter in command.params for option in parameter.opts + parameter.secondary_opts}
-    given = [word.partition("=")[0] for word in "|".join(words).split("|") if word.startswith("-")]
-    yield from (option for option in given if option not in options | {"--help"})
+    options_given = [word.partition("=")[0] for word in "|".join(words).split("|") if word.startswith("-")]
+    yield from (option for option in options_given if option not in options | {"--help"})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -61,7 +61,7 @@ def test_a_page_names_what_exists(page):
     text = page.read_text(encoding="utf-8")
     assert not list(broken_links(page, text))
     unknown = {" ".join(words): list(unknown_words(words)) for words in command_lines(text)}
-    assert not {line: found for line, found in unknown.items() if found}
+    assert not {line: words for line, words in unknown.items() if words}
 
 
 def test_a_link_to_nothing_is_found():

@@ -19,10 +19,10 @@ class Nothing(Drafter):
 @pytest.fixture
 def entries(monkeypatch):
     """Entry points that stand for installed packages."""
-    found = []
-    monkeypatch.setattr(plugins, "entry_points", lambda group: [one for one in found if one.group == group])
+    added = []
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [entry for entry in added if entry.group == group])
     installed.cache_clear()
-    yield found
+    yield added
     installed.cache_clear()
 
 

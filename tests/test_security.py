@@ -35,23 +35,23 @@ def called(node: ast.Call) -> str:
 
 def dangers(path: Path) -> list[str]:
     """What of a source would unpickle, run code of data, or start a shell."""
-    found = []
+    nodes = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
-            found += [node] if PICKLES & {name.split(".")[0] for name in names} else []
+            nodes += [node] if PICKLES & {name.split(".")[0] for name in names} else []
         if not isinstance(node, ast.Call):
             continue
-        given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
         is_safe_yaml = called(node) == "yaml.load" and ast.unparse(node.args[1]) == "_UniqueKeys"
         asks_for_it = any(
-            given.get(name, "False") != "False" for name in ("shell", "allow_pickle", "trust_remote_code")
+            arguments.get(name, "False") != "False" for name in ("shell", "allow_pickle", "trust_remote_code")
         )
-        is_loaded = called(node) == "torch.load" and given.get("weights_only") != "True"
+        is_loaded = called(node) == "torch.load" and arguments.get("weights_only") != "True"
         is_hub = called(node).endswith(".from_pretrained") and "torch" in called(node)
         is_called = called(node) in NEVER_CALLED and not is_safe_yaml
-        found += [node] if is_called or asks_for_it or is_loaded or is_hub else []
-    return [f"{path.relative_to(ROOT)}, line {node.lineno}: {ast.unparse(node)}" for node in found]
+        nodes += [node] if is_called or asks_for_it or is_loaded or is_hub else []
+    return [f"{path.relative_to(ROOT)}, line {node.lineno}: {ast.unparse(node)}" for node in nodes]
 
 
 def test_nothing_is_unpickled_no_code_of_data_is_run_and_no_shell_is_started():

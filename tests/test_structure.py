@@ -24,13 +24,13 @@ FILES = {path.relative_to(ROOT): path for package in PACKAGES for path in sorted
 @cache
 def imported_modules(path: Path) -> frozenset[str]:
     """Whole names; our own without the `laserbatch.` before them."""
-    found = set()
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return frozenset(module.removeprefix("laserbatch.") for module in found)
+            modules |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return frozenset(module.removeprefix("laserbatch.") for module in modules)
 
 
 def tops(path: Path) -> set[str]:
@@ -95,8 +95,8 @@ def rooms_used_by_room(package: str) -> dict[str, set[str]]:
     used: dict[str, set[str]] = {}
     for path in folder.rglob("*.py"):
         room = path.relative_to(folder).parts[0].removesuffix(".py")
-        found = {module.removeprefix(f"{package}.") for module in imported_modules(path) if f"{package}." in module}
-        named = {module.split(".")[0] for module in found}
+        imported = {module.removeprefix(f"{package}.") for module in imported_modules(path) if f"{package}." in module}
+        named = {module.split(".")[0] for module in imported}
         used.setdefault(room, set()).update(name for name in named if is_room(folder, name) and name != room)
     return used
 
@@ -136,16 +136,16 @@ def test_pools_import_little_and_integrations_are_imported_by_their_engines_alon
 
 def tops_at_import(path: Path) -> set[str]:
     """Of what is imported with the module, not later within a function."""
-    waiting, found = [ast.parse(path.read_text(encoding="utf-8"))], set()
+    waiting, tops = [ast.parse(path.read_text(encoding="utf-8"))], set()
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            tops |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add((node.module or "").split(".")[0])
+            tops.add((node.module or "").split(".")[0])
         elif not isinstance(node, ast.FunctionDef):
             waiting += ast.iter_child_nodes(node)
-    return found
+    return tops
 
 
 def test_the_engine_is_imported_without_ray_tables_or_knowledge():
@@ -188,9 +188,9 @@ def test_who_catches_whatever_comes_raises_it_again_or_says_why_not():
             is_broad = isinstance(node, ast.ExceptHandler) and (
                 node.type is None or getattr(node.type, "id", "") in ("Exception", "BaseException")
             )
-            if is_broad and not any(isinstance(one, ast.Raise) for one in ast.walk(node)):
-                said = lines[node.lineno - 1] + lines[node.lineno]
-                assert " # " in said, f"{name}, line {node.lineno}: no reason beside it"
+            if is_broad and not any(isinstance(inner, ast.Raise) for inner in ast.walk(node)):
+                comment = lines[node.lineno - 1] + lines[node.lineno]
+                assert " # " in comment, f"{name}, line {node.lineno}: no reason beside it"
 
 
 def test_no_two_files_of_tests_have_one_name():

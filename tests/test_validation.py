@@ -7,18 +7,18 @@ from laserbatch.pipeline.validation import read_yaml
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("a: 1\nb: 2\na: 3\n", "the key a twice, in lines 1 and 3; keep one of them"),
         ("a:\n  b: 1\n  c: {d: 1, d: 2}\n", "the key d twice, in lines 3 and 3"),
         ("a: [{b: 1}, {b: 2, b: 3}]\n", "the key b twice, in lines 1 and 1"),
     ],
 )
-def test_a_key_twice_is_refused_by_name_and_line(tmp_path, text, said):
+def test_a_key_twice_is_refused_by_name_and_line(tmp_path, text, message):
     (tmp_path / "file.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
         read_yaml(tmp_path / "file.yaml", "mapping", "write one")
-    assert f"the mapping {tmp_path / 'file.yaml'} has {said}" in str(caught.value)
+    assert f"the mapping {tmp_path / 'file.yaml'} has {message}" in str(caught.value)
 
 
 @pytest.mark.parametrize(

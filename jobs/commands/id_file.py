@@ -32,9 +32,9 @@ def read_ids(path: Path, note: Callable[[str], object] = lambda text: None) -> s
     first = rows[0][1] if rows else ""
     delimiter = next((mark for mark in _DELIMITERS if HEADER in map(_unquoted, first.split(mark))), None)
     if delimiter is None:
-        ids_by_line, taken = [(number, _plain_id(path, number, line)) for number, line in rows], "a line each"
+        ids_by_line, read_as = [(number, _plain_id(path, number, line)) for number, line in rows], "a line each"
     else:
-        ids_by_line, taken = _of_csv(path, rows, delimiter), f"the column {HEADER}"
+        ids_by_line, read_as = _of_csv(path, rows, delimiter), f"the column {HEADER}"
     for number, key in ids_by_line:
         if not key:
             raise ConfigError(f"{path}, line {number}: the id is empty; {_EXPECTED}")
@@ -42,7 +42,7 @@ def read_ids(path: Path, note: Callable[[str], object] = lambda text: None) -> s
             raise ConfigError(f"{path}, line {number}: {key!r} holds a control character; {_EXPECTED}")
     ids = {key for _, key in ids_by_line}
     if ids:
-        note(f"{path}: read as ids: {taken}; {len(ids):,} in all, the first {ids_by_line[0][1]!r}")
+        note(f"{path}: read as ids: {read_as}; {len(ids):,} in all, the first {ids_by_line[0][1]!r}")
     return ids
 
 

@@ -79,13 +79,13 @@ def init(
         if not num_faults:
             opened = open_tables(tables)
             say_left_out(settings, personal_data(opened.users, opened.items))
-        said = {"configuration": str(out), "tables": "in the input schema already", "num_faults": num_faults}
+        outcome = {"configuration": str(out), "tables": "in the input schema already", "num_faults": num_faults}
         if not is_sample_world(tables):
-            said["model"] = NEEDS_A_MODEL
+            outcome["model"] = NEEDS_A_MODEL
         first_command = (
             f"laserbatch data check {tables}{_named(out)}" if num_faults else f"laserbatch doctor{_named(out)}"
         )
-        _finish(said, first_command, out, as_json)
+        _finish(outcome, first_command, out, as_json)
         return
     if is_uri(tables):
         raise TableError(
@@ -119,19 +119,19 @@ def init(
     for message in notes:
         say(message)
     say(f"the mapping is a guess, which says at each line what it rests on; read {mapping_path} before you import")
-    said = {"configuration": str(out), "mapping": str(mapping_path), "model": NEEDS_A_MODEL}
-    said |= {"notes": notes} if as_json and notes else {}
-    _finish(said, command, out, as_json)
+    outcome = {"configuration": str(out), "mapping": str(mapping_path), "model": NEEDS_A_MODEL}
+    outcome |= {"notes": notes} if as_json and notes else {}
+    _finish(outcome, command, out, as_json)
 
 
-def _finish(said: dict[str, Any], first_command: str, out: Path, as_json: bool) -> None:
+def _finish(outcome: dict[str, Any], first_command: str, out: Path, as_json: bool) -> None:
     """Print what was written and guessed, and the three commands that come next."""
     today = datetime.datetime.now(datetime.UTC).date()
     commands = [first_command, f"laserbatch try{_named(out)}", f"laserbatch nightly --date {today}{_named(out)}"]
     if as_json:
-        summary(said | {"next": commands}, as_json)
+        summary(outcome | {"next": commands}, as_json)
         return
-    summary(said, as_json)
+    summary(outcome, as_json)
     print("next:", *commands, sep="\n  ")
 
 

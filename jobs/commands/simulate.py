@@ -173,11 +173,11 @@ def simulate(
     where = f"at batch {batch_size:,} and this step cost"
     for side_texts, outcomes in zip(texts, by_side, strict=True):
         print_table(_table(side_texts, outcomes, f"batch {batch_size:,}, step cost: {cost.name}"))
-    said = f"Keep the configuration {where}: nothing that was tried is faster by more than noise."
+    advice = f"Keep the configuration {where}: nothing that was tried is faster by more than noise."
     if best is not None:
         gains = ", ".join(f"{outcome.gain} of {side.side}s" for outcome, side in zip(best, texts, strict=True))
-        said = f"Recommended {where}: {best[0].words}; times the configured tokens per second: {gains}."
-    stdout.print(said, markup=False, soft_wrap=True)
+        advice = f"Recommended {where}: {best[0].words}; times the configured tokens per second: {gains}."
+    stdout.print(advice, markup=False, soft_wrap=True)
 
 
 def _pace(night: Night, settings: Settings, path: Path | None, batch_size: int | None) -> tuple[StepCost, int]:

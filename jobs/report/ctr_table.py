@@ -55,12 +55,12 @@ def ctr_lead(figures: CtrFigures) -> str:
     split = figures.split
     parts = ", ".join(f"{count(split[name])} {name}" for name in ("train", "validation", "test") if name in split)
     seeds = counted(max(row.num_seeds for row in figures.rows), "seed")
-    whose = f"Nothing can judge this run yet: these are the features of {age_of_judged(figures)}. "
-    lead = whose if figures.judged_run_id else ""
+    reason = f"Nothing can judge this run yet: these are the features of {age_of_judged(figures)}. "
+    lead = reason if figures.judged_run_id else ""
     lead += f"Trained on interactions split by time ({parts}), {seeds} each."
     shares = [
-        f"{percent(split[name] / split['test'], 1)} of {whose}"
-        for name, whose in (("test_unseen", "users unseen in training"), ("test_cold", "cold users"))
+        f"{percent(split[name] / split['test'], 1)} of {entities}"
+        for name, entities in (("test_unseen", "users unseen in training"), ("test_cold", "cold users"))
         if name in split and split.get("test")
     ]
     return lead + (f" Of the test rows {' and '.join(shares)}." if shares else "")
@@ -110,17 +110,17 @@ def _power(judged: CtrVerdict) -> str:
     """The power of this comparison, and the size of one that would be enough."""
     if judged.power is None:
         return "One seed has no interval: train with more (ctr.num_seeds)."
-    said = f"Texts that are equal would have been called as good in {percent(judged.power)} of such comparisons"
+    sentence = f"Texts that are equal would have been called as good in {percent(judged.power)} of such comparisons"
     ways = []
     if judged.seeds_needed is not None:
         ways.append(f"{judged.seeds_needed} seeds (ctr.num_seeds)")
     if judged.rows_needed is not None:
         ways.append(f"{count(judged.rows_needed)} test rows of more such users (a date that more follows)")
     if judged.power >= POWER_ENOUGH:
-        return f"{said}."
+        return f"{sentence}."
     if not ways:
-        return f"{said}; more seeds or test rows alone would not do: set a wider ctr.equivalence_margin."
-    return f"{said}; it takes {' or '.join(ways)} for {percent(POWER_ENOUGH)}."
+        return f"{sentence}; more seeds or test rows alone would not do: set a wider ctr.equivalence_margin."
+    return f"{sentence}; it takes {' or '.join(ways)} for {percent(POWER_ENOUGH)}."
 
 
 def _against_plain(verdict: CtrVerdict | None) -> dict[str, str]:

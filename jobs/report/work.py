@@ -135,8 +135,8 @@ def _endpoint(server: EndpointFigures) -> Table:
         "Answer tokens": count(server.num_completion_tokens),
         "Money": decimal(server.cost),
     }
-    said = "; ".join(server.answered_by) or "nothing, since it answered nothing"
-    caption = f"As the server counted them; it says that it is {said}. "
+    names = "; ".join(server.answered_by) or "nothing, since it answered nothing"
+    caption = f"As the server counted them; it says that it is {names}. "
     caption += "Set decoding.endpoint.price_per_million_tokens to see money." if server.cost is None else ""
     return Table("What the server's answers took", [row], ("Server",), caption)
 

@@ -194,7 +194,6 @@ def _build(night: Night, side: Side, version: str, run_texts: RunTexts, router: 
     hash_of_tokenizer = tokenizer_hash(tokenizer_folder(night.settings.model_dir, night.settings.decoding.adapter))
     previous = _previous_pool(night, side, hash_of_tokenizer)
     routes = side_routes(router, night.tables, side)
-    num_sorted: list[int] = []
     calibration = calibrate_side(night, side, run_texts, routes)
     pool = build_pool(
         run_texts.pool_texts(night.tables, side, routes),
@@ -204,7 +203,6 @@ def _build(night: Night, side: Side, version: str, run_texts: RunTexts, router: 
         model_id=run_texts.model_id,
         settings=night.settings.pools,
         previous=previous,
-        on_sorted=num_sorted.append,
         calibration=calibration,
     )
     calibration = pool.manifest.calibration
@@ -214,7 +212,7 @@ def _build(night: Night, side: Side, version: str, run_texts: RunTexts, router: 
         num_tokens=pool.manifest.num_tokens,
         groups=pool.manifest.groups,
         incremental=previous is not None,
-        num_texts_changed=sum(num_sorted),
+        num_texts_changed=pool.num_sorted or 0,
         build_s=time.perf_counter() - start_s,
         calibration_error=None if calibration is None else calibration.reliability.expected_calibration_error,
     )

@@ -17,12 +17,12 @@ class Stage:
     is_due: Callable[[Night], bool] = lambda night: True  # False where the stage is done, or not wanted
 
 
-def run_stages(night: Night, stages: Iterable[Stage], *given: Any) -> None:
+def run_stages(night: Night, stages: Iterable[Stage], *values: Any) -> None:
     """Run the stages that are due, one after another; the manifest is saved after each."""
     for stage in stages:
         if stage.is_due(night):
             with night.stage(stage.name):
-                value = stage.run(night, *given)
+                value = stage.run(night, *values)
                 if stage.result is not None:
                     group, field = stage.result.split(".")
                     setattr(getattr(night.manifest, group), field, value)

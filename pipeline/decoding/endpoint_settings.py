@@ -102,8 +102,8 @@ class EndpointSettings(Strict):
     @field_validator("extra_body")
     @classmethod
     def _leaves_requests_alone(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        if taken := sorted(fields.keys() & OURS_IN_REQUESTS):
-            raise ValueError(f"extra_body has {', '.join(taken)}, which laserbatch sets")
+        if reserved := sorted(fields.keys() & OURS_IN_REQUESTS):
+            raise ValueError(f"extra_body has {', '.join(reserved)}, which laserbatch sets")
         return fields
 
     @model_validator(mode="after")

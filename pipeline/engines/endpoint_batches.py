@@ -47,11 +47,11 @@ class EndpointBatches:
             ).encode()
             for request_id, body in bodies.items()
         }
-        found: dict[str, dict[str, Any] | RowError] = {}
+        answers_by_id: dict[str, dict[str, Any] | RowError] = {}
         for answers in await asyncio.gather(*(self._answers_of(part) for part in _parts(list(lines.values())))):
-            found |= answers
+            answers_by_id |= answers
         nothing = RowError("no-answer: the batch ended without an answer to this request")
-        return {request_id: found.get(request_id, nothing) for request_id in bodies}
+        return {request_id: answers_by_id.get(request_id, nothing) for request_id in bodies}
 
     async def _answers_of(self, lines: list[bytes]) -> dict[str, dict[str, Any] | RowError]:
         content = b"\n".join(lines) + b"\n"
@@ -74,8 +74,10 @@ class EndpointBatches:
             record.unlink(missing_ok=True)
             errors = batch.get("errors")
             reasons = errors.get("data") if isinstance(errors, Mapping) else None
-            said = "; ".join(str(one.get("message")) for one in (reasons or [])[:3] if isinstance(one, Mapping))
-            raise RunFailed(f"the provider refuses the batch {batch_id}: {said or 'it gives no reason'}")
+            messages = "; ".join(
+                str(reason.get("message")) for reason in (reasons or [])[:3] if isinstance(reason, Mapping)
+            )
+            raise RunFailed(f"the provider refuses the batch {batch_id}: {messages or 'it gives no reason'}")
         answers: dict[str, dict[str, Any] | RowError] = {}
         for name in ("output_file_id", "error_file_id"):
             if isinstance(batch.get(name), str):
@@ -132,12 +134,12 @@ def _parts(lines: list[bytes]) -> Iterator[list[bytes]]:
 def _answer(line: str) -> tuple[str, dict[str, Any] | RowError]:
     """A line of a batch's files: the request's id, and its answer."""
     try:
-        found = json.loads(line)
-        request_id, response, error = found["custom_id"], found.get("response") or {}, found.get("error") or {}
+        answer = json.loads(line)
+        request_id, response, error = answer["custom_id"], answer.get("response") or {}, answer.get("error") or {}
         status, body = response.get("status_code"), response.get("body")
     except (ValueError, KeyError, AttributeError, TypeError):
         return "", RowError("malformed-answer: a line of the batch is no JSON object with a custom_id")
     if status == 200 and isinstance(body, dict):
         return str(request_id), body
-    said = error.get("message") or (body.get("error") or {} if isinstance(body, dict) else {}).get("message")
-    return str(request_id), RowError(f"refused: HTTP {status}: {str(said)[:300]}")
+    message = error.get("message") or (body.get("error") or {} if isinstance(body, dict) else {}).get("message")
+    return str(request_id), RowError(f"refused: HTTP {status}: {str(message)[:300]}")

@@ -120,10 +120,10 @@ class EndpointClient:
                 self._last_answer_s = time.monotonic()
                 return answer
             except openai.APIStatusError as error:
-                status, said = error.status_code, self._said(error)
+                status, message = error.status_code, self._message_of(error)
                 retry_after_s = _retry_after(error.response.headers.get("retry-after"))
-                self._raise_if_final(status, said)
-                reason = f"HTTP {status}: {said}"
+                self._raise_if_final(status, message)
+                reason = f"HTTP {status}: {message}"
             except openai.APIError as error:
                 status, retry_after_s = 0, None
                 reason = "no answer in time" if isinstance(error, openai.APITimeoutError) else "the connection fails"
@@ -164,7 +164,7 @@ class EndpointClient:
                 f"decoding.endpoint.give_up_after_s is {self._settings.give_up_after_s:g}); the same command goes on"
             )
 
-    def _raise_if_final(self, status: int, said: str) -> None:
+    def _raise_if_final(self, status: int, message: str) -> None:
         """Raise an error where sending again would change nothing; the server has answered then."""
         if status >= ERROR or status in (TOO_MANY, TIMED_OUT, CONFLICT):
             return
@@ -172,10 +172,10 @@ class EndpointClient:
         if status in (401, 403):
             named = self._settings.api_key_env
             which = f"the key in {named}" if named else "requests without a key; name its variable as api_key_env"
-            raise ConfigError(f"{self._settings.url} refuses {which} (HTTP {status}: {said})") from None
+            raise ConfigError(f"{self._settings.url} refuses {which} (HTTP {status}: {message})") from None
         if status in (404, 405):
-            raise NoSuchPath(f"HTTP {status}: {said}") from None
-        raise RowError(f"refused: HTTP {status}: {said}") from None
+            raise NoSuchPath(f"HTTP {status}: {message}") from None
+        raise RowError(f"refused: HTTP {status}: {message}") from None
 
     def _object(self, answer: str) -> dict[str, Any]:
         try:
@@ -186,7 +186,7 @@ class EndpointClient:
             raise RowError(f"malformed-answer: no JSON object: {self._without_key(answer[:80])!r}")
         return content
 
-    def _said(self, error: openai.APIStatusError) -> str:
+    def _message_of(self, error: openai.APIStatusError) -> str:
         """The server's message, without the key, which some servers repeat."""
         body: Any = error.body
         body = body.get("error", body) if isinstance(body, dict) else body

@@ -124,7 +124,6 @@ class WeightedGroups:
         self._ends = np.append(starts[1:], len(self._order))
         empty = self._starts == self._ends
         self._starts[empty], self._ends[empty] = len(grouped), len(self._order)
-        self._num_groups = num_groups
 
     def draw(self, groups: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """One item for each entry of `groups` (int[n]; `num_groups` means any item)."""

@@ -101,9 +101,9 @@ def _about(users: Users, rng: np.random.Generator) -> pa.Array:
         texts = [""] + [phrase[0].upper() + phrase[1:] + ". " for phrase in phrases]
         return words(texts, np.where(is_stated, indices + 1, 0))
 
-    def phrased(what: str, said: tuple[str, ...], indices: np.ndarray, share: float) -> pa.Array:
+    def phrased(what: str, words: tuple[str, ...], indices: np.ndarray, share: float) -> pa.Array:
         patterns = ABOUT[what]
-        phrases = [pattern.format(word) for word in said for pattern in patterns]
+        phrases = [pattern.format(word) for word in words for pattern in patterns]
         return sentences(phrases, indices * len(patterns) + rng.integers(len(patterns), size=num), share)
 
     def hint(theme: np.ndarray, share: float) -> pa.Array:

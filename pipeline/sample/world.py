@@ -85,8 +85,8 @@ def write_sample_world(
             users = draw_users(stop - start, days, archetypes, rng)
             user_ids = _ids("u", np.arange(start, stop))
             user_rows = user_table(users, user_ids, first_s, rng)
-            asked = num_asked if future_days else 0, np.random.default_rng([seed, 4, chunk])
-            interactions = _interaction_table(users, user_ids, item_ids, catalogue, period, rng, *asked)
+            questions = num_asked if future_days else 0, np.random.default_rng([seed, 4, chunk])
+            interactions = _interaction_table(users, user_ids, item_ids, catalogue, period, rng, *questions)
             for name, rows in (("users", user_rows), ("interactions", interactions)):
                 if name not in writers:
                     writer = pq.ParquetWriter(out_dir / f"{name}.parquet", rows.schema, compression="zstd")

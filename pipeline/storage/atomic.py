@@ -7,7 +7,6 @@ Into a temporary name beside the target, synced, then renamed over it. A process
 
 import ctypes
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -17,6 +16,8 @@ from pathlib import Path
 
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.retrieval_pools.atomic import TEMPORARY_SUFFIX, atomic_path, naming, sync, temporary_beside
+from laserbatch.retrieval_pools.atomic import sha256_file as sha256_file
+from laserbatch.retrieval_pools.atomic import size_bytes as size_bytes
 
 REPLACED_SUFFIX = ".replaced"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
@@ -145,12 +146,6 @@ def remove_leftovers(folder: Path | str) -> int:
     return len(paths)
 
 
-def size_bytes(path: Path) -> int:
-    """Bytes of a file, or of all files under a folder."""
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.lstat().st_size for file in files if not file.is_dir())
-
-
 def canonical_json(data: Mapping) -> str:
     """JSON with sorted keys and no spaces: equal data give equal text, fit for hashing. NaN is refused."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=str)
@@ -185,9 +180,3 @@ def read_json(path: Path | str, otherwise: str = "") -> dict:
             f"{path} is damaged: {error}; expected a JSON object. Restore it from a copy{otherwise}."
         ) from None
     return data
-
-
-def sha256_file(path: Path | str) -> str:
-    """Hex SHA-256 of a file's contents."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -38,10 +38,10 @@ def new_model(card: RecommenderCard, hidden_size: int, num_layers: int, seed: in
 def drop_out(model: LlamaForCausalLM, share: float) -> None:
     """Apply dropout to the results of embeddings, attention and MLPs while the model is trained."""
 
-    def hook(module: torch.nn.Module, _, said):
-        first = said[0] if isinstance(said, tuple) else said
+    def hook(module: torch.nn.Module, _, output):
+        first = output[0] if isinstance(output, tuple) else output
         first = torch.nn.functional.dropout(first, share, module.training)
-        return (first, *said[1:]) if isinstance(said, tuple) else first
+        return (first, *output[1:]) if isinstance(output, tuple) else first
 
     for module in [
         model.model.embed_tokens,

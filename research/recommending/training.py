@@ -224,11 +224,11 @@ def _catalogue_loss(
     for row, window in enumerate(windows):
         items[row, : len(window)] = window
     total = logits.new_zeros(())
-    for level, said in enumerate(logits.unflatten(1, (-1, trie.num_levels)).unbind(2)):
+    for level, level_logits in enumerate(logits.unflatten(1, (-1, trie.num_levels)).unbind(2)):
         followers = trie.codes[level][ways[0][items, level]]
         tokens = torch.from_numpy(np.maximum(followers, 0) + card.first_tokens[level]).to(logits.device)
         is_none = torch.from_numpy(followers < 0).to(logits.device)
-        scores = said.float().gather(2, tokens).masked_fill(is_none, -torch.inf)
+        scores = level_logits.float().gather(2, tokens).masked_fill(is_none, -torch.inf)
         labels = torch.from_numpy(np.where(items < 0, NO_LABEL, ways[1][items, level])).to(logits.device)
         total = total + torch.nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=NO_LABEL)
     return total / trie.num_levels

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -77,7 +77,6 @@ def build_pool(
     model_id: str,
     settings: PoolSettings | None = None,
     previous: Pool | None = None,
-    on_sorted: Callable[[int], None] = lambda num_texts: None,
     calibration: Calibration | HeldBack | None = None,
 ) -> Pool:
     """Build a pool and publish it at `out_dir`. The same texts in the same order give the same files.
@@ -90,7 +89,6 @@ def build_pool(
     previous : an older pool whose texts are in great part these: what they have in common, in the same sequence, is not
         sorted again. It saves time and changes nothing else; open it with `verify`, for its order is believed. One of
         another `index_depth` is of no use and left alone.
-    on_sorted : called with how many texts were sorted; the others stand where an older pool had them.
     calibration : what replays say of drafts from such a pool, or what is to be replayed; None believes relative counts.
 
     Raises
@@ -135,8 +133,7 @@ def build_pool(
         sync_folder(folder)
         os.replace(folder, out_dir)
         sync(out_dir.parent)
-    on_sorted(num_sorted)
-    return Pool.open(out_dir)
+    return replace(Pool.open(out_dir), num_sorted=num_sorted)
 
 
 def _order(laid: LaidTexts, depth: int, previous: Pool | None) -> tuple[Iterator[np.ndarray], int]:

@@ -9,6 +9,7 @@ import numpy as np
 from pydantic import Field, ValidationError
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
+from laserbatch.retrieval_pools.atomic import sha256_file
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.arrays import map_array
 from laserbatch.retrieval_pools.index.calibration_record import Calibration
@@ -115,7 +116,7 @@ def group_code_dtype(num_groups: int) -> np.dtype:
 def describe_array(name: ArrayName, folder: Path) -> ArrayFile:
     """What the manifest says of an array that was written to the pool's folder; its file is read once."""
     path = array_path(folder, name)
-    return _described(path, map_array(path), file_sha256(path))
+    return _described(path, map_array(path), sha256_file(path))
 
 
 def read_array(folder: Path, name: ArrayName, manifest: PoolManifest, verify: bool) -> np.ndarray:
@@ -133,7 +134,7 @@ def read_array(folder: Path, name: ArrayName, manifest: PoolManifest, verify: bo
     path, expected = array_path(folder, name), manifest.arrays.get(name)
     try:
         array = map_array(path)
-        sha256 = file_sha256(path) if verify or expected is None else expected.sha256
+        sha256 = sha256_file(path) if verify or expected is None else expected.sha256
         actual = _described(path, array, sha256)
     except FileNotFoundError:
         raise PoolError(f"{path} is missing. {REBUILD}") from None
@@ -156,9 +157,3 @@ def tokenizer_hash(folder: Path) -> str:
         if (folder / name).is_file():
             digest.update((folder / name).read_bytes())
     return digest.hexdigest()
-
-
-def file_sha256(path: Path) -> str:
-    """Hex SHA-256 of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -42,6 +42,8 @@ class Pool:
     curves : float32 `estimate.CURVES_SHAPE`, what relative counts are worth for each source and kind of node.
     fitted_escape : the escape of the pool where the settings name none.
     budgets : what each draft budget gained in the replays of its calibration, where that is known.
+    num_sorted : how many texts its build has sorted, the others standing where an older pool had them; None: it was
+        opened, not built.
     """
 
     folder: Path | None
@@ -51,6 +53,7 @@ class Pool:
     curves: np.ndarray = field(default_factory=lambda: IDENTITY_CURVES, repr=False)
     fitted_escape: float = DEFAULT_POOL_ESCAPE
     budgets: BudgetCurve | None = field(default=None, repr=False)
+    num_sorted: int | None = field(default=None, repr=False)
 
     @classmethod
     def open(

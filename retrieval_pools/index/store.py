@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from laserbatch.retrieval_pools.atomic import TEMPORARY_SUFFIX, atomic_path, temporary_beside
+from laserbatch.retrieval_pools.atomic import TEMPORARY_SUFFIX, atomic_path, sha256_file, size_bytes, temporary_beside
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import staged_folder, sync_folder
-from laserbatch.retrieval_pools.index.manifest import REBUILD, PoolManifest, Side, file_sha256, read_manifest
+from laserbatch.retrieval_pools.index.manifest import REBUILD, PoolManifest, Side, read_manifest
 from laserbatch.retrieval_pools.index.pool import Pool
 
 SIDES: tuple[Side, ...] = ("user", "item")
@@ -130,7 +130,7 @@ class PoolStore:
         old = tuple(version for version in versions if version not in retained)
         leftovers = [*self.root.glob(f".*{TEMPORARY_SUFFIX}")] if self.root.is_dir() else []
         leftovers += [path for version in versions if version not in old for path in folders[version][:-1]]
-        num_bytes = sum(_size_bytes(path) for path in [*(path for name in old for path in folders[name]), *leftovers])
+        num_bytes = sum(size_bytes(path) for path in [*(path for name in old for path in folders[name]), *leftovers])
         if not dry_run:
             for version in old:
                 self._remove(version)
@@ -234,9 +234,4 @@ def _number(folder: Path) -> int:
 def _content(folder: Path) -> dict[str, str]:
     """Checksum of every file below a folder; equal for equal content."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): file_sha256(path) for path in files}
-
-
-def _size_bytes(path: Path) -> int:
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.lstat().st_size for file in files if not file.is_dir())
+    return {str(path.relative_to(folder)): sha256_file(path) for path in files}

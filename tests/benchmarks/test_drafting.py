@@ -90,15 +90,15 @@ def test_a_replayed_text_leaves_nothing_behind(drafter, corpus):
 
 def test_drafters_with_a_pool_beat_the_one_without(drafters, corpus):
     aal = {
-        name: aal_samples([replay(one, document, 16) for document in corpus.held_out])[0]
-        for name, one in drafters.items()
+        name: aal_samples([replay(drafter, document, 16) for document in corpus.held_out])[0]
+        for name, drafter in drafters.items()
     }
     assert all(aal[name] > aal["prompt-lookup"] for name in aal if name != "prompt-lookup")
 
 
 def test_aal_is_of_all_steps_and_a_ratio_is_resampled_in_pairs():
     replays = [Replay([1.0] * 3, [4] * 3, accepted) for accepted in ([1, 2, 3], [0, 0, 4], [5, 5])]
-    twice = [Replay(one.draft_us, one.num_drafted, [2 * n for n in one.num_accepted]) for one in replays]
+    twice = [Replay(each.draft_us, each.num_drafted, [2 * n for n in each.num_accepted]) for each in replays]
     assert aal_samples(replays)[0] == pytest.approx(20 / 8)
     assert aal_ratio(twice, replays) == Interval(2.0, 2.0, 2.0)
     interval = Interval.of(aal_samples(replays))

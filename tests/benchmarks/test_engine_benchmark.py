@@ -90,9 +90,9 @@ def test_no_measured_text_and_none_of_an_earlier_night_is_in_the_pool(engines, t
     engine = engines.of_batch(4)
     prompts = getattr(task, kind)
     twice = replace(task, pool_prompts=(*task.pool_prompts, prompts[1]))
-    kept = getattr(unseen_prompts(engine, twice, cache), kind)
-    assert not any(np.array_equal(prompt, prompts[1]) for prompt in kept)
-    assert {prompt.tobytes() for prompt in kept} <= {prompt.tobytes() for prompt in prompts}
+    unseen = getattr(unseen_prompts(engine, twice, cache), kind)
+    assert not any(np.array_equal(prompt, prompts[1]) for prompt in unseen)
+    assert {prompt.tobytes() for prompt in unseen} <= {prompt.tobytes() for prompt in prompts}
 
 
 def test_more_measured_prompts_come_after_those_of_the_pool_and_then_an_earlier_nights(engines):
@@ -105,8 +105,8 @@ def test_more_measured_prompts_come_after_those_of_the_pool_and_then_an_earlier_
 
 def test_every_greedy_system_writes_the_plain_texts(engines, task, cache, tmp_path):
     pools = pools_of(engines.of_batch(4), task, cache, tmp_path, list(KINDS))
-    assert {name for name, one in pools.items() if one.groups is None} == {"global"}
-    assert all(one.pool.manifest.num_texts == 16 for one in pools.values())
+    assert {name for name, group_pools in pools.items() if group_pools.groups is None} == {"global"}
+    assert all(group_pools.pool.manifest.num_texts == 16 for group_pools in pools.values())
     relaxed = relaxed_pools(engines.of_batch(4), pools, task, ["resd", "laser"])
     assert relaxed.keys() == {"preference, relaxed"}
     (after,), before = relaxed.values(), pools["preference"]
@@ -116,29 +116,30 @@ def test_every_greedy_system_writes_the_plain_texts(engines, task, cache, tmp_pa
     contestants = contestants_at(task, 4, engines, Peers(SAMPLE_MODEL, "float32", "cpu"), pools, scale, RATES)
     passes = measure(contestants, task.held_out, 4, task.max_new_tokens, Amount(4, 1, 4, 1), num_warm_up=1)
     counts = {
-        one.key: counted(COST, 4, passes[one.key][0], task.held_out, one.settled)
-        for one in contestants
-        if not one.is_peer
+        contestant.key: counted(COST, 4, passes[contestant.key][0], task.held_out, contestant.settled)
+        for contestant in contestants
+        if not contestant.is_peer
     }
-    rows = {(row["system"], row["budget"]): row for row in (row_of(one, passes, counts) for one in contestants)}
+    all_rows = [row_of(contestant, passes, counts) for contestant in contestants]
+    rows = {(row["system"], row["budget"]): row for row in all_rows}
     for name in (PEER, PLAIN, "own-text", "resd", "crp", "rrp"):
-        found = [row for (system, _), row in rows.items() if system == name]
-        assert found and all(row["num_texts_as_plain"] == 4 for row in found)
+        system_rows = [row for (system, _), row in rows.items() if system == name]
+        assert system_rows and all(row["num_texts_as_plain"] == 4 for row in system_rows)
     assert rows["resd", 2]["drafted_per_step"] <= 2 and rows["resd", 2]["accepted_per_step"] > 0
     assert rows["resd", 8]["tokens_per_step"] > rows["resd", 2]["tokens_per_step"] > 1
     assert 0 < rows["resd", 8]["retrieval_share"] < 1
     (of_resd,) = passes["resd", 8][0]
-    texts = [ReplayText(*one) for one in zip(task.held_out, map(np.int32, of_resd.texts), strict=True)]
+    texts = [ReplayText(*pair) for pair in zip(task.held_out, map(np.int32, of_resd.texts), strict=True)]
     replayed = replay(pools["global"].pool, texts, DraftOptions(8, MIN_ACCEPTANCE, use_previous=False))
     assert of_resd.num_accepted == replayed.num_accepted.sum()  # what `pools simulate` counts by, the engine does
     for row in rows.values():
         assert row["tokens_per_step"] == pytest.approx(1 + row["accepted_per_step"], abs=0.2)
     again = repeats_of_plain([{"task": task.name, "batch": 4} | row for row in rows.values()])
-    assert {one["system"] for one in again} == {name for (name, _), row in rows.items() if row["max_draft_tokens"] == 0}
-    assert all(one["ratio_to_plain"] == rows[one["system"], ADAPTIVE]["ratio_to_plain"] for one in again)
+    assert {row["system"] for row in again} == {name for (name, _), row in rows.items() if row["max_draft_tokens"] == 0}
+    assert all(row["ratio_to_plain"] == rows[row["system"], ADAPTIVE]["ratio_to_plain"] for row in again)
     fewer = replace(scale, systems=("resd", "crp"), only_at={4: ("crp",)})
-    found = contestants_at(task, 4, engines, Peers(SAMPLE_MODEL, "float32", "cpu"), pools, fewer, RATES)
-    assert [one.system for one in found] == [PLAIN, "crp"]
+    at_4 = contestants_at(task, 4, engines, Peers(SAMPLE_MODEL, "float32", "cpu"), pools, fewer, RATES)
+    assert [contestant.system for contestant in at_4] == [PLAIN, "crp"]
     best = rows["laser", ADAPTIVE]["best_fixed"]
     assert best in (2, 8) and rows["laser", best]["best_fixed"] is None
     assert rows["laser", ADAPTIVE]["counted_best_fixed"] == 8  # steps that cost nearly the same, whatever they draft
@@ -162,13 +163,13 @@ def test_a_peer_without_memory_is_left_out_and_the_rest_is_measured(engines, tas
                 raise torch.OutOfMemoryError("full")
 
     contestants = [Contestant(PEER, None, Full()), Contestant(PLAIN, None, WatchedPlain(engines.of_batch(1), RATES))]
-    asked = (task.held_out, 1, task.max_new_tokens)
-    passes = measure(contestants, *asked, Amount(1, 2, 1, 2), num_warm_up=1)
+    arguments = (task.held_out, 1, task.max_new_tokens)
+    passes = measure(contestants, *arguments, Amount(1, 2, 1, 2), num_warm_up=1)
     assert list(passes) == [(PLAIN, None)] and len(passes[PLAIN, None]) == 2
     counts = {(PLAIN, None): counted(COST, 1, passes[PLAIN, None][0], task.held_out, None)}
     assert row_of(contestants[1], passes, counts)["ratio_to_transformers"] is None
     with pytest.raises(torch.OutOfMemoryError):
-        measure([Contestant("laser", 8, Full())], *asked, Amount(1, 1, 1, 1), num_warm_up=1)
+        measure([Contestant("laser", 8, Full())], *arguments, Amount(1, 1, 1, 1), num_warm_up=1)
 
 
 class Written:
@@ -199,12 +200,13 @@ def test_systems_without_a_pool_write_the_first_prompts_in_the_first_repetitions
 
 
 def test_an_adaptive_budget_that_is_a_fixed_one_is_measured_as_that():
-    def one(system, budget, size, least):
+    def contestant(system, budget, size, least):
         return Contestant(system, budget, None, Budget(size, least))
 
-    fixed = [one("laser", 8, 8, 0.07), one("laser", 16, 16, 0.07), one("resd", 16, 16, 0.07)]
-    others = [one("resd", ADAPTIVE, 16, 0.15), one("crp", ADAPTIVE, 16, 0.07), Contestant(PLAIN, None, None)]
-    assert twins_of([one("laser", ADAPTIVE, 16, 0.07), *others, *fixed]) == {("laser", ADAPTIVE): ("laser", 16)}
+    fixed = [contestant("laser", 8, 8, 0.07), contestant("laser", 16, 16, 0.07), contestant("resd", 16, 16, 0.07)]
+    plain = Contestant(PLAIN, None, None)
+    others = [contestant("resd", ADAPTIVE, 16, 0.15), contestant("crp", ADAPTIVE, 16, 0.07), plain]
+    assert twins_of([contestant("laser", ADAPTIVE, 16, 0.07), *others, *fixed]) == {("laser", ADAPTIVE): ("laser", 16)}
 
 
 def test_a_ratio_is_of_the_prompts_that_both_wrote():
@@ -232,33 +234,33 @@ def test_counted_steps_cost_what_their_live_texts_and_trees_do():
         draft=DraftCost(seconds_per_step=0.5),
     )
     prompts = [np.array([0]), np.array([1]), np.array([2])]
-    found = a_pass(0.0, [2, 3, 2], tree_sizes=((4, 0), (2,), (6,)))
+    counted_pass = a_pass(0.0, [2, 3, 2], tree_sizes=((4, 0), (2,), (6,)))
     first, second = 2 + 0.1 * (2 + 6), 2 + 0.1 * (2 + 6)  # 4 + 2 drafted, then the third text beside the first
-    drafted = counted(cost, 2, [found], prompts, Budget(8, 0.1))
+    drafted = counted(cost, 2, [counted_pass], prompts, Budget(8, 0.1))
     expected = np.array([first + second + 1.0, first + 0.5, second + 0.5]) / 2 + 0.1  # a prompt's token is 0.1
     assert drafted.seconds == pytest.approx(expected) and drafted.num_tokens.tolist() == [2, 3, 2]
-    undrafted = counted(cost, 2, [found], prompts, None)
+    undrafted = counted(cost, 2, [counted_pass], prompts, None)
     assert undrafted.seconds.sum() == pytest.approx(drafted.seconds.sum() - 1.0)  # nobody was asked in two steps
     alone = [a_pass(0.0, [2], ((4, 0),)), a_pass(0.0, [3], ((2,),))]
     assert counted(cost, 1, alone, prompts, None).seconds == pytest.approx([2 * 1.1 + 0.4 + 0.1, 1.1 + 0.2 + 0.1])
-    three_live = counted(cost, 4, [found], prompts, None)  # nothing is known of more than two
+    three_live = counted(cost, 4, [counted_pass], prompts, None)  # nothing is known of more than two
     assert three_live.seconds.sum() == pytest.approx((2 + 0.1 * 2 * 5) + (2 - 1 + 0.1 * 1) + 0.3)
 
 
 def test_counted_ratios_are_of_the_texts_that_both_wrote():
-    one = Counted(np.array([10.0, 10.0, 1.0]), np.array([1.0, 1.0, 9.0]))
+    first = Counted(np.array([10.0, 10.0, 1.0]), np.array([1.0, 1.0, 9.0]))
     other = Counted(np.array([10.0, 10.0]), np.array([2.0, 2.0]))
-    assert one.over(other) == Interval(2.0, 2.0, 2.0)
+    assert first.over(other) == Interval(2.0, 2.0, 2.0)
 
 
 def test_transformers_drafts_for_one_prompt_at_a_time():
     peers = Peers(SAMPLE_MODEL, "float32", "cpu")
-    assert [one.system for one in peers.at_batch(1)] == [PEER, LOOKUP, ASSISTED]
-    assert [one.system for one in peers.at_batch(4)] == [PEER]
+    assert [peer.system for peer in peers.at_batch(1)] == [PEER, LOOKUP, ASSISTED]
+    assert [peer.system for peer in peers.at_batch(4)] == [PEER]
 
 
 def test_a_models_own_first_layers_assist_it(task):
-    systems = {one.system: one.runner for one in Peers(SAMPLE_MODEL, "float32", "cpu").at_batch(1)}
+    systems = {peer.system: peer.runner for peer in Peers(SAMPLE_MODEL, "float32", "cpu").at_batch(1)}
     plain, assisted = (systems[name].run(task.held_out[:2], 1, 12) for name in (PEER, ASSISTED))
     assert assisted.texts == plain.texts
     assert assisted.num_drafted > 0 and assisted.num_steps <= plain.num_steps == plain.num_tokens
@@ -325,29 +327,29 @@ def test_figures_take_the_rows_that_were_asked_for():
         row("laser", 8, 1.7),
         row("rrp", ADAPTIVE, 0.99),
     ]
-    found = {figure.name.split(": ")[1]: (figure.measured, figure.met) for figure in figures_of(rows, "cpu")}
-    assert found == {
+    by_name = {figure.name.split(": ")[1]: (figure.measured, figure.met) for figure in figures_of(rows, "cpu")}
+    assert by_name == {
         "laser, adaptive, over plain, tokens per second": (1.6, True),
         "laser, adaptive over K=8, the best fixed, tokens per second": (0.97, False),
         "laser, adaptive over K=16, by counted steps": (0.99, True),
         "the slowest system that drafts (rrp) over plain, tokens per second": (0.99, True),
         "plain over transformers-generate, tokens per second": (1.25, False),
     }
-    at_64 = [one | {"batch": 64} for one in rows]
+    at_64 = [row | {"batch": 64} for row in rows]
     on_gpu = {figure.name: figure.met for figure in figures_of(at_64, "cuda")}
     assert on_gpu["reki, batch 64: laser, adaptive, over plain, tokens per second"] is False
     assert on_gpu["reki, batch 64: plain, share of the roofline"] is False
 
 
 def test_the_command_measures_the_sample_model_where_no_other_is(run_benchmark, tmp_path, monkeypatch):
-    def short(*asked) -> list[Task]:
-        return [replace(task, max_new_tokens=16) for task in tasks_of(*asked)]
+    def short(*arguments) -> list[Task]:
+        return [replace(task, max_new_tokens=16) for task in tasks_of(*arguments)]
 
     monkeypatch.setattr(engine_command, "tasks_of", short)
     words = ["--threads", 1, "--device", "cpu", "--model", tmp_path / "none", "--cache", tmp_path / "cache"]
     words += ["--task", "sample-items"]
     content = run_benchmark("engine", "--smoke", *words)
     assert content["model"] == "sample"
-    assert {one["system"] for one in content["rows"]} == {PEER, PLAIN, "resd", "laser"}
-    assert {one["budget"] for one in content["rows"]} == {None, ADAPTIVE, 8}
-    assert next(one for one in content["rows"] if one["system"] == PLAIN)["roofline_share"] > 0
+    assert {row["system"] for row in content["rows"]} == {PEER, PLAIN, "resd", "laser"}
+    assert {row["budget"] for row in content["rows"]} == {None, ADAPTIVE, 8}
+    assert next(row for row in content["rows"] if row["system"] == PLAIN)["roofline_share"] > 0

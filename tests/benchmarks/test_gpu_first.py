@@ -36,9 +36,9 @@ WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a 
 
 
 def run_in(folder: Path, seconds: float = 120, **options) -> Run:
-    given = {"out": folder, "smoke": True, "model": SAMPLE_MODEL, "texts": None, "geometry": "tiny"}
-    given |= {"phases": (), "crash_at": None} | options
-    return Run(argparse.Namespace(**given), Deadline(seconds))
+    options_of_run = {"out": folder, "smoke": True, "model": SAMPLE_MODEL, "texts": None, "geometry": "tiny"}
+    options_of_run |= {"phases": (), "crash_at": None} | options
+    return Run(argparse.Namespace(**options_of_run), Deadline(seconds))
 
 
 def test_a_phase_takes_what_is_left_of_the_one_deadline():
@@ -314,12 +314,12 @@ def test_texts_are_read_as_they_were_written(tmp_path, loaded):
 
 def test_a_missing_folder_is_an_error_and_not_a_skipped_phase(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("LASERBATCH_TEST_MODELS", raising=False)
-    given = ["--out", str(tmp_path), "--model", str(SAMPLE_MODEL)]
+    arguments = ["--out", str(tmp_path), "--model", str(SAMPLE_MODEL)]
     for words, reason in (
         (["--out", str(tmp_path), "--model", str(tmp_path)], "is no model"),
-        ([*given, "--phases", "a", "--data", str(tmp_path)], "no reki/knowledge.parquet"),
-        ([*given, "--phases", "f"], "pool_texts.py"),
-        ([*given, "--phases", "x"], "no phase x"),
+        ([*arguments, "--phases", "a", "--data", str(tmp_path)], "no reki/knowledge.parquet"),
+        ([*arguments, "--phases", "f"], "pool_texts.py"),
+        ([*arguments, "--phases", "x"], "no phase x"),
     ):
         with pytest.raises(SystemExit):
             gpu_first.parse_arguments(words)

@@ -25,8 +25,8 @@ def test_figures_are_of_the_largest_size_without_what_is_written():
 
     rows = night(1000, "none", 10, 500) + night(4000, "none", 44, 2000)
     rows += night(4000, "some", 3, 600) + night(4000, "again", 1, 600)  # half of the nights as either
-    found = {figure.name: (figure.measured, figure.met) for figure in figures_of(rows)}
-    assert found == {
+    by_name = {figure.name: (figure.measured, figure.met) for figure in figures_of(rows)}
+    assert by_name == {
         "seconds of a night of 4,000 unchanged": (44, True),
         "its peak memory, MB, of 4,000": (2000, False),
         "share of the driver where 5 % changed": (2 / (2 + 4000 * 0.05 * 150 / 5000), False),

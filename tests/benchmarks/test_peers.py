@@ -11,7 +11,7 @@ class Writes:
     """A system that takes so many seconds for each of a round's two prompts, and writes what it is told."""
 
     def __init__(self, seconds, text, num_steps):
-        warm_up, rounds = [1.0], [one / 2 for one in seconds for _ in range(2)]
+        warm_up, rounds = [1.0], [duration / 2 for duration in seconds for _ in range(2)]
         self._seconds, self._text, self._num_steps = iter(warm_up + rounds), text, num_steps
 
     def run(self, prompts, batch, max_new_tokens):
@@ -40,6 +40,6 @@ def test_figures_are_of_ours_over_vllm_plain(task, least_relaxed):
     row = {"task": task, "ratio_to_vllm": Spread.of([1.5]), "num_texts": 4, "num_texts_as_undrafted": 4}
     rows = [row | {"system": system, "batch": batch}
             for system in (VLLM, VLLM_OURS, PLAIN, GREEDY, RELAXED) for batch in (1, 16)]  # fmt: skip
-    found = [(figure.wanted, figure.met) for figure in figures_of(rows)]
-    ours = [(2.0, False) if task == "reki" else (0.98, True), (1.0, True), (0.98, True), (1.0, True)]
-    assert found == [*ours, (1.0, True), (1.0, True), (least_relaxed, least_relaxed < 1.5)]
+    verdicts = [(figure.wanted, figure.met) for figure in figures_of(rows)]
+    expected = [(2.0, False) if task == "reki" else (0.98, True), (1.0, True), (0.98, True), (1.0, True)]
+    assert verdicts == [*expected, (1.0, True), (1.0, True), (least_relaxed, least_relaxed < 1.5)]

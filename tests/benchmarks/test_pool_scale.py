@@ -21,14 +21,14 @@ LINES = [[np.arange(10 * k, 10 * k + 3 + user % 4, dtype=np.int32) + user for us
 
 def test_every_so_many_th_text_changes_and_no_other():
     before, after = (list(recombined(LINES, 100, seed=1, changed_every=every)) for every in (0, 20))
-    same = [np.array_equal(one, other) for one, other in zip(before, after, strict=True)]
+    same = [np.array_equal(text, other) for text, other in zip(before, after, strict=True)]
     assert [number for number, is_same in enumerate(same) if not is_same] == [0, 20, 40, 60, 80]
 
 
 def test_texts_are_read_as_they_were_written(tmp_path):
     texts = list(recombined(LINES, 10, seed=1))
-    found = list(TextFile.write(tmp_path / "texts", iter(texts)))
-    assert all(np.array_equal(one, other) for one, other in zip(found, texts, strict=True))
+    read = list(TextFile.write(tmp_path / "texts", iter(texts)))
+    assert all(np.array_equal(text, other) for text, other in zip(read, texts, strict=True))
 
 
 def in_this_process(task: dict) -> dict:
@@ -97,11 +97,12 @@ def test_figures_are_of_the_largest_size_and_of_merging():
         row |= {"memory_mb": 16, "bytes_per_token": 9.0, "drafts": [{"draft_median_us": 90.0}]}
         return [row | {"kind": "full"}, row | {"kind": "bounded"}, row | {"kind": "merged", "share_of_full": share}]
 
-    found = {one.name: (one.measured, one.met) for one in figures_of([*rows(1_000, 0.9), *rows(100_000, 0.2)])}
-    assert len(found) == 7
-    assert found["100,000 texts, bounded to 16 MiB: MiB of its own beyond those before"] == (30.0, False)
-    assert found["100,000 texts, resident: microseconds a draft, median"] == (90.0, False)
-    assert found["100,000 texts, 5 % changed: time of a merge over a full build"] == (0.2, True)
+    figures = figures_of([*rows(1_000, 0.9), *rows(100_000, 0.2)])
+    by_name = {figure.name: (figure.measured, figure.met) for figure in figures}
+    assert len(by_name) == 7
+    assert by_name["100,000 texts, bounded to 16 MiB: MiB of its own beyond those before"] == (30.0, False)
+    assert by_name["100,000 texts, resident: microseconds a draft, median"] == (90.0, False)
+    assert by_name["100,000 texts, 5 % changed: time of a merge over a full build"] == (0.2, True)
 
 
 def test_of_rounds_of_drafts_medians_are_told_and_the_range_of_times():

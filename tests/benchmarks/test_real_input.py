@@ -50,8 +50,8 @@ def test_a_record_says_what_was_written_and_how_fast():
     side |= {"quarantine_reasons": {}, "stats": stats | {"accepted_by_source": {}, "finish_reasons": {}}}
     manifest = {"sides": {"user": side}, "stages": {"generate": 4.0}, "pools_built": 1}
     record = record_of(manifest) | {"date": "2025-03-01", "wall_s": 9.0}
-    found = record["sides"]["user"]
-    assert (found["tokens_per_text"], found["tokens_per_step"], found["tokens_per_s"]) == (15.0, 3.0, 10.0)
+    of_users = record["sides"]["user"]
+    assert (of_users["tokens_per_text"], of_users["tokens_per_step"], of_users["tokens_per_s"]) == (15.0, 3.0, 10.0)
     description = describe({"input": "goodreads", "nights": [record]})
     assert "user: 2 written, 1 carried over" in description and "10 tokens/s, 3.00 tokens/step" in description
     assert "CTR: not trained" in description

@@ -19,8 +19,8 @@ def row(system: str, batch: int, **ratios: float) -> dict:
 
 def test_rows_become_figures():
     rows = [row(BFLOAT16, 16, float32=2.0, vllm=1.4, bfloat16=1.0), row("relaxed", 1, bfloat16=0.9), row(VLLM, 16)]
-    found = {figure.name.split(": ")[1]: (figure.measured, figure.met) for figure in figures_of(rows)}
-    assert found == {
+    by_name = {figure.name.split(": ")[1]: (figure.measured, figure.met) for figure in figures_of(rows)}
+    assert by_name == {
         "plain bfloat16 over float32, tokens a second": (2.0, False),
         "plain bfloat16 over vllm, tokens a second": (1.4, True),
         "share of bfloat16 texts that are the same at every batch size": (0.75, False),
@@ -43,10 +43,10 @@ def test_texts_are_held_against_those_of_the_first_batch_size():
     prompts = tuple(np.array([number]) for number in range(3))
     task, plain = Task("movielens-users", "user", prompts, (), 8, False), {}
     systems = {FLOAT32: Scripted(2.0), BFLOAT16: Scripted(1.0)}
-    first = {one["system"]: one for one in measure(systems, task, 2, SMOKE, plain)}
+    first = {row["system"]: row for row in measure(systems, task, 2, SMOKE, plain)}
     assert first[BFLOAT16]["ratios"][FLOAT32].median == 2 and first[FLOAT32]["num_texts_as_plain_bfloat16"] == 3
     later = list(measure({FLOAT32: Scripted(2.0), BFLOAT16: Scripted(1.0, answer=2)}, task, 1, SMOKE, plain))
-    assert [one["num_texts_as_plain_bfloat16"] for one in later] == [2, 0]
+    assert [row["num_texts_as_plain_bfloat16"] for row in later] == [2, 0]
 
 
 def test_without_the_model_nothing_is_measured(tmp_path):

@@ -144,10 +144,10 @@ def test_item_texts_state_what_the_columns_do_not(items):
 @pytest.mark.parametrize("side", ["user", "item"])
 def test_profiles_are_json_of_both_fields_and_stop_by_themselves(profiles, side):
     template = template_of(side, "rlmrec")
-    assert share([one.stopped for one in profiles[side]]) >= 0.96
-    parsed = [parse_answer(template, one.text) for one in profiles[side]]
-    assert all({"summary", "reasoning"} <= set(one.fields) for one in parsed)
-    assert share([bool(one.repairs) for one in parsed]) <= 0.04  # one that did not stop is cut
+    assert share([profile.stopped for profile in profiles[side]]) >= 0.96
+    parsed = [parse_answer(template, profile.text) for profile in profiles[side]]
+    assert all({"summary", "reasoning"} <= set(answer.fields) for answer in parsed)
+    assert share([bool(answer.repairs) for answer in parsed]) <= 0.04  # one that did not stop is cut
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def require_equal_logits(source: Path, widened: Path, num_added: int) -> None:
 
 def texts_of(folder: Path, prompts: list[np.ndarray]) -> list[list[int]]:
     engine = Engine.from_pretrained(folder, DecodingSettings(dtype="float32", batch_size=4), device="cpu")
-    results = {one.request_id: one for one in generate(engine, prompts, 48, NoDrafter(), Greedy())}
+    results = {result.request_id: result for result in generate(engine, prompts, 48, NoDrafter(), Greedy())}
     return [results[str(number)].token_ids.tolist() for number in range(len(prompts))]
 
 
@@ -80,11 +80,12 @@ def test_a_model_made_on_its_device_is_the_one_that_is_written(widened):
     written = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     expected = dict(written.named_parameters())
     assert expected.keys() == dict(made.named_parameters()).keys()
-    assert all(torch.equal(expected[name], found) for name, found in made.named_parameters())
+    assert all(torch.equal(expected[name], weight) for name, weight in made.named_parameters())
     assert made.config.rms_norm_eps == written.config.rms_norm_eps
     engine = Engine(load_widened(source, "tiny", device="cpu"), DecodingSettings(dtype="float32", batch_size=4))
     prompts = prompts_of(source)
-    texts = {one.request_id: one.token_ids.tolist() for one in generate(engine, prompts, 48, NoDrafter(), Greedy())}
+    results = generate(engine, prompts, 48, NoDrafter(), Greedy())
+    texts = {result.request_id: result.token_ids.tolist() for result in results}
     assert [texts[str(number)] for number in range(len(prompts))] == texts_of(source, prompts)
 
 

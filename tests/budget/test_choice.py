@@ -66,9 +66,9 @@ def pool_with(new=larger_is_better, changed=None, sources=SOURCES, is_calibrated
     return SimpleNamespace(budgets=curve, is_calibrated=is_calibrated, manifest=SimpleNamespace(num_texts=9))
 
 
-def choose_budget(step_cost, batch_size, pool=None, sources=SOURCES, *, share_changed=0.0, is_relaxed=False, **given):
+def choose_budget(step_cost, batch_size, pool=None, sources=SOURCES, *, share_changed=0.0, is_relaxed=False, **fields):
     verifier = "relaxed" if is_relaxed else "greedy"
-    decoding = DecodingSettings(batch_size=batch_size, drafters=sources, verifier=verifier, **given)
+    decoding = DecodingSettings(batch_size=batch_size, drafters=sources, verifier=verifier, **fields)
     return side_budget(decoding, pool, step_cost, share_changed)
 
 

@@ -28,12 +28,12 @@ def make(name, seed=0):
 
 def batch(users, items, histories=None):
     histories = [[] for _ in users] if histories is None else histories
-    lengths = torch.tensor([len(one) for one in histories], dtype=torch.int64)
+    lengths = torch.tensor([len(history) for history in histories], dtype=torch.int64)
     return CtrBatch(
         torch.tensor(users, dtype=torch.int64),
         torch.tensor(items, dtype=torch.int64),
         torch.zeros(len(users), 5),
-        torch.tensor([item for one in histories for item in one], dtype=torch.int64),
+        torch.tensor([item for history in histories for item in history], dtype=torch.int64),
         lengths.cumsum(0) - lengths,
         torch.repeat_interleave(lengths),
     )
@@ -70,7 +70,7 @@ def test_once_pools_liked_items_texts_by_attention_and_fuses_them_with_interests
 
     def slow(user, liked):
         h = [module.of_content(items[number]) for number in liked if number != 3]  # 3 has no text
-        scores = torch.stack([module.query(torch.tanh(module.attention(one))) for one in h])
+        scores = torch.stack([module.query(torch.tanh(module.attention(texts))) for texts in h])
         pooled = (torch.softmax(scores, dim=0) * torch.stack(h)).sum(dim=0)
         return module.fusion(torch.cat([pooled, module.of_interests(users[user])]))
 
@@ -147,15 +147,15 @@ def test_rlmrecs_gradient_of_a_step_is_that_of_the_graph_written_densely():
     users, items = torch.tensor([0, 0, 1, 2]), torch.tensor([0, 1, 1, 2])
     adjacency = normalised_adjacency(users, items, 3, 3)
     layer_0, token = torch.randn(6, 4, requires_grad=True), torch.zeros(4, requires_grad=True)
-    masked, wanted = torch.tensor([1, 4]), torch.randn(6, 4)
+    masked, targets = torch.tensor([1, 4]), torch.randn(6, 4)
     is_masked = torch.zeros(6, 1).index_fill(0, masked, 1.0)
     layer = start = layer_0 * (1 - is_masked) + token * is_masked
     total = start
     for _ in range(3):
         layer = adjacency.to_dense() @ layer
         total = total + layer
-    (total / 4 * wanted).sum().backward()
-    of_masked, of_token = spread_back(adjacency, wanted, masked)
+    (total / 4 * targets).sum().backward()
+    of_masked, of_token = spread_back(adjacency, targets, masked)
     assert torch.allclose(of_masked, layer_0.grad, atol=1e-6) and torch.allclose(of_token, token.grad, atol=1e-6)
 
 

@@ -95,8 +95,8 @@ def test_what_is_of_entities_that_left_the_tables_is_left_out(world, caplog):
     log = read_log(fewer, CtrSettings().label)
     assert f"{pc.sum(is_left).as_py()} of {len(is_left)} interactions" in caplog.text
     without = dataclasses.replace(fewer, interactions=world.interactions.filter(pc.invert(is_left)))
-    for found, expected in zip(vars(log).values(), vars(read_log(without, CtrSettings().label)).values(), strict=True):
-        assert np.array_equal(found, expected)
+    for actual, expected in zip(vars(log).values(), vars(read_log(without, CtrSettings().label)).values(), strict=True):
+        assert np.array_equal(actual, expected)
 
 
 def test_other_id_types_are_named(world):

@@ -44,8 +44,8 @@ def test_a_run_is_compared_with_and_without_its_plain_texts(world, tmp_path, cap
     assert [row.variant for row in figures.rows] == ["none", "none", "plain", "greedy"] and len(figures.seeds) == 6
     assert figures.equivalence["all"].num_pairs == 2
     print_ctr(figures)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "LightGBM greedy" in said and "new users and new seeds" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "LightGBM greedy" in output and "new users and new seeds" in output
 
 
 @pytest.fixture
@@ -69,8 +69,8 @@ def test_the_last_run_that_can_be_judged_stands_for_a_live_night_and_says_its_ag
     assert {row.variant for row in figures.rows} == {"none", "relaxed"}
     lead = ctr_section(figures).lead
     assert lead.startswith("Nothing can judge this run yet: these are the features of run 2025-03-01-00000001, 7 days")
-    said = read_events(night.run.events_path)
-    assert any("is judged in its place" in event.get("line", "") for event in said)
+    events = read_events(night.run.events_path)
+    assert any("is judged in its place" in event.get("line", "") for event in events)
 
 
 def test_a_comparison_that_the_kernel_kills_stops_no_night_and_says_why(night, monkeypatch):

@@ -41,15 +41,15 @@ ROWS = st.lists(
 
 
 @given(ROWS, ROWS, st.integers(1, 4))
-def test_rows_see_what_was_before_their_moment_and_nothing_else(rows, asked, max_history):
+def test_rows_see_what_was_before_their_moment_and_nothing_else(rows, questions, max_history):
     log = log_of(sorted(rows, key=lambda row: row[2]))
-    pairs = log_of(asked)
+    pairs = log_of(questions)
     for users, items, times_us in ((log.users, log.items, log.times_us), (pairs.users, pairs.items, pairs.times_us)):
-        found = rows_before(log, users, items, times_us, max_history, PRIOR)
+        history = rows_before(log, users, items, times_us, max_history, PRIOR)
         for row in range(len(users)):
             past, liked = slow_row(log, users[row], items[row], times_us[row], max_history)
-            assert np.allclose(found.past[row], past, atol=1e-6)
-            assert found.liked[found.starts[row] : found.ends[row]].tolist() == liked
+            assert np.allclose(history.past[row], past, atol=1e-6)
+            assert history.liked[history.starts[row] : history.ends[row]].tolist() == liked
 
 
 def test_a_log_in_files_of_any_order_gives_the_same_rows(world, tmp_path):

@@ -56,11 +56,11 @@ def train(night, out, model="dcnv2", features="own", settings=SETTINGS):
 def test_a_model_is_judged_and_asked_again_as_when_it_was_trained(
     world, night, tmp_path, capsys, model, features, adaptor
 ):
-    found = train(night, tmp_path / "model", model, features, CtrSettings(max_epochs=3, patience=3, adaptor=adaptor))
+    metrics = train(night, tmp_path / "model", model, features, CtrSettings(max_epochs=3, patience=3, adaptor=adaptor))
     if features == "own":
         assert "1 users have no features; they get a learned default" in capsys.readouterr().err
     again = evaluate_folder(tmp_path / "model", night, night.tables)
-    assert again == pytest.approx({name: found[name] for name in again}, abs=1e-6)
+    assert again == pytest.approx({name: metrics[name] for name in again}, abs=1e-6)
     data = build_dataset(world, AS_OF, SETTINGS)
     test = world.interactions.take(pa.array(data.test))  # the world's rows are in the order of the data's
     pairs = test.select(["item_id", "user_id", "timestamp"]).append_column("note", pa.array(["x"] * len(test)))
@@ -71,7 +71,7 @@ def test_a_model_is_judged_and_asked_again_as_when_it_was_trained(
     scores = pq.read_table(out)
     assert scores.column_names == ["item_id", "user_id", "timestamp", "note", "score"]
     labels = (test["rating"].to_numpy() >= 4)[order]
-    assert roc_auc_score(labels, scores["score"].to_numpy()) == pytest.approx(found["auc"], abs=1e-6)
+    assert roc_auc_score(labels, scores["score"].to_numpy()) == pytest.approx(metrics["auc"], abs=1e-6)
     if features == "none":  # milliseconds are recognised
         times = pa.array([int(time.timestamp() * 1000) for time in pairs["timestamp"].to_pylist()])
         in_ms = pairs.set_column(2, "timestamp", times).take(pa.array(order))
@@ -91,8 +91,8 @@ def test_a_training_that_is_killed_goes_on_and_ends_with_the_same_bytes(night, t
 
     keep = train_ctr._keep
 
-    def keep_and_die(path, asked, progress):
-        keep(path, asked, progress)
+    def keep_and_die(path, spec_hash, progress):
+        keep(path, spec_hash, progress)
         if progress.epoch == 2:
             raise KeyboardInterrupt
 

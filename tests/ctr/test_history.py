@@ -29,7 +29,7 @@ class Planted:
         return np.arange(len(self.vectors))
 
     def of(self, ids, days):
-        entities = np.array([self.ids.index(one).as_py() for one in ids])
+        entities = np.array([self.ids.index(entity_id).as_py() for entity_id in ids])
         newest = np.searchsorted(self.from_days, days, side="right") - 1
         return np.where((newest < 0) | (entities == 0), -1, entities * len(self.from_days) + newest)
 
@@ -57,11 +57,12 @@ def test_training_rows_see_what_is_older_than_they_and_the_others_the_runs_own(w
     )
     days = data.times_us[data.train] // DAY_US
     for side, before, now in (("user", data.users, seen.users), ("item", data.items, seen.items)):
-        of_side, found = getattr(knowledge, side), versions[side].of(versions[side].ids.take(before[data.train]), days)
-        wanted = np.where((found < 0)[:, None], 0, reduced[side].vectors[found])
-        assert np.array_equal(of_side.vectors[now[data.train]], wanted) and 0 < (found < 0).sum() < len(found)
+        of_side = getattr(knowledge, side)
+        rows = versions[side].of(versions[side].ids.take(before[data.train]), days)
+        expected = np.where((rows < 0)[:, None], 0, reduced[side].vectors[rows])
+        assert np.array_equal(of_side.vectors[now[data.train]], expected) and 0 < (rows < 0).sum() < len(rows)
         assert np.array_equal(
-            of_side.codes[now[data.train]], np.where((found < 0)[:, None], 0, reduced[side].codes[found])
+            of_side.codes[now[data.train]], np.where((rows < 0)[:, None], 0, reduced[side].codes[rows])
         )
         later = np.concatenate([data.validation, data.test])
         assert np.array_equal(now[later], before[later])

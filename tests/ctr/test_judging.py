@@ -69,8 +69,8 @@ def test_intervals_cover_the_truth_as_often_as_they_say():
     num_covered = 0
     for seed in range(100):
         labels, users, candidate, reference = trainings(num_seeds=4, num_users=60, rows_each=6, seed=seed, noise=0.5)
-        found = compare_paired({"DIN": pair(labels, users, candidate, reference)}, len(labels))["all"]
-        num_covered += found.low <= 0 <= found.high
+        verdict = compare_paired({"DIN": pair(labels, users, candidate, reference)}, len(labels))["all"]
+        num_covered += verdict.low <= 0 <= verdict.high
     assert 90 <= num_covered <= 99
 
 
@@ -109,8 +109,9 @@ def test_verdicts(options, margin, verdict):
 def test_advice_says_what_would_have_been_enough():
     """With so many seeds, or so many rows, the power is as wanted; with fewer it is not."""
     labels, users, candidate, reference = trainings(noise=0.6)
-    found = compare_paired({"DIN": pair(labels, users, candidate, reference)}, len(labels), 0.01)["all"]
-    assert found.power < 0.8 and found.rows_needed > len(labels)
-    labels, users, candidate, reference = trainings(noise=0.6, num_users=200 * found.rows_needed // len(labels), seed=1)
+    verdict = compare_paired({"DIN": pair(labels, users, candidate, reference)}, len(labels), 0.01)["all"]
+    assert verdict.power < 0.8 and verdict.rows_needed > len(labels)
+    num_users = 200 * verdict.rows_needed // len(labels)
+    labels, users, candidate, reference = trainings(noise=0.6, num_users=num_users, seed=1)
     assert compare_paired({"DIN": pair(labels, users, candidate, reference)}, len(labels), 0.01)["all"].power > 0.6
     assert compare_paired({}, 0) == {}

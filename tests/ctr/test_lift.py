@@ -19,28 +19,28 @@ def world():
 
 def narrower(features, dim):
     """The same features as of an encoder of another width."""
-    found = {}
+    narrow = {}
     for side, table in features.items():
         flat = table["vector"].combine_chunks().flatten().to_numpy().reshape(table.num_rows, -1)[:, :dim]
         columns = [*table.columns]
         columns[1] = pa.FixedSizeListArray.from_arrays(pa.array(flat.reshape(-1)), dim)
-        found[side] = pa.Table.from_arrays(columns, schema=feature_schema(side, table.schema.types[0], dim))
-    return found
+        narrow[side] = pa.Table.from_arrays(columns, schema=feature_schema(side, table.schema.types[0], dim))
+    return narrow
 
 
 def test_each_way_has_its_own_width_and_is_judged_against_none_and_each_other(world):
     useful, noise = make_features(world), narrower(make_features(world, noise=50.0), 8)
     ways = {"useful": Way(useful, SETTINGS), "noise": Way(noise, SETTINGS.model_copy(update={"vector_dim": 4}))}
     fitted = []
-    found = train_ways(world, ways, AS_OF, fitted.append)
+    lifts = train_ways(world, ways, AS_OF, fitted.append)
     assert len(fitted) == num_trainings(ways) == 6  # none once: it sees no vectors
-    assert found.ways["useful"].over_none["all"].verdict == "better"
-    assert found.ways["noise"].over_none["LightGBM"].verdict != "better"
-    assert found.between["useful", "noise"].verdict == "better" and found.between["noise", "useful"].verdict == "worse"
-    assert [row.variant for row in found.ways["useful"].rows] == ["none", "useful"]
+    assert lifts.ways["useful"].over_none["all"].verdict == "better"
+    assert lifts.ways["noise"].over_none["LightGBM"].verdict != "better"
+    assert lifts.between["useful", "noise"].verdict == "better" and lifts.between["noise", "useful"].verdict == "worse"
+    assert [row.variant for row in lifts.ways["useful"].rows] == ["none", "useful"]
     again = train_ways(world, {"twin": ways["useful"], "useful": ways["useful"]}, AS_OF)
     assert again.between["twin", "useful"].mean_difference == 0
-    assert again.ways["twin"].over_none == found.ways["useful"].over_none
+    assert again.ways["twin"].over_none == lifts.ways["useful"].over_none
 
 
 def test_ways_that_would_be_judged_on_other_rows_are_refused_by_key(world):

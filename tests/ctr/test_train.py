@@ -27,9 +27,9 @@ def data(world):
 def test_the_model_ends_with_the_weights_of_its_best_epoch_and_no_bias(data):
     network = build_network("dcnv2", data, None, SETTINGS, seed=0)
     fitted = fit(network, data, SETTINGS, seed=0)
-    labels, found = data.labels[data.validation], predict(network, data, data.validation)
-    assert roc_auc_score(labels, found) == pytest.approx(fitted.best_auc, abs=1e-6)
-    assert 1 <= fitted.best_epoch <= SETTINGS.max_epochs and found.mean() == pytest.approx(labels.mean(), abs=1e-4)
+    labels, scores = data.labels[data.validation], predict(network, data, data.validation)
+    assert roc_auc_score(labels, scores) == pytest.approx(fitted.best_auc, abs=1e-6)
+    assert 1 <= fitted.best_epoch <= SETTINGS.max_epochs and scores.mean() == pytest.approx(labels.mean(), abs=1e-4)
 
 
 def test_sparse_steps_learn_what_dense_ones_do_and_touch_only_the_rows_of_a_batch(data, monkeypatch):
@@ -38,9 +38,9 @@ def test_sparse_steps_learn_what_dense_ones_do_and_touch_only_the_rows_of_a_batc
     network = build_network("dcnv2", data, None, settings, seed=0)
     before = network.inputs.user_embedding.embedding.weight.detach().clone()
     assert all(part.embedding.sparse for part in network.modules() if isinstance(part, EntityEmbedding))
-    kept = []
-    fitted = fit(network, data, settings, seed=0, on_epoch=lambda progress: kept.append(progress.epoch))
-    assert fitted.best_auc > 0.6 and kept == [1, 2, 3]
+    checkpoints = []
+    fitted = fit(network, data, settings, seed=0, on_epoch=lambda progress: checkpoints.append(progress.epoch))
+    assert fitted.best_auc > 0.6 and checkpoints == [1, 2, 3]
     trained = set(
         network.inputs.user_embedding.codes[torch.from_numpy(data.users[data.train]).long()].flatten().tolist()
     )
@@ -72,12 +72,12 @@ def test_networks_are_trained_on_a_device(name, data, a_device):
     settings = CtrSettings(max_epochs=1)
     network = build_network(name, data, None, settings, seed=0)
     assert next(network.parameters()).is_cuda
-    kept = []
-    fit(network, data, settings, seed=0, on_epoch=kept.append)
+    checkpoints = []
+    fit(network, data, settings, seed=0, on_epoch=checkpoints.append)
     again = build_network(name, data, None, settings, seed=1)
-    fit(again, data, settings, seed=0, start=kept[-1])
-    found = [predict(each, data, data.test) for each in (network, again)]
-    assert np.isfinite(found[0]).all() and np.array_equal(*found)
+    fit(again, data, settings, seed=0, start=checkpoints[-1])
+    scores = [predict(each, data, data.test) for each in (network, again)]
+    assert np.isfinite(scores[0]).all() and np.array_equal(*scores)
 
 
 def test_din_without_fields_of_several_values_is_trained_on_a_device(data, a_device):

@@ -41,8 +41,8 @@ def random_tree(rng, num_nodes: int, vocab_size: int) -> TokenTree:
 def keep(cache, batch: Batch, paths: list[np.ndarray]) -> None:
     """Commit each feed's chain and a path of its tree."""
     nodes = np.concatenate([start + path for start, path in zip(batch.trees.starts, paths, strict=True)])
-    kept = batch.committed_mask(np.arange(len(batch.feeds)), nodes)
-    cache.commit(batch.rows, batch.num_chain + [len(path) for path in paths], batch.slot_mapping[kept])
+    is_committed = batch.committed_mask(np.arange(len(batch.feeds)), nodes)
+    cache.commit(batch.rows, batch.num_chain + [len(path) for path in paths], batch.slot_mapping[is_committed])
 
 
 def random_metadata(rng, lengths: list[tuple[int, int, int]], num_slots: int, device="cpu") -> AttentionMetadata:

@@ -102,14 +102,14 @@ class PretendCuda(TorchDispatchMode):
         if name in ("copy_", "_to_copy"):
             return self._copy(function, args, kwargs)
         tensors = _tensors((args, kwargs))
-        is_on_device = any(isinstance(one, OnDevice) for one in tensors)
+        is_on_device = any(isinstance(tensor, OnDevice) for tensor in tensors)
         if name == "_embedding_bag_per_sample_weights_backward" and is_on_device and args[0].dtype == torch.bfloat16:
             raise NotImplementedError(f"{name} of bfloat16, which CUDA does not implement")
         place = torch.device(kwargs["device"] if kwargs.get("device") is not None else DEVICE if is_on_device else CPU)
         place = DEVICE if place == META else place  # a part of an operation on the device
         if place.type != "cuda" and not is_on_device:
             return function(*args, **kwargs)
-        elsewhere = [tuple(one.shape) for one in tensors if not isinstance(one, OnDevice) and one.dim() > 0]
+        elsewhere = [tuple(tensor.shape) for tensor in tensors if not isinstance(tensor, OnDevice) and tensor.dim() > 0]
         if elsewhere or place.type != "cuda":
             raise PretendError(f"{function} over both places: {elsewhere} on {place}")
         if name in READS:
@@ -172,7 +172,9 @@ class _Autocast(TorchFunctionMode):
         if function.__name__ in PRODUCTS and torch.is_autocast_enabled("cuda"):
             dtype = torch.get_autocast_dtype("cuda")
             args, kwargs = tree_map(
-                lambda one: one.to(dtype) if isinstance(one, OnDevice) and one.dtype == torch.float32 else one,
+                lambda value: (
+                    value.to(dtype) if isinstance(value, OnDevice) and value.dtype == torch.float32 else value
+                ),
                 (args, kwargs or {}),
             )
         return function(*args, **(kwargs or {}))
@@ -203,13 +205,13 @@ class _Graph:
 
     def spoil(self) -> None:
         """Nonsense in all memory that its operations took."""
-        given, made = set(), set()
+        inputs, made = set(), set()
         for _, args, kwargs, result in self.calls:
-            given |= {_storage(one) for one in _tensors((args, kwargs))} - made
-            made |= {_storage(one) for one in _tensors(result)} - given
-            for one in _tensors(result):
-                if _storage(one) in made and one.is_floating_point():
-                    one.fill_(float("nan"))
+            inputs |= {_storage(tensor) for tensor in _tensors((args, kwargs))} - made
+            made |= {_storage(tensor) for tensor in _tensors(result)} - inputs
+            for tensor in _tensors(result):
+                if _storage(tensor) in made and tensor.is_floating_point():
+                    tensor.fill_(float("nan"))
 
 
 @contextmanager
@@ -234,16 +236,16 @@ def pretend_cuda() -> Iterator[PretendCuda]:
         tensor = make(data, **kwargs)  # made on the device, torch 2.11 for CUDA looks for a driver
         return tensor if device is None else tensor.to(device)
 
-    put = torch.Tensor.to
+    original_to = torch.Tensor.to
 
     def to(tensor: torch.Tensor, *arguments, **named) -> torch.Tensor:
         parsed = {name: value for name, value in named.items() if name != "copy"}
         device, dtype, is_queued, _ = torch._C._nn._parse_to(*arguments, **parsed)
         if device is None or device.type != "cuda" or isinstance(tensor, OnDevice):
-            return put(tensor, *arguments, **named)
+            return original_to(tensor, *arguments, **named)
         with torch.no_grad(), cuda:  # a graph of gradients never goes from one place to another here
-            asked = {"device": DEVICE, "dtype": dtype or tensor.dtype, "non_blocking": is_queued}
-            return cuda._copy(torch.ops.aten._to_copy.default, (tensor.detach(),), asked)
+            target = {"device": DEVICE, "dtype": dtype or tensor.dtype, "non_blocking": is_queued}
+            return cuda._copy(torch.ops.aten._to_copy.default, (tensor.detach(),), target)
 
     load = PreTrainedModel.from_pretrained.__func__
 
@@ -251,10 +253,10 @@ def pretend_cuda() -> Iterator[PretendCuda]:
     def loaded(cls, *arguments, **named) -> PreTrainedModel:
         device = named.pop("device_map", {"": CPU})[""]
         with _disable_current_modes():  # it begins with models that are nowhere ("meta"), and ends on the CPU
-            found = load(cls, *arguments, **named)
+            model = load(cls, *arguments, **named)
         if device.type == "cuda":
-            move(found[0] if isinstance(found, tuple) else found)
-        return found
+            move(model[0] if isinstance(model, tuple) else model)
+        return model
 
     @contextmanager
     def graph(captured: _Graph, **_) -> Iterator[None]:
@@ -330,9 +332,9 @@ def _mapped(tree, kind: type, change: Callable):
     if isinstance(tree, kind):
         return change(tree)
     if type(tree) in (tuple, list):
-        return type(tree)(_mapped(one, kind, change) for one in tree)
+        return type(tree)(_mapped(part, kind, change) for part in tree)
     if type(tree) is dict:
-        return {name: _mapped(one, kind, change) for name, one in tree.items()}
+        return {name: _mapped(part, kind, change) for name, part in tree.items()}
     return tree
 
 
@@ -341,9 +343,9 @@ def _held(tree):
 
 
 def _tensors(tree) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    _mapped(tree, torch.Tensor, found.append)
-    return found
+    tensors: list[torch.Tensor] = []
+    _mapped(tree, torch.Tensor, tensors.append)
+    return tensors
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -109,8 +109,8 @@ def reference_accept(rule: Verifier, logits: np.ndarray, tree: TokenTree, end_id
             path.insert(0, int(tree.parents[path[0]]))
         window = getattr(rule, "window", 0)
         if window and not all(
-            is_own_choice(one) or (len(after) == window and all(map(is_own_choice, after)))
-            for one, after in ((one, path[at + 1 : at + 1 + window]) for at, one in enumerate(path))
+            is_own_choice(node) or (len(after) == window and all(map(is_own_choice, after)))
+            for node, after in ((node, path[at + 1 : at + 1 + window]) for at, node in enumerate(path))
         ):
             continue
         if all(accepts(n) for n in path):

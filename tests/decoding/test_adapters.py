@@ -74,9 +74,9 @@ def test_tokenizer_and_chat_template_of_an_adapter_are_used(adapter):
     (adapter / "tokenizer_config.json").write_text(json.dumps({"chat_template": own}))
     assert load_tokenizer(SAMPLE_MODEL, adapter).chat_template == own
     (adapter / "chat_template.jinja").write_text(f"{own}:")
-    found = load_tokenizer(SAMPLE_MODEL, adapter)
-    assert found.chat_template == f"{own}:"
-    assert "librarian" in found.decode(encode_chat(found, "Alien", None, {}))
+    tokenizer = load_tokenizer(SAMPLE_MODEL, adapter)
+    assert tokenizer.chat_template == f"{own}:"
+    assert "librarian" in tokenizer.decode(encode_chat(tokenizer, "Alien", None, {}))
     after = shared_fingerprint(template, 1024, decoding, SAMPLE_MODEL)
     assert [old == new for old, new in zip(before.split("-"), after.split("-"), strict=True)] == [
         True,
@@ -91,8 +91,8 @@ def test_tokenizer_of_an_adapter_is_used_with_the_chat_template_of_the_model_whe
     template, tokenizer.chat_template = tokenizer.chat_template, None
     tokenizer.add_special_tokens({"pad_token": "<|style|>"})
     tokenizer.save_pretrained(adapter)
-    found = load_tokenizer(SAMPLE_MODEL, adapter)
-    assert (found.chat_template, found.pad_token) == (template, "<|style|>")
+    loaded = load_tokenizer(SAMPLE_MODEL, adapter)
+    assert (loaded.chat_template, loaded.pad_token) == (template, "<|style|>")
     assert tokenizer_folder(SAMPLE_MODEL, adapter) == adapter
 
 

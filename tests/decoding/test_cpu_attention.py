@@ -21,7 +21,7 @@ LENGTHS = [(0, 21, 0), (37, 1, 9), (61, 1, 0), (5, 1, 64), (7, 300, 0), (0, 1, 2
 
 
 def on_host(metadata: AttentionMetadata) -> AttentionMetadata:
-    return AttentionMetadata(**{one.name: getattr(metadata, one.name).numpy() for one in fields(metadata)})
+    return AttentionMetadata(**{field.name: getattr(metadata, field.name).numpy() for field in fields(metadata)})
 
 
 def assert_equal_to_the_slow_one(pack: Pack, call_cost: int = 1000, sinks=None, **options) -> None:
@@ -29,10 +29,10 @@ def assert_equal_to_the_slow_one(pack: Pack, call_cost: int = 1000, sinks=None, 
     keys, values = pack.keys.contiguous(), pack.values.contiguous()
     masks = {"window": None, "softcap": None} | options
     with mock.patch.dict(CALL_COST, cpu=call_cost):
-        found = attention(pack.query, keys, values, 0.3, masks["window"], masks["softcap"], sinks)
+        actual = attention(pack.query, keys, values, 0.3, masks["window"], masks["softcap"], sinks)
     expected = reference_attention(pack.query, keys, values, pack.metadata, 0.3, sinks=sinks, **options)
     tolerance = 2e-2 if pack.query.dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("num_heads, num_kv_heads", [(2, 2), (4, 2), (7, 1)])
@@ -106,8 +106,8 @@ def test_a_token_has_the_same_bits_whatever_shares_batch_and_tree(dtype, window)
             parts.append(np.concatenate((np.arange(chain), chain + np.flatnonzero(seen))))
         for new in parts:
             alone = EagerAttention(part_of(metadata, b, new), CPU)
-            found = alone(query[start + new], keys, values, 0.3, window, None, None)
-            assert torch.equal(found, together[start + new])
+            actual = alone(query[start + new], keys, values, 0.3, window, None, None)
+            assert torch.equal(actual, together[start + new])
 
 
 @pytest.mark.parametrize("spoiled", [torch.nan, torch.inf])
@@ -118,8 +118,8 @@ def test_what_is_not_finite_stays_so_in_its_own_sequence_alone(spoiled):
     slot = next(slot for slot in metadata.slots[:37].tolist() if slot not in metadata.slots[47:].tolist())
     assert slot in own
     keys[:, slot] = spoiled
-    found = EagerAttention(metadata, CPU)(pack.query, keys, pack.values.contiguous(), 0.3, None, None, None)
-    assert not found[:10].isfinite().any() and found[10:].isfinite().all()
+    result = EagerAttention(metadata, CPU)(pack.query, keys, pack.values.contiguous(), 0.3, None, None, None)
+    assert not result[:10].isfinite().any() and result[10:].isfinite().all()
 
 
 def test_weights_are_those_of_numpy():

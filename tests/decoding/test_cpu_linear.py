@@ -48,8 +48,8 @@ def test_layers_of_one_product_may_be_called_in_any_order_with_any_input():
     relayout_linear_layers(packed)
     inputs = [torch.randn(1, 5, 48) for _ in range(2)]
     for name, which in (("v_proj", 0), ("q_proj", 1), ("k_proj", 0), ("k_proj", 1), ("v_proj", 1), ("q_proj", 0)):
-        found = getattr(packed, name)(inputs[which])
-        torch.testing.assert_close(found, getattr(plain, name)(inputs[which]))
+        actual = getattr(packed, name)(inputs[which])
+        torch.testing.assert_close(actual, getattr(plain, name)(inputs[which]))
 
 
 @torch.no_grad()
@@ -77,9 +77,9 @@ def test_a_rounded_product_gives_each_token_the_same_bits(num_tokens):
     inputs = torch.randn(1, num_tokens, 192)
     assert padded_size(num_tokens, None) > num_tokens
     exact = torch.ops.mkldnn._linear_pointwise.default(inputs, layer.weight, layer.bias, "none", [], "")
-    found = torch.cat([layer.part(inputs, 0), layer.part(inputs, 1)], -1)
-    assert found.shape == exact.shape
-    assert torch.equal(found, exact)
+    actual = torch.cat([layer.part(inputs, 0), layer.part(inputs, 1)], -1)
+    assert actual.shape == exact.shape
+    assert torch.equal(actual, exact)
 
 
 @pytest.mark.skipif(not multiplies_bfloat16(), reason="this processor does not multiply bfloat16")
@@ -114,8 +114,8 @@ def test_sizes_of_other_bits_are_found(monkeypatch):
 
 def test_padded_sizes_repeat_the_largest():
     sizes = (40, 64)
-    found = {num_tokens: padded_size(num_tokens, sizes) for num_tokens in (1, 40, 41, 64, 65, 104, 105, 128, 129)}
-    assert found == {1: 40, 40: 40, 41: 64, 64: 64, 65: 104, 104: 104, 105: 128, 128: 128, 129: 168}
+    sizes_of = {num_tokens: padded_size(num_tokens, sizes) for num_tokens in (1, 40, 41, 64, 65, 104, 105, 128, 129)}
+    assert sizes_of == {1: 40, 40: 40, 41: 64, 64: 64, 65: 104, 104: 104, 105: 128, 128: 128, 129: 168}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -298,10 +298,11 @@ def test_padding_of_published_texts_steps_is_small(corpus):
     """Steps of a batch of 64 with 8 drafts each, by size and wanted logits: of `host_time.stream_turn`."""
     steps = json.loads((Path(__file__).parent / "step_sizes.json").read_text())[corpus]
     padded_tokens = BufferedForward._padded_tokens
-    bucketed = [(n, padded_tokens(None, n, wanted), count) for n, wanted, count in steps]
-    num_tokens, num_padded = (sum(one[place] * one[2] for one in bucketed if one[1] is not None) for place in (0, 1))
+    bucketed = [(n, padded_tokens(None, n, num_logits), count) for n, num_logits, count in steps]
+    padded = [step for step in bucketed if step[1] is not None]
+    num_tokens, num_padded = (sum(step[place] * step[2] for step in padded) for place in (0, 1))
     assert num_padded / num_tokens - 1 <= 0.08
-    assert sum(count for _, padded, count in bucketed if padded is None) < 0.01 * sum(one[2] for one in bucketed)
+    assert sum(count for _, padded, count in bucketed if padded is None) < 0.01 * sum(bucket[2] for bucket in bucketed)
 
 
 def test_likely_steps_are_all_sizes_of_a_full_batch_those_of_the_longest_texts_first():
@@ -378,7 +379,7 @@ def test_a_models_step_reads_nothing_from_the_device(architecture):
 
 def test_reads_from_the_device_would_be_refused():
     with RefusesDeviceReads():
-        for read in (torch.Tensor.item, torch.Tensor.nonzero, lambda one: bool(one > 0)):
+        for read in (torch.Tensor.item, torch.Tensor.nonzero, lambda tensor: bool(tensor > 0)):
             with pytest.raises(RuntimeError, match="cannot be captured"):
                 read(torch.ones(()))
 

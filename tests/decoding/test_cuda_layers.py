@@ -68,12 +68,12 @@ def runner_with(model, layers: CudaLayers | None, attention: str = "triton") -> 
 @pytest.mark.parametrize("name", SERVED)
 def test_they_compute_what_transformers_does(name):
     model, layers = prepared(name)
-    ours = runner_with(model, layers)
-    theirs = runner_with(model, None, "torch")
-    assert_equal_logits([theirs, ours], num_steps=2, tolerance=2e-4, lengths=(2, 11))
-    assert ours.buffered is not None, "the kernels failed"
-    for number, memory in theirs.cache.layers.items():
-        own = ours.cache.layers[number]
+    runner = runner_with(model, layers)
+    reference = runner_with(model, None, "torch")
+    assert_equal_logits([reference, runner], num_steps=2, tolerance=2e-4, lengths=(2, 11))
+    assert runner.buffered is not None, "the kernels failed"
+    for number, memory in reference.cache.layers.items():
+        own = runner.cache.layers[number]
         torch.testing.assert_close(own.keys[:, :-1], memory.keys[:, :-1], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(own.values[:, :-1], memory.values[:, :-1], rtol=1e-4, atol=1e-4)
 

@@ -94,8 +94,8 @@ def test_load_asks_before_it_reads_weights(folder, monkeypatch):
 
 
 def test_machine_says_what_is_available():
-    found = memory_of(torch.device("cpu"))
-    assert found.name == "cpu" and 0 < found.free_bytes <= found.total_bytes
+    memory = memory_of(torch.device("cpu"))
+    assert memory.name == "cpu" and 0 < memory.free_bytes <= memory.total_bytes
 
 
 def test_container_has_its_own_share(tmp_path):
@@ -115,11 +115,11 @@ def test_container_has_its_own_share(tmp_path):
 def test_weights_keep_their_own_type_on_a_gpu(folder, monkeypatch):
     config = json.loads((folder / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
-    asked = []
+    dtypes = []
     needed = (folder / "model.safetensors").stat().st_size + 2048 * 2 * 2 * 2 * 8 * 2
 
     def gpu(device):
-        asked.append(device.type)
+        dtypes.append(device.type)
         return Memory(str(device), needed - 1, needed - 1)
 
     def roomy_gpu(device):
@@ -129,7 +129,7 @@ def test_weights_keep_their_own_type_on_a_gpu(folder, monkeypatch):
     monkeypatch.setattr(load, "memory_of", gpu)
     with pytest.raises(ModelError, match="does not fit cuda"):
         require_room(folder, weights, config, "auto", cuda)
-    assert asked == ["cuda"]
+    assert dtypes == ["cuda"]
     monkeypatch.setattr(load, "memory_of", roomy_gpu)
     require_room(folder, weights, config, "auto", cuda)  # weights do not go through main memory
 

@@ -56,9 +56,9 @@ def test_a_step_drafts_at_once_what_each_sequence_is_drafted_and_no_deeper_than_
         sequence_of([1, 2]),
     ]
     drafter = RetrievalDrafter(None)
-    for one, other in zip(drafter.draft_all(sequences, [64] * 3), map(drafter.draft, sequences), strict=True):
-        assert one.token_ids.tolist() == other.token_ids.tolist() and one.parents.tolist() == other.parents.tolist()
-        assert one.source.dtype == np.uint8
+    for tree, other in zip(drafter.draft_all(sequences, [64] * 3), map(drafter.draft, sequences), strict=True):
+        assert tree.token_ids.tolist() == other.token_ids.tolist() and tree.parents.tolist() == other.parents.tolist()
+        assert tree.source.dtype == np.uint8
     depths = [TreeBatch.of([tree]).depths for tree in drafter.draft_all(sequences, [1, 2, 0])]
     assert [max(own, default=0) for own in depths] == [1, 2, 0]
     assert list(NoDrafter().draft_all(sequences, [64] * 3).sizes) == [0, 0, 0]
@@ -84,11 +84,11 @@ def test_pool_and_previous_texts_save_steps_and_change_nothing(tmp_path):
         "oracle": (OracleDrafter(texts), None),
     }
     for drafter, earlier in systems.values():
-        found = {r.request_id: r for r in engine.generate(requests_for(prompts, 20, earlier), drafter, Greedy())}
-        assert {i: r.token_ids.tolist() for i, r in found.items()} == {
+        results = {r.request_id: r for r in engine.generate(requests_for(prompts, 20, earlier), drafter, Greedy())}
+        assert {i: r.token_ids.tolist() for i, r in results.items()} == {
             i: r.token_ids.tolist() for i, r in plain.items()
         }
-        assert sum(r.num_steps for r in found.values()) < 0.8 * sum(r.num_steps for r in plain.values())
+        assert sum(r.num_steps for r in results.values()) < 0.8 * sum(r.num_steps for r in plain.values())
 
 
 def test_a_budget_of_nothing_asks_no_drafter_and_runs_the_steps_of_plain_decoding():

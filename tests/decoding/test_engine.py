@@ -91,26 +91,27 @@ def test_bad_requests_fail_and_the_others_go_on():
         GenerationRequest("empty", np.empty(0, np.int32), None, None, 5),
         GenerationRequest("nothing", PROMPTS[0], None, None, 0),
     ]
-    found = by_id(tiny_engine(MODEL, batch_size=2).generate([*good[:3], *bad, *good[3:]]))
-    failures = {name: r.reason.split(":")[0] for name, r in found.items() if isinstance(r, GenerationFailure)}
+    results = by_id(tiny_engine(MODEL, batch_size=2).generate([*good[:3], *bad, *good[3:]]))
+    failures = {name: r.reason.split(":")[0] for name, r in results.items() if isinstance(r, GenerationFailure)}
     assert failures == {
         "long": "too-long", "token": "bad-token", "negative": "bad-token", "empty": "empty", "nothing": "bad-limit",
     }  # fmt: skip
-    assert len(found) == len(good) + len(bad)
+    assert len(results) == len(good) + len(bad)
 
 
 def test_context_bounds_the_text():
     prompt = np.full(120, 20, np.int32)
-    found = by_id(tiny_engine(MODEL).generate([GenerationRequest("a", prompt, None, None, 500)], NonsenseDrafter()))
-    assert len(found["a"].token_ids) == 8 or found["a"].finish_reason == "end_of_text"
+    results = by_id(tiny_engine(MODEL).generate([GenerationRequest("a", prompt, None, None, 500)], NonsenseDrafter()))
+    assert len(results["a"].token_ids) == 8 or results["a"].finish_reason == "end_of_text"
     last = np.full(127, 20, np.int32)
     assert len(next(tiny_engine(MODEL).generate([GenerationRequest("b", last)])).token_ids) <= 1
 
 
 def test_prompt_that_exceeds_the_cache_fails_alone():
     engine = tiny_engine(MODEL, max_cache_tokens=64, max_draft_tokens=4)
-    found = by_id(engine.generate([GenerationRequest("a", PROMPTS[0], None, None, 60), *requests_for(PROMPTS[:3], 5)]))
-    assert found["a"].reason.startswith("too-long") and len(found) == 4
+    requests = [GenerationRequest("a", PROMPTS[0], None, None, 60), *requests_for(PROMPTS[:3], 5)]
+    results = by_id(engine.generate(requests))
+    assert results["a"].reason.startswith("too-long") and len(results) == 4
     engine = tiny_engine(MODEL, max_cache_tokens=160)  # holds the model's context of 128, and with it any limit
     assert all(r.token_ids.size for r in engine.generate([GenerationRequest("b", PROMPTS[0], None, None, 500)]))
 
@@ -138,10 +139,10 @@ def test_a_sequence_that_breaks_the_model_fails_alone(drafter):
     requests = requests_for(PROMPTS, 12)
     requests.insert(2, GenerationRequest("poisoned", np.array([25, poison, 30], np.int32), None, None, 12))
     with breaks_where(engine.runner.model, poison):
-        found = by_id(engine.generate(requests, drafter, Greedy()))
-    failure = found.pop("poisoned")
+        results = by_id(engine.generate(requests, drafter, Greedy()))
+    failure = results.pop("poisoned")
     assert failure.reason == "model-error: RuntimeError: out of memory, say"
-    assert {int(i): r.token_ids.tolist() for i, r in found.items()} == dict(enumerate(texts))
+    assert {int(i): r.token_ids.tolist() for i, r in results.items()} == dict(enumerate(texts))
     assert engine.cache.num_live_rows == 0
 
 
@@ -173,11 +174,11 @@ def test_a_lost_device_ends_the_stream_and_fails_no_text(num_good):
         return forward(*step)
 
     engine.runner.forward = broken
-    found = []
+    results = []
     with pytest.raises(DeviceLost, match="illegal memory access"):
-        found.extend(engine.generate(requests_for(PROMPTS, 12), PromptLookupDrafter(), Greedy()))
+        results.extend(engine.generate(requests_for(PROMPTS, 12), PromptLookupDrafter(), Greedy()))
     assert next(num_forwards) == num_good + 2, "a forward was tried again"
-    assert not any(isinstance(one, GenerationFailure) for one in found)
+    assert not any(isinstance(result, GenerationFailure) for result in results)
     assert engine.cache.num_live_rows == 0
 
 
@@ -209,9 +210,9 @@ def test_logits_that_are_not_finite_fail_alone():
         embeddings.weight[1] = float("nan")
     requests = requests_for(PROMPTS, 6)
     requests.insert(1, GenerationRequest("poisoned", np.array([25, 1], np.int32), None, None, 6))
-    found = by_id(engine.generate(requests))
-    assert found.pop("poisoned").reason.startswith("not-finite")
-    assert [found[str(i)].token_ids.tolist() for i in range(len(PROMPTS))] == plain_texts(MODEL, PROMPTS, 6)
+    results = by_id(engine.generate(requests))
+    assert results.pop("poisoned").reason.startswith("not-finite")
+    assert [results[str(i)].token_ids.tolist() for i in range(len(PROMPTS))] == plain_texts(MODEL, PROMPTS, 6)
 
 
 def test_what_was_not_finite_does_not_reach_the_next_text_of_its_row():
@@ -232,9 +233,9 @@ def test_a_part_of_a_prompt_that_is_not_finite_is_not_shared():
     template = np.arange(20, 50, dtype=np.int32)
     prompts = [np.append(template, [61 + number, 70]).astype(np.int32) for number in range(6)]
     poisoned = GenerationRequest("poisoned", np.concatenate((template, [1], template)).astype(np.int32))
-    found = by_id(engine.generate([poisoned, *requests_for(prompts, 6)]))
-    assert found.pop("poisoned").reason.startswith("not-finite")
-    assert [found[str(i)].token_ids.tolist() for i in range(len(prompts))] == plain_texts(MODEL, prompts, 6)
+    results = by_id(engine.generate([poisoned, *requests_for(prompts, 6)]))
+    assert results.pop("poisoned").reason.startswith("not-finite")
+    assert [results[str(i)].token_ids.tolist() for i in range(len(prompts))] == plain_texts(MODEL, prompts, 6)
 
 
 class PoisonDrafter(Drafter):
@@ -250,8 +251,8 @@ def test_a_draft_that_is_not_finite_does_not_fail_its_text():
     engine = tiny_engine(MODEL, batch_size=3)
     with torch.no_grad():
         engine.runner.model.get_input_embeddings().weight[1] = float("nan")
-    found = by_id(engine.generate(requests_for(PROMPTS, 6), PoisonDrafter(), Greedy()))
-    assert [found[str(i)].token_ids.tolist() for i in range(len(PROMPTS))] == plain_texts(MODEL, PROMPTS, 6)
+    results = by_id(engine.generate(requests_for(PROMPTS, 6), PoisonDrafter(), Greedy()))
+    assert [results[str(i)].token_ids.tolist() for i in range(len(PROMPTS))] == plain_texts(MODEL, PROMPTS, 6)
 
 
 def test_stream_closed_early_gives_its_rows_back():
@@ -272,9 +273,9 @@ def test_streams_of_one_engine_may_take_turns():
         replace(request, max_new_tokens=3 + 2 * (number % 4)) for number, request in enumerate(requests_for(PROMPTS, 9))
     ]
     streams = [engine.generate(requests[part::2], OracleDrafter(expected), Greedy()) for part in (0, 1)]
-    found = [result for pair in zip_longest(*streams) for result in pair if result is not None]
-    assert len(found) == len(PROMPTS)
-    for result in found:
+    results = [result for pair in zip_longest(*streams) for result in pair if result is not None]
+    assert len(results) == len(PROMPTS)
+    for result in results:
         number = int(result.request_id)
         assert result.token_ids.tolist() == expected[number][: 3 + 2 * (number % 4)]
 
@@ -293,10 +294,10 @@ def test_every_end_token_ends_a_text():
     prompts = tiny_prompts(30)
     texts = plain_texts(MODEL, prompts, 24)
     engine = tiny_engine(MODEL)
-    found = by_id(engine.generate(requests_for(prompts, 24)))
+    results = by_id(engine.generate(requests_for(prompts, 24)))
     assert engine.end_ids == tuple(END_IDS)
     ended = [i for i in range(len(prompts)) if len(texts[i]) < 24]
-    assert len(ended) > 2 and all(found[str(i)].finish_reason == "end_of_text" for i in ended)
+    assert len(ended) > 2 and all(results[str(i)].finish_reason == "end_of_text" for i in ended)
 
 
 def test_a_text_is_what_its_tokens_decode_to():

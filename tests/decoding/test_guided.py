@@ -57,10 +57,10 @@ def requests(engine: Engine, grammars, max_new_tokens: int = 48) -> list[Generat
     ]
 
 
-def written(engine: Engine, asked, drafter=None, verifier=None) -> dict[str, GenerationResult]:
-    found = {one.request_id: one for one in engine.generate(asked, drafter, verifier or Greedy())}
-    assert all(isinstance(one, GenerationResult) for one in found.values()), found
-    return found
+def written(engine: Engine, to_write, drafter=None, verifier=None) -> dict[str, GenerationResult]:
+    results = {result.request_id: result for result in engine.generate(to_write, drafter, verifier or Greedy())}
+    assert all(isinstance(result, GenerationResult) for result in results.values()), results
+    return results
 
 
 def drafter(max_nodes: int = 8) -> RetrievalDrafter:
@@ -93,11 +93,11 @@ def reference(engine: Engine, model, request: GenerationRequest) -> list[int]:
 
 
 def test_texts_are_those_of_masked_argmax_and_no_draft_changes_them(engine, model):
-    asked = requests(engine, (JSON, LINES, None), max_new_tokens=128)
-    plain = written(engine, asked)
-    drafted = written(engine, asked, drafter())
-    assert sum(one.num_accepted - np.sum(one.sources == SOURCE_FORM) for one in drafted.values()) > 20
-    for request in asked:
+    to_write = requests(engine, (JSON, LINES, None), max_new_tokens=128)
+    plain = written(engine, to_write)
+    drafted = written(engine, to_write, drafter())
+    assert sum(result.num_accepted - np.sum(result.sources == SOURCE_FORM) for result in drafted.values()) > 20
+    for request in to_write:
         assert drafted[request.request_id].token_ids.tolist() == plain[request.request_id].token_ids.tolist()
         if request.grammar is not None:  # before any answer is closed early
             expected = reference(engine, model, request)[:80]
@@ -107,58 +107,58 @@ def test_texts_are_those_of_masked_argmax_and_no_draft_changes_them(engine, mode
 
 
 def test_a_text_is_the_same_alone_and_among_others_with_and_without_grammars(engine):
-    asked = requests(engine, (JSON, None, LINES))
-    together = written(engine, asked, drafter())
-    for request in asked[:4]:
+    to_write = requests(engine, (JSON, None, LINES))
+    together = written(engine, to_write, drafter())
+    for request in to_write[:4]:
         (alone,) = written(engine, [request], drafter()).values()
         assert alone.token_ids.tolist() == together[request.request_id].token_ids.tolist()
 
 
 @pytest.mark.parametrize("verifier", [Relaxed(2, 0.1), Relaxed(2, 0.0), Relaxed(None, 0.01)])
 def test_rules_accept_nothing_that_the_grammar_forbids(engine, verifier):
-    for one in written(engine, requests(engine, (JSON,)), drafter(16), verifier).values():
-        assert one.finish_reason == "end_of_text" and set(json.loads(one.text)) == {"kinds", "summary"}
+    for result in written(engine, requests(engine, (JSON,)), drafter(16), verifier).values():
+        assert result.finish_reason == "end_of_text" and set(json.loads(result.text)) == {"kinds", "summary"}
 
 
 def test_forced_tokens_take_no_step_and_count_as_accepted_drafts(engine):
     grammar = 'start: "Kinds: " /[a-c]/ " and that is all."'
     for draft in (None, drafter()):
-        for one in written(engine, requests(engine, (grammar,)), draft).values():
-            assert one.finish_reason == "end_of_text" and one.text.endswith(" and that is all.")
-            num_forced = int(np.sum(one.sources == SOURCE_FORM))
-            assert one.num_steps <= 3 < num_forced and one.accepted_by_source[SOURCE_FORM] == num_forced
-            assert one.num_steps + one.num_accepted == len(one.token_ids)
+        for result in written(engine, requests(engine, (grammar,)), draft).values():
+            assert result.finish_reason == "end_of_text" and result.text.endswith(" and that is all.")
+            num_forced = int(np.sum(result.sources == SOURCE_FORM))
+            assert result.num_steps <= 3 < num_forced and result.accepted_by_source[SOURCE_FORM] == num_forced
+            assert result.num_steps + result.num_accepted == len(result.token_ids)
 
 
 @pytest.mark.parametrize("max_new_tokens", [28, 33, 40, 64])
 def test_an_answer_is_closed_before_its_limit(engine, max_new_tokens):
     for draft in (None, drafter()):
-        for one in written(engine, requests(engine, (JSON, LINES), max_new_tokens), draft).values():
-            assert one.finish_reason == "end_of_text" and len(one.token_ids) <= max_new_tokens, one.text
+        for result in written(engine, requests(engine, (JSON, LINES), max_new_tokens), draft).values():
+            assert result.finish_reason == "end_of_text" and len(result.token_ids) <= max_new_tokens, result.text
 
 
 def test_a_limit_below_the_shortest_answer_cuts_it(engine):
-    found = written(engine, requests(engine, (JSON,), max_new_tokens=6))
-    assert {one.finish_reason for one in found.values()} == {"length"}
+    results = written(engine, requests(engine, (JSON,), max_new_tokens=6))
+    assert {result.finish_reason for result in results.values()} == {"length"}
 
 
 def test_samples_keep_to_the_grammar_and_no_draft_changes_them():
     settings = DecodingSettings(batch_size=4, dtype="float32", temperature=0.8, verifier="greedy")
     engine = Engine.from_pretrained(SAMPLE_MODEL, settings, "cpu")
-    asked = requests(engine, (JSON,))
-    plain, drafted = written(engine, asked), written(engine, asked, drafter())
-    for name, one in plain.items():
-        assert json.loads(one.text) and one.token_ids.tolist() == drafted[name].token_ids.tolist()
+    to_write = requests(engine, (JSON,))
+    plain, drafted = written(engine, to_write), written(engine, to_write, drafter())
+    for name, result in plain.items():
+        assert json.loads(result.text) and result.token_ids.tolist() == drafted[name].token_ids.tolist()
 
 
 def test_texts_that_give_their_memory_back_go_on_as_they_were(engine):
-    asked = requests(engine, (JSON, LINES))
-    expected = written(engine, asked)
-    longest = max(len(one.prompt_ids) for one in asked) + 48 + 8
+    to_write = requests(engine, (JSON, LINES))
+    expected = written(engine, to_write)
+    longest = max(len(request.prompt_ids) for request in to_write) + 48 + 8
     settings = DecodingSettings(batch_size=4, dtype="float32", max_cache_tokens=2 * longest)
     small = Engine.from_pretrained(SAMPLE_MODEL, settings, "cpu")
-    for name, one in written(small, asked, drafter()).items():
-        assert one.token_ids.tolist() == expected[name].token_ids.tolist()
+    for name, result in written(small, to_write, drafter()).items():
+        assert result.token_ids.tolist() == expected[name].token_ids.tolist()
 
 
 def test_masks_are_those_of_a_matcher_that_followed_the_path(engine):
@@ -212,31 +212,31 @@ def test_tokens_are_allowed_where_their_masks_hold_them(engine, grammar, max_tok
         assert guide.num_allowed(path[::-1][:1]) in (0, 1)  # and back again, from the committed output
         assert guide.num_allowed(path) == num_allowed
         compared += 1
-        taken = [token for token in path[: max(1, num_allowed)] if token not in engine.loaded.end_ids]
-        if num_allowed == 0 or not taken:
+        accepted = [token for token in path[: max(1, num_allowed)] if token not in engine.loaded.end_ids]
+        if num_allowed == 0 or not accepted:
             continue
-        output += taken
+        output += accepted
         guide.advance(np.array(output, np.int32))
         output += guide.forced(max(0, max_tokens - 2 - len(output)))
     assert compared
 
 
 def test_forced_tokens_of_a_written_text_are_those_that_were_appended(engine):
-    asked = requests(engine, [JSON, LINES], 96)
+    to_write = requests(engine, [JSON, LINES], 96)
     for drafting in (None, drafter()):  # a draft may be ahead of some
-        for one in asked:
-            found = written(engine, [one], drafting)[one.request_id]
-            is_forced = engine.grammars.forced_in(one.grammar, found.token_ids)
-            assert is_forced[found.sources == SOURCE_FORM].all()
-            assert drafting is not None or not is_forced[found.sources != SOURCE_FORM][:-1].any()
+        for request in to_write:
+            result = written(engine, [request], drafting)[request.request_id]
+            is_forced = engine.grammars.forced_in(request.grammar, result.token_ids)
+            assert is_forced[result.sources == SOURCE_FORM].all()
+            assert drafting is not None or not is_forced[result.sources != SOURCE_FORM][:-1].any()
     assert not engine.grammars.forced_in(JSON, np.full(5, engine.tokenizer.encode("x")[-1], np.int32)).any()
 
 
 def test_few_rows_are_masked(engine, monkeypatch):
     masked, write = [], Guide.write_mask
     monkeypatch.setattr(Guide, "write_mask", lambda *words: masked.append(1) or write(*words))
-    found = written(engine, requests(engine, [JSON, LINES], 96), drafter()).values()
-    assert 0 < len(masked) < 0.3 * sum(one.num_steps + one.num_drafted for one in found)
+    results = written(engine, requests(engine, [JSON, LINES], 96), drafter()).values()
+    assert 0 < len(masked) < 0.3 * sum(result.num_steps + result.num_drafted for result in results)
 
 
 def test_a_grammar_that_does_not_compile_is_refused_with_its_place(engine):

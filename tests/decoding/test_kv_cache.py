@@ -117,14 +117,14 @@ def test_slots_hold_their_texts_and_nothing_leaks(data):
             for row, own, count in zip(rows, slots, counts, strict=True):
                 assert len(own) == count
                 tokens = data.draw(st.lists(st.integers(1, 9), min_size=count, max_size=count))
-                kept = sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1)))
+                places = sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1)))
                 positions = [0] * count
-                for depth, node in enumerate(kept):
+                for depth, node in enumerate(places):
                     positions[node] = len(live[row]) + depth
                 write(cache, own, tokens, positions)
-                kept_slots.append(own[kept])
-                live[row] = live[row] + [tokens[node] for node in kept]
-            cache.commit(rows, [len(kept) for kept in kept_slots], np.concatenate(kept_slots))
+                kept_slots.append(own[places])
+                live[row] = live[row] + [tokens[node] for node in places]
+            cache.commit(rows, [len(places) for places in kept_slots], np.concatenate(kept_slots))
         elif action in ("preempt", "leave") and live:
             row = data.draw(st.sampled_from(sorted(live)))
             cache.release(row)
@@ -282,13 +282,13 @@ def test_new_runs_are_those_of_a_search_through_all_slots(data):
     cache = KVCache(1, max_tokens=data.draw(st.sampled_from([1, 63, 64, 65, 300, 700])))
     assert cache.make_room(cache.max_tokens)
     for start, length in data.draw(st.lists(st.tuples(st.integers(0, 699), st.integers(1, 150)), max_size=8)):
-        taken = np.arange(start, min(start + length, cache.capacity))
-        cache.free.take(taken[cache.free._is_free[taken]])
+        run = np.arange(start, min(start + length, cache.capacity))
+        cache.free.take(run[cache.free._is_free[run]])
     while cache.free.num_free:
         num_tokens = data.draw(st.integers(1, cache.free.num_free))
-        found = cache.free.new_run(num_tokens)
-        assert found.tolist() == slow_new_run(cache.free._is_free[: cache.capacity], num_tokens)
-        cache.free.take(found)
+        slots = cache.free.new_run(num_tokens)
+        assert slots.tolist() == slow_new_run(cache.free._is_free[: cache.capacity], num_tokens)
+        cache.free.take(slots)
 
 
 def bytes_of(cache: KVCache) -> int:

@@ -35,8 +35,8 @@ def test_folder_becomes_an_engine(folder):
     assert engine.max_context == 128 and engine.model_id.startswith("my-model-")
     assert 256 in engine.end_ids and len(engine.end_ids) == 9  # the tokenizer's, and all of the generation config's
     prompts = tiny_prompts(3)
-    found = {r.request_id: r.token_ids.tolist() for r in engine.generate(requests_for(prompts, 8), None, Greedy())}
-    assert [found[str(i)] for i in range(3)] == plain_texts(tiny_model(vocab_size=257), prompts, 8)
+    texts = {r.request_id: r.token_ids.tolist() for r in engine.generate(requests_for(prompts, 8), None, Greedy())}
+    assert [texts[str(i)] for i in range(3)] == plain_texts(tiny_model(vocab_size=257), prompts, 8)
 
 
 def test_model_id_follows_the_weights(folder):
@@ -195,9 +195,9 @@ def test_packed_weights_are_compared_by_the_layers_that_they_belong_to(folder, c
     pack_as_gptq(folder)
     edit_config(folder, **changes)
     add_weights(folder, **{name: torch.ones(size) for name, size in added.items()})
-    kept = {name: value for name, value in load_file(folder / "model.safetensors").items()
+    tensors = {name: value for name, value in load_file(folder / "model.safetensors").items()
             if not removed or removed not in name}  # fmt: skip
-    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     if message is None:
         assert require_described_weights(folder) == 257
         return
@@ -259,15 +259,15 @@ def test_weights_that_go_straight_to_a_device_are_the_same(folder, monkeypatch, 
     direct = partial(AutoModelForCausalLM.from_pretrained, device_map={"": torch.device("cpu")})
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", direct)
     placed = load_model(folder, "bfloat16", "cpu").model
-    tensors, expected = (dict((*one.named_parameters(), *one.named_buffers())) for one in (placed, plain))
+    tensors, expected = (dict((*each.named_parameters(), *each.named_buffers())) for each in (placed, plain))
     assert tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
 def test_weights_go_straight_to_a_gpu(folder, monkeypatch, a_device):
-    read, asked = AutoModelForCausalLM.from_pretrained, []
+    read, devices = AutoModelForCausalLM.from_pretrained, []
 
     def watched(*arguments, **named):
-        asked.append(named.get("device_map"))
+        devices.append(named.get("device_map"))
         return read(*arguments, **named)
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", watched)
@@ -275,9 +275,9 @@ def test_weights_go_straight_to_a_gpu(folder, monkeypatch, a_device):
     with KERNEL:
         engine = Engine.from_pretrained(folder, settings, device="cuda")
         prompts = tiny_prompts(3)
-        found = {r.request_id: r.token_ids.tolist() for r in engine.generate(requests_for(prompts, 8), None, Greedy())}
-    assert asked == [{"": torch.device("cuda")}] and engine.device.type == "cuda"
-    assert [found[str(i)] for i in range(3)] == plain_texts(tiny_model(vocab_size=257), prompts, 8)
+        texts = {r.request_id: r.token_ids.tolist() for r in engine.generate(requests_for(prompts, 8), None, Greedy())}
+    assert devices == [{"": torch.device("cuda")}] and engine.device.type == "cuda"
+    assert [texts[str(i)] for i in range(3)] == plain_texts(tiny_model(vocab_size=257), prompts, 8)
 
 
 def test_model_with_code_of_its_own_is_refused(folder):
@@ -392,7 +392,7 @@ def test_rounding_that_spoils_a_few_texts_does_not_refuse_a_model(monkeypatch, n
     def spoiled(runner, probe):
         logits = packed_logits(runner, probe)
         is_spoiled = runner.model.dtype == torch.bfloat16 and next(num_rounded) < num_spoiled
-        return [2 * one for one in logits] if is_spoiled else logits
+        return [2 * row for row in logits] if is_spoiled else logits
 
     monkeypatch.setattr(checks, "_packed_logits", spoiled)
     monkeypatch.setattr(checks, "relayout_linear_layers", lambda model: 0)  # so that there are no fused layers to try

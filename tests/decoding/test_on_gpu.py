@@ -45,10 +45,10 @@ def relative_error(pack, **options) -> float:
     from laserbatch.pipeline.decoding.attention.triton_attention import triton_attention
 
     scale = pack.query.shape[-1] ** -0.5
-    found = triton_attention(pack.query, pack.keys, pack.values, pack.metadata, scale, **options).double()
+    actual = triton_attention(pack.query, pack.keys, pack.values, pack.metadata, scale, **options).double()
     exact = (tensor.double() for tensor in (pack.query, pack.keys, pack.values))
     expected = reference_attention(*exact, pack.metadata, scale, **options)
-    return float((found - expected).norm() / expected.norm())
+    return float((actual - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))
@@ -82,10 +82,10 @@ def test_greedy_texts_equal_those_of_generate(architecture, attention):
 def trained_prompts(model_dir, data) -> list[np.ndarray]:
     """Prompts that the measuring model was trained to answer at length."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    asked = pq.read_table(data / "reki" / "knowledge.parquet", columns=["prompt"])["prompt"].to_pylist()[:16]
+    prompts = pq.read_table(data / "reki" / "knowledge.parquet", columns=["prompt"])["prompt"].to_pylist()[:16]
     texts = [
         tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False)
-        for prompt in asked
+        for prompt in prompts
     ]
     return [np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32) for text in texts]
 
@@ -102,10 +102,10 @@ def test_a_trained_model_writes_in_float32_what_generate_writes(shared_models, s
     engine = Engine.from_pretrained(model_dir, settings, device="cuda")
     drafter = RetrievalDrafter(None, ("prompt", "output"), 16, 0.0)
     results = engine.generate(requests_for(prompts, 200), drafter, Greedy())
-    found = {int(r.request_id): r.token_ids.tolist() for r in results}
+    texts = {int(r.request_id): r.token_ids.tolist() for r in results}
     ends = set(engine.end_ids)
     cut = [list(itertools.takewhile(lambda token: token not in ends, text)) for text in expected]
-    assert [number for number in range(len(prompts)) if found[number] != cut[number]] == []
+    assert [number for number in range(len(prompts)) if texts[number] != cut[number]] == []
 
 
 def test_texts_are_the_same_with_graphs_and_without(shared_models, shared_data):

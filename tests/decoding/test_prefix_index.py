@@ -13,8 +13,8 @@ TOKENS = st.sampled_from([0, 1, 2, 255, 256, 2**16, 2**31 - 1])  # whose bytes s
 TEXTS = st.lists(TOKENS, max_size=6)
 
 
-def common_prefix(one: list[int], other: list[int]) -> int:
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+def common_prefix(first: list[int], second: list[int]) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def ids(tokens: list[int]) -> np.ndarray:
@@ -22,7 +22,7 @@ def ids(tokens: list[int]) -> np.ndarray:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), TEXTS)), st.lists(TEXTS, min_size=1))
-def test_the_most_alike_text_is_found_whatever_comes_and_goes(changes, asked):
+def test_the_most_alike_text_is_found_whatever_comes_and_goes(changes, queries):
     """A text of a name that is there takes its place; an empty one goes."""
     index, texts = PrefixIndex(), {}
     for name, tokens in changes:
@@ -34,11 +34,11 @@ def test_the_most_alike_text_is_found_whatever_comes_and_goes(changes, asked):
             texts[name] = tokens
         assert len(index) == len(texts) and list(index.values()) == list(texts.values())
         assert all(other in index and index[other] == held for other, held in texts.items())
-        for wanted in asked:
-            most = max((common_prefix(held, wanted) for held in texts.values()), default=0)
-            num_shared, found = index.longest(ids(wanted))
+        for query in queries:
+            most = max((common_prefix(held, query) for held in texts.values()), default=0)
+            num_shared, entry = index.longest(ids(query))
             assert num_shared == most
-            assert (found is None) == (most == 0) and (found is None or found[:most] == wanted[:most])
+            assert (entry is None) == (most == 0) and (entry is None or entry[:most] == query[:most])
     for held in list(texts.values()):
         assert index.pop_first() == held
     assert len(index) == 0

@@ -134,7 +134,7 @@ def test_a_text_is_handed_over_while_the_device_computes_the_next_step():
         submitted = []
         forward = engine.runner.forward
         engine.runner.forward = lambda *step: submitted.append(cuda.num_waits) or forward(*step)
-        requests = [replace(one, max_new_tokens=2 + i) for i, one in enumerate(requests_for(prompts, NUM_NEW))]
+        requests = [replace(request, max_new_tokens=2 + i) for i, request in enumerate(requests_for(prompts, NUM_NEW))]
         waits_since_launch = [cuda.num_waits - submitted[-1] for _ in engine.generate(requests)]
     assert len(waits_since_launch) == NUM_PROMPTS and waits_since_launch[-1] == 1
     assert set(waits_since_launch[:-1]) == {0}
@@ -290,13 +290,13 @@ def test_pinned_memory_must_outlast_its_copy():
 
 def test_a_graph_computes_anew_what_its_inputs_hold_and_spoils_what_other_graphs_left():
     with pretend_cuda():
-        given = torch.zeros(2, device="cuda")
+        inputs = torch.zeros(2, device="cuda")
         graphs, results = [], []
         for factor in (2.0, 3.0):
             graphs.append(torch.cuda.CUDAGraph())
             with torch.cuda.graph(graphs[-1]):
-                results.append((given + 1) * factor)
-        given.fill_(1.0)
+                results.append((inputs + 1) * factor)
+        inputs.fill_(1.0)
         graphs[0].replay()
         assert results[0].cpu().tolist() == [4.0, 4.0]
         graphs[1].replay()

@@ -89,8 +89,8 @@ def write_compressed(folder, type_: str, num_bits: int):
     return with_files_of_sample(folder)
 
 
-def relative_error(found, expected) -> float:
-    return float((found - expected).norm() / expected.norm())
+def relative_error(actual, expected) -> float:
+    return float((actual - expected).norm() / expected.norm())
 
 
 def logits_of(model) -> torch.Tensor:
@@ -162,8 +162,8 @@ def test_missing_library_is_named_with_its_command(claimed, monkeypatch):
 def test_method_is_read_from_every_form_of_configuration():
     config = AutoConfig.from_pretrained(SAMPLE_MODEL)
     assert quantization_of(config) is None
-    for found, expected in (({"quant_method": "gptq", "bits": 4}, "gptq"), ({"load_in_8bit": True}, "bitsandbytes")):
-        config.quantization_config = found
+    for section, expected in (({"quant_method": "gptq", "bits": 4}, "gptq"), ({"load_in_8bit": True}, "bitsandbytes")):
+        config.quantization_config = section
         assert quantization_of(config) == expected
 
 

@@ -59,10 +59,10 @@ def test_every_node_gets_the_logits_of_its_own_path(architecture, call_cost, blo
                 full = texts[row] + chain + tree.token_ids[path_to(tree, node)].tolist()
                 with torch.no_grad():
                     expected = reference(input_ids=torch.tensor([full]), use_cache=False).logits[0, -1]
-                found = out.logits[out.batch.logit_starts[i] + 1 + node]
-                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-            kept = path_to(tree, int(rng.integers(-1, len(tree))))
-            kept_nodes.append(np.array(kept, np.int64))
-            texts[row] = texts[row] + chain + tree.token_ids[kept].tolist()
+                actual = out.logits[out.batch.logit_starts[i] + 1 + node]
+                torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+            accepted = path_to(tree, int(rng.integers(-1, len(tree))))
+            kept_nodes.append(np.array(accepted, np.int64))
+            texts[row] = texts[row] + chain + tree.token_ids[accepted].tolist()
             pending[row] = [int(rng.integers(0, VOCAB))]
         keep(cache, out.batch, kept_nodes)

@@ -1,5 +1,7 @@
 """Texts at a temperature: samples of the model's own distribution, the same whatever is drafted."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -38,9 +40,9 @@ def test_noise_in_parts_is_that_of_all_rows_at_once(monkeypatch, num_rows):
     uniform = sampling._uniform
 
     def watched(*arguments):
-        found = uniform(*arguments)
-        sizes.append(found.numel() * found.element_size())
-        return found
+        numbers = uniform(*arguments)
+        sizes.append(numbers.numel() * numbers.element_size())
+        return numbers
 
     monkeypatch.setattr(sampling, "_uniform", watched)
     monkeypatch.setattr(sampling, "MAX_NOISE_BYTES", 2 * 300 * 8)
@@ -56,8 +58,8 @@ def test_noise_is_a_text_s_and_a_position_s_own():
     assert len(set(together.flatten().tolist())) == 18
     noise = gumbel_noise(torch.arange(2000).repeat(2), torch.arange(2).repeat_interleave(2000), 2)
     first, second = noise[:2000], noise[2000:]
-    for one, other in ((first[:, 0], second[:, 0]), (first[:, 0], first[:, 1]), (first[:-1, 0], first[1:, 0])):
-        assert abs(np.corrcoef(one, other)[0, 1]) < 0.08
+    for pair in ((first[:, 0], second[:, 0]), (first[:, 0], first[:, 1]), (first[:-1, 0], first[1:, 0])):
+        assert abs(np.corrcoef(*pair)[0, 1]) < 0.08
 
 
 @given(st.integers(0, 2**31))
@@ -67,16 +69,16 @@ def test_texts_are_the_same_whatever_is_drafted(seed):
     parents = np.array([rng.integers(-1, node) for node in range(num_nodes)], np.int32)
     tokens = rng.integers(VOCAB, size=num_nodes).astype(np.int32)
     tree = TokenTree(tokens, parents, np.zeros(num_nodes, np.float32), np.zeros(num_nodes, np.uint8))
-    drafted, plain = (first_tokens(TreeBatch.of([one] * 20), 5, SampledLogits) for one in (tree, chain_tree([])))
+    drafted, plain = (first_tokens(TreeBatch.of([shape] * 20), 5, SampledLogits) for shape in (tree, chain_tree([])))
     assert np.array_equal(drafted, plain)
 
 
 @pytest.mark.parametrize("drafted", [[], [0, 0], [2, 1]])
 def test_pairs_of_tokens_come_as_often_as_the_model_says(drafted):
-    found, expected = counts_and_expected(
+    counts, expected = counts_and_expected(
         first_tokens(TreeBatch.of([chain_tree(drafted)] * NUM_TEXTS), 2, SampledLogits)
     )
-    assert chisquare(found, expected).pvalue > MIN_P
+    assert chisquare(counts, expected).pvalue > MIN_P
 
 
 def test_a_wrong_rule_is_caught():
@@ -86,8 +88,8 @@ def test_a_wrong_rule_is_caught():
     for text in texts:
         text[0] = 0 if rng.random() < p[VOCAB, 0] else rng.choice(VOCAB, p=p[VOCAB])
         text[1] = rng.choice(VOCAB, p=p[text[0]])
-    found, expected = counts_and_expected(texts)
-    assert chisquare(found, expected).pvalue < MIN_P
+    counts, expected = counts_and_expected(texts)
+    assert chisquare(counts, expected).pvalue < MIN_P
 
 
 def test_sampled_texts_depend_on_their_seed_alone():
@@ -98,16 +100,16 @@ def test_sampled_texts_depend_on_their_seed_alone():
         engine = Engine(loaded, settings.model_copy(update={"batch_size": batch_size}))
         for draft in (NoDrafter, NonsenseDrafter, lambda: OracleDrafter(written["first"])):
             drafter = draft()
-            asked = [
-                type(one)(one.request_id, one.prompt_ids, max_new_tokens=12, seed=int(one.request_id) + shift)
-                for one in requests_for(prompts, 12)
+            requests = [
+                replace(request, max_new_tokens=12, seed=int(request.request_id) + shift)
+                for request in requests_for(prompts, 12)
             ]
-            results = {int(one.request_id): one for one in engine.generate(asked, drafter)}
-            found = [results[number].token_ids.tolist() for number in range(6)]
-            expected = written.setdefault("first" if shift == 0 else "others", found)
-            assert found == expected, (batch_size, shift, type(drafter).__name__)
+            results = {int(result.request_id): result for result in engine.generate(requests, drafter)}
+            texts = [results[number].token_ids.tolist() for number in range(6)]
+            expected = written.setdefault("first" if shift == 0 else "others", texts)
+            assert texts == expected, (batch_size, shift, type(drafter).__name__)
             if isinstance(drafter, OracleDrafter) and shift == 0:  # it drafts the very samples
-                assert sum(one.num_accepted for one in results.values()) > 10
+                assert sum(result.num_accepted for result in results.values()) > 10
     assert written["first"] != written["others"]
 
 

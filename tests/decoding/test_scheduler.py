@@ -81,13 +81,13 @@ def test_preempted_texts_are_unchanged(max_tokens, drafter, caplog):
 def test_relaxed_texts_are_unchanged_by_preemption():
     """What is drafted decides relaxed texts: a preempted one must be offered the same drafts at the same tokens."""
     model = tiny_model(initializer_range=0.12)
-    found = []
+    texts = []
     for settings in ({"batch_size": 1}, {"batch_size": 8, "max_cache_tokens": 120}):
         engine = optimist(tiny_engine(model, max_draft_tokens=16, max_prefill_tokens=9, **settings))
         seen = preemptions(engine)
         results = list(engine.generate(requests_for(PROMPTS, MAX_NEW), NonsenseDrafter(40), Relaxed(20, 0.01)))
-        found.append({r.request_id: (r.token_ids.tolist(), r.num_steps, r.num_drafted) for r in results})
-    assert seen and found[0] == found[1]
+        texts.append({r.request_id: (r.token_ids.tolist(), r.num_steps, r.num_drafted) for r in results})
+    assert seen and texts[0] == texts[1]
 
 
 def test_the_youngest_are_preempted_and_come_back_first():
@@ -140,8 +140,8 @@ def test_a_forward_that_runs_out_of_memory_is_done_by_fewer(caplog):
 
     engine = tiny_engine(MODEL, batch_size=8, max_prefill_tokens=12, max_draft_tokens=4)
     engine.runner.model.get_input_embeddings().register_forward_pre_hook(refuse_many)
-    found = texts_of(engine.generate(requests_for(PROMPTS, MAX_NEW), OracleDrafter(EXPECTED), Greedy()))
-    assert found == dict(enumerate(EXPECTED))
+    texts = texts_of(engine.generate(requests_for(PROMPTS, MAX_NEW), OracleDrafter(EXPECTED), Greedy()))
+    assert texts == dict(enumerate(EXPECTED))
     assert caplog.text.count("going on with") == 1
 
 
@@ -152,13 +152,13 @@ def test_preempted_texts_give_memory_back_to_the_forwards_of_the_others(monkeypa
     held_tokens = []
 
     def need_memory(module, arguments):
-        held_tokens.append(max((one.keys.shape[1] for one in engine.cache.layers.values()), default=0))
+        held_tokens.append(max((memory.keys.shape[1] for memory in engine.cache.layers.values()), default=0))
         if held_tokens[-1] > 185:
             raise torch.OutOfMemoryError("CUDA out of memory, say")
 
     engine.runner.model.get_input_embeddings().register_forward_pre_hook(need_memory)
-    found = texts_of(engine.generate(requests_for(PROMPTS, MAX_NEW), OracleDrafter(EXPECTED), Greedy()))
-    assert found == dict(enumerate(EXPECTED))
+    texts = texts_of(engine.generate(requests_for(PROMPTS, MAX_NEW), OracleDrafter(EXPECTED), Greedy()))
+    assert texts == dict(enumerate(EXPECTED))
     failed = [at for at, held in enumerate(held_tokens) if held > 185]
     assert failed and all(held_tokens[at + 1] <= 185 for at in failed)
     assert engine.cache.max_tokens <= 180
@@ -170,11 +170,11 @@ def refuse_large_tensors(monkeypatch, most_bytes: int) -> list[tuple]:
     refused = []
 
     def new_zeros(self, *size, **kwargs):
-        found = zeros(self, *size, **kwargs)
-        if found.dim() > 2 and found.numel() * 4 > most_bytes:
+        tensor = zeros(self, *size, **kwargs)
+        if tensor.dim() > 2 and tensor.numel() * 4 > most_bytes:
             refused.append(tuple(size))
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate some bytes")
-        return found
+        return tensor
 
     monkeypatch.setattr(torch.Tensor, "new_zeros", new_zeros)
     return refused
@@ -236,9 +236,9 @@ def test_a_long_prompt_delays_no_one_by_more_than_its_part():
     engine = tiny_engine(MODEL, batch_size=4, max_prefill_tokens=part, max_draft_tokens=0)
     steps = feeds_of(engine)
     requests = [*requests_for(short, MAX_NEW), GenerationRequest("9", long, None, None, 4)]
-    found = texts_of(engine.generate(requests))
-    assert found[9] == plain_texts(MODEL, [long], 4)[0]
-    assert [found[i] for i in range(3)] == plain_texts(MODEL, short, MAX_NEW)
+    texts = texts_of(engine.generate(requests))
+    assert texts[9] == plain_texts(MODEL, [long], 4)[0]
+    assert [texts[i] for i in range(3)] == plain_texts(MODEL, short, MAX_NEW)
     parts = [step for step in steps if any(row == 3 and count > 1 for row, count in step)]
     assert len(parts) in (13, 14)  # 100 tokens in parts of 8; the first step shares its room
     lengths = [len(text) + (len(text) < MAX_NEW) for text in plain_texts(MODEL, short, MAX_NEW)]

@@ -49,16 +49,16 @@ def test_no_other_part_of_the_trees_gives_more_tokens_a_second(num_sequences):
         assert is_closed(admitted)
         probability = np.exp(trees.log_acceptance)
 
-        def speed(kept, probability=probability):
-            seconds = COST.seconds_between(num_sequences, np.array([len(kept)]))[0]
-            return (num_sequences + sum(probability[list(kept)])) / seconds
+        def speed(nodes, probability=probability):
+            seconds = COST.seconds_between(num_sequences, np.array([len(nodes)]))[0]
+            return (num_sequences + sum(probability[list(nodes)])) / seconds
 
         above = trees.parents + np.where(trees.parents >= 0, trees.starts[trees.tree_of], 0)
         parts = (
-            kept
+            nodes
             for size in range(len(trees) + 1)
-            for kept in itertools.combinations(range(len(trees)), size)
-            if all(above[node] < 0 or above[node] in kept for node in kept)
+            for nodes in itertools.combinations(range(len(trees)), size)
+            if all(above[node] < 0 or above[node] in nodes for node in nodes)
         )
         own = (num_sequences + np.exp(admitted.log_acceptance).sum()) / COST.seconds_between(
             num_sequences, np.array([len(admitted)])
@@ -68,9 +68,9 @@ def test_no_other_part_of_the_trees_gives_more_tokens_a_second(num_sequences):
 
 def test_few_texts_get_larger_trees_than_many():
     rng = np.random.default_rng(0)
-    one = [tree(rng, 16)]
-    alone = len(StepBudget(COST).admit(TreeBatch.of(one), 1))
-    among = len(StepBudget(COST).admit(TreeBatch.of(one * 8), 8)) / 8
+    lone = [tree(rng, 16)]
+    alone = len(StepBudget(COST).admit(TreeBatch.of(lone), 1))
+    among = len(StepBudget(COST).admit(TreeBatch.of(lone * 8), 8)) / 8
     assert alone > 2 * among > 0
 
 
@@ -101,6 +101,6 @@ def test_greedy_texts_are_the_same_under_any_budget(batch_size):
     texts = []
     for step_budget in (None, StepBudget(COST)):
         results = list(engine.generate(requests_for(prompts), drafter, Greedy(), Budget(64, 0.0), step_budget))
-        texts.append({one.request_id: one.token_ids.tolist() for one in results})
-        assert sum(one.num_drafted for one in results) > 0
+        texts.append({result.request_id: result.token_ids.tolist() for result in results})
+        assert sum(result.num_drafted for result in results) > 0
     assert texts[0] == texts[1]

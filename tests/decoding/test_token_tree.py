@@ -64,19 +64,19 @@ def test_no_trees_have_no_nodes():
 )
 def test_pruned_trees_hold_whole_paths_within_the_limits(drafts, max_nodes, floor, vocab_size):
     limits = {"max_nodes": max_nodes, "min_log_acceptance": floor, "vocab_size": vocab_size}
-    found = prune(TreeBatch.of([tree for tree, _ in drafts]), max_depths=[depth for _, depth in drafts], **limits)
-    assert found.num_trees == len(drafts)
-    for pruned, (tree, depth) in zip(found, drafts, strict=True):
+    all_pruned = prune(TreeBatch.of([tree for tree, _ in drafts]), max_depths=[depth for _, depth in drafts], **limits)
+    assert all_pruned.num_trees == len(drafts)
+    for pruned, (tree, depth) in zip(all_pruned, drafts, strict=True):
 
         def is_allowed(node, tree=tree, depth=depth):
             above = path(tree, node)
             fits = all(0 <= tree.token_ids[n] < vocab_size and tree.log_acceptance[n] >= floor for n in above)
             return fits and len(above) <= depth
 
-        kept = [node for node in range(len(tree)) if is_allowed(node)][:max_nodes]
-        assert [path_ids(pruned, i) for i in range(len(pruned))] == [path_ids(tree, node) for node in kept]
-        np.testing.assert_array_equal(pruned.log_acceptance, tree.log_acceptance[kept])
-        np.testing.assert_array_equal(pruned.source, tree.source[kept])
+        nodes = [node for node in range(len(tree)) if is_allowed(node)][:max_nodes]
+        assert [path_ids(pruned, i) for i in range(len(pruned))] == [path_ids(tree, node) for node in nodes]
+        np.testing.assert_array_equal(pruned.log_acceptance, tree.log_acceptance[nodes])
+        np.testing.assert_array_equal(pruned.source, tree.source[nodes])
 
 
 def path_ids(tree, node) -> list[int]:

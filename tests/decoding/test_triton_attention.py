@@ -34,11 +34,11 @@ pytestmark = pytest.mark.skipif(
 
 
 def assert_equal_to_the_slow_one(pack: Pack, shape: LaunchShape | None = None, **options) -> None:
-    found = triton_attention(pack.query, pack.keys, pack.values, pack.metadata, 0.3, shape=shape, **options)
+    actual = triton_attention(pack.query, pack.keys, pack.values, pack.metadata, 0.3, shape=shape, **options)
     expected = slow_attention(pack.query, pack.keys, pack.values, pack.metadata, 0.3, **options)
-    assert found.dtype == pack.query.dtype and found.shape == expected.shape
+    assert actual.dtype == pack.query.dtype and actual.shape == expected.shape
     tolerance = TOLERANCE[pack.query.dtype]
-    torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
 WHOLE, CUT = 0, 1024  # MIN_PROGRAMS: keys are never cut, or as those of few sequences are
@@ -118,9 +118,9 @@ def test_padding_tokens_and_sequences_get_zeros_and_change_nothing(part_keys):
     index = type(pack.metadata)(**padded)
     for attention in (slow_attention, triton_attention):
         plain = attention(pack.query, pack.keys, pack.values, pack.metadata, 0.3)
-        found = attention(query, pack.keys, pack.values, index, 0.3)
-        torch.testing.assert_close(found[:num_tokens], plain, rtol=1e-6, atol=1e-6)
-        assert (found[num_tokens:] == 0).all()
+        actual = attention(query, pack.keys, pack.values, index, 0.3)
+        torch.testing.assert_close(actual[:num_tokens], plain, rtol=1e-6, atol=1e-6)
+        assert (actual[num_tokens:] == 0).all()
 
 
 def test_a_result_does_not_depend_on_what_shares_the_pack():
@@ -139,8 +139,8 @@ def test_a_result_does_not_depend_on_what_shares_the_pack():
             positions=pack.metadata.positions[tokens],
         )
         shape = LaunchShape(8, 8)
-        found = triton_attention(pack.query[tokens], pack.keys, pack.values, alone, 0.3, shape=shape)
-        assert torch.equal(found, together[tokens])
+        actual = triton_attention(pack.query[tokens], pack.keys, pack.values, alone, 0.3, shape=shape)
+        assert torch.equal(actual, together[tokens])
 
 
 def test_launch_shapes_are_few():
@@ -179,6 +179,6 @@ def test_heads_that_lie_more_than_2_31_numbers_apart():
     for tensor in (pack.keys, pack.values):
         memory = torch.empty(2 * stride + tensor.numel(), dtype=tensor.dtype)
         far.append(memory.as_strided(tensor.shape, (stride, *tensor.stride()[1:])).copy_(tensor))
-    found = triton_attention(pack.query, *far, pack.metadata, 0.3)
+    actual = triton_attention(pack.query, *far, pack.metadata, 0.3)
     expected = triton_attention(pack.query, pack.keys, pack.values, pack.metadata, 0.3)
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)

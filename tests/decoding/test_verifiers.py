@@ -40,8 +40,8 @@ def require_agreement_with_reference(forest, rule, seed, scale):
     forest = with_sources(forest, rng)
     logits = [(rng.normal(size=(len(t) + 1, VOCAB)) * scale).astype(np.float32) for t in forest]
     starts = np.cumsum([0] + [len(part) for part in logits[:-1]])
-    found = verify(rule, torch.from_numpy(np.concatenate(logits)), TreeBatch.of(forest), starts, IS_END)
-    for tree, part, acceptance in zip(forest, logits, found, strict=True):
+    acceptances = verify(rule, torch.from_numpy(np.concatenate(logits)), TreeBatch.of(forest), starts, IS_END)
+    for tree, part, acceptance in zip(forest, logits, acceptances, strict=True):
         expected = reference_accept(rule, part, tree, {END})
         assert acceptance.nodes.tolist() == expected.nodes.tolist()
         assert acceptance.next_token == expected.next_token
@@ -101,8 +101,8 @@ def test_longest_path_wins_then_the_more_probable():
 def test_logits_that_are_not_finite_are_no_acceptance():
     logits = torch.zeros(3, VOCAB)
     logits[0, 0] = float("nan")
-    found = verify(Greedy(), logits, TreeBatch.of([EMPTY_TREE, chain_tree([0])]), np.array([0, 1]), IS_END)
-    assert found[0] is None and found[1] is not None
+    outcomes = verify(Greedy(), logits, TreeBatch.of([EMPTY_TREE, chain_tree([0])]), np.array([0, 1]), IS_END)
+    assert outcomes[0] is None and outcomes[1] is not None
     assert verify(Greedy(), logits, TreeBatch.of([EMPTY_TREE]), np.array([0]), IS_END) == [None]
 
 
@@ -169,17 +169,17 @@ def require_rounds_and_chunks_agree(forest, rule, seed, scale, level, chunk):
     num_rows = sizes.sum()
     logits = torch.from_numpy((rng.normal(size=(starts.max() + sizes.max(), VOCAB)) * scale).astype(np.float32))
     before = logits.clone()
-    found = []
+    outcomes = []
     for most_logits, most_rows in ((1 << 60, 1 << 60), (level, chunk)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("laserbatch.pipeline.decoding.acceptance.ROUND_LOGITS", most_logits)
             patch.setattr("laserbatch.pipeline.decoding.acceptance.CHUNK_ROWS", {"cpu": most_rows})
             rows = CountingRows(logits)
-            found.append((acceptances.verify(rule, rows, TreeBatch.of(forest), starts, IS_END), rows.num_asked))
-    (at_once, num_all), (by_level, num_asked) = found
+            outcomes.append((acceptances.verify(rule, rows, TreeBatch.of(forest), starts, IS_END), rows.num_asked))
+    (at_once, num_all), (by_level, num_asked) = outcomes
     assert num_all == num_rows >= num_asked
-    for one, other in zip(at_once, by_level, strict=True):
-        assert (one.nodes.tolist(), one.next_token) == (other.nodes.tolist(), other.next_token)
+    for accepted, other in zip(at_once, by_level, strict=True):
+        assert (accepted.nodes.tolist(), accepted.next_token) == (other.nodes.tolist(), other.next_token)
     assert torch.equal(logits, before)
 
 
@@ -187,8 +187,8 @@ def test_nothing_is_looked_at_behind_what_was_not_accepted(monkeypatch):
     monkeypatch.setattr("laserbatch.pipeline.decoding.acceptance.ROUND_LOGITS", 0)
     rows = CountingRows(peaked(*[[0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]] * 12))
     forest = [chain_tree([0, 0, 1, 0, 0, 0, 0]), chain_tree([1, 0, 0])]  # of the first two are accepted, else none
-    found = acceptances.verify(Greedy(), rows, TreeBatch.of(forest), np.array([0, 8]), IS_END)
-    assert [len(one.nodes) for one in found] == [2, 0]
+    outcomes = acceptances.verify(Greedy(), rows, TreeBatch.of(forest), np.array([0, 8]), IS_END)
+    assert [len(outcome.nodes) for outcome in outcomes] == [2, 0]
     assert rows.num_asked == 2 + 4  # the second round is for the first tree alone
 
 
@@ -197,14 +197,14 @@ def test_a_long_accepted_path_takes_few_rounds(monkeypatch, num_at_first, num_ca
     """Of 4, 8, 16 and all that is left; where the vocabulary is too large for one row, of 1, 2, 4, 8, ..."""
     monkeypatch.setattr("laserbatch.pipeline.decoding.acceptance.ROUND_LOGITS", num_at_first * len(IS_END))
     rows = CountingRows(peaked(*[[0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]] * 41))
-    [found] = acceptances.verify(Greedy(), rows, TreeBatch.of([chain_tree([0] * 40)]), np.array([0]), IS_END)
-    assert len(found.nodes) == 40
+    [outcome] = acceptances.verify(Greedy(), rows, TreeBatch.of([chain_tree([0] * 40)]), np.array([0]), IS_END)
+    assert len(outcome.nodes) == 40
     assert rows.num_asked == 41 and rows.num_calls == num_calls
 
 
 def test_largest_beside_the_choice_leaves_the_logits_as_they_were():
     logits = torch.tensor([[1.0, 5.0, 5.0], [3.0, -1.0, 2.0]])
     before = logits.clone()
-    found = largest_beside(logits, torch.tensor([1, 0]))
-    assert found.tolist() == [5.0, 2.0] == largest_beside(logits.double(), torch.tensor([1, 0])).tolist()
+    largest = largest_beside(logits, torch.tensor([1, 0]))
+    assert largest.tolist() == [5.0, 2.0] == largest_beside(logits.double(), torch.tensor([1, 0])).tolist()
     assert torch.equal(logits, before)

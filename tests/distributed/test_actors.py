@@ -140,7 +140,7 @@ def test_a_dead_workers_shard_is_done_again_by_another_under_the_budget_that_was
         alone.run(shard, Budget(2, 0.1))
 
     shards, spec = planned(world, tmp_path / "lost")
-    kept = StepCostCache(spec.step_cost_dir, alone.engine.engine, 0, 1).write(COST)
+    saved = StepCostCache(spec.step_cost_dir, alone.engine.engine, 0, 1).write(COST)
     known = []
 
     def choose(measure):
@@ -157,7 +157,7 @@ def test_a_dead_workers_shard_is_done_again_by_another_under_the_budget_that_was
         cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
     with pytest.raises(ProcessLookupError):
         os.kill(int((spec.run_dir / "lost").read_text()), 0)
-    assert known == [kept], "it was measured again"
+    assert known == [saved], "it was measured again"
     assert sorted(shard.name for shard, _ in done) == [shard.name for shard in shards]
     for _, record in done:
         stats = record.info.stats

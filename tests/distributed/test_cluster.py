@@ -141,13 +141,13 @@ def workers_on_gpus(tmp_path_factory):
     """How a Ray of two GPUs in a long TMPDIR ended, and what its workers saw: one start for the two tests below."""
     folder = tmp_path_factory.mktemp("long") / "a_rather_long_folder_name_of_a_batch_system" / "1355700" / "batch.t0016"
     folder.mkdir(parents=True)
-    kept = {
+    inherited = {
         name: value for name, value in os.environ.items() if name != "RAY_TMPDIR" and "CUDA_VISIBLE_DEVICES" not in name
     }
     driver = folder / "nvidia-smi"
     driver.write_text("#!/bin/sh\necho '81559, Disabled'\n")
     driver.chmod(0o755)
-    environment = kept | {
+    environment = inherited | {
         "TMPDIR": str(folder),
         "CUDA_VISIBLE_DEVICES": "2,5",
         "PATH": f"{folder}:{os.environ['PATH']}",
@@ -220,26 +220,26 @@ def test_what_a_killed_night_left_of_its_ray_is_ended_and_nobody_elses(tmp_path)
 
     Of another night there is a process that bears the mark as Ray's do: a second Ray would say no more.
     """
-    ours, others = tmp_path / "ours", tmp_path / "others"
-    for folder in (ours, others):
+    own, others = tmp_path / "ours", tmp_path / "others"
+    for folder in (own, others):
         folder.mkdir()
-    driver = subprocess.Popen([sys.executable, "-c", HOLDING, ours], stdout=PIPE)
+    driver = subprocess.Popen([sys.executable, "-c", HOLDING, own], stdout=PIPE)
     with cluster._marked(others):
-        theirs = subprocess.Popen(["sleep", "600"])
+        foreign = subprocess.Popen(["sleep", "600"])
     try:
         raylet = int(driver.stdout.readline())
-        assert len(marked(ours)) >= 2 and len(marked(others)) == 1
+        assert len(marked(own)) >= 2 and len(marked(others)) == 1
         os.kill(raylet, signal.SIGKILL)
         driver.kill()
         driver.wait()
-        num_left = len(marked(ours))
-        assert end_leftovers(ours) <= num_left
-        wait_until(lambda: not marked(ours))
-        assert end_leftovers(ours) == 0 and len(marked(others)) == 1 and theirs.poll() is None
+        num_left = len(marked(own))
+        assert end_leftovers(own) <= num_left
+        wait_until(lambda: not marked(own))
+        assert end_leftovers(own) == 0 and len(marked(others)) == 1 and foreign.poll() is None
     finally:
         driver.kill()
-        theirs.kill()
-        end_leftovers(ours)
+        foreign.kill()
+        end_leftovers(own)
 
 
 HOLDING = """
@@ -257,11 +257,11 @@ with cluster.ray_cluster(ClusterSettings(), workspace=Path(sys.argv[1])):
 
 def marked(workspace):
     """Processes that bear the mark of a workspace, and have not ended."""
-    found = []
+    processes = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
-            found += [path] if f" {workspace}\0".encode() in path.read_bytes() else []
-    return found
+            processes += [path] if f" {workspace}\0".encode() in path.read_bytes() else []
+    return processes
 
 
 def wait_until(happened, most_s=30.0):

@@ -37,7 +37,7 @@ def plain():
     engine = Engine.from_pretrained("sample", DecodingSettings(max_new_tokens=24, max_draft_tokens=0))
     prompts = [encode_chat(engine.tokenizer, prompt, None, {"enable_thinking": False}) for prompt in PROMPTS]
     requests = (GenerationRequest(str(k), ids, max_new_tokens=24) for k, ids in enumerate(prompts))
-    written = {int(one.request_id): one for one in engine.generate(requests)}
+    written = {int(result.request_id): result for result in engine.generate(requests)}
     return [(prompts[k], written[k].token_ids, written[k].text) for k in range(len(PROMPTS))]
 
 

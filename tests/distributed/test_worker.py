@@ -138,7 +138,7 @@ def test_a_shards_forwards_are_the_same_whatever_its_worker_wrote_before(tmp_pat
 def test_a_relaxed_text_that_ran_on_is_written_again_as_a_greedy_one(tmp_path, monkeypatch, usual, most):
     monkeypatch.setattr(worker, "MAX_SHARE_RUN_ON", most)
     write_sample_world(tmp_path / "tables", num_users=4, num_items=20)
-    found = {}
+    records = {}
     for name in ("relaxed", "greedy"):
         shards, spec = planned(tmp_path / "tables", tmp_path / name)
         texts = [PoolText(np.full(length, 7, np.int32)) for length in (1, usual)]
@@ -150,8 +150,8 @@ def test_a_relaxed_text_that_ran_on_is_written_again_as_a_greedy_one(tmp_path, m
         )
         spec = replace(spec, decoding=decoding, pool_dirs={"item": pool.folder}, pool_version="v")
         info = ShardWorker(spec).run(shards[0]).info
-        found[name] = info.stats, read_parquet(RunFolder(tmp_path / name).knowledge_folder("item")).to_pylist()
-    (stats, rows), (greedy_stats, greedy_rows) = found["relaxed"], found["greedy"]
+        records[name] = info.stats, read_parquet(RunFolder(tmp_path / name).knowledge_folder("item")).to_pylist()
+    (stats, rows), (greedy_stats, greedy_rows) = records["relaxed"], records["greedy"]
     assert stats.num_texts == len(rows) == 4 and greedy_stats.num_rewritten == 0
     assert {row["finish_reason"] for row in rows} == {"length"}, "no text was cut, so nothing was tested"
     ran_on = usual < 10 and most == 1.0  # where all texts are cut, the limit is short
@@ -163,10 +163,10 @@ def test_a_relaxed_text_that_ran_on_is_written_again_as_a_greedy_one(tmp_path, m
 def test_a_shards_counts_of_graphs_are_its_own(tmp_path):
     write_sample_world(tmp_path / "tables", num_users=4, num_items=20)
     shards, spec = planned(tmp_path / "tables", tmp_path / "run")
-    one = ShardWorker(spec)
-    assert one.run(shards[0]).info.stats.graph_counts == {}, "there are none on a CPU"
+    worker = ShardWorker(spec)
+    assert worker.run(shards[0]).info.stats.graph_counts == {}, "there are none on a CPU"
     buffered = SimpleNamespace(num_captures=3, num_failed_captures=1, num_replays=0, num_eager_steps=5)
-    runner, forward = one.engine.engine.runner, one.engine.engine.runner.forward
+    runner, forward = worker.engine.engine.runner, worker.engine.engine.runner.forward
 
     def counted(*step):
         buffered.num_replays += 1
@@ -176,7 +176,7 @@ def test_a_shards_counts_of_graphs_are_its_own(tmp_path):
         return output
 
     runner.forward, runner.buffered = counted, buffered
-    first, second = (one.run(shards[1]).info.stats.graph_counts for _ in range(2))
+    first, second = (worker.run(shards[1]).info.stats.graph_counts for _ in range(2))
     assert first == second == {"replays": first["replays"]} and first["replays"] > 1
 
 
@@ -185,9 +185,10 @@ def test_a_step_cost_is_measured_for_the_nights_batch_and_kept_by_one_worker(tmp
     _, spec = planned(tmp_path / "tables", tmp_path / "run")
     steps = tuple(StepPoint(batch_size=4, num_tokens=number, seconds=1.0) for number in (4, 8))
     calls = []
-    monkeypatch.setattr(own, "measure_step_cost", lambda *given: calls.append(given) or StepCost(steps=steps))
-    one = ShardWorker(spec)
-    assert one.engine.measured_step_cost(save=False).steps == steps and not spec.step_cost_dir.exists()
-    assert one.engine.cached_step_cost() is None
-    assert one.engine.measured_step_cost() == one.engine.cached_step_cost()
-    assert [given[-2:] for given in calls] == [([spec.decoding.batch_size, 1], None)] * 2, "the full batch comes first"
+    monkeypatch.setattr(own, "measure_step_cost", lambda *arguments: calls.append(arguments) or StepCost(steps=steps))
+    worker = ShardWorker(spec)
+    assert worker.engine.measured_step_cost(save=False).steps == steps and not spec.step_cost_dir.exists()
+    assert worker.engine.cached_step_cost() is None
+    assert worker.engine.measured_step_cost() == worker.engine.cached_step_cost()
+    sizes = [arguments[-2:] for arguments in calls]
+    assert sizes == [([spec.decoding.batch_size, 1], None)] * 2, "the full batch comes first"

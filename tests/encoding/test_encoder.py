@@ -24,8 +24,8 @@ def test_a_text_has_one_vector_whatever_shares_its_batch(tiny_encoder, dtype):
     together = encoder.encode(TEXTS).vectors
     assert together.shape == (60, 32) and together.dtype == np.float32
     assert np.allclose(np.linalg.norm(together, axis=1), 1, atol=1e-5)
-    for some in ([0], [59, 3], list(range(0, 60, 7))):
-        assert np.abs(encoder.encode([TEXTS[index] for index in some]).vectors - together[some]).max() < 1e-5
+    for numbers in ([0], [59, 3], list(range(0, 60, 7))):
+        assert np.abs(encoder.encode([TEXTS[index] for index in numbers]).vectors - together[numbers]).max() < 1e-5
     assert np.array_equal(encoder.encode(TEXTS).vectors, together)
 
 

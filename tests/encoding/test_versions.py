@@ -55,12 +55,12 @@ def test_every_row_gets_the_newest_version_that_is_older(tmp_path):
     days = day("2025-01-01") + rng.integers(-3, 70, 500)
     with tempfile.TemporaryFile() as scratch:
         versions = read_versions(files, "user", scratch)
-        found = versions.columns(versions.of(pa.array(users), days))
+        columns = versions.columns(versions.of(pa.array(users), days))
     in_files = {(user, run) for (user, run) in known if run != collected}
     for path in (runs[5],):  # carried over by the next night, unless it wrote them anew
         in_files |= {(user, collected) for (user, run) in known if run == collected and (user, path) not in known}
     for user, at, vector, run, valid_from in zip(
-        users, days, found[0].to_pylist(), *map(pa.Array.to_pylist, found[3:]), strict=True
+        users, days, columns[0].to_pylist(), *map(pa.Array.to_pylist, columns[3:]), strict=True
     ):
         older = [other for (owner, other) in in_files if owner == user and day(other[:10]) < at]
         assert run == max(older, default=None)

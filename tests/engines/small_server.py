@@ -58,8 +58,8 @@ class SmallServer:
         choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
         choice |= {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
         usage = {"prompt_tokens": 100, "completion_tokens": 10, "prompt_tokens_details": {"cached_tokens": 40}}
-        found = {"id": "1", "choices": [choice], "usage": usage, "model": MODEL}
-        return self.change(found | ({"system_fingerprint": self.fingerprint} if self.fingerprint else {}))
+        response = {"id": "1", "choices": [choice], "usage": usage, "model": MODEL}
+        return self.change(response | ({"system_fingerprint": self.fingerprint} if self.fingerprint else {}))
 
     def batch(self, batch_id: str) -> dict[str, Any]:
         """A batch as it is when it is looked at; it ends at the last of `num_polls` looks."""
@@ -87,8 +87,8 @@ class SmallServer:
 def text_for(body: dict[str, Any]) -> str:
     """The text that the server writes to a prompt."""
     number = zlib.crc32(prompt_of(body).encode())
-    one, other = WORDS[number % 8], WORDS[number // 8 % 8]
-    return f"This is a {one} and {other} choice for people who look for something with heart, in shelf {number}."
+    first, second = WORDS[number % 8], WORDS[number // 8 % 8]
+    return f"This is a {first} and {second} choice for people who look for something with heart, in shelf {number}."
 
 
 def prompt_of(body: dict[str, Any]) -> str:
@@ -146,9 +146,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(fault.status, fault.body, fault.headers, fault.is_cut)
 
     def _refusal(self, body: dict[str, Any]) -> Fault | None:
-        given = self.headers.get("authorization")
-        if self.state.key is not None and given != f"Bearer {self.state.key}":
-            return Fault(401, {"error": {"message": f"incorrect key: {given}"}})  # some servers repeat it
+        authorization = self.headers.get("authorization")
+        if self.state.key is not None and authorization != f"Bearer {self.state.key}":
+            return Fault(401, {"error": {"message": f"incorrect key: {authorization}"}})  # some servers repeat it
         if body["model"] != MODEL:
             return Fault(404, {"error": {"message": f"the model {body['model']} does not exist"}})
         return None

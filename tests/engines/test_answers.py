@@ -24,7 +24,7 @@ HUMAN = (
 
 def answers(folder, max_new_tokens: int = 24) -> list:
     """What the engine answers plainly, and with drafts that hold all that the model writes."""
-    found = []
+    results = []
     for drafts in ({"drafters": (), "max_draft_tokens": 0}, {"max_draft_tokens": 8, "min_acceptance": 0.0}):
         decoding = DecodingSettings(model=str(folder), verifier="greedy", batch_size=2, **drafts)
         engine = OwnEngine(folder, decoding, "cpu", 1, 1, 1, {}, folder)
@@ -32,8 +32,8 @@ def answers(folder, max_new_tokens: int = 24) -> list:
         raw = engine.engine.generate([GenerationRequest("0", prompt, max_new_tokens=max_new_tokens)])
         written = next(iter(raw)).token_ids
         request = GenerationRequest("0", prompt, np.append(written, written), max_new_tokens=max_new_tokens)
-        found += engine.generate("item", [request], decoding)
-    plain, drafted = found
+        results += engine.generate("item", [request], decoding)
+    plain, drafted = results
     assert drafted.num_accepted > 0, "nothing was drafted, so nothing was compared"
     for name in ("text", "finish_reason", "end_id", "role_mark"):
         assert getattr(plain, name) == getattr(drafted, name)

@@ -65,8 +65,8 @@ def served(folder: Path, port: int):
                     urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1).close()
                     break
                 except OSError:
-                    said = (folder / "server.log").read_text()[-3000:]
-                    assert server.poll() is None and time.monotonic() - began_s < START_S, said
+                    server_log = (folder / "server.log").read_text()[-3000:]
+                    assert server.poll() is None and time.monotonic() - began_s < START_S, server_log
                     time.sleep(0.5)
             yield server
         finally:
@@ -107,22 +107,23 @@ def test_a_night_of_a_server_has_the_texts_of_engine_vllm(tmp_path):
     from laserbatch.pipeline.sample.world import write_sample_world
 
     write_sample_world(tmp_path / "tables", num_users=8, num_items=12)
-    theirs = night(tmp_path, "vllm", {"engine": "vllm", "vllm": {"enforce_eager": True}})
+    by_vllm = night(tmp_path, "vllm", {"engine": "vllm", "vllm": {"enforce_eager": True}})
     port = free_port()
     with served(tmp_path, port):
         server = {"url": f"http://127.0.0.1:{port}/v1", "model": "sample"}
-        found = {
+        texts = {
             api: night(tmp_path, api, {"engine": "endpoint", "endpoint": server | {"api": api}})
             for api in ("completions", "chat")
         }
-    for api, rows in found.items():
-        assert rows.keys() == theirs.keys()
-        other = [key for key, row in rows.items() if row["token_ids"] != theirs[key]["token_ids"]]
+    for api, rows in texts.items():
+        assert rows.keys() == by_vllm.keys()
+        other = [key for key, row in rows.items() if row["token_ids"] != by_vllm[key]["token_ids"]]
         print(f"{api}: {len(other)} of {len(rows)} texts differ")
         assert len(other) <= len(rows) / 20, other  # near-ties: batches differ
         provenance = [json.loads(row["decoding_json"]) for row in rows.values()]
-        assert {one["engine"] for one in provenance} == {"endpoint"} and any(one.get("guided") for one in provenance)
-    fingerprints = [{key: row["fingerprint"] for key, row in rows.items()} for rows in (found["completions"], theirs)]
+        assert {record["engine"] for record in provenance} == {"endpoint"}
+        assert any(record.get("guided") for record in provenance)
+    fingerprints = [{key: row["fingerprint"] for key, row in rows.items()} for rows in (texts["completions"], by_vllm)]
     assert fingerprints[0] == fingerprints[1]
 
 
@@ -145,8 +146,8 @@ def test_a_night_goes_on_when_a_killed_server_is_there_again(tmp_path):
     assert running.returncode == 6 and "the same command goes on" in output, output
     before = {path: path.stat().st_mtime_ns for path in finished}
     with served(tmp_path, port):
-        found = night(tmp_path, "killed", decoding, **options)
+        texts = night(tmp_path, "killed", decoding, **options)
     assert {path: path.stat().st_mtime_ns for path in finished} == before, "a finished shard was written again"
-    assert found.keys() == expected.keys()
-    other = [key for key, row in found.items() if row["token_ids"] != expected[key]["token_ids"]]
-    assert len(other) <= len(found) / 20, other  # near-ties: batches differ
+    assert texts.keys() == expected.keys()
+    other = [key for key, row in texts.items() if row["token_ids"] != expected[key]["token_ids"]]
+    assert len(other) <= len(texts) / 20, other  # near-ties: batches differ

@@ -79,14 +79,14 @@ def stats(
 
 def spans(marked: str) -> list[dict]:
     """`[pool]drafted[/] own` as the spans of a sample."""
-    found, source = [], "target"
+    parts, source = [], "target"
     for piece in marked.replace("[", "\x00[").split("\x00"):
         if piece.startswith("["):
             name, piece = piece[1:].split("]", 1)
             source = "target" if name == "/" else name
         if piece:
-            found.append({"text": piece, "source": source})
-    return found
+            parts.append({"text": piece, "source": source})
+    return parts
 
 
 def sample(entity_id: str, group: str | None, marked: str, prompt: str, tokens_per_step: float) -> dict:

@@ -56,8 +56,8 @@ def written(pending, worker_pool, *_):
                       "model_id": "m",
                       "fields_json": json.dumps(parse_answer(template, text).fields), "fingerprint": row.fingerprint,
                       "decoding_json": "{}", "finish_reason": "stop", "is_stale": False}  # fmt: skip
-            ones = {name: None if name.startswith("pool_") else 1 for name in schema.names}
-            records.append(ones | filled)
+            values = {name: None if name.startswith("pool_") else 1 for name in schema.names}
+            records.append(values | filled)
         stats = DecodingStats(len(records), 9, 5, num_drafted=0 if is_plain else 9, wall_s=1.0,
                               drafted_by_source={"pool": 9}, accepted_by_source={"pool": 4})  # fmt: skip
         info = ShardInfo(shard.sha256, shard.group, stats, ModelFigures("m", "float32", "cpu", 1), 1)
@@ -105,10 +105,10 @@ def settings(patched, tmp_path_factory) -> Settings:
 @pytest.fixture(scope="module")
 def lived(settings, patched) -> tuple[Night, list]:
     """A night that was killed while it compared, and given again; and how many texts were written where."""
-    asked = []
+    prompts = []
 
     def seen(pending, worker_pool, *more):
-        asked.append((worker_pool.spec.run_dir.name, sum(shard.num_rows for shard in pending)))
+        prompts.append((worker_pool.spec.run_dir.name, sum(shard.num_rows for shard in pending)))
         yield from written(pending, worker_pool, *more)
 
     with patched.context() as watched:
@@ -116,7 +116,7 @@ def lived(settings, patched) -> tuple[Night, list]:
         with watched.context() as killed, pytest.raises(KeyboardInterrupt):
             killed.setattr(audit, "_audit", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             run_night(settings, DATE)
-        return run_night(settings, DATE), asked
+        return run_night(settings, DATE), prompts
 
 
 def changed(night: Night, section: str, **options) -> Night:
@@ -131,21 +131,21 @@ def changed(night: Night, section: str, **options) -> Night:
 
 
 def test_a_tenth_of_a_nights_texts_is_written_plainly_too_compared_and_thrown_away(lived):
-    night, asked = lived
-    assert asked == [(night.run.run_id, NUM_USERS + 3), ("audit", NUM_USERS // 10)]  # three items are too few
+    night, prompts = lived
+    assert prompts == [(night.run.run_id, NUM_USERS + 3), ("audit", NUM_USERS // 10)]  # three items are too few
     assert not (night.run.root / "audit").exists() and "generate audited" in night.manifest.stages
     assert list(night.manifest.judgement.audit.sides) == ["user"]
-    found = night.manifest.judgement.audit.sides["user"]
-    num_worse = found.num_pairs - found.num_identical
-    share = num_worse / found.num_pairs
-    assert found.num_pairs == 20 and 0 < num_worse < 20
-    assert found.cosine == pytest.approx(1 - 0.2 * share, abs=1e-6)
-    assert found.names.plain == 1 and found.names.own == pytest.approx(1)  # "Harbour Lights" is the title of an item
-    assert (found.fields.own, found.fields.plain) == (pytest.approx(1 - share / 2), 1.0)
-    error = np.std([0.5] * num_worse + [0.0] * found.num_identical, ddof=1) / math.sqrt(20)
-    assert found.fields.surely_worse == pytest.approx(share / 2 - 2 * error)
-    assert len(found.cases) == 3 and all(case.names == ["otto quill"] for case in found.cases)
-    assert found.cases[0].lost_fields == 0.5 and found.cases[0].length_ratio < 1
+    audit = night.manifest.judgement.audit.sides["user"]
+    num_worse = audit.num_pairs - audit.num_identical
+    share = num_worse / audit.num_pairs
+    assert audit.num_pairs == 20 and 0 < num_worse < 20
+    assert audit.cosine == pytest.approx(1 - 0.2 * share, abs=1e-6)
+    assert audit.names.plain == 1 and audit.names.own == pytest.approx(1)  # "Harbour Lights" is the title of an item
+    assert (audit.fields.own, audit.fields.plain) == (pytest.approx(1 - share / 2), 1.0)
+    error = np.std([0.5] * num_worse + [0.0] * audit.num_identical, ddof=1) / math.sqrt(20)
+    assert audit.fields.surely_worse == pytest.approx(share / 2 - 2 * error)
+    assert len(audit.cases) == 3 and all(case.names == ["otto quill"] for case in audit.cases)
+    assert audit.cases[0].lost_fields == 0.5 and audit.cases[0].length_ratio < 1
 
 
 def test_the_page_shows_the_worst_pairs_side_by_side_escaped(lived):

@@ -65,20 +65,20 @@ def night(readers, model, template, capfd, monkeypatch, guided="auto"):
 def test_in_the_form_that_it_was_trained_on_every_list_of_interests_is_parsed(
     readers, shared_models, capfd, monkeypatch
 ):
-    kept, refused = night(readers, shared_models / "bench-target", "finished_user", capfd, monkeypatch)
-    assert len(kept) > NUM_READERS / 2 and len(kept) + len(refused) == NUM_READERS
+    parsed, refused = night(readers, shared_models / "bench-target", "finished_user", capfd, monkeypatch)
+    assert len(parsed) > NUM_READERS / 2 and len(parsed) + len(refused) == NUM_READERS
     # All are lists; a few readers' list repeats one interest, which no quota of the form forbids.
     assert {row["reason"].split(":")[0] for row in refused} <= {"loops"}
     assert all(json.loads(row["text"])["interests"] for row in refused)
-    assert all(json.loads(row["fields_json"])["interests"].strip() for row in kept)
+    assert all(json.loads(row["fields_json"])["interests"].strip() for row in parsed)
 
 
 @pytest.mark.slow
 def test_in_our_wording_what_is_no_list_is_refused_by_kind(readers, shared_models, capfd, monkeypatch):
-    kept, refused = night(readers, shared_models / "bench-target", "once_user", capfd, monkeypatch, guided="off")
-    assert len(kept) + len(refused) == NUM_READERS
+    parsed, refused = night(readers, shared_models / "bench-target", "once_user", capfd, monkeypatch, guided="off")
+    assert len(parsed) + len(refused) == NUM_READERS
     # Asked so, it often ends at once and invents another reader with an answer about that one.
-    assert not any("A reader finished" in row["text"] for row in (*kept, *refused)), "a turn was invented"
+    assert not any("A reader finished" in row["text"] for row in (*parsed, *refused)), "a turn was invented"
     reasons = Counter(row["reason"].split(":")[0] for row in refused)
     assert set(reasons) <= {"unparsable", "missing-field", "wrong-type", "wrong-language", "loops", "repeats-prompt"}
     assert sum(bool(row["text"]) for row in refused) > len(refused) / 2

@@ -82,10 +82,10 @@ def test_a_cost_that_was_measured_elsewhere_is_read_beside_the_configuration(wor
 def test_budgets_survive_the_manifest_and_are_told_in_a_line(world):
     night = opened(world)
     night_budgets(night, [], lambda: CHEAP)
-    kept = json.loads(night.run.manifest_path.read_text())["budgets"]["user"]
+    recorded = json.loads(night.run.manifest_path.read_text())["budgets"]["user"]
     assert budget_of(night.manifest.generation.budgets["user"]) == Budget(16, 0.05)
-    assert (kept["max_draft_tokens"], kept["min_acceptance"]) == (16, 0.05)
-    assert kept["forecast"]["reason"].startswith("a draft token costs up to 0.0")
+    assert (recorded["max_draft_tokens"], recorded["min_acceptance"]) == (16, 0.05)
+    assert recorded["forecast"]["reason"].startswith("a draft token costs up to 0.0")
     forecast = BudgetForecast("the fastest of the replays")
     description = describe_budget(ChosenBudget(Budget(16, 0.05), forecast))
     assert description == "up to 16 draft tokens above 0.05 (the fastest of the replays)"
@@ -93,10 +93,10 @@ def test_budgets_survive_the_manifest_and_are_told_in_a_line(world):
 
 
 def test_shards_spread_over_a_side_say_how_many_entities_have_a_previous_text(world, monkeypatch):
-    night, asked = opened(world), {}
+    night, shares = opened(world), {}
 
     def note(decoding, pool, step_cost, share_changed):
-        asked[len(asked)] = share_changed
+        shares[len(shares)] = share_changed
         return ChosenBudget(Budget(), BudgetForecast("noted"))
 
     monkeypatch.setattr(budgets, "side_budget", note)
@@ -105,4 +105,4 @@ def test_shards_spread_over_a_side_say_how_many_entities_have_a_previous_text(wo
         budgets, "read_shard", lambda path: [SimpleNamespace(previous_ids=previous) for previous in rows[path.name]]
     )
     night_budgets(night, [Shard(name, "item", "", 2, name, "") for name in rows], lambda: CHEAP)
-    assert list(asked.values()) == [0.0, 0.75]  # users, of whom there are no shards, and items
+    assert list(shares.values()) == [0.0, 0.75]  # users, of whom there are no shards, and items

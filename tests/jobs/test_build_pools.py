@@ -73,8 +73,8 @@ def test_routers_are_kept_until_a_twentieth_of_what_they_were_fitted_on_has_chan
     next_night.run.shards("item").write("00000", read_parquet(night.run.knowledge_folder("item")))
     next_night.run.shards("user").write("00000", read_parquet(night.run.knowledge_folder("user")))
     build_pools(next_night)
-    kept = next_night.pools.folder(next_night.run.run_id) / "router" / "fit.json"
-    assert kept.read_bytes() == fitted_on.read_bytes()
+    fit_file = next_night.pools.folder(next_night.run.run_id) / "router" / "fit.json"
+    assert fit_file.read_bytes() == fitted_on.read_bytes()
     assert reused_routers(opened(world, SECOND_DATE, "{scheme: attribute}"), version, now | {"seed": 1}) is None
     more = {"num_rows": now["num_rows"] | {"interactions": int(now["num_rows"]["interactions"] * 1.2)}}
     assert reused_routers(next_night, version, now | more) is None
@@ -139,9 +139,9 @@ def test_pools_that_cannot_be_used_are_not_drafted_from_and_cost_a_full_build_an
     resumed = opened(world, SECOND_DATE, "{}").manifest.generation.pools.version
     assert resumed == (night.run.run_id if damage == "pointer" else None)
     assert build_pools(night)["item"].incremental is (damage == "router")
-    said = " ".join(capsys.readouterr().err.split())
-    assert ("not drafting from the pools" in said) is (damage != "pointer")
-    assert ("the item pool is built anew" in said) is (damage != "router")
+    output = " ".join(capsys.readouterr().err.split())
+    assert ("not drafting from the pools" in output) is (damage != "pointer")
+    assert ("the item pool is built anew" in output) is (damage != "router")
     assert contents(night) == expected
 
 
@@ -157,10 +157,11 @@ def test_texts_come_in_the_order_of_the_table(world, tmp_path):
     (texts,) = read.pool_texts(night.tables, "item", routes)
     by_id = dict(zip(rows["entity_id"].to_pylist(), rows["token_ids"].to_pylist(), strict=True))
     written = shuffled["entity_id"].to_pylist()[:40]
-    found = [ids[row] for row in texts.entity_codes]
-    assert found == [entity for entity in ids if entity in written]
+    entity_ids = [ids[row] for row in texts.entity_codes]
+    assert entity_ids == [entity for entity in ids if entity in written]
     parts = zip(texts.begins.tolist(), texts.lengths.tolist(), strict=True)
-    assert [read.tokens[begin : begin + length].tolist() for begin, length in parts] == [by_id[key] for key in found]
+    texts = [read.tokens[begin : begin + length].tolist() for begin, length in parts]
+    assert texts == [by_id[key] for key in entity_ids]
     assert read_run_texts(night.run, "user", tmp_path) is None
 
 

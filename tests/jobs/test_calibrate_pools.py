@@ -61,7 +61,7 @@ def test_a_first_night_replays_texts_held_back_and_its_pool_holds_all(after_firs
     assert pool.manifest.num_texts == built.num_texts == num_texts
     assert calibration.num_texts == num_texts // 5
     assert np.array_equal(pool.curves, calibration.curves)
-    assert not any(one.source == SOURCE_PREVIOUS for one in calibration.sources)
+    assert not any(source.source == SOURCE_PREVIOUS for source in calibration.sources)
     assert calibration.reliability.max_nodes == Budget().max_draft_tokens
     assert calibration.budgets == pool.budgets
     assert calibration.budgets.new.num_texts == num_texts // 5 and calibration.budgets.changed is None
@@ -81,7 +81,7 @@ def test_a_second_night_replays_what_it_wrote_against_the_pool_it_drafted_from(a
     new, changed = calibration.budgets.new, calibration.budgets.changed
     assert 0.4 * num_texts < changed.num_texts <= new.num_texts == num_texts // 2  # every other one is replayed
     assert changed.cells[-1].tokens_per_step > new.cells[-1].tokens_per_step
-    assert SOURCE_PREVIOUS in {one.source for one in calibration.sources}
+    assert SOURCE_PREVIOUS in {source.source for source in calibration.sources}
     assert calibration.curves[SOURCE_PREVIOUS, :, -1].max() > 0.8
 
 
@@ -97,8 +97,8 @@ def test_a_night_that_wrote_few_texts_keeps_the_calibration_and_counts_them(worl
     known = [night.pools.open(night.run.run_id, "item").manifest.calibration for night in nights]
     first, second, fifth = (nights[number].run.run_id for number in (0, 1, 4))
     # The first has no previous texts, the second therefore replays; its calibration is kept until too much was written.
-    assert [one.replayed_run for one in known] == [first, second, second, second, fifth]
-    assert [one.num_texts_changed for one in known] == [0, 0, num_texts, 2 * num_texts, 0]
+    assert [calibration.replayed_run for calibration in known] == [first, second, second, second, fifth]
+    assert [calibration.num_texts_changed for calibration in known] == [0, 0, num_texts, 2 * num_texts, 0]
     assert known[2].curves.tobytes() == known[1].curves.tobytes() != known[4].curves.tobytes()
 
 
@@ -125,8 +125,8 @@ def test_show_tells_how_well_estimates_hold(after_first_night):
     world, built = after_first_night
     num_texts, error = opened(world, FIRST_DATE).tables.items.num_rows, built.calibration_error
     shown = CliRunner().invoke(app, ["show", "--config", str(world / "laserbatch.yaml")], catch_exceptions=False)
-    said = " ".join(shown.stdout.split())
-    assert f"calibrated on {num_texts // 5} texts" in said and f"error {error:.3f} on texts" in said
+    output = " ".join(shown.stdout.split())
+    assert f"calibrated on {num_texts // 5} texts" in output and f"error {error:.3f} on texts" in output
 
 
 def test_replays_draft_by_the_budget_that_the_night_chose(world):

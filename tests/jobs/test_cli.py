@@ -141,15 +141,15 @@ def test_a_failure_is_one_line_and_with_json_one_object(failing, error, code, li
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_tells_its_failure_in_one_object(name, run, tmp_path):
     (tmp_path / "file").touch()
-    nowhere, given = str(tmp_path / "file" / "below"), ["--json"]
+    nowhere, arguments = str(tmp_path / "file" / "below"), ["--json"]
     for parameter in COMMANDS[name].params:
         if parameter.param_type_name == "argument":
-            given += [{"kind": "small"}.get(parameter.name, nowhere)] if parameter.required else []
+            arguments += [{"kind": "small"}.get(parameter.name, nowhere)] if parameter.required else []
         elif parameter.name in ("config", "folder", "workspace"):
-            given += [parameter.opts[0], nowhere]
+            arguments += [parameter.opts[0], nowhere]
         elif parameter.required:
-            given += [parameter.opts[0], "2025-03-01"]
-    done = run(*name.split(), *given)
+            arguments += [parameter.opts[0], "2025-03-01"]
+    done = run(*name.split(), *arguments)
     printed = json.loads(done.stdout)
     assert (done.returncode, printed["exit_code"]) == (3, 3), done.stderr
     assert done.stderr.strip().endswith(printed["error"]) and printed["kind"]
@@ -214,11 +214,11 @@ def test_a_date_after_tomorrow_is_refused_without_force(tmp_path, run, command):
         assert done.returncode == 3
         return date, done.stderr
 
-    date, said = done_for(2)
-    assert f"the date {date} is after tomorrow (today is {datetime.date.today()} by this machine's clock)" in said
-    assert "--force" in said and not (tmp_path / "workspace").exists()
-    for _, said in (done_for(1), done_for(2, "--force")):  # accepted: the next fault is met
-        assert "after tomorrow" not in said and "laserbatch: " in said
+    date, output = done_for(2)
+    assert f"the date {date} is after tomorrow (today is {datetime.date.today()} by this machine's clock)" in output
+    assert "--force" in output and not (tmp_path / "workspace").exists()
+    for _, output in (done_for(1), done_for(2, "--force")):  # accepted: the next fault is met
+        assert "after tomorrow" not in output and "laserbatch: " in output
 
 
 def test_a_workspace_below_a_file_is_refused(world, nightly):
@@ -324,17 +324,17 @@ def test_the_configuration_of_the_current_folder_counts_unless_another_is_named(
 
 
 def test_demo_with_a_model_asks_it_for_short_texts_and_compares_nothing(tmp_path, monkeypatch):
-    asked = []
+    settings_of_nights = []
 
     def run_night(settings, date):
-        asked.append((settings, date))
-        if len(asked) == 2:
+        settings_of_nights.append((settings, date))
+        if len(settings_of_nights) == 2:
             raise ConfigError("two nights were asked for")
 
     monkeypatch.setattr(night_commands, "run_night", run_night)
     with pytest.raises(ConfigError, match="two nights"):
         night_commands.demo(tmp_path / "demo", num_users=5, num_items=20, model_dir=tmp_path / "model", as_json=True)
-    (first, before), (second, after) = asked
+    (first, before), (second, after) = settings_of_nights
     assert (after - before).days == 1
     for settings in (first, second):
         assert settings.model_dir == tmp_path / "model"

@@ -23,10 +23,11 @@ def config(tmp_path):
 
 def leaves(section: dict, within: str = "") -> dict:
     """Dotted names of `configs/default.yaml`; the only options that are mappings there are empty."""
-    found = {}
+    options = {}
     for name, value in section.items():
-        found |= leaves(value, f"{within}{name}.") if value and isinstance(value, dict) else {f"{within}{name}": value}
-    return found
+        is_section = value and isinstance(value, dict)
+        options |= leaves(value, f"{within}{name}.") if is_section else {f"{within}{name}": value}
+    return options
 
 
 def test_every_option_is_shown_with_its_default_and_what_a_file_changed(config, capfd, tmp_path):

@@ -29,14 +29,14 @@ SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 def selectors(expression: str) -> list[promql_parser.VectorSelector]:
     """The metrics of an expression; raises ValueError if it is not PromQL."""
-    found = []
+    names = []
 
     def visit(node: promql_parser.Expr) -> None:
         if isinstance(node, promql_parser.VectorSelector):
-            found.append(node)
+            names.append(node)
 
     promql_parser.walk(promql_parser.parse(expression), visit)
-    return found
+    return names
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +91,9 @@ def test_the_dashboard_is_what_grafana_reads():
 def test_panels_lie_within_the_grid_and_cover_no_other():
     places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
     assert all(place["x"] >= 0 and place["w"] > 0 and place["x"] + place["w"] <= 24 for place in places)
-    for one, other in combinations(places, 2):
-        aside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
-        assert aside or one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"], (one, other)
+    for place, other in combinations(places, 2):
+        aside = place["x"] + place["w"] <= other["x"] or other["x"] + other["w"] <= place["x"]
+        assert aside or place["y"] + place["h"] <= other["y"] or other["y"] + other["h"] <= place["y"], (place, other)
 
 
 def test_variables_name_the_data_source_and_the_instances_of_a_metric_that_every_night_writes(written):
@@ -109,12 +109,12 @@ def test_grafanas_own_types_lose_nothing_of_it():
     encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder")
     read_back = json.loads(encoder.JSONEncoder().encode(models.Dashboard.from_json(DASHBOARD)))
 
-    def lost(given, back) -> bool:
-        if isinstance(given, dict):
-            return any(lost(value, back.get(key)) for key, value in given.items())
-        if isinstance(given, list):
-            return len(given) != len(back) or any(map(lost, given, back))
-        return given != back
+    def lost(original, back) -> bool:
+        if isinstance(original, dict):
+            return any(lost(value, back.get(key)) for key, value in original.items())
+        if isinstance(original, list):
+            return len(original) != len(back) or any(map(lost, original, back))
+        return original != back
 
     assert not lost(DASHBOARD, read_back)
 

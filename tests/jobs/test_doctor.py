@@ -77,8 +77,8 @@ def sample_copy(tmp_path):
 
 def model_faults(world, folder):
     settings = load_settings(write_config(world, "model.yaml", decoding={"model": str(folder)}))
-    found = doctor.examine(settings, [model.check_memory_and_model])
-    return [finding.found for finding in found if finding.about == "model" and finding.level == "fault"]
+    results = doctor.examine(settings, [model.check_memory_and_model])
+    return [finding.found for finding in results if finding.about == "model" and finding.level == "fault"]
 
 
 def test_weights_that_the_configuration_does_not_describe_are_a_fault(world, sample_copy):
@@ -94,8 +94,8 @@ def test_added_tokens_without_rows_in_the_embedding_are_a_fault(world, sample_co
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|unused|>"]})
     tokenizer.save_pretrained(sample_copy)
     settings = load_settings(write_config(world, "model.yaml", decoding={"model": str(sample_copy)}))
-    levels = {found.found: found.level for found in doctor.examine(settings, [model.check_memory_and_model])}
-    assert [level for found, level in levels.items() if "'<|unused|>'" in found] == ["warning"]
+    levels = {result.found: result.level for result in doctor.examine(settings, [model.check_memory_and_model])}
+    assert [level for result, level in levels.items() if "'<|unused|>'" in result] == ["warning"]
     tokenizer.add_tokens(["Heat", "crime"])
     tokenizer.save_pretrained(sample_copy)
     (fault,) = model_faults(world, sample_copy)
@@ -103,19 +103,19 @@ def test_added_tokens_without_rows_in_the_embedding_are_a_fault(world, sample_co
 
 
 @pytest.mark.parametrize(
-    ("script", "end", "level", "said"),
+    ("script", "end", "level", "expected"),
     [
         (["Red", "."], "<|end|>", "ok", "answered 'Red.', in 2 tokens, and ended with '<|end|>'"),
         (["Red", "<|end|>", "<|user|>", " Why?"], "<|pad|>", "warning", "ended at '<|end|>', a role mark or end token"),
         ([f" a{n}" for n in range(trial.MAX_ANSWER_TOKENS + 1)], "<|end|>", "warning", "no end token came"),
     ],
 )
-def test_whether_an_end_token_comes_is_tried_with_a_short_question(world, tmp_path, script, end, level, said):
+def test_whether_an_end_token_comes_is_tried_with_a_short_question(world, tmp_path, script, end, level, expected):
     folder = parrot(tmp_path / "model", script, end=end)
     config = write_config(world, "parrot.yaml", decoding={"model": str(folder)})
-    found = findings(config, trial.check_answer)["answer"]
-    assert found.level == level and said in found.found
-    assert found.hint is None or "eos_token_id in" in found.hint
+    answer = findings(config, trial.check_answer)["answer"]
+    assert answer.level == level and expected in answer.found
+    assert answer.hint is None or "eos_token_id in" in answer.hint
 
 
 def about_model(capfd, config, model_dir, *options) -> dict[str, list[dict]]:
@@ -139,7 +139,7 @@ def test_a_model_is_measured_before_it_is_configured(world, tmp_path, capfd, mon
     assert findings["architecture"][0]["found"] == "LlamaForCausalLM, computed by fused layers"
     assert re.search(r"\d tokens a second at batch 1 and .* at batch 4, plain", findings["speed"][0]["found"])
     assert re.search(r"writes \d+ users and \d+ items, \d+ tokens each: about", findings["hours"][0]["found"])
-    (of_items,) = (one for one in findings["form"] if "item texts" in one["found"])
+    (of_items,) = (result for result in findings["form"] if "item texts" in result["found"])
     assert of_items["level"] == "ok" and re.search(r"kar_item@\d+: 2 of 2", of_items["found"])
 
 
@@ -149,7 +149,7 @@ def test_texts_without_the_form_that_is_asked_for_are_counted_by_their_reasons(t
     (tmp_path / "laserbatch.yaml").write_text("decoding: {guided: off}")
     folder = parrot(tmp_path / "model", ["Red", "."])
     findings = about_model(capfd, "laserbatch.yaml", folder)
-    assert [one["level"] for one in findings["form"]] == ["warning", "ok"]  # any text describes an item
+    assert [result["level"] for result in findings["form"]] == ["warning", "ok"]  # any text describes an item
     assert "hours" not in findings, "there are no tables"
     assert findings["form"][0]["found"].endswith(
         "0 of 8 user texts have the form that is asked for; refused: unparsable (8)"
@@ -161,26 +161,26 @@ def test_texts_without_the_form_that_is_asked_for_are_counted_by_their_reasons(t
 
 
 def test_a_folder_that_cannot_be_locked_is_told(world, monkeypatch):
-    def refuse(*given):
+    def refuse(*arguments):
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(machine.fcntl, "flock", refuse)
-    found = findings(write_config(world), machine.check_workspace)["workspace"]
-    assert found.level == "fault" and "Operation not supported" in found.found and "NFS 4" in found.hint
+    result = findings(write_config(world), machine.check_workspace)["workspace"]
+    assert result.level == "fault" and "Operation not supported" in result.found and "NFS 4" in result.hint
 
 
 def test_a_full_disk_and_versions_of_another_time_are_told(world, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: usage(10**12, 10**12, 10**6))
-    found = findings(write_config(world), machine.check_workspace)["disk"]
-    assert (found.level, found.found[:6]) == ("fault", "0.0 GB") and "pools gc" in found.hint
+    result = findings(write_config(world), machine.check_workspace)["disk"]
+    assert (result.level, result.found[:6]) == ("fault", "0.0 GB") and "pools gc" in result.hint
     monkeypatch.setattr(machine, "version", lambda name: "0.0.1" if name == "ray" else "99")
     faults = [finding.found for finding in machine.check_versions(None) if finding.level == "fault"]
     assert any(fault.startswith("ray is 0.0.1; ray>=") for fault in faults)
 
 
 @pytest.mark.parametrize(
-    ("is_installed", "returncode", "level", "said"),
+    ("is_installed", "returncode", "level", "expected"),
     [
         (False, 0, "fault", "not installed"),
         (True, 1, "fault", "cannot be imported: ImportError: libcudart"),
@@ -188,25 +188,25 @@ def test_a_full_disk_and_versions_of_another_time_are_told(world, monkeypatch):
     ],
 )
 def test_vllm_that_is_not_installed_or_cannot_be_imported_is_told(
-    world, monkeypatch, is_installed, returncode, level, said
+    world, monkeypatch, is_installed, returncode, level, expected
 ):
     done = subprocess.CompletedProcess((), returncode, "0.20.2\n", "Traceback\nImportError: libcudart.so.12\n")
     monkeypatch.setattr(inputs, "find_spec", lambda name: object() if is_installed else None)
     monkeypatch.setattr(machine.subprocess, "run", lambda *arguments, **options: done)
-    found = findings(write_config(world, "vllm.yaml", decoding={"engine": "vllm"}), machine.check_engine)["engine"]
-    assert found.level == level and said in found.found
+    result = findings(write_config(world, "vllm.yaml", decoding={"engine": "vllm"}), machine.check_engine)["engine"]
+    assert result.level == level and expected in result.found
 
 
 @pytest.fixture
 def gpus(monkeypatch, tmp_path):
     """Two GPUs that are not there, whose memory and failures a test may change."""
-    found = {"free": 84 * GB, "total": 85 * GB, "capability": (9, 0), "error": None, "number": 2}
+    facts = {"free": 84 * GB, "total": 85 * GB, "capability": (9, 0), "error": None, "number": 2}
     driver = tmp_path / "nvidiactl"
     driver.touch()
 
     def add(tensor, other):
-        if found["error"]:
-            raise RuntimeError(found["error"])
+        if facts["error"]:
+            raise RuntimeError(facts["error"])
         return tensor
 
     properties = namedtuple("properties", "total_memory")
@@ -215,14 +215,14 @@ def gpus(monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "ones", lambda size, device: make(size))
     monkeypatch.setattr(torch.Tensor, "add", add)
     for name, value in {
-        "device_count": lambda: found["number"],
-        "mem_get_info": lambda device=None: (found["free"], found["total"]),
+        "device_count": lambda: facts["number"],
+        "mem_get_info": lambda device=None: (facts["free"], facts["total"]),
         "get_device_name": lambda device=None: "NVIDIA H100",
-        "get_device_capability": lambda device=None: found["capability"],
-        "get_device_properties": lambda device: properties(found["total"]),
+        "get_device_capability": lambda device=None: facts["capability"],
+        "get_device_properties": lambda device: properties(facts["total"]),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    return found
+    return facts
 
 
 def of_gpu(config, *checks):
@@ -230,15 +230,15 @@ def of_gpu(config, *checks):
     return doctor.examine(load_settings(config), list(checks))
 
 
-def levels(found):
-    return {(finding.about, finding.level) for finding in found}
+def levels(results):
+    return {(finding.about, finding.level) for finding in results}
 
 
 def test_a_machine_with_gpus_has_no_fault(world, gpus):
     pytest.importorskip("triton")
-    found = of_gpu(write_config(world))
-    assert {level for _, level in levels(found)} == {"ok"}
-    text = "\n".join(finding.found for finding in found)
+    results = of_gpu(write_config(world))
+    assert {level for _, level in levels(results)} == {"ok"}
+    text = "\n".join(finding.found for finding in results)
     assert text.count("NVIDIA H100, 84.0 of 85.0 GB free") == 2 and "driver" in text
     assert (
         "Triton's kernel, small steps as CUDA graphs" in text and "bfloat16: the weights are stored in bfloat16" in text
@@ -247,8 +247,8 @@ def test_a_machine_with_gpus_has_no_fault(world, gpus):
 
 
 def test_a_batch_that_is_small_for_a_gpu_is_warned_of(world, gpus):
-    found = of_gpu(write_config(world, decoding={"batch_size": 16}), machine.check_batch)
-    assert levels(found) == {("batch", "warning")} and "batch_size is 16" in found[0].found
+    results = of_gpu(write_config(world, decoding={"batch_size": 16}), machine.check_batch)
+    assert levels(results) == {("batch", "warning")} and "batch_size is 16" in results[0].found
     assert of_gpu(write_config(world, decoding={"batch_size": 64}), machine.check_batch) == []
     gpus["number"] = 0
     assert of_gpu(write_config(world, decoding={"batch_size": 16}), machine.check_batch) == []
@@ -256,8 +256,8 @@ def test_a_batch_that_is_small_for_a_gpu_is_warned_of(world, gpus):
 
 def test_gpu_that_other_processes_use_is_warned_of(world, gpus):
     gpus["free"] = 60 * GB
-    found = of_gpu(write_config(world), machine.check_gpu)
-    assert ("GPU", "warning") in levels(found) and "nvidia-smi" in found[-1].hint
+    results = of_gpu(write_config(world), machine.check_gpu)
+    assert ("GPU", "warning") in levels(results) and "nvidia-smi" in results[-1].hint
 
 
 def test_gpu_that_cannot_compute_is_a_fault_and_the_next_is_examined(world, gpus, monkeypatch):
@@ -265,12 +265,13 @@ def test_gpu_that_cannot_compute_is_a_fault_and_the_next_is_examined(world, gpus
         raise RuntimeError("The NVIDIA driver is too old")
 
     gpus["error"] = "CUDA error: no kernel image is available for execution on the device\nCompile with ..."
-    found = [finding for finding in of_gpu(write_config(world), machine.check_gpu) if finding.level == "fault"]
-    assert [finding.found[:20] for finding in found] == ["GPU 0 cannot compute", "GPU 1 cannot compute"]
-    assert "Compile with" not in found[0].found
+    faults = [finding for finding in of_gpu(write_config(world), machine.check_gpu) if finding.level == "fault"]
+    assert [finding.found[:20] for finding in faults] == ["GPU 0 cannot compute", "GPU 1 cannot compute"]
+    assert "Compile with" not in faults[0].found
     monkeypatch.setattr(torch.cuda, "get_device_properties", refuse)
-    (found,) = [one for one in of_gpu(write_config(world), model.check_memory_and_model) if one.level == "fault"]
-    assert "driver is too old" in found.found and found.hint is None
+    results = of_gpu(write_config(world), model.check_memory_and_model)
+    (fault,) = [result for result in results if result.level == "fault"]
+    assert "driver is too old" in fault.found and fault.hint is None
     gpus["number"] = 0
     assert "torch sees no GPU" in of_gpu(write_config(world), machine.check_gpu)[-1].found
 
@@ -280,22 +281,22 @@ def test_doctor_names_attention_and_dtype_of_a_gpu(world, gpus, monkeypatch):
     checks = machine.check_kernels, model.check_dtype
     with monkeypatch.context() as patched:
         patched.setattr(cuda_graphs, "kernel_for", lambda choice, device: None)
-        found = of_gpu(write_config(world, "t.yaml", decoding={"dtype": "bfloat16"}), *checks)
-    assert [(finding.about, finding.level) for finding in found] == [("attention", "warning"), ("dtype", "ok")]
-    found = of_gpu(write_config(world, "f.yaml", decoding={"dtype": "float32"}), *checks)
-    assert found[-1].level == "warning" and "Set decoding.dtype: bfloat16" in found[-1].hint
+        results = of_gpu(write_config(world, "t.yaml", decoding={"dtype": "bfloat16"}), *checks)
+    assert [(finding.about, finding.level) for finding in results] == [("attention", "warning"), ("dtype", "ok")]
+    results = of_gpu(write_config(world, "f.yaml", decoding={"dtype": "float32"}), *checks)
+    assert results[-1].level == "warning" and "Set decoding.dtype: bfloat16" in results[-1].hint
     gpus["capability"] = (7, 5)
     monkeypatch.setattr(machine.shutil, "which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)
-    found = of_gpu(write_config(world, "b.yaml", decoding={"dtype": "bfloat16"}), *checks)
-    assert [(finding.about, finding.level) for finding in found] == [("attention", "warning"), ("dtype", "warning")]
+    results = of_gpu(write_config(world, "b.yaml", decoding={"dtype": "bfloat16"}), *checks)
+    assert [(finding.about, finding.level) for finding in results] == [("attention", "warning"), ("dtype", "warning")]
 
     def broken(choice, device):
         raise ImportError("libtriton.so: undefined symbol")
 
     monkeypatch.setattr(cuda_graphs, "kernel_for", broken)
-    found = of_gpu(write_config(world), *checks)
-    assert "undefined symbol" in found[0].found and "or remove Triton" in found[0].hint
+    results = of_gpu(write_config(world), *checks)
+    assert "undefined symbol" in results[0].found and "or remove Triton" in results[0].hint
 
 
 @pytest.mark.parametrize(
@@ -310,8 +311,8 @@ def test_doctor_names_attention_and_dtype_of_a_gpu(world, gpus, monkeypatch):
 def test_doctor_names_the_dtype_of_a_cpu_and_its_reason(world, gpus, monkeypatch, is_native, decoding, level, says):
     gpus["number"] = 0
     monkeypatch.setattr(compute_type, "multiplies_bfloat16", lambda: is_native)
-    (found,) = of_gpu(write_config(world, "cpu.yaml", decoding=decoding), model.check_dtype)
-    assert (found.about, found.level) == ("dtype", level) and says in found.found
+    (result,) = of_gpu(write_config(world, "cpu.yaml", decoding=decoding), model.check_dtype)
+    assert (result.about, result.level) == ("dtype", level) and says in result.found
 
 
 @pytest.mark.parametrize(
@@ -332,16 +333,16 @@ def test_the_engine_that_fits_is_advised_and_another_is_no_fault(
     gpus |= changed
     monkeypatch.setattr(model, "find_spec", lambda name: None)
     config = write_config(world, "fit.yaml", decoding=decoding)
-    found = findings(config, model.check_memory_and_model)["fitting engine"]
-    assert found.level == level
-    assert found.hint is None if advice is None else advice in found.hint
+    result = findings(config, model.check_memory_and_model)["fitting engine"]
+    assert result.level == level
+    assert result.hint is None if advice is None else advice in result.hint
 
 
 def test_nothing_is_said_of_the_machines_of_a_cluster(world, monkeypatch):
     monkeypatch.setattr(gpus_module, "GPU_DRIVERS", ())
     config = write_config(world, "cluster.yaml", cluster={"ray_address": "auto"})
-    found = findings(config, machine.check_gpu, model.check_memory_and_model)
-    assert "not known here" in found["fitting engine"].found and "Ray cluster" in found["GPU"].found
+    results = findings(config, machine.check_gpu, model.check_memory_and_model)
+    assert "not known here" in results["fitting engine"].found and "Ray cluster" in results["GPU"].found
 
 
 def test_experts_and_quantisation_of_a_model_are_read_from_its_configuration():

@@ -70,9 +70,9 @@ def test_a_night_goes_on_after_its_server_was_gone_and_after_its_money_had_run_o
         return None
 
     server.fault = storm_and_leave
-    gone = run_here(capfd, *nightly)
-    assert gone.returncode == ExitCode.ENDPOINT_GONE == 6, gone.stderr
-    assert "has answered nothing for" in gone.stderr and "the same command goes on" in gone.stderr
+    without_server = run_here(capfd, *nightly)
+    assert without_server.returncode == ExitCode.ENDPOINT_GONE == 6, without_server.stderr
+    assert "has answered nothing for" in without_server.stderr and "the same command goes on" in without_server.stderr
     run, num_first = RunFolder(next((folder / "workspace" / "runs").iterdir())), server.answered.total()
     manifest, num_kept = run.load_manifest(), num_rows(run)
     assert f"\nlaserbatch_cost {manifest.generation.endpoint.cost:.17g}\n" in textfile.read_text()
@@ -91,8 +91,8 @@ def test_a_night_goes_on_after_its_server_was_gone_and_after_its_money_had_run_o
     configured(folder, server, max_cost=9.0)
     done = run_here(capfd, *nightly)
     assert done.returncode == 0, done.stderr
-    found, manifest = json.loads(done.stdout), run.load_manifest()
-    assert found["run_id"] == run.run_id == found["published"]
+    printed, manifest = json.loads(done.stdout), run.load_manifest()
+    assert printed["run_id"] == run.run_id == printed["published"]
     assert "WARNING: the server changed during the night" in done.stderr
 
     rows = [row for side in SIDES for batch in run.iter_knowledge(side, ["text"]) for row in batch.to_pylist()]
@@ -104,17 +104,18 @@ def test_a_night_goes_on_after_its_server_was_gone_and_after_its_money_had_run_o
     assert re.search(r'^laserbatch_quarantined{side="\w+",reason="refused"} 1$', figures, re.MULTILINE)
     (bad,) = [row for side in SIDES for row in run.read_quarantine(side).to_pylist()]
     assert (bad["reason"], bad["detail"]) == ("refused", "HTTP 400: no")
-    assert len(rows) == len(server.answered) == sum(one.num_entities for one in manifest.generation.sides.values()) - 1
+    num_entities = sum(side.num_entities for side in manifest.generation.sides.values())
+    assert len(rows) == len(server.answered) == num_entities - 1
     assert server.answered.total() == len(rows) + num_first - num_kept  # only what was open when the server went away
 
     endpoint = manifest.generation.endpoint
     assert endpoint.num_requests == server.answered.total() and endpoint.num_retries >= 3
-    assert endpoint.cost == found["cost"] == pytest.approx(server.answered.total() * OF_AN_ANSWER)
-    assert set(endpoint.answered_by) == {f"{MODEL} (owned_by a test), fingerprint fp_{one}" for one in (1, 2)}
+    assert endpoint.cost == printed["cost"] == pytest.approx(server.answered.total() * OF_AN_ANSWER)
+    assert set(endpoint.answered_by) == {f"{MODEL} (owned_by a test), fingerprint fp_{number}" for number in (1, 2)}
     report = run.report_path.read_text(encoding="utf-8")
     assert "The server changed during the night" in report and server.url in report
 
-    assert not any(KEY in one.stdout + one.stderr for one in (gone, stopped, done))
+    assert not any(KEY in night.stdout + night.stderr for night in (without_server, stopped, done))
     assert not [path for path in folder.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
 
 
@@ -133,11 +134,12 @@ def test_doctor_asks_the_server_and_try_shows_a_text_of_it(folder, server, capfd
     server.fault = lambda body, number: None
     config = configured(folder, server, api="chat")
     checks = (model.check_dtype, model.check_memory_and_model, trial.check_answer)
-    found = examine(load_settings(Path(config)), checks)
-    assert {one.level for one in found} == {"ok"} and found[-1].found.startswith("a short question was answered 'This")
-    assert f"{server.url} answers, and has {MODEL} (owned_by a test)" in [one.found for one in found]
+    results = examine(load_settings(Path(config)), checks)
+    assert {result.level for result in results} == {"ok"}
+    assert results[-1].found.startswith("a short question was answered 'This")
+    assert f"{server.url} answers, and has {MODEL} (owned_by a test)" in [result.found for result in results]
     away = examine(load_settings(Path(configured(folder, server, model="b"))), checks)
-    assert [one.found for one in away if one.level == "fault"] == [
+    assert [result.found for result in away if result.level == "fault"] == [
         f"{server.url} has no model 'b'; set decoding.endpoint.model to one that it has: {MODEL}"
     ]
     tried = run_here(capfd, "try", "--config", configured(folder, server, api="chat"), "--json")

@@ -180,8 +180,8 @@ def read_when(path: Path, text: str) -> str:
     """The file as soon as it has a text in it."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        if path.exists() and text in (found := path.read_text()):
-            return found
+        if path.exists() and text in (content := path.read_text()):
+            return content
         time.sleep(0.01)
     raise AssertionError(f"{text!r} was not written")
 

@@ -65,9 +65,9 @@ def tried(folder, capfd, monkeypatch):
             broken.setattr(run_experiment, "run_night", killed_at_second(run_experiment.run_night))
             ask(capfd, folder, "experiment", *TRIED, code=130)
         # As if the first variant had measured a step: the second is not to measure it again.
-        kept = folder / "workspace" / "experiments" / NAME / "kar" / "step-costs"
-        kept.mkdir(exist_ok=True)
-        shutil.copy(folder / "cost.yaml", kept / "0123456789ab.json")
+        step_costs = folder / "workspace" / "experiments" / NAME / "kar" / "step-costs"
+        step_costs.mkdir(exist_ok=True)
+        shutil.copy(folder / "cost.yaml", step_costs / "0123456789ab.json")
         result = ask(capfd, folder, "experiment", *TRIED)
         (folder / "result.json").write_text(json.dumps(result))
     return json.loads((folder / "result.json").read_text())
@@ -83,7 +83,7 @@ def killed_at_second(run_night):
 
 
 def test_variants_are_tried_beside_what_is_published_and_a_killed_experiment_goes_on(folder, tried, capfd, monkeypatch):
-    assert {one["variant"] for one in tried["variants"]} == {"kar", "mine"} and not tried["failed"]
+    assert {row["variant"] for row in tried["variants"]} == {"kar", "mine"} and not tried["failed"]
     assert tried["said"].count("going on with the experiment") == 1 and tried["said"].count("to write, in") == 1
     assert not (folder / "workspace" / "published.json").exists() and not (folder / "workspace" / "runs").exists()
     first, second = tried["variants"]
@@ -91,8 +91,8 @@ def test_variants_are_tried_beside_what_is_published_and_a_killed_experiment_goe
     seconds, price = first["seconds_per_million"], 3.0
     assert first["money_per_million"] == pytest.approx(seconds / 3600 * price)
     # The same prompts, so the same texts: nothing is between them but time.
-    assert {one["mean_difference"] for one in tried["between"]} == {0.0}
-    assert {one["variant"]: one["adaptor"] for one in tried["variants"]} == {"kar": "kar", "mine": "linear"}
+    assert {row["mean_difference"] for row in tried["between"]} == {0.0}
+    assert {row["variant"]: row["adaptor"] for row in tried["variants"]} == {"kar": "kar", "mine": "linear"}
     assert first["lift"] == second["lift"] and first["tokens_per_text"] == second["tokens_per_text"]
     assert sum(first["num_texts"].values()) + sum(first["num_quarantined"].values()) == 12
 
@@ -122,29 +122,29 @@ def test_a_variant_that_fails_does_not_stop_the_others(folder, tried, capfd, mon
     before = (folder / "workspace/experiments" / NAME / "comparison.json").read_bytes()
     result = ask(capfd, folder, "experiment", *TRIED, code=4)
     assert result["failed"] == {"kar": "nothing could be parsed"}
-    assert [one["variant"] for one in result["variants"]] == ["mine"] and result["between"] == []
+    assert [row["variant"] for row in result["variants"]] == ["mine"] and result["between"] == []
     (folder / "workspace/experiments" / NAME / "comparison.json").write_bytes(before)
 
 
 def test_frameworks_are_compared_by_their_newest_runs_of_one_date_published_or_not(folder, tried, capfd, monkeypatch):
     comparison = ask(capfd, folder, "ctr", "compare", "--framework", "kar", "--framework", "mine")
-    runs = {one["variant"]: one["run_id"] for one in comparison["variants"]}
+    runs = {row["variant"]: row["run_id"] for row in comparison["variants"]}
     assert runs == tried["runs"] and comparison["variants"][0]["lift"] == tried["variants"][0]["lift"]
     unknown = ask(capfd, folder, "ctr", "compare", "--framework", "kar", "--framework", "own", code=3)
     assert "no run of" in unknown["error"] and "'own' on both sides (there are: kar, mine;" in unknown["error"]
     monkeypatch.setattr(variants, "_place", lambda manifest: (manifest.run_id,))
-    apart = ask(capfd, folder, "ctr", "compare", "--framework", "kar", "--framework", "mine", code=3)
-    assert "their tables differ in what was known on 2025-02-10" in apart["error"]
+    refused = ask(capfd, folder, "ctr", "compare", "--framework", "kar", "--framework", "mine", code=3)
+    assert "their tables differ in what was known on 2025-02-10" in refused["error"]
 
 
 def test_a_million_costs_what_its_steps_do_however_loaded_the_machine_was(folder, tried):
-    assert {one["priced_by"] for one in tried["variants"]} == {"of a test"}
+    assert {row["priced_by"] for row in tried["variants"]} == {"of a test"}
     assert (Path(tried["folder"]) / "mine" / "step-costs" / "0123456789ab.json").exists()
     settings = load_settings(folder / "laserbatch.yaml", {"workspace": Path(tried["folder"]) / "kar"})
     night = open_run(settings, tried["runs"]["kar"])
     cost = read_step_cost(folder / "cost.yaml")
     seconds, by_clock = cost_of_a_million(night, cost), cost_of_a_million(night)
-    (measured,) = (one["seconds_per_million"] for one in tried["variants"] if one["variant"] == "kar")
+    (measured,) = (row["seconds_per_million"] for row in tried["variants"] if row["variant"] == "kar")
     assert measured == seconds != by_clock
     for side, figures in night.manifest.generation.sides.items():
         slower = replace(figures.stats, wall_s=10 * figures.stats.wall_s)
@@ -168,8 +168,8 @@ def test_an_experiment_that_holds_somebody_is_removed_when_they_are_forgotten(fo
     others = set(pq.read_table(folder / "tables" / "users.parquet")["user_id"].to_pylist()) - set(sample)
     receipt = ask(capfd, tmp_path / "copy", "forget", "--user", min(others))
     assert receipt["removed_experiments"] == [] and place.is_dir()
-    kept = ask(capfd, tmp_path / "copy", "runs", "gc")
-    assert kept["experiments"] == [NAME] and kept["bytes_tried"] > 0 and place.is_dir()
+    collected = ask(capfd, tmp_path / "copy", "runs", "gc")
+    assert collected["experiments"] == [NAME] and collected["bytes_tried"] > 0 and place.is_dir()
     receipt = ask(capfd, tmp_path / "copy", "forget", "--user", sample[0])
     assert receipt["removed_experiments"] == [NAME] and not place.exists()
     place.mkdir()
@@ -182,7 +182,7 @@ def test_the_table_has_a_row_a_variant_and_says_what_is_between_the_first_and_th
     assert list(table.rows[0]) == [
         "Variant", "LightGBM", "All", "Tokens a text", "Texts", "A million", "Lift an hour",
     ]  # fmt: skip
-    assert [row["Variant"] for row in table.rows] == [one["variant"] for one in tried["variants"]]
+    assert [row["Variant"] for row in table.rows] == [variant["variant"] for variant in tried["variants"]]
     assert "worker-hour" in table.caption and "and money" in table.caption
     assert between_line(tried).startswith(f"{table.rows[0]['Variant']}, with all models, against ")
     mean = {"own": 0.5, "plain": 0.25, "surely_worse": 0.0}
@@ -203,8 +203,8 @@ def test_the_table_has_a_row_a_variant_and_says_what_is_between_the_first_and_th
     ],
 )
 def test_what_cannot_be_tried_is_refused_before_anything_is_written(folder, capfd, arguments, code, message):
-    found = ask(capfd, folder, *arguments, code=code)
-    assert message in " ".join(found["error"].split())
+    printed = ask(capfd, folder, *arguments, code=code)
+    assert message in " ".join(printed["error"].split())
     assert [path.name for path in (folder / "workspace").glob("experiments/*") if path.name != NAME] == []
 
 

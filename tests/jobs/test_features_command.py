@@ -47,7 +47,7 @@ def workspace(tmp_path) -> Workspace:
     return workspace
 
 
-def asked(workspace, capfd, *arguments, code=0) -> dict:
+def run_features(workspace, capfd, *arguments, code=0) -> dict:
     done = run_here(capfd, "features", *map(str, arguments), "--workspace", str(workspace.root), "--json")
     assert done.returncode == code, done.stderr
     return json.loads(done.stdout)
@@ -64,7 +64,7 @@ def test_a_row_is_joined_with_what_was_known_before_its_day(workspace, tmp_path,
         }
     )
     pq.write_table(log, tmp_path / "log.parquet")
-    printed = asked(workspace, capfd, "asof", tmp_path / "log.parquet", tmp_path / "out.parquet")
+    printed = run_features(workspace, capfd, "asof", tmp_path / "log.parquet", tmp_path / "out.parquet")
     assert printed["rows without features"] == {"users": 2, "items": 1}
     joined = pq.read_table(tmp_path / "out.parquet")
     assert joined.column_names[:4] == log.column_names
@@ -92,13 +92,13 @@ def test_a_log_that_cannot_be_joined_is_told_and_nothing_written(workspace, tmp_
     pq.write_table(pa.table(columns), log / "a.parquet")
     if "clicked" in columns:
         pq.write_table(pa.table(columns).drop_columns("clicked"), log / "b.parquet")
-    printed = asked(workspace, capfd, "asof", log, tmp_path / "out.parquet", code=3)
+    printed = run_features(workspace, capfd, "asof", log, tmp_path / "out.parquet", code=3)
     assert named in printed["error"]
     assert not (tmp_path / "out.parquet").exists()
 
 
 def test_the_history_says_from_when_to_when(workspace, tmp_path, capfd):
-    printed = asked(workspace, capfd, "history", tmp_path / "history")
+    printed = run_features(workspace, capfd, "history", tmp_path / "history")
     assert printed["users"] == {"entities": 3, "versions": 4}
     users = pq.read_table(tmp_path / "history" / "user.parquet").to_pylist()
     spans = [(row["user_id"], row["valid_from"].day, row["valid_to"] and row["valid_to"].day) for row in users]
@@ -107,10 +107,10 @@ def test_the_history_says_from_when_to_when(workspace, tmp_path, capfd):
 
 def test_an_export_of_what_changed_names_who_went(workspace, tmp_path, capfd):
     first, *_, last = (run.run_id for run in workspace.runs()[1:])
-    printed = asked(workspace, capfd, "export", tmp_path / "new", "--since", first)
+    printed = run_features(workspace, capfd, "export", tmp_path / "new", "--since", first)
     assert printed["users"] == {"rows": 2, "gone": 0}
     assert pq.read_table(tmp_path / "new" / "user" / "features.parquet")["user_id"].to_pylist() == ["a", "c"]
-    printed = asked(workspace, capfd, "export", tmp_path / "old", "--since", last, "--run", first)
+    printed = run_features(workspace, capfd, "export", tmp_path / "old", "--since", last, "--run", first)
     assert printed["users"] == {"rows": 1, "gone": 1}
     assert pq.read_table(tmp_path / "old" / "gone_users.parquet")["user_id"].to_pylist() == ["c"]
 
@@ -123,7 +123,7 @@ def test_integers_of_a_log_count_the_unit_that_is_named_or_that_their_values_lea
     times = [moment * per_second for moment in moments]
     pq.write_table(pa.table({"user_id": ["a"] * 2, "item_id": ["i"] * 2, "timestamp": times}), tmp_path / "log.parquet")
     arguments = ("asof", tmp_path / "log.parquet", tmp_path / "out.parquet")
-    asked(workspace, capfd, *arguments, "--unit", unit)
+    run_features(workspace, capfd, *arguments, "--unit", unit)
     assert pq.read_table(tmp_path / "out.parquet")["user_cluster_id"].to_pylist() == [None, 3]
     done = run_here(capfd, "features", *map(str, arguments), "--workspace", str(workspace.root))
     assert ("the integers are read as" in done.stderr) == (unit != "s")

@@ -25,10 +25,10 @@ def judge(tmp_path):
 
     def judge(num_failed: int, num_kept: int, allowed: float = 0.05) -> None:
         failed = [QuarantineRow.of(n, "user", "unparsable: nothing") for n in range(num_failed)]
-        kept = pa.table({"entity_id": pa.array(range(num_kept), pa.int64())})
-        record = run.shards("user").write("00000", kept, failed)
+        texts = pa.table({"entity_id": pa.array(range(num_kept), pa.int64())})
+        record = run.shards("user").write("00000", texts, failed)
         settings = Settings(tables={"path": tables}, gates={"max_failed_share": allowed})
-        entities = SimpleNamespace(entities=lambda side: kept.rename_columns(["user_id"]))
+        entities = SimpleNamespace(entities=lambda side: texts.rename_columns(["user_id"]))
         night = SimpleNamespace(run=run, settings=settings, tables=entities)
         require_usable_texts(night, SimpleNamespace(side="user", shards=[shard]), {"00000": record})
 

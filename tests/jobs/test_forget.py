@@ -128,7 +128,7 @@ def traces(workspace: Path, vectors: set[bytes]) -> set[str]:
     """Files that hold the planted person: id, attribute, text, its token ids, its vector."""
     ids = token_ids(SECRET)
     needles = [word.encode() for word in (WHO, MOOD, "Zebulon")] + [np.array(ids, np.int32).tobytes(), *vectors]
-    found = set()
+    traces_of_ids = set()
     for path in (path for path in workspace.rglob("*") if path.is_file()):
         held = path.read_bytes()
         if held[:4] == b"PAR1":
@@ -139,24 +139,25 @@ def traces(workspace: Path, vectors: set[bytes]) -> set[str]:
                 flat = table[name].combine_chunks().drop_null().flatten()
                 held += flat.to_numpy(zero_copy_only=False).tobytes()
         if any(needle in held for needle in needles):
-            found.add(path.relative_to(workspace).as_posix())
-    return found
+            traces_of_ids.add(path.relative_to(workspace).as_posix())
+    return traces_of_ids
 
 
 def vectors_of(workspace: Path) -> set[bytes]:
-    found = set()
+    vectors = set()
     for path in workspace.rglob("features/user/*.parquet"):
         for row in pq.read_table(path).to_pylist():
             if row["user_id"] == WHO:
-                found.add(np.array(row["vector"], np.float32).tobytes())
-    return found
+                vectors.add(np.array(row["vector"], np.float32).tobytes())
+    return vectors
 
 
 def nearest_centroid(workspace: Path, vectors: set[bytes]) -> float:
     """Distance of the planted person's vectors from the centroids of all runs: none, of a cluster that is theirs."""
-    found = [np.stack(pq.read_table(path)["vector"].to_pylist()) for path in workspace.rglob("user-centroids.parquet")]
-    theirs = [np.frombuffer(vector, np.float32) for vector in vectors]
-    return min(float(np.abs(part - vector).max(axis=1).min()) for part in found for vector in theirs)
+    files = workspace.rglob("user-centroids.parquet")
+    centroids = [np.stack(pq.read_table(path)["vector"].to_pylist()) for path in files]
+    own_vectors = [np.frombuffer(vector, np.float32) for vector in vectors]
+    return min(float(np.abs(part - vector).max(axis=1).min()) for part in centroids for vector in own_vectors)
 
 
 def forget(folder: Path, capfd, *options: str, code: int = 0) -> dict:
@@ -200,7 +201,7 @@ def test_a_person_is_in_no_byte_of_the_workspace_after_being_forgotten(folder, c
 
 def _audited(run: Path) -> list[AuditedText]:
     audit = RunFolder(run).load_manifest().judgement.audit
-    return [case for found in audit.sides.values() for case in found.cases] if audit is not None else []
+    return [case for audit_of_side in audit.sides.values() for case in audit_of_side.cases] if audit is not None else []
 
 
 def _others(workspace: Path, side: str) -> dict:

@@ -217,9 +217,9 @@ def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_again_when_it
 
     night = opened(world, SECOND_DATE)
     write(night, failing=failing[:2])
-    found = texts(night.run)
-    assert [found[id_] for id_ in failing[:2]] == [(before[id_][0], True) for id_ in failing[:2]]
-    assert sum(is_stale for _, is_stale in found.values()) == 2 and len(found) == num_entities(night)
+    written = texts(night.run)
+    assert [written[id_] for id_ in failing[:2]] == [(before[id_][0], True) for id_ in failing[:2]]
+    assert sum(is_stale for _, is_stale in written.values()) == 2 and len(written) == num_entities(night)
     rows = night.run.read_quarantine("user").to_pylist()
     assert [(row["entity_id"], row["text"]) for row in rows] == [
         (id_, f"{id_} in {night.run.run_id}, before [1 2]") for id_ in sorted(failing[:2])
@@ -234,7 +234,7 @@ def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_again_when_it
     third = opened(world, "2025-03-02")
     write(third)
     after = texts(third.run)
-    assert all(after[id_] == found[id_] for id_ in failing[:2])
+    assert all(after[id_] == written[id_] for id_ in failing[:2])
     assert third.run.read_quarantine("user").to_pylist() == rows
     figures = third.manifest.generation.sides["user"]
     assert (figures.num_quarantined, figures.num_stale) == (2, 2) and figures.quarantine_reasons == {"unparsable": 2}
@@ -275,11 +275,11 @@ def test_whose_change_is_not_due_keeps_the_text_and_waits(world, write):
     write(night)
     (night.run.knowledge_folder("user") / "waiting.parquet").unlink()  # lost in between: the side is planned again
     assert not write(night).shards
-    found, figures = finished(night), night.manifest.generation.sides["user"]
-    waiting = [key for key, (_, is_stale) in found.items() if is_stale]
+    records, figures = finished(night), night.manifest.generation.sides["user"]
+    waiting = [key for key, (_, is_stale) in records.items() if is_stale]
     assert figures.num_waiting == len(waiting) > 0 and figures.postponed == {"not-due": len(waiting)}
-    assert all(found[key][0] == before[key][0] for key in waiting)
-    assert all(found[key][0].startswith(f"{key} in {night.run.run_id}") for key in found.keys() - before.keys())
+    assert all(records[key][0] == before[key][0] for key in waiting)
+    assert all(records[key][0].startswith(f"{key} in {night.run.run_id}") for key in records.keys() - before.keys())
 
     third = opened(world, "2025-03-02", refresh={"max_age_days": 2, "min_new_interactions": 10**6})
     write(third)
@@ -293,9 +293,9 @@ def test_a_budget_spreads_a_new_way_to_ask_over_nights_until_everybody_was_asked
         budget = {"max_tokens": 16}
         night = opened(world, f"2025-03-0{day}", decoding={"max_new_tokens": 200}, refresh=budget)
         write(night)
-        found = finished(night)
+        records = finished(night)
         num_written.append(sum(figures.num_generated for figures in night.manifest.generation.sides.values()))
-        num_old.append(sum(first in text for text, _ in found.values()))
+        num_old.append(sum(first in text for text, _ in records.values()))
     assert max(num_written) <= 9  # one a side may be begun with a token left
     assert num_old == sorted(num_old, reverse=True) and num_old[0] > 16 and num_old[-1] == 0
 
@@ -319,10 +319,10 @@ def test_each_side_has_what_the_other_leaves_of_a_budget(world, write, tmp_path)
 def test_about_whom_there_is_no_evidence_nothing_is_written(world, write):
     night = opened(world, SECOND_DATE, refresh={"min_interactions": 10**6})
     write(night)
-    found, figures = finished(night), night.manifest.generation.sides["user"]
+    records, figures = finished(night), night.manifest.generation.sides["user"]
     assert figures.num_without_text == figures.num_entities == night.tables.users.num_rows
     assert figures.postponed == {"evidence": figures.num_entities} and figures.num_quarantined == 0
-    assert found.keys() == set(night.tables.items["item_id"].to_pylist())
+    assert records.keys() == set(night.tables.items["item_id"].to_pylist())
 
 
 def test_a_folder_of_knowledge_is_read_as_it_is(world):

@@ -32,7 +32,7 @@ def test_ids_are_read_without_what_surrounds_them(held, ids, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("held", "said"),
+    ("held", "message"),
     [
         (b"u1\nu2,2025-01-01\n", "line 2: 'u2,2025-01-01' holds several fields"),
         (b'"u1","2025-01-01"\n', "line 1: '\"u1\",\"2025-01-01\"' holds several fields"),
@@ -51,11 +51,11 @@ def test_ids_are_read_without_what_surrounds_them(held, ids, tmp_path):
         (b"u\x1b1\n", "line 1: 'u\\x1b1' holds a control character"),
     ],
 )  # fmt: skip
-def test_a_file_whose_ids_are_not_certain_is_refused_by_line(held, said, tmp_path):
+def test_a_file_whose_ids_are_not_certain_is_refused_by_line(held, message, tmp_path):
     (tmp_path / "ids.txt").write_bytes(held)
     with pytest.raises(ConfigError) as error:
         read_ids(tmp_path / "ids.txt")
-    assert f"{tmp_path}/ids.txt" in str(error.value) and said in str(error.value), error.value
+    assert f"{tmp_path}/ids.txt" in str(error.value) and message in str(error.value), error.value
     assert "UTF-8" in str(error.value) or "header has" in str(error.value)
 
 

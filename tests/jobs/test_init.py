@@ -43,8 +43,8 @@ def run_init(capsys, tables, out) -> dict:
 
 
 def test_a_job_board_is_guessed_with_its_types_and_clicks(job_board, tmp_path, capsys):
-    said = run_init(capsys, job_board, tmp_path / "night.yaml")
-    assert "decoding.model" in said["model"]
+    printed = run_init(capsys, job_board, tmp_path / "night.yaml")
+    assert "decoding.model" in printed["model"]
     mapping = yaml.safe_load((tmp_path / "mapping.yaml").read_text())
     assert mapping["items"]["id"] == "job_id"
     events = mapping["interactions"]
@@ -147,10 +147,10 @@ def test_ids_that_are_integers_here_and_strings_there_get_a_mapping_that_imports
     log = {"user_id": [7, 8], "item_id": [2, 1], "timestamp": [881_250_949, 881_250_950], "rating": [3, 5]}
     items = {"item_id": ["1", "2"], "title": ["Heat", "Ran"], "genres": ["Action Drama", "Drama War"]}
     write_exports(tmp_path / "exports", users={"user_id": ["7", "8"]}, items=items, interactions=log)
-    said = run_init(capsys, str(tmp_path / "exports"), tmp_path / "night.yaml")
+    printed = run_init(capsys, str(tmp_path / "exports"), tmp_path / "night.yaml")
     mapping = load_mapping(tmp_path / "mapping.yaml")
     assert (mapping.ids.user_id, mapping.ids.item_id) == ("string", "string")
-    assert said["next"][0].startswith("laserbatch data import")
+    assert printed["next"][0].startswith("laserbatch data import")
     import_mapped(mapping, tmp_path / "exports", tmp_path / "tables")
     assert read_tables(tmp_path / "tables").interactions["item_id"].to_pylist() == ["2", "1"]
     assert load_settings(tmp_path / "night.yaml").knowledge.words.item == "film"
@@ -201,12 +201,12 @@ def test_a_csv_with_a_header_alone_is_passed_over(job_board, tmp_path, capsys):
 
 def test_the_bundled_model_knows_the_sample_world_alone(tmp_path, capsys):
     write_sample_world(tmp_path / "tables", num_users=5, num_items=20)
-    said = run_init(capsys, tmp_path / "tables", tmp_path / "night.yaml")
-    assert "model" not in said and said["next"][0].startswith("laserbatch doctor")
+    printed = run_init(capsys, tmp_path / "tables", tmp_path / "night.yaml")
+    assert "model" not in printed and printed["next"][0].startswith("laserbatch doctor")
     items = pq.read_table(tmp_path / "tables" / "items.parquet")
     pq.write_table(items.rename_columns([*items.column_names[:-1], "posted"]), tmp_path / "tables" / "items.parquet")
-    said = run_init(capsys, tmp_path / "tables", tmp_path / "other.yaml")
-    assert "safetensors" in said["model"]
+    printed = run_init(capsys, tmp_path / "tables", tmp_path / "other.yaml")
+    assert "safetensors" in printed["model"]
     tables = {"path": tmp_path / "tables"}
     assert needs_a_model(Settings(tables=tables))
     assert not needs_a_model(Settings(tables=tables, decoding={"model": "qwen"}))
@@ -243,7 +243,7 @@ def amazon(num_items: int = 12) -> dict:
 
 def test_metadata_of_amazon_are_joined_by_the_id_that_both_files_have(tmp_path, capsys):
     write_exports(tmp_path / "exports", **amazon())
-    said = run_init(capsys, str(tmp_path / "exports"), tmp_path / "night.yaml")
+    printed = run_init(capsys, str(tmp_path / "exports"), tmp_path / "night.yaml")
     text = (tmp_path / "mapping.yaml").read_text()
     mapping = yaml.safe_load(text)
     assert (mapping["items"]["id"], mapping["items"]["title"]) == ("parent_asin", "title")
@@ -252,7 +252,8 @@ def test_metadata_of_amazon_are_joined_by_the_id_that_both_files_have(tmp_path, 
     assert events["timestamp"] == {"column": "timestamp", "unit": "ms"} and "event" not in events
     assert "# guessed: by its name and values, 2020-05-05 to 2020-07-03" in text
     assert "12 rows seen; 100% of the parent_asin of All_Beauty.parquet are among them" in text
-    assert "  # images: images  # left out: of type struct<" in text and any("images" in note for note in said["notes"])
+    assert "  # images: images  # left out: of type struct<" in text
+    assert any("images" in note for note in printed["notes"])
     assert mapping["items"]["attributes"]["details"] == "details"  # `;` stands in it, and parts nothing
     import_mapped(load_mapping(tmp_path / "mapping.yaml"), tmp_path / "exports", tmp_path / "tables")
     assert read_tables(tmp_path / "tables").interactions.num_rows == 60
@@ -262,10 +263,10 @@ def test_an_id_that_repeats_is_no_guess(tmp_path, capsys):
     tables = amazon()
     tables["meta_All_Beauty"]["parent_asin"][1] = "B0000"
     write_exports(tmp_path / "exports", **tables)
-    said = run_init(capsys, str(tmp_path / "exports"), tmp_path / "night.yaml")
+    printed = run_init(capsys, str(tmp_path / "exports"), tmp_path / "night.yaml")
     mapping = yaml.safe_load((tmp_path / "mapping.yaml").read_text())
     assert mapping["items"]["id"] is None
-    assert any("items.id is left for you to fill in (no guess: " in note for note in said["notes"])
+    assert any("items.id is left for you to fill in (no guess: " in note for note in printed["notes"])
     with pytest.raises(ConfigError, match=r"items\.id"):
         load_mapping(tmp_path / "mapping.yaml")
 
@@ -308,9 +309,9 @@ def test_a_guess_that_values_contradict_is_none(tmp_path, case):
     write_exports(tmp_path / "exports", things=items, log=log)
     mapping, comments = guessed_mapping(tmp_path / "exports")
     events, time = mapping["interactions"], mapping["interactions"]["timestamp"]
-    found = (mapping["items"]["id"], mapping["items"]["title"], events["user_id"], events["item_id"], time["column"],
+    guessed = (mapping["items"]["id"], mapping["items"]["title"], events["user_id"], events["item_id"], time["column"],
              time["unit"], events.get("rating"))  # fmt: skip
-    assert found == expected and "event" not in events
+    assert guessed == expected and "event" not in events
     assert comments.count("guessed: ") >= 5
 
 
@@ -325,9 +326,9 @@ def test_what_is_not_there_is_no_guess_and_is_said(tmp_path):
     assert (guess.mapping["items"]["title"], guess.mapping["users"]["id"]) == (None, None)
     assert (events["item_id"], events["timestamp"]["column"]) == (None, None)
     notes = "\n".join(guess.notes)
-    for said in ("more.parquet is not used", "users.email is left out of the mapping: looks like e-mail addresses",
+    for message in ("more.parquet is not used", "users.email is left out of the mapping: looks like e-mail addresses",
                  "none of the values of item_id is a item_id of items", "is date (yesterday, today)"):  # fmt: skip
-        assert said in notes
+        assert message in notes
 
 
 @pytest.mark.parametrize("ids", [["1", "2"], ["1.0", "2.0"]])

@@ -84,9 +84,9 @@ def test_a_night_of_a_database_records_the_queries_and_goes_on_without_the_datab
     import_mapped(ImportMapping.model_validate(mapping), tmp_path, tmp_path / "tables")
     (tmp_path / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\n")
     night = opened(tmp_path)
-    asked = night.manifest.origin.inputs["items"]
-    assert (asked["database"], asked["num_rows"]) == ("shop.db", 24)
-    assert asked["query_sha256"] in render_page(night.manifest)
+    recorded = night.manifest.origin.inputs["items"]
+    assert (recorded["database"], recorded["num_rows"]) == ("shop.db", 24)
+    assert recorded["query_sha256"] in render_page(night.manifest)
     (tmp_path / "shop.db").unlink()
     assert opened(tmp_path).run.run_id == night.run.run_id
 
@@ -134,7 +134,7 @@ TEMPLATE = "name: mine\nversion: 1\nframework: kar\nside: item\nparser: free\nin
 
 
 @pytest.mark.parametrize(
-    ("attributes", "said"),
+    ("attributes", "message"),
     [
         ("{columns: [title, categry]}", r"mine, attributes: the items table has no attribute 'categry'.*'category'\?$"),
         ("{exclude: [creatr]}", "'creatr'"),
@@ -143,27 +143,27 @@ TEMPLATE = "name: mine\nversion: 1\nframework: kar\nside: item\nparser: free\nin
         ("{columns: [title, era]}", None),
     ],
 )
-def test_a_column_that_a_template_names_and_no_table_has_is_refused(world, attributes, said):
+def test_a_column_that_a_template_names_and_no_table_has_is_refused(world, attributes, message):
     (world / "mine.yaml").write_text(TEMPLATE + attributes)
     config = world / "mine.config.yaml"
     config.write_text((world / "laserbatch.yaml").read_text() + "knowledge: {item_template: mine, template_dir: .}\n")
     settings = load_settings(config)
-    if said is None:
+    if message is None:
         assert check_inputs(settings.tables.path, settings) == []
         return
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         check_inputs(settings.tables.path, settings)
 
 
 def test_a_path_that_no_table_has_is_refused(world):
     path, settings = world / "tables", load_settings(world / "laserbatch.yaml")
-    for paths, found in ((["category", "region"], None), (["categry"], "knowledge.paths.*'categry'.*'category'")):
-        asked = settings.model_copy(update={"knowledge": settings.knowledge.model_copy(update={"paths": paths})})
-        if found is None:
-            assert check_inputs(path, asked) == []
+    for paths, message in ((["category", "region"], None), (["categry"], "knowledge.paths.*'categry'.*'category'")):
+        with_paths = settings.model_copy(update={"knowledge": settings.knowledge.model_copy(update={"paths": paths})})
+        if message is None:
+            assert check_inputs(path, with_paths) == []
             continue
-        with pytest.raises(ConfigError, match=found):
-            check_inputs(path, asked)
+        with pytest.raises(ConfigError, match=message):
+            check_inputs(path, with_paths)
 
 
 def test_a_night_says_the_warnings_and_opens(world, capsys):
@@ -240,9 +240,9 @@ def test_a_night_says_that_the_log_has_stopped_and_opens(world, capsys):
     assert "the newest interaction" not in capsys.readouterr().err
     late = newest + datetime.timedelta(days=205)
     night = open_night(load_settings(world / "laserbatch.yaml"), late)
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert night.manifest.origin.inputs["interactions"]["age"]["age_days"] == 205
     with recorded(night.manifest):
         events = read_events(night.run.events_path)
     assert events[-1] | {"newest": str(newest), "age_days": 205, "is_stale": True} == events[-1]
-    assert f"WARNING: {world}/tables: the newest interaction known on {late} is of {newest}, 205 days before" in said
+    assert f"WARNING: {world}/tables: the newest interaction known on {late} is of {newest}, 205 days before" in output

@@ -112,10 +112,10 @@ def two_nights(installed, tmp_path_factory) -> Path:
         patched.delenv("PYTHONPATH", raising=False)
         finished = _shards_before_a_kill(folder, start(*command, laserbatch=[installed / "laserbatch"]))
         write_here(patched)
-        with redirect_stderr(io.StringIO()) as said:
+        with redirect_stderr(io.StringIO()) as output:
             first = command_here(*command)
-    assert first == 0, said.getvalue()
-    (folder / "first.txt").write_text(said.getvalue())
+    assert first == 0, output.getvalue()
+    (folder / "first.txt").write_text(output.getvalue())
     (folder / "first.json").write_text(json.dumps([finished, {name: _written(Path(name)) for name in finished}]))
     night = {"shard_size": 8, "train_ctr": True}
     config = write_config(folder, "second.yaml", night=night, decoding=CHOSEN)
@@ -148,11 +148,11 @@ def _written(path: Path) -> int:
 def test_a_wheel_holds_every_file_and_leaves_others_packages_alone(installed, two_nights):
     (wheel,) = installed.parents[1].glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    ours = {name for name in names if ".dist-info/" not in name}
+    packaged = {name for name in names if ".dist-info/" not in name}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
-    assert {f"laserbatch/{name}/py.typed" for name in FOLDERS} <= ours  # else type checkers pass the package over
+    assert {f"laserbatch/{name}/py.typed" for name in FOLDERS} <= packaged  # else type checkers pass the package over
     there = {path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.is_file()}
-    assert ours == {
+    assert packaged == {
         f"laserbatch/{path.relative_to(ROOT)}" for path in there if "__pycache__" not in path.parts
     }  # fmt: skip
     code = "import jobs, models, laserbatch.jobs as ours; print(jobs.OWNER, models.OWNER, ours.__file__)"
@@ -277,9 +277,10 @@ def test_a_killed_night_is_finished_by_the_same_command(two_nights):
     before, after = json.loads((two_nights / "first.json").read_text())
     assert before, "no shard was finished before the kill"
     assert before == after
-    said = (two_nights / "first.txt").read_text()
-    assert "going on with run" in said
-    assert "torchao" not in said and "pytree" not in said  # libraries that were loaded on the way say nothing of theirs
+    output = (two_nights / "first.txt").read_text()
+    assert "going on with run" in output
+    # libraries that were loaded on the way say nothing of theirs
+    assert "torchao" not in output and "pytree" not in output
     assert len(runs(two_nights)) == 2
 
 

@@ -62,7 +62,7 @@ def outline(manifest: dict) -> Outline:
 
 def blocks_of(manifest: dict, anchor: str) -> list:
     typed = manifest_of(manifest)
-    return next(one.blocks for one in sections_of(typed, sides_of(typed)) if one.anchor == anchor)
+    return next(section.blocks for section in sections_of(typed, sides_of(typed)) if section.anchor == anchor)
 
 
 @pytest.fixture

@@ -32,8 +32,8 @@ def test_gain_is_the_difference_of_mean_auc():
 
 
 def test_verdicts_are_those_of_the_ctr_package():
-    found = manifest_of(night_manifest()).judgement.ctr.equivalence
-    assert {model: item.verdict for model, item in found.items()} == {
+    equivalence = manifest_of(night_manifest()).judgement.ctr.equivalence
+    assert {model: item.verdict for model, item in equivalence.items()} == {
         "DIN": "equivalent", "DCNv2": "undecided", "LightGBM": "equivalent", ALL_MODELS: "equivalent",
     }  # fmt: skip
     rows = table_of(night_manifest()).rows

@@ -41,7 +41,7 @@ def run_of(workspace, day, texts=(), is_finished=True, previous=None, failed=(),
     return run.run_id
 
 
-def asked(workspace, capfd, *arguments, code=0):
+def run_runs(workspace, capfd, *arguments, code=0):
     done = run_here(capfd, "runs", *arguments, "--workspace", str(workspace.root), "--json")
     assert done.returncode == code, done.stderr
     return json.loads(done.stdout)
@@ -58,7 +58,7 @@ def test_a_diff_names_who_changed_and_why_who_appeared_and_who_went(workspace, c
     ], previous=before, failed=[("broken", "unparsable")], settings={"decoding": {"top_k": 3}})  # fmt: skip
     workspace.publication.publish(after)
     for arguments in ((before, after), (before,), ()):  # the published one, and what it was built on
-        diff = asked(workspace, capfd, "diff", *arguments)
+        diff = run_runs(workspace, capfd, "diff", *arguments)
         assert (diff["before"], diff["after"], diff["settings"]) == (before, after, {"decoding.top_k": [None, 3]})
         users = diff["users"]
         counts = {name: value for name, value in users.items() if name.startswith("num")}
@@ -70,22 +70,22 @@ def test_a_diff_names_who_changed_and_why_who_appeared_and_who_went(workspace, c
             "num_removed": 2,
         }
         assert users["reasons"] == {"written again": 1, "attributes+history": 1, "history": 1}
-        assert [(one["entity_id"], one["reason"], one["before"], one["after"]) for one in users["changed"]] == [
+        assert [tuple(row[key] for key in ("entity_id", "reason", "before", "after")) for row in users["changed"]] == [
             ("forced", "written again", "x", "y"),
             ("moved", "attributes+history", "x", "y"),
             ("rated", "history", "x", "y"),
         ]
-        assert [(one["entity_id"], one["reason"]) for one in users["added"] + users["removed"]] == [
+        assert [(entity["entity_id"], entity["reason"]) for entity in users["added"] + users["removed"]] == [
             ("mended", "was in quarantine: too-long"),
             ("new", "new"),
             ("broken", "is in quarantine: unparsable"),
             ("gone", "no longer in the tables"),
         ]
         assert diff["items"]["num_unchanged"] == 0
-    assert len(asked(workspace, capfd, "diff", "--limit", "1")["users"]["changed"]) == 1
+    assert len(run_runs(workspace, capfd, "diff", "--limit", "1")["users"]["changed"]) == 1
     shown = run_here(capfd, "runs", "diff", "--texts", "--workspace", str(workspace.root))
     assert "user moved changed: attributes+history\n  - x\n  + y" in shown.stderr
-    assert "runs are" in asked(workspace, capfd, "diff", before, "2025-03-09-gone", code=3)["error"]
+    assert "runs are" in run_runs(workspace, capfd, "diff", before, "2025-03-09-gone", code=3)["error"]
 
 
 def test_listed_are_state_mark_and_size_also_of_what_cannot_be_read(workspace, capfd):
@@ -95,34 +95,34 @@ def test_listed_are_state_mark_and_size_also_of_what_cannot_be_read(workspace, c
         workspace.publication.publish(run_id)
     workspace.publication.roll_back()
     (workspace.root / "runs" / ".gone.1-ab.tmp").mkdir()  # a removal that was killed
-    listed = asked(workspace, capfd, "list")["runs"]
-    marks = [(one["state"], one["published"], one["rolled_back"]) for one in listed]
+    listed = run_runs(workspace, capfd, "list")["runs"]
+    marks = [(row["state"], row["published"], row["rolled_back"]) for row in listed]
     assert marks == [
         ("finished", True, False),
         ("finished", False, True),
         ("unfinished", False, False),
         ("damaged", False, False),
     ]
-    assert all(one["num_bytes"] > 0 for one in listed)
+    assert all(row["num_bytes"] > 0 for row in listed)
     table = run_here(capfd, "runs", "list", "--workspace", str(workspace.root)).stdout
     assert f"*  {ids[0]}" in table and "rolled back" in table
-    assert asked(workspace, capfd, "show")["run_id"] == ids[0]
+    assert run_runs(workspace, capfd, "show")["run_id"] == ids[0]
 
 
 def test_what_was_published_is_rolled_back_run_by_run_and_published_again(workspace, capfd):
     ids = [run_of(workspace, day) for day in (1, 2, 3)]
     for run_id in ids:
-        asked(workspace, capfd, "publish", run_id)
-    assert asked(workspace, capfd, "rollback") == {"published": ids[1], "rolled_back": ids[2]}
-    assert asked(workspace, capfd, "rollback") == {"published": ids[0], "rolled_back": ids[1]}
-    assert "no run that is still there was published before" in asked(workspace, capfd, "rollback", code=3)["error"]
+        run_runs(workspace, capfd, "publish", run_id)
+    assert run_runs(workspace, capfd, "rollback") == {"published": ids[1], "rolled_back": ids[2]}
+    assert run_runs(workspace, capfd, "rollback") == {"published": ids[0], "rolled_back": ids[1]}
+    assert "no run that is still there was published before" in run_runs(workspace, capfd, "rollback", code=3)["error"]
     assert workspace.publication.rolled_back() == [ids[2], ids[1]] and workspace.publication.run().run_id == ids[0]
-    assert asked(workspace, capfd, "publish", ids[2]) == {"published": ids[2], "published_before": ids[0]}
+    assert run_runs(workspace, capfd, "publish", ids[2]) == {"published": ids[2], "published_before": ids[0]}
     assert workspace.publication.rolled_back() == [ids[1]]
     unfinished = run_of(workspace, 4, is_finished=False)
     assert (
         "`laserbatch nightly --date 2025-03-04` finishes it"
-        in asked(workspace, capfd, "publish", unfinished, code=3)["error"]
+        in run_runs(workspace, capfd, "publish", unfinished, code=3)["error"]
     )
 
 
@@ -131,7 +131,7 @@ def test_a_published_run_that_was_deleted_by_hand_is_rolled_back_from(workspace,
     for run_id in ids:
         workspace.publication.publish(run_id)
     (workspace.run(ids[1]).success_path).unlink()
-    assert asked(workspace, capfd, "rollback")["published"] == ids[0]
+    assert run_runs(workspace, capfd, "rollback")["published"] == ids[0]
 
 
 def test_old_runs_are_removed_but_none_that_somebody_needs(workspace, capfd):
@@ -148,7 +148,7 @@ def test_old_runs_are_removed_but_none_that_somebody_needs(workspace, capfd):
 
     (workspace.root / "runs" / ".gone.1-ab.tmp").mkdir()
     before = run_ids()
-    cleaned = asked(workspace, capfd, "gc", "--keep", "1", "--dry-run")
+    cleaned = run_runs(workspace, capfd, "gc", "--keep", "1", "--dry-run")
     assert run_ids() == before and cleaned["num_bytes"] > 0 and cleaned["num_leftovers"] == 1
     assert cleaned["removed"] == [ids[1], ids[8]]
     assert cleaned["kept"] == {
@@ -159,10 +159,10 @@ def test_old_runs_are_removed_but_none_that_somebody_needs(workspace, capfd):
         ids[7]: "the next night builds on it",
         ids[9]: "among the newest 1",
     }
-    assert asked(workspace, capfd, "gc", "--keep", "1")["removed"] == cleaned["removed"]
+    assert run_runs(workspace, capfd, "gc", "--keep", "1")["removed"] == cleaned["removed"]
     assert run_ids() == sorted(cleaned["kept"]) and not list((workspace.root / "runs").glob(".*"))
-    assert asked(workspace, capfd, "gc", "--keep", "1")["num_bytes"] == 0
-    more = asked(workspace, capfd, "gc", "--keep", "1", "--unfinished")["removed"]
+    assert run_runs(workspace, capfd, "gc", "--keep", "1")["num_bytes"] == 0
+    more = run_runs(workspace, capfd, "gc", "--keep", "1", "--unfinished")["removed"]
     assert more == []  # newer than what is kept
     with workspace.lock():
-        assert asked(workspace, capfd, "gc", code=5)["kind"] == "WorkspaceBusy"
+        assert run_runs(workspace, capfd, "gc", code=5)["kind"] == "WorkspaceBusy"

@@ -59,8 +59,8 @@ def test_the_line_of_cron_runs_its_night_once_more_where_that_helps(tmp_path):
         (tmp_path / "code").write_text(str(code))
         (tmp_path / "given").write_text("")
         done = subprocess.run(["/bin/bash", "-c", script], env=names, capture_output=True, text=True, timeout=20)
-        given = (tmp_path / "given").read_text().splitlines()
-        assert len(given) == num_tries and re.fullmatch(r"nightly --config C --date \d{4}-\d\d-\d\d", given[0])
+        commands = (tmp_path / "given").read_text().splitlines()
+        assert len(commands) == num_tries and re.fullmatch(r"nightly --config C --date \d{4}-\d\d-\d\d", commands[0])
         assert (f"ended with exit code {code};" in done.stdout) == (code != 0)
 
 
@@ -86,8 +86,8 @@ def test_the_slurm_job_ends_as_its_night_and_is_put_back_where_that_helps(code, 
     how = {"env": names, "capture_output": True, "text": True, "timeout": 20}
     done = subprocess.run(["/bin/bash", script, "2025-03-01"], **how)
     assert done.returncode == code and f"ended with exit code {code}" in done.stdout, done.stderr
-    given = (tmp_path / "given").read_text().split()
-    assert given == ["nightly", "--config", "C", "--ray-address", "node1:20123", "--date", "2025-03-01"]
+    commands = (tmp_path / "given").read_text().split()
+    assert commands == ["nightly", "--config", "C", "--ray-address", "node1:20123", "--date", "2025-03-01"]
     assert (tmp_path / "waited").read_text().splitlines()[-1].endswith("node1:20123 2")
     assert (tmp_path / "requeued").exists() == tries_again
     undated = subprocess.run(["/bin/bash", script], **how)
@@ -101,8 +101,8 @@ def test_units_are_what_systemd_reads(tmp_path):
         text = (SCHEDULES / unit.name).read_text().replace("/opt/laserbatch/.venv/bin/laserbatch", "/bin/true")
         unit.write_text(text.replace("User=laserbatch", "User=root"))
     done = subprocess.run(["systemd-analyze", "verify", *units], capture_output=True, text=True, timeout=60)
-    ours = [line for line in (done.stdout + done.stderr).splitlines() if "laserbatch" in line]
-    assert not ours and len(units) == 3
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if "laserbatch" in line]
+    assert not lines and len(units) == 3
 
 
 def test_the_rayjob_has_what_its_schema_requires():

@@ -169,7 +169,7 @@ def test_what_an_endpoint_cannot_do_is_refused(decoding, message):
 @pytest.mark.parametrize(
     "section",
     [{"night": {"compare_with_plain": True}}, {"cluster": {"num_workers": 2}}],
-    ids=lambda one: next(iter(one)),
+    ids=lambda options: next(iter(options)),
 )
 def test_one_worker_asks_a_server_and_nothing_is_compared_with_plain_texts(section):
     with pytest.raises(ValidationError, match=r"with decoding\.engine endpoint"):
@@ -198,7 +198,7 @@ def test_a_night_keeps_its_name_if_its_server_moves_or_gets_more_money_but_not_i
 
 
 def test_the_options_of_an_endpoint_are_shown_with_their_defaults():
-    shown = {one["option"]: one for one in options_of(with_server(timeout_s=5), Settings())}
+    shown = {entry["option"]: entry for entry in options_of(with_server(timeout_s=5), Settings())}
     assert shown["decoding.endpoint.timeout_s"]["is_changed"] and shown["decoding.endpoint.timeout_s"]["default"] == 600
     assert not shown["decoding.endpoint.give_up_after_s"]["is_changed"]
     assert shown["decoding.endpoint.url"]["value"] == SERVER["url"]
@@ -206,8 +206,8 @@ def test_the_options_of_an_endpoint_are_shown_with_their_defaults():
 
 def test_the_page_of_endpoints_has_every_option_and_its_examples_are_configurations():
     page = (PACKAGE_ROOT / "docs" / "endpoint.md").read_text(encoding="utf-8")
-    blocks = [yaml.safe_load(one) for one in re.findall(r"^```yaml\n(.*?)```", page, re.MULTILINE | re.DOTALL)]
-    assert len(blocks) == 2 and all(Settings.model_validate(one).decoding.endpoint for one in blocks)
+    blocks = [yaml.safe_load(entry) for entry in re.findall(r"^```yaml\n(.*?)```", page, re.MULTILINE | re.DOTALL)]
+    assert len(blocks) == 2 and all(Settings.model_validate(entry).decoding.endpoint for entry in blocks)
     shown = re.findall(r"^\| `(\w+)`", page, re.MULTILINE)
     assert [name for name in shown if name in EndpointSettings.model_fields] == list(EndpointSettings.model_fields)
 

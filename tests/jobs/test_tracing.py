@@ -68,7 +68,7 @@ def manifest(tmp_path) -> RunManifest:
 
 
 def facts_of(span) -> dict:
-    values = {one.key.removeprefix("laserbatch."): one.value for one in span.attributes}
+    values = {attribute.key.removeprefix("laserbatch."): attribute.value for attribute in span.attributes}
     return {name: getattr(value, value.WhichOneof("value")) for name, value in values.items()}
 
 
@@ -93,7 +93,7 @@ def test_a_night_sends_spans_of_its_stages_and_shards(tmp_path, monkeypatch, cap
     assert attempt.name == "attempt" and {span.name for span in stages} == set(manifest.stages)
     seconds = sum(span.end_time_unix_nano - span.start_time_unix_nano for span in stages) / 1e9
     assert seconds == pytest.approx(sum(manifest.stages.values()), abs=0.1)
-    assert all(one.end_time_unix_nano <= other.start_time_unix_nano for one, other in pairwise(stages))
+    assert all(stage.end_time_unix_nano <= other.start_time_unix_nano for stage, other in pairwise(stages))
     generate = next(span for span in stages if span.name == "generate")
     shards = [span for span in spans if span.parent_span_id == generate.span_id]
     assert len(spans) == 1 + len(stages) + len(shards) and {span.name for span in shards} == {"shard"}

@@ -37,16 +37,16 @@ def test_a_hostile_title_adds_no_control_token_to_a_prompt(any_tokenizer, templa
         for title in ("A B", HOSTILE)
     )
     control = np.array(sorted(control_ids(any_tokenizer)))
-    kept = [ids[np.isin(ids, control)].tolist() for ids in (harmless, hostile)]
-    assert kept[0] == kept[1]
+    control_tokens = [ids[np.isin(ids, control)].tolist() for ids in (harmless, hostile)]
+    assert control_tokens[0] == control_tokens[1]
 
 
 @given(st.data(), st.sampled_from(sorted(KINDS)))
 def test_nothing_in_tables_becomes_a_control_token_wherever_it_stands(data, kind):
     tokenizer = TOKENIZERS[kind]
     parts = [part for token in [*SPECIAL, "<think>"] for part in (token, token[:3], token[3:])]
-    some = st.lists(st.sampled_from([*parts, "a", " ", "\n", "|"]), max_size=4).map("".join)
-    name, value, title, event = (data.draw(some) for _ in range(4))
+    text = st.lists(st.sampled_from([*parts, "a", " ", "\n", "|"]), max_size=4).map("".join)
+    name, value, title, event = (data.draw(text) for _ in range(4))
 
     def control(name, value, title, event):
         line = HistoryEvent(1, title, {name or "x": value}, 3.5, event)

@@ -28,19 +28,19 @@ def make_tables(kind: pa.DataType, with_rating: bool = True) -> Tables:
 
 @pytest.mark.parametrize("kind", [pa.int64(), pa.string()])
 def test_histories_are_oldest_first_and_ids_keep_their_type(kind):
-    one, two, three = iter_entities(make_tables(kind), "user")
-    assert [event.title for event in two.history] == ["A", "B"]
-    assert [event.rating for event in two.history] == [5.0, None]
-    assert [event.title for event in one.history] == ["B"]  # item 99 is not there
-    assert three.history == ()
-    assert (one.entity_id, two.history[0].item_id) == (("1", "10") if pa.types.is_string(kind) else (1, 10))
+    first, second, third = iter_entities(make_tables(kind), "user")
+    assert [event.title for event in second.history] == ["A", "B"]
+    assert [event.rating for event in second.history] == [5.0, None]
+    assert [event.title for event in first.history] == ["B"]  # item 99 is not there
+    assert third.history == ()
+    assert (first.entity_id, second.history[0].item_id) == (("1", "10") if pa.types.is_string(kind) else (1, 10))
 
 
 def test_missing_values_and_created_at_are_dropped():
-    one, two, three = iter_entities(make_tables(pa.int64()), "user")
-    assert (one.attributes, two.attributes, three.attributes) == ({"age": 30.0}, {}, {})
-    assert one.history[0].attributes == {}
-    assert two.history[0].attributes == {"category": ["x", "y"]}
+    first, second, third = iter_entities(make_tables(pa.int64()), "user")
+    assert (first.attributes, second.attributes, third.attributes) == ({"age": 30.0}, {}, {})
+    assert first.history[0].attributes == {}
+    assert second.history[0].attributes == {"category": ["x", "y"]}
 
 
 def test_items_carry_their_title_among_the_attributes():
@@ -59,8 +59,8 @@ def test_more_than_2_gib_of_attributes_are_never_gathered():
     users = pa.table(
         {"user_id": pa.chunked_array([[number] for number in range(33)]), "bio": pa.chunked_array([text] * 33)}
     )
-    (one,) = iter_entities(Tables(users, tables.items, tables.interactions), "user", [2])
-    assert len(one.attributes["bio"]) == 2**26 and len(one.history) == 2
+    (entity,) = iter_entities(Tables(users, tables.items, tables.interactions), "user", [2])
+    assert len(entity.attributes["bio"]) == 2**26 and len(entity.history) == 2
 
 
 def test_tables_without_ratings():

@@ -135,7 +135,7 @@ def test_in_columns_it_is_and_shows_what_it_is_and_shows_of_one_entity(data, tem
     questions = SideQuestions(tables, template.side, template, "s")
     entities = list(iter_entities(tables, template.side))
     expected = [slowly(template, entity) for entity in entities]
-    assert questions.fingerprints(0, 3).to_pylist() == [None if one is None else f"s-{one}" for one in expected]
+    assert questions.fingerprints(0, 3).to_pylist() == [digest and f"s-{digest}" for digest in expected]
     rows = np.array([2, 0])
     for row, shown in zip(rows, map(shown_of_row, questions.shown(rows).to_pylist()), strict=True):
         if expected[row] is not None:

@@ -15,15 +15,15 @@ def test_the_page_can_be_typed_as_it_stands(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     for name, value in {"WARM_UP_ROUNDS": {"cpu": 0}, "MIN_ROUNDS": 1, "MAX_ROUNDS": 1}.items():
         monkeypatch.setattr(measuring, name, value)  # what a draft costs is measured, and nothing here depends on it
-    said = []
+    messages = []
     for language, block in re.findall(r"```(\w+)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL):
         if language == "sh":
             program, *arguments = shlex.split(block)
             assert program == "laserbatch"
-            said.append(run_here(capfd, *arguments).stdout)
+            messages.append(run_here(capfd, *arguments).stdout)
         else:
             path = tmp_path / re.match(r"# (\S+)\n", block)[1]
             path.parent.mkdir(exist_ok=True)
             path.write_text(block, encoding="utf-8")
-    record = said[-1][said[-1].index("Record") :]
+    record = messages[-1][messages[-1].index("Record") :]
     assert "about: " in record and "listeners: " in record and "a night would keep it" in record

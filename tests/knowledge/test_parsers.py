@@ -198,15 +198,15 @@ SAID = {
 def test_another_language_of_the_same_script_is_refused_and_the_asked_one_kept(language):
     own, prompt = np.arange(60, dtype=np.int32), np.arange(1_000, 1_200, dtype=np.int32)
     assert language_of(SAID[language]) == language
-    for asked in SAID:
-        template = USER.model_copy(update={"instruction": SAID[asked]})
-        if asked == language:
+    for requested in SAID:
+        template = USER.model_copy(update={"instruction": SAID[requested]})
+        if requested == language:
             require_answer(template, SAID[language], own, prompt)
             continue
-        with pytest.raises(RowError, match=f"^wrong-language: asked in {asked}, answered in {language}"):
+        with pytest.raises(RowError, match=f"^wrong-language: asked in {requested}, answered in {language}"):
             require_answer(template, SAID[language], own, prompt)
         require_answer(template.model_copy(update={"any_language": True}), SAID[language], own, prompt)
-        quoted = f"{SAID[asked]} {SAID[asked]} It is called “{SAID[language][:60]}”."
+        quoted = f"{SAID[requested]} {SAID[requested]} It is called “{SAID[language][:60]}”."
         require_answer(template, quoted, own, prompt)
 
 

@@ -130,8 +130,8 @@ def test_histories_are_shortened_as_one_event_after_another_would_be(options):
     )
     histories = Histories(tables)
     places, starts = histories.chosen(np.arange(9), columns)
-    for one in range(9):
-        events, kept = [(int(item[row]), int(times[row])) for row in np.flatnonzero(user == one)], []
+    for user_row in range(9):
+        events, shown = [(int(item[row]), int(times[row])) for row in np.flatnonzero(user == user_row)], []
         newest, seen, rank = events[-1][1], set(), 0
         for what, when in reversed(events):
             if options.get("max_days") and when <= newest - options["max_days"] * DAY_US:
@@ -141,9 +141,9 @@ def test_histories_are_shortened_as_one_event_after_another_would_be(options):
             seen.add(what)
             drawn = (when * 0x9E3779B97F4A7C15 % 2**64 >> 40) / 2**24
             if drawn < 0.5 ** (rank / options.get("half_life", 1e9)):
-                kept.append(what)
+                shown.append(what)
             rank += 1
-        assert histories.items(places[starts[one] : starts[one + 1]]).tolist() == kept[:6][::-1]
+        assert histories.items(places[starts[user_row] : starts[user_row + 1]]).tolist() == shown[:6][::-1]
 
 
 @pytest.mark.parametrize(

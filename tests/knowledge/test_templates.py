@@ -31,7 +31,7 @@ def test_a_folder_of_ones_own_comes_first(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (MINIMAL + "instrucion: x\n", r"instrucion: no such key; did you mean 'instruction'\?$"),
         (MINIMAL.replace("version: 2\n", ""), "version"),
@@ -57,9 +57,9 @@ def test_a_folder_of_ones_own_comes_first(tmp_path):
         (MINIMAL + "parser_path: x\n", "parser_path is no key"),
     ],
 )
-def test_a_wrong_template_is_refused_by_name(tmp_path, text, said):
+def test_a_wrong_template_is_refused_by_name(tmp_path, text, message):
     (tmp_path / "mine.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=said) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         load_template("mine", tmp_path)
     assert "pydantic" not in str(caught.value)
 
@@ -76,7 +76,7 @@ def test_prompts_speak_of_your_users_and_items_and_of_what_was_done():
 
 
 @pytest.mark.parametrize(
-    ("columns", "said", "kind"),
+    ("columns", "interacted", "kind"),
     [
         ({}, "picked", "none"),
         ({"rating": [1.0, 0.0]}, "picked or passed over", "words"),
@@ -94,12 +94,12 @@ def test_prompts_speak_of_your_users_and_items_and_of_what_was_done():
         ({"event": [None, None]}, "picked", "none"),
     ],
 )
-def test_what_was_done_is_said_by_the_events_or_ratings_that_there_are(columns, said, kind):
+def test_what_was_done_is_said_by_the_events_or_ratings_that_there_are(columns, interacted, kind):
     kinds = {"rating": pa.float64(), "event": pa.string()}
     columns = {name: pa.array(values, kinds[name]) for name, values in columns.items()}
-    found = labels_of(pa.table({"timestamp": pa.nulls(max(map(len, columns.values()), default=0))} | columns),
+    labels = labels_of(pa.table({"timestamp": pa.nulls(max(map(len, columns.values()), default=0))} | columns),
                       {"tried on": "put on"})  # fmt: skip
-    assert (found.interacted, found.kind) == (said, kind)
+    assert (labels.interacted, labels.kind) == (interacted, kind)
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted(SHIPPED_TEMPLATES.glob("*_user.yaml"))])
@@ -162,7 +162,7 @@ def test_the_bundled_model_is_asked_in_the_words_that_it_was_trained_on():
 
 
 def test_domains_are_known_by_names_of_items():
-    assert all(domain_of([name]) == domains()[found] for name, found in
+    assert all(domain_of([name]) == domains()[domain] for name, domain in
                [("song_id", "songs"), ("jobs.parquet", "jobs"), ("sku", "shop"), ("movieId", "films")])  # fmt: skip
     assert domain_of(["title", "thing"]) is None
 

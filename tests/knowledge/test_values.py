@@ -109,7 +109,7 @@ def test_another_value_has_another_text(number, other, parts, others, name):
     with np.errstate(over="ignore"):
         narrow = np.array([number, other], np.float64).astype(np.float32)
     assert np.isnan(narrow).any() or (number_text(narrow[0]) == number_text(narrow[1])) == (narrow[0] == narrow[1])
-    plain = [[text for part in one if (text := " ".join(part.split()))] for one in (parts, others)]
+    plain = [[text for part in value if (text := " ".join(part.split()))] for value in (parts, others)]
     is_same = plain[0] == plain[1] if name == "path" else set(plain[0]) == set(plain[1])
     assert (value_text(parts, COLUMNS, name) == value_text(others, COLUMNS, name)) == is_same
 

@@ -88,8 +88,8 @@ def _write(folder: Path, name: str, **columns: object) -> None:
 
 def table(name: str, **columns: object) -> Callable[[Path], None]:
     """A table with columns replaced or added; None leaves one out."""
-    kept = {key: value for key, value in (TABLES[name] | columns).items() if value is not None}
-    return lambda folder: _write(folder, name, **kept)
+    columns_present = {key: value for key, value in (TABLES[name] | columns).items() if value is not None}
+    return lambda folder: _write(folder, name, **columns_present)
 
 
 def raw_table(name: str, made: pa.Table) -> Callable[[Path], None]:

@@ -32,8 +32,8 @@ from laserbatch.pipeline.planning.column_changes import (
     ],
 )
 def test_it_is_said_what_became_of_a_column(before, now, expected):
-    found = changed_columns([(before, now)] * 3)
-    assert found == {name: (what, 3) for name, what in expected.items()}
+    changes = changed_columns([(before, now)] * 3)
+    assert changes == {name: (what, 3) for name, what in expected.items()}
 
 
 def test_the_most_frequent_change_comes_first_and_names_the_column():
@@ -51,10 +51,13 @@ def test_attributes_are_read_off_lines_by_the_template():
 
 
 def test_columns_of_items_are_named_that_histories_show_differently():
+    def rated(events):
+        return json.dumps([[*event, "5"] for event in events])
+
     def changes(before, now, **texts):
-        pair = tuple(None if one is None else json.dumps([[*event, "5"] for event in one]) for one in (before, now))
-        found = changed_in_histories([pair, pair], " | ", lambda titles: {title: texts for title in titles})
-        return {name: num for name, (_, num) in found.items()}
+        pair = tuple(events if events is None else rated(events) for events in (before, now))
+        columns = changed_in_histories([pair, pair], " | ", lambda titles: {title: texts for title in titles})
+        return {name: num for name, (_, num) in columns.items()}
 
     before = [["Ran", "war | 1985"], ["Heat", "crime"]]
     assert changes(before, [["Heat", "crime"], ["Big", None]]) == changes(before, None) == changes(None, before) == {}

@@ -185,10 +185,10 @@ def test_long_shards_come_after_a_few_rows_of_all_groups(tmp_path):
 
 def test_more_than_2_gib_of_text_is_carried_over_a_part_at_a_time(tmp_path, monkeypatch):
     """One text of 64 MiB, which 33 records share, and a short one: no Arrow `string` array can hold all of them."""
-    one = records({"a": BEFORE}).drop_columns(["text", "entity_id"])
+    record = records({"a": BEFORE}).drop_columns(["text", "entity_id"])
     text = pa.array(["x" * 2**26])
     batches = [
-        one.append_column("text", [text if number != 7 else ["short"]])
+        record.append_column("text", [text if number != 7 else ["short"]])
         .append_column("entity_id", [[f"u{number}"]])
         .to_batches()[0]
         for number in range(34)
@@ -199,8 +199,8 @@ def test_more_than_2_gib_of_text_is_carried_over_a_part_at_a_time(tmp_path, monk
     read = lambda path, columns: (batch.select(columns or batch.schema.names) for batch in batches)  # noqa: E731
     monkeypatch.setattr(earlier_records, "iter_parquet", read)
     previous = PreviousKnowledge(tmp_path)
-    kept = previous.records(np.array([7]), pa.string(), False)
-    written = RunFolder(tmp_path / "run").shards("user").write("carried", kept)
+    carried = previous.records(np.array([7]), pa.string(), False)
+    written = RunFolder(tmp_path / "run").shards("user").write("carried", carried)
     assert written.num_rows == 1
     assert previous.rows_of(pa.chunked_array([["u31", "u2", "nobody"]])).tolist() == [31, 2, -1]
     assert previous.token_ids(np.array([31, -1, 2])).to_pylist() == [[1, 2], None, [1, 2]]

@@ -46,7 +46,8 @@ def test_only_the_same_question_of_the_same_entity_is_not_asked(tmp_path, monkey
     monkeypatch.setattr(postpone, "DAYS_BETWEEN_TRIES", 1 << 40)
     rows = [QuarantineRow.of(n, "user", "unparsable: no", f"f{n}", "text") for n in (5, 3)]
     unusable = unusable_texts(quarantined(tmp_path, rows, pa.int64()), "user", DATE)
-    found = still_failing(unusable, pa.array([1, 3, 5, 7]), pa.array(["f3", "f3", "other", "f5"]))
-    assert [None if row < 0 else unusable["entity_id"][row].as_py() for row in found.tolist()] == [None, 3, None, None]
+    is_failing = still_failing(unusable, pa.array([1, 3, 5, 7]), pa.array(["f3", "f3", "other", "f5"]))
+    ids = [None if row < 0 else unusable["entity_id"][row].as_py() for row in is_failing.tolist()]
+    assert ids == [None, 3, None, None]
     assert (still_failing(unusable, pa.array(["3"]), pa.array(["f3"])) == np.array([-1])).all()  # ids of another type
     assert (still_failing(None, pa.array([3]), pa.array(["f3"])) == np.array([-1])).all()

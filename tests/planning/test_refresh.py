@@ -15,8 +15,8 @@ def candidates(**columns) -> Candidates:
     return Candidates(**filled)
 
 
-def written(some: Candidates, max_tokens=None, **settings) -> list[int]:
-    return np.flatnonzero(decide(some, RefreshSettings(**settings), max_tokens).is_written).tolist()
+def written(entities: Candidates, max_tokens=None, **settings) -> list[int]:
+    return np.flatnonzero(decide(entities, RefreshSettings(**settings), max_tokens).is_written).tolist()
 
 
 def test_by_default_every_change_is_written():
@@ -25,8 +25,8 @@ def test_by_default_every_change_is_written():
 
 
 def test_so_many_interactions_must_have_come_or_gone_since_the_text():
-    some = candidates(num_interactions=[11, 12, 13, 7, 8])
-    assert written(some, min_new_interactions=3) == [2, 3]
+    entities = candidates(num_interactions=[11, 12, 13, 7, 8])
+    assert written(entities, min_new_interactions=3) == [2, 3]
     otherwise = candidates(num_interactions=[11, 11], is_changed_beyond_history=[True, False])
     assert written(otherwise, min_new_interactions=3) == [0]
     assert written(candidates(num_interactions=[1, 11], has_text=[False, True]), min_new_interactions=3) == [0]
@@ -37,10 +37,10 @@ def test_an_old_text_is_rewritten_however_little_came():
 
 
 def test_a_budget_takes_the_most_valuable_and_counts_the_rest():
-    some = candidates(num_interactions=[11, 20, 12, 40], num_seen=[10, 10, 10, 38])
-    decision = decide(some, RefreshSettings(), max_tokens=200)
+    entities = candidates(num_interactions=[11, 20, 12, 40], num_seen=[10, 10, 10, 38])
+    decision = decide(entities, RefreshSettings(), max_tokens=200)
     assert decision.is_written.tolist() == [False, True, True, False]
-    assert decision.is_over_budget.tolist() == [True, False, False, True] and decision.num_tokens(some) == 200
+    assert decision.is_over_budget.tolist() == [True, False, False, True] and decision.num_tokens(entities) == 200
     expected = [np.log2(13) / 11, np.log2(22) / 2, np.log2(14) * 2 / 12, np.log2(42) * 2 / 40]
     assert decision.scores == pytest.approx(np.array(expected) + 1 / 7)  # as the documentation writes it
 
@@ -54,8 +54,10 @@ def test_nobody_waits_for_ever_while_others_have_more_that_is_new():
     for night in range(1, 91):
         now[:80] += draw.integers(5, 30, 80)
         changed = np.flatnonzero(now != seen)
-        some = candidates(num_interactions=now[changed], num_seen=seen[changed], age_days=night - written_on[changed])
-        picked = changed[decide(some, settings, max_tokens=3000).is_written]
+        entities = candidates(
+            num_interactions=now[changed], num_seen=seen[changed], age_days=night - written_on[changed]
+        )
+        picked = changed[decide(entities, settings, max_tokens=3000).is_written]
         assert len(picked) == 30
         seen[picked], written_on[picked] = now[picked], night
         nights_of.append(set(picked.tolist()))
@@ -68,11 +70,11 @@ def test_a_changed_template_is_written_over_nights_and_comes_to_an_end():
     activity, is_old, nights = np.arange(90), np.ones(90, bool), []
     for night in range(1, 5):
         rows = np.flatnonzero(is_old)
-        some = candidates(num_interactions=activity[rows], num_seen=activity[rows], age_days=[night] * len(rows),
+        entities = candidates(num_interactions=activity[rows], num_seen=activity[rows], age_days=[night] * len(rows),
                           is_changed_beyond_history=[True] * len(rows)) if len(rows) else None  # fmt: skip
-        if some is None:
+        if entities is None:
             break
-        picked = rows[decide(some, RefreshSettings(min_new_interactions=5), max_tokens=3000).is_written]
+        picked = rows[decide(entities, RefreshSettings(min_new_interactions=5), max_tokens=3000).is_written]
         is_old[picked] = False
         nights.append(picked.tolist())
     assert nights == [list(range(60, 90)), list(range(30, 60)), list(range(30))]

@@ -25,14 +25,17 @@ def first_tokens(trees: TreeBatch, num_tokens: int, sampled) -> np.ndarray:
     starts = trees.starts + np.arange(num_texts)
     held = HeldLogits(AFTER[torch.from_numpy(before.astype(np.int64))])
     rows = sampled(TEMPERATURE, held, range(num_texts), [NUM_BEFORE] * num_texts, trees)
-    found = verify(Greedy(), rows, trees, starts, NO_END)
-    texts = [[*tree.token_ids[one.nodes].tolist(), one.next_token] for tree, one in zip(trees, found, strict=True)]
+    acceptances = verify(Greedy(), rows, trees, starts, NO_END)
+    texts = [
+        [*tree.token_ids[acceptance.nodes].tolist(), acceptance.next_token]
+        for tree, acceptance in zip(trees, acceptances, strict=True)
+    ]
     while short := [number for number, text in enumerate(texts) if len(text) < num_tokens]:
         none = TreeBatch.empty(len(short))
         held = HeldLogits(AFTER[torch.tensor([texts[number][-1] for number in short])])
         rows = sampled(TEMPERATURE, held, short, [NUM_BEFORE + len(texts[number]) for number in short], none)
-        for number, one in zip(short, verify(Greedy(), rows, none, np.arange(len(short)), NO_END), strict=True):
-            texts[number].append(one.next_token)
+        for number, acceptance in zip(short, verify(Greedy(), rows, none, np.arange(len(short)), NO_END), strict=True):
+            texts[number].append(acceptance.next_token)
     return np.array([text[:num_tokens] for text in texts])
 
 
@@ -43,6 +46,7 @@ def counts_and_expected(texts: np.ndarray) -> tuple[np.ndarray, ...]:
     """
     p = torch.softmax(AFTER.double() / TEMPERATURE, -1).numpy()
     joint = p[VOCAB][:, None] * p[:VOCAB]
-    found, expected = np.bincount(texts[:, 0] * VOCAB + texts[:, 1], minlength=VOCAB**2), joint.flatten() * len(texts)
+    observed = np.bincount(texts[:, 0] * VOCAB + texts[:, 1], minlength=VOCAB**2)
+    expected = joint.flatten() * len(texts)
     is_rare = expected < MIN_EXPECTED
-    return tuple(np.append(counts[~is_rare], counts[is_rare].sum()) for counts in (found, expected))
+    return tuple(np.append(counts[~is_rare], counts[is_rare].sum()) for counts in (observed, expected))

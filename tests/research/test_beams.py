@@ -67,10 +67,10 @@ def plainly(prompt: np.ndarray, items: ItemCodes, size: int, own=()) -> list[tup
 
 @pytest.mark.parametrize("size", [1, 3, 20])
 def test_beams_are_those_of_a_plain_loop(size):
-    for prompt, found in zip(PROMPTS, found_with(size)[0], strict=True):
+    for prompt, result in zip(PROMPTS, found_with(size)[0], strict=True):
         expected = plainly(prompt, CATALOGUE, size)
-        assert found.rows.tolist() == [row for _, row in expected]
-        np.testing.assert_allclose(found.scores, [score for score, _ in expected], atol=1e-6)
+        assert result.rows.tolist() == [row for _, row in expected]
+        np.testing.assert_allclose(result.scores, [score for score, _ in expected], atol=1e-6)
 
 
 @pytest.mark.parametrize("size", [1, 5, 20])
@@ -82,9 +82,9 @@ def test_what_is_left_out_is_not_found_and_nothing_else_is_missed(size):
     plain, num_forwards = found_with(size, left_out=left_out)
     drafted, fewer = found_with(size, small_beams(40, 0.1), left_out=left_out)
     assert fewer <= num_forwards
-    for prompt, rows, one, other in zip(PROMPTS, own, plain, drafted, strict=True):
-        assert one.rows.tolist() == other.rows.tolist()
-        assert one.rows.tolist() == [row for _, row in plainly(prompt, CATALOGUE, size, set(rows.tolist()))]
+    for prompt, rows, result, other in zip(PROMPTS, own, plain, drafted, strict=True):
+        assert result.rows.tolist() == other.rows.tolist()
+        assert result.rows.tolist() == [row for _, row in plainly(prompt, CATALOGUE, size, set(rows.tolist()))]
 
 
 @torch.inference_mode()
@@ -95,7 +95,7 @@ def test_beams_are_those_of_transformers():
     rows = {tuple(row): number for number, row in enumerate(every.codes.tolist())}
     allowed = [list(range(first, first + size)) for first, size in zip(FIRST_TOKENS, SIZES, strict=True)]
     for prompt in PROMPTS[:3]:
-        (found,), _ = found_with(5, prompts=[prompt], trie=trie)
+        (result,), _ = found_with(5, prompts=[prompt], trie=trie)
         ids, length = torch.tensor(prompt)[None], len(prompt)
         out = TARGET.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, min_new_tokens=4, num_beams=5,
@@ -104,7 +104,7 @@ def test_beams_are_those_of_transformers():
             renormalize_logits=True,
         )  # fmt: skip
         paths = (out[:, length:] - torch.tensor(FIRST_TOKENS)).tolist()
-        assert [rows[tuple(path)] for path in paths] == found.rows.tolist()
+        assert [rows[tuple(path)] for path in paths] == result.rows.tolist()
 
 
 def small_beams(size: int, noise: float):
@@ -122,26 +122,27 @@ def test_drafted_beams_are_the_same_items_in_the_same_order_with_the_same_scores
     plain, num_forwards = found_with(size)
     drafted, fewer = found_with(size, small_beams(num_drafted, noise))
     assert fewer <= num_forwards
-    for one, other in zip(plain, drafted, strict=True):
-        assert one.rows.tolist() == other.rows.tolist()
-        np.testing.assert_allclose(one.scores, other.scores, atol=1e-6)
+    for result, other in zip(plain, drafted, strict=True):
+        assert result.rows.tolist() == other.rows.tolist()
+        np.testing.assert_allclose(result.scores, other.scores, atol=1e-6)
     if noise == 0:  # the target itself drafts: all in one forward
-        assert fewer == 1 and all(one.num_accepted == 3 for one in drafted)
+        assert fewer == 1 and all(result.num_accepted == 3 for result in drafted)
 
 
 def test_last_night_s_lists_draft_without_a_model():
     plain, num_forwards = found_with(5)
-    lists = [[tuple(CATALOGUE.codes[row].tolist()) for row in one.rows] for one in found_with(20)[0]]
+    lists = [[tuple(CATALOGUE.codes[row].tolist()) for row in result.rows] for result in found_with(20)[0]]
     drafted, fewer = found_with(5, ListedItems(lists, TRIE, 40))
-    assert [one.rows.tolist() for one in drafted] == [one.rows.tolist() for one in plain] and fewer < num_forwards
-    gone = [[(9, 9, 9, 9), *one] for one in lists]  # an item that has left the catalogue
-    assert [one.rows.tolist() for one in found_with(5, ListedItems(gone, TRIE, 40))[0]] == [
-        one.rows.tolist() for one in plain
+    lists_of_plain = [result.rows.tolist() for result in plain]
+    assert [result.rows.tolist() for result in drafted] == lists_of_plain and fewer < num_forwards
+    with_removed = [[(9, 9, 9, 9), *result] for result in lists]  # an item that has left the catalogue
+    assert [result.rows.tolist() for result in found_with(5, ListedItems(with_removed, TRIE, 40))[0]] == [
+        result.rows.tolist() for result in plain
     ]
     none = found_with(5, ListedItems([[] for _ in PROMPTS], TRIE, 40))
-    assert [one.rows.tolist() for one in none[0]] == [one.rows.tolist() for one in plain]
+    assert [result.rows.tolist() for result in none[0]] == [result.rows.tolist() for result in plain]
 
 
 def test_more_than_the_catalogue_is_all_of_it():
-    found, _ = found_with(100)
-    assert all(sorted(one.rows.tolist()) == list(range(60)) for one in found)
+    results, _ = found_with(100)
+    assert all(sorted(result.rows.tolist()) == list(range(60)) for result in results)

@@ -25,21 +25,21 @@ def written(folder, rows: list[tuple]) -> object:
 
 
 def test_codes_are_numbered_by_level_whatever_they_are_called(tmp_path):
-    found = read_codes(
+    codes = read_codes(
         written(tmp_path, [("x", ["<a_7>", "<b_1>"]), ("y", ["<a_12>", "<b_1>"]), ("z", ["<a_7>", "<b_3>"])])
     )
-    assert found.codes.tolist() == [[1, 0], [0, 0], [1, 1]] and found.sizes == (2, 2)
-    found = read_codes(written(tmp_path, [(3, [70, 5]), (4, [9, 5])]))
-    assert found.codes.tolist() == [[1, 0], [0, 0]] and found.item_ids.to_pylist() == [3, 4]
+    assert codes.codes.tolist() == [[1, 0], [0, 0], [1, 1]] and codes.sizes == (2, 2)
+    codes = read_codes(written(tmp_path, [(3, [70, 5]), (4, [9, 5])]))
+    assert codes.codes.tolist() == [[1, 0], [0, 0]] and codes.item_ids.to_pylist() == [3, 4]
 
 
 def test_items_that_are_alike_get_a_further_code(tmp_path):
-    found = read_codes(written(tmp_path, [("x", [1, 2]), ("y", [1, 2]), ("z", [1, 3]), ("w", [1, 2])]))
-    assert found.codes.tolist() == [[0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 0, 2]] and found.sizes == (1, 2, 3)
+    codes = read_codes(written(tmp_path, [("x", [1, 2]), ("y", [1, 2]), ("z", [1, 3]), ("w", [1, 2])]))
+    assert codes.codes.tolist() == [[0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 0, 2]] and codes.sizes == (1, 2, 3)
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "message"),
     [
         ([("x", [1, 2]), ("y", [1])], "item y with another number of codes than 2"),
         ([("x", [1, 2]), ("y", [1, 3]), ("z", None)], "item z with another number of codes"),
@@ -48,8 +48,8 @@ def test_items_that_are_alike_get_a_further_code(tmp_path):
         ([("x", [])], "has no codes"),
     ],
 )
-def test_what_is_wrong_with_codes_is_named(rows, said, tmp_path):
-    with pytest.raises(TableError, match=said):
+def test_what_is_wrong_with_codes_is_named(rows, message, tmp_path):
+    with pytest.raises(TableError, match=message):
         read_codes(written(tmp_path, rows))
 
 
@@ -75,16 +75,16 @@ def test_made_codes_are_coarse_to_fine_all_different_and_the_same_again(maker, t
     vectors = np.concatenate([centres[number] + rng.normal(size=(40, 8)) for number in range(3)])
     vectors = np.concatenate((vectors, vectors[:5])).astype(np.float32)  # some are the same
     ids = pa.array([str(number) for number in range(len(vectors))])
-    found = made_codes(ids, vectors, 0, maker)
-    assert found.codes.shape == (125, 4) and len(np.unique(found.codes, axis=0)) == 125
-    assert (found.codes.max(0) < CODEBOOK_SIZE).all() and (found.codes[120:, 3] > found.codes[:5, 3]).all()
-    assert (found.codes[:5, :3] == found.codes[120:, :3]).all()
-    groups = [set(found.codes[start : start + 40, 0].tolist()) for start in (0, 40, 80)]
+    codes = made_codes(ids, vectors, 0, maker)
+    assert codes.codes.shape == (125, 4) and len(np.unique(codes.codes, axis=0)) == 125
+    assert (codes.codes.max(0) < CODEBOOK_SIZE).all() and (codes.codes[120:, 3] > codes.codes[:5, 3]).all()
+    assert (codes.codes[:5, :3] == codes.codes[120:, :3]).all()
+    groups = [set(codes.codes[start : start + 40, 0].tolist()) for start in (0, 40, 80)]
     assert not groups[0] & groups[1] and not groups[1] & groups[2] and not groups[0] & groups[2]
-    assert np.array_equal(found.codes, made_codes(ids, vectors, 0, maker).codes)
-    written = pa.table({"item_id": ids, "codes": found.codes.tolist()})
+    assert np.array_equal(codes.codes, made_codes(ids, vectors, 0, maker).codes)
+    written = pa.table({"item_id": ids, "codes": codes.codes.tolist()})
     pq.write_table(written, tmp_path / "codes.parquet")
-    assert np.array_equal(read_codes(tmp_path / "codes.parquet").codes, found.codes)
+    assert np.array_equal(read_codes(tmp_path / "codes.parquet").codes, codes.codes)
 
 
 def test_new_items_have_codes_like_the_most_alike_item_until_these_are_used_up(monkeypatch):
@@ -95,8 +95,8 @@ def test_new_items_have_codes_like_the_most_alike_item_until_these_are_used_up(m
     ids = pa.array([f"i{number}" for number in range(30)])
     known = made_codes(ids[:20], vectors[:20])
     order = rng.permutation(30)
-    found = with_new_items(known, ids.take(pa.array(order)), vectors[order])
-    codes = dict(zip(found.item_ids.to_pylist(), map(tuple, found.codes.tolist()), strict=True))
+    extended = with_new_items(known, ids.take(pa.array(order)), vectors[order])
+    codes = dict(zip(extended.item_ids.to_pylist(), map(tuple, extended.codes.tolist()), strict=True))
     assert list(codes.values())[:20] == list(map(tuple, known.codes.tolist()))
     assert len(set(codes.values())) == len(codes)
     unit, left = vectors / np.linalg.norm(vectors, axis=1, keepdims=True), {}

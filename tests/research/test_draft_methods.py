@@ -106,8 +106,8 @@ def test_sampled_texts_depend_on_their_seed_alone(name, drafters):
     for batch_size in (1, 5):
         engine = Engine(prepare_model(copy.deepcopy(MODEL)), named.model_copy(update={"batch_size": batch_size}))
         requests = [
-            GenerationRequest(one.request_id, one.prompt_ids, previous_ids=text, max_new_tokens=10, seed=number)
-            for number, (one, text) in enumerate(zip(requests_for(PROMPTS, 10), previous_texts(), strict=True))
+            GenerationRequest(request.request_id, request.prompt_ids, previous_ids=text, max_new_tokens=10, seed=number)
+            for number, (request, text) in enumerate(zip(requests_for(PROMPTS, 10), previous_texts(), strict=True))
         ]
         results = {r.request_id: r for r in engine.generate(requests, drafter_of(models, named))}
         written.add(tuple(tuple(results[str(i)].token_ids.tolist()) for i in range(len(PROMPTS))))
@@ -139,10 +139,10 @@ def test_steps_without_memory_for_a_draft_model_are_taken_without_drafts(monkeyp
 
     monkeypatch.setattr(SmallModel, method, starved)
     engine = tiny_engine(MODEL, batch_size=4)
-    found = engine.generate(requests_for(PROMPTS, MAX_NEW), METHODS["chain"](), Greedy())
-    results = {one.request_id: one for one in found}
+    outcomes = engine.generate(requests_for(PROMPTS, MAX_NEW), METHODS["chain"](), Greedy())
+    results = {result.request_id: result for result in outcomes}
     assert [results[str(number)].token_ids.tolist() for number in range(len(PROMPTS))] == PLAIN
-    assert sum(one.num_accepted for one in results.values()) > 0
+    assert sum(result.num_accepted for result in results.values()) > 0
     assert caplog.text.count("steps are taken without drafts where memory is short") == 1
 
 
@@ -159,36 +159,36 @@ def test_a_small_model_s_cache_answers_as_the_model_does_alone():
         np.zeros(4, np.uint8),
     )
     for turn in range(4):
-        live = [one for number, one in enumerate(sequences) if turn != 2 or number != 1]
-        assert all(small.has_room(one) for one in live)
+        live = [sequence for number, sequence in enumerate(sequences) if turn != 2 or number != 1]
+        assert all(small.has_room(sequence) for sequence in live)
         small.begin(live)
         trees = TreeBatch.of([tree] * len(live))
         where = np.arange(len(live)), np.full(len(live), 2)
         roots = small.log_q(TreeBatch.empty(len(live)), where[0], np.full(len(live), ROOT))
         nodes = small.log_q(trees, *where)
-        for found, path in ((roots, []), (nodes, [3, 5])):
-            for row, one in zip(found, live, strict=True):
-                ids = torch.tensor([[*one.context.tolist(), *path]])
+        for actual, path in ((roots, []), (nodes, [3, 5])):
+            for row, sequence in zip(actual, live, strict=True):
+                ids = torch.tensor([[*sequence.context.tolist(), *path]])
                 expected = torch.log_softmax(model(input_ids=ids).logits[0, -1].float(), -1)
                 torch.testing.assert_close(row, expected, rtol=1e-3, atol=1e-3)
-        for number, one in enumerate(live):
-            one.append(np.array([7, 8][: number % 3], np.int32), np.zeros(min(number % 3, 2), np.uint8), 9 + turn)
+        for number, sequence in enumerate(live):
+            sequence.append(np.array([7, 8][: number % 3], np.int32), np.zeros(min(number % 3, 2), np.uint8), 9 + turn)
 
 
 def test_alternatives_are_what_the_target_would_sooner_say():
     """Against the model alone: of each of a prompt's tokens at most two that are likelier, where there are."""
     drafter = AlignedDrafter()
     prompts = [np.concatenate((prompt, prompt[:5])).astype(np.int32) for prompt in PROMPTS[:4]]
-    kept = {}
-    drafter.forget = lambda sequence: kept.update({sequence.request.request_id: drafter._alternatives[sequence]})
+    drafted = {}
+    drafter.forget = lambda sequence: drafted.update({sequence.request.request_id: drafter._alternatives[sequence]})
     list(tiny_engine(MODEL, batch_size=4, max_prefill_tokens=7).generate(requests_for(prompts, 3), drafter))
     for number, prompt in enumerate(prompts):
         logits = MODEL(input_ids=torch.from_numpy(prompt.astype(np.int64))[None]).logits[0]
         for place in range(1, len(prompt)):
             best = logits[place - 1].topk(2)
             expected = [int(t) for v, t in zip(*best, strict=True) if v > logits[place - 1, prompt[place]]]
-            found = kept[str(number)][place]
-            assert found[found >= 0].tolist() == expected
+            alternatives = drafted[str(number)][place]
+            assert alternatives[alternatives >= 0].tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -234,20 +234,22 @@ def cycling_model():
 
 
 def test_blending_is_a_union_under_the_larger_estimate():
-    one = tree_of((5, -1, -0.1), (6, 0, -0.5), (7, 0, -0.9))
-    other = tree_of((8, -1, -0.3), (5, -1, -0.6), (7, 1, -0.7), source=SOURCE_POOL)
+    first = tree_of((5, -1, -0.1), (6, 0, -0.5), (7, 0, -0.9))
+    second = tree_of((8, -1, -0.3), (5, -1, -0.6), (7, 1, -0.7), source=SOURCE_POOL)
     for most in (1, 3, 8):
-        (found,) = blend([TreeBatch.of([one]), TreeBatch.of([other])], most)
-        paths = {path_of(found, node): (found.log_acceptance[node], found.source[node]) for node in range(len(found))}
+        (blended,) = blend([TreeBatch.of([first]), TreeBatch.of([second])], most)
+        paths = {
+            path_of(blended, node): (blended.log_acceptance[node], blended.source[node]) for node in range(len(blended))
+        }
         expected: dict[tuple[int, ...], tuple[float, int]] = {}
-        for tree in (one, other):
+        for tree in (first, second):
             for node in range(len(tree)):
                 path, estimate = path_of(tree, node), (tree.log_acceptance[node], tree.source[node])
                 expected[path] = max(expected.get(path, (-np.inf, 0)), estimate)
         likeliest = sorted(expected, key=lambda path: -expected[path][0])[:most]
         assert paths == {path: expected[path] for path in likeliest}
-        assert all(parent < node for node, parent in enumerate(found.parents))
-        assert all(earlier >= later for earlier, later in pairwise(found.log_acceptance))
+        assert all(parent < node for node, parent in enumerate(blended.parents))
+        assert all(earlier >= later for earlier, later in pairwise(blended.log_acceptance))
 
 
 def tree_of(*nodes, source: int = SOURCE_MODEL) -> TokenTree:

@@ -62,10 +62,10 @@ def test_the_memory_of_a_token_is_that_of_the_heads_cache(kind, tmp_path):
     engine, drafter = engine_of(written_head(tmp_path / kind, kind))
     list(engine.generate(requests_for(PROMPTS[:2], 4), drafter))
     (model,) = drafter._models
-    found = model._cache.bytes_per_token() if kind == "eagle" else 0
+    num_bytes = model._cache.bytes_per_token() if kind == "eagle" else 0
     plugins = PluginDrafters.load(engine.settings, engine.loaded)
-    assert plugins.bytes_per_token == found
-    assert (found > 0) == (kind == "eagle")
+    assert plugins.bytes_per_token == num_bytes
+    assert (num_bytes > 0) == (kind == "eagle")
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle", "hass"])
@@ -90,31 +90,31 @@ class Asked:
         return getattr(self._model, name)
 
     def begin(self, sequences) -> None:
-        self._drafting = [one.context.copy() for one in sequences]
-        self._prompts = [one.num_prompt for one in sequences]
+        self._drafting = [sequence.context.copy() for sequence in sequences]
+        self._prompts = [sequence.num_prompt for sequence in sequences]
         self._model.begin(sequences)
 
     def log_q(self, trees: TreeBatch, tree_of, places):
-        found = self._model.log_q(trees, tree_of, places)
-        for row, tree, place in zip(found, tree_of.tolist(), places.tolist(), strict=True):
+        log_q = self._model.log_q(trees, tree_of, places)
+        for row, tree, place in zip(log_q, tree_of.tolist(), places.tolist(), strict=True):
             path = []
             while place >= 0:
                 path.insert(0, int(trees[tree].token_ids[place]))
                 place = int(trees[tree].parents[place])
             self.answers.append((self._drafting[tree], self._prompts[tree], path, row.clone()))
-        return found
+        return log_q
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
 def test_heads_say_what_they_say_alone(kind, tmp_path):
     """Against the head over the states of transformers' forward, a text at a time, without any cache."""
     engine, drafter = engine_of(written_head(tmp_path / kind, kind), batch_size=4)
-    asked = drafter._models[0] = Asked(drafter._models[0])
+    watched = drafter._models[0] = Asked(drafter._models[0])
     list(engine.generate(requests_for(PROMPTS[:5], 8), drafter))
     head, slow = TrainedHead(tmp_path / kind, engine.loaded)._head, slow_medusa if kind == "medusa" else slow_eagle
-    assert len(asked.answers) > 60
-    for context, num_prompt, path, found in asked.answers[::3]:
-        torch.testing.assert_close(found, slow(head, context, num_prompt, path), rtol=5e-3, atol=5e-3)
+    assert len(watched.answers) > 60
+    for context, num_prompt, path, log_q in watched.answers[::3]:
+        torch.testing.assert_close(log_q, slow(head, context, num_prompt, path), rtol=5e-3, atol=5e-3)
 
 
 @torch.inference_mode()
@@ -142,8 +142,8 @@ def slow_eagle(head: EagleHead, context: np.ndarray, num_prompt: int, path: list
         mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
         hidden = plain.join(torch.cat((MODEL.model.embed_tokens(torch.tensor(tokens)), features), -1))[None]
         positions = torch.arange(n)[None]
-        found = plain.layer(hidden, attention_mask=mask, position_embeddings=plain.rotary(hidden, positions))
-        last = (found if isinstance(found, torch.Tensor) else found[0])[0, -1:]
+        states = plain.layer(hidden, attention_mask=mask, position_embeddings=plain.rotary(hidden, positions))
+        last = (states if isinstance(states, torch.Tensor) else states[0])[0, -1:]
         features = torch.cat((features, last))
     return torch.log_softmax(MODEL.lm_head(last[0]), -1)
 
@@ -166,7 +166,7 @@ def test_folders_that_do_not_fit_are_refused(tmp_path):
 def test_estimates_are_read_off_the_curves():
     curves = (tuple(k / 20 for k in range(11)), (0.5,) * 11)
     card = DrafterCard(kind="medusa", target="t", acceptance=(0.5, 0.5), curves=curves)
-    found = np.exp(card.log_acceptance(0, np.log([1.0, 0.35])))
-    assert found == pytest.approx([0.5, 0.175])
+    acceptance = np.exp(card.log_acceptance(0, np.log([1.0, 0.35])))
+    assert acceptance == pytest.approx([0.5, 0.175])
     assert np.exp(card.log_acceptance(5, np.log([0.2]))) == pytest.approx([0.5])
     assert np.isneginf(card.log_acceptance(0, np.array([-np.inf]))).all()

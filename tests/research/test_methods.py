@@ -19,17 +19,17 @@ METHODS = settings_by_method({kind: Trained(kind, CARD, 0.1) for kind in KINDS})
 
 
 def row(method: str, verifier: str, **changed) -> dict:
-    one = {"method": method, "verifier": verifier, "task": "reki", "temperature": 0.0, "batch": 1, "budget": 8}
-    one |= {"tokens_per_step": 2.0, "mbsu": 1.5, "length": 1.0, "mean_length": 100.0, "share_as_plain": 1.0}
-    one |= {"share_cut": 0.0, "speed": Spread(1.0, 1.0, 1.0), "tokens_per_s": Spread(100.0, 100.0, 100.0)}
-    return one | changed
+    values = {"method": method, "verifier": verifier, "task": "reki", "temperature": 0.0, "batch": 1, "budget": 8}
+    values |= {"tokens_per_step": 2.0, "mbsu": 1.5, "length": 1.0, "mean_length": 100.0, "share_as_plain": 1.0}
+    values |= {"share_cut": 0.0, "speed": Spread(1.0, 1.0, 1.0), "tokens_per_s": Spread(100.0, 100.0, 100.0)}
+    return values | changed
 
 
 def all_rows() -> list[dict]:
     rows = [row("none", "plain", budget=0), *(row(name, "greedy") for name in METHODS)]
     rows += [row("pool", rule) for rule in RULES if rule != "greedy"]
-    for one in rows:
-        one["tokens_per_step"] += 0.4 * one["method"].startswith("pool +")
+    for measured in rows:
+        measured["tokens_per_step"] += 0.4 * measured["method"].startswith("pool +")
     drawn = {"temperature": 1.0, "tokens_per_step": 1.5}
     return [*rows, *(row("model", f"{rule}, 5 deep", **drawn) for rule in SAMPLING_RULES)]
 
@@ -38,7 +38,7 @@ def test_what_misses_is_told():
     rows = all_rows()
     assert all(figure.met for figure in figures_of(rows, [vars(CARD) | {"kind": kind} for kind in KINDS]))
     rows[1] |= {"share_as_plain": 0.5}
-    at = {(one["method"], one["verifier"]): one for one in rows}
+    at = {(row["method"], row["verifier"]): row for row in rows}
     at["pool", "fly"]["length"] = 1.2
     at["pool + hass", "greedy"]["tokens_per_step"] = 2.2
     at["model", "k_seq, 5 deep"]["tokens_per_step"] = 1.6
@@ -55,10 +55,10 @@ def test_what_misses_is_told():
 
 def test_texts_that_pay_a_training_back_are_those_whose_saved_seconds_make_it_up():
     rows = all_rows()
-    faster = next(one for one in rows if one["method"] == "pool + hass")
+    faster = next(row for row in rows if row["method"] == "pool + hass")
     faster["tokens_per_s"] = Spread(125.0, 125.0, 125.0)  # a text in 0.8 s, not in 1
     facts = [facts_of(kind, Trained(kind, CARD, 0.1), rows) for kind in KINDS]
-    assert [one["pays_back"]["reki"] for one in facts] == [None, None, 300, None]
+    assert [row["pays_back"]["reki"] for row in facts] == [None, None, 300, None]
     assert len(table(facts, OF_DRAFTERS).splitlines()) == 5
 
 

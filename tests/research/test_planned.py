@@ -42,9 +42,9 @@ def test_a_list_stays_where_it_follows_from_the_same_and_has_only_what_is_there(
     rows, table = before
     users = [f"u{n}" for n in range(25, -5, -1)]
     fingerprints = [f"f{n % 3}" for n in range(30)]
-    kept = carried_lists(table, pa.array(users), pa.array(fingerprints), ITEMS)
+    carried = carried_lists(table, pa.array(users), pa.array(fingerprints), ITEMS)
     known = {row["entity_id"]: (place, row) for place, row in enumerate(rows)}
-    for user, fingerprint, place in zip(users, fingerprints, kept.tolist(), strict=True):
+    for user, fingerprint, place in zip(users, fingerprints, carried.tolist(), strict=True):
         old, row = known.get(user, (-1, None))
         stays = row is not None and row["fingerprint"] == fingerprint and not row["is_stale"]
         stays = stays and not {"i20", "i21"} & set(row["items"])
@@ -58,9 +58,9 @@ def test_a_stale_list_has_nothing_that_its_user_has_had_since():
     columns = {"entity_id": ["a", "b", "c"], "items": [["i1", "i2", "i3"], ["i4"], ["i5"]]}
     table = pa.table(columns | {"scores": [[-1.0, -2.0, -3.0], [-1.0], [-1.0]], "route": ["history"] * 3})
     histories = [np.array([5]), np.array([2, 7]), np.array([4, 4])]  # of c, a and b
-    kept = without_had(pa.concat_tables([table, table.slice(0, 0)]), pa.array(["c", "a", "b"]), histories, ITEMS)
-    assert kept.schema == table.schema and kept["items"].to_pylist() == [["i1", "i3"], [], []]
-    assert kept["scores"].to_pylist() == [[-1.0, -3.0], [], []]
+    remaining = without_had(pa.concat_tables([table, table.slice(0, 0)]), pa.array(["c", "a", "b"]), histories, ITEMS)
+    assert remaining.schema == table.schema and remaining["items"].to_pylist() == [["i1", "i3"], [], []]
+    assert remaining["scores"].to_pylist() == [[-1.0, -3.0], [], []]
 
 
 def test_drafts_are_the_own_list_and_what_most_have_who_ended_alike(before):
@@ -69,7 +69,7 @@ def test_drafts_are_the_own_list_and_what_most_have_who_ended_alike(before):
     drafts = listed_drafts(table, pa.array(users), last, ITEMS, 9).to_pylist()
     known = {row["entity_id"]: row["items"] for row in rows}
     for user, item, drafted in zip(users, last.tolist(), drafts, strict=True):
-        alike = Counter(one for row in rows if row["last_item"] == f"i{item}" for one in row["items"])
+        alike = Counter(item_id for row in rows if row["last_item"] == f"i{item}" for item_id in row["items"])
         names = [*known.get(user, []), *sorted(alike, key=lambda name: (-alike[name], int(name[1:])))]
         numbers = [int(name[1:]) for name in dict.fromkeys(names) if int(name[1:]) < 20]
         assert drafted == numbers[:9]

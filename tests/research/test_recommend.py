@@ -38,7 +38,7 @@ def make_lists_here(patched: pytest.MonkeyPatch) -> None:
     def worker_pool(_, spec):
         spec = replace(spec, device="cpu", num_threads=1, num_workers=1)
         worker = ListWorker(spec)
-        call_one = lambda method, *asked: getattr(worker, method)(*asked)  # noqa: E731
+        call_one = lambda method, *arguments: getattr(worker, method)(*arguments)  # noqa: E731
         return SimpleNamespace(spec=spec, layout=WorkerLayout(1, 1, 0, "cpu"), run=worker.run, call_one=call_one)
 
     def here(pending, worker_pool, choose, on_first_text):
@@ -87,18 +87,18 @@ def recommend(capfd, world, date=FIRST_DATE, *more, **options) -> Done:
 def lists_of(done: Done) -> dict:
     table = pq.read_table(json.loads(done.stdout)["lists"])
     assert table.column_names == ["user_id", "rank", "item_id", "score"]
-    found = {}
+    lists = {}
     for row in table.to_pylist():
-        found.setdefault(row["user_id"], []).append(row["item_id"])
-        assert row["rank"] == len(found[row["user_id"]])
-    return found
+        lists.setdefault(row["user_id"], []).append(row["item_id"])
+        assert row["rank"] == len(lists[row["user_id"]])
+    return lists
 
 
 def test_everybody_gets_a_list_and_the_unchanged_keep_theirs(world, capfd):
     first = recommend(capfd, world)
     assert first.returncode == 0, first.stderr
     printed, lists = json.loads(first.stdout), lists_of(first)
-    assert len(lists) == printed["users"]["entities"] and {len(one) for one in lists.values()} == {5}
+    assert len(lists) == printed["users"]["entities"] and {len(entry) for entry in lists.values()} == {5}
     assert Workspace.open(world[0] / "workspace" / "recommendations").publication.run().run_id == printed["run_id"]
     again = recommend(capfd, world)
     assert json.loads(again.stdout)["run_id"] == printed["run_id"] and "finished already" in again.stderr
@@ -113,7 +113,7 @@ def test_everybody_gets_a_list_and_the_unchanged_keep_theirs(world, capfd):
     older = recommend(capfd, world, "2025-02-27", keep_runs=1)
     assert older.returncode == 0 and "stays published" in older.stderr
     runs = Workspace.open(world[0] / "workspace" / "recommendations").runs()
-    assert [run.run_id for run in runs] == [json.loads(one.stdout)["run_id"] for one in (second, fresh)]
+    assert [run.run_id for run in runs] == [json.loads(entry.stdout)["run_id"] for entry in (second, fresh)]
 
 
 def publish_vectors(folder) -> pa.ChunkedArray:
@@ -151,7 +151,7 @@ def test_new_items_are_listed_by_the_codes_of_the_most_alike(world, capfd):
     counts = re.search(r"(\d+) items came since the recommender was trained: (\d+) have", done.stderr)
     assert counts[1] == counts[2] != "0"
     known = pq.read_table(folder / "codes.parquet")["item_id"].to_pylist()
-    assert {item for one in lists_of(done).values() for item in one} - set(known)
+    assert {item for listed in lists_of(done).values() for item in listed} - set(known)
 
 
 def test_a_small_model_drafts_the_same_lists(world, capfd):
@@ -182,9 +182,9 @@ def test_what_somebody_has_had_is_listed_again_only_where_it_may_be(world, capfd
     more = [row | {"user_id": user, "item_id": item} for user in users for item in items.to_pylist()[num_left[user] :]]
     pq.write_table(pa.concat_tables([log, pa.Table.from_pylist(more, log.schema)]), path)
     done, had = recommend(capfd, world), had_by_users(path)
-    found = lists_of(done)
-    assert had and not any(had.get(user, set()) & set(items) for user, items in found.items())
-    assert [len(found.get(user, [])) for user in users] == [0, 2, 5] and set(map(len, found.values())) == {2, 5}
+    lists = lists_of(done)
+    assert had and not any(had.get(user, set()) & set(items) for user, items in lists.items())
+    assert [len(lists.get(user, [])) for user in users] == [0, 2, 5] and set(map(len, lists.values())) == {2, 5}
     assert json.loads(done.stdout)["shorter_lists"] == 2 and "2 users have lists of fewer than 5 items" in done.stderr
     assert json.loads(done.stdout)["users"]["quarantined"] == 0
     again = recommend(capfd, world, list_again=True)
@@ -195,16 +195,16 @@ def test_what_somebody_has_had_is_listed_again_only_where_it_may_be(world, capfd
 def test_what_left_the_catalogue_is_listed_no_more(world, capfd):
     folder, trained = world
     before = lists_of(recommend(capfd, world))
-    (gone, *_) = next(iter(before.values()))
+    (removed, *_) = next(iter(before.values()))
     (folder / "tables").unlink()
     (folder / "tables").mkdir()
     for name in ("users", "items", "interactions"):
         table = pq.read_table(trained / "tables" / f"{name}.parquet")
         if name != "users":
-            table = table.filter(pc.not_equal(table["item_id"], gone))
+            table = table.filter(pc.not_equal(table["item_id"], removed))
         pq.write_table(table, folder / "tables" / f"{name}.parquet")
     after = lists_of(recommend(capfd, world, SECOND_DATE))
-    assert before.keys() <= after.keys() and gone not in {item for one in after.values() for item in one}
+    assert before.keys() <= after.keys() and removed not in {item for items in after.values() for item in items}
 
 
 @pytest.mark.ray
@@ -252,16 +252,16 @@ def test_lists_of_somebody_who_is_forgotten_go(world, capfd):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"model": None}, "names no model"),
         ({"model": "nowhere"}, "nowhere holds no recommender"),
         ({"num_items": 100}, "recommending.num_items 100 is more than the"),
     ],
 )
-def test_what_cannot_be_recommended_from_is_said(options, said, world, capfd):
+def test_what_cannot_be_recommended_from_is_said(options, message, world, capfd):
     done = recommend(capfd, world, **options)
-    assert done.returncode == 3 and said in done.stderr and not (world[0] / "workspace").exists()
+    assert done.returncode == 3 and message in done.stderr and not (world[0] / "workspace").exists()
 
 
 def test_users_whose_numbers_are_broken_keep_the_last_list_as_stale(world, capfd):

@@ -59,19 +59,19 @@ def test_losses_are_their_definitions():
         plain_kl.append(sum(own_q[i] * np.log(own_q[i] / own_p[i]) for i in best))
         strict.append(plain_kl[-1] - sum(own_q[i] * (np.log(own_q[i]) - least) for i in best))
         best = sorted(range(len(own_p)), key=lambda place: -own_p[place])[:NUM_ALIGNED]
-        sums = [sum(one[i] for i in best) for one in (own_p, own_q)]
+        sums = [sum(probabilities[i] for i in best) for probabilities in (own_p, own_q)]
         relaxed.append(sum(abs(own_p[i] / sums[0] - own_q[i] / sums[1]) for i in best) / 2)
-    for found, expected in (
+    for actual, expected in (
         (word_loss(rows), word), (variation_loss(rows), variation), (strict_loss(rows), strict),
         (strict_loss(rows, is_dense=False), plain_kl), (relaxed_loss(rows), relaxed),
     ):  # fmt: skip
-        assert float(found) == pytest.approx(np.mean(expected), rel=1e-4)
+        assert float(actual) == pytest.approx(np.mean(expected), rel=1e-4)
 
 
 def test_windows_hold_every_item_behind_another():
     for length in range(2, 60):
-        said = [place for start in _starts(length, 7) for place in range(start + 1, min(start + 8, length))]
-        assert said == list(range(1, length)), length
+        predicted = [place for start in _starts(length, 7) for place in range(start + 1, min(start + 8, length))]
+        assert predicted == list(range(1, length)), length
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +95,14 @@ def test_a_recommender_learns_what_comes_next_and_only_says_items(world):
     target, trie = load_recommender(folder / "target"), ItemTrie.of(items)
     trained_on = histories[:40]
     trees = CodeTrees(
-        target.model, trie, target.card.first_tokens, [target.card.prompt(items.codes[one[:-1]]) for one in trained_on]
+        target.model,
+        trie,
+        target.card.first_tokens,
+        [target.card.prompt(items.codes[history[:-1]]) for history in trained_on],
     )
-    found = search(trees, trie, len(trained_on), 3, BeamDrafter())
-    assert np.mean([one[-1] in list.rows for one, list in zip(trained_on, found, strict=True)]) > 0.8
-    assert np.mean([one[-2] + 1 == list.rows[0] for one, list in zip(trained_on, found, strict=True)]) > 0.7
+    results = search(trees, trie, len(trained_on), 3, BeamDrafter())
+    assert np.mean([history[-1] in list.rows for history, list in zip(trained_on, results, strict=True)]) > 0.8
+    assert np.mean([history[-2] + 1 == list.rows[0] for history, list in zip(trained_on, results, strict=True)]) > 0.7
 
 
 def test_the_loss_is_over_what_a_catalogue_has_there(world):
@@ -107,32 +110,33 @@ def test_the_loss_is_over_what_a_catalogue_has_there(world):
     target, trie = load_recommender(folder / "target"), ItemTrie.of(items)
     card, windows = target.card, [histories[0][:3], histories[1][:5]]
     ids = torch.zeros((2, 1 + 5 * 3), dtype=torch.int64)
-    for row, one in enumerate(windows):
-        tokens = card.tokens(items.codes[one])
+    for row, window in enumerate(windows):
+        tokens = card.tokens(items.codes[window])
         ids[row, : len(tokens)] = torch.from_numpy(tokens)
     with torch.no_grad():
         logits = target.model(ids).logits[:, :-1]
     losses = []
-    for row, one in enumerate(windows):
-        for number, item in enumerate(one.tolist()):
+    for row, window in enumerate(windows):
+        for number, item in enumerate(window.tolist()):
             for level, code in enumerate(items.codes[item].tolist()):
                 alike = items.codes[(items.codes[:, :level] == items.codes[item, :level]).all(1)]
-                said = logits[row, 3 * number + level]
-                allowed = {int(other): float(said[card.first_tokens[level] + other]) for other in alike[:, level]}
+                level_logits = logits[row, 3 * number + level]
+                codes = alike[:, level]
+                allowed = {int(other): float(level_logits[card.first_tokens[level] + other]) for other in codes}
                 losses.append(np.logaddexp.reduce(list(allowed.values())) - allowed[code])
-    found = _catalogue_loss(logits, trie, card, windows, trie.ways_to(items.codes))
-    assert float(found) == pytest.approx(np.mean(losses), rel=1e-5)
+    loss = _catalogue_loss(logits, trie, card, windows, trie.ways_to(items.codes))
+    assert float(loss) == pytest.approx(np.mean(losses), rel=1e-5)
 
 
 def test_baselines_are_their_definitions():
     rng = np.random.default_rng(1)
     histories = [rng.integers(0, 12, int(rng.integers(1, 7))) for _ in range(40)]
-    asked = [np.array([3]), np.array([1, 5, 5]), np.array([11, 0])]
-    found, has = (
-        neighbour_lists(histories, 12, asked, 4),
-        np.array([[i in one for i in range(12)] for one in histories]),
+    queries = [np.array([3]), np.array([1, 5, 5]), np.array([11, 0])]
+    lists, has = (
+        neighbour_lists(histories, 12, queries, 4),
+        np.array([[i in history for i in range(12)] for history in histories]),
     )
-    for own, items in zip(asked, found, strict=True):
+    for own, items in zip(queries, lists, strict=True):
         cosine = [
             sum(
                 np.sum(has[:, i] & has[:, j]) / np.sqrt(max(1, has[:, i].sum()) * max(1, has[:, j].sum()))
@@ -154,7 +158,7 @@ def test_a_draft_model_saves_forwards_and_changes_no_list(kind, world, tmp_path)
     train_draft(kind, target, items, histories[:150], tmp_path / kind, options)
     draft = load_recommender(tmp_path / kind)
     draft.require_drafts_for(target)
-    prompts = [target.card.prompt(items.codes[one[:-1]]) for one in histories[:20]]
+    prompts = [target.card.prompt(items.codes[entry[:-1]]) for entry in histories[:20]]
 
     def lists(drafter_of):
         trees = CodeTrees(target.model, trie, target.card.first_tokens, prompts)
@@ -165,8 +169,8 @@ def test_a_draft_model_saves_forwards_and_changes_no_list(kind, world, tmp_path)
         return ModelBeams(trees, trie, len(prompts), 12)
 
     plain, drafted = lists(BeamDrafter), lists(small)
-    assert [one.rows.tolist() for one in plain] == [one.rows.tolist() for one in drafted]
-    assert sum(one.num_accepted for one in drafted) > sum(one.num_accepted for one in plain)
+    assert [entry.rows.tolist() for entry in plain] == [entry.rows.tolist() for entry in drafted]
+    assert sum(entry.num_accepted for entry in drafted) > sum(entry.num_accepted for entry in plain)
 
 
 def test_the_same_training_gives_the_same_bytes(world, tmp_path):
@@ -236,10 +240,14 @@ def test_the_card_tells_how_lists_do_that_were_held_back(world):
     items, histories, folder = world
     target, trie = load_recommender(folder / "target"), ItemTrie.of(items)
     card = target.card
-    asked = [one for one, held in zip(histories, _held_back(len(histories), 0), strict=True) if held]
-    lists = listed(target.model, card, trie, items, [one[:-1] for one in asked])
-    hits = [rows.tolist().index(one[-1]) for one, rows in zip(asked, lists, strict=True) if one[-1] in rows[:10]]
-    assert card.held_back.num_histories == card.popular.num_histories == len(asked) == 30
+    held_back = [history for history, held in zip(histories, _held_back(len(histories), 0), strict=True) if held]
+    lists = listed(target.model, card, trie, items, [history[:-1] for history in held_back])
+    hits = [
+        rows.tolist().index(history[-1])
+        for history, rows in zip(held_back, lists, strict=True)
+        if history[-1] in rows[:10]
+    ]
+    assert card.held_back.num_histories == card.popular.num_histories == len(held_back) == 30
     assert card.held_back.recall_10 == len(hits) / 30 > 0.9 > card.popular.recall_10
     assert card.held_back.ndcg_10 == pytest.approx(sum(1 / np.log2(2 + place) for place in hits) / 30)
 
@@ -260,14 +268,14 @@ def test_a_language_model_is_extended_by_codes_and_adapted(world, tmp_path):
     draft = load_recommender(tmp_path / "small")
     draft.require_drafts_for(target)
     assert small.begin == 0
-    asked = [items.codes[one[:-1]] for one in histories[:8]]
+    queries = [items.codes[entry[:-1]] for entry in histories[:8]]
 
-    def trees(one):
-        return CodeTrees(one.model, trie, one.card.first_tokens, [one.card.prompt(codes) for codes in asked])
+    def trees(model):
+        return CodeTrees(model.model, trie, model.card.first_tokens, [model.card.prompt(codes) for codes in queries])
 
     plain = search(trees(target), trie, 8, 3, BeamDrafter())
     drafted = search(trees(target), trie, 8, 3, ModelBeams(trees(draft), trie, 8, 12))
-    assert [one.rows.tolist() for one in plain] == [one.rows.tolist() for one in drafted]
+    assert [entry.rows.tolist() for entry in plain] == [entry.rows.tolist() for entry in drafted]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -280,13 +288,13 @@ def test_recommenders_are_trained_and_asked_on_a_device(kind, world, tmp_path, a
     train_draft(kind, target, items, histories[:20], tmp_path / "draft", options)
     draft = load_recommender(tmp_path / "draft", "cuda")
     assert target.model.device.type == draft.model.device.type == "cuda"
-    prompts = [target.card.prompt(items.codes[one]) for one in histories[:4]]
+    prompts = [target.card.prompt(items.codes[entry]) for entry in histories[:4]]
     own = CodeTrees(draft.model, trie, draft.card.first_tokens, prompts)
-    found = []
+    lists = []
     for drafter in (BeamDrafter(), ModelBeams(own, trie, len(prompts), 10)):
         trees = CodeTrees(target.model, trie, target.card.first_tokens, prompts)
-        found.append([one.rows.tolist() for one in search(trees, trie, len(prompts), 5, drafter)])
-    assert found[0] == found[1]
+        lists.append([entry.rows.tolist() for entry in search(trees, trie, len(prompts), 5, drafter)])
+    assert lists[0] == lists[1]
 
 
 def test_the_check_of_doctor_names_the_option_of_a_model_that_is_not_set():

@@ -59,8 +59,8 @@ def test_lists_are_items_all_different_and_the_same_again(size):
         return sampled_search(trees, TRIE, size, range(len(PROMPTS)), small, 20), trees.num_forwards
 
     for drafts in (False, True):
-        (found, num_forwards), (again, _) = lists(drafts), lists(drafts)
-        for one, other in zip(found, again, strict=True):
-            assert one.rows.tolist() == other.rows.tolist() and len(set(one.rows.tolist())) == size
-            assert (one.rows < len(CATALOGUE)).all() and (np.diff(one.scores) <= 0).all()
+        (results, num_forwards), (again, _) = lists(drafts), lists(drafts)
+        for result, other in zip(results, again, strict=True):
+            assert result.rows.tolist() == other.rows.tolist() and len(set(result.rows.tolist())) == size
+            assert (result.rows < len(CATALOGUE)).all() and (np.diff(result.scores) <= 0).all()
     assert num_forwards < lists(False)[1]  # the target drafts for itself: everything is accepted

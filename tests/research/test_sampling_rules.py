@@ -69,8 +69,8 @@ def test_texts_have_the_distribution_of_the_target(name):
     rule, shape, num_models = SHAPES[name]
     trees = drafted(shape, num_models)
     texts = first_tokens(trees, 2, rule.sampled)
-    found, expected = counts_and_expected(texts)
-    assert chisquare(found, expected).pvalue > MIN_P
+    counts, expected = counts_and_expected(texts)
+    assert chisquare(counts, expected).pvalue > MIN_P
     alone = first_tokens(drafted(shape, num_models, 40), 2, rule.sampled)
     assert np.array_equal(alone, texts[:40])  # its batch does not matter
 
@@ -85,8 +85,8 @@ COUNTED_WITH_REPLACEMENT = SPECINFER
     [(RESIDUAL_FORGOTTEN, Chains(1, 2)), (COUNTED_WITH_REPLACEMENT, Branching((3, 2))), (K_SEQ, Branching((3, 1)))],
 )
 def test_a_wrong_rule_is_caught(rule, shape):
-    found, expected = counts_and_expected(first_tokens(drafted(shape, 1), 2, rule.sampled))
-    assert chisquare(found, expected).pvalue < MIN_P
+    counts, expected = counts_and_expected(first_tokens(drafted(shape, 1), 2, rule.sampled))
+    assert chisquare(counts, expected).pvalue < MIN_P
 
 
 def test_chosen_tokens_beside_drawn_ones_keep_the_distribution():
@@ -100,14 +100,14 @@ def test_chosen_tokens_beside_drawn_ones_keep_the_distribution():
     shift = trees.starts - drawn.starts
     trees.proposals = type(blended)(blended.nodes + shift[drawn.tree_of[blended.nodes]], blended.rows, blended.log_q)
     for rule in (SPECINFER, K_SEQ):
-        found, expected = counts_and_expected(first_tokens(trees, 2, rule.sampled))
-        assert chisquare(found, expected).pvalue > MIN_P
+        counts, expected = counts_and_expected(first_tokens(trees, 2, rule.sampled))
+        assert chisquare(counts, expected).pvalue > MIN_P
 
 
 def with_root(tree, token: int):
     """The tree with one token more below its root, the last of its nodes."""
-    one = chain_tree([token])
-    columns = (np.concatenate((getattr(tree, name), getattr(one, name))) for name in vars(tree))
+    root = chain_tree([token])
+    columns = (np.concatenate((getattr(tree, name), getattr(root, name))) for name in vars(tree))
     return type(tree)(*columns)
 
 
@@ -122,7 +122,7 @@ def test_small_models_draft_with_the_target_s_noise_where_texts_are_sampled_gree
 @pytest.mark.parametrize(("p", "q"), [(0.1, 0.9), (0.3, 0.6), (0.5, 0.5), (0.8, 0.15)])
 def test_the_bernoulli_example(p, q):
     num = 40_000
-    target, draft = (torch.tensor([[1 - one, one]]).repeat(num, 1) for one in (q, p))
+    target, draft = (torch.tensor([[1 - probability, probability]]).repeat(num, 1) for probability in (q, p))
     rng = torch.Generator().manual_seed(3)
     pairs = torch.multinomial(draft, 2, replacement=True, generator=rng)
     first = pairs[:, :1]
@@ -133,12 +133,13 @@ def test_the_bernoulli_example(p, q):
     def share(rule, tokens) -> float:
         return float((rule.draw(target, Draws(tokens, rows, log_q, uniform))[0] >= 0).double().mean())
 
-    one = min(p, q) + min(1 - p, 1 - q)  # of one draw
+    probability = min(p, q) + min(1 - p, 1 - q)  # of one draw
     left = [max(0, q - p), max(0, p - q)]
     residual = np.array(left[::-1]) / max(sum(left), 1e-12)
     again = min(1 - p, residual[0]) + min(p, residual[1])
     assert share(RSD, without) == pytest.approx(1, abs=1e-9)
-    assert share(SPECINFER, pairs) == pytest.approx(one + (1 - one) * again if one < 1 else 1, abs=0.01)
+    expected = probability + (1 - probability) * again if probability < 1 else 1
+    assert share(SPECINFER, pairs) == pytest.approx(expected, abs=0.01)
     assert share(K_SEQ, pairs) == pytest.approx(k_seq_by_hand(p, q), abs=0.01)
 
 

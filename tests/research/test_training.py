@@ -38,7 +38,10 @@ def texts() -> list[TrainingText]:
     tokenizer = AutoTokenizer.from_pretrained(SAMPLE_MODEL)
     titles = ("red", "blue", "old", "new", "small", "wide", "cold", "late")
     prompts = [
-        f"The {one} {two} of the {three}" for one in titles for two in ("story", "game", "song") for three in titles[:2]
+        f"The {title} {kind} of the {other}"
+        for title in titles
+        for kind in ("story", "game", "song")
+        for other in titles[:2]
     ]
     engine = Engine.from_pretrained("sample", DecodingSettings(verifier="greedy", batch_size=8))
     requests = [
@@ -47,7 +50,9 @@ def texts() -> list[TrainingText]:
     ]
     written = {result.request_id: result.token_ids for result in engine.generate(requests)}
     return [
-        TrainingText(one.prompt_ids, written[one.request_id]) for one in requests if len(written[one.request_id]) > 8
+        TrainingText(request.prompt_ids, written[request.request_id])
+        for request in requests
+        if len(written[request.request_id]) > 8
     ]
 
 
@@ -97,11 +102,11 @@ def test_the_loss_of_aligned_steps_is_that_of_a_plain_loop(texts):
     expected = 0.0
     with torch.no_grad():
         steps = plain_steps(method.module, target, batch.features[0], text.token_ids.tolist(), 3)
-        for found in steps:
-            wanted = batch.features[0, 1:]
-            p, q = (torch.softmax(target.logits_of(each), -1) for each in (wanted, found))
+        for outputs in steps:
+            target_features = batch.features[0, 1:]
+            p, q = (torch.softmax(target.logits_of(each), -1) for each in (target_features, outputs))
             for place in range(7):
-                of_features = torch.nn.functional.smooth_l1_loss(found[place], wanted[place])
+                of_features = torch.nn.functional.smooth_l1_loss(outputs[place], target_features[place])
                 best = p[place].topk(NUM_LIKELIEST)
                 of_classes = -(p[place] * q[place].log()).sum()
                 of_best = -sum(value * q[place, index].log() for value, index in zip(*best, strict=True))
@@ -114,19 +119,19 @@ def plain_steps(head: EagleHead, target: Target, features: torch.Tensor, tokens:
     plain = copy.deepcopy(head)
     plain.config._attn_implementation = plain.layer.self_attn.config._attn_implementation = "eager"
     embeddings = target.embed(torch.tensor(tokens))
-    said = [features[:-1]]  # by step, what each place goes on from
+    inputs_by_step = [features[:-1]]  # by step, what each place goes on from
     for step in range(num_steps):
-        found = []
+        outputs = []
         for place in range(len(tokens)):
             # The last `step` places were drafted: the nearest in the step before, and so on.
-            inputs = [said[max(0, step - (place - other))][other] for other in range(place + 1)]
+            inputs = [inputs_by_step[max(0, step - (place - other))][other] for other in range(place + 1)]
             hidden = plain.join(torch.cat((embeddings[: place + 1], torch.stack(inputs)), -1))[None]
             positions = torch.arange(place + 1)[None]
             mask = torch.full((place + 1, place + 1), -torch.inf).triu(1)[None, None]
             out = plain.layer(hidden, attention_mask=mask, position_embeddings=plain.rotary(hidden, positions))
-            found.append((out if isinstance(out, torch.Tensor) else out[0])[0, -1])
-        yield (given := torch.stack(found))
-        said.append(torch.cat((features[:1], given[:-1])))
+            outputs.append((out if isinstance(out, torch.Tensor) else out[0])[0, -1])
+        yield (stacked := torch.stack(outputs))
+        inputs_by_step.append(torch.cat((features[:1], stacked[:-1])))
 
 
 @pytest.mark.parametrize("loss", ["seqkd", "wordkd", "tvdkd"])
@@ -206,18 +211,18 @@ def test_judgement_counts_chains(texts):
                 yield torch.nn.functional.one_hot(guess, target.embed.weight.shape[0]).float().mul(9).log_softmax(-1)
 
     target = plain_target()
-    found = judged(Fixed(), target, texts[:12]).acceptance
-    asked, right = np.zeros(5), np.zeros(5)
+    acceptance = judged(Fixed(), target, texts[:12]).acceptance
+    num_asked, right = np.zeros(5), np.zeros(5)
     for text in texts[:12]:
         for place in range(len(text.token_ids)):
             for depth in range(1, 6):
                 if place + depth >= len(text.token_ids):
                     break
-                asked[depth - 1] += 1
+                num_asked[depth - 1] += 1
                 if text.token_ids[place + depth - 1] % 2:
                     break
                 right[depth - 1] += 1
-    assert found == pytest.approx(right / asked, abs=1e-3)
+    assert acceptance == pytest.approx(right / num_asked, abs=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["medusa2", "eagle", "small"])

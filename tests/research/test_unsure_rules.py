@@ -78,8 +78,8 @@ def test_settings_name_them(name, rule):
 
 
 def num_accepted(rule, tree, *rows) -> int:
-    [found] = verify(rule, peaked(*rows), TreeBatch.of([tree]), np.array([0]), IS_END)
-    return len(found.nodes)
+    [acceptance] = verify(rule, peaked(*rows), TreeBatch.of([tree]), np.array([0]), IS_END)
+    return len(acceptance.nodes)
 
 
 SURE = [0.88, 0.06, 0.02, 0.01, 0.01, 0.01, 0.01]
@@ -102,11 +102,11 @@ def test_conditional_verification_asks_more_where_the_target_is_unsure():
 
 def test_conditional_verification_is_strict_with_what_the_text_itself_said():
     rule = AASD(0.0, 0.05)
-    found = []
+    counts = []
     for source in (SOURCE_POOL, SOURCE_OUTPUT):
         tree = chain_tree([1])
-        found.append(num_accepted(rule, replace(tree, source=np.array([source], np.uint8)), SURE, UNSURE))
-    assert found == [1, 0]
+        counts.append(num_accepted(rule, replace(tree, source=np.array([source], np.uint8)), SURE, UNSURE))
+    assert counts == [1, 0]
 
 
 def test_a_loose_token_stands_where_enough_of_the_targets_choices_follow_it():

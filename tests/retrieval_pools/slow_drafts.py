@@ -84,10 +84,10 @@ class Level:
 
     def by_token(self) -> dict[int, list[Place]]:
         """The places by the token that stands there."""
-        found: dict[int, list[Place]] = {}
+        places: dict[int, list[Place]] = {}
         for place in self.places:
-            found.setdefault(place.token, []).append(place)
-        return found
+            places.setdefault(place.token, []).append(place)
+        return places
 
     def after(self, token: int) -> "Level":
         """Who is left to ask when the next token is `token`."""
@@ -189,8 +189,8 @@ def draft_reference(
         if depth < max_depth:
             room = max_nodes - len(nodes)
             least = frontier[-1].probability if len(frontier) == room else 0.0
-            found = next_paths(levels, node, depth, probability, max(least, min_acceptance), kinds, curves)
-            frontier += (path for path in found if path.token != END and path.probability >= min_acceptance)
+            paths = next_paths(levels, node, depth, probability, max(least, min_acceptance), kinds, curves)
+            frontier += (path for path in paths if path.token != END and path.probability >= min_acceptance)
             frontier = sorted(frontier, key=_Path.order)[:room]
         if not frontier:
             break
@@ -212,9 +212,9 @@ def best_chain(nodes: Sequence[ReferenceNode]) -> tuple[Tokens, float]:
         path = [node]
         while path[0].parent >= 0:
             path.insert(0, nodes[path[0].parent])
-        worth = sum(one.probability / 2**place for place, one in enumerate(path))
+        worth = sum(node.probability / 2**place for place, node in enumerate(path))
         if worth > best[1]:
-            best = [one.token_id for one in path], worth
+            best = [node.token_id for node in path], worth
     return best
 
 
@@ -243,10 +243,10 @@ def next_paths(
         escape = level.escape if level.source == SOURCE_POOL else level.escape / level.length
         confidence = num_seen / (num_seen + escape * len(by_token))
         weight = sum(place.weight for place in level.places)
-        one = left * confidence / weight
+        weight_of_place = left * confidence / weight
         left *= 1 - confidence
         for token, places in sorted(by_token.items()):
-            counted = one * sum(place.weight for place in places)
+            counted = weight_of_place * sum(place.weight for place in places)
             if not level.may_draft(places[0]):
                 left += counted
                 continue
@@ -342,15 +342,15 @@ def _places(
     if length > len(context) or START in context[len(context) - length + 1 :] or min(context[1:], default=0) < 0:
         return []
     ending = context[len(context) - length :]
-    found = []
+    places = []
     known_groups = {text.group for text in texts}
     for text in texts:
         counts = _weight(settings, text.group, group, known_groups)
         tokens = [START, *text.tokens, END]
         for at in range(length, len(tokens)):
             if tokens[at - length : at] == ending and counts > 0:
-                found.append(Place(tokens, at, counts))
-    return found
+                places.append(Place(tokens, at, counts))
+    return places
 
 
 def _weight(settings: DraftSettings, of_text: str, group: str | None, known_groups: set[str]) -> float:

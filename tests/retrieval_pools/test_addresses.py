@@ -8,23 +8,23 @@ from laserbatch.retrieval_pools.drafting.state import SCRATCH
 
 
 @njit(_nrt=False)
-def move(numbers, values, k, found):
+def move(numbers, values, k, moved):
     table = int32s_at(numbers, (3, 4))
     row = table[k]  # an array of the same kind
-    found[0], found[1], found[2] = table[k, 3], row[k + 1], row.shape[0]
+    moved[0], moved[1], moved[2] = table[k, 3], row[k + 1], row.shape[0]
     row[0] = -7
     table[2, np.int32(k)] = -8
     part = float32s_at(values, 5)[k:]
     part[k] = 0.5
     part[3:] = 0.25
-    found[3] = part.shape[0]
+    moved[3] = part.shape[0]
 
 
 def test_arrays_are_those_that_lie_there():
     numbers, values = np.arange(12, dtype=np.int32).reshape(3, 4), np.zeros(5, np.float32)
-    found = np.zeros(4, np.int64)
-    move(numbers.ctypes.data, values.ctypes.data, 1, found)
-    assert found.tolist() == [7, 6, 4, 4]
+    moved = np.zeros(4, np.int64)
+    move(numbers.ctypes.data, values.ctypes.data, 1, moved)
+    assert moved.tolist() == [7, 6, 4, 4]
     assert numbers.tolist() == [[0, 1, 2, 3], [-7, 5, 6, 7], [8, -8, 10, 11]]
     assert values.tolist() == [0.0, 0.0, 0.5, 0.0, 0.25]
 

@@ -42,8 +42,8 @@ def test_several_threads_may_map_arrays_at_once(tmp_path):
     def map_many(_) -> int:
         for _ in range(1_000):
             _Collected()
-            found = map_array(tmp_path / "array.npy")
-        return len(found)
+            array = map_array(tmp_path / "array.npy")
+        return len(array)
 
     interval, threshold = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(1e-6)

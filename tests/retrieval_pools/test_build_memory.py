@@ -24,11 +24,9 @@ def texts(num_texts, changed_every=1 << 30):
 
 def build(num_texts, memory_mb, out, previous):
     index_build.SORT_MEMORY_BYTES = memory_mb << 20
-    num_sorted = []
     older = Pool.open(previous) if previous else None
-    build_pool(texts(num_texts, 20 if previous else 1 << 30), out, side="item", tokenizer_hash="t", model_id="m",
-               previous=older, on_sorted=num_sorted.append)
-    return num_sorted[0]
+    rows = texts(num_texts, 20 if previous else 1 << 30)
+    return build_pool(rows, out, side="item", tokenizer_hash="t", model_id="m", previous=older).num_sorted
 
 with tempfile.TemporaryDirectory() as folder:  # compiles
     options = {"side": "item", "tokenizer_hash": "t", "model_id": "m"}

@@ -57,8 +57,8 @@ def test_a_planted_acceptance_is_found_of_every_source_and_kind():
     curves = curves_of(fit_sources(invented_nodes(100_000, planted, num_kinds=3)))
     for source in (SOURCE_POOL, SOURCE_OUTPUT):
         for kind in range(3):
-            found = curves[source, kind * NUM_PLACES, 6:-1]
-            assert np.abs(found - planted(source, kind, SHARES)).max() < 0.03
+            fitted = curves[source, kind * NUM_PLACES, 6:-1]
+            assert np.abs(fitted - planted(source, kind, SHARES)).max() < 0.03
     assert curves.shape == CURVES_SHAPE and curves.dtype == np.float32
     for source in (SOURCE_PREVIOUS, SOURCE_PROMPT):
         assert np.array_equal(curves[source], IDENTITY_CURVES[source])  # a first night has no previous text
@@ -75,8 +75,8 @@ def test_a_place_in_the_draft_is_worth_as_much_for_every_kind_of_token():
     curves = curves_of(fit_sources(nodes))
     for kind in (0, 1):
         for place in range(NUM_PLACES):
-            found = curves[SOURCE_POOL, kind * NUM_PLACES + place, 6:-1]
-            assert np.abs(found - raised(SHARES, factors[place])).max() < 0.04
+            fitted = curves[SOURCE_POOL, kind * NUM_PLACES + place, 6:-1]
+            assert np.abs(fitted - raised(SHARES, factors[place])).max() < 0.04
 
 
 def test_curves_never_fall_even_where_acceptance_does():
@@ -118,7 +118,7 @@ def test_the_error_is_that_of_a_plain_loop_over_bins():
     plain = {}
     for estimate, accepted in zip(estimates.tolist(), is_accepted.tolist(), strict=True):
         plain.setdefault(min(int(estimate * NUM_BINS), NUM_BINS - 1), []).append((estimate, accepted))
-    gaps = [abs(sum(accepted - estimate for estimate, accepted in one)) for one in plain.values()]
+    gaps = [abs(sum(accepted - estimate for estimate, accepted in pairs)) for pairs in plain.values()]
     assert calibration_error(estimates, is_accepted) == pytest.approx(sum(gaps) / 500)
     assert calibration_error(estimates[:0], is_accepted[:0]) == 0.0
 
@@ -149,7 +149,7 @@ def documents() -> list[ReplayText]:
     _, items = world_entities(11, 2, 1_000)
     rng = np.random.default_rng(0)
     examples = [make_example(item, tokenizer, rng) for item in items]
-    return [ReplayText(one.prompt_ids, one.answer_ids[:-1]) for one in examples]
+    return [ReplayText(example.prompt_ids, example.answer_ids[:-1]) for example in examples]
 
 
 def pool_of(documents: list[ReplayText], folder):
@@ -189,7 +189,7 @@ def test_a_calibration_says_what_it_was_made_of(documents, calibration):
     assert calibration.num_tokens == sum(len(document.text_ids) for document in documents[:200])
     assert calibration.reliability.num_texts == 100  # of one half by curves of the other
     assert calibration.reliability.num_nodes > 0
-    assert {one.source for one in calibration.sources} == {SOURCE_PROMPT, SOURCE_OUTPUT, SOURCE_POOL}
+    assert {source.source for source in calibration.sources} == {SOURCE_PROMPT, SOURCE_OUTPUT, SOURCE_POOL}
 
 
 def test_the_same_texts_give_the_same_calibration_also_from_json(pool, documents, calibration):
@@ -206,12 +206,12 @@ def test_estimates_hold_of_texts_with_an_earlier_one_too(pool, documents):
         """Two of its words in three."""
         return text[np.sort(rng.choice(len(text), 2 * len(text) // 3, replace=False))]
 
-    changed = [replace(one, previous_ids=earlier(one.text_ids)) for one in documents[:240]]
+    changed = [replace(entry, previous_ids=earlier(entry.text_ids)) for entry in documents[:240]]
     calibration = calibrate(pool, changed[:120])
-    assert SOURCE_PREVIOUS in {one.source for one in calibration.sources}
+    assert SOURCE_PREVIOUS in {entry.source for entry in calibration.sources}
     held, plain = (
-        reliability(one, changed[120:], DraftOptions()).expected_calibration_error
-        for one in (pool.with_calibration(calibration), pool)
+        reliability(entry, changed[120:], DraftOptions()).expected_calibration_error
+        for entry in (pool.with_calibration(calibration), pool)
     )
     assert held < 0.05 and held < plain
 
@@ -231,7 +231,7 @@ def test_estimates_hold_on_texts_of_large_models(name, shared_data, tmp_path):
     np.random.default_rng(0).shuffle(texts)
     tokenizer = load_tokenizer(SAMPLE_MODEL)
     ids = tokenizer(texts[: 2 * size], add_special_tokens=False)["input_ids"]
-    documents = [ReplayText(np.empty(0, np.int32), np.array(one, np.int32)) for one in ids]
+    documents = [ReplayText(np.empty(0, np.int32), np.array(text_ids, np.int32)) for text_ids in ids]
     pool = pool_of(documents[size // 3 :], tmp_path / "pool")
     fitted, other = documents[: size // 6], documents[size // 6 : size // 3]
     calibrated = pool.with_calibration(calibrate(pool, fitted))

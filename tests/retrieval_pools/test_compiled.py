@@ -55,8 +55,8 @@ def test_where_no_folder_may_be_written_machine_code_goes_to_a_temporary_one_and
     (package / "index" / "caller.py").write_text(CALLER + "\n@cached()\ndef other(x):\n    return more(x)\n")
     (package / "index" / "__pycache__").write_text("")
     (tmp_path / "tmp").mkdir()
-    kept = {name: value for name, value in os.environ.items() if name not in ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR")}
-    environment = kept | {"HOME": "/proc/none", "TMPDIR": str(tmp_path / "tmp")}
+    inherited = {name: value for name, value in os.environ.items() if name not in ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR")}
+    environment = inherited | {"HOME": "/proc/none", "TMPDIR": str(tmp_path / "tmp")}
 
     def run():
         command = [sys.executable, "-c", PROGRAM]

@@ -54,7 +54,7 @@ def test_kinds_are_told_by_where_a_token_stands_and_how_frequent_it_is():
     least = (1, 4, 16, 64, 128, 256, 512, 1024)  # of 65,536 positions
     frequent = [token_kind(0, num_occurrences, 1 << 16) for num_occurrences in (0, *least, 1 << 16)]
     assert frequent == [0, 1, 2, 3, 4, 5, 6, 7, 8, 8]
-    assert [token_kind(0, one - 1, 1 << 16) for one in least] == frequent[:8]
+    assert [token_kind(0, count - 1, 1 << 16) for count in least] == frequent[:8]
     kinds = {token_kind(stands_in, num, 1 << 16) for stands_in in range(4) for num in (0, *least)}
     assert kinds == set(range(NUM_TOKEN_KINDS))
     places = {node_kind(0, num_seen, depth) for num_seen in (1, 3, 20, 40) for depth in (0, 1, 2, 5, 20)}
@@ -64,5 +64,5 @@ def test_kinds_are_told_by_where_a_token_stands_and_how_frequent_it_is():
 
 @given(numbers=st.lists(st.integers(0, 1 << 20), max_size=20), num_positions=st.integers(0, 1 << 30))
 def test_frequencies_of_many_tokens_are_those_of_each(numbers, num_positions):
-    found = token_frequencies(np.array(numbers, np.int32), num_positions)
-    assert found.tolist() == [token_kind(0, number, num_positions) for number in numbers]
+    frequencies = token_frequencies(np.array(numbers, np.int32), num_positions)
+    assert frequencies.tolist() == [token_kind(0, number, num_positions) for number in numbers]

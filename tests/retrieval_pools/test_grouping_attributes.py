@@ -179,26 +179,26 @@ TOKENS = st.lists(st.sampled_from(["a", "b", "c", "d"]), max_size=4).map(tuple)
     st.integers(1, 6),
     st.lists(TOKENS, max_size=8),
 )
-def test_split_is_a_partition_and_the_trie_finds_the_longest_prefix(counts, max_size, min_size, asked):
-    found = split_groups(counts, max_size, min_size)
+def test_split_is_a_partition_and_the_trie_finds_the_longest_prefix(counts, max_size, min_size, queries):
+    prefixes = split_groups(counts, max_size, min_size)
     table = pa.table({"path": pa.array([list(tokens) for tokens in counts], pa.list_(pa.string()))})
     columns = choose_columns(table, ["path"])
-    groups = AttributeGroups(columns, found)
+    groups = AttributeGroups(columns, prefixes)
 
     def slow_group(tokens):
-        return max((prefix for prefix in found if tokens[: len(prefix)] == prefix), key=len)
+        return max((prefix for prefix in prefixes if tokens[: len(prefix)] == prefix), key=len)
 
-    held = dict.fromkeys(found, 0)
+    held = dict.fromkeys(prefixes, 0)
     for tokens, count in counts.items():
         held[slow_group(tokens)] += count
-    assert held == found
-    for prefix in found:
-        assert not prefix or prefix[:-1] in found  # every parent of a group is one
+    assert held == prefixes
+    for prefix in prefixes:
+        assert not prefix or prefix[:-1] in prefixes  # every parent of a group is one
         inside = sum(count for tokens, count in counts.items() if tokens[: len(prefix)] == prefix)
         assert not prefix or inside >= min_size
-        has_parts = any(other[:-1] == prefix for other in found if other)
+        has_parts = any(other[:-1] == prefix for other in prefixes if other)
         assert not has_parts or inside > max_size
-    for tokens in [*asked, *counts]:
+    for tokens in [*queries, *counts]:
         assert groups.group_of({"path": list(tokens)}) == "/".join(("attribute", *slow_group(tokens)))
 
 
@@ -220,8 +220,8 @@ def test_every_entity_has_a_known_group_before_and_after_saving(tmp_path_factory
     folder = tmp_path_factory.mktemp("groups")
     groups.save(folder)
     reloaded = AttributeGroups.load(groups.columns, folder)
-    found = [groups.group_of(row) for row in fitted.to_pylist()]
-    assert {name: found.count(name) for name in groups.groups} == dict(
+    names = [groups.group_of(row) for row in fitted.to_pylist()]
+    assert {name: names.count(name) for name in groups.groups} == dict(
         zip(groups.groups, groups.num_entities.values(), strict=True)
     )
     for row in [*fitted_rows, *asked_rows]:

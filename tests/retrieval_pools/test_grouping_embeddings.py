@@ -35,18 +35,18 @@ def write(path, ids, vectors, kind=FLOATS, side="user", **more):
 )
 def test_lists_of_any_kind_are_read(tmp_path, kind):
     path = write(tmp_path / "e.parquet", ["u3", "u1", "u2"], VECTORS, kind, score=[1, 2, 3])
-    found = read_embeddings(path, "user", IDS)
-    assert found.ids.to_pylist() == ["u3", "u1", "u2"]
-    assert found.vectors.dtype == np.float32
-    assert found.vectors.tolist() == VECTORS
+    embeddings = read_embeddings(path, "user", IDS)
+    assert embeddings.ids.to_pylist() == ["u3", "u1", "u2"]
+    assert embeddings.vectors.dtype == np.float32
+    assert embeddings.vectors.tolist() == VECTORS
 
 
 def test_unknown_ids_are_passed_over_over_many_row_groups(tmp_path):
     ids = [f"u{n}" for n in range(40)]
     path = write(tmp_path / "e.parquet", ids, [[float(n), 1.0] for n in range(40)])
-    found = read_embeddings(path, "user", IDS)
-    assert found.ids.to_pylist() == ids[:NUM_USERS]
-    assert found.vectors[:, 0].tolist() == list(range(NUM_USERS))
+    embeddings = read_embeddings(path, "user", IDS)
+    assert embeddings.ids.to_pylist() == ids[:NUM_USERS]
+    assert embeddings.vectors[:, 0].tolist() == list(range(NUM_USERS))
 
 
 def test_integer_ids_of_another_width_are_the_same_ids(tmp_path):
@@ -129,8 +129,8 @@ def test_groups_are_those_of_the_files_vectors_and_who_has_none_is_not_warm(worl
     routes = [route(router, user, {}, NUM_ITEMS) for user in IDS.to_pylist()]
     assert adjusted_rand_score([n % 3 for n in range(NUM_USERS - 1)], [route.group for route in routes[:-1]]) == 1
     assert routes[-1].scheme == "attribute"
-    given = EntityEmbeddings(IDS.take(pa.array(order)), np.array(VECTORS, np.float32)[order % 3])
-    same = Router.fit("user", users, interactions, settings, embeddings=given)
+    embeddings = EntityEmbeddings(IDS.take(pa.array(order)), np.array(VECTORS, np.float32)[order % 3])
+    same = Router.fit("user", users, interactions, settings, embeddings=embeddings)
     assert [route(same, user, {}, NUM_ITEMS) for user in IDS.to_pylist()] == routes
     router.save(tmp_path / "router")
     assert Router.load(tmp_path / "router").settings.user_embeddings == path

@@ -67,13 +67,13 @@ def world(shared_models, tmp_path_factory):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    asked = [f'Describe the book "{title}" in one or two sentences.' for title in
+    questions = [f'Describe the book "{title}" in one or two sentences.' for title in
              ("The Silent Harbour", "Dune", "Emma", "A Winter Tale", "The Hobbit", "Silas Marner")]  # fmt: skip
     prompts = [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": one}], add_generation_prompt=True, tokenize=True, return_dict=False
+            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=True, return_dict=False
         )
-        for one in asked
+        for question in questions
     ]
     plain = written(folder, model, prompts)["texts"]
     with PoolStore(folder / "pools").publish("v1") as version:
@@ -149,7 +149,7 @@ def test_nights_on_vllm_write_the_texts_of_our_engine(tmp_path):
 
     write_sample_world(tmp_path / "tables", num_users=16, num_items=24)
     engines = {"vllm": {"engine": "vllm", "vllm": {"enforce_eager": True}}, "ours": {"verifier": "greedy"}}
-    found = {}
+    nights = {}
     for name, decoding in engines.items():
         settings = {
             "workspace": name, "tables": {"path": "tables"}, "decoding": decoding | {"batch_size": 8},
@@ -167,17 +167,17 @@ def test_nights_on_vllm_write_the_texts_of_our_engine(tmp_path):
                 row for side in ("user", "item")
                 for row in pq.read_table(tmp_path / name / "runs" / result["run_id"] / "knowledge" / side).to_pylist()
             ]  # fmt: skip
-            found[name, date] = result, {(row["side"], row["entity_id"]): row for row in rows}
+            nights[name, date] = result, {(row["side"], row["entity_id"]): row for row in rows}
     for date in ("2025-03-01", "2025-03-05"):
-        (result, theirs), (_, ours) = found["vllm", date], found["ours", date]
-        assert theirs.keys() == ours.keys()
-        num_other = sum(row["text"] != ours[key]["text"] for key, row in theirs.items())
-        print(f"{date}: {num_other} of {len(theirs)} texts differ")
-        assert num_other <= len(theirs) / 20
-        assert {row["finish_reason"] for row in theirs.values()} == {row["finish_reason"] for row in ours.values()}
-        provenance = json.loads(next(iter(theirs.values()))["decoding_json"])
+        (result, by_vllm), (_, own) = nights["vllm", date], nights["ours", date]
+        assert by_vllm.keys() == own.keys()
+        num_other = sum(row["text"] != own[key]["text"] for key, row in by_vllm.items())
+        print(f"{date}: {num_other} of {len(by_vllm)} texts differ")
+        assert num_other <= len(by_vllm) / 20
+        assert {row["finish_reason"] for row in by_vllm.values()} == {row["finish_reason"] for row in own.values()}
+        provenance = json.loads(next(iter(by_vllm.values()))["decoding_json"])
         assert provenance["verifier"] == "greedy" and provenance["engine"] == "vllm"
-    result, rows = found["vllm", "2025-03-05"]
+    result, rows = nights["vllm", "2025-03-05"]
     assert result["users"]["num_generated"] > 0 and result["users"]["tokens_per_step"] > 1.5, "drafts of night 1"
     for row in rows.values():
         assert (

@@ -62,8 +62,8 @@ def test_a_context_is_found_wherever_it_stands_and_only_there(tmp_path):
     contexts += [np.concatenate([[-1], texts[k].token_ids[:7]]).astype(np.int32) for k in range(10)]
     for context in contexts:
         for length in range(1, 9):
-            wanted = tuple(context[8 - length :].tolist())
-            places = [place for place, found in enumerate(beginnings) if found[:length] == wanted]
+            suffix = tuple(context[8 - length :].tolist())
+            places = [place for place, beginning in enumerate(beginnings) if beginning[:length] == suffix]
             first, last = found_interval(index, context, length)
             assert list(range(first, last)) == places
             sizes.add(len(places))

@@ -112,13 +112,13 @@ def test_many_threads_write_side_by_side(tmp_path):
         return pools.finish(name).tolist()
 
     alone = {name: write(OpenPool(pool), name) for name in range(16)}
-    shared, found = OpenPool(pool), {}
-    threads = [threading.Thread(target=lambda name=name: found.update({name: write(shared, name)})) for name in alone]
+    shared, drafts = OpenPool(pool), {}
+    threads = [threading.Thread(target=lambda name=name: drafts.update({name: write(shared, name)})) for name in alone]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == alone and len(shared) == 0
+    assert drafts == alone and len(shared) == 0
 
 
 def test_what_cannot_be_is_refused(tmp_path):

@@ -84,8 +84,8 @@ def test_a_few_texts_merge_into_many(seed, num_new, vocab_size, depth, size):
     new = np.sort(rng.choice(120, num_new, replace=False))
     parts = (np.array(sort(tokens, depth, part), np.int32) for part in (np.delete(np.arange(120), new), new))
     many, few = (cut(part, size) for part in parts)
-    for one, two in ((many, few), (few, many)):
-        assert whole(merge(tokens, one, two, depth)) == sort(tokens, depth)
+    for first, second in ((many, few), (few, many)):
+        assert whole(merge(tokens, first, second, depth)) == sort(tokens, depth)
 
 
 @given(texts=TEXTS, today=TEXTS, order=st.randoms(use_true_random=False))
@@ -96,16 +96,16 @@ def test_known_texts_are_equal_and_in_sequence_and_as_many_as_can_be(texts, toda
     known = find_known_texts(tokens, starts_of(tokens), old_tokens, starts_of(old_tokens))
     pairs = [(old, now) for old, now in enumerate(known.tolist()) if now >= 0]
     assert all(texts[old] == today[now] for old, now in pairs)
-    assert all(one[1] < two[1] for one, two in itertools.pairwise(pairs))
+    assert all(first[1] < second[1] for first, second in itertools.pairwise(pairs))
     distinct = sorted(set(map(tuple, texts)))
     if len(distinct) == len(texts) and len(set(map(tuple, today))) == len(today):
         assert len(pairs) == longest_common(list(map(tuple, texts)), list(map(tuple, today)))
 
 
-def longest_common(one, two):
-    best = [[0] * (len(two) + 1) for _ in range(len(one) + 1)]
-    for i, a in enumerate(one):
-        for j, b in enumerate(two):
+def longest_common(first, second):
+    best = [[0] * (len(second) + 1) for _ in range(len(first) + 1)]
+    for i, a in enumerate(first):
+        for j, b in enumerate(second):
             best[i + 1][j + 1] = best[i][j] + 1 if a == b else max(best[i][j + 1], best[i + 1][j])
     return best[-1][-1]
 
@@ -121,5 +121,5 @@ def test_values_of_the_texts_of_positions():
     values = rng.integers(0, 99, 700).astype(np.uint16)
     expected = np.array([value for value, text in zip(values, texts, strict=True) for _ in (0, *text)])
     positions = rng.permutation(len(expected)).astype(np.int32)
-    found = TextOf(starts_of(lay_out(texts))).values(values, positions)
-    assert found.tolist() == expected[positions].tolist() and found.dtype == np.uint16
+    values_of_texts = TextOf(starts_of(lay_out(texts))).values(values, positions)
+    assert values_of_texts.tolist() == expected[positions].tolist() and values_of_texts.dtype == np.uint16

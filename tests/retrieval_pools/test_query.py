@@ -46,13 +46,13 @@ def ids(tokens):
 
 def paths(nodes):
     """{path of token ids: (probability, source)} of (token, parent, probability, source) rows."""
-    found, of_node = {}, []
+    by_path, of_node = {}, []
     for token, parent, probability, source in nodes:
         path = (*(of_node[parent] if parent >= 0 else ()), int(token))
         of_node.append(path)
-        assert path not in found
-        found[path] = (probability, int(source))
-    return found
+        assert path not in by_path
+        by_path[path] = (probability, int(source))
+    return by_path
 
 
 def rows_of(tree):
@@ -102,23 +102,23 @@ def test_query_drafts_what_the_reference_drafts(tmp_path_factory, case):
     reference = draft_reference(
         [ReferenceText(*text) for text in texts], options, prompt, output, previous, group, curves=pool.curves, **call
     )
-    found = paths(rows_of(tree))
+    drafted = paths(rows_of(tree))
     expected = paths((n.token_id, n.parent, n.probability, n.source) for n in reference)
-    assert len(found) == len(expected)
+    assert len(drafted) == len(expected)
     least = min((probability for probability, _ in expected.values()), default=0.0)
     for path, (probability, source) in expected.items():
-        if path not in found:  # one of several that are equally likely was cut off
+        if path not in drafted:  # one of several that are equally likely was cut off
             assert math.isclose(probability, least, rel_tol=1e-6)
             continue
-        assert math.isclose(found[path][0], probability, rel_tol=1e-5)
-        assert found[path][1] == source or _is_tie(case, source, found[path][1])
+        assert math.isclose(drafted[path][0], probability, rel_tol=1e-5)
+        assert drafted[path][1] == source or _is_tie(case, source, drafted[path][1])
     probabilities = [row[2] for row in rows_of(tree)]
     assert (np.diff(probabilities) <= 1e-6).all()
 
 
-def _is_tie(case, one, other):
+def _is_tie(case, first, second):
     """Sources whose shares may be equal but for rounding."""
-    return {one, other} <= {SOURCE_PREVIOUS, SOURCE_PROMPT, SOURCE_OUTPUT, SOURCE_POOL} and (
+    return {first, second} <= {SOURCE_PREVIOUS, SOURCE_PROMPT, SOURCE_OUTPUT, SOURCE_POOL} and (
         case[1].pool_escape_per_token or 1.0
     ) <= 2.0
 
@@ -241,9 +241,9 @@ def test_sampling_keeps_the_probabilities_of_a_large_interval(tmp_path):
     for group, scope in ((None, "side"), ("g1", "side"), ("g1", "group")):
         sampled = pool.with_settings(num_samples=64 if scope == "side" else 256, scope=scope)
         exact = pool.with_settings(num_samples=10_000, scope=scope)
-        one, other = draft(sampled, ids([1]), 0, None, group), draft(exact, ids([1]), 0, None, group)
-        assert one.token_ids.tolist() == other.token_ids.tolist() == [2, 3, 4]
-        np.testing.assert_allclose(np.exp(one.log_acceptance), np.exp(other.log_acceptance), atol=0.03)
+        approximate, other = draft(sampled, ids([1]), 0, None, group), draft(exact, ids([1]), 0, None, group)
+        assert approximate.token_ids.tolist() == other.token_ids.tolist() == [2, 3, 4]
+        np.testing.assert_allclose(np.exp(approximate.log_acceptance), np.exp(other.log_acceptance), atol=0.03)
 
 
 def test_fewer_samples_behind_unlikely_paths_keep_the_probability_of_every_path(tmp_path):
@@ -254,10 +254,10 @@ def test_fewer_samples_behind_unlikely_paths_keep_the_probability_of_every_path(
         draft(pool.with_settings(num_samples=number), ids([1]), 0, max_nodes=15, min_acceptance=0)
         for number in (256, 200_000)
     )
-    found, expected = paths(rows_of(sampled)), paths(rows_of(exact))
-    assert found.keys() == expected.keys() == {(a, *b) for a in (2, 3, 4) for b in ((), (5,), (6,), (5, 7), (6, 8))}
-    assert found != expected
-    for path, (probability, _) in found.items():
+    actual, expected = paths(rows_of(sampled)), paths(rows_of(exact))
+    assert actual.keys() == expected.keys() == {(a, *b) for a in (2, 3, 4) for b in ((), (5,), (6,), (5, 7), (6, 8))}
+    assert actual != expected
+    for path, (probability, _) in actual.items():
         assert abs(probability - expected[path][0]) < 0.03
 
 
@@ -337,9 +337,9 @@ def test_a_batch_drafts_what_each_sequence_is_drafted_alone(tmp_path_factory, ca
     together = draft_batch(pool, *columns, **call, num_threads=num_threads)
     alone = [draft(pool, *sequence, max_depth=max_depth, **call) for *sequence, max_depth in sequences]
     assert len(together) == len(alone)
-    for one, other in zip(together, alone, strict=True):
+    for tree, other in zip(together, alone, strict=True):
         for name in ("token_ids", "parents", "log_acceptance", "source", "relative_count", "kind"):
-            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+            np.testing.assert_array_equal(getattr(tree, name), getattr(other, name))
 
 
 def test_a_batch_takes_arrays_of_any_kind_and_says_what_does_not_fit(tmp_path):
@@ -376,15 +376,15 @@ def test_certain_continuations_are_drafted_once(tmp_path):
 
 def test_a_prompt_says_nothing_of_how_a_text_begins_but_group_and_earlier_text_do(tmp_path):
     pool = pool_of(tmp_path / "p", [[1, 2], [1, 2], [3, 4]], groups=["a", "a", "b"])
-    asked = {"max_nodes": 8, "min_acceptance": 0.0}
-    first = draft(pool, ids([7, 7]), 2, None, "a", **asked).token_ids.tolist()
-    assert draft(pool, ids([8]), 1, None, "a", **asked).token_ids.tolist() == first
+    options = {"max_nodes": 8, "min_acceptance": 0.0}
+    first = draft(pool, ids([7, 7]), 2, None, "a", **options).token_ids.tolist()
+    assert draft(pool, ids([8]), 1, None, "a", **options).token_ids.tolist() == first
     assert first[0] == 1
-    assert draft(pool, ids([8]), 1, None, "b", **asked).token_ids.tolist()[0] == 3
+    assert draft(pool, ids([8]), 1, None, "b", **options).token_ids.tolist()[0] == 3
     assert draft(pool, ids([8]), 1, None, "a", max_nodes=2, min_acceptance=0).token_ids.tolist() == [1, 2]
-    assert draft(pool, ids([8]), 1, ids([9, 9]), "a", **asked).token_ids.tolist()[0] == 9
+    assert draft(pool, ids([8]), 1, ids([9, 9]), "a", **options).token_ids.tolist()[0] == 9
     walled = pool.with_settings(scope="group")
-    assert draft(walled, ids([8]), 1, None, "a", **asked).token_ids.tolist() == [1, 2]
+    assert draft(walled, ids([8]), 1, None, "a", **options).token_ids.tolist() == [1, 2]
 
 
 def test_own_texts_are_searched_up_to_a_limit():

@@ -18,19 +18,9 @@ EXAMPLES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, 
 
 def build(folder, texts, min_support=1, depth=16, **options):
     rows = (PoolText(np.array(ids, np.int32), group, entity) for ids, group, entity in texts)
-    num_sorted = []
     chosen = DraftSettings(min_support=min_support, index_depth=depth)
-    pool = build_pool(
-        rows,
-        folder,
-        side="item",
-        tokenizer_hash="t",
-        model_id="m",
-        settings=chosen,
-        on_sorted=num_sorted.append,
-        **options,
-    )
-    return pool, num_sorted[0]
+    pool = build_pool(rows, folder, side="item", tokenizer_hash="t", model_id="m", settings=chosen, **options)
+    return pool, pool.num_sorted
 
 
 def turns_of(num_places):
@@ -44,15 +34,15 @@ def files(folder):
 
 @EXAMPLES
 @given(
-    before=TEXTS, today=TEXTS, kept=st.sets(st.integers(0, 11)), more=st.lists(st.integers(0, 12), max_size=6),
+    before=TEXTS, today=TEXTS, retained=st.sets(st.integers(0, 11)), more=st.lists(st.integers(0, 12), max_size=6),
     min_support=st.integers(1, 3), num_places=st.sampled_from([1, 7, 30, 1 << 30]),
 )  # fmt: skip
 def test_rebuild_from_an_older_pool_equals_a_full_build(
-    tmp_path_factory, before, today, kept, more, min_support, num_places
+    tmp_path_factory, before, today, retained, more, min_support, num_places
 ):
     """Texts go, come, change, change group or entity, and change places."""
     folder = tmp_path_factory.mktemp("pools")
-    texts = [text for number, text in enumerate(before) if number in kept]
+    texts = [text for number, text in enumerate(before) if number in retained]
     for place, text in zip(more, today, strict=False):
         texts.insert(place, text)
     texts += [(ids, "d", entity) for ids, _, entity in before[:2]]

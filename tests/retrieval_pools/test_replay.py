@@ -24,13 +24,13 @@ TREE = Tree([5, 7, 8, 6, 9], [-1, -1, 0, 1, 2])  # 5 8 9 and 7 6
 def grammar_texts(num_texts: int, length: int, seed: int) -> list[np.ndarray]:
     """Texts in which a word's successor is one of two, so that much can be foreseen, and not all."""
     rng = np.random.default_rng(seed)
-    found = []
+    texts = []
     for _ in range(num_texts):
         text = [int(rng.integers(0, 20))]
         for _ in range(length - 1):
             text.append((3 * text[-1] + int(rng.integers(0, 5) == 0)) % 20)
-        found.append(np.array(text, np.int32))
-    return found
+        texts.append(np.array(text, np.int32))
+    return texts
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +53,14 @@ def test_the_longest_agreeing_path_is_accepted():
 
 
 def test_a_walk_asks_behind_every_bonus_token_and_counts_the_step_that_ends_the_text():
-    asked = []
+    contexts = []
 
     def draft_after(position):
-        asked.append(position)
+        contexts.append(position)
         return TREE
 
     steps = list(steps_along(np.array([5, 8, 9, 1, 7, 6], np.int32), draft_after))
-    assert asked == [0, 4]
+    assert contexts == [0, 4]
     assert [step.path for step in steps] == [[0, 2, 4], [1, 3]]  # the last bonus token is the end
     steps = list(steps_along(np.array([1, 2], np.int32), lambda position: Tree([], [])))
     assert [step.position for step in steps] == [0, 1, 2]
@@ -91,22 +91,22 @@ def test_a_replay_knows_the_previous_text_and_the_prompt(pool, texts):
 
 def test_every_drafted_token_is_kept_with_what_became_of_it(pool, texts):
     held_out = [ReplayText(NO_TOKENS, text) for text in texts[:4]]
-    asked = DraftOptions(max_nodes=24, min_acceptance=0.0), DraftOptions(max_nodes=8, min_acceptance=0.1)
+    options = DraftOptions(max_nodes=24, min_acceptance=0.0), DraftOptions(max_nodes=8, min_acceptance=0.1)
     expected, behind_verified = [], []
     for text in held_out:
-        steps = list(pool_steps(pool, text, *asked))
+        steps = list(pool_steps(pool, text, *options))
         for step, after in zip(steps, [*steps[1:], None], strict=True):
             tree = step.tree
             for node, parent in enumerate(tree.parents.tolist()):
-                kept = tree.source[node], tree.relative_count[node], tree.kind[node], tree.log_acceptance[node]
-                expected.append((*kept, parent < 0 or parent in step.path, node in step.path))
+                columns = tree.source[node], tree.relative_count[node], tree.kind[node], tree.log_acceptance[node]
+                expected.append((*columns, parent < 0 or parent in step.path, node in step.path))
             if after is not None:  # the next draft starts behind what a run would verify
                 likely = [node for node in step.path if node < 8 and np.exp(tree.log_acceptance[node]) >= 0.1]
                 assert after.position == step.position + len(likely) + 1
                 behind_verified.append(len(step.path) - len(likely))
-    nodes = replay_nodes(pool, held_out, *asked)
-    kept = (nodes[name] for name in ("source", "relative_count", "kind", "log_acceptance"))
-    assert list(zip(*kept, nodes["is_parent_accepted"], nodes["is_accepted"], strict=True)) == expected
+    nodes = replay_nodes(pool, held_out, *options)
+    columns = (nodes[name] for name in ("source", "relative_count", "kind", "log_acceptance"))
+    assert list(zip(*columns, nodes["is_parent_accepted"], nodes["is_accepted"], strict=True)) == expected
     assert nodes["is_accepted"].sum() > 0 and max(behind_verified) > 0
 
 

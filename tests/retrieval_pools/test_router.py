@@ -125,10 +125,10 @@ def test_saved_router_routes_identically(scheme, id_type, tmp_path):
     router.save(tmp_path)
     loaded = Router.load(tmp_path)
     strangers = users.slice(0, 10).set_column(0, "user_id", _ids("new", range(900, 910), id_type))
-    asked = pa.concat_tables([users, strangers])
+    entities = pa.concat_tables([users, strangers])
     counts = np.r_[_counts(users, interactions), np.full(10, 99)]
-    routes = _route_all(router, asked, counts)
-    assert routes == _route_all(loaded, asked, counts)
+    routes = _route_all(router, entities, counts)
+    assert routes == _route_all(loaded, entities, counts)
     expected = {
         "router": {"collaborative", "attribute"}, "collaborative": {"collaborative", "global"},
         "attribute": {"attribute"}, "random": {"random"}, "global": {"global"},
@@ -165,8 +165,8 @@ def test_a_loaded_router_needs_no_torch(router, tmp_path):
         f"routes = Router.load({str(tmp_path)!r}).routes(pa.table({{'user_id': ['u0']}}), np.array([9]))\n"
         "assert 'torch' not in sys.modules; print(routes.of(0).group)"
     )
-    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == route(router, "u0", {}, 9).group
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == route(router, "u0", {}, 9).group
 
 
 def test_both_sides_at_once_equal_two_fits(users, interactions, router):

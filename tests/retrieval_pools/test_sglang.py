@@ -60,19 +60,19 @@ def batch(*texts, accepted=None):
 
 def paths(tokens, is_above, size=6):
     """The tokens along each node's path, the root's first, as a set for each tree."""
-    found = []
+    paths_of_trees = []
     for row, mask in zip(tokens.reshape(-1, size), is_above.reshape(-1, size, size), strict=True):
         assert (np.triu(mask, 1) == 0).all() and mask[:, 0].all() and mask.diagonal().all()
-        found.append({tuple(row[above].tolist()) for above in mask})
-    return found
+        paths_of_trees.append({tuple(row[above].tolist()) for above in mask})
+    return paths_of_trees
 
 
 def test_a_tree_has_all_ways_on_and_is_filled_up_below_its_root(model):
     trees = sglang.PoolTrees(str(model), 6)
-    (found,) = paths(*trees.draft(sglang.written_of(batch(([40], [1, 2])), 6, False)))
-    assert {(2,), (2, 3), (2, 3, 4), (2, 7), (2, 7, 8)} <= found
-    (found,) = paths(*trees.draft(sglang.written_of(batch(([40], [1, 2, 7, 8, 9])), 6, False)))
-    assert (9, sglang.PADDING) in found, "of a text that ended nothing follows"
+    (tree_paths,) = paths(*trees.draft(sglang.written_of(batch(([40], [1, 2])), 6, False)))
+    assert {(2,), (2, 3), (2, 3, 4), (2, 7), (2, 7, 8)} <= tree_paths
+    (tree_paths,) = paths(*trees.draft(sglang.written_of(batch(([40], [1, 2, 7, 8, 9])), 6, False)))
+    assert (9, sglang.PADDING) in tree_paths, "of a text that ended nothing follows"
     assert trees.num_failed == 0
 
 
@@ -95,8 +95,8 @@ def test_routes_give_the_previous_text_and_steps_follow_it(model, is_overlapped)
 def test_a_text_that_is_begun_again_and_a_draft_that_fails_stop_no_batch(model):
     trees = sglang.PoolTrees(str(model), 6)
     trees.draft(sglang.written_of(batch(([60], [1, 2, 3])), 6, False))
-    (found,) = paths(*trees.draft(sglang.written_of(batch(([60], [1, 2])), 6, False)))
-    assert (2, 3) in found
+    (tree_paths,) = paths(*trees.draft(sglang.written_of(batch(([60], [1, 2])), 6, False)))
+    assert (2, 3) in tree_paths
     trees._opened[0][0].draft = None  # a mistake of ours
     tokens, is_above = trees.draft(sglang.written_of(batch(([60], [1, 2])), 6, False))
     assert trees.num_failed == 1 and tokens.tolist() == [2, 0, 0, 0, 0, 0]
@@ -115,9 +115,9 @@ def test_what_is_wrong_is_said_before_a_model_loads(model, tmp_path, monkeypatch
 
 
 def module(name, **contents):
-    found = ModuleType(name)
-    vars(found).update(contents)
-    return found
+    stub = ModuleType(name)
+    vars(stub).update(contents)
+    return stub
 
 
 class Renamed:

@@ -82,9 +82,9 @@ def test_supported_lengths_equal_counting_the_entities_of_every_ngram(owned, min
     chunks = sort_texts(tokens, starts, texts, first_tokens, depth, 1 << 30)
     order = np.concatenate([np.empty(0, np.int32), *chunks])
     by_position = np.repeat(entities, np.diff(starts))
-    found = supported_lengths(tokens, order, by_position[order], min_support, depth)
-    assert found.dtype == np.uint8
-    assert found.tolist() == supported_slowly(tokens, order, by_position, min_support, depth)
+    lengths = supported_lengths(tokens, order, by_position[order], min_support, depth)
+    assert lengths.dtype == np.uint8
+    assert lengths.tolist() == supported_slowly(tokens, order, by_position, min_support, depth)
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
@@ -135,8 +135,8 @@ def test_a_secret_is_drafted_only_where_it_is_enough_entities_or_the_sequences_o
 
 
 def test_texts_of_one_entity_count_once_and_texts_of_none_each(tmp_path):
-    mine = pool_of(tmp_path / "mine", [([1, 2], "ann")] * 5, min_support=2)
-    assert draft_all(mine, [1]) == []
+    of_one_entity = pool_of(tmp_path / "mine", [([1, 2], "ann")] * 5, min_support=2)
+    assert draft_all(of_one_entity, [1]) == []
     separate = pool_of(tmp_path / "separate", [([1, 2], None)] * 2, min_support=2)
     assert draft_all(separate, [1]) == [[2]]
 

@@ -18,15 +18,15 @@ def test_results_come_in_the_order_of_the_items(num_items):
 
 
 def test_no_more_items_are_taken_than_one_a_thread_ahead():
-    taken = []
+    started = []
 
     def items():
         for number in range(30):
-            taken.append(number)
+            started.append(number)
             yield number
 
     for number, _ in enumerate(in_threads(str, items())):
-        assert len(taken) - (number + 1) <= NUM_THREADS
+        assert len(started) - (number + 1) <= NUM_THREADS
 
 
 def test_several_are_worked_on_at_once():

@@ -63,36 +63,37 @@ def vllm_config(world, k):
     )
 
 
-def step(one, rows, num_sampled):
+def step(proposing, rows, num_sampled):
     """A call of `propose` for these rows of tokens."""
     tokens = np.zeros((len(rows), 32), np.int32)
     for place, row in enumerate(rows):
         tokens[place, : len(row)] = row
     sampled = [row[len(row) - number :] for row, number in zip(rows, num_sampled, strict=True)]
-    return one.propose(sampled, np.array([len(row) for row in rows]), tokens, slot_mappings=None)
+    return proposing.propose(sampled, np.array([len(row) for row in rows]), tokens, slot_mappings=None)
 
 
 def test_rows_are_drafted_for_and_their_texts_known_again_wherever_they_move(world):
-    one = proposer(world)
-    assert step(one, [[30, 31, 1], [40]], [1, 0]) == [[2, 3, 4, 5], []]  # of the second not all of the prompt is read
-    first = step(one, [[30, 31, 1, 2], [40, 41, 1]], [1, 1])
+    proposing = proposer(world)
+    # of the second not all of the prompt is read
+    assert step(proposing, [[30, 31, 1], [40]], [1, 0]) == [[2, 3, 4, 5], []]
+    first = step(proposing, [[30, 31, 1, 2], [40, 41, 1]], [1, 1])
     assert first[0] == [3, 4, 5, 6]
-    assert one.num_started == 2
-    moved = step(one, [[40, 41, 1, 2], [30, 31, 1, 2, 3, 4]], [1, 2])
+    assert proposing.num_started == 2
+    moved = step(proposing, [[40, 41, 1, 2], [30, 31, 1, 2, 3, 4]], [1, 2])
     assert moved == [[3, 4, 5, 6], [5, 6, 7, 8]]
-    assert one.num_started == 2 and one.num_failed == 0
-    assert (one.num_drafted, one.num_accepted) == (4 + 4 + 4, 0 + 1 + 0)
-    step(one, [[50, 1]], [1])
-    again = step(one, [[30, 31, 1, 2, 3, 4, 5]], [1])  # was away for a step
-    assert again == [[6, 7, 8]] and one.num_started == 3
+    assert proposing.num_started == 2 and proposing.num_failed == 0
+    assert (proposing.num_drafted, proposing.num_accepted) == (4 + 4 + 4, 0 + 1 + 0)
+    step(proposing, [[50, 1]], [1])
+    again = step(proposing, [[30, 31, 1, 2, 3, 4, 5]], [1])  # was away for a step
+    assert again == [[6, 7, 8]] and proposing.num_started == 3
 
 
 def test_groups_and_previous_texts_are_found_by_the_prompt(world):
     routes = [(ids([30, 31]), "a", None), (ids([30, 32]), "b", None), (ids([30, 33]), None, ids([1, 7, 7, 7]))]
     write_routes(world / "routes.parquet", routes)
     assert len(RouteTable(world / "routes.parquet")) == 3
-    one = proposer(world, routes="routes.parquet")
-    drafts = step(one, [[30, 31, 1], [30, 32, 1], [30, 33, 1]], [1, 1, 1])
+    proposing = proposer(world, routes="routes.parquet")
+    drafts = step(proposing, [[30, 31, 1], [30, 32, 1], [30, 33, 1]], [1, 1, 1])
     assert [draft[0] for draft in drafts] == [2, 9, 7]
 
 
@@ -107,13 +108,13 @@ def test_several_pools_serve_one_engine_and_routes_are_replaced_under_it(world):
         {"pools": "items", "side": "item", "routes": "items.parquet"},
     ]
     (world / "drafts.json").write_text(json.dumps(both))
-    one = PoolProposer(vllm_config(world, 4))
-    assert step(one, [[30, 31, 1], [40, 1]], [1, 1])[0] == [2, 3, 4, 5]
+    proposing = PoolProposer(vllm_config(world, 4))
+    assert step(proposing, [[30, 31, 1], [40, 1]], [1, 1])[0] == [2, 3, 4, 5]
     write_routes(world / "new.parquet", [(ids([50]), None, None)])
     (world / "new.parquet").replace(world / "items.parquet")
-    drafts = step(one, [[50, 1], [30, 31, 1, 2], [51, 1]], [1, 1, 1])
+    drafts = step(proposing, [[50, 1], [30, 31, 1, 2], [51, 1]], [1, 1, 1])
     assert drafts[:2] == [[4, 4, 4, 4], [3, 4, 5, 6]] and drafts[2][0] != 4, "whom no routes know is of the first pool"
-    assert one.num_failed == 0
+    assert proposing.num_failed == 0
 
 
 def test_nothing_is_drafted_where_it_costs_more_than_it_gains(world):
@@ -126,14 +127,14 @@ def test_nothing_is_drafted_where_it_costs_more_than_it_gains(world):
 
 def test_estimates_that_do_not_hold_are_believed_less(world):
     cost_file(world / "cost.json", {1: 1.0, 9: 2.0})  # a draft token must be right once in eight times
-    one = proposer(world, step_cost="cost.json")
+    proposing = proposer(world, step_cost="cost.json")
     text, num_drafts = [30, 31, 1, 2], 0
     for number in range(200):  # a draft is never right
         rows = [[60 + number, *text[1:]]]
-        num_drafts += bool(step(one, rows, [1])[0])
-        step(one, [[*rows[0], 20]], [1])
+        num_drafts += bool(step(proposing, rows, [1])[0])
+        step(proposing, [[*rows[0], 20]], [1])
     assert 0 < num_drafts < 200
-    assert one.num_accepted == 0
+    assert proposing.num_accepted == 0
 
 
 def test_chains_are_cut_so_that_most_tokens_are_written_a_second(world):
@@ -142,19 +143,19 @@ def test_chains_are_cut_so_that_most_tokens_are_written_a_second(world):
     for _ in range(50):
         lengths = rng.integers(0, 4, 3)
         chains = [np.sort(rng.random(length))[::-1] for length in lengths]
-        found = worth_drafting(np.concatenate(chains), np.repeat(np.arange(3), lengths), 3, cost)
+        lengths_worth = worth_drafting(np.concatenate(chains), np.repeat(np.arange(3), lengths), 3, cost)
 
         def speed(cuts, chains=chains):
             written = 3 + sum(chain[:cut].sum() for chain, cut in zip(chains, cuts, strict=True))
             return written / float(cost.seconds_between(3, np.array(sum(cuts))))
 
         every = np.ndindex(*(lengths + 1))
-        assert speed(found.tolist()) == pytest.approx(max(speed(cuts) for cuts in every))
+        assert speed(lengths_worth.tolist()) == pytest.approx(max(speed(cuts) for cuts in every))
 
 
 def test_costs_of_batches_between_those_measured_lie_between_them(world):
     steps = [(1, 1, 1.0), (1, 3, 2.0), (4, 4, 2.0), (4, 12, 6.0)]
-    costs = [dict(zip(("batch_size", "num_tokens", "seconds"), one, strict=True)) for one in steps]
+    costs = [dict(zip(("batch_size", "num_tokens", "seconds"), step_values, strict=True)) for step_values in steps]
     (world / "cost.json").write_text(json.dumps({"steps": costs}))
     cost = read_step_cost(world / "cost.json")
     assert cost.seconds_between(1, np.array([0, 1, 2, 4])).tolist() == [1.0, 1.5, 2.0, 3.0]
@@ -175,25 +176,25 @@ def test_costs_of_batches_between_those_measured_lie_between_them(world):
     ],
 )
 def test_a_step_cost_that_is_none_is_refused_by_its_key(world, steps, sentence):
-    costs = [dict(zip(("batch_size", "num_tokens", "seconds"), one, strict=True)) for one in steps]
+    costs = [dict(zip(("batch_size", "num_tokens", "seconds"), step_values, strict=True)) for step_values in steps]
     (world / "cost.json").write_text(json.dumps({"steps": costs}))
     with pytest.raises(PoolError, match=rf"cost.json is no step cost \(.*{sentence}.*measure one"):
         read_step_cost(world / "cost.json")
 
 
 def test_a_draft_that_fails_is_none_and_logged_once(world, caplog):
-    one = proposer(world)
-    one._pools = None
+    proposing = proposer(world)
+    proposing._pools = None
     for _ in range(3):
-        assert step(one, [[30, 31, 1]], [1]) == [[]]
-    assert one.num_failed == 3
+        assert step(proposing, [[30, 31, 1]], [1]) == [[]]
+    assert proposing.num_failed == 3
     assert len([record for record in caplog.records if "a draft failed" in record.message]) == 1
 
 
 def test_no_draft_exceeds_the_longest_text(world):
-    one = proposer(world)
-    assert step(one, [[30] * 29 + [1, 2]], [1]) == [[3]]
-    assert step(one, [[30] * 30 + [1, 2]], [1]) == [[]]
+    proposing = proposer(world)
+    assert step(proposing, [[30] * 29 + [1, 2]], [1]) == [[3]]
+    assert step(proposing, [[30] * 30 + [1, 2]], [1]) == [[]]
 
 
 def test_what_is_missing_or_of_another_tokenizer_is_said_before_anything_loads(world, monkeypatch):

@@ -62,7 +62,7 @@ def hung_row(world: Path, folder: Path) -> dict:
             engine, submit_step = self._worker.engine, self._worker.engine.submit_step
 
             def submitted(stream):
-                if any(np.array_equal(one.request.prompt_ids, prompt) for one in stream.scheduler.live):
+                if any(np.array_equal(sequence.request.prompt_ids, prompt) for sequence in stream.scheduler.live):
                     time.sleep(1e6)
                 return submit_step(stream)
 
@@ -111,16 +111,16 @@ def unseen_workspace(world: Path, folder: Path) -> dict:
         def run(self, *arguments) -> None:
             time.sleep(1e6)  # so that the run ends by the other worker alone
 
-    said, begun_s = None, time.monotonic()
+    error_text, begun_s = None, time.monotonic()
     try:
         with workers(Elsewhere), started_pool(spec, cluster_layout()) as worker_pool:
             list(actors.run_shards(shards, worker_pool, lambda measure: {"item": Budget(2, 0.1)}))
     except WorkspaceError as error:
-        said = str(error)
+        error_text = str(error)
     seconds = round(time.monotonic() - begun_s)
     ray.shutdown()
     cluster.shutdown()
-    return {"nodes": 2, "seconds": seconds, "said": said}
+    return {"nodes": 2, "seconds": seconds, "said": error_text}
 
 
 def cluster_layout():
@@ -136,12 +136,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="poison-") as name:
         folder = Path(name)
         write_sample_world(folder / "world", num_users=4, num_items=24)
-        found = {"unseen_workspace": unseen_workspace(folder / "world", folder / "unseen")}
-        found["hung_row"] = hung_row(folder / "world", folder)
+        outcomes = {"unseen_workspace": unseen_workspace(folder / "world", folder / "unseen")}
+        outcomes["hung_row"] = hung_row(folder / "world", folder)
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
-    row, unseen = found["hung_row"], found["unseen_workspace"]
+        options.json.write_text(json.dumps(outcomes, indent=1) + "\n")
+    print(json.dumps(outcomes, indent=1))
+    row, unseen = outcomes["hung_row"], outcomes["unseen_workspace"]
     is_seen = unseen["seconds"] < 60 and "does not see the run's folder" in (unseen["said"] or "")
     sys.exit(not (row["it_is_alone"] and row["neighbours_are_identical"] and is_seen))
 

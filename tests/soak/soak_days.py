@@ -324,10 +324,10 @@ def rolled_back(year, rng):
     done = year.command("runs", "rollback", writes_tables=False)
     oracle = year.oracle
     if len(oracle.seen) < (1 if oracle.gone else 2):
-        assert done.code == 3, (done.code, done.said)
+        assert done.code == 3, (done.code, done.output)
         return
     taken_back = oracle.gone or oracle.take_back()
-    assert done.code == 0, done.said
+    assert done.code == 0, done.output
     assert json.loads(done.out) == {"published": oracle.published, "rolled_back": taken_back}
     oracle.mended()
     oracle.check_published()
@@ -352,9 +352,9 @@ def forgotten(year, rng):
     for _ in range(rng.choice((1, 1, 2))):
         if len(year.world.rows["user"]) > FEW:
             year.world.remove("user", _somebody(year, rng, "user"))
-    gone = {key for run in year.oracle.runs.values() for key in run.keys["user"]} - year.world.rows["user"].keys()
+    removed = {key for run in year.oracle.runs.values() for key in run.keys["user"]} - year.world.rows["user"].keys()
     kind = type(_somebody(year, rng, "user"))
-    users = [key for key in sorted(gone, key=str) if type(key) is kind][:2]
+    users = [key for key in sorted(removed, key=str) if type(key) is kind][:2]
     year.gone = [entry for entry in year.gone if entry[1] not in users]
     year.world.events = [event for event in year.world.events if event.user not in users]  # that the log had kept
     if users:

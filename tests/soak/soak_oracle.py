@@ -92,17 +92,17 @@ class Oracle:
     @property
     def not_built_on(self) -> set[str]:
         """What was taken back, and what was built on it that readers never saw."""
-        found = set(self.rolled_back)
+        run_ids = set(self.rolled_back)
         for run in sorted(self.runs.values(), key=lambda run: run.order):
-            if run.previous in found and run.run_id not in self.seen:
-                found.add(run.run_id)
-        return found
+            if run.previous in run_ids and run.run_id not in self.seen:
+                run_ids.add(run.run_id)
+        return run_ids
 
     def run_of(self, date: str, settings: str) -> Run | None:
         """The newest finished run of a date and settings, unless its date would be done anew."""
         there = [run for run in self.runs.values() if (run.date, run.settings) == (date, settings)]
-        found = max(there, key=lambda run: run.order, default=None)
-        return None if found and found.run_id in self.not_built_on - self.rolled_back else found
+        newest = max(there, key=lambda run: run.order, default=None)
+        return None if newest and newest.run_id in self.not_built_on - self.rolled_back else newest
 
     def previous(self, date: str, settings: str) -> Run | None:
         """The newest finished run that is not of a later date, but none that is not built on.
@@ -183,31 +183,34 @@ class Oracle:
         since: dict[str, dict[object, str]] = {}
         for side in SIDES:
             known = world.known(side, date)
-            asked = {key: self.asked_for(world, side, key, date, settings, templates) for key in known}
+            fingerprints = {key: self.asked_for(world, side, key, date, settings, templates) for key in known}
             before = {} if previous is None else previous.keys[side]
-            kept = set() if force else {key for key in known if before.get(key) == asked[key]}
+            carried = set() if force else {key for key in known if before.get(key) == fingerprints[key]}
             limit = settings["knowledge"]["max_prompt_tokens"]
             refused = {key: reason for key in known if (reason := self.refused(world, side, key, limit))}
             without_title = {key for key, reason in refused.items() if reason == "no-title"}
-            kept -= without_title
-            waiting, since[side] = self._waiting(year, run, side, date, asked, kept, without_title, previous, force)
-            kept -= waiting.keys()
-            failed = {key: reason for key, reason in refused.items() if key not in kept | waiting.keys()}
-            failed |= self._came_to_nothing(run, side, known.keys() - kept - failed.keys() - waiting.keys())
-            written = known.keys() - kept - failed.keys() - waiting.keys()
+            carried -= without_title
+            waiting, since[side] = self._waiting(
+                year, run, side, date, fingerprints, carried, without_title, previous, force
+            )
+            carried -= waiting.keys()
+            failed = {key: reason for key, reason in refused.items() if key not in carried | waiting.keys()}
+            failed |= self._came_to_nothing(run, side, known.keys() - carried - failed.keys() - waiting.keys())
+            written = known.keys() - carried - failed.keys() - waiting.keys()
             stale = before.keys() & (failed.keys() | {key for key, reason in waiting.items() if reason != EVIDENCE})
-            rows = self._check_side(run, side, settings, templates, written, kept, stale, failed)
+            rows = self._check_side(run, side, settings, templates, written, carried, stale, failed)
             counts = summary[f"{side}s"]
-            found = tuple(counts[f"num_{name}"] for name in ("entities", "generated", "carried_over", "quarantined"))
-            assert found == (len(known), len(written), len(kept), len(failed)), (side, found, written, kept, failed)
+            counted = tuple(counts[f"num_{name}"] for name in ("entities", "generated", "carried_over", "quarantined"))
+            lengths = len(known), len(written), len(carried), len(failed)
+            assert counted == lengths, (side, counted, written, carried, failed)
             assert counts.get("postponed", {}) == Counter(waiting.values()), (side, counts, waiting)
             assert len(known) == sum(not row["is_stale"] for row in rows.values()) + len(failed) + len(waiting)
-            keys[side] = {key: asked[key] if key not in stale else before[key] for key in rows}
-            for key in written | kept:
-                self._check_fingerprint(asked[key], rows[key]["fingerprint"])
+            keys[side] = {key: fingerprints[key] if key not in stale else before[key] for key in rows}
+            for key in written | carried:
+                self._check_fingerprint(fingerprints[key], rows[key]["fingerprint"])
             for key in written:
                 self._check_provenance(world, side, key, date, rows[key], settings, pools, is_whole)
-            self._check_carried(run, previous, side, rows, settings, kept, stale)
+            self._check_carried(run, previous, side, rows, settings, carried, stale)
             year.num_written += len(written)
         this = Run(run.name, year.settings_key(), year.num_commands, keys, self._encoder(settings),
                    previous and previous.run_id, since)  # fmt: skip
@@ -218,26 +221,27 @@ class Oracle:
         this.files = contents(run)
         return this
 
-    def _waiting(self, year, run: Path, side: str, date: str, asked: dict[object, str], kept: set, without_title: set,
-                 previous: Run | None, force: bool) -> tuple[Waiting, dict[object, str]]:  # fmt: skip
+    def _waiting(self, year, run: Path, side: str, date: str, fingerprints: dict[object, str], carried: set,
+                 without_title: set, previous: Run | None,
+                 force: bool) -> tuple[Waiting, dict[object, str]]:  # fmt: skip
         """Who is postponed, and of those without a text since when; by docs/nights.md, "What is worth rewriting".
 
         Who is beyond a budget is read from the run; that they are those of the lowest scores is checked.
         """
         policy, world = {"min_interactions": 0, "min_new_interactions": 0} | year.settings["refresh"], year.world
         path = run / "postponed" / f"{side}.parquet"
-        found = {row["entity_id"]: row for row in pq.read_table(path).to_pylist()} if path.exists() else {}
-        num = {key: world.num_interactions(side, key, date) for key in asked}
-        waiting = {key: EVIDENCE for key in asked if side == "user" and num[key] < policy["min_interactions"]}
+        postponed = {row["entity_id"]: row for row in pq.read_table(path).to_pylist()} if path.exists() else {}
+        num = {key: world.num_interactions(side, key, date) for key in fingerprints}
+        waiting = {key: EVIDENCE for key in fingerprints if side == "user" and num[key] < policy["min_interactions"]}
         texts = {} if previous is None else year.texts(previous.run_id, side)
         scores, due = {}, set()
-        for key in asked.keys() - kept - without_title - waiting.keys() if not force else ():
+        for key in fingerprints.keys() - carried - without_title - waiting.keys() if not force else ():
             text = texts.get(key)
             seen = num[key] if text is None or side == "item" else text["num_history"] + text["num_history_dropped"]
             then = (
                 (previous.since[side].get(key) if previous else None) or date if text is None else text["run_id"][:10]
             )
-            is_otherwise = text is None or _but_history(asked[key]) != _but_history(previous.keys[side][key])
+            is_otherwise = text is None or _but_history(fingerprints[key]) != _but_history(previous.keys[side][key])
             age = (datetime.date.fromisoformat(date) - datetime.date.fromisoformat(then)).days
             share = 1.0 if is_otherwise else abs(num[key] - seen) / max(num[key], seen, 1)
             scores[key] = math.log2(2 + num[key]) * share + age / 7
@@ -246,36 +250,36 @@ class Oracle:
                 due.add(key)
             else:
                 waiting[key] = "not-due"
-        beyond = {key for key, row in found.items() if row["reason"] == "budget"}
+        beyond = {key for key, row in postponed.items() if row["reason"] == "budget"}
         is_limited = "max_tokens" in policy
         assert beyond <= due and (not beyond or is_limited), (side, beyond, due)
         left = min((scores[key] for key in due - beyond), default=math.inf)
         assert all(scores[key] <= left + 1e-9 for key in beyond), (side, beyond, scores)
         waiting |= dict.fromkeys(beyond, "budget")
-        assert {key: row["reason"] for key, row in found.items()} == waiting, (side, found, waiting)
-        assert all(abs(row["score"] - scores[key]) < 1e-9 for key, row in found.items() if key in scores), (
-            found,
+        assert {key: row["reason"] for key, row in postponed.items()} == waiting, (side, postponed, waiting)
+        assert all(abs(row["score"] - scores[key]) < 1e-9 for key, row in postponed.items() if key in scores), (
+            postponed,
             scores,
         )
-        known = dict.fromkeys(asked, date) | (previous.since[side] if previous else {})
+        known = dict.fromkeys(fingerprints, date) | (previous.since[side] if previous else {})
         return waiting, {key: known[key] for key in waiting if key not in texts}
 
-    def _came_to_nothing(self, run: Path, side: str, asked: set) -> dict[object, str]:
+    def _came_to_nothing(self, run: Path, side: str, fingerprints: set) -> dict[object, str]:
         """Those whose text is empty: a model may end at once."""
         rows = pq.read_table(run / "quarantine" / f"{side}.parquet").to_pylist()
         empty = [row for row in rows if row["reason"].startswith("unparsable") and not row["text"].strip()]
-        return {row["entity_id"]: "unparsable" for row in empty if row["entity_id"] in asked}
+        return {row["entity_id"]: "unparsable" for row in empty if row["entity_id"] in fingerprints}
 
-    def _check_side(self, run, side, settings, templates, written, kept, stale, failed) -> dict[object, dict]:
+    def _check_side(self, run, side, settings, templates, written, carried, stale, failed) -> dict[object, dict]:
         table = pq.read_table(run / "knowledge" / side)
         schema = {name: str(table.schema.field(name).type) for name in KNOWLEDGE}
         assert schema == KNOWLEDGE, schema
         rows = {row["entity_id"]: row for row in table.to_pylist()}
         assert len(rows) == table.num_rows, "somebody is there twice"
         quarantine = pq.read_table(run / "quarantine" / f"{side}.parquet").to_pylist()
-        found = {row["entity_id"]: row["reason"].split(":")[0] for row in quarantine}
-        assert found == failed, (side, found, failed)
-        assert rows.keys() == written | kept | stale, (side, rows.keys() ^ (written | kept | stale))
+        reasons = {row["entity_id"]: row["reason"].split(":")[0] for row in quarantine}
+        assert reasons == failed, (side, reasons, failed)
+        assert rows.keys() == written | carried | stale, (side, rows.keys() ^ (written | carried | stale))
         assert {key for key, row in rows.items() if row["is_stale"]} == stale
         made_now = {key for key, row in rows.items() if row["run_id"] == run.name}
         assert made_now == written, (side, "written", made_now, "expected", written)
@@ -283,10 +287,10 @@ class Oracle:
         assert all(FUTURE_WORD not in row["text"].lower() for row in rows.values())
         return rows
 
-    def _check_fingerprint(self, asked: str, fingerprint: str) -> None:
+    def _check_fingerprint(self, expected: str, fingerprint: str) -> None:
         """Equal ones for what is asked alike, others for anything else."""
-        assert self.fingerprints.setdefault(asked, fingerprint) == fingerprint, f"another fingerprint for {asked}"
-        assert self.asked.setdefault(fingerprint, asked) == asked, f"one fingerprint for {asked} and another"
+        assert self.fingerprints.setdefault(expected, fingerprint) == fingerprint, f"another fingerprint for {expected}"
+        assert self.asked.setdefault(fingerprint, expected) == expected, f"one fingerprint for {expected} and another"
 
     def _check_provenance(self, world, side, key, date, row, settings, pools, is_whole) -> None:
         assert row["side"] == side and row["framework"] == "kar" and row["num_tokens"] == len(row["token_ids"]) > 0
@@ -304,7 +308,7 @@ class Oracle:
         if is_whole and pools is None:
             assert version is None, (key, version)
 
-    def _check_carried(self, run, previous, side, rows, settings, kept, stale) -> None:
+    def _check_carried(self, run, previous, side, rows, settings, carried, stale) -> None:
         """A text that was not written is the same in all but `is_stale`, and so is its vector and its cluster."""
         features = {row[f"{side}_id"]: row for row in pq.read_table(run / "features" / side).to_pylist()}
         assert {key: (row["run_id"], row["fingerprint"]) for key, row in features.items()} == {
@@ -318,11 +322,11 @@ class Oracle:
             vector = pa.array(row["vector"], pa.float32()).to_numpy().tobytes()
             assert self.vectors.setdefault((encoder, rows[key]["text"]), vector) == vector, f"another vector of {key}"
         if previous is None:
-            assert not kept and not stale
+            assert not carried and not stale
             return
         before = self.workspace / "runs" / previous.run_id
         texts = {row["entity_id"]: row for row in pq.read_table(before / "knowledge" / side).to_pylist()}
-        for key in kept | stale:
+        for key in carried | stale:
             assert rows[key] | {"is_stale": None} == texts[key] | {"is_stale": None}, f"{key}'s text changed"
         old = {row[f"{side}_id"]: row for row in pq.read_table(before / "features" / side).to_pylist()}
         books = {
@@ -331,7 +335,7 @@ class Oracle:
         }
         if previous.encoder == encoder and len(books) == 1:
             for level in ("cluster_id", "residual_id"):
-                assert {key: old[key][level] for key in kept} == {key: features[key][level] for key in kept}
+                assert {key: old[key][level] for key in carried} == {key: features[key][level] for key in carried}
 
     def _encoder(self, settings: dict) -> str:
         return json.dumps(settings["encoding"]["encoder"])
@@ -394,8 +398,8 @@ def contents(folder: Path) -> dict[Path, tuple[int, int]]:
             if path.is_file() and (stat := path.stat())}  # fmt: skip
 
 
-def _but_history(asked: str) -> list:
-    return json.loads(asked)[:-1]
+def _but_history(fingerprint: str) -> list:
+    return json.loads(fingerprint)[:-1]
 
 
 def _shown(row: dict, columns: dict[str, pa.DataType]) -> list[tuple[str, str]]:

@@ -63,9 +63,9 @@ class World:
 
     def remove(self, side: str, key: object) -> tuple[dict, list[Event]]:
         """Take somebody out with all that they did; gives what `restore` wants."""
-        gone = [event for event in self.events if getattr(event, side) == key]
+        removed = [event for event in self.events if getattr(event, side) == key]
         self.events = [event for event in self.events if getattr(event, side) != key]
-        return self.rows[side].pop(key), gone
+        return self.rows[side].pop(key), removed
 
     def restore(self, side: str, key: object, row: dict, events: list[Event]) -> None:
         """Put somebody back, with what they did together with those who are there."""

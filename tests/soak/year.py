@@ -65,7 +65,7 @@ class Done:
 
     code: int
     out: str
-    said: str
+    output: str
 
 
 def first_world() -> World:
@@ -141,17 +141,17 @@ class Year:
         config = self.folder / "laserbatch.yaml"
         config.write_text(yaml.safe_dump(self.settings))
         argv = ["laserbatch", *arguments, "--config", str(config), "--json"]
-        out, said, kept = io.StringIO(), io.StringIO(), sys.argv
+        out, errors, earlier_argv = io.StringIO(), io.StringIO(), sys.argv
         sys.argv, code = argv, 0
         try:
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
                 laserbatch()
         except SystemExit as ended:
             code = int(ended.code or 0)
         finally:
-            sys.argv = kept
+            sys.argv = earlier_argv
         self.num_commands += 1
-        return Done(code, out.getvalue(), said.getvalue())
+        return Done(code, out.getvalue(), errors.getvalue())
 
     def done(
         self, *arguments: str, stop_at: int | None = None, between=None, full: bool = False
@@ -170,14 +170,14 @@ class Year:
                 done = self.command(*arguments)
             if stopped.happened and not (full and done.code == 0):  # a comparison that fails stops no night
                 is_whole, code = False, 3 if full else 130
-                assert done.code == code == json.loads(done.out)["exit_code"], (done.code, done.said)
+                assert done.code == code == json.loads(done.out)["exit_code"], (done.code, done.output)
                 if between is not None:
                     between()
                 done = self.command(*arguments, writes_tables=False)
         else:
             done = self.command(*arguments)
-        assert done.code == 0, f"{arguments}: exit code {done.code}\n{done.said}"
-        return json.loads(done.out), done.said, is_whole
+        assert done.code == 0, f"{arguments}: exit code {done.code}\n{done.output}"
+        return json.loads(done.out), done.output, is_whole
 
     def night(self, date: str, *options: str, **stop) -> str:
         """One night and its judgement; returns the run's id. `stop` is what `done` takes."""
@@ -186,13 +186,13 @@ class Year:
         options += ("--redo",) if is_again and not options else ()
         previous = oracle.previous(date, settings)
         pools = oracle.pools_to_use(date, self.settings["pools"]["min_support"])
-        summary, said, is_whole = self.done("nightly", "--date", date, *options, **stop)
+        summary, output, is_whole = self.done("nightly", "--date", date, *options, **stop)
         run_id = summary["run_id"]
         is_published = oracle.publishes(date, run_id)
-        assert ("not published" in said) == (not is_published), said
+        assert ("not published" in output) == (not is_published), output
         is_new = run_id not in oracle.runs
         if not is_new:
-            assert is_again and "finished already" in said and "changed since" not in said
+            assert is_again and "finished already" in output and "changed since" not in output
         else:
             oracle.check(self, summary, previous, pools, "--force" in options, is_whole)
         if is_published:
@@ -259,13 +259,13 @@ class Year:
 
     def collected(self, keep: int) -> None:
         """`runs gc`: so many of the newest stay, and whatever is needed."""
-        kept = self.oracle.kept_by_gc(keep)
+        retained = self.oracle.kept_by_gc(keep)
         printed, _, _ = self.done("runs", "gc", "--keep", str(keep))
         there = {path.name for path in (self.workspace / "runs").iterdir()}
-        assert there == kept == printed["kept"].keys(), (there ^ kept, printed)
-        for run_id in self.oracle.runs.keys() - kept:
+        assert there == retained == printed["kept"].keys(), (there ^ retained, printed)
+        for run_id in self.oracle.runs.keys() - retained:
             self.oracle.forget(run_id)
-        self.oracle.held &= kept
+        self.oracle.held &= retained
         self.oracle.check_published()
 
     def rebuilt(self, stop_at: int | None) -> None:
@@ -292,7 +292,7 @@ class Year:
             return
         diff, _, _ = self.done("runs", "diff", previous, run_id)
         for side in ("user", "item"):
-            old, new = ({str(key): row for key, row in self.texts(one, side).items()} for one in (previous, run_id))
+            old, new = ({str(key): row for key, row in self.texts(run, side).items()} for run in (previous, run_id))
             changed = sum(old[key]["text"] != row["text"] for key, row in new.items() if key in old)
             counted = tuple(diff[f"{side}s"][f"num_{name}"] for name in ("changed", "added", "removed"))
             assert counted == (changed, len(new.keys() - old.keys()), len(old.keys() - new.keys())), (side, diff)
@@ -302,10 +302,10 @@ class Year:
         """A night that must not happen: its exit code, what it says, and that nothing was touched."""
         before = contents(self.workspace) if self.workspace.exists() else {}
         done = self.command("nightly", "--date", date, writes_tables=writes_tables)
-        assert done.code == code, f"{date}: exit code {done.code}, expected {code}\n{done.said}"
+        assert done.code == code, f"{date}: exit code {done.code}, expected {code}\n{done.output}"
         printed = json.loads(done.out)
         assert printed["exit_code"] == code and all(word in printed["error"] for word in words), printed
-        assert "Traceback" not in done.said
+        assert "Traceback" not in done.output
         now = contents(self.workspace) if self.workspace.exists() else {}
         now.pop(self.workspace / "LOCK", None), before.pop(self.workspace / "LOCK", None)
         assert now == before, f"a refused night touched {now.items() ^ before.items()}"
@@ -314,7 +314,7 @@ class Year:
         """A night that a gate holds back: it is done, says how to let it through, and nobody sees it."""
         done = self.command("nightly", "--date", date)
         printed = json.loads(done.out)
-        assert done.code == printed["exit_code"] == 4 and printed["kind"] == "RunHeld", (done.code, done.said)
+        assert done.code == printed["exit_code"] == 4 and printed["kind"] == "RunHeld", (done.code, done.output)
         (run,) = set((self.workspace / "runs").iterdir()) - before
         assert "gates.max_failed_share" in printed["error"] and f"runs publish {run.name}" in printed["error"], printed
         assert (run / "_HELD").exists() and not (run / "_SUCCESS").exists()
@@ -327,7 +327,7 @@ class Year:
         """The same command again: nothing is to be done, and nothing is touched."""
         before = contents(self.workspace / "runs")
         done = self.command("nightly", "--date", date)
-        assert done.code == 0 and all(word in done.said for word in ("finished already", *words)), done
+        assert done.code == 0 and all(word in done.output for word in ("finished already", *words)), done
         assert contents(self.workspace / "runs") == before
         run_id = json.loads(done.out)["run_id"]
         if self.oracle.publishes(date, run_id):

@@ -39,8 +39,8 @@ def there(uri):
     import pyarrow.fs as pafs
 
     filesystem, root = filesystem_of(uri)
-    found = filesystem.get_file_info(pafs.FileSelector(root, recursive=True, allow_not_found=True))
-    files = {info.path.removeprefix(f"{root}/"): info.path for info in found if info.is_file}
+    infos = filesystem.get_file_info(pafs.FileSelector(root, recursive=True, allow_not_found=True))
+    files = {info.path.removeprefix(f"{root}/"): info.path for info in infos if info.is_file}
     return {name: filesystem.open_input_stream(path).read().decode() for name, path in files.items()}
 
 
@@ -58,19 +58,19 @@ def test_a_killed_delivery_shows_readers_the_run_before_and_goes_on(workspace, p
     deliver(workspace, place)
     assert seen(place) == OLD
     workspace.publication.publish(NEW)
-    put, sent = Destination._put, []
+    original_put, sent = Destination._put, []
 
     def killed(self, source, target):
         if len(sent) == 3:
             raise KeyboardInterrupt
         sent.append(target)
-        put(self, source, target)
+        original_put(self, source, target)
 
     monkeypatch.setattr(Destination, "_put", killed)
     with pytest.raises(KeyboardInterrupt):
         deliver(workspace, place)
     assert seen(place) == OLD
-    monkeypatch.setattr(Destination, "_put", lambda self, *ends: sent.append(ends[1]) or put(self, *ends))
+    monkeypatch.setattr(Destination, "_put", lambda self, *ends: sent.append(ends[1]) or original_put(self, *ends))
     deliver(workspace, place)
     assert seen(place) == NEW
     assert len(sent) == len(set(sent)) == len(WANTED)
@@ -124,17 +124,17 @@ def test_who_is_forgotten_here_is_forgotten_there(workspace, place):  # noqa: F8
         workspace.publication.publish(run_id)
         deliver(workspace, place)
     Destination.at(place).copy(workspace.run(OLD))
-    gone = workspace.run("2025-02-01-aaaaaaaa")
-    workspace.run(OLD).root.rename(gone.root)
-    Destination.at(place).copy(gone)
-    gone.root.rename(workspace.run(OLD).root)  # `gone` is there alone: somebody has removed it here by hand
+    removed = workspace.run("2025-02-01-aaaaaaaa")
+    workspace.run(OLD).root.rename(removed.root)
+    Destination.at(place).copy(removed)
+    removed.root.rename(workspace.run(OLD).root)  # `gone` is there alone: somebody has removed it here by hand
     for run_id in (OLD, NEW):
         (workspace.run(run_id).root / "knowledge" / "user" / "0.parquet").write_text("without them")
     done = forget_delivered(workspace, place)
-    assert done == {OLD: "sent again", NEW: "sent again", gone.run_id: "removed"}
+    assert done == {OLD: "sent again", NEW: "sent again", removed.run_id: "removed"}
     texts = [text for name, text in there(place).items() if name.endswith("knowledge/user/0.parquet")]
     assert texts == ["without them"] * 2
-    assert not [name for name in there(place) if gone.run_id in name]
+    assert not [name for name in there(place) if removed.run_id in name]
 
 
 def test_what_cannot_be_delivered_says_that_it_is_published_here(workspace, tmp_path):

@@ -40,8 +40,8 @@ def test_what_a_killed_process_left_goes_and_what_a_living_one_has_stays(tempora
         assert dead_scratch() == [] and remove_dead_scratch() == 0 and (folder / "users.parquet").exists()
         other.send_signal(signal.SIGKILL)
     assert dead_scratch() == [folder]
-    with ScratchFolder("tables") as mine:
-        assert not folder.exists() and mine.is_dir()
+    with ScratchFolder("tables") as own:
+        assert not folder.exists() and own.is_dir()
     assert list(temporary.iterdir()) == []
 
 

@@ -104,8 +104,8 @@ def test_nan_is_no_rating(tmp_path):
 
 def test_text_where_times_and_ratings_belong_is_told_once_with_what_converts_it(tmp_path):
     changed = interactions(timestamp=["2025-03-01T10:00:00Z", "yesterday", "17"], rating=["4.5", "five", None])
-    found = [(f.kind, f.column, f.advice) for f in check_tables(write_world(tmp_path, **changed))]
-    assert found == [
+    advice = [(f.kind, f.column, f.advice) for f in check_tables(write_world(tmp_path, **changed))]
+    assert advice == [
         ("wrong-type", "timestamp", "`laserbatch data import` converts it, if its mapping names the `unit`"),
         ("wrong-type", "rating", "`laserbatch data import` converts it"),
     ]
@@ -201,11 +201,11 @@ def test_the_check_agrees_with_the_obvious_one(tmp_path_factory, user_ids, rows,
         elif id_ not in user_ids:
             expected.append(("unknown-entity", "interactions", row))
     findings = check_tables(path)
-    found = {(f.kind, f.table): (f.row, f.num_rows) for f in findings}
-    assert len(found) == len(findings)
+    actual = {(f.kind, f.table): (f.row, f.num_rows) for f in findings}
+    assert len(actual) == len(findings)
     assert findings == check_tables(path, ids_before=lambda: ids_before(path))
     rows_of = {key: [row for *other, row in expected if tuple(other) == key] for key in {e[:2] for e in expected}}
-    assert found == {key: (min(rows), len(rows)) for key, rows in rows_of.items()}
+    assert actual == {key: (min(rows), len(rows)) for key, rows in rows_of.items()}
     if not findings:
         assert read_tables(path).users.num_rows == len(user_ids)
 
@@ -306,14 +306,14 @@ def test_odd_times_are_warnings(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ratings", "said"),
+    ("ratings", "message"),
     [([0, 1, 0], "all ratings are from 0 to 1"), ([5.0] * 3, "all ratings are 5"), ([True] * 3, "all ratings are 1"),
      (None, "there is no column"), ([3.5, 4, 1], None)],
 )  # fmt: skip
-def test_interactions_of_one_class_are_a_warning(tmp_path, ratings, said):
+def test_interactions_of_one_class_are_a_warning(tmp_path, ratings, message):
     path = write_world(tmp_path, **interactions(rating=ratings))
     assert check_tables(path) == []
-    found = check_tables(path, positive_rating=4.0)
-    assert [(f.kind, f.is_warning, f.found[: len(said)]) for f in found] == (
-        [("one-class", True, said)] if said else []
+    findings = check_tables(path, positive_rating=4.0)
+    assert [(f.kind, f.is_warning, f.found[: len(message)]) for f in findings] == (
+        [("one-class", True, message)] if message else []
     )

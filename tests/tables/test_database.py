@@ -118,7 +118,7 @@ def test_rows_are_streamed(shop):
 
 
 @pytest.mark.parametrize(
-    ("query", "said"),
+    ("query", "message"),
     [
         ("SELECT * FROM events WHERE sku > 9", "has no rows for the query.*correct `query`"),
         ("SELECT colour FROM products", "cannot be asked .*colour"),
@@ -129,21 +129,21 @@ def test_rows_are_streamed(shop):
         ("COPY events TO 'other.csv'", "cannot be asked"),
     ],
 )
-def test_a_query_that_cannot_be_answered_is_refused(shop, tmp_path, monkeypatch, query, said):
+def test_a_query_that_cannot_be_answered_is_refused(shop, tmp_path, monkeypatch, query, message):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FaultyTable, match=f"^users: .*{shop.name} {said}"):
+    with pytest.raises(FaultyTable, match=f"^users: .*{shop.name} {message}"):
         list(query_rows(shop, query, "users"))
     assert [path.name for path in tmp_path.iterdir()] == [shop.name]
 
 
 def test_a_file_that_is_no_database_is_refused(tmp_path):
     (tmp_path / "shop.csv").write_text("a,b\n")
-    for name, said in (
+    for name, message in (
         ("shop.csv", "is neither a DuckDB nor"),
         ("gone.db", "No such file"),
         (".", "Is"),
     ):
-        with pytest.raises(FaultyTable, match=said):
+        with pytest.raises(FaultyTable, match=message):
             list(query_rows(tmp_path / name, "SELECT 1", "users"))
 
 
@@ -197,7 +197,7 @@ def test_intervals_are_named_with_their_column(duckdb_file, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("database", "items", "said"),
+    ("database", "items", "message"),
     [
         ("", "query: SELECT 1", "items: `query` and `database` belong together"),
         ("", "database: a.db", "items: expected either `files`, or a `query`"),
@@ -211,9 +211,9 @@ def test_intervals_are_named_with_their_column(duckdb_file, tmp_path):
         ("database: a.db", "query: SELECT 1, encoding: latin-1", "items: `encoding` says how files are read"),
     ],
 )
-def test_a_table_has_files_or_a_query_with_its_database(tmp_path, database, items, said):
+def test_a_table_has_files_or_a_query_with_its_database(tmp_path, database, items, message):
     items = f"{{id: a, title: b, {items}}}" if items != "{}" else "{id: a, title: b}"
     events = "{files: b.csv, user_id: a, item_id: b, timestamp: c}"
-    with pytest.raises(ConfigError, match=said) as refused:
+    with pytest.raises(ConfigError, match=message) as refused:
         mapping_of(tmp_path, f"{database}\nitems: {items}\ninteractions: {events}\n")
     assert "secret" not in str(refused.value)

@@ -20,7 +20,7 @@ from laserbatch.pipeline.tables.settings import ImportMapping
 EVENTS = sound_world()["interactions"]
 
 
-def put(rows: pa.Table, path) -> None:
+def write(rows: pa.Table, path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(rows, path)
 
@@ -40,10 +40,10 @@ def warnings_of(folder) -> list[str]:
 
 
 def test_partitions_and_sub_folders_are_read_beside_other_files(folder):
-    put(EVENTS.slice(0, 1), folder / "part-old.parquet")
-    put(EVENTS.slice(1, 1), folder / "date=2025-02-28" / "part-0.snappy.parquet")
-    put(EVENTS.slice(2, 1), folder / "2025" / "03" / "01" / "part-0.parq")
-    put(EVENTS.slice(0, 0), folder / "date=2025-02-27" / "000000_0")  # as Hive and Athena name files
+    write(EVENTS.slice(0, 1), folder / "part-old.parquet")
+    write(EVENTS.slice(1, 1), folder / "date=2025-02-28" / "part-0.snappy.parquet")
+    write(EVENTS.slice(2, 1), folder / "2025" / "03" / "01" / "part-0.parq")
+    write(EVENTS.slice(0, 0), folder / "date=2025-02-27" / "000000_0")  # as Hive and Athena name files
     assert warnings_of(folder) == []
     assert read_tables(folder.parent).interactions.num_rows == open_tables(folder.parent).interactions.count_rows() == 3
     assert describe(folder.parent)["interactions"]["num_rows"] == 3
@@ -54,7 +54,7 @@ def test_columns_of_partitions_are_read_in_one_type(folder):
     rows = EVENTS.drop_columns("rating")
     for row, (event, rating) in enumerate([("add%20to%2Fcart", "4"), ("caf%C3%A9", "4.5"), ("caf%C3%A9", None)]):
         rating = "__HIVE_DEFAULT_PARTITION__" if rating is None else rating
-        put(rows.slice(row, 1), folder / f"event={event}" / f"rating={rating}" / "x.parquet")
+        write(rows.slice(row, 1), folder / f"event={event}" / f"rating={rating}" / "x.parquet")
     assert warnings_of(folder) == []
     tables = read_tables(folder.parent)
     read = dict(zip(tables.interactions["item_id"].to_pylist(), tables.interactions["rating"].to_pylist(), strict=True))
@@ -77,20 +77,20 @@ def test_a_type_of_partitions_loses_no_character(texts, kind):
 
 
 def test_partitions_are_attributes_of_entities(folder, tmp_path):
-    put(EVENTS, folder / "x.parquet")
+    write(EVENTS, folder / "x.parquet")
     users = folder.parent / "users.parquet"
     rows = pq.read_table(users)
     users.unlink()
     for row, zip_code in enumerate(["01234", "99999", "01234"]):
-        put(rows.slice(row, 1), folder.parent / "users" / f"zip={zip_code}" / f"{row}.parquet")
+        write(rows.slice(row, 1), folder.parent / "users" / f"zip={zip_code}" / f"{row}.parquet")
     assert warnings_of(folder) == []
     assert read_tables(folder.parent).users["zip"].to_pylist() == ["01234", "01234", "99999"]  # in name order
 
 
 def test_a_column_in_the_file_and_in_the_name_of_its_folder_has_one_value(folder):
-    put(EVENTS.append_column("event", pa.array(["view"] * 3)), folder / "event=view" / "x.parquet")
+    write(EVENTS.append_column("event", pa.array(["view"] * 3)), folder / "event=view" / "x.parquet")
     assert warnings_of(folder) == []
-    put(EVENTS.append_column("event", pa.array(["view", "buy", "view"])), folder / "event=view" / "x.parquet")
+    write(EVENTS.append_column("event", pa.array(["view", "buy", "view"])), folder / "event=view" / "x.parquet")
     (finding,) = check_tables(folder.parent)
     assert (finding.kind, finding.column, finding.row, finding.value) == ("partition-differs", "event", 1, "buy")
     with pytest.raises(TableError, match=r"interactions\.event .*x\.parquet, row 1.*'buy'; expected 'view'"):
@@ -102,27 +102,27 @@ def test_a_column_in_the_file_and_in_the_name_of_its_folder_has_one_value(folder
     [("date=1/date=2", "names the column date again"), ("=1", "names no column"), ("city=%E9", "UTF-8")],
 )
 def test_names_of_partitions_that_cannot_be_read_are_refused(folder, name, message):
-    put(EVENTS, folder / name / "x.parquet")
+    write(EVENTS, folder / name / "x.parquet")
     (finding,) = check_tables(folder.parent)
     assert finding.kind == "bad-partition" and message in str(finding)
 
 
 def test_what_is_left_out_is_named(folder, caplog):
-    put(EVENTS, folder / "date=1" / "part-0.parquet")
-    put(EVENTS, folder / "_old" / "part-0.parquet")
-    put(EVENTS, folder / ".part-1.parquet")
-    put(EVENTS, folder / "part-0.parquet.bak")
+    write(EVENTS, folder / "date=1" / "part-0.parquet")
+    write(EVENTS, folder / "_old" / "part-0.parquet")
+    write(EVENTS, folder / ".part-1.parquet")
+    write(EVENTS, folder / "part-0.parquet.bak")
     (folder / "part-2.parquet").touch()
     (folder / "part-3.csv.gz").write_bytes(b"x")
     (folder / "newest").symlink_to(folder / "date=1")
     for name in ("_SUCCESS", "_common_metadata", "date=1_$folder$"):  # hold no rows
         (folder / name).touch()
-    said = " | ".join(warnings_of(folder))
+    warnings = " | ".join(warnings_of(folder))
     for name in ("_old", ".part-1.parquet", "part-0.parquet.bak", "part-2.parquet", "part-3.csv.gz", "newest"):
-        assert os.fspath(folder / name) in said
+        assert os.fspath(folder / name) in warnings
     assert open_tables(folder.parent).interactions.count_rows() == 3
-    assert all(sentence in caplog.text for sentence in said.split(" | "))
-    assert "_SUCCESS" not in said and "_common_metadata" not in said and "$folder$" not in said
+    assert all(sentence in caplog.text for sentence in warnings.split(" | "))
+    assert "_SUCCESS" not in warnings and "_common_metadata" not in warnings and "$folder$" not in warnings
     assert read_tables(folder.parent).interactions.num_rows == 3
     (folder / "date=1" / "part-0.parquet").unlink()
     assert "is empty: " in str(next(finding for finding in check_tables(folder.parent)))
@@ -140,9 +140,9 @@ def test_what_is_left_out_is_named(folder, caplog):
      ("../users/_SUCCESS", "interactions has no _SUCCESS, which .*users beside it has"), ("@link", "not there")],
 )  # fmt: skip
 def test_what_is_not_finished_is_refused(folder, name, message):
-    put(EVENTS, folder / "part-0.parquet")
+    write(EVENTS, folder / "part-0.parquet")
     for date in (1, 2):
-        put(EVENTS, folder / f"date={date}" / "part-0.parquet")
+        write(EVENTS, folder / f"date={date}" / "part-0.parquet")
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     if name == "@link":
         (folder / "part-9.parquet").symlink_to(folder / "gone.parquet")
@@ -157,8 +157,8 @@ def test_what_is_not_finished_is_refused(folder, name, message):
 
 
 def test_what_finished_writers_leave_beside_their_files_is_no_fault(folder):
-    put(EVENTS, folder / "part-0.parquet")
-    put(EVENTS, folder / "part-tid-1-old.parquet")
+    write(EVENTS, folder / "part-0.parquet")
+    write(EVENTS, folder / "part-tid-1-old.parquet")
     num_sums = -(-(folder / "part-0.parquet").stat().st_size // 512)
     (folder / ".part-0.parquet.crc").write_bytes(b"crc\0\0\0\2\0" + b"sums" * num_sums)
     for name in ("_SUCCESS", "../users/_SUCCESS", "_started_12", ".hive-staging_hive_1/-ext-1/empty/"):
@@ -179,9 +179,9 @@ def test_of_a_missing_table_files_of_like_names_are_shown(folder):
 
 
 def test_links_are_followed_to_where_nothing_is_read_otherwise(folder, tmp_path):
-    put(EVENTS.slice(0, 2), folder / "..2025_03_01" / "part-0.parquet")  # as Kubernetes mounts volumes
+    write(EVENTS.slice(0, 2), folder / "..2025_03_01" / "part-0.parquet")  # as Kubernetes mounts volumes
     (folder / "part-0.parquet").symlink_to(folder / "..2025_03_01" / "part-0.parquet")
-    put(EVENTS.slice(2), tmp_path / "elsewhere" / "x.parquet")
+    write(EVENTS.slice(2), tmp_path / "elsewhere" / "x.parquet")
     (folder / "date=1").symlink_to(tmp_path / "elsewhere")
     assert [text.count("2025_03_01") for text in warnings_of(folder)] == [1]
     assert read_tables(folder.parent).interactions.num_rows == 3
@@ -189,9 +189,9 @@ def test_links_are_followed_to_where_nothing_is_read_otherwise(folder, tmp_path)
 
 def test_an_import_reads_a_folder_with_its_partitions_and_names_what_it_leaves_out(tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
-    put(sound_world()["items"], source / "items" / "items.parquet.gzip")  # as pandas' documentation names files
+    write(sound_world()["items"], source / "items" / "items.parquet.gzip")  # as pandas' documentation names files
     for row in range(3):
-        put(EVENTS.slice(row, 1).drop_columns("timestamp"), source / "log" / f"day=2025-03-0{row + 1}" / "x.parquet")
+        write(EVENTS.slice(row, 1).drop_columns("timestamp"), source / "log" / f"day=2025-03-0{row + 1}" / "x.parquet")
     (source / "log" / "README").write_text("rows")
     (source / "users.csv").write_text("user_id,age\nu1,1\n")
     mapping = {
@@ -226,7 +226,7 @@ def test_partitions_of_csv_files_are_text(tmp_path):
 
 
 def test_rows_of_a_log_are_read_as_those_of_a_table(tmp_path):
-    put(EVENTS, tmp_path / "log" / "date=2025-03-01" / "x.parquet")
+    write(EVENTS, tmp_path / "log" / "date=2025-03-01" / "x.parquet")
     (batch,) = iter_rows(tmp_path / "log", "interactions")
     assert batch.schema.names == [*EVENTS.column_names, "date"] and batch.num_rows == 3
     (alone,) = iter_rows(tmp_path / "log" / "date=2025-03-01" / "x.parquet", "interactions")

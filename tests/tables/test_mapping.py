@@ -223,7 +223,7 @@ WITH_LONG_IDS = {
 
 def import_of_log(folder: Path, user_ids: pa.Array, **changed) -> dict[str, int]:
     """Import three users, an item, and interactions of some ids; what was left out."""
-    (folder / "users.csv").write_text("id\n" + "".join(f"{one}\n" for one in LONG_IDS))
+    (folder / "users.csv").write_text("id\n" + "".join(f"{user_id}\n" for user_id in LONG_IDS))
     (folder / "items.csv").write_text("id,title\ni1,Heat\n")
     num = len(user_ids)
     pq.write_table(pa.table({"u": user_ids, "i": ["i1"] * num, "t": list(range(1, num + 1))}), folder / "log.parquet")
@@ -268,16 +268,16 @@ def test_text_with_a_point_and_zero_is_a_whole_number_where_all_of_a_column_is(t
     notes = import_of_texts(tmp_path, users, log)
     tables = read_tables(tmp_path / "out")
     for read, written in ((tables.users, users), (tables.interactions, log)):
-        expected = [one.removesuffix(".0" if is_read_as_number else "") for one in written]
+        expected = [user_id.removesuffix(".0" if is_read_as_number else "") for user_id in written]
         assert read["user_id"].to_pylist() == expected
     assert any("ids such as 123.0 were read as the whole numbers" in note for note in notes) == is_read_as_number
 
 
 def import_of_texts(folder: Path, users: list[str], log: list[str], **changed) -> list[str]:
     """Import users and a log with such ids in CSV files; what was noted."""
-    (folder / "users.csv").write_text("id\n" + "".join(f'"{one}"\n' for one in users))
+    (folder / "users.csv").write_text("id\n" + "".join(f'"{user_id}"\n' for user_id in users))
     (folder / "items.csv").write_text("id,title\ni1,Heat\n")
-    (folder / "log.csv").write_text("u,i,t\n" + "".join(f'"{one}",i1,{n}\n' for n, one in enumerate(log)))
+    (folder / "log.csv").write_text("u,i,t\n" + "".join(f'"{user_id}",i1,{n}\n' for n, user_id in enumerate(log)))
     data, notes = WITH_LONG_IDS | {"interactions": WITH_LONG_IDS["interactions"] | {"files": "log.csv"}} | changed, []
     import_mapped(ImportMapping.model_validate(data), folder, folder / "out", note=notes.append)
     return notes
@@ -286,7 +286,7 @@ def import_of_texts(folder: Path, users: list[str], log: list[str], **changed) -
 def test_text_ids_become_numbers_by_the_rules_of_floats(tmp_path):
     import_of_texts(tmp_path, ["12", "0007"], ["12.0", " 7.00"], ids={"user_id": "int64"})
     assert read_tables(tmp_path / "out").interactions["user_id"].to_pylist() == [12, 7]
-    for text, said in (
+    for text, message in (
         ("1.10", "an integer"),
         ("18014398509481984.0", "which floats hold exactly"),
         ("1E+11", "all of its digits"),
@@ -294,7 +294,7 @@ def test_text_ids_become_numbers_by_the_rules_of_floats(tmp_path):
         ("1,23457E+11", "all of its digits"),
         ("123,456", "all of its digits"),
     ):
-        with pytest.raises(TableError, match=f"column u, row 1: found .*{said}"):
+        with pytest.raises(TableError, match=f"column u, row 1: found .*{message}"):
             import_of_texts(tmp_path, ["12"], ["12", text], ids={"user_id": "int64"})
 
 
@@ -374,9 +374,9 @@ def test_dates_that_are_written_as_numbers_are_read_by_their_format_and_never_as
 def test_files_of_a_table_that_differ_are_named_with_the_column(tmp_path, source):
     data = yaml.safe_load(MAPPING)
     del data["items"]["attributes"]
-    for text, said in (("nr,name\n2,Ran\n", "path"), ("nr,name,path,extra\n2,Ran,,x\n", "extra")):
+    for text, message in (("nr,name\n2,Ran\n", "path"), ("nr,name,path,extra\n2,Ran,,x\n", "extra")):
         (source / "things-2.csv").write_text(text)
-        with pytest.raises(TableError, match=rf"column '{said}' is [^ ]* in .*things-2.csv, [^ ]* in .*things-1"):
+        with pytest.raises(TableError, match=rf"column '{message}' is [^ ]* in .*things-2.csv, [^ ]* in .*things-1"):
             import_mapped(ImportMapping.model_validate(data), source, tmp_path / "out")
 
 
@@ -536,7 +536,7 @@ def test_a_field_that_goes_on_after_its_closing_quote_is_refused_where_rows_are_
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('id,title\nt1,"Ran"\nt2,"Great" Cats\n', r"""items\.csv, line 3: 't2,"Great" Cats': .*csv: \{quote: null\}"""),
         ('id,title\nt1,"He said \\"hi\\" to"\n', r"""line 2: .*backslash stands before quotes.*escape: "\\\\"\}"""),
@@ -551,25 +551,25 @@ def test_a_field_that_goes_on_after_its_closing_quote_is_refused_where_rows_are_
         ("id,title,\nt1,Ran,\nid,title,\nt2,Heat,\n", r"items\.csv, row 1: the row repeats the names of the columns"),
     ],
 )
-def test_a_csv_that_would_lose_something_is_refused_by_its_place(tmp_path, text, said):
-    with pytest.raises(TableError, match=said):
+def test_a_csv_that_would_lose_something_is_refused_by_its_place(tmp_path, text, message):
+    with pytest.raises(TableError, match=message):
         imported_titles(tmp_path, text, "items.csv")
 
 
 @pytest.mark.parametrize(
-    ("encoding", "place", "wanted"),
+    ("encoding", "place", "advised"),
     [
         ("latin-1", "line 3: ", "cp1252"),
         ("utf-16", "line 1: ", "utf-16"),
         ("utf-16-le", "looks like UTF-16", "utf-16-le"),
     ],
 )
-def test_a_file_in_another_encoding_is_refused_with_the_line_to_write(tmp_path, encoding, place, wanted):
+def test_a_file_in_another_encoding_is_refused_with_the_line_to_write(tmp_path, encoding, place, advised):
     text = "id,title\nt1,Ran\nt2,Déjà vu\n"
     (tmp_path / "items.csv").write_bytes(text.encode(encoding))
-    with pytest.raises(TableError, match=rf"items\.csv.*{place}.*csv: \{{encoding: {wanted}\}}"):
+    with pytest.raises(TableError, match=rf"items\.csv.*{place}.*csv: \{{encoding: {advised}\}}"):
         imported_titles(tmp_path, None, "items.csv")
-    assert imported_titles(tmp_path, None, "items.csv", encoding=wanted) == (["Ran", "Déjà vu"], [])
+    assert imported_titles(tmp_path, None, "items.csv", encoding=advised) == (["Ran", "Déjà vu"], [])
     titles, (note,) = imported_titles(tmp_path, text, "items.csv", encoding="latin-1")
     assert titles[1] != "Déjà vu" and "but is UTF-8 from its first to its last byte" in note
 

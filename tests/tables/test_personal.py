@@ -63,10 +63,10 @@ uuid ip card_number session race
 
 def test_a_name_of_personal_data_decides_alone():
     users = pa.table(dict.fromkeys(PERSONAL_NAMES, SOME))
-    found = personal_columns(users, "user", users.column_names)
-    assert list(found) == PERSONAL_NAMES and all(said.endswith("by its name") for said in found.values())
+    personal = personal_columns(users, "user", users.column_names)
+    assert list(personal) == PERSONAL_NAMES and all(reason.endswith("by its name") for reason in personal.values())
     for some_rows in (users.slice(0, 1), users.slice(0, 0)):
-        assert personal_columns(some_rows, "user", users.column_names) == found
+        assert personal_columns(some_rows, "user", users.column_names) == personal
 
 
 def test_ordinary_attributes_of_users_and_items_stay():
@@ -83,7 +83,7 @@ def test_flags_and_counts_named_after_personal_data_stay():
     assert set(personal_columns(pa.table(kept_out), "user", list(kept_out))) == set(kept_out)
 
 
-def some(make) -> list:
+def many(make) -> list:
     return [make(number) for number in range(40)]
 
 
@@ -114,7 +114,7 @@ VALUES = {
 
 @pytest.mark.parametrize("what", VALUES)
 def test_values_of_personal_data_under_a_harmless_name_are_found(what):
-    values = some(VALUES[what])
+    values = many(VALUES[what])
     assert personal_columns(pa.table({"note": values}), "user", ["note"])["note"].startswith(f"{what}, by 100%")
     sparse = pa.table({"note": values + [None] * 60, "parts": [[value] for value in values] + [[]] * 60})
     assert set(personal_columns(sparse, "user", ["note", "parts"])) == {"note", "parts"}
@@ -125,24 +125,24 @@ def test_values_of_personal_data_under_a_harmless_name_are_found(what):
 def test_numbers_and_texts_that_only_resemble_personal_data_stay():
     rng = np.random.default_rng(0)
     ordinary = {
-        "joined": some(lambda n: f"{1 + n % 9:02d}.05.2024"),
-        "day": some(lambda n: f"2024-05-{1 + n % 28:02d}"),
-        "years": some(lambda n: f"{1950 + n}-{1960 + n}"),
-        "at_s": some(lambda n: 1_740_000_000 + n),
-        "at_ms": some(lambda n: 1_740_000_000_000 + 7919 * n),
+        "joined": many(lambda n: f"{1 + n % 9:02d}.05.2024"),
+        "day": many(lambda n: f"2024-05-{1 + n % 28:02d}"),
+        "years": many(lambda n: f"{1950 + n}-{1960 + n}"),
+        "at_s": many(lambda n: 1_740_000_000 + n),
+        "at_ms": many(lambda n: 1_740_000_000_000 + 7919 * n),
         "number": rng.integers(10**15, 10**16, 40).tolist(),
-        "time": some(lambda n: f"12:30:{n:02d}"),
-        "app_version": some(lambda n: f"5.12.0.{n}"),
-        "income": some(lambda n: f"{n + 10} 345 678"),
-        "about": some(lambda n: f"Likes films @ home, {n} a year, e.g. 192.168.0.1 is a joke"),
+        "time": many(lambda n: f"12:30:{n:02d}"),
+        "app_version": many(lambda n: f"5.12.0.{n}"),
+        "income": many(lambda n: f"{n + 10} 345 678"),
+        "about": many(lambda n: f"Likes films @ home, {n} a year, e.g. 192.168.0.1 is a joke"),
     }
     assert personal_columns(pa.table(ordinary), "user", list(ordinary)) == {}
-    items = {"support": some(lambda n: f"Write to help{n}@example.org"), "ean": some(card)}
+    items = {"support": many(lambda n: f"Write to help{n}@example.org"), "ean": many(card)}
     assert personal_columns(pa.table(items), "item", list(items)) == {}
 
 
 def test_neither_the_order_of_rows_nor_another_row_decides():
-    bios = some(lambda n: f"mine is a{n}@b.org" if n % 2 else "none")
+    bios = many(lambda n: f"mine is a{n}@b.org" if n % 2 else "none")
     harmless = [*SOME, "me@example.org"]
     for values, is_found in ((bios, True), (bios[::-1], True), ([*bios, "x"], True), (harmless, False)):
         assert bool(personal_columns(pa.table({"bio": values}), "user", ["bio"])) is is_found

@@ -68,10 +68,10 @@ def test_ids_come_back_as_they_went_in_and_days_are_cut_at_their_end(tmp_path_fa
     known = [id_ for id_, moment in zip(ids, created, strict=True) if moment is None or moment < 86_400]
     assert tables.items["item_id"].to_pylist() == known
     assert tables.items["item_id"].type == kind
-    kept = {(moment, ids[index]) for index, moment in rows if moment < 86_400 and ids[index] in known}
+    expected = {(moment, ids[index]) for index, moment in rows if moment < 86_400 and ids[index] in known}
     assert [
         (int(row["timestamp"].timestamp()) - DAY_1_S, row["item_id"]) for row in tables.interactions.to_pylist()
-    ] == sorted(kept)  # exact copies are left out
+    ] == sorted(expected)  # exact copies are left out
     everything = read_tables(path)
     assert everything.items["item_id"].to_pylist() == ids
     assert everything.interactions.num_rows == len(set(rows))
@@ -192,7 +192,7 @@ def test_events_are_text_in_whatever_encoding_and_a_file_may_be_without_any(tmp_
     kinds = {"0": pa.array(["view", "click", None]).dictionary_encode(), "1": pa.nulls(3), "2": pa.array(["click"] * 3)}
     for name, events in kinds.items():
         pq.write_table(world.append_column("event", events), path / "interactions" / f"{name}.parquet")
-    assert not [str(one) for one in check_tables(path)]
+    assert not [str(finding) for finding in check_tables(path)]
     interactions = read_tables(path, keep_duplicates=True).interactions
     assert sorted(interactions["event"].to_pylist(), key=str) == [None] * 4 + ["click"] * 4 + ["view"]
     assert read_tables(path, DAY_1.date(), keep_duplicates=True).interactions["event"].to_pylist().count("click") == 4
@@ -211,8 +211,8 @@ def test_exact_copies_of_an_interaction_are_left_out_and_counted(tmp_path, caplo
     }
     write_world(tmp_path, interactions=pa.table(events))
     assert find_exact_copies(tmp_path).tolist() == [False, False, False, True, False, False]
-    kept = read_tables(tmp_path).interactions.select(["user_id", "rating", "event"]).to_pylist()
-    assert [tuple(row.values()) for row in kept] == [
+    remaining = read_tables(tmp_path).interactions.select(["user_id", "rating", "event"]).to_pylist()
+    assert [tuple(row.values()) for row in remaining] == [
         ("u1", 1.0, "view"),
         ("u1", None, "view"),
         ("u1", None, "buy"),

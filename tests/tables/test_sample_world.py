@@ -141,12 +141,12 @@ def test_category_paths_have_three_levels():
 def test_ratings_that_are_asked_for_add_to_the_future_and_change_nothing_else(tmp_path):
     write_sample_world(tmp_path / "as before", num_users=60, num_items=40)
     write_sample_world(tmp_path / "asked", num_users=60, num_items=40, num_asked=12)
-    before, asked = (set(map(tuple, rows_of(tmp_path / name))) for name in ("as before", "asked"))
-    added = asked - before
-    assert before <= asked and len(added) > 200
+    before, with_asked = (set(map(tuple, rows_of(tmp_path / name))) for name in ("as before", "asked"))
+    added = with_asked - before
+    assert before <= with_asked and len(added) > 200
     assert all(moment.date() > LAST_DATE for _, _, moment, _ in added)
     assert len({(user, moment) for user, _, moment, _ in added}) == 60  # all of a user's at one moment
-    assert len({(user, item) for user, item, *_ in asked}) == len(asked)
+    assert len({(user, item) for user, item, *_ in with_asked}) == len(with_asked)
 
 
 def rows_of(folder):

@@ -53,16 +53,16 @@ def test_copies_of_an_interaction_count_once_wherever_a_sample_is_counted(tmp_pa
     rows = pq.read_table(path)
     rows = pa.concat_tables([rows, *[rows.slice(0, 1)] * 30])  # of user 0 and item 0, the newest
     pq.write_table(rows.append_column("row", pa.array(range(rows.num_rows))), path)
-    figures, found = sampled(open_tables(tmp_path / "a"), tmp_path / "out", 99, 2)
-    assert found["items"]["item_id"].to_pylist() == [0, 1]
+    figures, sample = sampled(open_tables(tmp_path / "a"), tmp_path / "out", 99, 2)
+    assert sample["items"]["item_id"].to_pylist() == [0, 1]
     assert (figures.num_later, figures.share_kept) == (0, 16 / 27)
     assert day_of_share(open_tables(tmp_path / "a"), 0.8) == DATE - datetime.timedelta(days=3)
 
 
 def test_a_sample_larger_than_the_tables_is_all_that_is_known_on_the_date(tmp_path):
-    figures, found = sampled(tables(tmp_path / "a"), tmp_path / "out", 99, 99)
+    figures, sample = sampled(tables(tmp_path / "a"), tmp_path / "out", 99, 99)
     assert (figures.num_users, figures.num_items, figures.share_kept) == (9, 6, 1.0)
-    assert found["interactions"].num_rows == sum(user % 6 + 1 for user in range(9))
+    assert sample["interactions"].num_rows == sum(user % 6 + 1 for user in range(9))
 
 
 def test_the_default_day_leaves_a_share_of_the_interactions_to_judge_by(tmp_path):

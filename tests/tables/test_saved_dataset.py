@@ -97,7 +97,7 @@ def test_splits_are_named_and_one_of_them_is_read(tables, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("state", "message"),
     [
         ({"_indices_files": [{"filename": "indices.arrow"}]}, r"a selection of rows.*call `flatten_indices\(\)`"),
         ({"_indices_data_files": [{"filename": "indices.arrow"}]}, r"a selection of rows.*call `flatten_indices\(\)`"),
@@ -106,10 +106,10 @@ def test_splits_are_named_and_one_of_them_is_read(tables, tmp_path):
         ({"_data_files": [{"filename": "../../items.parquet"}]}, "No such file.*interactions/items.parquet"),
     ],
 )
-def test_what_cannot_be_read_is_refused(tables, state, said):
+def test_what_cannot_be_read_is_refused(tables, state, message):
     save_to_disk(EVENTS, tables / "interactions", **state)
     (finding,) = check_tables(tables)
-    assert re.search(said, str(finding)), str(finding)
+    assert re.search(message, str(finding)), str(finding)
 
 
 def test_a_file_that_ends_early_is_refused_though_arrow_would_read_it(tables):
