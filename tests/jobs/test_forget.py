@@ -22,6 +22,7 @@ from laserbatch.jobs.commands import forget as forgetting
 from laserbatch.jobs.settings import PACKAGE_ROOT
 from laserbatch.jobs.stages import shards, spans
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
+from laserbatch.pipeline.encoding import feature_parts
 from laserbatch.pipeline.encoding.encoder import TextEncoder
 from laserbatch.pipeline.knowledge.records import knowledge_schema
 from laserbatch.pipeline.planning.plan import read_shard
@@ -97,6 +98,7 @@ def lived(tmp_path_factory) -> Path:
         patched.setattr(spans, "NUM_SAMPLES", 9)
         patched.setattr(shards, "run_shards", planted)
         patched.setattr(TextEncoder, "load", lambda settings: Encoder())
+        patched.setattr(feature_parts, "PART_ROWS", 1)  # features of a side are several files
         from laserbatch.jobs.settings import load_settings
         from laserbatch.jobs.stages.night import parse_date
         from laserbatch.jobs.stages.run_night import run_night
@@ -167,9 +169,10 @@ def test_a_person_is_in_no_byte_of_the_workspace_after_being_forgotten(folder, c
     workspace = folder / "workspace"
     vectors = vectors_of(workspace)
     before = traces(workspace, vectors)
-    kinds = ("knowledge/user", "plan/user", "quarantine/user", "features/user/", "plain/", "manifest.json",
+    kinds = ("knowledge/user", "plan/user", "quarantine/user", "features/user/00000.parquet", "plain/", "manifest.json",
              "report.html", "shards/user", ".torn.1-ab.tmp/", "knowledge/.torn")  # fmt: skip
     assert not [kind for kind in kinds if not any(kind in name for name in before)], sorted(before)
+    assert len(list(workspace.glob("runs/2025-03-01*/features/user/*.parquet"))) > 1
     assert nearest_centroid(workspace, vectors) < 1e-5
     assert any(name.startswith("pools/2025-03-02") for name in before) and len(vectors) > 0
     assert [case.entity_id for run in workspace.glob("runs/2025-03-0[12]*") for case in _audited(run)] == [WHO]
