@@ -1,6 +1,5 @@
 """The codebook of a side in its file: read, written, and made from a night's vectors."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,9 +8,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from laserbatch.pipeline.encoding.codebook import Codebook, Level, digests, fit_codebook, followed
+from laserbatch.pipeline.encoding.codebook import Codebook, Level, fit_codebook, followed
+from laserbatch.pipeline.encoding.known_codes import codes_of
 from laserbatch.pipeline.encoding.schema import LEVELS, centroid_schema
-from laserbatch.pipeline.encoding.vector_files import NewVectors, VectorFiles, VectorReader, heads
+from laserbatch.pipeline.encoding.vector_files import VectorFiles, VectorReader
 from laserbatch.pipeline.encoding.vectors import vector_column, vectors_of
 from laserbatch.pipeline.storage.atomic import atomic_path
 from laserbatch.pipeline.storage.parquet import iter_parquet, read_parquet, write_parquet
@@ -37,14 +37,14 @@ class Coding:
 
 @dataclass(frozen=True)
 class CodebookTask:
-    """Makes the codebook of a night, and finds codes that new vectors have already.
+    """Makes the codebook of a night, and writes which codes new vectors have already.
 
     Attributes
     ----------
     places : Parquet file with the place of each vector of the side (`VectorFiles`), in the order of ids.
     num_clusters : that the settings ask for.
     before : file of the codebook to go on from; None: a new one is fitted.
-    coded : feature files with codes of `before`. A vector that has the same bits as one of theirs gets its codes.
+    known : files of codes of `before` that vectors have, as `KnownCodesTask` writes them.
     output : files to write; not the codebook where that is `before`, which is taken as it is.
     """
 
@@ -53,19 +53,19 @@ class CodebookTask:
     vectors: VectorFiles
     num_clusters: int
     before: Path | None
-    coded: tuple[Path, ...]
+    known: tuple[Path, ...]
     output: Coding
 
     @property
     def inputs(self) -> list[Path]:
-        return [self.places, *self.vectors.new.files, *self.coded, *([self.before] if self.before else [])]
+        return [self.places, *self.vectors.new.files, *self.known, *([self.before] if self.before else [])]
 
     @property
     def outputs(self) -> list[Path]:
         return [self.output.codebook, *([self.output.codes] if self.output.codes else [])]
 
     def run(self) -> None:
-        codes = known_codes(self.vectors.new, self.coded)
+        codes = codes_of(self.vectors.new, self.known)
         if self.output.codes is not None:
             with atomic_path(self.output.codes) as temporary, temporary.open("wb") as file:
                 np.save(file, codes, allow_pickle=False)
@@ -90,30 +90,6 @@ class CodebookTask:
 def _spread(places: np.ndarray) -> np.ndarray:
     """At most `MAX_FITTED_ROWS` of some places, in even steps."""
     return places[:: max(1, -(-len(places) // MAX_FITTED_ROWS))]
-
-
-def known_codes(new: NewVectors, files: Sequence[Path]) -> np.ndarray:
-    """Codes that vectors with the bits of new ones have in feature files, int32 (num_new, num_levels); -1 without.
-
-    A vector that did not change keeps its codes, even if centroids moved.
-    """
-    new_digests, new_heads = new.digests() if files else (np.zeros(new.num_rows, np.uint64), np.zeros(0, np.uint32))
-    known_heads = np.unique(new_heads)
-    digest_parts, codes = [np.zeros(0, np.uint64)], [np.zeros((0, len(LEVELS)), np.int32)]
-    for path in files if len(known_heads) else ():
-        for batch in iter_parquet(path, ["vector", *LEVELS]):
-            vectors = vectors_of(batch)
-            near = heads(vectors)
-            places = np.minimum(np.searchsorted(known_heads, near), len(known_heads) - 1)
-            near = np.flatnonzero(known_heads[places] == near)
-            digest_parts.append(digests(vectors[near]))
-            codes.append(np.column_stack([batch[name].to_numpy()[near] for name in LEVELS]))
-    known_digests, first = np.unique(np.concatenate(digest_parts), return_index=True)
-    if not len(known_digests):
-        return np.full((new.num_rows, len(LEVELS)), -1, np.int32)
-    places = np.minimum(np.searchsorted(known_digests, new_digests), len(known_digests) - 1)
-    is_known = known_digests[places] == new_digests
-    return np.where(is_known[:, None], np.concatenate(codes)[first[places]], -1).astype(np.int32)
 
 
 def read_codebook(path: Path) -> Codebook:

@@ -31,18 +31,18 @@ def part_bounds(num_rows: int, id_at: Callable[[int], int | str], first_ids: Seq
     Parameters
     ----------
     id_at : the id of a row.
-    first_ids : ids that files of the run before begin with, ascending. Files begin there again, but for those that
-        together with the one before have at most `PART_ROWS` rows; a file of more than twice as many is divided.
+    first_ids : ids that files of the run before begin with, ascending. Files begin there again; one of more than twice
+        `PART_ROWS` rows is divided, and then those are joined that together have at most so many.
     """
     starts = sorted({0, *(bisect_left(range(num_rows), first_id, key=id_at) for first_id in first_ids[1:])})
-    joined = [0]
+    pieces = []
     for start, stop in pairwise([*starts, num_rows]):
-        if 0 < start < stop and stop - joined[-1] > PART_ROWS:
-            joined.append(start)
-    bounds = []
-    for start, stop in pairwise([*joined, num_rows]):
         num_pieces = 1 if stop - start <= 2 * PART_ROWS else -(-(stop - start) // PART_ROWS)
-        bounds += [start + (stop - start) * piece // num_pieces for piece in range(num_pieces)]
+        pieces += [start + (stop - start) * piece // num_pieces for piece in range(num_pieces)]
+    bounds = [0]
+    for start, stop in pairwise([*pieces, num_rows]):
+        if 0 < start < stop and stop - bounds[-1] > PART_ROWS:
+            bounds.append(start)
     return [*bounds, num_rows]
 
 

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from laserbatch.pipeline.encoding.codebook_file import CLUSTER_SEED, CodebookTask, Coding, read_codebook
 from laserbatch.pipeline.encoding.feature_parts import PartTask, WrittenPart, part_bounds
+from laserbatch.pipeline.encoding.known_codes import KnownCodesTask
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.encoding.text_parts import PartsEncoder, text_parts
 from laserbatch.pipeline.encoding.vector_files import FeatureRows, NewVectors, VectorFiles, all_rows, rows_between
@@ -97,9 +98,7 @@ class FeatureWriter:
             with_codes = with_codes if codebook.is_for(self.settings.num_clusters, CLUSTER_SEED) else None
         encoder = self.load_encoder(texts.num_new)
         vectors, rows = self._encode(texts, earlier, encoder)
-        task = self._codebook_task(rows, vectors, with_codes, is_final=codes_of is not None or not texts.num_new)
-        encoder.run_tasks([task])
-        coding = task.output
+        coding = self._code(rows, vectors, with_codes, codes_of is not None or not texts.num_new, encoder)
         link_file(coding.codebook, self.run.centroids_path(side))
         with atomic_folder(self.run.features_folder(side), overwrite=True) as parts_folder:
             tasks = self._part_tasks(texts, earlier, rows, vectors, coding, parts_folder)
@@ -144,18 +143,24 @@ class FeatureWriter:
         digest.update(text_rows.tobytes())
         return digest.hexdigest()[:32]
 
-    def _codebook_task(
-        self, rows: Path, vectors: VectorFiles, with_codes: RunFolder | None, is_final: bool
-    ) -> CodebookTask:
-        """The codebook goes on from that of `with_codes`, and stays it where it `is_final`; None: a new one."""
+    def _code(
+        self, rows: Path, vectors: VectorFiles, with_codes: RunFolder | None, is_final: bool, encoder: PartsEncoder
+    ) -> Coding:
+        """The codebook, which goes on from that of `with_codes`, and stays it where it `is_final`; None: a new one."""
         side, num_clusters, folder = self.side, self.settings.num_clusters, vectors.new.folder
-        codebook = folder / "codebook.parquet"
         if with_codes is None:
-            return CodebookTask(side, rows, vectors, num_clusters, None, (), Coding(codebook, None))
-        before = with_codes.centroids_path(side)
-        output = Coding(before if is_final else codebook, folder / "codes.npy")
-        coded = tuple(parquet_files(with_codes.features_path(side)))
-        return CodebookTask(side, rows, replace(vectors, earlier=()), num_clusters, before, coded, output)
+            coding, task_vectors, before, known = Coding(folder / "codebook.parquet", None), vectors, None, []
+        else:
+            before = with_codes.centroids_path(side)
+            coding = Coding(before if is_final else folder / "codebook.parquet", folder / "codes.npy")
+            task_vectors = replace(vectors, earlier=())
+            files = parquet_files(with_codes.features_path(side)) if vectors.new.num_rows else []
+            known = [KnownCodesTask(vectors.new, path, folder / f"known-{number:05}.parquet")
+                     for number, path in enumerate(files)]  # fmt: skip
+            encoder.run_tasks(known)
+        paths = tuple(task.path for task in known)
+        encoder.run_tasks([CodebookTask(side, rows, task_vectors, num_clusters, before, paths, coding)])
+        return coding
 
     def _part_tasks(
         self,

@@ -9,7 +9,7 @@ from dataclasses import asdict
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from manifests import manifest_of
 from test_features import knowledge_of
@@ -179,6 +179,7 @@ def test_a_new_vector_that_was_damaged_is_named_by_file_and_row_and_its_part_enc
     assert not is_saved(path, 2) and is_saved(vectors.files[0], 3) and not is_saved(vectors.files[0], 2)
 
 
+@example(set(range(10)), [0, 1])
 @given(st.sets(st.integers(0, 60)), st.lists(st.integers(0, 60), unique=True))
 def test_files_have_few_rows_cover_all_and_begin_where_they_began(ids, first_ids):
     ids, first_ids = sorted(ids), sorted(first_ids)

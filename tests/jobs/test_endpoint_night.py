@@ -100,7 +100,7 @@ def test_a_night_goes_on_after_its_server_was_gone_and_after_its_money_had_run_o
     done_shards = [event for event in read_events(run.events_path) if event["event"] == "shard_done"]
     figures = textfile.read_text()
     assert [event["reasons"] for event in done_shards if event["reasons"]] == [{"refused": 1}]
-    assert f"\nlaserbatch_cost {found['cost']:.17g}\n" in figures
+    assert f"\nlaserbatch_cost {printed['cost']:.17g}\n" in figures
     assert re.search(r'^laserbatch_quarantined{side="\w+",reason="refused"} 1$', figures, re.MULTILINE)
     (bad,) = [row for side in SIDES for row in run.read_quarantine(side).to_pylist()]
     assert (bad["reason"], bad["detail"]) == ("refused", "HTTP 400: no")

@@ -170,9 +170,10 @@ def test_a_person_is_in_no_byte_of_the_workspace_after_being_forgotten(folder, c
     workspace = folder / "workspace"
     vectors = vectors_of(workspace)
     before = traces(workspace, vectors)
-    kinds = ("knowledge/user", "plan/user", "quarantine/user", "features/user/00003.parquet", "plain/", "manifest.json",
+    kinds = ("knowledge/user", "plan/user", "quarantine/user", "features/user/00000.parquet", "plain/", "manifest.json",
              "report.html", "shards/user", ".torn.1-ab.tmp/", "knowledge/.torn")  # fmt: skip
     assert not [kind for kind in kinds if not any(kind in name for name in before)], sorted(before)
+    assert len(list(workspace.glob("runs/2025-03-01*/features/user/*.parquet"))) > 1
     assert nearest_centroid(workspace, vectors) < 1e-5
     assert any(name.startswith("pools/2025-03-02") for name in before) and len(vectors) > 0
     assert [case.entity_id for run in workspace.glob("runs/2025-03-0[12]*") for case in _audited(run)] == [WHO]
