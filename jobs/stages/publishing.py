@@ -15,7 +15,7 @@ from laserbatch.jobs.gates import blocking, gate_sentence, judge
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import GateSettings
 from laserbatch.pipeline.errors import ConfigError, LaserbatchError, RunHeld, WorkspaceError
-from laserbatch.pipeline.storage.delivery import Destination, record_delivery, remember_place
+from laserbatch.pipeline.storage.delivery import PLACES, Destination, last_deliveries, record_delivery, remember_place
 from laserbatch.pipeline.storage.figures import GateFigures
 from laserbatch.pipeline.storage.lake import LakeTables, is_lake
 from laserbatch.pipeline.storage.manifest import RunManifest
@@ -177,16 +177,27 @@ def remove_delivered(uri: str | None, run_ids: Sequence[str]) -> None:
             say(f"removed from {uri}: {run_id}")
 
 
+def _last_delivery(workspace: Workspace, uri: str) -> str | None:
+    """The run that was delivered to a place last; None if none was."""
+    return next((last["run_id"] for last in last_deliveries(workspace.root) if last["to"] == uri), None)
+
+
 def forget_delivered(workspace: Workspace, uri: str | None) -> dict[str, str]:
     """Bring every run at a URI to what it is here after rows were taken out, and delete there what is not here.
 
-    Returns what was done by run: "sent again", "as it was" or "removed".
+    Returns what was done by run: "sent again", "as it was" or "removed". Raises WorkspaceError where a lake to which
+    runs were delivered shows none: a table that cannot be read looks like one that is not there.
     """
     if uri is None:
         return {}
     destination = _destination(uri)
     here = {run.run_id: run for run in workspace.runs() if run.is_finished}
     delivered = destination.runs()
+    if is_lake(uri) and not delivered and (last := _last_delivery(workspace, uri)) in here:
+        raise WorkspaceError(
+            f"{uri}: no table with rows is there, but {last} was delivered there. Have the tables be readable here and "
+            f"give the command again, or, if they were deleted, take the place out of {workspace.root / PLACES}"
+        )
     done = {
         run_id: "sent again" if destination.copy(here[run_id]).num_files else "as it was"
         for run_id in delivered if run_id in here

@@ -194,6 +194,16 @@ def test_who_is_forgotten_here_is_forgotten_there(workspace, place, capfd):
     assert LakeTables.at(place).runs() == [NEW]
 
 
+def test_tables_that_cannot_be_seen_any_more_are_no_tables_without_a_person(workspace, place):
+    assert forget_delivered(workspace, place) == {}, "nothing was delivered yet"
+    LakeTables.at(place).remove([OLD, NEW])
+    workspace.publication.publish(OLD)
+    deliver(workspace, place)
+    LakeTables.at(place).remove([OLD])
+    with pytest.raises(WorkspaceError, match=f"no table with rows is there, but {OLD} was delivered there"):
+        forget_delivered(workspace, place)
+
+
 def test_a_side_without_rows_is_delivered_only_where_no_earlier_run_would_be_shown(workspace, place):
     for run_id in (OLD, NEW):
         shutil.rmtree(workspace.run(run_id).features_folder("user"))
