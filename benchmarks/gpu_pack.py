@@ -1,6 +1,6 @@
 """What a GPU machine without a network needs for whole nights, in one small archive: Ray, LightGBM, a text encoder.
 
-    python benchmarks/gpu_pack.py --out .night           # here: downloads, 3 minutes, 43 MB
+    python benchmarks/gpu_pack.py --out .night           # here: downloads, 4 minutes, 42 MB
     python3 benchmarks/gpu_pack.py --unpack .night --to .site   # there: seconds
 
 Ray is left without what a night does not import and without symbols. The encoder's matrices are rounded to 8 bits, a

@@ -276,8 +276,8 @@ class _FeatureRows:
     matrix: np.ndarray  # float32 (num_rows, dim), in the order of the ids
 
 
-def _vectors(run: RunFolder, side: Side, entity_ids: pa.Array, most_groups: int | None = None) -> _FeatureRows:
-    """The vectors of entities, in the order of the feature files, from at most `most_groups` of their row groups."""
+def _vectors(run: RunFolder, side: Side, entity_ids: pa.Array, max_groups: int | None = None) -> _FeatureRows:
+    """The vectors of entities, in the order of the feature files, from at most `max_groups` of their row groups."""
     key, ids, rows = f"{side}_id", [entity_ids[:0]], [np.zeros((0, 0), np.float32)]
     files = parquet_files(run.features_path(side)) if len(entity_ids) else []
     groups = [
@@ -286,7 +286,7 @@ def _vectors(run: RunFolder, side: Side, entity_ids: pa.Array, most_groups: int 
         for number, batch in enumerate(iter_parquet(path, [key]))
         if pc.any(pc.is_in(batch[key], value_set=entity_ids)).as_py()
     ]
-    stride = -(-len(groups) // (most_groups or max(len(groups), 1))) or 1
+    stride = -(-len(groups) // (max_groups or max(len(groups), 1))) or 1
     for path, number in groups[::stride]:
         for batch in iter_parquet(path, [key, "vector"], [number]):
             selected = batch.filter(pc.is_in(batch[key], value_set=entity_ids))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from laserbatch.jobs.checks.result import CheckResult
-from laserbatch.jobs.formatting import count, decimal, rate
+from laserbatch.jobs.formatting import count, decimal, format_counts, rate
 from laserbatch.jobs.settings import SAMPLE_MODEL, Settings
 from laserbatch.pipeline.errors import ModelError, RowError
 from laserbatch.pipeline.sides import SIDES
@@ -240,7 +240,7 @@ def _forms(
             hint = "`laserbatch try` writes a whole text, however long it takes"
             yield CheckResult("form", "warning", f"{name}: none of {num_tried} {side} texts {in_time}", hint)
             continue
-        refused = ", ".join(f"{reason} ({number})" for reason, number in reasons.most_common())
+        refused = format_counts(dict(reasons.most_common()))
         message = f"{name}: {num_valid} of {num_ended} {side} texts have the form that is asked for"
         message += f"; refused: {refused}" * bool(refused)
         message += f"; {num_tried - num_ended} more had not {in_time}" * (num_ended < num_tried)

@@ -104,7 +104,7 @@ def heads(vectors: np.ndarray) -> np.ndarray:
 
 
 def _mapped(path: Path) -> pa.RecordBatch:
-    """A file of vectors, of which is read from disk what is looked at."""
+    """A memory-mapped file of vectors: only the rows that are used are read from disk."""
     try:
         with pa.memory_map(str(path)) as file:
             return pa.ipc.open_file(file).get_batch(0)

@@ -1,15 +1,15 @@
 """Features of published runs as tables of Delta Lake (`delta:s3://bucket/prefix`) or Iceberg (`iceberg://catalog/name`).
 
 Each delivery adds the features of a run to `item_features`, then to `user_features`, in one commit of each table. Rows
-name the run in `delivered_run_id`, and `delivery` is a number that grows: readers take the run of the highest one in
-`user_features`, of which both tables have every row. A commit that was not made shows nobody anything.
+name the run in `delivered_run_id`, and `delivery` is a number that grows: readers take the run of the highest number in
+`user_features`, and both tables have every row of it. Nobody sees rows that are not committed.
 """
 
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -63,6 +63,7 @@ class LakeTables:
     """The feature tables at a URI; make them with `LakeTables.at`. It stands for a `Destination`."""
 
     uri: str
+    _known: dict[Side, dict[str, tuple[int, int]]] = field(default_factory=dict, compare=False)  # see `_delivered`
 
     @classmethod
     def at(cls, uri: str) -> "LakeTables":
@@ -126,12 +127,15 @@ class LakeTables:
         for side in reversed(IN_ORDER):
             if there := self._delivered(side).keys() & set(run_ids):
                 with self._naming():
+                    self._known.pop(side, None)
                     self._table(side).remove(there)
                 removed |= there
         return sorted(removed)
 
     def _delivered(self, side: Side) -> dict[str, tuple[int, int]]:
-        """The number and the rows of each run in a side's table."""
+        """The number and the rows of each run in a side's table; read once, and again after a commit of ours."""
+        if side in self._known:
+            return self._known[side]
         counts: Counter[tuple[str, int]] = Counter()
         with self._naming():
             table = self._table(side)
@@ -139,7 +143,8 @@ class LakeTables:
                 by_run = pa.Table.from_batches([batch]).group_by([RUN, NUMBER]).aggregate([([], "count_all")])
                 for row in by_run.to_pylist():
                     counts[row[RUN], row[NUMBER]] += row["count_all"]
-        return {run_id: (number, num_rows) for (run_id, number), num_rows in counts.items()}
+        self._known[side] = {run_id: (number, num_rows) for (run_id, number), num_rows in counts.items()}
+        return self._known[side]
 
     def _write(self, run: RunFolder, side: Side, number: int, is_new: bool) -> None:
         files = _features(run, side)
@@ -156,6 +161,7 @@ class LakeTables:
                 yield pa.record_batch([columns[field.name].cast(field.type) for field in schema], schema=schema)
 
         with self._naming():
+            self._known.pop(side, None)
             table = self._table(side)
             self._require_same(table, f"{side}_features", schema, dim)
             table.write(pa.RecordBatchReader.from_batches(schema, batches()), run.run_id, is_new)
@@ -198,7 +204,7 @@ class LakeTables:
             yield
         except LaserbatchError:
             raise
-        except Exception as error:  # each library has errors of its own, some of which are no more than Exception
+        except Exception as error:  # each library has its own errors, and some derive from Exception alone
             raise WorkspaceError(f"{self.uri}: {type(error).__name__}: {first_line(error)}. {advice}.") from None
 
 

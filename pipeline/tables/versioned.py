@@ -97,7 +97,7 @@ def current_rows(folder: Path, table: str) -> Path:
         found = f"{shown_path(folder)} is {_with_article(kind)} table, {reason}"
         advice = f"pip install 'laserbatch[{kind.lower()}]'; or {EXPORT}"
         raise FaultyTable(Finding("versioned-table", table, found, f"{library} to be installed", advice)) from None
-    except Exception as error:  # each library has errors of its own, some of which are no more than Exception
+    except Exception as error:  # each library has its own errors, and some derive from Exception alone
         reason = f"{type(error).__name__}: {first_line(error)}"
         found = f"{shown_path(folder)} is {_with_article(kind)} table that cannot be read ({reason})"
         raise FaultyTable(Finding("versioned-table", table, found, expected, EXPORT)) from None

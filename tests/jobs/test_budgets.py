@@ -105,4 +105,4 @@ def test_shards_spread_over_a_side_say_how_many_entities_have_a_previous_text(wo
         budgets, "read_shard", lambda path: [SimpleNamespace(previous_ids=previous) for previous in rows[path.name]]
     )
     night_budgets(night, [Shard(name, "item", "", 2, name, "") for name in rows], lambda: CHEAP)
-    assert list(shares.values()) == [0.0, 0.75]  # users, of whom there are no shards, and items
+    assert list(shares.values()) == [0.0, 0.75]  # users have no shards
