@@ -108,11 +108,12 @@ def as_large(table: pa.Table) -> pa.Table:
 
     `write_parquet` writes slices that were taken from it in a file's ordinary types again.
     """
-    columns = {name: table[name].cast(_large_type(table[name].type)) for name in table.column_names}
+    columns = {name: table[name].cast(large_type(table[name].type)) for name in table.column_names}
     return pa.table(columns).combine_chunks()
 
 
-def _large_type(kind: pa.DataType) -> pa.DataType:
+def large_type(kind: pa.DataType) -> pa.DataType:
+    """A type for the same values that is not limited to 2 GiB of them."""
     if pa.types.is_list(kind):
         return pa.large_list(kind.value_type)
     return pa.large_string() if pa.types.is_string(kind) else kind
