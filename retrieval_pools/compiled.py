@@ -12,7 +12,7 @@ import operator
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -34,19 +34,26 @@ intrinsic = cast(Callable[[Callable], Callable], numba_intrinsic)  # who calls o
 
 _HERE = Path(__file__).parent
 _SOURCES = sorted(path for pattern in ("*.py", "index/*.py", "drafting/*.py") for path in _HERE.glob(pattern))
-_STAMP = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()
 
 
-def cached(**options) -> Callable[[Callable], Any]:
+def source_stamp(paths: Iterable[Path]) -> str:
+    """A digest of the contents of source files."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+
+
+_STAMP = source_stamp(_SOURCES)
+
+
+def cached(stamp: str = _STAMP, **options) -> Callable[[Callable], Any]:
     """`numba.njit` with these options, its machine code kept on disk.
 
     A function's code holds that of those it calls, so what is kept must go when any of their files changes; numba looks
-    at the function's own file alone.
+    at the function's own file alone. `stamp` is the `source_stamp` of these files, by default of the pools'.
     """
 
     def compile_when_called(function: Callable) -> Any:
         compiled = cached_on_disk(**options)(function)
-        compiled._cache._cache_file._source_stamp = _STAMP
+        compiled._cache._cache_file._source_stamp = stamp
         return compiled
 
     return compile_when_called

@@ -11,6 +11,7 @@ a while.
 
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -27,8 +28,9 @@ from laserbatch.pipeline.decoding.attention.tile_product import (
     gather_rows,
     padded,
 )
-from laserbatch.retrieval_pools.compiled import cached_on_disk
+from laserbatch.retrieval_pools.compiled import cached, source_stamp
 
+ATTENTION_STAMP = source_stamp(sorted(Path(__file__).parent.glob("*.py")))
 MAX_TASK_ROWS = 64  # tokens x query heads of a task, at most: its scores stay in a core's cache
 MIN_SCORES_PER_THREAD = 3_000  # fewer scores are computed faster by one thread than by two
 # Sums may be taken in another order, as vectors need it; what is not finite stays so.
@@ -100,7 +102,7 @@ def _num_threads() -> int:
     return numba.config.NUMBA_NUM_THREADS  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
 
-@cached_on_disk(nogil=True, parallel=True)
+@cached(ATTENTION_STAMP, nogil=True, parallel=True)
 def _attend(
     query, keys, values, slots, cu_seqlens_k, num_committed, cu_seqlens_q, num_chain, ancestors, positions,
     sequences, first, last, scale, window, result,

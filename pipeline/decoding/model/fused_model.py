@@ -7,21 +7,23 @@ what transformers does, but for rounding: in bfloat16 each loop computes in floa
 `checks` compares both before the engine believes it.
 """
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 
 from laserbatch.pipeline.decoding.attention.bfloat16 import as_array, narrowed, widened
 from laserbatch.pipeline.decoding.attention.interface import StepPlan
-from laserbatch.pipeline.decoding.attention.numba_attention import LOG2E, SUMS, power_of_two
+from laserbatch.pipeline.decoding.attention.numba_attention import ATTENTION_STAMP, LOG2E, SUMS, power_of_two
 from laserbatch.pipeline.decoding.batch import Batch
 from laserbatch.pipeline.decoding.model.cpu_linear import BFLOAT16_SIZES, padded_size, product, product_plus
 from laserbatch.pipeline.decoding.model.known_models import LayerParts, RotaryTables, is_known
+from laserbatch.retrieval_pools.compiled import cached, source_stamp
 
 # Python's division checks for zeros, which keeps a loop from being vectorised.
-_COMPILED = {"cache": True, "nogil": True, "fastmath": SUMS, "error_model": "numpy"}
+_COMPILED: dict[str, Any] = {"nogil": True, "fastmath": SUMS, "error_model": "numpy"}
+_COMPILED["stamp"] = ATTENTION_STAMP + source_stamp([Path(__file__)])
 
 
 class _Norm:
@@ -124,7 +126,7 @@ def _plus(
     return hidden
 
 
-@njit(**_COMPILED)
+@cached(**_COMPILED)
 def _normalise(hidden, num_tokens, weight, epsilon, result):
     for i in range(num_tokens):
         factor = _root_mean_square(hidden[i], epsilon)
@@ -132,7 +134,7 @@ def _normalise(hidden, num_tokens, weight, epsilon, result):
             result[i, j] = narrowed(widened(hidden[i, j]) * factor * weight[j], result)
 
 
-@njit(**_COMPILED)
+@cached(**_COMPILED)
 def _add_normalised(update, weight, epsilon, hidden):
     for i in range(len(hidden)):
         factor = _root_mean_square(update[i], epsilon)
@@ -141,7 +143,7 @@ def _add_normalised(update, weight, epsilon, hidden):
             hidden[i, j] = narrowed(total, hidden)
 
 
-@njit(**_COMPILED)
+@cached(**_COMPILED)
 def _root_mean_square(values, epsilon):
     """The factor of RMSNorm: 1 / the root mean square of the values."""
     total = np.float32(0)
@@ -151,7 +153,7 @@ def _root_mean_square(values, epsilon):
     return np.float32(1) / np.sqrt(total / np.float32(len(values)) + epsilon)
 
 
-@njit(**_COMPILED)
+@cached(**_COMPILED)
 def _rotate(qkv, positions, cos, sin, slots, query_weight, key_weight, epsilon, query, keys, values):
     """Each token's queries, to (num_tokens, num_heads, dim), its keys and values, to its slot of (heads, any, dim)."""
     num_heads, dim = query.shape[1:]
@@ -178,7 +180,7 @@ def _rotate(qkv, positions, cos, sin, slots, query_weight, key_weight, epsilon, 
                 values[head, slot, d] = qkv[i, begin + d]
 
 
-@njit(**_COMPILED)
+@cached(**_COMPILED)
 def _gate(gate_up, num_tokens, is_gelu, result):
     """activation(gate) * up of (num_padded, 2 * n), n numbers of the gate first: SiLU, or the tanh form of GELU."""
     n = result.shape[1]
