@@ -117,6 +117,7 @@ def sound_tables(
     cannot be read.
     """
     path = settings.tables.required_path
+    # A workspace that is not there yet is made in the nearest folder that is. Files without a name leave nothing there.
     scratch = next(folder for folder in (settings.workspace, *settings.workspace.parents) if folder.is_dir())
     scratch = scratch if os.access(scratch, os.W_OK) else None
     try:
