@@ -3,8 +3,8 @@
 import datetime
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
@@ -39,13 +39,14 @@ from laserbatch.pipeline.storage.atomic import sha256_file
 from laserbatch.pipeline.storage.lake import LakeTables, is_lake
 from laserbatch.pipeline.storage.manifest import LEFT_OUT
 from laserbatch.pipeline.tables import schema as sc
-from laserbatch.pipeline.tables.check import IdsBefore, check_tables, require_sound
+from laserbatch.pipeline.tables.check import check_tables, require_sound
 from laserbatch.pipeline.tables.findings import Finding
 from laserbatch.pipeline.tables.order import only_chunk
-from laserbatch.pipeline.tables.read import Tables, describe, end_of_day, read_tables
+from laserbatch.pipeline.tables.read import Tables, describe, read_tables
 from laserbatch.pipeline.validation import line_of, nearest
 from laserbatch.retrieval_pools.routing.embeddings import id_column, read_embeddings
 
+LoggedIds = Mapping[str, pa.ChunkedArray]
 ROWS_AT_ONCE = 64 * 1024
 NEEDS_A_MODEL = (
     "the bundled sample model knows only the sample world: what it writes of other tables cannot be parsed. Set "
@@ -108,24 +109,27 @@ def left_out_of_prompts(settings: Settings, personal: Mapping[Side, Mapping[str,
 
 
 def sound_tables(
-    settings: Settings, date: datetime.date, check: Callable[[Callable[[], IdsBefore | None]], list[Finding]]
+    settings: Settings, date: datetime.date, check: Callable[[LoggedIds | None], list[Finding]]
 ) -> tuple[dict[str, dict[str, Any]], Tables]:
     """The tables as known on a date, and their description for a manifest; raises TableError, which names all faults.
 
-    `check` returns the faults of the tables; its argument returns the ids of the interactions, None where they cannot
-    be read.
+    `check` returns the faults of the tables; its argument is the `logged_ids` of `check_tables`, None where the tables
+    cannot be read.
     """
     path = settings.tables.required_path
-    with ThreadPoolExecutor(1) as aside:  # reads the tables while they are checked
-        scratch = settings.workspace if settings.workspace.is_dir() else None
-        reading = aside.submit(read_tables, path, date, scratch, settings.tables.keep_duplicates)
-        findings = check(
-            lambda: None if reading.exception() else IdsBefore(end_of_day(date), reading.result().logged_ids)
-        )
+    # A workspace that is not there yet is made in the nearest folder that is. Files without a name leave nothing there.
+    scratch = next(folder for folder in (settings.workspace, *settings.workspace.parents) if folder.is_dir())
+    scratch = scratch if os.access(scratch, os.W_OK) else None
+    try:
+        tables = read_tables(path, date, scratch, settings.tables.keep_duplicates)
+    except TableError:  # which names one fault; the check names all
+        require_sound(check(None), path)
+        raise
+    findings = check(tables.logged_ids)
     require_sound(findings, path)
     for warning in findings:
         say(str(warning))
-    tables = replace(reading.result(), logged_ids={})
+    tables = replace(tables, logged_ids={})
     if not any(tables.entities(side).num_rows for side in SIDES):
         raise TableError(
             f"neither a user nor an item of {path} is known at the end of {date}: every created_at is "
@@ -174,15 +178,13 @@ def require_engine(settings: Settings) -> None:
         raise ConfigError("decoding.engine is vllm, which is not installed here; docs/vllm.md says how it is")
 
 
-def check_inputs(
-    path: Path | str, settings: Settings, ids_before: Callable[[], IdsBefore | None] = lambda: None
-) -> list[Finding]:
-    """The faults of the tables of a folder, for runs of these settings; `ids_before` as `check_tables` takes it.
+def check_inputs(path: Path | str, settings: Settings, logged_ids: LoggedIds | None = None) -> list[Finding]:
+    """The faults of the tables of a folder, for runs of these settings; `logged_ids` as `check_tables` takes it.
 
     Raises ConfigError where nothing is, but a template is not one, or names a column that the tables do not have.
     """
     positive_rating = LabelRule.parse(settings.ctr.label).least_rating if settings.night.train_ctr else None
-    findings = check_tables(path, positive_rating, settings.gates.max_failed_share, ids_before)
+    findings = check_tables(path, positive_rating, settings.gates.max_failed_share, logged_ids)
     if all(finding.is_warning for finding in findings):
         for side in SIDES:
             require_template_columns(path, settings, side)
@@ -297,7 +299,8 @@ def _content_sha256(table: pa.Table) -> str:
         if pt.is_dictionary(kind):  # ids: those that a row has, and which of these each has
             ids = only_chunk(table[name])
             occurs = np.zeros(len(ids.dictionary), bool)
-            occurs[ids.indices.drop_null().to_numpy()] = True
+            for start in range(0, len(ids), ROWS_AT_ONCE):
+                occurs[ids.indices.slice(start, ROWS_AT_ONCE).drop_null().to_numpy()] = True
             digest.update(pa.record_batch([ids.dictionary.filter(pa.array(occurs))], [name]).serialize())
             codes[name] = pa.array(np.cumsum(occurs, dtype=np.int32))
             table = table.set_column(place, name, ids.indices)

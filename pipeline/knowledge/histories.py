@@ -10,7 +10,6 @@ import pyarrow.compute as pc
 
 from laserbatch.pipeline.knowledge.templates import HistoryLines, Labels, in_words
 from laserbatch.pipeline.knowledge.values import plain_text
-from laserbatch.pipeline.storage.mapped import mapped_array
 from laserbatch.pipeline.tables.read import Tables
 
 DAY_US = 86_400_000_000
@@ -72,7 +71,7 @@ class Histories:
         for _, users in self._known(codes, rows):
             counts += np.bincount(users, minlength=len(counts))
         self.starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-        self._rows, free = mapped_array(int(self.starts[-1]), np.uint32, tables.scratch_folder), self.starts[:-1].copy()
+        self._rows, free = tables.scratch.empty((int(self.starts[-1]),), np.uint32), self.starts[:-1].copy()
         for events, users in self._known(codes, rows):
             keys = users.astype(np.int64) << 32 | events
             keys.sort()  # by user, then by row: interactions come in order of time

@@ -1,7 +1,5 @@
 """Parquet files in and out: whole or absent, the same bytes for the same rows, errors that name the file."""
 
-import mmap
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -91,16 +89,6 @@ def _row_groups(pieces: Iterable[pa.Table | pa.RecordBatch], schema: pa.Schema) 
             pending = pending.slice(ROW_GROUP_ROWS)
     if pending.num_rows:
         yield pending.combine_chunks()
-
-
-def map_table(table: pa.Table, folder: Path) -> tuple[pa.Table, mmap.mmap]:
-    """The same table in a file of a folder, which has no name there and is gone with it; and the file's mapping."""
-    with tempfile.TemporaryFile(dir=folder) as file:
-        with pa.ipc.new_file(file, table.schema) as writer:
-            writer.write_table(table)
-        file.flush()
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    return pa.ipc.open_file(pa.py_buffer(mapped)).read_all(), mapped
 
 
 def as_large(table: pa.Table) -> pa.Table:

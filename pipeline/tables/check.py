@@ -1,11 +1,11 @@
 """What is wrong with input tables, all of it, before any work starts.
 
-Every file is read once, in batches; only the entities' ids are held in memory. What a column may hold is said in
-`columns.py`; here are the rules between rows, files and tables. Nothing is repaired.
+Every file is read once, in batches; only the distinct ids of entities are held in memory. What a column may hold is
+said in `columns.py`; here are the rules between rows, files and tables. Nothing is repaired.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +15,8 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError
-from laserbatch.pipeline.tables.columns import ATTRIBUTE, CREATED, RATING_OF_EVENT, TIME, role_of, schema_findings
+from laserbatch.pipeline.tables.codes import IdCodes
+from laserbatch.pipeline.tables.columns import ATTRIBUTE, CREATED, ID, RATING_OF_EVENT, TIME, role_of, schema_findings
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding, Findings, count_faults, unreadable
 from laserbatch.pipeline.tables.layout import name_left_out
 from laserbatch.pipeline.tables.parts import PartFile, typed_parts
@@ -27,7 +28,6 @@ from laserbatch.pipeline.tables.schema import (
     list_table,
     plain_type,
     tables_folder,
-    time_scalar,
 )
 from laserbatch.pipeline.tables.time_units import in_unit, integer_times
 
@@ -40,7 +40,7 @@ def check_tables(
     path: Path | str,
     positive_rating: float | None = None,
     max_failed_share: float = 0.0,
-    ids_before: Callable[[], "IdsBefore | None"] = lambda: None,
+    logged_ids: Mapping[str, pa.ChunkedArray] | None = None,
 ) -> list[Finding]:
     """Everything that is wrong with the tables of a folder; a run can start when all are warnings.
 
@@ -48,33 +48,16 @@ def check_tables(
     ----------
     positive_rating : ratings on both sides of it are expected; None expects nothing of them.
     max_failed_share : so many of the items may lack a title.
-    ids_before : what somebody who reads the interactions meanwhile has seen: of rows before that moment only distinct
-        ids are looked up.
+    logged_ids : those of `Tables`, where they have been read: ids of interactions are read again only if one of a
+        column is faulty or unknown.
     """
     try:
         path, findings = tables_folder(path), Findings()
     except FaultyTable as error:
         return [error.finding]
     known_ids = {table: _check_entities(path, table, findings, max_failed_share) for table in ID_COLUMNS}
-    _check_interactions(path, known_ids, findings, positive_rating, ids_before())
+    _check_interactions(path, known_ids, findings, positive_rating, logged_ids)
     return findings.to_list()
-
-
-@dataclass(frozen=True)
-class IdsBefore:
-    """The distinct ids in interactions before a moment, by column; there may be more."""
-
-    cutoff: pa.Scalar
-    ids: dict[str, pa.Array]
-
-    def are_known(self, column: str, known_ids: pa.Array) -> bool:
-        """Whether all of a column's are among the known ones."""
-        ids = self.ids[column]
-        return ids.type == known_ids.type and pc.all(pc.is_in(ids, value_set=known_ids), min_count=0).as_py()
-
-    def is_later(self, times: pa.Array) -> pa.Array:
-        """Whether each row is not before the moment: bool[n]."""
-        return pc.invert(pc.fill_null(pc.less(times, time_scalar(self.cutoff, times.type)), False))
 
 
 def require_sound(findings: list[Finding], path: Path | str) -> None:
@@ -110,81 +93,70 @@ class _Part:
         return [name for name in names if name in self.usable and role_of(self.table, name) is not None]
 
 
-def _check_entities(path: Path, table: str, findings: Findings, max_failed_share: float) -> pa.Array | None:
+def _check_entities(path: Path, table: str, findings: Findings, max_failed_share: float) -> IdCodes | None:
     """Check users or items; returns the ids that are there, or None when they cannot be known."""
     id_column = ID_COLUMNS[table]
-    chunks: list[tuple[_Part, int, pa.Array]] = []  # with the number of the first row within its file
     parts = list(_open_parts(path, table, findings))
+    kinds = [id_type(part.schema.field(id_column).type) for part in parts if id_column in part.usable]
+    ids_there = IdCodes(kinds[0]) if len(kinds) == len(parts) and len(set(kinds)) == 1 else None
+    repeated: list[tuple[Finding, np.ndarray, int, pa.Array]] = []
     for part in parts:
         for first_row, batch in _checked_batches(part, findings):
-            if id_column in part.usable:
-                ids = batch[id_column].cast(id_type(batch[id_column].type), safe=False)
-                chunks.append((part, first_row, ids))
+            if ids_there is None:
+                continue
+            ids, num_before = batch[id_column].cast(ids_there.kind, safe=False), len(ids_there)
+            codes = ids_there.add(ids)
+            # A new id has the next code.
+            highest = np.maximum.accumulate(np.concatenate([[num_before - 1], codes]))[:-1]
+            rows = np.flatnonzero((codes >= 0) & (codes <= highest))
+            finding = Finding("duplicate-id", table, "the id is there already:", "each id once",
+                              "remove or merge the rows", id_column, part.name)  # fmt: skip
+            if len(rows):
+                repeated.append((finding, rows, first_row, ids))
     num_rows = sum(part.file.metadata.num_rows for part in parts if part.file is not None)
     findings.stop_where("null-title", max_failed_share * num_rows)
-    if not chunks or not all(id_column in part.usable for part in parts) or len({ids.type for *_, ids in chunks}) > 1:
-        return None
-    counts = pc.value_counts(pa.chunked_array([ids for *_, ids in chunks]))
-    repeated = counts.field("values").filter(pc.greater(counts.field("counts"), 1)).drop_null()
-    seen: set = set()
-    for part, first_row, ids in chunks if len(repeated) else ():
-        again = []
-        for row in np.flatnonzero(pc.is_in(ids, value_set=repeated)).tolist():
-            value = ids[row].as_py()
-            if value in seen:
-                again.append(row)
-            seen.add(value)
-        finding = Finding("duplicate-id", table, "the id is there already:", "each id once", "remove or merge the rows",
-                          id_column, part.name)  # fmt: skip
-        findings.add_rows(finding, np.asarray(again, dtype=np.int64), first_row, ids)
-    return counts.field("values")
+    for of_batch in repeated:
+        findings.add_rows(*of_batch)
+    return ids_there
 
 
 def _check_interactions(
-    path: Path, known_ids: dict[str, pa.Array | None], findings: Findings, positive_rating: float | None,
-    before: IdsBefore | None,
+    path: Path, known_ids: dict[str, IdCodes | None], findings: Findings, positive_rating: float | None,
+    logged_ids: Mapping[str, pa.ChunkedArray] | None,
 ) -> None:  # fmt: skip
     lowest, highest, is_rated = math.inf, -math.inf, True
-    known_before = {
+    sound = {
         column for table, column in ID_COLUMNS.items()
-        if before and known_ids[table] is not None and before.are_known(column, known_ids[table])
+        if logged_ids and (ids := known_ids[table]) is not None and _are_sound(logged_ids[column], ids)
     }  # fmt: skip
     num_rows = 0
     for part in _open_parts(path, "interactions", findings):
         num_rows += 0 if part.file is None else part.file.metadata.num_rows
-        comparable: dict[str, tuple[str, pa.Array]] = {}  # column of interactions -> its entity table and its ids
+        comparable: dict[str, tuple[str, IdCodes]] = {}  # column of interactions -> its entity table and its ids
         for table, column in ID_COLUMNS.items():
             ids_of_table = known_ids[table]
             if ids_of_table is None or column not in part.usable:
                 continue
             kind = id_type(part.schema.field(column).type)
-            if kind == ids_of_table.type:
+            if kind == ids_of_table.kind:
                 comparable[column] = table, ids_of_table
                 continue
-            found = f"the column is of type {kind}, but of type {ids_of_table.type} in {table}"
+            found = f"the column is of type {kind}, but of type {ids_of_table.kind} in {table}"
             advice = "write ids of one type, or set `ids` in the mapping of `laserbatch data import`"
             findings.add(Finding("types-differ", "interactions", found, "one type", advice, column, part.name))
-        # Looking ids up begins with a table of all that are known: not for fewer rows than that has.
-        rows_at_once = max([BATCH_ROWS, *(len(ids_of_table) for _, ids_of_table in comparable.values())])
-        for first_row, batch in _checked_batches(part, findings, rows_at_once):
-            is_later = None
-            if before and known_before and "timestamp" in part.usable:
-                is_later = before.is_later(batch["timestamp"])
+        for first_row, batch in _checked_batches(part, findings, sound):
             for column, (table, ids_of_table) in comparable.items():
-                values = batch[column].cast(ids_of_table.type, safe=False)
-                if is_later is None or column not in known_before:
-                    is_known = pc.is_in(values, value_set=ids_of_table)
-                elif not pc.any(is_later, min_count=0).as_py():
+                if column in sound:
                     continue
-                else:
-                    later = pc.is_in(values.filter(is_later), value_set=ids_of_table)
-                    is_known = pc.replace_with_mask(pc.invert(is_later), is_later, later)
-                unknown = pc.and_(pc.is_valid(values), pc.invert(is_known))
+                values = batch[column].cast(ids_of_table.kind, safe=False)
+                rows = np.flatnonzero(
+                    values.is_valid().to_numpy(zero_copy_only=False) & (ids_of_table.find(values) < 0)
+                )
                 found = f"{table} has no such {column}:"
                 advice = f"runs leave up to half of the rows out; add it to {table}, or drop the row"
                 finding = Finding("unknown-entity", "interactions", found, f"ids of {table}", advice, column, part.name,
                                   is_warning=True)  # fmt: skip
-                findings.add_rows(finding, np.flatnonzero(unknown), first_row, values)
+                findings.add_rows(finding, rows, first_row, values)
             is_rated = "rating" in part.schema.names
             if "rating" in part.usable:
                 extremes = pc.min_max(batch["rating"].cast(pa.float64())).as_py()
@@ -193,6 +165,14 @@ def _check_interactions(
     findings.stop_where("unknown-entity", MAX_UNKNOWN_SHARE * num_rows)
     if positive_rating is not None:
         _check_classes(lowest, highest, is_rated, positive_rating, findings)
+
+
+def _are_sound(ids: pa.ChunkedArray, known: IdCodes) -> bool:
+    """Whether ids obey the rules, and are all among the known ones."""
+    return ids.type == known.kind and all(
+        (known.find(chunk) >= 0).all() and not any(pc.any(rule.broken(chunk)).as_py() for rule in ID.rules)
+        for chunk in ids.chunks
+    )
 
 
 def _check_classes(lowest: float, highest: float, is_rated: bool, positive_rating: float, findings: Findings) -> None:
@@ -274,17 +254,17 @@ def _compared_type(table: str, field: pa.Field) -> str | None:
 
 
 def _checked_batches(
-    part: _Part, findings: Findings, rows_at_once: int = BATCH_ROWS
+    part: _Part, findings: Findings, sound: Collection[str] = ()
 ) -> Iterator[tuple[int, dict[str, pa.Array]]]:
-    """Read a file's ruled columns and apply the rules for single values.
+    """Read a file's ruled columns, but those that are known to be sound, and apply the rules for single values.
 
     Yields the number of the first row, and the values by column. Damage that shows only now becomes a finding.
     """
-    columns, first_row = part.ruled_columns(), 0
+    columns, first_row = [name for name in part.ruled_columns() if name not in sound], 0
     if part.file is None or not columns:
         return
     try:
-        for batch in part.file.iter_batches(rows_at_once, columns=columns):
+        for batch in part.file.iter_batches(BATCH_ROWS, columns=columns):
             values = {name: _decoded(batch.column(name)) for name in batch.schema.names}
             values |= {name: in_unit(values[name], unit) for name, unit in part.units.items() if name in values}
             for column, array in values.items():

@@ -1,32 +1,21 @@
-"""The order of interactions in time, ids as codes of their distinct values, and exact copies among rows in order."""
+"""Interactions in order of time, some rows at a time, and exact copies among rows in order.
 
+Rows are arrays of equal length, by the names of their columns: `timestamp` int64, `user_id` and `item_id` codes that
+ascend as the ids do, and others, (n,) or (n, k).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.types as pt
 
-from laserbatch.pipeline.sides import SIDES
-from laserbatch.pipeline.tables.schema import ID_COLUMNS
+from laserbatch.pipeline.storage.mapped import MappedFiles
+from laserbatch.pipeline.tables.schema import ID_COLUMNS, REQUIRED_COLUMNS
 
-ROWS_AT_ONCE = 1024 * 1024
-
-
-def coded(column: pa.ChunkedArray) -> pa.DictionaryArray:
-    """Ids as codes, int32, of their distinct values, which ascend: what is sorted by code is sorted by id."""
-    codes = np.arange(len(column), dtype=np.int32)
-    # Arrow's grouping looks words up twice as fast as its dictionaries do.
-    groups = pa.table({"id": column, "row": codes}).group_by("id", use_threads=False).aggregate([("row", "list")])
-    del column
-    ids, rows_of = groups["id"].combine_chunks(), groups["row_list"].combine_chunks()
-    order = pc.sort_indices(ids)  # a null comes last
-    places = np.empty(len(ids), np.int32)
-    places[order.to_numpy()] = np.arange(len(ids), dtype=np.int32)
-    codes[rows_of.flatten().to_numpy()] = np.repeat(places, rows_of.value_lengths().to_numpy())
-    distinct = ids.take(order).drop_null()
-    codes = pa.array(codes, mask=codes == len(distinct) if ids.null_count else None)
-    return pa.DictionaryArray.from_arrays(codes, distinct)
+ROWS_AT_ONCE = 256 * 1024
+MAX_RANGES = 2**16
+Rows = Mapping[str, np.ndarray]
 
 
 def only_chunk(column: pa.ChunkedArray) -> pa.Array:
@@ -39,74 +28,102 @@ def codes_of(ids: pa.DictionaryArray) -> np.ndarray:
     return (ids.indices.fill_null(len(ids.dictionary)) if ids.null_count else ids.indices).to_numpy()
 
 
-def by_time(interactions: pa.Table) -> pa.Table:
-    """Sorted by time, user, item, nulls last. What comes sorted, as logs do but within a second, is not copied."""
-    order = time_order(interactions)
-    if np.all(order[1:] > order[:-1]):
-        return interactions
-    names, columns = interactions.column_names, interactions.columns
-    del interactions
-    for number in range(len(columns)):  # one at a time, and what it was is let go
-        columns[number] = columns[number].take(pa.array(order))
-        pa.default_memory_pool().release_unused()
-    return pa.table(columns, names)
+def slices(num_rows: int) -> Iterator[slice]:
+    """All rows, so many at once."""
+    return (slice(start, min(start + ROWS_AT_ONCE, num_rows)) for start in range(0, num_rows, ROWS_AT_ONCE))
 
 
-def time_order(interactions: pa.Table) -> np.ndarray:
-    """The order of rows by time, user, item, nulls last: int32 or int64 (n,)."""
-    times = _times(interactions)
-    user, item = (codes_of(only_chunk(interactions[f"{side}_id"])) for side in SIDES)
-    order = np.arange(len(times), dtype=np.int32 if len(times) < 2**31 else np.int64)
+def in_order(rows: Rows, files: MappedFiles) -> Iterator[Rows]:
+    """The rows by time, user, item, those of a moment in one block; equal ones as they came.
+
+    A block is read from `rows` when it is asked for, so those before it may be written over. Rows that do not come in
+    order of time are moved to `files` first, those of a range of times next to each other.
+    """
+    times = rows["timestamp"]
+    num_rows, stops = len(times), None
+    if any(np.any(times[at.start + 1 : at.stop + 1] < times[at][: num_rows - at.start - 1]) for at in slices(num_rows)):
+        rows, stops = _in_ranges(rows, files)
+        times = rows["timestamp"]
+    start = 0
+    while start < num_rows:
+        last = min(start + ROWS_AT_ONCE, num_rows) - 1
+        # The first range that ends there; in sorted times the end of a moment.
+        stop = int(np.searchsorted(times, times[last], "right") if stops is None else stops[stops > last][0])
+        order = _order_within(*(rows[name][start:stop] for name in ("timestamp", *ID_COLUMNS.values())))
+        yield {
+            name: values[start:stop] if order is None else values[start:stop][order] for name, values in rows.items()
+        }
+        start = stop
+
+
+def _in_ranges(rows: Rows, files: MappedFiles) -> tuple[Rows, np.ndarray]:
+    """The rows with those of a range of times next to each other, in order of ranges; and where each range ends."""
+    times = rows["timestamp"]
+    num_rows = len(times)
+    num_ranges = min(-(-2 * num_rows // ROWS_AT_ONCE), MAX_RANGES)
+    sample = np.sort(times[:: max(num_rows // (64 * num_ranges), 1)])
+    bounds = np.unique(sample[np.arange(1, num_ranges) * len(sample) // num_ranges])
+    counts = np.zeros(len(bounds) + 1, np.int64)
+    for at in slices(num_rows):
+        counts += np.bincount(np.searchsorted(bounds, times[at], "right"), minlength=len(counts))
+    stops = np.cumsum(counts)
+    ends = stops - counts  # of what is there of each range
+    moved = {name: files.empty(values.shape, values.dtype) for name, values in rows.items()}
+    for at in slices(num_rows):
+        range_of = np.searchsorted(bounds, times[at], "right").astype(np.uint16)
+        order, num_of = np.argsort(range_of, kind="stable"), np.bincount(range_of, minlength=len(counts))
+        places = np.arange(len(order)) + np.repeat(ends - np.cumsum(num_of) + num_of, num_of)
+        ends += num_of
+        for name, values in rows.items():
+            moved[name][places] = values[at][order]
+    return moved, stops
+
+
+def _order_within(times: np.ndarray, user: np.ndarray, item: np.ndarray) -> np.ndarray | None:
+    """The order of some rows by time, user, item, equal ones as they come, int64[n]; None: as they are."""
+    order = None
     if np.any(times[1:] < times[:-1]):
-        order[:] = np.argsort(times, kind="stable")
+        order = np.argsort(times, kind="stable")
         times = times[order]
-    stop = 0
-    while stop < len(times):  # some at a time, none of which has the time of one that follows
-        start, last = stop, times[min(stop + ROWS_AT_ONCE, len(times)) - 1]
-        stop = int(np.searchsorted(times, last, side="right"))
-        moments = times[start:stop]
-        is_alike = np.zeros(len(moments), bool)
-        is_alike[:-1] = moments[1:] == moments[:-1]
-        is_alike[1:] |= is_alike[:-1].copy()
-        places = np.flatnonzero(is_alike)
-        rows = order[start:stop][places]
-        order[start:stop][places] = rows[_sorted_within(moments[places], user[rows], item[rows])]
+    is_next_alike = times[1:] == times[:-1]
+    places = np.flatnonzero(np.append(is_next_alike, False) | np.append(False, is_next_alike))
+    rows = places if order is None else order[places]
+    order_of_alike = _sorted_within(times[places], user[rows], item[rows])
+    if order is None and np.all(order_of_alike[1:] > order_of_alike[:-1]):
+        return None
+    order = np.arange(len(times)) if order is None else order
+    order[places] = rows[order_of_alike]
     return order
 
 
-def _times(interactions: pa.Table) -> np.ndarray:
-    """int64[n]; the largest for null."""
-    times = only_chunk(interactions["timestamp"]).cast(pa.int64())
-    return (times.fill_null(np.iinfo(np.int64).max) if times.null_count else times).to_numpy()
+def alike(rows: Rows) -> np.ndarray:
+    """Whether each of the rows in order but the first has the time, user and item of the one before: bool[n - 1]."""
+    required = (rows[name] for name in REQUIRED_COLUMNS["interactions"])
+    return np.logical_and.reduce([values[1:] == values[:-1] for values in required])
 
 
-def exact_copies(interactions: pa.Table) -> np.ndarray:
-    """Which rows are equal to an earlier one in every column, bool[n], of rows in order of time, user, item."""
-    is_copy = np.zeros(interactions.num_rows, bool)
-    if interactions.num_rows < 2:
-        return is_copy
-    times = _times(interactions)
-    is_alike = times[1:] == times[:-1]
-    for side in SIDES:
-        codes = codes_of(only_chunk(interactions[f"{side}_id"]))
-        is_alike &= codes[1:] == codes[:-1]
-    others = [name for name in interactions.column_names if name not in ("timestamp", *ID_COLUMNS.values())]
+def exact_copies(rows: Rows) -> np.ndarray:
+    """Which of the rows in order are equal to an earlier one in every column: bool[n]."""
+    is_copy = np.zeros(len(rows["timestamp"]), bool)
+    is_alike = alike(rows)
+    others = [values for name, values in rows.items() if name not in REQUIRED_COLUMNS["interactions"]]
     if not others or not is_alike.any():
         is_copy[1:] = is_alike
         return is_copy
     # Rows of one moment, user and item are next to each other, but those of one rating and event need not be.
-    run = np.concatenate([[0], np.cumsum(~is_alike)])
-    rows = np.flatnonzero(np.append(is_alike, False) | np.append(False, is_alike))
-    keys = [run[rows]]
-    for name in others:
-        values = interactions[name].take(pa.array(rows)).combine_chunks()
-        values = values.dictionary_decode() if pt.is_dictionary(values.type) else values
-        if pt.is_nested(values.type):
-            values = pa.array(map(repr, values.to_pylist()))
-        keys.append(values.dictionary_encode(null_encoding="encode").indices.to_numpy())
-    _, firsts = np.unique(np.stack(keys, axis=1), axis=0, return_index=True)  # the first of equal ones
-    is_copy[np.delete(rows, firsts)] = True
+    places = np.flatnonzero(np.append(is_alike, False) | np.append(False, is_alike))
+    run_of = np.concatenate([[0], np.cumsum(~is_alike)])[places]
+    is_copy[places] = equal_to_earlier(
+        [run_of, *(column for values in others for column in np.atleast_2d(values[places].T))]
+    )
     return is_copy
+
+
+def equal_to_earlier(keys: Sequence[np.ndarray]) -> np.ndarray:
+    """Which rows are equal to an earlier one in all keys, each (n,): bool[n]."""
+    order, is_equal = np.lexsort(keys), np.zeros(len(keys[0]), bool)
+    is_equal[order[1:]] = np.logical_and.reduce([key[order][1:] == key[order][:-1] for key in keys])
+    return is_equal
 
 
 def _sorted_within(times: np.ndarray, user: np.ndarray, item: np.ndarray) -> np.ndarray:

@@ -41,9 +41,10 @@ class TablePart:
         """Its columns, those of its folders last."""
         return self.schema_of(pq.read_schema(self.path))
 
-    def open(self, metadata: pq.FileMetaData | None = None, pre_buffer: bool = True) -> "PartFile":
+    def open(self, metadata: pq.FileMetaData | None = None) -> "PartFile":
         """Open a Parquet file for reading; `metadata` is what an earlier one has read."""
-        return PartFile(self, pq.ParquetFile(self.path, metadata=metadata, pre_buffer=pre_buffer))
+        # Arrow would keep in memory what it reads ahead, until the whole file has been read.
+        return PartFile(self, pq.ParquetFile(self.path, metadata=metadata, pre_buffer=False))
 
     def with_partitions(self, rows: pa.RecordBatch, first_row: int, names: Sequence[str]) -> pa.RecordBatch:
         """Rows of the file, which begin at `first_row`, with those columns of its folders that are among `names`.

@@ -7,6 +7,7 @@ import pytest
 from entities import iter_entities
 
 from laserbatch.pipeline.knowledge import histories
+from laserbatch.pipeline.storage.mapped import MappedFiles
 from laserbatch.pipeline.tables.read import Tables
 
 DAY = datetime.datetime(2025, 1, 1, tzinfo=datetime.UTC)
@@ -43,7 +44,7 @@ def test_histories_are_the_same_whatever_is_put_in_order_at_once(monkeypatch, tm
     rng = np.random.default_rng(0)
     log = pa.table({"user_id": rng.integers(12, size=200), "item_id": rng.integers(9, size=200)})
     users, items = (pa.table({f"{side}_id": rng.permutation(n)}) for side, n in (("user", 11), ("item", 8)))
-    tables = Tables(users, items, log, scratch_folder=tmp_path)
+    tables = Tables(users, items, log, scratch=MappedFiles(tmp_path))
     expected = [[] for _ in range(len(users))]
     rows = {user_id: row for row, user_id in enumerate(users["user_id"].to_pylist())}
     for place, event in enumerate(log.to_pylist()):

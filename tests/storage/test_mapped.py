@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from laserbatch.pipeline.storage.mapped import mapped_array, mapped_column
+from laserbatch.pipeline.storage.mapped import MappedFiles, mapped_column
 
 COLUMNS = {
     "text": (pa.string(), [["a", "", "bcd"], [], ["left out", "é", "f"]], pa.large_string()),
@@ -30,15 +30,21 @@ def test_no_chunks_make_an_empty_column(tmp_path, folder):
     folder = folder and tmp_path
     assert mapped_column([], folder).equals(pa.nulls(0))
     assert mapped_column([pa.array([], pa.string())], folder).equals(pa.array([], pa.large_string()))
-    assert len(mapped_array(0, np.int64, folder)) == 0
+    assert len(MappedFiles(folder).empty((0,), np.int64)) == 0
 
 
-def test_an_array_in_a_file_is_zero_until_it_is_written(tmp_path):
-    array = mapped_array(1000, np.uint32, tmp_path)
-    assert array.sum() == 0
-    array[[3, 999]] = 7, 8
-    assert array.sum() == 15
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize("folder", ["a folder", None])
+def test_an_array_and_a_table_stay_what_they_are_when_their_memory_is_let_go(tmp_path, folder):
+    files = MappedFiles(folder and tmp_path)
+    array = files.empty((500, 2), np.uint32)
+    array[:] = np.arange(1000).reshape(500, 2)
+    table = pa.table({"id": ["a", None, "b"], "words": pa.array(["x", "y", "x"]).dictionary_encode()})
+    mapped = files.table(table)
+    files.release()
+    assert array.tolist() == np.arange(1000).reshape(500, 2).tolist()
+    assert mapped.equals(table)
+    assert files.array(pa.array([1, None])).equals(pa.array([1, None]))
+    assert not list(tmp_path.iterdir())  # files without a name
 
 
 def test_a_file_that_has_no_room_is_an_error_before_it_is_used(tmp_path):
@@ -46,7 +52,7 @@ def test_a_file_that_has_no_room_is_an_error_before_it_is_used(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
         with pytest.raises(OSError, match=tmp_path.name):
-            mapped_array(1 << 20, np.uint32, tmp_path)
+            MappedFiles(tmp_path).empty((1 << 20,), np.uint32)
         with pytest.raises(OSError, match=tmp_path.name):
             mapped_column([pa.array(range(1 << 20))], tmp_path)
     finally:

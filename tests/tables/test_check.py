@@ -14,8 +14,8 @@ from sound_world import DAY_1, DAY_1_S, replaced, sound_world, write_world
 
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.tables import check
-from laserbatch.pipeline.tables.check import IdsBefore, check_tables, require_sound
-from laserbatch.pipeline.tables.read import describe, end_of_day, read_tables
+from laserbatch.pipeline.tables.check import check_tables, require_sound
+from laserbatch.pipeline.tables.read import describe, read_tables
 from laserbatch.pipeline.tables.settings import TablesSettings
 
 
@@ -174,11 +174,6 @@ some_ids = st.one_of(
 )
 
 
-def ids_before(path) -> IdsBefore:
-    """What who reads the first day's interactions tells the check of them."""
-    return IdsBefore(end_of_day(DAY_1.date()), read_tables(path, DAY_1.date()).logged_ids)
-
-
 @given(user_ids=some_ids, rows=st.lists(st.integers(0, 9), min_size=1, max_size=8), stray=st.booleans())
 def test_the_check_agrees_with_the_obvious_one(tmp_path_factory, user_ids, rows, stray):
     kind = pa.string() if any(isinstance(id_, str) for id_ in user_ids) else pa.int64()
@@ -203,7 +198,7 @@ def test_the_check_agrees_with_the_obvious_one(tmp_path_factory, user_ids, rows,
     findings = check_tables(path)
     actual = {(f.kind, f.table): (f.row, f.num_rows) for f in findings}
     assert len(actual) == len(findings)
-    assert findings == check_tables(path, ids_before=lambda: ids_before(path))
+    assert findings == check_tables(path, logged_ids=read_tables(path, DAY_1.date()).logged_ids)
     rows_of = {key: [row for *other, row in expected if tuple(other) == key] for key in {e[:2] for e in expected}}
     assert actual == {key: (min(rows), len(rows)) for key, rows in rows_of.items()}
     if not findings:

@@ -1,0 +1,192 @@
+"""Codes of distinct ids, from a hash table over their bytes that grows batch by batch.
+
+It knows no files and no tables. Arrow's own functions make a hash table anew for each batch, or take whole columns.
+"""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.types as pt
+from llvmlite import ir
+from numba import njit, types
+
+from laserbatch.retrieval_pools.compiled import cached_on_disk, fetch, intrinsic
+
+MIN_SLOTS = 1024
+MAX_BYTES = 2**31 - 1  # of all distinct ids: offsets of Arrow's `string` are int32
+_AHEAD = 32  # rows whose slots are asked for before they are needed
+_HALF, _LOW, _FIRST, _SECOND = (np.uint64(n) for n in (32, 0xFFFFFFFF, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53))
+
+
+class IdCodes:
+    """Distinct ids of one type, string or int64; their codes count from 0 in the order in which they were added.
+
+    An id takes its bytes, and 14 to 24 others.
+    """
+
+    def __init__(self, kind: pa.DataType) -> None:
+        self.kind, self._num = kind, 0
+        self._slots = np.zeros(MIN_SLOTS, np.uint64)  # an id's hash in the upper half, its code + 1 in the lower one
+        self._starts, self._bytes = np.zeros(MIN_SLOTS, np.int32), np.empty(0, np.uint8)  # of ids, one after another
+
+    def __len__(self) -> int:
+        return self._num
+
+    def add(self, ids: pa.Array) -> np.ndarray:
+        """The code of each id, int32[n]; those that were not there get the next ones. -1 for null."""
+        return self._codes(ids, adds=True)
+
+    def find(self, ids: pa.Array) -> np.ndarray:
+        """The code of each id, int32[n]; -1 where it was not added, or is null."""
+        return self._codes(ids, adds=False)
+
+    def values(self) -> pa.Array:
+        """The distinct ids in the order of their codes."""
+        data = self._bytes[: self._starts[self._num]]
+        if pt.is_int64(self.kind):
+            return pa.array(data.view(np.int64))
+        offsets = self._starts[: self._num + 1]
+        return pa.Array.from_buffers(self.kind, self._num, [None, pa.py_buffer(offsets), pa.py_buffer(data)])
+
+    def _codes(self, ids: pa.Array, adds: bool) -> np.ndarray:
+        if ids.null_count:
+            codes = np.full(len(ids), -1, np.int32)
+            codes[ids.is_valid().to_numpy(zero_copy_only=False)] = self._codes(ids.drop_null(), adds)
+            return codes
+        starts, data = _bytes_of(ids)
+        if adds:
+            self._reserve(len(ids), int(starts[-1]) - int(starts[0]))
+        codes = np.empty(len(ids), np.int32)
+        self._num = _look_up(starts, data, self._slots, self._starts, self._bytes, self._num, adds, codes)
+        return codes
+
+    def _reserve(self, num_ids: int, num_bytes: int) -> None:
+        """Have room for so many more."""
+        num_ids, num_bytes = self._num + num_ids, int(self._starts[self._num]) + num_bytes
+        if num_bytes > MAX_BYTES:
+            raise pa.ArrowCapacityError(f"the distinct ids have more than {MAX_BYTES:,} bytes")
+        if 4 * num_ids > 3 * len(self._slots):
+            slots = np.zeros(1 << (4 * num_ids // 3).bit_length(), np.uint64)
+            _move(self._slots, slots)
+            self._slots = slots
+        if num_ids >= len(self._starts):
+            self._starts.resize(max(num_ids + 1, len(self._starts) * 3 // 2), refcheck=False)
+        if num_bytes > len(self._bytes):
+            self._bytes.resize(min(max(num_bytes, len(self._bytes) * 3 // 2), MAX_BYTES), refcheck=False)
+
+
+def rows_of(ids: pa.Array, known: pa.ChunkedArray) -> np.ndarray:
+    """The row of each id among known ones, int32[n], the first where one is there twice; -1 where it is not there."""
+    codes = IdCodes(known.type)
+    code_of = np.concatenate([np.empty(0, np.int32), *map(codes.add, known.chunks)])
+    rows = np.empty(len(codes) + 1, np.int32)
+    rows[code_of[::-1]] = np.arange(len(code_of), dtype=np.int32)[::-1]
+    rows[-1] = -1
+    return rows[codes.find(ids)]
+
+
+def _bytes_of(ids: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Where each id begins, int32[n + 1], in the bytes of all, uint8; both read-only, so one type to numba."""
+    _, *buffers = ids.buffers()
+    data = np.empty(0, np.uint8) if buffers[-1] is None else np.frombuffer(buffers[-1], np.uint8)
+    if pt.is_int64(ids.type):
+        starts, data = np.arange(len(ids) + 1, dtype=np.int32) * np.int32(8), data[ids.offset * 8 :]
+    elif len(ids):
+        starts = np.frombuffer(buffers[0], np.int32)[ids.offset : ids.offset + len(ids) + 1]
+    else:
+        starts = np.zeros(1, np.int32)
+    starts.flags.writeable = data.flags.writeable = False
+    return starts, data
+
+
+@intrinsic
+def _eight_bytes(typing_context, data, place):
+    """A number from eight bytes of an array, wherever they begin; compiled code only."""
+
+    def emit(context, builder, signature, arguments):
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        address = builder.bitcast(builder.gep(array.data, [arguments[1]]), ir.IntType(64).as_pointer())
+        return builder.load(address, align=1)
+
+    return types.uint64(data, types.intp), emit
+
+
+@njit(inline="always")
+def _word(data, begin, end):
+    """At most eight bytes, up to `end`, as a number."""
+    if end - begin >= 8:
+        return _eight_bytes(data, begin)
+    word = np.uint64(0)
+    for place in range(begin, end):
+        word = (word << np.uint64(8)) | np.uint64(data[place])
+    return word
+
+
+@njit(inline="always")
+def _hash(data, begin, end):
+    """32 bits in a uint64, by the mixing function of MurmurHash3 (`fmix64`)."""
+    mixed = np.uint64(end - begin)
+    for place in range(begin, end, 8):
+        mixed ^= _word(data, place, end)
+        mixed = (mixed ^ (mixed >> np.uint64(33))) * _FIRST
+        mixed = (mixed ^ (mixed >> np.uint64(33))) * _SECOND
+        mixed ^= mixed >> np.uint64(33)
+    return mixed & _LOW
+
+
+@njit(inline="always")
+def _are_equal(data, begin, end, other, other_begin, other_end):
+    if end - begin != other_end - other_begin:
+        return False
+    for place in range(begin, end, 8):
+        at = other_begin + place - begin
+        if _word(data, place, end) != _word(other, at, other_end):
+            return False
+    return True
+
+
+@cached_on_disk(nogil=True)
+def _look_up(starts, data, slots, known_starts, known_bytes, num_known, adds, codes):
+    """Fill in the code of each id, -1 where it is not there, or add it if `adds`; returns the number of ids then."""
+    last, hashes = len(slots) - 1, np.empty(_AHEAD, np.uint64)
+    for first in range(0, len(codes), _AHEAD):
+        stop = min(first + _AHEAD, len(codes))
+        for row in range(first, stop):
+            hashes[row - first] = _hash(data, np.int64(starts[row]), np.int64(starts[row + 1]))
+            fetch(slots, np.int64(hashes[row - first]) & last)
+        for row in range(first, stop):
+            fetch(known_starts, np.int64(slots[np.int64(hashes[row - first]) & last] & _LOW))
+        for row in range(first, stop):
+            fetch(known_bytes, np.int64(known_starts[np.int64(slots[np.int64(hashes[row - first]) & last] & _LOW)]))
+        for row in range(first, stop):
+            begin, end, tag = np.int64(starts[row]), np.int64(starts[row + 1]), hashes[row - first]
+            place, code = np.int64(tag) & last, -1
+            while slots[place] != 0:
+                slot = slots[place]
+                known = np.int64(slot & _LOW) - 1
+                if slot >> _HALF == tag and _are_equal(
+                    data, begin, end, known_bytes, np.int64(known_starts[known]), np.int64(known_starts[known + 1])
+                ):
+                    code = known
+                    break
+                place = (place + 1) & last
+            if code < 0 and adds:
+                code, at = num_known, np.int64(known_starts[num_known])
+                for offset in range(end - begin):
+                    known_bytes[at + offset] = data[begin + offset]
+                num_known += 1
+                known_starts[num_known] = at + end - begin
+                slots[place] = (tag << _HALF) | np.uint64(num_known)
+            codes[row] = code
+    return num_known
+
+
+@cached_on_disk(nogil=True)
+def _move(slots, larger):
+    """Put the ids of a table into an empty one that has more slots."""
+    last = len(larger) - 1
+    for slot in slots:
+        if slot != 0:
+            place = np.int64(slot >> _HALF) & last
+            while larger[place] != 0:
+                place = (place + 1) & last
+            larger[place] = slot

@@ -1,0 +1,67 @@
+"""Codes of ids: those that a dictionary of Python gives, whatever the batches."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laserbatch.pipeline.tables import codes
+from laserbatch.pipeline.tables.codes import IdCodes, rows_of
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+INTEGERS = st.integers(-(2**63), 2**63 - 1)
+KINDS = {pa.string(): TEXT, pa.int64(): INTEGERS}
+
+
+def code_plainly(batches: list[list]) -> tuple[list[list[int]], list]:
+    """The codes of each batch, and the distinct ids."""
+    code_of: dict = {}
+    return [[-1 if id_ is None else code_of.setdefault(id_, len(code_of)) for id_ in ids] for ids in batches], [
+        *code_of
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_ids_have_the_codes_that_a_dictionary_gives(kind, data):
+    pool = data.draw(st.lists(KINDS[kind], min_size=1, max_size=9))
+    some = st.lists(st.one_of(st.none(), st.sampled_from(pool)), max_size=12)
+    batches, others = data.draw(st.lists(some, max_size=4)), data.draw(st.lists(KINDS[kind], max_size=4))
+    start = data.draw(st.integers(0, 2))  # a slice of an array, as batches of files are
+    ids = IdCodes(kind)
+    expected, distinct = code_plainly([batch[start:] for batch in batches])
+    assert [ids.add(pa.array(batch, kind).slice(start)).tolist() for batch in batches] == expected
+    assert (ids.values().to_pylist(), len(ids)) == (distinct, len(distinct))
+    assert ids.find(pa.array([*others, None], kind)).tolist() == [
+        *(distinct.index(id_) if id_ in distinct else -1 for id_ in others), -1,
+    ]  # fmt: skip
+    assert len(ids) == len(distinct)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_ids_stay_what_they_are_while_the_table_grows(kind):
+    rng = np.random.default_rng(0)
+    batches = [rng.integers(60_000, size=10_000) for _ in range(20)]
+    as_ids = [pa.array(batch).cast(kind) for batch in batches]
+    ids = IdCodes(kind)
+    expected, distinct = code_plainly([batch.to_pylist() for batch in as_ids])
+    assert [ids.add(batch).tolist() for batch in as_ids] == expected
+    assert ids.values().to_pylist() == distinct
+    assert ids.find(pa.array(range(60_000)).cast(kind)).max() == len(distinct) - 1
+
+
+@given(known=st.lists(st.lists(st.one_of(st.none(), st.integers(0, 5)), max_size=5), max_size=3))
+def test_the_row_of_an_id_is_the_first_that_has_it(known):
+    flat = [id_ for chunk in known for id_ in chunk]
+    column = pa.chunked_array([pa.array(chunk, pa.int64()) for chunk in known], pa.int64())
+    expected = [flat.index(id_) if id_ in flat else -1 for id_ in range(7)]
+    assert rows_of(pa.array(range(7)), column).tolist() == expected
+
+
+def test_more_bytes_of_ids_than_offsets_reach_are_refused(monkeypatch):
+    monkeypatch.setattr(codes, "MAX_BYTES", 10)
+    ids = IdCodes(pa.string())
+    ids.add(pa.array(["12345"]))
+    with pytest.raises(pa.ArrowCapacityError, match="more than 10 bytes"):
+        ids.add(pa.array(["123456"]))
