@@ -44,6 +44,7 @@ from laserbatch.retrieval_pools.index.calibration_record import BudgetCurve, Cal
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.index.texts import PoolTexts
+from laserbatch.retrieval_pools.routing.embeddings import rows_among
 from laserbatch.retrieval_pools.routing.router import Routes
 from laserbatch.retrieval_pools.settings import DraftSettings
 
@@ -66,18 +67,17 @@ class RunTexts:
 
     def of_entities(self, entity_ids: list) -> dict[str | int, np.ndarray]:
         """int32[n] token ids by entity, for those that have a text."""
-        keys = pa.array(entity_ids, self.entity_ids.type)
-        rows = pc.index_in(keys, value_set=self.entity_ids).to_pylist()
+        rows = rows_among(pa.array(entity_ids, self.entity_ids.type), self.entity_ids)
         return {
             entity_id: self.tokens[self.starts[row] : self.starts[row + 1]]
-            for entity_id, row in zip(entity_ids, rows, strict=True)
-            if row is not None
+            for entity_id, row in zip(entity_ids, rows.tolist(), strict=True)
+            if row >= 0
         }
 
     def in_table(self, tables: Tables, side: Side) -> tuple[np.ndarray, np.ndarray]:
         """The entities of a table that have a text, in its order: their rows there, and their texts' numbers here."""
-        numbers = pc.index_in(tables.entities(side)[f"{side}_id"], value_set=self.entity_ids)
-        numbers = pc.fill_null(numbers, -1).to_numpy()
+        table_ids = tables.entities(side)[f"{side}_id"]
+        numbers = rows_among(table_ids, self.entity_ids.cast(table_ids.type))
         rows = np.flatnonzero(numbers >= 0)
         return rows, numbers[rows]
 
@@ -90,8 +90,10 @@ class RunTexts:
         """
         groups, codes = routes.groups.dictionary.to_pylist(), routes.groups.indices.to_numpy()
         entities, numbers = self.in_table(tables, side)
-        is_in = np.isin(numbers, pc.index_in(pa.array(left_out, self.entity_ids.type), value_set=self.entity_ids))
-        entities, numbers = entities[~is_in], numbers[~is_in]
+        if left_out:
+            ids = pa.array(left_out, self.entity_ids.type)
+            is_in = np.isin(numbers, rows_among(ids, self.entity_ids))
+            entities, numbers = entities[~is_in], numbers[~is_in]
         for start in range(0, len(entities), ROWS_AT_ONCE):
             part = entities[start : start + ROWS_AT_ONCE]
             rows = numbers[start : start + ROWS_AT_ONCE]
@@ -113,7 +115,8 @@ def read_run_texts(run: RunFolder, side: Side, scratch: Path) -> RunTexts | None
             tokens.write(batch["token_ids"].flatten().to_numpy())
     if model_id is None:
         return None
-    starts = np.concatenate([[0], np.cumsum(np.concatenate(lengths), dtype=np.int64)])
+    starts = np.zeros(sum(map(len, ids)) + 1, np.int64)
+    np.cumsum(np.concatenate(lengths), out=starts[1:])
     return RunTexts(pa.chunked_array(ids), starts, map_array(scratch / TOKENS_NAME), model_id)
 
 
@@ -147,8 +150,8 @@ def calibrate_side(night: Night, side: Side, run_texts: RunTexts, routes: Routes
     rows = planned_rows(night, side, num_held_back(len(run_texts), NUM_CALIBRATION_TEXTS))
     row_of = {row.entity_id: row for row in rows}
     token_ids, table_ids = run_texts.of_entities(list(row_of)), night.tables.entities(side)[f"{side}_id"]
-    places = pc.index_in(pa.array(token_ids, table_ids.type), value_set=table_ids.combine_chunks()).to_pylist()
-    pairs = sorted((place, entity_id) for place, entity_id in zip(places, token_ids, strict=True) if place is not None)
+    places = rows_among(pa.array(token_ids, table_ids.type), table_ids).tolist()
+    pairs = sorted((place, entity_id) for place, entity_id in zip(places, token_ids, strict=True) if place >= 0)
     if len(pairs) < 2:
         return None
     is_form = form_tokens(night, side, token_ids)

@@ -16,6 +16,9 @@ import pyarrow.parquet as pq
 from laserbatch.retrieval_pools.errors import PoolError
 
 VECTOR_COLUMN = "vector"
+MAX_HASHED = 1 << 20  # ids of a hash table, some 60 bytes each
+SAMPLED = 64  # ids for each range of `rows_among`, by which ranges are of about one size
+FEWER = 4  # a hash table of so many times fewer ids is made sooner, though more ids are sought in it
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,46 @@ def normalised_ids(ids: pa.Array | pa.ChunkedArray, name: str, table_name: str) 
     _require_ids(ids, name, table_name)
     ids = ids.cast(target)
     return ids.combine_chunks() if isinstance(ids, pa.ChunkedArray) else ids
+
+
+def rows_among(values: pa.Array | pa.ChunkedArray, known: pa.Array | pa.ChunkedArray) -> np.ndarray:
+    """The row of each value among known ones, which are all different: int64[n]; -1 where it is none of them.
+
+    Neither has nulls; values of another type than the known ones are none of them. Values are sought a range at a time,
+    so that the hash table has some `MAX_HASHED` rows at most.
+    """
+    rows = np.full(len(values), -1)
+    if values.type != known.type or not len(values) or not len(known):
+        return rows
+    if FEWER * len(values) < len(known):  # then the table is of the values
+        coded = _one_chunk(values).dictionary_encode()
+        found = pc.index_in(known, value_set=coded.dictionary)
+        places = np.flatnonzero(_numbers(found.is_valid()))
+        among = np.full(len(coded.dictionary), -1)
+        among[_numbers(found.drop_null())] = places
+        return among[_numbers(coded.indices)]
+    num_ranges = -(-len(known) // MAX_HASHED)
+    sample = sorted(known[row].as_py() for row in np.linspace(0, len(known) - 1, SAMPLED * num_ranges, dtype=int))
+    are_before = [np.zeros(len(ids), bool) for ids in (values, known)]
+    for end in [*sample[SAMPLED::SAMPLED], None]:
+        in_range = []
+        for number, ids in enumerate((values, known)):
+            is_before = np.ones(len(ids), bool) if end is None else _numbers(pc.less(ids, pa.scalar(end, ids.type)))
+            in_range.append(is_before & ~are_before[number])
+            are_before[number] = is_before
+        of_values, of_known = in_range
+        found = pc.index_in(values.filter(pa.array(of_values)), value_set=known.filter(pa.array(of_known)))
+        places = np.flatnonzero(of_values)[_numbers(found.is_valid())]
+        rows[places] = np.flatnonzero(of_known)[_numbers(found.drop_null())]
+    return rows
+
+
+def _one_chunk(ids: pa.Array | pa.ChunkedArray) -> pa.Array:
+    return ids.combine_chunks() if isinstance(ids, pa.ChunkedArray) else ids
+
+
+def _numbers(values: pa.Array | pa.ChunkedArray) -> np.ndarray:
+    return values.to_numpy() if isinstance(values, pa.ChunkedArray) else values.to_numpy(zero_copy_only=False)
 
 
 def check_same_kind(ids: pa.Array, other_ids: pa.Array, table_name: str, other_name: str) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
@@ -29,7 +28,7 @@ from laserbatch.retrieval_pools.routing.collaborative import (
     default_num_groups,
     train_embeddings,
 )
-from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings, id_column
+from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings, id_column, rows_among
 from laserbatch.retrieval_pools.settings import RoutingSettings
 
 ROUTER_FILE, COLLABORATIVE_FILE = "router.json", "collaborative.parquet"
@@ -137,9 +136,8 @@ class Router:
             return _routes(
                 numbered.indices.to_numpy(), [Route(name, "random") for name in numbered.dictionary.to_pylist()]
             )
-        place = np.full(num_rows, -1, np.int64)
-        if scheme != "attribute" and self.collaborative.ids.type == ids.type:
-            place = pc.fill_null(pc.index_in(ids, value_set=self.collaborative.ids), -1).to_numpy()
+        place = np.full(num_rows, -1) if scheme == "attribute" else rows_among(ids, self.collaborative.ids)
+        del ids
         is_warm = (place >= 0) & (num_interactions >= self.settings.min_interactions)
         numbers = self.collaborative.groups
         num_collaborative = int(numbers.max(initial=-1)) + 1
@@ -148,7 +146,9 @@ class Router:
         codes[is_warm] = numbers[place[is_warm]]
         if scheme == "collaborative":
             return _routes(codes, [*group_routes, Route(GLOBAL_GROUP, "global")])
-        alike, distinct = distinct_attributes(entities.filter(pa.array(~is_warm)), self.attributes.columns)
+        names = [column.name for column in self.attributes.columns if column.name in entities.column_names]
+        cold = entities.select(names).filter(pa.array(~is_warm))
+        alike, distinct = distinct_attributes(cold, self.attributes.columns)
         codes[~is_warm] += alike
         group_routes += [Route(self.attributes.group_of(values), "attribute") for values in distinct]
         return _routes(codes, group_routes)
