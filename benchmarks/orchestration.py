@@ -41,6 +41,7 @@ FIRST_DATE = datetime.date(2025, 3, 1)
 SHARE_CHANGED = {"all": 1.0, "none": 0.0, "some": 0.05, "again": 0.05}
 NIGHTS = {night: FIRST_DATE + datetime.timedelta(days) for days, night in enumerate(SHARE_CHANGED)}
 USER_SHARE, EVENTS_PER_USER = 0.8, 20
+EVENTS_AT_ONCE = 8 * 1024 * 1024
 NUM_PHRASES, PHRASE_TOKENS, PHRASES_PER_TEXT = 2000, 10, 15
 DIM, NUM_VECTORS = 384, 4096  # of the stand-in for an encoder; MiniLM's are as wide
 TOKENS_PER_S = 5_000  # that a night is said to generate at
@@ -138,14 +139,22 @@ def write_world(folder: Path, num_entities: int) -> None:
     of_users = np.concatenate([rng.integers(num_users, size=num_events - len(late)), late])
     seconds = np.sort(rng.integers(int(created.timestamp()), int(days[0].timestamp()), num_events - len(late)))
     late_seconds = [np.full(num_changed, int(days[night].timestamp())) for night in late_nights]
-    interactions = {
-        "user_id": names_of("u", of_users),
-        "item_id": names_of("i", (num_items * rng.random(num_events) ** 2).astype(np.int64)),
+    numbers = {
+        "user_id": of_users,
+        "item_id": (num_items * rng.random(num_events) ** 2).astype(np.int32),
         "timestamp": np.concatenate([seconds, *late_seconds]),
         "rating": rng.integers(1, 6, num_events).astype(np.float64),
     }
-    for name, columns in {"users": users, "items": items, "interactions": interactions}.items():
+    for name, columns in {"users": users, "items": items}.items():
         pq.write_table(pa.table(columns), folder / "tables" / f"{name}.parquet")
+    schema = pa.schema(
+        {"user_id": pa.string(), "item_id": pa.string(), "timestamp": pa.int64(), "rating": pa.float64()}
+    )
+    with pq.ParquetWriter(folder / "tables" / "interactions.parquet", schema) as writer:
+        for start in range(0, num_events, EVENTS_AT_ONCE):
+            part = {name: values[start : start + EVENTS_AT_ONCE] for name, values in numbers.items()}
+            names = {f"{side}_id": names_of(side[0], part[f"{side}_id"]) for side in ("user", "item")}
+            writer.write_table(pa.table(part | names, schema))
     settings = {
         "workspace": str(folder / "workspace"),
         "tables": {"path": str(folder / "tables")},

@@ -57,7 +57,8 @@ class NightPlanner:
     def previous(self, side: Side) -> PreviousKnowledge:
         """The records of `previous_folder`."""
         folder = self.previous_folder
-        return PreviousKnowledge(None if folder is None else folder.knowledge_folder(side))
+        scratch = self.night.tables.scratch_folder
+        return PreviousKnowledge(None if folder is None else folder.knowledge_folder(side), scratch)
 
     def plans(self) -> tuple[dict[Side, SidePlan], dict[Side, Finished]]:
         """The plans of both sides, and their finished shards."""

@@ -1,8 +1,7 @@
 """What users did with which items, joined from the tables."""
 
 import re
-from collections.abc import Mapping
-from itertools import pairwise
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import pyarrow as pa
@@ -10,6 +9,7 @@ import pyarrow.compute as pc
 
 from laserbatch.pipeline.knowledge.templates import HistoryLines, Labels, in_words
 from laserbatch.pipeline.knowledge.values import plain_text
+from laserbatch.pipeline.storage.mapped import mapped_array
 from laserbatch.pipeline.tables.read import Tables
 
 DAY_US = 86_400_000_000
@@ -24,7 +24,7 @@ EVENT_WORDS = {
     "buy": "bought", "purchase": "bought", "order": "ordered", "transaction": "bought", "rate": "rated",
     "remove": "removed", "return": "returned", "bookmark": "bookmarked", "favorite": "marked as a favourite",
 }  # fmt: skip
-NUM_PARTS = 8  # of users, whose events are put in order one part at a time
+ROWS_AT_ONCE = 1024 * 1024  # of interactions, which are put in order
 MAX_KINDS_NAMED = 4  # a sentence names at most this many kinds of events
 
 
@@ -62,17 +62,26 @@ class Histories:
         self._interactions = tables.interactions
         codes, rows = tables.coded("user")
         self._item_codes, self._item_rows = tables.coded("item")
-        users = rows[codes]
-        if (self._item_rows[:-1] < 0).any() or tables.interactions["item_id"].null_count:
-            users[self._item_rows[self._item_codes] < 0] = -1
-        self._rows, self.starts = np.empty(len(users), np.uint32), np.zeros(tables.users.num_rows + 1, np.int64)
-        for first, stop in pairwise(np.linspace(0, tables.users.num_rows, NUM_PARTS + 1).astype(np.int64).tolist()):
-            keys = np.flatnonzero((users >= first) & (users < stop))
-            keys |= users[keys].astype(np.int64) << 32
+        counts = np.zeros(tables.users.num_rows, np.int64)
+        for _, users in self._known(codes, rows):
+            counts += np.bincount(users, minlength=len(counts))
+        self.starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        self._rows, free = mapped_array(int(self.starts[-1]), np.uint32, tables.scratch_folder), self.starts[:-1].copy()
+        for events, users in self._known(codes, rows):
+            keys = users.astype(np.int64) << 32 | events
             keys.sort()  # by user, then by row: interactions come in order of time
-            begin = self.starts[first]
-            self._rows[begin : begin + len(keys)] = keys  # the lower half
-            self.starts[first : stop + 1] = begin + np.searchsorted(keys, np.arange(first, stop + 1) << 32)
+            users = keys >> 32
+            firsts = np.flatnonzero(np.diff(users, prepend=-1))
+            users, counts = users[firsts], np.diff(firsts, append=len(keys))
+            self._rows[np.repeat(free[users] - firsts, counts) + np.arange(len(keys))] = keys  # the lower half
+            free[users] += counts
+
+    def _known(self, codes: np.ndarray, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Interactions between known users and items, a part at a time: their rows and those of their users."""
+        for start in range(0, len(codes), ROWS_AT_ONCE):
+            users = rows[codes[start : start + ROWS_AT_ONCE]]
+            is_known = (users >= 0) & (self._item_rows[self._item_codes[start : start + ROWS_AT_ONCE]] >= 0)
+            yield start + np.flatnonzero(is_known), users[is_known]
 
     def items(self, places: np.ndarray) -> np.ndarray:
         """Rows of the item table, int32[n], of the events of some places."""

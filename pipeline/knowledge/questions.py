@@ -6,7 +6,7 @@ last two parts are digests of what is shown, not of the values, so that another 
 
 import json
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
@@ -25,6 +25,7 @@ from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.tables.columns import blank
 from laserbatch.pipeline.tables.read import Tables
 
+ROWS_AT_ONCE = 64 * 1024  # of items, whose values are Python objects for a moment
 LABEL_COLUMNS = ("event", "rating")  # of interactions: what a line of history says was done
 SHOWN_SCHEMA = pa.schema([("attributes", pa.string()), ("history", pa.string()), ("num_events", pa.int32())])
 
@@ -89,7 +90,14 @@ class SideQuestions:
     @cached_property
     def _events(self) -> tuple[pa.Array, pa.Array]:
         """What a line of history shows of each item: title, and attributes or null."""
-        columns, items = self._history_lines, self.tables.items
+        parts = [self._event_texts(part) for part in _slices(self.tables.items)] or [
+            self._event_texts(self.tables.items)
+        ]
+        titles, attributes = zip(*parts, strict=True)
+        return pa.concat_arrays(titles), pa.concat_arrays(attributes)
+
+    def _event_texts(self, items: pa.Table) -> tuple[pa.Array, pa.Array]:
+        columns = self._history_lines
         title = _mapped(items["title"], lambda value: plain_text(str(value), columns.max_value_chars))
         names = _shown_names(items, columns, ("item_id", "title"), self.tables.personal.get("item", ()))
         texts = [_mapped(items[name], lambda value, name=name: value_text(value, columns, name)) for name in names]
@@ -110,10 +118,12 @@ class SideQuestions:
     @cached_property
     def _event_digests(self) -> np.ndarray:
         """uint8 (num_items, DIGEST_BYTES)."""
-        titles, attributes = self._events
-        texts = zip(titles.to_pylist(), attributes.to_pylist(), strict=True)
-        # A title has no line break.
-        return _as_rows(title if rest is None else f"{title}\n{rest}" for title, rest in texts)
+        digests = []
+        for part in _slices(pa.table(dict(zip(("title", "rest"), self._events, strict=True)))):
+            texts = zip(part["title"].to_pylist(), part["rest"].to_pylist(), strict=True)
+            # A title has no line break.
+            digests.append(_as_rows(title if rest is None else f"{title}\n{rest}" for title, rest in texts))
+        return np.concatenate(digests)
 
     def _attribute_lines(self, part: pa.Table) -> pa.Array:
         columns, personal = self._template.attributes, self.tables.personal.get(self.side, ())
@@ -193,6 +203,11 @@ def _joined(texts: list[pa.Array], separator: str, num_rows: int) -> pa.Array:
     first = pc.if_else(is_any, texts[0], "")
     joined = pc.binary_join_element_wise(first, *texts[1:], separator, null_handling="skip")
     return pc.if_else(is_any, joined, pa.scalar(None, pa.string()))
+
+
+def _slices(table: pa.Table) -> Iterator[pa.Table]:
+    """A table in parts; of one without rows itself."""
+    return (table.slice(start, ROWS_AT_ONCE) for start in range(0, max(table.num_rows, 1), ROWS_AT_ONCE))
 
 
 def _digest(data: bytes) -> str:

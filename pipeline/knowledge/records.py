@@ -6,6 +6,7 @@ depends on the clock, so that the same night run twice writes the same bytes.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from laserbatch.pipeline.storage.parquet import iter_parquet, rows_among
+from laserbatch.pipeline.storage.mapped import mapped_column
+from laserbatch.pipeline.storage.parquet import iter_parquet, large_type, rows_among
 
 RECORD_VERSION = 4
 
@@ -54,32 +56,33 @@ def knowledge_schema(entity_id_type: pa.DataType) -> pa.Schema:
 class PreviousKnowledge:
     """Records by their row: the place in their files one after another. Texts and tokens stay on disk until needed.
 
-    On the first night there is no folder, or no file in it.
+    On the first night there is no folder, or no file in it. What is held of all records lies in files of the folder
+    `scratch`; None: in memory.
     """
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-        batches = [] if folder is None else list(iter_parquet(folder, ["entity_id", "fingerprint"]))
-        self.num_rows = sum(batch.num_rows for batch in batches)
-        self._entity_ids = pa.chunked_array([batch["entity_id"] for batch in batches] or [pa.nulls(0)])
-        kind = pa.large_string()
-        self._fingerprints = pa.chunked_array([batch["fingerprint"].cast(kind) for batch in batches], kind)
-        self._fingerprints = self._fingerprints.combine_chunks()
+    def __init__(self, folder: Path | None, scratch: Path | None = None) -> None:
+        self._folder, self._scratch = folder, scratch
+        self._entity_ids = mapped_column(self._chunks("entity_id"), scratch)
+        self._fingerprints = mapped_column(self._chunks("fingerprint"), scratch)
+        self.num_rows = len(self._entity_ids)
+
+    def _chunks(self, column: str) -> Iterator[pa.Array]:
+        return (batch.column(0) for batch in iter_parquet(self._folder, [column])) if self._folder else iter(())
 
     def rows_of(self, entity_ids: pa.ChunkedArray) -> np.ndarray:
         """Row of each entity's record, int64[n]; -1 where it has none."""
-        return rows_among(entity_ids, self._entity_ids)
+        return rows_among(entity_ids.cast(large_type(entity_ids.type)), self._entity_ids)
 
     def fingerprints(self, rows: np.ndarray) -> pa.Array:
         """What the records of some rows were generated from; null for a row of -1."""
         return self._fingerprints.take(pa.array(rows, mask=rows < 0))
 
-    def token_ids(self, rows: np.ndarray) -> pa.Array:
-        """Token ids of the texts of some rows, large lists of int32; null for a row of -1."""
-        kind, unique = pa.large_list(pa.int32()), np.unique(rows[rows >= 0])
-        parts = [batch["token_ids"].cast(kind) for batch in _taken(self._folder, self.num_rows, unique, ["token_ids"])]
-        texts = pa.chunked_array(parts, kind).combine_chunks()
-        return texts.take(pa.array(np.searchsorted(unique, rows), mask=rows < 0))
+    def token_ids(self, rows: np.ndarray) -> "TokenIds":
+        """The texts of some rows; none for a row of -1."""
+        unique, kind = np.unique(rows[rows >= 0]), pa.large_list(pa.int32())
+        chunks = (batch.column(0) for batch in _taken(self._folder, self.num_rows, unique, ["token_ids"]))
+        places = pa.array(np.searchsorted(unique, rows), mask=rows < 0)
+        return TokenIds(mapped_column(chunks, self._scratch, kind), places)
 
     def values(self, rows: np.ndarray, columns: list[str]) -> pa.Table:
         """Some columns of the records of some rows, each of which is one."""
@@ -111,6 +114,18 @@ class PreviousKnowledge:
         )
         batches = (pa.record_batch(part).select(schema.names).cast(schema) for part in columns)
         return pa.RecordBatchReader.from_batches(schema, batches)
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """Texts as large lists of int32, and for each row its text's place; null where it has none."""
+
+    texts: pa.Array
+    places: pa.Array
+
+    def take(self, rows: pa.Array) -> pa.Array:
+        """The texts of some rows."""
+        return self.texts.take(self.places.take(rows))
 
 
 def _taken(folder: Path | None, num_rows: int, rows: np.ndarray, columns: list[str]) -> Iterator[pa.RecordBatch]:

@@ -17,7 +17,7 @@ from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.knowledge.forms import guiding_grammar
 from laserbatch.pipeline.knowledge.prompts import LAYOUT_VERSION, NO_TITLE, PARTS, digest
 from laserbatch.pipeline.knowledge.questions import SideQuestions
-from laserbatch.pipeline.knowledge.records import PreviousKnowledge
+from laserbatch.pipeline.knowledge.records import PreviousKnowledge, TokenIds
 from laserbatch.pipeline.knowledge.templates import PromptTemplate
 from laserbatch.pipeline.planning.plan import CARRIED_SHARD, WAITING_SHARD, Shard, SidePlan, write_shard_plan
 from laserbatch.pipeline.planning.postpone import (
@@ -31,6 +31,7 @@ from laserbatch.pipeline.planning.postpone import (
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import sha256_file
 from laserbatch.pipeline.storage.figures import ShardRecord
+from laserbatch.pipeline.storage.mapped import mapped_column
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, count_reasons
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.tables.read import Tables
@@ -271,7 +272,7 @@ def _compared(
         changed.append(start + np.flatnonzero(can_ask & ~is_same))
         fingerprints.append(tonight.filter(pa.array(can_ask & ~is_same)))
         on_entities(stop - start)
-    joined = pa.chunked_array(fingerprints, pa.string()).combine_chunks()
+    joined = mapped_column(fingerprints, questions.tables.scratch_folder, pa.large_string())
     return _Compared(_concatenated(changed), joined, _concatenated(carried), _concatenated(refused))
 
 
@@ -291,7 +292,11 @@ def _without_failing(
 
 
 def _write_shards(
-    questions: SideQuestions, rows: np.ndarray, columns: dict[str, pa.Array], sharding: Sharding, run_dir: Path
+    questions: SideQuestions,
+    rows: np.ndarray,
+    columns: dict[str, pa.Array | TokenIds],
+    sharding: Sharding,
+    run_dir: Path,
 ) -> tuple[Shard, ...]:
     """Write what prompts show of the entities of some rows, by group; `columns` are of these rows."""
     side, isolate_ids = questions.side, sharding.isolate_ids
@@ -304,6 +309,7 @@ def _write_shards(
         shown = questions.shown(rows[places])
         part = {"entity_id": ids.take(pa.array(places))} | {name: shown[name] for name in shown.column_names}
         part |= {name: values.take(pa.array(places)) for name, values in columns.items()}
+        part["fingerprint"] = part["fingerprint"].cast(pa.string())
         shards.append(write_shard_plan(side, f"{len(shards):05d}", pa.table(part), run_dir, is_isolated_shard))
     return tuple(shards)
 

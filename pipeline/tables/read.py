@@ -59,6 +59,7 @@ class Tables:
     items: pa.Table
     interactions: pa.Table  # sorted by time, user, item; ids are dictionaries, whose values ascend; a chunk a column
     scratch: tuple[mmap.mmap, ...] = ()  # what interactions lie in, where that is a file
+    scratch_folder: Path | None = None  # for what grows with their rows; None: in memory
     logged_ids: dict[str, pa.Array] = field(default_factory=dict)  # by column, also of those who left the tables
     num_copies: int = 0  # interactions that were left out as exact copies of another one
     personal: Mapping[Side, Mapping[str, str]] = field(default_factory=dict)  # as `personal_data` of whole tables
@@ -121,7 +122,9 @@ def read_tables(
     names = tables.interactions.column_names
     files = [map_table(tables.interactions.select([name]), scratch) for name in names]
     interactions = pa.table([column[0] for column, _ in files], names)
-    return replace(tables, interactions=interactions, scratch=tuple(mapped for _, mapped in files))
+    return replace(
+        tables, interactions=interactions, scratch=tuple(mapped for _, mapped in files), scratch_folder=scratch
+    )
 
 
 def end_of_day(date: datetime.date) -> pa.Scalar:

@@ -1,9 +1,12 @@
 import datetime
+from itertools import pairwise
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from entities import iter_entities
 
+from laserbatch.pipeline.knowledge import histories
 from laserbatch.pipeline.tables.read import Tables
 
 DAY = datetime.datetime(2025, 1, 1, tzinfo=datetime.UTC)
@@ -34,6 +37,24 @@ def test_histories_are_oldest_first_and_ids_keep_their_type(kind):
     assert [event.title for event in first.history] == ["B"]  # item 99 is not there
     assert third.history == ()
     assert (first.entity_id, second.history[0].item_id) == (("1", "10") if pa.types.is_string(kind) else (1, 10))
+
+
+def test_histories_are_the_same_whatever_is_put_in_order_at_once(monkeypatch, tmp_path):
+    rng = np.random.default_rng(0)
+    log = pa.table({"user_id": rng.integers(12, size=200), "item_id": rng.integers(9, size=200)})
+    users, items = (pa.table({f"{side}_id": rng.permutation(n)}) for side, n in (("user", 11), ("item", 8)))
+    tables = Tables(users, items, log, scratch_folder=tmp_path)
+    expected = [[] for _ in range(len(users))]
+    rows = {user_id: row for row, user_id in enumerate(users["user_id"].to_pylist())}
+    for place, event in enumerate(log.to_pylist()):
+        if event["user_id"] in rows and event["item_id"] in items["item_id"].to_pylist():
+            expected[rows[event["user_id"]]].append(place)
+    for rows_at_once in (1, 7, 1000):
+        monkeypatch.setattr(histories, "ROWS_AT_ONCE", rows_at_once)
+        made = histories.Histories(tables)
+        places, starts = made.newest(np.arange(11), 1000)
+        events = made._rows[places].tolist()
+        assert [events[start:stop] for start, stop in pairwise(starts.tolist())] == expected
 
 
 def test_missing_values_and_created_at_are_dropped():

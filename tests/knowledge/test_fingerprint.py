@@ -4,6 +4,7 @@ import math
 import shutil
 from dataclasses import replace
 from hashlib import blake2b
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +17,7 @@ from small_tokenizers import KINDS, make_user
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.errors import RowError
+from laserbatch.pipeline.knowledge import questions as questions_of_sides
 from laserbatch.pipeline.knowledge.prompts import changed_parts
 from laserbatch.pipeline.knowledge.questions import SideQuestions, shown_of_row
 from laserbatch.pipeline.knowledge.templates import (
@@ -132,12 +134,13 @@ def test_in_columns_it_is_and_shows_what_it_is_and_shows_of_one_entity(data, tem
     interactions = {name: pa.array(values, kind) for (name, kind), values in zip(kinds.items(), events, strict=True)}
     tables = Tables(users, items, pa.table(interactions))
     template = template.model_copy(update={"attributes": AttributeLines(exclude=("member",), heading="Known:")})
-    questions = SideQuestions(tables, template.side, template, "s")
+    with patch.object(questions_of_sides, "ROWS_AT_ONCE", data.draw(st.sampled_from([2, 1000]))):
+        questions = SideQuestions(tables, template.side, template, "s")
+        fingerprints, shown_rows = questions.fingerprints(0, 3), questions.shown(rows := np.array([2, 0]))
     entities = list(iter_entities(tables, template.side))
     expected = [slowly(template, entity) for entity in entities]
-    assert questions.fingerprints(0, 3).to_pylist() == [digest and f"s-{digest}" for digest in expected]
-    rows = np.array([2, 0])
-    for row, shown in zip(rows, map(shown_of_row, questions.shown(rows).to_pylist()), strict=True):
+    assert fingerprints.to_pylist() == [digest and f"s-{digest}" for digest in expected]
+    for row, shown in zip(rows, map(shown_of_row, shown_rows.to_pylist()), strict=True):
         if expected[row] is not None:
             assert shown == shown_of(template, entities[row])
 
