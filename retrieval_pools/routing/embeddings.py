@@ -5,6 +5,7 @@ recommender may bring the vectors, in place of LightGCN's, in one Parquet file a
 `vector`, lists of one width of finite floats. Rows are named counting from 0.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,8 @@ import pyarrow.parquet as pq
 from laserbatch.retrieval_pools.errors import PoolError
 
 VECTOR_COLUMN = "vector"
-MAX_HASHED = 1 << 20  # ids of a hash table, some 60 bytes each
+_TEXTS = {pa.string(), pa.large_string()}
+MAX_HASHED = 1 << 19  # ids of a hash table, some 60 bytes each
 SAMPLED = 64  # ids for each range of `rows_among`, by which ranges are of about one size
 FEWER = 4  # a hash table of so many times fewer ids is made sooner, though more ids are sought in it
 
@@ -76,33 +78,42 @@ def normalised_ids(ids: pa.Array | pa.ChunkedArray, name: str, table_name: str) 
 def rows_among(values: pa.Array | pa.ChunkedArray, known: pa.Array | pa.ChunkedArray) -> np.ndarray:
     """The row of each value among known ones, which are all different: int64[n]; -1 where it is none of them.
 
-    Neither has nulls; values of another type than the known ones are none of them. Values are sought a range at a time,
-    so that the hash table has some `MAX_HASHED` rows at most.
+    Neither has nulls; values of another type than the known ones are none of them, but strings and large strings may be
+    equal. Values are sought a range at a time, so that a hash table has some `MAX_HASHED` rows at most.
     """
-    rows = np.full(len(values), -1)
-    if values.type != known.type or not len(values) or not len(known):
+    rows, kinds = np.full(len(values), -1), {values.type, known.type}
+    if (len(kinds) > 1 and kinds != _TEXTS) or not len(values) or not len(known):
         return rows
     if FEWER * len(values) < len(known):  # then the table is of the values
         coded = _one_chunk(values).dictionary_encode()
         found = pc.index_in(known, value_set=coded.dictionary)
-        places = np.flatnonzero(_numbers(found.is_valid()))
         among = np.full(len(coded.dictionary), -1)
-        among[_numbers(found.drop_null())] = places
+        among[_numbers(found.drop_null())] = np.flatnonzero(_numbers(found.is_valid()))
         return among[_numbers(coded.indices)]
+    for of_values, of_known in _ranges(values, known):
+        found = pc.index_in(values.filter(of_values), value_set=known.filter(of_known))
+        places = np.flatnonzero(_numbers(of_values))[_numbers(found.is_valid())]
+        rows[places] = np.flatnonzero(_numbers(of_known))[_numbers(found.drop_null())]
+    return rows
+
+
+def _ranges(
+    values: pa.Array | pa.ChunkedArray, known: pa.Array | pa.ChunkedArray
+) -> Iterator[tuple[pa.Array | pa.ChunkedArray, pa.Array | pa.ChunkedArray]]:
+    """Which of two columns' ids are in each range of ids, bool[n] of each; the ranges have about as many known ids."""
     num_ranges = -(-len(known) // MAX_HASHED)
     sample = sorted(known[row].as_py() for row in np.linspace(0, len(known) - 1, SAMPLED * num_ranges, dtype=int))
-    are_before = [np.zeros(len(ids), bool) for ids in (values, known)]
-    for end in [*sample[SAMPLED::SAMPLED], None]:
-        in_range = []
-        for number, ids in enumerate((values, known)):
-            is_before = np.ones(len(ids), bool) if end is None else _numbers(pc.less(ids, pa.scalar(end, ids.type)))
-            in_range.append(is_before & ~are_before[number])
-            are_before[number] = is_before
-        of_values, of_known = in_range
-        found = pc.index_in(values.filter(pa.array(of_values)), value_set=known.filter(pa.array(of_known)))
-        places = np.flatnonzero(of_values)[_numbers(found.is_valid())]
-        rows[places] = np.flatnonzero(of_known)[_numbers(found.drop_null())]
-    return rows
+    ends = [*sample[SAMPLED::SAMPLED], None]
+    columns = values, known
+    are_before = [pa.array(np.zeros(len(ids), bool)) for ids in columns]
+    for end in ends:
+        are_until = [
+            pa.array(np.ones(len(ids), bool)) if end is None else pc.less(ids, pa.scalar(end, ids.type))
+            for ids in columns
+        ]
+        of_values, of_known = (pc.and_not(*masks) for masks in zip(are_until, are_before, strict=True))
+        yield of_values, of_known
+        are_before = are_until
 
 
 def _one_chunk(ids: pa.Array | pa.ChunkedArray) -> pa.Array:
