@@ -66,7 +66,8 @@ def prepare_pools(night: Night, make_current: bool = True, anew: bool = False) -
     if reused is None:
         tables, settings = night.tables, night.settings
         routing = RoutingSettings.of(settings.routing)
-        routers = fit_routers(tables.users, tables.items, tables.interactions, routing, settings.seed)
+        all_tables = tables.users, tables.items, tables.interactions
+        routers = fit_routers(*all_tables, routing, settings.seed, tables.scratch_folder)
     else:
         routers, fit = reused
     return partial(_build_pools, night, routers, fit, make_current)

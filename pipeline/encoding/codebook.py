@@ -7,6 +7,7 @@ fitted anew only where another number of clusters or another seed is asked for. 
 
 import hashlib
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from laserbatch.pipeline.encoding.schema import LEVELS
 
 MAX_FULL_KMEANS_ROWS = 20_000  # above it, mini-batches: full k-means would take minutes
+ROWS_AT_ONCE = 1024
 MAX_STEP = 0.1  # share of the way to the mean of a night's new vectors that a centroid goes at most
 FAR = 2.0  # times the root mean square distance of what a level was fitted on
 MAX_GROWTH = 2  # times the number of clusters that was asked for
@@ -75,7 +77,9 @@ def followed(codebook: Codebook, vectors: np.ndarray, num_clusters: int, seed: i
 def _followed(level: Level, vectors: np.ndarray, num_clusters: int, seed: int) -> Level:
     num = len(level.centroids)
     nearest = nearest_centroids(vectors, level.centroids) if num else np.zeros(len(vectors), np.int32)
-    distances = np.linalg.norm(vectors - level.centroids[nearest], axis=1) if num else np.full(len(vectors), np.inf)
+    distances = np.full(len(vectors), np.inf, np.float32)
+    for part in _parts(len(vectors) if num else 0):
+        distances[part] = np.linalg.norm(vectors[part] - level.centroids[nearest[part]], axis=1)
     is_open = num < num_clusters  # fitted on few vectors: there is room for what is not there yet
     is_far = distances > (1e-6 if is_open else level.radius)
     room = (
@@ -131,7 +135,16 @@ def nearest_centroids(vectors: np.ndarray, centroids: np.ndarray) -> np.ndarray:
 
 def digests(vectors: np.ndarray) -> np.ndarray:
     """A number of 64 bits that tells vectors, float32 (n, dim), apart by their bits: uint64 (n,)."""
-    padding = np.zeros((len(vectors), vectors.shape[1] % 2), vectors.dtype)
-    words = np.ascontiguousarray(np.hstack((vectors, padding)), np.float32).view(np.uint64)
-    multipliers = np.random.default_rng(0).integers(1, 2**63, words.shape[1], dtype=np.uint64) | np.uint64(1)
-    return (words * multipliers).sum(axis=1, dtype=np.uint64)
+    padding = vectors.shape[1] % 2
+    size = (vectors.shape[1] + padding) // 2
+    multipliers = np.random.default_rng(0).integers(1, 2**63, size, dtype=np.uint64) | np.uint64(1)
+    sums = np.zeros(len(vectors), np.uint64)
+    for part in _parts(len(vectors)):
+        words = np.ascontiguousarray(np.pad(vectors[part], ((0, 0), (0, padding))), np.float32).view(np.uint64)
+        sums[part] = (words * multipliers).sum(axis=1, dtype=np.uint64)
+    return sums
+
+
+def _parts(num_rows: int) -> Iterator[slice]:
+    """Rows in parts, so that what is computed of them stays small."""
+    return (slice(start, start + ROWS_AT_ONCE) for start in range(0, num_rows, ROWS_AT_ONCE))

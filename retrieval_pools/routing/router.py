@@ -85,6 +85,7 @@ class Router:
         settings: RoutingSettings | None = None,
         seed: int = 0,
         embeddings: EntityEmbeddings | None = None,
+        scratch: Path | None = None,
     ) -> "Router":
         """Group the entities of one side, "user" or "item"; the order of rows is no matter.
 
@@ -96,6 +97,7 @@ class Router:
         seed : of the embeddings, of k-means and of the random scheme.
         embeddings : vectors of this side from the user's own recommender, or of a LightGCN trained once for both sides;
             without them the file that the settings name is read, or LightGCN is trained here.
+        scratch : a folder for files without a name, which hold what grows with interactions; None: it is in memory.
 
         Raises
         ------
@@ -108,7 +110,7 @@ class Router:
         ids = id_column(entities, f"{side}_id", "entities")
         collaborative = CollaborativeGroups.none_of(ids)
         if settings.scheme in ("router", "collaborative"):
-            collaborative = CollaborativeGroups.fit(side, ids, interactions, settings, seed, embeddings)
+            collaborative = CollaborativeGroups.fit(side, ids, interactions, settings, seed, embeddings, scratch)
         names = settings.attributes_of(side) if settings.scheme in ("router", "attribute") else ()
         # Larger groups are split, smaller ones join their parent: both only prefer texts, so no size matters much.
         max_size = max(50, round(4 * entities.num_rows**0.5))
@@ -229,15 +231,16 @@ def fit_routers(
     interactions: pa.Table,
     settings: RoutingSettings | None = None,
     seed: int = 0,
+    scratch: Path | None = None,
 ) -> dict[str, Router]:
-    """Routers by side, equal to two calls of `Router.fit`, with LightGCN trained once."""
+    """Routers by side, equal to two calls of `Router.fit`, with LightGCN trained once; `scratch` is its."""
     settings = settings or RoutingSettings()
     embeddings: dict[str, EntityEmbeddings] = {}
     to_train = [side for side in SIDES if settings.embeddings_of(side) is None]
     if settings.scheme in ("router", "collaborative") and to_train:
-        trained = train_embeddings(interactions, seed)
-        embeddings = {side: trained[side] for side in to_train}
+        embeddings = train_embeddings(interactions, seed, scratch)
+        embeddings = {side: embeddings[side] for side in to_train}
     return {
-        side: Router.fit(side, entities, interactions, settings, seed, embeddings.get(side))
+        side: Router.fit(side, entities, interactions, settings, seed, embeddings.pop(side, None), scratch)
         for side, entities in (("user", users), ("item", items))
     }
