@@ -268,38 +268,45 @@ def find_known_texts(
     -------
     int32[number of older texts], the number that each older text has now, increasing where it is not -1: not known.
     """
-    old_hashes, hashes = _text_hashes(old_tokens, old_starts), _text_hashes(tokens, starts)
-    orders = (np.argsort(of_texts, kind="stable") for of_texts in (old_hashes, hashes))
-    new_numbers = _with_same_hash(old_hashes, hashes, *orders)
+    num_bits = max(len(old_starts), len(starts)).bit_length()
+    old_keys, keys = (_text_keys(*texts, num_bits) for texts in ((old_tokens, old_starts), (tokens, starts)))
+    for of_texts in (old_keys, keys):
+        of_texts.sort()
+    new_numbers = _with_same_hash(old_keys, keys, num_bits)
     _keep_longest_increasing(new_numbers)
     _drop_unequal(new_numbers, old_tokens, old_starts, tokens, starts)
     return new_numbers
 
 
-@cached(nogil=True)
-def _with_same_hash(old_hashes, hashes, old_order, order):
-    """The newer text with the hash of each older one, of equal hashes the k-th for the k-th: int32; -1 without one."""
-    new_numbers = np.full(old_hashes.shape[0], -1, np.int32)
-    i = j = 0
-    while i < old_order.shape[0] and j < order.shape[0]:
-        older, newer = old_hashes[old_order[i]], hashes[order[j]]
-        if older == newer:
-            new_numbers[old_order[i]] = order[j]
-        i += older <= newer
-        j += newer <= older
-    return new_numbers
-
-
 @cached()
-def _text_hashes(tokens, starts):
-    hashes = np.empty(starts.shape[0] - 1, np.uint64)
-    for text in range(hashes.shape[0]):
+def _text_keys(tokens, starts, num_bits):
+    """uint64[num_texts]: the hash of each text's tokens, and in the lowest bits the text's number."""
+    keys = np.empty(starts.shape[0] - 1, np.uint64)
+    for text in range(keys.shape[0]):
         value = np.uint64(0xCBF29CE484222325)
         for i in range(starts[text] + 1, starts[text + 1]):
             value = (value ^ np.uint64(tokens[i])) * np.uint64(0x9E3779B97F4A7C15)
             value ^= value >> np.uint64(29)
-        hashes[text] = value
-    return hashes
+        keys[text] = value >> np.uint64(num_bits) << np.uint64(num_bits) | np.uint64(text)
+    return keys
+
+
+@cached(nogil=True)
+def _with_same_hash(old_keys, keys, num_bits):
+    """The newer text with the hash of each older one, of equal hashes the k-th for the k-th: int32; -1 without one.
+
+    Keys ascend.
+    """
+    new_numbers = np.full(old_keys.shape[0], -1, np.int32)
+    bits, numbers = np.uint64(num_bits), (np.uint64(1) << np.uint64(num_bits)) - np.uint64(1)
+    i = j = 0
+    while i < old_keys.shape[0] and j < keys.shape[0]:
+        older, newer = old_keys[i] >> bits, keys[j] >> bits
+        if older == newer:
+            new_numbers[old_keys[i] & numbers] = keys[j] & numbers
+        i += older <= newer
+        j += newer <= older
+    return new_numbers
 
 
 @cached(nogil=True)
