@@ -57,8 +57,9 @@ def fit_codebook(vectors: np.ndarray, num_clusters: int, seed: int) -> Codebook:
     for _ in LEVELS:
         centroids = fit_centroids(residuals, num_clusters, seed)
         nearest = nearest_centroids(residuals, centroids)
-        residuals = residuals - centroids[nearest] if len(residuals) else residuals
-        radius = FAR * float(np.sqrt((residuals.astype(np.float64) ** 2).sum(axis=1).mean())) if len(residuals) else 0.0
+        residuals = _residuals(residuals, centroids, nearest)
+        squares = [(residuals[part].astype(np.float64) ** 2).sum(axis=1) for part in _parts(len(residuals))]
+        radius = FAR * float(np.sqrt(np.concatenate(squares).mean())) if squares else 0.0
         levels.append(Level(centroids, np.bincount(nearest, minlength=len(centroids)), radius))
     digest = hashlib.sha256(b"".join(level.centroids.tobytes() for level in levels)).hexdigest()[:12]
     return Codebook(tuple(levels), f"{num_clusters}-{seed}-{digest}")
@@ -68,9 +69,10 @@ def followed(codebook: Codebook, vectors: np.ndarray, num_clusters: int, seed: i
     """The codebook after a night with new vectors, float32 (n, dim): those of earlier nights keep their codes."""
     levels, residuals = [], vectors
     for level in codebook.levels:
-        grown = _followed(level, residuals, num_clusters, seed)
-        residuals = residuals - grown.centroids[nearest_centroids(residuals, grown.centroids)]
-        levels.append(grown)
+        if levels:
+            centroids = levels[-1].centroids
+            residuals = _residuals(residuals, centroids, nearest_centroids(residuals, centroids))
+        levels.append(_followed(level, residuals, num_clusters, seed))
     return Codebook(tuple(levels), codebook.key)
 
 
@@ -143,6 +145,14 @@ def digests(vectors: np.ndarray) -> np.ndarray:
         words = np.ascontiguousarray(np.pad(vectors[part], ((0, 0), (0, padding))), np.float32).view(np.uint64)
         sums[part] = (words * multipliers).sum(axis=1, dtype=np.uint64)
     return sums
+
+
+def _residuals(vectors: np.ndarray, centroids: np.ndarray, nearest: np.ndarray) -> np.ndarray:
+    """What centroids leave of the vectors that are nearest to them: float32 (n, dim)."""
+    residuals = np.empty_like(vectors)
+    for part in _parts(len(vectors)):
+        residuals[part] = vectors[part] - centroids[nearest[part]]
+    return residuals
 
 
 def _parts(num_rows: int) -> Iterator[slice]:
