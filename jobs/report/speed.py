@@ -45,7 +45,8 @@ def _numbers(sides: list[SideReport], passes: dict[str, str], workers: str) -> T
         f"Tokens per second: tokens written, divided by the seconds of writing{workers}. "
         "Acceptance length: mean accepted draft tokens per step, the bonus token not counted. "
         "Tokens per step: acceptance length + 1, the bonus token counted. "
-        "“vs plain” is the factor of tokens per second. Cut: texts that ended at the token limit.",
+        "“vs plain” is the factor of tokens per second. Cut: texts that ended at the token limit. "
+        "Prompt reused: prompt tokens whose keys and values another prompt had brought into the cache.",
         [number for number, (_, key) in enumerate(shown) if key == "tonight"],
     )
 
@@ -59,6 +60,7 @@ def _pass_row(side: SideReport, name: str, stats: DecodingStats, is_compared: bo
         "Tokens": count(stats.num_tokens),
         "Steps": count(stats.num_steps),
         "Tokens/text": decimal(ratio(stats.num_tokens, stats.num_texts), 0),
+        "Prompt reused": percent(ratio(stats.num_prompt_reused, stats.num_prompt_tokens)),
         "Cut": percent(ratio(stats.finish_reasons.get("length", 0), stats.num_texts), 1),
         "Time": seconds(stats.wall_s),
         "Tokens/s": rate(stats.tokens_per_s),

@@ -199,6 +199,8 @@ class Scheduler:
         if lease is None:
             return False
         sequence.row = lease.row
+        if not sequence.num_steps:  # it was not preempted
+            sequence.num_prompt_reused = lease.num_shared
         insort(self.live, sequence, key=lambda other: other.row)
         if lease.num_shared < sequence.num_prompt - 1:
             self._within_prompts.put(sequence.row, sequence.prompt_ids, sequence)

@@ -48,7 +48,7 @@ class GenerationResult:
     `sources` uint8[k], a code of `retrieval_pools.sources` a token; `finish_reason` "end_of_text" or "length". Of
     `num_drafted` draft tokens `num_accepted` became part of the text, by source int64[NUM_SOURCES]. Tokens per step is
     `(num_accepted + num_steps) / num_steps`, the bonus token of each counted. `end_id` is the end token, None at
-    the limit.
+    the limit. Of the prompt's `num_prompt` tokens `num_prompt_reused` were in the KV cache already.
 
     Where `engines.answers` cuts a text at a role mark, `finish_reason` is "role_mark"; `role_mark` is the mark, and
     `num_invented` counts the tokens that came after it. `num_thought_tokens` were cut as thoughts; `uncut` are then the
@@ -70,6 +70,8 @@ class GenerationResult:
     role_mark: str = ""
     num_invented: int = 0
     num_thought_tokens: int = 0
+    num_prompt: int = 0
+    num_prompt_reused: int = 0
     uncut: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
@@ -99,6 +101,7 @@ class DecodingSequence:
         self.end_id: int | None = None  # the token that ended it
         self.guide: Guide | None = None  # of its grammar, once it is live
         self.num_steps = self.num_drafted = self.num_accepted = 0
+        self.num_prompt_reused = 0  # tokens that were in the KV cache as it got a row
         self._drafted = [_NOTHING]  # the sources of each draft's tokens
         self._tokens = np.empty(self.num_prompt + max_new_tokens, np.int32)
         self._tokens[: self.num_prompt] = request.prompt_ids
@@ -184,4 +187,6 @@ class DecodingSequence:
             drafted_by_source=drafted_by_source,
             accepted_by_source=accepted_by_source,
             end_id=self.end_id,
+            num_prompt=self.num_prompt,
+            num_prompt_reused=self.num_prompt_reused,
         )

@@ -1,5 +1,6 @@
 """What users did with which items, joined from the tables."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 
@@ -43,11 +44,16 @@ def labels_of(interactions: pa.Table, words: Mapping[str, str]) -> Labels:
     picked = phrases[0] if phrases else "picked"
     if "rating" not in interactions.column_names:
         return Labels(picked, "none")
-    ratings = pc.cast(interactions["rating"], pa.float64())
-    least, most = pc.min_max(ratings).as_py().values()
-    if most is None or (least >= 1 and 1 < most <= 5):
+    least, most, is_click = math.inf, -math.inf, True
+    for batch in interactions.select(["rating"]).to_batches(max_chunksize=ROWS_AT_ONCE):
+        ratings = batch["rating"].cast(pa.float64()).drop_null()
+        if len(ratings):
+            extremes = pc.min_max(ratings).as_py()
+            least, most = min(least, extremes["min"]), max(most, extremes["max"])
+            is_click = is_click and pc.all(pc.is_in(ratings, pa.array([0.0, 1.0]))).as_py()
+    if least > most or (least >= 1 and 1 < most <= 5):
         return Labels()
-    if most > 1 or not pc.all(pc.is_in(ratings.drop_null(), pa.array([0.0, 1.0]))).as_py():
+    if most > 1 or not is_click:
         return Labels("rated")
     return Labels(picked, "none") if least == most else Labels(f"{picked} or passed over", "words", picked)
 

@@ -53,14 +53,17 @@ class SideQuestions:
             return fingerprints
         return pc.if_else(blank(part["title"].combine_chunks()), pa.scalar(None, pa.string()), fingerprints)
 
-    def num_events(self) -> np.ndarray:
-        """Events in the history of each user, shown or not, int64[num_entities]; of items none."""
-        return np.diff(self.histories.starts) if self.side == "user" else np.zeros(self.entities.num_rows, np.int64)
+    def num_events(self, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """Events in the histories of the users of some rows, shown or not, int64[n]; of items none."""
+        if self.side == "item":
+            return np.zeros(self.entities.num_rows, np.int64)[rows]
+        starts = self.histories.starts
+        return starts[1:][rows] - starts[:-1][rows]
 
     def shown(self, rows: np.ndarray) -> pa.Table:
         """What is shown of the entities of some rows: `SHOWN_SCHEMA`, for `shown_of_row`."""
         part = self.entities.take(pa.array(rows))
-        history, num_events = pa.nulls(len(rows), pa.string()), self.num_events()[rows].astype(np.int32)
+        history, num_events = pa.nulls(len(rows), pa.string()), self.num_events(rows).astype(np.int32)
         if self._template.history is not None:
             places, starts = self.histories.chosen(rows, self._template.history)
             items = pa.array(self.histories.items(places))

@@ -134,5 +134,5 @@ def _taken(folder: Path | None, num_rows: int, rows: np.ndarray, columns: list[s
     for batch in iter_parquet(folder, columns) if folder is not None and len(rows) else ():
         mask = is_taken[start : start + batch.num_rows]
         start += batch.num_rows
-        if mask.any():
-            yield batch.filter(pa.array(mask))  # `take` of a whole side fails where it has 2 GiB of text
+        if mask.any():  # `take` of a whole side fails where it has 2 GiB of text
+            yield batch if mask.all() else batch.filter(pa.array(mask))

@@ -83,7 +83,7 @@ def choose(
     """
     side = questions.side
     entity_ids = questions.entities[f"{side}_id"].combine_chunks().take(pa.array(rows))
-    num_interactions = (questions.num_events() if side == "user" else interactions_of(questions.tables, side))[rows]
+    num_interactions = questions.num_events(rows) if side == "user" else interactions_of(questions.tables, side)[rows]
     has_text = before >= 0
     seen, since = num_interactions.copy(), np.zeros(len(before), np.int32)
     num_tokens = np.full(len(before), float(refresh.usual_tokens))

@@ -6,7 +6,8 @@ The kernel may take the pages of such an array back where memory is short, so a 
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import IO
@@ -15,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from laserbatch.pipeline.storage.parquet import large_type
-from laserbatch.retrieval_pools.atomic import TEMPORARY_SUFFIX
+from laserbatch.retrieval_pools.atomic import TEMPORARY_SUFFIX, naming
 
 
 def mapped_array(length: int, dtype: np.dtype | type, folder: Path | None) -> np.ndarray:
@@ -62,9 +63,11 @@ def mapped_column(chunks: Iterable[pa.Array], folder: Path | None, kind: pa.Data
     return pa.Array.from_buffers(kind, length, [None, offsets, data])
 
 
-def _nameless(folder: Path) -> IO[bytes]:
+@contextmanager
+def _nameless(folder: Path) -> Iterator[IO[bytes]]:
     """A file that is gone when nobody maps it; a file system that must name it shows it as a leftover for a moment."""
-    return tempfile.TemporaryFile(dir=folder, suffix=TEMPORARY_SUFFIX)
+    with naming(folder, folder), tempfile.TemporaryFile(dir=folder, suffix=TEMPORARY_SUFFIX) as file:
+        yield file
 
 
 def _flat(column: pa.Array) -> np.ndarray:

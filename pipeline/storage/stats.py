@@ -30,6 +30,8 @@ class DecodingStats:
     num_invented: int = 0  # tokens that were written after such a mark, and cut
     num_thinking: int = 0  # texts with thoughts before the answer
     num_thought_tokens: int = 0  # of these, which were cut
+    num_prompt_tokens: int = 0
+    num_prompt_reused: int = 0  # of these, which another prompt had brought into the KV cache
 
     @classmethod
     def of(
@@ -63,6 +65,8 @@ class DecodingStats:
             num_invented=sum(result.num_invented for result in results),
             num_thinking=sum(result.num_thought_tokens > 0 for result in results),
             num_thought_tokens=sum(result.num_thought_tokens for result in results),
+            num_prompt_tokens=sum(result.num_prompt for result in results),
+            num_prompt_reused=sum(result.num_prompt_reused for result in results),
         )
 
     @classmethod

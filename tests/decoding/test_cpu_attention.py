@@ -55,7 +55,7 @@ def test_attention_with_softcap_and_sinks_in_any_grouping(window, softcap, has_s
 @settings(max_examples=25, derandomize=True)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20), st.integers(0, 40)), min_size=1, max_size=5),
-    dims=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    dims=st.tuples(st.integers(1, 80), st.integers(1, 80)),
     window=st.one_of(st.none(), st.integers(1, 30)),
     threads=st.integers(1, 3),
     seed=st.integers(0, 1000),
@@ -91,16 +91,17 @@ def part_of(metadata: AttentionMetadata, b: int, new: np.ndarray) -> AttentionMe
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 7])
-def test_a_token_has_the_same_bits_whatever_shares_batch_and_tree(dtype, window):
-    """Each sequence alone, each node with its ancestors alone, and a prompt in parts."""
-    pack = random_pack(LENGTHS, 6, 2, 40, 24, dtype=dtype)
+@pytest.mark.parametrize("dims", [(40, 24), (96, 64)])
+def test_a_token_has_the_same_bits_whatever_shares_batch_and_tree(dtype, window, dims):
+    """Each sequence alone, each node with its ancestors alone, and a prompt in parts, of one token upwards."""
+    pack = random_pack(LENGTHS, 6, 2, *dims, dtype=dtype)
     metadata, query = on_host(pack.metadata), pack.query
     keys, values = pack.keys.contiguous(), pack.values.contiguous()
     together = EagerAttention(metadata, CPU)(query, keys, values, 0.3, window, None, None)
     for b in range(len(LENGTHS)):
         start, end = metadata.cu_seqlens_q[b : b + 2].tolist()
         chain = int(metadata.num_chain[b])
-        parts = [np.arange(end - start), np.arange(chain), np.arange((chain + 1) // 2)]
+        parts = [np.arange(end - start), np.arange(chain), np.arange((chain + 1) // 2), np.arange(1)]
         for node in range(0, end - start - chain, 3):
             seen = metadata.ancestors[start + chain + node] >> np.arange(end - start - chain) & 1
             parts.append(np.concatenate((np.arange(chain), chain + np.flatnonzero(seen))))

@@ -28,6 +28,7 @@ from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationR
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import TokenTree
 from laserbatch.pipeline.decoding.verifiers import Greedy
+from laserbatch.pipeline.storage.stats import DecodingStats
 
 MODEL = tiny_model()
 PROMPTS = tiny_prompts()
@@ -61,8 +62,10 @@ def test_shared_prefix_is_computed_once():
     prompts = [np.concatenate((template, [60 + i])).astype(np.int32) for i in range(6)]
     engine = tiny_engine(MODEL, batch_size=6)
     counts = fed_tokens(engine)
-    list(engine.generate(requests_for(prompts, 1)))
+    results = list(engine.generate(requests_for(prompts, 1)))
     assert sum(counts) == 40 + 6
+    stats = DecodingStats.of(results, 1.0)
+    assert (stats.num_prompt_tokens, stats.num_prompt_reused) == (6 * 41, 5 * 40)
     list(engine.generate(requests_for(prompts, 1)))
     assert sum(counts) <= 40 + 6 + 6 + 6  # a later stream finds the prefix again
 

@@ -45,9 +45,9 @@ def test_a_file_that_has_no_room_is_an_error_before_it_is_used(tmp_path):
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match=tmp_path.name):
             mapped_array(1 << 20, np.uint32, tmp_path)
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match=tmp_path.name):
             mapped_column([pa.array(range(1 << 20))], tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))

@@ -1,11 +1,12 @@
 """Attention on a CPU as compiled loops over the slots of each sequence: for trees and single tokens alike.
 
 No sequence is padded to another. A task is a few neighbouring tokens of a sequence with all the query heads that share
-a key-value head; it copies the keys and values that it needs as float32, in whole vectors, and the tasks of a step are
-divided among torch's threads. A token's scores and sums are added up in an order of their own, and keys that it does
-not see add exact zeros, so that it has the same bits in a tree as alone, and whatever else is in the batch. In bfloat16
-queries, keys, values and the result are rounded, and all else is float32. The contract is that of `metadata`, without
-softcap and sinks. Import it only where it is used: numba takes a while.
+a key-value head; it copies the keys and values that it needs as float32, in whole vectors, and so few at a time that
+they stay in the first-level cache. The tasks of a step are divided among torch's threads. A token's scores and sums are
+added up in an order of their own, and keys that it does not see add exact zeros, so that it has the same bits in a tree
+as alone, and whatever else is in the batch. In bfloat16 queries, keys, values and the result are rounded, and all else
+is float32. The contract is that of `metadata`, without softcap and sinks. Import it only where it is used: numba takes
+a while.
 """
 
 from dataclasses import dataclass
@@ -19,11 +20,12 @@ from numba import njit, prange
 from laserbatch.pipeline.decoding.attention.bfloat16 import as_array, narrowed, widened
 from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata
 from laserbatch.pipeline.decoding.attention.tile_product import (
+    TILE_COLUMNS,
     TILE_ROWS,
-    gathered_columns,
-    gathered_rows,
+    add_product,
+    gather_columns,
+    gather_rows,
     padded,
-    set_product,
 )
 from laserbatch.retrieval_pools.compiled import cached_on_disk
 
@@ -112,18 +114,21 @@ def _attend(
         start = cu_seqlens_q[sequence]
         tokens = slice(start, cu_seqlens_q[sequence + 1])
         _attend_tile(
-            query[first[task] : last[task], head], keys[head], values[head], sequence_slots, num_committed[sequence],
-            num_chain[sequence], ancestors[tokens], positions[tokens], first[task] - start, scale, window,
-            result[first[task] : last[task], head],
+            query[first[task] : last[task]], keys[head], values[head], sequence_slots, num_committed[sequence],
+            num_chain[sequence], ancestors[tokens], positions[tokens], first[task] - start, head, scale, window,
+            result[first[task] : last[task]],
         )  # fmt: skip
 
 
-@njit
+@njit(error_model="numpy")  # a division that checks for zero is no vector's
 def _attend_tile(
-    query, keys, values, slots, committed, chain, ancestors, positions, first, scale, window, result
+    query, keys, values, slots, committed, chain, ancestors, positions, first, head, scale, window, result
 ):  # fmt: skip
-    """Attend for one task and head: the sequence's new tokens from `first` on, query (tokens, num_folded, head_dim)."""
-    num_tokens, num_folded, head_dim = query.shape
+    """Attend for one task and head: the sequence's new tokens from `first` on.
+
+    query (tokens, num_kv_heads, num_folded, head_dim), of which one key-value head is read; so is the result's written.
+    """
+    num_tokens, _, num_folded, head_dim = query.shape
     lowest = positions[first]
     for token in range(first, first + num_tokens):
         lowest = min(lowest, positions[token])
@@ -132,11 +137,17 @@ def _attend_tile(
     num_keys, num_rows = end - begin, num_tokens * num_folded
     rows = np.zeros((padded(num_rows, TILE_ROWS), head_dim), np.float32)
     for row in range(num_rows):
+        vector = query[row // num_folded, head, row % num_folded]
         for d in range(head_dim):
-            rows[row, d] = widened(query[row // num_folded, row % num_folded, d]) * scale
-    columns = gathered_columns(keys, slots[begin:end])
-    scores = np.empty((len(rows), columns.shape[1]), np.float32)
-    set_product(rows, columns, head_dim, scores)
+            rows[row, d] = widened(vector[d]) * scale
+    places = np.empty(padded(num_keys, TILE_COLUMNS), np.int64)
+    for key in range(len(places)):
+        places[key] = slots[min(begin + key, end - 1)]
+    scores = np.empty((len(rows), padded(num_keys, TILE_COLUMNS)), np.float32)
+    columns = np.empty((head_dim, TILE_COLUMNS), np.float32)
+    for key in range(0, num_keys, TILE_COLUMNS):
+        gather_columns(keys, places, key, columns, values)
+        add_product(rows, 0, columns, head_dim, scores, key)
     is_single = num_tokens == 1 and first == 0  # it sees all these keys
     for token in range(num_tokens):
         query_index = first + token
@@ -153,12 +164,15 @@ def _attend_tile(
     totals = np.empty(num_rows, np.float32)
     for row in range(num_rows):
         totals[row] = _set_weights(scores[row, :num_keys])
-    value_rows = gathered_rows(values, slots[begin:end])
+    value_rows = np.zeros((TILE_COLUMNS, padded(values.shape[1], TILE_COLUMNS)), np.float32)
     sums = np.empty((len(rows), value_rows.shape[1]), np.float32)
-    set_product(scores, value_rows, num_keys, sums)
+    for key in range(0, num_keys, TILE_COLUMNS):
+        gather_rows(values, places, key, value_rows)
+        add_product(scores, key, value_rows, min(TILE_COLUMNS, num_keys - key), sums, 0)
     for row in range(num_rows):
+        vector, total = result[row // num_folded, head, row % num_folded], totals[row]
         for d in range(values.shape[1]):
-            result[row // num_folded, row % num_folded, d] = narrowed(sums[row, d] / totals[row], result)
+            vector[d] = narrowed(sums[row, d] / total, vector)
 
 
 @njit(fastmath=SUMS)

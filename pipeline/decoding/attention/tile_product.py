@@ -2,20 +2,21 @@
 
 numba vectorises a loop, but keeps no block of results in registers, which a product needs, and turns no block of a
 matrix: both are written here in LLVM's own vectors. Each result of the product is added up in the order of the steps,
-whatever else is computed beside it, so that it has the same bits in a product of any size.
+whatever else is computed beside it, so that it has the same bits in a product of any size and in one done in parts.
 """
 
-import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 
 from laserbatch.pipeline.decoding.attention.bfloat16 import widened
-from laserbatch.retrieval_pools.compiled import intrinsic
+from laserbatch.retrieval_pools.compiled import fetch, intrinsic
 
 LANES = 16  # float32 values of one vector: one of AVX-512, or several of what the processor has
 TILE_ROWS, TILE_VECTORS = 4, 2  # results that are in registers at once
 TILE_COLUMNS = TILE_VECTORS * LANES
+TURNED_BYTES = 4 * LANES  # of each row, that are turned into columns at once
+NUM_FETCHED_AHEAD = 2 * TILE_COLUMNS  # rows
 
 _INT, _SHORT, _FLOAT = ir.IntType(64), ir.IntType(32), ir.FloatType()
 _VECTOR = ir.VectorType(_FLOAT, LANES)
@@ -28,45 +29,52 @@ def padded(size, step):
 
 
 @njit
-def set_product(left, right, num_steps, result):
-    """result[i, j] = sum of left[i, k] * right[k, j] over `num_steps` k.
+def add_product(left, step, right, num_steps, result, column):
+    """result[i, column + j] += sum of left[i, step + k] * right[k, j] over `num_steps` k, added up in their order.
 
-    All are contiguous float32; `result` has a multiple of TILE_ROWS rows and, as `right`, of TILE_COLUMNS columns.
+    From step 0 on the result is set instead. All are contiguous float32; `result` has a multiple of TILE_ROWS rows, and
+    `right` of TILE_COLUMNS columns.
     """
-    for column in range(0, result.shape[1], TILE_COLUMNS):
+    for right_column in range(0, right.shape[1], TILE_COLUMNS):
         for row in range(0, len(result), TILE_ROWS):
-            _set_tile(left, row, right, column, num_steps, result)
+            _add_tile(left, row, step, right, right_column, num_steps, result, column + right_column)
 
 
 @njit
-def gathered_columns(memory, slots):
-    """Rows `slots` of `memory`, (any, dim) float32 or bfloat16, as columns: float32 (dim, padded number of slots)."""
-    num_columns, dim = padded(len(slots), TILE_COLUMNS), memory.shape[1]
-    places = np.empty(num_columns, np.int64)
-    for column in range(num_columns):
-        places[column] = slots[min(column, len(slots) - 1)]
-    result = np.empty((dim, num_columns), np.float32)
-    for column in range(0, num_columns, LANES):
-        for d in range(0, dim - LANES + 1, LANES):
-            _turn_block(memory, places, column, d, result)
-        for d in range(dim - dim % LANES, dim):
-            for i in range(column, column + LANES):
-                result[d, i] = widened(memory[places[i], d])
-    return result
+def gather_columns(memory, places, begin, columns, others):
+    """Set `columns`, float32 (dim, TILE_COLUMNS), to rows `places[begin:]` of `memory`, float32 or bfloat16 (any, dim).
+
+    Meanwhile the processor fetches what is needed later: the same rows of `others`, and further rows of `memory`.
+    """
+    dim, num_turned = memory.shape[1], TURNED_BYTES // memory.itemsize
+    for column in range(0, TILE_COLUMNS, LANES):
+        first = begin + column
+        for d in range(0, dim - num_turned + 1, num_turned):
+            for i in range(first, first + LANES):
+                fetch(others, places[i] * others.shape[1] + d)
+                fetch(memory, places[min(i + NUM_FETCHED_AHEAD, len(places) - 1)] * dim + d)
+            _turn_block(memory, places, first, d, columns, column)
+        if dim >= num_turned and dim % num_turned:  # gathers some once more
+            _turn_block(memory, places, first, dim - num_turned, columns, column)
+        elif dim < num_turned:
+            for d in range(dim):
+                for i in range(LANES):
+                    columns[d, column + i] = widened(memory[places[first + i], d])
 
 
 @njit
-def gathered_rows(memory, slots):
-    """Rows `slots` of `memory`, (any, dim) float32 or bfloat16: float32 (number of slots, padded dim)."""
+def gather_rows(memory, places, begin, rows):
+    """Set `rows`, float32 (any, padded dim), to rows `places[begin:]` of `memory`, float32 or bfloat16 (any, dim)."""
     dim = memory.shape[1]
-    result = np.empty((len(slots), padded(dim, TILE_COLUMNS)), np.float32)
-    for i in range(len(slots)):
-        row = memory[slots[i]]
-        for d in range(dim):
-            result[i, d] = widened(row[d])
-        for d in range(dim, result.shape[1]):
-            result[i, d] = 0
-    return result
+    for i in range(len(rows)):
+        place = places[begin + i]
+        for d in range(0, dim - TILE_COLUMNS + 1, TILE_COLUMNS):
+            _widen_vectors(memory, place, d, rows, i)
+        if dim >= TILE_COLUMNS and dim % TILE_COLUMNS:  # gathers some once more
+            _widen_vectors(memory, place, dim - TILE_COLUMNS, rows, i)
+        elif dim < TILE_COLUMNS:
+            for d in range(dim):
+                rows[i, d] = widened(memory[place, d])
 
 
 class _Emitter:
@@ -92,9 +100,13 @@ class _Emitter:
         pointer = pointer if of_type is None else self.builder.bitcast(pointer, of_type.as_pointer())
         return self.builder.load(pointer, align=2)
 
+    def is_float(self, argument: int) -> bool:
+        """Whether an array is of float32 rather than bfloat16."""
+        return isinstance(self._types[argument].dtype, types.Float)
+
     def load_widened(self, argument: int, pointer: ir.Value) -> ir.Value:
         """A vector of float32 from an array of float32 or bfloat16."""
-        if isinstance(self._types[argument].dtype, types.Float):
+        if self.is_float(argument):
             return self.load(pointer, _VECTOR)
         narrow = self.load(pointer, ir.VectorType(ir.IntType(16), LANES))
         wide = self.builder.zext(narrow, ir.VectorType(_SHORT, LANES))
@@ -112,28 +124,35 @@ class _Emitter:
 
 
 @intrinsic
-def _set_tile(typing, left, row, right, column, num_steps, result):
-    """TILE_ROWS x TILE_COLUMNS results of `set_product` from `row` and `column` on, num_steps >= 1."""
-    return types.void(left, row, right, column, num_steps, result), _emit_tile
+def _add_tile(typing, left, row, step, right, right_column, num_steps, result, column):
+    """TILE_ROWS x TILE_COLUMNS results of `add_product` from `row` and `column` on, num_steps >= 1."""
+    return types.void(left, row, step, right, right_column, num_steps, result, column), _emit_tile
 
 
 def _emit_tile(context, builder, signature, arguments):
     emit = _Emitter(context, builder, signature, arguments)
-    _, row, _, column, num_steps, _ = emit.values
+    _, row, first_step, _, right_column, num_steps, _, column = emit.values
     multiply_add = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fmuladd.v{LANES}f32"
     )
+    results = [
+        [emit.pointer(6, emit.plus(row, i), emit.plus(column, LANES * j)) for j in range(TILE_VECTORS)]
+        for i in range(TILE_ROWS)
+    ]
+    is_first = builder.icmp_signed("==", first_step, ir.Constant(_INT, 0))
+    zeros = ir.Constant(_VECTOR, [0.0] * LANES)
+    before = [[builder.select(is_first, zeros, emit.load(pointer, _VECTOR)) for pointer in row] for row in results]
     begin, loop, after = builder.block, builder.append_basic_block("step"), builder.append_basic_block("after")
     builder.branch(loop)
     builder.position_at_end(loop)
     step = builder.phi(_INT)
     totals = [[builder.phi(_VECTOR) for _ in range(TILE_VECTORS)] for _ in range(TILE_ROWS)]
     rights = [
-        emit.load(emit.pointer(2, step, emit.plus(column, LANES * number)), _VECTOR) for number in range(TILE_VECTORS)
+        emit.load(emit.pointer(3, step, emit.plus(right_column, LANES * j)), _VECTOR) for j in range(TILE_VECTORS)
     ]
     new = []
     for number, row_totals in enumerate(totals):
-        value = emit.load(emit.pointer(0, emit.plus(row, number), step))
+        value = emit.load(emit.pointer(0, emit.plus(row, number), builder.add(first_step, step)))
         first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), value, ir.Constant(_SHORT, 0))
         repeated = emit.shuffled(first, first, [0] * LANES)
         pairs = zip(rights, row_totals, strict=True)
@@ -141,32 +160,55 @@ def _emit_tile(context, builder, signature, arguments):
     following = emit.plus(step, 1)
     step.add_incoming(ir.Constant(_INT, 0), begin)
     step.add_incoming(following, loop)
-    for row_totals, row_new in zip(totals, new, strict=True):
-        for total, value in zip(row_totals, row_new, strict=True):
-            total.add_incoming(ir.Constant(_VECTOR, [0.0] * LANES), begin)
+    for row_totals, row_before, row_new in zip(totals, before, new, strict=True):
+        for total, value_before, value in zip(row_totals, row_before, row_new, strict=True):
+            total.add_incoming(value_before, begin)
             total.add_incoming(value, loop)
     builder.cbranch(builder.icmp_signed("<", following, num_steps), loop, after)
     builder.position_at_end(after)
-    for number, row_new in enumerate(new):
-        for place, value in enumerate(row_new):
-            emit.store(value, emit.pointer(5, emit.plus(row, number), emit.plus(column, LANES * place)))
+    for pointers, row_new in zip(results, new, strict=True):
+        for pointer, value in zip(pointers, row_new, strict=True):
+            emit.store(value, pointer)
     return context.get_dummy_value()
 
 
 @intrinsic
-def _turn_block(typing, memory, places, column, d, result):
-    """result[d + j, column + i] = memory[places[column + i], d + j] of LANES i and j."""
-    return types.void(memory, places, column, d, result), _emit_turned
+def _widen_vectors(typing, memory, place, d, rows, i):
+    """rows[i, d + j] = memory[place, d + j] of TILE_COLUMNS j."""
+    return types.void(memory, place, d, rows, i), _emit_widened
+
+
+def _emit_widened(context, builder, signature, arguments):
+    emit = _Emitter(context, builder, signature, arguments)
+    _, place, d, _, i = emit.values
+    for offset in range(0, TILE_COLUMNS, LANES):
+        column = emit.plus(d, offset)
+        emit.store(emit.load_widened(0, emit.pointer(0, place, column)), emit.pointer(3, i, column))
+    return context.get_dummy_value()
+
+
+@intrinsic
+def _turn_block(typing, memory, places, begin, d, columns, column):
+    """columns[d + j, column + i] = memory[places[begin + i], d + j] of LANES i, and TURNED_BYTES of j.
+
+    A block is LANES x LANES words of 32 bits: in bfloat16 these are pairs, which are widened afterwards.
+    """
+    return types.void(memory, places, begin, d, columns, column), _emit_turned
 
 
 def _emit_turned(context, builder, signature, arguments):
     emit = _Emitter(context, builder, signature, arguments)
-    _, _, column, d, _ = emit.values
-    block = []
+    _, _, first_place, d, _, column = emit.values
+    words, half = ir.VectorType(_SHORT, LANES), LANES // 2
+    halves: tuple[list[ir.Value], list[ir.Value]] = ([], [])  # of each row
     for i in range(LANES):
-        place = emit.load(emit.pointer(1, emit.plus(column, i)))
-        block.append(emit.load_widened(0, emit.pointer(0, place, d)))
-    distance = LANES // 2
+        place = emit.load(emit.pointer(1, emit.plus(first_place, i)))
+        start = builder.bitcast(emit.pointer(0, place, d), _SHORT.as_pointer())
+        for offset, loaded in zip((0, half), halves, strict=True):
+            loaded.append(emit.load(builder.gep(start, [ir.Constant(_INT, offset)]), ir.VectorType(_SHORT, half)))
+    # Two halves of different rows are joined as they are loaded, which is the first of four swaps.
+    block = [emit.shuffled(loaded[i], loaded[i + half], list(range(LANES))) for loaded in halves for i in range(half)]
+    distance = half // 2
     while distance:  # swap the off-diagonal quarters of all blocks of 2 * distance
         low = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
         high = [lane + distance if not lane & distance else LANES + lane for lane in range(LANES)]
@@ -174,6 +216,10 @@ def _emit_turned(context, builder, signature, arguments):
             first, second = block[i], block[i + distance]
             block[i], block[i + distance] = emit.shuffled(first, second, low), emit.shuffled(first, second, high)
         distance //= 2
+    if not emit.is_float(0):
+        shift, mask = (ir.Constant(words, [number] * LANES) for number in (16, 0xFFFF0000))
+        block = [wide for pair in block for wide in (builder.shl(pair, shift), builder.and_(pair, mask))]
+    first = emit.pointer(4, builder.add(builder.mul(d, ir.Constant(_INT, TILE_COLUMNS)), column))
     for j, vector in enumerate(block):
-        emit.store(vector, emit.pointer(4, emit.plus(d, j), column))
+        emit.store(builder.bitcast(vector, _VECTOR), builder.gep(first, [ir.Constant(_INT, j * TILE_COLUMNS)]))
     return context.get_dummy_value()
