@@ -137,12 +137,13 @@ def nearest_centroids(vectors: np.ndarray, centroids: np.ndarray) -> np.ndarray:
 
 def digests(vectors: np.ndarray) -> np.ndarray:
     """A number of 64 bits that tells vectors, float32 (n, dim), apart by their bits: uint64 (n,)."""
-    padding = vectors.shape[1] % 2
-    size = (vectors.shape[1] + padding) // 2
+    padding = np.zeros((ROWS_AT_ONCE, vectors.shape[1] % 2), vectors.dtype)
+    size = (vectors.shape[1] + 1) // 2
     multipliers = np.random.default_rng(0).integers(1, 2**63, size, dtype=np.uint64) | np.uint64(1)
     sums = np.zeros(len(vectors), np.uint64)
     for part in _parts(len(vectors)):
-        words = np.ascontiguousarray(np.pad(vectors[part], ((0, 0), (0, padding))), np.float32).view(np.uint64)
+        padded = np.hstack((vectors[part], padding[: len(vectors[part])]))
+        words = np.ascontiguousarray(padded, np.float32).view(np.uint64)
         sums[part] = (words * multipliers).sum(axis=1, dtype=np.uint64)
     return sums
 
