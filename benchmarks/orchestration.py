@@ -269,11 +269,11 @@ def memory_mb(name: str) -> float:
     return int(next(line.split()[1] for line in lines if line.startswith(name))) / 1024
 
 
-def train_one_step(interactions: pa.Table, seed: int) -> dict:
+def train_one_step(interactions: pa.Table, seed: int, scratch: Path | None) -> dict:
     """Embeddings of one step; torch is loaded where a night would load it."""
     from laserbatch.retrieval_pools.routing.lightgcn import train_lightgcn
 
-    return train_lightgcn(interactions, seed, max_steps=1)
+    return train_lightgcn(interactions, seed, max_steps=1, scratch=scratch)
 
 
 def no_workers(workers, spec) -> SimpleNamespace:

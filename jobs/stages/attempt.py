@@ -19,6 +19,7 @@ from laserbatch.jobs.stages.inputs import changed_inputs
 from laserbatch.jobs.stages.tracing import traced
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.gpus import gpu_name
+from laserbatch.pipeline.memory import give_back_memory
 from laserbatch.pipeline.storage.manifest import RunManifest, RunOrigin, make_run_id, settings_hash
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -135,10 +136,11 @@ def recorded(manifest: RunManifest) -> Iterator[None]:
 
 @contextmanager
 def stage(manifest: RunManifest, name: str) -> Iterator[None]:
-    """Time a stage into the manifest, which is saved when it ends well."""
+    """Time a stage into the manifest, which is saved when it ends well; what it has freed goes back to the kernel."""
     start_s = time.perf_counter()
     emit("stage_begin", stage=name)
     yield
+    give_back_memory()
     took_s = time.perf_counter() - start_s
     emit("stage_end", stage=name, seconds=took_s)
     manifest.add_stage(name, took_s)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from laserbatch.jobs.console import say
 from laserbatch.jobs.stages.night import Night
@@ -36,7 +35,7 @@ from laserbatch.retrieval_pools.index.build import build_pool
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.index.store import GcResult, PoolStore
-from laserbatch.retrieval_pools.routing.embeddings import id_column
+from laserbatch.retrieval_pools.routing.embeddings import id_column, rows_among
 from laserbatch.retrieval_pools.routing.router import Router, fit_routers
 from laserbatch.retrieval_pools.settings import RoutingSettings
 
@@ -67,7 +66,8 @@ def prepare_pools(night: Night, make_current: bool = True, anew: bool = False) -
     if reused is None:
         tables, settings = night.tables, night.settings
         routing = RoutingSettings.of(settings.routing)
-        routers = fit_routers(tables.users, tables.items, tables.interactions, routing, settings.seed)
+        all_tables = tables.users, tables.items, tables.interactions
+        routers = fit_routers(*all_tables, routing, settings.seed, tables.scratch_folder)
     else:
         routers, fit = reused
     return partial(_build_pools, night, routers, fit, make_current)
@@ -112,9 +112,7 @@ def reused_routers(night: Night, version: str, now: dict[str, Any]) -> tuple[dic
 
 def _knows(router: Router, entities: pa.Table) -> bool:
     fitted_ids, ids = router.collaborative.ids, id_column(entities, f"{router.side}_id", "entities")
-    if not len(fitted_ids):
-        return True
-    return fitted_ids.type == ids.type and pc.mean(pc.is_in(fitted_ids, value_set=ids)).as_py() >= 1 - MAX_SHARE_DRIFTED
+    return not len(fitted_ids) or (rows_among(fitted_ids, ids) >= 0).mean() >= 1 - MAX_SHARE_DRIFTED
 
 
 def unchanged_pools(night: Night, version: str) -> dict[Side, PoolBuilt]:

@@ -1,7 +1,7 @@
 """The texts of a run in the form that a pool takes, and the calibration of that pool by replays of some of them.
 
 Their order is that of the entity table, which is the same every night, so unchanged texts keep their place and are not
-sorted again. Token ids are read in batches into a file; ids and places are in memory.
+sorted again. Token ids, ids of entities and places are read in batches into files.
 
 If tonight's run drafted from a pool, the texts that it wrote are replayed against that pool with the run's prompts,
 groups and previous texts. On a first night some texts are replayed against a pool of the others. A calibration is valid
@@ -25,6 +25,7 @@ from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.forms import guiding_grammar
 from laserbatch.pipeline.planning.plan import RenderedRow, load_plan, read_shard
 from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.mapped import mapped_column
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.tables.read import Tables
 from laserbatch.retrieval_pools.calibration.calibrate import (
@@ -44,21 +45,22 @@ from laserbatch.retrieval_pools.index.calibration_record import BudgetCurve, Cal
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.index.texts import PoolTexts
+from laserbatch.retrieval_pools.routing.embeddings import rows_among
 from laserbatch.retrieval_pools.routing.router import Routes
 from laserbatch.retrieval_pools.settings import DraftSettings
 
 ROWS_AT_ONCE = 8 * 1024
 MAX_SHARE_CHANGED = 0.1  # texts are replayed again once more of a side changed since the last replay
-TOKENS_NAME = "texts.npy"
+TOKENS_NAME, STARTS_NAME = "texts.npy", "starts.npy"
 
 
 @dataclass(frozen=True)
 class RunTexts:
     """The texts of one side of a run."""
 
-    entity_ids: pa.ChunkedArray
+    entity_ids: pa.Array  # memory-mapped, as the other two
     starts: np.ndarray  # int64[num_texts + 1], where each text begins in `tokens`
-    tokens: np.ndarray  # int32, memory-mapped
+    tokens: np.ndarray  # int32
     model_id: str  # that wrote the first text
 
     def __len__(self) -> int:
@@ -66,20 +68,16 @@ class RunTexts:
 
     def of_entities(self, entity_ids: list) -> dict[str | int, np.ndarray]:
         """int32[n] token ids by entity, for those that have a text."""
-        keys = pa.array(entity_ids, self.entity_ids.type)
-        rows = pc.index_in(keys, value_set=self.entity_ids).to_pylist()
+        rows = rows_among(pa.array(entity_ids, self.entity_ids.type), self.entity_ids)
         return {
             entity_id: self.tokens[self.starts[row] : self.starts[row + 1]]
-            for entity_id, row in zip(entity_ids, rows, strict=True)
-            if row is not None
+            for entity_id, row in zip(entity_ids, rows.tolist(), strict=True)
+            if row >= 0
         }
 
-    def in_table(self, tables: Tables, side: Side) -> tuple[np.ndarray, np.ndarray]:
-        """The entities of a table that have a text, in its order: their rows there, and their texts' numbers here."""
-        numbers = pc.index_in(tables.entities(side)[f"{side}_id"], value_set=self.entity_ids)
-        numbers = pc.fill_null(numbers, -1).to_numpy()
-        rows = np.flatnonzero(numbers >= 0)
-        return rows, numbers[rows]
+    def in_table(self, tables: Tables, side: Side) -> np.ndarray:
+        """The number of the text of each entity of a table: int64[num_entities]; -1 where it has none."""
+        return rows_among(tables.entities(side)[f"{side}_id"], self.entity_ids)
 
     def pool_texts(
         self, tables: Tables, side: Side, routes: Routes, left_out: Sequence[str | int] = ()
@@ -89,32 +87,37 @@ class RunTexts:
         `routes` are the groups of the tables' entities.
         """
         groups, codes = routes.groups.dictionary.to_pylist(), routes.groups.indices.to_numpy()
-        entities, numbers = self.in_table(tables, side)
-        is_in = np.isin(numbers, pc.index_in(pa.array(left_out, self.entity_ids.type), value_set=self.entity_ids))
-        entities, numbers = entities[~is_in], numbers[~is_in]
-        for start in range(0, len(entities), ROWS_AT_ONCE):
-            part = entities[start : start + ROWS_AT_ONCE]
+        numbers = self.in_table(tables, side)
+        numbers_left_out = rows_among(pa.array(left_out, self.entity_ids.type), self.entity_ids)
+        for start in range(0, len(numbers), ROWS_AT_ONCE):
             rows = numbers[start : start + ROWS_AT_ONCE]
-            lengths = self.starts[rows + 1] - self.starts[rows]
-            yield PoolTexts(self.tokens, self.starts[rows], lengths, codes[part], groups, part)
+            is_included = (rows >= 0) & ~np.isin(rows, numbers_left_out)
+            entities, rows = start + np.flatnonzero(is_included), rows[is_included]
+            if len(rows):
+                lengths = self.starts[rows + 1] - self.starts[rows]
+                yield PoolTexts(self.tokens, self.starts[rows], lengths, codes[entities], groups, entities)
         give_back(self.tokens)
 
 
 def read_run_texts(run: RunFolder, side: Side, scratch: Path) -> RunTexts | None:
     """The texts of a side; None when there are none. Files in the folder `scratch` must stay while they are used."""
-    ids, lengths, model_id = [], [], None
-    with ArrayWriter(scratch / TOKENS_NAME, np.int32) as tokens:
-        for batch in run.iter_knowledge(side, ("entity_id", "model_id", "token_ids")):
-            if not batch.num_rows:
-                continue
-            model_id = model_id or batch["model_id"][0].as_py()
-            ids.append(batch["entity_id"])
-            lengths.append(pc.list_value_length(batch["token_ids"]).to_numpy(zero_copy_only=False))
-            tokens.write(batch["token_ids"].flatten().to_numpy())
+    model_id, num_tokens = None, 0
+    with (
+        ArrayWriter(scratch / TOKENS_NAME, np.int32) as tokens,
+        ArrayWriter(scratch / STARTS_NAME, np.int64) as starts,
+    ):
+        starts.write(np.zeros(1, np.int64))
+        for batch in run.iter_knowledge(side, ("model_id", "token_ids")):
+            if batch.num_rows:
+                model_id = model_id or batch["model_id"][0].as_py()
+                ends = num_tokens + np.cumsum(pc.list_value_length(batch["token_ids"]).to_numpy(zero_copy_only=False))
+                starts.write(ends)
+                tokens.write(batch["token_ids"].flatten().to_numpy())
+                num_tokens = ends[-1]
     if model_id is None:
         return None
-    starts = np.concatenate([[0], np.cumsum(np.concatenate(lengths), dtype=np.int64)])
-    return RunTexts(pa.chunked_array(ids), starts, map_array(scratch / TOKENS_NAME), model_id)
+    ids = mapped_column((batch["entity_id"] for batch in run.iter_knowledge(side, ("entity_id",))), scratch)
+    return RunTexts(ids, map_array(scratch / STARTS_NAME), map_array(scratch / TOKENS_NAME), model_id)
 
 
 def calibrate_side(night: Night, side: Side, run_texts: RunTexts, routes: Routes) -> Calibration | HeldBack | None:
@@ -147,13 +150,14 @@ def calibrate_side(night: Night, side: Side, run_texts: RunTexts, routes: Routes
     rows = planned_rows(night, side, num_held_back(len(run_texts), NUM_CALIBRATION_TEXTS))
     row_of = {row.entity_id: row for row in rows}
     token_ids, table_ids = run_texts.of_entities(list(row_of)), night.tables.entities(side)[f"{side}_id"]
-    places = pc.index_in(pa.array(token_ids, table_ids.type), value_set=table_ids.combine_chunks()).to_pylist()
-    pairs = sorted((place, entity_id) for place, entity_id in zip(places, token_ids, strict=True) if place is not None)
+    places = rows_among(pa.array(token_ids, table_ids.type), table_ids).tolist()
+    pairs = sorted((place, entity_id) for place, entity_id in zip(places, token_ids, strict=True) if place >= 0)
     if len(pairs) < 2:
         return None
     is_form = form_tokens(night, side, token_ids)
     texts = [replay_text(row_of[key], token_ids[key], routes.of(place).group, is_form) for place, key in pairs]
-    numbers = np.searchsorted(run_texts.in_table(night.tables, side)[0], [place for place, _ in pairs])
+    num_until = np.cumsum(run_texts.in_table(night.tables, side) >= 0)
+    numbers = num_until[[place for place, _ in pairs]] - 1  # of the texts that go into the pool
     return HeldBack(numbers.tolist(), lambda pool: _calibrated(night, pool, texts, options))
 
 

@@ -7,6 +7,7 @@ fitted anew only where another number of clusters or another seed is asked for. 
 
 import hashlib
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from laserbatch.pipeline.encoding.schema import LEVELS
 
 MAX_FULL_KMEANS_ROWS = 20_000  # above it, mini-batches: full k-means would take minutes
+ROWS_AT_ONCE = 1024
 MAX_STEP = 0.1  # share of the way to the mean of a night's new vectors that a centroid goes at most
 FAR = 2.0  # times the root mean square distance of what a level was fitted on
 MAX_GROWTH = 2  # times the number of clusters that was asked for
@@ -55,8 +57,9 @@ def fit_codebook(vectors: np.ndarray, num_clusters: int, seed: int) -> Codebook:
     for _ in LEVELS:
         centroids = fit_centroids(residuals, num_clusters, seed)
         nearest = nearest_centroids(residuals, centroids)
-        residuals = residuals - centroids[nearest] if len(residuals) else residuals
-        radius = FAR * float(np.sqrt((residuals.astype(np.float64) ** 2).sum(axis=1).mean())) if len(residuals) else 0.0
+        residuals = _residuals(residuals, centroids, nearest)
+        squares = [(residuals[part].astype(np.float64) ** 2).sum(axis=1) for part in _parts(len(residuals))]
+        radius = FAR * float(np.sqrt(np.concatenate(squares).mean())) if squares else 0.0
         levels.append(Level(centroids, np.bincount(nearest, minlength=len(centroids)), radius))
     digest = hashlib.sha256(b"".join(level.centroids.tobytes() for level in levels)).hexdigest()[:12]
     return Codebook(tuple(levels), f"{num_clusters}-{seed}-{digest}")
@@ -66,16 +69,19 @@ def followed(codebook: Codebook, vectors: np.ndarray, num_clusters: int, seed: i
     """The codebook after a night with new vectors, float32 (n, dim): those of earlier nights keep their codes."""
     levels, residuals = [], vectors
     for level in codebook.levels:
-        grown = _followed(level, residuals, num_clusters, seed)
-        residuals = residuals - grown.centroids[nearest_centroids(residuals, grown.centroids)]
-        levels.append(grown)
+        if levels:
+            centroids = levels[-1].centroids
+            residuals = _residuals(residuals, centroids, nearest_centroids(residuals, centroids))
+        levels.append(_followed(level, residuals, num_clusters, seed))
     return Codebook(tuple(levels), codebook.key)
 
 
 def _followed(level: Level, vectors: np.ndarray, num_clusters: int, seed: int) -> Level:
     num = len(level.centroids)
     nearest = nearest_centroids(vectors, level.centroids) if num else np.zeros(len(vectors), np.int32)
-    distances = np.linalg.norm(vectors - level.centroids[nearest], axis=1) if num else np.full(len(vectors), np.inf)
+    distances = np.full(len(vectors), np.inf, np.float32)
+    for part in _parts(len(vectors) if num else 0):
+        distances[part] = np.linalg.norm(vectors[part] - level.centroids[nearest[part]], axis=1)
     is_open = num < num_clusters  # fitted on few vectors: there is room for what is not there yet
     is_far = distances > (1e-6 if is_open else level.radius)
     room = (
@@ -131,7 +137,25 @@ def nearest_centroids(vectors: np.ndarray, centroids: np.ndarray) -> np.ndarray:
 
 def digests(vectors: np.ndarray) -> np.ndarray:
     """A number of 64 bits that tells vectors, float32 (n, dim), apart by their bits: uint64 (n,)."""
-    padding = np.zeros((len(vectors), vectors.shape[1] % 2), vectors.dtype)
-    words = np.ascontiguousarray(np.hstack((vectors, padding)), np.float32).view(np.uint64)
-    multipliers = np.random.default_rng(0).integers(1, 2**63, words.shape[1], dtype=np.uint64) | np.uint64(1)
-    return (words * multipliers).sum(axis=1, dtype=np.uint64)
+    padding = np.zeros((ROWS_AT_ONCE, vectors.shape[1] % 2), vectors.dtype)
+    size = (vectors.shape[1] + 1) // 2
+    multipliers = np.random.default_rng(0).integers(1, 2**63, size, dtype=np.uint64) | np.uint64(1)
+    sums = np.zeros(len(vectors), np.uint64)
+    for part in _parts(len(vectors)):
+        padded = np.hstack((vectors[part], padding[: len(vectors[part])]))
+        words = np.ascontiguousarray(padded, np.float32).view(np.uint64)
+        sums[part] = (words * multipliers).sum(axis=1, dtype=np.uint64)
+    return sums
+
+
+def _residuals(vectors: np.ndarray, centroids: np.ndarray, nearest: np.ndarray) -> np.ndarray:
+    """What centroids leave of the vectors that are nearest to them: float32 (n, dim)."""
+    residuals = np.empty_like(vectors)
+    for part in _parts(len(vectors)):
+        residuals[part] = vectors[part] - centroids[nearest[part]]
+    return residuals
+
+
+def _parts(num_rows: int) -> Iterator[slice]:
+    """Rows in parts, so that what is computed of them stays small."""
+    return (slice(start, start + ROWS_AT_ONCE) for start in range(0, num_rows, ROWS_AT_ONCE))

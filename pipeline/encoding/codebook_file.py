@@ -71,13 +71,13 @@ class CodebookTask:
                 np.save(file, codes, allow_pickle=False)
         if self.output.codebook == self.before:
             return
-        batches = iter_parquet(self.places, ["place"])
-        places = np.concatenate([np.zeros(0, np.int64), *(batch["place"].to_numpy() for batch in batches)])
+        parts = (batch["place"].to_numpy() for batch in iter_parquet(self.places, ["place"]))
+        places = np.concatenate([np.zeros(0, np.int64), *(part[part < 0] if self.before else part for part in parts)])
         if self.before is None:
             codebook = fit_codebook(self._vectors_at(_spread(places)), self.num_clusters, CLUSTER_SEED)
         else:
             codebook = read_codebook(self.before)
-            sample = _spread(places[places < 0])
+            sample = _spread(places)
             sample = sample[codes[-1 - sample, 0] < 0]  # a vector that had codes before says nothing
             if len(sample):
                 codebook = followed(codebook, self._vectors_at(sample), self.num_clusters, CLUSTER_SEED)

@@ -6,6 +6,7 @@ would bring the history into the features by another door.
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -25,6 +26,7 @@ from laserbatch.pipeline.encoding.vector_files import FeatureRows, NewVectors, V
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import atomic_folder, link_file
 from laserbatch.pipeline.storage.figures import FeatureFigures
+from laserbatch.pipeline.storage.mapped import mapped_column
 from laserbatch.pipeline.storage.parquet import (
     ROW_GROUP_ROWS,
     as_large,
@@ -38,6 +40,7 @@ from laserbatch.pipeline.storage.parquet import (
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
 VECTORS_FOLDER = Path("features/.vectors")  # of a run: new vectors, until all features are written
+PROVENANCE = ("run_id", "fingerprint")  # these and the id of its entity say which text a row is of
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ class EarlierFeatures:
 class FeatureWriter:
     """Writes the features of one side of a run's texts, `feature_schema` in the order of ids, and their codebook.
 
-    In memory are ids and provenance. Vectors are in files; whoever encodes (`PartsEncoder`) reads and writes them.
+    In memory are a few numbers a text. Ids and provenance are in scratch files. Vectors are in files; whoever encodes
+    (`PartsEncoder`) reads and writes them.
 
     Attributes
     ----------
@@ -92,7 +96,10 @@ class FeatureWriter:
         side, with_codes = self.side, codes_of or (None if earlier is None else earlier.run)
         if earlier is not None:
             earlier.run.require_features({side: earlier.figures})
-        texts = _Texts.read(self.run.knowledge_folder(side), None if earlier is None else earlier.path, f"{side}_id")
+        scratch = self.run.root / VECTORS_FOLDER
+        scratch.mkdir(parents=True, exist_ok=True)
+        known = None if earlier is None else earlier.path
+        texts = _Texts.read(self.run.knowledge_folder(side), known, f"{side}_id", scratch)
         if with_codes is not None and codes_of is None:
             codebook = read_codebook(with_codes.centroids_path(side))
             with_codes = with_codes if codebook.is_for(self.settings.num_clusters, CLUSTER_SEED) else None
@@ -186,7 +193,7 @@ class FeatureWriter:
 
 @dataclass(frozen=True)
 class _Texts:
-    """The texts of a side: ids and provenance in the order of files, and the order of ids.
+    """The texts of a side: ids and provenance in the order of files, mapped, and the order of ids.
 
     `earlier_rows`, int64[n], are rows of the earlier features by the order of ids, ascending but for -1 where the text
     is new.
@@ -198,10 +205,13 @@ class _Texts:
     earlier_rows: np.ndarray
 
     @classmethod
-    def read(cls, knowledge: Path, earlier: Path | None, id_column: str) -> "_Texts":
-        rows = read_parquet(knowledge, ["entity_id", "run_id", "fingerprint"])
-        id_type, rows = rows.schema.field("entity_id").type, as_large(rows)
-        order = pc.sort_indices(rows["entity_id"]).to_numpy().astype(np.int64)
+    def read(cls, knowledge: Path, earlier: Path | None, id_column: str, scratch: Path) -> "_Texts":
+        def chunks(name: str) -> Iterator[pa.Array]:
+            return (batch[name] for batch in iter_parquet(knowledge, [name]))
+
+        rows = pa.table({name: mapped_column(chunks(name), scratch) for name in ("entity_id", *PROVENANCE)})
+        id_type = pq.read_schema(parquet_files(knowledge)[0]).field("entity_id").type
+        order = pc.sort_indices(rows["entity_id"].chunk(0)).to_numpy().view(np.int64)
         earlier_rows = np.full(len(order), -1) if earlier is None else _known_rows(rows, order, earlier, id_column)
         return cls(rows, id_type, order, earlier_rows)
 
@@ -258,7 +268,7 @@ def _same_file(held: Sequence[FeatureRows], vectors: VectorFiles, earlier_rows: 
 
 def changed_rows(table: Path, earlier: Path, id_column: str) -> tuple[np.ndarray, pa.Array]:
     """What of a feature table is not in an earlier one: bool[n], rows of a new text; and the ids that went."""
-    rows = as_large(read_parquet(table, [id_column, "run_id", "fingerprint"])).rename_columns({id_column: "entity_id"})
+    rows = as_large(read_parquet(table, [id_column, *PROVENANCE])).rename_columns({id_column: "entity_id"})
     before = as_large(read_parquet(earlier, [id_column]))[id_column].combine_chunks()
     gone = before.filter(pc.invert(pc.is_in(before, value_set=rows["entity_id"].combine_chunks())))
     return _known_rows(rows, np.arange(rows.num_rows), earlier, id_column) < 0, gone
@@ -267,18 +277,26 @@ def changed_rows(table: Path, earlier: Path, id_column: str) -> tuple[np.ndarray
 def _known_rows(rows: pa.Table, order: np.ndarray, earlier: Path, id_column: str) -> np.ndarray:
     """The row of earlier features of each entity's text, in the order of ids: int64[n]; -1 without one.
 
-    The entity, the run that generated it and the prompt that it answers say which text it is.
+    The entity, the run that generated it and the prompt that it answers say which text it is. Both are in the order of
+    ids, so they are compared batch by batch.
     """
-    ids = as_large(read_parquet(earlier, [id_column]))[id_column].combine_chunks()
-    earlier_rows, start = rows_among(rows["entity_id"].combine_chunks().take(pa.array(order)), ids), 0
-    places = np.flatnonzero(earlier_rows >= 0)
-    ascending = earlier_rows[places]  # both are in the order of ids
-    for batch in iter_parquet(earlier, ["run_id", "fingerprint"]):
-        first, last = np.searchsorted(ascending, [start, start + batch.num_rows])
-        matched = places[first:last]
-        ours, theirs = rows.take(pa.array(order[matched])), pa.array(ascending[first:last] - start)
-        for name in batch.schema.names:
-            is_same = pc.equal(ours[name].combine_chunks(), batch[name].take(theirs).cast(pa.large_string()))
-            earlier_rows[matched[~is_same.to_numpy(zero_copy_only=False)]] = -1
-        start += batch.num_rows
-    return earlier_rows
+    known, place, start = np.full(len(order), -1), 0, 0
+
+    def id_at(place: int) -> int | str:
+        return rows["entity_id"][int(order[place])].as_py()
+
+    for batch in iter_parquet(earlier, [id_column, *PROVENANCE]):
+        theirs = as_large(pa.Table.from_batches([batch]))
+        if theirs[id_column].type != rows["entity_id"].type:
+            break
+        end = bisect_right(range(len(order)), theirs[id_column][-1].as_py(), place, key=id_at)
+        for first in range(place, end, ROW_GROUP_ROWS):
+            ours = pa.array(order[first : min(first + ROW_GROUP_ROWS, end)])
+            there = rows_among(rows["entity_id"].take(ours), theirs[id_column])
+            matched = np.flatnonzero(there >= 0)
+            ours, there = ours.take(pa.array(matched)), there[matched]
+            are_same = (pc.equal(rows[name].take(ours), theirs[name].take(pa.array(there))) for name in PROVENANCE)
+            is_same = np.logical_and.reduce([same.to_numpy() for same in are_same])
+            known[first + matched[is_same]] = start + there[is_same]
+        place, start = end, start + batch.num_rows
+    return known

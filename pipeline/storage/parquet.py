@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from laserbatch.pipeline.errors import WorkspaceError, first_line
 from laserbatch.pipeline.storage.atomic import atomic_path, link_file, sha256_file
+from laserbatch.retrieval_pools.routing.embeddings import rows_among as rows_among
 
 ROW_GROUP_ROWS = 16 * 1024  # few enough that a column of them stays below the 2 GiB which `string` and `list` can hold
 _COMPRESSION, _LEVEL = "zstd", 3
@@ -105,16 +105,6 @@ def large_type(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_list(kind):
         return pa.large_list(kind.value_type)
     return pa.large_string() if pa.types.is_string(kind) else kind
-
-
-def rows_among(values: pa.Array | pa.ChunkedArray, known: pa.Array | pa.ChunkedArray) -> np.ndarray:
-    """The row of each value among known ones, which are all different: int64[n]; -1 where it is none of them.
-
-    Values of another type than the known ones are none of them.
-    """
-    if values.type != known.type:
-        return np.full(len(values), -1)
-    return pc.fill_null(pc.index_in(values, value_set=known), -1).to_numpy().astype(np.int64)
 
 
 def read_parquet(path: Path | str, columns: Sequence[str] | None = None, schema: pa.Schema | None = None) -> pa.Table:

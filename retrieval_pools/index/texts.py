@@ -6,7 +6,6 @@ a few bytes for each text.
 """
 
 import itertools
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +127,7 @@ def lay_end_to_end(
                 code_in_pool[code] = code_of.setdefault(block.groups[code], len(code_of))
             if len(code_of) > MAX_GROUPS:
                 raise PoolError(f"a pool holds {MAX_GROUPS:,} groups; there are more before text {num_texts}.")
-            lengths.append(block.lengths)
+            lengths.append(block.lengths.astype(np.int32))
             codes.append(code_in_pool[block.group_codes])
             entities += [block.entity_codes] if with_entities else []
     lengths = np.concatenate(lengths)
@@ -208,11 +207,21 @@ class TextOf:
 
     def __init__(self, starts: np.ndarray) -> None:
         self._starts = starts
-        self._firsts = np.searchsorted(starts, np.arange(0, starts[-1], _STRETCH), side="right").astype(np.int32) - 1
+        self._firsts = _texts_of_stretches(starts)
 
     def values(self, per_text: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """The value in `per_text` of the text at each position, int32[n]."""
         return _values_of_texts(per_text, self._starts, self._firsts, positions)
+
+
+@cached(nogil=True)
+def _texts_of_stretches(starts):
+    firsts, text = np.empty((starts[-1] + _STRETCH - 1) // _STRETCH, np.int32), 0
+    for stretch in range(firsts.shape[0]):
+        while starts[text + 1] <= stretch * _STRETCH:
+            text += 1
+        firsts[stretch] = text
+    return firsts
 
 
 @cached(nogil=True)
@@ -259,56 +268,69 @@ def find_known_texts(
     -------
     int32[number of older texts], the number that each older text has now, increasing where it is not -1: not known.
     """
-    keys = _text_keys(old_tokens, old_starts), _text_keys(tokens, starts)
-    _, old_texts, texts = np.intersect1d(*keys, return_indices=True)
-    new_numbers = np.full(len(old_starts) - 1, -1, np.int32)
-    new_numbers[old_texts] = texts
+    num_bits = max(len(old_starts), len(starts)).bit_length()
+    old_keys, keys = (_text_keys(*texts, num_bits) for texts in ((old_tokens, old_starts), (tokens, starts)))
+    for of_texts in (old_keys, keys):
+        of_texts.sort()
+    new_numbers = _with_same_hash(old_keys, keys, num_bits)
     _keep_longest_increasing(new_numbers)
     _drop_unequal(new_numbers, old_tokens, old_starts, tokens, starts)
     return new_numbers
 
 
-def _text_keys(tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """uint64[num_texts], another for each: the hash of its tokens, and how many equal texts are before it."""
-    hashes = _text_hashes(tokens, starts)
-    order = np.argsort(hashes, kind="stable")
-    risen = hashes[order]
-    num_before = np.arange(len(risen), dtype=np.uint64) - np.searchsorted(risen, risen).astype(np.uint64)
-    keys = np.empty_like(hashes)
-    keys[order] = risen + num_before * np.uint64(0xD1342543DE82EF95)
-    return keys
-
-
 @cached()
-def _text_hashes(tokens, starts):
-    hashes = np.empty(starts.shape[0] - 1, np.uint64)
-    for text in range(hashes.shape[0]):
+def _text_keys(tokens, starts, num_bits):
+    """uint64[num_texts]: the hash of each text's tokens, and in the lowest bits the text's number."""
+    keys = np.empty(starts.shape[0] - 1, np.uint64)
+    for text in range(keys.shape[0]):
         value = np.uint64(0xCBF29CE484222325)
         for i in range(starts[text] + 1, starts[text + 1]):
             value = (value ^ np.uint64(tokens[i])) * np.uint64(0x9E3779B97F4A7C15)
             value ^= value >> np.uint64(29)
-        hashes[text] = value
-    return hashes
+        keys[text] = value >> np.uint64(num_bits) << np.uint64(num_bits) | np.uint64(text)
+    return keys
 
 
-def _keep_longest_increasing(new_numbers: np.ndarray) -> None:
+@cached(nogil=True)
+def _with_same_hash(old_keys, keys, num_bits):
+    """The newer text with the hash of each older one, of equal hashes the k-th for the k-th: int32; -1 without one.
+
+    Keys ascend.
+    """
+    new_numbers = np.full(old_keys.shape[0], -1, np.int32)
+    bits, numbers = np.uint64(num_bits), (np.uint64(1) << np.uint64(num_bits)) - np.uint64(1)
+    i = j = 0
+    while i < old_keys.shape[0] and j < keys.shape[0]:
+        older, newer = old_keys[i] >> bits, keys[j] >> bits
+        if older == newer:
+            new_numbers[old_keys[i] & numbers] = keys[j] & numbers
+        i += older <= newer
+        j += newer <= older
+    return new_numbers
+
+
+@cached(nogil=True)
+def _keep_longest_increasing(new_numbers):
     """Set numbers outside a longest increasing subsequence to -1 (patience sorting, O(n log n))."""
-    matched = new_numbers[new_numbers >= 0]
-    if (matched[1:] > matched[:-1]).all():
-        return
-    values = new_numbers.tolist()
-    last_values, last_places = [], []  # by length less one: the smallest last value, and its place
-    before = np.full(len(new_numbers), -1, np.int32)
-    for place in np.flatnonzero(new_numbers >= 0).tolist():
-        length = bisect_left(last_values, values[place])
-        before[place] = last_places[length - 1] if length else -1
-        last_values[length : length + 1] = [values[place]]
-        last_places[length : length + 1] = [place]
-    new_numbers[:] = -1
-    place = last_places[-1] if last_places else -1
-    while place >= 0:
-        new_numbers[place] = values[place]
-        place = before[place]
+    last_values = np.empty_like(new_numbers)  # by length less one: the smallest last value, and its place
+    last_places = np.empty_like(new_numbers)
+    before = np.empty_like(new_numbers)  # the place before each
+    length = 0
+    for place in range(new_numbers.shape[0]):
+        value = new_numbers[place]
+        if value >= 0:
+            shorter = length
+            if length > 0 and value <= last_values[length - 1]:
+                shorter = np.searchsorted(last_values[:length], value)
+            before[place] = last_places[shorter - 1] if shorter > 0 else -1
+            last_values[shorter], last_places[shorter] = value, place
+            length = max(length, shorter + 1)
+    kept = last_places[length - 1] if length > 0 else -1
+    for place in range(new_numbers.shape[0] - 1, -1, -1):
+        if place == kept:
+            kept = before[place]
+        else:
+            new_numbers[place] = -1
 
 
 @cached()

@@ -3,6 +3,7 @@
 import math
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,11 @@ import pyarrow.compute as pc
 from laserbatch.retrieval_pools.routing.embeddings import (
     EntityEmbeddings,
     check_same_kind,
+    count_codes,
     distinct_ids,
     normalised_ids,
     read_embeddings,
+    rows_among,
 )
 from laserbatch.retrieval_pools.settings import RoutingSettings
 
@@ -45,40 +48,41 @@ class CollaborativeGroups:
         settings: RoutingSettings,
         seed: int,
         embeddings: EntityEmbeddings | None = None,
+        scratch: Path | None = None,
     ) -> "CollaborativeGroups":
         """Cluster those of `ids` that have `settings.min_interactions` rows in `interactions`, and an embedding.
 
-        `ids` are large_string or int64, the entities of this side. Of `interactions` every row counts, repeated pairs
-        too. Without `embeddings` those of the settings' file are read, or LightGCN is trained. Raises PoolError where
-        an id column is missing, ids are of different kinds, or a file of embeddings is none.
+        `ids` are large_string or int64, the entities of this side, all different. Of `interactions` every row counts,
+        repeated pairs too. Without `embeddings` those of the settings' file are read, or LightGCN is trained. Raises
+        PoolError where an id column is missing, ids are of different kinds, or a file of embeddings is none.
         """
-        interaction_ids, codes = distinct_ids(interactions, f"{side}_id", "interactions")
+        interaction_ids, codes = distinct_ids(interactions, f"{side}_id", "interactions", scratch)
         check_same_kind(interaction_ids, ids, "interactions", "entities")
-        frequent = interaction_ids.filter(pa.array(np.bincount(codes) >= settings.min_interactions))
-        warm_ids = pc.unique(ids.filter(pc.is_in(ids, value_set=frequent)))
+        is_frequent = count_codes(codes, len(interaction_ids)) >= settings.min_interactions
+        warm_ids = ids.filter(pa.array(rows_among(ids, interaction_ids.filter(pa.array(is_frequent))) >= 0))
+        warm_ids = warm_ids.take(pc.sort_indices(warm_ids))
         if len(warm_ids) == 0:
             return cls.none_of(ids)
         if embeddings is None:
             path = settings.embeddings_of(side)
             embeddings = (
-                train_embeddings(interactions, seed)[side] if path is None else read_embeddings(path, side, ids)
+                train_embeddings(interactions, seed, scratch)[side]
+                if path is None
+                else read_embeddings(path, side, ids)
             )
         embedded_ids = normalised_ids(embeddings.ids, f"{side}_id", "embeddings")
         check_same_kind(embedded_ids, ids, "embeddings", "entities")
-        warm_ids = warm_ids.filter(pc.is_in(warm_ids, value_set=embedded_ids))
-        warm_ids = warm_ids.take(pc.sort_indices(warm_ids))
-        vectors = embeddings.vectors
-        if not warm_ids.equals(embedded_ids):  # without a copy, which may take gigabytes
-            vectors = vectors[pc.index_in(warm_ids, value_set=embedded_ids).to_numpy()]
+        rows = rows_among(warm_ids, embedded_ids)
+        warm_ids, rows = warm_ids.filter(pa.array(rows >= 0)), rows[rows >= 0]
         num_groups = settings.num_groups or default_num_groups(len(warm_ids))
-        return cls(warm_ids, cluster_embeddings(vectors, num_groups, seed))
+        return cls(warm_ids, cluster_embeddings(embeddings.vectors, num_groups, seed, rows))
 
 
-def train_embeddings(interactions: pa.Table, seed: int) -> dict[str, EntityEmbeddings]:
-    """LightGCN vectors of both sides ("user", "item"), for every id in `interactions`."""
+def train_embeddings(interactions: pa.Table, seed: int, scratch: Path | None = None) -> dict[str, EntityEmbeddings]:
+    """LightGCN vectors of both sides ("user", "item"), for every id in `interactions`; `scratch` as `Router.fit`'s."""
     from laserbatch.retrieval_pools.routing.lightgcn import train_lightgcn  # a loaded router must route without torch
 
-    return train_lightgcn(interactions, seed)
+    return train_lightgcn(interactions, seed, scratch=scratch)
 
 
 def default_num_groups(num_entities: int) -> int:
@@ -86,9 +90,10 @@ def default_num_groups(num_entities: int) -> int:
     return max(1, round(math.sqrt(num_entities) / 2))
 
 
-def cluster_embeddings(vectors: np.ndarray, num_groups: int, seed: int) -> np.ndarray:
-    """Cluster vectors (n, dim), L2-normalised, by k-means (LASER, section 3.2): group numbers from 0, int32 (n,).
+def cluster_embeddings(vectors: np.ndarray, num_groups: int, seed: int, chosen: np.ndarray | None = None) -> np.ndarray:
+    """Cluster vectors (any, dim), L2-normalised, by k-means (LASER, section 3.2): group numbers from 0, int32 (n,).
 
+    They are the rows `chosen` (n,), which may be gigabytes; None: all.
     Fewer groups than `num_groups` come out when there are fewer distinct vectors. It runs on one thread: scikit-learn
     adds up its threads' partial sums in the order they finish, and equal inputs must give equal groups.
     """
@@ -96,17 +101,18 @@ def cluster_embeddings(vectors: np.ndarray, num_groups: int, seed: int) -> np.nd
     from sklearn.exceptions import ConvergenceWarning
     from threadpoolctl import threadpool_limits
 
-    if len(vectors) == 0:
+    chosen = np.arange(len(vectors)) if chosen is None else chosen
+    if len(chosen) == 0:
         return np.empty(0, np.int32)
-    rows = vectors
+    rows = chosen
     if len(rows) > MAX_FIT_ROWS:
         rows = rows[np.sort(np.random.default_rng(seed).choice(len(rows), MAX_FIT_ROWS, replace=False))]
     n_init: Any = NUM_INITS  # scikit-learn has no types; its default is a text
     kmeans = KMeans(min(num_groups, len(rows)), n_init=n_init, max_iter=MAX_ITERATIONS, random_state=seed % 2**32)
     with threadpool_limits(1), warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # fewer distinct vectors than groups: allowed, see above
-        kmeans.fit(_unit(rows))
-        parts = (vectors[start : start + MAX_FIT_ROWS] for start in range(0, len(vectors), MAX_FIT_ROWS))
+        kmeans.fit(_unit(vectors[rows]))
+        parts = (vectors[chosen[start : start + MAX_FIT_ROWS]] for start in range(0, len(chosen), MAX_FIT_ROWS))
         labels = np.concatenate([kmeans.predict(_unit(part)) for part in parts])
     return np.unique(labels, return_inverse=True)[1].astype(np.int32)  # centres that nobody is nearest to left out
 

@@ -7,13 +7,14 @@ It is short because its embeddings only feed k-means. The result depends on the 
 
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import torch
 from torch.nn import functional
 
-from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings, distinct_ids
+from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings, distinct_ids, parts_of, scratch_array
 
 DIM = 64
 NUM_LAYERS = 3  # K of He et al.
@@ -32,16 +33,18 @@ def train_lightgcn(
     seed: int = 0,
     max_steps: int = MAX_STEPS,
     max_interactions: int = MAX_INTERACTIONS,
+    scratch: Path | None = None,
 ) -> dict[str, EntityEmbeddings]:
     """Vectors of every id that occurs, by side ("user", "item"), ids in ascending order: float32 (num_ids, DIM).
 
     Training is on implicit feedback: a pair of `user_id` and `item_id` (string or int64, no nulls) that occurs, however
     often and in whatever order, is one edge. `seed` is of the initial embeddings and of the negative samples. Of more
     than `max_interactions` rows those of a share of the users are trained on, also drawn by `seed`; the other users,
-    and items that none of the drawn users has, are then folded in.
+    and items that none of the drawn users has, are then folded in. What grows with interactions and users lies in files
+    without a name in the folder `scratch`; None: in memory.
     """
-    users, user_index = distinct_ids(interactions, "user_id", "interactions")
-    items, item_index = distinct_ids(interactions, "item_id", "interactions")
+    users, user_index = distinct_ids(interactions, "user_id", "interactions", scratch)
+    items, item_index = distinct_ids(interactions, "item_id", "interactions", scratch)
     num_users, num_items = len(users), len(items)
     if num_users == 0:
         empty = np.empty((0, DIM), np.float32)
@@ -56,7 +59,7 @@ def train_lightgcn(
         of_users, of_items = vectors[:num_users], vectors[num_users:]
     else:
         layer_0 = _trained(graph, seed, max_steps)
-        of_users, of_items = _folded_in(graph, layer_0, user_index, item_index, is_trained)
+        of_users, of_items = _folded_in(graph, layer_0, user_index, item_index, is_trained, scratch)
     return {"user": EntityEmbeddings(users, of_users), "item": EntityEmbeddings(items, of_items)}
 
 
@@ -81,11 +84,11 @@ class _Graph:
 def _distinct_pairs(
     user_index: np.ndarray, item_index: np.ndarray, has_user: np.ndarray, num_items: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if not has_user.all():
-        rows = has_user[user_index]
-        number = np.cumsum(has_user, dtype=np.int32) - np.int32(1)
-        user_index, item_index = number[user_index[rows]], item_index[rows]
-    pairs = np.unique(user_index * np.int64(num_items) + item_index)  # sorted, each once
+    number, parts = np.cumsum(has_user) - 1, [np.zeros(0, np.int64)]
+    for part in parts_of(len(user_index)):
+        rows = has_user[user_index[part]]
+        parts.append(number[user_index[part][rows]] * num_items + item_index[part][rows])
+    pairs = np.unique(np.concatenate(parts))  # sorted, each once
     return torch.from_numpy((pairs // num_items).astype(np.int32)), torch.from_numpy(
         (pairs % num_items).astype(np.int32)
     )
@@ -118,7 +121,12 @@ def _trained(graph: _Graph, seed: int, max_steps: int) -> torch.Tensor:
 
 
 def _folded_in(
-    graph: _Graph, layer_0: torch.Tensor, user_index: np.ndarray, item_index: np.ndarray, is_trained: np.ndarray
+    graph: _Graph,
+    layer_0: torch.Tensor,
+    user_index: np.ndarray,
+    item_index: np.ndarray,
+    is_trained: np.ndarray,
+    scratch: Path | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Vectors of all users and of all items, float32 (any, DIM), from a graph of the users `is_trained`.
 
@@ -131,7 +139,7 @@ def _folded_in(
     sources = propagate(graph.adjacency, layer_0, NUM_LAYERS - 1)[graph.num_users :] * (NUM_LAYERS / (NUM_LAYERS + 1))
     sources *= degrees.clamp(min=1).rsqrt()[:, None]
     sources[degrees == 0] = 0  # their layer 0 was drawn, not learned
-    of_users = np.empty((len(is_trained), DIM), np.float32)
+    of_users = scratch_array((len(is_trained), DIM), np.float32, scratch)
     of_users[is_trained] = own[: graph.num_users]
     others = np.flatnonzero(~is_trained)
     for places in np.array_split(others, -(-len(others) // FOLDED_AT_ONCE)):

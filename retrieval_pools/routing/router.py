@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
@@ -29,7 +28,7 @@ from laserbatch.retrieval_pools.routing.collaborative import (
     default_num_groups,
     train_embeddings,
 )
-from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings, id_column
+from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings, id_column, rows_among
 from laserbatch.retrieval_pools.settings import RoutingSettings
 
 ROUTER_FILE, COLLABORATIVE_FILE = "router.json", "collaborative.parquet"
@@ -86,6 +85,7 @@ class Router:
         settings: RoutingSettings | None = None,
         seed: int = 0,
         embeddings: EntityEmbeddings | None = None,
+        scratch: Path | None = None,
     ) -> "Router":
         """Group the entities of one side, "user" or "item"; the order of rows is no matter.
 
@@ -97,6 +97,7 @@ class Router:
         seed : of the embeddings, of k-means and of the random scheme.
         embeddings : vectors of this side from the user's own recommender, or of a LightGCN trained once for both sides;
             without them the file that the settings name is read, or LightGCN is trained here.
+        scratch : a folder for files without a name, which hold what grows with interactions; None: it is in memory.
 
         Raises
         ------
@@ -109,7 +110,7 @@ class Router:
         ids = id_column(entities, f"{side}_id", "entities")
         collaborative = CollaborativeGroups.none_of(ids)
         if settings.scheme in ("router", "collaborative"):
-            collaborative = CollaborativeGroups.fit(side, ids, interactions, settings, seed, embeddings)
+            collaborative = CollaborativeGroups.fit(side, ids, interactions, settings, seed, embeddings, scratch)
         names = settings.attributes_of(side) if settings.scheme in ("router", "attribute") else ()
         # Larger groups are split, smaller ones join their parent: both only prefer texts, so no size matters much.
         max_size = max(50, round(4 * entities.num_rows**0.5))
@@ -137,9 +138,8 @@ class Router:
             return _routes(
                 numbered.indices.to_numpy(), [Route(name, "random") for name in numbered.dictionary.to_pylist()]
             )
-        place = np.full(num_rows, -1, np.int64)
-        if scheme != "attribute" and self.collaborative.ids.type == ids.type:
-            place = pc.fill_null(pc.index_in(ids, value_set=self.collaborative.ids), -1).to_numpy()
+        place = np.full(num_rows, -1) if scheme == "attribute" else rows_among(ids, self.collaborative.ids)
+        del ids
         is_warm = (place >= 0) & (num_interactions >= self.settings.min_interactions)
         numbers = self.collaborative.groups
         num_collaborative = int(numbers.max(initial=-1)) + 1
@@ -148,7 +148,9 @@ class Router:
         codes[is_warm] = numbers[place[is_warm]]
         if scheme == "collaborative":
             return _routes(codes, [*group_routes, Route(GLOBAL_GROUP, "global")])
-        alike, distinct = distinct_attributes(entities.filter(pa.array(~is_warm)), self.attributes.columns)
+        names = [column.name for column in self.attributes.columns if column.name in entities.column_names]
+        cold = entities.select(names).filter(pa.array(~is_warm))
+        alike, distinct = distinct_attributes(cold, self.attributes.columns)
         codes[~is_warm] += alike
         group_routes += [Route(self.attributes.group_of(values), "attribute") for values in distinct]
         return _routes(codes, group_routes)
@@ -229,15 +231,16 @@ def fit_routers(
     interactions: pa.Table,
     settings: RoutingSettings | None = None,
     seed: int = 0,
+    scratch: Path | None = None,
 ) -> dict[str, Router]:
-    """Routers by side, equal to two calls of `Router.fit`, with LightGCN trained once."""
+    """Routers by side, equal to two calls of `Router.fit`, with LightGCN trained once; `scratch` is its."""
     settings = settings or RoutingSettings()
     embeddings: dict[str, EntityEmbeddings] = {}
     to_train = [side for side in SIDES if settings.embeddings_of(side) is None]
     if settings.scheme in ("router", "collaborative") and to_train:
-        trained = train_embeddings(interactions, seed)
-        embeddings = {side: trained[side] for side in to_train}
+        embeddings = train_embeddings(interactions, seed, scratch)
+        embeddings = {side: embeddings[side] for side in to_train}
     return {
-        side: Router.fit(side, entities, interactions, settings, seed, embeddings.get(side))
+        side: Router.fit(side, entities, interactions, settings, seed, embeddings.pop(side, None), scratch)
         for side, entities in (("user", users), ("item", items))
     }

@@ -6,16 +6,20 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from manifests import manifest_of
 from tiny_encoders import load
 
 from laserbatch.jobs.stages.encode import encode_run
+from laserbatch.pipeline.encoding import features
 from laserbatch.pipeline.encoding.codebook import fit_centroids, fit_codebook, followed, nearest_centroids
 from laserbatch.pipeline.encoding.features import FeatureWriter
 from laserbatch.pipeline.encoding.schema import check_feature_schema, feature_schema, run_date
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.encoding.text_parts import LocalEncoder
 from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.storage import parquet
 from laserbatch.pipeline.storage.figures import FeatureFigures
 from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -247,3 +251,30 @@ def test_vectors_stream_past_row_groups_and_equal_encoding_all_again(tiny_encode
 
 def replaced(features, **values):
     return {side: replace(figures, **values) for side, figures in features.items()}
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    earlier=st.dictionaries(st.integers(0, 99), st.integers(0, 1), max_size=40),
+    now=st.dictionaries(st.integers(0, 99), st.integers(0, 1), min_size=1, max_size=40),
+    as_text=st.booleans(),
+)
+def test_known_rows_are_those_of_a_dictionary(tmp_path_factory, earlier, now, as_text):
+    def table(id_name, rows):
+        ids = pa.array([f"u{number}" for number in rows] if as_text else list(rows), pa.string() if as_text else None)
+        ids = ids if len(ids) else pa.array([], pa.string() if as_text else pa.int64())
+        texts = [str(text) for text in rows.values()]
+        return pa.table({id_name: ids, "run_id": pa.array(texts, pa.string()), "fingerprint": ["f"] * len(texts)})
+
+    folder = tmp_path_factory.mktemp("known")
+    knowledge, known = folder / "knowledge.parquet", folder / "features.parquet"
+    write_parquet(table("entity_id", now), knowledge)
+    write_parquet(table("user_id", earlier).sort_by("user_id"), known, table("user_id", {1: 0}).schema)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (features, parquet):
+            patch.setattr(module, "ROW_GROUP_ROWS", 3)
+        texts = features._Texts.read(knowledge, known, "user_id", folder)
+    before = {tuple(row.values()): place for place, row in enumerate(read_parquet(known).to_pylist())}
+    rows = sorted(read_parquet(knowledge).to_pylist(), key=lambda row: row["entity_id"])
+    assert texts.earlier_rows.tolist() == [before.get(tuple(row.values()), -1) for row in rows]
+    assert [texts.id_at(place) for place in range(len(rows))] == [row["entity_id"] for row in rows]
