@@ -31,11 +31,12 @@ from laserbatch.pipeline.storage.figures import PoolBuilt
 from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.tables.schema import TABLE_NAMES
 from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.ids import rows_among
 from laserbatch.retrieval_pools.index.build import build_pool
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.index.store import GcResult, PoolStore
-from laserbatch.retrieval_pools.routing.embeddings import id_column, rows_among
+from laserbatch.retrieval_pools.routing.embeddings import id_column
 from laserbatch.retrieval_pools.routing.router import Router, fit_routers
 from laserbatch.retrieval_pools.settings import RoutingSettings
 

@@ -39,13 +39,13 @@ from laserbatch.retrieval_pools.calibration.calibrate import (
 )
 from laserbatch.retrieval_pools.calibration.replay import ReplayText
 from laserbatch.retrieval_pools.draft import DraftOptions
+from laserbatch.retrieval_pools.ids import rows_among
 from laserbatch.retrieval_pools.index.arrays import ArrayWriter, give_back, map_array
 from laserbatch.retrieval_pools.index.build import HeldBack
 from laserbatch.retrieval_pools.index.calibration_record import BudgetCurve, Calibration
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.index.texts import PoolTexts
-from laserbatch.retrieval_pools.routing.embeddings import rows_among
 from laserbatch.retrieval_pools.routing.router import Routes
 from laserbatch.retrieval_pools.settings import DraftSettings
 

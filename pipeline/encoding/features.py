@@ -34,10 +34,10 @@ from laserbatch.pipeline.storage.parquet import (
     iter_range,
     parquet_files,
     read_parquet,
-    rows_among,
     write_parquet,
 )
 from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.retrieval_pools.ids import rows_among
 
 VECTORS_FOLDER = Path("features/.vectors")  # of a run: new vectors, until all features are written
 PROVENANCE = ("run_id", "fingerprint")  # these and the id of its entity say which text a row is of

@@ -20,8 +20,9 @@ from laserbatch.pipeline.encoding.vectors import vector_column, vectors_of
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
-from laserbatch.pipeline.storage.parquet import iter_parquet, rows_among
+from laserbatch.pipeline.storage.parquet import iter_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.retrieval_pools.ids import rows_among
 
 _DAY_BITS = 20  # of days since 1970 in a key: up to the year 4840
 

@@ -15,7 +15,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from laserbatch.pipeline.storage.mapped import mapped_column
-from laserbatch.pipeline.storage.parquet import iter_parquet, large_type, rows_among
+from laserbatch.pipeline.storage.parquet import iter_parquet
+from laserbatch.retrieval_pools.ids import rows_among
 
 RECORD_VERSION = 4
 
@@ -71,7 +72,7 @@ class PreviousKnowledge:
 
     def rows_of(self, entity_ids: pa.ChunkedArray) -> np.ndarray:
         """Row of each entity's record, int64[n]; -1 where it has none."""
-        return rows_among(entity_ids.cast(large_type(entity_ids.type)), self._entity_ids)
+        return rows_among(entity_ids, self._entity_ids)
 
     def fingerprints(self, rows: np.ndarray) -> pa.Array:
         """What the records of some rows were generated from; null for a row of -1."""

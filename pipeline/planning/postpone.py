@@ -18,9 +18,10 @@ from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.planning.refresh import BUDGET, EVIDENCE, NOT_DUE, Candidates, RefreshSettings, decide
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.damage import unless_damaged
-from laserbatch.pipeline.storage.parquet import rows_among, write_parquet
+from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.run_folder import POSTPONED, RunFolder
 from laserbatch.pipeline.tables.read import Tables
+from laserbatch.retrieval_pools.ids import rows_among
 
 ROWS_AT_ONCE = 1024 * 1024
 DAYS_BETWEEN_TRIES = 7  # by then other drafts, or a newer parser, may make another text of it, or keep it

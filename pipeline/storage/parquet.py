@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 
 from laserbatch.pipeline.errors import WorkspaceError, first_line
 from laserbatch.pipeline.storage.atomic import atomic_path, link_file, sha256_file
-from laserbatch.retrieval_pools.routing.embeddings import rows_among as rows_among
 
 ROW_GROUP_ROWS = 16 * 1024  # few enough that a column of them stays below the 2 GiB which `string` and `list` can hold
 _COMPRESSION, _LEVEL = "zstd", 3

@@ -15,7 +15,6 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError
-from laserbatch.pipeline.tables.codes import IdCodes
 from laserbatch.pipeline.tables.columns import ATTRIBUTE, CREATED, ID, RATING_OF_EVENT, TIME, role_of, schema_findings
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding, Findings, count_faults, unreadable
 from laserbatch.pipeline.tables.layout import name_left_out
@@ -30,6 +29,7 @@ from laserbatch.pipeline.tables.schema import (
     tables_folder,
 )
 from laserbatch.pipeline.tables.time_units import in_unit, integer_times
+from laserbatch.retrieval_pools.ids import IdCodes
 
 BATCH_ROWS = 256 * 1024
 NUM_FINDINGS_IN_ERROR = 3

@@ -12,9 +12,9 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from laserbatch.pipeline.storage.mapped import MappedFiles
-from laserbatch.pipeline.tables.codes import IdCodes
 from laserbatch.pipeline.tables.order import slices
 from laserbatch.pipeline.tables.schema import ID_COLUMNS
+from laserbatch.retrieval_pools.ids import IdCodes
 
 NULL_TIME = np.iinfo(np.int64).max  # so that it comes last
 

@@ -25,7 +25,6 @@ from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import sha256_file
 from laserbatch.pipeline.storage.mapped import MappedFiles
-from laserbatch.pipeline.tables.codes import rows_of
 from laserbatch.pipeline.tables.columns import (
     ATTRIBUTE,
     CREATED,
@@ -61,6 +60,7 @@ from laserbatch.pipeline.tables.schema import (
     time_scalar,
 )
 from laserbatch.pipeline.tables.time_units import in_unit, require_units
+from laserbatch.retrieval_pools.ids import rows_among
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,8 @@ class Tables:
         """
         ids = self.interactions[f"{side}_id"]
         ids = only_chunk(ids if pt.is_dictionary(ids.type) else ids.dictionary_encode())
-        return codes_of(ids), np.append(rows_of(ids.dictionary, self.entities(side)[f"{side}_id"]), np.int32(-1))
+        rows = rows_among(ids.dictionary, self.entities(side)[f"{side}_id"]).astype(np.int32)
+        return codes_of(ids), np.append(rows, np.int32(-1))
 
     def release_pages(self) -> None:
         """Let go of the memory of tables that lie in files, which are read again where they are needed."""
@@ -122,7 +123,7 @@ def read_tables(
     is_known = {}
     for name, entities in (("user_id", users), ("item_id", items)) if cutoff is not None else ():
         if log.dictionary(name).type == entities[name].type:  # else they cannot be compared, as checks say
-            is_known[name] = np.append(rows_of(log.dictionary(name), entities[name]) >= 0, False)
+            is_known[name] = np.append(rows_among(log.dictionary(name), entities[name]) >= 0, False)
     num_left = num_copies = 0
     rows = log.rows()
     for block in in_order(rows, MappedFiles(scratch)):

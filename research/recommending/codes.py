@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from laserbatch.pipeline.errors import TableError
-from laserbatch.pipeline.storage.parquet import read_parquet, rows_among
+from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.research.recommending.settings import CodeMaker
+from laserbatch.retrieval_pools.ids import rows_among
 
 NUM_LEVELS = 4
 CODEBOOK_SIZE = 256

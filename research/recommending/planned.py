@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from laserbatch.pipeline.storage.parquet import rows_among
 from laserbatch.research.recommending.codes import ItemCodes
+from laserbatch.retrieval_pools.ids import rows_among
 
 DAYS = 7  # within which new items come into everybody's lists
 

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from laserbatch.retrieval_pools.ids import rows_among
 from laserbatch.retrieval_pools.routing.embeddings import (
     EntityEmbeddings,
     check_same_kind,
@@ -17,7 +18,6 @@ from laserbatch.retrieval_pools.routing.embeddings import (
     distinct_ids,
     normalised_ids,
     read_embeddings,
-    rows_among,
 )
 from laserbatch.retrieval_pools.settings import RoutingSettings
 

@@ -20,11 +20,7 @@ import pyarrow.parquet as pq
 from laserbatch.retrieval_pools.errors import PoolError
 
 VECTOR_COLUMN = "vector"
-_TEXTS = {pa.string(), pa.large_string()}
 ROWS_AT_ONCE = 1 << 20
-MAX_HASHED = 1 << 19  # ids of a hash table, some 60 bytes each
-SAMPLED = 64  # ids for each range of `rows_among`, by which ranges are of about one size
-FEWER = 4  # a hash table of so many times fewer ids is made sooner, though more ids are sought in it
 
 
 @dataclass(frozen=True)
@@ -108,55 +104,6 @@ def normalised_ids(ids: pa.Array | pa.ChunkedArray, name: str, table_name: str) 
     _require_ids(ids, name, table_name)
     ids = ids.cast(target)
     return ids.combine_chunks() if isinstance(ids, pa.ChunkedArray) else ids
-
-
-def rows_among(values: pa.Array | pa.ChunkedArray, known: pa.Array | pa.ChunkedArray) -> np.ndarray:
-    """The row of each value among known ones, which are all different: int64[n]; -1 where it is none of them.
-
-    Neither has nulls; values of another type than the known ones are none of them, but strings and large strings may be
-    equal. Values are sought a range at a time, so that a hash table has some `MAX_HASHED` rows at most.
-    """
-    rows, kinds = np.full(len(values), -1), {values.type, known.type}
-    if (len(kinds) > 1 and kinds != _TEXTS) or not len(values) or not len(known):
-        return rows
-    if FEWER * len(values) < len(known):  # then the table is of the values
-        coded = _one_chunk(values).dictionary_encode()
-        found = pc.index_in(known, value_set=coded.dictionary)
-        among = np.full(len(coded.dictionary), -1)
-        among[_numbers(found.drop_null())] = np.flatnonzero(_numbers(found.is_valid()))
-        return among[_numbers(coded.indices)]
-    for of_values, of_known in _ranges(values, known):
-        found = pc.index_in(values.filter(of_values), value_set=known.filter(of_known))
-        places = np.flatnonzero(_numbers(of_values))[_numbers(found.is_valid())]
-        rows[places] = np.flatnonzero(_numbers(of_known))[_numbers(found.drop_null())]
-    return rows
-
-
-def _ranges(
-    values: pa.Array | pa.ChunkedArray, known: pa.Array | pa.ChunkedArray
-) -> Iterator[tuple[pa.Array | pa.ChunkedArray, pa.Array | pa.ChunkedArray]]:
-    """Which of two columns' ids are in each range of ids, bool[n] of each; the ranges have about as many known ids."""
-    num_ranges = -(-len(known) // MAX_HASHED)
-    sample = sorted(known[row].as_py() for row in np.linspace(0, len(known) - 1, SAMPLED * num_ranges, dtype=int))
-    ends = [*sample[SAMPLED::SAMPLED], None]
-    columns = values, known
-    are_before = [pa.array(np.zeros(len(ids), bool)) for ids in columns]
-    for end in ends:
-        are_until = [
-            pa.array(np.ones(len(ids), bool)) if end is None else pc.less(ids, pa.scalar(end, ids.type))
-            for ids in columns
-        ]
-        of_values, of_known = (pc.and_not(*masks) for masks in zip(are_until, are_before, strict=True))
-        yield of_values, of_known
-        are_before = are_until
-
-
-def _one_chunk(ids: pa.Array | pa.ChunkedArray) -> pa.Array:
-    return ids.combine_chunks() if isinstance(ids, pa.ChunkedArray) else ids
-
-
-def _numbers(values: pa.Array | pa.ChunkedArray) -> np.ndarray:
-    return values.to_numpy() if isinstance(values, pa.ChunkedArray) else values.to_numpy(zero_copy_only=False)
 
 
 def check_same_kind(ids: pa.Array, other_ids: pa.Array, table_name: str, other_name: str) -> None:

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.ids import rows_among
 from laserbatch.retrieval_pools.routing.attributes import (
     AttributeColumn,
     AttributeGroups,
@@ -28,7 +29,7 @@ from laserbatch.retrieval_pools.routing.collaborative import (
     default_num_groups,
     train_embeddings,
 )
-from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings, id_column, rows_among
+from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings, id_column
 from laserbatch.retrieval_pools.settings import RoutingSettings
 
 ROUTER_FILE, COLLABORATIVE_FILE = "router.json", "collaborative.parquet"

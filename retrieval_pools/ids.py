@@ -1,7 +1,9 @@
-"""Codes of distinct ids, from a hash table over their bytes that grows batch by batch.
+"""Codes of distinct ids, and the rows of ids among others, from a hash table over their bytes that grows part by part.
 
-It knows no files and no tables. Arrow's own functions make a hash table anew for each batch, or take whole columns.
+Arrow's own functions make a hash table anew for each part, or take whole columns.
 """
+
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pyarrow as pa
@@ -9,8 +11,10 @@ import pyarrow.types as pt
 from llvmlite import ir
 from numba import njit, types
 
-from laserbatch.retrieval_pools.compiled import cached_on_disk, fetch, intrinsic
+from laserbatch.retrieval_pools.compiled import cached, fetch, intrinsic
 
+ROWS_AT_ONCE = 1 << 20
+FEWER = 4  # where the values are so many times fewer than the known ones, the table is of them
 MIN_SLOTS = 1024
 MAX_BYTES = 2**31 - 1  # of all distinct ids: offsets of Arrow's `string` are int32
 _AHEAD = 32  # rows whose slots are asked for before they are needed
@@ -18,12 +22,14 @@ _HALF, _LOW, _FIRST, _SECOND = (np.uint64(n) for n in (32, 0xFFFFFFFF, 0xFF51AFD
 
 
 class IdCodes:
-    """Distinct ids of one type, string or int64; their codes count from 0 in the order in which they were added.
+    """Distinct ids, strings (large ones may be added too) or int64; codes count from 0 in the order of their addition.
 
     An id takes its bytes, and 14 to 24 others.
     """
 
     def __init__(self, kind: pa.DataType) -> None:
+        if kind not in (pa.string(), pa.int64()):
+            raise TypeError(f"ids are strings or int64, not {kind}")
         self.kind, self._num = kind, 0
         self._slots = np.zeros(MIN_SLOTS, np.uint64)  # an id's hash in the upper half, its code + 1 in the lower one
         self._starts, self._bytes = np.zeros(MIN_SLOTS, np.int32), np.empty(0, np.uint8)  # of ids, one after another
@@ -74,14 +80,43 @@ class IdCodes:
             self._bytes.resize(min(max(num_bytes, len(self._bytes) * 3 // 2), MAX_BYTES), refcheck=False)
 
 
-def rows_of(ids: pa.Array, known: pa.ChunkedArray) -> np.ndarray:
-    """The row of each id among known ones, int32[n], the first where one is there twice; -1 where it is not there."""
-    codes = IdCodes(known.type)
-    code_of = np.concatenate([np.empty(0, np.int32), *map(codes.add, known.chunks)])
-    rows = np.empty(len(codes) + 1, np.int32)
-    rows[code_of[::-1]] = np.arange(len(code_of), dtype=np.int32)[::-1]
-    rows[-1] = -1
-    return rows[codes.find(ids)]
+def rows_among(values: pa.Array | pa.ChunkedArray, known: pa.Array | pa.ChunkedArray) -> np.ndarray:
+    """The row of each value among known ones, int64[n], the first that has it; -1 where none has it, or for null.
+
+    Values of another type than the known ones are none of them, but strings and large strings may be equal.
+    """
+    kind = _kind(values.type)
+    if kind != _kind(known.type) or not len(known):
+        return np.full(len(values), -1)
+    codes = IdCodes(kind)
+    if FEWER * len(values) > len(known):
+        code_of = _joined(map(codes.add, _parts(known)))
+        rows = np.full(len(codes) + 1, -1)  # the last is that of -1
+        rows[code_of[::-1]] = np.arange(len(code_of))[::-1]
+        rows[-1] = -1
+        return rows[_joined(map(codes.find, _parts(values)))]
+    code_of, first = _joined(map(codes.add, _parts(values))), 0
+    rows = np.full(len(codes) + 1, -1)
+    for part in _parts(known):
+        of_part = codes.find(part)
+        places = np.flatnonzero((of_part >= 0) & (rows[of_part] < 0))[::-1]
+        rows[of_part[places]] = first + places
+        first += len(part)
+    return rows[code_of]
+
+
+def _kind(kind: pa.DataType) -> pa.DataType:
+    return pa.string() if pt.is_large_string(kind) else kind
+
+
+def _parts(ids: pa.Array | pa.ChunkedArray) -> Iterator[pa.Array]:
+    for chunk in ids.chunks if isinstance(ids, pa.ChunkedArray) else [ids]:
+        for start in range(0, len(chunk), ROWS_AT_ONCE):
+            yield chunk.slice(start, ROWS_AT_ONCE)
+
+
+def _joined(codes: Iterable[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.empty(0, np.int32), *codes])
 
 
 def _bytes_of(ids: pa.Array) -> tuple[np.ndarray, np.ndarray]:
@@ -91,7 +126,9 @@ def _bytes_of(ids: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     if pt.is_int64(ids.type):
         starts, data = np.arange(len(ids) + 1, dtype=np.int32) * np.int32(8), data[ids.offset * 8 :]
     elif len(ids):
-        starts = np.frombuffer(buffers[0], np.int32)[ids.offset : ids.offset + len(ids) + 1]
+        offsets = np.frombuffer(buffers[0], np.int64 if pt.is_large_string(ids.type) else np.int32)
+        offsets = offsets[ids.offset : ids.offset + len(ids) + 1]
+        starts, data = (offsets - offsets[0]).astype(np.int32), data[offsets[0] : offsets[-1]]
     else:
         starts = np.zeros(1, np.int32)
     starts.flags.writeable = data.flags.writeable = False
@@ -144,7 +181,7 @@ def _are_equal(data, begin, end, other, other_begin, other_end):
     return True
 
 
-@cached_on_disk(nogil=True)
+@cached(nogil=True)
 def _look_up(starts, data, slots, known_starts, known_bytes, num_known, adds, codes):
     """Fill in the code of each id, -1 where it is not there, or add it if `adds`; returns the number of ids then."""
     last, hashes = len(slots) - 1, np.empty(_AHEAD, np.uint64)
@@ -180,7 +217,7 @@ def _look_up(starts, data, slots, known_starts, known_bytes, num_known, adds, co
     return num_known
 
 
-@cached_on_disk(nogil=True)
+@cached(nogil=True)
 def _move(slots, larger):
     """Put the ids of a table into an empty one that has more slots."""
     last = len(larger) - 1
