@@ -132,6 +132,9 @@ def movielens_tables(data: Path, folder: Path) -> Tables:
     """MovieLens 100K as a night reads it, whole; `folder` takes the files of it."""
     for name in ("users", "items", "interactions"):
         table = pq.read_table(data / "ml-100k" / f"{name}.parquet")
+        for column in (name for name in table.column_names if name.endswith("_id")):
+            place = table.column_names.index(column)
+            table = table.set_column(place, column, table[column].cast(pa.string()))
         if name == "interactions":
             moments = pc.cast(pc.multiply(table["timestamp"], 1_000_000), pa.timestamp("us", "UTC"))
             table = table.set_column(table.column_names.index("timestamp"), "timestamp", moments)

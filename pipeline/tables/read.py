@@ -89,11 +89,14 @@ class Tables:
     def coded(self, side: Side) -> tuple[np.ndarray, np.ndarray]:
         """Of each interaction the code of its user or item, int32[n]; and of each code the row of its entity, int32.
 
-        The last code is that of no id; -1 is the row of who is not there.
+        The last code is that of no id; -1 is the row of who is not there. Raises TableError where ids differ in type.
         """
         ids = self.interactions[f"{side}_id"]
         ids = only_chunk(ids if pt.is_dictionary(ids.type) else ids.dictionary_encode())
-        rows = rows_among(ids.dictionary, self.entities(side)[f"{side}_id"]).astype(np.int32)
+        known = self.entities(side)[f"{side}_id"]
+        if ids.dictionary.type != known.type and len(ids) and len(known):  # checks refuse such tables
+            raise TableError(f"ids of interactions are {ids.dictionary.type}, those of {side}s {known.type}")
+        rows = rows_among(ids.dictionary, known).astype(np.int32)
         return codes_of(ids), np.append(rows, np.int32(-1))
 
     def release_pages(self) -> None:

@@ -2,6 +2,7 @@
 
 import datetime
 import hashlib
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -38,6 +39,16 @@ def test_a_world_is_read_in_plain_types(tmp_path):
     assert tables.items["price"].to_pylist() == [1.5, None]
     assert tables.entities("user") is tables.users
     assert attribute_columns(tables.items.schema, "items") == ["category", "price"]
+
+
+def test_ids_of_another_type_than_the_entities_are_refused_where_they_are_compared(tmp_path):
+    """Checks refuse such tables; whoever reads them unchecked must not see users without a history."""
+    tables = read_tables(write_world(tmp_path))
+    users = tables.users.set_column(0, "user_id", pa.array(range(tables.users.num_rows)))
+    with pytest.raises(TableError, match="ids of interactions are string, those of users int64"):
+        replace(tables, users=users).coded("user")
+    nobody = replace(tables, users=users.slice(0, 0))
+    assert nobody.coded("user")[1].tolist() == [-1] * 3
 
 
 @given(data=st.data(), ids=st.one_of(st.lists(text_ids, unique=True), st.lists(int_ids, unique=True)))
