@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 import numpy as np
 import pyarrow as pa
@@ -90,8 +90,8 @@ def mapped_column(chunks: Iterable[pa.Array], folder: Path | None, kind: pa.Data
         data, offsets = _mapped(values), _mapped(ends)
     if pa.types.is_primitive(kind):
         return pa.Array.from_buffers(kind, length, [None, data])
-    if isinstance(kind, pa.LargeListType):
-        flat = pa.Array.from_buffers(kind.value_type, total, [None, data])
+    if pa.types.is_large_list(kind):
+        flat = pa.Array.from_buffers(cast(pa.LargeListType, kind).value_type, total, [None, data])
         return pa.Array.from_buffers(kind, length, [None, offsets], children=[flat])
     return pa.Array.from_buffers(kind, length, [None, offsets, data])
 
