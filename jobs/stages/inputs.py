@@ -122,7 +122,7 @@ def sound_tables(
     scratch = scratch if os.access(scratch, os.W_OK) else None
     try:
         tables = read_tables(path, date, scratch, settings.tables.keep_duplicates)
-    except (TableError, ValueError, pa.ArrowException):  # one fault, such as text that is not UTF-8; the check names all
+    except (TableError, ValueError, pa.ArrowException):  # one fault, such as text of no encoding; the check names all
         require_sound(check(None), path)
         raise
     findings = check(tables.logged_ids)
