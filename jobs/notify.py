@@ -68,6 +68,8 @@ def _send(parts: SplitResult, payload: dict[str, Any]) -> None:
             problems.clear()
         except HTTPError as error:
             problems[:] = [f"HTTP status {error.code}"]
+        except TimeoutError:  # of the socket, which may end a moment before the wait for this thread does
+            pass
         except Exception as error:  # whose words may have the URL in them
             cause = error.reason if isinstance(error, URLError) else error
             problems[:] = [getattr(cause, "strerror", None) or type(cause).__name__]
