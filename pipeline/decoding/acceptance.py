@@ -270,6 +270,8 @@ def judge_rows(
     for number, nodes in enumerate(by_chunk):
         first = number * size
         logits = rows.of(row_indices[first : first + size])
+        if logits.device.type == "cpu":
+            logits = logits.float()  # of bfloat16 a CPU finds the largest twenty times as slowly
         choices.append(row_argmax(logits))
         best.append(logits.gather(1, choices[-1][:, None])[:, 0])
         if len(nodes):

@@ -8,13 +8,8 @@ from tiny_models import ARCHITECTURES, tiny_model
 from torch import nn
 
 from laserbatch.pipeline.decoding.model import cpu_linear
-from laserbatch.pipeline.decoding.model.cpu_linear import (
-    REFERENCE_TOKENS,
-    OneDnnLinear,
-    padded_size,
-    relayout_linear_layers,
-)
-from laserbatch.pipeline.processor import multiplies_bfloat16
+from laserbatch.pipeline.decoding.model.cpu_linear import JoinedLinear, padded_size, relayout_linear_layers
+from laserbatch.pipeline.decoding.model.huge_pages import HugePages
 
 if not torch.backends.mkldnn.is_available():
     pytest.skip("torch was built without oneDNN", allow_module_level=True)
@@ -35,7 +30,7 @@ def test_packed_layers_equal_plain_ones(has_bias, num_tokens):
     plain = Projections(has_bias)
     packed = copy.deepcopy(plain)
     assert relayout_linear_layers(packed) == 3
-    assert isinstance(packed.q_proj, OneDnnLinear)
+    assert isinstance(packed.q_proj, JoinedLinear)
     inputs = torch.randn(1, num_tokens, 48)
     for name in ("q_proj", "k_proj", "v_proj"):
         torch.testing.assert_close(getattr(packed, name)(inputs), getattr(plain, name)(inputs))
@@ -64,7 +59,7 @@ def test_a_token_has_the_same_result_alone_and_among_others():
 
 
 def test_products_are_of_few_sizes_that_are_little_larger():
-    sizes = {num_tokens: padded_size(num_tokens, None) for num_tokens in range(1, 4097)}
+    sizes = {num_tokens: padded_size(num_tokens) for num_tokens in range(1, 4097)}
     assert all(sizes[num_tokens] == num_tokens for num_tokens in range(1, 65))
     assert all(num_tokens <= size <= num_tokens * 33 / 32 for num_tokens, size in sizes.items())
     assert len(set(sizes.values())) <= 64 + 6 * 32
@@ -73,49 +68,12 @@ def test_products_are_of_few_sizes_that_are_little_larger():
 @pytest.mark.parametrize("num_tokens", [67, 75, 131, 300])
 @torch.no_grad()
 def test_a_rounded_product_gives_each_token_the_same_bits(num_tokens):
-    layer = OneDnnLinear([nn.Linear(192, 480), nn.Linear(192, 64)])
+    layer = JoinedLinear([nn.Linear(192, 480), nn.Linear(192, 64)], HugePages())
     inputs = torch.randn(1, num_tokens, 192)
-    assert padded_size(num_tokens, None) > num_tokens
-    exact = torch.ops.mkldnn._linear_pointwise.default(inputs, layer.weight, layer.bias, "none", [], "")
+    assert padded_size(num_tokens) > num_tokens
+    exact = torch.from_numpy(layer.matrix.product(inputs[0].numpy()))
     actual = torch.cat([layer.part(inputs, 0), layer.part(inputs, 1)], -1)
-    assert actual.shape == exact.shape
-    assert torch.equal(actual, exact)
-
-
-@pytest.mark.skipif(not multiplies_bfloat16(), reason="this processor does not multiply bfloat16")
-@pytest.mark.parametrize(("in_features", "out_features"), [(96, 64), (576, 960), (2048, 640), (1000, 100)])
-@torch.no_grad()
-def test_a_bfloat16_token_has_the_same_bits_among_any_number_of_others(in_features, out_features):
-    layer = OneDnnLinear([nn.Linear(in_features, out_features).bfloat16()])
-    inputs = torch.randn(1, 300, in_features).bfloat16()
-    together = layer(inputs)
-    for num_tokens in (1, 3, 17, 40, 64, 65, 129, 299):
-        for first in (0, 300 - num_tokens):
-            part = slice(first, first + num_tokens)
-            assert torch.equal(layer(inputs[:, part].contiguous()), together[:, part])
-    assert REFERENCE_TOKENS in layer.sizes
-
-
-@pytest.mark.skipif(not multiplies_bfloat16(), reason="this processor does not multiply bfloat16")
-def test_sizes_of_other_bits_are_found(monkeypatch):
-    """A product that adds up in another order for few tokens, and for those behind the first 128."""
-    real = cpu_linear._product
-
-    def other_order(inputs, *others):
-        result = real(inputs, *others)
-        is_other = torch.full((len(inputs), 1), len(inputs) < 56)
-        is_other[128:] = True
-        return torch.where(is_other, result + inputs.new_tensor(1e-4), result)
-
-    monkeypatch.setattr(cpu_linear, "_product", other_order)
-    sizes = cpu_linear._sizes_of_same_bits.__wrapped__(64, 128, False, 1)
-    assert sizes and min(sizes) >= 56 and max(sizes) <= 128
-
-
-def test_padded_sizes_repeat_the_largest():
-    sizes = (40, 64)
-    sizes_of = {num_tokens: padded_size(num_tokens, sizes) for num_tokens in (1, 40, 41, 64, 65, 104, 105, 128, 129)}
-    assert sizes_of == {1: 40, 40: 40, 41: 64, 64: 64, 65: 104, 104: 104, 105: 128, 128: 128, 129: 168}
+    assert torch.equal(actual[0], exact)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -146,7 +104,7 @@ def test_bfloat16_layers_stay_where_the_processor_does_not_multiply_it(monkeypat
 
 @torch.no_grad()
 def test_layers_stay_where_results_differ(monkeypatch):
-    monkeypatch.setattr(OneDnnLinear, "_product", lambda self, inputs: inputs.new_zeros(*inputs.shape[:-1], 112))
+    monkeypatch.setattr(JoinedLinear, "_product", lambda self, inputs: inputs.new_zeros(*inputs.shape[:-1], 112))
     layers = Projections(False)
     assert relayout_linear_layers(layers) == 0
     assert type(layers.q_proj) is nn.Linear

@@ -14,6 +14,12 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
+def as_tensor(array: np.ndarray) -> torch.Tensor:
+    """The tensor of such an array, in the same memory."""
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
+
+
 def widened(value):
     """A number of such an array as float32; in compiled loops alone."""
     raise NotImplementedError

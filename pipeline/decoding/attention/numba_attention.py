@@ -81,7 +81,7 @@ def numba_attention(
     num_folded = num_heads // num_kv_heads
     folded_query = as_array(query.contiguous()).reshape(num_tokens, num_kv_heads, num_folded, head_dim)
     result = query.new_empty(num_tokens, num_kv_heads, num_folded, value_dim)
-    most_threads = min(torch.get_num_threads(), _num_threads())
+    most_threads = min(torch.get_num_threads(), num_threads())
     numba.set_num_threads(max(1, min(most_threads, tasks.num_scores * num_kv_heads // MIN_SCORES_PER_THREAD)))
     _attend(
         *(folded_query, as_array(keys), as_array(values)),
@@ -93,7 +93,7 @@ def numba_attention(
 
 
 @cache
-def _num_threads() -> int:
+def num_threads() -> int:
     """Threads that numba has. It starts them where torch has its own, and must not change how many torch uses."""
     torch_threads = torch.get_num_threads()
     numba.set_num_threads(1)  # starts them

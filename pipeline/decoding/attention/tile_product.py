@@ -18,8 +18,8 @@ TILE_COLUMNS = TILE_VECTORS * LANES
 TURNED_BYTES = 4 * LANES  # of each row, that are turned into columns at once
 NUM_FETCHED_AHEAD = 2 * TILE_COLUMNS  # rows
 
-_INT, _SHORT, _FLOAT = ir.IntType(64), ir.IntType(32), ir.FloatType()
-_VECTOR = ir.VectorType(_FLOAT, LANES)
+INT, _SHORT, _FLOAT = ir.IntType(64), ir.IntType(32), ir.FloatType()
+VECTOR = ir.VectorType(_FLOAT, LANES)
 
 
 @njit
@@ -77,7 +77,7 @@ def gather_rows(memory, places, begin, rows):
                 rows[i, d] = widened(memory[place, d])
 
 
-class _Emitter:
+class Emitter:
     """Instructions on the arguments of a compiled call; arrays are two-dimensional and contiguous, or vectors."""
 
     def __init__(self, context, builder, signature, arguments) -> None:
@@ -107,17 +107,17 @@ class _Emitter:
     def load_widened(self, argument: int, pointer: ir.Value) -> ir.Value:
         """A vector of float32 from an array of float32 or bfloat16."""
         if self.is_float(argument):
-            return self.load(pointer, _VECTOR)
+            return self.load(pointer, VECTOR)
         narrow = self.load(pointer, ir.VectorType(ir.IntType(16), LANES))
         wide = self.builder.zext(narrow, ir.VectorType(_SHORT, LANES))
         shift = ir.Constant(ir.VectorType(_SHORT, LANES), [16] * LANES)
-        return self.builder.bitcast(self.builder.shl(wide, shift), _VECTOR)
+        return self.builder.bitcast(self.builder.shl(wide, shift), VECTOR)
 
     def store(self, vector: ir.Value, pointer: ir.Value) -> None:
-        self.builder.store(vector, self.builder.bitcast(pointer, _VECTOR.as_pointer()), align=4)
+        self.builder.store(vector, self.builder.bitcast(pointer, VECTOR.as_pointer()), align=4)
 
     def plus(self, value: ir.Value, number: int) -> ir.Value:
-        return self.builder.add(value, ir.Constant(_INT, number))
+        return self.builder.add(value, ir.Constant(INT, number))
 
     def shuffled(self, first: ir.Value, second: ir.Value, lanes: list[int]) -> ir.Value:
         return self.builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(_SHORT, LANES), lanes))
@@ -130,35 +130,33 @@ def _add_tile(typing, left, row, step, right, right_column, num_steps, result, c
 
 
 def _emit_tile(context, builder, signature, arguments):
-    emit = _Emitter(context, builder, signature, arguments)
+    emit = Emitter(context, builder, signature, arguments)
     _, row, first_step, _, right_column, num_steps, _, column = emit.values
     multiply_add = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fmuladd.v{LANES}f32"
+        builder.module, ir.FunctionType(VECTOR, [VECTOR] * 3), f"llvm.fmuladd.v{LANES}f32"
     )
     results = [
         [emit.pointer(6, emit.plus(row, i), emit.plus(column, LANES * j)) for j in range(TILE_VECTORS)]
         for i in range(TILE_ROWS)
     ]
-    is_first = builder.icmp_signed("==", first_step, ir.Constant(_INT, 0))
-    zeros = ir.Constant(_VECTOR, [0.0] * LANES)
-    before = [[builder.select(is_first, zeros, emit.load(pointer, _VECTOR)) for pointer in row] for row in results]
+    is_first = builder.icmp_signed("==", first_step, ir.Constant(INT, 0))
+    zeros = ir.Constant(VECTOR, [0.0] * LANES)
+    before = [[builder.select(is_first, zeros, emit.load(pointer, VECTOR)) for pointer in row] for row in results]
     begin, loop, after = builder.block, builder.append_basic_block("step"), builder.append_basic_block("after")
     builder.branch(loop)
     builder.position_at_end(loop)
-    step = builder.phi(_INT)
-    totals = [[builder.phi(_VECTOR) for _ in range(TILE_VECTORS)] for _ in range(TILE_ROWS)]
-    rights = [
-        emit.load(emit.pointer(3, step, emit.plus(right_column, LANES * j)), _VECTOR) for j in range(TILE_VECTORS)
-    ]
+    step = builder.phi(INT)
+    totals = [[builder.phi(VECTOR) for _ in range(TILE_VECTORS)] for _ in range(TILE_ROWS)]
+    rights = [emit.load(emit.pointer(3, step, emit.plus(right_column, LANES * j)), VECTOR) for j in range(TILE_VECTORS)]
     new = []
     for number, row_totals in enumerate(totals):
         value = emit.load(emit.pointer(0, emit.plus(row, number), builder.add(first_step, step)))
-        first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), value, ir.Constant(_SHORT, 0))
+        first = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), value, ir.Constant(_SHORT, 0))
         repeated = emit.shuffled(first, first, [0] * LANES)
         pairs = zip(rights, row_totals, strict=True)
         new.append([builder.call(multiply_add, [repeated, right, total]) for right, total in pairs])
     following = emit.plus(step, 1)
-    step.add_incoming(ir.Constant(_INT, 0), begin)
+    step.add_incoming(ir.Constant(INT, 0), begin)
     step.add_incoming(following, loop)
     for row_totals, row_before, row_new in zip(totals, before, new, strict=True):
         for total, value_before, value in zip(row_totals, row_before, row_new, strict=True):
@@ -179,7 +177,7 @@ def _widen_vectors(typing, memory, place, d, rows, i):
 
 
 def _emit_widened(context, builder, signature, arguments):
-    emit = _Emitter(context, builder, signature, arguments)
+    emit = Emitter(context, builder, signature, arguments)
     _, place, d, _, i = emit.values
     for offset in range(0, TILE_COLUMNS, LANES):
         column = emit.plus(d, offset)
@@ -197,7 +195,7 @@ def _turn_block(typing, memory, places, begin, d, columns, column):
 
 
 def _emit_turned(context, builder, signature, arguments):
-    emit = _Emitter(context, builder, signature, arguments)
+    emit = Emitter(context, builder, signature, arguments)
     _, _, first_place, d, _, column = emit.values
     words, half = ir.VectorType(_SHORT, LANES), LANES // 2
     halves: tuple[list[ir.Value], list[ir.Value]] = ([], [])  # of each row
@@ -205,7 +203,7 @@ def _emit_turned(context, builder, signature, arguments):
         place = emit.load(emit.pointer(1, emit.plus(first_place, i)))
         start = builder.bitcast(emit.pointer(0, place, d), _SHORT.as_pointer())
         for offset, loaded in zip((0, half), halves, strict=True):
-            loaded.append(emit.load(builder.gep(start, [ir.Constant(_INT, offset)]), ir.VectorType(_SHORT, half)))
+            loaded.append(emit.load(builder.gep(start, [ir.Constant(INT, offset)]), ir.VectorType(_SHORT, half)))
     # Two halves of different rows are joined as they are loaded, which is the first of four swaps.
     block = [emit.shuffled(loaded[i], loaded[i + half], list(range(LANES))) for loaded in halves for i in range(half)]
     distance = half // 2
@@ -219,7 +217,7 @@ def _emit_turned(context, builder, signature, arguments):
     if not emit.is_float(0):
         shift, mask = (ir.Constant(words, [number] * LANES) for number in (16, 0xFFFF0000))
         block = [wide for pair in block for wide in (builder.shl(pair, shift), builder.and_(pair, mask))]
-    first = emit.pointer(4, builder.add(builder.mul(d, ir.Constant(_INT, TILE_COLUMNS)), column))
+    first = emit.pointer(4, builder.add(builder.mul(d, ir.Constant(INT, TILE_COLUMNS)), column))
     for j, vector in enumerate(block):
-        emit.store(builder.bitcast(vector, _VECTOR), builder.gep(first, [ir.Constant(_INT, j * TILE_COLUMNS)]))
+        emit.store(builder.bitcast(vector, VECTOR), builder.gep(first, [ir.Constant(INT, j * TILE_COLUMNS)]))
     return context.get_dummy_value()

@@ -37,8 +37,8 @@ def choose_dtype(
     is_native = device_type != "cpu" or multiplies_bfloat16()
     if requested == "bfloat16" and not is_native:
         raise ModelError(
-            "decoding.dtype is bfloat16, and this processor has no instructions for it (AVX512-BF16, AMX, or BF16 of "
-            "ARM): emulated it is slower than float32; use dtype auto or float32"
+            "decoding.dtype is bfloat16, and this processor has no instructions for it (AVX512-BF16): emulated it is "
+            "slower than float32; use dtype auto or float32"
         )
     if requested == "float32":
         return ComputeType("float32", "decoding.dtype")

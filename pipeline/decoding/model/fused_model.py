@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from laserbatch.pipeline.decoding.attention.bfloat16 import as_array, narrowed, widened
+from laserbatch.pipeline.decoding.attention.bfloat16 import as_array, as_tensor, narrowed, widened
 from laserbatch.pipeline.decoding.attention.interface import StepPlan
 from laserbatch.pipeline.decoding.attention.numba_attention import ATTENTION_STAMP, LOG2E, SUMS, power_of_two
 from laserbatch.pipeline.decoding.batch import Batch
-from laserbatch.pipeline.decoding.model.cpu_linear import BFLOAT16_SIZES, padded_size, product, product_plus
+from laserbatch.pipeline.decoding.model.bfloat16_product import Bfloat16Matrix
+from laserbatch.pipeline.decoding.model.cpu_linear import OneDnnMatrix, padded_size
 from laserbatch.pipeline.decoding.model.known_models import LayerParts, RotaryTables, is_known
 from laserbatch.retrieval_pools.compiled import cached, source_stamp
 
@@ -36,9 +37,9 @@ class _Norm:
             self.weight = module.weight.detach().float().add(1 if is_gemma else 0).numpy()
             self.epsilon = np.float32(module.eps if is_gemma else module.variance_epsilon)
 
-    def __call__(self, hidden: torch.Tensor, num_tokens: int, result: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: np.ndarray, num_tokens: int, result: np.ndarray) -> np.ndarray:
         """`result` (num_padded, hidden_size), set for the first `num_tokens`."""
-        _normalise(as_array(hidden), num_tokens, self.weight, self.epsilon, as_array(result))
+        _normalise(hidden, num_tokens, self.weight, self.epsilon, result)
         return result
 
 
@@ -49,9 +50,9 @@ class _Layer(LayerParts[_Norm]):
         super().__init__(layer, _Norm)
         attention, mlp = layer.self_attn, layer.mlp
         self.num_heads, self.num_kv_heads = (size // self.head_dim for size in attention.q_proj.out_features[:2])
-        self.linear = (attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj)
-        # Weights and biases: asking a module for one takes as long as a small loop.
-        self.qkv, self.attention_output, self.gate_up, self.mlp_output = ((it.weight, it.bias) for it in self.linear)
+        linear = attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj
+        # Asking a module for its attribute takes as long as a small loop.
+        self.qkv, self.attention_output, self.gate_up, self.mlp_output = (layer.matrix for layer in linear)
 
 
 class FusedModel:
@@ -64,15 +65,12 @@ class FusedModel:
         self._rotary = RotaryTables(body.rotary_emb, self._layers, torch.empty(0))  # in float32 whatever the weights
         self._norm, self._output_layer = _Norm(body.norm), model.lm_head
         self._is_gelu = type(body.layers[0].mlp.act_fn).__name__ == "GELUTanh"
-        self._sizes: tuple[int, ...] | None = None
-        if self._embedding.weight.dtype == torch.bfloat16:
-            layer_sizes = [set(linear.sizes) for layer in self._layers for linear in layer.linear]
-            self._sizes = tuple(sorted(set(BFLOAT16_SIZES).intersection(*layer_sizes)))
+        self._pads = self._embedding.weight.dtype == torch.float32
 
     @classmethod
     def of(cls, model: Any) -> "FusedModel | None":
         """A model with the weights of another; None where that is of no known kind or not laid out for a CPU."""
-        return cls(model) if is_known(model, ("OneDnnLinear", "PartOfLinear")) else None
+        return cls(model) if is_known(model, ("JoinedLinear", "PartOfLinear")) else None
 
     def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits (n, vocab_size) of hidden states (n, hidden_size)."""
@@ -80,49 +78,45 @@ class FusedModel:
 
     def hidden_of(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
         """Hidden states of a step's tokens: (num_tokens, hidden_size)."""
-        num_tokens, sizes = len(batch), self._sizes
-        self._rotary.cover(int(batch.positions.max()))
-        token_ids = np.zeros(padded_size(num_tokens, sizes), np.int64)
-        token_ids[:num_tokens] = batch.token_ids
-        hidden = self._embedding(torch.from_numpy(token_ids)[None])[0]
-        normed, attended, gated = torch.zeros_like(hidden), None, None
-        for layer in self._layers:
-            qkv = product(layer.norm(hidden, num_tokens, normed), *layer.qkv, sizes)
-            attended = hidden.new_zeros(len(hidden), layer.num_heads * layer.head_dim) if attended is None else attended
-            attended[:num_tokens] = self._attended(layer, qkv, batch, plan)
-            hidden = _plus(hidden, attended, layer.attention_output, layer.attention_output_norm, layer.is_gemma, sizes)
-            gate_up = product(layer.mlp_norm(hidden, num_tokens, normed), *layer.gate_up, sizes)
-            gated = gate_up.new_zeros(len(gate_up), gate_up.shape[1] // 2) if gated is None else gated
-            _gate(as_array(gate_up), num_tokens, self._is_gelu, as_array(gated))
-            hidden = _plus(hidden, gated, layer.mlp_output, layer.mlp_output_norm, layer.is_gemma, sizes)
-        return self._norm(hidden, num_tokens, normed)[:num_tokens]
-
-    def _attended(self, layer: _Layer, qkv: torch.Tensor, batch: Batch, plan: StepPlan) -> torch.Tensor:
-        """Attention's result, (num_tokens, num_heads * head_dim), of (num_padded, heads of all three * head_dim)."""
         num_tokens = len(batch)
-        memory = layer.memory(plan, layer.num_kv_heads, qkv)
-        query = qkv.new_empty(num_tokens, layer.num_heads, layer.head_dim)
-        cos, sin = map(as_array, self._rotary.tables[layer.rotary_type])
+        self._rotary.cover(int(batch.positions.max()))
+        token_ids = np.zeros(padded_size(num_tokens) if self._pads else num_tokens, np.int64)
+        token_ids[:num_tokens] = batch.token_ids
+        hidden = as_array(self._embedding(torch.from_numpy(token_ids)[None])[0])
+        normed, attended, gated = np.zeros_like(hidden), None, None
+        for layer in self._layers:
+            qkv = layer.qkv.product(layer.norm(hidden, num_tokens, normed))
+            if attended is None:
+                attended = np.zeros((len(hidden), layer.num_heads * layer.head_dim), hidden.dtype)
+            attended[:num_tokens] = self._attended(layer, qkv, batch, plan)
+            hidden = _plus(hidden, attended, layer.attention_output, layer.attention_output_norm, layer.is_gemma)
+            gate_up = layer.gate_up.product(layer.mlp_norm(hidden, num_tokens, normed))
+            if gated is None:
+                gated = np.zeros((len(hidden), gate_up.shape[1] // 2), hidden.dtype)
+            _gate(gate_up, num_tokens, self._is_gelu, gated)
+            hidden = _plus(hidden, gated, layer.mlp_output, layer.mlp_output_norm, layer.is_gemma)
+        return as_tensor(self._norm(hidden, num_tokens, normed)[:num_tokens])
+
+    def _attended(self, layer: _Layer, qkv: np.ndarray, batch: Batch, plan: StepPlan) -> np.ndarray:
+        """Attention's result, (num_tokens, num_heads * head_dim), of (num_padded, heads of all three * head_dim)."""
+        memory = layer.memory(plan, layer.num_kv_heads, self._embedding.weight)
+        query = np.empty((len(batch), layer.num_heads, layer.head_dim), qkv.dtype)
+        cos, sin = self._rotary.tables[layer.rotary_type]
         _rotate(
-            as_array(qkv), batch.positions, cos, sin, batch.slot_mapping,
+            qkv, batch.positions, cos.numpy(), sin.numpy(), batch.slot_mapping,
             layer.query_norm.weight, layer.key_norm.weight, layer.query_norm.epsilon,
-            as_array(query), as_array(memory.keys), as_array(memory.values),
+            query, as_array(memory.keys), as_array(memory.values),
         )  # fmt: skip
-        return layer.attend(plan, query, memory)
+        return as_array(layer.attend(plan, as_tensor(query), memory))
 
 
 def _plus(
-    hidden: torch.Tensor,
-    inputs: torch.Tensor,
-    linear: tuple[torch.Tensor, torch.Tensor | None],
-    norm: _Norm,
-    normalises: bool,
-    sizes: tuple[int, ...] | None,
-) -> torch.Tensor:
+    hidden: np.ndarray, inputs: np.ndarray, matrix: OneDnnMatrix | Bfloat16Matrix, norm: _Norm, normalises: bool
+) -> np.ndarray:
     """The residual stream (num_padded, hidden_size) plus a layer's result, which is normalised first if it says so."""
     if not normalises:
-        return product_plus(inputs, hidden, *linear, sizes)
-    _add_normalised(as_array(product(inputs, *linear, sizes)), norm.weight, norm.epsilon, as_array(hidden))
+        return matrix.product(inputs, hidden)
+    _add_normalised(matrix.product(inputs), norm.weight, norm.epsilon, hidden)
     return hidden
 
 
