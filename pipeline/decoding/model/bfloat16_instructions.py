@@ -17,7 +17,7 @@ from laserbatch.retrieval_pools.compiled import intrinsic
 
 STRIP, STEP, ROWS = 32, 32, 16  # outputs of a strip, inputs of a step, tokens of a tile
 TILE = ROWS * STEP  # values
-VECTOR_ROWS = 8  # tokens that vectors multiply at once
+VECTOR_ROWS, FEW_ROWS = 8, 2  # tokens that vectors multiply at once
 
 # A tile's number is a part of its instruction.
 literal_intrinsic = cast(Callable[[Callable], Callable], numba_intrinsic(prefer_literal=True))
@@ -167,30 +167,31 @@ class _Bfloat16(ir.Type):
         return hash(_Bfloat16)
 
 
-@intrinsic
-def multiply_vectors(typing, tiles, place, weights, weight, num_steps, sums):
-    """Set `sums` (2, ROWS, 16) to a strip's results of VECTOR_ROWS tokens of a tile from `place` on."""
-    return types.void(tiles, place, weights, weight, num_steps, sums), _emit_vectors
+@literal_intrinsic
+def multiply_vectors(typing, num_rows, tiles, place, weights, weight, num_steps, sums):
+    """Set `sums` (2, ROWS, 16) to a strip's results of `num_rows` tokens of a tile from `place` on."""
+    return types.void(num_rows, tiles, place, weights, weight, num_steps, sums), _emit_vectors
 
 
 def _emit_vectors(context, builder, signature, arguments):
     emit = Emitter(context, builder, signature, arguments)
-    _, place, _, weight, num_steps, _ = emit.values
+    _, _, place, _, weight, num_steps, _ = emit.values
+    num_rows = signature.args[0].literal_value
     pairs = ir.VectorType(_Bfloat16(), 2 * LANES)
     word = ir.IntType(32)
     begin, loop, after = builder.block, builder.append_basic_block("step"), builder.append_basic_block("after")
     builder.branch(loop)
     builder.position_at_end(loop)
     step = builder.phi(INT)
-    sums = [[builder.phi(VECTOR) for _ in range(2)] for _ in range(VECTOR_ROWS)]
+    sums = [[builder.phi(VECTOR) for _ in range(2)] for _ in range(num_rows)]
     new = [list(row) for row in sums]
     place = builder.add(place, builder.mul(step, ir.Constant(INT, TILE)))
     weight = builder.add(weight, builder.mul(step, ir.Constant(INT, 2 * TILE)))
     for pair in range(STEP // 2):
         places = [emit.plus(weight, tile * TILE + pair * STEP) for tile in range(2)]
-        rights = [emit.load(emit.pointer(2, at), pairs) for at in places]
-        for row in range(VECTOR_ROWS):
-            value = emit.load(emit.pointer(0, emit.plus(place, row * STEP + 2 * pair)), word)
+        rights = [emit.load(emit.pointer(3, at), pairs) for at in places]
+        for row in range(num_rows):
+            value = emit.load(emit.pointer(1, emit.plus(place, row * STEP + 2 * pair)), word)
             undefined = ir.Constant(ir.VectorType(word, LANES), ir.Undefined)
             first = builder.insert_element(undefined, value, ir.Constant(word, 0))
             left = builder.bitcast(emit.shuffled(first, first, [0] * LANES), pairs)
@@ -209,5 +210,5 @@ def _emit_vectors(context, builder, signature, arguments):
     builder.position_at_end(after)
     for row, values in enumerate(new):
         for tile, value in enumerate(values):
-            emit.store(value, emit.pointer(5, ir.Constant(INT, (tile * ROWS + row) * LANES)))
+            emit.store(value, emit.pointer(6, ir.Constant(INT, (tile * ROWS + row) * LANES)))
     return context.get_dummy_value()

@@ -24,6 +24,7 @@ from laserbatch.pipeline.decoding.attention.bfloat16 import as_array, narrowed, 
 from laserbatch.pipeline.decoding.attention.numba_attention import ATTENTION_STAMP, num_threads
 from laserbatch.pipeline.decoding.attention.tile_product import LANES
 from laserbatch.pipeline.decoding.model.bfloat16_instructions import (
+    FEW_ROWS,
     ROWS,
     STEP,
     STRIP,
@@ -41,7 +42,7 @@ from laserbatch.pipeline.decoding.model.bfloat16_instructions import (
     store_tile,
     stream_tile,
     zero_tile,
-)  # fmt: skip
+)
 from laserbatch.pipeline.decoding.model.huge_pages import HugePages
 from laserbatch.pipeline.processor import processor_flags
 from laserbatch.retrieval_pools.compiled import cached, source_stamp
@@ -125,7 +126,11 @@ def _multiply_by_vectors(inputs, weights, bias, addend, result, configuration, n
                 for token in range(begin, end, VECTOR_ROWS):
                     row = (token - begin) % ROWS
                     place = (token - begin - row) * num_steps * STEP + row * STEP
-                    multiply_vectors(tiles, place, weights, strip * num_steps * 2 * TILE, num_steps, sums)
+                    weight = strip * num_steps * 2 * TILE
+                    if end - token > FEW_ROWS:
+                        multiply_vectors(VECTOR_ROWS, tiles, place, weights, weight, num_steps, sums)
+                    else:
+                        multiply_vectors(FEW_ROWS, tiles, place, weights, weight, num_steps, sums)
                     _store(sums, token, min(token + VECTOR_ROWS, end), strip, bias, addend, result)
 
 
