@@ -8,11 +8,7 @@ from tiny_models import ARCHITECTURES, tiny_model
 from torch import nn
 
 from laserbatch.pipeline.decoding.model import cpu_linear
-from laserbatch.pipeline.decoding.model.cpu_linear import JoinedLinear, padded_size, relayout_linear_layers
-from laserbatch.pipeline.decoding.model.huge_pages import HugePages
-
-if not torch.backends.mkldnn.is_available():
-    pytest.skip("torch was built without oneDNN", allow_module_level=True)
+from laserbatch.pipeline.decoding.model.cpu_linear import JoinedLinear, relayout_linear_layers
 
 
 class Projections(nn.Module):
@@ -56,24 +52,6 @@ def test_a_token_has_the_same_result_alone_and_among_others():
     together = layer.lm_head(inputs)
     for token in (0, 7, 32):
         torch.testing.assert_close(layer.lm_head(inputs[:, token : token + 1]), together[:, token : token + 1])
-
-
-def test_products_are_of_few_sizes_that_are_little_larger():
-    sizes = {num_tokens: padded_size(num_tokens) for num_tokens in range(1, 4097)}
-    assert all(sizes[num_tokens] == num_tokens for num_tokens in range(1, 65))
-    assert all(num_tokens <= size <= num_tokens * 33 / 32 for num_tokens, size in sizes.items())
-    assert len(set(sizes.values())) <= 64 + 6 * 32
-
-
-@pytest.mark.parametrize("num_tokens", [67, 75, 131, 300])
-@torch.no_grad()
-def test_a_rounded_product_gives_each_token_the_same_bits(num_tokens):
-    layer = JoinedLinear([nn.Linear(192, 480), nn.Linear(192, 64)], HugePages())
-    inputs = torch.randn(1, num_tokens, 192)
-    assert padded_size(num_tokens) > num_tokens
-    exact = torch.from_numpy(layer.matrix.product(inputs[0].numpy()))
-    actual = torch.cat([layer.part(inputs, 0), layer.part(inputs, 1)], -1)
-    assert torch.equal(actual[0], exact)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -81,10 +81,12 @@ def test_in_bfloat16_its_error_is_no_larger_than_that_of_transformers(architectu
     assert np.mean(errors[0]) <= 1.05 * np.mean(errors[1])
 
 
-@pytest.mark.skipif(not multiplies_bfloat16(), reason="this processor does not multiply bfloat16")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "mistral"])
-def test_in_bfloat16_texts_have_the_same_bits_at_any_batch_size_drafted_or_not(architecture):
-    loaded = prepare_model(tiny_model(architecture).bfloat16())
+def test_texts_are_the_same_at_any_batch_size_drafted_or_not(architecture, dtype):
+    if dtype == torch.bfloat16 and not multiplies_bfloat16():
+        pytest.skip("this processor does not multiply bfloat16")
+    loaded = prepare_model(tiny_model(architecture).to(dtype))
     assert loaded.model.fused is not None
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, VOCAB, int(size)).astype(np.int32) for size in rng.integers(4, 80, 20)]

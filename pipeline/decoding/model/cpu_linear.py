@@ -1,75 +1,39 @@
-"""Linear layers on a CPU: weights in the layout of the fastest products, and one product for layers of the same input.
+"""Linear layers on a CPU: weights in the layout of our products, and one product for layers of the same input.
 
-torch multiplies float32 matrices with MKL, in the weights' own layout. Weights in oneDNN's layout take a third to a
-half of the time for a few tokens on AMD processors, and a token's result does not depend on how many others are in
-the product. oneDNN compiles a product anew for each number of tokens, which takes longer than the product itself, and
-keeps some thousand of them; so the ever other numbers of steps with drafts are rounded up to few. Matrices of bfloat16
-are multiplied by our own loops (`bfloat16_product`).
-
-Where the operators are missing, or a layer's results are not those of torch, layers stay as they are.
+torch multiplies float32 matrices with MKL, in the weights' own layout, and lays bfloat16 weights out anew for each
+product, which takes longer than the product. A layer whose results are not those of torch stays as it is.
 """
 
 import logging
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from laserbatch.pipeline.decoding.attention.bfloat16 import as_array, as_tensor
 from laserbatch.pipeline.decoding.attention.interface import relative_error
 from laserbatch.pipeline.decoding.model.huge_pages import HugePages
-from laserbatch.pipeline.errors import first_line
 from laserbatch.pipeline.processor import multiplies_bfloat16
 
 logger = logging.getLogger(__name__)
 
 # Names of layers that transformers' models call with one input, in this order.
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-LAYOUT_TOKENS = 16  # the layout is chosen for products of so many tokens; it serves any number
-SIZES_PER_DOUBLING = 32  # numbers of tokens between one power of two and the next: 1 % is added in the mean
 # Relative error of a layer above which it stays as it is.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02}
-
-_OPERATOR = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-_product: Any = getattr(_OPERATOR, "default", None)
-_product_plus: Any = getattr(_OPERATOR, "binary", None)
-
-
-class OneDnnMatrix:
-    """A float32 matrix in oneDNN's layout, which has no data to read, and a bias or none."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, LAYOUT_TOKENS)
-        self._bias = bias
-
-    def product(self, inputs: np.ndarray, addend: np.ndarray | None = None) -> np.ndarray:
-        """Result (num_tokens, out_features) of inputs (num_tokens, in_features), plus the addend; all are float32.
-
-        Its time is that of a product computed before if there are as many tokens as `padded_size` gives.
-        """
-        tokens = torch.from_numpy(inputs)
-        if addend is None:
-            return _product(tokens, self._weight, self._bias, "none", [], "").numpy()
-        return _product_plus(tokens, torch.from_numpy(addend), self._weight, self._bias, "add").numpy()
 
 
 class JoinedLinear(nn.Module):
     """Linear layers of one input, as one product."""
 
     def __init__(self, layers: list[nn.Linear], memory: HugePages) -> None:
+        from laserbatch.pipeline.decoding.model.cpu_product import PackedMatrix  # numba takes a while to import
+
         super().__init__()
         weight = torch.cat([layer.weight.detach() for layer in layers])
         bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
         self.out_features = [layer.out_features for layer in layers]
-        self.is_float32 = weight.dtype == torch.float32
-        if self.is_float32:
-            self.matrix = OneDnnMatrix(weight, bias)
-        else:
-            from laserbatch.pipeline.decoding.model.bfloat16_product import Bfloat16Matrix  # numba takes a while
-
-            self.matrix = Bfloat16Matrix(weight, bias, memory)
+        self.matrix = PackedMatrix(weight, bias, memory)
         # The newest input and its parts, in a list: setting a module's attribute takes longer than a small product.
         self._newest: list = [None, ()]
 
@@ -90,12 +54,8 @@ class JoinedLinear(nn.Module):
         return result
 
     def _product(self, inputs: torch.Tensor) -> torch.Tensor:
-        tokens = inputs.reshape(-1, inputs.shape[-1])
-        num_tokens = len(tokens)
-        if self.is_float32 and padded_size(num_tokens) > num_tokens:
-            tokens = F.pad(tokens, (0, 0, 0, padded_size(num_tokens) - num_tokens))
-        results = as_tensor(self.matrix.product(as_array(tokens)))
-        return results[:num_tokens].view(*inputs.shape[:-1], -1)
+        tokens = as_array(inputs.reshape(-1, inputs.shape[-1]).contiguous())
+        return as_tensor(self.matrix.product(tokens)).view(*inputs.shape[:-1], -1)
 
 
 class PartOfLinear(nn.Module):
@@ -110,19 +70,11 @@ class PartOfLinear(nn.Module):
         return self._relaid[0].part(inputs, self._index)
 
 
-def padded_size(num_tokens: int) -> int:
-    """The number of tokens, rounded up, that products of oneDNN are computed for."""
-    step = max(1, (1 << num_tokens.bit_length() - 1) // SIZES_PER_DOUBLING)
-    return -(-num_tokens // step) * step
-
-
 def relayout_linear_layers(model: nn.Module) -> int:
     """Replace a model's linear layers on a CPU for good; returns how many were. Tied embeddings stay.
 
     Layers in float32, and those in bfloat16 where the processor multiplies it.
     """
-    if not torch.backends.mkldnn.is_available() or _OPERATOR is None:
-        return 0
     num_relaid, memory = 0, HugePages()
     for module in list(model.modules()):
         linear = {name: child for name, child in module.named_children() if _can_be_relaid(child)}
@@ -146,7 +98,8 @@ def _can_be_relaid(module: nn.Module) -> TypeGuard[nn.Linear]:
         return False
     if module.weight.device.type != "cpu":
         return False
-    return module.weight.dtype == torch.float32 or (module.weight.dtype == torch.bfloat16 and multiplies_bfloat16())
+    is_paired = module.weight.dtype == torch.bfloat16 and module.in_features % 2 == 0
+    return module.weight.dtype == torch.float32 or (is_paired and multiplies_bfloat16())
 
 
 def _is_group(layers: list[nn.Linear]) -> bool:
@@ -156,17 +109,13 @@ def _is_group(layers: list[nn.Linear]) -> bool:
 
 @torch.no_grad()
 def _relaid(layers: list[nn.Linear], memory: HugePages) -> JoinedLinear | None:
-    """Join layers with the same input; None if the product fails here or gives other results."""
+    """Join layers with the same input; None if the product gives other results here."""
     dtype = layers[0].weight.dtype
     inputs = torch.linspace(-1, 1, 2 * layers[0].in_features, dtype=dtype).view(1, 2, -1)
     expected = [layer(inputs) for layer in layers]
-    try:
-        relaid = JoinedLinear(layers, memory)
-        results = [relaid.part(inputs, index) for index in range(len(layers))]
-    except (RuntimeError, NotImplementedError) as error:
-        logger.info("linear layers stay in torch's layout: %s", first_line(error))
-        return None
+    relaid = JoinedLinear(layers, memory)
+    results = [relaid.part(inputs, index) for index in range(len(layers))]
     if all(relative_error(*pair) <= TOLERANCE[dtype] for pair in zip(results, expected, strict=True)):
         return relaid
-    logger.warning("linear layers give other results here in the layout of faster products; they stay in torch's")
+    logger.warning("linear layers give other results here in the layout of our products; they stay in torch's")
     return None

@@ -17,8 +17,7 @@ from laserbatch.pipeline.decoding.attention.bfloat16 import as_array, as_tensor,
 from laserbatch.pipeline.decoding.attention.interface import StepPlan
 from laserbatch.pipeline.decoding.attention.numba_attention import ATTENTION_STAMP, LOG2E, SUMS, power_of_two
 from laserbatch.pipeline.decoding.batch import Batch
-from laserbatch.pipeline.decoding.model.bfloat16_product import Bfloat16Matrix
-from laserbatch.pipeline.decoding.model.cpu_linear import OneDnnMatrix, padded_size
+from laserbatch.pipeline.decoding.model.cpu_product import PackedMatrix
 from laserbatch.pipeline.decoding.model.known_models import LayerParts, RotaryTables, is_known
 from laserbatch.retrieval_pools.compiled import cached, source_stamp
 
@@ -37,9 +36,10 @@ class _Norm:
             self.weight = module.weight.detach().float().add(1 if is_gemma else 0).numpy()
             self.epsilon = np.float32(module.eps if is_gemma else module.variance_epsilon)
 
-    def __call__(self, hidden: np.ndarray, num_tokens: int, result: np.ndarray) -> np.ndarray:
-        """`result` (num_padded, hidden_size), set for the first `num_tokens`."""
-        _normalise(hidden, num_tokens, self.weight, self.epsilon, result)
+    def __call__(self, hidden: np.ndarray) -> np.ndarray:
+        """The normalised stream, of hidden (num_tokens, hidden_size)."""
+        result = np.empty_like(hidden)
+        _normalise(hidden, self.weight, self.epsilon, result)
         return result
 
 
@@ -65,7 +65,6 @@ class FusedModel:
         self._rotary = RotaryTables(body.rotary_emb, self._layers, torch.empty(0))  # in float32 whatever the weights
         self._norm, self._output_layer = _Norm(body.norm), model.lm_head
         self._is_gelu = type(body.layers[0].mlp.act_fn).__name__ == "GELUTanh"
-        self._pads = self._embedding.weight.dtype == torch.float32
 
     @classmethod
     def of(cls, model: Any) -> "FusedModel | None":
@@ -78,27 +77,19 @@ class FusedModel:
 
     def hidden_of(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
         """Hidden states of a step's tokens: (num_tokens, hidden_size)."""
-        num_tokens = len(batch)
         self._rotary.cover(int(batch.positions.max()))
-        token_ids = np.zeros(padded_size(num_tokens) if self._pads else num_tokens, np.int64)
-        token_ids[:num_tokens] = batch.token_ids
-        hidden = as_array(self._embedding(torch.from_numpy(token_ids)[None])[0])
-        normed, attended, gated = np.zeros_like(hidden), None, None
+        hidden = as_array(self._embedding(torch.from_numpy(batch.token_ids.astype(np.int64))[None])[0])
         for layer in self._layers:
-            qkv = layer.qkv.product(layer.norm(hidden, num_tokens, normed))
-            if attended is None:
-                attended = np.zeros((len(hidden), layer.num_heads * layer.head_dim), hidden.dtype)
-            attended[:num_tokens] = self._attended(layer, qkv, batch, plan)
+            attended = self._attended(layer, layer.qkv.product(layer.norm(hidden)), batch, plan)
             hidden = _plus(hidden, attended, layer.attention_output, layer.attention_output_norm, layer.is_gemma)
-            gate_up = layer.gate_up.product(layer.mlp_norm(hidden, num_tokens, normed))
-            if gated is None:
-                gated = np.zeros((len(hidden), gate_up.shape[1] // 2), hidden.dtype)
-            _gate(gate_up, num_tokens, self._is_gelu, gated)
+            gate_up = layer.gate_up.product(layer.mlp_norm(hidden))
+            gated = np.empty((len(hidden), gate_up.shape[1] // 2), hidden.dtype)
+            _gate(gate_up, self._is_gelu, gated)
             hidden = _plus(hidden, gated, layer.mlp_output, layer.mlp_output_norm, layer.is_gemma)
-        return as_tensor(self._norm(hidden, num_tokens, normed)[:num_tokens])
+        return as_tensor(self._norm(hidden))
 
     def _attended(self, layer: _Layer, qkv: np.ndarray, batch: Batch, plan: StepPlan) -> np.ndarray:
-        """Attention's result, (num_tokens, num_heads * head_dim), of (num_padded, heads of all three * head_dim)."""
+        """Attention's result, (num_tokens, num_heads * head_dim), of (num_tokens, heads of all three * head_dim)."""
         memory = layer.memory(plan, layer.num_kv_heads, self._embedding.weight)
         query = np.empty((len(batch), layer.num_heads, layer.head_dim), qkv.dtype)
         cos, sin = self._rotary.tables[layer.rotary_type]
@@ -110,10 +101,8 @@ class FusedModel:
         return as_array(layer.attend(plan, as_tensor(query), memory))
 
 
-def _plus(
-    hidden: np.ndarray, inputs: np.ndarray, matrix: OneDnnMatrix | Bfloat16Matrix, norm: _Norm, normalises: bool
-) -> np.ndarray:
-    """The residual stream (num_padded, hidden_size) plus a layer's result, which is normalised first if it says so."""
+def _plus(hidden: np.ndarray, inputs: np.ndarray, matrix: PackedMatrix, norm: _Norm, normalises: bool) -> np.ndarray:
+    """The residual stream (num_tokens, hidden_size) plus a layer's result, which is normalised first if it says so."""
     if not normalises:
         return matrix.product(inputs, hidden)
     _add_normalised(matrix.product(inputs), norm.weight, norm.epsilon, hidden)
@@ -121,8 +110,8 @@ def _plus(
 
 
 @cached(**_COMPILED)
-def _normalise(hidden, num_tokens, weight, epsilon, result):
-    for i in range(num_tokens):
+def _normalise(hidden, weight, epsilon, result):
+    for i in range(len(hidden)):
         factor = _root_mean_square(hidden[i], epsilon)
         for j in range(hidden.shape[1]):
             result[i, j] = narrowed(widened(hidden[i, j]) * factor * weight[j], result)
@@ -175,10 +164,10 @@ def _rotate(qkv, positions, cos, sin, slots, query_weight, key_weight, epsilon, 
 
 
 @cached(**_COMPILED)
-def _gate(gate_up, num_tokens, is_gelu, result):
-    """activation(gate) * up of (num_padded, 2 * n), n numbers of the gate first: SiLU, or the tanh form of GELU."""
+def _gate(gate_up, is_gelu, result):
+    """activation(gate) * up of (num_tokens, 2 * n), n numbers of the gate first: SiLU, or the tanh form of GELU."""
     n = result.shape[1]
-    for i in range(num_tokens):
+    for i in range(len(result)):
         for j in range(n):
             x = widened(gate_up[i, j])
             exponent = x

@@ -13,13 +13,13 @@ class HugePages:
     def __init__(self) -> None:
         self._free = np.empty(0, np.uint8)
 
-    def empty(self, num_values: int) -> np.ndarray:
-        """uint16[num_values], aligned to 64 bytes."""
-        num_bytes = -(-2 * num_values // 64) * 64
+    def empty(self, num_values: int, dtype: np.dtype) -> np.ndarray:
+        """An array of `num_values`, aligned to 64 bytes."""
+        num_bytes = -(-num_values * dtype.itemsize // 64) * 64
         if num_bytes > len(self._free):
             chunk = mmap.mmap(-1, max(CHUNK, num_bytes) + HUGE_PAGE)
             chunk.madvise(mmap.MADV_HUGEPAGE)
             memory = np.frombuffer(chunk, np.uint8)
             self._free = memory[-memory.ctypes.data % HUGE_PAGE :]
-        taken, self._free = self._free[: 2 * num_values], self._free[num_bytes:]
-        return taken.view(np.uint16)
+        taken, self._free = self._free[: num_values * dtype.itemsize], self._free[num_bytes:]
+        return taken.view(dtype)

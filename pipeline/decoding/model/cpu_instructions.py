@@ -1,4 +1,4 @@
-"""Instructions of a processor on bfloat16 matrices, for compiled loops: AMX's tiles, AVX512-BF16's vectors, rounding.
+"""Instructions of processors on matrices, for compiled loops: AMX's tiles, a product in vectors, rounding.
 
 A place is an index of an array as it lies in memory, whatever its shape. AMX has eight tiles, which instructions name
 by number.
@@ -15,9 +15,9 @@ from numba.extending import intrinsic as numba_intrinsic
 from laserbatch.pipeline.decoding.attention.tile_product import INT, LANES, VECTOR, Emitter
 from laserbatch.retrieval_pools.compiled import intrinsic
 
-STRIP, STEP, ROWS = 32, 32, 16  # outputs of a strip, inputs of a step, tokens of a tile
+STRIP, STEP, ROWS = 2 * LANES, 32, 16  # outputs of a strip, inputs of a step, tokens of a tile
 TILE = ROWS * STEP  # values
-VECTOR_ROWS, FEW_ROWS = 8, 2  # tokens that vectors multiply at once
+
 
 # A tile's number is a part of its instruction.
 literal_intrinsic = cast(Callable[[Callable], Callable], numba_intrinsic(prefer_literal=True))
@@ -88,12 +88,17 @@ def fetch_line(typing, array, place):
 
     def emit_fetch(context, builder, signature, arguments):
         emit = Emitter(context, builder, signature, arguments)
-        pointer = builder.bitcast(emit.pointer(0, emit.values[1]), cgutils.voidptr_t)
-        to_read, second_level, of_data = (cgutils.int32_t(number) for number in (0, 2, 1))
-        _emit_call(emit, "llvm.prefetch.p0", pointer, to_read, second_level, of_data)
+        _emit_fetch(emit, emit.pointer(0, emit.values[1]))
         return context.get_dummy_value()
 
     return types.void(array, place), emit_fetch
+
+
+def _emit_fetch(emit: Emitter, pointer: Any) -> None:
+    to_read, second_level, of_data = (cgutils.int32_t(number) for number in (0, 2, 1))
+    _emit_call(
+        emit, "llvm.prefetch.p0", emit.builder.bitcast(pointer, cgutils.voidptr_t), to_read, second_level, of_data
+    )
 
 
 @intrinsic
@@ -113,27 +118,27 @@ def copy_step(typing, inputs, token, begin, tiles, place):
 
 @intrinsic
 def store_rounded(typing, sums, place, bias, column, result, token):
-    """result[token, column + i] = the sum + bias[column + i] of STRIP i, rounded to bfloat16."""
-    return types.void(sums, place, bias, column, result, token), _emit_rounded
+    """result[token, column + i] = the sum + bias[column + i] of STRIP i, rounded where results are bfloat16."""
+    return types.void(sums, place, bias, column, result, token), _emit_stored
 
 
 @intrinsic
 def store_sum(typing, sums, place, bias, column, result, token, addend):
     """As `store_rounded`, with addend[token, column + i] added."""
-    return types.void(sums, place, bias, column, result, token, addend), _emit_rounded
+    return types.void(sums, place, bias, column, result, token, addend), _emit_stored
 
 
-def _emit_rounded(context, builder, signature, arguments):
+def _emit_stored(context, builder, signature, arguments):
     emit = Emitter(context, builder, signature, arguments)
     _, place, _, column, _, token, *addend = emit.values
     halves = []
-    for tile in range(2):
-        total = emit.load_widened(0, emit.pointer(0, emit.plus(place, tile * ROWS * LANES)))
-        tile_column = emit.plus(column, tile * LANES)
-        total = builder.fadd(total, emit.load_widened(2, emit.pointer(2, tile_column)))
+    for half in range(2):
+        half_column = emit.plus(column, half * LANES)
+        total = emit.load_widened(0, emit.pointer(0, emit.plus(place, half * ROWS * LANES)))
+        total = builder.fadd(total, emit.load_widened(2, emit.pointer(2, half_column)))
         if addend:
-            total = builder.fadd(total, emit.load_widened(6, emit.pointer(6, token, tile_column)))
-        halves.append(_rounded(builder, total))
+            total = builder.fadd(total, emit.load_widened(6, emit.pointer(6, token, half_column)))
+        halves.append(total if emit.is_float(4) else _rounded(builder, total))
     lanes = ir.Constant(ir.VectorType(ir.IntType(32), STRIP), list(range(STRIP)))
     whole = builder.shuffle_vector(*halves, lanes)
     builder.store(whole, builder.bitcast(emit.pointer(4, token, column), whole.type.as_pointer()), align=2)
@@ -168,37 +173,53 @@ class _Bfloat16(ir.Type):
 
 
 @literal_intrinsic
-def multiply_vectors(typing, num_rows, tiles, place, weights, weight, num_steps, sums):
-    """Set `sums` (2, ROWS, 16) to a strip's results of `num_rows` tokens of a tile from `place` on."""
-    return types.void(num_rows, tiles, place, weights, weight, num_steps, sums), _emit_vectors
+def multiply_rows(typing, num_rows, num_fetched, inputs, row, last_row, weights, weight, fetched, sums):
+    """Set `sums` (2, ROWS, LANES) to a strip's results of `num_rows` tokens; behind the last row it is repeated.
+
+    The strip's weights are from place `weight` on, for each word of an input one of STRIP outputs: a word is a float32
+    or two bfloat16. With each, `num_fetched` lines are fetched from place `fetched` on.
+    """
+    kinds = num_rows, num_fetched, inputs, row, last_row, weights, weight, fetched, sums
+    return types.void(*kinds), _emit_rows
 
 
-def _emit_vectors(context, builder, signature, arguments):
+def _emit_rows(context, builder, signature, arguments):
     emit = Emitter(context, builder, signature, arguments)
-    _, _, place, _, weight, num_steps, _ = emit.values
-    num_rows = signature.args[0].literal_value
-    pairs = ir.VectorType(_Bfloat16(), 2 * LANES)
-    word = ir.IntType(32)
+    _, _, _, row, last_row, _, weight, fetched, _ = emit.values
+    num_rows, num_fetched = (kind.literal_value for kind in signature.args[:2])
+    is_float, word = emit.is_float(2), ir.IntType(32)
+    operand = VECTOR if is_float else ir.VectorType(_Bfloat16(), 2 * LANES)
+    line = LANES if is_float else 2 * LANES  # values
+    num_words = builder.extract_value(emit.values[2].shape, 1)
+    if not is_float:
+        num_words = builder.udiv(num_words, ir.Constant(INT, 2))
+    rows = []
+    for number in range(num_rows):
+        at = emit.plus(row, number)
+        at = builder.select(builder.icmp_signed("<", at, last_row), at, last_row)
+        rows.append(builder.bitcast(emit.pointer(2, at, ir.Constant(INT, 0)), word.as_pointer()))
     begin, loop, after = builder.block, builder.append_basic_block("step"), builder.append_basic_block("after")
     builder.branch(loop)
     builder.position_at_end(loop)
     step = builder.phi(INT)
     sums = [[builder.phi(VECTOR) for _ in range(2)] for _ in range(num_rows)]
-    new = [list(row) for row in sums]
-    place = builder.add(place, builder.mul(step, ir.Constant(INT, TILE)))
-    weight = builder.add(weight, builder.mul(step, ir.Constant(INT, 2 * TILE)))
-    for pair in range(STEP // 2):
-        places = [emit.plus(weight, tile * TILE + pair * STEP) for tile in range(2)]
-        rights = [emit.load(emit.pointer(3, at), pairs) for at in places]
-        for row in range(num_rows):
-            value = emit.load(emit.pointer(1, emit.plus(place, row * STEP + 2 * pair)), word)
-            undefined = ir.Constant(ir.VectorType(word, LANES), ir.Undefined)
-            first = builder.insert_element(undefined, value, ir.Constant(word, 0))
-            left = builder.bitcast(emit.shuffled(first, first, [0] * LANES), pairs)
-            for tile in range(2):
-                operands = new[row][tile], left, rights[tile]
-                name = "llvm.x86.avx512bf16.dpbf16ps.512"
-                new[row][tile] = _emit_call(emit, name, *operands, result=VECTOR)
+    here = builder.add(weight, builder.mul(step, ir.Constant(INT, 2 * line)))
+    rights = [emit.load(emit.pointer(5, emit.plus(here, half * line)), operand) for half in range(2)]
+    ahead = builder.add(fetched, builder.mul(step, ir.Constant(INT, num_fetched * line)))
+    for number in range(num_fetched):
+        _emit_fetch(emit, emit.pointer(5, emit.plus(ahead, number * line)))
+    new = []
+    for start, row_sums in zip(rows, sums, strict=True):
+        undefined = ir.Constant(ir.VectorType(word, LANES), ir.Undefined)
+        first = builder.insert_element(undefined, emit.load(builder.gep(start, [step])), ir.Constant(word, 0))
+        left = builder.bitcast(emit.shuffled(first, first, [0] * LANES), operand)
+        pairs = zip(rights, row_sums, strict=True)
+        if is_float:
+            name = f"llvm.fmuladd.v{LANES}f32"
+            new.append([_emit_call(emit, name, left, right, total, result=VECTOR) for right, total in pairs])
+        else:
+            name = "llvm.x86.avx512bf16.dpbf16ps.512"
+            new.append([_emit_call(emit, name, total, left, right, result=VECTOR) for right, total in pairs])
     following = emit.plus(step, 1)
     step.add_incoming(ir.Constant(INT, 0), begin)
     step.add_incoming(following, loop)
@@ -206,9 +227,9 @@ def _emit_vectors(context, builder, signature, arguments):
         for total, value in zip(row_sums, row_new, strict=True):
             total.add_incoming(ir.Constant(VECTOR, [0.0] * LANES), begin)
             total.add_incoming(value, loop)
-    builder.cbranch(builder.icmp_signed("<", following, num_steps), loop, after)
+    builder.cbranch(builder.icmp_signed("<", following, num_words), loop, after)
     builder.position_at_end(after)
-    for row, values in enumerate(new):
-        for tile, value in enumerate(values):
-            emit.store(value, emit.pointer(6, ir.Constant(INT, (tile * ROWS + row) * LANES)))
+    for number, values in enumerate(new):
+        for half, value in enumerate(values):
+            emit.store(value, emit.pointer(8, ir.Constant(INT, (half * ROWS + number) * LANES)))
     return context.get_dummy_value()

@@ -1,13 +1,13 @@
-"""Products with a bfloat16 matrix on a CPU, by the processor's own instructions: AMX, or AVX512-BF16.
+"""Products with a matrix on a CPU, in float32 or bfloat16, by vectors of the processor or by AMX.
 
 A few tokens are multiplied in the time in which the weights come from memory. So weights lie in the order in which they
 are read, in huge pages (with pages of 4 KiB an Intel Xeon reads a third slower), and while one strip of them is
 multiplied the next one is fetched. Sums are float32. A token's results are added up in an order of their own, so that
 they have the same bits whatever else is in the product.
 
-Weights are divided into strips of 32 outputs and steps of 32 inputs. A step of a strip is two tiles of 1 KiB, which is
-how AMX wants them: row p of a tile has the inputs 2 p and 2 p + 1 of 16 outputs. Inputs are copied into tiles of 16
-tokens and 32 inputs.
+Weights are divided into strips of 32 outputs. For vectors a strip has, word by word of the inputs, the weights of its
+outputs; a word is a float32 or a pair of bfloat16. For AMX a strip is divided into steps of 32 inputs, each of two
+tiles of 1 KiB: row p of a tile has pair p of 16 outputs. Inputs are copied into tiles of 16 tokens and 32 inputs.
 """
 
 import ctypes
@@ -23,19 +23,17 @@ from numba import njit, prange
 from laserbatch.pipeline.decoding.attention.bfloat16 import as_array, narrowed, widened
 from laserbatch.pipeline.decoding.attention.numba_attention import ATTENTION_STAMP, num_threads
 from laserbatch.pipeline.decoding.attention.tile_product import LANES
-from laserbatch.pipeline.decoding.model.bfloat16_instructions import (
-    FEW_ROWS,
+from laserbatch.pipeline.decoding.model.cpu_instructions import (
     ROWS,
     STEP,
     STRIP,
     TILE,
-    VECTOR_ROWS,
     add_tiles,
     configure_tiles,
     copy_step,
     fetch_line,
     load_tile,
-    multiply_vectors,
+    multiply_rows,
     release_tiles,
     store_rounded,
     store_sum,
@@ -48,13 +46,14 @@ from laserbatch.pipeline.processor import processor_flags
 from laserbatch.retrieval_pools.compiled import cached, source_stamp
 
 MAX_TOKENS = 256  # of which the inputs stay in a core's second-level cache
-_STAMP = ATTENTION_STAMP + source_stamp(sorted(Path(__file__).parent.glob("bfloat16_*.py")))
+# Tokens that vectors multiply at once: their sums fill the registers of AVX-512, or of AVX2.
+MANY, SOME, FEW = (12, 8, 2) if "avx512f" in processor_flags() else (3, 2, 1)
+_STAMP = ATTENTION_STAMP + source_stamp(sorted(Path(__file__).parent.glob("cpu_*.py")))
 
 # What AMX is told before its first instruction: palette 1, and eight tiles of 16 rows of 64 bytes.
 _TILE_CONFIGURATION = np.zeros(64, np.uint8)
 _TILE_CONFIGURATION[0] = 1
 _TILE_CONFIGURATION[16:32:2], _TILE_CONFIGURATION[48:56] = 64, ROWS
-_NOTHING = np.empty((0, 0), np.uint16)
 
 
 @cache
@@ -66,38 +65,47 @@ def has_amx() -> bool:
     return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
-class Bfloat16Matrix:
-    """A matrix (out_features, in_features) in tiles, and a bias or none."""
+class PackedMatrix:
+    """A matrix (out_features, in_features), float32 or bfloat16, in the layout of products, and a bias or none."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, memory: HugePages) -> None:
         self._num_outputs, num_inputs = weight.shape
-        self._multiply = _multiply_by_tiles if has_amx() else _multiply_by_vectors
         num_strips, num_steps = -(-self._num_outputs // STRIP), -(-num_inputs // STEP)
-        plain = np.zeros((num_strips * STRIP, num_steps * STEP), np.uint16)
-        plain[: self._num_outputs, :num_inputs] = as_array(weight.detach())
-        # strip, tile, output, step, pair, input of the pair
-        in_order = plain.reshape(num_strips, 2, ROWS, num_steps, STEP // 2, 2).transpose(0, 3, 1, 4, 2, 5)
-        self._tiles = memory.empty(plain.size).reshape(num_strips, num_steps, 2 * TILE)
-        self._tiles.reshape(in_order.shape)[:] = in_order
+        values = as_array(weight.detach())
+        self._uses_tiles = values.dtype == np.uint16 and has_amx()
+        plain = np.zeros((num_strips * STRIP, num_steps * STEP if self._uses_tiles else num_inputs), values.dtype)
+        plain[: self._num_outputs, :num_inputs] = values
+        if self._uses_tiles:  # strip, tile, output, step, pair, input of the pair
+            in_order = plain.reshape(num_strips, 2, ROWS, num_steps, STEP // 2, 2).transpose(0, 3, 1, 4, 2, 5)
+        else:  # strip, output, word, input of the word
+            in_order = plain.reshape(num_strips, STRIP, -1, 4 // plain.itemsize).transpose(0, 2, 1, 3)
+        self._weights = memory.empty(plain.size, plain.dtype)
+        self._weights.reshape(in_order.shape)[:] = in_order
+        self._weights = self._weights.reshape(num_strips, -1)
         self._bias = np.zeros(num_strips * STRIP, np.float32)
         if bias is not None:
             self._bias[: self._num_outputs] = bias.detach().float().numpy()
+        self._nothing = np.empty((0, 0), plain.dtype)
 
-    def product(self, inputs: np.ndarray, addend: np.ndarray = _NOTHING) -> np.ndarray:
+    def product(self, inputs: np.ndarray, addend: np.ndarray | None = None) -> np.ndarray:
         """Result (num_tokens, out_features) of inputs (num_tokens, in_features), plus the addend, rounded once.
 
-        All are bfloat16 as uint16.
+        All are float32, or bfloat16 as uint16, and contiguous.
         """
-        result = np.empty((len(inputs), self._num_outputs), np.uint16)
-        threads = min(torch.get_num_threads(), num_threads(), len(self._tiles))
+        result = np.empty((len(inputs), self._num_outputs), inputs.dtype)
+        threads = min(torch.get_num_threads(), num_threads(), len(self._weights))
         numba.set_num_threads(threads)
-        self._multiply(inputs, self._tiles, self._bias, addend, result, _TILE_CONFIGURATION, threads)
+        added = self._nothing if addend is None else addend
+        if self._uses_tiles:
+            _multiply_by_tiles(inputs, self._weights, self._bias, added, result, threads, _TILE_CONFIGURATION)
+        else:
+            _multiply_by_vectors(inputs, self._weights, self._bias, added, result, threads)
         return result
 
 
 @cached(_STAMP, nogil=True, parallel=True, error_model="numpy")
-def _multiply_by_tiles(inputs, weights, bias, addend, result, configuration, num_threads):
-    num_strips, num_steps, _ = weights.shape
+def _multiply_by_tiles(inputs, weights, bias, addend, result, num_threads, configuration):
+    num_strips, num_steps = len(weights), weights.shape[1] // (2 * TILE)
     for begin in range(0, len(inputs), MAX_TOKENS):
         end = min(begin + MAX_TOKENS, len(inputs))
         tiles = _tiles_of(inputs[begin:end], num_steps)
@@ -115,23 +123,30 @@ def _multiply_by_tiles(inputs, weights, bias, addend, result, configuration, num
 
 
 @cached(_STAMP, nogil=True, parallel=True, error_model="numpy")
-def _multiply_by_vectors(inputs, weights, bias, addend, result, configuration, num_threads):
-    num_strips, num_steps, _ = weights.shape
+def _multiply_by_vectors(inputs, weights, bias, addend, result, num_threads):
+    num_strips, size = weights.shape
     for begin in range(0, len(inputs), MAX_TOKENS):
         end = min(begin + MAX_TOKENS, len(inputs))
-        tiles = _tiles_of(inputs[begin:end], num_steps)
         for thread in prange(num_threads):
-            sums = np.empty(2 * ROWS * STRIP, np.float32)
-            for strip in range(num_strips * thread // num_threads, num_strips * (thread + 1) // num_threads):
-                for token in range(begin, end, VECTOR_ROWS):
-                    row = (token - begin) % ROWS
-                    place = (token - begin - row) * num_steps * STEP + row * STEP
-                    weight = strip * num_steps * 2 * TILE
-                    if end - token > FEW_ROWS:
-                        multiply_vectors(VECTOR_ROWS, tiles, place, weights, weight, num_steps, sums)
+            sums = np.empty(ROWS * STRIP, np.float32)
+            first, last = num_strips * thread // num_threads, num_strips * (thread + 1) // num_threads
+            for strip in range(first, last):
+                here, ahead = strip * size, min(strip + 1, last - 1) * size
+                token = begin
+                while token < end:  # the first ones fetch the next strip meanwhile
+                    left, number = end - token, MANY
+                    if left <= FEW:
+                        number = FEW
+                        multiply_rows(FEW, 2, inputs, token, end - 1, weights, here, ahead, sums)
+                    elif left <= SOME:
+                        number = SOME
+                        multiply_rows(SOME, 2, inputs, token, end - 1, weights, here, ahead, sums)
+                    elif token == begin:
+                        multiply_rows(MANY, 2, inputs, token, end - 1, weights, here, ahead, sums)
                     else:
-                        multiply_vectors(FEW_ROWS, tiles, place, weights, weight, num_steps, sums)
-                    _store(sums, token, min(token + VECTOR_ROWS, end), strip, bias, addend, result)
+                        multiply_rows(MANY, 0, inputs, token, end - 1, weights, here, ahead, sums)
+                    _store(sums, token, min(token + number, end), strip, bias, addend, result)
+                    token += number
 
 
 @njit(error_model="numpy")
@@ -157,7 +172,7 @@ def _tiles_of(inputs, num_steps):
 @njit(error_model="numpy")
 def _multiply_tiles(tiles, token, num_tokens, weights, strip, next_strip, sums):
     """Set `sums` (2, 2, ROWS, 16): the strip's results of 32 tokens; meanwhile a part of the next strip is fetched."""
-    num_steps = weights.shape[1]
+    num_steps = weights.shape[1] // (2 * TILE)
     weight = strip * num_steps * 2 * TILE
     upper = token * num_steps * STEP
     # Each pass over a strip fetches its share of the next one: lines of 64 bytes.
