@@ -75,13 +75,13 @@ class PackedMatrix:
         self._uses_tiles = values.dtype == np.uint16 and has_amx()
         plain = np.zeros((num_strips * STRIP, num_steps * STEP if self._uses_tiles else num_inputs), values.dtype)
         plain[: self._num_outputs, :num_inputs] = values
-        if self._uses_tiles:  # strip, tile, output, step, pair, input of the pair
-            in_order = plain.reshape(num_strips, 2, ROWS, num_steps, STEP // 2, 2).transpose(0, 3, 1, 4, 2, 5)
-        else:  # strip, output, word, input of the word
-            in_order = plain.reshape(num_strips, STRIP, -1, 4 // plain.itemsize).transpose(0, 2, 1, 3)
-        self._weights = memory.empty(plain.size, plain.dtype)
-        self._weights.reshape(in_order.shape)[:] = in_order
-        self._weights = self._weights.reshape(num_strips, -1)
+        words = plain.view(np.uint32)
+        if self._uses_tiles:  # strip, tile, output, step, pair
+            in_order = words.reshape(num_strips, 2, ROWS, num_steps, STEP // 2).transpose(0, 3, 1, 4, 2)
+        else:  # strip, output, word
+            in_order = words.reshape(num_strips, STRIP, -1).transpose(0, 2, 1)
+        self._weights = memory.empty(plain.size, plain.dtype).reshape(num_strips, -1)
+        self._weights.view(np.uint32).reshape(in_order.shape)[:] = in_order
         self._bias = np.zeros(num_strips * STRIP, np.float32)
         if bias is not None:
             self._bias[: self._num_outputs] = bias.detach().float().numpy()
