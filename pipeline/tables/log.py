@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
-from laserbatch.pipeline.storage.mapped import MappedFiles
 from laserbatch.pipeline.tables.order import slices
 from laserbatch.pipeline.tables.schema import ID_COLUMNS
 from laserbatch.retrieval_pools.ids import IdCodes
+from laserbatch.retrieval_pools.mapped import MappedFiles
 
 NULL_TIME = np.iinfo(np.int64).max  # so that it comes last
 

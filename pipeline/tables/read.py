@@ -24,7 +24,6 @@ import pyarrow.types as pt
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import sha256_file
-from laserbatch.pipeline.storage.mapped import MappedFiles
 from laserbatch.pipeline.tables.columns import (
     ATTRIBUTE,
     CREATED,
@@ -61,6 +60,7 @@ from laserbatch.pipeline.tables.schema import (
 )
 from laserbatch.pipeline.tables.time_units import in_unit, require_units
 from laserbatch.retrieval_pools.ids import rows_among
+from laserbatch.retrieval_pools.mapped import MappedFiles
 
 logger = logging.getLogger(__name__)
 
