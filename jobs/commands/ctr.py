@@ -32,7 +32,7 @@ from laserbatch.jobs.stages.train_ctr import (
 from laserbatch.jobs.stages.variants import compare_variants, of_configs, of_frameworks
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.figures import CtrFigures
-from laserbatch.pipeline.tables.read import open_tables
+from laserbatch.pipeline.tables.streamed import open_tables
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 TABLES = typer.Option(None, show_default="those that the run read", help="Folder or URI of the input tables.")

@@ -29,8 +29,8 @@ from laserbatch.jobs.stages.run_experiment import (
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.experiments import experiment_folder
 from laserbatch.pipeline.storage.workspace import Workspace
-from laserbatch.pipeline.tables.read import open_tables
 from laserbatch.pipeline.tables.sampled import day_of_share
+from laserbatch.pipeline.tables.streamed import open_tables
 
 ITEMS_A_USER = 4  # of the sample, at most, where no number of items is given
 
