@@ -11,23 +11,11 @@ import pyarrow.parquet as pq
 import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError
-from laserbatch.pipeline.tables.columns import (
-    ATTRIBUTE,
-    CREATED,
-    IN_RANGE,
-    TIME,
-    role_of,
-    schema_findings,
-)
+from laserbatch.pipeline.tables.columns import ATTRIBUTE, CREATED, IN_RANGE, TIME, role_of, schema_findings
 from laserbatch.pipeline.tables.fetched import shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, Findings, unreadable
 from laserbatch.pipeline.tables.parts import TablePart
-from laserbatch.pipeline.tables.schema import (
-    CREATED_AT,
-    require_seconds,
-    table_parts,
-    time_scalar,
-)
+from laserbatch.pipeline.tables.schema import CREATED_AT, require_seconds, table_parts, time_scalar
 from laserbatch.pipeline.tables.time_units import in_unit, require_units
 from laserbatch.retrieval_pools.mapped import MappedFiles
 

@@ -21,12 +21,7 @@ import pyarrow.types as pt
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import sha256_file
-from laserbatch.pipeline.tables.columns import (
-    EVENT,
-    ID,
-    TIME,
-    role_of,
-)
+from laserbatch.pipeline.tables.columns import EVENT, ID, TIME, role_of
 from laserbatch.pipeline.tables.database import QUERY_KEY
 from laserbatch.pipeline.tables.log import StoredLog
 from laserbatch.pipeline.tables.order import alike, codes_of, equal_to_earlier, exact_copies, in_order, only_chunk

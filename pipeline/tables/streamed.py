@@ -11,22 +11,14 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from laserbatch.pipeline.errors import TableError
-from laserbatch.pipeline.tables.columns import (
-    role_of,
-    schema_findings,
-)
+from laserbatch.pipeline.tables.columns import role_of, schema_findings
 from laserbatch.pipeline.tables.fetched import shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable
 from laserbatch.pipeline.tables.layout import list_folder, name_left_out
 from laserbatch.pipeline.tables.part_columns import naming_file, read_table
 from laserbatch.pipeline.tables.parts import TablePart, dataset_of, typed_parts
 from laserbatch.pipeline.tables.read import find_exact_copies, warn_of_copies
-from laserbatch.pipeline.tables.schema import (
-    TABLE_NAMES,
-    list_table,
-    table_parts,
-    tables_folder,
-)
+from laserbatch.pipeline.tables.schema import TABLE_NAMES, list_table, table_parts, tables_folder
 from laserbatch.pipeline.tables.time_units import in_unit, require_units
 
 logger = logging.getLogger(__name__)
