@@ -199,14 +199,19 @@ def _warnings(manifest: RunManifest, sides: list[SideReport]) -> list[str]:
     done = "Not published" if manifest.status == "held" else "Published all the same"
     messages = [f"{done}: {gate_sentence(gate)}." for gate in blocking(manifest.judgement.gates)]
     messages += [f"{gate_sentence(gate)}." for gate in warning(manifest.judgement.gates)]
-    if (age := recorded_age(manifest.origin.inputs)) is not None and age.is_stale:
-        messages.append(f"{str(age)[0].upper()}{str(age)[1:]}.")
+    messages += log_warnings(manifest)
     if (server := manifest.generation.endpoint) is not None and server.changes:
         messages.append(f"{server.changes[0].upper()}{server.changes[1:]}.")
     messages += [f"{side.label}: {warning}." for side in sides for warning in side_warnings(side.figures)]
     for table, facts in manifest.origin.inputs.items():
         messages += [f"{table}.{column}: {why}." for column, why in facts.get(LEFT_OUT, {}).items()]
     return [manifest.failure, *messages] if manifest.status == "failed" and manifest.failure else messages
+
+
+def log_warnings(manifest: RunManifest) -> list[str]:
+    """A warning if the newest interaction is older than usual."""
+    age = recorded_age(manifest.origin.inputs)
+    return [] if age is None or not age.is_stale else [f"{str(age)[0].upper()}{str(age)[1:]}."]
 
 
 def _facts(manifest: RunManifest) -> list[str]:
