@@ -28,7 +28,8 @@ from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.run_night import run_night
 from laserbatch.pipeline.encoding.versions import feature_versions
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
-from laserbatch.pipeline.tables.read import Tables, open_tables
+from laserbatch.pipeline.tables.read import Tables
+from laserbatch.pipeline.tables.streamed import open_tables
 
 WORLD_SEED = 7  # on which nothing was trained or chosen
 NUM_ASKED = 40  # ratings that each user is asked for, to judge models by

@@ -37,7 +37,7 @@ from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
-from laserbatch.pipeline.tables.read import open_tables
+from laserbatch.pipeline.tables.streamed import open_tables
 
 FIRST_DATE = LAST_DATE - datetime.timedelta(days=30)
 WORLD_SEED = 11  # on which nothing was trained or chosen

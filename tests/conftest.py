@@ -37,6 +37,14 @@ def pytest_runtest_setup() -> None:
         torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_waiting_for_the_disk() -> Iterator[None]:
+    """Tests write thousands of small files, and the machine does not lose its power meanwhile."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
 def _folder(variable: str, default: Path) -> Path:
     folder = Path(os.environ.get(variable, default))
     if not folder.is_dir():

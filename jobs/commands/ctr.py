@@ -11,28 +11,14 @@ from laserbatch.ctr.settings import CtrOptions, CtrSettings, History, ModelName
 from laserbatch.jobs.console import print_table, stdout, summary
 from laserbatch.jobs.report.ctr_table import ctr_lead, ctr_table
 from laserbatch.jobs.report.variant_table import between_line, variant_table
-from laserbatch.jobs.settings import (
-    CONFIG,
-    CONFIGS,
-    FRAMEWORKS,
-    WORKSPACE,
-    config_here,
-    load_settings,
-    variant_names,
-)
+from laserbatch.jobs.settings import CONFIG, CONFIGS, FRAMEWORKS, WORKSPACE, config_here, load_settings, variant_names
 from laserbatch.jobs.stages.compare_ctr import compare_ctr
 from laserbatch.jobs.stages.night import open_run
-from laserbatch.jobs.stages.train_ctr import (
-    FeatureName,
-    evaluate_folder,
-    predict_pairs,
-    train_to_folder,
-    trained_on,
-)
+from laserbatch.jobs.stages.train_ctr import FeatureName, evaluate_folder, predict_pairs, train_to_folder, trained_on
 from laserbatch.jobs.stages.variants import compare_variants, of_configs, of_frameworks
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.figures import CtrFigures
-from laserbatch.pipeline.tables.read import open_tables
+from laserbatch.pipeline.tables.streamed import open_tables
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 TABLES = typer.Option(None, show_default="those that the run read", help="Folder or URI of the input tables.")

@@ -15,9 +15,10 @@ from laserbatch.pipeline.storage.atomic import atomic_folder
 from laserbatch.pipeline.tables.findings import count_faults
 from laserbatch.pipeline.tables.mapping import import_mapped, load_mapping
 from laserbatch.pipeline.tables.personal import personal_data
-from laserbatch.pipeline.tables.read import describe, find_exact_copies, open_tables
+from laserbatch.pipeline.tables.read import describe, find_exact_copies
 from laserbatch.pipeline.tables.schema import require_only_tables
 from laserbatch.pipeline.tables.source import list_source
+from laserbatch.pipeline.tables.streamed import open_tables
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 

@@ -151,13 +151,9 @@ def _reasons(night: Night, plan: SidePlan, shards: list[Shard], scratch: RunFold
 def _most_changed(
     night: Night, side: Side, part: str, keys: pa.Array, num_before: int, prior: PreviousKnowledge, scratch: RunFolder
 ) -> dict[str, str]:
-    """The columns that changed for over half of the entities with a text, and how.
+    """The columns that changed for over half of the `num_before` entities with a text, and how.
 
-    Parameters
-    ----------
-    part : the part of fingerprints that changed: attributes or history.
-    keys : ids of the entities whose part changed; a sample of them is compared.
-    num_before : number of entities with a text.
+    A sample of `keys` is compared, the entities whose `part` of the fingerprint changed: attributes or history.
     """
     sample = keys.take(pa.array(np.unique(np.linspace(0, len(keys) - 1, min(len(keys), MAX_COMPARED)).astype(int))))
     records = prior.values(prior.rows_of(pa.chunked_array([sample])), ["entity_id", "fingerprint", "run_id"])

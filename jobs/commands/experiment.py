@@ -8,15 +8,7 @@ import typer
 from laserbatch.jobs.commands.ctr import print_variants
 from laserbatch.jobs.console import ExitCode, print_table, say, summary
 from laserbatch.jobs.report.variant_table import audit_table
-from laserbatch.jobs.settings import (
-    CONFIGS,
-    FRAMEWORKS,
-    JSON,
-    WORKSPACE,
-    config_here,
-    load_settings,
-    variant_names,
-)
+from laserbatch.jobs.settings import CONFIGS, FRAMEWORKS, JSON, WORKSPACE, config_here, load_settings, variant_names
 from laserbatch.jobs.stages.night import parse_date
 from laserbatch.jobs.stages.run_experiment import (
     RECORD,
@@ -29,8 +21,8 @@ from laserbatch.jobs.stages.run_experiment import (
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.experiments import experiment_folder
 from laserbatch.pipeline.storage.workspace import Workspace
-from laserbatch.pipeline.tables.read import open_tables
 from laserbatch.pipeline.tables.sampled import day_of_share
+from laserbatch.pipeline.tables.streamed import open_tables
 
 ITEMS_A_USER = 4  # of the sample, at most, where no number of items is given
 

@@ -25,8 +25,8 @@ from laserbatch.pipeline.tables.columns import schema_findings
 from laserbatch.pipeline.tables.conversion import ConversionFault, to_time
 from laserbatch.pipeline.tables.findings import FaultyTable
 from laserbatch.pipeline.tables.layout import list_folder
-from laserbatch.pipeline.tables.read import iter_rows
 from laserbatch.pipeline.tables.schema import UNITS_PER_SECOND, TimeUnit, plain_ids
+from laserbatch.pipeline.tables.streamed import iter_rows
 from laserbatch.pipeline.tables.time_units import require_units
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)

@@ -32,8 +32,8 @@ from laserbatch.pipeline.tables.findings import count_faults
 from laserbatch.pipeline.tables.guess import guess_mapping, read_sources, yaml_line
 from laserbatch.pipeline.tables.guessed_columns import SourceTable, kinds_of
 from laserbatch.pipeline.tables.personal import personal_data
-from laserbatch.pipeline.tables.read import open_tables
 from laserbatch.pipeline.tables.schema import ID_COLUMNS, REQUIRED_COLUMNS, id_type, table_parts
+from laserbatch.pipeline.tables.streamed import open_tables
 
 Guessed = tuple[Any, str]  # a value of an option, and the reason for it
 MIN_SHARE_POSITIVE = 0.05  # a guessed label rule takes at least this share of the ratings seen as positive

@@ -6,17 +6,7 @@ import yaml
 
 from laserbatch.jobs.formatting import count, decimal, percent, ratio, seconds
 from laserbatch.jobs.gates import gate_sentence, shown
-from laserbatch.jobs.report.blocks import (
-    TONIGHT,
-    Block,
-    Folded,
-    Note,
-    Sample,
-    Section,
-    Series,
-    Table,
-    stacked_shares,
-)
+from laserbatch.jobs.report.blocks import TONIGHT, Block, Folded, Note, Sample, Section, Series, Table, stacked_shares
 from laserbatch.jobs.report.sides import SIDE_LABELS, SideReport
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.figures import EndpointFigures, SampleText, WorkerFigures

@@ -30,7 +30,7 @@ from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.uris import is_uri
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.fetched import copy_of, remove_copies, use_copy
-from laserbatch.pipeline.tables.read import open_tables
+from laserbatch.pipeline.tables.streamed import open_tables
 
 if TYPE_CHECKING:
     from laserbatch.jobs.stages.night import Night

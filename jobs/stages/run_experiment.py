@@ -40,8 +40,9 @@ from laserbatch.pipeline.storage.lock import hold_lock
 from laserbatch.pipeline.storage.manifest import changed_settings, make_run_id
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.check import require_sound
-from laserbatch.pipeline.tables.read import describe, open_tables
+from laserbatch.pipeline.tables.read import describe
 from laserbatch.pipeline.tables.sampled import write_sample
+from laserbatch.pipeline.tables.streamed import open_tables
 
 RECORD = "experiment.json"  # of an experiment's folder
 SHARE_BEFORE = 0.8  # of all interactions, that have happened by the date where none is given

@@ -21,7 +21,8 @@ from laserbatch.pipeline.errors import LaserbatchError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import atomic_folder, atomic_path, sha256_file
 from laserbatch.pipeline.storage.parquet import parquet_files, write_parquet
-from laserbatch.pipeline.tables.read import describe, iter_rows, open_tables
+from laserbatch.pipeline.tables.read import describe
+from laserbatch.pipeline.tables.streamed import iter_rows, open_tables
 from laserbatch.pipeline.tables.time_units import in_unit, span_of, unit_of
 
 FeatureName = Literal["own", "plain", "none"]

@@ -26,7 +26,6 @@ from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.experiments import experiment_folders
-from laserbatch.pipeline.storage.figures import SideAudit
 from laserbatch.pipeline.storage.manifest import RunManifest, settings_hash
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -208,13 +207,12 @@ def _variant_figures(variant: Variant, step_cost: StepCost | None) -> dict[str, 
         "hours_per_million": None if hours is None or workers is None else hours * workers.num_billed,
         "hours_of": "GPU" if workers and workers.device == "cuda" else "worker",
         "money_per_million": None if hours is None or price is None else hours * price,
-        "audit": {side: _without_texts(figures) for side, figures in (audit.sides if audit else {}).items()},
+        "audit": {
+            side: {name: value for name, value in asdict(figures).items() if name != "cases"}
+            for side, figures in (audit.sides if audit else {}).items()
+        },
         "gates": [gate_sentence(gate) for gate in night.manifest.judgement.gates if gate.verdict != "passes"],
     }
-
-
-def _without_texts(audit: SideAudit) -> dict[str, Any]:
-    return {name: value for name, value in asdict(audit).items() if name != "cases"}
 
 
 def cost_of_a_million(night: Night, step_cost: StepCost | None = None) -> float | None:

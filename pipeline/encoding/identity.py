@@ -1,6 +1,7 @@
 """Which encoder the settings name, as its files and this machine say: nothing is loaded."""
 
 import importlib.util
+from functools import cache
 from pathlib import Path
 
 from laserbatch.pipeline.encoding.settings import EncodingSettings
@@ -63,13 +64,20 @@ def find_encoder(settings: EncodingSettings) -> tuple[Path, str]:
     Raises ModelError: it is not there, or not the expected one.
     """
     folder = _minilm_folder() if settings.encoder is None else Path(settings.encoder)
-    digest = sha256_file(weights_in(folder))
+    weights = weights_in(folder)
+    digest = _digest(weights, weights.stat().st_size, weights.stat().st_mtime_ns)
     if settings.encoder is None and digest != MINILM_SHA256:
         raise ModelError(
             f"{folder}: the SHA-256 of {WEIGHTS_FILE} is {digest}, expected {MINILM_SHA256}; the weights are not "
             "the pinned ones: install the encoder again"
         )
     return folder, digest
+
+
+@cache
+def _digest(weights: Path, num_bytes: int, mtime_ns: int) -> str:
+    """The SHA-256 of a file, which is read once a process while size and time stay the same: a night asks often."""
+    return sha256_file(weights)
 
 
 def _minilm_folder() -> Path:

@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 
 from laserbatch.pipeline.encoding.vector_files import Encoding, NewVectors, is_saved, save_vectors
 from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, iter_range, num_rows_of, read_rows, write_parquet
+
+if TYPE_CHECKING:  # which loads torch
+    from laserbatch.pipeline.encoding.encoder import TextEncoder
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class TextPart:
             texts += _chosen_fields(records, self.fields) if self.fields else records["text"].to_pylist()
         return texts, places
 
-    def encode(self, encoder: "TextsEncoder", on_batch: Callable[[int], None] = lambda num_texts: None) -> None:
+    def encode(self, encoder: "TextEncoder", on_batch: Callable[[int], None] = lambda num_texts: None) -> None:
         """Write the vectors of the part."""
         texts, places = self.read()
         encoding = encoder.encode(texts, on_batch)
@@ -115,22 +118,14 @@ class PartsEncoder(Protocol):
         ...
 
 
-class TextsEncoder(Protocol):
-    """What encodes texts, as `encoder.TextEncoder` does."""
-
-    dim: int
-
-    def encode(self, texts: list[str], on_batch: Callable[[int], None]) -> Encoding: ...
-
-
 class LocalEncoder:
     """Encodes parts in this process, with an encoder that is loaded when it is needed."""
 
-    def __init__(self, load: Callable[[], TextsEncoder]) -> None:
+    def __init__(self, load: "Callable[[], TextEncoder]") -> None:
         self._load = load
 
     @cached_property
-    def _encoder(self) -> TextsEncoder:
+    def _encoder(self) -> "TextEncoder":
         return self._load()
 
     @property

@@ -189,10 +189,7 @@ def drop_plan(run_dir: Path, side: Side) -> None:
 
 
 def _is_whole(plan: SidePlan, finished: Mapping[str, ShardRecord], run_dir: Path) -> bool:
-    """Whether all files of a plan are unchanged: its shards' inputs, and the records that it carries over.
-
-    `finished` are the side's finished shards by name.
-    """
+    """Whether all files of a plan are unchanged: its shards' inputs, and the records that it carries over."""
     carried = finished.get(CARRIED_SHARD)
     counts = None if carried is None else (carried.num_rows, carried.num_quarantined)
     lost = [] if counts == (plan.num_carried_over, plan.num_unpromptable) else [CARRIED_SHARD]

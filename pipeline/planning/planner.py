@@ -332,12 +332,7 @@ def _cut(turns: np.ndarray, is_isolated: np.ndarray, shard_size: int) -> Iterato
     """The places of each shard's rows, and whether they are isolated.
 
     Where none are isolated and shards are long, a few rows of all groups come first: a night of which most cannot be
-    kept is stopped after them.
-
-    Parameters
-    ----------
-    turns : places of all rows, by group and else in the input's order.
-    is_isolated : bool, by place.
+    kept is stopped after them. `turns` are places of all rows, by group and else in the input's order.
     """
     if not is_isolated.any() and len(turns) > shard_size > FIRST_TEXTS:
         stride = len(turns) // FIRST_TEXTS

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -36,26 +36,6 @@ _ICEBERG_URI = re.compile(r"iceberg://([\w.-]+)(?:/[\w-]+)+/?")
 def is_lake(uri: str) -> bool:
     """Whether a URI names tables of a lake, and not a place for files."""
     return uri.startswith((DELTA, ICEBERG))
-
-
-class _Table(Protocol):
-    """A table of a lake, which need not be there yet."""
-
-    def schema(self) -> pa.Schema | None:
-        """None where the table is not there."""
-        ...
-
-    def rows(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """Columns of the current rows of a table that is there."""
-        ...
-
-    def write(self, rows: pa.RecordBatchReader, run_id: str, is_new: bool) -> None:
-        """Commit the rows of a run, in the place of those that the table has of it unless the run `is_new`."""
-        ...
-
-    def remove(self, run_ids: Collection[str]) -> None:
-        """Commit that the rows of some runs are gone."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -166,7 +146,7 @@ class LakeTables:
             self._require_same(table, f"{side}_features", schema, dim)
             table.write(pa.RecordBatchReader.from_batches(schema, batches()), run.run_id, is_new)
 
-    def _require_same(self, table: _Table, name: str, schema: pa.Schema, dim: int) -> None:
+    def _require_same(self, table: "_DeltaTable | _IcebergTable", name: str, schema: pa.Schema, dim: int) -> None:
         """Raise WorkspaceError if the table has other columns than `schema`, or vectors of another length."""
         there = table.schema()
         if there is None:
@@ -188,7 +168,7 @@ class LakeTables:
                 f"made with another encoder (encoding.encoder). {advice}"
             )
 
-    def _table(self, side: Side) -> _Table:
+    def _table(self, side: Side) -> "_DeltaTable | _IcebergTable":
         if self.uri.startswith(DELTA):
             return _DeltaTable(f"{self.uri.removeprefix(DELTA).rstrip('/')}/{side}_features")
         _, _, catalog, *namespace = self.uri.rstrip("/").split("/")
@@ -209,7 +189,7 @@ class LakeTables:
 
 
 class _DeltaTable:
-    """A table of Delta Lake at a URI."""
+    """A table of Delta Lake at a URI, which need not be there yet: it has no schema then."""
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
@@ -231,6 +211,7 @@ class _DeltaTable:
         yield from pa.RecordBatchReader.from_stream(self._opened().scan(columns=list(columns)))
 
     def write(self, rows: pa.RecordBatchReader, run_id: str, is_new: bool) -> None:
+        """Commit the rows of a run, in the place of those that the table has of it unless the run `is_new`."""
         from deltalake import WriterProperties, write_deltalake
 
         options: dict[str, Any] = {"partition_by": [RUN, NUMBER], "target_file_size": FILE_BYTES}
@@ -245,7 +226,7 @@ class _DeltaTable:
 
 
 class _IcebergTable:
-    """A table of an Iceberg catalogue, which pyiceberg's own configuration describes by its name."""
+    """The same as a table of an Iceberg catalogue, which pyiceberg's own configuration describes by its name."""
 
     def __init__(self, catalog: str, namespace: tuple[str, ...], name: str) -> None:
         from pyiceberg.catalog import load_catalog

@@ -11,13 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from laserbatch.pipeline.tables.findings import shown_value
-from laserbatch.pipeline.tables.schema import (
-    EARLIEST_S,
-    LATEST_S,
-    TIMESTAMP_TYPE,
-    UNITS_PER_SECOND,
-    plain_column,
-)
+from laserbatch.pipeline.tables.schema import EARLIEST_S, LATEST_S, TIMESTAMP_TYPE, UNITS_PER_SECOND, plain_column
 from laserbatch.pipeline.tables.schema import timestamps as known_times
 from laserbatch.pipeline.tables.time_formats import ZONES_EXPECTED, parse_times
 

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
-from laserbatch.pipeline.storage.mapped import MappedFiles
 from laserbatch.pipeline.tables.order import slices
 from laserbatch.pipeline.tables.schema import ID_COLUMNS
 from laserbatch.retrieval_pools.ids import IdCodes
+from laserbatch.retrieval_pools.mapped import MappedFiles
 
 NULL_TIME = np.iinfo(np.int64).max  # so that it comes last
 
@@ -24,7 +24,10 @@ class StoredLog:
 
     def __init__(self, kinds: Mapping[str, pa.DataType], max_rows: int, files: MappedFiles) -> None:
         self.num_rows, self._files, self._kinds = 0, files, kinds
-        self._coded = {name: _Coded(kind, max_rows, files) for name, kind in kinds.items() if _is_coded(name, kind)}
+        self._coded = {
+            name: _Coded(kind, max_rows, files) for name, kind in kinds.items()
+            if name in ID_COLUMNS.values() or pt.is_string(kind) or pt.is_null(kind)
+        }  # fmt: skip
         self._fixed = {
             name: _Fixed(kind, max_rows, files, NULL_TIME if name == "timestamp" else 0)
             for name, kind in kinds.items() if name not in self._coded
@@ -61,10 +64,6 @@ class StoredLog:
         columns = {name: column.to_arrow(num_rows) for name, column in (self._coded | self._fixed).items()}
         nulls = {name: pa.nulls(num_rows, pa.string()) for name, kind in self._kinds.items() if pt.is_null(kind)}
         return pa.table({name: (columns | nulls)[name] for name in self._kinds})
-
-
-def _is_coded(name: str, kind: pa.DataType) -> bool:
-    return name in ID_COLUMNS.values() or pt.is_string(kind) or pt.is_null(kind)
 
 
 class _Coded:

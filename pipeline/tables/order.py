@@ -10,8 +10,8 @@ from itertools import pairwise
 import numpy as np
 import pyarrow as pa
 
-from laserbatch.pipeline.storage.mapped import MappedFiles
 from laserbatch.pipeline.tables.schema import ID_COLUMNS, REQUIRED_COLUMNS
+from laserbatch.retrieval_pools.mapped import MappedFiles
 
 ROWS_AT_ONCE = 256 * 1024
 MAX_RANGES = 2**16

@@ -16,8 +16,9 @@ import pyarrow.compute as pc
 
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.storage.parquet import write_parquet
-from laserbatch.pipeline.tables.read import OpenTables, end_of_day
+from laserbatch.pipeline.tables.read import end_of_day
 from laserbatch.pipeline.tables.schema import CREATED_AT, plain_ids, timestamps
+from laserbatch.pipeline.tables.streamed import OpenTables
 
 BATCH_ROWS = 1 << 20  # of interactions that are read at once
 DAY_US = 86_400_000_000

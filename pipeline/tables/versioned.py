@@ -21,14 +21,7 @@ from laserbatch.pipeline.errors import first_line
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.tables.fetched import scratch_for, shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding
-from laserbatch.pipeline.tables.saved_dataset import (
-    DATASET,
-    DATASET_DICT,
-    STATE,
-    saved_files,
-    saved_format,
-    saved_rows,
-)
+from laserbatch.pipeline.tables.saved_dataset import DATASET, DATASET_DICT, STATE, saved_files, saved_format, saved_rows
 
 _METADATA = re.compile(r"v?(\d+)(-[^.]*)?(\.gz)?\.metadata\.json(\.gz)?")
 _HIVE_TRANSACTION = re.compile(r"(base|delta|delete_delta)_\d{7,}(_.*)?")

@@ -6,12 +6,7 @@ In the pool an interval is sorted by what follows, so the occurrences of a token
 import numpy as np
 
 from laserbatch.retrieval_pools.compiled import called, fetch, part
-from laserbatch.retrieval_pools.drafting.intervals import (
-    is_of_group,
-    is_supported,
-    sample_place,
-    sample_stride,
-)
+from laserbatch.retrieval_pools.drafting.intervals import is_of_group, is_supported, sample_place, sample_stride
 from laserbatch.retrieval_pools.drafting.state import END, NUM_LOCAL_POSITIONS, NUM_RUNS
 from laserbatch.retrieval_pools.sources import SOURCE_PREVIOUS, SOURCE_PROMPT
 

@@ -5,9 +5,6 @@ recommender may bring the vectors, in place of LightGCN's, in one Parquet file a
 `vector`, lists of one width of finite floats. Rows are named counting from 0.
 """
 
-import mmap
-import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.mapped import MappedFiles
 
 VECTOR_COLUMN = "vector"
 ROWS_AT_ONCE = 1 << 20
@@ -52,7 +50,7 @@ def distinct_ids(
     order = order[count_codes(codes, len(distinct))[order] > 0]
     place_of = np.zeros(len(distinct), np.int32)
     place_of[order] = np.arange(len(order), dtype=np.int32)
-    places = scratch_array((len(codes),), np.int32, scratch)
+    places = MappedFiles(scratch).empty((len(codes),), np.int32)
     for part in parts_of(len(codes)):
         places[part] = place_of[codes[part]]
     return distinct.take(pa.array(order)), places
@@ -69,16 +67,6 @@ def count_codes(codes: np.ndarray, num_codes: int) -> np.ndarray:
     for part in parts_of(len(codes)):
         counts += np.bincount(codes[part], minlength=num_codes)
     return counts
-
-
-def scratch_array(shape: tuple[int, ...], dtype: type, folder: Path | None) -> np.ndarray:
-    """An array to fill, in a file of a folder that has no name there; None: in memory. Raises OSError: disk full."""
-    num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    if folder is None or not num_bytes:
-        return np.empty(shape, dtype)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk is met here, not later
-        return np.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype).reshape(shape)
 
 
 def _column(table: pa.Table, name: str, table_name: str) -> pa.ChunkedArray:

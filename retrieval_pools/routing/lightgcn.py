@@ -14,7 +14,8 @@ import pyarrow as pa
 import torch
 from torch.nn import functional
 
-from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings, distinct_ids, parts_of, scratch_array
+from laserbatch.retrieval_pools.mapped import MappedFiles
+from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings, distinct_ids, parts_of
 
 DIM = 64
 NUM_LAYERS = 3  # K of He et al.
@@ -139,7 +140,7 @@ def _folded_in(
     sources = propagate(graph.adjacency, layer_0, NUM_LAYERS - 1)[graph.num_users :] * (NUM_LAYERS / (NUM_LAYERS + 1))
     sources *= degrees.clamp(min=1).rsqrt()[:, None]
     sources[degrees == 0] = 0  # their layer 0 was drawn, not learned
-    of_users = scratch_array((len(is_trained), DIM), np.float32, scratch)
+    of_users = MappedFiles(scratch).empty((len(is_trained), DIM), np.float32)
     of_users[is_trained] = own[: graph.num_users]
     others = np.flatnonzero(~is_trained)
     for places in np.array_split(others, -(-len(others) // FOLDED_AT_ONCE)):

@@ -55,7 +55,7 @@ def cluster():
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("world")
-    write_sample_world(folder, num_users=4, num_items=24)
+    write_sample_world(folder, num_users=4, num_items=12)
     return folder
 
 

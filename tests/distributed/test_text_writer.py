@@ -106,15 +106,16 @@ def cluster():
 
 
 class FailingOnce(TextWriter):
-    """The first process that writes loses its GPU."""
+    """The first process loses its GPU when it writes, for which it loads no model."""
 
     ended: Path
 
     def __init__(self, *arguments, **options) -> None:
-        super().__init__(*arguments, **options)
-        if not self.ended.exists():
+        if self.ended.exists():
+            super().__init__(*arguments, **options)
+        else:
             self.ended.touch()
-            self._engine.engine.runner.forward = lost_device
+            self._written = lost_device
 
 
 def lost_device(*_):

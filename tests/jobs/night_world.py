@@ -1,9 +1,12 @@
 """A small world and its configuration, on which whole nights run in tests, with the bundled model."""
 
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,10 +17,15 @@ from laserbatch.jobs.cli import main
 from laserbatch.pipeline.sample.world import write_sample_world
 
 FIRST_DATE, SECOND_DATE = "2025-02-28", "2025-03-01"
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 
 
 def write_config(folder: Path, name: str = "laserbatch.yaml", **sections) -> Path:
-    """A configuration over `folder/tables`, quick to run; `sections` are merged over it."""
+    """A configuration over `folder/tables`, quick to run; `sections` are merged over it.
+
+    The encoder that ships takes longer to load than such a night takes otherwise: `test_nightly.py` has it.
+    """
+    shutil.copytree(_small_encoder().name, folder / "encoder", dirs_exist_ok=True)
     settings = {
         "workspace": "workspace",
         "tables": {"path": "tables"},
@@ -31,13 +39,36 @@ def write_config(folder: Path, name: str = "laserbatch.yaml", **sections) -> Pat
         "night": {"shard_size": 8, "train_ctr": False},
         "gates": {"max_failed_share": 0.2},
         "ctr": {"models": ["gbdt"], "num_seeds": 1},
-        "encoding": {"num_clusters": 4},
+        "encoding": {"num_clusters": 4, "encoder": "encoder"},
     }
     for section, values in sections.items():
         settings[section] = settings.get(section, {}) | values if isinstance(values, dict) else values
     path = folder / name
     path.write_text(yaml.safe_dump(settings), encoding="utf-8")
     return path
+
+
+def write_encoder(folder: Path, seed: int = 0) -> None:
+    """A BERT of one layer that reads letters."""
+    import torch
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    pieces = [*LETTERS, *(f"##{letter}" for letter in LETTERS), *".,:;!?-|()'"]
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *pieces]))
+    BertTokenizerFast(vocab=str(folder / "vocab.txt"), model_max_length=128).save_pretrained(folder)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = BertModel(BertConfig(vocab_size=5 + len(pieces), max_position_embeddings=128, **sizes))
+    model.save_pretrained(folder)
+
+
+@cache
+def _small_encoder() -> tempfile.TemporaryDirectory:
+    """An encoder to be copied, in a folder that goes with this process."""
+    folder = tempfile.TemporaryDirectory()
+    write_encoder(Path(folder.name))
+    return folder
 
 
 def make_world(folder: Path, num_users: int = 24, num_items: int = 24) -> Path:

@@ -45,6 +45,7 @@ FOLDERS = ("pipeline", "retrieval_pools", "ctr", "jobs", "configs", "models")
 # Packages of extras other than the encoder, pandas, which is for tests alone, and ours as it is installed here.
 OF_EXTRAS = {"openai", "deltalake", "pyiceberg", "duckdb", "peft", "compressed_tensors", "torchao", "gguf",
              "opentelemetry", "pandas", "laserbatch", "__editable__"}  # fmt: skip
+SHIPPED = {"num_clusters": 4, "encoder": None}  # the encoder that other tests' nights replace by a small one
 # How much is drafted is chosen, by a cost of steps that does not depend on this machine nor on the batch.
 CHOSEN = {"max_draft_tokens": None, "min_acceptance": None, "step_cost": "cost.yaml"}
 COST = """
@@ -106,7 +107,7 @@ def two_nights(installed, tmp_path_factory) -> Path:
     """
     folder = make_world(tmp_path_factory.mktemp("nights"), num_users=16, num_items=24)
     (folder / "cost.yaml").write_text(COST)
-    config = write_config(folder, decoding=CHOSEN)
+    config = write_config(folder, decoding=CHOSEN, encoding=SHIPPED)
     command = ("nightly", "--config", str(config), "--date", FIRST_DATE)
     with pytest.MonkeyPatch.context() as patched:
         patched.delenv("PYTHONPATH", raising=False)
@@ -118,7 +119,7 @@ def two_nights(installed, tmp_path_factory) -> Path:
     (folder / "first.txt").write_text(output.getvalue())
     (folder / "first.json").write_text(json.dumps([finished, {name: _written(Path(name)) for name in finished}]))
     night = {"shard_size": 8, "train_ctr": True}
-    config = write_config(folder, "second.yaml", night=night, decoding=CHOSEN)
+    config = write_config(folder, "second.yaml", night=night, decoding=CHOSEN, encoding=SHIPPED)
     with redirect_stdout(io.StringIO()) as printed, pytest.MonkeyPatch.context() as patched:
         write_here(patched)
         nightly(
@@ -251,6 +252,7 @@ def test_texts_depend_neither_on_shards_nor_on_workers_nor_on_the_future(two_nig
         tmp_path,
         night={"shard_size": 13, "train_ctr": False},
         decoding=CHOSEN | {"batch_size": 5},
+        encoding=SHIPPED,
     )
     for date in (FIRST_DATE, SECOND_DATE):
         night = run_here(capfd, "nightly", "--config", str(config), "--date", date)

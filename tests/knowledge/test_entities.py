@@ -7,8 +7,8 @@ import pytest
 from entities import iter_entities
 
 from laserbatch.pipeline.knowledge import histories
-from laserbatch.pipeline.storage.mapped import MappedFiles
 from laserbatch.pipeline.tables.read import Tables
+from laserbatch.retrieval_pools.mapped import MappedFiles
 
 DAY = datetime.datetime(2025, 1, 1, tzinfo=datetime.UTC)
 

@@ -6,15 +6,16 @@ from pathlib import Path
 
 from night_world import run_here
 
-from laserbatch.pipeline.budget import measuring
+from laserbatch.pipeline.engines import own
+from laserbatch.retrieval_pools.step_cost import StepCost, StepPoint
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "own-prompts.md"
 
 
 def test_the_page_can_be_typed_as_it_stands(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    for name, value in {"WARM_UP_ROUNDS": {"cpu": 0}, "MIN_ROUNDS": 1, "MAX_ROUNDS": 1}.items():
-        monkeypatch.setattr(measuring, name, value)  # what a draft costs is measured, and nothing here depends on it
+    steps = [StepPoint(batch_size=1, num_tokens=number, seconds=number) for number in (1, 2)]
+    monkeypatch.setattr(own, "measure_step_cost", lambda *_: StepCost(steps=tuple(steps)))  # nothing depends on it
     messages = []
     for language, block in re.findall(r"```(\w+)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL):
         if language == "sh":

@@ -1,19 +1,10 @@
-"""A disk that fills up, for what must survive it; and one that is not waited for."""
+"""A disk that fills up, for what must survive it."""
 
-import os
 import subprocess
 
 import pytest
 
 SMALL_DISK_BYTES = 1 << 20
-
-
-@pytest.fixture(autouse=True, scope="session")
-def no_waiting_for_the_disk():
-    """Hundreds of small pools are built here, and the machine does not lose its power meanwhile."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(os, "fsync", lambda descriptor: None)
-        yield
 
 
 @pytest.fixture

@@ -30,9 +30,9 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as pytest does
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "jobs"))
-from night_world import write_here
+from night_world import write_encoder, write_here
 from soak_days import Stopped, live
-from soak_models import ENCODERS, MODELS, write_encoder, write_model
+from soak_models import ENCODERS, MODELS, write_model
 from soak_oracle import Oracle, contents, pool_folder
 from soak_world import NUMBER_TYPES, PATH_TYPES, WORD_TYPES, Event, World
 
@@ -108,8 +108,9 @@ class Year:
             (folder / "prompts" / f"{name}.yaml").write_text(yaml.safe_dump(template))
         for name in MODELS:
             write_model(folder / name)
-        for name in ENCODERS:
-            write_encoder(folder / name)
+        for seed, name in enumerate(ENCODERS):
+            (folder / name).mkdir()
+            write_encoder(folder / name, seed)
         self.settings = {
             "workspace": "workspace",
             "tables": {"path": "tables"},

@@ -4,7 +4,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from laserbatch.pipeline.storage.mapped import MappedFiles, mapped_column
+from laserbatch.pipeline.storage.mapped import mapped_column
+from laserbatch.retrieval_pools.mapped import MappedFiles
 
 COLUMNS = {
     "text": (pa.string(), [["a", "", "bcd"], [], ["left out", "é", "f"]], pa.large_string()),

@@ -14,8 +14,9 @@ from laserbatch.pipeline.tables.check import check_tables
 from laserbatch.pipeline.tables.layout import list_pattern
 from laserbatch.pipeline.tables.mapping import import_mapped
 from laserbatch.pipeline.tables.parts import partition_type
-from laserbatch.pipeline.tables.read import describe, iter_rows, open_tables, read_tables
+from laserbatch.pipeline.tables.read import describe, read_tables
 from laserbatch.pipeline.tables.settings import ImportMapping
+from laserbatch.pipeline.tables.streamed import iter_rows, open_tables
 
 EVENTS = sound_world()["interactions"]
 

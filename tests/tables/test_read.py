@@ -16,9 +16,10 @@ from sound_world import DAY_1, DAY_1_S, replaced, sound_world, write_world
 from laserbatch.ctr.log import read_log
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.tables.check import check_tables, require_sound
-from laserbatch.pipeline.tables.read import describe, find_exact_copies, open_tables, read_tables
+from laserbatch.pipeline.tables.read import describe, find_exact_copies, read_tables
 from laserbatch.pipeline.tables.sampled import write_sample
 from laserbatch.pipeline.tables.schema import TIMESTAMP_TYPE, attribute_columns
+from laserbatch.pipeline.tables.streamed import open_tables
 
 text_ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 int_ids = st.integers(-(2**63), 2**63 - 1)

@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from laserbatch.pipeline.errors import TableError
-from laserbatch.pipeline.tables.read import open_tables
 from laserbatch.pipeline.tables.sampled import day_of_share, write_sample
+from laserbatch.pipeline.tables.streamed import open_tables
 
 DATE = datetime.date(2025, 3, 1)
 DAY_S = 86_400

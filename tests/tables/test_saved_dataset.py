@@ -10,9 +10,10 @@ from sound_world import sound_world, write_world
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.tables.check import check_tables
 from laserbatch.pipeline.tables.mapping import import_mapped
-from laserbatch.pipeline.tables.read import describe, open_tables, read_tables
+from laserbatch.pipeline.tables.read import describe, read_tables
 from laserbatch.pipeline.tables.saved_dataset import saved_rows
 from laserbatch.pipeline.tables.settings import ImportMapping
+from laserbatch.pipeline.tables.streamed import open_tables
 
 EVENTS = sound_world()["interactions"]
 

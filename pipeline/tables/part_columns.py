@@ -1,0 +1,132 @@
+"""The columns of a table's files in their plain types, without the rows of entities that were created after a day."""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pyarrow.types as pt
+
+from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.tables.columns import ATTRIBUTE, CREATED, IN_RANGE, TIME, role_of, schema_findings
+from laserbatch.pipeline.tables.fetched import shown_path
+from laserbatch.pipeline.tables.findings import FaultyTable, Findings, unreadable
+from laserbatch.pipeline.tables.parts import TablePart
+from laserbatch.pipeline.tables.schema import CREATED_AT, require_seconds, table_parts, time_scalar
+from laserbatch.pipeline.tables.time_units import in_unit, require_units
+from laserbatch.retrieval_pools.mapped import MappedFiles
+
+
+@dataclass(frozen=True)
+class OpenPart:
+    """A file of a table: which of its rows are read; None: all."""
+
+    file: TablePart
+    metadata: pq.FileMetaData
+    schema: pa.Schema
+    units: dict[str, str]  # of integer times that are no seconds
+    mask: pa.Array | None = None
+
+    def read(self, name: str) -> pa.ChunkedArray:
+        """A column, as it is in the file; null where it has none."""
+        if name not in self.schema.names:
+            return pa.chunked_array([pa.nulls(self.metadata.num_rows if self.mask is None else self.mask.true_count)])
+        with self.file.open(self.metadata) as opened:
+            values = in_unit(opened.read(name), self.units.get(name, "s"))
+        return values if self.mask is None else values.filter(self.mask)
+
+    def batches(self, names: Collection[str]) -> Iterator[dict[str, pa.Array]]:
+        """All rows, of those of some columns that the file has."""
+        with self.file.open(self.metadata) as opened:
+            for batch in opened.iter_batches(columns=[name for name in names if name in self.schema.names]):
+                yield {name: in_unit(batch[name], self.units.get(name, "s")) for name in batch.schema.names}
+
+
+def open_parts(path: Path, table: str) -> list[OpenPart]:
+    """Open the files of a table. Raises FaultyTable where a schema is refused."""
+    files = table_parts(path, table)
+    units = require_units(table, [file.path for file in files], lambda finding: None)
+    parts = []
+    for file in files:
+        with naming_file(table, file.path), file.open() as opened:
+            parts.append(OpenPart(file, opened.metadata, opened.schema_arrow, units))
+            for finding in schema_findings(table, shown_path(file.path), opened.schema_arrow):
+                raise FaultyTable(finding)
+    return parts
+
+
+def names_in(parts: list[OpenPart], is_read: Callable[[str], bool]) -> list[str]:
+    """Names of columns that any of the files has, each once."""
+    return list(dict.fromkeys(name for part in parts for name in part.schema.names if is_read(name)))
+
+
+def _cut(part: OpenPart, table: str, cutoff: pa.Scalar | None) -> OpenPart:
+    """A file of users or items without those that were created later."""
+    if cutoff is None or CREATED_AT not in part.schema.names or pt.is_null(part.schema.field(CREATED_AT).type):
+        return part
+    with naming_file(table, part.file.path):
+        times = part.read(CREATED_AT)
+        require_times(table, part, CREATED_AT, times)
+        is_read = pc.fill_null(pc.less(times, time_scalar(cutoff, times.type)), True)
+        return part if pc.all(is_read, min_count=0).as_py() else replace(part, mask=is_read.combine_chunks())
+
+
+def require_times(table: str, part: OpenPart, column: str, values: pa.ChunkedArray | pa.Array) -> None:
+    """Refuse integers that are no seconds, before the cut by date leaves them out, or keeps them."""
+    if pt.is_integer(values.type):
+        try:
+            require_seconds(values)
+        except pa.ArrowInvalid:
+            findings, of_file = Findings(), replace(part, mask=None).read(column).combine_chunks()
+            IN_RANGE.check(table, column, shown_path(part.file.path), 0, of_file, findings)
+            raise FaultyTable(findings.to_list()[0]) from None
+
+
+def read_column(parts: list[OpenPart], table: str, name: str) -> pa.ChunkedArray:
+    """A column of all files in its plain type; text where none has a value."""
+    values = []
+    for part in parts:
+        with naming_file(table, part.file.path):
+            read = part.read(name)
+            if role_of(table, name) in (TIME, CREATED):
+                require_times(table, part, name, read)
+            values.append(pa.table({name: (role_of(table, name) or ATTRIBUTE).plain(read)}))
+    with files_alike(table):
+        column = pa.concat_tables(values, promote_options="permissive")[name]
+    # Only now: a column without any value in one file takes its type from the others.
+    return column.cast(pa.string()) if pt.is_null(column.type) else column
+
+
+@contextmanager
+def files_alike(table: str) -> Iterator[None]:
+    """Have what Arrow refuses in the block say that files differ in a type."""
+    try:
+        yield
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise TableError(
+            f"table {table}: its files differ in the type of a column: {error}. Write them alike."
+        ) from None
+
+
+def read_table(path: Path, name: str, cutoff: pa.Scalar | None, files: MappedFiles | None = None) -> pa.Table:
+    """The columns of users or items that have a role, in files or in memory."""
+    parts = [_cut(part, name, cutoff) for part in open_parts(path, name)]
+    columns = {}
+    for column in names_in(parts, lambda column: role_of(name, column) is not None):
+        values = pa.table({column: read_column(parts, name, column).combine_chunks()})
+        columns[column] = (values if files is None else files.table(values))[column]
+        del values
+        pa.default_memory_pool().release_unused()
+    return pa.table(columns)
+
+
+@contextmanager
+def naming_file(table: str, file: Path) -> Iterator[None]:
+    """Have what Arrow or the disk refuses in the block name the file and its table."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise FaultyTable(unreadable(table, shown_path(file), error)) from None

@@ -1,0 +1,66 @@
+"""Arrays and tables in files without a name, which are gone with them: for what grows with all entities of a night.
+
+The kernel may take the pages of such an array back where memory is short, so a process is not ended for them.
+"""
+
+import math
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import pyarrow as pa
+
+from laserbatch.retrieval_pools.atomic import TEMPORARY_SUFFIX, naming
+
+
+@dataclass(frozen=True)
+class MappedFiles:
+    """Makes arrays and tables in files of a folder; None: in plain memory. Raises OSError where the disk is full."""
+
+    folder: Path | None
+    mappings: list[mmap.mmap] = field(default_factory=list)  # of those that `release` is about
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:
+        """An array to write into."""
+        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        if self.folder is None or not num_bytes:
+            return np.empty(shape, dtype)
+        with nameless_file(self.folder) as file:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk would kill who writes into the mapping
+            mapped = mmap.mmap(file.fileno(), num_bytes)
+        self.mappings.append(mapped)
+        return np.frombuffer(mapped, dtype).reshape(shape)
+
+    def table(self, table: pa.Table) -> pa.Table:
+        """The same table."""
+        if self.folder is None or not table.num_rows:
+            return table
+        with nameless_file(self.folder) as file:
+            with pa.ipc.new_file(file, table.schema) as writer:
+                writer.write_table(table)
+            file.flush()
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.mappings.append(mapped)
+        return pa.ipc.open_file(pa.py_buffer(mapped)).read_all()
+
+    def array(self, values: pa.Array) -> pa.Array:
+        """The same array."""
+        return self.table(pa.table([values], ["values"]))["values"].chunk(0)
+
+    def release(self) -> None:
+        """Let go of the memory of all files, which are read again where they are needed."""
+        for mapped in self.mappings:
+            mapped.madvise(mmap.MADV_DONTNEED)
+
+
+@contextmanager
+def nameless_file(folder: Path) -> Iterator[IO[bytes]]:
+    """A file that is gone when nobody maps it; a file system that must name it shows it as a leftover for a moment."""
+    with naming(folder, folder), tempfile.TemporaryFile(dir=folder, suffix=TEMPORARY_SUFFIX) as file:
+        yield file
