@@ -262,11 +262,23 @@ def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) ->
             section[key] = value
     try:
         settings = Settings.model_validate(data)
-        settings._folder = None if path is None else path.resolve().parent
-        return settings
     except ValidationError as error:
         source = path if path is not None else "the command line"
         raise ConfigError(f"{source}: {explain(error, Settings)}") from None
+    if faults := list(_truth_for_numbers(data, settings)):
+        raise ConfigError(f"{path}: {'; '.join(faults)}")
+    settings._folder = None if path is None else path.resolve().parent
+    return settings
+
+
+def _truth_for_numbers(data: dict[str, Any], checked: BaseModel, place: str = "") -> Iterator[str]:
+    """The keys whose `true` or `no` pydantic read as 1 or 0."""
+    for key, value in data.items():
+        read = getattr(checked, key, None)
+        if isinstance(read, BaseModel) and isinstance(value, dict):
+            yield from _truth_for_numbers(value, read, f"{place}{key}.")
+        elif isinstance(value, bool) and not isinstance(read, bool) and isinstance(read, int | float):
+            yield f"{place}{key}: expected a number (found {value}, as YAML reads yes, no, on and off too)"
 
 
 def variant_names(configs: Sequence[Path], frameworks: Sequence[str]) -> list[str]:

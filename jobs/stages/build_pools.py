@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow as pa
 
 from laserbatch.jobs.console import say
+from laserbatch.jobs.formatting import counted
 from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.pool_texts import RunTexts, calibrate_side, read_run_texts
 from laserbatch.pipeline.decoding.model.folder import tokenizer_folder
@@ -183,7 +184,7 @@ def collect_pools(store: PoolStore, keep: int, in_use: Collection[str], dry_run:
     megabytes = f"{collected.num_bytes / 1e6:,.1f} MB"
     if collected.versions or collected.num_leftovers:
         parts = [f"pools {', '.join(collected.versions)}"] if collected.versions else []
-        parts += [f"{collected.num_leftovers} leftovers of dead builders"] if collected.num_leftovers else []
+        parts += [f"{counted(collected.num_leftovers, 'leftover')} of dead builders"] if collected.num_leftovers else []
         say(f"{'would remove' if dry_run else 'removed'} {' and '.join(parts)} ({megabytes})")
     return collected
 

@@ -3,10 +3,12 @@
 `pipeline/planning` decides by columns; here are the rules that the configuration and earlier nights give it.
 """
 
+import logging
 from functools import partial
 from typing import ClassVar
 
 from laserbatch.jobs.console import progress
+from laserbatch.jobs.formatting import counted
 from laserbatch.jobs.stages.inputs import changed_inputs
 from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.shards import Finished
@@ -14,7 +16,7 @@ from laserbatch.pipeline.decoding.endpoint_settings import BATCH_SHARD_ROWS
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
-from laserbatch.pipeline.planning.plan import SidePlan, drop_plan, load_plan, open_plan
+from laserbatch.pipeline.planning.plan import CARRIED_SHARD, SidePlan, drop_plan, load_plan, open_plan
 from laserbatch.pipeline.planning.planner import (
     CarryOver,
     Sharding,
@@ -28,6 +30,8 @@ from laserbatch.pipeline.planning.refresh import BUDGET
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.run_folder import POSTPONED, RunFolder
+
+logger = logging.getLogger("laserbatch.planning")
 
 
 def plan_night(night: Night, folder: RunFolder) -> dict[Side, SidePlan]:
@@ -91,6 +95,7 @@ class NightPlanner:
         night, previous = self.night, self.previous(side)
         template, settings = night.template(side), night.settings
         shared = shared_fingerprint(template, settings.knowledge.max_prompt_tokens, self.decoding, settings.model_dir)
+        self._warn_of_lost_texts(side)
         with progress(f"plan {side}s", night.tables.entities(side).num_rows) as bar:
             questions = SideQuestions(night.tables, side, template, shared)
             decision = decide_side(questions, previous, self._rules(side), bar.advance)
@@ -98,6 +103,24 @@ class NightPlanner:
                 decision, questions, previous, self._sharding(side), self.folder
             )
         return plan
+
+    def _warn_of_lost_texts(self, side: Side) -> None:
+        """Entities whose earlier text is gone look like new ones: name the files, since writing them again costs."""
+        folder = self.previous_folder
+        manifest = None if folder is None else unless_damaged(folder.load_manifest)
+        if folder is None or manifest is None or side not in manifest.generation.sides:
+            return
+        figures = manifest.generation.sides[side]
+        num_rows_of = {folder.root / record.file: record.num_rows for record in figures.shards}
+        num_rows_of[folder.knowledge_folder(side) / f"{CARRIED_SHARD}.parquet"] = figures.num_carried_over
+        for path, num_rows in num_rows_of.items():
+            if num_rows and not path.exists():
+                logger.warning(
+                    "%s is gone: its %s are written again as if they were new. To keep their texts, stop this night"
+                    " and restore the file from a copy.",
+                    path,
+                    counted(num_rows, side),
+                )
 
     def _rules(self, side: Side) -> WriteRules:
         night = self.night

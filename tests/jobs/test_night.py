@@ -18,12 +18,14 @@ from laserbatch.jobs.stages import run_night as stages
 from laserbatch.jobs.stages.budgets import known_step_cost, last_speed
 from laserbatch.jobs.stages.build_pools import unchanged_pools
 from laserbatch.jobs.stages.night import open_night, open_run, previous_run
+from laserbatch.jobs.stages.night_plans import plan_night
 from laserbatch.jobs.stages.run_night import finish_night, publish_night, run_night
 from laserbatch.jobs.stages.variants import framework_of
 from laserbatch.pipeline.errors import RunHeld, TableError, WorkspaceError
 from laserbatch.pipeline.planning.postpone import unusable_texts
 from laserbatch.pipeline.sides import SIDES
-from laserbatch.pipeline.storage.figures import GateFigures, PoolsUsed, SideFigures
+from laserbatch.pipeline.storage.figures import GateFigures, PoolsUsed, ShardRecord, SideFigures
+from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
 
@@ -295,6 +297,18 @@ def test_what_is_damaged_of_earlier_nights_is_named_and_passed_over(world, caplo
     done(third)
     for path in damaged:
         assert sum(str(path) in record.getMessage() for record in caplog.records) == 1, path
+
+
+def test_a_lost_file_of_texts_is_named_with_its_entities(world, tmp_path, caplog):
+    first = opened(world)
+    shard = ShardRecord("00000", "knowledge/user/00000.parquet", 22, "")
+    first.manifest.generation.sides = {"user": SideFigures(25, 22, 3, 0, 0, {}, {}, [shard], DecodingStats())}
+    done(first)
+    second = opened(world, DAY + datetime.timedelta(days=1))
+    second.manifest.generation.pools = PoolsUsed()
+    plan_night(second, RunFolder(tmp_path / "plan"))
+    assert "knowledge/user/00000.parquet is gone: its 22 users are written again" in caplog.text
+    assert "knowledge/user/carried.parquet is gone: its 3 users are written again" in caplog.text
 
 
 def test_a_pointer_that_cannot_be_followed_is_replaced(world, capsys):

@@ -40,6 +40,13 @@ def test_a_section_that_is_none_is_named_also_where_the_command_line_adds_to_it(
         load_settings(write(tmp_path / "c.yaml", "cluster: 5\n"), {"cluster.ray_address": "b"})
 
 
+def test_yes_and_no_are_not_read_as_numbers(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("night: {num_audited: yes, train_ctr: no}\ndecoding: {temperature: off}\n")
+    with pytest.raises(ConfigError, match=r"night.num_audited: .*found True.*; decoding.temperature: .*found False"):
+        load_settings(path)
+
+
 def test_paths_are_relative_to_the_file(tmp_path):
     routing = "routing: {user_embeddings: of_users.parquet}\n"
     config = write(tmp_path / "c.yaml", "workspace: night\ntables: {path: in}\ndecoding: {model: sample}\n" + routing)
