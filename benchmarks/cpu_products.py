@@ -3,8 +3,7 @@
     python benchmarks/cpu_products.py --quick --json cpu_products.json
 
 The matrices are those of SmolLM2-135M, so many that no cache holds them: a step reads them from memory. Systems take
-turns. oneDNN's products are over weights in its own layout (`torch.ops.mkldnn`), torch's are `F.linear`. Beside them:
-how fast the machine reads the weights at all, in pages of 4 KiB and in huge ones.
+turns. oneDNN's products are over weights in its own layout (`torch.ops.mkldnn`), torch's are `F.linear`.
 """
 
 import time
@@ -12,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numba
-import numpy as np
 import torch
 import torch.nn.functional as F
 from common import Figure, Spread, begin, benchmark_parser, finish, scale_of, table, turns
@@ -21,7 +18,6 @@ from common import Figure, Spread, begin, benchmark_parser, finish, scale_of, ta
 from laserbatch.pipeline.decoding.attention.bfloat16 import as_array, as_tensor
 from laserbatch.pipeline.decoding.attention.interface import relative_error
 from laserbatch.pipeline.decoding.model.cpu_product import PackedMatrix, has_amx
-from laserbatch.pipeline.decoding.model.huge_pages import HugePages
 from laserbatch.pipeline.processor import multiplies_bfloat16
 
 LAYER = ((960, 576), (576, 576), (3072, 576), (576, 1536))  # outputs and inputs of a layer's products
@@ -45,8 +41,7 @@ SMOKE = Scale(1, (1, 20), 2)
 
 def systems_of(weights: list[torch.Tensor]) -> dict[str, Callable[[dict[int, torch.Tensor]], torch.Tensor]]:
     """By name: all products of a step, of inputs by their size; returns the last result."""
-    memory = HugePages()
-    ours = [PackedMatrix(weight, None, memory) for weight in weights]
+    ours = [PackedMatrix(weight, None) for weight in weights]
     relaid = [torch.ops.mkldnn._reorder_linear_weight(weight, FEW_TOKENS) for weight in weights]
     product: Any = torch.ops.mkldnn._linear_pointwise
     sizes = [weight.shape[1] for weight in weights]
@@ -91,42 +86,12 @@ def measure(dtype: torch.dtype, scale: Scale) -> list[dict[str, Any]]:
     return rows
 
 
-@numba.njit(parallel=True)
-def _read(values: np.ndarray, num_threads: int) -> int:
-    total = 0
-    for thread in numba.prange(num_threads):
-        part = 0
-        for i in range(len(values) * thread // num_threads, len(values) * (thread + 1) // num_threads):
-            part ^= values[i]
-        total += part
-    return total
-
-
-def reading_rates(num_bytes: int, num_repetitions: int) -> dict[str, Spread]:
-    """Gigabytes a second at which torch's threads read an array, by its pages."""
-    arrays = {
-        "4 KiB": np.ones(num_bytes // 8, np.int64),
-        "huge": HugePages().empty(num_bytes // 8, np.dtype(np.int64)),
-    }
-    arrays["huge"][:] = 1
-    rates: dict[str, list[float]] = {pages: [] for pages in arrays}
-    _read(arrays["huge"][:64], torch.get_num_threads())
-    for order, _ in zip(turns(list(arrays)), range(num_repetitions), strict=False):
-        for pages in order:
-            begun = time.perf_counter()
-            _read(arrays[pages], torch.get_num_threads())
-            rates[pages].append(num_bytes / (time.perf_counter() - begun) / 1e9)
-    return {pages: Spread.of(values) for pages, values in rates.items()}
-
-
 def main() -> None:
     arguments = benchmark_parser(__doc__, "threads").parse_args()
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
     begin(arguments.threads)
     dtypes = [torch.float32, torch.bfloat16] if multiplies_bfloat16() else [torch.float32]
     rows = [row for dtype in dtypes for row in measure(dtype, scale)]
-    num_bytes = 4 * scale.num_layers * sum(outputs * inputs for outputs, inputs in LAYER)
-    rates = reading_rates(num_bytes, scale.num_repetitions)
     figures = [
         Figure.at_least(f"{row['dtype']}, {row['tokens']} tokens: time of {row['system']}'s products over ours",
                         row["time_over_ours"].median, 1.0)
@@ -139,9 +104,7 @@ def main() -> None:
         "ms": "{ms}",
         "over ours": "{time_over_ours}",
     }
-    reads = "\n".join(f"reading, pages of {pages}: {rate} GB/s" for pages, rate in rates.items())
-    content = {"amx": has_amx(), "rows": rows, "gigabytes_per_s": rates}
-    finish(arguments.json, figures, [table(rows, columns), reads], content)
+    finish(arguments.json, figures, [table(rows, columns)], {"amx": has_amx(), "rows": rows})
 
 
 if __name__ == "__main__":

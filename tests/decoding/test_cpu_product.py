@@ -1,13 +1,11 @@
 """Products on a CPU against torch's in float64, by each kind of instruction that this processor has."""
 
-import numpy as np
 import pytest
 import torch
 
 from laserbatch.pipeline.decoding.attention.bfloat16 import as_array, as_tensor
 from laserbatch.pipeline.decoding.model import cpu_product
 from laserbatch.pipeline.decoding.model.cpu_product import PackedMatrix, has_amx
-from laserbatch.pipeline.decoding.model.huge_pages import CHUNK, HugePages
 from laserbatch.pipeline.processor import multiplies_bfloat16
 
 SIZES = [(96, 64), (576, 960), (2048, 640), (1000, 100), (6, 5)]  # inputs, outputs
@@ -37,7 +35,7 @@ def test_a_product_is_exact_but_for_rounding(dtype, num_inputs, num_outputs):
     inputs, addend = drawn(dtype, 300, num_inputs), drawn(dtype, 300, num_outputs)
     exact = inputs.double() @ weight.double().T
     for has_bias in (False, True):
-        matrix = PackedMatrix(weight, bias if has_bias else None, HugePages())
+        matrix = PackedMatrix(weight, bias if has_bias else None)
         for has_addend in (False, True):
             expected = exact + has_bias * bias.double() + has_addend * addend.double()
             actual = product(matrix, inputs, *[addend] * has_addend)
@@ -47,7 +45,7 @@ def test_a_product_is_exact_but_for_rounding(dtype, num_inputs, num_outputs):
 
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), SIZES)
 def test_a_token_has_the_same_bits_among_any_number_of_others(dtype, num_inputs, num_outputs):
-    matrix = PackedMatrix(drawn(dtype, num_outputs, num_inputs), None, HugePages())
+    matrix = PackedMatrix(drawn(dtype, num_outputs, num_inputs), None)
     inputs, addend = drawn(dtype, 300, num_inputs), drawn(dtype, 300, num_outputs)
     together = product(matrix, inputs, addend)
     threads = torch.get_num_threads()
@@ -64,7 +62,7 @@ def test_a_token_has_the_same_bits_among_any_number_of_others(dtype, num_inputs,
 
 
 def test_what_is_not_finite_stays_with_its_token(dtype):
-    matrix = PackedMatrix(drawn(dtype, 64, 96), None, HugePages())
+    matrix = PackedMatrix(drawn(dtype, 64, 96), None)
     inputs = drawn(dtype, 20, 96)
     finite = product(matrix, inputs)
     inputs[7, 3], inputs[9, 0] = float("nan"), float("inf")
@@ -72,14 +70,3 @@ def test_what_is_not_finite_stays_with_its_token(dtype):
     assert result[7].isnan().all() and not result[9].isfinite().any()
     others = [token for token in range(20) if token not in (7, 9)]
     assert torch.equal(result[others], finite[others])
-
-
-def test_arrays_of_huge_pages_lie_apart_and_stay():
-    memory = HugePages()
-    arrays = [
-        memory.empty(size, np.dtype(dtype)) for size, dtype in ((5, "u2"), (1000, "f4"), (CHUNK, "u2"), (64, "f4"))
-    ]
-    for number, array in enumerate(arrays):
-        array[:] = number
-    del memory
-    assert all((array == number).all() and array.ctypes.data % 64 == 0 for number, array in enumerate(arrays))

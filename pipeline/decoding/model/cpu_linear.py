@@ -12,7 +12,6 @@ from torch import nn
 
 from laserbatch.pipeline.decoding.attention.bfloat16 import as_array, as_tensor
 from laserbatch.pipeline.decoding.attention.interface import relative_error
-from laserbatch.pipeline.decoding.model.huge_pages import HugePages
 from laserbatch.pipeline.processor import multiplies_bfloat16
 
 logger = logging.getLogger(__name__)
@@ -26,14 +25,14 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 class JoinedLinear(nn.Module):
     """Linear layers of one input, as one product."""
 
-    def __init__(self, layers: list[nn.Linear], memory: HugePages) -> None:
+    def __init__(self, layers: list[nn.Linear]) -> None:
         from laserbatch.pipeline.decoding.model.cpu_product import PackedMatrix  # numba takes a while to import
 
         super().__init__()
         weight = torch.cat([layer.weight.detach() for layer in layers])
         bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
         self.out_features = [layer.out_features for layer in layers]
-        self.matrix = PackedMatrix(weight, bias, memory)
+        self.matrix = PackedMatrix(weight, bias)
         # The newest input and its parts, in a list: setting a module's attribute takes longer than a small product.
         self._newest: list = [None, ()]
 
@@ -75,7 +74,7 @@ def relayout_linear_layers(model: nn.Module) -> int:
 
     Layers in float32, and those in bfloat16 where the processor multiplies it.
     """
-    num_relaid, memory = 0, HugePages()
+    num_relaid = 0
     for module in list(model.modules()):
         linear = {name: child for name, child in module.named_children() if _can_be_relaid(child)}
         candidates = (names for names in SAME_INPUT if linear.keys() >= set(names))
@@ -83,7 +82,7 @@ def relayout_linear_layers(model: nn.Module) -> int:
         groups += [(name,) for name in linear if not any(name in names for names in groups)]
         for names in groups:
             layers = [linear[name] for name in names]
-            relaid = _relaid(layers, memory)
+            relaid = _relaid(layers)
             if relaid is None:
                 return num_relaid
             for index, name in enumerate(names):
@@ -108,12 +107,12 @@ def _is_group(layers: list[nn.Linear]) -> bool:
 
 
 @torch.no_grad()
-def _relaid(layers: list[nn.Linear], memory: HugePages) -> JoinedLinear | None:
+def _relaid(layers: list[nn.Linear]) -> JoinedLinear | None:
     """Join layers with the same input; None if the product gives other results here."""
     dtype = layers[0].weight.dtype
     inputs = torch.linspace(-1, 1, 2 * layers[0].in_features, dtype=dtype).view(1, 2, -1)
     expected = [layer(inputs) for layer in layers]
-    relaid = JoinedLinear(layers, memory)
+    relaid = JoinedLinear(layers)
     results = [relaid.part(inputs, index) for index in range(len(layers))]
     if all(relative_error(*pair) <= TOLERANCE[dtype] for pair in zip(results, expected, strict=True)):
         return relaid

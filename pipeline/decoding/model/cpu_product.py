@@ -1,9 +1,8 @@
 """Products with a matrix on a CPU, in float32 or bfloat16, by vectors of the processor or by AMX.
 
 A few tokens are multiplied in the time in which the weights come from memory. So weights lie in the order in which they
-are read, in huge pages (with pages of 4 KiB an Intel Xeon reads a third slower), and while one strip of them is
-multiplied the next one is fetched. Sums are float32. A token's results are added up in an order of their own, so that
-they have the same bits whatever else is in the product.
+are read, and while one strip of them is multiplied the next one is fetched. Sums are float32. A token's results are
+added up in an order of their own, so that they have the same bits whatever else is in the product.
 
 Weights are divided into strips of 32 outputs. For vectors a strip has, word by word of the inputs, the weights of its
 outputs; a word is a float32 or a pair of bfloat16. For AMX a strip is divided into steps of 32 inputs, each of two
@@ -41,7 +40,6 @@ from laserbatch.pipeline.decoding.model.cpu_instructions import (
     stream_tile,
     zero_tile,
 )
-from laserbatch.pipeline.decoding.model.huge_pages import HugePages
 from laserbatch.pipeline.processor import processor_flags
 from laserbatch.retrieval_pools.compiled import cached, source_stamp
 
@@ -68,7 +66,7 @@ def has_amx() -> bool:
 class PackedMatrix:
     """A matrix (out_features, in_features), float32 or bfloat16, in the layout of products, and a bias or none."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, memory: HugePages) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._num_outputs, num_inputs = weight.shape
         num_strips, num_steps = -(-self._num_outputs // STRIP), -(-num_inputs // STEP)
         values = as_array(weight.detach())
@@ -80,7 +78,7 @@ class PackedMatrix:
             in_order = words.reshape(num_strips, 2, ROWS, num_steps, STEP // 2).transpose(0, 3, 1, 4, 2)
         else:  # strip, output, word
             in_order = words.reshape(num_strips, STRIP, -1).transpose(0, 2, 1)
-        self._weights = memory.empty(plain.size, plain.dtype).reshape(num_strips, -1)
+        self._weights = as_array(torch.empty(num_strips, plain.size // num_strips, dtype=weight.dtype))  # as lines lie
         self._weights.view(np.uint32).reshape(in_order.shape)[:] = in_order
         self._bias = np.zeros(num_strips * STRIP, np.float32)
         if bias is not None:
