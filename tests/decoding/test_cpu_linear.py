@@ -32,6 +32,12 @@ def test_packed_layers_equal_plain_ones(has_bias, num_tokens):
         torch.testing.assert_close(getattr(packed, name)(inputs), getattr(plain, name)(inputs))
 
 
+def test_packed_layers_compute_where_gradients_are_recorded():
+    layers = Projections(True)
+    relayout_linear_layers(layers)
+    assert not layers.q_proj(torch.randn(1, 5, 48, requires_grad=True)).requires_grad
+
+
 @torch.no_grad()
 def test_layers_of_one_product_may_be_called_in_any_order_with_any_input():
     plain = Projections(False)

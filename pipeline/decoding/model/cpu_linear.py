@@ -53,7 +53,7 @@ class JoinedLinear(nn.Module):
         return result
 
     def _product(self, inputs: torch.Tensor) -> torch.Tensor:
-        tokens = as_array(inputs.reshape(-1, inputs.shape[-1]).contiguous())
+        tokens = as_array(inputs.detach().reshape(-1, inputs.shape[-1]).contiguous())
         return as_tensor(self.matrix.product(tokens)).view(*inputs.shape[:-1], -1)
 
 
