@@ -170,8 +170,10 @@ def _shown(value: object) -> Text:
         return Text(f"{value:,.4g}")
     if isinstance(value, int) and not isinstance(value, bool):
         return Text(f"{value:,}")
-    if isinstance(value, Mapping | list | tuple):
-        return Text(visible(json.dumps(value, default=str, ensure_ascii=False)))
+    if isinstance(value, Mapping):
+        value = [f"{key} {_shown(inner)}" for key, inner in value.items()]
+    if isinstance(value, list | tuple):
+        return Text(", ".join(str(_shown(item)) for item in value) or MISSING)
     return Text(visible(str(value)))
 
 

@@ -50,7 +50,8 @@ def read_yaml(path: Path, what: str, advice: str) -> Any:
     except _KeyTwice as error:
         raise ConfigError(f"the {what} {path} has the key {error}; keep one of them") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the {what} {path} is not YAML: {' '.join(str(error).split())[:200]}") from None
+        words = " ".join(str(error).replace('in "<unicode string>", ', "in ").split())
+        raise ConfigError(f"the {what} {path} is not YAML: {words[:200]}") from None
 
 
 def line_of(path: Path, location: Iterable[str | int]) -> int:

@@ -222,7 +222,8 @@ def _add_entities(guessed: GuessedMapping, table: str, source: SourceTable, colu
             separator, share = separator_and_share
             part["attributes"][key] = {"column": name, "separator": separator}
             guessed.reasons[table, "attributes", key, "separator"] = f"guessed: in {share:.0%} of the values"
-    guessed.notes.extend(f"{table}.{name} is left out of the mapping: {why}" for name, why in left_out.items())
+    shown = {f"{table}.{name}" if name else f"a column of {table}": why for name, why in left_out.items()}
+    guessed.notes.extend(f"{name} is left out of the mapping: {why}" for name, why in shown.items())
 
 
 def _add_log(guessed: GuessedMapping, log: SourceTable, of_user: Join, of_item: Join) -> None:
