@@ -33,6 +33,7 @@ class JoinedLinear(nn.Module):
         bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
         self.out_features = [layer.out_features for layer in layers]
         self.matrix = PackedMatrix(weight, bias)
+        self.weight = nn.Parameter(self.matrix.packed, requires_grad=False)  # of the model's parameters, to be counted
         # The newest input and its parts, in a list: setting a module's attribute takes longer than a small product.
         self._newest: list = [None, ()]
 

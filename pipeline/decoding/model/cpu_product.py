@@ -64,7 +64,10 @@ def has_amx() -> bool:
 
 
 class PackedMatrix:
-    """A matrix (out_features, in_features), float32 or bfloat16, in the layout of products, and a bias or none."""
+    """A matrix (out_features, in_features), float32 or bfloat16, in the layout of products, and a bias or none.
+
+    `packed` (num_strips, any) has the weights, and zeros up to whole strips and steps.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._num_outputs, num_inputs = weight.shape
@@ -78,7 +81,8 @@ class PackedMatrix:
             in_order = words.reshape(num_strips, 2, ROWS, num_steps, STEP // 2).transpose(0, 3, 1, 4, 2)
         else:  # strip, output, word
             in_order = words.reshape(num_strips, STRIP, -1).transpose(0, 2, 1)
-        self._weights = as_array(torch.empty(num_strips, plain.size // num_strips, dtype=weight.dtype))  # as lines lie
+        self.packed = torch.empty(num_strips, plain.size // num_strips, dtype=weight.dtype)
+        self._weights = as_array(self.packed)
         self._weights.view(np.uint32).reshape(in_order.shape)[:] = in_order
         self._bias = np.zeros(num_strips * STRIP, np.float32)
         if bias is not None:
