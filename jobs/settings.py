@@ -260,13 +260,13 @@ def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) ->
             section = section.setdefault(name, {})
         if isinstance(section, dict):  # else validation says what it is
             section[key] = value
+    source = path if path is not None else "the command line"
     try:
         settings = Settings.model_validate(data)
     except ValidationError as error:
-        source = path if path is not None else "the command line"
         raise ConfigError(f"{source}: {explain(error, Settings)}") from None
     if faults := list(_truth_for_numbers(data, settings)):
-        raise ConfigError(f"{path}: {'; '.join(faults)}")
+        raise ConfigError(f"{source}: {'; '.join(faults)}")
     settings._folder = None if path is None else path.resolve().parent
     return settings
 

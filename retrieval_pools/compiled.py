@@ -37,8 +37,8 @@ _SOURCES = sorted(path for pattern in ("*.py", "index/*.py", "drafting/*.py") fo
 
 
 def source_stamp(paths: Iterable[Path]) -> str:
-    """A digest of the contents of source files."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+    """A digest of the contents of source files, and of this one, whose functions all compiled loops may call."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in (Path(__file__), *paths))).hexdigest()
 
 
 _STAMP = source_stamp(_SOURCES)
@@ -112,14 +112,18 @@ def fetch(typing_context, values, place):
 
     def emit(context, builder, signature, arguments):
         values = context.make_array(signature.args[0])(context, builder, arguments[0])
-        pointer = builder.bitcast(builder.gep(values.data, [arguments[1]]), cgutils.voidptr_t)
-        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *[ir.IntType(32)] * 3])
-        instruction = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        to_read, keep_near, of_data = (cgutils.int32_t(number) for number in (0, 3, 1))
-        builder.call(instruction, [pointer, to_read, keep_near, of_data])
+        emit_fetch(builder, builder.gep(values.data, [arguments[1]]))
         return context.get_dummy_value()
 
     return types.void(values, types.intp), emit
+
+
+def emit_fetch(builder: ir.IRBuilder, pointer: ir.Value) -> None:
+    """Ask for what is at a pointer, and the line of the cache that it lies in."""
+    kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *[ir.IntType(32)] * 3])
+    instruction = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    to_read, keep_near, of_data = (cgutils.int32_t(number) for number in (0, 3, 1))
+    builder.call(instruction, [builder.bitcast(pointer, cgutils.voidptr_t), to_read, keep_near, of_data])
 
 
 class _FromStart(types.Array):

@@ -13,7 +13,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic as numba_intrinsic
 
 from laserbatch.pipeline.decoding.attention.tile_product import INT, LANES, VECTOR, Emitter
-from laserbatch.retrieval_pools.compiled import intrinsic
+from laserbatch.retrieval_pools.compiled import emit_fetch, intrinsic
 
 STRIP, STEP, ROWS = 2 * LANES, 32, 16  # outputs of a strip, inputs of a step, tokens of a tile
 TILE = ROWS * STEP  # values
@@ -80,25 +80,6 @@ def configure_tiles(typing, configuration):
 @intrinsic
 def release_tiles(typing):
     return types.void(), _tile_instruction("tilerelease", 0, False)
-
-
-@intrinsic
-def fetch_line(typing, array, place):
-    """Have 64 bytes brought to the core's second-level cache."""
-
-    def emit_fetch(context, builder, signature, arguments):
-        emit = Emitter(context, builder, signature, arguments)
-        _emit_fetch(emit, emit.pointer(0, emit.values[1]))
-        return context.get_dummy_value()
-
-    return types.void(array, place), emit_fetch
-
-
-def _emit_fetch(emit: Emitter, pointer: Any) -> None:
-    to_read, second_level, of_data = (cgutils.int32_t(number) for number in (0, 2, 1))
-    _emit_call(
-        emit, "llvm.prefetch.p0", emit.builder.bitcast(pointer, cgutils.voidptr_t), to_read, second_level, of_data
-    )
 
 
 @intrinsic
@@ -207,7 +188,7 @@ def _emit_rows(context, builder, signature, arguments):
     rights = [emit.load(emit.pointer(5, emit.plus(here, half * line)), operand) for half in range(2)]
     ahead = builder.add(fetched, builder.mul(step, ir.Constant(INT, num_fetched * line)))
     for number in range(num_fetched):
-        _emit_fetch(emit, emit.pointer(5, emit.plus(ahead, number * line)))
+        emit_fetch(builder, emit.pointer(5, emit.plus(ahead, number * line)))
     new = []
     for start, row_sums in zip(rows, sums, strict=True):
         undefined = ir.Constant(ir.VectorType(word, LANES), ir.Undefined)

@@ -30,7 +30,6 @@ from laserbatch.pipeline.decoding.model.cpu_instructions import (
     add_tiles,
     configure_tiles,
     copy_step,
-    fetch_line,
     load_tile,
     multiply_rows,
     release_tiles,
@@ -41,7 +40,7 @@ from laserbatch.pipeline.decoding.model.cpu_instructions import (
     zero_tile,
 )
 from laserbatch.pipeline.processor import processor_flags
-from laserbatch.retrieval_pools.compiled import cached, source_stamp
+from laserbatch.retrieval_pools.compiled import cached, fetch, source_stamp
 
 MAX_TOKENS = 256  # of which the inputs stay in a core's second-level cache
 # Tokens that vectors multiply at once: their sums fill the registers of AVX-512, or of AVX2.
@@ -189,7 +188,7 @@ def _multiply_tiles(tiles, token, num_tokens, weights, strip, next_strip, sums):
             stream_tile(6, tiles, upper), add_tiles(0, 6, 4), add_tiles(1, 6, 5)
             stream_tile(7, tiles, lower), add_tiles(2, 7, 4), add_tiles(3, 7, 5)
             for _ in range(num_fetched):
-                fetch_line(weights, fetched)
+                fetch(weights, fetched)
                 fetched += 32
             weight, upper, lower = weight + 2 * TILE, upper + TILE, lower + TILE
         store_tile(2, sums, 2 * ROWS * 16), store_tile(3, sums, 3 * ROWS * 16)
@@ -198,7 +197,7 @@ def _multiply_tiles(tiles, token, num_tokens, weights, strip, next_strip, sums):
             load_tile(4, weights, weight), load_tile(5, weights, weight + TILE)
             stream_tile(6, tiles, upper), add_tiles(0, 6, 4), add_tiles(1, 6, 5)
             for _ in range(num_fetched):
-                fetch_line(weights, fetched)
+                fetch(weights, fetched)
                 fetched += 32
             weight, upper = weight + 2 * TILE, upper + TILE
     store_tile(0, sums, 0), store_tile(1, sums, ROWS * 16)
