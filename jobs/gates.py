@@ -33,6 +33,7 @@ NGRAM = 4  # tokens
 MAX_SHARE_REPEATED = 0.5  # a text with a larger share of repeated n-grams counts as repetitive
 NORM_ERROR = 0.01  # a vector counts as normalised if its length differs from 1 by no more
 MAX_SHARE_MISSING = 0.2  # share of the accepted tokens forecast by replays that may be missing
+MIN_COVERAGE = 0.9  # texts of a side, as a share of those of the run before
 MAX_UNUSABLE_SHARE = 0.3  # share of the texts written tonight that cannot be parsed or are rejected
 MAX_CUT_SHARE = 0.5  # share of them that are empty or end at the token limit
 MAX_REPETITIVE_SHARE = 0.1  # share of them that mostly repeat themselves
@@ -61,7 +62,7 @@ class _Gate:
 
 
 GATES = {
-    "coverage": _Gate("{value} as many texts as the run before", "min_coverage", is_least=True),
+    "coverage": _Gate("{value} as many texts as the run before", MIN_COVERAGE, is_least=True),
     "quarantine": _Gate("{value} of the entities are in quarantine", "max_failed_share"),
     "unusable": _Gate("{value} of the texts written could not be used", MAX_UNUSABLE_SHARE),
     "cut": _Gate("{value} of the texts written are empty or cut at their limit", MAX_CUT_SHARE),

@@ -8,14 +8,13 @@ A field without a description is no option: code may set it, a file may not.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import typer
 from pydantic import BaseModel, Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
 from laserbatch.ctr.settings import CtrOptions
 from laserbatch.jobs.extensions import extension
-from laserbatch.jobs.removed_options import removed_options
 from laserbatch.pipeline.decoding.plugins import drafter_plugin
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.distributed.settings import ClusterSettings
@@ -29,7 +28,7 @@ from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.uris import is_uri, without_credentials
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.settings import TablesSettings
-from laserbatch.pipeline.validation import Strict, explain, read_yaml
+from laserbatch.pipeline.validation import Strict, explain, nearest, read_yaml
 from laserbatch.retrieval_pools.settings import PoolSettings, RoutingOptions
 
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent  # configs/ and models/ lie beside the packages
@@ -110,11 +109,6 @@ class GateSettings(Strict):
         ge=0,
         le=1,
         description="The run is not published if more than this share of a side's entities is in quarantine.",
-    )
-    min_coverage: float = Field(
-        default=0.9,
-        ge=0,
-        description="The run is not published if a side has fewer texts than this share of those of the run before.",
     )
     audit: Consequence = Field(
         default="stop",
@@ -308,18 +302,33 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     data = {} if data is None else data
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected sections (`decoding:`, `pools:`, ...), found a {type(data).__name__}")
+    if faults := list(_for_code_alone(data, Settings)):
+        raise ConfigError(f"{path}: {'; '.join(faults)}")
     data = _without_empty_sections(data, Settings)
-    if gone := list(removed_options(data)):
-        raise ConfigError(f"{path}: {'; '.join(gone)}")
     _anchor_paths(data, path.resolve().parent)
     return data
+
+
+def _for_code_alone(data: dict[str, Any], model: type[BaseModel], place: str = "") -> Iterator[str]:
+    """The keys of fields that are no options, refused as unknown keys are."""
+    sections = {name: field.annotation for name, field in model.model_fields.items() if _is_section(field.annotation)}
+    options = [name for name, field in model.model_fields.items() if field.description is not None]
+    for key, value in data.items():
+        if key in sections and isinstance(value, dict):
+            yield from _for_code_alone(value, sections[key], f"{place}{key}.")
+        elif key in model.model_fields and key not in (*sections, *options):
+            yield f"{place}{key}: no such key; {nearest(key, (*sections, *options))}"
+
+
+def _is_section(kind: Any) -> TypeGuard[type[BaseModel]]:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def _without_empty_sections(data: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
     """The configuration without sections that have no option; YAML reads those as null."""
     configured = dict(data)
     for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) and name in data:
+        if _is_section(field.annotation) and name in data:
             if data[name] is None:
                 del configured[name]
             elif isinstance(data[name], dict):

@@ -281,9 +281,12 @@ def test_users_whose_numbers_are_broken_keep_the_last_list_as_stale(world, capfd
         rows = lists.filter(pc.equal(lists["user_id"], user))
         assert rows["item_id"].to_pylist() == before.get(user, [])
     options = {
-        "gates": {"max_failed_share": 1.0, "min_coverage": 0.0},
+        "gates": {"max_failed_share": 1.0},
         "metrics": {"textfile": str(folder / "laserbatch.prom")},
     }
     again = recommend(capfd, world, SECOND_DATE, model=str(broken), **options)
-    assert again.returncode == 0 and "judged again" in again.stderr and run.is_finished
-    assert "laserbatch_lists_last_exit_code 0" in (folder / "laserbatch_lists.prom").read_text()
+    assert again.returncode == 4 and "judged again" in again.stderr and "as many texts" in again.stderr
+    assert "in quarantine (gates" not in again.stderr and run.is_held
+    assert "laserbatch_lists_last_exit_code 4" in (folder / "laserbatch_lists.prom").read_text()
+    workspace = ["--workspace", str(run.root.parent.parent)]
+    assert run_here(capfd, "runs", "publish", run.run_id, *workspace, "--json").returncode == 0 and run.is_finished
