@@ -30,10 +30,6 @@ COMMANDS = {
         "try_one:try_one",
         "Write the text of one entity: show its prompt, pool, text by source, and whether a night would accept it.",
     ),
-    "prompts": LazyCommand(
-        "prompts:app",
-        "Show what prompts spend their tokens on, and what shorter prompts would save.",
-    ),
     "nightly": LazyCommand(
         "nightly:nightly",
         "Run a whole night: generate, encode, compare, publish, build pools, report.",

@@ -63,7 +63,7 @@ def test_every_command_has_an_example_and_documented_options(name):
         assert isinstance(parameter, click.Argument) or getattr(parameter, "help", None), f"{name}: {parameter.name}"
 
 
-NO_WORKSPACE = "config", "data", "init", "demo", "model", "prompts"
+NO_WORKSPACE = "config", "data", "init", "demo", "model"
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name.split()[0] not in NO_WORKSPACE])
