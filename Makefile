@@ -9,13 +9,25 @@ TEST_PROCESSES ?= 3  # on two cores too: a test waits for processes of its own a
 
 install: $(STAMP)
 
-# torch first and exactly: a looser request would take another build of it. In the end the loops that draft are compiled,
-# which takes twenty seconds: else each process that needs them at the same time compiles its own.
+# The compiled loops of drafts, and of the model in both types: else each process that needs them at the same time
+# compiles its own, which takes a minute.
+define COMPILE
+import numpy
+from laserbatch.pipeline.decoding.model.load import load_model
+from laserbatch.pipeline.processor import multiplies_bfloat16
+from laserbatch.retrieval_pools.draft import draft
+draft(None, numpy.empty(0, "int32"), 0)
+for dtype in ["float32", "bfloat16"] if multiplies_bfloat16() else ["float32"]:
+    load_model("sample", dtype, "cpu")
+endef
+export COMPILE
+
+# torch first and exactly: a looser request would take another build of it.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[encoder,dev]'
-	$(BIN)/python -c "import numpy; from laserbatch.retrieval_pools.draft import draft; draft(None, numpy.empty(0, 'int32'), 0)"
+	$(BIN)/python -c "$$COMPILE"
 	touch $(STAMP)
 
 demo: install
