@@ -137,7 +137,7 @@ def summary_table(data: Mapping) -> Table:
     """The result of a command as a table; nested mappings become indented rows."""
     table = Table(show_header=False, box=None, pad_edge=False)
     for key, value in data.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             table.add_row(Text(visible(_title(key)), "bold"), "")
             for inner, inner_value in value.items():
                 table.add_row(Text(f"  {visible(_title(inner))}"), _shown(inner_value))

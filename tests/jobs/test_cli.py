@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from night_world import make_world, run_here, write_config
+from rich.console import Console
 
 from laserbatch.jobs import console, failures
 from laserbatch.jobs.cli import COMMANDS as LAZY_COMMANDS
@@ -351,3 +352,13 @@ def test_the_last_line_of_a_count_is_printed_once(capfd, monkeypatch):
         bar.advance()
     counts = [line.split("  ")[0] for line in capfd.readouterr().err.splitlines()]
     assert counts == ["encode: 0/2", "encode: 1/2", "encode: 2/2", "plan: 0/2", "plan: 1/2"]
+
+
+def test_a_part_of_a_summary_without_entries_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(console, "stdout", Console(width=80))
+    console.summary({"removed": {}, "pools": {"num_texts": 2}}, as_json=False)
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["removed", "–"],
+        ["pools"],
+        ["texts", "2"],
+    ]
