@@ -24,7 +24,7 @@ from laserbatch.pipeline.knowledge.prompts import (
     render_shown,
 )
 from laserbatch.pipeline.knowledge.templates import HistoryLines, PromptTemplate
-from laserbatch.pipeline.knowledge.values import plain_text, value_text
+from laserbatch.pipeline.knowledge.values import event_value, plain_text
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.tables.read import Tables, read_tables
@@ -114,7 +114,7 @@ def shown_of(template: PromptTemplate, entity: Entity) -> Shown:
 
 
 def _shown_event(event: HistoryEvent, columns: HistoryLines) -> Event:
-    values = [value_text(event.attributes[name], columns, name) for name in columns.shown(event.attributes)]
+    values = [event_value(event.attributes[name], columns, name) for name in columns.shown(event.attributes)]
     values = [value for value in values if value is not None]
     attributes = columns.separator.join(values) if values else None
     label = columns.ratings.get(event.rating) or rating_text(event.rating)

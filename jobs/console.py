@@ -57,6 +57,7 @@ class ProgressBar:
     def __init__(self, terminal: Progress, label: str, total: int | None) -> None:
         self._terminal, self._task = terminal, terminal.add_task(label, total=total, detail="", rate="")
         self._printed_s = self._noted_s = time.monotonic()
+        self._printed_count: float | None = None
         self.print_state()
 
     def advance(self, num_done: int = 1, detail: str = "") -> None:
@@ -72,8 +73,11 @@ class ProgressBar:
         """Set the count; `detail` as in `advance`."""
         self.advance(num_done - int(self._terminal.tasks[self._task].completed), detail)
 
-    def print_state(self, notes: bool = True) -> None:
-        """Update the rate; in a log, print the count, the rate and the time left; with `notes`, emit them."""
+    def print_state(self, notes: bool = True, is_last: bool = False) -> None:
+        """Update the rate; in a log, print the count, the rate and the time left; with `notes`, emit them.
+
+        The last state is not printed again if the line before it had the same count.
+        """
         self._printed_s = time.monotonic()
         task = self._terminal.tasks[self._task]
         elapsed_s, done, pace, left_s = task.elapsed or 0.0, f"{task.completed:.0f}", None, None
@@ -82,7 +86,8 @@ class ProgressBar:
             left_s = None if task.total is None else (task.total - task.completed) / pace
         going = f"{rate(pace)}/s" if pace else ""
         self._terminal.update(self._task, rate=going)
-        if self._terminal.disable:
+        if self._terminal.disable and not (is_last and task.completed == self._printed_count):
+            self._printed_count = task.completed
             done += "" if task.total is None else f"/{task.total:.0f}"
             going += f", {seconds(left_s)} left" if left_s else ""
             parts = (f"{task.description}: {done}", f"{elapsed_s:.0f} s", going, task.fields["detail"])
@@ -101,7 +106,7 @@ def progress(label: str, total: int | None = None) -> Iterator[ProgressBar]:
     with Progress(*columns, console=stderr, disable=not stderr.is_terminal) as terminal:
         bar = ProgressBar(terminal, label, total)
         yield bar
-        bar.print_state()
+        bar.print_state(is_last=True)
 
 
 def say(line: str) -> None:
@@ -132,7 +137,7 @@ def summary_table(data: Mapping) -> Table:
     """The result of a command as a table; nested mappings become indented rows."""
     table = Table(show_header=False, box=None, pad_edge=False)
     for key, value in data.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             table.add_row(Text(visible(_title(key)), "bold"), "")
             for inner, inner_value in value.items():
                 table.add_row(Text(f"  {visible(_title(inner))}"), _shown(inner_value))

@@ -118,6 +118,12 @@ def warning(gates: Sequence[GateFigures]) -> list[GateFigures]:
     return [figures for figures in gates if figures.verdict == "warns" and GATES[figures.gate].consequence is not None]
 
 
+def has_option(figures: GateFigures) -> bool:
+    """Whether an option says the limit of a gate, or what follows beyond it."""
+    gate = GATES[figures.gate]
+    return isinstance(gate.limit, str) or gate.consequence is not None
+
+
 def gate_sentence(figures: GateFigures) -> str:
     """A sentence with the value and the limit of a gate."""
     gate = GATES[figures.gate]

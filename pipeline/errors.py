@@ -16,8 +16,8 @@ from laserbatch.retrieval_pools.errors import LaserbatchError
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what another library says, its type where it says nothing; for a message of ours."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    """The first line of what another library says, without its full stop, or its type; for a message of ours."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200].removesuffix(".")
 
 
 class TableError(LaserbatchError):

@@ -114,7 +114,7 @@ def _planned_side(night: Night, plan: SidePlan, scratch: RunFolder) -> dict[str,
     return {
         "num_entities": plan.num_entities,
         "num_carried_over": plan.num_carried_over,
-        "num_unpromptable": plan.num_unpromptable,
+        "num_quarantined": plan.num_unpromptable,
         **({"postponed": plan.postponed} if plan.postponed else {}),
         "num_to_write": num_rows,
         "num_shards": len(pending),

@@ -96,7 +96,12 @@ def init(
     if mapping_path.exists() and not overwrite:
         raise ConfigError(f"{mapping_path} is there already; pass --overwrite to replace it")
     notes: list[str] = []
-    sources = read_sources(source, notes.append)
+
+    def note(message: str) -> None:  # at once: it may say why nothing can be guessed
+        notes.append(message)
+        say(message)
+
+    sources = read_sources(source, note)
     guess = guess_mapping(sources)
     mapping = guess.mapping
     events, items = (mapping[name] for name in ("interactions", "items"))
@@ -113,11 +118,10 @@ def init(
     )
     head += "\n# configs/import_example.yaml explains every key.\n"
     write_text(head + guess.as_yaml(), mapping_path)
-    note = f"# Made from {tables} by: {command}\n"
-    write_text(_configuration(out.resolve().with_name("tables"), note, guessed), out)
-    notes += guess.notes
-    for message in notes:
-        say(message)
+    origin = f"# Made from {tables} by: {command}\n"
+    write_text(_configuration(out.resolve().with_name("tables"), origin, guessed), out)
+    for message in guess.notes:
+        note(message)
     say(f"the mapping is a guess, which says at each line what it rests on; read {mapping_path} before you import")
     outcome = {"configuration": str(out), "mapping": str(mapping_path), "model": NEEDS_A_MODEL}
     outcome |= {"notes": notes} if as_json and notes else {}

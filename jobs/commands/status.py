@@ -136,6 +136,7 @@ def _run_state(run: RunFolder, now: datetime.datetime, is_running: bool) -> dict
     last: dict[str, dict[str, Any]] = {event["event"]: event for event in events}
     begun, failed = last.get("run_begin"), last.get("failure")
     state: dict[str, Any] = {"run_id": run.run_id, "date": run.date, "is_finished": run.is_finished}
+    state["is_held"] = run.is_held
     state["since"] = begun["time"] if begun else None
     state["last_event"] = events[-1]["time"] if events else None
     state["failure"] = failed.get("error") if failed and not run.is_finished else None
@@ -145,10 +146,14 @@ def _run_state(run: RunFolder, now: datetime.datetime, is_running: bool) -> dict
     state["stage_since"] = stage["time"] if state["stage"] and stage else None
     state["progress"] = state["writing"] = None
     going = [event for event in events if event["event"] in ("progress", "shard_done")]
-    if is_running and going:
+    is_going = is_running or not (run.is_finished or failed)  # or it died
+    if is_going and going:
         state["progress"] = _progress(going, now)
-    if is_running and stage:
+    if is_going and stage:
         state["writing"] = writing_state(events[events.index(stage) :], now)
+    if not is_running:  # the time that a dead night would take is no time
+        for figures in filter(None, (state["progress"], state["writing"])):
+            figures |= {"left_s": None} | ({"rate": None} if "rate" in figures else {"left_by": None})
     state["cost"] = cost_so_far(events, run.root)
     state["num_workers_lost"] = sum(event["event"] == "worker_lost" for event in events)
     state["seconds"] = {event["stage"]: event["seconds"] for event in events if event["event"] == "stage_end"}
@@ -199,14 +204,16 @@ def summary_rows(state: dict[str, Any]) -> dict[str, str]:
     rows["lock"] = lock and f"{lock['holder']}, since {lock['since']}"
     if run is not None:
         going, is_finished = run["progress"], run["is_finished"]
-        rows |= {"run": f"{run['run_id']} ({'' if is_finished else 'not '}finished)"}
+        how = "finished" if is_finished else "held by its gates" if run["is_held"] else "not finished"
+        rows["run"] = f"{run['run_id']} ({how})"
         rows |= {"begun": run["since"], "stage": run["stage"]}
         if going:
             rows["done"] = progress_text(going)
             left = "" if going["left_s"] is None else f", {seconds(going['left_s'])} left"
             rows["rate"] = f"{rate(going['rate'])}/s{left}" if going["rate"] and not is_finished else ""
         if writing := run["writing"]:
-            rows |= {"done": done_text(writing), "rate": speed_text(writing), "left": left_text(writing)}
+            rows |= {"done": done_text(writing), "rate": speed_text(writing)}
+            rows["left"] = lock and left_text(writing)
             rows["quarantined"] = format_counts(writing["quarantine_reasons"])
         rows["cost"] = cost_text(run)
         rows["workers lost"] = run["num_workers_lost"] and count(run["num_workers_lost"])

@@ -72,7 +72,6 @@ class GenerationStage:
         self.night.tables.release_pages()
         for side in SIDES:
             self._emit_plan(plans[side], finished[side])
-            self._say_skipped(plans[side])
             self._require_usable(plans[side], finished[side])
         pending = [shard for plan in plans.values() for shard in plan.shards if shard.name not in finished[shard.side]]
         pending.sort(key=lambda shard: shard.name)  # so that both sides' first texts are judged before the others
@@ -99,6 +98,7 @@ class GenerationStage:
             reasons = self.folder.shards(plan.side).quarantine_reasons(finished[CARRIED_SHARD])
         counts = {"entities": plan.num_entities, "carried_over": plan.num_carried_over}
         emit("planned", of=self.label, side=plan.side, **counts, reasons=reasons)
+        self._say_skipped(plan, reasons)
 
     def _expected_tokens(self, plan: SidePlan) -> float | None:
         """Expected tokens of a text that the plan has written; None if no earlier text and no budget tells."""
@@ -110,11 +110,11 @@ class GenerationStage:
             return None
         return unless_damaged(partial(means, folder, plan.side, ["num_tokens"]), [None])[0]
 
-    def _say_skipped(self, plan: SidePlan) -> None:
+    def _say_skipped(self, plan: SidePlan, reasons: Mapping[str, int]) -> None:
         if plan.postponed:
             say(f"{plan.side}s skipped tonight, without a new text: {format_counts(plan.postponed)}")
-        if plan.num_unpromptable:
-            say(f"{plan.side}s that stay in quarantine, because their prompts did not change: {plan.num_unpromptable}")
+        if reasons:
+            say(f"{plan.side}s in quarantine without a try tonight: {format_counts(reasons)}")
 
     def _require_usable(self, plan: SidePlan, finished: Finished) -> None:
         require_usable_texts(self.night, plan, finished)

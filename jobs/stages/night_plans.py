@@ -16,7 +16,15 @@ from laserbatch.pipeline.decoding.endpoint_settings import BATCH_SHARD_ROWS
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
-from laserbatch.pipeline.planning.plan import CARRIED_SHARD, SidePlan, drop_plan, load_plan, open_plan
+from laserbatch.pipeline.planning.plan import (
+    CARRIED_SHARD,
+    STALE_SHARD,
+    WAITING_SHARD,
+    SidePlan,
+    drop_plan,
+    load_plan,
+    open_plan,
+)
 from laserbatch.pipeline.planning.planner import (
     CarryOver,
     Sharding,
@@ -112,12 +120,14 @@ class NightPlanner:
             return
         figures = manifest.generation.sides[side]
         num_rows_of = {folder.root / record.file: record.num_rows for record in figures.shards}
-        num_rows_of[folder.knowledge_folder(side) / f"{CARRIED_SHARD}.parquet"] = figures.num_carried_over
+        others = {CARRIED_SHARD: figures.num_carried_over, STALE_SHARD: figures.num_stale}
+        others[WAITING_SHARD] = figures.num_waiting
+        num_rows_of |= {folder.knowledge_folder(side) / f"{name}.parquet": rows for name, rows in others.items()}
         for path, num_rows in num_rows_of.items():
             if num_rows and not path.exists():
                 logger.warning(
-                    "%s is gone: its %s are written again as if they were new. To keep their texts, stop this night"
-                    " and restore the file from a copy.",
+                    "%s is gone: its %s have no earlier text any more and count as new. To keep their texts, stop this"
+                    " night and restore the file from a copy.",
                     path,
                     counted(num_rows, side),
                 )

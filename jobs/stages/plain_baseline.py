@@ -78,7 +78,7 @@ class PlainBaselineStage(GenerationStage):
 
     label = "generate plain"
 
-    def _say_skipped(self, plan: SidePlan) -> None:
+    def _say_skipped(self, plan: SidePlan, reasons: Mapping[str, int]) -> None:
         pass
 
     def _require_usable(self, plan: SidePlan, finished: Finished) -> None:

@@ -11,7 +11,7 @@ from laserbatch.jobs.events import emit
 from laserbatch.jobs.extensions import extension
 from laserbatch.jobs.failures import line_of
 from laserbatch.jobs.formatting import counted
-from laserbatch.jobs.gates import blocking, gate_sentence, judge
+from laserbatch.jobs.gates import blocking, gate_sentence, has_option, judge
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import GateSettings
 from laserbatch.pipeline.errors import ConfigError, LaserbatchError, RunHeld, WorkspaceError
@@ -40,10 +40,11 @@ def finalize_run(run: RunFolder, manifest: RunManifest, measured: Sequence[GateF
     emit(manifest.status.replace("success", "finished"), run_id=run.run_id)
     run.finish(is_held=bool(held_by))
     if held_by:
+        or_else = ", or change the limits that are options and give the same command again: nothing is written again"
         raise RunHeld(
             f"run {run.run_id} is done but not published: {'; '.join(map(gate_sentence, held_by))}. Look at "
-            f"{run.report_path}; then publish it all the same with {command_to_publish(run)}, or "
-            f"change the limit and give the same command again: nothing is written again"
+            f"{run.report_path}; then publish it all the same with {command_to_publish(run)}"
+            f"{or_else if any(map(has_option, held_by)) else ''}"
         )
 
 

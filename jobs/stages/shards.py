@@ -10,6 +10,7 @@ import pyarrow as pa
 from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.events import emit
 from laserbatch.jobs.failures import end_at_sigterm
+from laserbatch.jobs.formatting import counted
 from laserbatch.jobs.writing import finished_counts, shard_counts
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.distributed.actors import ShardAbandoned, WorkerPool, run_shards
@@ -44,7 +45,7 @@ def hand_out(
     end_at_sigterm()
     abandoned, num_done, num_rows = [], 0, sum(shard.num_rows for shard in pending)
     folder = RunFolder(worker_pool.spec.run_dir)
-    say(f"{label}: {num_rows} to write, in {len(pending)} shards")
+    say(f"{label}: {num_rows:,} to write, in {counted(len(pending), 'shard')}")
     emit_begin(label, folder, pending, finished, expected_tokens)
     with progress(label, num_rows) as bar:
         for outcome in run_shards(pending, worker_pool, choose, on_first_text):

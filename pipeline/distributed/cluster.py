@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 
 from laserbatch.pipeline.distributed.settings import ClusterSettings, usable_cores
 from laserbatch.pipeline.distributed.sharing import cluster_free_bytes, workers_a_gpu
-from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.errors import ConfigError, RunFailed
 from laserbatch.pipeline.gpus import num_gpus
 from laserbatch.pipeline.storage.scratch import RAY_PREFIX, ScratchFolder, remove_dead_scratch
 
@@ -150,17 +150,26 @@ def ray_cluster(
         worker_layout(settings, [here], gpus_a_worker)  # refuse what has no room before Ray starts
         remove_dead_scratch(SHORT_FOLDERS, RAY_PREFIX)  # of nights that were killed
         short_folder = _short_folder()
-        with _marked(workspace):
-            ray.init(
-                _temp_dir=None if short_folder is None else str(short_folder.path),
-                address="local",
-                num_cpus=here.num_cpus,
-                num_gpus=here.num_gpus,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=100 * 2**20,  # shards travel as files; only names and counts pass through Ray
-            )
+        try:
+            with _marked(workspace):
+                ray.init(
+                    _temp_dir=None if short_folder is None else str(short_folder.path),
+                    address="local",
+                    num_cpus=here.num_cpus,
+                    num_gpus=here.num_gpus,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    object_store_memory=100 * 2**20,  # shards travel as files; only names and counts pass through Ray
+                )
+        except Exception as error:  # of no class of its own
+            ray.shutdown()
+            if short_folder is not None:
+                short_folder.remove()
+            raise RunFailed(
+                f"Ray does not start on this machine, which may be too busy or have too little memory: "
+                f"{_root_reason(error)} Give the same command again; `laserbatch doctor` tries whether Ray starts"
+            ) from error
     elif started:
         try:
             ray.init(address=settings.ray_address, log_to_driver=False, logging_level=logging.ERROR)

@@ -36,7 +36,7 @@ def parse_answer(template: PromptTemplate, text: str, is_cut: bool = False) -> P
     """The fields of an answer by the template's parser: aspects or attributes by name, fields of JSON, or `text`.
 
     `is_cut` says that the token limit ended it. Raises RowError, whose reason is `unparsable` (nothing of the form that
-    was asked for), `missing-field`, `wrong-type`, or `loops` (a list says the same again and again).
+    was asked for), `missing-field`, `wrong-type`, or `loops` (a list says the same again and again, or all fields do).
     """
     if not text.strip():
         raise RowError("unparsable: the text is empty")
@@ -47,10 +47,17 @@ def parse_answer(template: PromptTemplate, text: str, is_cut: bool = False) -> P
         if not any(map(_LETTER.search, fields.values())):
             name, value = next(iter(fields.items()))
             raise RowError(f"unparsable: no field has a word; {name} is {value[:20]!r}")
-        return Parsed(fields)
+        return _with_different_fields(Parsed(fields))
     if template.parser == "json":
-        return _json_fields(template, text, is_cut)
+        return _with_different_fields(_json_fields(template, text, is_cut))
     return Parsed(_custom_fields(template, text))
+
+
+def _with_different_fields(parsed: Parsed) -> Parsed:
+    values = [value.strip(" .,;*").casefold() for value in parsed.fields.values()]
+    if len(values) > 1 and len(set(values)) == 1:
+        raise RowError(f"loops: all {len(values)} fields say {next(iter(parsed.fields.values()))[:20]!r}")
+    return parsed
 
 
 def _aspects(text: str, factors: tuple[str, ...]) -> dict[str, str]:

@@ -20,7 +20,7 @@ import pyarrow.types as pt
 from laserbatch.pipeline.knowledge.histories import Histories, event_text
 from laserbatch.pipeline.knowledge.prompts import DIGEST_BYTES, Shown, attribute_line, rating_text
 from laserbatch.pipeline.knowledge.templates import Columns, HistoryLines, PromptTemplate
-from laserbatch.pipeline.knowledge.values import plain_text, python_values, value_text
+from laserbatch.pipeline.knowledge.values import event_value, plain_text, python_values
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.tables.columns import blank
 from laserbatch.pipeline.tables.read import Tables
@@ -103,7 +103,7 @@ class SideQuestions:
         columns = self._history_lines
         title = _mapped(items["title"], lambda value: plain_text(str(value), columns.max_value_chars))
         names = _shown_names(items, columns, ("item_id", "title"), self.tables.personal.get("item", ()))
-        texts = [_mapped(items[name], lambda value, name=name: value_text(value, columns, name)) for name in names]
+        texts = [_mapped(items[name], lambda value, name=name: event_value(value, columns, name)) for name in names]
         return pc.fill_null(title, ""), _joined(texts, columns.separator, items.num_rows)
 
     def item_texts(self, titles: Collection[str]) -> dict[str, dict[str, str]]:
@@ -113,7 +113,7 @@ class SideQuestions:
         part, item_titles = items.filter(is_requested), self._events[0].filter(is_requested).to_pylist()
         texts: dict[str, dict[str, str]] = {title: {} for title in item_titles}
         for name in _shown_names(items, columns, ("item_id", "title"), self.tables.personal.get("item", ())):
-            shown = _mapped(part[name], lambda value, name=name: value_text(value, columns, name)).to_pylist()
+            shown = _mapped(part[name], lambda value, name=name: event_value(value, columns, name)).to_pylist()
             for title, text in zip(item_titles, shown, strict=True):
                 texts[title] |= {} if text is None else {name: text}
         return texts

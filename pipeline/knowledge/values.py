@@ -21,6 +21,7 @@ from laserbatch.pipeline.knowledge.templates import Columns
 SMALLEST_PLAIN, LARGEST_PLAIN = 1e-12, 1e21  # a number beyond these is written with an exponent
 PATH, SET = " > ", ", "
 SUBSECOND_DIGITS = {"s": 0, "ms": 3, "us": 6, "ns": 9}
+YES_OR_NO = frozenset(("yes", "no", "true", "false"))  # say nothing without their column's name
 _QUOTED = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 # A list of texts that an exporter wrote as one text: JSON, or what Python prints of a list, tuple or set.
 _LISTED = re.compile(rf"[\[({{]\s*{_QUOTED}(?:\s*,\s*{_QUOTED})*\s*,?\s*[\])}}]", re.DOTALL)
@@ -42,6 +43,12 @@ def value_text(value: object, columns: Columns, name: str) -> str | None:
     if parts is not None:
         value = list_text(parts, is_path=name in columns.paths)
     return None if value is None else plain_text(str(value), columns.max_value_chars) or None
+
+
+def event_value(value: object, columns: Columns, name: str) -> str | None:
+    """A value of an item's column as a line of history shows it: without the column's name, except a yes or no."""
+    text = value_text(value, columns, name)
+    return f"{name}: {text}" if text is not None and text.casefold() in YES_OR_NO else text
 
 
 def number_text(value: int | float | np.floating | Decimal) -> str:

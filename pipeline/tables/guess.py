@@ -25,7 +25,7 @@ from laserbatch.pipeline.tables.guessed_columns import (
     guess_time,
     guess_title,
 )
-from laserbatch.pipeline.tables.layout import is_parquet, is_parquet_or_csv, list_pattern
+from laserbatch.pipeline.tables.layout import is_parquet, is_parquet_or_csv, list_pattern, name_left_out
 from laserbatch.pipeline.tables.personal import personal_columns
 from laserbatch.pipeline.tables.schema import CREATED_AT, ID_COLUMNS
 from laserbatch.pipeline.tables.settings import SourceFiles
@@ -91,12 +91,15 @@ def yaml_line(value: object) -> str:
 def read_sources(folder: Path, note: Callable[[str], object] = lambda text: None) -> list[SourceTable]:
     """Every Parquet or CSV file of a folder, and every folder of such in it as one, with its first rows.
 
-    `note` is called with what the quotes of these leave in doubt.
+    `note` is called with what the quotes of these leave in doubt, and with the files of other formats.
     """
-    sources = []
-    for path in sorted(folder.iterdir()):
-        is_hidden = path.name.startswith((".", "_"))
-        if not is_hidden and path.stat().st_size and (path.is_dir() or is_parquet_or_csv(path)):
+    sources, visible = [], [path for path in sorted(folder.iterdir()) if not path.name.startswith((".", "_"))]
+    others = [path for path in visible if path.is_file() and not is_parquet_or_csv(path)]
+    others = [path for path in others if path.suffix not in (".yaml", ".yml")]  # of init itself
+    for sentence in name_left_out(dict.fromkeys(others, "is neither Parquet nor CSV")):
+        note(sentence)
+    for path in visible:
+        if path.stat().st_size and (path.is_dir() or is_parquet_or_csv(path)):
             listed = list_pattern(folder, path.name, path.stem).files
             if not listed:
                 continue

@@ -23,7 +23,7 @@ from laserbatch.pipeline.distributed.cluster import (
     worker_layout,
 )
 from laserbatch.pipeline.distributed.settings import ClusterSettings
-from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.errors import ConfigError, RunFailed
 
 
 @pytest.mark.parametrize(
@@ -188,6 +188,16 @@ def test_a_cluster_that_cannot_be_joined_is_told_of_with_rays_own_reason(monkeyp
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     with pytest.raises(ConfigError, match=f"the Ray cluster at 'head:6379' cannot be {reason}"):  # noqa: SIM117
         with ray_cluster(ClusterSettings(ray_address="head:6379")):
+            pass
+
+
+def test_a_local_ray_that_does_not_start_is_a_failure_with_rays_own_reason(monkeypatch, tmp_path):
+    def init(**_):
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(RunFailed, match=r"not start on this machine.*: The current node timed out.*same command"):  # noqa: SIM117
+        with ray_cluster(ClusterSettings(num_workers=1), tmp_path):
             pass
 
 

@@ -16,14 +16,15 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from night_world import make_world, run_here, write_config
+from rich.console import Console
 
-from laserbatch.jobs import failures
+from laserbatch.jobs import console, failures
 from laserbatch.jobs.cli import COMMANDS as LAZY_COMMANDS
 from laserbatch.jobs.cli import exit_code_of
 from laserbatch.jobs.commands import nightly as night_commands
 from laserbatch.jobs.commands import pools
 from laserbatch.jobs.commands.pools import LAZY_COMMANDS as LAZY_POOL_COMMANDS
-from laserbatch.jobs.console import ExitCode
+from laserbatch.jobs.console import ExitCode, progress
 from laserbatch.jobs.settings import Settings, load_settings
 from laserbatch.pipeline.errors import ConfigError, RunFailed, TableError, WorkspaceBusy
 from laserbatch.pipeline.sides import SIDES
@@ -340,3 +341,24 @@ def test_demo_with_a_model_asks_it_for_short_texts_and_compares_nothing(tmp_path
         assert settings.model_dir == tmp_path / "model"
         assert [settings.template(side).identity for side in SIDES] == ["brief_user@1", "brief_item@1"]
         assert not settings.night.compare_with_plain and not settings.night.train_ctr
+
+
+def test_the_last_line_of_a_count_is_printed_once(capfd, monkeypatch):
+    monkeypatch.setattr(console, "PLAIN_LINE_EVERY_S", 0.0)
+    with progress("encode", 2) as bar:
+        bar.advance()
+        bar.advance()
+    with progress("plan", 2) as bar:
+        bar.advance()
+    counts = [line.split("  ")[0] for line in capfd.readouterr().err.splitlines()]
+    assert counts == ["encode: 0/2", "encode: 1/2", "encode: 2/2", "plan: 0/2", "plan: 1/2"]
+
+
+def test_a_part_of_a_summary_without_entries_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(console, "stdout", Console(width=80))
+    console.summary({"removed": {}, "pools": {"num_texts": 2}}, as_json=False)
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["removed", "–"],
+        ["pools"],
+        ["texts", "2"],
+    ]

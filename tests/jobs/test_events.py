@@ -99,11 +99,18 @@ def test_status_tells_of_a_run_under_way_of_one_that_died_and_of_one_that_failed
     assert (going["done"], going["total"]) == (10, 40) and going["updated_at"] == state["run"]["last_event"]
     assert going["rate"] == pytest.approx(1.0, rel=0.1) and going["left_s"] == pytest.approx(30, rel=0.1)
     died = workspace_state(night.workspace, now)
-    assert (died["state"], died["lock"], died["run"]["progress"]) == ("died", None, None)
+    assert (died["state"], died["lock"]) == ("died", None)
+    died_at = died["run"]["progress"]
+    assert [died_at[name] for name in ("done", "total", "rate", "left_s")] == [10, 40, None, None]
+    assert status.summary_rows(died)["done"] == "generate: 10 of 40" and "left" not in status.summary_rows(died)
     with pytest.raises(RunFailed), recorded(night.manifest):
         raise RunFailed("2 of 3 users failed")
     failed = workspace_state(night.workspace, now)
     assert (failed["state"], failed["run"]["failure"]) == ("idle", "2 of 3 users failed")
+    run = night.workspace.run(failed["run"]["run_id"])
+    run.held_path.touch()
+    held = status.summary_rows(workspace_state(night.workspace, now))
+    assert held["run"] == f"{run.run_id} (held by its gates)"
 
 
 def test_a_lock_that_a_dead_process_left_is_nobodys(night):

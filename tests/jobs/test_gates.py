@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from manifest_fixture import manifest_of, night_manifest
 
-from laserbatch.jobs.gates import GATES, _of_side, gate_sentence, judge, repeated_shares, warning
+from laserbatch.jobs.gates import GATES, _of_side, gate_sentence, has_option, judge, repeated_shares, warning
 from laserbatch.jobs.report.page import render_page
 from laserbatch.jobs.settings import GateSettings
 from laserbatch.pipeline.storage.figures import GateFigures
@@ -61,6 +61,11 @@ def test_one_option_says_what_follows_where_audited_texts_differ_too_much(gate):
         (figures,) = judge([GateFigures(gate, "user", value)], GateSettings(audit=option, auc="stop"))
         assert figures.verdict == expected and "gates.audit says what follows" in gate_sentence(figures)
         assert warning([figures]) == ([figures] if option == "warn" else [])
+
+
+def test_the_advice_to_change_a_limit_is_given_where_there_is_an_option():
+    gates = ("quarantine", "added names", "cut")
+    assert [has_option(GateFigures(gate, "user")) for gate in gates] == [True, True, False]
 
 
 def test_a_raised_limit_is_judged_by_the_same_value():

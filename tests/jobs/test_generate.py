@@ -204,7 +204,9 @@ def test_what_is_lost_while_a_run_goes_on_ends_it_and_the_next_attempt_heals_it(
     assert len(texts(night.run)) == num_entities(night)
 
 
-def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_again_when_its_turn_comes(world, write, monkeypatch):
+def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_again_when_its_turn_comes(
+    world, write, monkeypatch, capfd
+):
     before = texts(Workspace.open(world / "workspace").publication.run())
     night = opened(world, SECOND_DATE)
     write(night)
@@ -232,7 +234,9 @@ def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_again_when_it
 
     monkeypatch.setattr(postpone, "DAYS_BETWEEN_TRIES", 1 << 40)  # nobody's turn
     third = opened(world, "2025-03-02")
+    capfd.readouterr()
     write(third)
+    assert "users in quarantine without a try tonight: unparsable (2)" in capfd.readouterr().err
     after = texts(third.run)
     assert all(after[id_] == written[id_] for id_ in failing[:2])
     assert third.run.read_quarantine("user").to_pylist() == rows

@@ -11,7 +11,7 @@ import yaml
 from laserbatch.jobs.commands.init import init
 from laserbatch.jobs.settings import Settings, load_settings
 from laserbatch.jobs.stages.inputs import needs_a_model
-from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.knowledge.domains import domains
 from laserbatch.pipeline.knowledge.histories import labels_of
 from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
@@ -197,6 +197,13 @@ def test_a_csv_with_a_header_alone_is_passed_over(job_board, tmp_path, capsys):
     (job_board / "users.csv").write_text("user_id,title\n")
     run_init(capsys, job_board, tmp_path / "night.yaml")
     assert "users.csv" not in (tmp_path / "mapping.yaml").read_text()
+
+
+def test_files_of_other_formats_are_named_whatever_is_guessed(job_board, tmp_path, capsys):
+    (job_board / "jobs.parquet").rename(job_board / "jobs.jsonl.gz")
+    with pytest.raises(TableError, match="no file looks like"):
+        run_init(capsys, job_board, tmp_path / "night.yaml")
+    assert f"left out, because it is neither Parquet nor CSV: {job_board}/jobs.jsonl.gz" in capsys.readouterr().err
 
 
 def test_the_bundled_model_knows_the_sample_world_alone(tmp_path, capsys):

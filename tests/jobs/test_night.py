@@ -302,13 +302,14 @@ def test_what_is_damaged_of_earlier_nights_is_named_and_passed_over(world, caplo
 def test_a_lost_file_of_texts_is_named_with_its_entities(world, tmp_path, caplog):
     first = opened(world)
     shard = ShardRecord("00000", "knowledge/user/00000.parquet", 22, "")
-    first.manifest.generation.sides = {"user": SideFigures(25, 22, 3, 0, 0, {}, {}, [shard], DecodingStats())}
+    figures = SideFigures(36, 22, 3, 5, 4, {}, {}, [shard], DecodingStats(), num_waiting=6)
+    first.manifest.generation.sides = {"user": figures}
     done(first)
     second = opened(world, DAY + datetime.timedelta(days=1))
     second.manifest.generation.pools = PoolsUsed()
     plan_night(second, RunFolder(tmp_path / "plan"))
-    assert "knowledge/user/00000.parquet is gone: its 22 users are written again" in caplog.text
-    assert "knowledge/user/carried.parquet is gone: its 3 users are written again" in caplog.text
+    for name, num_users in {"00000": 22, "carried": 3, "stale": 4, "waiting": 6}.items():
+        assert f"knowledge/user/{name}.parquet is gone: its {num_users} users have no earlier text" in caplog.text
 
 
 def test_a_pointer_that_cannot_be_followed_is_replaced(world, capsys):

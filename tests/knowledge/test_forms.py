@@ -30,12 +30,15 @@ def is_whole(grammar: str, text: str) -> bool:
 def example(template: PromptTemplate) -> str:
     if template.parser == "aspects":
         return "\n".join(
-            f"{number}. {name}: Café & “quotes” of 1990" for number, name in enumerate(template.factors, 1)
+            f"{number}. {name}: Café & “quotes” of 199{number}" for number, name in enumerate(template.factors, 1)
         )
     if template.parser == "attributes":
-        return "\n".join(f"{name}: sea stories" for name in template.factors)
-    kinds = {"text": "A reader's summary: it's 5/5.", "list": ["Sea", "Crime fiction"]}
-    return json.dumps({name: kinds[kind] for name, kind in template.fields.items()}, ensure_ascii=False)
+        return "\n".join(f"{name}: sea stories, {name}" for name in template.factors)
+    values = {
+        name: [name, "Crime fiction"] if kind == "list" else f"A reader's {name}: it's 5/5."
+        for name, kind in template.fields.items()
+    }
+    return json.dumps(values, ensure_ascii=False)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in SHIPPED_TEMPLATES.glob("*.yaml")))

@@ -25,6 +25,19 @@ def test_an_answer_of_numbers_alone_is_no_answer():
     assert parse_answer(USER, "1. Genre: 7\n2. Theme: 日本").fields["Theme"] == "日本"
 
 
+def test_an_answer_that_says_the_same_of_everything_is_no_answer():
+    """As a small model does that is held to a form: it says of no aspect what sets it apart."""
+    for template, text in (
+        (USER, "1. Genre: The\n2. Theme: the.\n3. Style: The"),
+        (FACTS, f"{FACTS.factors[0]}: unknown\n{FACTS.factors[1]}: unknown"),
+        (PROFILE, '{"summary": "A", "reasoning": "A"}'),
+    ):
+        with pytest.raises(RowError, match=r"loops: all \d fields say"):
+            parse_answer(template, text)
+    assert parse_answer(USER, "1. Genre: The").fields == {"Genre": "The"}
+    assert len(parse_answer(USER, "1. Genre: The\n2. Theme: The\n3. Style: sea").fields) == 3
+
+
 @pytest.mark.parametrize(
     "text",
     [

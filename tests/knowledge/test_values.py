@@ -134,6 +134,16 @@ def test_histories_show_items_and_ratings_by_the_same_rules():
     assert shown_of_row(row).events == [("Amé", "a, b | 98765001", "4.1"), ("Ran", "2", "1234567")]
 
 
+def test_a_yes_or_no_of_an_item_has_its_column_s_name_in_histories_however_it_is_stored():
+    items = {"item_id": [1, 2], "title": ["A", "B"], "kind": ["no", "sea"], "new": [True, None], "sold": ["False", ""]}
+    events = {"user_id": [7, 7], "item_id": [1, 2], "timestamp": [1, 2], "rating": [4, 5]}
+    tables = Tables(pa.table({"user_id": [7]}), pa.table(items), pa.table(events))
+    questions = SideQuestions(tables, "user", TEMPLATE, "")
+    (row,) = questions.shown(np.array([0])).to_pylist()
+    assert shown_of_row(row).events == [("A", "kind: no | new: yes | sold: False", "4"), ("B", "sea", "5")]
+    assert questions.item_texts(["A"]) == {"A": {"kind": "kind: no", "new": "new: yes", "sold": "sold: False"}}
+
+
 def test_a_change_behind_the_cut_changes_no_prompt():
     first, second = (value_text("x" * 300 + end, AttributeLines(max_value_chars=100), "x") for end in "ab")
     assert first == second and len(first) == 100

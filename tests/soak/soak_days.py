@@ -479,7 +479,7 @@ def ordinary(year, rng, day):
     if planned["state"] == "would begin":
         for side, counts in year.summary_of(run_id).items():
             if side != "run_id":
-                refused = planned[side]["num_unpromptable"]
+                refused = planned[side]["num_quarantined"]
                 assert planned[side]["num_to_write"] == counts["num_generated"] + counts["num_quarantined"] - refused
                 assert planned[side]["num_carried_over"] == counts["num_carried_over"]
                 assert planned[side].get("postponed", {}) == counts["postponed"]

@@ -12,11 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sound_world import DAY_1, DAY_1_S, replaced, sound_world, write_world
 
-from laserbatch.pipeline.errors import ConfigError, TableError
+from laserbatch.pipeline.errors import ConfigError, TableError, first_line
 from laserbatch.pipeline.tables import check
 from laserbatch.pipeline.tables.check import check_tables, require_sound
 from laserbatch.pipeline.tables.read import describe, read_tables
 from laserbatch.pipeline.tables.settings import TablesSettings
+
+
+def test_what_a_library_says_ends_without_a_stop_of_its_own():
+    assert first_line(OSError("magic bytes not found.\nmore")) == "magic bytes not found"
+    assert first_line(OSError()) == "OSError"
 
 
 def test_sound_tables_have_no_findings(tmp_path):
