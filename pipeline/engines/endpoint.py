@@ -254,9 +254,10 @@ class EndpointEngine:
             raise RowError("refused: the model refuses to answer")
         if (reason := choice.get("finish_reason")) not in ("stop", "length"):
             raise RowError(f"not-finished: the server ended the answer by {str(reason)[:40]!r}")
-        if not isinstance(choice.get("text"), str):
+        text = choice.get("text")
+        if not isinstance(text, str):
             raise RowError("malformed-answer: it has no text")
-        if not choice["text"].isascii() and any("\ud800" <= character <= "\udfff" for character in choice["text"]):
+        if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
             raise RowError("malformed-answer: its text has half of a character (a lone surrogate)")
         return choice
 
