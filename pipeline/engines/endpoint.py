@@ -254,14 +254,19 @@ class EndpointEngine:
             raise RowError("refused: the model refuses to answer")
         if (reason := choice.get("finish_reason")) not in ("stop", "length"):
             raise RowError(f"not-finished: the server ended the answer by {str(reason)[:40]!r}")
-        if not isinstance(choice.get("text"), str):
+        text = choice.get("text")
+        if not isinstance(text, str):
             raise RowError("malformed-answer: it has no text")
+        if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+            raise RowError("malformed-answer: its text has half of a character (a lone surrogate)")
         return choice
 
     def _tokens(self, choice: dict[str, Any]) -> tuple[list[int], int | None]:
         """The tokens of a choice, without its end token, and that: the server's, or those that its text has."""
         token_ids = choice.get("token_ids")
-        if isinstance(token_ids, list) and all(type(i) is int and 0 <= i < MAX_TOKEN_ID for i in token_ids):
+        if isinstance(token_ids, list) and all(type(i) is int and i >= 0 for i in token_ids):
+            if (highest := max(token_ids, default=0)) >= MAX_TOKEN_ID:
+                raise RowError(f"malformed-answer: token id {highest} is none of any tokenizer")
             end_id = token_ids[-1] if token_ids and token_ids[-1] in self._end_ids else None
             return token_ids if end_id is None else token_ids[:-1], end_id
         # Marks that are tokens, such as those of thoughts, are what the model wrote, so they become tokens again.

@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 import random
+import ssl
 import time
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +27,7 @@ FIRST_DELAY_S, MAX_DELAY_S = 0.5, 60.0  # before a request is sent again; double
 LIST_TIMEOUT_S = 30.0  # for the list of models, with which no time is spent
 MAX_SAID = 300  # characters of a server's message
 TOO_MANY, TIMED_OUT, CONFLICT, ERROR = 429, 408, 409, 500  # status codes after which a request is sent again
+FIRST_REFUSAL = 400  # of the status codes; those below are redirects
 
 
 class EndpointClient:
@@ -116,15 +118,17 @@ class EndpointClient:
             try:
                 sending = self._client.get if method == "GET" else self._client.post
                 content |= {} if body is None else {"body": body}
-                answer = await sending(path, cast_to=str, options=self._options | options, **content)
+                plain = {"follow_redirects": False}  # else prompts may go to a server that nobody has named
+                answer = await sending(path, cast_to=str, options=self._options | plain | options, **content)
                 self._last_answer_s = time.monotonic()
-                return answer
+                return self._without_key(answer)  # whatever is made of it may be written down
             except openai.APIStatusError as error:
                 status, message = error.status_code, self._message_of(error)
                 retry_after_s = _retry_after(error.response.headers.get("retry-after"))
                 self._raise_if_final(status, message)
                 reason = f"HTTP {status}: {message}"
             except openai.APIError as error:
+                self._require_certificate(error)
                 status, retry_after_s = 0, None
                 reason = "no answer in time" if isinstance(error, openai.APITimeoutError) else "the connection fails"
             except UnicodeError:
@@ -175,15 +179,30 @@ class EndpointClient:
             raise ConfigError(f"{self._settings.url} refuses {which} (HTTP {status}: {message})") from None
         if status in (404, 405):
             raise NoSuchPath(f"HTTP {status}: {message}") from None
+        if status < FIRST_REFUSAL:
+            raise ConfigError(
+                f"{self._settings.url} sends requests to another place (HTTP {status}), and redirects are not "
+                "followed; set decoding.endpoint.url to the server itself (https, its path)"
+            ) from None
         raise RowError(f"refused: HTTP {status}: {message}") from None
+
+    def _require_certificate(self, error: BaseException | None) -> None:
+        """Raise ConfigError where a connection failed because the server's certificate is not accepted."""
+        while error is not None:
+            if isinstance(error, ssl.SSLCertVerificationError):
+                raise ConfigError(
+                    f"{self._settings.url}: the certificate is not accepted ({error.verify_message}); name your "
+                    "authority's certificates in SSL_CERT_FILE, or correct decoding.endpoint.url"
+                ) from None
+            error = error.__cause__ or error.__context__
 
     def _object(self, answer: str) -> dict[str, Any]:
         try:
             content = json.loads(answer)
-        except ValueError:
+        except (ValueError, RecursionError):
             content = None
         if not isinstance(content, dict):
-            raise RowError(f"malformed-answer: no JSON object: {self._without_key(answer[:80])!r}")
+            raise RowError(f"malformed-answer: no JSON object: {answer[:80]!r}")
         return content
 
     def _message_of(self, error: openai.APIStatusError) -> str:

@@ -31,6 +31,9 @@ from laserbatch.pipeline.decoding.model.folder import (
     folder_rules,
     load_tokenizer,
     model_identity,
+    num_parameters_of,
+    quantization_of,
+    read_config,
     stored_dtype,
     tokenizer_folder,
 )
@@ -137,7 +140,7 @@ class VllmEngine:
             id=model_identity(model_dir, decoding.adapter),
             dtype=str(config.dtype).removeprefix("torch."),
             device=device,
-            num_parameters=num_stored_values(find_weights(model_dir)),
+            num_parameters=_num_parameters(model_dir, config.hf_text_config),
         )
 
     @property
@@ -265,6 +268,17 @@ class VllmEngine:
         path = self._folder.path / "drafts.json"
         path.write_text(json.dumps(pool_settings), encoding="utf-8")
         os.environ["LASERBATCH_DRAFTS"] = str(path)
+
+
+def _num_parameters(model_dir: Path, config: Any) -> int:
+    """Parameters of the plain model; of one that transformers does not know, the values in its files."""
+    num_stored = num_stored_values(find_weights(model_dir))
+    if quantization_of(read_config(model_dir)) is None:
+        return num_stored
+    try:
+        return num_parameters_of(config)
+    except ValueError:  # transformers knows no such model
+        return num_stored
 
 
 def set_environment(device: str, num_threads: int, num_sharing: int) -> None:

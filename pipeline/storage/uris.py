@@ -26,13 +26,18 @@ def is_uri(path: object) -> TypeGuard[str]:
     return isinstance(path, str) and "://" in path
 
 
+def has_credentials(uri: str) -> bool:
+    """Whether a password or a key stands in a URI."""
+    return bool(re.search(":.*@", uri.partition("://")[2]) or _SECRET_OPTION.search(uri))
+
+
 def without_credentials(uri: str) -> str:
     """The URI itself. Raises ConfigError, which does not show it, where a password or a key stands in it."""
-    scheme, _, rest = uri.partition("://")
-    if re.search(":.*@", rest) or _SECRET_OPTION.search(uri):
+    if has_credentials(uri):
         raise ConfigError(
-            f"a {scheme}:// URI of the configuration or the command has a password or key in it; leave that out: "
-            "credentials are taken from the standard chain (for s3:// the environment, ~/.aws, the machine's role)"
+            f"a {uri.partition('://')[0]}:// URI of the configuration or the command has a password or key in it; "
+            "leave that out: credentials are taken from the standard chain (for s3:// the environment, ~/.aws, the "
+            "machine's role)"
         )
     return uri
 

@@ -1,7 +1,8 @@
-"""Rows of a query to a DuckDB or SQLite file, streamed as Arrow batches.
+"""Rows of a query to a DuckDB or SQLite file or to a PostgreSQL server, streamed as Arrow batches.
 
-The file is opened for reading only. DuckDB files are read by their own library (the extra `duckdb`), which may fetch no
-extension here, and SQLite files by Python's `sqlite3`. A column of SQLite has no type; its values give it one.
+The database is only read. DuckDB files are read by their own library (the extra `duckdb`), which may fetch no extension
+here, SQLite files by Python's `sqlite3`, servers through ADBC (the extra `postgresql`). A column of SQLite has no type;
+its values give it one.
 """
 
 import hashlib
@@ -10,6 +11,7 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 
@@ -17,8 +19,11 @@ from laserbatch.pipeline.errors import first_line
 from laserbatch.pipeline.storage.scratch import ScratchFolder
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding
 
-BATCH_ROWS = 16 * 1024
+BATCH_ROWS, BATCH_BYTES = 16 * 1024, 4 << 20  # of files; of servers
 NOT_A_QUERY = "expected one SELECT statement"
+SERVERS = ("postgresql://", "postgres://")
+_READ_ONLY = "options=-c%20default_transaction_read_only%3Don"  # of libpq
+_MAX_DIGITS = 38  # of a decimal128
 QUERY_KEY = b"laserbatch.query"  # of a Parquet file's metadata
 _TYPES = {int: pa.int64(), float: pa.float64(), str: pa.string(), bytes: pa.binary()}
 
@@ -29,36 +34,94 @@ def query_record(path: Path, query: str) -> dict[bytes, bytes]:
     return {QUERY_KEY: json.dumps(record).encode()}
 
 
-def query_rows(path: Path, query: str, table: str) -> Iterator[pa.RecordBatch]:
-    """The rows of a query in batches, at least one row.
+def is_server(database: str) -> bool:
+    """Whether a `database` of a mapping is the URI of a server, and not a file."""
+    return database.startswith(SERVERS)
+
+
+def shown_database(uri: str) -> Path:
+    """How messages and records name a server's database: host and name, without its user and options."""
+    parts = urlsplit(uri)
+    return Path(f"postgresql:{parts.hostname or ''}{parts.path}")
+
+
+def query_rows(database: Path | str, query: str, table: str) -> Iterator[pa.RecordBatch]:
+    """The rows of a query to a file, or to the server at a URI, in batches of at least one row.
 
     Raises FaultyTable where the file is no DuckDB or SQLite database, the library is missing, the query fails or
-    returns no rows, or a column of SQLite holds values of several types.
+    returns no rows, the server goes away, or a column holds values that have no type of Arrow.
     """
     num_rows = 0
+    path = shown_database(database) if isinstance(database, str) else database
     try:
-        with path.open("rb") as file:
-            head = file.read(16)
-        if head == b"SQLite format 3\0":
-            batches = _sqlite_rows(path, query, table)
-        elif head[8:12] == b"DUCK":
-            batches = _duckdb_rows(path, query)
-        else:
-            raise _refused(path, table, "is neither a DuckDB nor an SQLite file", "correct `database` in the mapping")
-        for batch in batches:
+        for batch in _server_rows(database, query, table) if isinstance(database, str) else _rows(path, query, table):
             num_rows += batch.num_rows
             if batch.num_rows:
                 yield batch
     except FaultyTable:
         raise
     except ImportError as error:
-        found = f"is a DuckDB file, which is read with duckdb ({first_line(error)})"
-        raise _refused(path, table, found, "pip install 'laserbatch[duckdb]'") from None
-    except Exception as error:  # duckdb's errors have no class that is known without the library
-        found = f"cannot be asked ({first_line(error)})"
-        raise _refused(path, table, found, "correct `database` or `query` in the mapping") from None
+        kind, library = ("server", "ADBC") if isinstance(database, str) else ("DuckDB file", "duckdb")
+        found = f"is a {kind}, which is read with {library} ({first_line(error)})"
+        extra = "postgresql" if isinstance(database, str) else "duckdb"
+        raise _refused(path, table, found, f"pip install 'laserbatch[{extra}]'") from None
+    except Exception as error:  # the libraries' errors have no class that is known without them
+        after = f" after {num_rows:,} rows" if num_rows else ""
+        found = f"cannot be asked{after} ({first_line(error)})"
+        advice = "correct `database` or `query` in the mapping"
+        if isinstance(database, str):
+            advice += ", see that the server runs and takes the password of PGPASSWORD or PGPASSFILE, and import again"
+        raise _refused(path, table, found, advice) from None
     if not num_rows:
         raise _refused(path, table, "has no rows for the query", "correct `query` in the mapping")
+
+
+def _rows(path: Path, query: str, table: str) -> Iterator[pa.RecordBatch]:
+    with path.open("rb") as file:
+        head = file.read(16)
+    if head == b"SQLite format 3\0":
+        return _sqlite_rows(path, query, table)
+    if head[8:12] == b"DUCK":
+        return _duckdb_rows(path, query)
+    raise _refused(path, table, "is neither a DuckDB nor an SQLite file", "correct `database` in the mapping")
+
+
+def _server_rows(uri: str, query: str, table: str) -> Iterator[pa.RecordBatch]:
+    from adbc_driver_postgresql import StatementOptions
+    from adbc_driver_postgresql.dbapi import connect
+
+    with connect(f"{uri}{'&' if '?' in uri else '?'}{_READ_ONLY}") as server, server.cursor() as cursor:
+        # Not run yet: COPY, which has no columns, would write a file even in a transaction that only reads.
+        if not len(cursor.adbc_execute_schema(query)):
+            raise ValueError(NOT_A_QUERY)
+        cursor.adbc_statement.set_options(**{StatementOptions.BATCH_SIZE_HINT_BYTES.value: str(BATCH_BYTES)})
+        cursor.execute(query)
+        for batch in cursor.fetch_record_batch():
+            columns = [
+                _plain(column, field, uri, table) for column, field in zip(batch.columns, batch.schema, strict=True)
+            ]
+            yield pa.record_batch(columns, names=batch.schema.names)
+
+
+def _plain(column: pa.Array, field: pa.Field, uri: str, table: str) -> pa.Array:
+    """A column of a server without types of its own: decimals as they are declared, UUIDs and JSON as text."""
+    if not isinstance(field.type, pa.BaseExtensionType):
+        return column
+    if field.type.extension_name == "arrow.uuid":
+        return pa.array([value and str(value) for value in column.to_pylist()], pa.string())
+    storage = column.storage
+    if field.type.extension_name == "arrow.json":
+        return storage
+    metadata = field.metadata or {}
+    kind = metadata.get(b"POSTGRESQL:type", b"unknown").decode()
+    declared = int(metadata.get(b"POSTGRESQL:typmod", b"-1")) - 4  # digits and scale, as PostgreSQL stores them
+    if kind == "numeric" and declared >= 0 and declared >> 16 <= _MAX_DIGITS:
+        return storage.cast(pa.decimal128(declared >> 16, declared & 0x7FF))
+    advice = f"write `CAST({field.name} AS {'double precision' if kind == 'numeric' else 'text'}) AS {field.name}`"
+    found = f"the column has the type {kind}{' of any number of digits' if kind == 'numeric' else ''}:"
+    expected = "a type that Arrow has"
+    where = str(shown_database(uri))
+    raise FaultyTable(Finding("database-type", table, found, expected, f"{advice} in the query", field.name, where))
 
 
 def _duckdb_rows(path: Path, query: str) -> Iterator[pa.RecordBatch]:
@@ -121,5 +184,5 @@ def _mixed(path: Path, table: str, column: str, first: tuple[int, object], other
 
 
 def _refused(path: Path, table: str, found: str, advice: str) -> FaultyTable:
-    expected = "a query that returns rows of a DuckDB or SQLite file"
+    expected = "a query that returns rows of a DuckDB or SQLite file, or of a PostgreSQL server"
     return FaultyTable(Finding("database", table, f"{path} {found}", expected, advice))

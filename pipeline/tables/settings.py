@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from laserbatch.pipeline.errors import ConfigError
-from laserbatch.pipeline.storage.uris import is_uri, without_credentials
+from laserbatch.pipeline.storage.uris import has_credentials, is_uri, without_credentials
+from laserbatch.pipeline.tables.database import is_server
 from laserbatch.pipeline.tables.time_formats import format_fault
 from laserbatch.pipeline.validation import Strict
 
@@ -155,7 +156,8 @@ class SourceFiles(Strict):
 
     files: str | None = None  # a file, a folder (with all of its sub-folders) or a pattern, inside the source folder
     query: str | None = Field(default=None, min_length=1)  # instead of `files`: SQL
-    database: str | None = None  # that `query` asks: a DuckDB or SQLite file; in the source folder, or an absolute path
+    # That `query` asks: a DuckDB or SQLite file, in the source folder or at an absolute path; or a PostgreSQL server.
+    database: str | None = None
     csv: CsvFormat = CsvFormat()
     delimiter: str | None = Field(default=None, min_length=1)  # short for `csv.delimiter`
     encoding: Encoding | None = None  # short for `csv.encoding`
@@ -177,12 +179,26 @@ class SourceFiles(Strict):
             raise ValueError("expected either `files`, or a `query` to the `database`; give one of them")
         if (self.query is None) != (self.database is None):
             raise ValueError("`query` and `database` belong together; give both, or `files` alone")
-        if is_uri(self.database) or ".." in PurePath(self.database or "").parts:  # a URI may have a password in it
-            raise ValueError("expected the `database` as a file in the source folder, or as an absolute path")
+        self._require_readable_database()
         of_files = {"csv", "delimiter", "encoding", "column_names"} & self.model_fields_set
         if self.query is not None and of_files:
             raise ValueError(f"`{min(of_files)}` says how files are read, and a `query` reads none; leave it out")
         return self
+
+    def _require_readable_database(self) -> None:
+        """Raise ValueError, which does not show a URI: another server, a password in it, a file out of the source."""
+        database = self.database or ""
+        if is_server(database):
+            if has_credentials(database):
+                raise ValueError(
+                    "the URI of the `database` has a password or key in it; leave that out, and set PGPASSWORD or "
+                    "PGPASSFILE in the environment"
+                )
+        elif is_uri(database) or ".." in PurePath(database).parts:
+            raise ValueError(
+                "expected the `database` as a file in the source folder, as an absolute path, or as "
+                "postgresql://user@host/name"
+            )
 
     @model_validator(mode="after")
     def _is_said_once(self) -> "SourceFiles":

@@ -25,7 +25,7 @@ from laserbatch.pipeline.tables.conversion import (
     whole_texts,
 )
 from laserbatch.pipeline.tables.csv_files import csv_fault, read_csv
-from laserbatch.pipeline.tables.database import query_rows
+from laserbatch.pipeline.tables.database import is_server, query_rows, shown_database
 from laserbatch.pipeline.tables.fetched import shown_path
 from laserbatch.pipeline.tables.layout import ListedFile, Listing, is_parquet, list_pattern, name_left_out
 from laserbatch.pipeline.tables.parts import TablePart, typed_parts
@@ -146,7 +146,7 @@ def list_source(files: SourceFiles, source: Path, table: str) -> Listing:
     Raises TableError as `list_pattern` does.
     """
     if files.database is not None:
-        return Listing([ListedFile(source / files.database)], {})
+        return Listing([] if is_server(files.database) else [ListedFile(source / files.database)], {})
     assert files.files is not None
     return list_pattern(source, files.files, table)
 
@@ -162,10 +162,11 @@ def read_source(
     Raises TableError for a file that is not there or not one, or whose writer has not finished.
     """
     listing = list_source(files, source, table)
-    if files.query is not None:
-        (database,), first_row = listing.files, 0
-        for rows in query_rows(database.path, files.query, table):
-            yield SourceBatch(database.path, first_row, rows)
+    if files.query is not None and files.database is not None:
+        first_row, database = 0, files.database if is_server(files.database) else source / files.database
+        path = shown_database(database) if isinstance(database, str) else database
+        for rows in query_rows(database, files.query, table):
+            yield SourceBatch(path, first_row, rows)
             first_row += rows.num_rows
         return
     if not listing.files:

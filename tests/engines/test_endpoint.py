@@ -5,6 +5,10 @@ import gc
 import json
 import re
 import shutil
+import socket
+import ssl
+import subprocess
+import threading
 import time
 from functools import partial
 
@@ -140,6 +144,17 @@ WRONG = {
     "empty choices": (Fault(body={"choices": []}), "malformed-answer: it has 0 choices"),
     "two choices": (Fault(body={"choices": [CHOICE, CHOICE]}), "malformed-answer: it has 2 choices"),
     "a choice that is text": (Fault(body={"choices": ["fine"]}), "malformed-answer"),
+    "half of a character": (
+        Fault(body={"choices": [CHOICE | {"text": "a\ud800b"}]}),
+        "malformed-answer: its text has half",
+    ),
+    "nested too deep": (Fault(body='{"a":' * 100_000 + "1" + "}" * 100_000), "malformed-answer: no JSON object"),
+    "tokens of no tokenizer": (
+        Fault(body={"choices": [CHOICE | {"token_ids": [2**31]}]}),
+        "malformed-answer: token id 2147483648",
+    ),
+    "a stream": (Fault(body='data: {"choices": []}\n\n'), "malformed-answer: no JSON object"),
+    "no content": (Fault(body=""), "malformed-answer: no JSON object"),
     "no text": (Fault(body={"choices": [CHOICE | {"text": None}]}), "malformed-answer: it has no text"),
     "filtered": (Fault(body={"choices": [CHOICE | {"finish_reason": "content_filter"}]}), "not-finished: .*filter"),
     "unfinished": (Fault(body={"choices": [CHOICE | {"finish_reason": None}]}), "not-finished"),
@@ -158,6 +173,61 @@ def test_a_row_with_a_wrong_answer_has_the_servers_reason_and_the_others_their_t
     assert re.match(reason, results[0].reason), results[0].reason
     assert all(isinstance(results[number], GenerationResult) for number in (1, 2, 3))
     assert len(server.bodies) == 4  # none is asked again
+
+
+def test_odd_numbers_beside_a_text_are_passed_over(server, engine_of):
+    logprobs = '"logprobs": {"token_logprobs": [NaN]}'
+    usage = '"usage": {"prompt_tokens": NaN, "completion_tokens": -1e999}'
+    body = f'{{"choices": [{{"index": 7, "finish_reason": "stop", "text": "fine", {logprobs}}}], {usage}}}'
+    server.fault = lambda body_, number: Fault(body=body)
+    assert written(engine_of(), [request(0)])[0].text == "fine"
+    spent = Spending.of(engine_of()._run_dir)
+    assert (spent.num_prompt_tokens, spent.num_completion_tokens) == (3, 32)  # as without usage
+
+
+def test_an_answer_that_repeats_the_key_leaves_it_in_no_file_or_reason(server, engine_of, monkeypatch, tmp_path):
+    monkeypatch.setenv("OUR_KEY", KEY)
+    server.key, server.fingerprint = KEY, f"fp-{KEY}"
+    server.card = {"id": MODEL, "owned_by": KEY}
+    engine = engine_of(api_key_env="OUR_KEY")
+    server.fault = lambda body, number: Fault(body="y" * 75 + KEY) if number == 1 else None
+    results = written(engine, [request(0), request(1)]).values()
+    (reason,) = [result.reason for result in results if isinstance(result, GenerationFailure)]
+    files = "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
+    assert "fp-[key]" in files and KEY[:5] not in files + reason
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_redirects_end_the_work_and_are_not_followed(server, engine_of, status):
+    with small_server() as other:
+        server.fault = lambda body, number: Fault(status, "", {"location": f"{other.url}/completions"})
+        with pytest.raises(ConfigError, match=rf"another place \(HTTP {status}\).*set decoding\.endpoint\.url"):
+            written(engine_of(), [request(0)])
+        assert not other.bodies
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here, which makes a certificate")
+def test_a_certificate_that_is_not_accepted_ends_the_work_at_once(engine_of, tmp_path):
+    names = [str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-days", "1"]
+    subprocess.run([*command, "-keyout", names[0], "-out", names[1]], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(names[1], names[0])
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve():
+            while True:
+                try:
+                    connection, _ = listening.accept()
+                    context.wrap_socket(connection, server_side=True).close()
+                except ssl.SSLError:
+                    connection.close()
+                except OSError:
+                    return
+
+        threading.Thread(target=serve, daemon=True).start()
+        with pytest.raises(ConfigError, match=r"certificate is not accepted \(self.signed.*SSL_CERT_FILE"):
+            engine_of(url=f"https://127.0.0.1:{listening.getsockname()[1]}/v1")
 
 
 def test_a_refusal_of_the_model_is_no_text(server, engine_of):

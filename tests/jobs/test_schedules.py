@@ -68,7 +68,7 @@ def test_the_line_of_cron_runs_its_night_once_more_where_that_helps(tmp_path):
     ("code", "restarts", "tries_again"), [(0, 0, False), (2, 0, False), (4, 0, False), (1, 0, True), (1, 2, False)]
 )
 def test_the_slurm_job_ends_as_its_night_and_is_put_back_where_that_helps(code, restarts, tries_again, tmp_path):
-    """With stand-ins for Slurm's and Ray's programs; in a real Slurm of one node it was run by hand."""
+    """With stand-ins for the programs; it was run by hand in a real Slurm (22.05), two nodes on one machine."""
     programs = {
         "scontrol": 'if [ "$1" = show ]; then echo node1; echo node2; else echo "$@" >> requeued; fi',
         "srun": 'echo "$@" > started; exec sleep 60',

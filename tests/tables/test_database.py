@@ -1,4 +1,4 @@
-"""Tables that are queries to a DuckDB or SQLite file: streamed, read-only, and recorded."""
+"""Tables that are queries to a DuckDB or SQLite file or a PostgreSQL server: streamed, read-only, and recorded."""
 
 import datetime
 import hashlib
@@ -207,7 +207,9 @@ def test_intervals_are_named_with_their_column(duckdb_file, tmp_path):
         ("database: a.db", "files: a.csv", "`database` is set, but no table has a `query`"),
         ("database: a.db", "querry: SELECT 1", "items.querry: no such key; did you mean 'query'"),
         ("database: ../a.db", "query: SELECT 1", "items: expected the `database` as a file"),
-        ("database: postgres://me:secret@host/db", "query: SELECT 1", "items: expected the `database` as a file"),
+        ("database: postgres://me:secret@host/db", "query: SELECT 1", "has a password or key in it; .*PGPASSWORD"),
+        ("database: postgresql:///db?password=secret", "query: SELECT 1", "has a password or key in it"),
+        ("database: mysql://me@host/db", "query: SELECT 1", "items: expected the `database` as a file"),
         ("database: a.db", "query: SELECT 1, encoding: latin-1", "items: `encoding` says how files are read"),
     ],
 )
@@ -217,3 +219,74 @@ def test_a_table_has_files_or_a_query_with_its_database(tmp_path, database, item
     with pytest.raises(ConfigError, match=message) as refused:
         mapping_of(tmp_path, f"{database}\nitems: {items}\ninteractions: {events}\n")
     assert "secret" not in str(refused.value)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The URI of a PostgreSQL server with the tables of the shop."""
+    pytest.importorskip("adbc_driver_postgresql")
+    pgserver = pytest.importorskip("pgserver")
+    started = pgserver.get_server(tmp_path_factory.mktemp("server") / "data", cleanup_mode="delete")
+    for statement in (*WORLD, "ALTER TABLE products ADD COLUMN made uuid DEFAULT gen_random_uuid()"):
+        started.psql(f"{statement};")
+    yield started.get_uri().replace("postgres:@", "postgres@")
+    started.cleanup()
+
+
+def test_queries_to_a_server_become_tables(server, tmp_path):
+    source = tmp_path / "exports"
+    source.mkdir()
+    mapping = mapping_of(tmp_path, MAPPING.format(database=server))
+    import_mapped(mapping, source, tmp_path / "out")
+    tables = read_tables(tmp_path / "out")
+    assert check_tables(tmp_path / "out") == [] and tables.interactions.num_rows == NUM_EVENTS
+    assert [str(price) for price in tables.items["price"].to_pylist()] == ["4.00", "4.50"]
+    assert [len(made) for made in tables.items["made"].to_pylist()] == [36, 36]
+    events = describe(tmp_path / "out")["interactions"]
+    assert (events["database"], events["num_rows"]) == ("postgres", NUM_EVENTS)
+
+
+def test_a_server_that_goes_away_in_the_middle_of_a_query_ends_the_import_and_leaves_the_tables(server, tmp_path):
+    from adbc_driver_postgresql.dbapi import connect
+
+    many = "SELECT i AS sku, repeat('x', 500) AS name FROM generate_series(1, 200000) i"
+    batches = query_rows(server, many, "items")
+    num_rows = next(batches).num_rows
+    with connect(server) as other, other.cursor() as cursor:
+        whose = "query LIKE '%generate_series(1, 2%' AND pid <> pg_backend_pid()"
+        cursor.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {whose}")
+        assert cursor.fetchall() == [(True,)]
+    with pytest.raises(FaultyTable, match=r"postgresql:/postgres cannot be asked after [\d,]+ rows .*import again"):
+        for batch in batches:
+            num_rows += batch.num_rows
+    assert num_rows < 200000
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("SELECT * FROM events WHERE sku > 9", "has no rows for the query.*correct `query`"),
+        ("SELECT colour FROM products", "cannot be asked .*colour"),
+        ("SELECT 1; SELECT 2", "cannot be asked .*multiple commands"),
+        ("DELETE FROM events", "cannot be asked .*one SELECT"),
+        ("DELETE FROM events RETURNING sku", "cannot be asked .*read-only transaction"),
+        ("COPY events TO '/tmp/events.csv'", "cannot be asked .*one SELECT"),
+        ("SELECT avg(price) AS price FROM products", r"type numeric of any number .*CAST\(price AS double"),
+        ("SELECT point(1, 2) AS place", r"column has the type point.*CAST\(place AS text\) AS place"),
+    ],
+)
+def test_what_a_server_is_not_to_do_is_refused(server, query, message):
+    with pytest.raises(FaultyTable, match=message):
+        list(query_rows(server, query, "items"))
+
+
+def test_a_server_that_cannot_be_reached_is_named_without_its_user(server):
+    with pytest.raises(FaultyTable, match=r"postgresql:localhost/shop cannot be asked .*PGPASSFILE") as refused:
+        list(query_rows("postgresql://somebody@localhost:1/shop", "SELECT 1", "items"))
+    assert "somebody" not in str(refused.value)
+
+
+def test_without_adbc_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "adbc_driver_postgresql", None)
+    with pytest.raises(FaultyTable, match=r"read with ADBC .*pip install 'laserbatch\[postgresql\]'"):
+        list(query_rows("postgresql://host/shop", "SELECT 1", "users"))

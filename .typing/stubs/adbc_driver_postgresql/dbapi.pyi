@@ -1,0 +1,3 @@
+from typing import Any
+
+def connect(uri: str) -> Any: ...
