@@ -36,7 +36,8 @@ def parse_answer(template: PromptTemplate, text: str, is_cut: bool = False) -> P
     """The fields of an answer by the template's parser: aspects or attributes by name, fields of JSON, or `text`.
 
     `is_cut` says that the token limit ended it. Raises RowError, whose reason is `unparsable` (nothing of the form that
-    was asked for), `missing-field`, `wrong-type`, or `loops` (a list says the same again and again, or all fields do).
+    was asked for), `missing-field`, `wrong-type`, or `loops` (a list, or three fields or more, say the same again and
+    again).
     """
     if not text.strip():
         raise RowError("unparsable: the text is empty")

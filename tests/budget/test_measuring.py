@@ -57,8 +57,8 @@ def test_every_size_is_timed_at_every_batch_size_and_the_engine_writes_on(monkey
     for limit in ("MAX_SLOWDOWN", "MAX_SECONDS"):  # a busy machine passes both by chance
         monkeypatch.setattr(measuring, limit, np.inf)
     engine = tiny_engine(MODEL, batch_size=6)
-    step_cost = measure_step_cost(engine, None, TEXT_SOURCES, [1, 6])
-    assert step_cost.batch_sizes == (1, 6)
+    step_cost = measure_step_cost(engine, None, TEXT_SOURCES, [1, 2, 4, 6])
+    assert step_cost.batch_sizes == (1, 2, 4, 6)
     assert all(drafted(step_cost, batch_size) == all_sizes(batch_size) for batch_size in step_cost.batch_sizes)
     for batch_size in step_cost.batch_sizes:
         seconds = step_cost.seconds(batch_size, batch_size * (1 + np.array(SIZE_KNOTS)))

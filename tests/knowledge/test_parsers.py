@@ -27,14 +27,12 @@ def test_an_answer_of_numbers_alone_is_no_answer():
 
 def test_an_answer_that_says_the_same_of_everything_is_no_answer():
     """As a small model does that is held to a form: it says of no aspect what sets it apart."""
-    for template, text in (
-        (USER, "1. Genre: The\n2. Theme: the.\n3. Style: The"),
-        (FACTS, f"{FACTS.factors[0]}: unknown\n{FACTS.factors[1]}: unknown"),
-        (PROFILE, '{"summary": "A", "reasoning": "A"}'),
-    ):
-        with pytest.raises(RowError, match=r"loops: all \d fields say"):
+    unknown = "\n".join(f"{name}: unknown" for name in FACTS.factors[:3])
+    for template, text in ((USER, "1. Genre: The\n2. Theme: the.\n3. Style: The"), (FACTS, unknown)):
+        with pytest.raises(RowError, match=r"loops: all 3 fields say"):
             parse_answer(template, text)
-    assert parse_answer(USER, "1. Genre: The").fields == {"Genre": "The"}
+    for text in ("1. Genre: The", "1. Genre: Mystery\n2. Theme: Mystery"):
+        assert set(parse_answer(USER, text).fields.values()) <= {"The", "Mystery"}
     assert len(parse_answer(USER, "1. Genre: The\n2. Theme: The\n3. Style: sea").fields) == 3
 
 
