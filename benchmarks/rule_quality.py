@@ -15,9 +15,10 @@ keeps. Texts differ in length by rule, so speed is compared in texts a second.
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pyarrow as pa
@@ -79,12 +80,18 @@ class Writer:
         self.engine = Engine.from_pretrained(model, self.decoding, "cpu")
         self._grammar = guiding_grammar(template, self.decoding)
 
-    def write(self, prompts: Sequence[np.ndarray], drafter, rule: dict) -> tuple[list[GenerationResult], float]:
-        """Texts in the order of prompts, and seconds."""
+    def write(
+        self,
+        prompts: Sequence[np.ndarray],
+        drafter,
+        rule: dict,
+        previous: Sequence[np.ndarray] | None = None,
+    ) -> tuple[list[GenerationResult], float]:
+        """Texts in the order of prompts, and seconds; `previous`: earlier texts, int32 token ids, a prompt each."""
         most = self.decoding.max_new_tokens
         requests = [
-            GenerationRequest(str(number), prompt, None, None, most, 0, self._grammar)
-            for number, prompt in enumerate(prompts)
+            GenerationRequest(str(number), prompt, own, None, most, 0, self._grammar)
+            for number, (prompt, own) in enumerate(zip(prompts, previous or [None] * len(prompts), strict=True))
         ]
         self.engine.reset_prefix_cache()
         verifier = verifier_from(self.decoding.model_copy(update=rule))
@@ -116,7 +123,7 @@ def measure(task: Task, template: PromptTemplate, model_dir: Path, max_new_token
         pool = build([text.token_ids for text in pool_texts], Path(folder) / "pool", task.side)
         writer.write(prompts[:2], RetrievalDrafter(pool, SOURCES, MAX_DRAFT_TOKENS, MIN_ACCEPTANCE), RULES["greedy"])
         plain: list[GenerationResult] = []
-        plain_s, vectors = 0.0, np.empty(0)
+        plain_s = 0.0
         for rule, settings in {PLAIN: RULES["greedy"], **RULES}.items():
             drafter = None
             if rule != PLAIN:
@@ -124,30 +131,39 @@ def measure(task: Task, template: PromptTemplate, model_dir: Path, max_new_token
             texts, seconds = writer.write(prompts, drafter, settings)
             if rule == PLAIN:
                 plain, plain_s = texts, seconds
-                vectors = encoder.encode([text.text for text in plain]).vectors
-            others = encoder.encode([text.text for text in texts]).vectors
-            token_ids = [text.token_ids for text in texts]
-            per_text = {
-                "log_probability": log_probabilities(scorer, prompts, token_ids),
-                "repeated": repeated_shares(pa.chunked_array([pa.array(token_ids, pa.list_(pa.int32()))])),
-                "length": np.array([len(ids) for ids in token_ids], float),
-                "cosine": (np.asarray(vectors, float) * np.asarray(others, float)).sum(-1),
-                "kept": np.array([is_kept(template, text, p) for text, p in zip(texts, prompts, strict=True)], float),
-            }
-            row = {name: float(np.nanmean(values)) for name, values in per_text.items()}
-            num_steps = sum(text.num_steps for text in texts)
-            same = sum(np.array_equal(a.token_ids, b.token_ids) for a, b in zip(texts, plain, strict=True))
-            yield {
-                "task": task.name,
-                "rule": rule,
-                "num_texts": len(texts),
-                "tokens_per_step": sum(map(len, token_ids)) / num_steps,
-                "speed": plain_s / seconds,
-                "seconds": seconds,
-                "num_as_plain": same,
-                **row,
-                "intervals": {name: interval(values) for name, values in per_text.items()},
-            }
+            scores = log_probabilities(scorer, prompts, [text.token_ids for text in texts])
+            row = quality(texts, plain, prompts, template, encoder, {"log_probability": scores})
+            yield {"task": task.name, "rule": rule, "speed": plain_s / seconds, "seconds": seconds, **row}
+
+
+def quality(
+    texts: Sequence[GenerationResult],
+    plain: Sequence[GenerationResult],
+    prompts: Sequence[np.ndarray],
+    template: PromptTemplate,
+    encoder: TextEncoder,
+    scores: Mapping[str, np.ndarray] = MappingProxyType({}),
+) -> dict:
+    """Means over texts, with intervals, of what the module's docstring names, and of `scores`, float64[num_texts] each.
+
+    `plain` are texts of the same prompts.
+    """
+    vectors, others = (encoder.encode([text.text for text in part]).vectors for part in (plain, texts))
+    token_ids = [text.token_ids for text in texts]
+    per_text = {
+        **scores,
+        "repeated": repeated_shares(pa.chunked_array([pa.array(token_ids, pa.list_(pa.int32()))])),
+        "length": np.array([len(ids) for ids in token_ids], float),
+        "cosine": (np.asarray(vectors, float) * np.asarray(others, float)).sum(-1),
+        "kept": np.array([is_kept(template, text, p) for text, p in zip(texts, prompts, strict=True)], float),
+    }
+    return {
+        "num_texts": len(texts),
+        "tokens_per_step": sum(map(len, token_ids)) / sum(text.num_steps for text in texts),
+        "num_as_plain": sum(np.array_equal(a.token_ids, b.token_ids) for a, b in zip(texts, plain, strict=True)),
+        **{name: float(np.nanmean(values)) for name, values in per_text.items()},
+        "intervals": {name: interval(values) for name, values in per_text.items()},
+    }
 
 
 def is_kept(template: PromptTemplate, result: GenerationResult, prompt: np.ndarray) -> bool:
