@@ -22,6 +22,7 @@ MAX_EXACT = {pa.float16(): 2**11, pa.float32(): 2**24, pa.float64(): 2**53}  # w
 WHOLE_ID = r"^-?(0|[1-9]\d*)$"
 FLOAT_ID = r"^-?(0|[1-9]\d*)\.0+$"  # as pandas writes whole numbers where one is missing
 _CUT_ID = r"^-?\d([.,]\d+[eE]\+?|[eE]\+)\d+$|^-?\d{1,3}(,\d{3})+$"  # as a spreadsheet shows a long number
+DECIMAL_COMMA = r"^\s*[+-]?\d+,\d+\s*$"
 NO_TEXT = pa.scalar(None, pa.string())
 
 
@@ -40,6 +41,15 @@ def to_type(column: pa.Array, kind: pa.DataType, expected: str | None = None) ->
         return column
     trimmed = pc.utf8_trim_whitespace(column) if column.type == pa.string() else column
     return _each(trimmed, column, lambda values: values.cast(kind), expected or _EXPECTED.get(kind, f"a {kind}"))
+
+
+def with_points(column: pa.Array) -> pa.Array:
+    """Numbers as text with a decimal comma, 4,5, as 4.5; ConversionFault for one with a point too."""
+    has_point = pc.fill_null(pc.match_substring(column, "."), False)
+    if has_point.true_count:
+        row = pc.index(has_point, True).as_py()
+        raise ConversionFault(row, column[row].as_py(), "a number with a decimal comma and no point")
+    return pc.replace_substring(column, ",", ".")
 
 
 def whole_numbers(column: pa.Array) -> pa.Array:

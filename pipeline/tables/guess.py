@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import yaml
 
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.tables.columns import ATTRIBUTE, is_unnamed
 from laserbatch.pipeline.tables.guessed_columns import (
+    NUM_ROWS,
     TIME,
     TITLE,
     Guess,
@@ -113,13 +116,29 @@ def read_sources(folder: Path, note: Callable[[str], object] = lambda text: None
                     note(str(error))
             if first is not None:
                 head = pa.Table.from_batches([first.rows])
+                if first.is_csv and (columns := _with_decimal_commas(head)):
+                    options |= {"csv": {"decimal": ","}}
+                    for name in columns:
+                        points = pc.replace_substring(head[name], ",", ".")
+                        head = head.set_column(head.column_names.index(name), name, points)
                 sources.append(SourceTable(path.name, head, options, is_whole))
     if not sources:
         raise TableError(f"{folder} holds no Parquet or CSV file with rows; expected users, items and interactions")
     return sources
 
 
-def _csv_options(path: Path) -> dict[str, str]:
+def _with_decimal_commas(head: pa.Table) -> list[str]:
+    """The columns of numbers such as 4,5 and 12; 1,234 alone may be a thousand and more, and makes none of them one."""
+    names = []
+    for name in filter(lambda name: head.column_names.count(name) == 1, head.column_names):
+        values = [value.strip() for value in head[name].slice(0, NUM_ROWS).to_pylist() if value and value.strip()]
+        is_number = all(re.fullmatch(r"[+-]?\d+(,\d+)?", value) for value in values)
+        if is_number and any(re.search(r",(\d{1,2}|\d{4,})$", value) for value in values):
+            names.append(name)
+    return names
+
+
+def _csv_options(path: Path) -> dict[str, Any]:
     """Delimiter and encoding of a CSV where they are not the usual ones, by its first bytes."""
     with pa.input_stream(str(path)) as file:  # which unpacks what is compressed
         start = file.read(SNIFFED_BYTES)
@@ -231,11 +250,12 @@ def _add_entities(guessed: GuessedMapping, table: str, source: SourceTable, colu
 
 def _add_log(guessed: GuessedMapping, log: SourceTable, of_user: Join, of_item: Join) -> None:
     part = _add_part(guessed, "interactions", log, {"user_id": of_user.of_log, "item_id": of_item.of_log})
-    time = guess_time(log, part.values())
+    used = [of_user.of_log.value, of_item.of_log.value]
+    time = guess_time(log, used)
     _add_time(guessed, ("interactions", "timestamp"), time)
     part["drop_unknown"] = True
     guessed.reasons["interactions", "drop_unknown"] = "rows of users or items in no table are left out and counted"
-    used = [of_user.of_log.value, of_item.of_log.value, time.column.value]
+    used.append(time.column.value)
     for name, guess_label in (("rating", guess_rating), ("event", guess_event)):
         guess = guess_label(log, used)
         if guess is not None:
@@ -265,7 +285,8 @@ def _add_part(guessed: GuessedMapping, table: str, source: SourceTable, columns:
     part = {"files": source.name, **source.options, **{key: guess.value for key, guess in columns.items()}}
     guessed.mapping[table] = part
     guessed.reasons.update({(table, key): guess.comment for key, guess in columns.items()})
-    guessed.reasons.update({(table, key): "guessed: by the first bytes" for key in source.options})
+    by = {"csv": "guessed: numbers such as 4,5"}
+    guessed.reasons.update({(table, key): by.get(key, "guessed: by the first bytes") for key in source.options})
     return part
 
 

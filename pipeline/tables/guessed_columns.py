@@ -47,7 +47,7 @@ class SourceTable:
 
     name: str
     head: pa.Table
-    options: dict[str, str]
+    options: dict[str, Any]
     is_whole: bool = False  # whether `head` has all of its rows
 
     @property

@@ -126,6 +126,7 @@ class CsvFormat(Strict):
     escape: Character = None  # stands before a character that is meant as it is
     null_values: list[str] = Field(default=[])  # fields that mean that nothing is known, besides the empty one
     encoding: Encoding | None = None  # None: utf-8
+    decimal: Literal[".", ","] = "."  # stands before the fraction of a number
 
     @model_validator(mode="after")
     def _can_be_read(self) -> "CsvFormat":

@@ -4,6 +4,7 @@ What cannot be had is named with file, column, row and value.
 """
 
 import csv
+import re
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import pyarrow.types as pt
 from laserbatch.pipeline.errors import TableError, first_line
 from laserbatch.pipeline.tables.columns import ATTRIBUTE, ID
 from laserbatch.pipeline.tables.conversion import (
+    DECIMAL_COMMA,
     NO_TEXT,
     ConversionFault,
     to_path,
@@ -23,6 +25,7 @@ from laserbatch.pipeline.tables.conversion import (
     uncut,
     whole_numbers,
     whole_texts,
+    with_points,
 )
 from laserbatch.pipeline.tables.csv_files import csv_fault, read_csv
 from laserbatch.pipeline.tables.database import is_server, query_rows, shown_database
@@ -46,10 +49,11 @@ class SourceBatch:
     first_row: int
     rows: pa.RecordBatch
     is_csv: bool = False
+    decimal: str = "."  # of numbers that are text
 
     def typed(self, name: str, kind: pa.DataType) -> pa.Array:
         """A column as int64, float64, bool or string."""
-        return self._converted(name, lambda column: to_type(column, kind))
+        return self._converted(name, lambda column: self._typed(column, kind))
 
     def timed(self, name: str, unit: str) -> pa.Array:
         """A column as timestamp[us, UTC]; `unit` as `to_time` takes it."""
@@ -108,9 +112,13 @@ class SourceBatch:
                 values = pc.if_else(pc.is_in(values, pa.array(nulls, pa.string())), NO_TEXT, values)
                 indices = pc.index_in(values, pa.array(codes, pa.string()))
                 values = pc.coalesce(pa.array(words, pa.string()).take(indices), values)
-            return to_path(values, source.separator) if source.separator is not None else to_type(values, kind)
+            return to_path(values, source.separator) if source.separator is not None else self._typed(values, kind)
 
         return self._converted(source.column, convert)
+
+    def _typed(self, values: pa.Array, kind: pa.DataType) -> pa.Array:
+        has_commas = self.decimal == "," and kind == pa.float64() and plain_type(values.type) == pa.string()
+        return to_type(with_points(plain_column(values)) if has_commas else values, kind)
 
     def _flagged(self, words: dict[str, str]) -> pa.Array:
         """Of each row the words of the columns that hold 1, as list<string>."""
@@ -132,9 +140,11 @@ class SourceBatch:
         try:
             return convert(self._column(name))
         except ConversionFault as fault:
+            is_comma = self.is_csv and re.match(DECIMAL_COMMA, str(fault.value)) and fault.expected == "a number"
+            advice = '; where the comma is a decimal one, set `csv: {decimal: ","}` for this table' * bool(is_comma)
             raise TableError(
                 f"{self.file}, column {name}, row {self.first_row + fault.row}: found {fault.value!r}, expected "
-                f"{fault.expected}. Correct the row, or the mapping of this column."
+                f"{fault.expected}. Correct the row, or the mapping of this column{advice}."
             ) from None
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             raise TableError(f"{self.file}, column {name}: {error}. Correct the mapping of this column.") from None
@@ -179,7 +189,8 @@ def read_source(
         try:
             for rows in _csv(part, files, note) if is_csv[part.path] else part.open().iter_batches(BATCH_ROWS):
                 if rows.num_rows:
-                    yield SourceBatch(path, first_row, rows, is_csv[part.path])
+                    decimal = files.csv.decimal if is_csv[part.path] else "."
+                    yield SourceBatch(path, first_row, rows, is_csv[part.path], decimal)
                     first_row += rows.num_rows
         except (pa.ArrowException, OSError, UnicodeDecodeError, csv.Error) as error:
             if is_csv[part.path] and (fault := csv_fault(part.path, files.csv_format(part.path), error)):

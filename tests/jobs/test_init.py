@@ -183,14 +183,15 @@ def test_german_names_semicolons_and_another_encoding_are_guessed(tmp_path, caps
     folder.mkdir()
     (folder / "kunden.csv").write_text("kunde;ort\nk1;Köln\n", encoding="cp1252")
     (folder / "artikel.csv").write_text("artikel_nr;bezeichnung\na1;Tee, grün\n", encoding="utf-8")
-    (folder / "käufe.csv").write_text("kunde;artikel_nr;zeitstempel;bewertung\nk1;a1;01.03.2025 08:30;5\n")
+    (folder / "käufe.csv").write_text("kunde;artikel_nr;zeitstempel;bewertung\nk1;a1;01.03.2025 08:30;4,5\n")
     run_init(capsys, folder, tmp_path / "night.yaml")
+    assert "csv:  # guessed: numbers such as 4,5\n    decimal: ','" in (tmp_path / "mapping.yaml").read_text()
     import_mapped(load_mapping(tmp_path / "mapping.yaml"), folder, tmp_path / "tables")
     tables = read_tables(tmp_path / "tables")
     assert tables.users.to_pylist() == [{"user_id": "k1", "ort": "Köln"}]
     assert tables.items["title"].to_pylist() == ["Tee, grün"]
     assert str(tables.interactions["timestamp"][0].as_py()) == "2025-03-01 08:30:00+00:00"
-    assert tables.interactions["rating"].to_pylist() == [5.0]
+    assert tables.interactions["rating"].to_pylist() == [4.5]
 
 
 def test_a_csv_with_a_header_alone_is_passed_over(job_board, tmp_path, capsys):

@@ -135,6 +135,28 @@ def test_what_does_not_fit_is_named(tmp_path, source, file, text, message):
         import_mapped(mapping_of(tmp_path), source, tmp_path / "out")
 
 
+def test_decimal_commas_are_read_if_the_mapping_says_so_and_never_guessed_on_the_way(tmp_path):
+    (tmp_path / "items.csv").write_text("id;title;price\na;Tee;1,234\nb;Milch;12\n")
+
+    def prices(**csv_options) -> list:
+        items = {"files": "items.csv", "id": "id", "title": "title", "csv": {"delimiter": ";"} | csv_options}
+        items["attributes"] = {"price": {"column": "price", "type": "float64"}}
+        log = {"files": "log.csv", "user_id": "user", "item_id": "id", "timestamp": "time"}
+        (tmp_path / "log.csv").write_text("user,id,time\nu,a,1740000000\n")
+        mapping = ImportMapping.model_validate({"items": items, "interactions": log})
+        import_mapped(mapping, tmp_path, tmp_path / "out")
+        return read_tables(tmp_path / "out").items["price"].to_pylist()
+
+    with pytest.raises(TableError, match=r"row 0: found '1,234', expected a number\..* `csv: \{decimal: \",\"\}`"):
+        prices()
+    assert prices(decimal=",") == [1.234, 12.0]
+    (tmp_path / "items.csv").write_text("id;title;price\na;Tee;1.234,5\n")
+    with pytest.raises(
+        TableError, match=r"row 0: found '1\.234,5', expected a number with a decimal comma and no point"
+    ):
+        prices(decimal=",")
+
+
 def test_bytes_of_another_encoding_are_refused_and_read_when_named(tmp_path, source):
     (source / "things-2.csv").write_bytes("nr,name,path\n2,Räni,\n".encode("latin-1"))
     with pytest.raises(TableError, match=r"things-2\.csv, line 2: .*not utf-8\. Set `csv: \{encoding: cp1252\}`"):
