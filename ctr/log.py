@@ -184,7 +184,12 @@ def split_by_time(log: Log, as_of: datetime.date, settings: CtrSettings) -> dict
     )
     for name, rows in (("train", train), ("validation", validation), ("test", test)):
         of_part = log.labels[rows]
-        if len(of_part) == 0 or of_part.min() == of_part.max():
+        if len(of_part) == 0:
+            raise NothingToJudge(
+                f"the {name} part around {as_of} has no rows: interactions of one time stay together, and those after "
+                "the date have too few different times to be divided; give an earlier date, or wait for later days"
+            )
+        if of_part.min() == of_part.max():
             raise (CtrError if name == "train" and not is_split else NothingToJudge)(
                 f"the {name} part around {as_of} has {int(of_part.sum())} positives among {len(of_part)} rows "
                 f"({settings.label}); both labels are needed: set ctr.label, or choose another date"

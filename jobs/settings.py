@@ -8,7 +8,7 @@ A field without a description is no option: code may set it, a file may not.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Annotated, Any, Literal, TypeGuard
 
 import typer
 from pydantic import BaseModel, Field, SerializeAsAny, ValidationError, field_validator, model_validator
@@ -28,7 +28,7 @@ from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.uris import is_uri, without_credentials
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.settings import TablesSettings
-from laserbatch.pipeline.validation import Strict, explain, nearest, read_yaml
+from laserbatch.pipeline.validation import Strict, explain, matching, nearest, read_yaml
 from laserbatch.retrieval_pools.settings import PoolSettings, RoutingOptions
 
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent  # configs/ and models/ lie beside the packages
@@ -60,6 +60,10 @@ WORKSPACE = typer.Option(None, "--workspace", "-w", show_default="that of the co
 JSON = typer.Option(False, "--json", help="Print the result as JSON.")
 DRY_RUN = typer.Option(False, "--dry-run", help="Remove nothing; print what would be removed.")
 Consequence = Literal["stop", "warn", "ignore"]
+_DESTINATIONS = (
+    "a URI: s3://bucket/prefix, delta:s3://bucket/prefix or iceberg://CATALOG/NAMESPACE; of a folder of this machine, "
+    "file:///folder or delta:file:///folder"
+)
 # Sections that change no file of a run.
 NOT_OF_OUTPUT = ("workspace", "deliver_to", "cluster", "metrics", "gates", "extensions")
 _PATH_KEYS = (
@@ -140,9 +144,8 @@ class Settings(Strict):
     workspace: Path = Field(
         default=Path("workspace"), description="This folder holds runs, pools and whatever else nights write."
     )
-    deliver_to: str | None = Field(
+    deliver_to: Annotated[str, matching("://", _DESTINATIONS)] | None = Field(
         default=None,
-        pattern="://",
         description="Published runs are copied to this URI (s3://bucket/prefix) for readers elsewhere. "
         "delta:s3://bucket/prefix, iceberg://CATALOG/NAMESPACE: their features are added to tables of Delta Lake or "
         "Iceberg. null: they are not copied.",

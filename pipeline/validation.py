@@ -1,12 +1,13 @@
 """YAML files that people write: read, and what pydantic finds wrong with them said in one line."""
 
 import difflib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from laserbatch.pipeline.errors import ConfigError
@@ -71,6 +72,17 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     faults = error.errors(include_url=False)
     unknown = [fault for fault in faults if fault["type"] == "extra_forbidden"]
     return "; ".join(_sentence(fault, model) for fault in unknown or faults)  # a misspelled key is also a missing one
+
+
+def matching(pattern: str, expected: str) -> AfterValidator:
+    """A validator of texts in which a pattern is found; an error says what is expected."""
+
+    def require(text: str) -> str:
+        if not re.search(pattern, text):
+            raise ValueError(f"expected {expected}")
+        return text
+
+    return AfterValidator(require)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator, mo
 
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.validation import Strict, explain, line_of, read_yaml
+from laserbatch.pipeline.validation import Strict, explain, line_of, matching, read_yaml
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SHIPPED_TEMPLATES = CONFIGS / "prompts"
@@ -174,7 +174,7 @@ class PromptTemplate(Strict):
     The prompt is the instruction, which is the same for all entities, then attributes, history and request.
     """
 
-    name: str = Field(pattern=r"^[a-z0-9_\-]+$")
+    name: Annotated[str, matching(r"^[a-z0-9_\-]+\Z", "small letters, digits, _ and -")]
     version: int = Field(ge=1)
     framework: str
     side: Side
@@ -296,6 +296,9 @@ def _begun(word: str) -> str:
     return word[:1].upper() + word[1:]
 
 
+_ColumnName = Annotated[str, matching(r"^(users|items)\..", "users.COLUMN or items.COLUMN")]
+
+
 class KnowledgeSettings(Strict):
     """What prompts ask about users and items."""
 
@@ -319,10 +322,12 @@ class KnowledgeSettings(Strict):
         description="Item prompts ask about these factors, if the template ships with laserbatch. null: the factors "
         "of the template.",
     )
-    personal_attributes: tuple[Annotated[str, Field(pattern=r"^(users|items)\..+")], ...] = Field(
-        default=(),
-        description="Prompts show these columns although they look like personal data or secrets, such as "
-        "users.zip_code. All other such columns are left out, with a warning.",
+    personal_attributes: tuple[Annotated[str, matching(r"^(users|items)\..", "users.COLUMN or items.COLUMN")], ...] = (
+        Field(
+            default=(),
+            description="Prompts show these columns although they look like personal data or secrets, such as "
+            "users.zip_code. All other such columns are left out, with a warning.",
+        )
     )
     paths: tuple[str, ...] = Field(
         default=(),

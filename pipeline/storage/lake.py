@@ -51,7 +51,7 @@ class LakeTables:
         without_credentials(uri)
         is_delta = uri.startswith(DELTA)
         if not (_DELTA_URI if is_delta else _ICEBERG_URI).fullmatch(uri):
-            expected = "delta:s3://bucket/prefix, or another URI" if is_delta else "iceberg://CATALOG/NAMESPACE"
+            expected = "delta:s3://bucket/prefix or delta:file:///folder" if is_delta else "iceberg://CATALOG/NAMESPACE"
             raise ConfigError(f"deliver_to: found {uri}, expected {expected}")
         library, extra = ("deltalake", "delta") if is_delta else ("pyiceberg", "iceberg")
         if find_spec(library) is None:

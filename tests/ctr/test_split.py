@@ -34,6 +34,8 @@ def test_rows_of_one_moment_stay_in_one_part():
     log = Log(np.zeros(16, np.int32), np.zeros(16, np.int32), np.array(times), np.tile(np.float32([0, 1]), 8))
     parts = split_by_time(log, datetime.date(1970, 1, 1), CtrSettings(validation_share=0.6))
     assert [len(parts[name]) for name in ("train", "validation", "test")] == [4, 6, 6]
+    with pytest.raises(CtrError, match=r"validation part .* has no rows: interactions of one time stay together"):
+        split_by_time(log, datetime.date(1970, 1, 3), CtrSettings())
 
 
 @pytest.mark.parametrize(

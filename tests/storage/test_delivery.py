@@ -157,5 +157,12 @@ def test_a_uri_with_a_credential_is_refused_and_not_shown(uri, tmp_path):
         assert "hid" not in str(error.value) and "AKIA" not in str(error.value)
 
 
+def test_what_is_no_uri_is_refused_with_those_that_are(tmp_path):
+    config = tmp_path / "c.yaml"
+    config.write_text("deliver_to: /srv/lake")
+    with pytest.raises(ConfigError, match=r"deliver_to: expected a URI: s3://.* delta:file:///folder \(found '/srv/l"):
+        load_settings(config)
+
+
 def test_where_runs_are_delivered_to_does_not_belong_to_them(tmp_path):
     assert Settings(deliver_to="s3://b/p").of_output() == Settings().of_output()
