@@ -70,22 +70,7 @@ def init(
     if not is_uri(tables) and not source.is_dir():
         raise TableError(f"{tables} is not a folder; expected one with your tables")
     if _is_in_schema(tables):
-        first = _first_rows(tables, "interactions")
-        domain = domains()["sample"] if is_sample_world(tables) else _domain((), _first_rows(tables, "items"), "title")
-        guessed = _guessed(domain, first, {})
-        write_text(_configuration(tables if is_uri(tables) else source.resolve(), "", guessed), out)
-        settings = load_settings(out)
-        num_faults = count_faults(check_inputs(tables, settings))
-        if not num_faults:
-            opened = open_tables(tables)
-            say_left_out(settings, personal_data(opened.users, opened.items))
-        outcome = {"configuration": str(out), "tables": "in the input schema already", "num_faults": num_faults}
-        if not is_sample_world(tables):
-            outcome["model"] = NEEDS_A_MODEL
-        first_command = (
-            f"laserbatch data check {tables}{_named(out)}" if num_faults else f"laserbatch doctor{_named(out)}"
-        )
-        _finish(outcome, first_command, out, as_json)
+        _init_in_schema(tables, out, as_json)
         return
     if is_uri(tables):
         raise TableError(
@@ -126,6 +111,24 @@ def init(
     outcome = {"configuration": str(out), "mapping": str(mapping_path), "model": NEEDS_A_MODEL}
     outcome |= {"notes": notes} if as_json and notes else {}
     _finish(outcome, command, out, as_json)
+
+
+def _init_in_schema(tables: str, out: Path, as_json: bool) -> None:
+    """Write the configuration of tables that need no mapping."""
+    first = _first_rows(tables, "interactions")
+    domain = domains()["sample"] if is_sample_world(tables) else _domain((), _first_rows(tables, "items"), "title")
+    guessed = _guessed(domain, first, {})
+    write_text(_configuration(tables if is_uri(tables) else Path(tables).resolve(), "", guessed), out)
+    settings = load_settings(out)
+    num_faults = count_faults(check_inputs(tables, settings))
+    if not num_faults:
+        opened = open_tables(tables)
+        say_left_out(settings, personal_data(opened.users, opened.items))
+    outcome = {"configuration": str(out), "tables": "in the input schema already", "num_faults": num_faults}
+    if not is_sample_world(tables):
+        outcome["model"] = NEEDS_A_MODEL
+    first_command = f"laserbatch data check {tables}{_named(out)}" if num_faults else f"laserbatch doctor{_named(out)}"
+    _finish(outcome, first_command, out, as_json)
 
 
 def _finish(outcome: dict[str, Any], first_command: str, out: Path, as_json: bool) -> None:

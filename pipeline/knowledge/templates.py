@@ -322,12 +322,10 @@ class KnowledgeSettings(Strict):
         description="Item prompts ask about these factors, if the template ships with laserbatch. null: the factors "
         "of the template.",
     )
-    personal_attributes: tuple[Annotated[str, matching(r"^(users|items)\..", "users.COLUMN or items.COLUMN")], ...] = (
-        Field(
-            default=(),
-            description="Prompts show these columns although they look like personal data or secrets, such as "
-            "users.zip_code. All other such columns are left out, with a warning.",
-        )
+    personal_attributes: tuple[_ColumnName, ...] = Field(
+        default=(),
+        description="Prompts show these columns although they look like personal data or secrets, such as "
+        "users.zip_code. All other such columns are left out, with a warning.",
     )
     paths: tuple[str, ...] = Field(
         default=(),

@@ -128,10 +128,15 @@ def read_sources(folder: Path, note: Callable[[str], object] = lambda text: None
 
 
 def _with_decimal_commas(head: pa.Table) -> list[str]:
-    """The columns of numbers such as 4,5 and 12; 1,234 alone may be a thousand and more, and makes none of them one."""
+    """The columns of numbers such as 4,5 and 12; none where another column has 4.5.
+
+    1,234 alone may be a thousand and more, and makes no column one of them.
+    """
     names = []
     for name in filter(lambda name: head.column_names.count(name) == 1, head.column_names):
         values = [value.strip() for value in head[name].slice(0, NUM_ROWS).to_pylist() if value and value.strip()]
+        if any(re.fullmatch(r"[+-]?\d+\.\d+", value) for value in values):
+            return []
         is_number = all(re.fullmatch(r"[+-]?\d+(,\d+)?", value) for value in values)
         if is_number and any(re.search(r",(\d{1,2}|\d{4,})$", value) for value in values):
             names.append(name)

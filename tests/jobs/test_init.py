@@ -194,6 +194,12 @@ def test_german_names_semicolons_and_another_encoding_are_guessed(tmp_path, caps
     assert tables.interactions["rating"].to_pylist() == [4.5]
 
 
+def test_a_list_of_numbers_beside_ratings_with_a_point_is_no_decimal_comma(job_board, tmp_path, capsys):
+    (job_board / "more.csv").write_text("nr;groups;score\n1;1,5;4.5\n2;2,7;3.0\n")
+    (source,) = (source for source in read_sources(job_board) if source.name == "more.csv")
+    assert source.options == {"delimiter": ";"}
+
+
 def test_a_csv_with_a_header_alone_is_passed_over(job_board, tmp_path, capsys):
     (job_board / "users.csv").write_text("user_id,title\n")
     run_init(capsys, job_board, tmp_path / "night.yaml")
