@@ -12,16 +12,15 @@ again, since it reached the limit, is counted as it is.
 """
 
 import random
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from common import SEED, Figure, begin, benchmark_parser, finish, scale_of, table
+from common import SEED, Figure, finish, scale_of, table
 from entities import Entity, iter_entities, render_prompt
-from rule_quality import MAX_DRAFT_TOKENS, MIN_ACCEPTANCE, MODEL, RULES, Writer, quality
+from rule_quality import MAX_DRAFT_TOKENS, MIN_ACCEPTANCE, MODEL, RULES, Writer, begun, quality
 from tasks import MAX_PROMPT_TOKENS, build, movielens_settings, movielens_tables
 
 from laserbatch.pipeline.decoding.drafters import RetrievalDrafter
@@ -113,14 +112,7 @@ def figures_of(rows: Sequence[dict], num_nights: int) -> Iterator[Figure]:
 
 def main() -> None:
     """Write and judge the nights of every chain."""
-    parser = benchmark_parser(__doc__, "data", "threads")
-    parser.add_argument("--models", type=Path, required=True, help=f"folder with {MODEL}/")
-    arguments = parser.parse_args()
-    model_dir = arguments.models / MODEL
-    if not (model_dir / "model.safetensors").is_file():
-        print(f"{model_dir} is not there: nothing is measured", file=sys.stderr)
-        return
-    begin(arguments.threads)
+    arguments, model_dir = begun(__doc__)
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
     template = movielens_settings().template("user")
     writer = Writer(model_dir, template, scale.max_new_tokens)

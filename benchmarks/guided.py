@@ -13,17 +13,15 @@ grammars, masks and following them takes.
 """
 
 import functools
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
-from common import Figure, begin, benchmark_parser, finish, scale_of, table
-from rule_quality import MODEL, is_kept
+from common import Figure, finish, scale_of, table
+from rule_quality import MODEL, begun, is_kept
 from tasks import Task, TaskSize, movielens_settings, movielens_tasks
 
 from laserbatch.pipeline.decoding import guided
@@ -134,14 +132,7 @@ def figures_of(rows: Sequence[dict]) -> Iterator[Figure]:
 
 def main() -> None:
     """Answer the questions of every template."""
-    parser = benchmark_parser(__doc__, "data", "threads")
-    parser.add_argument("--models", type=Path, required=True, help=f"folder with {MODEL}/")
-    arguments = parser.parse_args()
-    model_dir = arguments.models / MODEL
-    if not (model_dir / "model.safetensors").is_file():
-        print(f"{model_dir} is not there: nothing is measured", file=sys.stderr)
-        return
-    begin(arguments.threads)
+    arguments, model_dir = begun(__doc__)
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
     decoding = DecodingSettings(model=str(model_dir), batch_size=16, max_new_tokens=scale.max_new_tokens)
     engine, rows = Engine.from_pretrained(model_dir, decoding, "cpu"), []

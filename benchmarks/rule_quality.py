@@ -15,6 +15,7 @@ keeps. Texts differ in length by rule, so speed is compared in texts a second.
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,18 +184,24 @@ def interval(values: np.ndarray) -> Interval:
     return Interval.of(np.concatenate(([values.mean()], drawn)))
 
 
-def main() -> None:
-    """Write and judge the texts of every rule."""
-    from transformers import AutoModelForCausalLM
-
-    parser = benchmark_parser(__doc__, "data", "threads")
+def begun(about: str | None) -> tuple[Namespace, Path]:
+    """The options of a benchmark and the model's folder; the program ends, saying so, where that is missing."""
+    parser = benchmark_parser(about or "", "data", "threads")
     parser.add_argument("--models", type=Path, required=True, help=f"folder with {MODEL}/")
     arguments = parser.parse_args()
     model_dir = arguments.models / MODEL
     if not (model_dir / "model.safetensors").is_file():
         print(f"{model_dir} is not there: nothing is measured", file=sys.stderr)
-        return
+        sys.exit(0)
     begin(arguments.threads)
+    return arguments, model_dir
+
+
+def main() -> None:
+    """Write and judge the texts of every rule."""
+    from transformers import AutoModelForCausalLM
+
+    arguments, model_dir = begun(__doc__)
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
     settings = of_domain(KnowledgeSettings(), "films")
     scorer = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
