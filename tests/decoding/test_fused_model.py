@@ -13,6 +13,7 @@ from laserbatch.pipeline.decoding.batch import Feed
 from laserbatch.pipeline.decoding.drafters import drafter_from
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.kv_cache import KVCache
+from laserbatch.pipeline.decoding.model import fused_model
 from laserbatch.pipeline.decoding.model.fused_model import FusedModel
 from laserbatch.pipeline.decoding.model.load import prepare_model
 from laserbatch.pipeline.decoding.model.runner import ModelRunner
@@ -62,6 +63,18 @@ def test_it_computes_what_transformers_does(architecture, changes):
     for number, memory in own_cache.layers.items():
         assert relative_error(cache.layers[number].keys, memory.keys) < 1e-5
         assert relative_error(cache.layers[number].values, memory.values) < 1e-5
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text"])
+def test_threads_divide_tokens_and_not_sums(architecture, monkeypatch):
+    model = prepare_model(tiny_model(architecture)).model
+    by_one, _ = forwards(model, model.fused)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(fused_model, "num_threads", lambda: 3)
+    monkeypatch.setattr(fused_model, "MIN_TOKENS_PER_THREAD", 5)
+    assert fused_model._num_parts(np.empty((99, 1))) == 2
+    by_two, _ = forwards(model, model.fused)
+    assert all(torch.equal(one, two) for one, two in zip(by_one, by_two, strict=True))
 
 
 @pytest.mark.skipif(not multiplies_bfloat16(), reason="this processor does not multiply bfloat16")
