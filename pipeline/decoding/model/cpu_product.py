@@ -9,9 +9,6 @@ outputs; a word is a float32 or a pair of bfloat16. For AMX a strip is divided i
 tiles of 1 KiB: row p of a tile has pair p of 16 outputs. Inputs are copied into tiles of 16 tokens and 32 inputs.
 """
 
-import ctypes
-import platform
-from functools import cache
 from pathlib import Path
 
 import numba
@@ -19,25 +16,29 @@ import numpy as np
 import torch
 from numba import njit, prange
 
+from laserbatch.pipeline.decoding.attention.amx import (
+    CONFIGURATION,
+    ROWS,
+    STEP,
+    TILE,
+    add_tiles,
+    configure_tiles,
+    has_amx,
+    load_tile,
+    release_tiles,
+    store_tile,
+    stream_tile,
+    zero_tile,
+)
 from laserbatch.pipeline.decoding.attention.bfloat16 import as_array, narrowed, widened
 from laserbatch.pipeline.decoding.attention.numba_attention import ATTENTION_STAMP, num_threads
 from laserbatch.pipeline.decoding.attention.tile_product import LANES
 from laserbatch.pipeline.decoding.model.cpu_instructions import (
-    ROWS,
-    STEP,
     STRIP,
-    TILE,
-    add_tiles,
-    configure_tiles,
     copy_step,
-    load_tile,
     multiply_rows,
-    release_tiles,
     store_rounded,
     store_sum,
-    store_tile,
-    stream_tile,
-    zero_tile,
 )
 from laserbatch.pipeline.processor import processor_flags
 from laserbatch.retrieval_pools.compiled import cached, fetch_second_level, source_stamp
@@ -46,20 +47,6 @@ MAX_TOKENS = 256  # of which the inputs stay in a core's second-level cache
 # Tokens that vectors multiply at once: their sums fill the registers of AVX-512, or of AVX2.
 MANY, SOME, FEW = (12, 8, 2) if "avx512f" in processor_flags() else (3, 2, 1)
 _STAMP = ATTENTION_STAMP + source_stamp(sorted(Path(__file__).parent.glob("cpu_*.py")))
-
-# What AMX is told before its first instruction: palette 1, and eight tiles of 16 rows of 64 bytes.
-_TILE_CONFIGURATION = np.zeros(64, np.uint8)
-_TILE_CONFIGURATION[0] = 1
-_TILE_CONFIGURATION[16:32:2], _TILE_CONFIGURATION[48:56] = 64, ROWS
-
-
-@cache
-def has_amx() -> bool:
-    """Whether this process may use AMX for bfloat16: Linux wants to be asked, since it enlarges a thread's state."""
-    if "amx_bf16" not in processor_flags() or platform.machine() != "x86_64":
-        return False
-    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
-    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
 class PackedMatrix:
@@ -98,7 +85,7 @@ class PackedMatrix:
         numba.set_num_threads(threads)
         added = self._nothing if addend is None else addend
         if self._uses_tiles:
-            _multiply_by_tiles(inputs, self._weights, self._bias, added, result, threads, _TILE_CONFIGURATION)
+            _multiply_by_tiles(inputs, self._weights, self._bias, added, result, threads, CONFIGURATION)
         else:
             _multiply_by_vectors(inputs, self._weights, self._bias, added, result, threads)
         return result
