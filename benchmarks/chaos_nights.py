@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from common import CLI
-
+CLI = (sys.executable, "-c", "from laserbatch.jobs.cli import main; main()")  # the command `laserbatch`
 FIRST_DATE, SECOND_DATE = "2025-02-28", "2025-03-01"
 TIMEOUT_S = 240.0  # a night that takes longer counts as hung, whether it was killed or not
 MARK = "LASERBATCH_CHAOS"  # in the environment of every process of a night

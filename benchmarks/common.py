@@ -27,7 +27,6 @@ SHARED = REPOSITORY.parent / "shared"  # data and models lie beside the reposito
 DEFAULT_DATA = Path(os.environ.get("LASERBATCH_TEST_DATA", SHARED / "data"))
 DEFAULT_MODEL = Path(os.environ.get("LASERBATCH_TEST_MODELS", SHARED / "models")) / "bench-target"
 SAMPLE_MODEL = REPOSITORY / "models" / "sample"
-CLI = (sys.executable, "-c", "from laserbatch.jobs.cli import main; main()")  # the command `laserbatch`
 SEED = 20250301
 NUM_RESAMPLES, CONFIDENCE = 2000, 0.95
 

@@ -27,7 +27,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import yaml
-from common import CLI, SAMPLE_MODEL
+from chaos_nights import CLI
+from common import SAMPLE_MODEL
 from gpu_rows import Rows
 from gpu_run import Deadline, kill_group, tail_of, wait_for
 from widen import GEOMETRIES

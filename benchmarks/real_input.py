@@ -20,7 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
-from common import CLI, REPOSITORY, benchmark_parser, scale_of, write_json
+from chaos_nights import CLI
+from common import REPOSITORY, benchmark_parser, scale_of, write_json
 
 SETTINGS = Path(__file__).resolve().parent / "settings"
 SHARE_BEFORE_DATE = 0.8  # of MovieLens' interactions; the rest judges the CTR models

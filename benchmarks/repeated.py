@@ -29,8 +29,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import yaml
-from chaos_nights import forked_night
-from common import CLI, Figure, benchmark_parser, finish, scale_of, table
+from chaos_nights import CLI, forked_night
+from common import Figure, benchmark_parser, finish, scale_of, table
 from entities import Entity, iter_entities
 from sample_lore import title_themes
 
