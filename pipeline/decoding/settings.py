@@ -79,7 +79,7 @@ class DecodingSettings(Strict):
         "number accepts more drafts and moves texts further from plain ones.",
     )
     min_probability: float = Field(
-        default=0.1,
+        default=0.2,
         ge=0.0,
         lt=1.0,
         description="The verifiers relaxed and probability accept a token only above this probability. A lower value "

@@ -124,8 +124,8 @@ def test_nothing_is_accepted_past_a_draft_that_is_not_finite():
     [
         ("greedy", Greedy()),
         ("top_k", Relaxed(2, 0.0)),
-        ("probability", Relaxed(None, 0.1)),
-        ("relaxed", Relaxed(2, 0.1)),
+        ("probability", Relaxed(None, 0.2)),
+        ("relaxed", Relaxed(2, 0.2)),
     ],
 )
 def test_settings_name_the_rules(name, rule):

@@ -26,7 +26,7 @@ class Relaxed:
     """
 
     k: int | None = 2
-    min_probability: float = 0.1
+    min_probability: float = 0.2
 
     def __call__(self, logits, choices, nodes) -> NodeVerdicts:
         log_probability = log_softmax(logits)[nodes.parents, nodes.token_ids]
