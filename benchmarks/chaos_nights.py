@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+CLI = (sys.executable, "-c", "from laserbatch.jobs.cli import main; main()")  # the command `laserbatch`
 FIRST_DATE, SECOND_DATE = "2025-02-28", "2025-03-01"
 TIMEOUT_S = 240.0  # a night that takes longer counts as hung, whether it was killed or not
 MARK = "LASERBATCH_CHAOS"  # in the environment of every process of a night
 OPERATIONS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate"}  # as Python audits them
 WRITTEN = re.compile(r"/(knowledge|shards)/\w+/\.?0")  # a shard that is no plan's
-NIGHT = (sys.executable, "-c", "from laserbatch.jobs.cli import main; main()")
 
 
 def forked_night(
@@ -132,7 +132,7 @@ def without_ray(put: Callable[[object, str, object], None]) -> None:
 
 def night_command(date: str) -> list[str]:
     """The command of a night, in a folder that has its configuration."""
-    return [*NIGHT, "nightly", "--config", "laserbatch.yaml", "--date", date]
+    return [*CLI, "nightly", "--config", "laserbatch.yaml", "--date", date]
 
 
 def ray_night(

@@ -27,6 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import yaml
+from chaos_nights import CLI
 from common import SAMPLE_MODEL
 from gpu_rows import Rows
 from gpu_run import Deadline, kill_group, tail_of, wait_for
@@ -38,7 +39,6 @@ from laserbatch.pipeline.storage.manifest import RunManifest
 
 FIRST_DATE = LAST_DATE - datetime.timedelta(days=10)
 BENCHMARKS = Path(__file__).parent
-CLI = (sys.executable, "-c", "from laserbatch.jobs.cli import main; main()")
 SAMPLE_MS = 100  # between two looks at the GPU
 NO_CTR = {"night": {"train_ctr": False}}
 MAKE_MODEL = """

@@ -9,7 +9,6 @@ Settings and prompt templates are in `settings/`. Texts and order of reading are
 import datetime
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -21,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
+from chaos_nights import CLI
 from common import REPOSITORY, benchmark_parser, scale_of, write_json
 
 SETTINGS = Path(__file__).resolve().parent / "settings"
@@ -45,8 +45,7 @@ SMOKE = Scale(goodreads=16, movielens_users=12, movielens_items=30)
 
 def laserbatch(*words: object) -> None:
     """Run one command; its progress goes to standard error, and where it fails the benchmark ends."""
-    command = [str(Path(sys.executable).with_name("laserbatch")), *map(str, words)]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL)
+    done = subprocess.run([*CLI, *map(str, words)], stdout=subprocess.DEVNULL)
     if done.returncode:
         raise SystemExit(f"laserbatch {words[0]} ended with {done.returncode}; its message stands above")
 
@@ -103,7 +102,7 @@ def run_movielens(data: Path, model: Path, work: Path, scale: Scale) -> dict:
     """MovieLens 100K: import, one night in the middle of the data, CTR on what comes after."""
     work.mkdir(parents=True)
     mapping = REPOSITORY / "configs" / "import_movielens_parquet.yaml"
-    laserbatch("data", "import", "table", data / "ml-100k", work / "tables", "--mapping", mapping)
+    laserbatch("data", "import", data / "ml-100k", work / "tables", "--mapping", mapping)
     if scale.movielens_users and scale.movielens_items:
         keep_part(work / "tables", num_users=scale.movielens_users, num_items=scale.movielens_items)
     date = date_after_share(work / "tables", SHARE_BEFORE_DATE)

@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import yaml
-from chaos_nights import NIGHT, forked_night
+from chaos_nights import CLI, forked_night
 from common import Figure, benchmark_parser, finish, scale_of, table
 from entities import Entity, iter_entities
 from sample_lore import title_themes
@@ -195,8 +195,8 @@ def has(text: str, word: str) -> bool:
 
 def aucs_of(workspace: Workspace, scale: Scale) -> list[dict]:
     """What the CTR models make of the last night's features, a row a model and variant."""
-    options = ["--workspace", str(workspace.root), "--seeds", str(scale.num_seeds), "--json"]
-    done = subprocess.run([*NIGHT, "ctr", "compare", *options], capture_output=True, text=True, check=True)
+    command = [*CLI, "ctr", "compare", "--workspace", str(workspace.root), "--seeds", str(scale.num_seeds), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)["rows"]
 
 

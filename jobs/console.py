@@ -73,6 +73,11 @@ class ProgressBar:
         """Set the count; `detail` as in `advance`."""
         self.advance(num_done - int(self._terminal.tasks[self._task].completed), detail)
 
+    def begin(self, seconds_ago: float) -> None:
+        """Set when the first step began: the rate and the time left do not count what came before."""
+        task = self._terminal.tasks[self._task]
+        task.start_time = task.get_time() - seconds_ago
+
     def print_state(self, notes: bool = True, is_last: bool = False) -> None:
         """Update the rate; in a log, print the count, the rate and the time left; with `notes`, emit them.
 

@@ -1,5 +1,6 @@
-"""The pages name files, headings, commands and options that exist."""
+"""The pages name files, headings, commands and options that exist; benchmarks run such commands."""
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,11 @@ from laserbatch.jobs.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *map(ROOT.joinpath, ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"))])
+BENCHMARKS = [
+    path
+    for path in sorted((ROOT / "benchmarks").glob("*.py"))
+    if re.search(r"\[\*CLI, |laserbatch\(", path.read_text(encoding="utf-8"))
+]
 FENCED = re.compile(r"^```(\w*).*?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`]+)`")
 
@@ -41,8 +47,27 @@ def command_lines(text: str) -> Iterator[list[str]]:
             yield re.sub(r" ?\| ?", "|", " ".join(words)).split()
 
 
+def commands_run(source: str) -> Iterator[list[str]]:
+    """The words after `laserbatch` of commands that a benchmark runs: in `laserbatch(...)` and behind `[*CLI, ...]`.
+
+    `VALUE` stands for what only a run knows; what is starred is left out.
+    """
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case (
+                ast.Call(func=ast.Name(id="laserbatch"), args=words)
+                | ast.List(elts=[ast.Starred(value=ast.Name(id="CLI")), _, *_] as words)
+            ):
+                constants = (word.value if isinstance(word, ast.Constant) else "VALUE" for word in words
+                             if not isinstance(word, ast.Starred))  # fmt: skip
+                yield list(map(str, constants))
+
+
 def unknown_words(words: list[str]) -> Iterator[str]:
-    """The words of a command line that are neither a command nor an option of it; `a|b` stands for either."""
+    """The words of a command line that are neither a command nor an option of it; `a|b` stands for either.
+
+    Words beyond the arguments of the command are unknown too, unless the line has alternatives.
+    """
     command, *words = typer.main.get_command(app), *words
     while hasattr(command, "commands") and words and not words[0].startswith("-"):
         *others, name = words.pop(0).split("|")
@@ -53,7 +78,11 @@ def unknown_words(words: list[str]) -> Iterator[str]:
         _, command, _ = command.resolve_command(command.context_class(command), [name])
     options = {option for parameter in command.params for option in parameter.opts + parameter.secondary_opts}
     options_given = [word.partition("=")[0] for word in "|".join(words).split("|") if word.startswith("-")]
-    yield from (option for option in options_given if option not in options | {"--help"})
+    unknown = [option for option in options_given if option not in options | {"--help"}]
+    yield from unknown
+    if not unknown and words and not hasattr(command, "commands") and "|" not in "".join(words):
+        context = command.context_class(command, resilient_parsing=True)
+        yield from command.make_parser(context).parse_args(words)[1]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -64,6 +93,13 @@ def test_a_page_names_what_exists(page):
     assert not {line: words for line, words in unknown.items() if words}
 
 
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.name)
+def test_a_benchmark_runs_commands_that_exist(path):
+    commands = list(commands_run(path.read_text(encoding="utf-8")))
+    assert commands
+    assert not [words for words in commands if list(unknown_words(words))]
+
+
 def test_a_link_to_nothing_is_found():
     text = "# One page\n[a](#one-page) [b](#two) [c](gone.md)\n[d](README.md#gone) [e](https://a.b/c) `[f](gone.md)`\n"
     assert list(broken_links(ROOT / "page.md", text)) == ["#two", "gone.md", "README.md#gone"]
@@ -71,5 +107,8 @@ def test_a_link_to_nothing_is_found():
 
 def test_a_command_or_option_that_is_not_there_is_found():
     text = "`laserbatch rums list` `laserbatch runs list \\| lost` `laserbatch try --itm a`\n"
-    text += "```sh\nlaserbatch nightly --day D  # x\n```\n"
-    assert [list(unknown_words(words)) for words in command_lines(text)] == [["rums"], ["lost"], ["--itm"], ["--day"]]
+    text += "```sh\nlaserbatch nightly --day D  # x\nlaserbatch data import table A B --mapping C\n```\n"
+    expected = [["rums"], ["lost"], ["--itm"], ["--day"], ["B"]]
+    assert [list(unknown_words(words)) for words in command_lines(text)] == expected
+    source = "laserbatch('data', 'import', a, b, 'c')\nrun([*CLI, 'ctr', 'compare', '--seed', f(x), *more])\n"
+    assert [list(unknown_words(words)) for words in commands_run(source)] == [["c"], ["--seed"]]

@@ -1,5 +1,6 @@
 """The stage that writes texts: have both sides planned, give unfinished shards to workers, gather the results."""
 
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -226,10 +227,12 @@ def require_usable_texts(night: Night, plan: SidePlan, finished: Mapping[str, Sh
     if num_rows < FIRST_TEXTS or num_failed <= most * num_rows:
         return
     night.run.merge_quarantine(plan.side, done, [], night.tables.entities(plan.side)[f"{plan.side}_id"].type)
-    reasons = count_reasons(night.run.read_quarantine(plan.side, ["reason"]))
+    failed = night.run.read_quarantine(plan.side, ["entity_id", "reason"])
+    reasons = count_reasons(failed)
+    example = failed["entity_id"][failed["reason"].index(next(iter(reasons))).as_py()].as_py()
     advice = (
-        f"Look at one with `laserbatch try`, and change decoding.model or knowledge.{plan.side}_template; after a "
-        "change inside their files `laserbatch nightly --force` begins anew"
+        f"See one with `laserbatch try --{plan.side} {shlex.quote(str(example))}`, and change decoding.model or "
+        f"knowledge.{plan.side}_template; after a change inside their files `laserbatch nightly --force` begins anew"
     )
     if needs_a_model(night.settings):
         advice = NEEDS_A_MODEL[0].upper() + NEEDS_A_MODEL[1:]

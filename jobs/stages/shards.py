@@ -57,6 +57,8 @@ def hand_out(
                 bar.advance(outcome.shard.num_rows)
                 continue
             shard, record = outcome
+            if not num_done:  # workers loaded the model, and one may have measured, before they wrote
+                bar.begin(record.written_by.stats.wall_s)
             finished[shard.side][shard.name] = record
             num_done += shard.num_rows
             counts = shard_counts(record, folder.shards(shard.side))

@@ -211,8 +211,13 @@ class PromptTemplate(Strict):
     def _agrees_with_itself(self) -> "PromptTemplate":
         if self.side == "item" and self.history is not None:
             raise ValueError("an item template has no history")
-        if not self.instruction.strip() and not (self.request or "").strip():
-            raise ValueError("nothing is asked: `instruction` is empty, and so is `request`")
+        words_of_line = re.sub(r"{.*?}", "", self.attributes.line)
+        if not any(
+            re.search(r"\w", text or "") for text in (self.system, self.instruction, self.request, words_of_line)
+        ):
+            raise ValueError(
+                "nothing is asked: `system`, `instruction` and `request` are empty, and `attributes.line` has no words"
+            )
         if self.parser in ("aspects", "attributes") and not self.factors:
             raise ValueError(f"parser `{self.parser}` needs `factors`, the names of them; or take parser `free`")
         if (self.parser == "json") != bool(self.fields):

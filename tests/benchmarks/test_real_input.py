@@ -5,7 +5,20 @@ import datetime
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from real_input import NIGHTS, date_after_share, describe, keep_part, most_frequent, record_of, write_goodreads
+from real_input import (
+    NIGHTS,
+    SETTINGS,
+    date_after_share,
+    describe,
+    keep_part,
+    most_frequent,
+    record_of,
+    write_config,
+    write_goodreads,
+)
+
+from laserbatch.jobs.settings import load_settings
+from laserbatch.pipeline.knowledge.templates import load_template
 
 
 def test_the_second_night_brings_half_of_the_books_and_each_readers_last_one(tmp_path):
@@ -42,6 +55,13 @@ def test_tables_are_cut_to_the_most_active_and_to_a_date_inside(tmp_path):
     assert pq.read_table(tmp_path / "users.parquet").to_pydict() == {"user_id": [1, 2]}
     assert pq.read_table(tmp_path / "interactions.parquet")["item_id"].to_pylist() == ["a", "a"]
     assert most_frequent("bbaac", 2) == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in SETTINGS.glob("*.yaml")))
+def test_settings_have_options_and_templates_that_there_are(name, tmp_path):
+    knowledge = load_settings(write_config(name, tmp_path, tmp_path)).knowledge
+    for template in (knowledge.user_template, knowledge.item_template):
+        assert load_template(template, knowledge.template_dir).name == template
 
 
 def test_a_record_says_what_was_written_and_how_fast():

@@ -24,8 +24,21 @@ from laserbatch.pipeline.distributed.cluster import (
     require_own_gpu,
     worker_layout,
 )
-from laserbatch.pipeline.distributed.settings import ClusterSettings
+from laserbatch.pipeline.distributed.settings import ClusterSettings, usable_cores
 from laserbatch.pipeline.errors import ConfigError, RunFailed
+
+
+def test_a_process_counts_the_cores_that_it_may_keep_busy(monkeypatch):
+    affinity = os.sched_getaffinity(0)
+    monkeypatch.setenv("LOKY_MAX_CPU_COUNT", "1000")
+    assert usable_cores() <= len(affinity)  # fewer where a container has a quota
+    os.sched_setaffinity(0, {min(affinity)})
+    try:
+        assert usable_cores() == 1
+    finally:
+        os.sched_setaffinity(0, affinity)
+    monkeypatch.setenv("LOKY_MAX_CPU_COUNT", "1")
+    assert usable_cores() == 1
 
 
 @pytest.mark.parametrize(
@@ -127,7 +140,7 @@ TWO_GPUS_IN_A_LONG_TMPDIR = """
 import json, os, ray, sys, time
 from pathlib import Path
 from laserbatch.pipeline.distributed import cluster
-from laserbatch.pipeline.distributed.settings import ClusterSettings
+from laserbatch.pipeline.distributed.settings import ClusterSettings, usable_cores
 
 class Worker:
     def gpu(self):

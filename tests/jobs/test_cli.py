@@ -351,6 +351,16 @@ def test_the_last_line_of_a_count_is_printed_once(capfd, monkeypatch):
     assert counts == ["encode: 0/2", "encode: 1/2", "encode: 2/2", "plan: 0/2", "plan: 1/2"]
 
 
+def test_the_time_left_does_not_count_what_came_before_the_first_step(capfd, monkeypatch):
+    monkeypatch.setattr(console, "PLAIN_LINE_EVERY_S", 0.0)
+    with progress("generate", 3) as bar:
+        task = bar._terminal.tasks[0]
+        task.start_time -= 3600.0  # an hour of loading and measuring
+        bar.begin(2.0)
+        bar.advance()
+    assert re.search(r"generate: 1/3  2 s  0\.50?/s, (4\.\d+|4) s left", capfd.readouterr().err)
+
+
 def test_a_part_of_a_summary_without_entries_says_so(capsys, monkeypatch):
     monkeypatch.setattr(console, "stdout", Console(width=80))
     console.summary({"removed": {}, "pools": {"num_texts": 2}}, as_json=False)

@@ -24,7 +24,7 @@ def judge(tmp_path):
     shard = SimpleNamespace(name="00000")
 
     def judge(num_failed: int, num_kept: int, allowed: float = 0.05) -> None:
-        failed = [QuarantineRow.of(n, "user", "unparsable: nothing") for n in range(num_failed)]
+        failed = [QuarantineRow.of(n + 7, "user", "unparsable: nothing") for n in range(num_failed)]
         texts = pa.table({"entity_id": pa.array(range(num_kept), pa.int64())})
         record = run.shards("user").write("00000", texts, failed)
         settings = Settings(tables={"path": tables}, gates={"max_failed_share": allowed})
@@ -44,7 +44,7 @@ def test_most_of_the_first_texts_must_be_usable(judge):
 
 
 def test_what_to_do_depends_on_the_model_and_its_tables(judge, tmp_path):
-    with pytest.raises(RunFailed, match="laserbatch try"):
+    with pytest.raises(RunFailed, match="`laserbatch try --user 7`"):
         judge(FIRST_TEXTS, 0)  # a sample world, which the bundled model should know
     pq.write_table(pa.table({"user_id": [1], "city": ["Oslo"]}), tmp_path / "tables" / "users.parquet")
     with pytest.raises(RunFailed, match="safetensors"):

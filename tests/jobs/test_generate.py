@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shutil
 import threading
 import time
@@ -36,6 +37,7 @@ from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
 
 EMPTY = {pa.string(): "", pa.int32(): 0, pa.list_(pa.int32()): [1, 2], pa.list_(pa.uint8()): [0, 0], pa.bool_(): False}
+WALL_S = 1000.0  # of every shard
 
 
 class Workers:
@@ -68,7 +70,7 @@ class Workers:
             known = {"entity_id": row.entity_id, "fingerprint": row.fingerprint, "run_id": spec.run_id, "text": text}
             records.append(nothing | known | {"num_tokens": 2, "num_history": row.shown.num_events})
         self.shards.append((shard.side, shard.name))
-        stats, model = DecodingStats(wall_s=1.0), ModelFigures("m", "float32", "cpu", 1)
+        stats, model = DecodingStats(wall_s=WALL_S), ModelFigures("m", "float32", "cpu", 1)
         info = ShardInfo(shard.sha256, shard.group, stats, model, num_workers=1)
         table = pa.Table.from_pylist(records, schema=schema)
         return RunFolder(spec.run_dir).shards(shard.side).write(shard.name, table, failed, info)
@@ -174,6 +176,12 @@ def test_a_disk_that_is_full_of_what_is_carried_over_ends_the_night_at_the_next_
     with pytest.raises(OSError, match=r"No space left on device.*carried\.parquet"):
         run_stages(night, WRITING[:1], NightWorkers(night.settings.cluster))
     assert len(workers.shards) == 1
+
+
+def test_the_rate_counts_the_seconds_of_writing_alone(world, write, capfd):
+    night = opened(world, SECOND_DATE)
+    write(night)  # workers that write 1,000 s in no time
+    assert re.search(rf"generate: (\d+)/\1  {WALL_S:.0f} s", capfd.readouterr().err)
 
 
 def test_shards_of_another_plan_are_not_taken_for_those_of_this_one(world, write):

@@ -55,6 +55,10 @@ def test_a_folder_of_ones_own_comes_first(tmp_path):
         (MINIMAL + "attributes:\n  line: '{nonsense}'\n", "line 8: attributes.line"),
         (MINIMAL.replace("free", "json") + "fields: {a: text}\nencode: [b]\n", "`encode` has 'b', which is none of a"),
         (MINIMAL + "parser_path: x\n", "parser_path is no key"),
+        (
+            MINIMAL.replace("Describe.", '""') + "attributes: {heading: 'Item:'}\n",
+            "nothing is asked: `system`, .*no words",
+        ),
     ],
 )
 def test_a_wrong_template_is_refused_by_name(tmp_path, text, message):
@@ -62,6 +66,12 @@ def test_a_wrong_template_is_refused_by_name(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message) as caught:
         load_template("mine", tmp_path)
     assert "pydantic" not in str(caught.value)
+
+
+@pytest.mark.parametrize("question", ["system: Describe it.", "attributes: {line: 'Describe the book {value}.'}"])
+def test_a_question_may_stand_in_the_system_message_or_around_an_attribute(tmp_path, question):
+    (tmp_path / "mine.yaml").write_text(MINIMAL.replace("instruction: Describe.", f"instruction: ''\n{question}"))
+    assert load_template("mine", tmp_path).instruction == ""
 
 
 def test_prompts_speak_of_your_users_and_items_and_of_what_was_done():
