@@ -9,14 +9,26 @@ TEST_PROCESSES ?= 3  # on two cores too: a test waits for processes of its own a
 
 install: $(STAMP)
 
-# The compiled loops of drafts, and of the model in both types: else each process that needs them at the same time
-# compiles its own, which takes a minute.
+# The compiled loops of drafts, of pools as a night and as a library builds them, and of the model in both types: else
+# each process that needs them at the same time compiles its own, which takes a minute.
 define COMPILE
-import numpy
+import numpy, tempfile
 from laserbatch.pipeline.decoding.model.load import load_model
 from laserbatch.pipeline.processor import multiplies_bfloat16
 from laserbatch.retrieval_pools.draft import draft
+from laserbatch.retrieval_pools.index.build import HeldBack, PoolText, PoolTexts, build_pool
+from laserbatch.retrieval_pools.index.pool import Pool
 draft(None, numpy.empty(0, "int32"), 0)
+tokens, names = numpy.tile(numpy.arange(9, dtype="int32"), 90), {"side": "user", "tokenizer_hash": "", "model_id": ""}
+with tempfile.TemporaryDirectory() as folder:
+    numpy.save(f"{folder}/tokens.npy", tokens)
+    mapped, numbers = numpy.load(f"{folder}/tokens.npy", mmap_mode="r"), numpy.arange(90)
+    texts = [PoolTexts(mapped, numbers, numbers % 7, numbers % 2, ["a", "b"], numbers)]
+    build_pool(texts, f"{folder}/night", calibration=HeldBack([1, 2], lambda pool: None), **names)
+    pool = Pool.open(f"{folder}/night", verify=True)
+    for name, part in {"library": tokens[8:], "next": tokens[9:30]}.items():
+        texts = [PoolText(part[: 3 * number]) for number in range(9)]
+        pool = build_pool(texts, f"{folder}/{name}", previous=pool, **names)
 for dtype in ["float32", "bfloat16"] if multiplies_bfloat16() else ["float32"]:
     load_model("sample", dtype, "cpu")
 endef

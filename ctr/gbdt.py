@@ -11,7 +11,6 @@ import numpy as np
 from laserbatch.ctr.dataset import PAST_COLUMNS, CtrData, ModelRows
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.knowledge import Knowledge
-from laserbatch.ctr.settings import CtrSettings
 
 NUM_COMPONENTS = 16  # leading principal components of the knowledge vectors that become columns
 MAX_ROUNDS, PATIENCE_ROUNDS = 400, 40
@@ -60,7 +59,7 @@ class GbdtColumns:
         return np.hstack(columns, dtype=np.float32, casting="unsafe")
 
 
-def fit_gbdt(columns: GbdtColumns, data: CtrData, settings: CtrSettings, seed: int):
+def fit_gbdt(columns: GbdtColumns, data: CtrData, seed: int):
     """A booster trained on the training rows; its `best_iteration` is the round that validation chose by AUC.
 
     Raises CtrError where LightGBM, or the system library that it needs, is not installed.

@@ -48,7 +48,7 @@ def train_model(
     start_s = time.perf_counter()
     if name == "gbdt":
         columns = GbdtColumns(data, knowledge)
-        model = fit_gbdt(columns, data, settings, seed)
+        model = fit_gbdt(columns, data, seed)
         best_epoch, validation_auc = model.best_iteration, float(model.best_score["valid_0"]["auc"])
         scores = predict_gbdt(model, columns, data.test)
     else:

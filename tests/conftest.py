@@ -1,5 +1,6 @@
 """Fixtures that several packages' tests share."""
 
+import gc
 import importlib.util
 import os
 import sys
@@ -25,9 +26,17 @@ if importlib.util.find_spec("triton") is not None:
         # Kernels then run in Triton's interpreter. It must be asked for before anything imports triton.
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Else Ray's workers, for which tests wait, give way to the tests of other processes until those have ended.
+os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ["LASERBATCH_CACHE"] = os.devnull + "/no-cache"  # no test reads what another one measured
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_finish() -> None:
+    """What torch, transformers and Ray made of objects stays, so that no later collection walks through all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup() -> None:

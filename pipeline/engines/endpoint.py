@@ -5,7 +5,6 @@ Nothing is loaded but a tokenizer, and nothing is drafted. docs/endpoint.md says
 
 import asyncio
 import json
-import logging
 import time
 from collections.abc import Coroutine, Iterable, Iterator
 from itertools import islice
@@ -28,8 +27,6 @@ from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.figures import ModelFigures
 from laserbatch.retrieval_pools.sources import NUM_SOURCES, SOURCE_TARGET
 from laserbatch.retrieval_pools.step_cost import StepCost
-
-logger = logging.getLogger(__name__)
 
 PATHS = {"completions": "/completions", "chat": "/chat/completions"}
 VLLM, SGLANG = "vllm", "sglang"  # as `/v1/models` says who owns a model; both take stop tokens, and return tokens

@@ -181,13 +181,13 @@ def _read_level(folder: Path, root: Path, table: str) -> _Level:
     for path in sorted(folder.iterdir()):
         is_hidden = _is_hidden(path.name)
         if not path.exists():
-            raise _unfinished(table, f"{shown_path(path)} is a link to a file that is not there", path)
+            raise _unfinished(table, f"{shown_path(path)} is a link to a file that is not there")
         elif path.is_symlink() and _is_read_anyway(path.resolve(), root.resolve()):
             left_out[path] = "is a link to another part of the table"
         elif path.is_dir():
             is_staging = _STAGING.fullmatch(path.name) is not None
             if is_staging and (path.name == "_temporary" or any(inner.is_file() for inner in path.rglob("*"))):
-                raise _unfinished(table, f"{shown_path(path)} holds what a job has not yet moved to its place", path)
+                raise _unfinished(table, f"{shown_path(path)} holds what a job has not yet moved to its place")
             if is_hidden:
                 left_out[path] = HIDDEN
             else:
@@ -195,7 +195,7 @@ def _read_level(folder: Path, root: Path, table: str) -> _Level:
         elif _is_checksum(path):
             _require_checksum(path, table)
         elif _HALF_WRITTEN.fullmatch(path.name):
-            raise _unfinished(table, f"{shown_path(path)} is a file that is not yet written to its end", path)
+            raise _unfinished(table, f"{shown_path(path)} is a file that is not yet written to its end")
         elif _BOOKKEEPING.fullmatch(path.name):
             continue
         elif is_hidden:
@@ -226,7 +226,7 @@ def _require_checksum(path: Path, table: str) -> None:
     """Refuse a folder in which the file of one of Hadoop's checksums is missing or shorter."""
     of = path.with_name(path.name[1:].removesuffix(".crc"))
     if not of.exists():
-        raise _unfinished(table, f"{shown_path(path)} is the checksum of a file that is not there", path)
+        raise _unfinished(table, f"{shown_path(path)} is the checksum of a file that is not there")
     with path.open("rb") as file:
         head = file.read(8)
     bytes_per_sum = int.from_bytes(head[4:], "big")
@@ -234,7 +234,7 @@ def _require_checksum(path: Path, table: str) -> None:
         num_sums, num_bytes = (path.stat().st_size - 8) // 4, of.stat().st_size
         if num_sums != -(-num_bytes // bytes_per_sum):
             found = f"{shown_path(of)} has {num_bytes:,} bytes, which does not fit its checksum {path.name}"
-            raise _unfinished(table, found, of)
+            raise _unfinished(table, found)
 
 
 def _removed_by_commits(folder: Path, table: str) -> set[str]:
@@ -242,12 +242,12 @@ def _removed_by_commits(folder: Path, table: str) -> set[str]:
     removed: set[str] = set()
     for path in sorted(folder.glob("_started_*")):
         if not path.with_name(path.name.replace("_started_", "_committed_", 1)).exists():
-            raise _unfinished(table, f"{shown_path(path)} has no _committed_ file: its job has not ended", path)
+            raise _unfinished(table, f"{shown_path(path)} has no _committed_ file: its job has not ended")
     for path in sorted(folder.glob("_committed_*")):
         try:
             removed |= set(json.loads(path.read_bytes()).get("removed", ()))
         except (ValueError, AttributeError):
-            raise _unfinished(table, f"{shown_path(path)} is no whole JSON object", path) from None
+            raise _unfinished(table, f"{shown_path(path)} is no whole JSON object") from None
     return removed
 
 
@@ -257,10 +257,10 @@ def _require_success(folders: Iterable[Path], siblings: Iterable[Path], table: s
     open_one = next((folder for folder in folders if not (folder / SUCCESS).is_file()), None)
     if done is not None and open_one is not None:
         found = f"{shown_path(open_one)} has no {SUCCESS}, which {shown_path(done)} beside it has"
-        raise _unfinished(table, found, open_one)
+        raise _unfinished(table, found)
 
 
-def _unfinished(table: str, found: str, path: Path) -> FaultyTable:
+def _unfinished(table: str, found: str) -> FaultyTable:
     advice = "wait until its writer has ended; if it was killed, remove what it left and let it write again"
     return FaultyTable(Finding("unfinished", table, found, "a table whose writer has ended", advice))
 

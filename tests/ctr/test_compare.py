@@ -85,7 +85,7 @@ def test_the_tree_baseline_is_stopped_by_validation_alone(world):
     texts = []
     for of_world in (data, build_dataset(with_other_future(world, "test", data), AS_OF, settings)):
         columns = GbdtColumns(of_world, None)
-        texts.append(fit_gbdt(columns, of_world, settings, seed=0).model_to_string())
+        texts.append(fit_gbdt(columns, of_world, seed=0).model_to_string())
     assert texts[0] == texts[1]
 
 

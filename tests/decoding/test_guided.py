@@ -73,12 +73,12 @@ def model():
 
 
 @torch.inference_mode()
-def reference(engine: Engine, model, request: GenerationRequest) -> list[int]:
+def reference(engine: Engine, model, request: GenerationRequest, num_tokens: int) -> list[int]:
     """The likeliest allowed token, one after the other, by whole forwards and a matcher that is never rolled back."""
     tokenizer = llguidance.hf.from_tokenizer(engine.tokenizer, engine.vocab_size, list(engine.loaded.end_ids))
     matcher = llguidance.LLMatcher(tokenizer, request.grammar)
     context = request.prompt_ids.tolist()
-    while len(context) < len(request.prompt_ids) + request.max_new_tokens:
+    while len(context) < len(request.prompt_ids) + num_tokens:
         logits = model(torch.tensor([context])).logits[0, -1]
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         logits[torch.from_numpy(bits[: len(logits)] == 0)] = -torch.inf
@@ -100,7 +100,7 @@ def test_texts_are_those_of_masked_argmax_and_no_draft_changes_them(engine, mode
     for request in to_write:
         assert drafted[request.request_id].token_ids.tolist() == plain[request.request_id].token_ids.tolist()
         if request.grammar is not None:  # before any answer is closed early
-            expected = reference(engine, model, request)[:80]
+            expected = reference(engine, model, request, 80)
             assert plain[request.request_id].token_ids.tolist()[:80] == expected
         if request.grammar == JSON:
             assert set(json.loads(plain[request.request_id].text)) == {"kinds", "summary"}

@@ -75,11 +75,11 @@ def cluster():
 
 @pytest.fixture
 def start_cluster(cluster, monkeypatch):
-    """For `encode_run`; as few texts as tests have go to the cluster."""
+    """For `encode_run`; as few texts as tests have go to the cluster, and two threads would wait for each other."""
     monkeypatch.setattr(encoding, "MIN_TEXTS", 2)
     for name in ("MIN_PART", "PARTS_A_WORKER"):
         monkeypatch.setattr(encoding, name, 5)
-    return lambda: cluster
+    return lambda: replace(cluster, num_threads=1)
 
 
 @pytest.mark.ray

@@ -6,7 +6,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import pytest
@@ -87,8 +87,28 @@ def start(*arguments: str, laserbatch: Sequence[str | Path] = HERE) -> subproces
 
 
 def write_here(patched: pytest.MonkeyPatch) -> None:
-    """Have texts written in this process instead of by Ray's actors, which would load Python and torch each night."""
+    """Have texts written in this process instead of by Ray's actors, which would load Python and torch each night.
+
+    A model is loaded for the first of the nights that it writes, as a process does that lives on.
+    """
+    from laserbatch.pipeline.engines import own
+
     chaos_nights.write_here(patched.setattr)
+    patched.setattr(own, "load_model", _loaded)
+
+
+def _loaded(folder: Path, dtype: str, device: str, adapter: Path | None):
+    """`load_model`; what it returned for the same files is returned again."""
+    paths = [path for part in (folder, adapter) if part is not None for path in sorted(Path(part).glob("*"))]
+    files = tuple((path, path.stat().st_mtime_ns, path.stat().st_size) for path in paths)
+    return _loaded_once(files, folder, dtype, device, adapter)
+
+
+@lru_cache(maxsize=4)
+def _loaded_once(files: tuple, *arguments):
+    from laserbatch.pipeline.decoding.model.load import load_model
+
+    return load_model(*arguments)
 
 
 @dataclass(frozen=True)

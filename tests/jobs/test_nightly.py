@@ -65,13 +65,13 @@ def installed(tmp_path_factory) -> Path:
         shutil.copytree(ROOT / name, folder / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / "source")
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    wheel = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, folder / "source"]
-    subprocess.run([*pip, *wheel], check=True, capture_output=True)
+    build = "from setuptools.build_meta import build_wheel; build_wheel('..')"  # as pip calls it, in one process
+    subprocess.run([sys.executable, "-c", build], check=True, capture_output=True, cwd=folder / "source")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     python = folder / "venv" / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python", python]
     install = ["install", "--no-deps", "--no-compile"]  # what it compiled would be of other times than those set below
-    subprocess.run([*pip, "--python", python, *install, *folder.glob("*.whl")], check=True)
+    subprocess.run([*pip, *install, *folder.glob("*.whl")], check=True)
     (site,) = folder.glob("venv/lib/*/site-packages")
     (site / "others.pth").write_text(str(_required_packages(folder / "others")))
     for name in ("jobs", "models"):
