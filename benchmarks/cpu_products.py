@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from common import Figure, Spread, begin, benchmark_parser, finish, scale_of, table, turns
 
+from laserbatch.pipeline.decoding.attention.amx import has_amx
 from laserbatch.pipeline.decoding.attention.bfloat16 import as_array, as_tensor
 from laserbatch.pipeline.decoding.attention.interface import relative_error
-from laserbatch.pipeline.decoding.model.cpu_product import PackedMatrix, has_amx
+from laserbatch.pipeline.decoding.model.cpu_product import PackedMatrix
 from laserbatch.pipeline.processor import multiplies_bfloat16
 
 LAYER = ((960, 576), (576, 576), (3072, 576), (576, 1536))  # outputs and inputs of a layer's products

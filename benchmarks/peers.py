@@ -68,6 +68,11 @@ QUICK = Scale((TaskSize(16, 48, 0, 8), TaskSize(24, 300, 0, 40)), num_rounds=3, 
 SMOKE = Scale((TaskSize(4, 12, 0, 2), TaskSize(4, 20, 0, 2)), num_rounds=1, most_tokens=24)
 
 
+def _own_environment() -> dict[str, str]:
+    """That of this process, but for how long threads wait awake, which our package decides for itself alone."""
+    return {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+
+
 class Served:
     """A vLLM in a process of its own, which is waited for by `ready`; with a call like `EngineSystem`'s."""
 
@@ -77,7 +82,7 @@ class Served:
         payload = {"model": str(model), "engine": ENGINE | {"dtype": dtype}, "speculative_config": speculative}
         command = [sys.executable, str(Path(__file__).with_name("peers_worker.py")), json.dumps(payload)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-        self._process = subprocess.Popen(command, env=os.environ | environment, **pipes)
+        self._process = subprocess.Popen(command, env=_own_environment() | environment, **pipes)
         self._is_ready = False
 
     def ready(self) -> None:
@@ -110,7 +115,7 @@ def measure_steps(model: Path, path: Path, environment: dict[str, str]) -> dict:
     """What steps of vLLM cost with drafts, written to a file that its proposer reads."""
     command = [sys.executable, "-m", f"{PROPOSERS}_steps", str(model), "--out", str(path)]
     command += ["--tokens", str(MAX_DRAFT_TOKENS), "--engine", json.dumps(ENGINE), "--batch", *map(str, BATCHES)]
-    subprocess.run(command, env=os.environ | environment, check=True, capture_output=True)
+    subprocess.run(command, env=_own_environment() | environment, check=True, capture_output=True)
     return json.loads(path.read_text())
 
 

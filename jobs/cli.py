@@ -49,7 +49,7 @@ COMMANDS = {
         "forget:forget",
         "Remove users or items from every run and pool of a workspace, and write a receipt of what was removed.",
     ),
-    "pools": LazyCommand("pools:app", "Build, list, choose, remove and simulate retrieval pools."),
+    "pools": LazyCommand("pools:app", "Build, list, choose and remove retrieval pools."),
     "status": LazyCommand(
         "status:status",
         "Show which run is under way, how far it is, how long it will take, and what is published; waits for no lock.",

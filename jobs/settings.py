@@ -150,7 +150,7 @@ class Settings(Strict):
         "delta:s3://bucket/prefix, iceberg://CATALOG/NAMESPACE: their features are added to tables of Delta Lake or "
         "Iceberg. null: they are not copied.",
     )
-    seed: int = 0  # of routing, drafter training and simulation
+    seed: int = 0  # of routing and drafter training
     tables: TablesSettings = TablesSettings()
     knowledge: KnowledgeSettings = KnowledgeSettings()
     refresh: RefreshSettings = RefreshSettings()

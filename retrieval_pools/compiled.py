@@ -106,24 +106,31 @@ part = njit(**_options, forceinline=True)
 called = njit(**_options)  # long parts, or called rarely
 
 
-@intrinsic
-def fetch(typing_context, values, place):
-    """Ask for the value at a place of an array before it is needed, without waiting for it; compiled code only."""
+def _fetching(level: int) -> Callable:
+    @intrinsic
+    def fetch(typing_context, values, place):
+        """Ask for the value at a place of an array before it is needed, without waiting for it; compiled code only."""
 
-    def emit(context, builder, signature, arguments):
-        values = context.make_array(signature.args[0])(context, builder, arguments[0])
-        emit_fetch(builder, builder.gep(values.data, [arguments[1]]))
-        return context.get_dummy_value()
+        def emit(context, builder, signature, arguments):
+            values = context.make_array(signature.args[0])(context, builder, arguments[0])
+            emit_fetch(builder, builder.gep(values.data, [arguments[1]]), level)
+            return context.get_dummy_value()
 
-    return types.void(values, types.intp), emit
+        return types.void(values, types.intp), emit
+
+    return fetch
 
 
-def emit_fetch(builder: ir.IRBuilder, pointer: ir.Value) -> None:
-    """Ask for what is at a pointer, and the line of the cache that it lies in."""
+def emit_fetch(builder: ir.IRBuilder, pointer: ir.Value, level: int = 1) -> None:
+    """Ask for what is at a pointer, and the line that it lies in: it comes into the cache of that level, 1 or 2."""
     kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *[ir.IntType(32)] * 3])
     instruction = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    to_read, keep_near, of_data = (cgutils.int32_t(number) for number in (0, 3, 1))
-    builder.call(instruction, [builder.bitcast(pointer, cgutils.voidptr_t), to_read, keep_near, of_data])
+    to_read, locality, of_data = (cgutils.int32_t(number) for number in (0, 4 - level, 1))
+    builder.call(instruction, [builder.bitcast(pointer, cgutils.voidptr_t), to_read, locality, of_data])
+
+
+fetch = _fetching(1)
+fetch_second_level = _fetching(2)  # for what is needed so late that other data would push it out of the first level
 
 
 class _FromStart(types.Array):

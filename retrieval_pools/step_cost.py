@@ -2,16 +2,12 @@
 
 import datetime
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import BaseModel, Field, model_validator
 
 from laserbatch.retrieval_pools.errors import PoolError
-
-if TYPE_CHECKING:  # engines read costs; they need not load what replays
-    from laserbatch.retrieval_pools.calibration.replay import Tally
 
 ROUNDING = 1e-6  # of a mean number of tokens, which must not lift a step to the next size
 
@@ -78,12 +74,6 @@ class StepCost(BaseModel, frozen=True, extra="forbid"):
         share = 0.0 if low == high else (batch_size - low) / (high - low)
         low_s, high_s = (self.seconds(size, size * (1 + num_drafted / batch_size)) for size in (low, high))
         return (1 - share) * low_s + share * high_s
-
-    def tokens_per_s(self, batch_size: int, sums: "Tally") -> np.ndarray:
-        """Tokens written a second by a full batch; prompts are not counted, only the steps that write."""
-        num_tokens = batch_size * (1 + sums.mean_drafted)
-        seconds = self.seconds(batch_size, num_tokens) + self.draft_seconds(batch_size, sums.mean_drafted)
-        return batch_size * sums.tokens_per_step / seconds
 
     def text_seconds(self, batch_size: int, num_steps: float, num_drafted: float, num_prompt_tokens: float) -> float:
         """Seconds of a full batch that a text takes its share of, by counts that no load changes.

@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from laserbatch.jobs.console import LazyCommand, lazy_app, print_table, say, summary
+from laserbatch.jobs.console import print_table, say, summary
 from laserbatch.jobs.formatting import count, counted
 from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.settings import CONFIG, DRY_RUN, JSON, WORKSPACE, Settings, load_settings
@@ -16,14 +16,7 @@ from laserbatch.retrieval_pools.index.manifest import PoolManifest
 from laserbatch.retrieval_pools.index.store import PoolStore, PoolVersion
 from laserbatch.retrieval_pools.settings import KEEP_VERSIONS
 
-LAZY_COMMANDS = {
-    "simulate": LazyCommand(
-        "simulate:simulate",
-        "Predict from a night's texts what drafting will gain: budgets, groups, pool sizes. Runs no model.",
-    ),
-}
-
-app = lazy_app(LAZY_COMMANDS, add_completion=False)
+app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 RUN = typer.Option(None, "--run", show_default="the published run", help="Run whose texts become the pools.")
 

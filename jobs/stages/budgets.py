@@ -62,11 +62,11 @@ def night_budgets(night: Night, shards: Iterable[Shard], measure: Callable[[], S
     return {side: budget_of(figures) for side, figures in night.manifest.generation.budgets.items()}
 
 
-def known_step_cost(workspace: Workspace, decoding: DecodingSettings, path: Path | None = None) -> StepCost | None:
-    """The step cost of a file, the configured one, or the newest measured in a workspace; None if there is none."""
+def known_step_cost(workspace: Workspace, decoding: DecodingSettings) -> StepCost | None:
+    """The configured step cost, or the newest measured in a workspace; None if there is none."""
+    if decoding.step_cost is not None:
+        return read_step_cost(Path(decoding.step_cost))
     measured = sorted(workspace.step_costs_folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-    if (configured := path or decoding.step_cost) is not None:
-        return read_step_cost(Path(configured))
     costs = (unless_damaged(partial(read_step_cost, path)) for path in reversed(measured))
     return next((cost for cost in costs if cost is not None), None)
 

@@ -8,7 +8,7 @@ groups and previous texts. On a first night some texts are replayed against a po
 until a tenth of a side's texts have been written since.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,20 +79,16 @@ class RunTexts:
         """The number of the text of each entity of a table: int64[num_entities]; -1 where it has none."""
         return rows_among(tables.entities(side)[f"{side}_id"], self.entity_ids)
 
-    def pool_texts(
-        self, tables: Tables, side: Side, routes: Routes, left_out: Sequence[str | int] = ()
-    ) -> Iterator[PoolTexts]:
-        """A block after another, without entities that the tables no longer have, and those left out.
+    def pool_texts(self, tables: Tables, side: Side, routes: Routes) -> Iterator[PoolTexts]:
+        """A block after another, without entities that the tables no longer have.
 
         `routes` are the groups of the tables' entities.
         """
         groups, codes = routes.groups.dictionary.to_pylist(), routes.groups.indices.to_numpy()
         numbers = self.in_table(tables, side)
-        numbers_left_out = rows_among(pa.array(left_out, self.entity_ids.type), self.entity_ids)
         for start in range(0, len(numbers), ROWS_AT_ONCE):
             rows = numbers[start : start + ROWS_AT_ONCE]
-            is_included = (rows >= 0) & ~np.isin(rows, numbers_left_out)
-            entities, rows = start + np.flatnonzero(is_included), rows[is_included]
+            entities, rows = start + np.flatnonzero(rows >= 0), rows[rows >= 0]
             if len(rows):
                 lengths = self.starts[rows + 1] - self.starts[rows]
                 yield PoolTexts(self.tokens, self.starts[rows], lengths, codes[entities], groups, entities)

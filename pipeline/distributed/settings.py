@@ -1,7 +1,5 @@
 """How many workers, on what, holding how many threads."""
 
-import os
-
 from pydantic import Field
 
 from laserbatch.pipeline.validation import Strict
@@ -41,5 +39,7 @@ def workers_of_node(num_workers: int, num_threads: int) -> int:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    """Cores that this process may keep busy: by its affinity, the quota of its container and LOKY_MAX_CPU_COUNT."""
+    from joblib import cpu_count  # takes a while to import
+
+    return cpu_count()

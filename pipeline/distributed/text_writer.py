@@ -15,18 +15,15 @@ from typing import Any
 
 import numpy as np
 import ray
-import torch
 from pydantic import ValidationError
 
 from laserbatch.pipeline.budget.choice import budget_step_cost, by_step, side_budget
-from laserbatch.pipeline.budget.cost_cache import user_step_costs
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, tokenizer_folder
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.distributed.device_loss import ends_process_if_device_is_lost
 from laserbatch.pipeline.distributed.settings import usable_cores
 from laserbatch.pipeline.engines.answers import UNCLOSED_THOUGHTS, unclosed_thoughts
-from laserbatch.pipeline.engines.own import OwnEngine
 from laserbatch.pipeline.errors import ConfigError, RowError
 from laserbatch.pipeline.knowledge.chat_format import encode_chat, encode_content
 from laserbatch.pipeline.sides import Side
@@ -98,6 +95,11 @@ class TextWriter:
         pool_dirs: dict[Side, Path] = {}
         if self._pool is not None and self._pool.folder is not None:
             pool_dirs[side] = self._pool.folder
+        import torch  # and the engine, which take seconds to load: not where a pipeline is only described
+
+        from laserbatch.pipeline.budget.cost_cache import user_step_costs
+        from laserbatch.pipeline.engines.own import OwnEngine
+
         num_threads = num_threads or torch.get_num_threads()
         self._engine = OwnEngine(
             folder, self._settings, device, num_threads,

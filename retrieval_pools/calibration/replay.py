@@ -87,21 +87,11 @@ class ReplayStep(Generic[TreeT]):
 
 @dataclass(frozen=True)
 class Tally:
-    """Counts of replays by text, float64[num_texts] each; sums over resampled texts have the same form."""
+    """Counts of replays by text, float64[num_texts] each."""
 
     num_steps: np.ndarray  # verify steps, the one that only ends the text among them
     num_drafted: np.ndarray  # draft tokens
     num_accepted: np.ndarray  # those of them that the text goes along, and the tokens that its form appended
-
-    @property
-    def mean_drafted(self) -> np.ndarray:
-        """Draft tokens of a step."""
-        return self.num_drafted / self.num_steps
-
-    @property
-    def tokens_per_step(self) -> np.ndarray:
-        """What a text grows by in a step, bonus token included; 1 is plain decoding."""
-        return 1 + self.num_accepted / self.num_steps
 
     @property
     def mean_accepted(self) -> float:

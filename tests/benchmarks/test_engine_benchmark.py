@@ -131,7 +131,7 @@ def test_every_greedy_system_writes_the_plain_texts(engines, task, cache, tmp_pa
     (of_resd,) = passes["resd", 8][0]
     texts = [ReplayText(*pair) for pair in zip(task.held_out, map(np.int32, of_resd.texts), strict=True)]
     replayed = replay(pools["global"].pool, texts, DraftOptions(8, MIN_ACCEPTANCE, use_previous=False))
-    assert of_resd.num_accepted == replayed.num_accepted.sum()  # what `pools simulate` counts by, the engine does
+    assert of_resd.num_accepted == replayed.num_accepted.sum()  # what a pool's calibration counts, the engine does
     for row in rows.values():
         assert row["tokens_per_step"] == pytest.approx(1 + row["accepted_per_step"], abs=0.2)
     again = repeats_of_plain([{"task": task.name, "batch": 4} | row for row in rows.values()])

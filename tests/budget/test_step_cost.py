@@ -7,15 +7,10 @@ import pytest
 
 from laserbatch.pipeline.budget.step_cost import read_step_cost
 from laserbatch.pipeline.errors import ConfigError, LaserbatchError
-from laserbatch.retrieval_pools.calibration.replay import Tally
 from laserbatch.retrieval_pools.step_cost import DraftCost, StepCost, StepPoint
 
 POINTS = [(8, 8, 0.01), (8, 24, 0.02), (8, 40, 0.06), (1, 1, 0.005), (1, 65, 0.006)]
 DATA = {"name": "a card", "steps": [{"batch_size": b, "num_tokens": n, "seconds": s} for b, n, s in POINTS]}
-
-
-def sums(num_steps, num_drafted, num_accepted) -> Tally:
-    return Tally(*(np.array([float(count)]) for count in (num_steps, num_drafted, num_accepted)))
 
 
 def test_seconds_are_linear_between_points_flat_before_and_go_on_behind():
@@ -35,14 +30,6 @@ def test_a_prompts_tokens_cost_the_slope_of_the_curve_though_steps_are_padded():
     steps = [(4, 4, 0.1), (4, 64, 0.7)]
     data = {"steps": [{"batch_size": b, "num_tokens": n, "seconds": s} for b, n, s in steps], "padded_to": [4, 64, 128]}
     assert StepCost.model_validate(data).text_seconds(4, 10, 0, 50) == pytest.approx(10 * 0.1 / 4 + 50 * 0.01)
-
-
-def test_tokens_per_second_weigh_what_is_gained_against_what_it_costs():
-    cost = StepCost.model_validate(DATA)
-    assert cost.plain_seconds(8) == pytest.approx(0.01)
-    drafted = sums(num_steps=10, num_drafted=20, num_accepted=10)  # 2 drafted: 24 packed tokens; 2 tokens a step
-    assert cost.tokens_per_s(8, drafted) == pytest.approx([8 * 2 / 0.02])
-    assert cost.tokens_per_s(8, sums(10, 0, 0)) == pytest.approx([800])
 
 
 def test_drafting_costs_a_call_its_sequences_and_its_tokens():

@@ -16,8 +16,9 @@ from laserbatch.pipeline.decoding.attention.interface import CALL_COST, EagerAtt
 from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata
 
 CPU = torch.device("cpu")
-# A prompt's part, a tree on a text, plain decoding, the largest tree, a prompt of several blocks, and a first token.
-LENGTHS = [(0, 21, 0), (37, 1, 9), (61, 1, 0), (5, 1, 64), (7, 300, 0), (0, 1, 2)]
+# A prompt's part, a tree on a text, plain decoding, the largest tree, a prompt of several blocks, a first token, and a
+# tree that begins in one step of AMX and ends in the next.
+LENGTHS = [(0, 21, 0), (37, 1, 9), (61, 1, 0), (5, 1, 64), (7, 300, 0), (0, 1, 2), (28, 2, 30)]
 
 
 def on_host(metadata: AttentionMetadata) -> AttentionMetadata:
@@ -127,7 +128,7 @@ def test_weights_are_those_of_numpy():
     scores = np.concatenate((np.linspace(-300, 0, 12_001), [-np.inf, -3e38])).astype(np.float32)
     expected = np.exp(scores.astype(np.float64))
     weights = scores.copy()
-    total = numba_attention._set_weights(weights)
+    total = numba_attention._set_weights(weights, np.float32(1))
     is_large = scores > -10
     np.testing.assert_allclose(weights[is_large], expected[is_large], rtol=2e-6)
     np.testing.assert_allclose(weights, expected, rtol=1e-5, atol=2e-38)

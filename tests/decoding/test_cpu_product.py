@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from laserbatch.pipeline.decoding.attention.amx import has_amx
 from laserbatch.pipeline.decoding.attention.bfloat16 import as_array, as_tensor
 from laserbatch.pipeline.decoding.model import cpu_product
-from laserbatch.pipeline.decoding.model.cpu_product import PackedMatrix, has_amx
+from laserbatch.pipeline.decoding.model.cpu_product import PackedMatrix
 from laserbatch.pipeline.processor import multiplies_bfloat16
 
 SIZES = [(96, 64), (576, 960), (2048, 640), (1000, 100), (6, 5)]  # inputs, outputs

@@ -13,6 +13,7 @@ from laserbatch.pipeline.decoding.batch import Feed
 from laserbatch.pipeline.decoding.drafters import drafter_from
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.kv_cache import KVCache
+from laserbatch.pipeline.decoding.model import fused_model
 from laserbatch.pipeline.decoding.model.fused_model import FusedModel
 from laserbatch.pipeline.decoding.model.load import prepare_model
 from laserbatch.pipeline.decoding.model.runner import ModelRunner
@@ -22,6 +23,7 @@ from laserbatch.pipeline.decoding.token_tree import TokenTree, TreeBatch
 from laserbatch.pipeline.processor import multiplies_bfloat16
 
 CPU = torch.device("cpu")
+WIDE = "gemma3_text", {"head_dim": 32}  # its heads' attention is multiplied by AMX where the processor has it
 PARENTS = np.array([-1, 0, 0, 2, -1], np.int32)
 
 
@@ -64,11 +66,23 @@ def test_it_computes_what_transformers_does(architecture, changes):
         assert relative_error(cache.layers[number].values, memory.values) < 1e-5
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text"])
+def test_threads_divide_tokens_and_not_sums(architecture, monkeypatch):
+    model = prepare_model(tiny_model(architecture)).model
+    by_one, _ = forwards(model, model.fused)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(fused_model, "num_threads", lambda: 3)
+    monkeypatch.setattr(fused_model, "MIN_TOKENS_PER_THREAD", 5)
+    assert fused_model._num_parts(np.empty((99, 1))) == 2
+    by_two, _ = forwards(model, model.fused)
+    assert all(torch.equal(one, two) for one, two in zip(by_one, by_two, strict=True))
+
+
 @pytest.mark.skipif(not multiplies_bfloat16(), reason="this processor does not multiply bfloat16")
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text"])
-def test_in_bfloat16_its_error_is_no_larger_than_that_of_transformers(architecture):
+@pytest.mark.parametrize(("architecture", "changes"), [("llama", {}), ("qwen3", {}), ("gemma3_text", {}), WIDE])
+def test_in_bfloat16_its_error_is_no_larger_than_that_of_transformers(architecture, changes):
     """Both against transformers' own layers in float32, over the same rounded weights."""
-    rounded = tiny_model(architecture).bfloat16()
+    rounded = tiny_model(architecture, **changes).bfloat16()
     exact = prepare_model(copy.deepcopy(rounded).float()).model
     plain, model = copy.deepcopy(rounded), prepare_model(rounded).model
     assert isinstance(model.fused, FusedModel)
@@ -82,11 +96,11 @@ def test_in_bfloat16_its_error_is_no_larger_than_that_of_transformers(architectu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "mistral"])
-def test_texts_are_the_same_at_any_batch_size_drafted_or_not(architecture, dtype):
+@pytest.mark.parametrize(("architecture", "changes"), [("llama", {}), ("gemma3_text", {}), ("mistral", {}), WIDE])
+def test_texts_are_the_same_at_any_batch_size_drafted_or_not(architecture, changes, dtype):
     if dtype == torch.bfloat16 and not multiplies_bfloat16():
         pytest.skip("this processor does not multiply bfloat16")
-    loaded = prepare_model(tiny_model(architecture).to(dtype))
+    loaded = prepare_model(tiny_model(architecture, **changes).to(dtype))
     assert loaded.model.fused is not None
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, VOCAB, int(size)).astype(np.int32) for size in rng.integers(4, 80, 20)]

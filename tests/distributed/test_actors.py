@@ -101,23 +101,31 @@ def pids_of(worker_pool) -> dict:
 
 
 class Unlucky(actors._Worker):
-    """The first process that gets to the sixth forward of a shard loses its GPU there."""
+    """The first process loses its GPU in a shard, for which it loads no model."""
 
-    def run(self, spec, shard, budget):
-        runner, num_forwards, is_lost = self._worker.engine.engine.runner, 0, False
-        forward = runner.forward
+    def load(self):
+        if is_first(self._spec.run_dir / "lost"):
+            self._worker = WithoutGpu()
+        else:
+            super().load()
 
-        def failing(*step):
-            nonlocal num_forwards, is_lost
-            num_forwards += 1
-            if num_forwards == 6 and is_first(spec.run_dir / "lost"):
-                is_lost = True
-            if is_lost:
-                raise RuntimeError("CUDA error: an illegal memory access was encountered")
-            return forward(*step)
 
-        runner.forward = failing
-        return super().run(spec, shard, budget)
+class WithoutGpu:
+    """In place of a `ShardWorker`."""
+
+    engine = property(lambda self: self)
+
+    def reconfigure(self, spec):
+        pass
+
+    def progress(self):
+        return 0, 0.0, 0
+
+    def cached_step_cost(self):
+        return COST
+
+    def run(self, shard, budget):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 def is_first(path: Path) -> bool:
@@ -133,14 +141,18 @@ def is_first(path: Path) -> bool:
 def test_a_dead_workers_shard_is_done_again_by_another_under_the_budget_that_was_chosen(
     cluster, world, tmp_path, monkeypatch
 ):
-    """It ends its process since its GPU is lost; what is killed is below, by workers without a model."""
+    """It ends its process since its GPU is lost; what is killed is below, by workers without a model.
+
+    That a model's lost GPU is an error of the engine is in `test_text_writer.py`.
+    """
     calm_shards, calm = planned(world, tmp_path / "calm")
     alone = ShardWorker(calm)
     for shard in calm_shards:
         alone.run(shard, Budget(2, 0.1))
+    saved = StepCostCache(calm.step_cost_dir, alone.engine.engine, 0, 1).write(COST)
+    assert alone.engine.cached_step_cost() == saved
 
     shards, spec = planned(world, tmp_path / "lost")
-    saved = StepCostCache(spec.step_cost_dir, alone.engine.engine, 0, 1).write(COST)
     known = []
 
     def choose(measure):
@@ -157,7 +169,7 @@ def test_a_dead_workers_shard_is_done_again_by_another_under_the_budget_that_was
         cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
     with pytest.raises(ProcessLookupError):
         os.kill(int((spec.run_dir / "lost").read_text()), 0)
-    assert known == [saved], "it was measured again"
+    assert known == [COST], "it was measured again"
     assert sorted(shard.name for shard, _ in done) == [shard.name for shard in shards]
     for _, record in done:
         stats = record.info.stats

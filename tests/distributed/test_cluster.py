@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from subprocess import PIPE
+from typing import NamedTuple
 
 import pytest
 import ray
@@ -22,8 +24,21 @@ from laserbatch.pipeline.distributed.cluster import (
     require_own_gpu,
     worker_layout,
 )
-from laserbatch.pipeline.distributed.settings import ClusterSettings
+from laserbatch.pipeline.distributed.settings import ClusterSettings, usable_cores
 from laserbatch.pipeline.errors import ConfigError, RunFailed
+
+
+def test_a_process_counts_the_cores_that_it_may_keep_busy(monkeypatch):
+    affinity = os.sched_getaffinity(0)
+    monkeypatch.setenv("LOKY_MAX_CPU_COUNT", "1000")
+    assert usable_cores() <= len(affinity)  # fewer where a container has a quota
+    os.sched_setaffinity(0, {min(affinity)})
+    try:
+        assert usable_cores() == 1
+    finally:
+        os.sched_setaffinity(0, affinity)
+    monkeypatch.setenv("LOKY_MAX_CPU_COUNT", "1")
+    assert usable_cores() == 1
 
 
 @pytest.mark.parametrize(
@@ -119,48 +134,74 @@ def test_the_short_folder_of_a_killed_night_goes_with_the_next_run(monkeypatch, 
     living.remove()
 
 
-# Ray asks no driver about GPUs that it is told of, so what it grants two workers can be seen without any.
+# Ray asks no driver about GPUs that it is told of, so what it grants two workers can be seen without any. It starts as
+# many processes at once as there are cores.
 TWO_GPUS_IN_A_LONG_TMPDIR = """
-import json, os, ray
+import json, os, ray, sys, time
+from pathlib import Path
 from laserbatch.pipeline.distributed import cluster
-from laserbatch.pipeline.distributed.settings import ClusterSettings
+from laserbatch.pipeline.distributed.settings import ClusterSettings, usable_cores
 
 class Worker:
     def gpu(self):
         return ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES")
 
 cluster.usable_cores, cluster.num_gpus = lambda: 1, lambda: 2
-with cluster.ray_cluster(ClusterSettings(), worker_bytes=lambda: 1 << 30) as layout:
+with cluster.ray_cluster(ClusterSettings(), Path(sys.argv[1]), worker_bytes=lambda: 1 << 30) as layout:
     actors = [ray.remote(Worker).options(num_cpus=0.25, num_gpus=share).remote() for share in (1, 0.5, 0.5)]
-    print(json.dumps([layout.workers_a_gpu, ray.get([actor.gpu.remote() for actor in actors])]))
+    seen = ray.get([actor.gpu.remote() for actor in actors])
+    node = ray._private.worker._global_node
+    raylet = node.all_processes["raylet"][0].process.pid
+    print(json.dumps([layout.workers_a_gpu, seen, raylet, node.get_session_dir_path()]), flush=True)
+    time.sleep(600)
 """
 
 
+class NightOnGpus(NamedTuple):
+    """A driver that holds its Ray, and what it has seen."""
+
+    driver: subprocess.Popen
+    workspace: Path
+    workers_a_gpu: int
+    seen: list  # by worker: the GPUs that Ray granted it, and those that it sees
+    raylet: int  # its process
+    session: str  # folder of Ray's own files
+
+
 @pytest.fixture(scope="module")
-def workers_on_gpus(tmp_path_factory):
-    """How a Ray of two GPUs in a long TMPDIR ended, and what its workers saw: one start for the two tests below."""
+def night_on_gpus(tmp_path_factory):
+    """A Ray of two GPUs in a long TMPDIR: one start for the three tests below, of which the last one kills it."""
     folder = tmp_path_factory.mktemp("long") / "a_rather_long_folder_name_of_a_batch_system" / "1355700" / "batch.t0016"
-    folder.mkdir(parents=True)
+    workspace = folder / "workspace"
+    workspace.mkdir(parents=True)
     inherited = {
         name: value for name, value in os.environ.items() if name != "RAY_TMPDIR" and "CUDA_VISIBLE_DEVICES" not in name
     }
-    driver = folder / "nvidia-smi"
-    driver.write_text("#!/bin/sh\necho '81559, Disabled'\n")
-    driver.chmod(0o755)
+    nvidia_smi = folder / "nvidia-smi"
+    nvidia_smi.write_text("#!/bin/sh\necho '81559, Disabled'\n")
+    nvidia_smi.chmod(0o755)
     environment = inherited | {
         "TMPDIR": str(folder),
         "CUDA_VISIBLE_DEVICES": "2,5",
         "PATH": f"{folder}:{os.environ['PATH']}",
     }
-    command = [sys.executable, "-c", TWO_GPUS_IN_A_LONG_TMPDIR]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-c", TWO_GPUS_IN_A_LONG_TMPDIR, str(workspace)]
+    driver = subprocess.Popen(command, env=environment, stdout=PIPE, stderr=PIPE, text=True)
+    try:
+        line = driver.stdout.readline()
+        assert line, driver.communicate()[1]
+        night = NightOnGpus(driver, workspace, *json.loads(line))
+        yield night
+        shutil.rmtree(Path(night.session).parent, ignore_errors=True)  # which the killed driver cannot
+    finally:
+        driver.kill()
+        driver.communicate()
+        end_leftovers(workspace)
 
 
 @pytest.mark.ray
-def test_ray_starts_where_a_batch_system_has_a_long_tmpdir(workers_on_gpus):
-    assert workers_on_gpus.returncode == 0, workers_on_gpus.stderr
-    workers_a_gpu, seen = json.loads(workers_on_gpus.stdout.splitlines()[-1])
-    assert workers_a_gpu == 2 and len(seen) == 3
+def test_ray_starts_where_a_batch_system_has_a_long_tmpdir(night_on_gpus):
+    assert night_on_gpus.workers_a_gpu == 2 and len(night_on_gpus.seen) == 3
 
 
 TOKEN = """Failed to connect to GCS. Last connection error: Traceback (most recent call last):
@@ -215,54 +256,33 @@ def test_worker_that_sees_its_own_gpu_alone_goes_on(granted, visible):
 
 
 @pytest.mark.ray
-def test_a_worker_sees_the_gpu_that_it_was_given_a_share_of_alone(workers_on_gpus):
-    assert workers_on_gpus.returncode == 0, workers_on_gpus.stderr
-    _, seen = json.loads(workers_on_gpus.stdout.splitlines()[-1])
-    (_, alone), (_, first), (_, second) = seen
+def test_a_worker_sees_the_gpu_that_it_was_given_a_share_of_alone(night_on_gpus):
+    (_, alone), (_, first), (_, second) = night_on_gpus.seen
     assert first == second and {alone, first} == {"2", "5"}
-    for granted, visible in seen:
+    for granted, visible in night_on_gpus.seen:
         require_own_gpu(granted, visible)
 
 
 @pytest.mark.ray
-def test_what_a_killed_night_left_of_its_ray_is_ended_and_nobody_elses(tmp_path):
+def test_what_a_killed_night_left_of_its_ray_is_ended_and_nobody_elses(night_on_gpus, tmp_path):
     """A driver and its raylet die at once, which is when nobody ends Ray's other processes.
 
     Of another night there is a process that bears the mark as Ray's do: a second Ray would say no more.
     """
-    own, others = tmp_path / "ours", tmp_path / "others"
-    for folder in (own, others):
-        folder.mkdir()
-    driver = subprocess.Popen([sys.executable, "-c", HOLDING, own], stdout=PIPE)
-    with cluster._marked(others):
+    driver, own = night_on_gpus.driver, night_on_gpus.workspace
+    with cluster._marked(tmp_path):
         foreign = subprocess.Popen(["sleep", "600"])
     try:
-        raylet = int(driver.stdout.readline())
-        assert len(marked(own)) >= 2 and len(marked(others)) == 1
-        os.kill(raylet, signal.SIGKILL)
+        assert len(marked(own)) >= 2 and len(marked(tmp_path)) == 1
+        os.kill(night_on_gpus.raylet, signal.SIGKILL)
         driver.kill()
         driver.wait()
         num_left = len(marked(own))
         assert end_leftovers(own) <= num_left
         wait_until(lambda: not marked(own))
-        assert end_leftovers(own) == 0 and len(marked(others)) == 1 and foreign.poll() is None
+        assert end_leftovers(own) == 0 and len(marked(tmp_path)) == 1 and foreign.poll() is None
     finally:
-        driver.kill()
         foreign.kill()
-        end_leftovers(own)
-
-
-HOLDING = """
-import sys, time
-from pathlib import Path
-import ray
-from laserbatch.pipeline.distributed import cluster
-from laserbatch.pipeline.distributed.settings import ClusterSettings
-cluster.usable_cores = lambda: 1  # so many processes Ray starts at once
-with cluster.ray_cluster(ClusterSettings(), workspace=Path(sys.argv[1])):
-    print(ray._private.worker._global_node.all_processes["raylet"][0].process.pid, flush=True)
-    time.sleep(600)
-"""
 
 
 def marked(workspace):

@@ -23,7 +23,6 @@ from laserbatch.jobs.cli import COMMANDS as LAZY_COMMANDS
 from laserbatch.jobs.cli import exit_code_of
 from laserbatch.jobs.commands import nightly as night_commands
 from laserbatch.jobs.commands import pools
-from laserbatch.jobs.commands.pools import LAZY_COMMANDS as LAZY_POOL_COMMANDS
 from laserbatch.jobs.console import ExitCode, progress
 from laserbatch.jobs.settings import Settings, load_settings
 from laserbatch.pipeline.errors import ConfigError, RunFailed, TableError, WorkspaceBusy
@@ -40,14 +39,12 @@ def commands(group, path=()):
 
 
 TOP_LEVEL = {name: lazy.load(name) for name, lazy in LAZY_COMMANDS.items()}
-LAZY_POOLS = {f"pools {name}": lazy for name, lazy in LAZY_POOL_COMMANDS.items()}
-COMMANDS = dict(commands(TOP_LEVEL)) | {name: lazy.load(name.split()[-1]) for name, lazy in LAZY_POOLS.items()}
+COMMANDS = dict(commands(TOP_LEVEL))
 
 
-@pytest.mark.parametrize("name", [*TOP_LEVEL, *LAZY_POOLS])
+@pytest.mark.parametrize("name", TOP_LEVEL)
 def test_the_line_of_a_command_is_the_first_of_its_help(name):
-    lazy = (LAZY_COMMANDS | LAZY_POOLS)[name]
-    assert " ".join((TOP_LEVEL | COMMANDS)[name].help.split("\n\n")[0].split()) == lazy.short_help
+    assert " ".join(TOP_LEVEL[name].help.split("\n\n")[0].split()) == LAZY_COMMANDS[name].short_help
 
 
 def test_help_and_completion_do_not_wait_for_torch():

@@ -176,18 +176,6 @@ def texts(run_folder) -> dict[str, dict[object, str]]:
     }
 
 
-def test_the_next_night_can_be_simulated_from_the_texts_of_a_real_one(two_nights, capfd):
-    first, _ = runs(two_nights)
-    done = run_here(
-        capfd, "pools", "simulate", "--config", str(two_nights / "second.yaml"), "--run", first.run_id, "--json"
-    )
-    assert done.returncode == 0, done.stderr
-    for side in json.loads(done.stdout)["sides"].values():
-        configured = side["outcomes"][0]
-        assert configured["change"] == {} and side["num_measured_texts"] == side["num_texts"] // 4
-        assert configured["tokens_per_step"] > 1.5  # texts of one model are alike
-
-
 def test_the_second_night_carries_over_the_unchanged_and_drafts_the_rest_from_the_first(two_nights):
     first, second = runs(two_nights)
     manifest = second.load_manifest()

@@ -71,9 +71,9 @@ def test_a_replay_counts_every_token_once(pool, texts):
     result = replay(pool, documents)
     num_tokens = sum(map(len, texts[:10])) + len(documents)  # every text's end is a token too
     assert result.num_steps.sum() + result.num_accepted.sum() == num_tokens
-    assert len(result.num_steps) == len(documents) and result.mean_drafted.max() <= DraftOptions().max_nodes
+    assert len(result.num_steps) == len(documents)
+    assert (result.num_drafted <= DraftOptions().max_nodes * result.num_steps).all()
     assert result.mean_accepted > 0.5
-    assert result.tokens_per_step.tolist() == (1 + result.num_accepted / result.num_steps).tolist()
     again = replay(pool, documents)
     assert all(map(np.array_equal, vars(again).values(), vars(result).values()))
 

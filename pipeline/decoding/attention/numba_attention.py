@@ -5,8 +5,8 @@ a key-value head; it copies the keys and values that it needs as float32, in who
 they stay in the first-level cache. The tasks of a step are divided among torch's threads. A token's scores and sums are
 added up in an order of their own, and keys that it does not see add exact zeros, so that it has the same bits in a tree
 as alone, and whatever else is in the batch. In bfloat16 queries, keys, values and the result are rounded, and all else
-is float32. The contract is that of `metadata`, without softcap and sinks. Import it only where it is used: numba takes
-a while.
+is float32; where the processor has AMX, that multiplies (`amx_attention`). The contract is that of `metadata`, without
+softcap and sinks. Import it only where it is used: numba takes a while.
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,13 @@ import numpy as np
 import torch
 from numba import njit, prange
 
+from laserbatch.pipeline.decoding.attention.amx import ROWS, STEP, has_amx
+from laserbatch.pipeline.decoding.attention.amx_attention import (
+    add_in_order_of_steps,
+    fits_tiles,
+    set_scores_by_tiles,
+    set_sums_by_tiles,
+)
 from laserbatch.pipeline.decoding.attention.bfloat16 import as_array, narrowed, widened
 from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata
 from laserbatch.pipeline.decoding.attention.tile_product import (
@@ -30,7 +37,8 @@ from laserbatch.pipeline.decoding.attention.tile_product import (
 )
 from laserbatch.retrieval_pools.compiled import cached, source_stamp
 
-ATTENTION_STAMP = source_stamp(sorted(Path(__file__).parent.glob("*.py")))
+# Loops with instructions of AMX are no use where this process may not run them.
+ATTENTION_STAMP = f"{source_stamp(sorted(Path(__file__).parent.glob('*.py')))}-{has_amx()}"
 MAX_TASK_ROWS = 64  # tokens x query heads of a task, at most: its scores stay in a core's cache
 MIN_SCORES_PER_THREAD = 3_000  # fewer scores are computed faster by one thread than by two
 # Sums may be taken in another order, as vectors need it; what is not finite stays so.
@@ -134,23 +142,19 @@ def _attend_tile(
     lowest = positions[first]
     for token in range(first, first + num_tokens):
         lowest = min(lowest, positions[token])
-    begin = max(0, min(lowest - window + 1, committed)) if window > 0 else 0
+    begin = max(0, min(lowest - window + 1, committed)) // STEP * STEP if window > 0 else 0
     end = committed + first + num_tokens  # a token sees none of those behind it
     num_keys, num_rows = end - begin, num_tokens * num_folded
-    rows = np.zeros((padded(num_rows, TILE_ROWS), head_dim), np.float32)
-    for row in range(num_rows):
-        vector = query[row // num_folded, head, row % num_folded]
-        for d in range(head_dim):
-            rows[row, d] = widened(vector[d]) * scale
     places = np.empty(padded(num_keys, TILE_COLUMNS), np.int64)
     for key in range(len(places)):
         places[key] = slots[min(begin + key, end - 1)]
-    scores = np.empty((len(rows), padded(num_keys, TILE_COLUMNS)), np.float32)
-    columns = np.empty((head_dim, TILE_COLUMNS), np.float32)
-    for key in range(0, num_keys, TILE_COLUMNS):
-        gather_columns(keys, places, key, columns, values)
-        add_product(rows, 0, columns, head_dim, scores, key)
-    is_single = num_tokens == 1 and first == 0  # it sees all these keys
+    by_tiles = fits_tiles(keys, head_dim, values.shape[1])
+    scores = np.empty((padded(num_rows, ROWS if by_tiles else TILE_ROWS), len(places)), np.float32)
+    if by_tiles:
+        set_scores_by_tiles(query, head, keys, values, places, scores)
+    else:
+        _set_scores(query, head, keys, values, places, scores)
+    is_single = num_tokens == 1 and first == 0 and window == 0  # it sees all these keys
     for token in range(num_tokens):
         query_index = first + token
         for key in range(num_keys if is_single else 0 if window > 0 else committed, num_keys):
@@ -165,27 +169,58 @@ def _attend_tile(
                     scores[token * num_folded + folded, key] = -np.inf
     totals = np.empty(num_rows, np.float32)
     for row in range(num_rows):
-        totals[row] = _set_weights(scores[row, :num_keys])
-    value_rows = np.zeros((TILE_COLUMNS, padded(values.shape[1], TILE_COLUMNS)), np.float32)
-    sums = np.empty((len(rows), value_rows.shape[1]), np.float32)
-    for key in range(0, num_keys, TILE_COLUMNS):
-        gather_rows(values, places, key, value_rows)
-        add_product(scores, key, value_rows, min(TILE_COLUMNS, num_keys - key), sums, 0)
+        totals[row] = _set_weights(scores[row, :num_keys], scale)
+    if by_tiles:
+        sums = np.empty((len(scores), values.shape[1]), np.float32)
+        chain_end = committed + chain - begin
+        num_in_order = num_keys if num_keys <= chain_end else chain_end // STEP * STEP
+        set_sums_by_tiles(scores, num_rows, num_in_order, values, places, sums)
+        for row in range(num_rows if num_in_order < num_keys else 0):
+            seen = ancestors[first + row // num_folded]
+            add_in_order_of_steps(scores[row, :num_keys], num_in_order, chain_end, seen, values, places, sums[row])
+    else:
+        sums = _sums(scores, num_keys, values, places)
     for row in range(num_rows):
         vector, total = result[row // num_folded, head, row % num_folded], totals[row]
         for d in range(values.shape[1]):
             vector[d] = narrowed(sums[row, d] / total, vector)
 
 
+@njit(error_model="numpy")
+def _set_scores(query, head, keys, values, places, scores):
+    """As `amx_attention.set_scores_by_tiles`, in vectors; rows are padded to TILE_ROWS."""
+    num_tokens, _, num_folded, head_dim = query.shape
+    rows = np.zeros((len(scores), head_dim), np.float32)
+    for row in range(num_tokens * num_folded):
+        vector = query[row // num_folded, head, row % num_folded]
+        for d in range(head_dim):
+            rows[row, d] = widened(vector[d])
+    columns = np.empty((head_dim, TILE_COLUMNS), np.float32)
+    for key in range(0, len(places), TILE_COLUMNS):
+        gather_columns(keys, places, key, columns, values)
+        add_product(rows, 0, columns, head_dim, scores, key)
+
+
+@njit(error_model="numpy")
+def _sums(scores, num_keys, values, places):
+    """The sums of the values of the first keys, weighted by the scores: (padded rows, padded value_dim)."""
+    value_rows = np.zeros((TILE_COLUMNS, padded(values.shape[1], TILE_COLUMNS)), np.float32)
+    sums = np.empty((len(scores), value_rows.shape[1]), np.float32)
+    for key in range(0, num_keys, TILE_COLUMNS):
+        gather_rows(values, places, key, value_rows)
+        add_product(scores, key, value_rows, min(TILE_COLUMNS, num_keys - key), sums, 0)
+    return sums
+
+
 @njit(fastmath=SUMS)
-def _set_weights(scores):
-    """Replace a row's scores by e^(score - the highest), each at most 1; returns their sum.
+def _set_weights(scores, scale):
+    """Replace a row's scores by e^(scale * (score - the highest)), each at most 1; returns their sum.
 
     The sum is one of integers, which does not depend on the order, nor on zeros between them.
     """
-    highest, total = _highest(scores), np.int64(0)
+    highest, total, factor = _highest(scores), np.int64(0), scale * LOG2E
     for i in range(len(scores)):
-        scores[i] = power_of_two((scores[i] - highest) * LOG2E)
+        scores[i] = power_of_two((scores[i] - highest) * factor)
     for i in range(len(scores)):
         total += np.int64(np.int32(scores[i] * FIXED_POINT))
     return np.float32(total) / FIXED_POINT

@@ -5,6 +5,8 @@ matrix: both are written here in LLVM's own vectors. Each result of the product 
 whatever else is computed beside it, so that it has the same bits in a product of any size and in one done in parts.
 """
 
+from typing import Any
+
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
@@ -113,6 +115,19 @@ class Emitter:
         shift = ir.Constant(ir.VectorType(_SHORT, LANES), [16] * LANES)
         return self.builder.bitcast(self.builder.shl(wide, shift), VECTOR)
 
+    def rounded(self, values: ir.Value) -> Any:
+        """A vector of float32, rounded to the nearest bfloat16, ties to even, as integers of 16 bits."""
+        builder, words = self.builder, ir.VectorType(_SHORT, LANES)
+
+        def each(number):
+            return ir.Constant(words, [number] * LANES)
+
+        bits = builder.bitcast(values, words)
+        is_odd = builder.and_(builder.lshr(bits, each(16)), each(1))
+        rounded = builder.lshr(builder.add(builder.add(bits, each(0x7FFF)), is_odd), each(16))
+        rounded = builder.select(builder.fcmp_unordered("uno", values, values), each(0x7FC0), rounded)
+        return builder.trunc(rounded, ir.VectorType(ir.IntType(16), LANES))
+
     def store(self, vector: ir.Value, pointer: ir.Value) -> None:
         self.builder.store(vector, self.builder.bitcast(pointer, VECTOR.as_pointer()), align=4)
 
@@ -120,7 +135,7 @@ class Emitter:
         return self.builder.add(value, ir.Constant(INT, number))
 
     def shuffled(self, first: ir.Value, second: ir.Value, lanes: list[int]) -> ir.Value:
-        return self.builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(_SHORT, LANES), lanes))
+        return self.builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(_SHORT, len(lanes)), lanes))
 
 
 @intrinsic
@@ -197,7 +212,76 @@ def _turn_block(typing, memory, places, begin, d, columns, column):
 def _emit_turned(context, builder, signature, arguments):
     emit = Emitter(context, builder, signature, arguments)
     _, _, first_place, d, _, column = emit.values
-    words, half = ir.VectorType(_SHORT, LANES), LANES // 2
+    block = _turned(emit, first_place, d)
+    if not emit.is_float(0):
+        words = ir.VectorType(_SHORT, LANES)
+        shift, mask = (ir.Constant(words, [number] * LANES) for number in (16, 0xFFFF0000))
+        block = [wide for pair in block for wide in (builder.shl(pair, shift), builder.and_(pair, mask))]
+    first = emit.pointer(4, builder.add(builder.mul(d, ir.Constant(INT, TILE_COLUMNS)), column))
+    for j, vector in enumerate(block):
+        emit.store(builder.bitcast(vector, VECTOR), builder.gep(first, [ir.Constant(INT, j * TILE_COLUMNS)]))
+    return context.get_dummy_value()
+
+
+@intrinsic
+def turn_pairs(typing, memory, places, begin, d, turned, place):
+    """turned[place + 32 * j + 2 * i :][:2] = memory[places[begin + i], d + 2 * j :][:2] of LANES i and of LANES j.
+
+    Both are bfloat16.
+    """
+    return types.void(memory, places, begin, d, turned, place), _emit_turned_pairs
+
+
+def _emit_turned_pairs(context, builder, signature, arguments):
+    emit = Emitter(context, builder, signature, arguments)
+    _, _, first_place, d, _, place = emit.values
+    for j, pairs in enumerate(_turned(emit, first_place, d)):
+        target = emit.pointer(4, emit.plus(place, j * 2 * LANES))
+        builder.store(pairs, builder.bitcast(target, pairs.type.as_pointer()), align=2)
+    return context.get_dummy_value()
+
+
+@intrinsic
+def narrow_vector(typing, source, row, column, target, place):
+    """target[place + i] = source[row, column + i] of LANES i, rounded from float32 to bfloat16."""
+    return types.void(source, row, column, target, place), _emit_narrowed
+
+
+def _emit_narrowed(context, builder, signature, arguments):
+    emit = Emitter(context, builder, signature, arguments)
+    _, row, column, _, place = emit.values
+    rounded = emit.rounded(emit.load(emit.pointer(0, row, column), VECTOR))
+    builder.store(rounded, builder.bitcast(emit.pointer(3, place), rounded.type.as_pointer()), align=2)
+    return context.get_dummy_value()
+
+
+@intrinsic
+def interleave_rows(typing, memory, first, second, d, pairs, place, other_place):
+    """pairs[place + 2 * i :][:2] = memory[first, d + i], memory[second, d + i] of LANES i; the next ones follow.
+
+    Those are of d + LANES + i, from `other_place` on. All are bfloat16.
+    """
+    return types.void(memory, first, second, d, pairs, place, other_place), _emit_interleaved
+
+
+def _emit_interleaved(context, builder, signature, arguments):
+    emit = Emitter(context, builder, signature, arguments)
+    _, first, second, d, _, *places = emit.values
+    of_type = ir.VectorType(ir.IntType(16), 2 * LANES)
+    upper, lower = (emit.load(emit.pointer(0, row, d), of_type) for row in (first, second))
+    for half, place in enumerate(places):
+        begin = half * LANES
+        lanes = [lane for i in range(begin, begin + LANES) for lane in (i, 2 * LANES + i)]
+        builder.store(
+            emit.shuffled(upper, lower, lanes), builder.bitcast(emit.pointer(4, place), of_type.as_pointer()), align=2
+        )
+    return context.get_dummy_value()
+
+
+def _turned(emit: Emitter, first_place: ir.Value, d: ir.Value) -> list[Any]:
+    """Vectors of words: of each of LANES words from d on, those of LANES rows."""
+    builder = emit.builder
+    half = LANES // 2
     halves: tuple[list[ir.Value], list[ir.Value]] = ([], [])  # of each row
     for i in range(LANES):
         place = emit.load(emit.pointer(1, emit.plus(first_place, i)))
@@ -214,10 +298,4 @@ def _emit_turned(context, builder, signature, arguments):
             first, second = block[i], block[i + distance]
             block[i], block[i + distance] = emit.shuffled(first, second, low), emit.shuffled(first, second, high)
         distance //= 2
-    if not emit.is_float(0):
-        shift, mask = (ir.Constant(words, [number] * LANES) for number in (16, 0xFFFF0000))
-        block = [wide for pair in block for wide in (builder.shl(pair, shift), builder.and_(pair, mask))]
-    first = emit.pointer(4, builder.add(builder.mul(d, ir.Constant(INT, TILE_COLUMNS)), column))
-    for j, vector in enumerate(block):
-        emit.store(builder.bitcast(vector, VECTOR), builder.gep(first, [ir.Constant(INT, j * TILE_COLUMNS)]))
-    return context.get_dummy_value()
+    return block

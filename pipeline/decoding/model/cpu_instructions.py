@@ -1,85 +1,13 @@
-"""Instructions of processors on matrices, for compiled loops: AMX's tiles, a product in vectors, rounding.
-
-A place is an index of an array as it lies in memory, whatever its shape. AMX has eight tiles, which instructions name
-by number.
-"""
-
-from collections.abc import Callable
-from typing import Any, cast
+"""Instructions of processors on matrices, for compiled loops: a product in vectors, copying into tiles, rounding."""
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic as numba_intrinsic
 
+from laserbatch.pipeline.decoding.attention.amx import ROWS, STEP, emit_call, literal_intrinsic
 from laserbatch.pipeline.decoding.attention.tile_product import INT, LANES, VECTOR, Emitter
 from laserbatch.retrieval_pools.compiled import emit_fetch, intrinsic
 
-STRIP, STEP, ROWS = 2 * LANES, 32, 16  # outputs of a strip, inputs of a step, tokens of a tile
-TILE = ROWS * STEP  # values
-
-
-# A tile's number is a part of its instruction.
-literal_intrinsic = cast(Callable[[Callable], Callable], numba_intrinsic(prefer_literal=True))
-
-
-def _emit_call(emit: Emitter, name: str, *arguments: Any, result: ir.Type = ir.VoidType()) -> Any:
-    kind = ir.FunctionType(result, [argument.type for argument in arguments])
-    return emit.builder.call(cgutils.get_or_insert_function(emit.builder.module, kind, name), arguments)
-
-
-def _tile_instruction(name: str, num_tiles: int, has_memory: bool):
-    """What emits an instruction on tiles, by number, and on a place of an array, where tiles lie one after another."""
-
-    def emit_instruction(context, builder, signature, arguments):
-        emit = Emitter(context, builder, signature, arguments)
-        operands = [ir.Constant(ir.IntType(8), kind.literal_value) for kind in signature.args[:num_tiles]]
-        if has_memory:
-            place = emit.values[num_tiles + 1] if len(arguments) > num_tiles + 1 else ir.Constant(INT, 0)
-            operands.append(builder.bitcast(emit.pointer(num_tiles, place), cgutils.voidptr_t))
-            if num_tiles:
-                operands.append(ir.Constant(INT, 64))  # bytes from row to row
-        _emit_call(emit, f"llvm.x86.{name}", *operands)
-        return context.get_dummy_value()
-
-    return emit_instruction
-
-
-@literal_intrinsic
-def zero_tile(typing, tile):
-    return types.void(tile), _tile_instruction("tilezero", 1, False)
-
-
-@literal_intrinsic
-def load_tile(typing, tile, array, place):
-    return types.void(tile, array, place), _tile_instruction("tileloadd64", 1, True)
-
-
-@literal_intrinsic
-def stream_tile(typing, tile, array, place):
-    """As `load_tile`, leaving the first-level cache to others."""
-    return types.void(tile, array, place), _tile_instruction("tileloaddt164", 1, True)
-
-
-@literal_intrinsic
-def store_tile(typing, tile, array, place):
-    return types.void(tile, array, place), _tile_instruction("tilestored64", 1, True)
-
-
-@literal_intrinsic
-def add_tiles(typing, sums, left, right):
-    """sums += left @ right, of tiles by their numbers."""
-    return types.void(sums, left, right), _tile_instruction("tdpbf16ps", 3, False)
-
-
-@intrinsic
-def configure_tiles(typing, configuration):
-    return types.void(configuration), _tile_instruction("ldtilecfg", 0, True)
-
-
-@intrinsic
-def release_tiles(typing):
-    return types.void(), _tile_instruction("tilerelease", 0, False)
+STRIP = 2 * LANES  # outputs that weights are divided into
 
 
 @intrinsic
@@ -119,25 +47,11 @@ def _emit_stored(context, builder, signature, arguments):
         total = builder.fadd(total, emit.load_widened(2, emit.pointer(2, half_column)))
         if addend:
             total = builder.fadd(total, emit.load_widened(6, emit.pointer(6, token, half_column)))
-        halves.append(total if emit.is_float(4) else _rounded(builder, total))
+        halves.append(total if emit.is_float(4) else emit.rounded(total))
     lanes = ir.Constant(ir.VectorType(ir.IntType(32), STRIP), list(range(STRIP)))
     whole = builder.shuffle_vector(*halves, lanes)
     builder.store(whole, builder.bitcast(emit.pointer(4, token, column), whole.type.as_pointer()), align=2)
     return context.get_dummy_value()
-
-
-def _rounded(builder: ir.IRBuilder, values: ir.Value) -> Any:
-    """A vector of float32, rounded to the nearest bfloat16, ties to even, as integers of 16 bits."""
-    words = ir.VectorType(ir.IntType(32), LANES)
-
-    def each(number):
-        return ir.Constant(words, [number] * LANES)
-
-    bits = builder.bitcast(values, words)
-    is_odd = builder.and_(builder.lshr(bits, each(16)), each(1))
-    rounded = builder.lshr(builder.add(builder.add(bits, each(0x7FFF)), is_odd), each(16))
-    rounded = builder.select(builder.fcmp_unordered("uno", values, values), each(0x7FC0), rounded)
-    return builder.trunc(rounded, ir.VectorType(ir.IntType(16), LANES))
 
 
 class _Bfloat16(ir.Type):
@@ -197,10 +111,10 @@ def _emit_rows(context, builder, signature, arguments):
         pairs = zip(rights, row_sums, strict=True)
         if is_float:
             name = f"llvm.fmuladd.v{LANES}f32"
-            new.append([_emit_call(emit, name, left, right, total, result=VECTOR) for right, total in pairs])
+            new.append([emit_call(emit, name, left, right, total, result=VECTOR) for right, total in pairs])
         else:
             name = "llvm.x86.avx512bf16.dpbf16ps.512"
-            new.append([_emit_call(emit, name, total, left, right, result=VECTOR) for right, total in pairs])
+            new.append([emit_call(emit, name, total, left, right, result=VECTOR) for right, total in pairs])
     following = emit.plus(step, 1)
     step.add_incoming(ir.Constant(INT, 0), begin)
     step.add_incoming(following, loop)

@@ -9,9 +9,6 @@ outputs; a word is a float32 or a pair of bfloat16. For AMX a strip is divided i
 tiles of 1 KiB: row p of a tile has pair p of 16 outputs. Inputs are copied into tiles of 16 tokens and 32 inputs.
 """
 
-import ctypes
-import platform
-from functools import cache
 from pathlib import Path
 
 import numba
@@ -19,47 +16,37 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from laserbatch.pipeline.decoding.attention.bfloat16 import as_array, narrowed, widened
-from laserbatch.pipeline.decoding.attention.numba_attention import ATTENTION_STAMP, num_threads
-from laserbatch.pipeline.decoding.attention.tile_product import LANES
-from laserbatch.pipeline.decoding.model.cpu_instructions import (
+from laserbatch.pipeline.decoding.attention.amx import (
+    CONFIGURATION,
     ROWS,
     STEP,
-    STRIP,
     TILE,
     add_tiles,
     configure_tiles,
-    copy_step,
+    has_amx,
     load_tile,
-    multiply_rows,
     release_tiles,
-    store_rounded,
-    store_sum,
     store_tile,
     stream_tile,
     zero_tile,
 )
+from laserbatch.pipeline.decoding.attention.bfloat16 import as_array, narrowed, widened
+from laserbatch.pipeline.decoding.attention.numba_attention import ATTENTION_STAMP, num_threads
+from laserbatch.pipeline.decoding.attention.tile_product import LANES
+from laserbatch.pipeline.decoding.model.cpu_instructions import (
+    STRIP,
+    copy_step,
+    multiply_rows,
+    store_rounded,
+    store_sum,
+)
 from laserbatch.pipeline.processor import processor_flags
-from laserbatch.retrieval_pools.compiled import cached, fetch, source_stamp
+from laserbatch.retrieval_pools.compiled import cached, fetch_second_level, source_stamp
 
 MAX_TOKENS = 256  # of which the inputs stay in a core's second-level cache
 # Tokens that vectors multiply at once: their sums fill the registers of AVX-512, or of AVX2.
 MANY, SOME, FEW = (12, 8, 2) if "avx512f" in processor_flags() else (3, 2, 1)
 _STAMP = ATTENTION_STAMP + source_stamp(sorted(Path(__file__).parent.glob("cpu_*.py")))
-
-# What AMX is told before its first instruction: palette 1, and eight tiles of 16 rows of 64 bytes.
-_TILE_CONFIGURATION = np.zeros(64, np.uint8)
-_TILE_CONFIGURATION[0] = 1
-_TILE_CONFIGURATION[16:32:2], _TILE_CONFIGURATION[48:56] = 64, ROWS
-
-
-@cache
-def has_amx() -> bool:
-    """Whether this process may use AMX for bfloat16: Linux wants to be asked, since it enlarges a thread's state."""
-    if "amx_bf16" not in processor_flags() or platform.machine() != "x86_64":
-        return False
-    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
-    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
 class PackedMatrix:
@@ -98,7 +85,7 @@ class PackedMatrix:
         numba.set_num_threads(threads)
         added = self._nothing if addend is None else addend
         if self._uses_tiles:
-            _multiply_by_tiles(inputs, self._weights, self._bias, added, result, threads, _TILE_CONFIGURATION)
+            _multiply_by_tiles(inputs, self._weights, self._bias, added, result, threads, CONFIGURATION)
         else:
             _multiply_by_vectors(inputs, self._weights, self._bias, added, result, threads)
         return result
@@ -109,7 +96,7 @@ def _multiply_by_tiles(inputs, weights, bias, addend, result, num_threads, confi
     num_strips, num_steps = len(weights), weights.shape[1] // (2 * TILE)
     for begin in range(0, len(inputs), MAX_TOKENS):
         end = min(begin + MAX_TOKENS, len(inputs))
-        tiles = _tiles_of(inputs[begin:end], num_steps)
+        tiles = _tiles_of(inputs[begin:end], num_steps, num_threads)
         for thread in prange(num_threads):
             sums = np.empty(2 * ROWS * STRIP + 16, np.float32)
             sums = sums[-sums.ctypes.data % 64 // 4 :]
@@ -150,16 +137,28 @@ def _multiply_by_vectors(inputs, weights, bias, addend, result, num_threads):
                     token += number
 
 
-@njit(error_model="numpy")
-def _tiles_of(inputs, num_steps):
+@njit(error_model="numpy", parallel=True)
+def _tiles_of(inputs, num_steps, num_threads):
     """Tokens in tiles (num_tiles, num_steps, ROWS, STEP), flat; what is behind the last token or input is zero."""
-    num_tokens, num_inputs = inputs.shape
-    num_tiles = -(-num_tokens // ROWS)
+    num_tiles = -(-len(inputs) // ROWS)
     tiles = np.empty(num_tiles * num_steps * TILE + 32, np.uint16)
     tiles = tiles[-tiles.ctypes.data % 64 // 2 :]  # a row of a tile is one line of the cache
     tiles[(num_tiles - 1) * num_steps * TILE :] = 0
-    for token in range(num_tokens):
-        tile, row = token // ROWS, token % ROWS
+    if num_tiles == 1:
+        _copy_to_tile(inputs, 0, num_steps, tiles)
+    else:
+        for thread in prange(num_threads):
+            for tile in range(num_tiles * thread // num_threads, num_tiles * (thread + 1) // num_threads):
+                _copy_to_tile(inputs, tile, num_steps, tiles)
+    return tiles
+
+
+@njit(error_model="numpy")
+def _copy_to_tile(inputs, tile, num_steps, tiles):
+    """Copy the tokens of one tile, and zeros behind the last input."""
+    num_tokens, num_inputs = inputs.shape
+    for token in range(tile * ROWS, min((tile + 1) * ROWS, num_tokens)):
+        row = token % ROWS
         for step in range(num_inputs // STEP):
             copy_step(inputs, token, step * STEP, tiles, (tile * num_steps + step) * TILE + row * STEP)
         if num_inputs % STEP:
@@ -167,7 +166,6 @@ def _tiles_of(inputs, num_steps):
             for i in range(STEP):
                 at = (num_steps - 1) * STEP + i
                 tiles[place + i] = inputs[token, at] if at < num_inputs else 0
-    return tiles
 
 
 @njit(error_model="numpy")
@@ -188,7 +186,7 @@ def _multiply_tiles(tiles, token, num_tokens, weights, strip, next_strip, sums):
             stream_tile(6, tiles, upper), add_tiles(0, 6, 4), add_tiles(1, 6, 5)
             stream_tile(7, tiles, lower), add_tiles(2, 7, 4), add_tiles(3, 7, 5)
             for _ in range(num_fetched):
-                fetch(weights, fetched)
+                fetch_second_level(weights, fetched)
                 fetched += 32
             weight, upper, lower = weight + 2 * TILE, upper + TILE, lower + TILE
         store_tile(2, sums, 2 * ROWS * 16), store_tile(3, sums, 3 * ROWS * 16)
@@ -197,7 +195,7 @@ def _multiply_tiles(tiles, token, num_tokens, weights, strip, next_strip, sums):
             load_tile(4, weights, weight), load_tile(5, weights, weight + TILE)
             stream_tile(6, tiles, upper), add_tiles(0, 6, 4), add_tiles(1, 6, 5)
             for _ in range(num_fetched):
-                fetch(weights, fetched)
+                fetch_second_level(weights, fetched)
                 fetched += 32
             weight, upper = weight + 2 * TILE, upper + TILE
     store_tile(0, sums, 0), store_tile(1, sums, ROWS * 16)

@@ -2,9 +2,9 @@
 
 A decoder layer of transformers is some forty small operations of torch, which for a few tokens take longer than its
 matrices' products. Where a model is of a known kind, here are the same products over the same weights (`cpu_linear`)
-with compiled loops between them: normalisation; rotation, and writing to the KV cache; attention; the gate. It computes
-what transformers does, but for rounding: in bfloat16 each loop computes in float32 and rounds its result once.
-`checks` compares both before the engine believes it.
+with compiled loops between them: normalisation; rotation, and writing to the KV cache; attention; the gate. Tokens are
+divided among threads. It computes what transformers does, but for rounding: in bfloat16 each loop computes in float32
+and rounds its result once. `checks` compares both before the engine believes it.
 """
 
 from pathlib import Path
@@ -12,18 +12,26 @@ from typing import Any
 
 import numpy as np
 import torch
+from numba import njit, prange
 
 from laserbatch.pipeline.decoding.attention.bfloat16 import as_array, as_tensor, narrowed, widened
 from laserbatch.pipeline.decoding.attention.interface import StepPlan
-from laserbatch.pipeline.decoding.attention.numba_attention import ATTENTION_STAMP, LOG2E, SUMS, power_of_two
+from laserbatch.pipeline.decoding.attention.numba_attention import (
+    ATTENTION_STAMP,
+    LOG2E,
+    SUMS,
+    num_threads,
+    power_of_two,
+)
 from laserbatch.pipeline.decoding.batch import Batch
 from laserbatch.pipeline.decoding.model.cpu_product import PackedMatrix
 from laserbatch.pipeline.decoding.model.known_models import LayerParts, RotaryTables, is_known
 from laserbatch.retrieval_pools.compiled import cached, source_stamp
 
 # Python's division checks for zeros, which keeps a loop from being vectorised.
-_COMPILED: dict[str, Any] = {"nogil": True, "fastmath": SUMS, "error_model": "numpy"}
-_COMPILED["stamp"] = ATTENTION_STAMP + source_stamp([Path(__file__)])
+_OPTIONS: dict[str, Any] = {"fastmath": SUMS, "error_model": "numpy"}
+_COMPILED = _OPTIONS | {"nogil": True, "parallel": True, "stamp": ATTENTION_STAMP + source_stamp([Path(__file__)])}
+MIN_TOKENS_PER_THREAD = 16  # fewer are computed faster by one thread than by two
 
 
 class _Norm:
@@ -39,7 +47,7 @@ class _Norm:
     def __call__(self, hidden: np.ndarray) -> np.ndarray:
         """The normalised stream, of hidden (num_tokens, hidden_size)."""
         result = np.empty_like(hidden)
-        _normalise(hidden, self.weight, self.epsilon, result)
+        _normalise(hidden, self.weight, self.epsilon, result, _num_parts(hidden))
         return result
 
 
@@ -84,7 +92,7 @@ class FusedModel:
             hidden = _plus(hidden, attended, layer.attention_output, layer.attention_output_norm, layer.is_gemma)
             gate_up = layer.gate_up.product(layer.mlp_norm(hidden))
             gated = np.empty((len(hidden), gate_up.shape[1] // 2), hidden.dtype)
-            _gate(gate_up, self._is_gelu, gated)
+            _gate(gate_up, self._is_gelu, gated, _num_parts(hidden))
             hidden = _plus(hidden, gated, layer.mlp_output, layer.mlp_output_norm, layer.is_gemma)
         return as_tensor(self._norm(hidden))
 
@@ -96,7 +104,7 @@ class FusedModel:
         _rotate(
             qkv, batch.positions, cos.numpy(), sin.numpy(), batch.slot_mapping,
             layer.query_norm.weight, layer.key_norm.weight, layer.query_norm.epsilon,
-            query, as_array(memory.keys), as_array(memory.values),
+            query, as_array(memory.keys), as_array(memory.values), _num_parts(query),
         )  # fmt: skip
         return as_array(layer.attend(plan, as_tensor(query), memory))
 
@@ -105,28 +113,35 @@ def _plus(hidden: np.ndarray, inputs: np.ndarray, matrix: PackedMatrix, norm: _N
     """The residual stream (num_tokens, hidden_size) plus a layer's result, which is normalised first if it says so."""
     if not normalises:
         return matrix.product(inputs, hidden)
-    _add_normalised(matrix.product(inputs), norm.weight, norm.epsilon, hidden)
+    _add_normalised(matrix.product(inputs), norm.weight, norm.epsilon, hidden, _num_parts(hidden))
     return hidden
 
 
-@cached(**_COMPILED)
-def _normalise(hidden, weight, epsilon, result):
-    for i in range(len(hidden)):
-        factor = _root_mean_square(hidden[i], epsilon)
-        for j in range(hidden.shape[1]):
-            result[i, j] = narrowed(widened(hidden[i, j]) * factor * weight[j], result)
+def _num_parts(tokens: np.ndarray) -> int:
+    """Into how many parts a loop divides tokens, each for a thread."""
+    return max(1, min(len(tokens) // MIN_TOKENS_PER_THREAD, torch.get_num_threads(), num_threads()))
 
 
 @cached(**_COMPILED)
-def _add_normalised(update, weight, epsilon, hidden):
-    for i in range(len(hidden)):
-        factor = _root_mean_square(update[i], epsilon)
-        for j in range(hidden.shape[1]):
-            total = widened(hidden[i, j]) + widened(update[i, j]) * factor * weight[j]
-            hidden[i, j] = narrowed(total, hidden)
+def _normalise(hidden, weight, epsilon, result, num_parts):
+    for part in prange(num_parts):
+        for i in range(len(hidden) * part // num_parts, len(hidden) * (part + 1) // num_parts):
+            factor = _root_mean_square(hidden[i], epsilon)
+            for j in range(hidden.shape[1]):
+                result[i, j] = narrowed(widened(hidden[i, j]) * factor * weight[j], result)
 
 
 @cached(**_COMPILED)
+def _add_normalised(update, weight, epsilon, hidden, num_parts):
+    for part in prange(num_parts):
+        for i in range(len(hidden) * part // num_parts, len(hidden) * (part + 1) // num_parts):
+            factor = _root_mean_square(update[i], epsilon)
+            for j in range(hidden.shape[1]):
+                total = widened(hidden[i, j]) + widened(update[i, j]) * factor * weight[j]
+                hidden[i, j] = narrowed(total, hidden)
+
+
+@njit(**_OPTIONS)
 def _root_mean_square(values, epsilon):
     """The factor of RMSNorm: 1 / the root mean square of the values."""
     total = np.float32(0)
@@ -137,42 +152,55 @@ def _root_mean_square(values, epsilon):
 
 
 @cached(**_COMPILED)
-def _rotate(qkv, positions, cos, sin, slots, query_weight, key_weight, epsilon, query, keys, values):
+def _rotate(qkv, positions, cos, sin, slots, query_weight, key_weight, epsilon, query, keys, values, num_parts):
     """Each token's queries, to (num_tokens, num_heads, dim), its keys and values, to its slot of (heads, any, dim)."""
-    num_heads, dim = query.shape[1:]
-    num_kv_heads, half = len(keys), dim // 2
-    vector = np.empty(dim, np.float32)
-    for i in range(len(query)):
-        c, s, slot = cos[positions[i]], sin[positions[i]], slots[i]
-        for head in range(num_heads + num_kv_heads):
-            is_query = head < num_heads
-            to = query[i, head] if is_query else keys[head - num_heads, slot]
-            weight = query_weight if is_query else key_weight
-            for d in range(dim):
-                vector[d] = widened(qkv[i, head * dim + d])
-            if len(weight):
-                factor = _root_mean_square(vector, epsilon)
+    num_tokens, num_heads, dim = query.shape
+    num_kv_heads = len(keys)
+    for part in prange(num_parts):
+        vector = np.empty(dim, np.float32)
+        for i in range(num_tokens * part // num_parts, num_tokens * (part + 1) // num_parts):
+            c, s, slot = cos[positions[i]], sin[positions[i]], slots[i]
+            for head in range(num_heads + num_kv_heads):
+                to = query[i, head] if head < num_heads else keys[head - num_heads, slot]
+                weight = query_weight if head < num_heads else key_weight
+                _rotate_head(qkv[i, head * dim : (head + 1) * dim], weight, epsilon, c, s, vector, to)
+            for head in range(num_kv_heads):
+                begin = (num_heads + num_kv_heads + head) * dim
                 for d in range(dim):
-                    vector[d] *= factor * weight[d]
-            for d in range(half):
-                to[d] = narrowed(vector[d] * c[d] - vector[half + d] * s[d], to)
-                to[half + d] = narrowed(vector[half + d] * c[d] + vector[d] * s[d], to)
-        for head in range(num_kv_heads):
-            begin = (num_heads + num_kv_heads + head) * dim
-            for d in range(dim):
-                values[head, slot, d] = qkv[i, begin + d]
+                    values[head, slot, d] = qkv[i, begin + d]
+
+
+@njit(**_OPTIONS)
+def _rotate_head(head, weight, epsilon, cos, sin, vector, rotated):
+    """Set `rotated` to a head's rotated values, which are normalised before if there is a weight."""
+    half = len(head) // 2
+    for d in range(len(head)):
+        vector[d] = widened(head[d])
+    if len(weight):
+        factor = _root_mean_square(vector, epsilon)
+        for d in range(len(head)):
+            vector[d] *= factor * weight[d]
+    for d in range(half):
+        rotated[d] = narrowed(vector[d] * cos[d] - vector[half + d] * sin[d], rotated)
+        rotated[half + d] = narrowed(vector[half + d] * cos[d] + vector[d] * sin[d], rotated)
 
 
 @cached(**_COMPILED)
-def _gate(gate_up, is_gelu, result):
+def _gate(gate_up, is_gelu, result, num_parts):
     """activation(gate) * up of (num_tokens, 2 * n), n numbers of the gate first: SiLU, or the tanh form of GELU."""
-    n = result.shape[1]
-    for i in range(len(result)):
-        for j in range(n):
-            x = widened(gate_up[i, j])
-            exponent = x
-            if is_gelu:  # (1 + tanh(u)) / 2 = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
-                exponent = np.float32(1.5957691216057308) * (x + np.float32(0.044715) * x * x * x)
-            e = power_of_two(-abs(exponent) * LOG2E)
-            activated = x * (e if exponent < 0 else np.float32(1)) / (np.float32(1) + e)
-            result[i, j] = narrowed(activated * widened(gate_up[i, n + j]), result)
+    for part in prange(num_parts):
+        for i in range(len(result) * part // num_parts, len(result) * (part + 1) // num_parts):
+            _gate_token(gate_up[i], is_gelu, result[i])
+
+
+@njit(**_OPTIONS)
+def _gate_token(gate_up, is_gelu, result):
+    n = len(result)
+    for j in range(n):
+        x = widened(gate_up[j])
+        exponent = x
+        if is_gelu:  # (1 + tanh(u)) / 2 = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
+            exponent = np.float32(1.5957691216057308) * (x + np.float32(0.044715) * x * x * x)
+        e = power_of_two(-abs(exponent) * LOG2E)
+        activated = x * (e if exponent < 0 else np.float32(1)) / (np.float32(1) + e)
+        result[j] = narrowed(activated * widened(gate_up[n + j]), result)

@@ -1,0 +1,97 @@
+"""What the relaxed rule costs CTR models with a real language model: one sample of viewers and films, three rules.
+
+    python benchmarks/rule_auc.py --models DIR --quick --json rule_auc.json
+
+DIR has the folder `smollm2-135m-instruct`; where it is missing nothing is measured. `laserbatch experiment` writes the
+same viewers and films of MovieLens 100K by greedy verification, which gives the texts of plain decoding, and by the
+relaxed rule at two thresholds; CTR models then learn what each variant's texts add, on the interactions after its date.
+Drafts have up to 8 tokens from prompts and outputs, as first nights have no pools; by the nights of `drift.py` these
+are the relaxed texts that are furthest from plain ones. `between` has the differences of variants, with intervals.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from common import REPOSITORY, Figure, benchmark_parser, finish, scale_of, table
+from rule_quality import MODEL
+from tasks import movielens_settings
+
+RULES = {
+    "greedy": {"verifier": "greedy"},
+    "relaxed_01": {"verifier": "relaxed", "top_k": 2, "min_probability": 0.1},
+    "relaxed_02": {"verifier": "relaxed", "top_k": 2, "min_probability": 0.2},
+}
+BUDGET = {"max_draft_tokens": 8, "min_acceptance": 0.0}  # drafts of this size from the first text on
+PLAIN = "greedy"
+MAX_LOST_AUC = 0.002
+COLUMNS = {
+    "rule": "{variant}", "tokens a text": "{tokens_per_text[user]:.0f} / {tokens_per_text[item]:.0f}",
+    "AUC added, all models": "{lift[all][mean_difference]:+.4f} ({lift[all][low]:+.4f} to {lift[all][high]:+.4f})",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Viewers and films of the sample, and the longest text."""
+
+    num_users: int
+    num_items: int
+    max_new_tokens: int
+
+
+FULL, QUICK, SMOKE = Scale(300, 500, 200), Scale(60, 60, 200), Scale(60, 20, 12)
+
+
+def laserbatch(*words: object) -> str:
+    """What one command prints; its progress goes to standard error, and where it fails the benchmark ends."""
+    command = [str(Path(sys.executable).with_name("laserbatch")), *map(str, words)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"laserbatch {words[0]} ended with {done.returncode}; its message stands above")
+    return done.stdout
+
+
+def configs_of(work: Path, model: Path, max_new_tokens: int) -> list[Path]:
+    """A configuration file of each rule."""
+    paths, knowledge = [], movielens_settings().model_dump(mode="json", exclude_defaults=True)
+    for name, rule in RULES.items():
+        decoding = {"model": str(model), "max_new_tokens": max_new_tokens, **BUDGET, **rule}
+        settings = {"workspace": str(work / "workspace"), "tables": {"path": str(work / "tables")},
+                    "knowledge": knowledge, "decoding": decoding}  # fmt: skip
+        paths.append(work / f"{name}.yaml")
+        paths[-1].write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+    return paths
+
+
+def main() -> None:
+    """Run the experiment of all rules."""
+    parser = benchmark_parser(__doc__, "data")
+    parser.add_argument("--models", type=Path, required=True, help="folder that has the model's folder")
+    arguments = parser.parse_args()
+    scale, model = scale_of(arguments, FULL, QUICK, SMOKE), (arguments.models / MODEL).resolve()
+    if not model.is_dir():
+        raise SystemExit(f"{model} is not there: nothing is measured")
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        mapping = REPOSITORY / "configs" / "import_movielens_parquet.yaml"
+        laserbatch("data", "import", arguments.data / "ml-100k", work / "tables", "--mapping", mapping)
+        configs = [word for path in configs_of(work, model, scale.max_new_tokens) for word in ("--config", path)]
+        sizes = ("--users", scale.num_users, "--items", scale.num_items)
+        result = json.loads(laserbatch("experiment", *configs, *sizes, "--json"))
+    rows = {row["variant"]: row for row in result["variants"]}
+    figures = [
+        Figure.at_most(f"{name}: AUC lost beside plain decoding, all models",
+                       rows[PLAIN]["lift"]["all"]["mean_difference"] - row["lift"]["all"]["mean_difference"],
+                       MAX_LOST_AUC)
+        for name, row in rows.items() if name != PLAIN
+    ]  # fmt: skip
+    finish(arguments.json, figures, [table(rows.values(), COLUMNS)], {"model": MODEL, "rules": RULES, **result})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Attention's two products by AMX, for a task of `numba_attention` in bfloat16.
+
+Products are added up in float32, and weights are rounded to bfloat16 first, as transformers does. The processor adds up
+a step's 32 values apart from those before it, even and odd ones apart too. So that a token has the same bits whatever
+is beside it, a value's place in a step is that of its position in the text: a task begins at a multiple of 32, and the
+nodes of a tree, whose places among others are not their positions, are added up in vectors in just that order.
+"""
+
+import numpy as np
+from numba import njit, types
+from numba.extending import overload
+
+from laserbatch.pipeline.decoding.attention.amx import (
+    CONFIGURATION,
+    ROW_BYTES,
+    ROWS,
+    STEP,
+    TILE,
+    add_tiles,
+    configure_tiles,
+    has_amx,
+    load_rows,
+    load_tile,
+    release_tiles,
+    store_rows,
+    zero_tile,
+)
+from laserbatch.pipeline.decoding.attention.bfloat16 import narrowed, widened
+from laserbatch.pipeline.decoding.attention.tile_product import (
+    LANES,
+    NUM_FETCHED_AHEAD,
+    interleave_rows,
+    narrow_vector,
+    turn_pairs,
+)
+from laserbatch.retrieval_pools.compiled import fetch
+
+
+def fits_tiles(keys, head_dim, value_dim):
+    """Whether the functions below may be called; in compiled loops alone, as they are."""
+    raise NotImplementedError
+
+
+def set_scores_by_tiles(query, head, keys, values, places, scores):
+    """Set scores (padded rows, padded keys) to the products of a head's queries with the keys at some places.
+
+    `query` (tokens, num_kv_heads, num_folded, head_dim), `keys` and `values` (any, dim) are bfloat16. Rows are padded
+    to ROWS, and keys to STEP.
+    """
+    raise NotImplementedError
+
+
+def set_sums_by_tiles(scores, num_weighted, num_keys, values, places, sums):
+    """Set sums (padded rows, value_dim) to the sums of the values of the first keys, weighted by the scores.
+
+    The first `num_weighted` rows have any; of the other ones the sums mean nothing.
+    """
+    raise NotImplementedError
+
+
+def _has_tiles(memory) -> bool:
+    return not isinstance(memory.dtype, types.Float) and has_amx()
+
+
+@overload(fits_tiles)
+def _fits_tiles(keys, head_dim, value_dim):
+    if _has_tiles(keys):
+        return lambda keys, head_dim, value_dim: head_dim % STEP == 0 and value_dim % STEP == 0
+    return lambda keys, head_dim, value_dim: False
+
+
+@overload(set_scores_by_tiles)
+def _set_scores(query, head, keys, values, places, scores):
+    if _has_tiles(keys):
+        return lambda query, head, keys, values, places, scores: _scores_by_tiles(
+            query, head, keys, values, places, scores
+        )
+    return lambda query, head, keys, values, places, scores: None
+
+
+@overload(set_sums_by_tiles)
+def _set_sums(scores, num_weighted, num_keys, values, places, sums):
+    if _has_tiles(values):
+        return lambda scores, num_weighted, num_keys, values, places, sums: _sums_by_tiles(
+            scores, num_weighted, num_keys, values, places, sums
+        )
+    return lambda scores, num_weighted, num_keys, values, places, sums: None
+
+
+@njit(error_model="numpy")
+def _aligned(size):
+    """An array of uint16, uninitialised, that begins with a line of the cache."""
+    array = np.empty(size + ROW_BYTES // 2, np.uint16)
+    return array[-array.ctypes.data % ROW_BYTES // 2 :]
+
+
+@njit(error_model="numpy")
+def _scores_by_tiles(query, head, keys, values, places, scores):
+    num_tokens, _, num_folded, head_dim = query.shape
+    num_rows, width = scores.shape
+    rows = _aligned(num_rows * head_dim)
+    rows[num_tokens * num_folded * head_dim :] = 0
+    for row in range(num_tokens * num_folded):
+        vector = query[row // num_folded, head, row % num_folded]
+        for d in range(head_dim):
+            rows[row * head_dim + d] = vector[d]
+    columns, half = _aligned(2 * LANES * head_dim), LANES * head_dim
+    configure_tiles(CONFIGURATION)
+    for key in range(0, width, 2 * LANES):
+        for first in range(key, key + 2 * LANES, LANES):
+            for d in range(0, head_dim, STEP):
+                for i in range(first, first + LANES):
+                    fetch(values, places[i] * values.shape[1] + d)
+                    fetch(keys, places[min(i + NUM_FETCHED_AHEAD, len(places) - 1)] * head_dim + d)
+                turn_pairs(keys, places, first, d, columns, (first - key) * head_dim + d * LANES)
+        for row in range(0, num_rows, 2 * ROWS):
+            zero_tile(0), zero_tile(1), zero_tile(2), zero_tile(3)
+            has_lower = row + ROWS < num_rows
+            for d in range(0, head_dim, STEP):
+                load_tile(4, columns, d * LANES), load_tile(5, columns, half + d * LANES)
+                load_rows(6, rows, row * head_dim + d, 2 * head_dim), add_tiles(0, 6, 4), add_tiles(1, 6, 5)
+                if has_lower:
+                    load_rows(7, rows, (row + ROWS) * head_dim + d, 2 * head_dim)
+                    add_tiles(2, 7, 4), add_tiles(3, 7, 5)
+            store_rows(0, scores, row * width + key, 4 * width)
+            store_rows(1, scores, row * width + key + LANES, 4 * width)
+            if has_lower:
+                store_rows(2, scores, (row + ROWS) * width + key, 4 * width)
+                store_rows(3, scores, (row + ROWS) * width + key + LANES, 4 * width)
+    release_tiles()
+
+
+@njit(error_model="numpy")
+def _sums_by_tiles(scores, num_weighted, num_keys, values, places, sums):
+    num_rows, width, value_dim = len(scores), scores.shape[1], values.shape[1]
+    num_steps, num_columns = -(-num_keys // STEP), value_dim // LANES
+    weights = _aligned(num_rows * width)
+    for row in range(num_weighted):
+        scores[row, num_keys : num_steps * STEP] = 0
+        for key in range(0, num_steps * STEP, LANES):
+            narrow_vector(scores, row, key, weights, row * width + key)
+    pairs = _aligned(num_steps * num_columns * TILE)
+    for step in range(num_steps):
+        for pair in range(ROWS):
+            first, second = places[step * STEP + 2 * pair], places[step * STEP + 2 * pair + 1]
+            for d in range(0, value_dim, 2 * LANES):
+                place = (step * num_columns + d // LANES) * TILE + pair * STEP
+                interleave_rows(values, first, second, d, pairs, place, place + TILE)
+    configure_tiles(CONFIGURATION)
+    for row in range(0, num_rows, 2 * ROWS):
+        has_lower = row + ROWS < num_rows
+        for column in range(0, value_dim, 2 * LANES):
+            zero_tile(0), zero_tile(1), zero_tile(2), zero_tile(3)
+            for step in range(num_steps):
+                place = (step * num_columns + column // LANES) * TILE
+                load_tile(4, pairs, place), load_tile(5, pairs, place + TILE)
+                load_rows(6, weights, row * width + step * STEP, 2 * width), add_tiles(0, 6, 4), add_tiles(1, 6, 5)
+                if has_lower:
+                    load_rows(7, weights, (row + ROWS) * width + step * STEP, 2 * width)
+                    add_tiles(2, 7, 4), add_tiles(3, 7, 5)
+            store_rows(0, sums, row * value_dim + column, 4 * value_dim)
+            store_rows(1, sums, row * value_dim + column + LANES, 4 * value_dim)
+            if has_lower:
+                store_rows(2, sums, (row + ROWS) * value_dim + column, 4 * value_dim)
+                store_rows(3, sums, (row + ROWS) * value_dim + column + LANES, 4 * value_dim)
+    release_tiles()
+
+
+@njit(error_model="numpy")
+def add_in_order_of_steps(scores, begin, chain_end, ancestors, values, places, sums):
+    """Add the weighted values of a row's keys from `begin` on to its sums (value_dim,), in the order that AMX has.
+
+    Parameters
+    ----------
+    scores : float32[num_keys], of a row.
+    begin : a multiple of STEP, before which all are added already.
+    chain_end : up to here keys lie at the positions of their tokens; behind it are the nodes of the tree.
+    ancestors : the nodes that the row sees, a bit each; other nodes have no position in its text.
+    """
+    parts = np.zeros((2, len(sums)), np.float32)  # even positions, odd ones
+    position, step_end = begin, begin + STEP
+    for key in range(begin, len(scores)):
+        if key >= chain_end and (ancestors >> (key - chain_end)) & 1 == 0:
+            continue
+        if position == step_end:
+            for d in range(len(sums)):
+                sums[d] += parts[0, d] + parts[1, d]
+            parts[:] = 0
+            step_end += STEP
+        weight, part = widened(narrowed(scores[key], values)), parts[position % 2]
+        for d in range(len(sums)):
+            part[d] += weight * widened(values[places[key], d])
+        position += 1
+    for d in range(len(sums)):
+        sums[d] += parts[0, d] + parts[1, d]
