@@ -54,10 +54,8 @@ def asof(
     """
     with feature_versions(open_workspace(config, workspace).finished_runs()) as versions:
         num_without = dict.fromkeys(SIDES, 0)
-        batches = iter_rows(interactions, "interactions")
-        first = next(batches, None)
-        if first is None:
-            raise TableError(f"{interactions} has no Parquet file with rows in it; expected interactions. Check it.")
+        batches = iter_rows(interactions, "interactions", "user_id, item_id and timestamp")
+        first = next(batches)
         key_schema = pa.schema([field for field in first.schema if field.name in ("user_id", "item_id", "timestamp")])
         for finding in schema_findings("interactions", str(interactions), key_schema):
             raise FaultyTable(finding)

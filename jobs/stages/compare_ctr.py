@@ -76,7 +76,7 @@ def compare_night(night: "Night", cluster: "WorkerLayout | None" = None) -> CtrF
     else:
         from laserbatch.pipeline.distributed.tasks import call_in_task  # with Ray, which the child has no use for
 
-        say("CTR models are trained by a task of the cluster")
+        say("the CTR comparison runs as a task of the cluster")
         try:
             output = call_in_task(cluster, _compare, json.dumps(request))
         except LaserbatchError as error:

@@ -170,10 +170,7 @@ def predict_pairs(model: Path, night: Night, tables: str, pairs: Path, out: Path
 
     card = ModelCard.read(model)
     features, opened = _opened(card, night, tables)
-    batches = list(iter_rows(pairs, "pairs"))
-    if not batches:
-        raise CtrError(f"{pairs} has no Parquet file with rows in it; expected user_id, item_id and perhaps timestamp")
-    pair_table = pa.Table.from_batches(batches)
+    pair_table = pa.Table.from_batches(iter_rows(pairs, "pairs", "user_id, item_id and perhaps timestamp"))
     for column in ("user_id", "item_id"):
         if column not in pair_table.column_names:
             raise CtrError(f"{pairs} has no column {column}; expected user_id, item_id and perhaps timestamp")

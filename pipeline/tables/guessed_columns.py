@@ -144,7 +144,7 @@ def guess_join(log: SourceTable, log_columns: Sequence[str], entities: SourceTab
     shared = f"{overlap:.0%} of the {of_log} of {log.name} are among them" if overlap else "of its values none was seen"
     by = "by its name" if of_id in id_columns else "by its values"
     return Join(
-        Guess(of_log, f"{overlap:.0%} of its values are a {of_id} of {file}" if overlap else "by its name"),
+        Guess(of_log, f"{overlap:.0%} of its values are in {of_id} of {file}" if overlap else "by its name"),
         Guess(of_id, f"{by}; another one in each of the {rows}" + (f"; {shared}" if overlap else "")),
     )
 

@@ -105,10 +105,11 @@ def iter_column(path: Path, table: str, column: str) -> Iterator[pa.Array]:
             yield from (batch.column(0) for batch in opened.iter_batches(columns=[column]))
 
 
-def iter_rows(path: Path, table: str) -> Iterator[pa.RecordBatch]:
-    """The rows of a Parquet file, or of a folder that is read as that of a table; a file that is not there has none.
+def iter_rows(path: Path, table: str, columns: str) -> Iterator[pa.RecordBatch]:
+    """The rows of a Parquet file, or of a folder that is read as that of a table.
 
-    Raises TableError, which names the file, where one cannot be read or has other columns than the first.
+    Raises TableError, which names the file, if one cannot be read or has other columns than the first, and which names
+    the expected `columns` if there are no rows.
     """
     parts = [TablePart(path, table, {})] if path.is_file() else []
     if path.is_dir():
@@ -116,9 +117,10 @@ def iter_rows(path: Path, table: str) -> Iterator[pa.RecordBatch]:
         parts = typed_parts(listing.files, table)
         for sentence in name_left_out(listing.left_out):
             _warn_once(f"{path}: {sentence}")
-    first = None
+    first, num_rows = None, 0
     for part in parts:
         with naming_file(table, part.path), part.open() as opened:
+            num_rows += opened.metadata.num_rows
             first = first or opened.schema_arrow
             if not opened.schema_arrow.equals(first):
                 own, other = (", ".join(f"{of.name} {of.type}" for of in it) for it in (opened.schema_arrow, first))
@@ -127,6 +129,9 @@ def iter_rows(path: Path, table: str) -> Iterator[pa.RecordBatch]:
                     "of a folder with the same columns."
                 )
             yield from opened.iter_batches()
+    if not num_rows:
+        reason = "has no Parquet file with rows in it" if path.exists() else "is not there"
+        raise TableError(f"{path} {reason}; expected a Parquet file, or a folder of such, with {columns}")
 
 
 @cache

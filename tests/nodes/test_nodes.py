@@ -46,7 +46,7 @@ def test_a_night_that_loses_nodes_writes_what_a_night_of_one_node_writes(nodes, 
         done = run_here(capfd, "nightly", "--date", FIRST_DATE, "--config", str(config), "--ray-address",
                         cluster.address)  # fmt: skip
         assert done.returncode == 0, done.stderr
-        assert "CTR models are trained by a task of the cluster" in done.stderr
+        assert "the CTR comparison runs as a task of the cluster" in done.stderr
         (runs[name],) = Workspace.open(tmp_path / name, create=False).runs()
     assert len(others) == 1
     compared = [run.load_manifest().judgement.ctr for run in runs.values()]

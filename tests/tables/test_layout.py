@@ -228,7 +228,11 @@ def test_partitions_of_csv_files_are_text(tmp_path):
 
 def test_rows_of_a_log_are_read_as_those_of_a_table(tmp_path):
     write(EVENTS, tmp_path / "log" / "date=2025-03-01" / "x.parquet")
-    (batch,) = iter_rows(tmp_path / "log", "interactions")
+    (batch,) = iter_rows(tmp_path / "log", "interactions", "timestamp")
     assert batch.schema.names == [*EVENTS.column_names, "date"] and batch.num_rows == 3
-    (alone,) = iter_rows(tmp_path / "log" / "date=2025-03-01" / "x.parquet", "interactions")
+    (tmp_path / "empty").mkdir()
+    for path, reason in ((tmp_path / "gone.parquet", "is not there"), (tmp_path / "empty", "has no Parquet file with")):
+        with pytest.raises(TableError, match=f"{path.name} {reason}.*expected a Parquet file.* with timestamp"):
+            next(iter_rows(path, "interactions", "timestamp"))
+    (alone,) = iter_rows(tmp_path / "log" / "date=2025-03-01" / "x.parquet", "interactions", "timestamp")
     assert alone.schema.names == EVENTS.column_names
