@@ -195,10 +195,13 @@ def _scan(workspace: Workspace, requested: Ids, receipt: Receipt) -> None:
             receipt.removed_experiments.append(experiment.name)
     store = PoolStore(workspace.pools_folder)
     runs = {run.run_id for run in workspace.runs()}
+    # Pools that a command for other ids was to remove when it was killed: their runs no longer say so.
+    pools_left = [read_json(path)["pools"].items() for path in unfinished_receipts(workspace.root)]
+    left = {version for pools in pools_left for version, what in pools if what in ("rebuild", "drop")}
     for entry in store.list():
         in_router = rows_of(entry.folder, requested)[0]
-        if entry.version in holders or entry.version not in runs or in_router:
-            is_rebuilt = entry.is_current and entry.version in receipt.rows
+        if entry.version in holders | left or entry.version not in runs or in_router:
+            is_rebuilt = entry.is_current and entry.version in runs and entry.version not in receipt.removed_runs
             receipt.pools[entry.version] = "rebuild" if is_rebuilt else "drop"
 
 

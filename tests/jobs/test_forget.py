@@ -7,6 +7,7 @@ import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -32,6 +33,7 @@ from laserbatch.pipeline.storage.forgetting import is_of, unfinished_receipts
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
+from laserbatch.retrieval_pools.index.store import PoolStore
 
 WHO, MOOD = "Zoë-Ω", "quixotic"
 SECRET = "Zebulon Quartz collects harbour lanterns."
@@ -274,6 +276,17 @@ def test_the_same_command_goes_on_where_it_was_killed(folder, capfd, monkeypatch
         assert traces(place / "workspace", vectors) == set() and not unfinished_receipts(place / "workspace")
         assert done["rows"] == whole["rows"] and done["pools"] == whole["pools"] and done["unknown"]["user"] == []
         assert contents(place / "workspace") == contents(undisturbed / "workspace")
+
+
+def test_a_command_for_other_ids_finishes_the_pools_of_one_that_was_killed(folder, capfd, monkeypatch):
+    workspace = folder / "workspace"
+    current = PoolStore(workspace / "pools").current_version()
+    with monkeypatch.context() as patched, suppress(KeyboardInterrupt):
+        patched.setattr(forgetting, "_rebuilt", mock.Mock(side_effect=KeyboardInterrupt))
+        run_here(capfd, "forget", "--config", str(folder / "laserbatch.yaml"), "--user", WHO, "--item", "i0")
+    assert unfinished_receipts(workspace)
+    done = forget(folder, capfd, "--user", WHO)
+    assert done["pools"][current] == "rebuilt"
 
 
 @pytest.mark.parametrize(
