@@ -29,8 +29,12 @@ from laserbatch.pipeline.decoding.attention.bfloat16 import narrowed, widened
 from laserbatch.pipeline.decoding.attention.tile_product import (
     LANES,
     NUM_FETCHED_AHEAD,
+    TILE_COLUMNS,
+    add_product,
+    gather_rows,
     interleave_rows,
     narrow_vector,
+    padded,
     turn_pairs,
 )
 from laserbatch.retrieval_pools.compiled import fetch
@@ -167,29 +171,41 @@ def _sums_by_tiles(scores, num_weighted, num_keys, values, places, sums):
 
 
 @njit(error_model="numpy")
-def add_in_order_of_steps(scores, begin, chain_end, ancestors, values, places, sums):
-    """Add the weighted values of a row's keys from `begin` on to its sums (value_dim,), in the order that AMX has.
+def add_in_order_of_steps(scores, num_folded, begin, chain_end, ancestors, values, places, sums):
+    """Add the weighted values of keys from `begin` on to the sums (padded rows, value_dim), in the order of AMX.
 
     Parameters
     ----------
-    scores : float32[num_keys], of a row.
+    scores : float32 (rows, keys), of `num_folded` rows for each token.
     begin : a multiple of STEP, before which all are added already.
     chain_end : up to here keys lie at the positions of their tokens; behind it are the nodes of the tree.
-    ancestors : the nodes that the row sees, a bit each; other nodes have no position in its text.
+    ancestors : the nodes that each token sees, a bit each; other nodes have no position in its text.
     """
-    parts = np.zeros((2, len(sums)), np.float32)  # even positions, odd ones
-    position, step_end = begin, begin + STEP
-    for key in range(begin, len(scores)):
-        if key >= chain_end and (ancestors >> (key - chain_end)) & 1 == 0:
-            continue
-        if position == step_end:
-            for d in range(len(sums)):
-                sums[d] += parts[0, d] + parts[1, d]
-            parts[:] = 0
-            step_end += STEP
-        weight, part = widened(narrowed(scores[key], values)), parts[position % 2]
-        for d in range(len(sums)):
-            part[d] += weight * widened(values[places[key], d])
-        position += 1
-    for d in range(len(sums)):
-        sums[d] += parts[0, d] + parts[1, d]
+    num_rows, num_keys = scores.shape
+    weights = np.zeros((num_rows, num_keys - begin), np.float32)
+    at = np.full(weights.shape, -1, np.int64)  # positions, from `begin` on
+    last = 0
+    for row in range(num_rows):
+        seen, position = ancestors[row // num_folded], 0
+        for key in range(begin, num_keys):
+            if key < chain_end or (seen >> (key - chain_end)) & 1 != 0:
+                weights[row, key - begin] = widened(narrowed(scores[row, key], values))
+                at[row, key - begin] = position
+                position += 1
+        last = max(last, position)
+    value_rows = np.empty((padded(num_keys - begin, TILE_COLUMNS), values.shape[1]), np.float32)
+    for key in range(0, num_keys - begin, TILE_COLUMNS):
+        gather_rows(values, places, begin + key, value_rows[key : key + TILE_COLUMNS])
+    # What is not at an even position of a step, or at an odd one, adds zeros.
+    own_weights = np.zeros((len(sums), num_keys - begin), np.float32)
+    parts = np.empty((2, *sums.shape), np.float32)
+    for step in range(0, last, STEP):
+        for parity in range(2):
+            for row in range(num_rows):
+                for key in range(num_keys - begin):
+                    is_own = at[row, key] // STEP * STEP == step and at[row, key] % 2 == parity
+                    own_weights[row, key] = weights[row, key] if is_own else np.float32(0)
+            add_product(own_weights, 0, value_rows, num_keys - begin, parts[parity], 0)
+        for row in range(num_rows):
+            for d in range(sums.shape[1]):
+                sums[row, d] += parts[0, row, d] + parts[1, row, d]

@@ -175,9 +175,9 @@ def _attend_tile(
         chain_end = committed + chain - begin
         num_in_order = num_keys if num_keys <= chain_end else chain_end // STEP * STEP
         set_sums_by_tiles(scores, num_rows, num_in_order, values, places, sums)
-        for row in range(num_rows if num_in_order < num_keys else 0):
-            seen = ancestors[first + row // num_folded]
-            add_in_order_of_steps(scores[row, :num_keys], num_in_order, chain_end, seen, values, places, sums[row])
+        if num_in_order < num_keys:
+            own, seen = scores[:num_rows, :num_keys], ancestors[first : first + num_tokens]
+            add_in_order_of_steps(own, num_folded, num_in_order, chain_end, seen, values, places, sums)
     else:
         sums = _sums(scores, num_keys, values, places)
     for row in range(num_rows):
