@@ -96,6 +96,9 @@ def main() -> None:
         configs = [word for path in configs_of(work, model, scale.max_new_tokens) for word in ("--config", path)]
         sizes = ("--users", scale.num_users, "--items", scale.num_items)
         result = json.loads(laserbatch("experiment", *configs, *sizes, "--json"))
+    del result["folder"]  # of this machine, as the variants' are
+    for row in result["variants"]:
+        del row["workspace"]
     finish(
         arguments.json,
         list(figures_of(result)),
