@@ -72,7 +72,7 @@ def test_rounds_and_chunks_of_rules_of_uncertainty_agree(forest, rule, seed, sca
     require_rounds_and_chunks_agree(forest, rule, seed, scale, level, chunk)
 
 
-@pytest.mark.parametrize(("name", "rule"), [("typical", Typical(0.1)), ("aasd", AASD(0.1, 0.1)), ("fly", FLy(0.3, 6))])
+@pytest.mark.parametrize(("name", "rule"), [("typical", Typical(0.2)), ("aasd", AASD(0.1, 0.2)), ("fly", FLy(0.3, 6))])
 def test_settings_name_them(name, rule):
     assert verifier_from(DecodingSettings(verifier=name)) == rule
 
