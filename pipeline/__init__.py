@@ -2,8 +2,8 @@
 
 import os
 
-# Threads of torch and numba wait for each other after every loop. By default libgomp has them do so at full speed for
-# some 17 ms; on cores that other processes use as well, those then wait for each other, and a step of two threads takes
-# ten times as long as that of one. This is some 50 us, after which they sleep. libgomp reads it as torch is imported.
+# Threads of torch and numba wait for each other after every loop. By default libgomp has them turn 300,000 times before
+# they sleep; on cores that other processes use as well, a step of two threads then took ten times as long as that of
+# one. libgomp reads this as torch is imported.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
