@@ -99,6 +99,24 @@ def _aligned(size):
 
 
 @njit(error_model="numpy")
+def _add_step(lefts, row, column, width, has_lower):
+    """Add to tiles 0 to 3 the products of tiles 4 and 5 with STEP values of ROWS rows, and of the ROWS below them."""
+    load_rows(6, lefts, row * width + column, 2 * width), add_tiles(0, 6, 4), add_tiles(1, 6, 5)
+    if has_lower:
+        load_rows(7, lefts, (row + ROWS) * width + column, 2 * width), add_tiles(2, 7, 4), add_tiles(3, 7, 5)
+
+
+@njit(error_model="numpy")
+def _store_sums(sums, row, column, width, has_lower):
+    """Store tiles 0 to 3 as float32."""
+    place, row_bytes = row * width + column, 4 * width
+    store_rows(0, sums, place, row_bytes), store_rows(1, sums, place + LANES, row_bytes)
+    if has_lower:
+        place += ROWS * width
+        store_rows(2, sums, place, row_bytes), store_rows(3, sums, place + LANES, row_bytes)
+
+
+@njit(error_model="numpy")
 def _scores_by_tiles(query, head, keys, values, places, scores):
     num_tokens, _, num_folded, head_dim = query.shape
     num_rows, width = scores.shape
@@ -122,15 +140,8 @@ def _scores_by_tiles(query, head, keys, values, places, scores):
             has_lower = row + ROWS < num_rows
             for d in range(0, head_dim, STEP):
                 load_tile(4, columns, d * LANES), load_tile(5, columns, half + d * LANES)
-                load_rows(6, rows, row * head_dim + d, 2 * head_dim), add_tiles(0, 6, 4), add_tiles(1, 6, 5)
-                if has_lower:
-                    load_rows(7, rows, (row + ROWS) * head_dim + d, 2 * head_dim)
-                    add_tiles(2, 7, 4), add_tiles(3, 7, 5)
-            store_rows(0, scores, row * width + key, 4 * width)
-            store_rows(1, scores, row * width + key + LANES, 4 * width)
-            if has_lower:
-                store_rows(2, scores, (row + ROWS) * width + key, 4 * width)
-                store_rows(3, scores, (row + ROWS) * width + key + LANES, 4 * width)
+                _add_step(rows, row, d, head_dim, has_lower)
+            _store_sums(scores, row, key, width, has_lower)
     release_tiles()
 
 
@@ -158,15 +169,8 @@ def _sums_by_tiles(scores, num_weighted, num_keys, values, places, sums):
             for step in range(num_steps):
                 place = (step * num_columns + column // LANES) * TILE
                 load_tile(4, pairs, place), load_tile(5, pairs, place + TILE)
-                load_rows(6, weights, row * width + step * STEP, 2 * width), add_tiles(0, 6, 4), add_tiles(1, 6, 5)
-                if has_lower:
-                    load_rows(7, weights, (row + ROWS) * width + step * STEP, 2 * width)
-                    add_tiles(2, 7, 4), add_tiles(3, 7, 5)
-            store_rows(0, sums, row * value_dim + column, 4 * value_dim)
-            store_rows(1, sums, row * value_dim + column + LANES, 4 * value_dim)
-            if has_lower:
-                store_rows(2, sums, (row + ROWS) * value_dim + column, 4 * value_dim)
-                store_rows(3, sums, (row + ROWS) * value_dim + column + LANES, 4 * value_dim)
+                _add_step(weights, row, step * STEP, width, has_lower)
+            _store_sums(sums, row, column, value_dim, has_lower)
     release_tiles()
 
 
