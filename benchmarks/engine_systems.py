@@ -17,7 +17,7 @@ from systems import EngineSystem, TransformersGenerate, Vllm
 from tasks import Task
 from transformers import AutoModelForCausalLM
 
-from laserbatch.pipeline.budget.choice import side_budget
+from laserbatch.pipeline.budget.choice import by_step, side_budget
 from laserbatch.pipeline.budget.measuring import measure_step_cost
 from laserbatch.pipeline.decoding.drafters import NoDrafter, RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
@@ -185,6 +185,20 @@ def adaptive_budget(step_cost: StepCost, batch: int, pools: dict[str, GroupedPoo
     return side_budget(decoding, pool, step_cost, 0.0).budget
 
 
+def as_a_night(engines: Engines, batch: int, pools: dict[str, GroupedPool], system: str) -> EngineSystem:
+    """One of SPECULATIONS under what a night chooses; under greedy verification each step is given what pays of it."""
+    speculation = SPECULATIONS[system]
+    grouped = pools.get(speculation.pool_name)
+    pool, sources = drafted_from(grouped)
+    step_cost = engines.step_cost(batch, pool)
+    decoding = DecodingSettings(batch_size=batch, drafters=sources, verifier=speculation.verifier)
+    budget = by_step(decoding, side_budget(decoding, pool, step_cost, 0.0)).budget
+    logger.info("batch %d, %s: %s", batch, system, budget)
+    groups = grouped and grouped.groups
+    given = step_cost if budget.is_by_step else None
+    return drafting(engines.of_batch(batch), pool, sources, groups, budget, speculation.verifier, given)
+
+
 def speculating(
     engine: Engine, pools: dict[str, GroupedPool], system: str, budget: str | int, settled: Budget
 ) -> Contestant:
@@ -202,15 +216,21 @@ def drafted_from(grouped: GroupedPool | None) -> tuple[Pool | None, tuple[str, .
 
 
 def drafting(
-    engine: Engine, pool: Pool | None, sources: tuple[str, ...], groups, budget: Budget, verifier_name: str
+    engine: Engine,
+    pool: Pool | None,
+    sources: tuple[str, ...],
+    groups,
+    budget: Budget,
+    verifier_name: str,
+    step_cost: StepCost | None = None,
 ) -> EngineSystem:
-    """Our engine with drafts from texts, under a budget and a rule."""
+    """Our engine with drafts from texts, under a budget and a rule; `step_cost` is that of `EngineSystem`."""
     drafter = NoDrafter()
     if budget.max_draft_tokens:
         limits = budget.max_draft_tokens, budget.min_acceptance
         drafter = RetrievalDrafter(pool, sources, *limits, engine.num_draft_threads)
     verifier = verifier_from(engine.settings.model_copy(update={"verifier": verifier_name}))
-    return EngineSystem(engine, drafter, verifier, budget, groups)
+    return EngineSystem(engine, drafter, verifier, budget, groups, step_cost)
 
 
 def twins_of(contestants: Sequence[Contestant]) -> dict[tuple, tuple]:

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from common import Figure, Spread, begin, benchmark_parser, finish, scale_of, turns
 from engine_pools import GroupedPool, pools_of, unseen_prompts
-from engine_systems import ADAPTIVE, PLAIN, Engines, adaptive_budget, relaxed_pools, speculating
+from engine_systems import PLAIN, Engines, as_a_night, relaxed_pools
 from peers_worker import MARK
 from systems import EngineSystem, Pass
 from tasks import Task, TaskSize, own_texts, tasks_of
@@ -145,12 +145,8 @@ def serve_ours(
 
 def of_our_engine(engines: Engines, batch: int, pools: dict[str, GroupedPool]) -> dict[str, EngineSystem]:
     """Plain decoding, and drafts under the budgets that a night would choose."""
-    engine = engines.of_batch(batch)
-    systems = {PLAIN: EngineSystem.plain(engine)}
-    for name, speculation in SPECULATIONS.items():
-        budget = adaptive_budget(engines.step_cost(batch, pools[POOL].pool), batch, pools, speculation)
-        systems[name] = speculating(engine, pools, speculation, ADAPTIVE, budget).runner
-    return systems
+    drafted = {name: as_a_night(engines, batch, pools, speculation) for name, speculation in SPECULATIONS.items()}
+    return {PLAIN: EngineSystem.plain(engines.of_batch(batch))} | drafted
 
 
 def passes_in_turns(

@@ -5,9 +5,9 @@
 
 DIR has the folder `smollm2-135m-instruct`, SmolLM2-135M-Instruct as safetensors; where it is missing nothing is
 measured. Prompts are KAR's questions about viewers and films of MovieLens 100K. Drafts come from pools of the model's
-own plain texts about other entities, trees of up to 8 tokens. Systems are `float32` and `bfloat16`, our engine without
-drafts; `greedy` and `relaxed`, drafted in bfloat16; `vllm` and `vllm-ngram` in bfloat16, which run where vLLM is
-installed. They answer the same prompts in an order that is drawn anew: trust ratios within one run.
+own plain texts about other entities, with the budget that a night chooses. Systems are `float32` and `bfloat16`, our
+engine without drafts; `greedy` and `relaxed`, drafted in bfloat16; `vllm` and `vllm-ngram` in bfloat16, which run where
+vLLM is installed. They answer the same prompts in an order that is drawn anew: trust ratios within one run.
 """
 
 import logging
@@ -20,12 +20,10 @@ from pathlib import Path
 
 from common import Figure, Spread, begin, benchmark_parser, finish, scale_of
 from engine_pools import GroupedPool, pools_of, unseen_prompts
-from engine_systems import Engines, relaxed_pools, speculating
-from peers import MAX_DRAFT_TOKENS, NGRAM, ON_A_CPU, POOL, SPECULATIONS, Served, passes_in_turns
+from engine_systems import PLAIN, Engines, relaxed_pools
+from peers import NGRAM, ON_A_CPU, POOL, SPECULATIONS, Served, of_our_engine, passes_in_turns
 from systems import EngineSystem
 from tasks import Task, TaskSize, movielens_tasks
-
-from laserbatch.pipeline.decoding.settings import Budget
 
 logger = logging.getLogger("benchmarks")
 
@@ -52,11 +50,8 @@ SMOKE = Scale(TaskSize(3, 6, 0, 2), (1, 2), num_rounds=1, max_new_tokens=8)
 
 def systems_at(engines: dict[str, Engines], pools: dict[str, GroupedPool], batch: int) -> dict[str, EngineSystem]:
     """Our engine without drafts in both types, and with drafts in bfloat16."""
-    systems = {dtype: EngineSystem.plain(engines[dtype].of_batch(batch)) for dtype in (FLOAT32, BFLOAT16)}
-    engine, budget = engines[BFLOAT16].of_batch(batch), Budget(MAX_DRAFT_TOKENS, 0.0)
-    for name, speculation in SPECULATIONS.items():
-        systems[name] = speculating(engine, pools, speculation, MAX_DRAFT_TOKENS, budget).runner
-    return systems
+    ours = of_our_engine(engines[BFLOAT16], batch, pools)
+    return {BFLOAT16: ours.pop(PLAIN), FLOAT32: EngineSystem.plain(engines[FLOAT32].of_batch(batch))} | ours
 
 
 def measure(

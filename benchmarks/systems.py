@@ -17,8 +17,10 @@ from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.decoding.step import Step, Stream
+from laserbatch.pipeline.decoding.step_budget import StepBudget
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.pipeline.decoding.verifiers import Greedy, Verifier
+from laserbatch.retrieval_pools.step_cost import StepCost
 
 MIN_ACCEPTANCE = 0.07
 VLLM_SYSTEMS = {
@@ -210,6 +212,7 @@ class EngineSystem:
     ----------
     budget : how much of a draft is verified; None is that of the engine's settings.
     groups : the pool group that a prompt's drafts prefer, by its bytes; None: no group.
+    step_cost : by which each step is given what pays of the budget; None: all of it.
     """
 
     def __init__(
@@ -219,12 +222,14 @@ class EngineSystem:
         verifier: Verifier,
         budget: Budget | None = None,
         groups: Mapping[bytes, str] | None = None,
+        step_cost: StepCost | None = None,
     ) -> None:
         self._engine = engine
         self._drafter = TimedDrafter(drafter)
         self._verifier = verifier
         self._budget = budget
         self._groups = groups
+        self._step_cost = step_cost
 
     @classmethod
     def plain(cls, engine: Engine) -> "EngineSystem":
@@ -254,13 +259,10 @@ class EngineSystem:
 
         finish_step, self._engine.finish_step = self._engine.finish_step, watched
         self._drafter.seconds = 0.0
+        budget = self._budget, self._step_cost and StepBudget(self._step_cost)
         start_s = time.perf_counter()
-        results = {
-            result.request_id: result
-            for result in generate(
-                self._engine, prompts, max_new_tokens, self._drafter, self._verifier, self._budget, groups
-            )
-        }
+        written = generate(self._engine, prompts, max_new_tokens, self._drafter, self._verifier, *budget, groups)
+        results = {result.request_id: result for result in written}
         self._engine.finish_step = finish_step
         wall_s = time.perf_counter() - start_s
         ordered = [results[str(number)] for number in range(len(prompts))]
@@ -285,6 +287,7 @@ def generate(
     drafter: Drafter,
     verifier: Verifier,
     budget: Budget | None = None,
+    step_budget: StepBudget | None = None,
     groups: Sequence[str | None] | None = None,
 ) -> Iterator[GenerationResult]:
     """The engine's results on prompts numbered from 0; a prompt that fails ends the benchmark."""
@@ -294,7 +297,7 @@ def generate(
         )
         for number, (prompt, group) in enumerate(zip(prompts, groups or [None] * len(prompts), strict=True))
     )
-    for result in engine.generate(requests, drafter, verifier, budget):
+    for result in engine.generate(requests, drafter, verifier, budget, step_budget):
         if isinstance(result, GenerationFailure):
             raise SystemExit(f"prompt {result.request_id} failed: {result.reason}")
         yield result
