@@ -1,11 +1,13 @@
 """What this machine's processor computes by itself. Nothing is measured: tomorrow's answer must be today's."""
 
+from functools import cache
 from pathlib import Path
 
 
-def processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
+@cache
+def processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     """Names of the processor's extensions, as Linux has them; none where it does not say them."""
-    return set(cpuinfo.read_text(encoding="utf-8").split()) if cpuinfo.exists() else set()
+    return frozenset(cpuinfo.read_text(encoding="utf-8").split() if cpuinfo.exists() else ())
 
 
 def multiplies_bfloat16() -> bool:

@@ -24,13 +24,14 @@ def path_to(tree: TokenTree, node: int) -> list[int]:
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt_neox", "gpt_oss", "olmo2"])
 @pytest.mark.parametrize(
-    ("call_cost", "block_tokens", "loop_types"),
-    [(0, 128, ()), (1000, 128, ()), (10**9, 128, ()), (0, 3, ()), (8, 3, ()), (1000, 128, interface.LOOP_TYPES)],
+    ("call_cost", "block_tokens", "has_loops"),
+    [(0, 128, False), (1000, 128, False), (10**9, 128, False), (0, 3, False), (8, 3, False), (1000, 128, True)],
 )
-def test_every_node_gets_the_logits_of_its_own_path(architecture, call_cost, block_tokens, loop_types, monkeypatch):
+def test_every_node_gets_the_logits_of_its_own_path(architecture, call_cost, block_tokens, has_loops, monkeypatch):
     """Ragged trees of several sequences, by loops or in any grouping, against plain causal runs."""
     monkeypatch.setattr(torch_attention, "BLOCK_TOKENS", block_tokens)
-    monkeypatch.setattr(interface, "LOOP_TYPES", loop_types)
+    if not has_loops:
+        monkeypatch.setattr(interface, "_has_loops", lambda query: False)
     monkeypatch.setitem(interface.CALL_COST, "cpu", call_cost)
     sizes = {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": None}
     model = tiny_model(architecture, **(sizes if architecture == "gpt_oss" else {}))

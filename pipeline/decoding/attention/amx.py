@@ -9,7 +9,7 @@ import ctypes
 import platform
 from collections.abc import Callable
 from functools import cache
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from llvmlite import ir
@@ -40,12 +40,6 @@ def has_amx() -> bool:
     return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
-def emit_call(emit: Emitter, name: str, *arguments: Any, result: ir.Type = ir.VoidType()) -> Any:
-    """Call an instruction of LLVM by its name."""
-    kind = ir.FunctionType(result, [argument.type for argument in arguments])
-    return emit.builder.call(cgutils.get_or_insert_function(emit.builder.module, kind, name), arguments)
-
-
 # A tile's number is a part of its instruction.
 literal_intrinsic = cast(Callable[[Callable], Callable], numba_intrinsic(prefer_literal=True))
 
@@ -62,7 +56,7 @@ def _tile_instruction(name: str, num_tiles: int, has_memory: bool):
             if num_tiles:
                 has_stride = len(arguments) > num_tiles + 2
                 operands.append(emit.values[num_tiles + 2] if has_stride else ir.Constant(INT, ROW_BYTES))
-        emit_call(emit, f"llvm.x86.{name}", *operands)
+        emit.call(f"llvm.x86.{name}", *operands)
         return context.get_dummy_value()
 
     return emit_instruction

@@ -35,7 +35,7 @@ from laserbatch.pipeline.decoding.attention.tile_product import (
     interleave_rows,
     narrow_vector,
     padded,
-    turn_pairs,
+    turn_block,
 )
 from laserbatch.retrieval_pools.compiled import fetch
 
@@ -127,6 +127,9 @@ def _scores_by_tiles(query, head, keys, values, places, scores):
         for d in range(head_dim):
             rows[row * head_dim + d] = vector[d]
     columns, half = _aligned(2 * LANES * head_dim), LANES * head_dim
+    turned = columns[: 2 * LANES * head_dim].reshape(
+        head_dim, 2 * LANES
+    )  # of the first LANES keys, and below them of the next ones
     configure_tiles(CONFIGURATION)
     for key in range(0, width, 2 * LANES):
         for first in range(key, key + 2 * LANES, LANES):
@@ -134,7 +137,7 @@ def _scores_by_tiles(query, head, keys, values, places, scores):
                 for i in range(first, first + LANES):
                     fetch(values, places[i] * values.shape[1] + d)
                     fetch(keys, places[min(i + NUM_FETCHED_AHEAD, len(places) - 1)] * head_dim + d)
-                turn_pairs(keys, places, first, d, columns, (first - key) * head_dim + d * LANES)
+                turn_block(keys, places, first, d, turned, (first - key) // LANES * head_dim // 2 + d // 2, 0)
         for row in range(0, num_rows, 2 * ROWS):
             zero_tile(0), zero_tile(1), zero_tile(2), zero_tile(3)
             has_lower = row + ROWS < num_rows

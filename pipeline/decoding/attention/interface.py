@@ -19,11 +19,11 @@ from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata, L
 from laserbatch.pipeline.decoding.attention.torch_attention import CALL_COST, Group, cut_groups, torch_attention
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.errors import ModelError
+from laserbatch.pipeline.processor import multiplies_bfloat16
 
 ATTENTION_NAME = "laserbatch_slots"
 # Relative error of what is computed in another way, above which it is wrong. Broken masks or positions give 0.1 to 1.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
-LOOP_TYPES = (torch.float32, torch.bfloat16)  # that compiled loops serve
 _ABSENT = object()
 
 
@@ -104,7 +104,7 @@ class EagerAttention:
     _tasks: dict = field(default_factory=dict)
 
     def __call__(self, query, keys, values, scale, window, softcap, sinks) -> torch.Tensor:
-        if query.device.type != "cpu" or query.dtype not in LOOP_TYPES or softcap is not None or sinks is not None:
+        if not _has_loops(query) or softcap is not None or sinks is not None:
             return torch_attention(query, keys, values, self.groups, scale, window, softcap, sinks)
         from laserbatch.pipeline.decoding.attention.numba_attention import Tasks, numba_attention
 
@@ -116,6 +116,14 @@ class EagerAttention:
     @cached_property
     def groups(self) -> list[Group]:
         return cut_groups(self.metadata, CALL_COST["cpu" if self.device.type == "cpu" else "cuda"])
+
+
+def _has_loops(query: torch.Tensor) -> bool:
+    """Whether compiled loops serve queries: in bfloat16 they multiply pairs, by instructions of the processor."""
+    if query.device.type != "cpu":
+        return False
+    is_paired = query.dtype == torch.bfloat16 and query.shape[2] % 2 == 0
+    return query.dtype == torch.float32 or (is_paired and multiplies_bfloat16())
 
 
 class KernelError(RuntimeError):

@@ -25,7 +25,7 @@ from laserbatch.pipeline.decoding.attention.amx_attention import (
     set_scores_by_tiles,
     set_sums_by_tiles,
 )
-from laserbatch.pipeline.decoding.attention.bfloat16 import as_array, narrowed, widened
+from laserbatch.pipeline.decoding.attention.bfloat16 import as_array, narrowed
 from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata
 from laserbatch.pipeline.decoding.attention.tile_product import (
     TILE_COLUMNS,
@@ -190,15 +190,14 @@ def _attend_tile(
 def _set_scores(query, head, keys, values, places, scores):
     """As `amx_attention.set_scores_by_tiles`, in vectors; rows are padded to TILE_ROWS."""
     num_tokens, _, num_folded, head_dim = query.shape
-    rows = np.zeros((len(scores), head_dim), np.float32)
+    rows = np.zeros((len(scores), head_dim), query.dtype)
     for row in range(num_tokens * num_folded):
-        vector = query[row // num_folded, head, row % num_folded]
-        for d in range(head_dim):
-            rows[row, d] = widened(vector[d])
-    columns = np.empty((head_dim, TILE_COLUMNS), np.float32)
+        rows[row] = query[row // num_folded, head, row % num_folded]
+    pair = 4 // keys.itemsize
+    columns = np.empty((head_dim // pair, TILE_COLUMNS * pair), keys.dtype)
     for key in range(0, len(places), TILE_COLUMNS):
         gather_columns(keys, places, key, columns, values)
-        add_product(rows, 0, columns, head_dim, scores, key)
+        add_product(rows, 0, columns, head_dim // pair, scores, key)
 
 
 @njit(error_model="numpy")

@@ -1,8 +1,9 @@
-"""Small float32 matrices in compiled loops, for attention on a CPU: a product, and columns gathered from rows.
+"""Small matrices in compiled loops, for attention on a CPU: a product, and columns gathered from rows.
 
 numba vectorises a loop, but keeps no block of results in registers, which a product needs, and turns no block of a
-matrix: both are written here in LLVM's own vectors. Each result of the product is added up in the order of the steps,
-whatever else is computed beside it, so that it has the same bits in a product of any size and in one done in parts.
+matrix: both are written here in LLVM's own vectors. Operands are of words, a float32 or a pair of bfloat16; results are
+float32. Each is added up in the order of the words, whatever else is computed beside it, so that it has the same bits
+in a product of any size and in one done in parts.
 """
 
 from typing import Any
@@ -21,7 +22,23 @@ TURNED_BYTES = 4 * LANES  # of each row, that are turned into columns at once
 NUM_FETCHED_AHEAD = 2 * TILE_COLUMNS  # rows
 
 INT, _SHORT, _FLOAT = ir.IntType(64), ir.IntType(32), ir.FloatType()
-VECTOR = ir.VectorType(_FLOAT, LANES)
+VECTOR, WORDS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_SHORT, LANES)
+
+
+class _Bfloat16(ir.Type):
+    """LLVM's bfloat, which llvmlite does not know."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Bfloat16)
+
+    def __hash__(self) -> int:
+        return hash(_Bfloat16)
+
+
+PAIRS = ir.VectorType(_Bfloat16(), 2 * LANES)
 
 
 @njit
@@ -32,36 +49,37 @@ def padded(size, step):
 
 @njit
 def add_product(left, step, right, num_steps, result, column):
-    """result[i, column + j] += sum of left[i, step + k] * right[k, j] over `num_steps` k, added up in their order.
+    """result[i, column + j] += sum of left[i, step + k] * right[k, j] of `num_steps` words k, added up in their order.
 
-    From step 0 on the result is set instead. All are contiguous float32; `result` has a multiple of TILE_ROWS rows, and
-    `right` of TILE_COLUMNS columns.
+    From step 0 on the result is set instead. All are contiguous; `result`, float32, has a multiple of TILE_ROWS rows,
+    and `right` of TILE_COLUMNS columns.
     """
-    for right_column in range(0, right.shape[1], TILE_COLUMNS):
+    for right_column in range(0, right.shape[1] * right.itemsize // 4, TILE_COLUMNS):
         for row in range(0, len(result), TILE_ROWS):
             _add_tile(left, row, step, right, right_column, num_steps, result, column + right_column)
 
 
 @njit
 def gather_columns(memory, places, begin, columns, others):
-    """Set `columns`, float32 (dim, TILE_COLUMNS), to rows `places[begin:]` of `memory`, float32 or bfloat16 (any, dim).
+    """Set `columns` (words of a row, TILE_COLUMNS) to rows `places[begin:]` of `memory` (any, dim), of the same type.
 
     Meanwhile the processor fetches what is needed later: the same rows of `others`, and further rows of `memory`.
     """
     dim, num_turned = memory.shape[1], TURNED_BYTES // memory.itemsize
+    pair = 4 // memory.itemsize
     for column in range(0, TILE_COLUMNS, LANES):
         first = begin + column
         for d in range(0, dim - num_turned + 1, num_turned):
             for i in range(first, first + LANES):
                 fetch(others, places[i] * others.shape[1] + d)
                 fetch(memory, places[min(i + NUM_FETCHED_AHEAD, len(places) - 1)] * dim + d)
-            _turn_block(memory, places, first, d, columns, column)
+            turn_block(memory, places, first, d, columns, d // pair, column)
         if dim >= num_turned and dim % num_turned:  # gathers some once more
-            _turn_block(memory, places, first, dim - num_turned, columns, column)
+            turn_block(memory, places, first, dim - num_turned, columns, (dim - num_turned) // pair, column)
         elif dim < num_turned:
             for d in range(dim):
                 for i in range(LANES):
-                    columns[d, column + i] = widened(memory[places[first + i], d])
+                    columns[d // pair, (column + i) * pair + d % pair] = memory[places[first + i], d]
 
 
 @njit
@@ -102,6 +120,31 @@ class Emitter:
         pointer = pointer if of_type is None else self.builder.bitcast(pointer, of_type.as_pointer())
         return self.builder.load(pointer, align=2)
 
+    def load_words(self, argument: int, row: ir.Value, word: ir.Value, of_type: ir.Type) -> ir.Value:
+        """Load from a row of an array, from its `word`-th word on."""
+        start = self.builder.bitcast(self.pointer(argument, row, ir.Constant(INT, 0)), _SHORT.as_pointer())
+        return self.load(self.builder.gep(start, [word]), of_type)
+
+    def call(self, name: str, *arguments: Any, result: ir.Type = ir.VoidType()) -> Any:
+        """Call an instruction of LLVM by its name."""
+        kind = ir.FunctionType(result, [argument.type for argument in arguments])
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), arguments)
+
+    def add_products(self, word: ir.Value, rights: list[ir.Value], totals: list[Any]) -> list[Any]:
+        """Vectors of float32, plus the products of a word with each word of as many other vectors."""
+        first = self.builder.insert_element(ir.Constant(WORDS, ir.Undefined), word, ir.Constant(_SHORT, 0))
+        left = self.builder.bitcast(self.shuffled(first, first, [0] * LANES), rights[0].type)
+        pairs = zip(rights, totals, strict=True)
+        if rights[0].type == PAIRS:
+            name = "llvm.x86.avx512bf16.dpbf16ps.512"
+            return [self.call(name, total, left, right, result=VECTOR) for right, total in pairs]
+        name = f"llvm.fmuladd.v{LANES}f32"
+        return [self.call(name, left, right, total, result=VECTOR) for right, total in pairs]
+
+    def operand(self, argument: int) -> ir.Type:
+        """Of vectors of an array's words."""
+        return VECTOR if self.is_float(argument) else PAIRS
+
     def is_float(self, argument: int) -> bool:
         """Whether an array is of float32 rather than bfloat16."""
         return isinstance(self._types[argument].dtype, types.Float)
@@ -111,8 +154,8 @@ class Emitter:
         if self.is_float(argument):
             return self.load(pointer, VECTOR)
         narrow = self.load(pointer, ir.VectorType(ir.IntType(16), LANES))
-        wide = self.builder.zext(narrow, ir.VectorType(_SHORT, LANES))
-        shift = ir.Constant(ir.VectorType(_SHORT, LANES), [16] * LANES)
+        wide = self.builder.zext(narrow, WORDS)
+        shift = ir.Constant(WORDS, [16] * LANES)
         return self.builder.bitcast(self.builder.shl(wide, shift), VECTOR)
 
     def rounded(self, values: ir.Value) -> Any:
@@ -147,9 +190,6 @@ def _add_tile(typing, left, row, step, right, right_column, num_steps, result, c
 def _emit_tile(context, builder, signature, arguments):
     emit = Emitter(context, builder, signature, arguments)
     _, row, first_step, _, right_column, num_steps, _, column = emit.values
-    multiply_add = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(VECTOR, [VECTOR] * 3), f"llvm.fmuladd.v{LANES}f32"
-    )
     results = [
         [emit.pointer(6, emit.plus(row, i), emit.plus(column, LANES * j)) for j in range(TILE_VECTORS)]
         for i in range(TILE_ROWS)
@@ -162,14 +202,12 @@ def _emit_tile(context, builder, signature, arguments):
     builder.position_at_end(loop)
     step = builder.phi(INT)
     totals = [[builder.phi(VECTOR) for _ in range(TILE_VECTORS)] for _ in range(TILE_ROWS)]
-    rights = [emit.load(emit.pointer(3, step, emit.plus(right_column, LANES * j)), VECTOR) for j in range(TILE_VECTORS)]
+    columns = [emit.plus(right_column, LANES * j) for j in range(TILE_VECTORS)]
+    rights = [emit.load_words(3, step, right_place, emit.operand(3)) for right_place in columns]
     new = []
     for number, row_totals in enumerate(totals):
-        value = emit.load(emit.pointer(0, emit.plus(row, number), builder.add(first_step, step)))
-        first = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), value, ir.Constant(_SHORT, 0))
-        repeated = emit.shuffled(first, first, [0] * LANES)
-        pairs = zip(rights, row_totals, strict=True)
-        new.append([builder.call(multiply_add, [repeated, right, total]) for right, total in pairs])
+        word = emit.load_words(0, emit.plus(row, number), builder.add(first_step, step), _SHORT)
+        new.append(emit.add_products(word, rights, row_totals))
     following = emit.plus(step, 1)
     step.add_incoming(ir.Constant(INT, 0), begin)
     step.add_incoming(following, loop)
@@ -201,43 +239,20 @@ def _emit_widened(context, builder, signature, arguments):
 
 
 @intrinsic
-def _turn_block(typing, memory, places, begin, d, columns, column):
-    """columns[d + j, column + i] = memory[places[begin + i], d + j] of LANES i, and TURNED_BYTES of j.
+def turn_block(typing, memory, places, begin, d, columns, word, column):
+    """columns[word + j, column + i] = the word of memory[places[begin + i], d:] of LANES i, and of LANES words j.
 
-    A block is LANES x LANES words of 32 bits: in bfloat16 these are pairs, which are widened afterwards.
+    `columns` is two-dimensional, and `column` counts words.
     """
-    return types.void(memory, places, begin, d, columns, column), _emit_turned
+    return types.void(memory, places, begin, d, columns, word, column), _emit_turned
 
 
 def _emit_turned(context, builder, signature, arguments):
     emit = Emitter(context, builder, signature, arguments)
-    _, _, first_place, d, _, column = emit.values
-    block = _turned(emit, first_place, d)
-    if not emit.is_float(0):
-        words = ir.VectorType(_SHORT, LANES)
-        shift, mask = (ir.Constant(words, [number] * LANES) for number in (16, 0xFFFF0000))
-        block = [wide for pair in block for wide in (builder.shl(pair, shift), builder.and_(pair, mask))]
-    first = emit.pointer(4, builder.add(builder.mul(d, ir.Constant(INT, TILE_COLUMNS)), column))
-    for j, vector in enumerate(block):
-        emit.store(builder.bitcast(vector, VECTOR), builder.gep(first, [ir.Constant(INT, j * TILE_COLUMNS)]))
-    return context.get_dummy_value()
-
-
-@intrinsic
-def turn_pairs(typing, memory, places, begin, d, turned, place):
-    """turned[place + 32 * j + 2 * i :][:2] = memory[places[begin + i], d + 2 * j :][:2] of LANES i and of LANES j.
-
-    Both are bfloat16.
-    """
-    return types.void(memory, places, begin, d, turned, place), _emit_turned_pairs
-
-
-def _emit_turned_pairs(context, builder, signature, arguments):
-    emit = Emitter(context, builder, signature, arguments)
-    _, _, first_place, d, _, place = emit.values
-    for j, pairs in enumerate(_turned(emit, first_place, d)):
-        target = emit.pointer(4, emit.plus(place, j * 2 * LANES))
-        builder.store(pairs, builder.bitcast(target, pairs.type.as_pointer()), align=2)
+    _, _, first_place, d, _, word, column = emit.values
+    for j, vector in enumerate(_turned(emit, first_place, d)):
+        row = builder.bitcast(emit.pointer(4, emit.plus(word, j), ir.Constant(INT, 0)), _SHORT.as_pointer())
+        builder.store(vector, builder.bitcast(builder.gep(row, [column]), WORDS.as_pointer()), align=2)
     return context.get_dummy_value()
 
 

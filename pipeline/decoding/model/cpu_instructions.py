@@ -3,7 +3,7 @@
 from llvmlite import ir
 from numba import types
 
-from laserbatch.pipeline.decoding.attention.amx import ROWS, STEP, emit_call, literal_intrinsic
+from laserbatch.pipeline.decoding.attention.amx import ROWS, STEP, literal_intrinsic
 from laserbatch.pipeline.decoding.attention.tile_product import INT, LANES, VECTOR, Emitter
 from laserbatch.retrieval_pools.compiled import emit_fetch, intrinsic
 
@@ -54,19 +54,6 @@ def _emit_stored(context, builder, signature, arguments):
     return context.get_dummy_value()
 
 
-class _Bfloat16(ir.Type):
-    """LLVM's bfloat, which llvmlite does not know."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Bfloat16)
-
-    def __hash__(self) -> int:
-        return hash(_Bfloat16)
-
-
 @literal_intrinsic
 def multiply_rows(typing, num_rows, num_fetched, inputs, row, last_row, weights, weight, fetched, sums):
     """Set `sums` (2, ROWS, LANES) to a strip's results of `num_rows` tokens; behind the last row it is repeated.
@@ -83,7 +70,6 @@ def _emit_rows(context, builder, signature, arguments):
     _, _, _, row, last_row, _, weight, fetched, _ = emit.values
     num_rows, num_fetched = (kind.literal_value for kind in signature.args[:2])
     is_float, word = emit.is_float(2), ir.IntType(32)
-    operand = VECTOR if is_float else ir.VectorType(_Bfloat16(), 2 * LANES)
     line = LANES if is_float else 2 * LANES  # values
     num_words = builder.extract_value(emit.values[2].shape, 1)
     if not is_float:
@@ -99,22 +85,13 @@ def _emit_rows(context, builder, signature, arguments):
     step = builder.phi(INT)
     sums = [[builder.phi(VECTOR) for _ in range(2)] for _ in range(num_rows)]
     here = builder.add(weight, builder.mul(step, ir.Constant(INT, 2 * line)))
-    rights = [emit.load(emit.pointer(5, emit.plus(here, half * line)), operand) for half in range(2)]
+    rights = [emit.load(emit.pointer(5, emit.plus(here, half * line)), emit.operand(5)) for half in range(2)]
     ahead = builder.add(fetched, builder.mul(step, ir.Constant(INT, num_fetched * line)))
     for number in range(num_fetched):
         emit_fetch(builder, emit.pointer(5, emit.plus(ahead, number * line)))
     new = []
     for start, row_sums in zip(rows, sums, strict=True):
-        undefined = ir.Constant(ir.VectorType(word, LANES), ir.Undefined)
-        first = builder.insert_element(undefined, emit.load(builder.gep(start, [step])), ir.Constant(word, 0))
-        left = builder.bitcast(emit.shuffled(first, first, [0] * LANES), operand)
-        pairs = zip(rights, row_sums, strict=True)
-        if is_float:
-            name = f"llvm.fmuladd.v{LANES}f32"
-            new.append([emit_call(emit, name, left, right, total, result=VECTOR) for right, total in pairs])
-        else:
-            name = "llvm.x86.avx512bf16.dpbf16ps.512"
-            new.append([emit_call(emit, name, total, left, right, result=VECTOR) for right, total in pairs])
+        new.append(emit.add_products(emit.load(builder.gep(start, [step])), rights, row_sums))
     following = emit.plus(step, 1)
     step.add_incoming(ir.Constant(INT, 0), begin)
     step.add_incoming(following, loop)
