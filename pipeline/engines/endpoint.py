@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from laserbatch.pipeline.decoding.model.folder import folder_rules, load_tokenizer
-from laserbatch.pipeline.decoding.model.served import served_end_ids, served_identity, with_rows
+from laserbatch.pipeline.decoding.model.served import num_rows, served_end_ids, served_identity, with_rows
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.engines.answers import Answers
@@ -31,7 +31,6 @@ from laserbatch.retrieval_pools.step_cost import StepCost
 PATHS = {"completions": "/completions", "chat": "/chat/completions"}
 VLLM, SGLANG = "vllm", "sglang"  # as `/v1/models` says who owns a model; both take stop tokens, and return tokens
 JSON_GRAMMAR = "start: %json "  # how `knowledge.forms` begins a grammar that is a JSON schema
-MAX_TOKEN_ID = 2**31  # ids are int32
 TICK_S, SAVE_EVERY_S = 1.0, 1.0  # between signs of life of a worker that waits; between saves of what was spent
 _T = TypeVar("_T")
 
@@ -57,6 +56,7 @@ class EndpointEngine:
         named = served_end_ids(model_dir, self.tokenizer)
         self._answers = Answers(self.tokenizer, named)
         self._end_ids = with_rows(model_dir, (*named, *self._answers.role_ids))
+        self._num_ids = max(len(self.tokenizer), num_rows(model_dir) or 0)
         self._run_dir, self._spending, self._saved_s = run_dir, Spending.of(run_dir), 0.0
         self._loop = asyncio.new_event_loop()
         self._client = EndpointClient(self._settings, self._spending)
@@ -262,8 +262,11 @@ class EndpointEngine:
         """The tokens of a choice, without its end token, and that: the server's, or those that its text has."""
         token_ids = choice.get("token_ids")
         if isinstance(token_ids, list) and all(type(i) is int and i >= 0 for i in token_ids):
-            if (highest := max(token_ids, default=0)) >= MAX_TOKEN_ID:
-                raise RowError(f"malformed-answer: token id {highest} is none of any tokenizer")
+            if (highest := max(token_ids, default=0)) >= self._num_ids:
+                raise RowError(
+                    f"malformed-answer: token id {highest}, and the model's folder has {self._num_ids} tokens; the "
+                    "server has another model than that folder"
+                )
             end_id = token_ids[-1] if token_ids and token_ids[-1] in self._end_ids else None
             return token_ids if end_id is None else token_ids[:-1], end_id
         # Marks that are tokens, such as those of thoughts, are what the model wrote, so they become tokens again.

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from laserbatch.pipeline.engines.endpoint_client import EndpointClient, NoSuchPath
+from laserbatch.pipeline.engines.endpoint_client import EndpointClient, NoSuchPath, require_utf8
 from laserbatch.pipeline.errors import RowError, RunFailed
 from laserbatch.pipeline.storage.atomic import read_json, write_json
 
@@ -82,7 +82,7 @@ class EndpointBatches:
         for name in ("output_file_id", "error_file_id"):
             if isinstance(batch.get(name), str):
                 text = await self._client.text(f"/files/{batch[name]}/content")
-                answers |= dict(_answer(line) for line in text.splitlines() if line.strip())
+                answers |= dict(_answer(line) for line in text.split("\n") if line.strip())
         return answers
 
     async def _sent_before(self, digest: str) -> str | None:
@@ -139,6 +139,10 @@ def _answer(line: str) -> tuple[str, dict[str, Any] | RowError]:
         status, body = response.get("status_code"), response.get("body")
     except (ValueError, KeyError, AttributeError, TypeError):
         return "", RowError("malformed-answer: a line of the batch is no JSON object with a custom_id")
+    try:
+        require_utf8(line)
+    except RowError as error:
+        return str(request_id), error
     if status == 200 and isinstance(body, dict):
         return str(request_id), body
     message = error.get("message") or (body.get("error") or {} if isinstance(body, dict) else {}).get("message")

@@ -27,6 +27,7 @@ FIRST_DELAY_S, MAX_DELAY_S = 0.5, 60.0  # before a request is sent again; double
 LIST_TIMEOUT_S = 30.0  # for the list of models, with which no time is spent
 MAX_SAID = 300  # characters of a server's message
 TOO_MANY, TIMED_OUT, CONFLICT, ERROR = 429, 408, 409, 500  # status codes after which a request is sent again
+STRAY = "surrogateescape"  # how bytes that are no UTF-8 are kept until they are looked for
 FIRST_REFUSAL = 400  # of the status codes; those below are redirects
 
 
@@ -119,11 +120,17 @@ class EndpointClient:
                 sending = self._client.get if method == "GET" else self._client.post
                 content |= {} if body is None else {"body": body}
                 plain = {"follow_redirects": False}  # else prompts may go to a server that nobody has named
-                answer = await sending(path, cast_to=str, options=self._options | plain | options, **content)
-                self._last_answer_s = time.monotonic()
-                return self._without_key(answer)  # whatever is made of it may be written down
+                received = await sending(path, cast_to=bytes, options=self._options | plain | options, **content)
+                answer = self._without_key(received.decode("utf-8", STRAY))  # what is made of it may be written down
+                status, error_body = _failure_in(answer) if method == "POST" else (0, None)
+                if status == 0:
+                    self._last_answer_s = time.monotonic()
+                    return answer
+                message, retry_after_s = self._message_of(error_body), None
+                self._raise_if_final(status, message)
+                reason = f"HTTP 200 with the error {status}: {message}"
             except openai.APIStatusError as error:
-                status, message = error.status_code, self._message_of(error)
+                status, message = error.status_code, self._message_of(error.body)
                 retry_after_s = _retry_after(error.response.headers.get("retry-after"))
                 self._raise_if_final(status, message)
                 reason = f"HTTP {status}: {message}"
@@ -198,6 +205,7 @@ class EndpointClient:
 
     def _object(self, answer: str) -> dict[str, Any]:
         try:
+            require_utf8(answer)
             content = json.loads(answer)
         except (ValueError, RecursionError):
             content = None
@@ -205,15 +213,36 @@ class EndpointClient:
             raise RowError(f"malformed-answer: no JSON object: {answer[:80]!r}")
         return content
 
-    def _message_of(self, error: openai.APIStatusError) -> str:
+    def _message_of(self, body: Any) -> str:
         """The server's message, without the key, which some servers repeat."""
-        body: Any = error.body
         body = body.get("error", body) if isinstance(body, dict) else body
         body = body.get("message", body) if isinstance(body, dict) else body
         return " ".join(self._without_key(str(body or "")).split())[:MAX_SAID] or "no message"
 
     def _without_key(self, text: str) -> str:
         return text.replace(self._key, "[key]") if self._key else text
+
+
+def require_utf8(answer: str) -> None:
+    """Raise RowError if an answer was no UTF-8: a text would have other characters than were sent."""
+    try:
+        answer.encode()
+    except UnicodeEncodeError as error:
+        raise RowError(f"malformed-answer: not in UTF-8 from character {error.start} on") from None
+
+
+def _failure_in(answer: str) -> tuple[int, Any]:
+    """The status of an error that gateways send as HTTP 200, and the error itself; 0 where the answer is none."""
+    try:
+        content = json.loads(answer) if '"error"' in answer else None
+    except (ValueError, RecursionError):
+        return 0, None
+    error = content.get("error") if isinstance(content, dict) and not content.get("choices") else None
+    if not error:
+        return 0, None
+    code = str(error.get("code")) if isinstance(error, dict) else ""
+    is_status = code.isascii() and code.isdigit() and FIRST_REFUSAL <= int(code) < 600
+    return int(code) if is_status else FIRST_REFUSAL, error
 
 
 class NoSuchPath(Exception):

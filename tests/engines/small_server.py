@@ -154,7 +154,8 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
     def _send(self, status: int, body: Any, headers: dict[str, str] | None = None, is_cut: bool = False) -> None:
-        data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+        text = body if isinstance(body, (str, bytes)) else json.dumps(body)
+        data = text.encode() if isinstance(text, str) else text
         try:
             self.send_response(status)
             for name, value in {"content-type": "application/json", **(headers or {})}.items():

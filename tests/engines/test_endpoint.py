@@ -150,8 +150,16 @@ WRONG = {
     ),
     "nested too deep": (Fault(body='{"a":' * 100_000 + "1" + "}" * 100_000), "malformed-answer: no JSON object"),
     "tokens of no tokenizer": (
-        Fault(body={"choices": [CHOICE | {"token_ids": [2**31]}]}),
-        "malformed-answer: token id 2147483648",
+        Fault(body={"choices": [CHOICE | {"token_ids": [2**20]}]}),
+        r"malformed-answer: token id 1048576, and the model's folder has \d+ tokens; the server has another model",
+    ),
+    "bytes that are no UTF-8": (
+        Fault(body=b'{"choices": [{"finish_reason": "stop", "text": "caf\xe9"}]}'),
+        "malformed-answer: not in UTF-8 from character 51 on",
+    ),
+    "an error as HTTP 200": (
+        Fault(body={"error": {"message": "no\nquota", "code": "quota"}}),
+        "refused: HTTP 400: no quota",
     ),
     "a stream": (Fault(body='data: {"choices": []}\n\n'), "malformed-answer: no JSON object"),
     "no content": (Fault(body=""), "malformed-answer: no JSON object"),
@@ -240,6 +248,7 @@ PASSING = {
     "a storm of 429": Fault(429, {"error": {"message": "slow down"}}, {"retry-after": "0"}),
     "500": Fault(500, "oops"),
     "503 without a body": Fault(503, ""),
+    "503 as HTTP 200": Fault(200, {"error": {"message": "upstream is down", "code": 503}}),
     "a cut connection": Fault(200, {"choices": [CHOICE]}, is_cut=True),
     "a slow answer": Fault(200, {"choices": [CHOICE]}, delay_s=2.0),
 }

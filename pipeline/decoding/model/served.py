@@ -32,8 +32,13 @@ def served_end_ids(folder: Path, tokenizer: "PreTrainedTokenizerBase") -> tuple[
 
 def with_rows(folder: Path, token_ids: Iterable[int]) -> list[int]:
     """The tokens, ascending, for which the model has rows by its config.json: no server takes others."""
-    num_rows = _config(folder).get("vocab_size")
-    return sorted(i for i in set(token_ids) if num_rows is None or i < num_rows)
+    most = num_rows(folder)
+    return sorted(i for i in set(token_ids) if most is None or i < most)
+
+
+def num_rows(folder: Path) -> int | None:
+    """Tokens for which the model has rows by its config.json; None where that does not say it."""
+    return _config(folder).get("vocab_size")
 
 
 def _config(folder: Path) -> dict:
