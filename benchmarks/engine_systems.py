@@ -185,12 +185,17 @@ def adaptive_budget(step_cost: StepCost, batch: int, pools: dict[str, GroupedPoo
     return side_budget(decoding, pool, step_cost, 0.0).budget
 
 
-def as_a_night(engines: Engines, batch: int, pools: dict[str, GroupedPool], system: str) -> EngineSystem:
-    """One of SPECULATIONS under what a night chooses; under greedy verification each step is given what pays of it."""
+def as_a_night(
+    engines: Engines, batch: int, pools: dict[str, GroupedPool], system: str, num_context_tokens: float
+) -> EngineSystem:
+    """One of SPECULATIONS under what a night chooses for texts that are so long with their prompts.
+
+    Under greedy verification each step is given what pays of it.
+    """
     speculation = SPECULATIONS[system]
     grouped = pools.get(speculation.pool_name)
     pool, sources = drafted_from(grouped)
-    step_cost = engines.step_cost(batch, pool)
+    step_cost = engines.step_cost(batch, pool).at_context(num_context_tokens)
     decoding = DecodingSettings(batch_size=batch, drafters=sources, verifier=speculation.verifier)
     budget = by_step(decoding, side_budget(decoding, pool, step_cost, 0.0)).budget
     logger.info("batch %d, %s: %s", batch, system, budget)

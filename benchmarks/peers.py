@@ -143,9 +143,12 @@ def serve_ours(
     return Served(model, speculative_config(model, MAX_DRAFT_TOKENS), environment)
 
 
-def of_our_engine(engines: Engines, batch: int, pools: dict[str, GroupedPool]) -> dict[str, EngineSystem]:
-    """Plain decoding, and drafts under the budgets that a night would choose."""
-    drafted = {name: as_a_night(engines, batch, pools, speculation) for name, speculation in SPECULATIONS.items()}
+def of_our_engine(
+    engines: Engines, batch: int, pools: dict[str, GroupedPool], task: Task, max_new_tokens: int
+) -> dict[str, EngineSystem]:
+    """Plain decoding, and drafts under the budgets that a night would choose for texts of a task."""
+    num_context_tokens = float(np.mean([len(prompt) for prompt in task.held_out])) + max_new_tokens / 2
+    drafted = {name: as_a_night(engines, batch, pools, way, num_context_tokens) for name, way in SPECULATIONS.items()}
     return {PLAIN: EngineSystem.plain(engines.of_batch(batch))} | drafted
 
 
@@ -232,7 +235,7 @@ def main() -> None:
             for server in (*peers.values(), ours):  # they start while texts are written, not while anything is measured
                 server.ready()
             for batch in BATCHES:
-                systems = peers | {VLLM_OURS: ours} | of_our_engine(engines, batch, pools)
+                systems = peers | {VLLM_OURS: ours} | of_our_engine(engines, batch, pools, task, scale.most_tokens)
                 rows += measure(systems, task, batch, scale)
                 speeds = [f"{row['system']} {row['tokens_per_s']:.0f}" for row in rows[-len(systems) :]]
                 logger.info("%s, batch %d, tokens a second: %s", task.name, batch, ", ".join(speeds))

@@ -44,13 +44,15 @@ class Scale:
 
 
 FULL = Scale(TaskSize(24, 120, 0, 24), (1, 4, 16), num_rounds=5)
-QUICK = Scale(TaskSize(16, 24, 0, 4), (1, 16), num_rounds=1, max_new_tokens=80)
+QUICK = Scale(TaskSize(16, 24, 0, 16), (1, 16), num_rounds=1, max_new_tokens=80)
 SMOKE = Scale(TaskSize(3, 6, 0, 2), (1, 2), num_rounds=1, max_new_tokens=8)
 
 
-def systems_at(engines: dict[str, Engines], pools: dict[str, GroupedPool], batch: int) -> dict[str, EngineSystem]:
+def systems_at(
+    engines: dict[str, Engines], pools: dict[str, GroupedPool], batch: int, task: Task, max_new_tokens: int
+) -> dict[str, EngineSystem]:
     """Our engine without drafts in both types, and with drafts in bfloat16."""
-    ours = of_our_engine(engines[BFLOAT16], batch, pools)
+    ours = of_our_engine(engines[BFLOAT16], batch, pools, task, max_new_tokens)
     return {BFLOAT16: ours.pop(PLAIN), FLOAT32: EngineSystem.plain(engines[FLOAT32].of_batch(batch))} | ours
 
 
@@ -127,7 +129,8 @@ def main() -> None:
             for peer in peers.values():  # they start while texts are written, not while anything is measured
                 peer.ready()
             for batch in sorted(scale.batches, reverse=True):
-                rows += measure(peers | systems_at(engines, pools, batch), task, batch, scale, plain)
+                systems = peers | systems_at(engines, pools, batch, task, scale.max_new_tokens)
+                rows += measure(systems, task, batch, scale, plain)
     for peer in peers.values():
         peer.close()
     table = [

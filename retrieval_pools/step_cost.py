@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field, model_validator
 from laserbatch.retrieval_pools.errors import PoolError
 
 ROUNDING = 1e-6  # of a mean number of tokens, which must not lift a step to the next size
+MIN_SHARE = 0.1  # of a step's duration, that stays whatever a shorter context saves
 
 
 class StepPoint(BaseModel, frozen=True, extra="forbid"):
@@ -43,6 +44,15 @@ class StepCost(BaseModel, frozen=True, extra="forbid"):
         description="Ascending numbers of tokens to which the engine pads a step; a larger step is not padded.",
     )
     draft: DraftCost = Field(default=DraftCost(), description="Of drafting; nothing where it was not measured.")
+    context_tokens: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="Tokens of each text and its prompt before a measured step."
+    )
+    seconds_per_context_token: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Added to a step by each further one of a text.",
+    )
     measured_on: datetime.date | None = Field(default=None, description="The day of the measurement.")
 
     @model_validator(mode="after")
@@ -63,17 +73,29 @@ class StepCost(BaseModel, frozen=True, extra="forbid"):
         """Duration of steps of so many packed tokens; raises PoolError where the batch size was not measured."""
         return self._on_curve(batch_size, self._padded(np.asarray(num_tokens, float)))
 
-    def seconds_between(self, batch_size: int, num_drafted: np.ndarray) -> np.ndarray:
+    def at_context(self, num_tokens: float) -> "StepCost":
+        """The cost of steps of texts that have so many tokens with their prompts."""
+        steps = [
+            step.model_copy(update={"seconds": float(self._moved(np.array(step.seconds), step.batch_size, num_tokens))})
+            for step in self.steps
+        ]
+        return StepCost(**dict(self) | {"steps": tuple(steps), "context_tokens": num_tokens})
+
+    def seconds_between(
+        self, batch_size: int, num_drafted: np.ndarray, num_context_tokens: float | None = None
+    ) -> np.ndarray:
         """Duration of steps with so many draft tokens in all, interpolated between the measured batch sizes.
 
-        A batch beyond the measured ones costs what the nearest one costs with as many draft tokens a sequence.
+        A batch beyond the measured ones costs what the nearest one costs with as many draft tokens a sequence. Texts
+        have `num_context_tokens` each, by default as many as when steps were measured.
         """
         sizes = self.batch_sizes
         above = int(np.searchsorted(sizes, batch_size))
         low, high = (sizes[place] for place in np.clip([above - 1, above], 0, len(sizes) - 1))
         share = 0.0 if low == high else (batch_size - low) / (high - low)
         low_s, high_s = (self.seconds(size, size * (1 + num_drafted / batch_size)) for size in (low, high))
-        return (1 - share) * low_s + share * high_s
+        seconds = (1 - share) * low_s + share * high_s
+        return seconds if num_context_tokens is None else self._moved(seconds, batch_size, num_context_tokens)
 
     def text_seconds(self, batch_size: int, num_steps: float, num_drafted: float, num_prompt_tokens: float) -> float:
         """Seconds of a full batch that a text takes its share of, by counts that no load changes.
@@ -95,6 +117,11 @@ class StepCost(BaseModel, frozen=True, extra="forbid"):
     def plain_seconds(self, batch_size: int) -> float:
         """Duration of a step of a full batch without drafts."""
         return float(self.seconds(batch_size, np.array([batch_size]))[0])
+
+    def _moved(self, seconds: np.ndarray, batch_size: int, num_context_tokens: float) -> np.ndarray:
+        """The duration of steps of texts of another length than the measured ones had."""
+        added_s = self.seconds_per_context_token * batch_size * (num_context_tokens - self.context_tokens)
+        return np.maximum(seconds + added_s, MIN_SHARE * seconds)
 
     def _padded(self, num_tokens: np.ndarray) -> np.ndarray:
         """The sizes to which steps are padded."""

@@ -149,8 +149,10 @@ def write_entity(night: Night, side: Side) -> TriedEntity:
 
         pool = None if version is None else night.pools.open(version, side)
         has_previous = float(row.previous_ids is not None)
-        budget = by_step(decoding, side_budget(decoding, pool, budget_step_cost(decoding, measure), has_previous))
         prompt, tokenizer = worker.rendered(side, row), worker.engine.tokenizer
+        step_cost = budget_step_cost(decoding, measure)
+        step_cost = step_cost and step_cost.at_context(len(prompt.token_ids))
+        budget = by_step(decoding, side_budget(decoding, pool, step_cost, has_previous))
         record = worker.run(shard, budget.budget)
         written = read_parquet(folder.root / record.file).to_pylist()
         folder.merge_quarantine(side, [record], [], night.tables.entities(side)[f"{side}_id"].type)

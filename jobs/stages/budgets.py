@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from laserbatch.jobs.console import say
-from laserbatch.jobs.stages.night import Night, previous_run
+from laserbatch.jobs.stages.night import Night, means, previous_run
 from laserbatch.pipeline.budget.choice import ChosenBudget, budget_step_cost, by_step, side_budget
 from laserbatch.pipeline.budget.step_cost import read_step_cost
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
@@ -14,6 +14,7 @@ from laserbatch.pipeline.planning.plan import Shard, read_shard
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.figures import BudgetFigures
+from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.step_cost import StepCost
@@ -52,7 +53,8 @@ def night_budgets(night: Night, shards: Iterable[Shard], measure: Callable[[], S
         for side in SIDES:
             pool = None if version is None else night.pools.open(version, side)
             share_changed = _share_changed(night, [shard for shard in shards if shard.side == side])
-            chosen[side] = by_step(decoding, side_budget(decoding, pool, step_cost, share_changed))
+            cost = step_cost and at_usual_context(step_cost, night.previous, side)
+            chosen[side] = by_step(decoding, side_budget(decoding, pool, cost, share_changed))
         night.manifest.generation.budgets = {
             side: BudgetFigures(**asdict(budget.budget), forecast=budget.forecast) for side, budget in chosen.items()
         }
@@ -60,6 +62,12 @@ def night_budgets(night: Night, shards: Iterable[Shard], measure: Callable[[], S
         for side, budget in chosen.items():
             say(f"{side}s: {describe_budget(budget)}")
     return {side: budget_of(figures) for side, figures in night.manifest.generation.budgets.items()}
+
+
+def at_usual_context(step_cost: StepCost, run: RunFolder | None, side: Side) -> StepCost:
+    """The cost of steps of texts as long as those of a run's side, prompts included; as measured where it has none."""
+    prompt, text = means(run, side, ("num_prompt_tokens", "num_tokens")) if run is not None else (None, None)
+    return step_cost if prompt is None or text is None else step_cost.at_context(prompt + text / 2)
 
 
 def known_step_cost(workspace: Workspace, decoding: DecodingSettings) -> StepCost | None:

@@ -5,8 +5,7 @@ from contextlib import contextmanager
 
 from laserbatch.jobs.console import say
 from laserbatch.jobs.events import emit
-from laserbatch.jobs.stages.night import Night
-from laserbatch.jobs.stages.variants import means
+from laserbatch.jobs.stages.night import Night, means
 from laserbatch.pipeline.engines.spending import Spending
 from laserbatch.pipeline.sides import Side
 

@@ -2,13 +2,15 @@
 
 import copy
 import datetime
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import ValidationError
 
 from laserbatch.jobs.console import say
@@ -349,3 +351,9 @@ def pools_in_use(workspace: Workspace) -> set[str]:
         if (manifest := unless_damaged(run.load_manifest)) is not None:  # else nobody can go on with it
             used.add(manifest.generation.pools.version)
     return used - {None}
+
+
+def means(run: RunFolder, side: Side, columns: Sequence[str]) -> list[float | None]:
+    """Means over the texts of a side; None if it has none."""
+    batches = list(run.iter_knowledge(side, list(columns)))
+    return [pc.mean(pa.chunked_array([batch[name] for batch in batches], pa.int32())).as_py() for name in columns]

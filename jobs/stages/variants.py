@@ -8,9 +8,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from laserbatch.ctr.feature_set import read_feature_set
 from laserbatch.ctr.log import EntityTables
 from laserbatch.ctr.settings import AdaptorName, CtrOptions, CtrSettings
@@ -18,12 +15,12 @@ from laserbatch.jobs.console import progress
 from laserbatch.jobs.formatting import ratio
 from laserbatch.jobs.gates import gate_sentence
 from laserbatch.jobs.settings import Settings
-from laserbatch.jobs.stages.budgets import known_step_cost
-from laserbatch.jobs.stages.night import Night, open_run
+from laserbatch.jobs.stages.budgets import at_usual_context, known_step_cost
+from laserbatch.jobs.stages.night import Night, means, open_run
 from laserbatch.pipeline.budget.choice import known_batch_size
 from laserbatch.pipeline.encoding.versions import feature_versions
 from laserbatch.pipeline.errors import WorkspaceError
-from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.experiments import experiment_folders
 from laserbatch.pipeline.storage.manifest import RunManifest, settings_hash
@@ -231,14 +228,9 @@ def cost_of_a_million(night: Night, step_cost: StepCost | None = None) -> float 
             if steps is None or drafted is None or prompt is None:
                 return None
             batch_size = known_batch_size(step_cost, night.settings.decoding.batch_size)
-            each = step_cost.text_seconds(batch_size, steps, drafted, prompt) / workers.num_workers
+            text_s = at_usual_context(step_cost, night.run, side).text_seconds(batch_size, steps, drafted, prompt)
+            each = text_s / workers.num_workers
         if each is None:
             return None
         total, num_entities = total + each * figures.num_entities, num_entities + figures.num_entities
     return MILLION * total / num_entities if num_entities else None
-
-
-def means(run: RunFolder, side: Side, columns: Sequence[str]) -> list[float | None]:
-    """Means over the texts of a side; None if it has none."""
-    batches = list(run.iter_knowledge(side, list(columns)))
-    return [pc.mean(pa.chunked_array([batch[name] for batch in batches], pa.int32())).as_py() for name in columns]

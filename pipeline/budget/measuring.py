@@ -3,7 +3,8 @@
 Steps are real ones (draft, forward, verify, commit) of texts that say nothing. Every second token of their drafts is
 accepted, whatever the model says: an accepted node costs more than a rejected one, since on a CPU only of what follows
 accepted ones logits are computed. Trees that were mostly rejected would make large ones seem cheap. Drafting is timed
-apart. No further batch size begins after MAX_SECONDS; each takes two rounds at least, however long they are.
+apart, and so is what a longer context adds to a step. No further batch size begins after MAX_SECONDS; each takes two
+rounds at least, however long they are.
 
 The same model on the same machine is measured once in a while, so that the budget that is chosen by it is the same the
 next time, and so are relaxed texts. With another pool only drafting is timed again. What else the machine does must not
@@ -21,6 +22,7 @@ import numpy as np
 
 from laserbatch.pipeline.decoding.drafters import Drafter, RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.scheduler import Concurrency
 from laserbatch.pipeline.decoding.sequence import DecodingSequence, GenerationFailure, GenerationRequest
 from laserbatch.pipeline.decoding.settings import Budget
@@ -31,9 +33,10 @@ from laserbatch.retrieval_pools.calibration.calibrate import spread_positions
 from laserbatch.retrieval_pools.index.calibration_record import MIN_ACCEPTANCES, SIZE_KNOTS
 from laserbatch.retrieval_pools.index.texts import SEPARATOR
 from laserbatch.retrieval_pools.sources import SOURCE_POOL, SOURCE_TARGET
-from laserbatch.retrieval_pools.step_cost import DraftCost, StepCost, StepPoint
+from laserbatch.retrieval_pools.step_cost import MIN_SHARE, DraftCost, StepCost, StepPoint
 
-PROMPT_TOKENS = 320
+PROMPT_TOKENS, LONG_PROMPT_TOKENS = 64, 320  # of timed steps, and of those that tell what context costs
+NUM_CONTEXT_STEPS = 16  # behind prompts of each of these lengths
 NEW_TOKENS = 256  # then a text starts again; drafts deeper than what is left of it are cut, and not timed
 MIN_ROUNDS, MAX_ROUNDS = 2, 15  # each two steps of every size, of which the second is timed
 MAX_SLOWDOWN = 6  # a size is left out if its step takes so many plain ones: no draft of it would be worth that
@@ -71,12 +74,13 @@ def measure_step_cost(
     draft = _time_drafts(engine, pool, sources) if sources else DraftCost()
     if known_steps is not None:
         return known_steps.model_copy(update={"draft": draft})
+    context_s = _context_seconds(engine, max(batch_sizes))
     points: dict[tuple[int, int], StepPoint] = {}
     began_s = time.perf_counter()
     for max_sequences in batch_sizes:
         if points and time.perf_counter() - began_s > MAX_SECONDS:
             break
-        batch_size, seconds = _time_steps(engine, max_sequences)
+        batch_size, seconds = _time_steps(engine, max_sequences, context_s)
         for num_drafted, duration in seconds.items():
             num_tokens = batch_size + num_drafted
             num_tokens = next((size for size in engine.token_buckets if size >= num_tokens), num_tokens)
@@ -87,13 +91,56 @@ def measure_step_cost(
         steps=tuple(points.values()),
         padded_to=engine.token_buckets,
         draft=draft,
+        context_tokens=_prompt_tokens(engine, PROMPT_TOKENS),
+        seconds_per_context_token=context_s,
         measured_on=datetime.date.today(),
     )
 
 
-def _time_steps(engine: Engine, batch_size: int) -> tuple[int, dict[int, float]]:
-    """The batch size that was reached, and seconds of its steps by their draft tokens."""
-    steps = _TimedSteps(engine, batch_size)
+def _prompt_tokens(engine: Engine, num_tokens: int) -> int:
+    return min(num_tokens, engine.max_context // 2)
+
+
+def _context_seconds(engine: Engine, num_texts: int) -> float:
+    """Seconds that each token of context adds to a step, of each text: by plain steps behind short and long prompts.
+
+    No prompt is computed: what the cache holds of them is anything, which takes as long to read.
+    """
+    lengths = [_prompt_tokens(engine, number) for number in (PROMPT_TOKENS, LONG_PROMPT_TOKENS)]
+    seconds = []  # of a text's share of a step
+    for length in sorted(set(lengths)):
+        prompts = [random_tokens(engine, length, seed) for seed in range(num_texts)]
+        prompts = prompts[: sum(_is_held(engine.cache, prompt) for prompt in prompts)]
+        if not prompts:
+            return 0.0
+        steps = _TimedSteps(engine, len(prompts), prompts)
+        try:
+            steps.start()
+            taken = (steps.take(_ROUND[0]) for _ in range(NUM_CONTEXT_STEPS))
+            seconds += [min(whole) / steps.batch_size] if (whole := list(filter(None, taken))) else []
+        finally:
+            steps.stream.scheduler.close()
+            engine.reset_prefix_cache()
+    return max(0.0, seconds[1] - seconds[0]) / (lengths[1] - lengths[0]) if len(seconds) == 2 else 0.0
+
+
+def _is_held(cache: KVCache, prompt: np.ndarray) -> bool:
+    """Have the cache take a prompt for computed; whether it has room for it and for a text."""
+    lease = cache.acquire(prompt, 2 * len(prompt))
+    if lease is None:
+        return False
+    is_held = cache.make_room(2 * len(prompt))
+    if is_held:
+        row, count = np.array([lease.row]), np.array([len(prompt) - lease.num_shared])
+        cache.commit(row, count, cache.reserve(row, count))
+        cache.remember_prefix(lease.row, prompt)
+    cache.release(lease.row)
+    return is_held
+
+
+def _time_steps(engine: Engine, batch_size: int, context_s: float) -> tuple[int, dict[int, float]]:
+    """The batch size that was reached, and seconds of its steps by their draft tokens, as behind the prompts alone."""
+    steps = _TimedSteps(engine, batch_size, [random_tokens(engine, _prompt_tokens(engine, PROMPT_TOKENS))], context_s)
     try:
         steps.take_rounds()
     finally:
@@ -133,12 +180,12 @@ _ROUND = (*map(_Drafts, SIZE_KNOTS), _Drafts(1, is_alone=True))
 class _TimedSteps(Drafter):
     """Requests, drafter and verifier of a measurement in one, and the seconds of its steps."""
 
-    def __init__(self, engine: Engine, batch_size: int) -> None:
+    def __init__(self, engine: Engine, batch_size: int, prompts: Sequence[np.ndarray], context_s: float = 0.0) -> None:
         self.batch_size = batch_size
         self.seconds: dict[_Drafts, list[float]] = {drafts: [] for drafts in _ROUND}
         self._engine, self._clock = engine, clock_of(engine)
-        self._prompt = random_tokens(engine, min(PROMPT_TOKENS, engine.max_context // 2))
-        deepest = max(1, min(NEW_TOKENS, engine.max_context - len(self._prompt)) // 4)
+        self._prompts, self._context_s = prompts, context_s
+        deepest = max(1, min(NEW_TOKENS, engine.max_context - len(prompts[0])) // 4)
         self._trees = {size: _tree(engine, size, deepest) for size in SIZE_KNOTS}
         self._rule = verifier_from(engine.settings)
         self._drafts, self._has_drafted = _ROUND[0], False
@@ -148,7 +195,8 @@ class _TimedSteps(Drafter):
 
     def _requests(self) -> Iterator[GenerationRequest]:
         for number in itertools.count():
-            yield GenerationRequest(str(number), self._prompt, max_new_tokens=NEW_TOKENS)
+            prompt = self._prompts[number % len(self._prompts)]
+            yield GenerationRequest(str(number), prompt, max_new_tokens=NEW_TOKENS)
 
     def draft(self, sequence: DecodingSequence) -> TokenTree:
         is_first, self._has_drafted = not self._has_drafted, True
@@ -162,11 +210,15 @@ class _TimedSteps(Drafter):
         log_probability = self._rule(logits, choices, nodes).log_probability
         return NodeVerdicts((nodes.token_ids % 2 == 0) & (not self._drafts.is_alone), log_probability)
 
+    def start(self) -> None:
+        """Take steps until prompts are computed."""
+        while self.take(_ROUND[0]) is None:
+            pass
+
     def take_rounds(self) -> None:
         """Every size in each round, in another order; as in a run, a timed step finds caches as one like it left."""
         rng, began_s = np.random.default_rng(SEED), 0.0
-        while self.take(_ROUND[0]) is None:  # prompts are computed
-            pass
+        self.start()
         for number in range(-WARM_UP_ROUNDS["cuda" if self._engine.device.type == "cuda" else "cpu"], MAX_ROUNDS):
             if number == 0:
                 began_s = time.perf_counter()
@@ -201,10 +253,12 @@ class _TimedSteps(Drafter):
         """Time a step with such drafts, in seconds; None if the step held a prompt, cut drafts or fewer texts."""
         scheduler, self._drafts, self._has_drafted = self.stream.scheduler, drafts, False
         failures = list(itertools.islice(scheduler.admit(), 1))
+        num_written = sum(sequence.num_output for sequence in scheduler.live)
         start_s = self._clock()
         step = self._engine.submit_step(self.stream)
         ended = self._engine.finish_step(step, self.stream)
         seconds = self._clock() - start_s
+        seconds = max(MIN_SHARE * seconds, seconds - self._context_s * num_written)
         failures += [outcome for _, outcome in ended if isinstance(outcome, GenerationFailure)]
         if failures:
             raise RunFailed(
@@ -228,7 +282,7 @@ def _time_drafts(engine: Engine, pool, sources: Sequence[str]) -> DraftCost:
     narrow = RetrievalDrafter(pool, tuple(sources), max_nodes=1, min_acceptance=1.0, num_threads=num_threads)
     wide = RetrievalDrafter(pool, tuple(sources), MAX_NODES, MIN_ACCEPTANCES[0], num_threads)
     texts = texts_of(engine, pool)
-    prompt = random_tokens(engine, min(PROMPT_TOKENS, engine.max_context // 2))
+    prompt = random_tokens(engine, _prompt_tokens(engine, LONG_PROMPT_TOKENS))
     alone_times, few_times, token_times, clock = [], [], [], clock_of(engine)
     shares = iter(np.linspace(0.0, 1.0, 3 * (NUM_DRAFT_ROUNDS + 1), endpoint=False))
     for number in range(NUM_DRAFT_ROUNDS + 1):  # the first warms up
@@ -254,7 +308,7 @@ def texts_of(engine: Engine, pool) -> list[np.ndarray]:
         ends = np.flatnonzero(tokens == SEPARATOR)
         spread = [np.array(tokens[ends[k] + 1 : ends[k + 1]]) for k in spread_positions(len(ends) - 1, NUM_DRAFTS)]
         texts = [text for text in spread if len(text) > 1]
-    texts = texts or np.split(random_tokens(engine, NUM_DRAFTS * PROMPT_TOKENS), NUM_DRAFTS)
+    texts = texts or np.split(random_tokens(engine, NUM_DRAFTS * LONG_PROMPT_TOKENS), NUM_DRAFTS)
     return [texts[number % len(texts)] for number in range(NUM_DRAFTS)]
 
 
@@ -276,9 +330,9 @@ def _timed_drafts(
     return clock() - start_s, len(trees)
 
 
-def random_tokens(engine: Engine, num_tokens: int) -> np.ndarray:
-    """int32[num_tokens], the same for the same vocabulary; no end token among them."""
-    return np.random.default_rng(SEED).choice(_allowed_tokens(engine), num_tokens)
+def random_tokens(engine: Engine, num_tokens: int, seed: int = SEED) -> np.ndarray:
+    """int32[num_tokens], the same for the same vocabulary and seed; no end token among them."""
+    return np.random.default_rng(seed).choice(_allowed_tokens(engine), num_tokens)
 
 
 def _allowed_tokens(engine: Engine) -> np.ndarray:

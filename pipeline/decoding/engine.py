@@ -264,7 +264,8 @@ class Engine:
         sequences, feeds, writing = stream.scheduler.schedule()
         trees = self._trees([sequences[place] for place in writing], stream.drafter, stream.budget)
         if stream.step_budget is not None:
-            trees = stream.step_budget.admit(trees, len(writing))
+            num_context_tokens = sum(sequences[place].length for place in writing) / max(1, len(writing))
+            trees = stream.step_budget.admit(trees, len(writing), num_context_tokens)
         return Step(sequences, feeds, trees.scatter(writing, len(sequences)))
 
     def _trees(self, sequences: list[DecodingSequence], drafter: Drafter, budget: Budget) -> TreeBatch:

@@ -32,8 +32,11 @@ class StepBudget:
         """Accepted tokens of each source over those expected: float64[NUM_SOURCES]."""
         return np.minimum((self._accepted + PRIOR_TOKENS) / (self._expected + PRIOR_TOKENS), MAX_TRUST)
 
-    def admit(self, trees: TreeBatch, num_sequences: int) -> TreeBatch:
-        """The part of a step's trees that is worth its time, beside so many sequences that write a token each."""
+    def admit(self, trees: TreeBatch, num_sequences: int, num_context_tokens: float) -> TreeBatch:
+        """The part of a step's trees that is worth its time, beside so many sequences that write a token each.
+
+        `num_context_tokens` are the mean tokens of a sequence and its prompt.
+        """
         if len(trees) == 0:
             return trees
         probability = np.exp(trees.log_acceptance.astype(np.float64)) * self.trust[trees.source]
@@ -41,7 +44,7 @@ class StepBudget:
         probability = trees.scan_from_root(np.fmin, np.minimum(probability, 1.0))
         order = np.argsort(-probability, kind="stable")
         num_written = num_sequences + np.concatenate(([0.0], np.cumsum(probability[order])))
-        seconds = self._step_cost.seconds_between(num_sequences, np.arange(len(trees) + 1))
+        seconds = self._step_cost.seconds_between(num_sequences, np.arange(len(trees) + 1), num_context_tokens)
         keep = np.zeros(len(trees), bool)
         keep[order[: int(np.argmax(num_written / seconds))]] = True
         return trees.select(keep)

@@ -44,6 +44,11 @@ def watch(engine, note) -> None:
     engine.finish_step = watched
 
 
+def timed_steps(batch_size: int) -> measuring._TimedSteps:
+    engine = tiny_engine(MODEL, batch_size=batch_size)
+    return measuring._TimedSteps(engine, batch_size, [measuring.random_tokens(engine, 64)])
+
+
 def drafted(step_cost, batch_size: int) -> list[int]:
     return [point.num_tokens - batch_size for point in step_cost.steps if point.batch_size == batch_size]
 
@@ -81,7 +86,7 @@ def test_a_cache_that_holds_fewer_texts_is_timed_with_as_many_as_it_holds():
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_half_of_every_tree_is_accepted(batch_size):
-    steps = measuring._TimedSteps(tiny_engine(MODEL, batch_size=batch_size), batch_size)
+    steps = timed_steps(batch_size)
     num_written: dict[int, list[int]] = {}
 
     def note(drafted, written):
@@ -98,7 +103,7 @@ def test_the_first_step_of_every_size_warms_up(monkeypatch):
     monkeypatch.setattr(measuring, "MAX_ROUNDS", 3)
     monkeypatch.setattr(measuring, "SECONDS", 60.0)
     monkeypatch.setattr(measuring, "MAX_SLOWDOWN", np.inf)  # no size is left out, however busy the machine is
-    steps = measuring._TimedSteps(tiny_engine(MODEL, batch_size=1), 1)
+    steps = timed_steps(1)
     num_steps = Counter()
     watch(steps._engine, lambda drafted, written: num_steps.update([drafted]))
     steps.take_rounds()
@@ -131,6 +136,26 @@ def test_a_busy_machine_does_not_make_drafts_look_dear(monkeypatch):
     step_cost = measure_step_cost(tiny_engine(MODEL, batch_size=4), None, (), [4])
     num_tokens = np.array([4, 20, 68])
     assert step_cost.seconds(4, num_tokens).tolist() == pytest.approx((1 + num_tokens / 1000).tolist())
+
+
+def test_what_context_adds_to_a_step_is_measured_and_taken_off_longer_ones(monkeypatch):
+    computed_s = [0.0]
+    submit_step = Engine.submit_step
+
+    def submitted(engine, stream):
+        lengths = sum(sequence.length for sequence in stream.scheduler.live)
+        step = submit_step(engine, stream)
+        computed_s[0] += 1 + step.num_tokens / 1000 + lengths / 500
+        return step
+
+    monkeypatch.setattr(Engine, "submit_step", submitted)
+    monkeypatch.setattr(measuring, "PROMPT_TOKENS", 16)
+    monkeypatch.setattr(measuring.time, "thread_time", lambda: computed_s[0])
+    cost = measure_step_cost(tiny_engine(MODEL, batch_size=4), None, (), [4])
+    assert cost.context_tokens == 16 and cost.seconds_per_context_token == pytest.approx(1 / 500)
+    num_tokens = np.array([4, 20, 68])
+    expected = 1 + num_tokens / 1000 + 4 * 40 / 500
+    assert cost.at_context(40).seconds(4, num_tokens).tolist() == pytest.approx(expected.tolist())
 
 
 def pool_of_random_texts(folder):

@@ -82,3 +82,15 @@ def test_a_text_takes_its_share_of_its_steps_and_its_prompt_as_further_tokens():
     assert cost.text_seconds(4, 10, 0, 0) == pytest.approx(10 * 0.14 / 4)
     drafted = 10 * (0.1 + 4 * 3 / 100 + 0.02 + 4 * 0.001 * 2) / 4
     assert cost.text_seconds(4, 10, 20, 50) == pytest.approx(drafted + 0.5)
+
+
+def test_steps_of_longer_texts_cost_what_their_context_adds():
+    points = [StepPoint(batch_size=size, num_tokens=num, seconds=size * num / 100) for size in (2, 4) for num in (4, 8)]
+    cost = StepCost(steps=points, context_tokens=50, seconds_per_context_token=0.001)
+    assert cost.at_context(150).seconds(4, np.array([4, 8])).tolist() == pytest.approx([0.16 + 0.4, 0.32 + 0.4])
+    assert cost.at_context(150).at_context(50).seconds(4, np.array([8]))[0] == pytest.approx(0.32)
+    assert cost.at_context(0).seconds(2, np.array([4]))[0] == pytest.approx(0.008)  # never less than a tenth
+    between = cost.seconds_between(3, np.array([0, 3]), 150)
+    assert between.tolist() == pytest.approx((cost.seconds_between(3, np.array([0, 3])) + 0.3).tolist())
+    without = StepCost(steps=points)
+    assert without.at_context(900).steps == without.steps

@@ -45,7 +45,7 @@ def test_no_other_part_of_the_trees_gives_more_tokens_a_second(num_sequences):
     rng = np.random.default_rng(num_sequences)
     for _ in range(8):
         trees = TreeBatch.of([tree(rng, 4), tree(rng, 4)])
-        admitted = StepBudget(COST).admit(trees, num_sequences)
+        admitted = StepBudget(COST).admit(trees, num_sequences, 0)
         assert is_closed(admitted)
         probability = np.exp(trees.log_acceptance)
 
@@ -69,8 +69,8 @@ def test_no_other_part_of_the_trees_gives_more_tokens_a_second(num_sequences):
 def test_few_texts_get_larger_trees_than_many():
     rng = np.random.default_rng(0)
     lone = [tree(rng, 16)]
-    alone = len(StepBudget(COST).admit(TreeBatch.of(lone), 1))
-    among = len(StepBudget(COST).admit(TreeBatch.of(lone * 8), 8)) / 8
+    alone = len(StepBudget(COST).admit(TreeBatch.of(lone), 1, 0))
+    among = len(StepBudget(COST).admit(TreeBatch.of(lone * 8), 8, 0)) / 8
     assert alone > 2 * among > 0
 
 
@@ -78,15 +78,15 @@ def test_estimates_that_do_not_hold_are_believed_less_and_tried_again_later():
     rng = np.random.default_rng(1)
     budget, trees = StepBudget(COST), TreeBatch.of([tree(rng, 8, SOURCE_PROMPT)])
     nothing = [Acceptance(np.empty(0, np.int64), 0)]
-    first = len(budget.admit(trees, 1))
+    first = len(budget.admit(trees, 1, 0))
     for _ in range(200):
-        budget.observe(budget.admit(trees, 1), nothing)
+        budget.observe(budget.admit(trees, 1, 0), nothing)
     trust = budget.trust
     assert trust[SOURCE_PROMPT] < 0.5 and trust[SOURCE_POOL] == 1.0
-    assert len(budget.admit(trees, 1)) < first
+    assert len(budget.admit(trees, 1, 0)) < first
     for _ in range(500):
         budget.observe(TreeBatch.empty(1), nothing)
-    assert len(budget.admit(trees, 1)) == first
+    assert len(budget.admit(trees, 1, 0)) == first
     everything = [Acceptance(np.arange(8), 0)]
     for _ in range(100):
         budget.observe(trees, everything)

@@ -130,7 +130,7 @@ class Emitter:
         kind = ir.FunctionType(result, [argument.type for argument in arguments])
         return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), arguments)
 
-    def add_products(self, word: ir.Value, rights: list[ir.Value], totals: list[Any]) -> list[Any]:
+    def add_products(self, word: Any, rights: list[Any], totals: list[Any]) -> list[Any]:
         """Vectors of float32, plus the products of a word with each word of as many other vectors."""
         first = self.builder.insert_element(ir.Constant(WORDS, ir.Undefined), word, ir.Constant(_SHORT, 0))
         left = self.builder.bitcast(self.shuffled(first, first, [0] * LANES), rights[0].type)
