@@ -4,6 +4,7 @@ Each guess comes with what it rests on, in words for a person who reads the mapp
 """
 
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,9 +21,9 @@ NUM_ROWS = 1000  # whose values are looked at one by one
 TITLE = r"tit(le|el|re|ulo)|name|nom(bre)?$|headline|label|bezeichnung"
 WHOLE_TITLE = r"(item|prod|product|movie|book|article|track|song|job|artikel|produkt)?_?"
 WHOLE_TITLE += r"(title|titel|titre|titulo|name|nom|nombre)"
-TIME = r"time|date|^ts$|_at$|when|zeit|datum|fecha|heure"
+TIME = r"time|date|^ts$|_at$|when|wann|cuando|quand|zeit|datum|fecha|heure"
 RATING = (
-    r"rating|stars|score|^grade$|^overall$|click|like|^label$|^target$|purchased|bought|converted|bewertung|sterne|^note$"
+    r"rating|stars|score|^grade$|^overall$|click|like|^label$|^target$|purchased|bought|converted|wertung|sterne|^note$"
     r"|klick|gekauft"
 )
 EVENT = r"event|action|behaviou?r|^type$|aktion|ereignis"
@@ -39,6 +40,12 @@ DAYS = ("%m/%d/%Y", "%d/%m/%Y", "%d.%m.%Y", "%Y/%m/%d", "%d-%m-%Y", "%m-%d-%Y", 
 MAX_TIME_CHARS = 40  # of a time as text
 NUMBER_UNITS = (*sc.UNITS_PER_SECOND, "%Y%m%d")
 HOURS = ("", " %H:%M", " %H:%M:%S", "T%H:%M:%S")
+
+
+def plain_name(name: str) -> str:
+    """A column's name without accents and full stops: "Título" as "Titulo", "Film Nr." as "Film Nr"."""
+    letters = unicodedata.normalize("NFKD", name)
+    return "".join(each for each in letters if each != "." and not unicodedata.combining(each))
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class SourceTable:
         """The columns whose name matches and is not used yet."""
         used = {*used}
         names = (name for name in self.head.column_names if name not in used)
-        return [name for name in names if re.search(pattern, name, re.IGNORECASE)]
+        return [name for name in names if re.search(pattern, plain_name(name), re.IGNORECASE)]
 
     def of(self, columns: list[str]) -> "SourceTable":
         """The same file with some columns alone."""
@@ -163,7 +170,7 @@ def guess_title(items: SourceTable, used: Iterable[str | None]) -> Guess:
         is_text = items.is_text(name) and not all(_is_number(value) for value in values)
         share = len(set(values)) / len(values) if is_text and values else 0.0
         if share > MIN_TITLED_SHARE and len(values) >= MIN_TITLED_SHARE * num_rows and not re.search(r"_?id$", name):
-            is_whole = re.fullmatch(WHOLE_TITLE, name, re.IGNORECASE) is not None
+            is_whole = re.fullmatch(WHOLE_TITLE, plain_name(name), re.IGNORECASE) is not None
             reason = f"by its name; text, {len(set(values)):,} different ones in {num_rows:,} rows"
             candidates.append((is_whole, share, -place, name, reason))
         else:

@@ -194,6 +194,20 @@ def test_german_names_semicolons_and_another_encoding_are_guessed(tmp_path, caps
     assert tables.interactions["rating"].to_pylist() == [4.5]
 
 
+def test_accents_and_full_stops_in_names_hide_no_column(tmp_path, capsys):
+    folder = tmp_path / "exports"
+    folder.mkdir()
+    (folder / "kunden.csv").write_text("kunde;edad\n1;20\n2;30\n")
+    (folder / "films.csv").write_text("Film Nr.;Título;género\nF-1;El río;drama\nF-2;La casa;comedia\n")
+    (folder / "log.csv").write_text("kunde;film;Wertung;wann\n1;F-1;4;01.10.2026 08:30\n2;F-2;2;02.10.2026 09:00\n")
+    run_init(capsys, folder, tmp_path / "night.yaml")
+    import_mapped(load_mapping(tmp_path / "mapping.yaml"), folder, tmp_path / "tables")
+    tables = read_tables(tmp_path / "tables")
+    assert tables.items.to_pylist()[0] == {"item_id": "F-1", "title": "El río", "género": "drama"}
+    assert tables.interactions["rating"].to_pylist() == [4, 2]
+    assert str(tables.interactions["timestamp"][1].as_py()) == "2026-10-02 09:00:00+00:00"
+
+
 def test_a_list_of_numbers_beside_ratings_with_a_point_is_no_decimal_comma(job_board, tmp_path, capsys):
     (job_board / "more.csv").write_text("nr;groups;score\n1;1,5;4.5\n2;2,7;3.0\n")
     (source,) = (source for source in read_sources(job_board) if source.name == "more.csv")
