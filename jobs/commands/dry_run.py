@@ -188,9 +188,12 @@ def _say_why(night: Night, sides: dict[str, dict[str, Any]]) -> None:
     """Print the changes that make a night write about most entities anew."""
     say_other_prompts(night)
     for side, prompt in night.manifest.origin.prompts.items():
-        for name, what in sides[f"{side}s"].get("changed_columns", {}).items():
+        changes = sides[f"{side}s"].get("changed_columns", {})
+        for name, what in changes.items():
             say(f"WARNING: {side}s: {name} {what}")
-        if "changed_columns" in sides[f"{side}s"]:
+        if any(what.startswith("is gone") for what in changes.values()):
+            say(f"if a column of {side}s is gone by mistake, give it back to the tables before the night is written")
+        if any(not what.startswith(("is gone", "are gone", "stand in")) for what in changes.values()):
             say(
                 f"a column that needs no new text is left out of prompts under `exclude` of the template "
                 f"({prompt.template}; docs/own-prompts.md)"

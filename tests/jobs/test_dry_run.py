@@ -66,6 +66,7 @@ def test_a_column_that_changed_for_most_is_named_and_the_order_of_columns_says_n
             items.rename_columns(["genre" if name == "category" else name for name in items.column_names]),
             {"genre": "was called category (3 of 3 items)"},
         ),
+        "a column less": (items.drop_columns(["category"]), {"category": "is gone (3 of 3 items)"}),
     }
     for table, expected in changed.values():
         pq.write_table(table, path)
@@ -74,7 +75,8 @@ def test_a_column_that_changed_for_most_is_named_and_the_order_of_columns_says_n
         of_items = json.loads(done.stdout)["items"]
         assert (of_items["num_to_write"], of_items.get("changed_columns")) == (3 if expected else 0, expected)
         for name, what in (expected or {}).items():
-            assert f"WARNING: items: {name} {what}" in done.stderr and "`exclude`" in done.stderr
+            assert f"WARNING: items: {name} {what}" in done.stderr
+            assert ("`exclude`" in done.stderr) != ("give it back to the tables" in done.stderr) == ("is gone" in what)
 
 
 def test_another_template_is_named_and_attributes_without_a_plan_are_not_known(folder, capfd):  # noqa: F811
