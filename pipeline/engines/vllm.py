@@ -1,8 +1,7 @@
 """vLLM as a worker's engine: its own forwards and cache, our pools by `retrieval_pools.integrations.vllm`.
 
 It verifies greedily. Steps are taken here one by one, so that who watches the worker sees it go on, and so that what
-each step added to a text says how many drafts it accepted. Nothing that loads compiled code of ours may be imported
-before the engine is there: on a CPU vLLM 0.32 crashes then. docs/vllm.md says how nights use it.
+each step added to a text says how many drafts it accepted. docs/vllm.md says how nights use it.
 """
 
 import hashlib
@@ -122,6 +121,7 @@ class VllmEngine:
 
         self._lora = None if decoding.adapter is None else LoRARequest("adapter", 1, decoding.adapter)
 
+        _answer_for_llvmlite()
         try:
             self._engine = LLM(**arguments, speculative_config=speculative).llm_engine
         except PoolError:
@@ -279,6 +279,17 @@ def _num_parameters(model_dir: Path, config: Any) -> int:
         return num_parameters_of(config)
     except ValueError:  # transformers knows no such model
         return num_stored
+
+
+def _answer_for_llvmlite() -> None:
+    """Have llvmlite's library say that it has no attributes of its own, where it is loaded.
+
+    vLLM 0.32 on a CPU looks at `vars` of all objects in all modules. llvmlite's library takes `__dict__` for one of its
+    functions, and vLLM does not load.
+    """
+    if (binding := sys.modules.get("llvmlite.binding.ffi")) is not None:
+        with suppress(AttributeError):
+            binding.lib._fntab.setdefault("__dict__", {})
 
 
 def set_environment(device: str, num_threads: int, num_sharing: int) -> None:
