@@ -60,12 +60,12 @@ class Scale:
     num_rounds: int
     least_long: int = 2
     least_short: int = 8
-    most_tokens: int = 512
+    max_new_tokens: int = 512
 
 
 FULL = Scale((TaskSize(16, 400, 0, 40), TaskSize(32, 1000, 0, 100)), num_rounds=5, least_long=8)
 QUICK = Scale((TaskSize(16, 48, 0, 8), TaskSize(24, 300, 0, 40)), num_rounds=3, least_long=1)
-SMOKE = Scale((TaskSize(4, 12, 0, 2), TaskSize(4, 20, 0, 2)), num_rounds=1, most_tokens=24)
+SMOKE = Scale((TaskSize(4, 12, 0, 2), TaskSize(4, 20, 0, 2)), num_rounds=1, max_new_tokens=24)
 
 
 def _own_environment() -> dict[str, str]:
@@ -147,7 +147,9 @@ def of_our_engine(
     engines: Engines, batch: int, pools: dict[str, GroupedPool], task: Task, max_new_tokens: int
 ) -> dict[str, EngineSystem]:
     """Plain decoding, and drafts under the budgets that a night would choose for texts of a task."""
-    num_context_tokens = float(np.mean([len(prompt) for prompt in task.held_out])) + max_new_tokens / 2
+    num_context_tokens = (
+        float(np.mean([len(prompt) for prompt in task.held_out])) + min(task.max_new_tokens, max_new_tokens) / 2
+    )
     drafted = {name: as_a_night(engines, batch, pools, way, num_context_tokens) for name, way in SPECULATIONS.items()}
     return {PLAIN: EngineSystem.plain(engines.of_batch(batch))} | drafted
 
@@ -176,7 +178,7 @@ def passes_in_turns(
 def measure(systems: dict[str, Served | EngineSystem], task: Task, batch: int, scale: Scale) -> Iterator[dict]:
     """A row for each system; ratios are within a round. The next batch begins when all of the last have ended."""
     prompts = task.held_out[: max(batch, scale.least_long if task.is_long else scale.least_short)]
-    passes = passes_in_turns(systems, prompts, batch, scale.num_rounds, min(task.max_new_tokens, scale.most_tokens))
+    passes = passes_in_turns(systems, prompts, batch, scale.num_rounds, min(task.max_new_tokens, scale.max_new_tokens))
     for name, own in passes.items():
         speeds = [run.tokens_per_s for run in own]
         undrafted = passes[VLLM if name.startswith(VLLM) else PLAIN][0]
@@ -235,7 +237,7 @@ def main() -> None:
             for server in (*peers.values(), ours):  # they start while texts are written, not while anything is measured
                 server.ready()
             for batch in BATCHES:
-                systems = peers | {VLLM_OURS: ours} | of_our_engine(engines, batch, pools, task, scale.most_tokens)
+                systems = peers | {VLLM_OURS: ours} | of_our_engine(engines, batch, pools, task, scale.max_new_tokens)
                 rows += measure(systems, task, batch, scale)
                 speeds = [f"{row['system']} {row['tokens_per_s']:.0f}" for row in rows[-len(systems) :]]
                 logger.info("%s, batch %d, tokens a second: %s", task.name, batch, ", ".join(speeds))

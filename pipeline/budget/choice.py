@@ -19,7 +19,7 @@ from laserbatch.retrieval_pools.index.calibration_record import MIN_ACCEPTANCES,
 from laserbatch.retrieval_pools.step_cost import StepCost
 
 PLAIN = Budget(0, 1.0)
-MIN_GAIN = 1.1  # with less predicted gain, plain decoding is the safer choice: gains were 10 to 20 % below predictions
+MIN_GAIN = 1.1  # with less predicted gain, plain decoding is the safer choice: gains were 10 to 35 % lower
 AS_GOOD = 0.995  # of the best predicted speed
 # Highest threshold under a relaxed rule. A text follows what it is offered, which replays of fixed texts cannot know:
 # they would have thresholds of 0.4 to 0.9 for long answers, where 0.07 was faster (`benchmarks/engine.py --quick`).

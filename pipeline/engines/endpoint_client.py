@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 import random
+import re
 import ssl
 import time
 from types import MappingProxyType
@@ -241,7 +242,7 @@ def _failure_in(answer: str) -> tuple[int, Any]:
     if not error:
         return 0, None
     code = str(error.get("code")) if isinstance(error, dict) else ""
-    is_status = code.isascii() and code.isdigit() and FIRST_REFUSAL <= int(code) < 600
+    is_status = re.fullmatch("[45][0-9]{2}", code) is not None
     return int(code) if is_status else FIRST_REFUSAL, error
 
 

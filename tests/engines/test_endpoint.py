@@ -158,7 +158,7 @@ WRONG = {
         "malformed-answer: not in UTF-8 from character 51 on",
     ),
     "an error as HTTP 200": (
-        Fault(body={"error": {"message": "no\nquota", "code": "quota"}}),
+        Fault(body={"error": {"message": "no\nquota", "code": "9" * 5000}}),
         "refused: HTTP 400: no quota",
     ),
     "a stream": (Fault(body='data: {"choices": []}\n\n'), "malformed-answer: no JSON object"),
