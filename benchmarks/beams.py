@@ -258,7 +258,7 @@ def rows_of(world: World, models: dict[str, Recommender], scale: Scale) -> Itera
                     "method": name, "k": size, "batch": batch,
                     "speedup": Spread.of([a / b for a, b in zip(seconds[plain], seconds[name], strict=True)]),
                     "accepted_steps": float(np.mean([result.num_accepted for result in lists])),
-                    "if-newer": forwards[name], "tokens": tokens[name],
+                    "forwards": forwards[name], "tokens": tokens[name],
                     "users_a_second": Spread.of([len(lists) / s for s in seconds[name]]),
                     "same_as_plain": float(np.mean([np.array_equal(a.rows, b.rows) for a, b in both])),
                 }  # fmt: skip
@@ -303,7 +303,7 @@ def figures_of(rows: Sequence[dict], quality: Sequence[dict]) -> Iterator[Figure
             yield Figure.at_least(label, best["speedup"].median, wanted)
             name = "plain" if kind == "strict" else "plain, sampled"
             fewer = [
-                row["if-newer"] / other["if-newer"]
+                row["forwards"] / other["forwards"]
                 for row in rows if (row["method"], row["batch"]) == (name, batch)
                 for other in some if other["k"] == row["k"]
             ]  # fmt: skip
@@ -314,7 +314,7 @@ def figures_of(rows: Sequence[dict], quality: Sequence[dict]) -> Iterator[Figure
 
 COLUMNS = {
     "batch": "{batch}", "k": "{k}", "method": "{method}", "users/s over plain": "{speedup}",
-    "accepted": "{accepted_steps:.2f}", "if-newer": "{forwards}", "tokens": "{tokens}",
+    "accepted": "{accepted_steps:.2f}", "forwards": "{forwards}", "tokens": "{tokens}",
     "as plain": "{same_as_plain:.0%}",
 }  # fmt: skip
 QUALITY = {

@@ -1,12 +1,16 @@
 """Our engine and our drafts inside vLLM, beside vLLM plain and with its n-gram drafts: one run, the same prompts.
 
     make .venv-vllm/.installed
+    .venv-vllm/bin/python -m pip install --no-deps arctic-inference==0.3.0
     .venv-vllm/bin/python benchmarks/peers.py --quick --json peers.json
 
-Long answers and short descriptions to held-out prompts; pools have the model's own answers to other prompts. Systems
-are `vllm`, `vllm-ngram`, `vllm-laserbatch`, each a process of its own, and of our engine `plain`, `greedy`, `relaxed`,
-all in float32 with as many threads. They answer the same prompts in an order that is drawn anew: trust ratios within
-one run. Texts are compared token by token with those of the same engine without drafts.
+Long answers and short descriptions to held-out prompts by the measuring model, or with `--models DIR` KAR's questions
+about viewers and films of MovieLens 100K by SmolLM2-135M. Pools have the model's own answers to other prompts. Systems
+are `vllm`, `vllm-ngram`, `vllm-suffix` (where Arctic's package is installed), `vllm-laserbatch`, each a process of its
+own, and of our engine `plain`, `greedy`, `relaxed`, all in one type with as many threads. They answer the same prompts
+in an order that is drawn anew: trust ratios within one run. Suffix drafts know the answers to the pool's prompts, and
+forget those to the others after each pass. Texts are compared token by token with those of the same engine without
+drafts.
 """
 
 import json
@@ -16,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +30,7 @@ from engine_pools import GroupedPool, pools_of, unseen_prompts
 from engine_systems import PLAIN, Engines, as_a_night, relaxed_pools
 from peers_worker import MARK
 from systems import EngineSystem, Pass
-from tasks import Task, TaskSize, own_texts, tasks_of
+from tasks import Task, TaskSize, movielens_tasks, own_texts, tasks_of
 
 from laserbatch.retrieval_pools.calibration.calibrate import calibrate
 from laserbatch.retrieval_pools.calibration.replay import ReplayText
@@ -38,15 +43,17 @@ from laserbatch.retrieval_pools.integrations.vllm_steps import PROPOSERS, specul
 
 logger = logging.getLogger("benchmarks")
 
-BATCHES = (1, 4, 16)
+SMOLLM2 = "smollm2-135m-instruct"
 MAX_DRAFT_TOKENS = 8
-ENGINE = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": max(BATCHES), "enforce_eager": True, "seed": 0}
+ENGINE = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "enforce_eager": True, "seed": 0}
 ON_A_CPU = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
 }  # fmt: skip
 NGRAM = {"method": "ngram", "num_speculative_tokens": MAX_DRAFT_TOKENS, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-VLLM, VLLM_NGRAM, VLLM_OURS, GREEDY, RELAXED = "vllm", "vllm-ngram", "vllm-laserbatch", "greedy", "relaxed"
+SUFFIX = {"method": "suffix", "num_speculative_tokens": MAX_DRAFT_TOKENS}
+VLLM, VLLM_NGRAM, VLLM_SUFFIX, VLLM_OURS = "vllm", "vllm-ngram", "vllm-suffix", "vllm-laserbatch"
+GREEDY, RELAXED = "greedy", "relaxed"
 POOL, SPECULATIONS = "global", {GREEDY: "resd", RELAXED: "resd, relaxed"}
 WARM_UP_TOKENS = 32
 LEAST = 0.98  # of vLLM plain, whatever is drafted
@@ -54,18 +61,23 @@ LEAST = 0.98  # of vLLM plain, whatever is drafted
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of both tasks, long answers first; rounds; prompts at small batches; tokens of a text."""
+    """Sizes of both tasks, long answers first; rounds; batch sizes; prompts at small batches; tokens of a text."""
 
     sizes: tuple[TaskSize, ...]
     num_rounds: int
+    batches: tuple[int, ...] = (1, 4, 16)
     least_long: int = 2
     least_short: int = 8
     max_new_tokens: int = 512
 
 
 FULL = Scale((TaskSize(16, 400, 0, 40), TaskSize(32, 1000, 0, 100)), num_rounds=5, least_long=8)
-QUICK = Scale((TaskSize(16, 48, 0, 8), TaskSize(24, 300, 0, 40)), num_rounds=3, least_long=1)
+QUICK = Scale((TaskSize(16, 48, 0, 8), TaskSize(24, 300, 0, 40)), num_rounds=3, batches=(1, 16), least_long=1)
 SMOKE = Scale((TaskSize(4, 12, 0, 2), TaskSize(4, 20, 0, 2)), num_rounds=1, max_new_tokens=24)
+# Of SmolLM2 both tasks have this size.
+FULL_REAL = replace(FULL, sizes=(TaskSize(24, 120, 0, 24),), least_short=4, max_new_tokens=160)
+QUICK_REAL = replace(QUICK, sizes=(TaskSize(16, 24, 0, 16),), num_rounds=1, least_short=2, max_new_tokens=80)
+SMOKE_REAL = replace(SMOKE, sizes=(TaskSize(3, 6, 0, 2),), batches=(1, 2), max_new_tokens=8)
 
 
 def _own_environment() -> dict[str, str]:
@@ -91,9 +103,10 @@ class Served:
             self._answer()
             self._is_ready = True
 
-    def run(self, prompts: Sequence[np.ndarray], batch: int, max_new_tokens: int) -> Pass:
-        """Answer all prompts at once; texts have their end token."""
-        request = {"prompts": [prompt.tolist() for prompt in prompts], "max_tokens": max_new_tokens}
+    def run(self, prompts: Sequence[np.ndarray], batch: int, max_new_tokens: int, is_pool: bool = False) -> Pass:
+        """Answer all prompts at once; texts have their end token. `is_pool`: later drafts may come from the answers."""
+        prompts = [prompt.tolist() for prompt in prompts]
+        request = {"prompts": prompts, "max_tokens": max_new_tokens, "is_pool": is_pool}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer = self._answer()
@@ -111,10 +124,10 @@ class Served:
         raise SystemExit(f"a vLLM ended with {self._process.wait()}")
 
 
-def measure_steps(model: Path, path: Path, environment: dict[str, str]) -> dict:
+def measure_steps(model: Path, path: Path, engine: dict, batches: Sequence[int], environment: dict[str, str]) -> dict:
     """What steps of vLLM cost with drafts, written to a file that its proposer reads."""
     command = [sys.executable, "-m", f"{PROPOSERS}_steps", str(model), "--out", str(path)]
-    command += ["--tokens", str(MAX_DRAFT_TOKENS), "--engine", json.dumps(ENGINE), "--batch", *map(str, BATCHES)]
+    command += ["--tokens", str(MAX_DRAFT_TOKENS), "--engine", json.dumps(engine), "--batch", *map(str, batches)]
     subprocess.run(command, env=_own_environment() | environment, check=True, capture_output=True)
     return json.loads(path.read_text())
 
@@ -135,12 +148,12 @@ def write_drafts(
 
 
 def serve_ours(
-    folder: Path, model: Path, task: Task, texts: Sequence[np.ndarray], cost: Path, environment: dict[str, str]
+    folder: Path, model: Path, task: Task, texts: Sequence[np.ndarray], cost: Path, environment: dict, dtype: str
 ) -> Served:
     """A vLLM with our proposer."""
     drafts = write_drafts(folder, model, task, texts, MAX_DRAFT_TOKENS, step_cost=str(cost))
     os.environ[SETTINGS_VARIABLE] = str(drafts)  # `speculative_config` looks at it too
-    return Served(model, speculative_config(model, MAX_DRAFT_TOKENS), environment)
+    return Served(model, speculative_config(model, MAX_DRAFT_TOKENS), environment, dtype)
 
 
 def of_our_engine(
@@ -208,35 +221,61 @@ def figures_of(rows: Sequence[dict]) -> Iterator[Figure]:
             yield Figure.at_least(f"{where}: share of texts with our drafts that are those of vLLM plain", share, 1.0)
         elif system == PLAIN:
             yield Figure.at_least(f"{where}: our plain decoding over vLLM plain, tokens a second", over, 1.0)
-        elif system == RELAXED and batch == max(BATCHES):
+        elif system == RELAXED and batch == ENGINE["max_num_seqs"]:
             wanted = 2.0 if is_long else 1.2
             yield Figure.at_least(f"{where}: our relaxed decoding over vLLM plain, tokens a second", over, wanted)
 
 
+def figures_beside_best(rows: Sequence[dict]) -> Iterator[Figure]:
+    """Our drafts beside vLLM's best of its own ways, at the largest batch, on the real model's tasks."""
+    for task, wanted in (("movielens-users", 2.0), ("movielens-items", 1.5)):
+        own = [row for row in rows if row["task"] == task]
+        batch = max((row["batch"] for row in own), default=0)
+        over = {row["system"]: row["ratio_to_vllm"].median for row in own if row["batch"] == batch}
+        if over:
+            ours = max(over[GREEDY], over[RELAXED])
+            best = max(over.get(name, 0.0) for name in (VLLM, VLLM_NGRAM, VLLM_SUFFIX))
+            name = f"{task}, batch {batch}: our drafts over the best of vLLM's own ways, tokens a second"
+            yield Figure.at_least(name, ours / best, wanted)
+
+
 def main() -> None:
     """Write the pools' texts, measure what steps cost, then all systems."""
-    arguments = benchmark_parser(__doc__, "data", "model", "threads", "cache").parse_args()
+    parser = benchmark_parser(__doc__, "data", "model", "threads", "cache")
+    parser.add_argument("--models", type=Path, help=f"folder with {SMOLLM2}/, which is measured in place of --model")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of all systems")
+    arguments = parser.parse_args()
     begin(arguments.threads)
     environment = ON_A_CPU | dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), str(arguments.threads))
-    scale = scale_of(arguments, FULL, QUICK, SMOKE)
-    engines, rows = Engines(arguments.model, "float32", "cpu"), []
+    model, dtype, is_real = arguments.model, arguments.dtype, arguments.models is not None
+    scale = scale_of(arguments, *((FULL_REAL, QUICK_REAL, SMOKE_REAL) if is_real else (FULL, QUICK, SMOKE)))
+    if is_real:
+        model = arguments.models / SMOLLM2
+    engines, engine, rows = Engines(model, dtype, "cpu"), ENGINE | {"dtype": dtype}, []
     with tempfile.TemporaryDirectory() as name:
         cost = Path(name) / "cost.json"
-        step_cost = measure_steps(arguments.model, cost, environment)
+        step_cost = measure_steps(model, cost, engine, scale.batches, environment)
         logger.info("steps of vLLM are measured")
-        drafts = {VLLM: None, VLLM_NGRAM: NGRAM}
-        peers = {system: Served(arguments.model, own, environment) for system, own in drafts.items()}
-        for task in tasks_of(arguments.model, arguments.data, engines.tokenizer, *scale.sizes):
+        drafts = {VLLM: None, VLLM_NGRAM: NGRAM} | ({VLLM_SUFFIX: SUFFIX} if find_spec("arctic_inference") else {})
+        peers = {system: Served(model, own, environment, dtype) for system, own in drafts.items()}
+        tokenizer = engines.tokenizer
+        if is_real:
+            tasks = movielens_tasks(tokenizer, arguments.data, *scale.sizes, scale.max_new_tokens)
+        else:
+            tasks = tasks_of(model, arguments.data, tokenizer, *scale.sizes)
+        for task in tasks:
             folder = Path(name) / task.name
-            writer = engines.of_batch(max(BATCHES))
+            writer = engines.of_batch(max(scale.batches))
             task = unseen_prompts(writer, task, arguments.cache)
             texts = own_texts(writer, task, arguments.cache)
             pools = pools_of(writer, task, arguments.cache, folder, [POOL])
             pools |= relaxed_pools(writer, pools, task, list(SPECULATIONS.values()))
-            ours = serve_ours(folder, arguments.model, task, texts, cost, environment)
+            ours = serve_ours(folder, model, task, texts, cost, environment, dtype)
             for server in (*peers.values(), ours):  # they start while texts are written, not while anything is measured
                 server.ready()
-            for batch in BATCHES:
+            if VLLM_SUFFIX in peers:
+                peers[VLLM_SUFFIX].run(task.pool_prompts, max(scale.batches), task.max_new_tokens, is_pool=True)
+            for batch in scale.batches:
                 systems = peers | {VLLM_OURS: ours} | of_our_engine(engines, batch, pools, task, scale.max_new_tokens)
                 rows += measure(systems, task, batch, scale)
                 speeds = [f"{row['system']} {row['tokens_per_s']:.0f}" for row in rows[-len(systems) :]]
@@ -250,8 +289,8 @@ def main() -> None:
         f"{row['num_texts_as_undrafted']} of {row['num_texts']} texts as undrafted"
         for row in rows
     ]
-    content = {"rows": rows, "step_cost": step_cost, "engine": ENGINE}
-    finish(arguments.json, list(figures_of(rows)), ["\n".join(table)], content)
+    content = {"rows": rows, "step_cost": step_cost, "engine": engine, "model": model.name}
+    finish(arguments.json, [*figures_of(rows), *figures_beside_best(rows)], ["\n".join(table)], content)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from types import SimpleNamespace
 
 MARK = "@@"  # before our lines
 
@@ -21,7 +22,7 @@ def main() -> None:
 
     payload = json.loads(sys.argv[1])
     llm = LLM(payload["model"], **payload["engine"], speculative_config=payload["speculative_config"])
-    num_steps = counted_steps(llm)
+    num_steps, learned = counted_steps(llm), Learned(llm)
     print(f"{MARK}{{}}", file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
@@ -30,6 +31,7 @@ def main() -> None:
         start_s = time.perf_counter()
         texts = written(llm, request["prompts"], request["max_tokens"], request.get("batch"))
         seconds = time.perf_counter() - start_s
+        learned.end_pass(request.get("is_pool", False))
         answer = {"seconds": seconds, "texts": texts, "num_steps": num_steps[0]}
         print(MARK + json.dumps(answer), file=answers, flush=True)
 
@@ -51,6 +53,31 @@ def written(llm, prompts: list[list[int]], max_tokens: int, batch: int | None) -
             if output.finished:
                 texts[int(output.request_id)] = list(output.outputs[0].token_ids)
     return [texts[number] for number in range(len(prompts))]
+
+
+class Learned:
+    """What suffix drafts know of earlier texts: those of the last pass that was to fill the pool, and no others.
+
+    Else a second pass would be drafted from its own texts. Without such drafts there is nothing to do.
+    """
+
+    def __init__(self, llm) -> None:
+        self._cache, self._pool = None, set()
+        if (llm.llm_engine.vllm_config.speculative_config or SimpleNamespace(method=None)).method == "suffix":
+            executor = llm.llm_engine.engine_core.engine_core.model_executor
+            self._cache = executor.driver_worker.worker.model_runner.drafter.suffix_cache
+
+    def end_pass(self, is_pool: bool) -> None:
+        """Forget the texts of a pass, or those of all passes before it if it fills the pool."""
+        if self._cache is None:
+            return
+        for request in list(self._cache.active_requests):
+            self._cache.stop_request(request)
+        written = set(self._cache.cached_requests) - self._pool
+        for request in self._pool if is_pool else written:
+            self._cache.evict_cached_response(request)
+        if is_pool:
+            self._pool = written
 
 
 def counted_steps(llm) -> list[int]:

@@ -43,7 +43,8 @@ USER_ID += (
     + r"|^uid$"
 )
 ITEM_ID = r"^(item|product|movie|book|article|news|video|song|track|job|post|sku|asin|artikel|produkt|buch|film|ware|"
-ITEM_ID += r"game|spiel)"
+ITEM_ID += r"game|spiel|vacancy|recipe|restaurant|hotel|course|podcast|episode|artist|album|anime|venue|business|app|"
+ITEM_ID += r"paper|listing|rezept|kurs|libro|pelicula|producto|livre|produit)"
 ITEM_ID += r"(s|n|e)?" + _ID + r"|^iid$"
 # Of an item of another name, where a file with titles has it, too.
 SOME_ID = r"[_ -](id|no|key|code|nr|nummer)$|(asin|sku|isbn|gtin|ean|uuid|guid)$"

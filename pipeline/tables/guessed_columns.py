@@ -21,7 +21,7 @@ NUM_ROWS = 1000  # whose values are looked at one by one
 TITLE = r"tit(le|el|re|ulo)|name|nom(bre)?$|headline|label|bezeichnung"
 WHOLE_TITLE = r"(item|prod|product|movie|book|article|track|song|job|artikel|produkt)?_?"
 WHOLE_TITLE += r"(title|titel|titre|titulo|name|nom|nombre)"
-TIME = r"time|date|^ts$|_at$|when|wann|cuando|quand|zeit|datum|fecha|heure"
+TIME = r"time|date|(^|_)ts(_|$)|_at$|epoch|unix|when|wann|cuando|quand|zeit|datum|fecha|heure"
 RATING = (
     r"rating|stars|score|^grade$|^overall$|click|like|^label$|^target$|purchased|bought|converted|wertung|sterne|^note$"
     r"|klick|gekauft"
@@ -191,40 +191,49 @@ class TimeGuess:
 
 
 def guess_time(log: SourceTable, used: Iterable[str | None]) -> TimeGuess:
-    """When interactions were: a column whose values are times of our days; one named otherwise has to be no number."""
-    named, contradicted = log.named(TIME, used), []
+    """When interactions were: a column whose values are times of our days; one named otherwise has to be no number.
+
+    The first that has hours, since days alone tell nothing of the order of a day's events; else the first.
+    """
+    named, contradicted, days = log.named(TIME, used), [], None
     for name in [*named, *log.named("", [*used, *named])]:
-        units = _units(log.head[name].slice(0, NUM_ROWS).combine_chunks())
+        if days is not None and days.column.value in named and name not in named:
+            break
+        units, has_hours = _units(log.head[name].slice(0, NUM_ROWS).combine_chunks())
         if name not in named and (not units or units[0][0] in NUMBER_UNITS):
             continue
-        if units:
-            (unit, first, last), *other = units
-            return TimeGuess(
-                Guess(name, f"by its{' name and' * (name in named)} values, {first} to {last}"),
-                unit,
-                other[0][0] if other else None,
-            )
-        contradicted.append(f"{name} ({', '.join(map(str, log.values(name)[:2]))})")
+        if not units:
+            contradicted.append(f"{name} ({', '.join(map(str, log.values(name)[:2]))})")
+            continue
+        (unit, first, last), *other = units
+        reason = f"by its{' name and' * (name in named)} values, {first} to {last}"
+        guess = TimeGuess(Guess(name, reason), unit, other[0][0] if other else None)
+        if has_hours:
+            return guess
+        days = days or guess
     contradictions = ", ".join(contradicted) or "none by its name"
-    return TimeGuess(
+    return days or TimeGuess(
         Guess(None, f"no column is a time between {EARLIEST_YEAR} and {LATEST_YEAR}; there is {contradictions}")
     )
 
 
-def _units(column: pa.Array) -> list[tuple[str, str, str]]:
-    """Units by which most values are times of our days, with the first and the last day; several fit some texts."""
+def _units(column: pa.Array) -> tuple[list[tuple[str, str, str]], bool]:
+    """Units by which most values are times of our days, with the first and the last day; several fit some texts.
+
+    And whether, by the first of these, the values differ within a day.
+    """
     column = sc.plain_column(column).drop_null()
     if not len(column) or pt.is_nested(column.type) or pt.is_boolean(column.type):
-        return []
+        return [], False
     if pt.is_timestamp(column.type) or pt.is_date(column.type):
         units = ["iso"]
     elif sc.is_number_type(column.type) or all(_is_number(value) for value in column.to_pylist()):
         units = [*NUMBER_UNITS]
     elif max(map(len, column.to_pylist())) > MAX_TIME_CHARS:
-        return []
+        return [], False
     else:
         units = ["iso", *(day + hour for hour in HOURS for day in DAYS)]
-    fitting = []
+    fitting, has_hours = [], False
     for unit in units:
         try:
             times = to_time(column, unit)
@@ -234,8 +243,10 @@ def _units(column: pa.Array) -> list[tuple[str, str, str]]:
         is_ours = pc.and_(pc.greater_equal(years, EARLIEST_YEAR), pc.less_equal(years, LATEST_YEAR))
         if is_ours.true_count > MIN_KNOWN_SHARE * len(times):
             ends = pc.min_max(times.filter(is_ours)).as_py()
+            if not fitting:
+                has_hours = pc.any(pc.not_equal(times, pc.floor_temporal(times, unit="day"))).as_py()
             fitting.append((unit, f"{ends['min']:%Y-%m-%d}", f"{ends['max']:%Y-%m-%d}"))
-    return fitting[:1] if fitting and fitting[0][0] in sc.UNITS_PER_SECOND else fitting
+    return fitting[:1] if fitting and fitting[0][0] in sc.UNITS_PER_SECOND else fitting, has_hours
 
 
 def guess_rating(log: SourceTable, used: Iterable[str | None]) -> Guess | None:

@@ -328,6 +328,12 @@ NAMES = {  # of exports: columns of items and of interactions, and what is guess
         {"uid": ["a", "b"], "sku": [11, 11], "date": [20240531, 20240601], "score": ["4,5", "3"]},
         ("sku", "name", "uid", "sku", "date", "%Y%m%d", None),
     ),
+    "a job board, with the day before the moment": (
+        {"vacancy_id": [100, 101], "title": ["Welder", "Nurse"]},
+        {"candidate": ["a", "b"], "vacancy": [100, 100], "date": ["2024-05-31", "2024-06-01"],
+         "ts_ms": [1717146000000, 1717232461000]},
+        ("vacancy_id", "title", "candidate", "vacancy", "ts_ms", "ms", None),
+    ),
 }  # fmt: skip
 
 
