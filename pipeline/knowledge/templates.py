@@ -365,7 +365,8 @@ def template_path(name: str, folder: str | Path | None = None) -> Path:
     path = next((path for place in folders if (path := place / f"{name}.yaml").is_file()), None)
     if path is None:
         available = ", ".join(sorted({path.stem for place in folders for path in place.glob("*.yaml")}))
-        raise ConfigError(f"there is no prompt template {name!r}; templates are: {available}. Name one of these.")
+        own = " For one of your own, name it without folder and suffix, and set knowledge.template_dir to its folder."
+        raise ConfigError(f"there is no prompt template {name!r}; templates are: {available}. Name one of these.{own}")
     return path
 
 
