@@ -9,7 +9,7 @@ from laserbatch.jobs.gates import gate_sentence, shown
 from laserbatch.jobs.report.blocks import TONIGHT, Block, Folded, Note, Sample, Section, Series, Table, stacked_shares
 from laserbatch.jobs.report.sides import SIDE_LABELS, SideReport
 from laserbatch.pipeline.sides import SIDES
-from laserbatch.pipeline.storage.figures import EndpointFigures, SampleText, WorkerFigures
+from laserbatch.pipeline.storage.figures import EndpointFigures, ExternalCorpusFigures, SampleText, WorkerFigures
 from laserbatch.pipeline.storage.manifest import RunManifest
 
 OUTCOMES = (
@@ -51,7 +51,7 @@ def work_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
     if manifest.generation.workers is not None and manifest.stages and busy:
         blocks.append(_cost(manifest.generation.workers, manifest.stages, busy))
     if manifest.generation.endpoint is not None:
-        blocks.append(_endpoint(manifest.generation.endpoint))
+        blocks.append(_endpoint(manifest.generation.endpoint, manifest.generation.external_corpus))
     reasons = [
         {
             "Side": side.label,
@@ -114,7 +114,7 @@ def _cost(workers: WorkerFigures, stages: Mapping[str, float], sides: list[SideR
     return Table("What it cost", rows, ("Of",), caption)
 
 
-def _endpoint(server: EndpointFigures) -> Table:
+def _endpoint(server: EndpointFigures, corpus: ExternalCorpusFigures | None) -> Table:
     """The requests, tokens and cost of the server, over all attempts at the run."""
     row = {
         "Server": server.url,
@@ -127,7 +127,12 @@ def _endpoint(server: EndpointFigures) -> Table:
     }
     names = "; ".join(server.answered_by) or "nothing, since it answered nothing"
     caption = f"As the server counted them; it says that it is {names}. "
-    caption += "Set decoding.endpoint.price_per_million_tokens to see money." if server.cost is None else ""
+    caption += "Set decoding.endpoint.price_per_million_tokens to see money. " if server.cost is None else ""
+    if corpus is not None:
+        caption += (
+            f"It drafted from {count(corpus.num_texts)} texts of the night before ({count(corpus.num_tokens)} tokens); "
+            f"{count(corpus.num_left_out)} were left out. {corpus.problem}"
+        )
     return Table("What the server's answers took", [row], ("Server",), caption)
 
 

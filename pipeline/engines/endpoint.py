@@ -20,7 +20,7 @@ from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationR
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.engines.answers import Answers
 from laserbatch.pipeline.engines.endpoint_batches import EndpointBatches
-from laserbatch.pipeline.engines.endpoint_client import EndpointClient
+from laserbatch.pipeline.engines.endpoint_client import SGLANG, VLLM, EndpointClient
 from laserbatch.pipeline.engines.spending import Spending
 from laserbatch.pipeline.errors import ConfigError, RowError, RunFailed
 from laserbatch.pipeline.sides import Side
@@ -29,7 +29,6 @@ from laserbatch.retrieval_pools.sources import NUM_SOURCES, SOURCE_TARGET
 from laserbatch.retrieval_pools.step_cost import StepCost
 
 PATHS = {"completions": "/completions", "chat": "/chat/completions"}
-VLLM, SGLANG = "vllm", "sglang"  # as `/v1/models` says who owns a model; both take stop tokens, and return tokens
 JSON_GRAMMAR = "start: %json "  # how `knowledge.forms` begins a grammar that is a JSON schema
 TICK_S, SAVE_EVERY_S = 1.0, 1.0  # between signs of life of a worker that waits; between saves of what was spent
 _T = TypeVar("_T")

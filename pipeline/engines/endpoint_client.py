@@ -23,6 +23,7 @@ from laserbatch.pipeline.errors import ConfigError, EndpointGone, RowError
 for name in ("openai", "httpx", "httpx2"):  # a line a request
     logging.getLogger(name).setLevel(logging.WARNING)
 
+VLLM, SGLANG = "vllm", "sglang"  # as `/v1/models` says who owns a model; both take stop tokens, and return tokens
 MAX_TRIES = 8  # of a request that fails by itself: the server has an error for it, or answers others meanwhile
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 60.0  # before a request is sent again; doubled each time
 LIST_TIMEOUT_S = 30.0  # for the list of models, with which no time is spent
@@ -33,10 +34,14 @@ FIRST_REFUSAL = 400  # of the status codes; those below are redirects
 
 
 class EndpointClient:
-    """One server, asked from one event loop. Raises ConfigError: its key is not in the environment."""
+    """One server, asked from one event loop. Raises ConfigError: its key is not in the environment.
 
-    def __init__(self, settings: EndpointSettings, spending: Spending) -> None:
+    Without `sends_again` the first failure of a request is a RowError, whatever it is.
+    """
+
+    def __init__(self, settings: EndpointSettings, spending: Spending, sends_again: bool = True) -> None:
         self._settings, self._spending, self._key = settings, spending, settings.key()
+        self._sends_again = sends_again
         self._client = openai.AsyncOpenAI(
             base_url=settings.url,
             api_key=self._key or "none",
@@ -91,6 +96,20 @@ class EndpointClient:
         """The JSON object at a path. Raises NoSuchPath, and as `post` does."""
         return self._object(await self.text(path, LIST_TIMEOUT_S))
 
+    async def at_root(
+        self, path: str, body: dict[str, Any] | None = None, timeout_s: float = LIST_TIMEOUT_S
+    ) -> dict[str, Any]:
+        """The JSON object at a path beside `/v1`, where servers have routes of their own; with a body by POST.
+
+        Raises NoSuchPath, and as `post` does.
+        """
+        method, url = "GET" if body is None else "POST", self._settings.url.removesuffix("/v1") + path
+        return self._object(await self._sent(method, url, body, 0, {"timeout": timeout_s}))
+
+    async def close(self) -> None:
+        """End the connections."""
+        await self._client.close()
+
     async def text(self, path: str, timeout_s: float | None = None) -> str:
         """The file at a path. Raises NoSuchPath, and as `post` does."""
         return await self._sent("GET", path, None, 0, {} if timeout_s is None else {"timeout": timeout_s})
@@ -141,6 +160,8 @@ class EndpointClient:
                 reason = "no answer in time" if isinstance(error, openai.APITimeoutError) else "the connection fails"
             except UnicodeError:
                 raise RowError("undecodable: the prompt cannot be written in UTF-8") from None
+            if not self._sends_again:
+                raise RowError(f"server-error: {reason}")
             num_failures += 1
             self._spending.num_retries += 1
             counts = status == ERROR or (status != TOO_MANY and self._last_answer_s > failed_s)

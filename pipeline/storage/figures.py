@@ -111,6 +111,16 @@ class EndpointFigures:
 
 
 @dataclass(frozen=True)
+class ExternalCorpusFigures:
+    """The texts of earlier nights that a server drafted from, in the last attempt that wrote texts."""
+
+    num_texts: int  # that were uploaded
+    num_left_out: int  # for which the server has no room, or that another model wrote
+    num_tokens: int  # that the server loaded
+    problem: str = ""  # why there was no corpus, or why it is still on the server
+
+
+@dataclass(frozen=True)
 class ShardInfo:
     """How a shard's texts were written: by which plan, model and number of workers, and what was counted."""
 

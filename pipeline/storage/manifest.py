@@ -17,6 +17,7 @@ from laserbatch.pipeline.storage.figures import (
     BudgetFigures,
     CtrFigures,
     EndpointFigures,
+    ExternalCorpusFigures,
     FeatureFigures,
     GateFigures,
     ModelFigures,
@@ -82,6 +83,7 @@ class Generation:
     model: ModelFigures | None = None
     workers: WorkerFigures | None = None
     endpoint: EndpointFigures | None = None  # of texts that a server wrote
+    external_corpus: ExternalCorpusFigures | None = None  # that it drafted from; None where it takes none
     sides: dict[Side, SideFigures] = field(default_factory=dict)
     plain: dict[Side, SideFigures] = field(default_factory=dict)
 

@@ -48,6 +48,10 @@ class SmallServer:
     batches: dict[str, dict[str, Any]] = field(default_factory=dict)
     num_polls: int = 2  # of a batch until it has ended
     batch_end: dict[str, Any] = field(default_factory=lambda: {"status": "completed"})
+    info: dict[str, Any] | None = None  # of `/server_info`, with which it has the routes of SGLang beside `/v1`
+    corpora: dict[str, list[str]] = field(default_factory=dict)
+    root_fault: Callable[[str], Fault | None] = lambda path: None
+    root_requests: list[tuple[str, dict[str, Any], int]] = field(default_factory=list)  # path, body, texts before it
     num_open: int = 0
     max_open: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -60,6 +64,29 @@ class SmallServer:
         usage = {"prompt_tokens": 100, "completion_tokens": 10, "prompt_tokens_details": {"cached_tokens": 40}}
         response = {"id": "1", "choices": [choice], "usage": usage, "model": MODEL}
         return self.change(response | ({"system_fingerprint": self.fingerprint} if self.fingerprint else {}))
+
+    def answer_at_root(self, path: str, body: dict[str, Any]) -> Fault:
+        """What SGLang 0.5.23 answers at a path beside `/v1`; a token is a word here."""
+        if self.info is None or not path.startswith(("/add_", "/remove_", "/list_", "/server_info")):
+            return Fault(404, {"detail": "Not Found"})
+        if path == "/server_info":
+            return Fault(body=self.info)
+        if self.info["speculative_algorithm"] != "NGRAM":
+            return Fault(400, {"success": False, "message": "Ngram speculative decoding is not enabled."})
+        sizes = {name: sum(len(text.split()) + 1 for text in texts) for name, texts in self.corpora.items()}
+        if path == "/list_external_corpora":
+            return Fault(body={"success": True, "corpus_token_counts": sizes, "message": ""})
+        name = body["corpus_id"]
+        if path == "/remove_external_corpus":
+            self.corpora.pop(name, None)
+            return Fault(body={"success": True, "message": f"Removed corpus '{name}'."})
+        if name in self.corpora:
+            message = f"External corpus '{name}' already exists. Remove it before adding a new corpus with the same id."
+            return Fault(400, {"success": False, "corpus_id": "", "message": message, "loaded_token_count": 0})
+        self.corpora[name] = body["documents"]
+        num_tokens = sum(len(text.split()) + 1 for text in body["documents"])
+        message = f"Loaded corpus '{name}' with {num_tokens} tokens."
+        return Fault(body={"success": True, "corpus_id": name, "message": message, "loaded_token_count": num_tokens})
 
     def batch(self, batch_id: str) -> dict[str, Any]:
         """A batch as it is when it is looked at; it ends at the last of `num_polls` looks."""
@@ -102,6 +129,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.state.is_gone:
             self.close_connection = True
+        elif not self.path.startswith("/v1/"):
+            self._answer_at_root({})
         elif "/files/" in self.path:
             self._send(200, self.state.files[self.path.split("/")[-2]])
         elif self.path.startswith("/v1/batches?"):
@@ -121,6 +150,8 @@ class _Handler(BaseHTTPRequestHandler):
             state.files[f"file-{len(state.files)}"] = "\n".join(lines)
             return self._send(200, {"id": f"file-{len(state.files) - 1}"})
         body = json.loads(content)
+        if not self.path.startswith("/v1/"):
+            return self._answer_at_root(body)
         if self.path.endswith("/batches"):
             batch = {"id": f"batch-{len(state.batches)}", "status": "in_progress", "num_polls": 0} | body
             state.batches[batch["id"]] = batch
@@ -144,6 +175,18 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, state.answer(body, self.path.endswith("/chat/completions")))
         else:
             self._send(fault.status, fault.body, fault.headers, fault.is_cut)
+
+    def _answer_at_root(self, body: dict[str, Any]) -> None:
+        state, authorization = self.state, self.headers.get("authorization")
+        if state.is_gone:
+            self.close_connection = True
+            return
+        state.root_requests.append((self.path, body, state.answered.total()))
+        if state.key is not None and authorization != f"Bearer {state.key}":
+            answer = Fault(401, {"error": f"Unauthorized {authorization}"})
+        else:
+            answer = state.root_fault(self.path) or state.answer_at_root(self.path, body)
+        self._send(answer.status, answer.body, answer.headers, answer.is_cut)
 
     def _refusal(self, body: dict[str, Any]) -> Fault | None:
         authorization = self.headers.get("authorization")
