@@ -9,6 +9,7 @@ try:  # Airflow 3, and Airflow 2 with its providers
 except ImportError:
     from airflow import DAG
     from airflow.operators.bash import BashOperator
+from airflow.timetables.interval import CronDataIntervalTimetable
 
 CONFIG = "/etc/laserbatch/laserbatch.yaml"
 # A retry of what comes back the same (exit codes 2, 3, 4) ends in seconds and changes nothing.
@@ -17,7 +18,8 @@ NIGHT = f"exec laserbatch nightly --config {CONFIG} --date {{{{ ds }}}}"
 with DAG(
     dag_id="laserbatch",
     description="The night's knowledge about users and items",
-    schedule="0 2 * * *",
+    # With the text "0 2 * * *" Airflow 3 would give {{ ds }} the day that has begun, Airflow 2 the day before.
+    schedule=CronDataIntervalTimetable("0 2 * * *", timezone="UTC"),
     start_date=datetime(2025, 1, 1),
     catchup=False,
     max_active_runs=1,  # one night at a time: each is built on the one before it

