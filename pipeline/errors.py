@@ -12,11 +12,18 @@ LaserbatchError      of the pools (`PoolError`) and of CTR training (`CtrError`)
     +-- EndpointGone the server that writes the texts does not answer
 """
 
+from pydantic import ValidationError
+
 from laserbatch.retrieval_pools.errors import LaserbatchError
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what another library says, without its full stop, or its type; for a message of ours."""
+    """The first line of what another library says, without its full stop, or its type; for a message of ours.
+
+    The first line of pydantic's error only counts what is wrong, so its first message takes that place.
+    """
+    if isinstance(error, ValidationError):
+        return error.errors(include_input=False)[0]["msg"].removeprefix("Value error, ")[:200].removesuffix(".")
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200].removesuffix(".")
 
 

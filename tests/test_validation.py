@@ -1,8 +1,10 @@
-"""YAML that people write: a key twice is refused, what only looks so is not."""
+"""YAML that people write: a key twice is refused, what only looks so is not. What other libraries say of mistakes."""
 
 import pytest
+from pydantic import ValidationError, model_validator
+from pydantic.dataclasses import dataclass
 
-from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.errors import ConfigError, first_line
 from laserbatch.pipeline.validation import read_yaml
 
 
@@ -38,3 +40,20 @@ def test_merged_keys_and_keys_of_other_types_are_not_the_same(tmp_path, text, re
 def test_a_node_within_itself_ends(tmp_path):
     (tmp_path / "file.yaml").write_text("x: &x [1, *x]\n")
     assert read_yaml(tmp_path / "file.yaml", "mapping", "write one")["x"][0] == 1
+
+
+def test_the_first_line_of_pydantics_error_is_its_message_and_not_a_count():
+    """As vLLM raises it for a quantisation that it does not know."""
+
+    @dataclass
+    class Config:
+        bits: int
+
+        @model_validator(mode="after")
+        def _is_known(self):
+            raise ValueError(f"Unsupported quantization config: bits={self.bits}, sym=True.")
+
+    with pytest.raises(ValidationError, match=r"^1 validation error for Config") as raised:
+        Config(3)
+    assert first_line(raised.value) == "Unsupported quantization config: bits=3, sym=True"
+    assert first_line(ValueError("one.\ntwo")) == "one" and first_line(ValueError()) == "ValueError"
