@@ -53,6 +53,12 @@ class StepCost(BaseModel, frozen=True, extra="forbid"):
         allow_inf_nan=False,
         description="Added to a step by each further one of a text.",
     )
+    seconds_per_draft_context_token: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Added likewise for each draft token of that text, which attends to them too.",
+    )
     measured_on: datetime.date | None = Field(default=None, description="The day of the measurement.")
 
     @model_validator(mode="after")
@@ -75,10 +81,11 @@ class StepCost(BaseModel, frozen=True, extra="forbid"):
 
     def at_context(self, num_tokens: float) -> "StepCost":
         """The cost of steps of texts that have so many tokens with their prompts."""
-        steps = [
-            step.model_copy(update={"seconds": float(self._moved(np.array(step.seconds), step.batch_size, num_tokens))})
-            for step in self.steps
-        ]
+        steps = []
+        for step in self.steps:
+            num_drafted = np.array(step.num_tokens - step.batch_size)
+            seconds = self._moved(np.array(step.seconds), step.batch_size, num_drafted, num_tokens)
+            steps.append(step.model_copy(update={"seconds": float(seconds)}))
         return StepCost(**dict(self) | {"steps": tuple(steps), "context_tokens": num_tokens})
 
     def seconds_between(
@@ -95,7 +102,9 @@ class StepCost(BaseModel, frozen=True, extra="forbid"):
         share = 0.0 if low == high else (batch_size - low) / (high - low)
         low_s, high_s = (self.seconds(size, size * (1 + num_drafted / batch_size)) for size in (low, high))
         seconds = (1 - share) * low_s + share * high_s
-        return seconds if num_context_tokens is None else self._moved(seconds, batch_size, num_context_tokens)
+        if num_context_tokens is None:
+            return seconds
+        return self._moved(seconds, batch_size, num_drafted, num_context_tokens)
 
     def text_seconds(self, batch_size: int, num_steps: float, num_drafted: float, num_prompt_tokens: float) -> float:
         """Seconds of a full batch that a text takes its share of, by counts that no load changes.
@@ -118,9 +127,12 @@ class StepCost(BaseModel, frozen=True, extra="forbid"):
         """Duration of a step of a full batch without drafts."""
         return float(self.seconds(batch_size, np.array([batch_size]))[0])
 
-    def _moved(self, seconds: np.ndarray, batch_size: int, num_context_tokens: float) -> np.ndarray:
+    def _moved(
+        self, seconds: np.ndarray, batch_size: int, num_drafted: np.ndarray, num_context_tokens: float
+    ) -> np.ndarray:
         """The duration of steps of texts of another length than the measured ones had."""
-        added_s = self.seconds_per_context_token * batch_size * (num_context_tokens - self.context_tokens)
+        token_s = self.seconds_per_context_token * batch_size + self.seconds_per_draft_context_token * num_drafted
+        added_s = token_s * (num_context_tokens - self.context_tokens)
         return np.maximum(seconds + added_s, MIN_SHARE * seconds)
 
     def _padded(self, num_tokens: np.ndarray) -> np.ndarray:

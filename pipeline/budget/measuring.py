@@ -74,13 +74,15 @@ def measure_step_cost(
     draft = _time_drafts(engine, pool, sources) if sources else DraftCost()
     if known_steps is not None:
         return known_steps.model_copy(update={"draft": draft})
-    context_s = _context_seconds(engine, max(batch_sizes))
+    context_s = _context_seconds(engine, max(batch_sizes), _ROUND[0])
+    with_drafts_s = _context_seconds(engine, max(batch_sizes), _CONTEXT_DRAFTS)
+    draft_context_s = max(0.0, with_drafts_s - context_s) / _CONTEXT_DRAFTS.size
     points: dict[tuple[int, int], StepPoint] = {}
     began_s = time.perf_counter()
     for max_sequences in batch_sizes:
         if points and time.perf_counter() - began_s > MAX_SECONDS:
             break
-        batch_size, seconds = _time_steps(engine, max_sequences, context_s)
+        batch_size, seconds = _time_steps(engine, max_sequences, context_s, draft_context_s)
         for num_drafted, duration in seconds.items():
             num_tokens = batch_size + num_drafted
             num_tokens = next((size for size in engine.token_buckets if size >= num_tokens), num_tokens)
@@ -93,6 +95,7 @@ def measure_step_cost(
         draft=draft,
         context_tokens=_prompt_tokens(engine, PROMPT_TOKENS),
         seconds_per_context_token=context_s,
+        seconds_per_draft_context_token=draft_context_s,
         measured_on=datetime.date.today(),
     )
 
@@ -101,8 +104,8 @@ def _prompt_tokens(engine: Engine, num_tokens: int) -> int:
     return min(num_tokens, engine.max_context // 2)
 
 
-def _context_seconds(engine: Engine, num_texts: int) -> float:
-    """Seconds that each token of context adds to a step, of each text: by plain steps behind short and long prompts.
+def _context_seconds(engine: Engine, num_texts: int, drafts: "_Drafts") -> float:
+    """Seconds that each token of context adds to a step, of each text: by steps behind short and long prompts.
 
     No prompt is computed: what the cache holds of them is anything, which takes as long to read.
     """
@@ -116,7 +119,7 @@ def _context_seconds(engine: Engine, num_texts: int) -> float:
         steps = _TimedSteps(engine, len(prompts), prompts)
         try:
             steps.start()
-            taken = (steps.take(_ROUND[0]) for _ in range(NUM_CONTEXT_STEPS))
+            taken = (steps.take(drafts) for _ in range(NUM_CONTEXT_STEPS))
             seconds += [min(whole) / steps.batch_size] if (whole := list(filter(None, taken))) else []
         finally:
             steps.stream.scheduler.close()
@@ -138,9 +141,12 @@ def _is_held(cache: KVCache, prompt: np.ndarray) -> bool:
     return is_held
 
 
-def _time_steps(engine: Engine, batch_size: int, context_s: float) -> tuple[int, dict[int, float]]:
+def _time_steps(
+    engine: Engine, batch_size: int, context_s: float, draft_context_s: float
+) -> tuple[int, dict[int, float]]:
     """The batch size that was reached, and seconds of its steps by their draft tokens, as behind the prompts alone."""
-    steps = _TimedSteps(engine, batch_size, [random_tokens(engine, _prompt_tokens(engine, PROMPT_TOKENS))], context_s)
+    prompt = random_tokens(engine, _prompt_tokens(engine, PROMPT_TOKENS))
+    steps = _TimedSteps(engine, batch_size, [prompt], context_s, draft_context_s)
     try:
         steps.take_rounds()
     finally:
@@ -175,16 +181,24 @@ class _Drafts:
 
 
 _ROUND = (*map(_Drafts, SIZE_KNOTS), _Drafts(1, is_alone=True))
+_CONTEXT_DRAFTS = _Drafts(8)  # by whose steps it is measured what context adds to one of a draft token
 
 
 class _TimedSteps(Drafter):
     """Requests, drafter and verifier of a measurement in one, and the seconds of its steps."""
 
-    def __init__(self, engine: Engine, batch_size: int, prompts: Sequence[np.ndarray], context_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        batch_size: int,
+        prompts: Sequence[np.ndarray],
+        context_s: float = 0.0,
+        draft_context_s: float = 0.0,
+    ) -> None:
         self.batch_size = batch_size
         self.seconds: dict[_Drafts, list[float]] = {drafts: [] for drafts in _ROUND}
         self._engine, self._clock = engine, clock_of(engine)
-        self._prompts, self._context_s = prompts, context_s
+        self._prompts, self._context_s, self._draft_context_s = prompts, context_s, draft_context_s
         deepest = max(1, min(NEW_TOKENS, engine.max_context - len(prompts[0])) // 4)
         self._trees = {size: _tree(engine, size, deepest) for size in SIZE_KNOTS}
         self._rule = verifier_from(engine.settings)
@@ -258,7 +272,8 @@ class _TimedSteps(Drafter):
         step = self._engine.submit_step(self.stream)
         ended = self._engine.finish_step(step, self.stream)
         seconds = self._clock() - start_s
-        seconds = max(MIN_SHARE * seconds, seconds - self._context_s * num_written)
+        context_s = self._context_s + self._draft_context_s * drafts.num_tokens(self.batch_size) / self.batch_size
+        seconds = max(MIN_SHARE * seconds, seconds - context_s * num_written)
         failures += [outcome for _, outcome in ended if isinstance(outcome, GenerationFailure)]
         if failures:
             raise RunFailed(

@@ -143,9 +143,10 @@ def test_what_context_adds_to_a_step_is_measured_and_taken_off_longer_ones(monke
     submit_step = Engine.submit_step
 
     def submitted(engine, stream):
-        lengths = sum(sequence.length for sequence in stream.scheduler.live)
+        lengths = [sequence.length for sequence in stream.scheduler.live]
         step = submit_step(engine, stream)
-        computed_s[0] += 1 + step.num_tokens / 1000 + lengths / 500
+        drafted = step.num_tokens / len(lengths) - 1 if lengths else 0  # of each text
+        computed_s[0] += 1 + step.num_tokens / 1000 + sum(lengths) * (1 / 500 + drafted / 4000)
         return step
 
     monkeypatch.setattr(Engine, "submit_step", submitted)
@@ -153,8 +154,9 @@ def test_what_context_adds_to_a_step_is_measured_and_taken_off_longer_ones(monke
     monkeypatch.setattr(measuring.time, "thread_time", lambda: computed_s[0])
     cost = measure_step_cost(tiny_engine(MODEL, batch_size=4), None, (), [4])
     assert cost.context_tokens == 16 and cost.seconds_per_context_token == pytest.approx(1 / 500)
+    assert cost.seconds_per_draft_context_token == pytest.approx(1 / 4000)
     num_tokens = np.array([4, 20, 68])
-    expected = 1 + num_tokens / 1000 + 4 * 40 / 500
+    expected = 1 + num_tokens / 1000 + 4 * 40 / 500 + (num_tokens - 4) * 40 / 4000
     assert cost.at_context(40).seconds(4, num_tokens).tolist() == pytest.approx(expected.tolist())
 
 

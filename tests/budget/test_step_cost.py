@@ -94,3 +94,7 @@ def test_steps_of_longer_texts_cost_what_their_context_adds():
     assert between.tolist() == pytest.approx((cost.seconds_between(3, np.array([0, 3])) + 0.3).tolist())
     without = StepCost(steps=points)
     assert without.at_context(900).steps == without.steps
+    of_drafts = cost.model_copy(update={"seconds_per_draft_context_token": 0.01})
+    longer_s = of_drafts.at_context(150).seconds(4, np.array([4, 8]))
+    assert longer_s.tolist() == pytest.approx([0.16 + 0.4, 0.32 + 0.4 + 4 * 0.01 * 100])
+    assert of_drafts.seconds_between(3, np.array([3]), 150)[0] == pytest.approx(between[1] + 3 * 0.01 * 100)
