@@ -204,7 +204,8 @@ class Settings(Strict):
     @property
     def effective_knowledge(self) -> KnowledgeSettings:
         """`knowledge`; for the bundled model with the words that it knows, unless others are configured."""
-        return of_domain(self.knowledge, "sample") if self.decoding.model == SAMPLE_MODEL else self.knowledge
+        is_sample = self.decoding.model == SAMPLE_MODEL and not self.decoding.borrows_tokenizer
+        return of_domain(self.knowledge, "sample") if is_sample else self.knowledge
 
     def template(self, side: Side, labels: Labels = Labels()) -> PromptTemplate:
         """A side's template, in the words of this configuration; raises ConfigError as `load_template` does."""

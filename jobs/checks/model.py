@@ -12,6 +12,11 @@ NO_CHAT_TEMPLATE = (
     "Most models that are made to answer have one: take the -Instruct model, or copy its chat_template",
 )
 
+BORROWED = (
+    "that of the server; the bundled tokenizer counts the tokens of prompts, some twice as many as the server (of "
+    "scripts other than Latin more). For the server's own count set decoding.model to a folder with its tokenizer"
+)
+
 
 def check_dtype(settings: Settings) -> Iterator[CheckResult]:
     """In which type the model computes here, and why."""
@@ -82,13 +87,16 @@ def fitting_engine(settings: Settings, num_values: int, file_bytes: int) -> Chec
 
 def _served_model(settings: Settings) -> Iterator[CheckResult]:
     """The tokenizer in the folder of a model that a server has."""
-    from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, needs_a_model
+    from laserbatch.jobs.stages.inputs import NEEDS_A_TOKENIZER, needs_a_model
     from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 
+    if settings.decoding.borrows_tokenizer:
+        yield CheckResult("model", "ok", BORROWED)
+        return
     tokenizer = load_tokenizer(settings.model_dir)
     yield CheckResult("model", "ok", f"{settings.model_dir}: a tokenizer of {len(tokenizer):,} tokens")
     if settings.tables.path is not None and needs_a_model(settings):
-        yield CheckResult("model", "warning", NEEDS_A_MODEL)
+        yield CheckResult("model", "fault", NEEDS_A_TOKENIZER)
     if tokenizer.chat_template is None:
         yield CheckResult("model", "warning", *NO_CHAT_TEMPLATE)
 

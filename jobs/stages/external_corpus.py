@@ -75,9 +75,8 @@ def _upload(night: Night, previous: RunFolder, sides: Collection[Side], corpora:
 
 def _lengths(night: Night, previous: RunFolder, sides: Collection[Side]) -> np.ndarray:
     """Number of tokens of each text: int64[num_texts]; 0 where another model wrote it, whose tokens may be others."""
-    server = night.settings.decoding.endpoint
-    assert server is not None
-    model_id, parts = served_identity(night.settings.model_dir, server.model), [np.empty(0, np.int64)]
+    settings = night.settings
+    model_id, parts = served_identity(settings.model_dir, settings.decoding), [np.empty(0, np.int64)]
     for side in sorted(sides):
         for batch in previous.iter_knowledge(side, ("model_id", "token_ids")):
             is_same = pc.equal(batch["model_id"], model_id).to_numpy(zero_copy_only=False)

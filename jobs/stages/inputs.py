@@ -54,10 +54,18 @@ NEEDS_A_MODEL = (
     "Qwen/Qwen2.5-1.5B-Instruct --local-dir qwen` (docs/tables-and-models.md says which sizes fit)"
 )
 
+NEEDS_A_TOKENIZER = (
+    "decoding.model names no folder, and prompts go to the server as token ids of its model: set decoding.model to a "
+    "folder with that model's tokenizer, or decoding.endpoint.api to chat"
+)
+
 
 def needs_a_model(settings: Settings) -> bool:
     """Whether a configuration has the bundled model write about tables that are not its sample world."""
-    return settings.decoding.model == SAMPLE_MODEL and not is_sample_world(settings.tables.required_path)
+    decoding = settings.decoding
+    if decoding.model != SAMPLE_MODEL or decoding.borrows_tokenizer:
+        return False
+    return not is_sample_world(settings.tables.required_path)
 
 
 def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, dict[str, Any]], Tables]:
@@ -70,7 +78,7 @@ def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, d
     name all faults of settings and templates, of a model's files, of the tables, or of a file of embeddings.
     """
     path = settings.tables.required_path
-    _require_files(settings)
+    require_files(settings)
     inputs, tables = sound_tables(settings, date, partial(check_inputs, path, settings))
     for finding in say_left_out(settings, tables.personal):
         inputs[finding.table].setdefault(LEFT_OUT, {})[finding.column] = finding.found
@@ -147,10 +155,12 @@ def sound_tables(
     return inputs, tables
 
 
-def _require_files(settings: Settings) -> None:
+def require_files(settings: Settings) -> None:
     """Raise an error if the model, the encoder or the step cost is unusable, which a night would notice hours later."""
     if settings.decoding.engine == "endpoint":
         require_tokenizer(settings.model_dir)
+        if needs_a_model(settings):
+            raise ConfigError(NEEDS_A_TOKENIZER)
     else:
         require_whole_files(settings.model_dir)
     require_engine(settings)

@@ -42,7 +42,8 @@ class EndpointSettings(Strict):
     api: Literal["completions", "chat"] = Field(
         default="completions",
         description="completions: prompts are sent as token ids, made with the tokenizer in the folder decoding.model. "
-        "chat: prompts are sent as messages, to servers that take no token ids.",
+        "chat: prompts are sent as messages, to servers that take no token ids; without decoding.model the bundled "
+        "tokenizer counts their tokens.",
     )
     mode: Literal["requests", "batch"] = Field(
         default="requests",

@@ -181,6 +181,11 @@ class DecodingSettings(Strict):
                 raise ValueError(f"{problem} with engine {self.engine}: {advice}")
         return self
 
+    @property
+    def borrows_tokenizer(self) -> bool:
+        """Whether a server gets messages and no folder has its tokenizer: the bundled one then bounds prompts."""
+        return self.model == "sample" and self.endpoint is not None and self.endpoint.api == "chat"
+
     def provenance(self) -> dict[str, Any]:
         """What decides a text: part of its fingerprint and of its record.
 

@@ -42,7 +42,7 @@ class EndpointEngine:
 
     Parameters
     ----------
-    model_dir : folder of the model's tokenizer; weights need not be in it.
+    model_dir : folder of the model's tokenizer, or of one that is borrowed; weights need not be in it.
     run_dir : where the tokens that answers took are counted, over all attempts at a run.
     """
 
@@ -50,7 +50,7 @@ class EndpointEngine:
         assert decoding.endpoint is not None
         self.tokenizer, self.num_forwards, self.costliest_step_s = load_tokenizer(model_dir), 0, 0.0
         self._settings, self._max_concurrent = decoding.endpoint, decoding.batch_size
-        self._chat_options = decoding.chat_options
+        self._chat_options, self._borrows = decoding.chat_options, decoding.borrows_tokenizer
         self._penalty = folder_rules(model_dir).get("repetition_penalty", 1.0)
         named = served_end_ids(model_dir, self.tokenizer)
         self._answers = Answers(self.tokenizer, named)
@@ -61,7 +61,7 @@ class EndpointEngine:
         self._client = EndpointClient(self._settings, self._spending)
         self._card = self._waited(self._client.card())
         self.model = ModelFigures(
-            id=served_identity(model_dir, self._settings.model), dtype="unknown", device="server", num_parameters=0
+            id=served_identity(model_dir, decoding), dtype="unknown", device="server", num_parameters=0
         )
 
     @property
@@ -180,7 +180,9 @@ class EndpointEngine:
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
         """The fields of a request. Raises RowError: its prompt leaves no room for an answer."""
         context, num_prompt = self._card.get("max_model_len"), len(request.prompt_ids)
-        room = context - num_prompt if isinstance(context, int) else request.max_new_tokens
+        room = request.max_new_tokens
+        if isinstance(context, int) and not self._borrows:
+            room = context - num_prompt
         if room < 1:
             raise RowError(f"too-long: the prompt has {num_prompt} tokens, the server's context {context}")
         max_tokens = min(request.max_new_tokens, room)
@@ -194,7 +196,7 @@ class EndpointEngine:
             if self._settings.prediction and request.previous_ids is not None:
                 previous = self.tokenizer.decode(request.previous_ids.tolist(), skip_special_tokens=True)
                 body["prediction"] = {"type": "content", "content": previous}
-        if takes_more:
+        if takes_more and not self._borrows:
             body |= {"stop_token_ids": self._end_ids, "return_token_ids": True}
             body |= {"repetition_penalty": self._penalty} if self._penalty != 1.0 else {}
         if request.grammar is not None:
@@ -260,7 +262,7 @@ class EndpointEngine:
     def _tokens(self, choice: dict[str, Any]) -> tuple[list[int], int | None]:
         """The tokens of a choice, without its end token, and that: the server's, or those that its text has."""
         token_ids = choice.get("token_ids")
-        if isinstance(token_ids, list) and all(type(i) is int and i >= 0 for i in token_ids):
+        if not self._borrows and isinstance(token_ids, list) and all(type(i) is int and i >= 0 for i in token_ids):
             if (highest := max(token_ids, default=0)) >= self._num_ids:
                 raise RowError(
                     f"malformed-answer: token id {highest}, and the model's folder has {self._num_ids} tokens; the "

@@ -89,7 +89,7 @@ def shared_fingerprint(
     chat_files = [(path.name, sha256_file(path)) for path in paths]
     chat = [tokenizer_hash(tokenizer_folder(model_dir, decoding.adapter)), chat_files, max_prompt_tokens]
     server = decoding.endpoint
-    model_id = served_identity(model_dir, server.model) if server else model_identity(model_dir, decoding.adapter)
+    model_id = served_identity(model_dir, decoding) if server else model_identity(model_dir, decoding.adapter)
     shared = {
         "template": [LAYOUT_VERSION, template.model_dump(mode="json", exclude_defaults=True)],
         "prompt": chat,

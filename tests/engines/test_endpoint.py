@@ -116,6 +116,17 @@ def test_chat_servers_get_messages_and_their_answers_become_tokens(server, engin
     assert "prompt" not in body and text.text == text_for(body) and len(text.token_ids) > 5
 
 
+def test_without_the_models_tokenizer_nothing_of_the_bundled_one_is_asked_of_a_server(server, engine_of):
+    server.card = {"id": MODEL, "owned_by": "vllm", "max_model_len": 5}  # fewer than the bundled tokenizer counts
+    server.change = lambda answer: answer | {"choices": [answer["choices"][0] | {"token_ids": [10**6]}]}
+    engine = engine_of(api="chat")
+    (text,) = written(engine, [request(0)]).values()
+    (body,) = server.bodies
+    assert {"stop_token_ids", "return_token_ids", "repetition_penalty"}.isdisjoint(body)
+    assert text.text == text_for(body) == engine.tokenizer.decode(text.token_ids)
+    assert engine.model.id.startswith(f"{MODEL}-") and engine.model.id != engine_of().model.id
+
+
 def test_answers_are_held_to_their_form_as_the_server_takes_it(server, engine_of):
     engine = engine_of()
     assert isinstance(written(engine, [request(0, grammar=JSON_FORM)])[0], GenerationResult)
@@ -393,11 +404,11 @@ def test_the_folder_of_a_tokenizer_is_enough_and_weights_in_it_name_the_model(se
     decoding = DecodingSettings.model_validate({"engine": "endpoint", "endpoint": endpoint})
     engine = EndpointEngine(folder, decoding, tmp_path)
     assert isinstance(written(engine, [request(0)])[0], GenerationResult)
-    assert engine.model.id.startswith(f"{MODEL}-") and served_identity(folder, "other") != engine.model.id
+    named = decoding.model_copy(update={"endpoint": decoding.endpoint.model_copy(update={"model": "other"})})
+    assert engine.model.id.startswith(f"{MODEL}-") and served_identity(folder, named) != engine.model.id
     template = load_template("kar_item")
     own_settings, of_server = DecodingSettings(verifier="greedy"), partial(shared_fingerprint, template, 1024, decoding)
     assert of_server(SAMPLE_MODEL) == shared_fingerprint(template, 1024, own_settings, SAMPLE_MODEL)
-    named = decoding.model_copy(update={"endpoint": decoding.endpoint.model_copy(update={"model": "other"})})
     fingerprints = of_server(folder), shared_fingerprint(template, 1024, named, folder)
     assert changed_parts(*(f"{shared}-0-0" for shared in fingerprints)) == ("model",)
     with pytest.raises(ModelError, match="holds no tokenizer"):

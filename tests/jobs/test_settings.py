@@ -2,6 +2,8 @@
 
 import re
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from default_yaml import DEFAULT_YAML, default_yaml
@@ -9,10 +11,12 @@ from pydantic import BaseModel, ValidationError
 
 from laserbatch.jobs.commands.config import options_of
 from laserbatch.jobs.settings import PACKAGE_ROOT, Settings, load_settings
+from laserbatch.jobs.stages.inputs import needs_a_model, require_files
 from laserbatch.pipeline.decoding.endpoint_settings import EndpointSettings
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.prompts import Shown, render_shown
+from laserbatch.pipeline.tables.settings import TablesSettings
 
 MAX_OPTIONS = 65
 
@@ -198,6 +202,20 @@ def test_a_night_keeps_its_name_if_its_server_moves_or_gets_more_money_but_not_i
     greedy = Settings.model_validate({"decoding": {"verifier": "greedy"}}).decoding
     assert with_server().decoding.provenance() == greedy.provenance()  # a change of engine alone rewrites nothing
     assert with_server().decoding.gpus_a_worker == 0
+
+
+def test_texts_of_a_chat_server_are_not_those_of_the_bundled_model(tmp_path):
+    columns = {"users": {"user_id": [1]}, "items": {"item_id": [1], "title": ["Heat"]}}
+    columns["interactions"] = {"user_id": [1], "item_id": [1], "timestamp": [1_700_000_000]}
+    for name, values in columns.items():
+        pq.write_table(pa.table(values), tmp_path / f"{name}.parquet")
+    tables = {"tables": TablesSettings(path=str(tmp_path))}
+    chat, completions = (with_server(**api).model_copy(update=tables) for api in ({"api": "chat"}, {}))
+    assert chat.effective_knowledge == chat.knowledge and completions.effective_knowledge != completions.knowledge
+    assert not needs_a_model(chat) and needs_a_model(completions)
+    with pytest.raises(ConfigError, match=r"names no folder.* or decoding\.endpoint\.api to chat"):
+        require_files(completions)
+    require_files(chat)
 
 
 def test_the_options_of_an_endpoint_are_shown_with_their_defaults():

@@ -7,20 +7,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laserbatch.pipeline.decoding.model.folder import end_ids_of, folder_rules, model_identity, read_config
+from laserbatch.pipeline.decoding.settings import DecodingSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def served_identity(folder: Path, name: str) -> str:
-    """The identity of a model that a server calls `name`.
+def served_identity(folder: Path, decoding: DecodingSettings) -> str:
+    """The identity of a server's model.
 
     With weights in the folder it is theirs, so that texts that another engine wrote with the same model stay. Without
-    them it is the server's name for the model, and a short hash of what the folder says of it.
+    them it is the server's name for the model, and a short hash of what the folder says of it, if it is the model's.
     """
-    if any(folder.glob("*.safetensors")):
-        return model_identity(folder)
-    description = json.dumps([name, _config(folder), folder_rules(folder)], sort_keys=True)
+    assert decoding.endpoint is not None
+    name, facts = decoding.endpoint.model, []
+    if not decoding.borrows_tokenizer:
+        if any(folder.glob("*.safetensors")):
+            return model_identity(folder)
+        facts = [_config(folder), folder_rules(folder)]
+    description = json.dumps([name, *facts], sort_keys=True)
     return f"{name}-{hashlib.sha256(description.encode()).hexdigest()[:12]}"
 
 
