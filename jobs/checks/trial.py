@@ -181,7 +181,8 @@ def _answer(engine: "TextEngine", settings: Settings) -> CheckResult:
             "names the token that ends its turns"
         )
         return CheckResult("answer", "warning", f"{shown}and no end token came: texts may run on to their limit", hint)
-    return CheckResult("answer", "ok", f"{shown}and ended with {engine.tokenizer.decode([answer.end_id])!r}")
+    ended = "by itself" if settings.decoding.borrows_tokenizer else f"with {engine.tokenizer.decode([answer.end_id])!r}"
+    return CheckResult("answer", "ok", f"{shown}and ended {ended}")
 
 
 def _tasks(engine: "OwnEngine", settings: Settings, tables: "Tables") -> list[Task]:
