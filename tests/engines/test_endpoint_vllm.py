@@ -1,4 +1,7 @@
-"""vLLM's server as that of a night, in vLLM's environment (`make test-vllm`): the texts of `engine: vllm`."""
+"""vLLM's server as that of a night, in vLLM's environment (`make test-vllm`): the texts of `engine: vllm`.
+
+The folder LASERBATCH_SERVED_MODEL, in place of the bundled model, is that of another one to test with.
+"""
 
 import importlib.util
 import json
@@ -21,6 +24,7 @@ pytest.importorskip("openai")
 pytest.importorskip("ray")
 
 SAMPLE = Path(__file__).resolve().parents[2] / "models" / "sample"
+MODEL = Path(os.environ.get("LASERBATCH_SERVED_MODEL", SAMPLE))
 DATE, START_S = "2025-03-01", 600.0
 SMALL_CACHE = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 ON_A_CPU = {
@@ -37,14 +41,14 @@ def free_port() -> int:
 
 @contextmanager
 def served(folder: Path, port: int):
-    """The process of vLLM's server, which has the sample model in float32."""
+    """The process of vLLM's server, which has the model in float32."""
     # As `vllm serve`, whose command looks for a package of that name, while this one is called vllm-cpu.
     command = [
         sys.executable,
         "-m",
         "vllm.entrypoints.openai.api_server",
         "--model",
-        SAMPLE,
+        MODEL,
         "--served-model-name",
         "sample",
         "--host",
@@ -80,9 +84,15 @@ def served(folder: Path, port: int):
 
 def command_of(folder: Path, name: str, decoding: dict, **night_options) -> list[str]:
     """The command of a night with its own configuration and workspace."""
+    from laserbatch.pipeline.knowledge.domains import of_domain
+    from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
+
+    decoding = {"model": str(MODEL), "batch_size": 8, "dtype": "float32", "max_new_tokens": 256} | decoding
+    knowledge = of_domain(KnowledgeSettings(), "sample").model_dump(mode="json", exclude_unset=True)
     settings = {
-        "workspace": name, "tables": {"path": "tables"}, "decoding": {"batch_size": 8, "dtype": "float32"} | decoding,
+        "workspace": name, "tables": {"path": "tables"}, "decoding": decoding, "knowledge": knowledge,
         "night": {"train_ctr": False} | night_options, "cluster": {"num_workers": 1},
+        "gates": {"max_failed_share": 0.9},
     }  # fmt: skip
     config = folder / f"{name}.json"
     config.write_text(json.dumps(settings))
