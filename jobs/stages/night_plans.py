@@ -140,7 +140,7 @@ class NightPlanner:
     def _refresh(self, side: Side) -> Refresh | None:
         """The rule by which changed prompts wait; None: every changed prompt gets a new text."""
         night, settings = self.night, self.night.settings.refresh
-        if settings.is_off:
+        if settings.is_off and not self._has_max_cost:
             return None
         waiting = night.run if night.previous is None else night.previous
         budget = settings.max_tokens
@@ -155,4 +155,9 @@ class NightPlanner:
         size, server = self.night.settings.night.shard_size, self.decoding.endpoint
         if size is None and server is not None and server.mode == "batch":
             size = BATCH_SHARD_ROWS
-        return Sharding(self.decoding.batch_size, size, self.night.routes(side))
+        return Sharding(self.decoding.batch_size, size, self.night.routes(side), is_by_score=self._has_max_cost)
+
+    @property
+    def _has_max_cost(self) -> bool:
+        """Whether the night may end before all of its texts are paid for, so that the most valuable come first."""
+        return self.decoding.endpoint is not None and self.decoding.endpoint.max_cost is not None

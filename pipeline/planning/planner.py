@@ -138,12 +138,14 @@ class Sharding:
     size : rows of a shard; None: `default_shard_size`.
     routes : pool groups, as `side_routes` returns them; None: no groups.
     isolate_ids : entities that share no shard with others and come first, so that their time can be measured.
+    is_by_score : the texts that are worth most come first, whatever their group.
     """
 
     batch_size: int
     size: int | None = None
     routes: Routes | None = None
     isolate_ids: pa.Array | None = None
+    is_by_score: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,8 @@ class SideDecision:
     carried, waiting : int64, rows of earlier records that stay: unchanged ones, and those whose new text waits.
     quarantined : entities without a prompt tonight.
     postponed : as `run_folder.POSTPONED`; None if no rule postpones any.
-    num_tokens : expected of the new texts; 0 without a budget.
+    num_tokens : expected of the new texts; 0 without a rule.
+    scores : float64[n], what the new texts are worth; None without a rule.
     """
 
     rows: np.ndarray
@@ -168,6 +171,7 @@ class SideDecision:
     quarantined: list[QuarantineRow]
     postponed: pa.Table | None
     num_tokens: int
+    scores: np.ndarray | None
 
 
 def decide_side(
@@ -189,14 +193,17 @@ def decide_side(
     compared = _compared(questions, previous, before, left_out, rules.force, on_entities)
     compared, quarantined = _without_failing(compared, questions.side, ids, None if rules.force else rules.unusable)
     rows, fingerprints = compared.changed, compared.fingerprints
-    waiting, postponed, num_tokens = before[:0], excluded, 0
+    waiting, postponed, num_tokens, scores = before[:0], excluded, 0, None
     if refresh is not None and not rules.force:
         chosen = choose(refresh, questions, previous, rows, fingerprints, before[rows])
         postponed = pa.concat_tables([part for part in (excluded, chosen.postponed) if part is not None])
         num_tokens, waiting = chosen.num_tokens, before[rows[~chosen.is_written]]
         rows, fingerprints = rows[chosen.is_written], fingerprints.filter(pa.array(chosen.is_written))
+        scores = chosen.scores[chosen.is_written]
     waiting = np.sort(waiting[waiting >= 0])
-    return SideDecision(rows, fingerprints, before[rows], compared.carried, waiting, quarantined, postponed, num_tokens)
+    return SideDecision(
+        rows, fingerprints, before[rows], compared.carried, waiting, quarantined, postponed, num_tokens, scores
+    )
 
 
 def write_side_plan(
@@ -231,7 +238,7 @@ def write_side_plan(
         num_carried_over=len(decision.carried),
         num_unpromptable=len(decision.quarantined),
         routes=routes.num_by_scheme(),
-        shards=_write_shards(questions, rows, columns, sharding, folder.root),
+        shards=_write_shards(questions, rows, columns, sharding, decision.scores, folder.root),
         num_waiting=len(waiting),
         num_without_text=0 if postponed is None else len(postponed) - len(waiting),
         postponed={} if postponed is None else count_reasons(postponed),
@@ -296,12 +303,14 @@ def _write_shards(
     rows: np.ndarray,
     columns: dict[str, pa.Array | TokenIds],
     sharding: Sharding,
+    scores: np.ndarray | None,
     run_dir: Path,
 ) -> tuple[Shard, ...]:
-    """Write what prompts show of the entities of some rows, by group; `columns` are of these rows."""
+    """Write what prompts show of the entities of some rows, by group; `columns` and `scores` are of these rows."""
     side, isolate_ids = questions.side, sharding.isolate_ids
     ids = questions.entities[f"{side}_id"].take(pa.array(rows))
-    turns = np.argsort(pc.rank(pc.fill_null(columns["group"], ""), tiebreaker="dense").to_numpy(), kind="stable")
+    keys = pc.rank(pc.fill_null(columns["group"], ""), tiebreaker="dense").to_numpy()
+    turns = np.argsort(-scores if sharding.is_by_score and scores is not None else keys, kind="stable")
     is_isolated = np.zeros(len(rows), bool) if isolate_ids is None else pc.is_in(ids, value_set=isolate_ids).to_numpy()
     size = sharding.size or default_shard_size(len(rows), sharding.batch_size)
     shards = []

@@ -48,9 +48,13 @@ class Refresh:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Which changed entities get a new text (bool[n]), the postponed ones, and the expected tokens of the texts."""
+    """Which changed entities get a new text (bool[n]), the postponed ones, and the expected tokens of the texts.
+
+    `scores` (float64[n]) say what each new text is worth.
+    """
 
     is_written: np.ndarray
+    scores: np.ndarray
     postponed: pa.Table  # of POSTPONED
     num_tokens: int
 
@@ -118,7 +122,7 @@ def choose(
         pa.array(since[left].astype(np.int32)).cast(pa.date32()),
     ]
     postponed = pa.Table.from_arrays(columns, schema=_schema(entity_ids.type))
-    return Chosen(decided.is_written, postponed, decided.num_tokens(candidates))
+    return Chosen(decided.is_written, decided.scores, postponed, decided.num_tokens(candidates))
 
 
 def without_evidence(refresh: Refresh, entity_ids: pa.Array) -> pa.Table:

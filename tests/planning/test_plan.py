@@ -1,5 +1,7 @@
 """The plan of a night: nothing lost, nothing twice, the same again after a restart."""
 
+import datetime
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -13,9 +15,18 @@ from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge, knowledge_schema
 from laserbatch.pipeline.knowledge.templates import PromptTemplate
 from laserbatch.pipeline.planning.plan import load_plan, read_shard, save_plan
-from laserbatch.pipeline.planning.planner import FIRST_TEXTS, default_shard_size
+from laserbatch.pipeline.planning.planner import (
+    FIRST_TEXTS,
+    Sharding,
+    WriteRules,
+    decide_side,
+    default_shard_size,
+    write_side_plan,
+)
+from laserbatch.pipeline.planning.postpone import Refresh
+from laserbatch.pipeline.planning.refresh import RefreshSettings
 from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
-from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.run_folder import POSTPONED, RunFolder
 from laserbatch.pipeline.tables.read import Tables
 from laserbatch.retrieval_pools.routing.router import Routes
 
@@ -33,6 +44,7 @@ def records(fingerprints: dict[str, str]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=knowledge_schema(pa.string()))
 
 
+DATE = datetime.date(2025, 3, 1)
 TEMPLATE = PromptTemplate(name="u", version=1, framework="kar", side="user", parser="free", instruction="Explain.")
 
 
@@ -220,3 +232,18 @@ def test_records_that_all_stay_share_the_file_of_the_night_before(tmp_path):
     file.write_bytes(file.read_bytes().replace(b"2025-01-01-00000000", b"2025-01-01-00000001"))
     with pytest.raises(WorkspaceError, match=r"carried\.parquet is damaged"):
         plan_side_of(["a", "b"], runs[3])
+
+
+@pytest.mark.parametrize(("is_by_score", "expected"), [(True, ["b", "d", "a", "c"]), (False, ["a", "b", "c", "d"])])
+def test_the_texts_that_are_worth_most_come_first_where_they_are_wanted_so(
+    tmp_path, monkeypatch, is_by_score, expected
+):
+    num_events = np.array([3, 90, 0, 7])
+    monkeypatch.setattr(SideQuestions, "num_events", lambda questions, rows=slice(None): num_events[rows])
+    questions = SideQuestions(tables_of([(key, "1") for key in "abcd"]), "user", TEMPLATE, "s")
+    known, rule = PreviousKnowledge(None), Refresh(RefreshSettings(), DATE, None, 100, POSTPONED.empty_table())
+    decision = decide_side(questions, known, WriteRules(refresh=rule))
+    sharding = Sharding(1, 3, is_by_score=is_by_score)
+    side_plan, _ = write_side_plan(decision, questions, known, sharding, RunFolder(tmp_path))
+    assert [row.entity_id for shard in side_plan.shards for row in read_shard(tmp_path / shard.path)] == expected
+    assert side_plan.postponed == {} and side_plan.num_waiting == 0
