@@ -123,7 +123,7 @@ def _endpoint(server: EndpointFigures, corpus: ExternalCorpusFigures | None) -> 
         "Prompt tokens": count(server.num_prompt_tokens),
         "of them cached": count(server.num_cached_tokens),
         "Answer tokens": count(server.num_completion_tokens),
-        "Money": decimal(server.cost),
+        "Money": decimal(server.cost, 4),
     }
     names = "; ".join(server.answered_by) or "nothing, since it answered nothing"
     caption = f"As the server counted them; it says that it is {names}. "
