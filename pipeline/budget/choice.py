@@ -104,9 +104,8 @@ def by_step(decoding: DecodingSettings, chosen: ChosenBudget) -> ChosenBudget:
     is_open = decoding.max_draft_tokens is None and decoding.min_acceptance is None and decoding.step_cost is None
     if decoding.verifier != "greedy" or decoding.engine == "vllm" or not is_open or not decoding.drafters:
         return chosen
-    reason = f"greedy texts do not depend on it; a fixed budget: {chosen.forecast.reason}"
     budget = Budget(SIZE_KNOTS[-1], MIN_ACCEPTANCES[0], is_by_step=True)
-    return ChosenBudget(budget, replace(chosen.forecast, reason=reason))
+    return ChosenBudget(budget, replace(chosen.forecast, reason="greedy texts do not depend on it"))
 
 
 def configured_budget(budget: Budget, pool, sources: Sequence[str], share_changed: float) -> ChosenBudget:
