@@ -56,7 +56,7 @@ VLLM, VLLM_NGRAM, VLLM_SUFFIX, VLLM_OURS = "vllm", "vllm-ngram", "vllm-suffix", 
 GREEDY, RELAXED = "greedy", "relaxed"
 POOL, SPECULATIONS = "global", {GREEDY: "resd", RELAXED: "resd, relaxed"}
 WARM_UP_TOKENS = 32
-LEAST = 0.98  # of vLLM plain, whatever is drafted
+MIN_RATIO = 0.98  # of vLLM plain, whatever is drafted
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,17 @@ class Scale:
     sizes: tuple[TaskSize, ...]
     num_rounds: int
     batches: tuple[int, ...] = (1, 4, 16)
-    least_long: int = 2
-    least_short: int = 8
+    min_long_prompts: int = 2
+    min_short_prompts: int = 8
     max_new_tokens: int = 512
 
 
-FULL = Scale((TaskSize(16, 400, 0, 40), TaskSize(32, 1000, 0, 100)), num_rounds=5, least_long=8)
-QUICK = Scale((TaskSize(16, 48, 0, 8), TaskSize(24, 300, 0, 40)), num_rounds=3, batches=(1, 16), least_long=1)
+FULL = Scale((TaskSize(16, 400, 0, 40), TaskSize(32, 1000, 0, 100)), num_rounds=5, min_long_prompts=8)
+QUICK = Scale((TaskSize(16, 48, 0, 8), TaskSize(24, 300, 0, 40)), num_rounds=3, batches=(1, 16), min_long_prompts=1)
 SMOKE = Scale((TaskSize(4, 12, 0, 2), TaskSize(4, 20, 0, 2)), num_rounds=1, max_new_tokens=24)
 # Of SmolLM2 both tasks have this size.
-FULL_REAL = replace(FULL, sizes=(TaskSize(24, 120, 0, 24),), least_short=4, max_new_tokens=160)
-QUICK_REAL = replace(QUICK, sizes=(TaskSize(16, 24, 0, 16),), num_rounds=1, least_short=2, max_new_tokens=80)
+FULL_REAL = replace(FULL, sizes=(TaskSize(24, 120, 0, 24),), min_short_prompts=4, max_new_tokens=160)
+QUICK_REAL = replace(QUICK, sizes=(TaskSize(16, 24, 0, 16),), num_rounds=1, min_short_prompts=2, max_new_tokens=80)
 SMOKE_REAL = replace(SMOKE, sizes=(TaskSize(3, 6, 0, 2),), batches=(1, 2), max_new_tokens=8)
 
 
@@ -190,7 +190,7 @@ def passes_in_turns(
 
 def measure(systems: dict[str, Served | EngineSystem], task: Task, batch: int, scale: Scale) -> Iterator[dict]:
     """A row for each system; ratios are within a round. The next batch begins when all of the last have ended."""
-    prompts = task.held_out[: max(batch, scale.least_long if task.is_long else scale.least_short)]
+    prompts = task.held_out[: max(batch, scale.min_long_prompts if task.is_long else scale.min_short_prompts)]
     passes = passes_in_turns(systems, prompts, batch, scale.num_rounds, min(task.max_new_tokens, scale.max_new_tokens))
     for name, own in passes.items():
         speeds = [run.tokens_per_s for run in own]
@@ -215,7 +215,7 @@ def figures_of(rows: Sequence[dict], dtype: str) -> Iterator[Figure]:
         system, batch, is_long = row["system"], row["batch"], row["task"] == "reki"
         over, where = row["ratio_to_vllm"].median, f"{row['task']}, batch {batch}"
         if system == VLLM_OURS:
-            wanted = 2.0 if batch == 1 and is_long else LEAST
+            wanted = 2.0 if batch == 1 and is_long else MIN_RATIO
             yield Figure.at_least(f"{where}: vLLM with our drafts over vLLM plain, tokens a second", over, wanted)
             share = row["num_texts_as_undrafted"] / row["num_texts"]
             about = f"{where}: share of texts with our drafts that are those of vLLM plain"

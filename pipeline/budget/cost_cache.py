@@ -20,7 +20,7 @@ from laserbatch.retrieval_pools.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 
-VERSION = 14  # of how steps are measured
+VERSION = 15  # of how steps are measured
 
 
 class StepCostCache:

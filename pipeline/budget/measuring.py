@@ -35,8 +35,9 @@ from laserbatch.retrieval_pools.index.texts import SEPARATOR
 from laserbatch.retrieval_pools.sources import SOURCE_POOL, SOURCE_TARGET
 from laserbatch.retrieval_pools.step_cost import MIN_SHARE, DraftCost, StepCost, StepPoint
 
-PROMPT_TOKENS, LONG_PROMPT_TOKENS = 64, 320  # of timed steps, and of those that tell what context costs
-NUM_CONTEXT_STEPS = 16  # behind prompts of each of these lengths
+PROMPT_TOKENS, LONG_PROMPT_TOKENS = 64, 320  # of timed steps, and of texts whose drafting is timed
+LONG_CONTEXT_TOKENS = 832  # behind which steps tell what context costs; behind 320 noise was as large as a draft's cost
+NUM_CONTEXT_STEPS = 6  # behind prompts of each of these lengths
 NEW_TOKENS = 256  # then a text starts again; drafts deeper than what is left of it are cut, and not timed
 MIN_ROUNDS, MAX_ROUNDS = 2, 15  # each two steps of every size, of which the second is timed
 MAX_SLOWDOWN = 6  # a size is left out if its step takes so many plain ones: no draft of it would be worth that
@@ -109,7 +110,7 @@ def _context_seconds(engine: Engine, num_texts: int, drafts: "_Drafts") -> float
 
     No prompt is computed: what the cache holds of them is anything, which takes as long to read.
     """
-    lengths = [_prompt_tokens(engine, number) for number in (PROMPT_TOKENS, LONG_PROMPT_TOKENS)]
+    lengths = [_prompt_tokens(engine, number) for number in (PROMPT_TOKENS, LONG_CONTEXT_TOKENS)]
     seconds = []  # of a text's share of a step
     for length in sorted(set(lengths)):
         prompts = [random_tokens(engine, length, seed) for seed in range(num_texts)]

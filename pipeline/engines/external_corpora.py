@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 from laserbatch.pipeline.decoding.endpoint_settings import EndpointSettings
 from laserbatch.pipeline.engines.endpoint_client import SGLANG, EndpointClient, NoSuchPath
 from laserbatch.pipeline.engines.spending import Spending
-from laserbatch.pipeline.errors import ConfigError, RowError
+from laserbatch.pipeline.errors import ConfigError, LaserbatchError, RowError
 
 BUDGET = "speculative_ngram_external_sam_budget"  # fields of SGLang's `/server_info`
 MAX_TOKENS = "speculative_ngram_external_corpus_max_tokens"
 _T = TypeVar("_T")
 
 
-class CorpusError(Exception):
+class CorpusError(LaserbatchError):
     """Why a server has no corpus of ours, or still has it."""
 
 
