@@ -16,15 +16,7 @@ from laserbatch.pipeline.decoding.endpoint_settings import BATCH_SHARD_ROWS
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
-from laserbatch.pipeline.planning.plan import (
-    CARRIED_SHARD,
-    STALE_SHARD,
-    WAITING_SHARD,
-    SidePlan,
-    drop_plan,
-    load_plan,
-    open_plan,
-)
+from laserbatch.pipeline.planning.plan import SidePlan, drop_plan, load_plan, open_plan
 from laserbatch.pipeline.planning.planner import (
     CarryOver,
     Sharding,
@@ -114,23 +106,13 @@ class NightPlanner:
 
     def _warn_of_lost_texts(self, side: Side) -> None:
         """Entities whose earlier text is gone look like new ones: name the files, since writing them again costs."""
-        folder = self.previous_folder
-        manifest = None if folder is None else unless_damaged(folder.load_manifest)
-        if folder is None or manifest is None or side not in manifest.generation.sides:
-            return
-        figures = manifest.generation.sides[side]
-        num_rows_of = {folder.root / record.file: record.num_rows for record in figures.shards}
-        others = {CARRIED_SHARD: figures.num_carried_over, STALE_SHARD: figures.num_stale}
-        others[WAITING_SHARD] = figures.num_waiting
-        num_rows_of |= {folder.knowledge_folder(side) / f"{name}.parquet": rows for name, rows in others.items()}
-        for path, num_rows in num_rows_of.items():
-            if num_rows and not path.exists():
-                logger.warning(
-                    "%s is gone: its %s have no earlier text any more and count as new. To keep their texts, stop this"
-                    " night and restore the file from a copy.",
-                    path,
-                    counted(num_rows, side),
-                )
+        for path, num_rows in self.previous_folder.shards(side).lost() if self.previous_folder is not None else ():
+            logger.warning(
+                "%s is gone: its %s have no earlier text any more and count as new. To keep their texts, stop this"
+                " night and restore the file from a copy.",
+                path,
+                counted(num_rows, side),
+            )
 
     def _rules(self, side: Side) -> WriteRules:
         night = self.night

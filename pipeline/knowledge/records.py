@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from laserbatch.pipeline.storage.mapped import mapped_column
-from laserbatch.pipeline.storage.parquet import iter_parquet
+from laserbatch.pipeline.storage.parquet import iter_parquet, num_rows_of, parquet_files
 from laserbatch.retrieval_pools.ids import rows_among
 
 RECORD_VERSION = 4
@@ -92,18 +92,20 @@ class PreviousKnowledge:
         table = pa.concat_tables(parts) if parts else knowledge_schema(pa.string()).empty_table().select(columns)
         return table.take(pa.array(np.searchsorted(unique, rows)))
 
-    def only_file(self, rows: np.ndarray, entity_id_type: pa.DataType) -> Path | None:
-        """The file that holds the records of some rows as tonight's would, and no others; None where there is none."""
-        if self._folder is None or not self.num_rows or len(rows) != self.num_rows:
-            return None
-        files = [file for file in self._folder.glob("*.parquet") if pq.read_metadata(file).num_rows]
-        if len(files) != 1:
-            return None
-        schema, current = pq.read_schema(files[0]), knowledge_schema(entity_id_type)
-        if not schema.equals(current) or schema.metadata != current.metadata:
-            return None
-        is_stale = pq.read_table(files[0], columns=["is_stale"])["is_stale"]
-        return None if pc.any(is_stale).as_py() else files[0]
+    def whole_files(self, rows: np.ndarray, entity_id_type: pa.DataType) -> Iterator[tuple[Path, slice]]:
+        """Files whose records are all among some rows, ascending, and lie in them as tonight's would.
+
+        Beside each file the places in `rows` of its records.
+        """
+        current, stop = knowledge_schema(entity_id_type), 0
+        for file in parquet_files(self._folder) if self._folder is not None and len(rows) else ():
+            start, stop = stop, stop + num_rows_of(file)
+            places = slice(*np.searchsorted(rows, [start, stop]).tolist())
+            if not 0 < stop - start == places.stop - places.start:
+                continue
+            schema = pq.read_schema(file)
+            if schema.equals(current) and schema.metadata == current.metadata and not _has_stale(file):
+                yield file, places
 
     def records(self, rows: np.ndarray, entity_id_type: pa.DataType, is_stale: bool) -> pa.RecordBatchReader:
         """Records of some rows, ascending, a few in memory at a time; `is_stale` is what they are to say."""
@@ -127,6 +129,10 @@ class TokenIds:
     def take(self, rows: pa.Array) -> pa.Array:
         """The texts of some rows."""
         return self.texts.take(self.places.take(rows))
+
+
+def _has_stale(file: Path) -> bool:
+    return any(pc.any(batch["is_stale"]).as_py() for batch in iter_parquet(file, ["is_stale"]))
 
 
 def _taken(folder: Path | None, num_rows: int, rows: np.ndarray, columns: list[str]) -> Iterator[pa.RecordBatch]:

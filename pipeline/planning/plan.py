@@ -25,9 +25,9 @@ from laserbatch.pipeline.storage.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
-CARRIED_SHARD = "carried"  # what needed no model: rows whose text stays, and rows that cannot be asked about
+CARRIED_SHARD = "carried"  # what needed no model: rows whose text stays (more in "carried-00000" and on), and those
+# that cannot be asked about
 WAITING_SHARD = "waiting"  # earlier texts of rows of which a new one is not due, or has no place in the budget
-BY_PLAN = {CARRIED_SHARD, WAITING_SHARD}  # written while planning
 STALE_SHARD = "stale"  # earlier texts of rows in quarantine
 
 
@@ -98,7 +98,7 @@ def open_plan(
     """
     plan, finished = load_plan(folder.root, side), folder.shards(side).finished()
     if plan is None or not _is_whole(plan, finished, folder.root):
-        folder.shards(side).drop_unfinished(set(finished) - BY_PLAN)
+        folder.shards(side).drop_unfinished([name for name in finished if not is_by_plan(name)])
         plan = make_plan()
         save_plan(plan, folder.root)
         finished = folder.shards(side).finished()
@@ -106,10 +106,15 @@ def open_plan(
     finished = {
         name: record
         for name, record in finished.items()
-        if name in BY_PLAN or (record.info is not None and record.info.planned_sha256 == planned.get(name))
+        if is_by_plan(name) or (record.info is not None and record.info.planned_sha256 == planned.get(name))
     }
     folder.shards(side).drop_unfinished(finished)
     return plan, finished
+
+
+def is_by_plan(name: str) -> bool:
+    """Whether a shard is written from a plan, without a model."""
+    return name.startswith(CARRIED_SHARD) or name == WAITING_SHARD
 
 
 def write_shard_plan(side: Side, name: str, rows: pa.Table, run_dir: Path, is_isolated: bool) -> Shard:
@@ -190,9 +195,10 @@ def drop_plan(run_dir: Path, side: Side) -> None:
 
 def _is_whole(plan: SidePlan, finished: Mapping[str, ShardRecord], run_dir: Path) -> bool:
     """Whether all files of a plan are unchanged: its shards' inputs, and the records that it carries over."""
-    carried = finished.get(CARRIED_SHARD)
-    counts = None if carried is None else (carried.num_rows, carried.num_quarantined)
-    lost = [] if counts == (plan.num_carried_over, plan.num_unpromptable) else [CARRIED_SHARD]
+    carried = [record for name, record in finished.items() if name.startswith(CARRIED_SHARD)]
+    counts = sum(record.num_rows for record in carried), sum(record.num_quarantined for record in carried)
+    is_there = CARRIED_SHARD in finished and counts == (plan.num_carried_over, plan.num_unpromptable)
+    lost = [] if is_there else [CARRIED_SHARD]
     waiting = finished.get(WAITING_SHARD)
     lost += [WAITING_SHARD] if plan.num_waiting != (0 if waiting is None else waiting.num_rows) else []
     postponed = RunFolder(run_dir).read_postponed(plan.side).num_rows

@@ -5,6 +5,7 @@ Shards follow the order of pool groups, so that consecutive texts of a worker sh
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,8 @@ from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.routing.router import Router, Routes
 
 ROWS_AT_ONCE = 64 * 1024
+FILE_ROWS = 64 * 1024  # of records that are carried over, where they are written again
+MIN_SHARED_ROWS = 1024  # of an earlier file: smaller ones are brought together
 SHARDS_A_SIDE = 16  # by default at least, of a side that is not small: so that several workers all have some
 FIRST_TEXTS = 32  # of a side, that are judged before the others are written
 MIN_BATCHES, MAX_BATCHES = 4, 32  # batches of a shard by default; the batch empties at the end of each shard
@@ -51,29 +54,54 @@ CHAT_FILES = (
 
 @dataclass(frozen=True)
 class CarryOver:
-    """The earlier records that a plan keeps, read a few at a time."""
+    """The earlier records that a plan keeps, read a few at a time; `carried` and `waiting` as in `SideDecision`."""
 
     folder: RunFolder
     side: Side
-    carried: pa.RecordBatchReader  # as before
-    carried_file: Path | None  # of an earlier run, which holds just these
-    waiting: pa.RecordBatchReader | None  # marked as stale; None: no entity waits
+    previous: PreviousKnowledge
+    id_type: pa.DataType
+    carried: np.ndarray
+    waiting: np.ndarray
     quarantined: list[QuarantineRow]  # entities without a prompt tonight
 
     def write(self) -> dict[str, ShardRecord]:
-        """Write the records, once; returns the written shards by name. Before that the plan is incomplete."""
-        self.folder.shards(self.side).drop(WAITING_SHARD)
-        carried = self.carried if self._lost_file() else self.carried_file
-        # It is written even without rows, so that a side has its schema.
-        written = {CARRIED_SHARD: self.folder.shards(self.side).write(CARRIED_SHARD, carried, self.quarantined)}
-        if self.waiting is not None:
-            written[WAITING_SHARD] = self.folder.shards(self.side).write(WAITING_SHARD, self.waiting)
+        """Write the records, once; returns the written shards by name. Before that the plan is incomplete.
+
+        An earlier file whose records all stay is shared, if it is not small. The others' records are brought together,
+        so that files do not become more and smaller from night to night.
+        """
+        shards, written = self.folder.shards(self.side), dict[str, ShardRecord]()
+        is_left = np.ones(len(self.carried), bool)
+        for file, places in self.previous.whole_files(self.carried, self.id_type):
+            name, earlier = f"{CARRIED_SHARD}-{len(written):05d}", RunFolder(file.parents[2]).shards(self.side)
+            if places.stop - places.start >= MIN_SHARED_ROWS and (record := shards.share(name, earlier, file.stem)):
+                written[name], is_left[places] = record, False
+        records = self.previous.records(self.carried[is_left], self.id_type, is_stale=False)
+        for part, of_part in enumerate(_in_files(records)):
+            name = f"{CARRIED_SHARD}-{len(written) - 1:05d}" if part else CARRIED_SHARD
+            written[name] = shards.write(name, of_part, () if part else self.quarantined)
+        if len(self.waiting):
+            records = self.previous.records(self.waiting, self.id_type, is_stale=True)
+            written[WAITING_SHARD] = shards.write(WAITING_SHARD, records)
         return written
 
-    def _lost_file(self) -> bool:
-        """Whether no earlier file holds exactly these records, or it changed since it was written."""
-        file = self.carried_file
-        return file is None or file.stem not in RunFolder(file.parents[2]).shards(self.side).finished()
+
+def _in_files(records: pa.RecordBatchReader) -> Iterator[pa.RecordBatchReader]:
+    """Records in parts of `FILE_ROWS` or a batch more, the last with what is left; one without rows if there is none.
+
+    Each must be read before the next.
+    """
+    num_before = 0
+
+    def number_of(batch: pa.RecordBatch) -> int:
+        nonlocal num_before
+        number, num_before = num_before // FILE_ROWS, num_before + batch.num_rows
+        return number
+
+    for _, batches in groupby(records, number_of):
+        yield pa.RecordBatchReader.from_batches(records.schema, batches)
+    if not num_before:
+        yield pa.RecordBatchReader.from_batches(records.schema, [])
 
 
 def shared_fingerprint(
@@ -217,14 +245,7 @@ def write_side_plan(
     side, rows, postponed, waiting = questions.side, decision.rows, decision.postponed, decision.waiting
     ids = questions.entities[f"{side}_id"]
     write_postponed(folder, side, postponed)
-    carry_over = CarryOver(
-        folder,
-        side,
-        carried=previous.records(np.sort(decision.carried), ids.type, is_stale=False),
-        carried_file=previous.only_file(decision.carried, ids.type),
-        waiting=previous.records(waiting, ids.type, is_stale=True) if len(waiting) else None,
-        quarantined=decision.quarantined,
-    )
+    carry_over = CarryOver(folder, side, previous, ids.type, np.sort(decision.carried), waiting, decision.quarantined)
     routes = sharding.routes or Routes.nowhere(len(ids))
     groups = routes.groups.take(pa.array(rows)).cast(pa.string())
     columns = {

@@ -181,10 +181,10 @@ def _update(described: Any, sums: Mapping[str, tuple[str, int]]) -> None:
 
 
 def _recount_plan(plan: dict[str, Any], folder: RunFolder) -> None:
-    carried = folder.root / "shards" / plan["side"] / "carried.json"
-    if carried.exists():
-        record = read_json(carried)
-        plan["num_carried_over"], plan["num_unpromptable"] = record["num_rows"], record["num_quarantined"]
+    records = [read_json(path) for path in (folder.root / "shards" / plan["side"]).glob("carried*.json")]
+    if records:
+        plan["num_carried_over"] = sum(record["num_rows"] for record in records)
+        plan["num_unpromptable"] = sum(record["num_quarantined"] for record in records)
     postponed = _recount_postponed(plan, folder, plan["side"])
     written = sum(shard["num_rows"] for shard in plan["shards"])
     plan["num_entities"] = plan["num_carried_over"] + plan["num_unpromptable"] + postponed + written
@@ -207,7 +207,7 @@ def _recount_side(figures: dict[str, Any], folder: RunFolder, side: Side) -> Non
 
     knowledge, written = folder.knowledge_folder(side), {shard["file"] for shard in figures["shards"]}
     figures["num_generated"] = sum(num_rows(folder.root / name) for name in written)
-    figures["num_carried_over"] = num_rows(knowledge / "carried.parquet")
+    figures["num_carried_over"] = sum(map(num_rows, knowledge.glob("carried*.parquet")))
     figures["num_stale"] = num_rows(knowledge / "stale.parquet")
     figures["quarantine_reasons"] = count_reasons(folder.read_quarantine(side, ["reason"]))
     figures["num_quarantined"] = sum(figures["quarantine_reasons"].values())

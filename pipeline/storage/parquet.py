@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from laserbatch.pipeline.errors import WorkspaceError, first_line
-from laserbatch.pipeline.storage.atomic import atomic_path, link_file, sha256_file
+from laserbatch.pipeline.storage.atomic import atomic_path, sha256_file
 
 ROW_GROUP_ROWS = 16 * 1024  # few enough that a column of them stays below the 2 GiB which `string` and `list` can hold
 _COMPRESSION, _LEVEL = "zstd", 3
@@ -49,12 +49,6 @@ def write_parquet(
                 writer.write_table(group, row_group_size=ROW_GROUP_ROWS)
                 num_rows += group.num_rows
         return WrittenFile(path, num_rows, sha256_file(temporary))
-
-
-def link_parquet(source: Path, path: Path) -> WrittenFile:
-    """The same file under another name, which takes no room; a copy where the file system has no such thing."""
-    link_file(source, path)
-    return WrittenFile(path, pq.read_metadata(path).num_rows, sha256_file(path))
 
 
 def _encodings(schema: pa.Schema) -> dict:

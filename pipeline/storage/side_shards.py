@@ -7,18 +7,19 @@ failed rows lie in `shards/`, so that `knowledge/` and `quarantine/` hold nothin
 
 import logging
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pydantic import TypeAdapter, ValidationError
 
-from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.errors import WorkspaceError, first_line
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.storage.atomic import read_json, remove, remove_leftovers, sha256_file, write_json
+from laserbatch.pipeline.storage.atomic import link_file, read_json, remove, remove_leftovers, sha256_file, write_json
+from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.figures import ShardInfo, ShardRecord
-from laserbatch.pipeline.storage.parquet import link_parquet, read_parquet, write_parquet
+from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, count_reasons, quarantine_table
 
 logger = logging.getLogger("laserbatch.storage")
@@ -36,22 +37,19 @@ class SideShards:
     def write(
         self,
         name: str,
-        knowledge: pa.Table | pa.RecordBatchReader | Path,
+        knowledge: pa.Table | pa.RecordBatchReader,
         quarantined: Iterable[QuarantineRow] = (),
         info: ShardInfo | None = None,
     ) -> ShardRecord:
         """Write one shard, so that it is finished or not there.
 
         Any process may call it (an actor on another machine too, on a shared file system). Writing a shard again
-        replaces it. Of a reader a little knowledge at a time is in memory; a file of another run is shared with it. In
-        the order of names, shards are in order.
+        replaces it. Of a reader a little knowledge at a time is in memory. In the order of names, shards are in order.
         """
         self._record_path(name).unlink(missing_ok=True)  # not finished while its files change
-        schema = pq.read_schema(knowledge) if isinstance(knowledge, Path) else knowledge.schema
-        rows = quarantine_table(quarantined, schema.field("entity_id").type)
+        rows = quarantine_table(quarantined, knowledge.schema.field("entity_id").type)
         failed = write_parquet(rows, self.quarantine_path(name)) if rows.num_rows else None
-        write = link_parquet if isinstance(knowledge, Path) else write_parquet
-        written = write(knowledge, self._knowledge / f"{name}.parquet")
+        written = write_parquet(knowledge, self._knowledge / f"{name}.parquet")
         record = ShardRecord(
             name=name,
             file=written.path.relative_to(self.root).as_posix(),
@@ -64,6 +62,24 @@ class SideShards:
         write_json(asdict(record), self._record_path(name))
         return record
 
+    def share(self, name: str, earlier: "SideShards", of: str) -> ShardRecord | None:
+        """Have the knowledge of a shard of an earlier run as one of these, in the same file, which takes no room.
+
+        None, and nothing, if it is not as it was written. A file system without such sharing gets a copy.
+        """
+        record = unless_damaged(partial(earlier._record, of))
+        if record is None or not (earlier.root / record.file).exists():
+            return None
+        path = self._knowledge / f"{name}.parquet"
+        link_file(earlier.root / record.file, path)
+        if sha256_file(path) != record.sha256:
+            path.unlink()
+            return None
+        file = path.relative_to(self.root).as_posix()
+        record = replace(record, name=name, file=file, num_quarantined=0, quarantine_sha256=None, info=None)
+        write_json(asdict(record), self._record_path(name))
+        return record
+
     def finished(self) -> dict[str, ShardRecord]:
         """The shards that need not be done again, by name in name order.
 
@@ -72,12 +88,12 @@ class SideShards:
         finished = {}
         for path in sorted(self._folder.glob("*.json")):
             try:
-                record = _SHARD_RECORD.validate_python(read_json(path))
+                record = self._record(path.stem)
                 files = {self.root / record.file: record.sha256}
                 if record.quarantine_sha256:
                     files[self.quarantine_path(record.name)] = record.quarantine_sha256
                 changed = [file for file, sha256 in files.items() if not file.exists() or sha256_file(file) != sha256]
-            except (WorkspaceError, ValidationError) as error:
+            except WorkspaceError as error:
                 logger.warning("shard record %s cannot be used and its shard is done again: %s", path, error)
                 continue
             if changed:
@@ -85,6 +101,12 @@ class SideShards:
                 continue
             finished[record.name] = record
         return finished
+
+    def lost(self) -> list[tuple[Path, int]]:
+        """Knowledge files that are gone, with the number of their rows."""
+        records = [unless_damaged(partial(self._record, path.stem)) for path in sorted(self._folder.glob("*.json"))]
+        files = [(self.root / record.file, record.num_rows) for record in records if record is not None]
+        return [(path, num_rows) for path, num_rows in files if num_rows and not path.exists()]
 
     def quarantine_reasons(self, record: ShardRecord) -> dict[str, int]:
         """Number of quarantined rows of a finished shard by reason."""
@@ -121,6 +143,12 @@ class SideShards:
     @property
     def _knowledge(self) -> Path:
         return self.root / "knowledge" / self.side
+
+    def _record(self, name: str) -> ShardRecord:
+        try:
+            return _SHARD_RECORD.validate_python(read_json(self._record_path(name)))
+        except ValidationError as error:
+            raise WorkspaceError(f"{self._record_path(name)} is no record of a shard: {first_line(error)}.") from None
 
     def _record_path(self, name: str) -> Path:
         return self._folder / f"{name}.json"

@@ -14,6 +14,7 @@ from laserbatch.pipeline.knowledge import records as earlier_records
 from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge, knowledge_schema
 from laserbatch.pipeline.knowledge.templates import PromptTemplate
+from laserbatch.pipeline.planning import planner
 from laserbatch.pipeline.planning.plan import load_plan, read_shard, save_plan
 from laserbatch.pipeline.planning.planner import (
     FIRST_TEXTS,
@@ -218,20 +219,34 @@ def test_more_than_2_gib_of_text_is_carried_over_a_part_at_a_time(tmp_path, monk
     assert previous.token_ids(np.array([31, -1, 2])).take(pa.array([0, 1, 2])).to_pylist() == [[1, 2], None, [1, 2]]
 
 
-def test_records_that_all_stay_share_the_file_of_the_night_before(tmp_path):
-    """No room is taken; a file that holds more, or is not as it was written, is not shared."""
-    runs = [RunFolder(tmp_path / name) for name in ("first", "same", "gone", "damaged")]
-    file = runs[0].knowledge_folder("user") / "carried.parquet"
-    runs[0].shards("user").write("carried", records({"a": NOW, "b": NOW}))
-    carried = lambda run: run.knowledge_folder("user") / "carried.parquet"  # noqa: E731
-    plan_side_of = lambda ids, run: plan(users(ids), run.root, runs[0].knowledge_folder("user"))  # noqa: E731
-    for ids, run in (["a", "b"], runs[1]), (["a"], runs[2]):
-        assert plan_side_of(ids, run).num_carried_over == len(ids)
-        assert run.shards("user").finished()["carried"].num_rows == len(ids)
-    assert carried(runs[1]).samefile(file) and not carried(runs[2]).samefile(file)
-    file.write_bytes(file.read_bytes().replace(b"2025-01-01-00000000", b"2025-01-01-00000001"))
-    with pytest.raises(WorkspaceError, match=r"carried\.parquet is damaged"):
-        plan_side_of(["a", "b"], runs[3])
+def test_files_whose_records_all_stay_are_shared_and_the_others_brought_together(tmp_path, monkeypatch):
+    """Small files, those that hold more, and those that are not as they were written are not shared."""
+    monkeypatch.setattr(planner, "FILE_ROWS", 2)
+    monkeypatch.setattr(planner, "MIN_SHARED_ROWS", 2)
+    runs = [RunFolder(tmp_path / name) for name in ("first", "gone", "same", "no-record", "damaged")]
+    for number, ids in enumerate(["ab", "cd", "e", "f"]):
+        runs[0].shards("user").write(f"{number:05d}", records(dict.fromkeys(ids, NOW)))
+
+    def files_of(run: RunFolder, ids: str, earlier: RunFolder) -> dict[str, list[str]]:
+        """What the carried-over files hold, each a finished shard."""
+        assert plan(users(ids), run.root, earlier.knowledge_folder("user")).num_carried_over == len(ids)
+        files = sorted(run.knowledge_folder("user").glob("*.parquet"))
+        assert {file.stem for file in files} == set(run.shards("user").finished())
+        return {file.stem: read_parquet(file)["entity_id"].to_pylist() for file in files}
+
+    expected = {"carried": ["d", "e"], "carried-00000": ["a", "b"], "carried-00001": ["f"]}
+    assert files_of(runs[1], "abdef", runs[0]) == expected
+    file_of = lambda run, name: run.knowledge_folder("user") / f"{name}.parquet"  # noqa: E731
+    assert file_of(runs[1], "carried-00000").samefile(file_of(runs[0], "00000"))
+    expected = {"carried": ["f"], "carried-00000": ["a", "b"], "carried-00001": ["d", "e"]}
+    assert files_of(runs[2], "abdef", runs[1]) == expected
+    assert file_of(runs[2], "carried-00001").samefile(file_of(runs[1], "carried"))
+    (runs[1].root / "shards" / "user" / "carried-00000.json").unlink()
+    assert files_of(runs[3], "abdef", runs[1])["carried"] == ["a", "b"]
+    damaged = file_of(runs[1], "carried-00000")
+    damaged.write_bytes(damaged.read_bytes().replace(b"2025-01-01-00000000", b"2025-01-01-00000001"))
+    with pytest.raises(WorkspaceError, match=r"carried-00000\.parquet is damaged"):
+        files_of(runs[4], "abdef", runs[1])
 
 
 @pytest.mark.parametrize(("is_by_score", "expected"), [(True, ["b", "d", "a", "c"]), (False, ["a", "b", "c", "d"])])
