@@ -7,6 +7,7 @@ depends on the clock, so that the same night run twice writes the same bytes.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -62,13 +63,14 @@ class PreviousKnowledge:
     """
 
     def __init__(self, folder: Path | None, scratch: Path | None = None) -> None:
-        self._folder, self._scratch = folder, scratch
+        self._files, self._scratch = [] if folder is None else parquet_files(folder), scratch
+        self._starts = np.cumsum([0, *map(num_rows_of, self._files)])  # of the rows of each file
         self._entity_ids = mapped_column(self._chunks("entity_id"), scratch)
         self._fingerprints = mapped_column(self._chunks("fingerprint"), scratch)
         self.num_rows = len(self._entity_ids)
 
     def _chunks(self, column: str) -> Iterator[pa.Array]:
-        return (batch.column(0) for batch in iter_parquet(self._folder, [column])) if self._folder else iter(())
+        return (batch.column(0) for file in self._files for batch in iter_parquet(file, [column]))
 
     def rows_of(self, entity_ids: pa.ChunkedArray) -> np.ndarray:
         """Row of each entity's record, int64[n]; -1 where it has none."""
@@ -81,14 +83,14 @@ class PreviousKnowledge:
     def token_ids(self, rows: np.ndarray) -> "TokenIds":
         """The texts of some rows; none for a row of -1."""
         unique, kind = np.unique(rows[rows >= 0]), pa.large_list(pa.int32())
-        chunks = (batch.column(0) for batch in _taken(self._folder, self.num_rows, unique, ["token_ids"]))
+        chunks = (batch.column(0) for batch in self._taken(unique, ["token_ids"]))
         places = pa.array(np.searchsorted(unique, rows), mask=rows < 0)
         return TokenIds(mapped_column(chunks, self._scratch, kind), places)
 
     def values(self, rows: np.ndarray, columns: list[str]) -> pa.Table:
         """Some columns of the records of some rows, each of which is one."""
         unique = np.unique(rows)
-        parts = [pa.Table.from_batches([batch]) for batch in _taken(self._folder, self.num_rows, unique, columns)]
+        parts = [pa.Table.from_batches([batch]) for batch in self._taken(unique, columns)]
         table = pa.concat_tables(parts) if parts else knowledge_schema(pa.string()).empty_table().select(columns)
         return table.take(pa.array(np.searchsorted(unique, rows)))
 
@@ -97,15 +99,13 @@ class PreviousKnowledge:
 
         Beside each file the places in `rows` of its records.
         """
-        current, stop = knowledge_schema(entity_id_type), 0
-        for file in parquet_files(self._folder) if self._folder is not None and len(rows) else ():
-            start, stop = stop, stop + num_rows_of(file)
-            places = slice(*np.searchsorted(rows, [start, stop]).tolist())
-            if not 0 < stop - start == places.stop - places.start:
+        current, bounds = knowledge_schema(entity_id_type), np.searchsorted(rows, self._starts).tolist()
+        for file, num_rows, places in zip(self._files, np.diff(self._starts), pairwise(bounds), strict=True):
+            if not 0 < num_rows == places[1] - places[0]:
                 continue
             schema = pq.read_schema(file)
             if schema.equals(current) and schema.metadata == current.metadata and not _has_stale(file):
-                yield file, places
+                yield file, slice(*places)
 
     def records(self, rows: np.ndarray, entity_id_type: pa.DataType, is_stale: bool) -> pa.RecordBatchReader:
         """Records of some rows, ascending, a few in memory at a time; `is_stale` is what they are to say."""
@@ -113,10 +113,21 @@ class PreviousKnowledge:
         names = [name for name in schema.names if name != "is_stale"]
         columns = (
             {name: batch[name] for name in names} | {"is_stale": pa.repeat(is_stale, len(batch))}
-            for batch in _taken(self._folder, self.num_rows, rows, names)
+            for batch in self._taken(rows, names)
         )
         batches = (pa.record_batch(part).select(schema.names).cast(schema) for part in columns)
         return pa.RecordBatchReader.from_batches(schema, batches)
+
+    def _taken(self, rows: np.ndarray, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        """Records of some rows, ascending; files without one are not read."""
+        is_taken = np.zeros(self.num_rows, bool)
+        is_taken[rows] = True
+        for file, (start, stop) in zip(self._files, pairwise(self._starts.tolist()), strict=True):
+            for batch in iter_parquet(file, columns) if is_taken[start:stop].any() else ():
+                mask = is_taken[start : start + batch.num_rows]
+                start += batch.num_rows
+                if mask.any():  # `take` of a whole side fails where it has 2 GiB of text
+                    yield batch if mask.all() else batch.filter(pa.array(mask))
 
 
 @dataclass(frozen=True)
@@ -133,13 +144,3 @@ class TokenIds:
 
 def _has_stale(file: Path) -> bool:
     return any(pc.any(batch["is_stale"]).as_py() for batch in iter_parquet(file, ["is_stale"]))
-
-
-def _taken(folder: Path | None, num_rows: int, rows: np.ndarray, columns: list[str]) -> Iterator[pa.RecordBatch]:
-    is_taken, start = np.zeros(num_rows, bool), 0
-    is_taken[rows] = True
-    for batch in iter_parquet(folder, columns) if folder is not None and len(rows) else ():
-        mask = is_taken[start : start + batch.num_rows]
-        start += batch.num_rows
-        if mask.any():  # `take` of a whole side fails where it has 2 GiB of text
-            yield batch if mask.all() else batch.filter(pa.array(mask))

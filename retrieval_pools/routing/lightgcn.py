@@ -6,6 +6,7 @@ It is short because its embeddings only feed k-means. The result depends on the 
 """
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from laserbatch.retrieval_pools.mapped import MappedFiles
-from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings, distinct_ids, parts_of
+from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings, count_codes, distinct_ids, parts_of
 
 DIM = 64
 NUM_LAYERS = 3  # K of He et al.
@@ -26,7 +27,8 @@ MIN_IMPROVEMENT = 0.02  # of the mean loss of five steps over that of the five b
 MAX_PAIRS_PER_STEP = 1 << 17  # bounds memory on large graphs; smaller ones use every pair in every step
 PLATEAU_STEPS = 5
 MAX_INTERACTIONS = 4_000_000  # that vectors are trained on: memory and time stay bounded
-FOLDED_AT_ONCE = 250_000  # users
+MAX_NODES = 250_000  # a side that vectors are trained of
+FOLDED_AT_ONCE = 250_000  # users, or items
 
 
 def train_lightgcn(
@@ -40,9 +42,10 @@ def train_lightgcn(
 
     Training is on implicit feedback: a pair of `user_id` and `item_id` (string or int64, no nulls) that occurs, however
     often and in whatever order, is one edge. `seed` is of the initial embeddings and of the negative samples. Of more
-    than `max_interactions` rows those of a share of the users are trained on, also drawn by `seed`; the other users,
-    and items that none of the drawn users has, are then folded in. What grows with interactions and users lies in files
-    without a name in the folder `scratch`; None: in memory.
+    than `max_interactions` rows, or `MAX_NODES` users, those of a share of the users are trained on, also drawn by
+    `seed`, and of more than `MAX_NODES` items those with the most interactions. The other users, and items that none of
+    the drawn users has, are then folded in. What grows with interactions and entities lies in files without a name in
+    the folder `scratch`; None: in memory.
     """
     users, user_index = distinct_ids(interactions, "user_id", "interactions", scratch)
     items, item_index = distinct_ids(interactions, "item_id", "interactions", scratch)
@@ -50,23 +53,25 @@ def train_lightgcn(
     if num_users == 0:
         empty = np.empty((0, DIM), np.float32)
         return {"user": EntityEmbeddings(users, empty), "item": EntityEmbeddings(items, empty)}
-    share = max_interactions / len(user_index)
-    is_trained = np.ones(num_users, bool) if share >= 1 else np.random.default_rng(seed).random(num_users) < share
-    is_trained[0] |= not is_trained.any()
-    graph = _Graph.of(user_index, item_index, is_trained, num_items)
-    if is_trained.all():
-        del user_index, item_index  # there are many times as many interactions as ids
-        vectors = propagate(graph.adjacency, _trained(graph, seed, max_steps), NUM_LAYERS).numpy()
+    share = min(max_interactions / len(user_index), MAX_NODES / num_users)
+    has_user = np.ones(num_users, bool) if share >= 1 else np.random.default_rng(seed).random(num_users) < share
+    has_user[0] |= not has_user.any()
+    has_item = np.ones(num_items, bool)
+    if num_items > MAX_NODES:
+        has_item[np.argsort(-count_codes(item_index, num_items), kind="stable")[MAX_NODES:]] = False
+    graph = _Graph.of(user_index, item_index, has_user, has_item)
+    layer_0 = _trained(graph, seed, max_steps)
+    if has_user.all() and has_item.all():
+        vectors = propagate(graph.adjacency, layer_0, NUM_LAYERS).numpy()
         of_users, of_items = vectors[:num_users], vectors[num_users:]
     else:
-        layer_0 = _trained(graph, seed, max_steps)
-        of_users, of_items = _folded_in(graph, layer_0, user_index, item_index, is_trained, scratch)
+        of_users, of_items = _folded_in(graph, layer_0, user_index, item_index, has_user, has_item, scratch)
     return {"user": EntityEmbeddings(users, of_users), "item": EntityEmbeddings(items, of_items)}
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """Distinct pairs, by user, then item; users are numbered among those of the graph, items among all."""
+    """Distinct pairs, by user, then item; users and items are numbered among those of the graph."""
 
     users: torch.Tensor  # int32 (num_pairs,)
     items: torch.Tensor
@@ -75,23 +80,25 @@ class _Graph:
     adjacency: torch.Tensor  # see `normalised_adjacency`
 
     @classmethod
-    def of(cls, user_index: np.ndarray, item_index: np.ndarray, has_user: np.ndarray, num_items: int) -> "_Graph":
-        """The graph of some users: `user_index` and `item_index` (num_interactions,), `has_user` bool of all users."""
-        users, items = _distinct_pairs(user_index, item_index, has_user, num_items)
-        num_users = int(has_user.sum())
+    def of(cls, user_index: np.ndarray, item_index: np.ndarray, has_user: np.ndarray, has_item: np.ndarray) -> "_Graph":
+        """The graph of some users and items: `user_index` and `item_index` (num_interactions,), bool of all users."""
+        users, items = _distinct_pairs(user_index, item_index, has_user, has_item)
+        num_users, num_items = int(has_user.sum()), int(has_item.sum())
         return cls(users, items, num_users, num_items, normalised_adjacency(users, items, num_users, num_items))
 
 
 def _distinct_pairs(
-    user_index: np.ndarray, item_index: np.ndarray, has_user: np.ndarray, num_items: int
+    rows: np.ndarray, columns: np.ndarray, has_row: np.ndarray, has_column: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    number, parts = np.cumsum(has_user) - 1, [np.zeros(0, np.int64)]
-    for part in parts_of(len(user_index)):
-        rows = has_user[user_index[part]]
-        parts.append(number[user_index[part][rows]] * num_items + item_index[part][rows])
+    """The pairs of some rows and columns, bool of all, that occur: by row, then column, numbered among these."""
+    number_of_row, number_of_column, parts = np.cumsum(has_row) - 1, np.cumsum(has_column) - 1, [np.zeros(0, np.int64)]
+    num_columns = int(has_column.sum())
+    for part in parts_of(len(rows)):
+        are_in = has_row[rows[part]] & has_column[columns[part]]
+        parts.append(number_of_row[rows[part][are_in]] * num_columns + number_of_column[columns[part][are_in]])
     pairs = np.unique(np.concatenate(parts))  # sorted, each once
-    return torch.from_numpy((pairs // num_items).astype(np.int32)), torch.from_numpy(
-        (pairs % num_items).astype(np.int32)
+    return torch.from_numpy((pairs // num_columns).astype(np.int32)), torch.from_numpy(
+        (pairs % num_columns).astype(np.int32)
     )
 
 
@@ -126,33 +133,48 @@ def _folded_in(
     layer_0: torch.Tensor,
     user_index: np.ndarray,
     item_index: np.ndarray,
-    is_trained: np.ndarray,
+    has_user: np.ndarray,
+    has_item: np.ndarray,
     scratch: Path | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Vectors of all users and of all items, float32 (any, DIM), from a graph of the users `is_trained`.
+    """Vectors of all users and of all items, float32 (any, DIM), from a graph of those `has_user` and `has_item`.
 
     Another user joins the graph as a node whose embedding of layer 0 is zero, which changes no other node: by Eqs. 7
     and 8 its vector is the sum of its items' layers 0 to K - 1 over K + 1, each by 1 / sqrt(both degrees). An item
-    that is not in the graph joins it in the same way after them, beside the final vectors of its users.
+    that is not in the graph, or alone in it, joins it in the same way after them, beside the final vectors of its
+    users.
     """
     own = propagate(graph.adjacency, layer_0, NUM_LAYERS).numpy()
-    of_items, degrees = own[graph.num_users :], torch.bincount(graph.items, minlength=graph.num_items)
+    user_degrees = torch.bincount(graph.users, minlength=graph.num_users).numpy()
+    degrees = torch.bincount(graph.items, minlength=graph.num_items)
     sources = propagate(graph.adjacency, layer_0, NUM_LAYERS - 1)[graph.num_users :] * (NUM_LAYERS / (NUM_LAYERS + 1))
     sources *= degrees.clamp(min=1).rsqrt()[:, None]
     sources[degrees == 0] = 0  # their layer 0 was drawn, not learned
-    of_users = MappedFiles(scratch).empty((len(is_trained), DIM), np.float32)
-    of_users[is_trained] = own[: graph.num_users]
-    others = np.flatnonzero(~is_trained)
-    for places in np.array_split(others, -(-len(others) // FOLDED_AT_ONCE)):
-        is_chosen = np.zeros(len(is_trained), bool)
-        is_chosen[places] = True
-        users, items = _distinct_pairs(user_index, item_index, is_chosen, graph.num_items)
+    files = MappedFiles(scratch)
+    of_users, of_items = (files.empty((len(has), DIM), np.float32) for has in (has_user, has_item))
+    of_users[has_user], of_items[has_item] = own[: graph.num_users], own[graph.num_users :]
+    is_learned = has_user.copy(), has_item.copy()
+    is_learned[0][has_user], is_learned[1][has_item] = user_degrees > 0, degrees.numpy() > 0
+    for places in _parts_of_others(is_learned[0]):
+        users, items = _distinct_pairs(user_index, item_index, _among(places, len(has_user)), has_item)
         of_users[places] = _sums(users, items, len(places), sources).numpy()
-    is_new = degrees.numpy() == 0
-    if is_new.any():
-        items, users = _distinct_pairs(item_index, user_index, is_new, len(is_trained))
-        of_items[is_new] = _sums(items, users, int(is_new.sum()), torch.from_numpy(of_users)).numpy()
+    everybody = np.ones(len(has_user), bool)
+    for places in _parts_of_others(is_learned[1]):
+        items, users = _distinct_pairs(item_index, user_index, _among(places, len(has_item)), everybody)
+        of_items[places] = _sums(items, users, len(places), torch.from_numpy(of_users)).numpy()
     return of_users, of_items
+
+
+def _parts_of_others(is_learned: np.ndarray) -> Iterator[np.ndarray]:
+    """Places that are not learned, int64[n] ascending, `FOLDED_AT_ONCE` at most."""
+    others = np.flatnonzero(~is_learned)
+    return (others[start : start + FOLDED_AT_ONCE] for start in range(0, len(others), FOLDED_AT_ONCE))
+
+
+def _among(places: np.ndarray, num_places: int) -> np.ndarray:
+    is_among = np.zeros(num_places, bool)
+    is_among[places] = True
+    return is_among
 
 
 def _sums(rows: torch.Tensor, columns: torch.Tensor, num_rows: int, sources: torch.Tensor) -> torch.Tensor:

@@ -132,30 +132,43 @@ def test_users_beyond_the_training_are_folded_into_the_communities_of_the_others
         assert adjusted_rand_score(communities[embeddings.ids.to_numpy()], groups) > 0.7
 
 
-def test_a_folded_user_has_the_vector_of_a_node_whose_own_embedding_is_zero(world, monkeypatch):
+@pytest.mark.parametrize("num_items", [NUM_ITEMS, NUM_ITEMS * 3 // 4])
+def test_a_folded_user_has_the_vector_of_a_node_whose_own_embedding_is_zero(world, monkeypatch, num_items):
     users, items, _, _ = world
-    user_index, item_index, num_items = users.astype(np.int32), items.astype(np.int32), NUM_ITEMS
-    is_trained = np.arange(NUM_USERS) < NUM_USERS // 30
+    user_index, item_index = users.astype(np.int32), items.astype(np.int32)
+    has_user, has_item = np.arange(NUM_USERS) < NUM_USERS // 30, np.arange(NUM_ITEMS) < num_items
     monkeypatch.setattr(lightgcn, "FOLDED_AT_ONCE", 40)
-    graph = lightgcn._Graph.of(user_index, item_index, is_trained, num_items)
+    graph = lightgcn._Graph.of(user_index, item_index, has_user, has_item)
     layer_0 = torch.randn(graph.num_users + num_items, DIM, generator=torch.Generator().manual_seed(0))
-    of_users, of_items = lightgcn._folded_in(graph, layer_0, user_index, item_index, is_trained)
+    of_users, of_items = lightgcn._folded_in(graph, layer_0, user_index, item_index, has_user, has_item)
 
     expected = propagate(graph.adjacency, layer_0, lightgcn.NUM_LAYERS).numpy()
-    np.testing.assert_allclose(of_users[is_trained], expected[: graph.num_users], rtol=1e-5)
-    is_known = np.bincount(graph.items.numpy(), minlength=num_items) > 0
-    np.testing.assert_allclose(of_items[is_known], expected[graph.num_users :][is_known], rtol=1e-5)
+    np.testing.assert_allclose(of_users[has_user], expected[: graph.num_users], rtol=1e-5)
+    degrees = np.zeros(NUM_ITEMS, np.int64)
+    degrees[:num_items] = np.bincount(graph.items.numpy(), minlength=num_items)
+    is_known = degrees > 0
+    of_graph = expected[graph.num_users :][is_known[:num_items]]
+    np.testing.assert_allclose(of_items[is_known], of_graph, rtol=1e-5)
     assert (~is_known).any()
-    degrees = np.bincount(graph.items.numpy(), minlength=num_items)
     layers = [layer_0]
     for _ in range(lightgcn.NUM_LAYERS - 1):
         layers.append(graph.adjacency @ layers[-1])
-    below = sum(layers).numpy()[graph.num_users :]  # layers 0 to K - 1 of the items
-    for user in np.flatnonzero(~is_trained)[::37]:
-        own = np.unique(items[users == user])
+    below = np.zeros((NUM_ITEMS, DIM), np.float32)  # layers 0 to K - 1 of the items
+    below[:num_items] = sum(layers).numpy()[graph.num_users :]
+    for user in np.flatnonzero(~has_user)[::37]:
+        own = np.unique(items[(users == user) & has_item[items]])
         weights = 1 / np.sqrt(len(own) * np.maximum(degrees[own], 1)) * (degrees[own] > 0)
         vector = (weights[:, None] * below[own]).sum(axis=0) / (lightgcn.NUM_LAYERS + 1)
         np.testing.assert_allclose(of_users[user], vector, rtol=1e-4, atol=1e-6)
     for item in np.flatnonzero(~is_known):
         own = np.unique(users[items == item])
         np.testing.assert_allclose(of_items[item], of_users[own].sum(axis=0) / np.sqrt(len(own)), rtol=1e-4, atol=1e-6)
+
+
+def test_nobody_is_left_out_of_a_world_with_more_users_and_items_than_are_trained_of(world, monkeypatch):
+    users, items, user_communities, item_communities = world
+    monkeypatch.setattr(lightgcn, "MAX_NODES", NUM_ITEMS * 3 // 4)
+    trained = train_lightgcn(_pairs(pa.array(users), pa.array(items)))
+    for embeddings, communities in ((trained["user"], user_communities), (trained["item"], item_communities)):
+        groups = cluster_embeddings(embeddings.vectors, NUM_COMMUNITIES, seed=0)
+        assert adjusted_rand_score(communities[embeddings.ids.to_numpy()], groups) > 0.7
