@@ -287,21 +287,24 @@ def _compared(
     on_entities: Callable[[int], None],
 ) -> _Compared:
     """Compare fingerprints with those of earlier records (`before`, by row), of all entities that are not left out."""
-    changed, carried, refused, fingerprints = [], [], [], []
-    for start in range(0, len(before), ROWS_AT_ONCE):
-        stop = min(start + ROWS_AT_ONCE, len(before))
-        tonight, records = questions.fingerprints(start, stop), before[start:stop]
-        is_same = pc.fill_null(pc.equal(tonight, previous.fingerprints(records).cast(pa.string())), False)
-        is_included = ~left_out[start:stop]
-        can_ask = tonight.is_valid().to_numpy(False) & is_included
-        is_same = is_same.to_numpy(False) & is_included & (not force)
-        refused.append(start + np.flatnonzero(~can_ask & is_included))
-        carried.append(records[is_same])
-        changed.append(start + np.flatnonzero(can_ask & ~is_same))
-        fingerprints.append(tonight.filter(pa.array(can_ask & ~is_same)))
-        on_entities(stop - start)
-    joined = mapped_column(fingerprints, questions.tables.scratch_folder, pa.large_string())
-    return _Compared(_concatenated(changed), joined, _concatenated(carried), _concatenated(refused))
+    changed, carried, refused = [], [], []
+
+    def fingerprints_of_changed() -> Iterator[pa.Array]:
+        for start in range(0, len(before), ROWS_AT_ONCE):
+            stop = min(start + ROWS_AT_ONCE, len(before))
+            tonight, records = questions.fingerprints(start, stop), before[start:stop]
+            is_same = pc.fill_null(pc.equal(tonight, previous.fingerprints(records).cast(pa.string())), False)
+            is_included = ~left_out[start:stop]
+            can_ask = tonight.is_valid().to_numpy(False) & is_included
+            is_same = is_same.to_numpy(False) & is_included & (not force)
+            refused.append(start + np.flatnonzero(~can_ask & is_included))
+            carried.append(records[is_same])
+            changed.append(start + np.flatnonzero(can_ask & ~is_same))
+            on_entities(stop - start)
+            yield tonight.filter(pa.array(can_ask & ~is_same))
+
+    fingerprints = mapped_column(fingerprints_of_changed(), questions.tables.scratch_folder, pa.large_string())
+    return _Compared(_concatenated(changed), fingerprints, _concatenated(carried), _concatenated(refused))
 
 
 def _without_failing(
