@@ -222,12 +222,14 @@ def decide_side(
     compared, quarantined = _without_failing(compared, questions.side, ids, None if rules.force else rules.unusable)
     rows, fingerprints = compared.changed, compared.fingerprints
     waiting, postponed, num_tokens, scores = before[:0], excluded, 0, None
-    if refresh is not None and not rules.force:
+    if refresh is not None:
         chosen = choose(refresh, questions, previous, rows, fingerprints, before[rows])
-        postponed = pa.concat_tables([part for part in (excluded, chosen.postponed) if part is not None])
-        num_tokens, waiting = chosen.num_tokens, before[rows[~chosen.is_written]]
-        rows, fingerprints = rows[chosen.is_written], fingerprints.filter(pa.array(chosen.is_written))
-        scores = chosen.scores[chosen.is_written]
+        scores, is_written = chosen.scores, chosen.is_written
+        if not rules.force:
+            postponed = pa.concat_tables([part for part in (excluded, chosen.postponed) if part is not None])
+            num_tokens, waiting = chosen.num_tokens, before[rows[~is_written]]
+            rows, fingerprints = rows[is_written], fingerprints.filter(pa.array(is_written))
+            scores = scores[is_written]
     waiting = np.sort(waiting[waiting >= 0])
     return SideDecision(
         rows, fingerprints, before[rows], compared.carried, waiting, quarantined, postponed, num_tokens, scores

@@ -251,15 +251,16 @@ def test_files_whose_records_all_stay_are_shared_and_the_others_brought_together
         files_of(runs[4], "abdef", runs[1])
 
 
+@pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize(("is_by_score", "expected"), [(True, ["b", "d", "a", "c"]), (False, ["a", "b", "c", "d"])])
 def test_the_texts_that_are_worth_most_come_first_where_they_are_wanted_so(
-    tmp_path, monkeypatch, is_by_score, expected
+    tmp_path, monkeypatch, is_by_score, expected, force
 ):
     num_events = np.array([3, 90, 0, 7])
     monkeypatch.setattr(SideQuestions, "num_events", lambda questions, rows=slice(None): num_events[rows])
     questions = SideQuestions(tables_of([(key, "1") for key in "abcd"]), "user", TEMPLATE, "s")
     known, rule = PreviousKnowledge(None), Refresh(RefreshSettings(), DATE, None, 100, POSTPONED.empty_table())
-    decision = decide_side(questions, known, WriteRules(refresh=rule))
+    decision = decide_side(questions, known, WriteRules(force, rule))
     sharding = Sharding(1, 3, is_by_score=is_by_score)
     side_plan, _ = write_side_plan(decision, questions, known, sharding, RunFolder(tmp_path))
     assert [row.entity_id for shard in side_plan.shards for row in read_shard(tmp_path / shard.path)] == expected
