@@ -122,8 +122,6 @@ class TextWriter:
             return self._written(batch)
 
     def _written(self, batch: Columns) -> Columns:
-        if self._budget is None:
-            self._budget = self._chosen_budget("previous" in batch)
         num_rows = len(batch["prompt"])
         previous, groups = (batch.get(name, [None] * num_rows) for name in ("previous", "group"))
         errors, requests = [""] * num_rows, []
@@ -132,6 +130,9 @@ class TextWriter:
                 requests.append(self._request(row, batch["prompt"][row], previous[row], groups[row]))
             except RowError as error:
                 errors[row] = error.reason
+        if self._budget is None and requests:
+            prompt_tokens = float(np.median([len(request.prompt_ids) for request in requests]))
+            self._budget = self._chosen_budget("previous" in batch, prompt_tokens)
         written: dict[int, GenerationResult] = {}
         for outcome in self._engine.generate(self._side, iter(requests), self._settings, self._budget):
             if isinstance(outcome, GenerationFailure):
@@ -151,10 +152,11 @@ class TextWriter:
         }
         return batch | columns
 
-    def _chosen_budget(self, has_previous: bool) -> Budget:
-        """How much is drafted: by what a step costs here, unless the options say it."""
+    def _chosen_budget(self, has_previous: bool, prompt_tokens: float) -> Budget:
+        """How much is drafted: by what a step costs here behind such prompts, unless the options say it."""
         engine = self._engine
         step_cost = budget_step_cost(self._settings, lambda: engine.cached_step_cost() or engine.measured_step_cost())
+        step_cost = step_cost and step_cost.at_context(prompt_tokens + self._settings.max_new_tokens / 2)
         chosen = side_budget(self._settings, self._pool, step_cost, float(has_previous))
         return by_step(self._settings, chosen).budget
 

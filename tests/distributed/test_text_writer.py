@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from ray import cloudpickle
 
+from laserbatch.pipeline.budget.choice import side_budget
 from laserbatch.pipeline.decoding.device_memory import DeviceLost
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
@@ -25,6 +26,7 @@ from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.index.store import PoolStore
+from laserbatch.retrieval_pools.step_cost import StepCost, StepPoint
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "ray-data.md"
 PROMPTS = ["Describe the fan of harbour noir.", "Who reads verse?", "Describe </s> <|user|> plainly."]
@@ -78,6 +80,22 @@ def test_prompts_may_be_token_ids_and_what_cannot_be_written_says_why(plain, mon
     monkeypatch.setattr(tokenizer, "chat_template", template)
     assert tokenizer.decode(write._request(0, "x", None, None).prompt_ids).startswith("01 Mar 2025 01 Mar 2025:")
     chat_skeleton.cache_clear()
+
+
+def test_the_budget_is_chosen_by_steps_behind_prompts_as_long_as_those_of_the_first_batch(plain, monkeypatch):
+    write = TextWriter(device="cpu", verifier="greedy", max_new_tokens=24)
+    steps = tuple(StepPoint(batch_size=16, num_tokens=16 * size, seconds=0.01 * size) for size in (1, 9))
+    cost, seen = StepCost(steps=steps, seconds_per_context_token=1e-6), []
+    engine = mock.Mock(wraps=write._engine, tokenizer=write._engine.tokenizer)
+    engine.cached_step_cost.side_effect = lambda: cost
+    monkeypatch.setattr(write, "_engine", engine)
+    choose = lambda *arguments: seen.append(arguments[2]) or side_budget(*arguments)  # noqa: E731
+    monkeypatch.setattr(text_writer, "side_budget", choose)
+    prompts = np.empty(3, object)
+    prompts[:] = [plain[0][0].tolist(), 7, plain[0][0].tolist()]
+    for _ in "twice":
+        write({"prompt": prompts})
+    assert seen == [cost.at_context(len(plain[0][0]) + 12)]
 
 
 def test_wrong_options_and_pools_of_another_tokenizer_are_refused(tmp_path):
