@@ -7,7 +7,7 @@ import math
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +57,31 @@ class MappedFiles:
         """Let go of the memory of all files, which are read again where they are needed."""
         for mapped in self.mappings:
             mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def by_code(
+    parts: Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]], num_codes: int, files: MappedFiles
+) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers in the order of their codes, uint32[n] in a file, and where those of each begin, int64[num_codes + 1].
+
+    `parts` is called twice, and gives codes (any,) from 0 to `num_codes` - 1 beside their numbers, below 2^32. The
+    numbers of a code stay in the order of parts, and ascend in each. The last beginning is the end. Returned are the
+    beginnings first.
+    """
+    counts = np.zeros(num_codes, np.int64)
+    for codes, _ in parts():
+        counts += np.bincount(codes, minlength=num_codes)
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    ordered, free = files.empty((int(starts[-1]),), np.uint32), starts[:-1].copy()
+    for codes, numbers in parts():
+        keys = codes.astype(np.int64) << 32 | numbers
+        keys.sort()
+        codes = keys >> 32
+        firsts = np.flatnonzero(np.diff(codes, prepend=-1))
+        codes, counts = codes[firsts], np.diff(firsts, append=len(keys))
+        ordered[np.repeat(free[codes] - firsts, counts) + np.arange(len(keys))] = keys  # the lower half
+        free[codes] += counts
+    return starts, ordered
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 from laserbatch.pipeline.knowledge.templates import HistoryLines, Labels, in_words
 from laserbatch.pipeline.knowledge.values import plain_text
 from laserbatch.pipeline.tables.read import Tables
+from laserbatch.retrieval_pools.mapped import by_code
 
 DAY_US = 86_400_000_000
 
@@ -67,26 +68,14 @@ class Histories:
         self._interactions = tables.interactions
         codes, rows = tables.coded("user")
         self._item_codes, self._item_rows = tables.coded("item")
-        counts = np.zeros(tables.users.num_rows, np.int64)
-        for _, users in self._known(codes, rows):
-            counts += np.bincount(users, minlength=len(counts))
-        self.starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-        self._rows, free = tables.scratch.empty((int(self.starts[-1]),), np.uint32), self.starts[:-1].copy()
-        for events, users in self._known(codes, rows):
-            keys = users.astype(np.int64) << 32 | events
-            keys.sort()  # by user, then by row: interactions come in order of time
-            users = keys >> 32
-            firsts = np.flatnonzero(np.diff(users, prepend=-1))
-            users, counts = users[firsts], np.diff(firsts, append=len(keys))
-            self._rows[np.repeat(free[users] - firsts, counts) + np.arange(len(keys))] = keys  # the lower half
-            free[users] += counts
+        self.starts, self._rows = by_code(lambda: self._known(codes, rows), tables.users.num_rows, tables.scratch)
 
     def _known(self, codes: np.ndarray, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Interactions between known users and items, a part at a time: their rows and those of their users."""
+        """Interactions between known users and items, a part at a time: the rows of their users, and their own."""
         for start in range(0, len(codes), ROWS_AT_ONCE):
             users = rows[codes[start : start + ROWS_AT_ONCE]]
             is_known = (users >= 0) & (self._item_rows[self._item_codes[start : start + ROWS_AT_ONCE]] >= 0)
-            yield start + np.flatnonzero(is_known), users[is_known]
+            yield users[is_known], start + np.flatnonzero(is_known)
 
     def items(self, places: np.ndarray) -> np.ndarray:
         """Rows of the item table, int32[n], of the events of some places."""

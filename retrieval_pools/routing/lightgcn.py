@@ -8,6 +8,7 @@ It is short because its embeddings only feed k-means. The result depends on the 
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import pyarrow as pa
 import torch
 from torch.nn import functional
 
-from laserbatch.retrieval_pools.mapped import MappedFiles
+from laserbatch.retrieval_pools.mapped import MappedFiles, by_code
 from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings, count_codes, distinct_ids, parts_of
 
 DIM = 64
@@ -28,7 +29,8 @@ MAX_PAIRS_PER_STEP = 1 << 17  # bounds memory on large graphs; smaller ones use 
 PLATEAU_STEPS = 5
 MAX_INTERACTIONS = 4_000_000  # that vectors are trained on: memory and time stay bounded
 MAX_NODES = 250_000  # a side that vectors are trained of
-FOLDED_AT_ONCE = 250_000  # users, or items
+FOLDED_AT_ONCE = 4_000_000  # interactions
+_LOWER = 2**32 - 1  # bits of a key that hold its second number
 
 
 def train_lightgcn(
@@ -153,28 +155,39 @@ def _folded_in(
     files = MappedFiles(scratch)
     of_users, of_items = (files.empty((len(has), DIM), np.float32) for has in (has_user, has_item))
     of_users[has_user], of_items[has_item] = own[: graph.num_users], own[graph.num_users :]
-    is_learned = has_user.copy(), has_item.copy()
-    is_learned[0][has_user], is_learned[1][has_item] = user_degrees > 0, degrees.numpy() > 0
-    for places in _parts_of_others(is_learned[0]):
-        users, items = _distinct_pairs(user_index, item_index, _among(places, len(has_user)), has_item)
+    is_learned, is_learned_item = has_user.copy(), has_item.copy()
+    is_learned[has_user], is_learned_item[has_item] = user_degrees > 0, degrees.numpy() > 0
+    number_of_item = np.where(has_item, np.cumsum(has_item) - 1, -1)
+    for places, users, items in _folded_pairs(~is_learned, user_index, item_index, number_of_item, files):
         of_users[places] = _sums(users, items, len(places), sources).numpy()
-    everybody = np.ones(len(has_user), bool)
-    for places in _parts_of_others(is_learned[1]):
-        items, users = _distinct_pairs(item_index, user_index, _among(places, len(has_item)), everybody)
+    everybody = np.arange(len(has_user))
+    for places, items, users in _folded_pairs(~is_learned_item, item_index, user_index, everybody, files):
         of_items[places] = _sums(items, users, len(places), torch.from_numpy(of_users)).numpy()
     return of_users, of_items
 
 
-def _parts_of_others(is_learned: np.ndarray) -> Iterator[np.ndarray]:
-    """Places that are not learned, int64[n] ascending, `FOLDED_AT_ONCE` at most."""
-    others = np.flatnonzero(~is_learned)
-    return (others[start : start + FOLDED_AT_ONCE] for start in range(0, len(others), FOLDED_AT_ONCE))
+def _folded_pairs(
+    is_folded: np.ndarray, rows: np.ndarray, columns: np.ndarray, number_of: np.ndarray, files: MappedFiles
+) -> Iterator[tuple[np.ndarray, torch.Tensor, torch.Tensor]]:
+    """The rows that are folded, int64 ascending, a part at a time, beside their distinct pairs, as `_distinct_pairs`.
 
+    `number_of` is the number of each column among those that count, int64; -1: it does not.
+    """
 
-def _among(places: np.ndarray, num_places: int) -> np.ndarray:
-    is_among = np.zeros(num_places, bool)
-    is_among[places] = True
-    return is_among
+    def pairs() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for part in parts_of(len(rows)):
+            are_in = is_folded[rows[part]] & (number_of[columns[part]] >= 0)
+            yield rows[part][are_in], number_of[columns[part][are_in]]
+
+    starts, numbers = by_code(pairs, len(is_folded), files)
+    inner = np.searchsorted(starts, np.arange(FOLDED_AT_ONCE, starts[-1], FOLDED_AT_ONCE))
+    for first, stop in pairwise(np.unique([0, *inner, len(is_folded)]).tolist()):
+        places = first + np.flatnonzero(is_folded[first:stop])
+        number = np.repeat(np.cumsum(is_folded[first:stop]) - 1, np.diff(starts[first : stop + 1]))
+        distinct = np.unique(number << 32 | numbers[starts[first] : starts[stop]])
+        of_rows, of_columns = (torch.from_numpy(half.astype(np.int32)) for half in (distinct >> 32, distinct & _LOWER))
+        if len(places):
+            yield places, of_rows, of_columns
 
 
 def _sums(rows: torch.Tensor, columns: torch.Tensor, num_rows: int, sources: torch.Tensor) -> torch.Tensor:

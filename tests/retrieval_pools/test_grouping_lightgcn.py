@@ -137,7 +137,7 @@ def test_a_folded_user_has_the_vector_of_a_node_whose_own_embedding_is_zero(worl
     users, items, _, _ = world
     user_index, item_index = users.astype(np.int32), items.astype(np.int32)
     has_user, has_item = np.arange(NUM_USERS) < NUM_USERS // 30, np.arange(NUM_ITEMS) < num_items
-    monkeypatch.setattr(lightgcn, "FOLDED_AT_ONCE", 40)
+    monkeypatch.setattr(lightgcn, "FOLDED_AT_ONCE", 40)  # interactions
     graph = lightgcn._Graph.of(user_index, item_index, has_user, has_item)
     layer_0 = torch.randn(graph.num_users + num_items, DIM, generator=torch.Generator().manual_seed(0))
     of_users, of_items = lightgcn._folded_in(graph, layer_0, user_index, item_index, has_user, has_item)
