@@ -39,7 +39,7 @@ def distinct_ids(
 ) -> tuple[pa.Array, np.ndarray]:
     """As `id_column`, but those that occur, ascending, and of each row the place among them, int32[num_rows].
 
-    Places lie in a file without a name in the folder `scratch`; None: in memory.
+    Both lie in files without a name in the folder `scratch`; None: in memory.
     """
     column = _column(table, name, table_name)
     coded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
@@ -50,10 +50,11 @@ def distinct_ids(
     order = order[count_codes(codes, len(distinct))[order] > 0]
     place_of = np.zeros(len(distinct), np.int32)
     place_of[order] = np.arange(len(order), dtype=np.int32)
-    places = MappedFiles(scratch).empty((len(codes),), np.int32)
+    files = MappedFiles(scratch)
+    places = files.empty((len(codes),), np.int32)
     for part in parts_of(len(codes)):
         places[part] = place_of[codes[part]]
-    return distinct.take(pa.array(order)), places
+    return files.array(distinct.take(pa.array(order))), places
 
 
 def parts_of(num_rows: int) -> Iterator[slice]:

@@ -28,8 +28,8 @@ MIN_IMPROVEMENT = 0.02  # of the mean loss of five steps over that of the five b
 MAX_PAIRS_PER_STEP = 1 << 17  # bounds memory on large graphs; smaller ones use every pair in every step
 PLATEAU_STEPS = 5
 MAX_INTERACTIONS = 4_000_000  # that vectors are trained on: memory and time stay bounded
-MAX_NODES = 250_000  # a side that vectors are trained of
-FOLDED_AT_ONCE = 4_000_000  # interactions
+MAX_NODES = 125_000  # a side that vectors are trained of
+FOLDED_AT_ONCE = 1_000_000  # interactions
 _LOWER = 2**32 - 1  # bits of a key that hold its second number
 
 
