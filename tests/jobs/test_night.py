@@ -4,6 +4,7 @@ import datetime
 import errno
 import json
 import os
+from dataclasses import asdict
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,6 +25,7 @@ from laserbatch.jobs.stages.variants import framework_of
 from laserbatch.pipeline.errors import RunHeld, TableError, WorkspaceError
 from laserbatch.pipeline.planning.postpone import unusable_texts
 from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.storage.atomic import write_json
 from laserbatch.pipeline.storage.figures import GateFigures, PoolsUsed, ShardRecord, SideFigures
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
@@ -301,14 +303,15 @@ def test_what_is_damaged_of_earlier_nights_is_named_and_passed_over(world, caplo
 
 def test_a_lost_file_of_texts_is_named_with_its_entities(world, tmp_path, caplog):
     first = opened(world)
-    shard = ShardRecord("00000", "knowledge/user/00000.parquet", 22, "")
-    figures = SideFigures(36, 22, 3, 5, 4, {}, {}, [shard], DecodingStats(), num_waiting=6)
-    first.manifest.generation.sides = {"user": figures}
+    files = {"00000": 22, "carried": 3, "carried-00000": 2, "stale": 4, "waiting": 6}
+    for name, num_users in files.items():
+        record = ShardRecord(name, f"knowledge/user/{name}.parquet", num_users, "")
+        write_json(asdict(record), first.run.root / "shards" / "user" / f"{name}.json")
     done(first)
     second = opened(world, DAY + datetime.timedelta(days=1))
     second.manifest.generation.pools = PoolsUsed()
     plan_night(second, RunFolder(tmp_path / "plan"))
-    for name, num_users in {"00000": 22, "carried": 3, "stale": 4, "waiting": 6}.items():
+    for name, num_users in files.items():
         assert f"knowledge/user/{name}.parquet is gone: its {num_users} users have no earlier text" in caplog.text
 
 
