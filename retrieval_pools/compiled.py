@@ -45,14 +45,14 @@ _STAMP = source_stamp(_SOURCES)
 
 
 def cached(stamp: str = _STAMP, **options) -> Callable[[Callable], Any]:
-    """`numba.njit` with these options, its machine code kept on disk.
+    """`numba.njit` with these options, its machine code kept on disk; other threads go on while a function runs.
 
     A function's code holds that of those it calls, so what is kept must go when any of their files changes; numba looks
     at the function's own file alone. `stamp` is the `source_stamp` of these files, by default of the pools'.
     """
 
     def compile_when_called(function: Callable) -> Any:
-        compiled = cached_on_disk(**options)(function)
+        compiled = cached_on_disk(nogil=True, **options)(function)
         compiled._cache._cache_file._source_stamp = stamp
         return compiled
 

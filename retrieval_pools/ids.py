@@ -181,7 +181,7 @@ def _are_equal(data, begin, end, other, other_begin, other_end):
     return True
 
 
-@cached(nogil=True)
+@cached()
 def _look_up(starts, data, slots, known_starts, known_bytes, num_known, adds, codes):
     """Fill in the code of each id, -1 where it is not there, or add it if `adds`; returns the number of ids then."""
     last, hashes = len(slots) - 1, np.empty(_AHEAD, np.uint64)
@@ -217,7 +217,7 @@ def _look_up(starts, data, slots, known_starts, known_bytes, num_known, adds, co
     return num_known
 
 
-@cached(nogil=True)
+@cached()
 def _move(slots, larger):
     """Put the ids of a table into an empty one that has more slots."""
     last = len(larger) - 1

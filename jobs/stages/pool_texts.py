@@ -8,6 +8,7 @@ groups and previous texts. On a first night some texts are replayed against a po
 until a tenth of a side's texts have been written since.
 """
 
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from laserbatch.jobs.console import say
 from laserbatch.jobs.stages.budgets import budget_of
 from laserbatch.jobs.stages.night import Night
 from laserbatch.pipeline.decoding.grammar import Grammars
@@ -45,7 +47,7 @@ from laserbatch.retrieval_pools.index.build import HeldBack
 from laserbatch.retrieval_pools.index.calibration_record import BudgetCurve, Calibration
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.index.pool import Pool
-from laserbatch.retrieval_pools.index.texts import PoolTexts
+from laserbatch.retrieval_pools.index.texts import MAX_POSITIONS, PoolTexts
 from laserbatch.retrieval_pools.routing.router import Routes
 from laserbatch.retrieval_pools.settings import DraftSettings
 
@@ -75,9 +77,24 @@ class RunTexts:
             if row >= 0
         }
 
-    def in_table(self, tables: Tables, side: Side) -> np.ndarray:
-        """The number of the text of each entity of a table: int64[num_entities]; -1 where it has none."""
-        return rows_among(tables.entities(side)[f"{side}_id"], self.entity_ids)
+    def in_pool(self, tables: Tables, side: Side) -> np.ndarray:
+        """The number of the text of each entity of a table that goes into the pool: int64[num_entities]; -1: none.
+
+        A pool holds `MAX_POSITIONS` tokens. Of more texts those are left out whose ids have the highest checksums,
+        so that it is the same ones from night to night.
+        """
+        entity_ids = tables.entities(side)[f"{side}_id"]
+        numbers = rows_among(entity_ids, self.entity_ids)
+        places = np.flatnonzero(numbers >= 0)
+        lengths = self.starts[numbers[places] + 1] - self.starts[numbers[places]] + 1  # with a separator
+        if lengths.sum() < MAX_POSITIONS:
+            return numbers
+        ids = (str(key.as_py()) for chunk in entity_ids.chunks for key in chunk)
+        checksums = np.fromiter((zlib.crc32(key.encode("utf-8", "backslashreplace")) for key in ids), np.uint32)
+        turns = np.argsort(checksums[places], kind="stable")
+        is_left_out = np.cumsum(lengths[turns]) >= MAX_POSITIONS
+        numbers[places[turns[is_left_out]]] = -1
+        return numbers
 
     def pool_texts(self, tables: Tables, side: Side, routes: Routes) -> Iterator[PoolTexts]:
         """A block after another, without entities that the tables no longer have.
@@ -85,7 +102,10 @@ class RunTexts:
         `routes` are the groups of the tables' entities.
         """
         groups, codes = routes.groups.dictionary.to_pylist(), routes.groups.indices.to_numpy()
-        numbers = self.in_table(tables, side)
+        numbers = self.in_pool(tables, side)
+        if len(self.tokens) + len(self) >= MAX_POSITIONS:
+            num_texts = np.count_nonzero(numbers >= 0)
+            say(f"the {side} pool holds {num_texts:,} of {len(self):,} texts: a pool holds {MAX_POSITIONS:,} tokens")
         for start in range(0, len(numbers), ROWS_AT_ONCE):
             rows = numbers[start : start + ROWS_AT_ONCE]
             entities, rows = start + np.flatnonzero(rows >= 0), rows[rows >= 0]
@@ -147,13 +167,13 @@ def calibrate_side(night: Night, side: Side, run_texts: RunTexts, routes: Routes
     row_of = {row.entity_id: row for row in rows}
     token_ids, table_ids = run_texts.of_entities(list(row_of)), night.tables.entities(side)[f"{side}_id"]
     places = rows_among(pa.array(token_ids, table_ids.type), table_ids).tolist()
-    pairs = sorted((place, entity_id) for place, entity_id in zip(places, token_ids, strict=True) if place >= 0)
+    is_in_pool = run_texts.in_pool(night.tables, side) >= 0
+    pairs = sorted(pair for pair in zip(places, token_ids, strict=True) if pair[0] >= 0 and is_in_pool[pair[0]])
     if len(pairs) < 2:
         return None
     is_form = form_tokens(night, side, token_ids)
     texts = [replay_text(row_of[key], token_ids[key], routes.of(place).group, is_form) for place, key in pairs]
-    num_until = np.cumsum(run_texts.in_table(night.tables, side) >= 0)
-    numbers = num_until[[place for place, _ in pairs]] - 1  # of the texts that go into the pool
+    numbers = np.cumsum(is_in_pool)[[place for place, _ in pairs]] - 1
     return HeldBack(numbers.tolist(), lambda pool: _calibrated(night, pool, texts, options))
 
 

@@ -32,7 +32,7 @@ from laserbatch.retrieval_pools.drafting.state import (
 )
 
 
-@cached(nogil=True, error_model="numpy", _nrt=False)
+@cached(error_model="numpy", _nrt=False)
 def draft_trees(
     places, weights, block, contexts, previous, sequences, use_output, use_prompt, max_nodes, min_acceptance, is_chain,
     outputs,

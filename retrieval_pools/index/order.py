@@ -202,7 +202,7 @@ def _num_before(tokens, order, begin, position, depth, step):
     return low - begin
 
 
-@cached(nogil=True)
+@cached()
 def _gallop(tokens, older, added, depth):
     """Merge two chunks, one of which may be empty: before each added place the older ones that come first."""
     merged = np.empty(older.shape[0] + added.shape[0], np.int32)

@@ -214,7 +214,7 @@ class TextOf:
         return _values_of_texts(per_text, self._starts, self._firsts, positions)
 
 
-@cached(nogil=True)
+@cached()
 def _texts_of_stretches(starts):
     firsts, text = np.empty((starts[-1] + _STRETCH - 1) // _STRETCH, np.int32), 0
     for stretch in range(firsts.shape[0]):
@@ -224,7 +224,7 @@ def _texts_of_stretches(starts):
     return firsts
 
 
-@cached(nogil=True)
+@cached()
 def _values_of_texts(per_text, starts, firsts, positions):
     """`firsts` has the text of every so many-th position."""
     values = np.empty(positions.shape[0], per_text.dtype)
@@ -291,7 +291,7 @@ def _text_keys(tokens, starts, num_bits):
     return keys
 
 
-@cached(nogil=True)
+@cached()
 def _with_same_hash(old_keys, keys, num_bits):
     """The newer text with the hash of each older one, of equal hashes the k-th for the k-th: int32; -1 without one.
 
@@ -309,7 +309,7 @@ def _with_same_hash(old_keys, keys, num_bits):
     return new_numbers
 
 
-@cached(nogil=True)
+@cached()
 def _keep_longest_increasing(new_numbers):
     """Set numbers outside a longest increasing subsequence to -1 (patience sorting, O(n log n))."""
     last_values = np.empty_like(new_numbers)  # by length less one: the smallest last value, and its place

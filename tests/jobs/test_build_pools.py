@@ -4,6 +4,8 @@ import datetime
 import json
 import threading
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +14,7 @@ from night_world import run_here
 
 from laserbatch.jobs.failures import Terminated
 from laserbatch.jobs.settings import load_settings
-from laserbatch.jobs.stages import run_night
+from laserbatch.jobs.stages import pool_texts, run_night
 from laserbatch.jobs.stages.build_pools import build_pools, describe_fit, prepare_pools, reused_routers
 from laserbatch.jobs.stages.night import current_pools, open_night
 from laserbatch.jobs.stages.pool_texts import read_run_texts
@@ -20,6 +22,8 @@ from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.index import build
+from laserbatch.retrieval_pools.index import texts as texts_of_pools
 from laserbatch.retrieval_pools.index.manifest import FORMAT_VERSION
 from laserbatch.retrieval_pools.routing.router import Routes
 
@@ -163,6 +167,27 @@ def test_texts_come_in_the_order_of_the_table(world, tmp_path):
     texts = [read.tokens[begin : begin + length].tolist() for begin, length in parts]
     assert texts == [by_id[key] for key in entity_ids]
     assert read_run_texts(night.run, "user", tmp_path) is None
+
+
+def test_of_more_texts_than_a_pool_holds_some_are_left_out_and_counted(world, monkeypatch, capsys):
+    """The same ones every night, though other texts come and go; the night goes on."""
+    for module in (pool_texts, texts_of_pools, build):
+        monkeypatch.setattr(module, "MAX_POSITIONS", 630)
+    night = opened(world, SECOND_DATE, "{}")
+    write_texts(night)  # of 20 tokens, and a separator
+    assert build_pools(night)["item"].num_texts == 29
+    assert "the item pool holds 29 of 60 texts: a pool holds 630 tokens" in " ".join(capsys.readouterr().err.split())
+    ids = np.array(night.tables.items["item_id"].to_pylist())
+
+    def ids_in_pool(tables) -> set:
+        with TemporaryDirectory() as folder:
+            is_in_pool = read_run_texts(night.run, "item", Path(folder)).in_pool(tables, "item") >= 0
+        return set(np.array(tables.items["item_id"].to_pylist())[is_in_pool].tolist())
+
+    before = ids_in_pool(night.tables)
+    assert len(before) == 29 and before != set(ids[:29])
+    fewer = replace(night.tables, items=night.tables.items.slice(5))
+    assert before & set(ids[5:]) <= ids_in_pool(fewer)
 
 
 def test_a_builder_is_refused_while_another_command_works_and_leaves_nothing_else(world, capfd):

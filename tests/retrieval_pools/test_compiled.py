@@ -3,7 +3,13 @@
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+
+import numpy as np
+
+from laserbatch.retrieval_pools.index.order import count_first_tokens
 
 PROGRAM = """
 import package.index.caller as caller
@@ -13,7 +19,7 @@ CALLER = """
 from package.compiled import cached
 from package.index.callee import more
 
-@cached(nogil=True)
+@cached()
 def answer(x):
     return more(x)
 """
@@ -71,3 +77,24 @@ def test_where_no_folder_may_be_written_machine_code_goes_to_a_temporary_one_and
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)  # others may have written what would be run
     assert run() == ["11", "0"]
+
+
+def test_other_threads_go_on_while_a_compiled_function_runs():
+    tokens = np.zeros(30_000_000, np.int32)
+    arguments = tokens, np.array([0, len(tokens)], np.int32), np.array([0]), 5
+    count_first_tokens(*arguments)  # compiled
+    done, turns = threading.Event(), []
+
+    def count() -> None:
+        while not done.is_set():
+            turns.append(time.perf_counter())
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    began_s = time.perf_counter()
+    count_first_tokens(*arguments)
+    ended_s = time.perf_counter()
+    done.set()
+    thread.join()
+    middle = began_s + 0.2 * (ended_s - began_s), began_s + 0.8 * (ended_s - began_s)
+    assert any(middle[0] < turn < middle[1] for turn in turns)

@@ -110,7 +110,7 @@ def num_threads() -> int:
     return numba.config.NUMBA_NUM_THREADS  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
 
-@cached(ATTENTION_STAMP, nogil=True, parallel=True)
+@cached(ATTENTION_STAMP, parallel=True)
 def _attend(
     query, keys, values, slots, cu_seqlens_k, num_committed, cu_seqlens_q, num_chain, ancestors, positions,
     sequences, first, last, scale, window, result,

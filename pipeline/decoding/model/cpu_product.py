@@ -91,7 +91,7 @@ class PackedMatrix:
         return result
 
 
-@cached(_STAMP, nogil=True, parallel=True, error_model="numpy")
+@cached(_STAMP, parallel=True, error_model="numpy")
 def _multiply_by_tiles(inputs, weights, bias, addend, result, num_threads, configuration):
     num_strips, num_steps = len(weights), weights.shape[1] // (2 * TILE)
     for begin in range(0, len(inputs), MAX_TOKENS):
@@ -110,7 +110,7 @@ def _multiply_by_tiles(inputs, weights, bias, addend, result, num_threads, confi
             release_tiles()
 
 
-@cached(_STAMP, nogil=True, parallel=True, error_model="numpy")
+@cached(_STAMP, parallel=True, error_model="numpy")
 def _multiply_by_vectors(inputs, weights, bias, addend, result, num_threads):
     num_strips, size = weights.shape
     for begin in range(0, len(inputs), MAX_TOKENS):

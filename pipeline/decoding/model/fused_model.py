@@ -30,7 +30,7 @@ from laserbatch.retrieval_pools.compiled import cached, source_stamp
 
 # Python's division checks for zeros, which keeps a loop from being vectorised.
 _OPTIONS: dict[str, Any] = {"fastmath": SUMS, "error_model": "numpy"}
-_COMPILED = _OPTIONS | {"nogil": True, "parallel": True, "stamp": ATTENTION_STAMP + source_stamp([Path(__file__)])}
+_COMPILED = _OPTIONS | {"parallel": True, "stamp": ATTENTION_STAMP + source_stamp([Path(__file__)])}
 MIN_TOKENS_PER_THREAD = 16  # fewer are computed faster by one thread than by two
 
 
