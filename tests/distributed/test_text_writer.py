@@ -86,8 +86,8 @@ def test_the_budget_is_chosen_by_steps_behind_prompts_as_long_as_those_of_the_fi
     write = TextWriter(device="cpu", verifier="greedy", max_new_tokens=24)
     steps = tuple(StepPoint(batch_size=16, num_tokens=16 * size, seconds=0.01 * size) for size in (1, 9))
     cost, seen = StepCost(steps=steps, seconds_per_context_token=1e-6), []
-    engine = mock.Mock(wraps=write._engine, tokenizer=write._engine.tokenizer)
-    engine.cached_step_cost.side_effect = lambda: cost
+    engine = mock.Mock(tokenizer=write._engine.tokenizer)
+    engine.cached_step_cost.return_value, engine.generate.side_effect = cost, lambda *_: iter(())
     monkeypatch.setattr(write, "_engine", engine)
     choose = lambda *arguments: seen.append(arguments[2]) or side_budget(*arguments)  # noqa: E731
     monkeypatch.setattr(text_writer, "side_budget", choose)
