@@ -103,8 +103,8 @@ def figures_of(rows: list[dict]) -> list[Figure]:
     if (largest, "none") in (nights := {(row["entities"], row["night"]) for row in rows}):
         name, most = f"processor seconds of a night of {largest:,} unchanged", max(largest / 1e6, 1.0) * MAX_CPU_SECONDS
         figures.append(Figure.under(name, cpu_seconds(largest), most))
-    most_mb = max(row["own_mb"] for row in rows if row["entities"] == largest)
-    figures.append(Figure.under(f"memory of the process itself, MB, in any night of {largest:,}", most_mb, MAX_OWN_MB))
+    own_mb = max(row["own_mb"] for row in rows if row["entities"] == largest)
+    figures.append(Figure.under(f"memory of the process itself, MB, in any night of {largest:,}", own_mb, MAX_OWN_MB))
     if {(largest, "some"), (largest, "again")} <= nights:
         some_s, again_s = (sum(row["seconds"] for row in driver(largest, night)) for night in ("some", "again"))
         num_tokens = SHARE_CHANGED["some"] * largest * PHRASE_TOKENS * PHRASES_PER_TEXT

@@ -80,21 +80,26 @@ class RunTexts:
     def in_pool(self, tables: Tables, side: Side) -> np.ndarray:
         """The number of the text of each entity of a table that goes into the pool: int64[num_entities]; -1: none.
 
-        A pool holds `MAX_POSITIONS` tokens. Of more texts those are left out whose ids have the highest checksums,
-        so that it is the same ones from night to night.
+        Of texts that no pool can hold those are left out whose ids have the highest checksums, so that it is the same
+        ones from night to night.
         """
         entity_ids = tables.entities(side)[f"{side}_id"]
         numbers = rows_among(entity_ids, self.entity_ids)
+        if not self._is_too_long:
+            return numbers
         places = np.flatnonzero(numbers >= 0)
         lengths = self.starts[numbers[places] + 1] - self.starts[numbers[places]] + 1  # with a separator
-        if lengths.sum() < MAX_POSITIONS:
-            return numbers
         ids = (str(key.as_py()) for chunk in entity_ids.chunks for key in chunk)
         checksums = np.fromiter((zlib.crc32(key.encode("utf-8", "backslashreplace")) for key in ids), np.uint32)
         turns = np.argsort(checksums[places], kind="stable")
         is_left_out = np.cumsum(lengths[turns]) >= MAX_POSITIONS
         numbers[places[turns[is_left_out]]] = -1
         return numbers
+
+    @property
+    def _is_too_long(self) -> bool:
+        """Whether all texts, each with a separator, have more tokens than a pool holds."""
+        return len(self.tokens) + len(self) >= MAX_POSITIONS
 
     def pool_texts(self, tables: Tables, side: Side, routes: Routes) -> Iterator[PoolTexts]:
         """A block after another, without entities that the tables no longer have.
@@ -103,7 +108,7 @@ class RunTexts:
         """
         groups, codes = routes.groups.dictionary.to_pylist(), routes.groups.indices.to_numpy()
         numbers = self.in_pool(tables, side)
-        if len(self.tokens) + len(self) >= MAX_POSITIONS:
+        if self._is_too_long:
             num_texts = np.count_nonzero(numbers >= 0)
             say(f"the {side} pool holds {num_texts:,} of {len(self):,} texts: a pool holds {MAX_POSITIONS:,} tokens")
         for start in range(0, len(numbers), ROWS_AT_ONCE):

@@ -80,8 +80,8 @@ def test_where_no_folder_may_be_written_machine_code_goes_to_a_temporary_one_and
 
 
 def test_other_threads_go_on_while_a_compiled_function_runs():
-    tokens = np.zeros(30_000_000, np.int32)
-    arguments = tokens, np.array([0, len(tokens)], np.int32), np.array([0]), 5
+    tokens = np.zeros(5_000_000, np.int32)
+    arguments = tokens, np.array([0, len(tokens)], np.int32), np.zeros(60, np.int64), 5  # one text, sixty times
     count_first_tokens(*arguments)  # compiled
     done, turns = threading.Event(), []
 
