@@ -8,9 +8,11 @@ night, in a copy of that workspace. Three kinds of death:
 - `driver` and `sigterm`: at one of the night's operations on its files, by SIGKILL or SIGTERM. The reference run lists
   them, and kills are spread over all of its stages. Texts are written by the process itself, so that it is cheap.
 - `driver-ray`, `actor`, `raylet`, `gcs`: a process of a night whose texts Ray's workers write, while they start, when
-  they have begun, or when they have written something. The same command after it has a Ray of its own again.
+  they have begun, when they have written something, or while tasks encode or build pools, which they do here of however
+  few texts. The same command after it has a Ray of its own again.
+- `task`: one of these tasks. The night itself has to end well.
 - `node`: the raylet of one of the two nodes of a simulated cluster that the night has joined. The night itself has to
-  end well, and to have lost one worker: that of the node.
+  end well, and to have lost one worker at most: that of the node.
 
 `survived`: the night, or else the same command after it, ended well within its limit. A night that was over before the
 moment of its death came is tried again, and a second time counts as not survived. `identical`: every Parquet file
@@ -68,8 +70,11 @@ SETTINGS = {
 NUM_USERS, NUM_ITEMS = 10, 14
 MAX_LINGER_S = 60.0  # processes of a killed night may live this long after the next command ended
 FILE_KINDS = ("driver", "sigterm")
-RAY_KINDS = ("driver-ray", "actor", "raylet", "gcs", "node")
-RAY_MOMENTS = {"start": 1.5, "first step": 0.5, "first shard": 0.3}  # seconds after each that a death may come
+RAY_KINDS = ("driver-ray", "actor", "raylet", "gcs", "node", "task")
+TASKS = {"encoding": "ray::_encode_part", "pools": "ray::_build_in_task"}
+# Seconds after each that a death may come.
+RAY_MOMENTS = {"start": 1.5, "first step": 0.5, "first shard": 0.3, "encoding": 0.5, "pools": 0.5}
+NOT_AT = {"actor": ("start", *TASKS), "node": ("start",), "task": ("start", "first step", "first shard")}
 NONE_OF = ("lost", "doubled", "hung", "left")  # ids, ids, nights, and processes or files that a dead night left
 
 
@@ -143,11 +148,11 @@ def drawn(operations: list[str], num_kills: int, order: random.Random) -> list[K
     by_stage = defaultdict(list)
     for number, stage in enumerate(operations, 1):
         by_stage[stage].append(number)
-    num_ray = min(num_kills, max(num_kills * 3 // 8, len(RAY_KINDS)))  # each kind at each moment, where 40 are killed
+    num_ray = min(num_kills, max(num_kills // 2, len(RAY_KINDS)))
     kills = []
     for number in range(num_ray):
         kind = RAY_KINDS[number % len(RAY_KINDS)]
-        moments = [moment for moment in RAY_MOMENTS if moment != "start" or kind not in ("actor", "node")]
+        moments = [moment for moment in RAY_MOMENTS if moment not in NOT_AT.get(kind, ())]
         moment = moments[(number // len(RAY_KINDS)) % len(moments)]
         kills.append(Kill(kind, moment, delay_s=order.uniform(0, RAY_MOMENTS[moment])))
     stages = [stage for stage in by_stage for _ in range(2 if stage == "generate" else 1)]
@@ -218,6 +223,8 @@ class Chaos:
             first = ray_night(place, mark, cluster.address, lambda night: self._kill(kill, night, place, mark, cluster))
             if kill.kind == "node":  # what is left of it ends when the cluster does
                 return [first], 0
+            if kill.kind == "task" and first != 0:
+                return [first], len(marked(mark))
         again = ray_night(place, mark)  # at once: whatever is still there must not hinder it
         deadline_s = time.monotonic() + MAX_LINGER_S
         while marked(mark) and time.monotonic() < deadline_s:
@@ -229,13 +236,14 @@ class Chaos:
 
     def _kill(self, kill: Kill, night: subprocess.Popen, place: Path, mark: str, cluster: "Cluster") -> None:
         """Wait for the moment, then kill. Raises Missed: the night was over before."""
-        names = {"actor": "ray::_Worker", "raylet": "raylet", "gcs": "gcs_server", "driver-ray": None}
+        names = {"actor": "ray::_Worker", "raylet": "raylet", "gcs": "gcs_server"} | {"task": TASKS.get(kill.stage)}
         run_folder = place / "workspace" / "runs"
         workers_mark = f"{mark}-cluster" if kill.kind == "node" else mark
-        moments: dict[str, Callable[[], bool]] = {
+        moments: dict[str, Callable[[], object]] = {
             "start": lambda: any("gcs_server" in line for line in marked(mark).values()),
             "first step": lambda: any("ray::_Worker.run" in line for line in marked(workers_mark).values()),
             "first shard": lambda: any(run_folder.glob(f"{SECOND_DATE}*/shards/*/0*.json")),
+            **{task: lambda name=name: named(workers_mark, name) for task, name in TASKS.items()},
         }
         wait_for(moments[kill.stage], night)
         time.sleep(kill.delay_s)

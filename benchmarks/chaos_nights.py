@@ -135,6 +135,11 @@ def night_command(date: str) -> list[str]:
     return [*CLI, "nightly", "--config", "laserbatch.yaml", "--date", date]
 
 
+# Tasks encode and build pools though there are few texts.
+IN_TASKS = "from laserbatch.jobs.stages import build_pools; from laserbatch.pipeline.distributed import encoding; "
+IN_TASKS += "build_pools.MIN_TEXTS_OF_TASK = encoding.MIN_TEXTS = 1; "
+
+
 def ray_night(
     place: Path,
     mark: str,
@@ -142,7 +147,8 @@ def ray_night(
     meanwhile: Callable[[subprocess.Popen], None] = lambda night: None,
 ) -> int | None:
     """A night whose texts Ray's workers write, by the command line; its exit code, None: it hung."""
-    command = [*night_command(SECOND_DATE), *(["--ray-address", address] if address else [])]
+    python, option, code, *arguments = night_command(SECOND_DATE)
+    command = [python, option, IN_TASKS + code, *arguments, *(["--ray-address", address] if address else [])]
     with open(place / "said.txt", "a") as log:
         environment = os.environ | {MARK: mark}
         night = subprocess.Popen(command, cwd=place, env=environment, stdout=log, stderr=log, start_new_session=True)

@@ -41,6 +41,24 @@ def event_log(path: Path) -> Iterator[None]:
         handler.close()
 
 
+@contextmanager
+def lines_said() -> Iterator[list[str]]:
+    """The lines that `console.say` says in the block, for another process to say them again."""
+    lines = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage() == "said":
+                lines.append(vars(record)["facts"]["line"])
+
+    listener = Listener()
+    logger.addHandler(listener)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(listener)
+
+
 class _Appender(logging.Handler):
     """Each event is one write at the file's end; a line that a killed attempt left torn is ended first."""
 

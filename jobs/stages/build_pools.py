@@ -6,6 +6,9 @@ read.
 
 Routers of last night are reused while little has changed, and all its files if nothing has. A reused router knows the
 entities of its fit; later ones get the groups of their attributes.
+
+The pools of many texts are built by a task of the night's Ray cluster, so that their memory is that of a worker's
+machine. The task reads the run and the tables from their files.
 """
 
 import shutil
@@ -14,22 +17,26 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from laserbatch.jobs.console import say
+from laserbatch.jobs.events import lines_said
 from laserbatch.jobs.formatting import counted
+from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.pool_texts import RunTexts, calibrate_side, read_run_texts
 from laserbatch.pipeline.decoding.model.folder import tokenizer_folder
-from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.errors import RunFailed, WorkspaceError
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import link_file, read_json, write_json
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.figures import PoolBuilt
 from laserbatch.pipeline.storage.manifest import RunManifest
+from laserbatch.pipeline.storage.uris import is_uri
+from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.schema import TABLE_NAMES
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.ids import rows_among
@@ -41,9 +48,13 @@ from laserbatch.retrieval_pools.routing.embeddings import id_column
 from laserbatch.retrieval_pools.routing.router import Router, fit_routers
 from laserbatch.retrieval_pools.settings import RoutingSettings
 
+if TYPE_CHECKING:
+    from laserbatch.pipeline.distributed.cluster import WorkerLayout
+
 SCRATCH_NAME = "scratch"
 FIT_NAME = "fit.json"
 MAX_SHARE_DRIFTED = 0.05  # of the rows that routers were fitted on, and of the entities that have groups
+MIN_TEXTS_OF_TASK = 200_000  # pools of fewer are built here sooner than a task has read the tables
 
 
 def build_pools(night: Night, make_current: bool = True, anew: bool = False) -> dict[Side, PoolBuilt]:
@@ -51,18 +62,26 @@ def build_pools(night: Night, make_current: bool = True, anew: bool = False) -> 
     return prepare_pools(night, make_current, anew)()
 
 
-def prepare_pools(night: Night, make_current: bool = True, anew: bool = False) -> Callable[[], dict[Side, PoolBuilt]]:
+def prepare_pools(
+    night: Night,
+    make_current: bool = True,
+    anew: bool = False,
+    start_cluster: "Callable[[], WorkerLayout] | None" = None,
+) -> Callable[[], dict[Side, PoolBuilt]]:
     """A function that builds and publishes the pools of a run, for the next run if `make_current`, and returns them.
 
     The routers of the version that the run drafted from are reused if `reused_routers` returns them, and its files if
     nothing at all has changed; neither with `anew`. Routers are fitted here: their last bits depend on the number of
     threads of libraries, which other code may limit while the pools are built in a thread of their own.
+
+    `start_cluster` is called where there are so many texts that a task of a cluster builds the pools, which begins at
+    once; None: no task does.
     """
-    drafted_from = (
-        None if anew or night.manifest.generation.pools.version is None else night.manifest.generation.pools.version
-    )
+    drafted_from = None if anew else night.manifest.generation.pools.version
     if drafted_from is not None and (before := unchanged_pools(night, drafted_from)):
         return partial(_link_pools, night, drafted_from, before, make_current)
+    if start_cluster is not None and _is_worth_a_task(night):
+        return _built_by_task(night, make_current, start_cluster())
     fit = describe_fit(night)
     reused = None if drafted_from is None else reused_routers(night, drafted_from, fit)
     if reused is None:
@@ -73,6 +92,55 @@ def prepare_pools(night: Night, make_current: bool = True, anew: bool = False) -
     else:
         routers, fit = reused
     return partial(_build_pools, night, routers, fit, make_current)
+
+
+def _is_worth_a_task(night: Night) -> bool:
+    """Whether a task builds the pools sooner than this process; tables that were fetched are on this machine alone."""
+    num_texts = sum(figures.num_entities for figures in night.manifest.generation.sides.values())
+    return num_texts >= MIN_TEXTS_OF_TASK and not is_uri(night.settings.tables.required_path)
+
+
+def _built_by_task(night: Night, make_current: bool, layout: "WorkerLayout") -> Callable[[], dict[Side, PoolBuilt]]:
+    """Start the task that builds the pools of a run; returns a function that waits for it, and says what it said.
+
+    Where there is room for one task alone it has ended: others would wait for it in silence.
+    """
+    from laserbatch.pipeline.distributed.tasks import result_of, start_task, wait_for
+
+    night.manifest.save()
+    folder = Path(night.settings.tables.required_path).resolve()
+    settings = night.settings.model_copy(
+        update={
+            "workspace": night.workspace.root.resolve(),
+            "tables": night.settings.tables.model_copy(update={"path": folder}),
+        }
+    )
+    task = start_task(layout, 0, _build_in_task, settings, night.run.run_id, make_current)
+    if layout.num_workers == 1:
+        wait_for(task)
+
+    def built() -> dict[Side, PoolBuilt]:
+        try:
+            pools, lines = result_of(task)
+        except RunFailed as error:
+            raise RunFailed(f"building pools: {error}; the same command goes on with them") from None
+        for line in lines:
+            say(line)
+        return pools
+
+    return built
+
+
+def _build_in_task(settings: Settings, run_id: str, make_current: bool) -> tuple[dict[Side, PoolBuilt], list[str]]:
+    """The task: the pools, and the lines that were said meanwhile. Raises as `build_pools` does."""
+    from laserbatch.pipeline.distributed.shared_folder import require_visible
+
+    workspace = Workspace(settings.workspace)
+    run = workspace.run(run_id)
+    require_visible([run.manifest_path])
+    manifest = run.load_manifest()
+    with lines_said() as lines:
+        return build_pools(Night(settings, workspace, manifest.date, run, manifest), make_current), lines
 
 
 def describe_fit(night: Night) -> dict[str, Any]:

@@ -125,11 +125,8 @@ def sound_tables(
     cannot be read.
     """
     path = settings.tables.required_path
-    # A workspace that is not there yet is made in the nearest folder that is. Files without a name leave nothing there.
-    scratch = next(folder for folder in (settings.workspace, *settings.workspace.parents) if folder.is_dir())
-    scratch = scratch if os.access(scratch, os.W_OK) else None
     try:
-        tables = read_tables(path, date, scratch, settings.tables.keep_duplicates)
+        tables = read_tables(path, date, writable_folder(settings.workspace), settings.tables.keep_duplicates)
     except (TableError, ValueError, pa.ArrowException):  # one fault, such as text of no encoding; the check names all
         require_sound(check(None), path)
         raise
@@ -153,6 +150,15 @@ def sound_tables(
         inputs[name]["known_sha256"] = _content_sha256(getattr(tables, name))
     tables.release_pages()
     return inputs, tables
+
+
+def writable_folder(workspace: Path) -> Path | None:
+    """Where files without a name may lie, which leave nothing: a workspace, or the nearest folder in which it is made.
+
+    None where nothing may be written.
+    """
+    folder = next(folder for folder in (workspace, *workspace.parents) if folder.is_dir())
+    return folder if os.access(folder, os.W_OK) else None
 
 
 def require_files(settings: Settings) -> None:

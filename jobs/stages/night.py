@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from laserbatch.jobs.console import say
 from laserbatch.jobs.settings import NOT_OF_OUTPUT, Settings
 from laserbatch.jobs.stages.attempt import new_manifest, newest_attempt, stage
-from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, checked_inputs, needs_a_model
+from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, checked_inputs, needs_a_model, writable_folder
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.histories import labels_of
@@ -59,8 +59,9 @@ class Night:
     @cached_property
     def tables(self) -> Tables:
         """The input tables as they were known at the end of the night's date."""
+        tables = self.settings.tables
         return read_tables(
-            self.settings.tables.required_path, as_of=self.date, keep_duplicates=self.settings.tables.keep_duplicates
+            tables.required_path, self.date, writable_folder(self.workspace.root), tables.keep_duplicates
         )
 
     def pool_folders(self) -> dict[Side, Path]:

@@ -112,14 +112,14 @@ def _do_stages(night: Night, policy: PublishPolicy) -> None:
 
 
 def encode_and_build_pools(night: Night, workers: NightWorkers) -> None:
-    """Encode a night's texts while a thread builds its pools from them; neither needs the other.
+    """Encode a night's texts while a thread, or a task, builds its pools from them; neither needs the other.
 
     The stage "pools" is what these take longer, beside the fit of their routers, which comes first.
     """
     workers.dismiss()
     encoding = same_dtype(night.settings.encoding, night.previous)
     with night.stage("pools"):
-        build = prepare_pools(night, make_current=False)
+        build = prepare_pools(night, make_current=False, start_cluster=workers.cluster)
     if any(figures.num_generated for figures in night.manifest.generation.sides.values()):
         _import_first(night)
     with run_in_background(build) as built:

@@ -6,24 +6,21 @@ process dies is done again by another one.
 """
 
 import json
-import socket
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from laserbatch.pipeline.distributed.cluster import WorkerLayout
 from laserbatch.pipeline.distributed.device_loss import ends_process_if_device_is_lost
-from laserbatch.pipeline.distributed.shared_folder import VISIBILITY_TIMEOUT_S
+from laserbatch.pipeline.distributed.shared_folder import require_visible
 from laserbatch.pipeline.distributed.tasks import result_of
 from laserbatch.pipeline.encoding.identity import find_encoder
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.encoding.text_parts import Task, TextPart
-from laserbatch.pipeline.errors import ConfigError, RunFailed
+from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.gpus import num_gpus
 
 if TYPE_CHECKING:
@@ -77,14 +74,14 @@ class ClusterEncoder:
         on_gpu = layout.device == "cuda" and self._settings.device != "cpu"
         arguments = ((part, self._settings, layout.num_threads) for part in parts)
         for number, _ in self._results(_encode_part, arguments, int(on_gpu)):
-            _require_visible([parts[number].vectors])
+            require_visible([parts[number].vectors])
             on_batch(parts[number].num_texts)
 
     def run_tasks(self, tasks: Iterable[Task]) -> list[Any]:
         """As `PartsEncoder` says. Raises as `encode_parts` does."""
         tasks, results = list(tasks), {}
         for number, result in self._results(_run_task, [(task,) for task in tasks]):
-            _require_visible(tasks[number].outputs)
+            require_visible(tasks[number].outputs)
             results[number] = result
         return [results[number] for number in range(len(tasks))]
 
@@ -129,14 +126,14 @@ def _encode_part(part: TextPart, settings: EncodingSettings, num_threads: int) -
     import torch
 
     torch.set_num_threads(num_threads)
-    _require_visible(part.inputs)
+    require_visible(part.inputs)
     if not part.is_encoded:
         with ends_process_if_device_is_lost():
             part.encode(_loaded_encoder(settings.model_dump_json()))
 
 
 def _run_task(task: Task) -> Any:
-    _require_visible(task.inputs)
+    require_visible(task.inputs)
     return task.run()
 
 
@@ -146,16 +143,3 @@ def _loaded_encoder(settings: str) -> "TextEncoder":
     from laserbatch.pipeline.encoding.encoder import TextEncoder
 
     return TextEncoder.load(EncodingSettings.model_validate_json(settings))
-
-
-def _require_visible(paths: list[Path]) -> None:
-    """Wait for files on storage that shows new ones late. Raises ConfigError: this machine does not see one."""
-    deadline_s = time.monotonic() + VISIBILITY_TIMEOUT_S
-    for path in paths:
-        while not path.exists():
-            if time.monotonic() > deadline_s:
-                raise ConfigError(
-                    f"{socket.gethostname()} does not see {path}: every machine of the cluster needs the "
-                    "workspace at the same path, on storage that all of them share"
-                )
-            time.sleep(0.2)

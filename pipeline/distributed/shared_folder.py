@@ -1,10 +1,12 @@
-"""Checks that a worker sees the folder of its run, which all machines of a cluster must share."""
+"""Checks that a worker or a task sees the files of its run, which all machines of a cluster must share."""
 
 import socket
 import time
+from collections.abc import Iterable
+from pathlib import Path
 
 from laserbatch.pipeline.distributed.spec import WorkerSpec
-from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 
 TOKEN_FILE = ".workers"  # in the run's folder; its text is the token of the specification
 VISIBILITY_TIMEOUT_S = 30.0  # a shared folder may show a new file this late
@@ -21,3 +23,16 @@ def require_same_folder(spec: WorkerSpec) -> None:
                 "the cluster needs the workspace at the same path, on storage that all of them share"
             )
         time.sleep(0.2)
+
+
+def require_visible(paths: Iterable[Path]) -> None:
+    """Wait for files on storage that shows new ones late. Raises ConfigError: this machine does not see one."""
+    deadline_s = time.monotonic() + VISIBILITY_TIMEOUT_S
+    for path in paths:
+        while not path.exists():
+            if time.monotonic() > deadline_s:
+                raise ConfigError(
+                    f"{socket.gethostname()} does not see {path}: every machine of the cluster needs the "
+                    "workspace at the same path, on storage that all of them share"
+                )
+            time.sleep(0.2)

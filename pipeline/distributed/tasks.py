@@ -15,8 +15,17 @@ def call_in_task(layout: WorkerLayout, function: Callable[..., Any], *arguments:
 
     Raises what the function raises, and RunFailed as `result_of` does.
     """
-    task = ray.remote(num_cpus=layout.num_threads, num_gpus=int(layout.num_gpus > 0))(function)
-    return result_of(task.remote(*arguments))
+    return result_of(start_task(layout, int(layout.num_gpus > 0), function, *arguments))
+
+
+def start_task(layout: WorkerLayout, num_gpus: int, function: Callable[..., Any], *arguments: Any) -> ray.ObjectRef:
+    """Start a task with a worker's cores; `result_of` waits for it."""
+    return ray.remote(num_cpus=layout.num_threads, num_gpus=num_gpus)(function).remote(*arguments)
+
+
+def wait_for(task: ray.ObjectRef) -> None:
+    """Wait until a task has ended, well or not."""
+    ray.wait([task])
 
 
 def result_of(reference: ray.ObjectRef) -> Any:

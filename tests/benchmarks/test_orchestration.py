@@ -28,10 +28,10 @@ def test_figures_are_of_the_largest_size_without_what_is_written():
     by_name = {figure.name: (figure.measured, figure.met) for figure in figures_of(rows)}
     assert by_name == {
         "processor seconds of a night of 4,000 unchanged": (44, False),
-        "memory of the process itself, MB, in any night of 4,000": (600, True),
+        "own memory of a process, MB, in any night of 4,000": (600, True),
         "share of the driver where 5 % changed": (2 / (2 + 4000 * 0.05 * 150 / 5000), False),
         "processor seconds an entity, 4,000 beside 1,000": (pytest.approx(1.1), True),
     }
     assert [figure.name for figure in figures_of(night(60, "all", 1, 1))] == [
-        "memory of the process itself, MB, in any night of 60"
+        "own memory of a process, MB, in any night of 60"
     ]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 import ray
+from night_world import local_ray
 from planned_side import plan_side
 from ray import cloudpickle
 
@@ -22,8 +23,7 @@ from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.distributed import actors, shared_folder
 from laserbatch.pipeline.distributed import settings as distributed_settings
 from laserbatch.pipeline.distributed.actors import ShardAbandoned, run_shards
-from laserbatch.pipeline.distributed.cluster import ray_cluster
-from laserbatch.pipeline.distributed.settings import ClusterSettings, workers_of_node
+from laserbatch.pipeline.distributed.settings import workers_of_node
 from laserbatch.pipeline.distributed.spec import TextSpec
 from laserbatch.pipeline.distributed.worker import ShardWorker
 from laserbatch.pipeline.errors import ModelError, RunFailed, WorkspaceError
@@ -45,11 +45,8 @@ COST, MEASURED = (
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A local Ray, whatever cluster the environment names."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("RAY_ADDRESS", "127.0.0.1:1")
-        with ray_cluster(ClusterSettings(num_workers=2)) as layout:
-            yield layout
+    with local_ray(num_workers=2) as layout:
+        yield layout
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Texts of prompts for Ray Data: the same as the engine's own, whatever shares a batch, and under a real Ray."""
 
-import os
 import re
 import sys
 from pathlib import Path
@@ -8,6 +7,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from night_world import local_ray
 from ray import cloudpickle
 
 from laserbatch.pipeline.budget.choice import side_budget
@@ -17,8 +17,6 @@ from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
 from laserbatch.pipeline.decoding.sequence import GenerationRequest
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.distributed import text_writer
-from laserbatch.pipeline.distributed.cluster import ray_cluster
-from laserbatch.pipeline.distributed.settings import ClusterSettings
 from laserbatch.pipeline.distributed.text_writer import TextWriter
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.chat_format import chat_skeleton, encode_chat
@@ -117,8 +115,7 @@ def cluster():
     """A local Ray without the processes that only look on, each of which loads for a second."""
     with (
         mock.patch.multiple("laserbatch.pipeline.distributed.cluster", usable_cores=lambda: 2, num_gpus=lambda: 0),
-        mock.patch.dict(os.environ, RAY_ADDRESS="127.0.0.1:1"),
-        ray_cluster(ClusterSettings()),
+        local_ray(),
     ):
         yield
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 import ray
 from manifests import manifest_of
+from night_world import local_ray
 from ray import cloudpickle
 from test_features import knowledge_of
 from tiny_encoders import write_tiny_encoder
@@ -22,8 +23,7 @@ from laserbatch.jobs.stages.encode import encode_run
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.distributed import encoding
-from laserbatch.pipeline.distributed.cluster import ray_cluster
+from laserbatch.pipeline.distributed import encoding, shared_folder
 from laserbatch.pipeline.distributed.settings import ClusterSettings
 from laserbatch.pipeline.distributed.spec import TextSpec
 from laserbatch.pipeline.encoding import feature_parts
@@ -67,11 +67,8 @@ def replace_texts(run: RunFolder, num_rows: int) -> None:
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A local Ray of one worker, whatever cluster the environment names."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("RAY_ADDRESS", "127.0.0.1:1")
-        with ray_cluster(ClusterSettings(num_workers=1)) as layout:
-            yield layout
+    with local_ray(num_workers=1) as layout:
+        yield layout
 
 
 @pytest.fixture
@@ -211,7 +208,7 @@ def test_an_error_that_a_task_meets_ends_the_night_as_itself(tiny_encoder, tmp_p
     encode_part = encoding._encode_part
 
     def elsewhere(part, *arguments):
-        encoding.VISIBILITY_TIMEOUT_S = 0.3
+        shared_folder.VISIBILITY_TIMEOUT_S = 0.3
         with suppress(FileNotFoundError):  # a task beside this one has moved it
             part.files[0][0].rename(tmp_path / "moved")
         return encode_part(part, *arguments)

@@ -4,7 +4,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -14,6 +15,9 @@ import yaml
 
 from benchmarks import chaos_nights
 from laserbatch.jobs.cli import main
+from laserbatch.jobs.stages.workers import NightWorkers
+from laserbatch.pipeline.distributed.cluster import WorkerLayout
+from laserbatch.pipeline.distributed.settings import ClusterSettings
 from laserbatch.pipeline.sample.world import write_sample_world
 
 FIRST_DATE, SECOND_DATE = "2025-02-28", "2025-03-01"
@@ -75,6 +79,19 @@ def make_world(folder: Path, num_users: int = 24, num_items: int = 24) -> Path:
     """The sample world at its smallest, in `folder/tables`."""
     write_sample_world(folder / "tables", num_users=num_users, num_items=num_items)
     return folder
+
+
+@contextmanager
+def local_ray(num_workers: int | None = None) -> Iterator[WorkerLayout]:
+    """A Ray of this machine, whatever cluster the environment names.
+
+    A thread starts it, as a night's: where the main thread has started one Ray of a process and a thread a later one,
+    two of the later one's tasks may get the same id, which ends the process.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RAY_ADDRESS", "127.0.0.1:1")
+        with NightWorkers(ClusterSettings(num_workers=num_workers)) as workers:
+            yield workers.cluster()
 
 
 HERE = (sys.executable, "-c", "from laserbatch.jobs.cli import main; main()")

@@ -6,19 +6,24 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from night_world import run_here
+import ray
+from night_world import local_ray, run_here
+from ray.exceptions import WorkerCrashedError
 
 from laserbatch.jobs.failures import Terminated
 from laserbatch.jobs.settings import load_settings
+from laserbatch.jobs.stages import build_pools as stage
 from laserbatch.jobs.stages import pool_texts, run_night
 from laserbatch.jobs.stages.build_pools import build_pools, describe_fit, prepare_pools, reused_routers
 from laserbatch.jobs.stages.night import current_pools, open_night
 from laserbatch.jobs.stages.pool_texts import read_run_texts
 from laserbatch.jobs.stages.workers import NightWorkers
+from laserbatch.pipeline.errors import RunFailed, TableError
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.retrieval_pools.errors import PoolError
@@ -248,6 +253,32 @@ def test_pools_are_built_while_texts_are_encoded_and_are_the_same(first_night, m
     run_night.encode_and_build_pools(first_night, NightWorkers(first_night.settings.cluster))
     assert first_night.manifest.pools_built["item"].num_texts == alone.num_texts
     assert files_of(first_night) == files and {"encode", "pools"} == first_night.manifest.stages.keys()
+
+
+@pytest.mark.ray
+def test_a_task_builds_the_pools_that_this_process_builds(first_night, monkeypatch, capsys):
+    version, pools = first_night.run.run_id, first_night.pools
+    expected = build_pools(first_night, make_current=False)["item"]
+    alone = {path.name: path.read_bytes() for path in pools.folder(version).rglob("*") if path.is_file()}
+    capsys.readouterr()
+    monkeypatch.setattr(stage, "MIN_TEXTS_OF_TASK", 0)
+    with local_ray(num_workers=1) as layout:
+
+        def built():
+            return prepare_pools(first_night, start_cluster=lambda: layout)()
+
+        pool = built()["item"]
+        assert replace(pool, build_s=expected.build_s) == expected and pools.current_version() == version
+        by_task = {path.name: path.read_bytes() for path in pools.folder(version).rglob("*") if path.is_file()}
+        assert by_task == alone
+        assert capsys.readouterr().err == "no user texts: no user pool\n"
+        with monkeypatch.context() as patched:
+            patched.setattr(ray, "get", Mock(side_effect=WorkerCrashedError))
+            with pytest.raises(RunFailed, match=r"^building pools: the processes of a task died .* the same command"):
+                built()
+        (Path(first_night.settings.tables.path) / "users.parquet").unlink()
+        with pytest.raises(TableError, match=r"users\.parquet"):
+            built()
 
 
 def test_a_night_whose_pools_fail_while_it_encodes_ends_with_their_error(first_night, monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 from night_world import FIRST_DATE, make_world, run_here, write_config
 from ray.cluster_utils import Cluster
 
+from laserbatch.jobs.stages import build_pools
 from laserbatch.pipeline.distributed import encoding
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.parquet import read_parquet
@@ -29,8 +30,9 @@ def test_a_night_that_loses_nodes_writes_what_a_night_of_one_node_writes(nodes, 
     monkeypatch.setattr(encoding, "MIN_TEXTS", 2)
     monkeypatch.setattr(encoding, "MIN_PART", 2)
     monkeypatch.setattr(encoding, "PARTS_A_WORKER", 4)
+    monkeypatch.setattr(build_pools, "MIN_TEXTS_OF_TASK", 0)
     make_world(tmp_path, num_users=8, num_items=24)
-    runs = {}
+    runs, pools = {}, {}
     for name in ("calm", "lossy"):
         config = write_config(
             tmp_path,
@@ -47,8 +49,12 @@ def test_a_night_that_loses_nodes_writes_what_a_night_of_one_node_writes(nodes, 
                         cluster.address)  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert "the CTR comparison runs as a task of the cluster" in done.stderr
-        (runs[name],) = Workspace.open(tmp_path / name, create=False).runs()
+        workspace = Workspace.open(tmp_path / name, create=False)
+        (runs[name],) = workspace.runs()
+        arrays = sorted(workspace.pools_folder.rglob("*.npy"))
+        pools[name] = {path.relative_to(workspace.pools_folder).parts[1:]: path.read_bytes() for path in arrays}
     assert len(others) == 1
+    assert pools["calm"] == pools["lossy"] and {place[0] for place in pools["calm"]} == {*SIDES}
     compared = [run.load_manifest().judgement.ctr for run in runs.values()]
     assert compared[0] == compared[1] and "7 positives among 7 rows" in compared[0].skipped  # the task has read all
     for side in SIDES:
