@@ -194,7 +194,7 @@ def watched_night(folder: str, night: str) -> list[dict]:
         for owner, name, other in (
             (shards, "run_shards", write_shards),
             (opened_night, "load_tokenizer", loaded_once),
-            (NightWorkers, "start", lambda workers, spec: None),
+            (NightWorkers, "start", lambda workers, spec: workers._start(None)),  # Ray alone, while plans are made
             (NightWorkers, "worker_pool", no_workers),
             (run_night, "load_encoder", lambda settings: StandInEncoder()),
             (encode, "load_encoder", lambda settings: StandInEncoder()),
