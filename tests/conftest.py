@@ -33,6 +33,14 @@ os.environ["LASERBATCH_CACHE"] = os.devnull + "/no-cache"  # no test reads what 
 ROOT = Path(__file__).resolve().parent.parent
 
 
+LONGEST = ("nodes", "jobs", "research", "distributed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Folders with the longest files come first, so that no process is left with one at the end."""
+    items.sort(key=lambda item: item.path.parent.name not in LONGEST)
+
+
 def pytest_collection_finish() -> None:
     """What torch, transformers and Ray made of objects stays, so that no later collection walks through all of it."""
     gc.collect()

@@ -1,13 +1,11 @@
 """The benchmark of previous texts: how texts begin, the path in the first draft, and questions one film apart."""
 
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from common import REPOSITORY
-from previous_text import num_agreed, steps_to_save
+from previous_text import main, num_agreed, steps_to_save
 from previous_text_tasks import LAST_FILM, SET_OF_FILMS
 from previous_text_writer import PathFirst
 
@@ -56,13 +54,8 @@ def test_the_last_film_of_a_set_is_what_is_new():
     assert match is not None and LAST_FILM.sub("", match[2]) == "A, The (1990), B (1991)"
 
 
-def test_without_the_models_nothing_is_measured(tmp_path):
-    command = [
-        sys.executable,
-        str(REPOSITORY / "benchmarks" / "previous_text.py"),
-        "--models",
-        str(tmp_path),
-        "--smoke",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "smollm2-135m-instruct is not there" in done.stderr and "bench-target is not there" in done.stderr
+def test_without_the_models_nothing_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["previous_text.py", "--models", str(tmp_path), "--smoke"])
+    main()
+    printed = capsys.readouterr().err
+    assert "smollm2-135m-instruct is not there" in printed and "bench-target is not there" in printed

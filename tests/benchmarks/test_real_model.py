@@ -1,12 +1,11 @@
 """The benchmark of a real model: what it asks of its rows, and that it measures nothing without the model."""
 
-import subprocess
 import sys
 from dataclasses import dataclass
 
 import numpy as np
-from common import REPOSITORY, Spread
-from real_model import BFLOAT16, FLOAT32, SMOKE, VLLM, figures_of, measure
+from common import Spread
+from real_model import BFLOAT16, FLOAT32, SMOKE, VLLM, figures_of, main, measure
 from systems import Pass
 from tasks import Task
 
@@ -49,7 +48,8 @@ def test_texts_are_held_against_those_of_the_first_batch_size():
     assert [row["num_texts_as_plain_bfloat16"] for row in later] == [2, 0]
 
 
-def test_without_the_model_nothing_is_measured(tmp_path):
-    command = [sys.executable, str(REPOSITORY / "benchmarks" / "real_model.py"), "--models", str(tmp_path), "--smoke"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "smollm2-135m-instruct is not there: nothing is measured" in done.stderr and not done.stdout
+def test_without_the_model_nothing_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["real_model.py", "--models", str(tmp_path), "--smoke"])
+    main()
+    printed = capsys.readouterr()
+    assert "smollm2-135m-instruct is not there: nothing is measured" in printed.err and not printed.out
