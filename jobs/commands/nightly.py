@@ -1,6 +1,7 @@
 """The commands that run nights: `nightly`, `backfill` for a range of dates, and `demo` for two in a row."""
 
 import datetime
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from laserbatch.jobs.stages.publishing import command_to_publish, deliver, force
 from laserbatch.jobs.stages.run_night import run_night
 from laserbatch.pipeline.errors import ConfigError, LaserbatchError, TableError
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
-from laserbatch.pipeline.storage.atomic import atomic_folder
+from laserbatch.pipeline.storage.atomic import atomic_folder, write_text
 from laserbatch.pipeline.storage.figures import SideFigures
 from laserbatch.pipeline.storage.manifest import LEFT_OUT, RunManifest
 from laserbatch.pipeline.storage.stats import DecodingStats
@@ -195,14 +196,12 @@ def demo(
             require_only_tables(tables)
             if describe(tables) != describe(made):
                 raise TableError(f"{tables} holds other tables than this demo's; give another --folder")
-    settings = load_settings(
-        PACKAGE_ROOT / "configs" / ("demo.yaml" if model_dir is None else "demo_real.yaml"),
-        {
-            "workspace": str(folder / "workspace"),
-            "tables.path": str(folder / "tables"),
-            "decoding.model": None if model_dir is None else str(model_dir.resolve()),
-        },
-    )
+    config = folder / "laserbatch.yaml"
+    text = _demo_configuration(model_dir)
+    if config.exists() and config.read_text(encoding="utf-8") != text:
+        raise ConfigError(f"{config} is another configuration than this demo's; give another --folder")
+    write_text(text, config)
+    settings = load_settings(config)
     # The first night compares nothing: the second one, which has every text, does.
     alone = settings.night.model_copy(update={"train_ctr": False, "compare_with_plain": False})
     say("night 1: no pools yet, so drafts come from each text's own prompt and output")
@@ -216,6 +215,15 @@ def demo(
     print_table(nights_table([first, second]))
     print_ctr(second.manifest.judgement.ctr)
     stdout.print(f"report: {second.run.report_path}", soft_wrap=True, markup=False)
+    stdout.print(f"go on with --config {config}, for example: laserbatch try --config {config}", soft_wrap=True)
+
+
+def _demo_configuration(model_dir: Path | None) -> str:
+    """The configuration of the demo, for its folder; None: with the bundled model."""
+    text = (PACKAGE_ROOT / "configs" / ("demo.yaml" if model_dir is None else "demo_real.yaml")).read_text("utf-8")
+    if model_dir is not None:
+        text = text.replace("decoding:\n", f"decoding:\n  model: {json.dumps(str(model_dir.resolve()))}\n")
+    return f"workspace: workspace\ntables: {{path: tables}}\n{text}"
 
 
 def left_out_columns(manifest: RunManifest) -> list[str]:

@@ -247,6 +247,26 @@ def test_demo_replaces_no_tables_but_its_own(tmp_path, run):
     assert {path: path.read_bytes() for path in (tmp_path / "tables").iterdir()} == before
 
 
+def test_demo_leaves_its_configuration_and_replaces_no_other(tmp_path, run, monkeypatch):
+    settings_of_nights = []
+
+    def run_night(settings, date):
+        settings_of_nights.append(settings)
+        raise ConfigError("a night was asked for")
+
+    monkeypatch.setattr(night_commands, "run_night", run_night)
+    arguments = "demo", "--folder", str(tmp_path), "--num-users", "5", "--num-items", "20"
+    for _ in range(2):
+        assert "a night was asked for" in run(*arguments).stderr
+    written = load_settings(tmp_path / "laserbatch.yaml")
+    assert written.tables.path == tmp_path / "tables" and written.workspace == tmp_path / "workspace"
+    assert all(written.decoding == settings.decoding for settings in settings_of_nights)
+    (tmp_path / "laserbatch.yaml").write_text("seed: 1\n")
+    done = run(*arguments)
+    assert done.returncode == 3 and "is another configuration than this demo's" in done.stderr
+    assert (tmp_path / "laserbatch.yaml").read_text() == "seed: 1\n"
+
+
 def test_init_knows_clicks_and_sends_to_the_check_where_there_are_faults(tmp_path, run):
     tables, out = make_world(tmp_path) / "tables", tmp_path / "night.yaml"
     events = pq.read_table(tables / "interactions.parquet")
