@@ -34,11 +34,15 @@ for dtype in ["float32", "bfloat16"] if multiplies_bfloat16() else ["float32"]:
 endef
 export COMPILE
 
-# torch first and exactly: a looser request would take another build of it.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+
+# torch first and exactly: a looser request would take another build of it. All cores compile the modules, of which pip
+# would use one; some files of packages are for other versions of Python.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[encoder,dev]'
+	$(PIP_INSTALL) torch
+	$(PIP_INSTALL) --editable '.[encoder,dev]'
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	$(BIN)/python -c "$$COMPILE"
 	touch $(STAMP)
 
@@ -70,7 +74,7 @@ lint: install
 
 # The pages and the reference of the public interfaces, in site/; a broken link fails it.
 docs: install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	$(PIP_INSTALL) --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 # Wheels in dist/: laserbatch, and its pools alone. What an earlier build left in build/ would go into them too.
