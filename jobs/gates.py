@@ -55,7 +55,7 @@ class _Gate:
 
     message: str  # says the value in words; `{value}` is replaced by what `shown` returns
     limit: str | float | None  # the name of its option, or the limit itself; None: it comes with the value
-    consequence: str | None = None  # the option that says what follows beyond the limit
+    consequence: str | None = None  # the option that decides what follows beyond the limit
     is_least: bool = False  # the limit is the least that passes, else the most
     only_warns: bool = False
     share: bool = True  # shown as a percentage
@@ -67,25 +67,26 @@ GATES = {
     "unusable": _Gate("{value} of the texts written could not be used", MAX_UNUSABLE_SHARE),
     "cut": _Gate("{value} of the texts written are empty or cut at their limit", MAX_CUT_SHARE),
     "repetition": _Gate("{value} of the texts written mostly repeat themselves", MAX_REPETITIVE_SHARE),
-    "length": _Gate("rewritten texts differ {value} times in length from their last ones", MAX_LENGTH_FACTOR,
-                    share=False),
+    "length": _Gate("rewritten texts are longer or shorter than their last ones by a factor of {value}",
+                    MAX_LENGTH_FACTOR, share=False),
     "vector norm": _Gate("{value} of the vectors do not have length 1", 0.0),
     "vector drift": _Gate("vectors of rewritten texts have a mean cosine of {value} with their last ones", MIN_COSINE,
                           is_least=True, share=False),
     "audit": _Gate("", None),  # has a reason, and a value never: there are no plain texts to compare with
-    "length beside plain": _Gate("texts differ {value} times in length from plain ones", MAX_AUDIT_LENGTH_FACTOR,
-                                 "audit", share=False),
+    "length beside plain": _Gate("texts are longer or shorter than plain ones by a factor of {value}",
+                                 MAX_AUDIT_LENGTH_FACTOR, "audit", share=False),
     "cosine with plain": _Gate("vectors of texts have a mean cosine of {value} with those of plain ones",
                                MIN_AUDIT_COSINE, "audit", is_least=True, share=False),
-    "added repetition": _Gate("texts surely repeat {value} more of themselves than plain ones",
+    "added repetition": _Gate("texts repeat at least {value} more of themselves than plain ones",
                               MAX_ADDED_REPETITION, "audit"),
-    "lost fields": _Gate("texts surely lack {value} of the fields asked for that plain ones have",
+    "lost fields": _Gate("texts lack at least {value} of the requested fields that plain ones have",
                          MAX_LOST_FIELDS, "audit"),
-    "added names": _Gate("texts surely have {value} more names than plain ones that stand in neither prompt nor "
-                         "catalogue", MAX_ADDED_NAMES, "audit", share=False),
-    "speed": _Gate("{value} of the draft tokens were accepted that were forecast", 1 - MAX_SHARE_MISSING, is_least=True,
+    "added names": _Gate("texts have at least {value} more names that stand in neither prompt nor catalogue than "
+                         "plain ones", MAX_ADDED_NAMES, "audit", share=False),
+    "speed": _Gate("{value} of the forecast number of draft tokens was accepted", 1 - MAX_SHARE_MISSING, is_least=True,
                    only_warns=True),
-    "AUC": _Gate("against plain texts AUC changes by at most {value}", None, "auc", is_least=True, share=False),
+    "AUC": _Gate("AUC with these texts is at most {value} above that with plain ones", None, "auc", is_least=True,
+                 share=False),
 }  # fmt: skip
 VERDICTS = {"stop": "blocks", "warn": "warns", "ignore": "passes"}  # of `gates.audit` and `gates.auc`
 
@@ -133,7 +134,7 @@ def gate_sentence(figures: GateFigures) -> str:
     message = gate.message.format(value=shown(figures, figures.value))
     option = f"gates.{gate.limit}" if isinstance(gate.limit, str) else "the limit"
     note = f"; {figures.reason}" if figures.reason else ""
-    note += f"; gates.{gate.consequence} says what follows" if gate.consequence is not None else ""
+    note += f"; gates.{gate.consequence} decides what follows" if gate.consequence is not None else ""
     return f"{where}{message} ({option} is {shown(figures, figures.limit)}{note})"
 
 

@@ -116,13 +116,13 @@ class GateSettings(Strict):
     )
     audit: Consequence = Field(
         default="stop",
-        description="This says what follows if audited texts differ too much from plain texts of the same prompts, in "
-        "length, meaning, repetition, lost fields or added names. stop: the run is not published; warn: it is "
+        description="This decides what follows if audited texts differ too much from plain texts of the same prompts, "
+        "in length, meaning, repetition, lost fields or added names. stop: the run is not published; warn: it is "
         "published with a warning; ignore: it is published.",
     )
     auc: Consequence = Field(
         default="stop",
-        description="This says what follows if the CTR comparison finds the texts worse than plain ones. stop: the "
+        description="This decides what follows if the CTR comparison finds the texts worse than plain ones. stop: the "
         "run is not published; warn: it is published with a warning; ignore: it is published.",
     )
 

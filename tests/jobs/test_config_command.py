@@ -44,5 +44,5 @@ def test_every_option_is_shown_with_its_default_and_what_a_file_changed(config, 
 def test_people_read_a_line_for_each_option_with_a_mark_where_it_was_changed(config, capfd):
     lines = run_here(capfd, "config", "--config", config).stdout.splitlines()
     place = lines.index('* gates.audit: "warn" (default: "stop")')
-    assert lines[place + 1].startswith("    This says what follows if audited texts differ")
+    assert lines[place + 1].startswith("    This decides what follows if audited texts differ")
     assert '* knowledge.words.item: "[b]song" (default: "title")' in lines and "  deliver_to: null" in lines

@@ -59,7 +59,7 @@ def test_one_option_says_what_follows_where_audited_texts_differ_too_much(gate):
     value = 0.4 if gate == "cosine with plain" else 1.5
     for option, expected in (("stop", "blocks"), ("warn", "warns"), ("ignore", "passes")):
         (figures,) = judge([GateFigures(gate, "user", value)], GateSettings(audit=option, auc="stop"))
-        assert figures.verdict == expected and "gates.audit says what follows" in gate_sentence(figures)
+        assert figures.verdict == expected and "gates.audit decides what follows" in gate_sentence(figures)
         assert warning([figures]) == ([figures] if option == "warn" else [])
 
 
