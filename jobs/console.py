@@ -45,7 +45,7 @@ class ExitCode(IntEnum):
     BAD_INPUT = 3
     RUN_FAILED = 4
     BUSY = 5
-    ENDPOINT_GONE = 6
+    UNAVAILABLE = 6
     INTERRUPTED = 130
     NOT_READ = 141
     TERMINATED = 143

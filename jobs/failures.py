@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from laserbatch.jobs.console import ExitCode
-from laserbatch.pipeline.errors import EndpointGone, LaserbatchError, RunFailed, WorkspaceBusy
+from laserbatch.pipeline.errors import ClusterFailed, EndpointGone, LaserbatchError, RunFailed, WorkspaceBusy
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 GOES_ON = "the same command goes on with what is finished"
@@ -49,8 +49,8 @@ def exit_code_of(error: BaseException) -> int:
         return ExitCode.INTERRUPTED
     if isinstance(error, WorkspaceBusy):
         return ExitCode.BUSY
-    if isinstance(error, EndpointGone):
-        return ExitCode.ENDPOINT_GONE
+    if isinstance(error, EndpointGone | ClusterFailed):
+        return ExitCode.UNAVAILABLE
     if isinstance(error, RunFailed):
         return ExitCode.RUN_FAILED
     if isinstance(error, LaserbatchError):

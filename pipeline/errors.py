@@ -10,6 +10,7 @@ LaserbatchError      of the pools (`PoolError`) and of CTR training (`CtrError`)
 +-- RunFailed        most of a night's first texts cannot be kept, or their cost would pass its limit
     +-- RunHeld      the night is done, and a gate keeps it from being published
     +-- EndpointGone the server that writes the texts does not answer
+    +-- ClusterFailed  Ray does not start, has no room for workers, or loses their processes again and again
 """
 
 from pydantic import ValidationError
@@ -61,6 +62,10 @@ class RunFailed(LaserbatchError):
 
 class RunHeld(RunFailed):
     """A night is done, but a gate keeps it from being published."""
+
+
+class ClusterFailed(RunFailed):
+    """Ray does not start, has no room for workers, or loses processes again and again; the same command goes on."""
 
 
 class EndpointGone(RunFailed):

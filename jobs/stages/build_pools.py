@@ -28,7 +28,7 @@ from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.pool_texts import RunTexts, calibrate_side, read_run_texts
 from laserbatch.pipeline.decoding.model.folder import tokenizer_folder
-from laserbatch.pipeline.errors import RunFailed, WorkspaceError
+from laserbatch.pipeline.errors import ClusterFailed, WorkspaceError
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import link_file, read_json, write_json
@@ -122,8 +122,8 @@ def _built_by_task(night: Night, make_current: bool, layout: "WorkerLayout") -> 
     def built() -> dict[Side, PoolBuilt]:
         try:
             pools, lines = result_of(task)
-        except RunFailed as error:
-            raise RunFailed(f"building pools: {error}; the same command goes on with them") from None
+        except ClusterFailed as error:
+            raise ClusterFailed(f"building pools: {error}; the same command goes on with them") from None
         for line in lines:
             say(line)
         return pools

@@ -14,7 +14,7 @@ from laserbatch.pipeline.distributed.actors import WorkerPool
 from laserbatch.pipeline.distributed.cluster import WorkerLayout, cluster_nodes, ray_cluster, worker_layout
 from laserbatch.pipeline.distributed.settings import ClusterSettings
 from laserbatch.pipeline.distributed.spec import TextSpec, WorkerSpec
-from laserbatch.pipeline.errors import RunFailed
+from laserbatch.pipeline.errors import ClusterFailed
 from laserbatch.pipeline.storage.figures import WorkerFigures
 from laserbatch.retrieval_pools.draft import draft
 
@@ -48,7 +48,7 @@ class NightWorkers:
     def worker_pool(self, spec: WorkerSpec) -> WorkerPool:
         """The worker pool, configured by `spec`, which may differ from the one before in all but model and pools.
 
-        Raises RunFailed if Ray does not start in time, and whatever starting the workers raised.
+        Raises ClusterFailed if Ray does not start in time, and whatever starting the workers raised.
         """
         self.start(spec)
         if not self._started.done():
@@ -85,7 +85,7 @@ class NightWorkers:
     def _in_time(self, future: Future[Result]) -> Result:
         timeout_s = self._settings.start_timeout_s
         if not wait([future], timeout=timeout_s).done:
-            raise RunFailed(
+            raise ClusterFailed(
                 f"Ray has not started within {timeout_s:g} seconds (cluster.start_timeout_s); `laserbatch doctor` tries"
             )
         return future.result()

@@ -19,7 +19,7 @@ from laserbatch.pipeline.distributed.device_loss import ends_process_if_device_i
 from laserbatch.pipeline.distributed.settings import ClusterSettings
 from laserbatch.pipeline.distributed.shared_folder import TOKEN_FILE, require_same_folder
 from laserbatch.pipeline.distributed.spec import WorkerSpec
-from laserbatch.pipeline.errors import RunFailed
+from laserbatch.pipeline.errors import ClusterFailed, RunFailed
 from laserbatch.pipeline.planning.plan import Shard, read_ids, split_shard
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.figures import ShardRecord
@@ -65,7 +65,7 @@ def run_shards(
     `choose_budgets`, called once with what has workers say what steps cost, says how much each side drafts. A side that
     is missing drafts what the settings say. `on_first_text` is called when any of the shards' texts is finished.
 
-    Raises RunFailed: no worker finds a place, or all of them are lost before they are ready.
+    Raises ClusterFailed: no worker finds a place, or all of them are lost before they are ready.
     """
     worker_pool.resize(min(worker_pool.layout.num_workers, len(shards)))
     budgets = choose_budgets(worker_pool.step_cost)
@@ -276,7 +276,7 @@ class WorkerPool:
         if was_ready or self._num_spare > 0:
             self._spawn()
         elif not self._calls and not self.idle:
-            raise RunFailed(f"all workers were lost while they loaded the model and wrote a text; the last: {lost}")
+            raise ClusterFailed(f"all workers were lost while they loaded the model and wrote a text; the last: {lost}")
 
     def _wait(self, open_calls: Mapping[ray.ObjectRef, _WorkerHandle]) -> ray.ObjectRef:
         """Wait for the next open call that is answered, or whose worker hangs."""
@@ -293,7 +293,7 @@ class WorkerPool:
                 return done[0]
             if all(not worker.is_scheduled and worker.idle_s > self.start_timeout_s for worker in open_calls.values()):
                 free = ray.available_resources()
-                raise RunFailed(
+                raise ClusterFailed(
                     f"no worker found a place within {self.start_timeout_s:g} seconds: each needs "
                     f"{self.layout.need}, and the cluster has {format_nodes(cluster_nodes())}, of which "
                     f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs are free. Wait for what uses "

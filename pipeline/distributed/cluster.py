@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 
 from laserbatch.pipeline.distributed.settings import ClusterSettings, usable_cores
 from laserbatch.pipeline.distributed.sharing import cluster_free_bytes, workers_a_gpu
-from laserbatch.pipeline.errors import ConfigError, RunFailed
+from laserbatch.pipeline.errors import ClusterFailed, ConfigError
 from laserbatch.pipeline.gpus import num_gpus
 from laserbatch.pipeline.storage.scratch import RAY_PREFIX, ScratchFolder, remove_dead_scratch
 
@@ -166,7 +166,7 @@ def ray_cluster(
             ray.shutdown()
             if short_folder is not None:
                 short_folder.remove()
-            raise RunFailed(
+            raise ClusterFailed(
                 f"Ray does not start on this machine, which may be too busy or have too little memory: "
                 f"{_root_reason(error)} Give the same command again; `laserbatch doctor` tries whether Ray starts"
             ) from error

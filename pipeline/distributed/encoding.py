@@ -20,7 +20,7 @@ from laserbatch.pipeline.distributed.tasks import result_of
 from laserbatch.pipeline.encoding.identity import find_encoder
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.encoding.text_parts import Task, TextPart
-from laserbatch.pipeline.errors import RunFailed
+from laserbatch.pipeline.errors import ClusterFailed
 from laserbatch.pipeline.gpus import num_gpus
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ class ClusterEncoder:
     def encode_parts(self, parts: Sequence[TextPart], on_batch: Callable[[int], None]) -> None:
         """As `PartsEncoder` says.
 
-        Raises RunFailed: no task ends, or the processes of one die each time; ConfigError: a machine does not see the
-        workspace; and what a task meets.
+        Raises ClusterFailed: no task ends, or the processes of one die each time; ConfigError: a machine does not see
+        the workspace; and what a task meets.
         """
         layout = self._start()
         on_gpu = layout.device == "cuda" and self._settings.device != "cpu"
@@ -106,7 +106,7 @@ def _ended(references: list[ray.ObjectRef]) -> ray.ObjectRef:
     """The first of some tasks that ends."""
     done, _ = ray.wait(references, num_returns=1, timeout=MAX_SILENT_S)
     if not done:
-        raise RunFailed(
+        raise ClusterFailed(
             f"encoding: none of {len(references)} tasks has ended within {MAX_SILENT_S:g} seconds; the same command "
             "goes on with the parts that are missing"
         )
@@ -117,8 +117,8 @@ def _result(reference: ray.ObjectRef) -> Any:
     """The result of a task that has ended. An error that it reports is raised as itself."""
     try:
         return result_of(reference)
-    except RunFailed as error:
-        raise RunFailed(f"encoding: {error}; the same command goes on with the parts that are missing") from None
+    except ClusterFailed as error:
+        raise ClusterFailed(f"encoding: {error}; the same command goes on with the parts that are missing") from None
 
 
 def _encode_part(part: TextPart, settings: EncodingSettings, num_threads: int) -> None:

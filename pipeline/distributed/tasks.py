@@ -7,13 +7,13 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from laserbatch.pipeline.distributed.cluster import WorkerLayout
-from laserbatch.pipeline.errors import RunFailed
+from laserbatch.pipeline.errors import ClusterFailed
 
 
 def call_in_task(layout: WorkerLayout, function: Callable[..., Any], *arguments: Any) -> Any:
     """What a function returns in a task with a worker's cores, and one GPU where workers have GPUs.
 
-    Raises what the function raises, and RunFailed as `result_of` does.
+    Raises what the function raises, and ClusterFailed as `result_of` does.
     """
     return result_of(start_task(layout, int(layout.num_gpus > 0), function, *arguments))
 
@@ -29,11 +29,11 @@ def wait_for(task: ray.ObjectRef) -> None:
 
 
 def result_of(reference: ray.ObjectRef) -> Any:
-    """The result of a task. An error of its function is raised as itself; RunFailed: its processes died each time."""
+    """The result of a task. Raises an error of its function as itself; ClusterFailed: its processes died each time."""
     try:
         return ray.get(reference)
     except RayTaskError as error:
         raise error.cause from None
     except RayError as error:
         message = " ".join(str(error).partition("Some common causes")[0].split())
-        raise RunFailed(f"the processes of a task died one after another: {message}") from None
+        raise ClusterFailed(f"the processes of a task died one after another: {message}") from None

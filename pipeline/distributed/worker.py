@@ -217,7 +217,7 @@ def parsed_answer(
         raise RowError(unclosed_thoughts(result))
     text = sound_text(tokenizer, result, prompt.token_ids)
     is_cut = result.finish_reason == "length"
-    require_answer(template, text, result.token_ids, prompt.token_ids, is_cut, shown)
+    require_answer(template, text, result.token_ids, prompt.token_ids, shown)
     return text, parse_answer(template, text, is_cut)
 
 

@@ -18,7 +18,7 @@ from laserbatch.pipeline.knowledge.templates import PromptTemplate
 
 COPIED_TOKENS = 24  # in a row that stand in the prompt, too, are a copy
 MAX_SHARE_COPIED = 0.6  # an answer with a larger share of copied text repeats its prompt
-LOOP_TOKENS, MAX_LOOPED = 96, 24  # an answer that was cut loops where so many last tokens repeat at most so many
+LOOP_TOKENS, MAX_LOOPED = 96, 24  # an answer loops if so many tokens in a row repeat at most so many
 MEANT = "; `any_language: true` in the template where that is meant"
 MIN_SHARE_OWN_SCRIPT = 0.5  # share of an answer's letters that must be of the question's script
 MIN_LETTERS = 20  # shorter answers are not judged by their script
@@ -53,20 +53,18 @@ def require_answer(
     text: str,
     token_ids: np.ndarray,
     prompt_ids: np.ndarray,
-    is_cut: bool = False,
     shown: Shown | None = None,
 ) -> None:
     """Raise RowError, `repeats-prompt`, `loops` or `wrong-language`, where a text is no answer.
 
-    Token ids are int32 (n,). `is_cut` says that the token limit ended it, as it ends what says the same for ever.
-    `shown` is what the prompt says of the entity; what the text quotes of it may be in any language.
+    Token ids are int32 (n,). `shown` is what the prompt says of the entity; what the text quotes of it may be in any
+    language.
     """
     copied = copied_share(token_ids, prompt_ids)
     if copied > MAX_SHARE_COPIED:
         raise RowError(f"repeats-prompt: {copied:.0%} of the answer are stretches of its prompt")
-    period = period_of(token_ids[-LOOP_TOKENS:]) if is_cut and len(token_ids) >= LOOP_TOKENS else None
-    if period is not None and period <= MAX_LOOPED:
-        raise RowError(f"loops: it was cut while it said the same {period} tokens again and again")
+    if (period := looped(token_ids)) is not None:
+        raise RowError(f"loops: it says the same {period} tokens again and again")
     if template.any_language:
         return
     question = " ".join(filter(None, (template.system, template.instruction, template.request)))
@@ -125,9 +123,13 @@ def copied_share(token_ids: np.ndarray, prompt_ids: np.ndarray) -> float:
     return float(is_copied.mean())
 
 
-def period_of(ids: np.ndarray) -> int | None:
-    """The fewest tokens of which all others are repetitions: int32 (n,); None where nothing is repeated to the end."""
-    return next((period for period in range(1, len(ids)) if np.array_equal(ids[period:], ids[:-period])), None)
+def looped(ids: np.ndarray) -> int | None:
+    """The fewest tokens, int32 (n,), that LOOP_TOKENS in a row repeat, MAX_LOOPED at most; None if none do."""
+    for period in range(1, MAX_LOOPED + 1) if len(ids) >= LOOP_TOKENS else ():
+        ends = np.flatnonzero(np.append(ids[period:] != ids[:-period], True))
+        if np.diff(ends, prepend=-1).max() > LOOP_TOKENS - period:
+            return period
+    return None
 
 
 def _runs(ids: np.ndarray) -> np.ndarray:

@@ -33,7 +33,7 @@ from laserbatch.retrieval_pools.ids import IdCodes
 
 BATCH_ROWS = 256 * 1024
 NUM_FINDINGS_IN_ERROR = 3
-MAX_UNKNOWN_SHARE = 0.5  # of the interactions: who left the tables may stay in the log, but not as most of it
+MAX_UNKNOWN_SHARE = 0.5  # of the interactions: some may be of who left the tables, or lack a rating, but not most
 
 
 def check_tables(
@@ -162,7 +162,8 @@ def _check_interactions(
                 extremes = pc.min_max(batch["rating"].cast(pa.float64())).as_py()
                 if extremes["min"] is not None:
                     lowest, highest = min(lowest, extremes["min"]), max(highest, extremes["max"])
-    findings.stop_where("unknown-entity", MAX_UNKNOWN_SHARE * num_rows)
+    for kind in ("unknown-entity", "no-rating"):
+        findings.stop_where(kind, MAX_UNKNOWN_SHARE * num_rows)
     if positive_rating is not None:
         _check_classes(lowest, highest, is_rated, positive_rating, findings)
 

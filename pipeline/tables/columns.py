@@ -76,9 +76,8 @@ def _too_large(values: pa.Array) -> pa.Array:
     return pc.greater(values, MAX_ID) if pt.is_uint64(values.type) else pa.nulls(len(values), pa.bool_())
 
 
-def _no_number(values: pa.Array) -> pa.Array:
-    is_number = pc.is_finite(values) if pt.is_floating(values.type) else pc.is_valid(values)
-    return pc.invert(pc.fill_null(is_number, False))
+def _missing(values: pa.Array) -> pa.Array:
+    return pc.is_null(values, nan_is_null=True)
 
 
 def _infinite(values: pa.Array) -> pa.Array:
@@ -179,11 +178,14 @@ RATING = Role(
     plain=sc.plain_column,
     rules=(
         Rule("bad-rating", "the rating is no number:", "a number",
-             "correct it, drop the row, or leave the whole column out", _no_number),
+             "correct it, drop the row, or leave the whole column out", _infinite),
+        Rule("no-rating", "there is no rating:", "a number",
+             "histories show the row all the same; CTR models leave it out where ctr.label asks for the rating",
+             _missing, is_warning=True),
     ),
     advice="`laserbatch data import` converts it",
 )  # fmt: skip
-RATING_OF_EVENT = replace(RATING, rules=(replace(RATING.rules[0], broken=_infinite),))  # of some: a view has none
+RATING_OF_EVENT = replace(RATING, rules=RATING.rules[:1])  # a view has none
 EVENT = Role(
     expected="a string",
     accepts=lambda kind: pt.is_null(kind) or sc.plain_type(kind) == pa.string(),

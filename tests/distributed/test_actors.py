@@ -26,7 +26,7 @@ from laserbatch.pipeline.distributed.actors import ShardAbandoned, run_shards
 from laserbatch.pipeline.distributed.settings import workers_of_node
 from laserbatch.pipeline.distributed.spec import TextSpec
 from laserbatch.pipeline.distributed.worker import ShardWorker
-from laserbatch.pipeline.errors import ModelError, RunFailed, WorkspaceError
+from laserbatch.pipeline.errors import ClusterFailed, ModelError, RunFailed, WorkspaceError
 from laserbatch.pipeline.planning.plan import load_plan, read_shard, save_plan
 from laserbatch.pipeline.planning.planner import shared_fingerprint
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
@@ -284,7 +284,7 @@ def test_a_row_that_kills_or_stops_workers_is_given_up_alone(worker_pool, world,
 @pytest.mark.ray
 def test_workers_that_find_no_place_in_time_end_the_run_with_what_was_asked_for(worker_pool, cluster):
     words = r"within 1 seconds: each needs 99 CPUs, and the cluster has a node of \d+ CPUs.* cluster.start_timeout_s"
-    with pytest.raises(RunFailed, match=words):
+    with pytest.raises(ClusterFailed, match=words):
         list(worker_pool(layout=replace(cluster, num_threads=99), start_timeout_s=1.0)[1])
 
 
@@ -304,7 +304,7 @@ def test_workers_that_are_all_lost_before_they_are_ready_end_the_run(worker_pool
         def load(self):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.raises(RunFailed, match=r"all workers were lost while they loaded the model.*worker-died"):
+    with pytest.raises(ClusterFailed, match=r"all workers were lost while they loaded the model.*worker-died"):
         list(worker_pool(Dying, max_attempts=1)[1])
 
 

@@ -25,7 +25,7 @@ from laserbatch.pipeline.distributed.cluster import (
     worker_layout,
 )
 from laserbatch.pipeline.distributed.settings import ClusterSettings, usable_cores
-from laserbatch.pipeline.errors import ConfigError, RunFailed
+from laserbatch.pipeline.errors import ClusterFailed, ConfigError
 
 
 def test_a_process_counts_the_cores_that_it_may_keep_busy(monkeypatch):
@@ -237,7 +237,7 @@ def test_a_local_ray_that_does_not_start_is_a_failure_with_rays_own_reason(monke
         raise Exception("The current node timed out during startup.")
 
     monkeypatch.setattr(ray, "init", init)
-    with pytest.raises(RunFailed, match=r"not start on this machine.*: The current node timed out.*same command"):  # noqa: SIM117
+    with pytest.raises(ClusterFailed, match=r"not start on this machine.*: The current node timed out.*same command"):  # noqa: SIM117
         with ray_cluster(ClusterSettings(num_workers=1), tmp_path):
             pass
 

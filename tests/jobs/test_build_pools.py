@@ -23,7 +23,7 @@ from laserbatch.jobs.stages.build_pools import build_pools, describe_fit, prepar
 from laserbatch.jobs.stages.night import current_pools, open_night
 from laserbatch.jobs.stages.pool_texts import read_run_texts
 from laserbatch.jobs.stages.workers import NightWorkers
-from laserbatch.pipeline.errors import RunFailed, TableError
+from laserbatch.pipeline.errors import ClusterFailed, TableError
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.retrieval_pools.errors import PoolError
@@ -274,7 +274,9 @@ def test_a_task_builds_the_pools_that_this_process_builds(first_night, monkeypat
         assert capsys.readouterr().err == "no user texts: no user pool\n"
         with monkeypatch.context() as patched:
             patched.setattr(ray, "get", Mock(side_effect=WorkerCrashedError))
-            with pytest.raises(RunFailed, match=r"^building pools: the processes of a task died .* the same command"):
+            with pytest.raises(
+                ClusterFailed, match=r"^building pools: the processes of a task died .* the same command"
+            ):
                 built()
         (Path(first_night.settings.tables.path) / "users.parquet").unlink()
         with pytest.raises(TableError, match=r"users\.parquet"):

@@ -25,7 +25,7 @@ from laserbatch.jobs.commands import nightly as night_commands
 from laserbatch.jobs.commands import pools
 from laserbatch.jobs.console import ExitCode, progress
 from laserbatch.jobs.settings import Settings, load_settings
-from laserbatch.pipeline.errors import ConfigError, RunFailed, TableError, WorkspaceBusy
+from laserbatch.pipeline.errors import ClusterFailed, ConfigError, EndpointGone, RunFailed, TableError, WorkspaceBusy
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.retrieval_pools.errors import PoolError
 
@@ -74,6 +74,7 @@ def test_errors_have_their_documented_exit_codes():
     assert exit_code_of(PoolError("x")) is ExitCode.BAD_INPUT
     assert exit_code_of(WorkspaceBusy("x")) is ExitCode.BUSY
     assert exit_code_of(RunFailed("x")) is ExitCode.RUN_FAILED
+    assert exit_code_of(ClusterFailed("x")) is exit_code_of(EndpointGone("x")) is ExitCode.UNAVAILABLE
     assert exit_code_of(PermissionError(errno.EACCES, "x", "file")) is ExitCode.BAD_INPUT
     assert exit_code_of(ConnectionError("x")) is exit_code_of(ZeroDivisionError("x")) is ExitCode.UNEXPECTED
 

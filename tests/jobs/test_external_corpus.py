@@ -133,7 +133,7 @@ def test_a_corpus_that_cannot_be_removed_is_named(server, night):
 
     server.fault = leave
     left, _, manifest = night()
-    assert left.returncode == ExitCode.ENDPOINT_GONE
+    assert left.returncode == ExitCode.UNAVAILABLE
     assert re.search(r"WARNING: the corpus laserbatch-\w+ may still be on the server: server-error", left.stderr)
     assert "may still be on the server" in manifest.generation.external_corpus.problem
 

@@ -226,7 +226,7 @@ def test_argo_tries_again_after_the_exit_codes_for_which_a_night_goes_on():
     codes = re.fullmatch(r"asInt\(lastRetry\.exitCode\) in \[([-\d, ]+)\]", retry["expression"])
     assert codes is not None and retry["retryPolicy"] == "Always"
     killed, pod_lost = 137, -1
-    goes_on = {ExitCode.UNEXPECTED, ExitCode.ENDPOINT_GONE, ExitCode.TERMINATED, killed, pod_lost}
+    goes_on = {ExitCode.UNEXPECTED, ExitCode.UNAVAILABLE, ExitCode.TERMINATED, killed, pod_lost}
     assert {int(code) for code in codes[1].split(",")} == goes_on
 
 

@@ -228,7 +228,7 @@ CASES = [
     Case("everybody comes later", lambda folder: (table("users", created_at=[DAY_S + 10**6] * 3)(folder),
          table("items", created_at=[DAY_S + 10**6] * 2)(folder)), ("2025-03-01",
          "later --date")),
-    Case("a rating is no number", table("interactions", rating=[4.0, float("nan"), 1.0]), ("interactions.rating",
+    Case("a rating is no number", table("interactions", rating=[4.0, float("inf"), 1.0]), ("interactions.rating",
          "row 1", "no number")),
     Case("ratings are text", table("interactions", rating=["good", "bad", "bad"]), ("interactions.rating", "string",
          "a number")),

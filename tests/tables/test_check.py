@@ -60,7 +60,6 @@ FAULTS = [  # (kind, table, column, row, value) of the one finding that the chan
     ("bad-timestamp", "interactions", "timestamp", 1, None, interactions(timestamp=[DAY_1_S, None, DAY_1_S])),
     ("bad-timestamp", "interactions", "timestamp", 2, DAY_1_MS, interactions(timestamp=[DAY_1_S, DAY_1_S, DAY_1_MS])),
     ("bad-timestamp", "users", "created_at", 0, 2**62, {"users": replaced("users", created_at=[2**62, None, DAY_1_S])}),
-    ("bad-rating", "interactions", "rating", 1, None, interactions(rating=[1, None, 3])),
     ("bad-rating", "interactions", "rating", 0, math.inf, interactions(rating=[math.inf, 2.0, 3.0])),
     ("empty-table", "interactions", None, None, None, {"interactions": sound_world()["interactions"].slice(0, 0)}),
 ]  # fmt: skip
@@ -100,11 +99,16 @@ def test_of_events_some_have_a_rating(tmp_path):
     assert (finding.kind, finding.row) == ("bad-rating", 0)
 
 
-def test_nan_is_no_rating(tmp_path):
-    path = write_world(tmp_path, interactions=replaced("interactions", rating=[1.0, float("nan"), 3.0]))
+def test_a_missing_rating_is_a_warning_unless_most_are_missing(tmp_path):
+    path = write_world(tmp_path / "one", interactions=replaced("interactions", rating=[1.0, float("nan"), 3.0]))
     (finding,) = check_tables(path)
-    assert (finding.kind, finding.row, str(finding.value)) == ("bad-rating", 1, "nan")
+    assert (finding.kind, finding.row, str(finding.value)) == ("no-rating", 1, "nan") and finding.is_warning
     assert finding.as_json()["value"] == "nan"
+    require_sound([finding], path)
+    assert read_tables(path).interactions["rating"].null_count == 1
+    path = write_world(tmp_path / "two", interactions=replaced("interactions", rating=[None, None, 3]))
+    (finding,) = check_tables(path)
+    assert (finding.kind, finding.num_rows) == ("no-rating", 2) and not finding.is_warning
 
 
 def test_text_where_times_and_ratings_belong_is_told_once_with_what_converts_it(tmp_path):
