@@ -7,7 +7,8 @@ Into a temporary name beside the target, synced, then renamed over it. A process
 import hashlib
 import os
 import secrets
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -42,6 +43,21 @@ def size_bytes(path: Path) -> int:
     """Bytes of a file, or of all files under a folder."""
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.lstat().st_size for file in files if not file.is_dir())
+
+
+def freed_bytes(paths: Iterable[Path]) -> int:
+    """Bytes that are freed if files and folders are removed: files that others share by hard links stay."""
+    sizes: dict[tuple[int, int], int] = {}
+    links = Counter[tuple[int, int]]()
+    num_links: dict[tuple[int, int], int] = {}
+    for path in paths:
+        for file in path.rglob("*") if path.is_dir() else [path]:
+            if not file.is_dir():
+                status = file.lstat()
+                key = status.st_dev, status.st_ino
+                links[key] += 1
+                sizes[key], num_links[key] = status.st_size, status.st_nlink
+    return sum(size for key, size in sizes.items() if links[key] >= num_links[key])
 
 
 def sha256_file(path: Path | str) -> str:

@@ -37,7 +37,16 @@ from laserbatch.pipeline.storage.atomic import (
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.delivery import known_places
 from laserbatch.pipeline.storage.experiments import EXPERIMENTS, experiment_folder, experiment_folders
-from laserbatch.pipeline.storage.forgetting import RECEIPTS, Ids, forget_in_run, is_of, rows_of, unfinished_receipts
+from laserbatch.pipeline.storage.forgetting import (
+    RECEIPTS,
+    Ids,
+    forget_in_run,
+    is_of,
+    leave_inherited_clusters,
+    rows_of,
+    unfinished_receipts,
+    vectors_of_their_own,
+)
 from laserbatch.pipeline.storage.lock import hold_lock
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.scratch import remove_dead_scratch
@@ -237,6 +246,7 @@ def _remove(workspace: Workspace, settings: Settings, requested: Ids, receipt: R
     for name in receipt.removed_experiments:
         if experiment_folder(workspace, name).is_dir():
             remove_folder(experiment_folder(workspace, name))
+    _leave_inherited_clusters(runs, requested, receipt)
     for name, files in receipt.rows.items():
         run = runs.get(name)
         if run is None:
@@ -264,6 +274,17 @@ def _remove(workspace: Workspace, settings: Settings, requested: Ids, receipt: R
         receipt.delivered |= forget_delivered(other, uri)
     receipt.is_done = True
     receipt.save()
+
+
+def _leave_inherited_clusters(runs: Mapping[str, RunFolder], requested: Ids, receipt: Receipt) -> None:
+    """Take vectors of theirs out of the codebooks of runs that no longer have them, before those that do."""
+    of_their_own: dict[Side, set[bytes]] = {side: set() for side in SIDES}
+    for name in receipt.rows.keys() & runs.keys():
+        for side, vectors in vectors_of_their_own(runs[name], requested).items():
+            of_their_own[side] |= vectors
+    for name, run in runs.items():
+        if name not in receipt.rows and (run.is_finished or run.is_held):
+            leave_inherited_clusters(run, of_their_own)
 
 
 def _rebuilt(settings: Settings, name: str, requested: Ids) -> bool:

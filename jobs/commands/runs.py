@@ -14,7 +14,7 @@ from laserbatch.jobs.settings import CONFIG, DRY_RUN, JSON, WORKSPACE, load_sett
 from laserbatch.jobs.stages.publishing import deliver, delivery_uri, force_publish, remove_delivered, use_pools_of
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES
-from laserbatch.pipeline.storage.atomic import leftovers, remove_folder, remove_leftovers, size_bytes
+from laserbatch.pipeline.storage.atomic import freed_bytes, leftovers, remove_folder, remove_leftovers, size_bytes
 from laserbatch.pipeline.storage.experiments import EXPERIMENTS, experiment_folders
 from laserbatch.pipeline.storage.lock import hold_lock
 from laserbatch.pipeline.storage.manifest import changed_settings
@@ -190,7 +190,7 @@ def gc(
         old = [run for run in opened.runs() if run.run_id not in retained]
         swept = [opened.root / name for name in ("runs", EXPERIMENTS)[: 1 + experiments]]
         remains = [path for folder in swept for path in leftovers(folder)]
-        num_bytes = sum(map(size_bytes, [*(run.root for run in old), *remains]))
+        num_bytes = freed_bytes([*(run.root for run in old), *remains])
         if not dry_run:
             uri = delivery_uri(opened, settings.deliver_to)
             if uri and old:

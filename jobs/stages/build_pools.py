@@ -8,12 +8,12 @@ Routers of last night are reused while little has changed, and all its files if 
 entities of its fit; later ones get the groups of their attributes.
 
 The pools of many texts are built by a task of the night's Ray cluster, so that their memory is that of a worker's
-machine. The task reads the run and the tables from their files.
+machine. The task reads the run and the tables from their files, and compares the tables with those of the night.
 """
 
 import shutil
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,20 +25,23 @@ from laserbatch.jobs.console import say
 from laserbatch.jobs.events import lines_said
 from laserbatch.jobs.formatting import counted
 from laserbatch.jobs.settings import Settings
+from laserbatch.jobs.stages.inputs import require_same_tables
 from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.pool_texts import RunTexts, calibrate_side, read_run_texts
 from laserbatch.pipeline.decoding.model.folder import tokenizer_folder
 from laserbatch.pipeline.errors import ClusterFailed, WorkspaceError
+from laserbatch.pipeline.knowledge.templates import PromptTemplate
 from laserbatch.pipeline.planning.planner import side_routes
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import link_file, read_json, write_json
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.figures import PoolBuilt
 from laserbatch.pipeline.storage.manifest import RunManifest
+from laserbatch.pipeline.storage.parquet import parquet_files
 from laserbatch.pipeline.storage.uris import is_uri
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.schema import TABLE_NAMES
-from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.errors import LaserbatchError, PoolError
 from laserbatch.retrieval_pools.ids import rows_among
 from laserbatch.retrieval_pools.index.build import build_pool
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
@@ -103,11 +106,11 @@ def _is_worth_a_task(night: Night) -> bool:
 def _built_by_task(night: Night, make_current: bool, layout: "WorkerLayout") -> Callable[[], dict[Side, PoolBuilt]]:
     """Start the task that builds the pools of a run; returns a function that waits for it, and says what it said.
 
+    Where the task's machine does not see what the night has seen, or the tables have changed, they are built here.
     Where there is room for one task alone it has ended: others would wait for it in silence.
     """
     from laserbatch.pipeline.distributed.tasks import result_of, start_task, wait_for
 
-    night.manifest.save()
     folder = Path(night.settings.tables.required_path).resolve()
     settings = night.settings.model_copy(
         update={
@@ -115,7 +118,9 @@ def _built_by_task(night: Night, make_current: bool, layout: "WorkerLayout") -> 
             "tables": night.settings.tables.model_copy(update={"path": folder}),
         }
     )
-    task = start_task(layout, 0, _build_in_task, settings, night.run.run_id, make_current)
+    templates = {side: night.template(side) for side in SIDES}
+    files = [file for side in SIDES for file in parquet_files(night.run.knowledge_folder(side).resolve())]
+    task = start_task(layout, 0, _build_in_task, settings, night.manifest, templates, files, make_current)
     if layout.num_workers == 1:
         wait_for(task)
 
@@ -124,6 +129,9 @@ def _built_by_task(night: Night, make_current: bool, layout: "WorkerLayout") -> 
             pools, lines = result_of(task)
         except ClusterFailed as error:
             raise ClusterFailed(f"building pools: {error}; the same command goes on with them") from None
+        except LaserbatchError as error:
+            say(f"the pools are built by this process, since a task could not: {error}")
+            return build_pools(night, make_current)
         for line in lines:
             say(line)
         return pools
@@ -131,16 +139,25 @@ def _built_by_task(night: Night, make_current: bool, layout: "WorkerLayout") -> 
     return built
 
 
-def _build_in_task(settings: Settings, run_id: str, make_current: bool) -> tuple[dict[Side, PoolBuilt], list[str]]:
-    """The task: the pools, and the lines that were said meanwhile. Raises as `build_pools` does."""
+def _build_in_task(
+    settings: Settings,
+    manifest: RunManifest,
+    templates: Mapping[Side, PromptTemplate],
+    files: Sequence[Path],
+    make_current: bool,
+) -> tuple[dict[Side, PoolBuilt], list[str]]:
+    """The task: the pools, and the lines that were said meanwhile. Raises as `build_pools` does.
+
+    TableError: the tables are no longer those that the night has read; ConfigError: some `files` are not seen here.
+    """
     from laserbatch.pipeline.distributed.shared_folder import require_visible
 
+    require_visible(files)
     workspace = Workspace(settings.workspace)
-    run = workspace.run(run_id)
-    require_visible([run.manifest_path])
-    manifest = run.load_manifest()
+    night = Night(settings, workspace, manifest.date, workspace.run(manifest.run_id), manifest, templates=templates)
+    require_same_tables(night.tables, manifest.origin.inputs)
     with lines_said() as lines:
-        return build_pools(Night(settings, workspace, manifest.date, run, manifest), make_current), lines
+        return build_pools(night, make_current), lines
 
 
 def describe_fit(night: Night) -> dict[str, Any]:

@@ -57,8 +57,8 @@ def encode_run(
     for side in sides:
         num_rows = sum(batch.num_rows for batch in folder.iter_knowledge(side, ["entity_id"]))
         with progress(f"encode {side} texts", num_rows) as bar:
-            earlier = _earlier(previous, side, encoder_id, settings.max_text_tokens)
-            parts = (fields or {}).get(side, ())
+            parts = tuple((fields or {}).get(side, ()))
+            earlier = _earlier(previous, side, encoder_id, settings.max_text_tokens, parts)
             features = FeatureWriter(folder, side, encoders.choose, encoder_id, settings, parts, bar.advance)
             try:
                 figures[side] = features.write(earlier, codes_of)
@@ -101,8 +101,10 @@ def same_dtype(settings: EncodingSettings, previous: RunFolder | None) -> Encodi
     return with_dtype(settings, encoders[0] if encoders else None)
 
 
-def _earlier(previous: RunFolder | None, side: Side, encoder_id: str, max_text_tokens: int) -> EarlierFeatures | None:
-    """Features of a finished run; None if there are none, or another encoder or text limit made them."""
+def _earlier(
+    previous: RunFolder | None, side: Side, encoder_id: str, max_text_tokens: int, fields: tuple[str, ...]
+) -> EarlierFeatures | None:
+    """Features of a finished run; None if there are none, or they are of other parts, text limits or encoders."""
     if previous is None or not previous.centroids_path(side).exists() or not previous.features_path(side).exists():
         return None
     manifest = unless_damaged(previous.load_manifest)
@@ -111,5 +113,7 @@ def _earlier(previous: RunFolder | None, side: Side, encoder_id: str, max_text_t
     before = manifest.features.get(side)
     cut_at = manifest.origin.settings.get("encoding", {}).get("max_text_tokens", max_text_tokens)
     if before is None or before.encoder != encoder_id or cut_at != max_text_tokens:
+        return None
+    if before.fields not in (None, fields):
         return None
     return EarlierFeatures(previous, side, before)

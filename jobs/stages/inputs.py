@@ -152,6 +152,13 @@ def sound_tables(
     return inputs, tables
 
 
+def require_same_tables(tables: Tables, inputs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise TableError if tables are not those that a manifest's `inputs` describe, as known on the run's date."""
+    for name in sc.TABLE_NAMES:
+        if _content_sha256(getattr(tables, name)) != inputs[name]["known_sha256"]:
+            raise TableError(f"the table {name} has changed since the night began")
+
+
 def writable_folder(workspace: Path) -> Path | None:
     """Where files without a name may lie, which leave nothing: a workspace, or the nearest folder in which it is made.
 

@@ -2,7 +2,7 @@
 
 import copy
 import datetime
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,6 +49,7 @@ class Night:
     run: RunFolder
     manifest: RunManifest
     changed_inputs: tuple[str, ...] = ()  # what a finished run would find changed, were it done again
+    templates: Mapping[Side, PromptTemplate] | None = None  # None: those of the settings
 
     @property
     def previous(self) -> RunFolder | None:
@@ -78,7 +79,7 @@ class Night:
 
     def template(self, side: Side) -> PromptTemplate:
         """The prompt template of a side, in words that fit its tables."""
-        return self._templates[side]
+        return (self.templates or self._templates)[side]
 
     @cached_property
     def _templates(self) -> dict[Side, PromptTemplate]:

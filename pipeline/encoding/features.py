@@ -24,7 +24,7 @@ from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.encoding.text_parts import PartsEncoder, text_parts
 from laserbatch.pipeline.encoding.vector_files import FeatureRows, NewVectors, VectorFiles, all_rows, rows_between
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.storage.atomic import atomic_folder, link_file
+from laserbatch.pipeline.storage.atomic import atomic_folder, link_file, sha256_file
 from laserbatch.pipeline.storage.figures import FeatureFigures
 from laserbatch.pipeline.storage.mapped import mapped_column
 from laserbatch.pipeline.storage.parquet import (
@@ -120,6 +120,7 @@ class FeatureWriter:
             num_truncated=vectors.new.num_truncated(),
             encoder=self.encoder_id,
             codebook=read_codebook(coding.codebook).key,
+            fields=tuple(self.fields),
         )
 
     def _encode(
@@ -142,11 +143,12 @@ class FeatureWriter:
         return VectorFiles(new, () if earlier is None else tuple(all_rows(list(earlier.checksums)))), rows
 
     def _digest(self, files: Sequence[Path], text_rows: np.ndarray, part_size: int) -> str:
-        """Names the vectors of texts: by the encoder, and by their rows in files as they are."""
+        """Names the vectors of texts: by the encoder, and by their rows in files of these contents."""
         digest = hashlib.sha256(json.dumps([self.side, self.encoder_id, self.fields, part_size]).encode())
+        shards = self.run.shards(self.side).finished()
         for path in files:
-            stat = path.stat()
-            digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}".encode())
+            known = shards.get(path.stem)
+            digest.update(f"{path.name} {sha256_file(path) if known is None else known.sha256}".encode())
         digest.update(text_rows.tobytes())
         return digest.hexdigest()[:32]
 

@@ -5,7 +5,7 @@ see the versions that are older than its own day began, and the newest of them i
 """
 
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from laserbatch.pipeline.encoding.vectors import vector_column, vectors_of
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
+from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.parquet import iter_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.retrieval_pools.ids import rows_among
@@ -97,7 +98,8 @@ class Versions:
 def feature_versions(runs: Sequence[RunFolder], of_plain: bool = False) -> Iterator[dict[Side, Versions]]:
     """The versions of both sides in the features of runs, the newest last, that are of the newest one's encoder.
 
-    Versions of runs with another codebook than the newest one's have no codes. `of_plain` : of the plain texts that
+    Versions of runs with another codebook than the newest one's have no codes, nor have those of runs that it does not
+    build on, whose codebook may have grown otherwise. `of_plain` : of the plain texts that
     runs have. Runs whose manifest is damaged are left out. Raises WorkspaceError where no run has features.
     """
     manifests = {run: manifest for run in runs if (manifest := unless_damaged(run.load_manifest)) is not None}
@@ -111,12 +113,25 @@ def feature_versions(runs: Sequence[RunFolder], of_plain: bool = False) -> Itera
                 raise WorkspaceError(f"no finished run has features of {side}s. Run `laserbatch nightly` first.")
             newest = list(features.values())[-1]
             features = {run_id: figures for run_id, figures in features.items() if figures.encoder == newest.encoder}
+            compared = _built_on(list(features)[-1], manifests.values())
             other_codes = {run_id for run_id, figures in features.items() if figures.codebook != newest.codebook}
+            other_codes |= features.keys() - compared
             for run in () if of_plain else manifests:
                 if run.run_id in features:
                     run.require_features({side: features[run.run_id]})
             versions[side] = read_versions({run_id: files[run_id] for run_id in features}, side, scratch, other_codes)
         yield versions
+
+
+def _built_on(run_id: str, manifests: Iterable[RunManifest]) -> set[str]:
+    """A run, and those that it builds on one after another."""
+    previous = {manifest.run_id: manifest.origin.previous_run_id for manifest in manifests}
+    chain: set[str] = set()
+    current: str | None = run_id
+    while current is not None and current not in chain:
+        chain.add(current)
+        current = previous.get(current)
+    return chain
 
 
 def read_versions(

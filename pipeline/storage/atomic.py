@@ -16,6 +16,7 @@ from pathlib import Path
 
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.retrieval_pools.atomic import TEMPORARY_SUFFIX, atomic_path, naming, sync, temporary_beside
+from laserbatch.retrieval_pools.atomic import freed_bytes as freed_bytes
 from laserbatch.retrieval_pools.atomic import sha256_file as sha256_file
 from laserbatch.retrieval_pools.atomic import size_bytes as size_bytes
 
@@ -33,7 +34,7 @@ def link_file(source: Path, target: Path) -> None:
         return
     with atomic_path(target) as temporary:
         try:
-            os.link(source, temporary)
+            os.link(source.resolve(), temporary)  # of a symlink the link itself would be linked
         except OSError:
             shutil.copy2(source, temporary)
 

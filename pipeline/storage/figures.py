@@ -242,6 +242,7 @@ class FeatureFigures:
     num_truncated: int  # of those, texts that lost their end
     encoder: str
     codebook: str  # cluster ids of runs compare where it is the same
+    fields: tuple[str, ...] | None = None  # parts of answers that were encoded, none: whole texts; None: not recorded
 
     @property
     def num_rows(self) -> int:

@@ -6,6 +6,7 @@ in between ends in the same bytes. Whose a row is says `user_id` or `item_id`, o
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -131,27 +132,67 @@ def _leave_clusters(run: RunFolder, side: Side, ids: frozenset[str]) -> None:
 
     Centroids of unused codes are moved, too: a text may have left its cluster, and plain texts share these codes.
     """
-    features, path = run.features_path(side), run.centroids_path(side)
-    if not path.exists() or not features.exists():
-        return
-    centroids = read_parquet(path)
-    vectors = centroids["vector"].combine_chunks()
-    dim = vectors.type.list_size
-    values = vectors.flatten().to_numpy().reshape(-1, dim).copy()
-    is_left = np.zeros(len(values), bool)
-    levels = pc.unique(centroids["level"]).to_pylist()
-    table = read_parquet(features, [f"{side}_id", *levels])
-    theirs = is_of(table[f"{side}_id"], ids)
-    for level in levels:
-        others = table.filter(pc.invert(theirs))[level].combine_chunks()
-        is_others = pc.is_in(centroids["code"], value_set=others)
-        is_left |= pc.and_not(pc.equal(centroids["level"], level), is_others).to_numpy().astype(bool)
-    if not is_left.any():
-        return
-    values[is_left] = OUT_OF_REACH
-    column = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), dim)
-    place = centroids.schema.get_field_index("vector")
-    write_parquet(centroids.set_column(place, centroids.schema.field(place), column), path, centroids.schema)
+    if (read := _Codebook.read(run, side)) is not None:
+        read.move(~np.isin(np.arange(len(read.values)), read.places_of(ids, of_others=True)))
+
+
+def vectors_of_their_own(run: RunFolder, ids: Ids) -> dict[Side, set[bytes]]:
+    """The centroids, as float32 bytes, whose codes some entities have and nobody else."""
+    vectors: dict[Side, set[bytes]] = {}
+    for side in SIDES:
+        if ids[side] and (read := _Codebook.read(run, side)) is not None:
+            places = np.setdiff1d(read.places_of(ids[side]), read.places_of(ids[side], of_others=True))
+            vectors[side] = {read.values[place].tobytes() for place in places}
+    return vectors
+
+
+def leave_inherited_clusters(run: RunFolder, vectors: Mapping[Side, set[bytes]]) -> None:
+    """Move centroids with these vectors out of reach, in a run whose codebook goes on from that of an earlier run."""
+    for side, known in vectors.items():
+        for folder in (run, run.plain) if known else ():
+            if (read := _Codebook.read(folder, side)) is not None:
+                read.move(np.array([row.tobytes() in known for row in read.values]))
+
+
+@dataclass(frozen=True)
+class _Codebook:
+    """The centroids of a run's features, and the codes of its entities."""
+
+    path: Path
+    centroids: pa.Table
+    values: np.ndarray  # float32 (num_centroids, dim)
+    features: pa.Table  # the ids of its entities and their codes by level
+
+    @classmethod
+    def read(cls, run: RunFolder, side: Side) -> "_Codebook | None":
+        features, path = run.features_path(side), run.centroids_path(side)
+        if not path.exists() or not features.exists():
+            return None
+        centroids = read_parquet(path)
+        vectors = centroids["vector"].combine_chunks()
+        values = vectors.flatten().to_numpy().reshape(-1, vectors.type.list_size).copy()
+        columns = [f"{side}_id", *pc.unique(centroids["level"]).to_pylist()]
+        return cls(path, centroids, values, read_parquet(features, columns))
+
+    def places_of(self, ids: frozenset[str], of_others: bool = False) -> np.ndarray:
+        """The places of centroids whose codes some entities have, or all others: int64[n]."""
+        theirs = is_of(self.features[0], ids)
+        table = self.features.filter(pc.invert(theirs) if of_others else theirs)
+        is_had = np.zeros(len(self.values), bool)
+        for level in table.column_names[1:]:
+            has_code = pc.is_in(self.centroids["code"], value_set=table[level].combine_chunks())
+            is_had |= pc.and_(pc.equal(self.centroids["level"], level), has_code).to_numpy().astype(bool)
+        return np.flatnonzero(is_had)
+
+    def move(self, is_moved: np.ndarray) -> None:
+        """Write the codebook with some centroids out of reach."""
+        if not is_moved.any():
+            return
+        values = np.where(is_moved[:, None], np.float32(OUT_OF_REACH), self.values)
+        column = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
+        place = self.centroids.schema.get_field_index("vector")
+        moved = self.centroids.set_column(place, self.centroids.schema.field(place), column)
+        write_parquet(moved, self.path, self.centroids.schema)
 
 
 def _sums(root: Path, names: Iterable[str]) -> dict[str, tuple[str, int]]:

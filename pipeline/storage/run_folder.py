@@ -1,6 +1,7 @@
 """One run on disk: where its files lie, and what readers want of it."""
 
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,13 @@ class RunFolder:
     def is_held(self) -> bool:
         """Whether everything is written, but a gate keeps it from being published: `_HELD` stands for `_SUCCESS`."""
         return self.held_path.exists() and not self.is_finished
+
+    @property
+    def finished_ns(self) -> int:
+        """When the run was finished, or held: nanoseconds since 1970; of earlier versions the file's own time."""
+        marker = self.success_path if self.is_finished else self.held_path
+        text = marker.read_text(encoding="utf-8").strip()
+        return int(text) if text.isdecimal() else marker.stat().st_mtime_ns
 
     def knowledge_folder(self, side: Side) -> Path:
         """`knowledge/<side>`, a folder of Parquet files and nothing else, one a shard."""
@@ -170,7 +178,7 @@ class RunFolder:
         """
         if not self.manifest_path.exists():
             raise WorkspaceError(f"{self.manifest_path} is missing; a run saves its manifest before it is finished.")
-        write_text("", self.held_path if is_held else self.success_path)
+        write_text(f"{time.time_ns()}\n", self.held_path if is_held else self.success_path)
         if not is_held:
             self.held_path.unlink(missing_ok=True)
 

@@ -103,8 +103,7 @@ class Workspace:
         runs = [run for run in self.runs() if run.is_finished or (include_held and run.is_held)]
 
         def rank(run: RunFolder) -> tuple[str, bool, int]:
-            marker = run.success_path if run.is_finished else run.held_path
-            return run.date, run.settings_hash == prefer_settings, marker.stat().st_mtime_ns
+            return run.date, run.settings_hash == prefer_settings, run.finished_ns
 
         return sorted((run for run in runs if run.run_id not in not_built_on), key=rank)
 

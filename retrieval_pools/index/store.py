@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from laserbatch.retrieval_pools.atomic import TEMPORARY_SUFFIX, atomic_path, sha256_file, size_bytes, temporary_beside
+from laserbatch.retrieval_pools.atomic import TEMPORARY_SUFFIX, atomic_path, freed_bytes, sha256_file, temporary_beside
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import staged_folder, sync_folder
 from laserbatch.retrieval_pools.index.manifest import REBUILD, PoolManifest, Side, read_manifest
@@ -130,7 +130,7 @@ class PoolStore:
         old = tuple(version for version in versions if version not in retained)
         leftovers = [*self.root.glob(f".*{TEMPORARY_SUFFIX}")] if self.root.is_dir() else []
         leftovers += [path for version in versions if version not in old for path in folders[version][:-1]]
-        num_bytes = sum(size_bytes(path) for path in [*(path for name in old for path in folders[name]), *leftovers])
+        num_bytes = freed_bytes([*(path for name in old for path in folders[name]), *leftovers])
         if not dry_run:
             for version in old:
                 self._remove(version)

@@ -1,6 +1,7 @@
 """Feature tables: the ids as they went in, sorted, with vectors, clusters and provenance; the same bytes each time."""
 
 import datetime
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +22,7 @@ from laserbatch.pipeline.encoding.text_parts import LocalEncoder
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage import parquet
 from laserbatch.pipeline.storage.figures import FeatureFigures
+from laserbatch.pipeline.storage.forgetting import leave_inherited_clusters, vectors_of_their_own
 from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
@@ -67,6 +69,18 @@ def test_only_the_text_is_encoded(tiny_encoder, tmp_path):
     tables = [knowledge_of(["u1"], ["quiet sea"]).append_column("prompt", pa.array([p])) for p in ("a", "b " * 500)]
     first, second = (written(table, "user", encoder, tmp_path) for table in tables)
     assert first.equals(second)
+
+
+def test_vectors_are_named_by_what_files_hold_and_not_by_their_times(tmp_path):
+    run = RunFolder(tmp_path)
+    file = run.knowledge_folder("user") / "stale.parquet"
+    writer = FeatureWriter(run, "user", lambda num_texts: None, "e", EncodingSettings())
+    names = []
+    for ids, when in ((["a"], 1), (["a"], 2), (["b"], 2)):
+        write_parquet(knowledge_of(ids, ["quiet sea"]), file)
+        os.utime(file, (when, when))
+        names.append(writer._digest([file], np.arange(1), 1))
+    assert names[0] == names[1] != names[2]
 
 
 def test_clusters_are_seeded_and_never_more_than_vectors():
@@ -152,7 +166,7 @@ def test_a_run_is_encoded_side_by_side_and_again_to_the_same_bytes(tiny_encoder,
     assert section["user"].codebook.startswith("2-0-")
     (part,) = section["user"].parts
     assert (part.file, part.num_rows) == ("features/user/00000.parquet", 3)
-    assert replace(section["user"], parts=(), encoder="", codebook="") == FeatureFigures(
+    assert replace(section["user"], parts=(), encoder="", codebook="", fields=None) == FeatureFigures(
         parts=(),
         dim=32,
         centroids="features/user-centroids.parquet",
@@ -188,6 +202,10 @@ def test_vectors_and_clusters_of_carried_over_texts_are_taken_over_and_equal_enc
     manifest.save()
     assert encode_run(new.root, settings, previous=old)["user"].num_encoded == 3
     manifest.origin.settings["encoding"] = {"max_text_tokens": settings.max_text_tokens}
+    manifest.features["user"] = replace(manifest.features["user"], fields=("taste",))  # of a part of answers
+    manifest.save()
+    assert encode_run(new.root, settings, previous=old)["user"].num_encoded == 3
+    manifest.features["user"] = replace(manifest.features["user"], fields=())
     manifest.save()
     write_parquet(carried.slice(0, 0), new.root / "knowledge/user/carried.parquet")
     (new.root / "knowledge/user/00000.parquet").unlink()
@@ -196,6 +214,26 @@ def test_vectors_and_clusters_of_carried_over_texts_are_taken_over_and_equal_enc
     check_feature_schema(read_parquet(new.features_path("user")).schema, "user")
     old.centroids_path("user").write_bytes(b"cut")
     assert encode_run(new.root, settings, previous=old)["user"].num_encoded == 0
+
+
+def test_what_only_one_entity_had_leaves_a_codebook_that_a_later_run_took_over_without_it(tiny_encoder, tmp_path):
+    settings = EncodingSettings(encoder=tiny_encoder, num_clusters=3)
+    old, new = RunFolder(tmp_path / "old"), RunFolder(tmp_path / "new")
+    knowledge = knowledge_of(["u1", "u2", "u3"], ["a storm", "quiet", "loud radio"])
+    write_parquet(knowledge, old.root / "knowledge/user/00000.parquet")
+    manifest = manifest_of(old.manifest_path, datetime.date(2025, 3, 1))
+    manifest.features = encode_run(old.root, settings)
+    manifest.save()
+    write_parquet(knowledge[1:], new.root / "knowledge/user/carried.parquet")
+    encode_run(new.root, settings, previous=old)
+    before = old.centroids_path("user").read_bytes()
+    assert new.centroids_path("user").read_bytes() == before
+    leave_inherited_clusters(new, vectors_of_their_own(old, {"user": frozenset({"u1"}), "item": frozenset()}))
+    table = table_of(old)
+    kept = np.stack(read_parquet(new.centroids_path("user"))["vector"].to_pylist())
+    distance = {name: np.abs(kept - np.array(row["vector"])).max(axis=1).min() for name, row in table.items()}
+    assert distance["u1"] > 1e-3 > max(distance["u2"], distance["u3"])
+    assert old.centroids_path("user").read_bytes() == before
 
 
 def table_of(run):

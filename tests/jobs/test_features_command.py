@@ -15,11 +15,22 @@ from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.workspace import Workspace
 
 
-def planted(workspace: Workspace, day: int, of_users: dict[str, int], encoder: str = "e", codebook: str = "c") -> str:
-    """A finished run of a day in March: by user the day whose run wrote the text; the same of one item."""
+def planted(
+    workspace: Workspace,
+    day: int,
+    of_users: dict[str, int],
+    encoder: str = "e",
+    codebook: str = "c",
+    previous: str | None = None,
+) -> str:
+    """A finished run of a day in March: by user the day whose run wrote the text; the same of one item.
+
+    It builds on `previous`, else on the published run.
+    """
     manifest = manifest_of(workspace.root / "runs", datetime.date(2025, 3, day))
     run = workspace.run(manifest.run_id)
     manifest.path, manifest.status = run.manifest_path, "success"
+    manifest.origin.previous_run_id = previous or workspace.publication.run_id()
     for side, written in (("user", of_users), ("item", {"i": day})):
         schema = feature_schema(side, pa.string(), 2)
         rows = [
@@ -51,6 +62,18 @@ def run_features(workspace, capfd, *arguments, code=0) -> dict:
     done = run_here(capfd, "features", *map(str, arguments), "--workspace", str(workspace.root), "--json")
     assert done.returncode == code, done.stderr
     return json.loads(done.stdout)
+
+
+def test_codes_of_a_run_on_another_branch_do_not_compare(workspace, tmp_path, capfd):
+    before = workspace.publication.run_id()
+    planted(workspace, 6, {"d": 6})
+    planted(workspace, 7, {"e": 7}, previous=before)  # a codebook of the same key, which has grown otherwise
+    log = pa.table({"user_id": ["a", "d", "e"], "item_id": ["i"] * 3, "timestamp": [datetime.datetime(2025, 3, 9)] * 3})
+    pq.write_table(log, tmp_path / "log.parquet")
+    run_features(workspace, capfd, "asof", tmp_path / "log.parquet", tmp_path / "out.parquet")
+    joined = pq.read_table(tmp_path / "out.parquet")
+    assert joined["user_cluster_id"].to_pylist() == [5, None, 7]
+    assert joined["user_vector"].null_count == 0
 
 
 def test_a_row_is_joined_with_what_was_known_before_its_day(workspace, tmp_path, capfd):

@@ -15,6 +15,8 @@ from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.pipeline.storage.atomic import (
     atomic_folder,
     atomic_path,
+    freed_bytes,
+    link_file,
     read_json,
     remove_leftovers,
     write_json,
@@ -163,6 +165,18 @@ def test_a_write_that_fails_names_the_path_that_was_to_be_written(tmp_path, monk
     with pytest.raises(OSError) as refused, atomic_path(tmp_path / "b") as temporary:
         read_only(temporary)
     assert refused.value.filename == f"{tmp_path}/b"
+
+
+def test_what_a_symlink_names_is_linked_and_bytes_are_freed_with_the_last_link(tmp_path):
+    (tmp_path / "archive").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "archive" / "a").write_bytes(b"12345")
+    (tmp_path / "a").symlink_to("archive/a")
+    link_file(tmp_path / "a", tmp_path / "run" / "a")
+    assert not (tmp_path / "run" / "a").is_symlink() and (tmp_path / "run" / "a").read_bytes() == b"12345"
+    (tmp_path / "run" / "own").write_bytes(b"67")
+    assert freed_bytes([tmp_path / "run"]) == 2
+    assert freed_bytes([tmp_path / "run", tmp_path / "archive"]) == 7
 
 
 def test_the_current_folder_is_not_replaced(tmp_path, monkeypatch):

@@ -190,6 +190,17 @@ def test_whatever_a_killed_writer_left_in_the_lock_file_is_no_obstacle(workspace
         pass
 
 
+def test_a_copy_without_times_keeps_the_order_in_which_editions_were_finished(workspace):
+    first, second = "2025-03-01-0123abcd", "2025-03-01-0123abcd-2"
+    for run_id in (first, second):
+        finish(workspace, run_id)
+    os.utime(workspace.run(second).success_path, (1, 1))
+    assert [run.run_id for run in workspace.finished_runs()] == [first, second]
+    workspace.run(second).success_path.write_text("")  # of an earlier version: its time counts
+    os.utime(workspace.run(second).success_path, (1, 1))
+    assert [run.run_id for run in workspace.finished_runs()] == [second, first]
+
+
 def test_only_a_finished_run_is_published(workspace):
     with pytest.raises(WorkspaceError, match="no _SUCCESS"):
         workspace.publication.publish("2025-03-01-aaaaaaaa")
