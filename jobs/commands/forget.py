@@ -277,7 +277,10 @@ def _remove(workspace: Workspace, settings: Settings, requested: Ids, receipt: R
 
 
 def _leave_inherited_clusters(runs: Mapping[str, RunFolder], requested: Ids, receipt: Receipt) -> None:
-    """Take vectors of theirs out of the codebooks of runs that no longer have them, before those that do."""
+    """Take the entities' vectors out of codebooks that later runs took over without having their rows.
+
+    To be called before the rows are removed, by which these vectors are known.
+    """
     of_their_own: dict[Side, set[bytes]] = {side: set() for side in SIDES}
     for name in receipt.rows.keys() & runs.keys():
         for side, vectors in vectors_of_their_own(runs[name], requested).items():

@@ -199,7 +199,7 @@ def demo(
     config = folder / "laserbatch.yaml"
     text = _demo_configuration(model_dir)
     if config.exists() and config.read_text(encoding="utf-8") != text:
-        raise ConfigError(f"{config} is another configuration than this demo's; give another --folder")
+        raise ConfigError(f"{config} is another configuration than this demo's; remove it, or give another --folder")
     write_text(text, config)
     settings = load_settings(config)
     # The first night compares nothing: the second one, which has every text, does.
