@@ -47,17 +47,9 @@ def size_bytes(path: Path) -> int:
 
 def freed_bytes(paths: Iterable[Path]) -> int:
     """Bytes that are freed if files and folders are removed: files that others share by hard links stay."""
-    sizes: dict[tuple[int, int], int] = {}
-    links = Counter[tuple[int, int]]()
-    num_links: dict[tuple[int, int], int] = {}
-    for path in paths:
-        for file in path.rglob("*") if path.is_dir() else [path]:
-            if not file.is_dir():
-                status = file.lstat()
-                key = status.st_dev, status.st_ino
-                links[key] += 1
-                sizes[key], num_links[key] = status.st_size, status.st_nlink
-    return sum(size for key, size in sizes.items() if links[key] >= num_links[key])
+    files = (file for path in paths for file in (path.rglob("*") if path.is_dir() else [path]) if not file.is_dir())
+    found = Counter((status.st_dev, status.st_ino, status.st_size, status.st_nlink) for status in map(os.lstat, files))
+    return sum(size for (_, _, size, num_links), num_found in found.items() if num_found >= num_links)
 
 
 def sha256_file(path: Path | str) -> str:

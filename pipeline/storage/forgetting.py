@@ -133,7 +133,7 @@ def _leave_clusters(run: RunFolder, side: Side, ids: frozenset[str]) -> None:
     Centroids of unused codes are moved, too: a text may have left its cluster, and plain texts share these codes.
     """
     if (read := _Codebook.read(run, side)) is not None:
-        read.move(~np.isin(np.arange(len(read.values)), read.places_of(ids, of_others=True)))
+        read.move(~read.has_code(ids, of_others=True))
 
 
 def vectors_of_their_own(run: RunFolder, ids: Ids) -> dict[Side, set[bytes]]:
@@ -141,8 +141,8 @@ def vectors_of_their_own(run: RunFolder, ids: Ids) -> dict[Side, set[bytes]]:
     vectors: dict[Side, set[bytes]] = {}
     for side in SIDES:
         if ids[side] and (read := _Codebook.read(run, side)) is not None:
-            places = np.setdiff1d(read.places_of(ids[side]), read.places_of(ids[side], of_others=True))
-            vectors[side] = {read.values[place].tobytes() for place in places}
+            is_their_own = read.has_code(ids[side]) & ~read.has_code(ids[side], of_others=True)
+            vectors[side] = {vector.tobytes() for vector in read.values[is_their_own]}
     return vectors
 
 
@@ -174,15 +174,15 @@ class _Codebook:
         columns = [f"{side}_id", *pc.unique(centroids["level"]).to_pylist()]
         return cls(path, centroids, values, read_parquet(features, columns))
 
-    def places_of(self, ids: frozenset[str], of_others: bool = False) -> np.ndarray:
-        """The places of centroids whose codes some entities have, or all others: int64[n]."""
+    def has_code(self, ids: frozenset[str], of_others: bool = False) -> np.ndarray:
+        """Whether some of these entities, or of all others, have each centroid's code: bool[num_centroids]."""
         theirs = is_of(self.features[0], ids)
         table = self.features.filter(pc.invert(theirs) if of_others else theirs)
         is_had = np.zeros(len(self.values), bool)
         for level in table.column_names[1:]:
-            has_code = pc.is_in(self.centroids["code"], value_set=table[level].combine_chunks())
-            is_had |= pc.and_(pc.equal(self.centroids["level"], level), has_code).to_numpy().astype(bool)
-        return np.flatnonzero(is_had)
+            is_code = pc.is_in(self.centroids["code"], value_set=table[level].combine_chunks())
+            is_had |= pc.and_(pc.equal(self.centroids["level"], level), is_code).to_numpy().astype(bool)
+        return is_had
 
     def move(self, is_moved: np.ndarray) -> None:
         """Write the codebook with some centroids out of reach."""

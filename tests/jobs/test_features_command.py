@@ -67,7 +67,7 @@ def run_features(workspace, capfd, *arguments, code=0) -> dict:
 def test_codes_of_a_run_on_another_branch_do_not_compare(workspace, tmp_path, capfd):
     before = workspace.publication.run_id()
     planted(workspace, 6, {"d": 6})
-    planted(workspace, 7, {"e": 7}, previous=before)  # a codebook of the same key, which has grown otherwise
+    planted(workspace, 7, {"e": 7}, previous=before)  # the same codebook, with other codes added
     log = pa.table({"user_id": ["a", "d", "e"], "item_id": ["i"] * 3, "timestamp": [datetime.datetime(2025, 3, 9)] * 3})
     pq.write_table(log, tmp_path / "log.parquet")
     run_features(workspace, capfd, "asof", tmp_path / "log.parquet", tmp_path / "out.parquet")
