@@ -16,7 +16,7 @@ from laserbatch.pipeline.tables.schema import timestamps as known_times
 from laserbatch.pipeline.tables.time_formats import ZONES_EXPECTED, parse_times
 
 _EXPECTED = {pa.int64(): "an integer below 2**63", pa.float64(): "a number", pa.bool_(): "true or false"}
-_ZONE_PATTERN = r":\d{2}(\.\d+)?\s*(Z|[+-]\d{2}(:?\d{2})?)$"
+_ZONE_PATTERN = r":\d{2}(\.\d+)?(Z|[+-]\d{2}(:?\d{2})?)$"
 ALL_UNITS = f"{', '.join(UNITS_PER_SECOND)}, iso, or a format like %d/%m/%Y"
 MAX_EXACT = {pa.float16(): 2**11, pa.float32(): 2**24, pa.float64(): 2**53}  # whole numbers that floats hold exactly
 WHOLE_ID = r"^-?(0|[1-9]\d*)$"
@@ -133,6 +133,9 @@ def _from_epoch(values: pa.Array, unit: str) -> pa.Array:
 
 
 def _from_iso(values: pa.Array) -> pa.Array:
+    # As Arrow reads them: " UTC" of BigQuery as Z, no blank before a zone, and nanoseconds cut to microseconds.
+    values = pc.replace_substring_regex(pc.replace_substring(values, "UTC", "Z"), r"\s+([Z+-])", r"\1")
+    values = pc.replace_substring_regex(values, r"(\.\d{6})\d+", r"\1")
     has_zone = pc.match_substring_regex(values, _ZONE_PATTERN)
     zoned = pc.if_else(has_zone, values, NO_TEXT).cast(TIMESTAMP_TYPE)
     local = pc.if_else(has_zone, NO_TEXT, values).cast(pa.timestamp("us"))

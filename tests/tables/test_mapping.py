@@ -728,6 +728,12 @@ def test_a_moment_is_the_same_however_it_was_written(moments):
     assert to_time(pa.array(moments, pa.timestamp("ms")), "s").to_pylist() == expected
 
 
+@pytest.mark.parametrize("text", ["10:00:00.123456789Z", "10:00:00.123456 UTC", "12:00:00.1234567 +02:00"])
+def test_iso_times_may_have_nanoseconds_and_a_blank_before_the_zone(text):
+    expected = datetime.datetime(2024, 5, 1, 10, 0, 0, 123456, UTC)
+    assert to_time(pa.array([f"2024-05-01 {text}"]), "iso").to_pylist() == [expected]
+
+
 def test_paths_are_split_and_trimmed():
     column = pa.array([" a > b ", None, "", ">", "c"]).dictionary_encode()
     assert to_path(column, ">").to_pylist() == [["a", "b"], None, [], [], ["c"]]
