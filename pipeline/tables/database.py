@@ -104,14 +104,10 @@ def _server_rows(uri: str, query: str, table: str) -> Iterator[pa.RecordBatch]:
 
 
 def _plain(column: pa.Array, field: pa.Field, uri: str, table: str) -> pa.Array:
-    """A column of a server without types of its own: decimals as they are declared, UUIDs and JSON as text."""
-    if not isinstance(field.type, pa.BaseExtensionType):
+    """A column of a server without types of its own: decimals as they are declared."""
+    if not isinstance(field.type, pa.BaseExtensionType) or isinstance(field.type, pa.UuidType | pa.JsonType):
         return column
-    if field.type.extension_name == "arrow.uuid":
-        return pa.array([value and str(value) for value in column.to_pylist()], pa.string())
     storage = column.storage
-    if field.type.extension_name == "arrow.json":
-        return storage
     metadata = field.metadata or {}
     kind = metadata.get(b"POSTGRESQL:type", b"unknown").decode()
     declared = int(metadata.get(b"POSTGRESQL:typmod", b"-1")) - 4  # digits and scale, as PostgreSQL stores them

@@ -176,7 +176,7 @@ def read_source(
         first_row, database = 0, files.database if is_server(files.database) else source / files.database
         path = shown_database(database) if isinstance(database, str) else database
         for rows in query_rows(database, files.query, table):
-            yield SourceBatch(path, first_row, rows)
+            yield SourceBatch(path, first_row, _as_text(rows))
             first_row += rows.num_rows
         return
     if not listing.files:
@@ -190,7 +190,7 @@ def read_source(
             for rows in _csv(part, files, note) if is_csv[part.path] else part.open().iter_batches(BATCH_ROWS):
                 if rows.num_rows:
                     decimal = files.csv.decimal if is_csv[part.path] else "."
-                    yield SourceBatch(path, first_row, rows, is_csv[part.path], decimal)
+                    yield SourceBatch(path, first_row, _as_text(rows), is_csv[part.path], decimal)
                     first_row += rows.num_rows
         except (pa.ArrowException, OSError, UnicodeDecodeError, csv.Error) as error:
             if is_csv[part.path] and (fault := csv_fault(part.path, files.csv_format(part.path), error)):
@@ -202,6 +202,16 @@ def read_source(
             raise TableError(
                 f"{path} cannot be read: {first_line(error)}. {advice if is_csv[part.path] else 'Write it again.'}"
             ) from None
+
+
+def _as_text(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """The rows with columns of UUIDs and of JSON as text."""
+    columns = [
+        pa.array([value and str(value) for value in column.to_pylist()], pa.string())
+        if isinstance(column.type, pa.UuidType | pa.JsonType) else column
+        for column in rows.columns
+    ]  # fmt: skip
+    return pa.record_batch(columns, names=rows.schema.names)
 
 
 def _csv(part: TablePart, files: SourceFiles, note: Callable[[str], object]) -> Iterator[pa.RecordBatch]:

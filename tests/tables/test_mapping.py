@@ -3,6 +3,7 @@
 import csv
 import datetime
 import re
+import uuid
 from pathlib import Path
 
 import pyarrow as pa
@@ -261,6 +262,12 @@ def test_whole_numbers_that_are_stored_as_floats_are_the_ids_that_they_are(tmp_p
     assert read_tables(tmp_path / "out").users["user_id"].to_pylist() == sorted(map(str, LONG_IDS))
     import_of_log(tmp_path, pa.array(LONG_IDS).cast(kind), users=None, ids={})
     assert read_tables(tmp_path / "out").users["user_id"].to_pylist() == sorted(LONG_IDS)
+
+
+def test_uuids_of_parquet_are_ids_as_text(tmp_path):
+    user = uuid.UUID("50992b3e-63d6-40d9-b155-ffbf6ad50e6e")
+    import_of_log(tmp_path, pa.array([user.bytes], pa.uuid()), users=None, ids={})
+    assert read_tables(tmp_path / "out").users["user_id"].to_pylist() == [str(user)]
 
 
 @pytest.mark.parametrize("value", [1.5, 2.0**60])
