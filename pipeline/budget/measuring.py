@@ -37,9 +37,9 @@ from laserbatch.retrieval_pools.step_cost import MIN_SHARE, DraftCost, StepCost,
 
 PROMPT_TOKENS, LONG_PROMPT_TOKENS = 64, 320  # of timed steps, and of texts whose drafting is timed
 LONG_CONTEXT_TOKENS = 832  # behind which steps tell what context costs; behind 320 noise was as large as a draft's cost
-NUM_CONTEXT_STEPS = 6  # behind prompts of each of these lengths
+NUM_CONTEXT_STEPS = 4  # behind prompts of each of these lengths
 NEW_TOKENS = 256  # then a text starts again; drafts deeper than what is left of it are cut, and not timed
-MIN_ROUNDS, MAX_ROUNDS = 2, 15  # each two steps of every size, of which the second is timed
+MIN_ROUNDS, MAX_ROUNDS = 2, 15  # each a step of every size
 MAX_SLOWDOWN = 6  # a size is left out if its step takes so many plain ones: no draft of it would be worth that
 MIN_SIZES = 4  # of trees that are timed in any case
 MAX_SECONDS = 10.0  # after which no further batch size begins
@@ -113,6 +113,7 @@ def _context_seconds(engine: Engine, num_texts: int, drafts: "_Drafts") -> float
     lengths = [_prompt_tokens(engine, number) for number in (PROMPT_TOKENS, LONG_CONTEXT_TOKENS)]
     seconds = []  # of a text's share of a step
     for length in sorted(set(lengths)):
+        engine.cache.grow_to((num_texts + 1) * length)  # else each prompt takes the place of the one before
         prompts = [random_tokens(engine, length, seed) for seed in range(num_texts)]
         prompts = prompts[: sum(_is_held(engine.cache, prompt) for prompt in prompts)]
         if not prompts:
@@ -231,7 +232,7 @@ class _TimedSteps(Drafter):
             pass
 
     def take_rounds(self) -> None:
-        """Every size in each round, in another order; as in a run, a timed step finds caches as one like it left."""
+        """Time every size in each round, in another order; as in a run, the step before had another size."""
         rng, began_s = np.random.default_rng(SEED), 0.0
         self.start()
         for number in range(-WARM_UP_ROUNDS["cuda" if self._engine.device.type == "cuda" else "cpu"], MAX_ROUNDS):
@@ -260,8 +261,8 @@ class _TimedSteps(Drafter):
                 return
 
     def _timed(self, drafts: _Drafts) -> float | None:
-        """Seconds of the second of two steps; None where texts' ends cut them."""
-        tries = (self.take(drafts) and self.take(drafts) for _ in range(MAX_TRIES))
+        """Seconds of a step; None where texts' ends cut each one that was tried."""
+        tries = (self.take(drafts) for _ in range(MAX_TRIES))
         return next(filter(None, tries), None)
 
     def take(self, drafts: _Drafts) -> float | None:

@@ -12,6 +12,7 @@ from laserbatch.pipeline.budget import measuring
 from laserbatch.pipeline.budget.cost_cache import StepCostCache, user_step_costs
 from laserbatch.pipeline.budget.measuring import measure_step_cost
 from laserbatch.pipeline.budget.step_cost import read_step_cost
+from laserbatch.pipeline.decoding import kv_cache
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.settings import TEXT_SOURCES
 from laserbatch.pipeline.errors import RunFailed
@@ -84,8 +85,24 @@ def test_a_cache_that_holds_fewer_texts_is_timed_with_as_many_as_it_holds():
     assert engine.cache.num_live_rows == 0
 
 
+def test_no_prompt_is_computed_where_a_context_is_timed(monkeypatch):
+    num_tokens, submit_step = [], Engine.submit_step
+
+    def submitted(engine, stream):
+        step = submit_step(engine, stream)
+        num_tokens.append(step.num_tokens)
+        return step
+
+    monkeypatch.setattr(Engine, "submit_step", submitted)
+    monkeypatch.setattr(kv_cache, "GROWTH_STEP", 1)  # so that a new cache holds few tokens, as of larger models
+    measuring._context_seconds(tiny_engine(MODEL, batch_size=6), 6, measuring._ROUND[0])
+    assert set(num_tokens) == {6}
+
+
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_half_of_every_tree_is_accepted(batch_size):
+def test_half_of_every_tree_is_accepted(batch_size, monkeypatch):
+    monkeypatch.setattr(measuring, "MIN_ROUNDS", 3)
+    monkeypatch.setattr(measuring, "MAX_ROUNDS", 3)
     steps = timed_steps(batch_size)
     num_written: dict[int, list[int]] = {}
 
@@ -109,7 +126,7 @@ def test_the_first_step_of_every_size_warms_up(monkeypatch):
     steps.take_rounds()
     num_timed = {drafts: len(seconds) for drafts, seconds in steps.seconds.items()}
     assert num_timed == dict.fromkeys(measuring._ROUND, 3)
-    assert all(num_steps[size] > 6 for size in SIZE_KNOTS)
+    assert all(num_steps[size] > 3 for size in SIZE_KNOTS)
 
 
 def test_an_engine_that_cannot_write_the_texts_says_why():
