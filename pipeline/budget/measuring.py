@@ -39,7 +39,7 @@ PROMPT_TOKENS, LONG_PROMPT_TOKENS = 64, 320  # of timed steps, and of texts whos
 LONG_CONTEXT_TOKENS = 832  # behind which steps tell what context costs; behind 320 noise was as large as a draft's cost
 NUM_CONTEXT_STEPS = 4  # behind prompts of each of these lengths
 NEW_TOKENS = 256  # then a text starts again; drafts deeper than what is left of it are cut, and not timed
-MIN_ROUNDS, MAX_ROUNDS = 2, 15  # each a step of every size
+MIN_ROUNDS, MAX_ROUNDS = 2, 15  # each two steps of every size, of which the second is timed
 MAX_SLOWDOWN = 6  # a size is left out if its step takes so many plain ones: no draft of it would be worth that
 MIN_SIZES = 4  # of trees that are timed in any case
 MAX_SECONDS = 10.0  # after which no further batch size begins
@@ -232,7 +232,7 @@ class _TimedSteps(Drafter):
             pass
 
     def take_rounds(self) -> None:
-        """Time every size in each round, in another order; as in a run, the step before had another size."""
+        """Time every size in each round, in another order, behind a step of the same size."""
         rng, began_s = np.random.default_rng(SEED), 0.0
         self.start()
         for number in range(-WARM_UP_ROUNDS["cuda" if self._engine.device.type == "cuda" else "cpu"], MAX_ROUNDS):
@@ -261,8 +261,8 @@ class _TimedSteps(Drafter):
                 return
 
     def _timed(self, drafts: _Drafts) -> float | None:
-        """Seconds of a step; None where texts' ends cut each one that was tried."""
-        tries = (self.take(drafts) for _ in range(MAX_TRIES))
+        """Seconds of the second of two steps; None where texts' ends cut them."""
+        tries = (self.take(drafts) and self.take(drafts) for _ in range(MAX_TRIES))
         return next(filter(None, tries), None)
 
     def take(self, drafts: _Drafts) -> float | None:

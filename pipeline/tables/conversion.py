@@ -133,9 +133,14 @@ def _from_epoch(values: pa.Array, unit: str) -> pa.Array:
 
 
 def _from_iso(values: pa.Array) -> pa.Array:
-    # As Arrow reads them: " UTC" of BigQuery as Z, no blank before a zone, and nanoseconds cut to microseconds.
-    values = pc.replace_substring_regex(pc.replace_substring(values, "UTC", "Z"), r"\s+([Z+-])", r"\1")
-    values = pc.replace_substring_regex(values, r"(\.\d{6})\d+", r"\1")
+    try:
+        return _from_arrow_iso(values)
+    except pa.ArrowInvalid:  # rarely: " UTC" is written by BigQuery, nanoseconds, which are cut, by Go
+        values = pc.replace_substring_regex(pc.replace_substring(values, "UTC", "Z"), r"\s+([Z+-])", r"\1")
+        return _from_arrow_iso(pc.replace_substring_regex(values, r"(\.\d{6})\d+", r"\1"))
+
+
+def _from_arrow_iso(values: pa.Array) -> pa.Array:
     has_zone = pc.match_substring_regex(values, _ZONE_PATTERN)
     zoned = pc.if_else(has_zone, values, NO_TEXT).cast(TIMESTAMP_TYPE)
     local = pc.if_else(has_zone, NO_TEXT, values).cast(pa.timestamp("us"))

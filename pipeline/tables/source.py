@@ -206,12 +206,13 @@ def read_source(
 
 def _as_text(rows: pa.RecordBatch) -> pa.RecordBatch:
     """The rows with columns of UUIDs and of JSON as text."""
-    columns = [
-        pa.array([value and str(value) for value in column.to_pylist()], pa.string())
-        if isinstance(column.type, pa.UuidType | pa.JsonType) else column
-        for column in rows.columns
-    ]  # fmt: skip
-    return pa.record_batch(columns, names=rows.schema.names)
+    return pa.record_batch([_text(column) for column in rows.columns], names=rows.schema.names)
+
+
+def _text(column: pa.Array) -> pa.Array:
+    if isinstance(column.type, pa.UuidType):
+        return pa.array([value and str(value) for value in column.to_pylist()], pa.string())
+    return column.storage if isinstance(column.type, pa.JsonType) else column
 
 
 def _csv(part: TablePart, files: SourceFiles, note: Callable[[str], object]) -> Iterator[pa.RecordBatch]:
