@@ -358,9 +358,11 @@ def default_shard_size(num_rows: int, batch_size: int) -> int:
 
     A shard's texts are written together and with no others, so that its forwards, and with them how sums are rounded,
     are the same whatever came before it and on which worker. So the batch empties at its end, which costs the less the
-    longer a shard is (`benchmarks/tail.py`); but a killed run loses what is in unfinished ones.
+    longer a shard is (`benchmarks/tail.py`); but a killed run loses what is in unfinished ones. A side of two batches
+    or more has two shards at least: with one, a second worker would have nothing to do.
     """
-    return min(max(-(-num_rows // SHARDS_A_SIDE), MIN_BATCHES * batch_size), MAX_BATCHES * batch_size)
+    size = min(max(-(-num_rows // SHARDS_A_SIDE), MIN_BATCHES * batch_size), MAX_BATCHES * batch_size)
+    return size if num_rows < 2 * batch_size else min(size, -(-num_rows // 2))
 
 
 def _cut(turns: np.ndarray, is_isolated: np.ndarray, shard_size: int) -> Iterator[tuple[np.ndarray, bool]]:

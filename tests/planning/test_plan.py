@@ -175,7 +175,18 @@ def test_integer_ids_stay_integers(tmp_path):
 
 @pytest.mark.parametrize(
     ("num_rows", "batch_size", "expected"),
-    [(1, 16, 64), (900, 16, 64), (1600, 16, 100), (8000, 16, 500), (10**6, 16, 512), (10**6, 64, 2048), (0, 1, 4)],
+    [
+        (1, 16, 64),
+        (31, 16, 64),
+        (32, 16, 16),
+        (41, 16, 21),
+        (900, 16, 64),
+        (1600, 16, 100),
+        (8000, 16, 500),
+        (10**6, 16, 512),
+        (10**6, 64, 2048),
+        (0, 1, 4),
+    ],
 )
 def test_shards_are_long_where_there_are_many_rows_and_never_less_than_a_few_batches(num_rows, batch_size, expected):
     assert default_shard_size(num_rows, batch_size) == expected
