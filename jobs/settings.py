@@ -87,8 +87,8 @@ class NightSettings(Strict):
         default=None,
         ge=1,
         description="A shard holds this many entities and is what is redone when a worker dies; lower it if workers "
-        "are often lost. null: a sixteenth of the side's entities, but 4 to 32 batches, and at most half of a side of two "
-        "batches or more.",
+        "are often lost. null: a sixteenth of the side's entities, but 4 to 32 batches, and at most half of a side of "
+        "two batches or more.",
     )
     compare_with_plain: bool = Field(
         default=False,
