@@ -17,6 +17,12 @@ from laserbatch.pipeline.tables.time_formats import ZONES_EXPECTED, parse_times
 
 _EXPECTED = {pa.int64(): "an integer below 2**63", pa.float64(): "a number", pa.bool_(): "true or false"}
 _ZONE_PATTERN = r":\d{2}(\.\d+)?(Z|[+-]\d{2}(:?\d{2})?)$"
+# What Arrow does not read: BigQuery's " UTC", blanks before a zone, a comma before the fraction (logs of Python and
+# Java), digits beyond microseconds (Go), which are cut, and the form without separators.
+_OTHER_ISO = {
+    "UTC": "Z", r"\s+([Z+-])": r"\1", r"(:\d{2}),(\d)": r"\1.\2", r"(\.\d{6})\d+": r"\1",
+    r"^(\d{4})(\d{2})(\d{2})T(\d{2})(\d{2})(\d{2})": r"\1-\2-\3T\4:\5:\6",
+}  # fmt: skip
 ALL_UNITS = f"{', '.join(UNITS_PER_SECOND)}, iso, or a format like %d/%m/%Y"
 MAX_EXACT = {pa.float16(): 2**11, pa.float32(): 2**24, pa.float64(): 2**53}  # whole numbers that floats hold exactly
 WHOLE_ID = r"^-?(0|[1-9]\d*)$"
@@ -107,6 +113,8 @@ def to_time(column: pa.Array, unit: str) -> pa.Array:
         return _each(column, column, known_times, "a time that 64 bits of microseconds hold")
     if unit in UNITS_PER_SECOND:
         expected = f"a time between 1900 and 2200 in {unit} since 1970, or another `unit`: {ALL_UNITS}"
+        if column.type == pa.string():
+            _require_all_digits(column)
         numbers = to_type(column, pa.float64() if _has_fractions(column) else pa.int64(), expected)
         return _each(numbers, column, lambda values: _from_epoch(values, unit), expected)
     text = pc.utf8_trim_whitespace(to_type(column, pa.string()))
@@ -115,6 +123,13 @@ def to_time(column: pa.Array, unit: str) -> pa.Array:
     zone = f", {ZONES_EXPECTED}" if "%z" in unit.lower() else ""
     expected = f"an existing day and time of the form {unit}{zone}"
     return _each(text, column, lambda values: parse_times(values, unit), expected)
+
+
+def _require_all_digits(numbers: pa.Array) -> None:
+    """Raise ConversionFault for 1.71561E+12 and the like: a spreadsheet keeps six digits; programs write e+."""
+    row = pc.index(pc.match_substring(numbers, "E+"), True).as_py()
+    if row >= 0:
+        raise ConversionFault(row, numbers[row].as_py(), "a time with all of its digits; export the column as text")
 
 
 def _has_fractions(column: pa.Array) -> bool:
@@ -135,9 +150,10 @@ def _from_epoch(values: pa.Array, unit: str) -> pa.Array:
 def _from_iso(values: pa.Array) -> pa.Array:
     try:
         return _from_arrow_iso(values)
-    except pa.ArrowInvalid:  # rarely: " UTC" is written by BigQuery, nanoseconds, which are cut, by Go
-        values = pc.replace_substring_regex(pc.replace_substring(values, "UTC", "Z"), r"\s+([Z+-])", r"\1")
-        return _from_arrow_iso(pc.replace_substring_regex(values, r"(\.\d{6})\d+", r"\1"))
+    except pa.ArrowInvalid:
+        for pattern, arrows in _OTHER_ISO.items():
+            values = pc.replace_substring_regex(values, pattern, arrows)
+        return _from_arrow_iso(values)
 
 
 def _from_arrow_iso(values: pa.Array) -> pa.Array:

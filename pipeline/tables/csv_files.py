@@ -37,7 +37,7 @@ def read_csv(path: Path, files: SourceFiles, note: Callable[[str], object]) -> I
     names = files.column_names
     if names is None:
         with open_lines(opened(), form.encoding) as lines:
-            names = next(python_reader(lines, form), [])
+            names = next(filter(None, python_reader(lines, form)), [])  # Arrow too passes empty lines over
     read = pacsv.ReadOptions(encoding=form.encoding, column_names=files.column_names)
     parse = pacsv.ParseOptions(
         delimiter=delimiter,

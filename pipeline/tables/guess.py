@@ -2,6 +2,7 @@
 
 import codecs
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -116,7 +117,7 @@ def read_sources(folder: Path, note: Callable[[str], object] = lambda text: None
                 except TableError as error:  # which the mapping may mend
                     note(str(error))
             if first is not None:
-                head = pa.Table.from_batches([first.rows])
+                head = _without_doubled(pa.Table.from_batches([first.rows]), path, note)
                 if first.is_csv and (columns := _with_decimal_commas(head)):
                     options |= {"csv": {"decimal": ","}}
                     for name in columns:
@@ -126,6 +127,14 @@ def read_sources(folder: Path, note: Callable[[str], object] = lambda text: None
     if not sources:
         raise TableError(f"{folder} holds no Parquet or CSV file with rows; expected users, items and interactions")
     return sources
+
+
+def _without_doubled(head: pa.Table, path: Path, note: Callable[[str], object]) -> pa.Table:
+    """The columns whose name no other one has: a mapping can name no others."""
+    doubled = [name for name, count in Counter(head.column_names).items() if count > 1]
+    if doubled:
+        note(f"{path}: columns are left out, since several have the same name: {', '.join(map(repr, doubled))}")
+    return head.select([place for place, name in enumerate(head.column_names) if name not in doubled])
 
 
 def _with_decimal_commas(head: pa.Table) -> list[str]:

@@ -35,11 +35,13 @@ MIN_ROWS = 20  # below which all rows may differ by chance
 MIN_TITLED_SHARE = 0.5  # of the rows, that have a title, and of these, that have one of their own
 MIN_KNOWN_SHARE = 0.5  # of the times, that must be of these years; others are often 0 where nothing is known
 EARLIEST_YEAR, LATEST_YEAR = 1980, 2100
-DAYS = ("%m/%d/%Y", "%d/%m/%Y", "%d.%m.%Y", "%Y/%m/%d", "%d-%m-%Y", "%m-%d-%Y", "%Y%m%d", "%m %d, %Y", "%d %b %Y",
-        "%b %d, %Y", "%B %d, %Y")  # fmt: skip
+DAYS = ("%m/%d/%Y", "%d/%m/%Y", "%d.%m.%Y", "%Y/%m/%d", "%Y.%m.%d", "%d-%m-%Y", "%m-%d-%Y", "%Y%m%d", "%m %d, %Y",
+        "%d %b %Y", "%d-%b-%Y", "%d-%b-%y", "%b %d, %Y")  # fmt: skip
 MAX_TIME_CHARS = 40  # of a time as text
-NUMBER_UNITS = (*sc.UNITS_PER_SECOND, "%Y%m%d")
-HOURS = ("", " %H:%M", " %H:%M:%S", "T%H:%M:%S")
+NUMBER_UNITS = (*sc.UNITS_PER_SECOND, "%Y%m%d", "%Y%m%d%H%M%S")
+HOURS = ("", " %H:%M", " %H:%M:%S", "T%H:%M:%S", " %I:%M %p", " %I:%M:%S %p", ", %I:%M:%S %p", ", %H:%M:%S")
+# Of e-mails, of C, of Twitter and Java, of the logs of web servers.
+WHOLE_TIMES = ("%a, %d %b %Y %H:%M:%S %z", "%a %b %d %H:%M:%S %Y", "%a %b %d %H:%M:%S %z %Y", "%d/%b/%Y:%H:%M:%S %z")
 
 
 def plain_name(name: str) -> str:
@@ -211,7 +213,9 @@ def guess_time(log: SourceTable, used: Iterable[str | None]) -> TimeGuess:
         if has_hours:
             return guess
         days = days or guess
-    contradictions = ", ".join(contradicted) or "none by its name"
+    contradictions = "none by its name"
+    if contradicted:
+        contradictions = f"{', '.join(contradicted)}; name the column, and the form of its times as `unit`"
     return days or TimeGuess(
         Guess(None, f"no column is a time between {EARLIEST_YEAR} and {LATEST_YEAR}; there is {contradictions}")
     )
@@ -232,7 +236,7 @@ def _units(column: pa.Array) -> tuple[list[tuple[str, str, str]], bool]:
     elif max(map(len, column.to_pylist())) > MAX_TIME_CHARS:
         return [], False
     else:
-        units = ["iso", *(day + hour for hour in HOURS for day in DAYS)]
+        units = ["iso", *(day + hour for hour in HOURS for day in DAYS), *WHOLE_TIMES]
     fitting, has_hours = [], False
     for unit in units:
         try:

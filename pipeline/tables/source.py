@@ -196,8 +196,8 @@ def read_source(
             if is_csv[part.path] and (fault := csv_fault(part.path, files.csv_format(part.path), error)):
                 raise TableError(fault) from None
             advice = (
-                "Check `csv` (`delimiter`, `quote`, `escape`, `encoding`) and `column_names` in the mapping, and that "
-                "every quote is closed."
+                "Check `csv` (`delimiter`, `quote`, `escape`, `encoding`) and `column_names` in the mapping, that "
+                "every quote is closed, and that no line stands above the header (a title, a comment, Excel's `sep=;`)."
             )
             raise TableError(
                 f"{path} cannot be read: {first_line(error)}. {advice if is_csv[part.path] else 'Write it again.'}"

@@ -220,6 +220,38 @@ def test_a_csv_with_a_header_alone_is_passed_over(job_board, tmp_path, capsys):
     assert "users.csv" not in (tmp_path / "mapping.yaml").read_text()
 
 
+def test_columns_of_one_name_are_named_and_no_guess(job_board, tmp_path, capsys):
+    (job_board / "clicks.parquet").unlink()
+    (job_board / "log.csv").write_text("member_id,member_id,job_id,time\n7,8,2,1740000000\n")
+    with pytest.raises(TableError, match="no file looks like"):
+        run_init(capsys, job_board, tmp_path / "night.yaml")
+    assert "log.csv: columns are left out, since several have the same name: 'member_id'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("%m/%d/%Y %I:%M %p", "5/13/2024 2:09 PM"),
+        ("%m/%d/%Y, %I:%M:%S %p", "5/13/2024, 2:09:42 PM"),
+        ("%d-%b-%y", "13-MAY-24"),
+        ("%a, %d %b %Y %H:%M:%S %z", "Mon, 13 May 2024 14:09:42 GMT"),
+        ("%a %b %d %H:%M:%S %z %Y", "Mon May 13 16:09:42 CEST 2024"),
+        ("%d/%b/%Y:%H:%M:%S %z", "13/May/2024:14:09:42 +0000"),
+        ("%Y%m%d%H%M%S", 20240513140942),
+        ("iso", "2024-05-13 14:09:42,123"),
+    ],
+)
+def test_forms_of_times_are_guessed(tmp_path, form, text):
+    log = {"user_id": [1], "item_id": [1], "time": [text]}
+    write_exports(tmp_path / "exports", items={"item_id": [1], "title": ["A"]}, log=log)
+    mapping, _ = guessed_mapping(tmp_path / "exports")
+    assert mapping["interactions"]["timestamp"] == {"column": "time", "unit": form}
+    (tmp_path / "mapping.yaml").write_text(yaml.safe_dump(mapping))
+    import_mapped(load_mapping(tmp_path / "mapping.yaml"), tmp_path / "exports", tmp_path / "tables")
+    (moment,) = read_tables(tmp_path / "tables").interactions["timestamp"].to_pylist()
+    assert f"{moment:%Y-%m-%d %H:%M}" in ("2024-05-13 14:09", "2024-05-13 00:00")
+
+
 def test_files_of_other_formats_are_named_whatever_is_guessed(job_board, tmp_path, capsys):
     (job_board / "jobs.parquet").rename(job_board / "jobs.jsonl.gz")
     with pytest.raises(TableError, match="no file looks like"):

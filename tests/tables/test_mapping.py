@@ -578,11 +578,16 @@ def test_a_field_that_goes_on_after_its_closing_quote_is_refused_where_rows_are_
         ("id,title,title\nt1,Ran,Heat\n", r"2 columns 'title'; rename or drop all but one"),
         ("id,title\n", r"its source files have no rows"),
         ("id,title,\nt1,Ran,\nid,title,\nt2,Heat,\n", r"items\.csv, row 1: the row repeats the names of the columns"),
+        ("sep=;\nid,title\nt1,Ran\n", r"no line stands above the header \(a title, a comment, Excel's `sep=;`\)"),
     ],
 )
 def test_a_csv_that_would_lose_something_is_refused_by_its_place(tmp_path, text, message):
     with pytest.raises(TableError, match=message):
         imported_titles(tmp_path, text, "items.csv")
+
+
+def test_empty_lines_above_a_header_change_no_value(tmp_path):
+    assert imported_titles(tmp_path, "\n\r\nid,title\n01,007\n", "items.csv") == (["007"], [])
 
 
 @pytest.mark.parametrize(
@@ -735,10 +740,20 @@ def test_a_moment_is_the_same_however_it_was_written(moments):
     assert to_time(pa.array(moments, pa.timestamp("ms")), "s").to_pylist() == expected
 
 
-@pytest.mark.parametrize("text", ["10:00:00.123456789Z", "10:00:00.123456 UTC", "12:00:00.1234567 +02:00"])
-def test_iso_times_may_have_nanoseconds_and_a_blank_before_the_zone(text):
+@pytest.mark.parametrize(
+    "text",
+    ["2024-05-01 10:00:00.123456789Z", "2024-05-01 10:00:00.123456 UTC", "2024-05-01 12:00:00.1234567 +02:00",
+     "2024-05-01 10:00:00,123456", "20240501T100000.123456Z"],
+)  # fmt: skip
+def test_iso_times_may_have_nanoseconds_commas_blanks_before_the_zone_and_no_separators(text):
     expected = datetime.datetime(2024, 5, 1, 10, 0, 0, 123456, UTC)
-    assert to_time(pa.array([f"2024-05-01 {text}"]), "iso").to_pylist() == [expected]
+    assert to_time(pa.array([text]), "iso").to_pylist() == [expected]
+
+
+def test_times_of_which_a_spreadsheet_has_six_digits_left_are_refused():
+    assert to_time(pa.array(["1.7145648e+18"]), "ns").to_pylist() == [datetime.datetime(2024, 5, 1, 12, tzinfo=UTC)]
+    with pytest.raises(ConversionFault, match=r"row 1: '1.71457E\+12' is not a time with all of its digits"):
+        to_time(pa.array(["1714564800000", "1.71457E+12"]), "ms")
 
 
 def test_paths_are_split_and_trimmed():
