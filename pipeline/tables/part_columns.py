@@ -13,8 +13,8 @@ import pyarrow.types as pt
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.tables.columns import ATTRIBUTE, CREATED, IN_RANGE, TIME, role_of, schema_findings
 from laserbatch.pipeline.tables.fetched import shown_path
-from laserbatch.pipeline.tables.findings import FaultyTable, Findings, unreadable
-from laserbatch.pipeline.tables.parts import TablePart
+from laserbatch.pipeline.tables.findings import FaultyTable, Finding, Findings, unreadable
+from laserbatch.pipeline.tables.parts import BATCH_ROWS, TablePart
 from laserbatch.pipeline.tables.schema import CREATED_AT, require_seconds, table_parts, time_scalar
 from laserbatch.pipeline.tables.time_units import in_unit, require_units
 from laserbatch.retrieval_pools.mapped import MappedFiles
@@ -38,17 +38,17 @@ class OpenPart:
             values = in_unit(opened.read(name), self.units.get(name, "s"))
         return values if self.mask is None else values.filter(self.mask)
 
-    def batches(self, names: Collection[str]) -> Iterator[dict[str, pa.Array]]:
+    def batches(self, names: Collection[str], batch_size: int = BATCH_ROWS) -> Iterator[dict[str, pa.Array]]:
         """All rows, of those of some columns that the file has."""
         with self.file.open(self.metadata) as opened:
-            for batch in opened.iter_batches(columns=[name for name in names if name in self.schema.names]):
+            for batch in opened.iter_batches(batch_size, columns=[name for name in names if name in self.schema.names]):
                 yield {name: in_unit(batch[name], self.units.get(name, "s")) for name in batch.schema.names}
 
 
-def open_parts(path: Path, table: str) -> list[OpenPart]:
-    """Open the files of a table. Raises FaultyTable where a schema is refused."""
+def open_parts(path: Path, table: str, note: Callable[[Finding], object] = lambda finding: None) -> list[OpenPart]:
+    """Open the files of a table; `note` as in `require_units`. Raises FaultyTable where a schema is refused."""
     files = table_parts(path, table)
-    units = require_units(table, [file.path for file in files], lambda finding: None)
+    units = require_units(table, [file.path for file in files], note)
     parts = []
     for file in files:
         with naming_file(table, file.path), file.open() as opened:

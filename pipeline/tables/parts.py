@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.dataset as ds
-import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from laserbatch.pipeline.tables.fetched import shown_path
@@ -154,18 +152,6 @@ def partition_type(texts: Sequence[str]) -> pa.DataType:
     if texts and all(_NUMBER.fullmatch(text) and repr(float(text)) in (text, f"{text}.0") for text in texts):
         return pa.float64()
     return pa.date32() if texts and all(map(_is_day, texts)) else pa.string()
-
-
-def dataset_of(parts: Sequence[TablePart]) -> ds.Dataset:
-    """All parts as a data set, to be streamed, with the columns of the first one."""
-    form, local, fragments = ds.ParquetFileFormat(), pafs.LocalFileSystem(), []
-    for part in parts:
-        in_file, values = pq.read_schema(part.path).names if part.partitions else (), ds.scalar(True)
-        for name, value in part.partitions.items():
-            if name not in in_file:
-                values &= ds.field(name) == value if value.is_valid else ds.field(name).is_null()
-        fragments.append(form.make_fragment(str(part.path), local, values))
-    return ds.FileSystemDataset(fragments, parts[0].schema(), form, local)
 
 
 def _repeated(value: pa.Scalar, num_rows: int) -> pa.Array:

@@ -8,7 +8,7 @@ import datetime
 import hashlib
 import json
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -186,7 +186,7 @@ def _read_log(
     parts = open_parts(path, "interactions")
     required = REQUIRED_COLUMNS["interactions"]
     names = names_in(parts, lambda name: name in required if is_numbered else role_of("interactions", name) is not None)
-    kinds = _log_kinds(parts, names) | ({"row": pa.int64()} if is_numbered else {})
+    kinds = log_kinds(parts, names) | ({"row": pa.int64()} if is_numbered else {})
     log = StoredLog(kinds, sum(part.metadata.num_rows for part in parts), files)
     for part in parts:
         with naming_file("interactions", part.file.path):
@@ -205,10 +205,10 @@ def _append(log: StoredLog, part: OpenPart, kinds: dict[str, pa.DataType], cutof
                 for name in ID_COLUMNS.values():
                     log.see(name, plain_ids(columns[name].filter(pc.invert(is_read))))
                 columns = {name: values.filter(is_read) for name, values in columns.items()}
-        log.append({name: _in_log(columns, name, kind) for name, kind in kinds.items()})
+        log.append({name: in_log(columns, name, kind) for name, kind in kinds.items()})
 
 
-def _log_kinds(parts: list[OpenPart], names: Collection[str]) -> dict[str, pa.DataType]:
+def log_kinds(parts: Sequence[OpenPart], names: Collection[str]) -> dict[str, pa.DataType]:
     """The plain types of columns of interactions, words as text; null where no file has a value."""
     schemas = [
         pa.schema([(field.name, _plain_kind(field)) for field in part.schema if field.name in names]) for part in parts
@@ -227,7 +227,7 @@ def _plain_kind(field: pa.Field) -> pa.DataType:
     return kind
 
 
-def _in_log(columns: dict[str, pa.Array], name: str, kind: pa.DataType) -> pa.Array:
+def in_log(columns: dict[str, pa.Array], name: str, kind: pa.DataType) -> pa.Array:
     """A column of a batch in the type that the log has; null where the file has none."""
     if name not in columns:
         return pa.nulls(len(columns["timestamp"]), kind)

@@ -95,7 +95,7 @@ def write_sample(
             num_early += is_early(batch).true_count
             yield batch
 
-    schema = tables.interactions.schema.remove_metadata()
+    schema = tables.interactions.plain_schema(tables.interactions.schema.names)
     written = write_parquet(sampled_rows(), folder / "interactions.parquet", schema)
     share = sum(met[key] for key in most_met) / met.total() if met else 0.0
     return SampleFigures(users.num_rows, items.num_rows, written.num_rows, written.num_rows - num_early, share)

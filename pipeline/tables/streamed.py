@@ -1,4 +1,4 @@
-"""Tables that are left in their files and streamed, in the types in which they are stored."""
+"""Tables that are left in their files and streamed."""
 
 import logging
 from collections.abc import Collection, Iterator
@@ -8,18 +8,23 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.dataset as ds
 
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.tables.columns import role_of, schema_findings
 from laserbatch.pipeline.tables.fetched import shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable
 from laserbatch.pipeline.tables.layout import list_folder, name_left_out
-from laserbatch.pipeline.tables.part_columns import naming_file, read_table
-from laserbatch.pipeline.tables.parts import TablePart, dataset_of, typed_parts
-from laserbatch.pipeline.tables.read import find_exact_copies, warn_of_copies
+from laserbatch.pipeline.tables.part_columns import (
+    OpenPart,
+    names_in,
+    naming_file,
+    open_parts,
+    read_table,
+    require_times,
+)
+from laserbatch.pipeline.tables.parts import BATCH_ROWS, TablePart, typed_parts
+from laserbatch.pipeline.tables.read import find_exact_copies, in_log, log_kinds, warn_of_copies
 from laserbatch.pipeline.tables.schema import TABLE_NAMES, list_table, table_parts, tables_folder
-from laserbatch.pipeline.tables.time_units import in_unit, require_units
 
 logger = logging.getLogger(__name__)
 
@@ -29,36 +34,42 @@ class OpenInteractions:
     """Interactions of a folder, left in their files and streamed, without exact copies unless they are to be kept."""
 
     folder: Path
-    files: ds.Dataset
+    parts: list[OpenPart]
     keeps_duplicates: bool
-    units: dict[str, str]  # of integer times that are no seconds
     copies: dict[tuple[str, ...], np.ndarray] = field(default_factory=dict)  # which rows are, by the columns compared
 
     @property
     def schema(self) -> pa.Schema:
-        """That of the first file, with integer times that are no seconds as timestamps."""
-        fields = [
-            field.with_type(pa.timestamp(self.units[field.name], tz="UTC")) if field.name in self.units else field
-            for field in self.files.schema
-        ]
-        return pa.schema(fields)
+        """The columns of all files, each in the type of the first file that has it."""
+        fields = {field.name: field for part in reversed(self.parts) for field in part.schema}
+        return pa.schema([fields[name] for name in names_in(self.parts, lambda name: True)])
+
+    def plain_schema(self, columns: Collection[str]) -> pa.Schema:
+        """The types of columns in `to_batches`. Raises TableError if the files differ in one."""
+        return pa.schema(log_kinds(self.parts, columns))
 
     def count_rows(self) -> int:
         """Rows in the files, copies too."""
-        return self.files.count_rows()
+        return sum(part.metadata.num_rows for part in self.parts)
 
-    def to_batches(self, columns: Collection[str], **options: int) -> Iterator[pa.RecordBatch]:
-        """Columns of the rows in the order of their files; `options` as PyArrow's.
+    def to_batches(
+        self, columns: Collection[str], batch_size: int = BATCH_ROWS, batch_readahead: int = 0
+    ) -> Iterator[pa.RecordBatch]:
+        """Columns of the rows in the order of their files, in the plain types of `read_tables`; none is read ahead.
 
         A row that is equal to an earlier one in what `read_tables` reads, and in `columns`, is left out.
         """
-        is_copy, first_row = self._copies(tuple(sorted(columns))), 0
-        for batch in self.files.to_batches(columns=list(columns), **options):
-            for name, unit in self.units.items():
-                if name in batch.schema.names:
-                    batch = batch.set_column(batch.schema.names.index(name), name, in_unit(batch[name], unit))
-            part = slice(first_row, first_row := first_row + batch.num_rows)
-            yield batch if is_copy is None or not is_copy[part].any() else batch.filter(pa.array(~is_copy[part]))
+        is_copy, first_row, schema = self._copies(tuple(sorted(columns))), 0, self.plain_schema(columns)
+        for part in self.parts:
+            with naming_file("interactions", part.file.path):
+                for values in part.batches({*columns, "timestamp"}, batch_size):
+                    require_times("interactions", part, "timestamp", values["timestamp"])
+                    batch = pa.record_batch([in_log(values, field.name, field.type) for field in schema], schema=schema)
+                    if is_copy is not None:
+                        is_left = ~is_copy[first_row : first_row + batch.num_rows]
+                        first_row += batch.num_rows
+                        batch = batch if is_left.all() else batch.filter(pa.array(is_left))
+                    yield batch
 
     def _copies(self, columns: tuple[str, ...]) -> np.ndarray | None:
         if self.keeps_duplicates:
@@ -89,11 +100,8 @@ def open_tables(path: Path | str, keep_duplicates: bool = False) -> OpenTables:
     for table in TABLE_NAMES:
         for sentence in name_left_out(list_table(path, table).left_out):
             _warn_once(f"table {table}: {sentence}")
-    parts = table_parts(path, "interactions")
-    with naming_file("interactions", parts[0].path):
-        opened = dataset_of(parts)
-    units = require_units("interactions", [part.path for part in parts], partial(logger.warning, "%s"))
-    return OpenTables(users, items, OpenInteractions(path, opened, keep_duplicates, units))
+    parts = open_parts(path, "interactions", partial(logger.warning, "%s"))
+    return OpenTables(users, items, OpenInteractions(path, parts, keep_duplicates))
 
 
 def iter_column(path: Path, table: str, column: str) -> Iterator[pa.Array]:

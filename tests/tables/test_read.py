@@ -260,6 +260,36 @@ def test_who_streams_interactions_leaves_out_the_copies_that_nights_do(tmp_path,
     assert (read.interactions.num_rows, read.num_copies) == ((6, 0) if keep else (3, 3))
 
 
+@pytest.mark.parametrize("of_second_file", [False, True])
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("timestamp", pa.array([DAY_1_S - 5, DAY_1_S + 5])),
+        ("timestamp", pa.array([(DAY_1_S - 5) * 1000, (DAY_1_S + 5) * 1000])),
+        ("timestamp", pa.array([DAY_1.date(), DAY_1.date()])),
+        ("timestamp", pa.array([DAY_1_S * 10**9 + 1, DAY_1_S * 10**9 + 1001], pa.timestamp("ns"))),
+        ("rating", pa.array([4.5, float("nan")])),
+        ("rating", pa.array([4, None]).dictionary_encode()),
+    ],
+)
+def test_files_that_store_a_column_in_another_type_are_streamed_as_they_are_read(
+    tmp_path, column, values, of_second_file
+):
+    path = write_world(tmp_path, interactions=None)
+    (path / "interactions").mkdir()
+    times = pa.array([DAY_1_S - 7, DAY_1_S + 7], pa.timestamp("s", "UTC"))
+    rows = {"user_id": ["u1", "u2"], "item_id": [1, 2], "timestamp": times, "rating": [5, 1]}
+    files = [pa.table(rows), pa.table(rows | {column: values})]
+    for number, table in enumerate(files if of_second_file else files[::-1]):
+        pq.write_table(table, path / "interactions" / f"{number}.parquet")
+    require_sound(check_tables(path), path)
+    streamed = pa.Table.from_batches(open_tables(path, True).interactions.to_batches(list(rows)))
+    read = read_tables(path, keep_duplicates=True).interactions.cast(streamed.schema)
+    by_row = [(name, "ascending") for name in rows]
+    assert streamed.sort_by(by_row).equals(read.sort_by(by_row))
+    assert streamed.schema.field("timestamp").type == TIMESTAMP_TYPE
+
+
 @given(rows=st.lists(st.tuples(*[st.integers(0, 1)] * 3, st.sampled_from([None, 1.0, 2.0])), max_size=12))
 def test_exact_copies_are_those_that_a_set_finds(tmp_path_factory, rows):
     folder = tmp_path_factory.mktemp("copies")
