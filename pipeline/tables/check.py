@@ -284,4 +284,5 @@ def _checked_batches(
 def _decoded(column: pa.Array) -> pa.Array:
     if pt.is_null(column.type):  # what pandas makes of a column of None
         return column.cast(pa.string())
-    return column.dictionary_decode() if pt.is_dictionary(column.type) else column
+    column = column.dictionary_decode() if pt.is_dictionary(column.type) else column
+    return column.cast(pa.string()) if pt.is_string_view(column.type) else column  # Arrow cannot trim a view

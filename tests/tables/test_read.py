@@ -270,6 +270,7 @@ def test_who_streams_interactions_leaves_out_the_copies_that_nights_do(tmp_path,
         ("timestamp", pa.array([DAY_1_S * 10**9 + 1, DAY_1_S * 10**9 + 1001], pa.timestamp("ns"))),
         ("rating", pa.array([4.5, float("nan")])),
         ("rating", pa.array([4, None]).dictionary_encode()),
+        ("user_id", pa.array(["u1", "u2"], pa.string_view())),
     ],
 )
 def test_files_that_store_a_column_in_another_type_are_streamed_as_they_are_read(
