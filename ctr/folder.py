@@ -2,7 +2,7 @@
 
     model.safetensors | model.txt    weights of a network, or LightGBM's own text
     model.json                       which model, settings, seed, date, encoders; where it comes from
-    vocabularies/<side>.<column>.parquet    values in the order of their codes
+    vocabularies/<side>.<column>.parquet    values in the order of their codes; in names `/` is %2F and `%` is %25
     basis.safetensors                what knowledge vectors are reduced by; without knowledge it is not there
     metrics.json                     of the test rows
 
@@ -58,6 +58,8 @@ class ModelCard:
             save_model(training.model.cpu(), str(folder / "model.safetensors"))
         if self.basis is not None:
             save_file(dict(vars(self.basis)), folder / "basis.safetensors")
+        for path in folder.glob("*.safetensors"):
+            path.chmod(0o644)  # the library makes it its owner's alone
         (folder / "vocabularies").mkdir()
         encoders: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
         for side in SIDES:
@@ -65,7 +67,7 @@ class ModelCard:
                 encoders[side].append({"name": encoder.name, "kind": encoder.kind, "edges": list(encoder.edges)})
                 if encoder.vocabulary is not None:
                     table = pa.table({"value": encoder.vocabulary})
-                    pq.write_table(table, folder / "vocabularies" / f"{side}.{encoder.name}.parquet")
+                    pq.write_table(table, _vocabulary_path(folder, side, encoder.name))
         card = {
             "format_version": FORMAT_VERSION,
             "model": self.model,
@@ -108,8 +110,12 @@ class ModelCard:
             ) from None
 
 
+def _vocabulary_path(folder: Path, side: str, column: str) -> Path:
+    return folder / "vocabularies" / f"{side}.{column.replace('%', '%25').replace('/', '%2F')}.parquet"
+
+
 def _encoder(folder: Path, side: str, card: dict[str, Any]) -> Encoder:
-    path = folder / "vocabularies" / f"{side}.{card['name']}.parquet"
+    path = _vocabulary_path(folder, side, card["name"])
     vocabulary = None if card["kind"] == "bins" else pq.read_table(path)["value"].combine_chunks()
     return Encoder(card["name"], card["kind"], vocabulary, tuple(card["edges"]))
 

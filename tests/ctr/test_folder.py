@@ -114,6 +114,17 @@ def test_a_training_that_is_killed_goes_on_and_ends_with_the_same_bytes(night, t
         train(night, tmp_path / "whole", "din")
 
 
+def test_columns_of_any_name_are_kept_and_other_accounts_can_read_the_model(night, tmp_path):
+    path = tmp_path / "tables" / "users.parquet"
+    users = pq.read_table(path)
+    pq.write_table(users.append_column("50%/age", users["region"]).append_column("50%25", users["region"]), path)
+    metrics = train(night, tmp_path / "model")
+    again = evaluate_folder(tmp_path / "model", night, night.tables)
+    assert again == pytest.approx({name: metrics[name] for name in again}, abs=1e-6)
+    for file in (tmp_path / "model").rglob("*.*"):
+        assert file.stat().st_mode & 0o044 == 0o044, file
+
+
 def test_bad_input_is_named_and_leaves_nothing_half_trained(world, night, tmp_path):
     def refused(match, **changes):
         with pytest.raises(CtrError, match=match):
