@@ -21,13 +21,8 @@ from laserbatch.pipeline.errors import TableError, WorkspaceError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import atomic_folder
 from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, iter_parquet, parquet_files, write_parquet
-from laserbatch.pipeline.tables.columns import schema_findings
-from laserbatch.pipeline.tables.conversion import ConversionFault, to_time
-from laserbatch.pipeline.tables.findings import FaultyTable
-from laserbatch.pipeline.tables.layout import list_folder
 from laserbatch.pipeline.tables.schema import UNITS_PER_SECOND, TimeUnit, plain_ids
-from laserbatch.pipeline.tables.streamed import iter_rows
-from laserbatch.pipeline.tables.time_units import require_units
+from laserbatch.pipeline.tables.streamed import iter_rows, log_times, log_unit, require_log_columns
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -56,10 +51,9 @@ def asof(
         num_without = dict.fromkeys(SIDES, 0)
         batches = iter_rows(interactions, "interactions", "user_id, item_id and timestamp")
         first = next(batches)
-        key_schema = pa.schema([field for field in first.schema if field.name in ("user_id", "item_id", "timestamp")])
-        for finding in schema_findings("interactions", str(interactions), key_schema):
-            raise FaultyTable(finding)
-        read_unit = unit or _unit(interactions)
+        require_log_columns(interactions, first.schema)
+        read_unit = unit or log_unit(interactions, lambda finding: say(str(finding)))
+        advice = f"Set --unit ({', '.join(UNITS_PER_SECOND)})"
         added = [field for side, of_side in versions.items() for field in of_side.fields(f"{side}_")]
         for name in {field.name for field in added} & set(first.schema.names):
             raise TableError(f"{interactions} has a column {name!r} already, which is to be added. Rename or drop it.")
@@ -69,7 +63,8 @@ def asof(
             def joined() -> Iterator[pa.RecordBatch]:
                 first_row = 0
                 for batch in chain([first], batches):
-                    days = _days(batch["timestamp"], read_unit, interactions, first_row)
+                    times = log_times(batch["timestamp"], read_unit, interactions, first_row, advice).cast(pa.int64())
+                    days = pc.fill_null(times, 0).to_numpy() // DAY_US  # no version is older than a missing time
                     first_row += batch.num_rows
                     columns = list(batch.columns)
                     for side, of_side in versions.items():
@@ -163,27 +158,3 @@ def _selected_rows(path: Path, is_selected: np.ndarray | None) -> Iterator[pa.Re
         mask = None if is_selected is None else pa.array(is_selected[start : start + batch.num_rows])
         yield batch if mask is None else batch.filter(mask)
         start += batch.num_rows
-
-
-def _unit(interactions: Path) -> str:
-    """The unit of integer times, inferred from all files of a log."""
-    files = [interactions]
-    if interactions.is_dir():
-        files = [file.path for file in list_folder(interactions, "interactions").files]
-    return require_units("interactions", files, lambda finding: say(str(finding))).get("timestamp", "s")
-
-
-def _days(times: pa.Array, unit: str, file: Path, first_row: int) -> np.ndarray:
-    """Days since 1970 (UTC) of times: int64[n]; 0, which is before every version, for a missing time.
-
-    Integers count units of `unit`. Raises TableError if one is not between 1900 and 2200, since times of another unit
-    would be joined with features that know what came after them.
-    """
-    try:
-        return pc.fill_null(to_time(times, unit).cast(pa.int64()), 0).to_numpy() // DAY_US
-    except ConversionFault as fault:
-        raise TableError(
-            f"{file}, column timestamp, row {first_row + fault.row}: found {fault.value!r}, expected a time between "
-            f"1900 and 2200; integers are read as {unit} since 1970. If they are of another unit, set --unit "
-            f"({', '.join(UNITS_PER_SECOND)}). Rows are counted from 0 over all files in name order."
-        ) from None

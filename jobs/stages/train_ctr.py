@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.feature_set import FeatureSet, check_provenance, read_feature_set
-from laserbatch.ctr.log import ids_of, labelled_log, numbers_of, split_by_time, to_us
+from laserbatch.ctr.log import ids_of, labelled_log, numbers_of, split_by_time
 from laserbatch.ctr.settings import CtrSettings, ModelName
 from laserbatch.jobs.console import say
 from laserbatch.jobs.stages.night import Night
@@ -22,8 +23,8 @@ from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import atomic_folder, atomic_path, sha256_file
 from laserbatch.pipeline.storage.parquet import parquet_files, write_parquet
 from laserbatch.pipeline.tables.read import describe
-from laserbatch.pipeline.tables.streamed import iter_rows, open_tables
-from laserbatch.pipeline.tables.time_units import in_unit, span_of, unit_of
+from laserbatch.pipeline.tables.schema import plain_ids
+from laserbatch.pipeline.tables.streamed import iter_rows, log_times, log_unit, open_tables, require_log_columns
 
 FeatureName = Literal["own", "plain", "none"]
 CHECKPOINT = "checkpoint.safetensors"
@@ -171,20 +172,24 @@ def predict_pairs(model: Path, night: Night, tables: str, pairs: Path, out: Path
     card = ModelCard.read(model)
     features, opened = _opened(card, night, tables)
     pair_table = pa.Table.from_batches(iter_rows(pairs, "pairs", "user_id, item_id and perhaps timestamp"))
-    for column in ("user_id", "item_id"):
-        if column not in pair_table.column_names:
-            raise CtrError(f"{pairs} has no column {column}; expected user_id, item_id and perhaps timestamp")
+    require_log_columns(pairs, pair_table.schema, needs_time=False)
+    if "score" in pair_table.column_names:
+        raise CtrError(f"{pairs} has a column 'score' already, which is to be added. Rename or drop it.")
     users, items = (
-        numbers_of(pair_table[f"{side}_id"].combine_chunks(), ids, side, str(pairs))
+        numbers_of(plain_ids(pair_table[f"{side}_id"].combine_chunks()), ids, side, str(pairs))
         for side, ids in ids_of(opened).items()
     )
     log = labelled_log(opened, card.as_of, card.settings)
+    if not len(log.users):
+        raise CtrError(f"no interaction of {tables} has a label ({card.settings.label}); expected some to score by")
     times_us = np.full(len(pair_table), log.times_us[-1] + 1)
     if "timestamp" in pair_table.column_names:
-        times = pair_table["timestamp"].combine_chunks()
-        if (span := span_of(times)) is not None and (unit := unit_of(*span)):
-            times = in_unit(times, unit)
-        times_us = to_us(times)
+        unit = log_unit(pairs, lambda finding: say(str(finding)))
+        times = log_times(pair_table["timestamp"].combine_chunks(), unit, pairs)
+        if times.null_count:
+            row = pc.index(times.is_null(), True).as_py()
+            raise CtrError(f"{pairs}, column timestamp, row {row}: found null; expected a time in every row")
+        times_us = times.cast(pa.int64()).to_numpy()
     scores = score(model, card, opened, features, log, users, items, times_us)
     write_parquet(pair_table.append_column("score", pa.array(scores.astype(np.float32))), out)
     return len(pair_table)

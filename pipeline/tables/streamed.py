@@ -1,7 +1,7 @@
 """Tables that are left in their files and streamed."""
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -11,8 +11,9 @@ import pyarrow as pa
 
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.tables.columns import role_of, schema_findings
+from laserbatch.pipeline.tables.conversion import ConversionFault, to_time
 from laserbatch.pipeline.tables.fetched import shown_path
-from laserbatch.pipeline.tables.findings import FaultyTable
+from laserbatch.pipeline.tables.findings import FaultyTable, Finding
 from laserbatch.pipeline.tables.layout import list_folder, name_left_out
 from laserbatch.pipeline.tables.part_columns import (
     OpenPart,
@@ -24,7 +25,8 @@ from laserbatch.pipeline.tables.part_columns import (
 )
 from laserbatch.pipeline.tables.parts import BATCH_ROWS, TablePart, typed_parts
 from laserbatch.pipeline.tables.read import find_exact_copies, in_log, log_kinds, warn_of_copies
-from laserbatch.pipeline.tables.schema import TABLE_NAMES, list_table, table_parts, tables_folder
+from laserbatch.pipeline.tables.schema import REQUIRED_COLUMNS, TABLE_NAMES, list_table, table_parts, tables_folder
+from laserbatch.pipeline.tables.time_units import require_units
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +142,36 @@ def iter_rows(path: Path, table: str, columns: str) -> Iterator[pa.RecordBatch]:
     if not num_rows:
         reason = "has no Parquet file with rows in it" if path.exists() else "is not there"
         raise TableError(f"{path} {reason}; expected a Parquet file, or a folder of such, with {columns}")
+
+
+def require_log_columns(path: Path, schema: pa.Schema, needs_time: bool = True) -> None:
+    """Raise FaultyTable unless rows of `iter_rows` have ids and times as those of interactions."""
+    for finding in schema_findings("interactions", str(path), schema):
+        is_time_left_out = finding.kind == "missing-column" and finding.column == "timestamp" and not needs_time
+        if finding.column in REQUIRED_COLUMNS["interactions"] and not is_time_left_out:
+            raise FaultyTable(finding)
+
+
+def log_unit(path: Path, note: Callable[[Finding], object]) -> str:
+    """The unit of integer times in the rows of `iter_rows`, inferred from all files; `note` as in `require_units`."""
+    files = [file.path for file in list_folder(path, "interactions").files] if path.is_dir() else [path]
+    return require_units("interactions", files, note).get("timestamp", "s")
+
+
+def log_times(times: pa.Array, unit: str, path: Path, first_row: int = 0, advice: str = "Write timestamps") -> pa.Array:
+    """Times in the rows of `iter_rows` as timestamp[us, UTC]; integers count units of `unit`.
+
+    Raises TableError if one is not between 1900 and 2200, since times of another unit would be compared with features
+    and interactions that came after them.
+    """
+    try:
+        return to_time(times, unit)
+    except ConversionFault as fault:
+        raise TableError(
+            f"{path}, column timestamp, row {first_row + fault.row}: found {fault.value!r}, expected a time between "
+            f"1900 and 2200; integers are read as {unit} since 1970. {advice} if they are of another unit. Rows are "
+            "counted from 0 over all files in name order."
+        ) from None
 
 
 @cache

@@ -1,5 +1,6 @@
 """A trained model's folder: it scores as it did, says where it comes from, and survives what comes in between."""
 
+import datetime
 import json
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.train_ctr import CHECKPOINT, evaluate_folder, predict_pairs, train_to_folder
+from laserbatch.pipeline.errors import LaserbatchError
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
@@ -112,6 +114,37 @@ def test_a_training_that_is_killed_goes_on_and_ends_with_the_same_bytes(night, t
     assert (tmp_path / "whole" / "model.safetensors").stat().st_mtime_ns == before
     with pytest.raises(CtrError, match="of another training"):
         train(night, tmp_path / "whole", "din")
+
+
+def test_pairs_are_read_as_a_log_is(night, tmp_path):
+    train(night, tmp_path / "model", "gbdt", "none")
+    pairs, out = tmp_path / "pairs.parquet", tmp_path / "out.parquet"
+
+    def scores(timestamp, **columns):
+        rows = {"user_id": pa.array(["u1", "u20"], pa.string_view()), "item_id": ["i1", "i2"], "timestamp": timestamp}
+        columns = {name: values for name, values in (rows | columns).items() if values is not None}
+        pq.write_table(pa.table(columns), pairs)
+        predict_pairs(tmp_path / "model", night, night.tables, pairs, out)
+        return pq.read_table(out)["score"].to_pylist()
+
+    def refused(match, timestamp, **columns):
+        with pytest.raises(LaserbatchError, match=match):
+            scores(timestamp, **columns)
+
+    days = [AS_OF, AS_OF]
+    midnight = datetime.datetime.combine(AS_OF, datetime.time())
+    of_days = scores(days)
+    assert of_days == scores([midnight, midnight]) == scores(pa.array([midnight] * 2, pa.timestamp("ns")))
+    early = datetime.datetime(1999, 1, 1)
+    assert of_days != scores([early, early])
+    refused("the integers from 20250228 to 20250301 look like dates", [20250228, 20250301])
+    refused(r"timestamp \(.*pairs.parquet\): the column is of type double", [1.5, 2.5])
+    refused("pairs.parquet, column timestamp, row 1: found null", [midnight, None])
+    refused("there are item_id, timestamp, User", days, user_id=None, User=["u1", "u2"])
+    refused("has a column 'score' already", days, score=[0.0, 0.0])
+    rows = pq.read_table(tmp_path / "tables" / "interactions.parquet")
+    pq.write_table(rows.slice(0, 0), tmp_path / "tables" / "interactions.parquet")
+    refused("no interaction of .*tables has a label", days)
 
 
 def test_columns_of_any_name_are_kept_and_other_accounts_can_read_the_model(night, tmp_path):
