@@ -1,9 +1,13 @@
 """One CTR model trained into a folder of its own, that says where it comes from, goes on after a kill, and scores."""
 
+import fcntl
 import hashlib
 import json
+import logging
+import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +33,8 @@ from laserbatch.pipeline.tables.streamed import iter_rows, log_times, log_unit, 
 FeatureName = Literal["own", "plain", "none"]
 CHECKPOINT = "checkpoint.safetensors"
 
+logger = logging.getLogger(__name__)
+
 
 def train_to_folder(
     night: Night, model: ModelName, features: FeatureName, seed: int, tables: str, settings: CtrSettings, out: Path
@@ -36,8 +42,40 @@ def train_to_folder(
     """Train a model on the features of a run; its metrics. A training that was killed goes on from its last epoch.
 
     The folder appears whole, when all is done; until then there is a hidden one beside it with the last checkpoint.
-    Raises CtrError where there is nothing to train on or judge by, and leaves nothing then.
+    Raises CtrError where there is nothing to train on or judge by, and leaves nothing then; also where another process
+    trains into the folder.
     """
+    with _only_training(out) as work:
+        return _train(night, model, features, seed, tables, settings, out, work)
+
+
+@contextmanager
+def _only_training(out: Path) -> Iterator[Path]:
+    """The folder of a training's checkpoint, beside `out`, which no other process has until the block ends."""
+    if Path.cwd().is_relative_to(out.resolve()):
+        raise CtrError(f"{out} is the folder that this command runs in, or above it. Give another folder.")
+    work = out.with_name(f".{out.name}.unfinished")
+    work.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(work, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # for as long as this process lives
+    except BlockingIOError:
+        os.close(descriptor)
+        raise CtrError(f"another process trains into {out}; wait for it to end, or give another folder") from None
+    except OSError:
+        logger.warning("%s cannot be locked: start no second training into %s meanwhile", work, out)
+    try:
+        yield work
+    finally:
+        with suppress(OSError):  # a checkpoint stays
+            work.rmdir()
+        os.close(descriptor)
+
+
+def _train(
+    night: Night, model: ModelName, features: FeatureName, seed: int, tables: str, settings: CtrSettings, out: Path,
+    work: Path,
+) -> dict[str, Any]:  # fmt: skip
     from laserbatch.ctr.dataset import build_dataset
     from laserbatch.ctr.folder import ModelCard
     from laserbatch.ctr.knowledge import build_knowledge, join_as_of
@@ -54,7 +92,6 @@ def train_to_folder(
         return json.loads((out / "metrics.json").read_text(encoding="utf-8"))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CtrError(f"{out} is there already, and of another training; give another folder, or remove it")
-    work = out.with_name(f".{out.name}.unfinished")
     try:
         opened = open_tables(tables, night.settings.tables.keep_duplicates)
         data = build_dataset(opened, night.date, settings)

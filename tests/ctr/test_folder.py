@@ -1,7 +1,10 @@
 """A trained model's folder: it scores as it did, says where it comes from, and survives what comes in between."""
 
 import datetime
+import fcntl
 import json
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -156,6 +159,25 @@ def test_columns_of_any_name_are_kept_and_other_accounts_can_read_the_model(nigh
     assert again == pytest.approx({name: metrics[name] for name in again}, abs=1e-6)
     for file in (tmp_path / "model").rglob("*.*"):
         assert file.stat().st_mode & 0o044 == 0o044, file
+
+
+def test_a_folder_is_trained_into_by_one_process_at_a_time(night, tmp_path, monkeypatch):
+    work = tmp_path / ".model.unfinished"
+    work.mkdir()
+    descriptor = os.open(work, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)  # as another process has it
+    with pytest.raises(CtrError, match=r"another process trains into .*model"):
+        train(night, tmp_path / "model", "gbdt", "none")
+    assert work.is_dir()
+    os.close(descriptor)
+    train(night, tmp_path / "model", "gbdt", "none")
+    assert not work.exists()
+    train(night, tmp_path / "model", "gbdt", "none")  # it is there
+    assert not work.exists()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(CtrError, match="is the folder that this command runs in"):
+        train(night, Path("."), "gbdt", "none")
 
 
 def test_bad_input_is_named_and_leaves_nothing_half_trained(world, night, tmp_path):
