@@ -72,6 +72,8 @@ def read_log(tables: EntityTables, label: str) -> Log:
     users, items = np.empty(num_rows, np.int32), np.empty(num_rows, np.int32)
     times_us, labels = np.empty(num_rows, np.int64), np.ones(num_rows, np.float32)
     table_ids = ids_of(tables)
+    for side, ids in table_ids.items():
+        _require_distinct(ids, side)
     columns = dict.fromkeys(["user_id", "item_id", "timestamp", *([rule.column] if rule.column else [])])
     is_positive = None
     for batch in source.to_batches(columns=list(columns), batch_size=BATCH_ROWS, batch_readahead=1):
@@ -103,6 +105,17 @@ def read_log(tables: EntityTables, label: str) -> Log:
 def ids_of(tables: EntityTables) -> dict[str, pa.Array]:
     """Ids of the entities of both sides, in the order of their tables."""
     return {side: getattr(tables, f"{side}s")[f"{side}_id"].combine_chunks() for side in SIDES}
+
+
+def _require_distinct(ids: pa.Array, side: str) -> None:
+    is_bad = pc.index_in(ids, ids).to_numpy() != np.arange(len(ids))  # the first of equal ids is found
+    is_bad |= ids.is_null().to_numpy(zero_copy_only=False)
+    if is_bad.any():
+        row = int(np.argmax(is_bad))
+        raise CtrError(
+            f"the table of {side}s has the id {ids[row].as_py()!r} in row {row}; expected an id, and each once. "
+            "`laserbatch data check` lists all such rows"
+        )
 
 
 def to_us(times: pa.Array) -> np.ndarray:

@@ -82,6 +82,14 @@ def test_interactions_that_cannot_be_read_are_named(world, interactions, message
         read_log(tables, "rating >= 4")
 
 
+@pytest.mark.parametrize("last", ["u0", None])
+def test_tables_of_entities_without_distinct_ids_are_refused(world, last):
+    users = pa.table({"user_id": ["u0", "u1", last]})
+    tables = type("Tables", (), {"users": users, "items": world.items, "interactions": world.interactions})
+    with pytest.raises(CtrError, match=f"the table of users has the id {last!r} in row 2"):
+        read_log(tables, "rating >= 4")
+
+
 def test_integer_times_that_are_no_seconds_are_refused():
     now = 1_740_787_200
     assert to_us(pa.array([now])).tolist() == [now * 10**6]
