@@ -56,13 +56,13 @@ def read_feature_set(folder: Path) -> FeatureSet:
 
 
 def _read_part(path: Path, side: str) -> pa.Table:
-    with pq.ParquetFile(path) as file:
-        try:
+    try:
+        with pq.ParquetFile(path) as file:
             check_feature_schema(file.schema_arrow, side)
-        except ValueError as error:
-            raise CtrError(f"{path}: {error}") from None
-        # In batches: vectors of one chunk could not hold more than 2^31 numbers.
-        return pa.Table.from_batches(file.iter_batches(), file.schema_arrow)
+            # In batches: vectors of one chunk could not hold more than 2^31 numbers.
+            return pa.Table.from_batches(file.iter_batches(), file.schema_arrow)
+    except (OSError, ValueError) as error:  # what Arrow raises about a damaged file is one of them
+        raise CtrError(f"{path}: {error}. Make features again: `laserbatch nightly --date D --force`") from None
 
 
 def check_provenance(features: FeatureSet, as_of: datetime.date) -> None:

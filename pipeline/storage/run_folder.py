@@ -14,7 +14,14 @@ from laserbatch.pipeline.storage.atomic import read_json, write_text
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.figures import FeatureFigures, ShardRecord
 from laserbatch.pipeline.storage.manifest import RunManifest
-from laserbatch.pipeline.storage.parquet import WrittenFile, iter_parquet, parquet_files, read_parquet, write_parquet
+from laserbatch.pipeline.storage.parquet import (
+    WrittenFile,
+    iter_parquet,
+    num_rows_of,
+    parquet_files,
+    read_parquet,
+    write_parquet,
+)
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, quarantine_schema, quarantine_table
 from laserbatch.pipeline.storage.side_shards import SideShards
 
@@ -106,18 +113,21 @@ class RunFolder:
         return file if file.is_file() else self.features_folder(side)
 
     def require_features(self, features: Mapping[Side, FeatureFigures]) -> None:
-        """Raises WorkspaceError where the files of a side's features are not those that its manifest lists."""
+        """Raises WorkspaceError where the files of a side's features, or their rows, are not those of the manifest."""
         for side, figures in features.items():
             listed = {part.file for part in figures.parts}
             actual = {path.relative_to(self.root).as_posix() for path in parquet_files(self.features_path(side))}
             expected = f"expected the {len(listed)} files of {side} features that {self.manifest_path} lists"
+            again = "Restore it from a copy, or make features again: "
+            again += f"`laserbatch nightly --date {self.date} --force`."
             if missing := sorted(listed - actual):
-                raise WorkspaceError(
-                    f"{self.root / missing[0]} is missing; {expected}. Restore it from a copy, or make features again: "
-                    f"`laserbatch nightly --date {self.date} --force`."
-                )
+                raise WorkspaceError(f"{self.root / missing[0]} is missing; {expected}. {again}")
             if added := sorted(actual - listed):
                 raise WorkspaceError(f"{self.root / added[0]} is there; {expected}. Move it away.")
+            for part in figures.parts:
+                if (num_rows := num_rows_of(path := self.root / part.file)) != part.num_rows:
+                    rows = f"{path} has {num_rows} rows, not {part.num_rows}"
+                    raise WorkspaceError(f"{rows}; {expected}. {again}")
 
     def centroids_path(self, side: Side) -> Path:
         """Centroids of the clusters that a side's features name."""

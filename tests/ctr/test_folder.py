@@ -44,7 +44,7 @@ def night(world, tmp_path):
     figures = {}
     for side, table in features.items():
         write_parquet(table, run.features_folder(side) / "00000.parquet")
-        part = SimpleNamespace(file=f"features/{side}/00000.parquet")
+        part = SimpleNamespace(file=f"features/{side}/00000.parquet", num_rows=table.num_rows)
         figures[side] = SimpleNamespace(encoder="minilm", parts=[part])
     manifest = SimpleNamespace(features=figures)
     return SimpleNamespace(run=run, date=AS_OF, manifest=manifest, tables=str(tables), settings=Settings())
@@ -190,7 +190,7 @@ def test_bad_input_is_named_and_leaves_nothing_half_trained(world, night, tmp_pa
     refused("no column 'clicked'", settings=CtrSettings(label="clicked"))
     path = night.run.features_folder("user") / "00000.parquet"
     good = pq.read_table(path)
-    pq.write_table(pa.concat_tables([good, good.slice(3, 1)]), path)
+    pq.write_table(pa.concat_tables([good.slice(1), good.slice(3, 1)]), path)
     refused("2 times .*features of several runs are mixed")
     broken = np.array(good["vector"].to_pylist(), np.float32)
     broken[5, 2] = np.nan

@@ -142,6 +142,20 @@ def test_a_file_that_is_missing_or_none_of_the_run_is_named(world, name, capsys)
     assert f"user texts are all encoded again: {first.features_folder('user') / name}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("num_rows", "match"), [(3, "has 3 rows, not 4"), (None, "damaged")])
+def test_a_file_that_lost_rows_or_is_damaged_is_named(world, num_rows, match, capsys):
+    first, figures = world.night(1)
+    path = sorted(first.features_folder("user").iterdir())[2]
+    if num_rows:
+        write_parquet(read_parquet(path).slice(0, num_rows), path)
+    else:
+        path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(WorkspaceError, match=rf"features/user/00002.parquet {match}|00002.parquet is {match}"):
+        first.require_features({"user": figures})
+    assert world.night(2)[1].num_encoded == 20
+    assert f"user texts are all encoded again: {path}" in capsys.readouterr().err
+
+
 def test_a_night_that_is_killed_at_any_file_ends_in_the_same_files(world, monkeypatch):
     world.night(1)
     world.texts |= {"u05": ("sea", "2"), "u30": ("loud", "2")}
