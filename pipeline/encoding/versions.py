@@ -108,7 +108,11 @@ def feature_versions(runs: Sequence[RunFolder], of_plain: bool = False) -> Itera
         for side, scratch in zip(SIDES, (user_file, item_file), strict=True):
             files = {run.run_id: (run.plain if of_plain else run).features_path(side) for run in manifests}
             features = {run.run_id: manifest.features.get(side) for run, manifest in manifests.items()}
-            features = {run_id: figures for run_id, figures in features.items() if figures and files[run_id].exists()}
+            features = {
+                run_id: figures
+                for run_id, figures in features.items()
+                if figures and (not of_plain or files[run_id].exists())  # not every run has plain texts
+            }
             if not features:
                 raise WorkspaceError(f"no finished run has features of {side}s. Run `laserbatch nightly` first.")
             newest = list(features.values())[-1]

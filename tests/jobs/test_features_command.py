@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import shutil
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -118,6 +119,13 @@ def test_a_log_that_cannot_be_joined_is_told_and_nothing_written(workspace, tmp_
     printed = run_features(workspace, capfd, "asof", log, tmp_path / "out.parquet", code=3)
     assert named in printed["error"]
     assert not (tmp_path / "out.parquet").exists()
+
+
+def test_a_run_whose_folder_of_features_is_gone_is_named(workspace, tmp_path, capfd):
+    folder = workspace.runs()[-1].features_folder("item")
+    shutil.rmtree(folder)
+    printed = run_features(workspace, capfd, "history", tmp_path / "history", code=3)
+    assert f"{folder / '00000.parquet'} is missing; expected the 2 files of item features" in printed["error"]
 
 
 def test_the_history_says_from_when_to_when(workspace, tmp_path, capfd):
