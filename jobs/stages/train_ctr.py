@@ -26,6 +26,7 @@ from laserbatch.pipeline.errors import LaserbatchError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import atomic_folder, atomic_path, sha256_file
 from laserbatch.pipeline.storage.parquet import parquet_files, write_parquet
+from laserbatch.pipeline.storage.uris import is_uri
 from laserbatch.pipeline.tables.read import describe
 from laserbatch.pipeline.tables.schema import plain_ids
 from laserbatch.pipeline.tables.streamed import iter_rows, log_times, log_unit, open_tables, require_log_columns
@@ -136,7 +137,8 @@ def features_of(night: Night, features: FeatureName) -> FeatureSet | None:
 
 
 def _provenance(night: Night, features: FeatureName, tables: str) -> dict[str, Any]:
-    provenance: dict[str, Any] = {"run_id": night.run.run_id, "features": features, "tables": str(tables)}
+    provenance: dict[str, Any] = {"run_id": night.run.run_id, "features": features}
+    provenance["tables"] = tables if is_uri(tables) else str(Path(tables).resolve())  # read from other folders too
     provenance["keep_duplicates"] = night.settings.tables.keep_duplicates
     provenance["inputs"] = {name: of["sha256"] for name, of in describe(tables).items()}
     if features != "none":

@@ -18,7 +18,7 @@ from laserbatch.ctr.dataset import build_dataset
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.jobs.settings import Settings
-from laserbatch.jobs.stages.train_ctr import CHECKPOINT, evaluate_folder, predict_pairs, train_to_folder
+from laserbatch.jobs.stages.train_ctr import CHECKPOINT, evaluate_folder, predict_pairs, train_to_folder, trained_on
 from laserbatch.pipeline.errors import LaserbatchError
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -117,6 +117,13 @@ def test_a_training_that_is_killed_goes_on_and_ends_with_the_same_bytes(night, t
     assert (tmp_path / "whole" / "model.safetensors").stat().st_mtime_ns == before
     with pytest.raises(CtrError, match="of another training"):
         train(night, tmp_path / "whole", "din")
+
+
+def test_a_model_names_its_tables_wherever_it_is_used(night, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train_to_folder(night, "gbdt", "none", 0, "tables", SETTINGS, tmp_path / "model")
+    assert trained_on(tmp_path / "model")["tables"] == str(tmp_path / "tables")
+    train(night, tmp_path / "model", "gbdt", "none")  # the same tables by another name: it is there
 
 
 def test_pairs_are_read_as_a_log_is(night, tmp_path):
