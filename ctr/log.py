@@ -76,7 +76,7 @@ def read_log(tables: EntityTables, label: str) -> Log:
         _require_distinct(ids, side)
     columns = dict.fromkeys(["user_id", "item_id", "timestamp", *([rule.column] if rule.column else [])])
     is_positive = None
-    for batch in source.to_batches(columns=list(columns), batch_size=BATCH_ROWS, batch_readahead=1):
+    for batch in source.to_batches(columns=list(columns), batch_size=BATCH_ROWS):
         if rule.column is not None:
             is_positive = rule.labels(batch[rule.column])
             num_unlabelled += is_positive.null_count

@@ -54,9 +54,7 @@ class OpenInteractions:
         """Rows in the files, copies too."""
         return sum(part.metadata.num_rows for part in self.parts)
 
-    def to_batches(
-        self, columns: Collection[str], batch_size: int = BATCH_ROWS, batch_readahead: int = 0
-    ) -> Iterator[pa.RecordBatch]:
+    def to_batches(self, columns: Collection[str], batch_size: int = BATCH_ROWS) -> Iterator[pa.RecordBatch]:
         """Columns of the rows in the order of their files, in the plain types of `read_tables`; none is read ahead.
 
         A row that is equal to an earlier one in what `read_tables` reads, and in `columns`, is left out.
