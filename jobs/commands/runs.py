@@ -195,7 +195,7 @@ def gc(
             uri = delivery_uri(opened, settings.deliver_to)
             if uri and old:
                 deliver(opened, uri)
-                remove_delivered(uri, [run.run_id for run in old])
+                remove_delivered(opened, uri, [run.run_id for run in old])
             for folder in [*(run.root for run in old), *(tried if experiments else ())]:
                 remove_folder(folder)
             for folder in swept:

@@ -20,6 +20,7 @@ from laserbatch.ctr.labels import LabelRule
 from laserbatch.jobs.console import say
 from laserbatch.jobs.log_age import log_age
 from laserbatch.jobs.settings import SAMPLE_MODEL, Settings
+from laserbatch.jobs.stages.publishing import destination_of
 from laserbatch.pipeline.budget.step_cost import read_step_cost
 from laserbatch.pipeline.decoding.model.folder import (
     load_tokenizer,
@@ -36,8 +37,8 @@ from laserbatch.pipeline.knowledge.templates import Columns, load_template, temp
 from laserbatch.pipeline.sample.world import is_sample_world
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import sha256_file
-from laserbatch.pipeline.storage.lake import LakeTables, is_lake
 from laserbatch.pipeline.storage.manifest import LEFT_OUT
+from laserbatch.pipeline.storage.uris import SERVICES
 from laserbatch.pipeline.tables import schema as sc
 from laserbatch.pipeline.tables.check import check_tables, require_sound
 from laserbatch.pipeline.tables.findings import Finding
@@ -186,9 +187,9 @@ def require_files(settings: Settings) -> None:
 
 
 def require_delivery(settings: Settings) -> None:
-    """Raise ConfigError if `deliver_to` names tables of a lake in another form, or their library is not installed."""
-    if settings.deliver_to is not None and is_lake(settings.deliver_to):
-        LakeTables.at(settings.deliver_to)
+    """Raise ConfigError if `deliver_to` can be no place, whatever is there; files of a service are not looked at."""
+    if settings.deliver_to is not None and settings.deliver_to.partition("://")[0] not in SERVICES:
+        destination_of(settings.workspace, settings.deliver_to)
 
 
 def require_engine(settings: Settings) -> None:

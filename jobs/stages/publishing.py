@@ -15,11 +15,19 @@ from laserbatch.jobs.gates import blocking, gate_sentence, has_option, judge
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import GateSettings
 from laserbatch.pipeline.errors import ConfigError, LaserbatchError, RunHeld, WorkspaceError
-from laserbatch.pipeline.storage.delivery import PLACES, Destination, last_deliveries, record_delivery, remember_place
+from laserbatch.pipeline.storage.delivery import (
+    PLACES,
+    Destination,
+    known_places,
+    last_deliveries,
+    record_delivery,
+    remember_place,
+)
 from laserbatch.pipeline.storage.figures import GateFigures
-from laserbatch.pipeline.storage.lake import LakeTables, is_lake
+from laserbatch.pipeline.storage.lake import DELTA, LakeTables, is_lake
 from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.uris import filesystem_of
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.store import PoolStore
@@ -131,9 +139,17 @@ def delivery_uri(workspace: Workspace, deliver_to: str | None) -> str | None:
     return f"{deliver_to.rstrip('/')}/{workspace.root.name}" if deliver_to and workspace.is_within else deliver_to
 
 
-def _destination(uri: str) -> Destination | LakeTables:
-    """The place at a URI. Raises ConfigError as `at` of both does."""
-    return LakeTables.at(uri) if is_lake(uri) else Destination.at(uri)
+def destination_of(workspace: Path, uri: str) -> Destination | LakeTables:
+    """The place at a URI. Raises ConfigError as `at` of both does, and where it and the workspace share files."""
+    destination = LakeTables.at(uri) if is_lake(uri) else Destination.at(uri)
+    place, root = uri.removeprefix(DELTA), workspace.resolve()
+    if place.startswith("file://"):
+        folder = Path(filesystem_of(place)[1] or "/").resolve()
+        if folder.is_relative_to(root) or root.is_relative_to(folder / "runs"):
+            raise ConfigError(
+                f"deliver_to: {uri} is in the workspace {root}, or the workspace in it; give another place"
+            )
+    return destination
 
 
 def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
@@ -146,13 +162,17 @@ def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
     if uri is None or run_id is None:
         return
     try:
-        run, destination = workspace.chosen_run(None), _destination(uri)
+        run, destination = workspace.chosen_run(None), destination_of(workspace.root, uri)
         if isinstance(destination, LakeTables) and workspace.is_within:
             say(f"run {run_id} of {workspace.root.name} is not delivered: {uri} takes features alone")
             return
-        if isinstance(destination, Destination) and Path(destination.root) == workspace.root.resolve():
-            raise ConfigError("deliver_to is the workspace itself; give another place")
         delivered = str(destination.published().get("run_id", ""))
+        is_ours = uri.rstrip("/") in known_places(workspace.root) or workspace.run(delivered or run_id).root.is_dir()
+        if not is_ours:
+            raise WorkspaceError(
+                f"{uri} has run {delivered}, which is not of this workspace, and two workspaces must not deliver to "
+                "one place. Give another place, or remove what is there if its workspace is gone"
+            )
         if not force and delivered[:10] > run.date and delivered not in workspace.publication.rolled_back():
             say(f"not delivered: {uri} has run {delivered}, of a later date; {command_to_publish(run)} changes that")
             return
@@ -171,10 +191,10 @@ def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
     emit("delivered", run_id=run_id, to=uri, num_files=sent.num_files, num_bytes=sent.num_bytes)
 
 
-def remove_delivered(uri: str | None, run_ids: Sequence[str]) -> None:
+def remove_delivered(workspace: Workspace, uri: str | None, run_ids: Sequence[str]) -> None:
     """Delete runs at a URI that were deleted here."""
     if uri is not None and run_ids:
-        for run_id in _destination(uri).remove(run_ids):
+        for run_id in destination_of(workspace.root, uri).remove(run_ids):
             say(f"removed from {uri}: {run_id}")
 
 
@@ -191,7 +211,7 @@ def forget_delivered(workspace: Workspace, uri: str | None) -> dict[str, str]:
     """
     if uri is None:
         return {}
-    destination = _destination(uri)
+    destination = destination_of(workspace.root, uri)
     here = {run.run_id: run for run in workspace.runs() if run.is_finished}
     delivered = destination.runs()
     if is_lake(uri) and not delivered and (last := _last_delivery(workspace, uri)) in here:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.atomic import read_json, sha256_file, write_json
-from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.run_folder import RUN_ID, RunFolder
 from laserbatch.pipeline.storage.uris import ADVICE, BLOCK_BYTES, filesystem_of, naming_uri
 
 if TYPE_CHECKING:
@@ -60,8 +60,9 @@ class Destination:
         return pointer if isinstance(pointer, dict) else {}
 
     def runs(self) -> list[str]:
-        """Ids of the runs of which something is there."""
-        return sorted({name.split("/")[0] for name in self._files("runs")})
+        """Ids of the runs of which something is there; other files that somebody keeps there are none."""
+        names = {name.split("/")[0] for name in self._files("runs")}
+        return sorted(name for name in names if RUN_ID.fullmatch(name))
 
     def deliver(self, run: RunFolder) -> Delivered:
         """Have readers there see a finished run, all of it or what they saw before.

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
 BLOCK_BYTES = 8 << 20
+# Which may be asked as soon as they are opened.
+SERVICES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
 _SECRET_OPTION = re.compile(r"[?&][^=&]*(key|secret|token|passw|credential|sig)[^=&]*=", re.IGNORECASE)
 ADVICE = (
     "Check the URI, that the service can be reached, and its credentials: they are taken from the standard chain (for "

@@ -330,6 +330,6 @@ def _publish(workspace: Workspace, run: RunFolder, settings: Settings) -> None:
         : -settings.extension("recommending").keep_runs
     ]
     with ends_no_night("old lists were not removed, the next night tries again"):
-        remove_delivered(uri, [run.run_id for run in old])
+        remove_delivered(workspace, uri, [run.run_id for run in old])
         for old_run in old:
             remove_folder(old_run.root)

@@ -2,12 +2,15 @@
 
 import datetime
 import json
+import shutil
 
 import pytest
 from destinations import bucket, place  # noqa: F401 (fixtures)
+from manifests import manifest_of
 
 from laserbatch.jobs.commands.status import summary_rows, workspace_state
 from laserbatch.jobs.settings import Settings, load_settings
+from laserbatch.jobs.stages.inputs import require_delivery
 from laserbatch.jobs.stages.publishing import deliver, forget_delivered
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.pipeline.storage.delivery import PLACES, Destination, known_places, last_deliveries
@@ -29,6 +32,7 @@ def workspace(tmp_path):
         for name in (WANTED - {"_SUCCESS"}) | {"shards/user/0.json", "plan/user/0.parquet", "events.jsonl"}:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(f"{run_id} {name}")
+        manifest_of(opened.run(run_id).manifest_path, datetime.date.fromisoformat(run_id[:10])).save()
         opened.run(run_id).finish()
     opened.publication.publish(OLD)
     return opened
@@ -50,7 +54,7 @@ def seen(uri):
     run_id = json.loads(files["published.json"])["run_id"]
     run = {name.removeprefix(f"runs/{run_id}/"): text for name, text in files.items() if f"/{run_id}/" in name}
     assert run.keys() == WANTED
-    assert all(text == f"{run_id} {name}" for name, text in run.items() if name != "_SUCCESS")
+    assert all(text == f"{run_id} {name}" for name, text in run.items() if name not in ("_SUCCESS", "manifest.json"))
     return run_id
 
 
@@ -141,8 +145,41 @@ def test_what_cannot_be_delivered_says_that_it_is_published_here(workspace, tmp_
     (tmp_path / "file").write_text("")
     with pytest.raises(WorkspaceError, match=f"{OLD} is published here, but not delivered to .*runs publish {OLD}"):
         deliver(workspace, f"file://{tmp_path}/file/below")
-    with pytest.raises(WorkspaceError, match="the workspace itself"):
-        deliver(workspace, f"file://{workspace.root}")
+
+
+def test_a_place_that_shares_files_with_the_workspace_is_refused(workspace, tmp_path):
+    before = {path: path.read_bytes() for path in workspace.root.rglob("*") if path.is_file()}
+    (tmp_path / "link").symlink_to(workspace.root)
+    for folder in ("here", "here/runs", "link", "link/out"):
+        for uri in (f"file://{tmp_path}/{folder}", f"delta:file://{tmp_path}/{folder}"):
+            with pytest.raises(WorkspaceError, match="is in the workspace"):
+                deliver(workspace, uri)
+            with pytest.raises(ConfigError, match="is in the workspace"):
+                require_delivery(Settings(workspace=workspace.root, deliver_to=uri))
+    with pytest.raises(ConfigError, match="Unrecognized filesystem type"):
+        require_delivery(Settings(workspace=workspace.root, deliver_to="ftp://host/folder"))
+    require_delivery(Settings(workspace=workspace.root, deliver_to="s3://bucket/prefix"))
+    assert {path: path.read_bytes() for path in workspace.root.rglob("*") if path.is_file()} == before
+
+
+def test_a_place_of_another_workspace_stays_as_it_is(workspace, place, tmp_path):  # noqa: F811
+    deliver(workspace, place)
+    other = Workspace.open(tmp_path / "other")
+    shutil.copytree(workspace.run(NEW).root, other.run(NEW).root)
+    other.publication.publish(NEW)
+    with pytest.raises(WorkspaceError, match=f"has run {OLD}, which is not of this workspace"):
+        deliver(other, place, force=True)
+    assert seen(place) == OLD and known_places(other.root) == set()
+
+
+def test_other_files_at_a_place_stay_there(workspace, tmp_path):
+    kept = [tmp_path / "there" / "runs" / name for name in ("notes.txt", "mlflow/meta.yaml")]
+    for path in kept:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    deliver(workspace, f"file://{tmp_path}/there")
+    assert forget_delivered(workspace, f"file://{tmp_path}/there") == {OLD: "as it was"}
+    assert all(path.exists() for path in kept)
 
 
 @pytest.mark.parametrize(

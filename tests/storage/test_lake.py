@@ -1,5 +1,6 @@
 """Features of published runs in tables of Delta Lake and Iceberg: whole or not at all, once, and as readers expect."""
 
+import datetime
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 from destinations import bucket  # noqa: F401 (fixture)
+from manifests import manifest_of
 
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.inputs import require_delivery
@@ -76,7 +78,7 @@ def workspace(tmp_path) -> Workspace:
         run = opened.run(run_id)
         for side in SIDES:
             write_features(run, side, features(run_id, side))
-        run.manifest_path.write_text("{}")
+        manifest_of(run.manifest_path, datetime.date.fromisoformat(run.date)).save()
         run.finish()
     opened.publication.publish(OLD)
     return opened
@@ -145,7 +147,7 @@ def test_each_run_is_there_once_however_often_it_is_delivered(workspace, place):
     deliver(workspace, place)
     assert seen(place, workspace) == OLD and num_rows(place) == {"user": 10, "item": 10}
     assert set(there(place, "user")[lake.NUMBER].to_pylist()) == {2, 3}
-    remove_delivered(place, [NEW])
+    remove_delivered(workspace, place, [NEW])
     assert LakeTables.at(place).runs() == [OLD] and seen(place, workspace) == OLD
 
 
