@@ -98,6 +98,8 @@ def diff(
     if before is None:
         raise WorkspaceError(f"run {new.run_id} was built on none; name the run to compare it with")
     old = opened.existing_run(before)
+    for run in (old, new):
+        run.require_whole()
     sides = {side: diff_side(old, new, side, limit) for side in SIDES}
     settings = changed_settings(old.load_manifest().origin.settings, new.load_manifest().origin.settings)
     if as_json:
@@ -157,6 +159,8 @@ def rollback(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, a
         rolled_back = opened.publication.run_id()
         if rolled_back is None:
             raise WorkspaceError(f"{opened.root} has no published run, so there is nothing to roll back")
+        for run in opened.publication.earlier_runs()[:1]:
+            run.require_whole()
         published = opened.publication.roll_back()
         use_pools_of(opened, published)
         deliver(opened, delivery_uri(opened, settings.deliver_to), force=True)

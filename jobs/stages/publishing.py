@@ -98,8 +98,12 @@ def publish_run(workspace: Workspace, run: RunFolder, policy: PublishPolicy = "i
 
 
 def force_publish(workspace: Workspace, run_id: str) -> None:
-    """Publish a finished run, even one that a gate holds; the next night drafts from its pools if they are whole."""
+    """Publish a finished run, even one that a gate holds; the next night drafts from its pools if they are whole.
+
+    Raises WorkspaceError where a file of the run is missing.
+    """
     run = workspace.run(run_id)
+    run.require_whole()
     if run.is_held:
         manifest = run.load_manifest()
         manifest.status = "success"
@@ -176,6 +180,7 @@ def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
         if not force and delivered[:10] > run.date and delivered not in workspace.publication.rolled_back():
             say(f"not delivered: {uri} has run {delivered}, of a later date; {command_to_publish(run)} changes that")
             return
+        run.require_whole()
         remember_place(workspace.root, uri)
         sent = destination.deliver(run)
     except LaserbatchError as error:
@@ -219,6 +224,8 @@ def forget_delivered(workspace: Workspace, uri: str | None) -> dict[str, str]:
             f"{uri}: no table with rows is there, but {last} was delivered there. Have the tables be readable here and "
             f"give the command again, or, if they were deleted, take the place out of {workspace.root / PLACES}"
         )
+    for run_id in filter(here.__contains__, delivered):
+        here[run_id].require_whole()  # what is missing here would be removed there
     done = {
         run_id: "sent again" if destination.copy(here[run_id]).num_files else "as it was"
         for run_id in delivered if run_id in here

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from laserbatch.pipeline.errors import WorkspaceError
-from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import read_json, write_text
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.figures import FeatureFigures, ShardRecord
@@ -129,6 +129,16 @@ class RunFolder:
                 if (num_rows := num_rows_of(path := self.root / part.file)) != part.num_rows:
                     rows = f"{path} has {num_rows} rows, not {part.num_rows}"
                     raise WorkspaceError(f"{rows}; {expected}. {again}")
+
+    def require_whole(self) -> None:
+        """Raises WorkspaceError where a file of texts or features that the run wrote is missing."""
+        for side in SIDES:
+            for path, num_rows in self.shards(side).lost():
+                raise WorkspaceError(
+                    f"{path} is missing; expected the texts of {num_rows} of its {side}s. Restore it from a copy, or "
+                    f"move {self.root} away and run {self.date} again (`laserbatch nightly`, of lists `recommend`)."
+                )
+        self.require_features(self.load_manifest().features)
 
     def centroids_path(self, side: Side) -> Path:
         """Centroids of the clusters that a side's features name."""

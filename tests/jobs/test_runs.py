@@ -88,6 +88,21 @@ def test_a_diff_names_who_changed_and_why_who_appeared_and_who_went(workspace, c
     assert "runs are" in run_runs(workspace, capfd, "diff", before, "2025-03-09-gone", code=3)["error"]
 
 
+def test_a_run_that_lost_a_file_of_texts_is_neither_compared_nor_published(workspace, capfd):
+    first, second = run_of(workspace, 1, [("u", "x", SAME, 1)]), run_of(workspace, 2, [("u", "x", SAME, 1)])
+    for run_id in (first, second):
+        workspace.publication.publish(run_id)
+    lost = workspace.run(first).knowledge_folder("user") / "00000.parquet"
+    lost.unlink()
+    for arguments in (("diff", first, second), ("diff", second, first), ("publish", first), ("rollback",)):
+        error = run_runs(workspace, capfd, *arguments, code=3)["error"]
+        assert (
+            f"{lost} is missing; expected the texts of 1 of its users" in error
+            and f"move {lost.parents[2]} away" in error
+        )
+    assert workspace.publication.run_id() == second
+
+
 def test_listed_are_state_mark_and_size_also_of_what_cannot_be_read(workspace, capfd):
     ids = [run_of(workspace, 1), run_of(workspace, 2), run_of(workspace, 3, is_finished=False), run_of(workspace, 4)]
     workspace.run(ids[3]).manifest_path.write_text("{")

@@ -4,6 +4,7 @@ import datetime
 import json
 import shutil
 
+import pyarrow as pa
 import pytest
 from destinations import bucket, place  # noqa: F401 (fixtures)
 from manifests import manifest_of
@@ -180,6 +181,17 @@ def test_other_files_at_a_place_stay_there(workspace, tmp_path):
     deliver(workspace, f"file://{tmp_path}/there")
     assert forget_delivered(workspace, f"file://{tmp_path}/there") == {OLD: "as it was"}
     assert all(path.exists() for path in kept)
+
+
+def test_a_run_with_a_missing_file_is_not_delivered_and_stays_whole_there(workspace, place):  # noqa: F811
+    run = workspace.run(OLD)
+    run.shards("user").write("2", pa.table({"entity_id": ["u"]}))
+    deliver(workspace, place)
+    (run.root / "knowledge" / "user" / "2.parquet").unlink()
+    for again in (deliver, forget_delivered):
+        with pytest.raises(WorkspaceError, match=r"2\.parquet is missing; expected the texts of 1 of its users"):
+            again(workspace, place)
+    assert f"{OLD}/knowledge/user/2.parquet" in Destination.at(place)._files("runs")
 
 
 @pytest.mark.parametrize(
