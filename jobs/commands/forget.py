@@ -17,6 +17,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 import typer
+from pydantic import TypeAdapter, ValidationError
 
 from laserbatch.jobs.commands.id_file import read_ids
 from laserbatch.jobs.console import ExitCode, say, summary
@@ -24,7 +25,7 @@ from laserbatch.jobs.events import read_events
 from laserbatch.jobs.formatting import counted
 from laserbatch.jobs.settings import CONFIG, DRY_RUN, JSON, WORKSPACE, Settings, load_settings
 from laserbatch.jobs.stages.publishing import delivery_uri, draw_report, forget_delivered
-from laserbatch.pipeline.errors import LaserbatchError, WorkspaceError
+from laserbatch.pipeline.errors import LaserbatchError, WorkspaceError, first_line
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import (
     canonical_json,
@@ -75,11 +76,22 @@ class Receipt:
     num_samples: int = 0  # of reports
     num_leftovers: int = 0  # of killed writers, in the workspace and in the temporary folder of this machine
 
+    @classmethod
+    def load(cls, path: Path) -> "Receipt":
+        """Read a receipt. Raises WorkspaceError where it is damaged."""
+        try:
+            return _RECEIPT.validate_python(read_json(path) | {"path": path})
+        except ValidationError as error:
+            raise WorkspaceError(f"{path} is no receipt of `laserbatch forget`: {first_line(error)}.") from None
+
     def as_json(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "path"}
 
     def save(self) -> None:
         write_json(self.as_json(), self.path)
+
+
+_RECEIPT = TypeAdapter(Receipt)
 
 
 def forget(
@@ -171,13 +183,18 @@ def _opened_receipt(workspace: Workspace, requested: Ids) -> Receipt:
         side: {digest(side, key): False for key in sorted(keys)} for side, keys in requested.items()
     }
     name = hashlib.sha256(canonical_json(ids).encode()).hexdigest()[:8]
-    for path in unfinished_receipts(workspace.root):
-        if path.stem.endswith(name):
-            say(f"going on with {path}")
-            return Receipt(path=path, **read_json(path))
+    for receipt in _unfinished(workspace):
+        if receipt.path.stem.endswith(name):
+            say(f"going on with {receipt.path}")
+            return receipt
     now = datetime.datetime.now(datetime.UTC)
     path = workspace.root / RECEIPTS / f"{now:%Y-%m-%dT%H-%M-%SZ}-{name}.json"
     return Receipt(path, now.isoformat(timespec="seconds"), version("laserbatch"), ids)
+
+
+def _unfinished(workspace: Workspace) -> list[Receipt]:
+    receipts = [unless_damaged(partial(Receipt.load, path)) for path in unfinished_receipts(workspace.root)]
+    return [receipt for receipt in receipts if receipt is not None]
 
 
 def _scan(workspace: Workspace, requested: Ids, receipt: Receipt) -> None:
@@ -205,7 +222,7 @@ def _scan(workspace: Workspace, requested: Ids, receipt: Receipt) -> None:
     store = PoolStore(workspace.pools_folder)
     runs = {run.run_id for run in workspace.runs()}
     # Pools that a command for other ids was to remove when it was killed: their runs no longer say so.
-    pools_left = [read_json(path)["pools"].items() for path in unfinished_receipts(workspace.root)]
+    pools_left = [unfinished.pools.items() for unfinished in _unfinished(workspace)]
     left = {version for pools in pools_left for version, what in pools if what in ("rebuild", "drop")}
     for entry in store.list():
         in_router = rows_of(entry.folder, requested)[0]
@@ -326,7 +343,8 @@ def _nowhere(
     """The unknown ids that are in no input table, and that no receipt lists as removed."""
     removed = {side: set() for side in SIDES}
     for path in (workspace.root / RECEIPTS).glob("*.json"):
-        for side, ids in unless_damaged(partial(read_json, path), {}).get("ids", {}).items():
+        earlier = unless_damaged(partial(Receipt.load, path))
+        for side, ids in earlier.ids.items() if earlier is not None else ():
             removed[side] |= {key for key, was_removed in ids.items() if was_removed}
     in_tables_of = {side: {key for (_, of), keys in in_tables.items() if of == side for key in keys} for side in SIDES}
     return {

@@ -67,6 +67,10 @@ def list_versions(config: Path | None = CONFIG, workspace: Path | None = WORKSPA
         for version in versions:
             if version.problem is not None:
                 say(f"{version.version}: {version.problem}")
+    try:
+        store.current_version()
+    except PoolError as error:
+        say(str(error))
 
 
 @app.command()
@@ -158,7 +162,7 @@ def _versions_table(versions: list[PoolVersion], caption: str = "* is what the n
     rows = []
     for version in versions:
         row = {"": "*" if version.is_current else "", "version": version.version}
-        sides = [_row(side, manifest) for side, manifest in version.pools.items()]
+        sides = [_row(side, manifest) for side, manifest in version.pools.items()] or [_row("no pool", None)]
         rows += [row | side for side in (sides if version.problem is None else [_row("damaged", None)])]
     return Table("Pools", rows, ("", "version", "side", "scope", "model"), caption)
 

@@ -182,6 +182,9 @@ def _record(root: Path) -> dict:
     record = read_json(path, f', or write {{"places": ["s3://...", ...]}} with every place that {root} delivered to')
     if not isinstance(record.get("places"), list) or not all(isinstance(place, str) for place in record["places"]):
         raise WorkspaceError(f'{path}: "places" is not a list of URIs; write every place that {root} delivered to')
+    last = record.get("last", {})
+    if not isinstance(last, dict) or not all(isinstance(delivered, dict) for delivered in last.values()):
+        raise WorkspaceError(f'{path}: "last" does not say by URI what was delivered; take it out of the file')
     return record
 
 

@@ -118,7 +118,9 @@ class Publication:
                 history = {"before": [], "rolled_back": []} | read_json(path)
                 if "withdrawn" in history:  # the key of 0.1.0
                     history["rolled_back"] = history.pop("withdrawn")
-                if FOLDER_NAME.fullmatch(str(history.get("run_id", ""))):
+                before, rolled_back = history["before"], history["rolled_back"]
+                are_lists = isinstance(before, list) and isinstance(rolled_back, list)
+                if are_lists and all(map(_is_run_id, (history.get("run_id"), *before, *rolled_back))):
                     return history
         return {"run_id": None, "before": [], "rolled_back": []}
 
@@ -129,3 +131,7 @@ class Publication:
         rolled_back = [other for other in dict.fromkeys(rolled_back) if run_folder(self.root, other).root.is_dir()]
         for path in (self._pointer_copy, self._pointer):
             write_json({"run_id": run_id, "before": before, "rolled_back": rolled_back}, path)
+
+
+def _is_run_id(value: object) -> bool:
+    return isinstance(value, str) and FOLDER_NAME.fullmatch(value) is not None

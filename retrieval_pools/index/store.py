@@ -192,7 +192,7 @@ class PoolStore:
 
     def _pointed_to(self) -> str | None:
         pointer = self.root / CURRENT_NAME
-        return pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else None
+        return pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.is_file() else None
 
     def _point_to(self, version: str) -> None:
         with atomic_path(self.root / CURRENT_NAME) as temporary:

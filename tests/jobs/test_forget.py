@@ -333,6 +333,9 @@ def test_ids_come_from_a_file_and_unknown_ones_are_told(folder, capfd, monkeypat
     monkeypatch.setattr(forgetting, "_rebuilt", lambda *_: False)
     (folder / "ids.txt").write_text(f"{WHO}\r\nnobody\n\n", "utf-8-sig")
     before = contents(folder / "workspace")
+    (folder / "workspace" / "forgotten").mkdir()
+    for number, damaged in enumerate(('{"is_done": false}', '{"is_done": true, "ids": []}', "{")):
+        (folder / "workspace" / "forgotten" / f"damaged-{number}.json").write_text(damaged)
     done = forget(folder, capfd, "--user", "nobody", "--item", "7", code=4)
     assert done["unknown"] == done["nowhere"] == {"user": ["nobody"], "item": ["7"]}
     receipt = json.loads(Path(done["receipt"]).read_text())

@@ -68,6 +68,17 @@ def test_damaged_version_is_listed_with_what_to_do(world, tmp_path):
     assert "laserbatch pools rebuild" in result.stderr
 
 
+def test_a_version_without_pools_is_listed_and_a_damaged_choice_is_named(world, tmp_path):
+    pools = shutil.copytree(world / "workspace", tmp_path / "workspace") / "pools"
+    for version in VERSIONS:
+        shutil.rmtree(pools / version)
+        (pools / version / "router").mkdir(parents=True)
+    (pools / "CURRENT").write_bytes(b"\xff\x00")
+    result = CliRunner().invoke(app, ["list", "--workspace", str(tmp_path / "workspace")], catch_exceptions=False)
+    assert result.exit_code == 0 and result.stdout.count("no pool") == len(VERSIONS)
+    assert f"{pools / 'CURRENT'} names the pools" in result.stderr and "pools use VERSION" in result.stderr
+
+
 def test_show_gives_groups_and_verifies(world):
     assert VERSIONS[0] in called(world, "show", VERSIONS[0], "--verify")
     shown = json.loads(called(world, "show", "--json"))

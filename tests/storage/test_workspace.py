@@ -107,6 +107,17 @@ def test_a_pointer_that_is_lost_or_damaged_is_restored_with_all_that_it_knew(wor
     assert workspace.publication.repair() is None
 
 
+@pytest.mark.parametrize("damage", [{"before": None}, {"rolled_back": {}}, {"before": [5]}, {"rolled_back": ["../x"]}])
+def test_a_pointer_with_damaged_lists_is_read_from_its_copy(workspace, damage):
+    first, second = "2025-03-01-aaaaaaaa", "2025-03-02-aaaaaaaa"
+    for run_id in (first, second):
+        finish(workspace, run_id)
+        workspace.publication.publish(run_id)
+    write_json({"run_id": second, "before": [], "rolled_back": []} | damage, workspace.root / "published.json")
+    assert workspace.publication.rolled_back() == [] and workspace.publication.not_built_on() == set()
+    assert workspace.publication.roll_back() == first and workspace.publication.rolled_back() == [second]
+
+
 def test_rolled_back_runs_in_a_pointer_of_version_0_1_0_stay_rolled_back(workspace):
     for run_id in ("2025-03-01-aaaaaaaa", "2025-03-02-aaaaaaaa"):
         finish(workspace, run_id)
