@@ -13,7 +13,6 @@ from rich.text import Text
 from laserbatch.jobs.console import say, stdout, summary, visible
 from laserbatch.jobs.formatting import ROUTE_LABELS, SOURCE_LABELS, counted, decimal, percent, rate, ratio
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings
-from laserbatch.jobs.stages.generate import plan_of_side
 from laserbatch.jobs.stages.inputs import (
     NEEDS_A_MODEL,
     needs_a_model,
@@ -24,7 +23,6 @@ from laserbatch.jobs.stages.inputs import (
 from laserbatch.jobs.stages.night import Night, new_night, parse_date
 from laserbatch.jobs.stages.spans import decoded, text_spans
 from laserbatch.pipeline.budget.choice import budget_step_cost, by_step, side_budget
-from laserbatch.pipeline.budget.cost_cache import user_step_costs
 from laserbatch.pipeline.distributed.settings import usable_cores
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.planning.plan import read_shard
@@ -131,6 +129,9 @@ def with_only(tables: Tables, side: Side, text: str | None) -> Tables:
 
 def write_entity(night: Night, side: Side) -> TriedEntity:
     """Write about the only entity of a side as the worker of a night does, in a temporary folder."""
+    # torch and Ray, which take half a minute to load: an id that is not there is found before.
+    from laserbatch.jobs.stages.generate import plan_of_side
+    from laserbatch.pipeline.budget.cost_cache import user_step_costs
     from laserbatch.pipeline.distributed.worker import ShardWorker
 
     decoding, version = night.settings.decoding, night.manifest.generation.pools.version

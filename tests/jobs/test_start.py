@@ -13,6 +13,7 @@ HEAVY = ("torch", "transformers", "sklearn", "lightgbm", "matplotlib")
     [
         ("jobs.commands.nightly", HEAVY),  # the encoder is loaded with the first text, the tokenizer by workers
         ("pipeline.distributed.actors", HEAVY),  # a worker loads them when it is asked to load its model
+        ("jobs.commands.try_one", (*HEAVY, "ray")),  # tables and the id are looked at first
         ("jobs.commands.status", (*HEAVY, "ray", "numba")),
         ("jobs.events", (*HEAVY, "ray", "numba", "pyarrow")),
     ],
