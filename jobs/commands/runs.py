@@ -39,7 +39,10 @@ def list_runs(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, 
         say(f"no runs in {opened.root} yet; `laserbatch nightly` makes one")
     else:
         caption = "* is what readers see; of users and items: written / carried over / failed"
-        print_table(Table("Runs", [_row(row) for row in described], ("", "run", "state"), caption))
+        rows = [_row(row) for row in described]
+        columns = [name for name in rows[0] if any(row[name] for row in rows)]  # lists of items have no side of items
+        rows = [{name: row[name] for name in columns} for row in rows]
+        print_table(Table("Runs", rows, ("", "run", "state"), caption))
         for row in described:
             if row["failure"]:
                 say(f"{row['run_id']}: {row['failure']}")
@@ -275,5 +278,5 @@ def _row(described: dict[str, Any]) -> dict[str, str]:
     }
     for side in SIDES:
         figures = described.get(f"{side}s", {})
-        row[f"{side}s"] = " / ".join(count(figures.get(f"num_{name}")) for name in COUNTED)
+        row[f"{side}s"] = " / ".join(count(figures[f"num_{name}"]) for name in COUNTED if figures)
     return row | {"MB": f"{described['num_bytes'] / 1e6:,.1f}"}

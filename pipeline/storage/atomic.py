@@ -175,7 +175,9 @@ def read_json(path: Path | str, otherwise: str = "") -> dict:
         if not isinstance(data, dict):
             raise ValueError(f"it holds a {type(data).__name__}")
     except FileNotFoundError:
-        raise WorkspaceError(f"{path} is missing; expected the JSON file that a run writes there.") from None
+        raise WorkspaceError(
+            f"{path} is missing; expected the JSON file that a run writes there. Restore it from a copy{otherwise}."
+        ) from None
     except ValueError as error:
         raise WorkspaceError(
             f"{path} is damaged: {error}; expected a JSON object. Restore it from a copy{otherwise}."

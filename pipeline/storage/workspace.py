@@ -67,9 +67,9 @@ class Workspace:
         return run_folder(self.root, run_id)
 
     def existing_run(self, run_id: str) -> RunFolder:
-        """A run that has a manifest. Raises WorkspaceError, which names the newest ones, where no run has that id."""
+        """A run whose folder is there. Raises WorkspaceError, which names the newest ones, where no run has that id."""
         run = self.run(run_id)
-        if not run.manifest_path.exists():
+        if not run.root.is_dir():
             newest = ", ".join(run.run_id for run in self.runs()[-5:]) or "none"
             raise WorkspaceError(f"{self.root} has no run {run_id}; its newest runs are: {newest}.")
         return run

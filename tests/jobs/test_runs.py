@@ -86,6 +86,10 @@ def test_a_diff_names_who_changed_and_why_who_appeared_and_who_went(workspace, c
     shown = run_here(capfd, "runs", "diff", "--texts", "--workspace", str(workspace.root))
     assert "user moved changed: attributes+history\n  - x\n  + y" in shown.stderr
     assert "runs are" in run_runs(workspace, capfd, "diff", before, "2025-03-09-gone", code=3)["error"]
+    workspace.run(before).manifest_path.unlink()
+    for arguments in (("show", before), ("diff", before, after), ("publish", before)):
+        error = run_runs(workspace, capfd, *arguments, code=3)["error"]
+        assert "manifest.json is missing" in error and "run 2025-03-01 again" in error
 
 
 def test_a_run_that_lost_a_file_of_texts_is_neither_compared_nor_published(workspace, capfd):
@@ -121,6 +125,7 @@ def test_listed_are_state_mark_and_size_also_of_what_cannot_be_read(workspace, c
     assert all(row["num_bytes"] > 0 for row in listed)
     table = run_here(capfd, "runs", "list", "--workspace", str(workspace.root)).stdout
     assert f"*  {ids[0]}" in table and "rolled back" in table
+    assert "framework" not in table and "items  " not in table  # of which these runs have nothing
     assert run_runs(workspace, capfd, "show")["run_id"] == ids[0]
 
 
