@@ -7,6 +7,7 @@ Into a temporary name beside the target, synced, then renamed over it. A process
 import hashlib
 import os
 import secrets
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -37,6 +38,29 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def paths_below(folder: Path | str) -> Iterator[Path]:
+    """Files and folders below a folder, those that links lead to too."""
+    for root, folders, files in os.walk(folder, followlinks=True):
+        yield from (Path(root, name) for name in (*folders, *files))
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder that disappears in one step: a death in between leaves a `.tmp` name."""
+    removed = temporary_beside(path)
+    os.replace(path, removed)
+    remove(removed)
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder, of a link also the folder that it names; what is not there is no error."""
+    if path.is_symlink() and path.is_dir():
+        shutil.rmtree(path.resolve())
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def size_bytes(path: Path) -> int:

@@ -119,6 +119,10 @@ def forget(
     requested: Ids = {"user": frozenset(users), "item": frozenset(item)}
     if not any(requested.values()):
         raise typer.BadParameter("give --user ID, --item ID or --ids FILE with at least one id")
+    if not_text := [key for key in (*user, *item) if key != key.encode(errors="replace").decode()]:
+        raise typer.BadParameter(
+            f"{not_text[0]!r} is not UTF-8, as ids are; check the terminal's encoding, or give --ids"
+        )
     opened = Workspace.open(settings.workspace, create=False)
     with opened.lock(), ExitStack() as others:
         for other in (*experiment_folders(opened), *(extension.root for extension in opened.within())):

@@ -17,6 +17,9 @@ from pathlib import Path
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.retrieval_pools.atomic import TEMPORARY_SUFFIX, atomic_path, naming, sync, temporary_beside
 from laserbatch.retrieval_pools.atomic import freed_bytes as freed_bytes
+from laserbatch.retrieval_pools.atomic import paths_below as paths_below
+from laserbatch.retrieval_pools.atomic import remove as remove
+from laserbatch.retrieval_pools.atomic import remove_folder as remove_folder
 from laserbatch.retrieval_pools.atomic import sha256_file as sha256_file
 from laserbatch.retrieval_pools.atomic import size_bytes as size_bytes
 
@@ -115,24 +118,9 @@ def restore_replaced(path: Path) -> None:
         shutil.rmtree(folder)
 
 
-def remove_folder(path: Path) -> None:
-    """Delete a folder that disappears in one step: a death in between leaves a `.tmp` name."""
-    removed = temporary_beside(path)
-    os.replace(path, removed)
-    shutil.rmtree(removed)
-
-
-def remove(path: Path) -> None:
-    """Delete a file, a link, or a folder with all that is in it; what is not there is no error."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def leftovers(folder: Path | str) -> list[Path]:
     """The outermost temporary files and folders that killed writers left anywhere under a folder."""
-    paths = sorted(Path(folder).rglob(f".*{TEMPORARY_SUFFIX}"))
+    paths = sorted(path for path in paths_below(folder) if path.match(f".*{TEMPORARY_SUFFIX}"))
     return [path for path in paths if not any(other in path.parents for other in paths)]
 
 

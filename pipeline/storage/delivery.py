@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laserbatch.pipeline.errors import WorkspaceError
-from laserbatch.pipeline.storage.atomic import read_json, sha256_file, write_json
+from laserbatch.pipeline.storage.atomic import paths_below, read_json, sha256_file, write_json
 from laserbatch.pipeline.storage.run_folder import RUN_ID, RunFolder
 from laserbatch.pipeline.storage.uris import ADVICE, BLOCK_BYTES, filesystem_of, naming_uri
 
@@ -190,7 +190,7 @@ def _record(root: Path) -> dict:
 
 def _described(run: RunFolder) -> dict[str, tuple[int, str]]:
     """Bytes and SHA-256 of each file of a run that readers want, by its path within it, `_SUCCESS` last."""
-    paths = [path for name in FOLDERS for path in sorted((run.root / name).rglob("*"))]
+    paths = [path for name in FOLDERS for path in sorted(paths_below(run.root / name))]
     paths = [path for path in paths if path.is_file() and not path.name.startswith(".")]
     paths += sorted(run.root.glob("*.parquet"))
     paths += [path for path in (run.manifest_path, run.report_path, run.success_path) if path.exists()]

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
-from laserbatch.pipeline.storage.atomic import read_json, sha256_file, write_json
+from laserbatch.pipeline.storage.atomic import paths_below, read_json, sha256_file, write_json
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.parquet import iter_parquet, read_parquet, write_parquet
 from laserbatch.pipeline.storage.quarantine import count_reasons
@@ -42,7 +42,7 @@ def rows_of(root: Path, ids: Ids) -> tuple[dict[str, int], dict[Side, set[str]]]
     """
     num_rows: dict[str, int] = {}
     seen: dict[Side, set[str]] = {side: set() for side in SIDES}
-    for path in sorted(root.rglob("*.parquet")):
+    for path in sorted(path for path in paths_below(root) if path.suffix == ".parquet"):
         for column, side in _owners(path, root):
             for batch in iter_parquet(path, [column]) if ids[side] else ():
                 matched = batch[column].filter(is_of(batch[column], ids[side]))

@@ -12,13 +12,19 @@ from __future__ import annotations  # `list` is a method below
 
 import os
 import re
-import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from laserbatch.retrieval_pools.atomic import TEMPORARY_SUFFIX, atomic_path, freed_bytes, sha256_file, temporary_beside
+from laserbatch.retrieval_pools.atomic import (
+    TEMPORARY_SUFFIX,
+    atomic_path,
+    freed_bytes,
+    remove,
+    remove_folder,
+    sha256_file,
+)
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import staged_folder, sync_folder
 from laserbatch.retrieval_pools.index.manifest import REBUILD, PoolManifest, Side, read_manifest
@@ -135,7 +141,7 @@ class PoolStore:
             for version in old:
                 self._remove(version)
             for path in leftovers:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                remove(path)
         return GcResult(old, len(leftovers), num_bytes)
 
     def drop(self, version: str) -> None:
@@ -147,9 +153,7 @@ class PoolStore:
         """Remove the folders of a version, the oldest first: none is what the version holds again after a death."""
         folders = self._folders().get(version, [])
         for folder in folders[:-1] if but_newest else folders:
-            removed = temporary_beside(folder)
-            os.replace(folder, removed)
-            shutil.rmtree(removed)
+            remove_folder(folder)
 
     @contextmanager
     def publish(self, version: str, make_current: bool = True) -> Iterator[Path]:

@@ -167,6 +167,8 @@ def test_old_runs_are_removed_but_none_that_somebody_needs(workspace, capfd):
         return [run.run_id for run in workspace.runs()]
 
     (workspace.root / "runs" / ".gone.1-ab.tmp").mkdir()
+    elsewhere = workspace.run(ids[1]).root.rename(workspace.root.with_name("elsewhere"))  # for want of room
+    workspace.run(ids[1]).root.symlink_to(elsewhere)
     before = run_ids()
     cleaned = run_runs(workspace, capfd, "gc", "--keep", "1", "--dry-run")
     assert run_ids() == before and cleaned["num_bytes"] > 0 and cleaned["num_leftovers"] == 1
@@ -180,6 +182,7 @@ def test_old_runs_are_removed_but_none_that_somebody_needs(workspace, capfd):
         ids[9]: "among the newest 1",
     }
     assert run_runs(workspace, capfd, "gc", "--keep", "1")["removed"] == cleaned["removed"]
+    assert not elsewhere.exists() and not workspace.run(ids[1]).root.is_symlink()
     assert run_ids() == sorted(cleaned["kept"]) and not list((workspace.root / "runs").glob(".*"))
     assert run_runs(workspace, capfd, "gc", "--keep", "1")["num_bytes"] == 0
     more = run_runs(workspace, capfd, "gc", "--keep", "1", "--unfinished")["removed"]

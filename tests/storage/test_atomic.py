@@ -184,3 +184,16 @@ def test_the_current_folder_is_not_replaced(tmp_path, monkeypatch):
     for path in (".", tmp_path, ".."):
         with pytest.raises(ConfigError, match="folder that this command runs in"), atomic_folder(path, True):
             pass
+
+
+def test_what_killed_writers_left_behind_links_is_removed_too(tmp_path):
+    elsewhere, workspace = tmp_path / "elsewhere", tmp_path / "workspace"
+    (elsewhere / "run" / ".torn.1-ab.tmp").mkdir(parents=True)
+    (elsewhere / "run" / "whole").write_text("")
+    workspace.mkdir()
+    (workspace / "runs").symlink_to(elsewhere)
+    assert remove_leftovers(workspace) == 1
+    assert [path.name for path in (elsewhere / "run").iterdir()] == ["whole"]
+    (workspace / ".runs.1-ab.tmp").symlink_to(elsewhere / "run")  # of a removal that was killed
+    assert remove_leftovers(workspace) == 1
+    assert not (elsewhere / "run").exists() and (workspace / "runs").is_symlink()
