@@ -72,7 +72,8 @@ class Destination:
         files = _described(run)
         lines = "".join(f"{sha256}  {name}\n" for name, (_, sha256) in files.items())
         pointer = {"run_id": run.run_id, "num_files": len(files), "sha256": hashlib.sha256(lines.encode()).hexdigest()}
-        if self.published() == pointer:
+        sizes = {name: num_bytes for name, (num_bytes, _) in files.items()}
+        if self.published() == pointer and self._files(f"runs/{run.run_id}") == sizes:
             return Delivered()
         sent = self.copy(run, files)
         with naming_uri(self.uri, WorkspaceError):

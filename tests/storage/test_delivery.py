@@ -84,6 +84,14 @@ def test_a_killed_delivery_shows_readers_the_run_before_and_goes_on(workspace, p
     assert len(sent) == len(WANTED)
 
 
+def test_a_file_that_somebody_deleted_there_is_sent_again(workspace, place):  # noqa: F811
+    deliver(workspace, place)
+    filesystem, root = filesystem_of(place)
+    filesystem.delete_file(f"{root}/runs/{OLD}/features/user/00000.parquet")
+    deliver(workspace, place)
+    assert seen(place) == OLD
+
+
 def test_a_place_is_known_before_anything_is_sent_there(workspace, place, monkeypatch):  # noqa: F811
     def killed(*_):
         raise KeyboardInterrupt
