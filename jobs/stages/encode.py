@@ -65,7 +65,8 @@ def encode_run(
             except WorkspaceError as error:
                 if earlier is None:
                     raise
-                say(f"{side} texts are all encoded again: {error}")
+                what = f"{side} texts are all encoded again, and their cluster ids do not compare with earlier ones"
+                say(f"{what}: {error}")
                 figures[side] = features.write(None, codes_of)
             bar.advance(num_rows - figures[side].num_encoded)
         if num_truncated := figures[side].num_truncated:
@@ -104,11 +105,9 @@ def same_dtype(settings: EncodingSettings, previous: RunFolder | None) -> Encodi
 def _earlier(
     previous: RunFolder | None, side: Side, encoder_id: str, max_text_tokens: int, fields: tuple[str, ...]
 ) -> EarlierFeatures | None:
-    """Features of a finished run; None if there are none, or they are of other parts, text limits or encoders."""
-    if previous is None or not previous.centroids_path(side).exists() or not previous.features_path(side).exists():
-        return None
-    manifest = unless_damaged(previous.load_manifest)
-    if manifest is None:
+    """Features of a finished run; None if it made none, or they are of other parts, text limits or encoders."""
+    manifest = None if previous is None else unless_damaged(previous.load_manifest)
+    if previous is None or manifest is None:
         return None
     before = manifest.features.get(side)
     cut_at = manifest.origin.settings.get("encoding", {}).get("max_text_tokens", max_text_tokens)

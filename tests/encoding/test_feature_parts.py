@@ -139,7 +139,16 @@ def test_a_file_that_is_missing_or_none_of_the_run_is_named(world, name, capsys)
     with pytest.raises(WorkspaceError, match=rf"features/user/{name} is .*expected the 5 files of user features"):
         first.require_features({"user": figures})
     assert world.night(2)[1].num_encoded == 20
-    assert f"user texts are all encoded again: {first.features_folder('user') / name}" in capsys.readouterr().err
+    said = "user texts are all encoded again, and their cluster ids do not compare with earlier ones: "
+    assert f"{said}{first.features_folder('user') / name}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lost", ["user", "user-centroids.parquet"])
+def test_lost_features_or_a_lost_codebook_are_named(world, lost, capsys):
+    first, _ = world.night(1)
+    (first.root / "features" / lost).rename(first.root / "elsewhere")
+    assert world.night(2)[1].num_encoded == 20
+    assert f"do not compare with earlier ones: {first.root / 'features' / lost}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("num_rows", "match"), [(3, "has 3 rows, not 4"), (None, "damaged")])
