@@ -302,12 +302,11 @@ def test_what_is_damaged_of_earlier_nights_is_named_and_passed_over(world, caplo
 
 
 def test_a_lost_file_of_texts_is_named_with_its_entities(world, tmp_path, caplog):
-    first = opened(world)
+    first = done(opened(world))
     files = {"00000": 22, "carried": 3, "carried-00000": 2, "stale": 4, "waiting": 6}
     for name, num_users in files.items():
         record = ShardRecord(name, f"knowledge/user/{name}.parquet", num_users, "")
         write_json(asdict(record), first.run.root / "shards" / "user" / f"{name}.json")
-    done(first)
     second = opened(world, DAY + datetime.timedelta(days=1))
     second.manifest.generation.pools = PoolsUsed()
     plan_night(second, RunFolder(tmp_path / "plan"))
