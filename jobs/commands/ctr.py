@@ -13,7 +13,7 @@ from laserbatch.jobs.report.ctr_table import ctr_lead, ctr_table
 from laserbatch.jobs.report.variant_table import between_line, variant_table
 from laserbatch.jobs.settings import CONFIG, CONFIGS, FRAMEWORKS, WORKSPACE, config_here, load_settings, variant_names
 from laserbatch.jobs.stages.compare_ctr import compare_ctr
-from laserbatch.jobs.stages.night import open_run
+from laserbatch.jobs.stages.night import Night, open_run
 from laserbatch.jobs.stages.train_ctr import FeatureName, evaluate_folder, predict_pairs, train_to_folder, trained_on
 from laserbatch.jobs.stages.variants import compare_variants, of_configs, of_frameworks
 from laserbatch.pipeline.errors import ConfigError
@@ -24,7 +24,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 TABLES = typer.Option(None, show_default="those that the run read", help="Folder or URI of the input tables.")
 RUN = typer.Option(None, show_default="the published run", help="A run id.")
 OF_MODEL = typer.Option(None, show_default="the run that it was trained on", help="Run whose features the model reads.")
-HISTORY = typer.Option(None, show_default="the run's setting", help="Which texts training rows see.")
+HISTORY = typer.Option(None, show_default="as the configuration says", help="Which texts training rows see.")
 MODEL = typer.Argument(..., help="A folder of `laserbatch ctr train`.")
 JSON = typer.Option(False, "--json", help="Print everything as JSON.")
 
@@ -51,8 +51,8 @@ def train(
 
     Example: `laserbatch ctr train models/dcnv2 --model dcnv2 --workspace workspace`
     """
-    night = open_run(load_settings(config, {"workspace": workspace}), run)
-    settings = changed_settings(night.settings.ctr, None, None, history)
+    night, options = _opened(config, workspace, run)
+    settings = changed_settings(options, None, None, history)
     tables = tables or str(night.settings.tables.required_path)
     metrics = train_to_folder(night, model, features, seed, tables, settings, out)
     summary({"folder": str(out), "run_id": night.run.run_id, "model": model, **metrics}, as_json)
@@ -107,10 +107,12 @@ def compare(
     workspace: Path | None = WORKSPACE,
     run: str | None = RUN,
     models: str | None = typer.Option(
-        None, show_default="those of the run", help="Models to train, of din, dcnv2 and gbdt, separated by commas."
+        None,
+        show_default="those of the configuration",
+        help="Models to train, of din, dcnv2 and gbdt, separated by commas.",
     ),
     seeds: int | None = typer.Option(
-        None, min=1, show_default="the run's setting", help="Trainings of each model and variant."
+        None, min=1, show_default="that of the configuration", help="Trainings of each model and variant."
     ),
     history: History | None = HISTORY,
     tables: str | None = TABLES,
@@ -131,8 +133,8 @@ def compare(
         comparison = _compared(config, framework, workspace, run, models, seeds, history, tables)
         summary(comparison, as_json=True) if as_json else print_variants(comparison)
         return
-    night = open_run(load_settings(config[0] if config else config_here(), {"workspace": workspace}), run)
-    settings = changed_settings(night.settings.ctr, models, seeds, history)
+    night, options = _opened(config[0] if config else config_here(), workspace, run)
+    settings = changed_settings(options, models, seeds, history)
     of_run = night.settings.tables
     later_tables = open_tables(tables or of_run.required_path, of_run.keep_duplicates)
     runs, verifier = night.workspace.runs_up_to(night.run), night.settings.decoding.verifier
@@ -143,6 +145,13 @@ def compare(
         return
     summary({"run_id": night.run.run_id, "rows": figures.split}, as_json=False)
     print_ctr(figures)
+
+
+def _opened(config: Path | None, workspace: Path | None, run: str | None) -> tuple[Night, CtrOptions]:
+    """A run, and how its models are trained: by the configuration, which may have changed; without one as the run's."""
+    settings = load_settings(config, {"workspace": workspace})
+    night = open_run(settings, run)
+    return night, night.settings.ctr if config is None else settings.ctr
 
 
 def _compared(configs, frameworks, workspace, run, models, seeds, history, tables) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 from night_world import run_here
 
 from laserbatch.jobs.commands import nightly as nights
+from laserbatch.jobs.commands.ctr import _opened as opened_for_ctr
 from laserbatch.jobs.gates import measure
 from laserbatch.jobs.settings import load_settings
 from laserbatch.jobs.stages import publishing
@@ -370,3 +371,12 @@ def test_a_run_is_read_without_settings_that_this_version_does_not_have(world, c
     settings = open_run(load_settings(world / "laserbatch.yaml"), night.run.run_id).settings
     assert settings.ctr.label == "rating >= 3"
     assert "left out: ctr.of_old" in capsys.readouterr().err
+
+
+def test_ctr_models_are_trained_as_the_configuration_says_and_without_one_as_the_run_does(world, tmp_path):
+    night = opened(world)
+    changed = tmp_path / "changed.yaml"
+    changed.write_text("ctr: {num_seeds: 4}")
+    opened_by = {path: opened_for_ctr(path, world / "workspace", night.run.run_id)[1] for path in (changed, None)}
+    assert [options.num_seeds for options in opened_by.values()] == [4, night.settings.ctr.num_seeds]
+    assert night.settings.ctr.num_seeds != 4
