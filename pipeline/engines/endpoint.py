@@ -21,12 +21,12 @@ from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.engines.answers import Answers
 from laserbatch.pipeline.engines.endpoint_batches import EndpointBatches
 from laserbatch.pipeline.engines.endpoint_client import SGLANG, VLLM, EndpointClient
+from laserbatch.pipeline.engines.engine import ExternalEngine
 from laserbatch.pipeline.engines.spending import Spending
 from laserbatch.pipeline.errors import ConfigError, RowError, RunFailed
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.figures import ModelFigures
 from laserbatch.retrieval_pools.sources import NUM_SOURCES, SOURCE_TARGET
-from laserbatch.retrieval_pools.step_cost import StepCost
 
 PATHS = {"completions": "/completions", "chat": "/chat/completions"}
 JSON_GRAMMAR = "start: %json "  # how `knowledge.forms` begins a grammar that is a JSON schema
@@ -34,7 +34,7 @@ TICK_S, SAVE_EVERY_S = 1.0, 1.0  # between signs of life of a worker that waits;
 _T = TypeVar("_T")
 
 
-class EndpointEngine:
+class EndpointEngine(ExternalEngine):
     """A server as a `TextEngine`.
 
     Raises ModelError: the folder holds no tokenizer. ConfigError: the key is not in the environment, or the server does
@@ -48,7 +48,7 @@ class EndpointEngine:
 
     def __init__(self, model_dir: Path, decoding: DecodingSettings, run_dir: Path) -> None:
         assert decoding.endpoint is not None
-        self.tokenizer, self.num_forwards, self.costliest_step_s = load_tokenizer(model_dir), 0, 0.0
+        self.tokenizer = load_tokenizer(model_dir)
         self._settings, self._max_concurrent = decoding.endpoint, decoding.batch_size
         self._chat_options, self._borrows = decoding.chat_options, decoding.borrows_tokenizer
         self._penalty = folder_rules(model_dir).get("repetition_penalty", 1.0)
@@ -63,10 +63,6 @@ class EndpointEngine:
         self.model = ModelFigures(
             id=served_identity(model_dir, decoding), dtype="unknown", device="server", num_parameters=0
         )
-
-    @property
-    def graph_counts(self) -> dict[str, int]:
-        return {}
 
     @property
     def server(self) -> str:
@@ -105,18 +101,6 @@ class EndpointEngine:
         finally:
             self._waited(_ended(open_tasks | done))
             self._save()
-
-    def warm_up(self, sides: Iterable[Side]) -> None:
-        """The server did."""
-
-    def usual_tokens(self, side: Side) -> None:
-        return None  # nothing runs on under greedy verification that plain decoding would not
-
-    def cached_step_cost(self) -> StepCost | None:
-        return None
-
-    def measured_step_cost(self, save: bool = True) -> StepCost:
-        raise AssertionError("nothing is drafted, so nothing is chosen by it")
 
     def _waited(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         task = self._loop.create_task(coroutine)

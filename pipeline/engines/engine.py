@@ -56,3 +56,25 @@ class TextEngine(Protocol):
     def measured_step_cost(self, save: bool = True) -> StepCost:
         """What steps cost here, measured now; of workers that measure side by side one saves it."""
         ...
+
+
+class ExternalEngine:
+    """What the engines share that are not ours: they are loaded by others, and nothing is chosen by what steps cost."""
+
+    num_forwards, costliest_step_s = 0, 0.0
+
+    @property
+    def graph_counts(self) -> dict[str, int]:
+        return {}
+
+    def warm_up(self, sides: Iterable[Side]) -> None:
+        """It is warm once it is loaded."""
+
+    def usual_tokens(self, side: Side) -> None:
+        return None  # nothing runs on under greedy verification that plain decoding would not
+
+    def cached_step_cost(self) -> StepCost | None:
+        return None
+
+    def measured_step_cost(self, save: bool = True) -> StepCost:
+        raise AssertionError("no budget is chosen here")

@@ -39,6 +39,7 @@ from laserbatch.pipeline.decoding.model.folder import (
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.engines.answers import Answers
+from laserbatch.pipeline.engines.engine import ExternalEngine
 from laserbatch.pipeline.errors import ModelError, first_line
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import atomic_path
@@ -48,7 +49,6 @@ from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.integrations import vllm_steps
 from laserbatch.retrieval_pools.routing.route_table import write_routes
 from laserbatch.retrieval_pools.sources import NUM_SOURCES, SOURCE_POOL, SOURCE_TARGET
-from laserbatch.retrieval_pools.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class _Text:
             self.num_steps += 1
 
 
-class VllmEngine:
+class VllmEngine(ExternalEngine):
     """`vllm.LLM` as a `TextEngine`. Raises ModelError, PoolError: vLLM, the model or a pool cannot be used.
 
     Drafted tokens have the source "pool", whatever the proposer took them from. vLLM counts what it drafts for all
@@ -97,7 +97,7 @@ class VllmEngine:
         pool_dirs: Mapping[Side, Path],
         step_cost_dir: Path,
     ) -> None:
-        self.tokenizer, self.num_forwards, self.costliest_step_s = load_tokenizer(model_dir, decoding.adapter), 0, 0.0
+        self.tokenizer = load_tokenizer(model_dir, decoding.adapter)
         self._rules = folder_rules(model_dir)
         # vLLM's loaders skip biases that a configuration does not describe
         num_rows = require_described_weights(model_dir)
@@ -143,10 +143,6 @@ class VllmEngine:
             num_parameters=_num_parameters(model_dir, config.hf_text_config),
         )
 
-    @property
-    def graph_counts(self) -> dict[str, int]:
-        return {}  # vLLM does not say
-
     def generate(
         self,
         side: Side,
@@ -173,18 +169,6 @@ class VllmEngine:
                 text.extend(list(new.token_ids))
                 text.finish_reason = new.finish_reason or ""
         yield from self._results(list(texts.values()), self._num_drafted() - num_drafted)
-
-    def warm_up(self, sides: Iterable[Side]) -> None:
-        """vLLM did, when it was loaded."""
-
-    def usual_tokens(self, side: Side) -> None:
-        return None  # nothing runs on under greedy verification that plain decoding would not
-
-    def cached_step_cost(self) -> StepCost | None:
-        return None  # the proposer has its own
-
-    def measured_step_cost(self, save: bool = True) -> StepCost:
-        raise AssertionError("nothing is chosen by it where vLLM's proposer chooses")
 
     def _begin(self, request: GenerationRequest) -> None:
         """Hand a request to vLLM. Raises ValueError: it cannot be done, and why."""
