@@ -6,6 +6,8 @@ float32. Each is added up in the order of the words, whatever else is computed b
 in a product of any size and in one done in parts.
 """
 
+from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from llvmlite import ir
@@ -141,6 +143,25 @@ class Emitter:
         name = f"llvm.fmuladd.v{LANES}f32"
         return [self.call(name, left, right, total, result=VECTOR) for right, total in pairs]
 
+    def loop(self, num_steps: ir.Value, before: list[list[Any]], body: Callable[..., list[list[Any]]]) -> list[Any]:
+        """Vectors after a loop over steps from 0 on, num_steps >= 1: each makes body(step, vectors) of `before`."""
+        builder = self.builder
+        begin, loop, after = builder.block, builder.append_basic_block("step"), builder.append_basic_block("after")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        step = builder.phi(INT)
+        totals = [[builder.phi(VECTOR) for _ in row] for row in before]
+        new = body(step, totals)
+        following = self.plus(step, 1)
+        step.add_incoming(ir.Constant(INT, 0), begin)
+        step.add_incoming(following, loop)
+        for total, value_before, value in zip(chain(*totals), chain(*before), chain(*new), strict=True):
+            total.add_incoming(value_before, begin)
+            total.add_incoming(value, loop)
+        builder.cbranch(builder.icmp_signed("<", following, num_steps), loop, after)
+        builder.position_at_end(after)
+        return new
+
     def operand(self, argument: int) -> ir.Type:
         """Of vectors of an array's words."""
         return VECTOR if self.is_float(argument) else PAIRS
@@ -197,29 +218,19 @@ def _emit_tile(context, builder, signature, arguments):
     is_first = builder.icmp_signed("==", first_step, ir.Constant(INT, 0))
     zeros = ir.Constant(VECTOR, [0.0] * LANES)
     before = [[builder.select(is_first, zeros, emit.load(pointer, VECTOR)) for pointer in row] for row in results]
-    begin, loop, after = builder.block, builder.append_basic_block("step"), builder.append_basic_block("after")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    step = builder.phi(INT)
-    totals = [[builder.phi(VECTOR) for _ in range(TILE_VECTORS)] for _ in range(TILE_ROWS)]
-    columns = [emit.plus(right_column, LANES * j) for j in range(TILE_VECTORS)]
-    rights = [emit.load_words(3, step, right_place, emit.operand(3)) for right_place in columns]
-    new = []
-    for number, row_totals in enumerate(totals):
-        word = emit.load_words(0, emit.plus(row, number), builder.add(first_step, step), _SHORT)
-        new.append(emit.add_products(word, rights, row_totals))
-    following = emit.plus(step, 1)
-    step.add_incoming(ir.Constant(INT, 0), begin)
-    step.add_incoming(following, loop)
-    for row_totals, row_before, row_new in zip(totals, before, new, strict=True):
-        for total, value_before, value in zip(row_totals, row_before, row_new, strict=True):
-            total.add_incoming(value_before, begin)
-            total.add_incoming(value, loop)
-    builder.cbranch(builder.icmp_signed("<", following, num_steps), loop, after)
-    builder.position_at_end(after)
-    for pointers, row_new in zip(results, new, strict=True):
-        for pointer, value in zip(pointers, row_new, strict=True):
-            emit.store(value, pointer)
+
+    def add_step(step, totals):
+        columns = [emit.plus(right_column, LANES * j) for j in range(TILE_VECTORS)]
+        rights = [emit.load_words(3, step, right_place, emit.operand(3)) for right_place in columns]
+        new = []
+        for number, row_totals in enumerate(totals):
+            word = emit.load_words(0, emit.plus(row, number), builder.add(first_step, step), _SHORT)
+            new.append(emit.add_products(word, rights, row_totals))
+        return new
+
+    totals = emit.loop(num_steps, before, add_step)
+    for pointer, value in zip(chain(*results), chain(*totals), strict=True):
+        emit.store(value, pointer)
     return context.get_dummy_value()
 
 

@@ -79,29 +79,18 @@ def _emit_rows(context, builder, signature, arguments):
         at = emit.plus(row, number)
         at = builder.select(builder.icmp_signed("<", at, last_row), at, last_row)
         rows.append(builder.bitcast(emit.pointer(2, at, ir.Constant(INT, 0)), word.as_pointer()))
-    begin, loop, after = builder.block, builder.append_basic_block("step"), builder.append_basic_block("after")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    step = builder.phi(INT)
-    sums = [[builder.phi(VECTOR) for _ in range(2)] for _ in range(num_rows)]
-    here = builder.add(weight, builder.mul(step, ir.Constant(INT, 2 * line)))
-    rights = [emit.load(emit.pointer(5, emit.plus(here, half * line)), emit.operand(5)) for half in range(2)]
-    ahead = builder.add(fetched, builder.mul(step, ir.Constant(INT, num_fetched * line)))
-    for number in range(num_fetched):
-        emit_fetch(builder, emit.pointer(5, emit.plus(ahead, number * line)))
-    new = []
-    for start, row_sums in zip(rows, sums, strict=True):
-        new.append(emit.add_products(emit.load(builder.gep(start, [step])), rights, row_sums))
-    following = emit.plus(step, 1)
-    step.add_incoming(ir.Constant(INT, 0), begin)
-    step.add_incoming(following, loop)
-    for row_sums, row_new in zip(sums, new, strict=True):
-        for total, value in zip(row_sums, row_new, strict=True):
-            total.add_incoming(ir.Constant(VECTOR, [0.0] * LANES), begin)
-            total.add_incoming(value, loop)
-    builder.cbranch(builder.icmp_signed("<", following, num_words), loop, after)
-    builder.position_at_end(after)
-    for number, values in enumerate(new):
+
+    def add_step(step, sums):
+        here = builder.add(weight, builder.mul(step, ir.Constant(INT, 2 * line)))
+        rights = [emit.load(emit.pointer(5, emit.plus(here, half * line)), emit.operand(5)) for half in range(2)]
+        ahead = builder.add(fetched, builder.mul(step, ir.Constant(INT, num_fetched * line)))
+        for number in range(num_fetched):
+            emit_fetch(builder, emit.pointer(5, emit.plus(ahead, number * line)))
+        pairs = zip(rows, sums, strict=True)
+        return [emit.add_products(emit.load(builder.gep(row, [step])), rights, row_sums) for row, row_sums in pairs]
+
+    zeros = [[ir.Constant(VECTOR, [0.0] * LANES)] * 2] * num_rows
+    for number, values in enumerate(emit.loop(num_words, zeros, add_step)):
         for half, value in enumerate(values):
             emit.store(value, emit.pointer(8, ir.Constant(INT, (half * ROWS + number) * LANES)))
     return context.get_dummy_value()
