@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from laserbatch.ctr.fields import NUM_RESERVED, Field
 from laserbatch.ctr.layers import CtrBatch
 
-OUT_DIM = 32  # of the linear one: of what becomes of a user's vector, of an item's, and of their product
+OUT_DIM = 32  # of what becomes of a user's vector, of an item's, and of their product
 DROPOUT = 0.3  # of what comes of texts, chosen on validation rows for the linear one
 
 
@@ -20,10 +20,11 @@ class Adaptor(nn.Module):
 
     `vectors` float32 (num_entities, dim) of each side are those of the run, zeros where an entity has no text, and are
     never saved with the weights: entities may be others, or in another order, when a model is asked. What an adaptor
-    learns of single entities it keeps by the codes of `ids`, the fields of both ids, which go with the model.
+    learns of single entities it keeps by the codes of `ids`, the fields of both ids, which go with the model. `default`
+    (2, OUT_DIM) is learned for who has no text.
     """
 
-    out_dim: int  # set by each
+    out_dim = 3 * OUT_DIM
     ids_0: torch.Tensor
     ids_1: torch.Tensor
     vectors_0: torch.Tensor
@@ -36,6 +37,8 @@ class Adaptor(nn.Module):
             self.register_buffer(f"ids_{side}", torch.from_numpy(field.codes[:, 0]), persistent=False)
         self.num_ids = tuple(field.num_codes for field in ids)
         self.in_dim = vectors[0].shape[1]
+        self.default = nn.Parameter(torch.zeros(len(vectors), OUT_DIM))
+        self.dropout = nn.Dropout(DROPOUT)
 
     def texts_of_ids(self, side: int) -> torch.Tensor:
         """A side's vectors by the code of the id, float32 (num_ids, dim): zeros of reserved codes, and without a text.
@@ -75,9 +78,6 @@ class LinearAdaptor(Adaptor):
         dim = self.entity_dim or self.in_dim
         self.of_sides = nn.ModuleList(nn.Linear(dim, OUT_DIM) for _ in vectors)
         self.of_product = nn.Linear(dim, OUT_DIM)
-        self.default = nn.Parameter(torch.zeros(len(vectors), OUT_DIM))
-        self.dropout = nn.Dropout(DROPOUT)
-        self.out_dim = 3 * OUT_DIM
 
     def of_entities(self, side: int, numbers: torch.Tensor) -> torch.Tensor:
         """The representation of a side's entities: (batch,) -> (batch, entity_dim), zeros for an unknown one."""

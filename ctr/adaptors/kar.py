@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from laserbatch.ctr.adaptors.adaptor import DROPOUT, Adaptor, has_text
+from laserbatch.ctr.adaptors.adaptor import OUT_DIM, Adaptor, has_text
 from laserbatch.ctr.fields import Field
 from laserbatch.ctr.layers import CtrBatch
 
 NUM_EXPERTS = 2  # dedicated ones of each side, and as many shared ones
-HIDDEN_DIM, OUT_DIM = 128, 32
+HIDDEN_DIM = 128
 
 
 class ExpertGroup(nn.Module):
@@ -48,9 +48,6 @@ class HybridExpertAdaptor(Adaptor):
         self.shared = ExpertGroup(self.in_dim)
         self.dedicated = nn.ModuleList(ExpertGroup(self.in_dim) for _ in vectors)
         self.gates = nn.ModuleList(nn.Linear(self.in_dim, 2 * NUM_EXPERTS) for _ in vectors)
-        self.default = nn.Parameter(torch.zeros(len(vectors), OUT_DIM))
-        self.dropout = nn.Dropout(DROPOUT)
-        self.out_dim = 3 * OUT_DIM
 
     def forward(self, batch: CtrBatch) -> torch.Tensor:
         """Rows -> (batch, out_dim)."""
@@ -59,10 +56,8 @@ class HybridExpertAdaptor(Adaptor):
 
     def _gather(self, side: int, numbers: torch.Tensor) -> torch.Tensor:
         distinct, places = numbers.unique(return_inverse=True)  # each entity once, then gathered
-        return F.embedding(places, self._augmented(side, self.get_buffer(f"vectors_{side}")[distinct]))
-
-    def _augmented(self, side: int, vectors: torch.Tensor) -> torch.Tensor:
+        vectors = self.get_buffer(f"vectors_{side}")[distinct]
         experts = torch.cat([self.shared(vectors), self.dedicated[side](vectors)], dim=1)  # (n, 2 NUM_EXPERTS, OUT_DIM)
         alpha = torch.softmax(self.gates[side](vectors), dim=1)
         augmented = F.layer_norm((alpha.unsqueeze(-1) * experts).sum(dim=1), (OUT_DIM,))
-        return torch.where(has_text(vectors), self.dropout(augmented), self.default[side])
+        return F.embedding(places, torch.where(has_text(vectors), self.dropout(augmented), self.default[side]))

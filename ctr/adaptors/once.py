@@ -16,11 +16,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from laserbatch.ctr.adaptors.adaptor import DROPOUT, Adaptor, has_text
+from laserbatch.ctr.adaptors.adaptor import OUT_DIM, Adaptor, has_text
 from laserbatch.ctr.fields import Field
 from laserbatch.ctr.layers import CtrBatch
 
-OUT_DIM = 32
 ATTENTION_DIM = 32
 
 
@@ -34,9 +33,6 @@ class ContentAdaptor(Adaptor):
         self.fusion = nn.Linear(2 * OUT_DIM, OUT_DIM)  # F
         self.attention = nn.Linear(OUT_DIM, ATTENTION_DIM)  # A
         self.query = nn.Linear(ATTENTION_DIM, 1, bias=False)  # q
-        self.default = nn.Parameter(torch.zeros(len(vectors), OUT_DIM))
-        self.dropout = nn.Dropout(DROPOUT)
-        self.out_dim = 3 * OUT_DIM
 
     def forward(self, batch: CtrBatch) -> torch.Tensor:
         """Rows -> (batch, out_dim)."""
