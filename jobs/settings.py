@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeGuard
 
 import typer
-from pydantic import BaseModel, Field, SerializeAsAny, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, SerializeAsAny, field_validator, model_validator
 
 from laserbatch.ctr.settings import CtrOptions
 from laserbatch.jobs.extensions import extension
@@ -28,7 +28,7 @@ from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.uris import is_uri, without_credentials
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.settings import TablesSettings
-from laserbatch.pipeline.validation import Strict, explain, matching, nearest, read_yaml
+from laserbatch.pipeline.validation import Strict, matching, nearest, read_yaml, validated
 from laserbatch.retrieval_pools.settings import PoolSettings, RoutingOptions
 
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent  # configs/ and models/ lie beside the packages
@@ -260,10 +260,7 @@ def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) ->
         if isinstance(section, dict):  # else validation says what it is
             section[key] = value
     source = path if path is not None else "the command line"
-    try:
-        settings = Settings.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError(f"{source}: {explain(error, Settings)}") from None
+    settings = validated(Settings, data, source)
     if faults := list(_truth_for_numbers(data, settings)):
         raise ConfigError(f"{source}: {'; '.join(faults)}")
     settings._folder = None if path is None else path.resolve().parent

@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 from laserbatch.pipeline.errors import ConfigError
 
 MAX_FOUND_CHARACTERS = 60
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 class Strict(BaseModel):
@@ -72,6 +73,14 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     faults = error.errors(include_url=False)
     unknown = [fault for fault in faults if fault["type"] == "extra_forbidden"]
     return "; ".join(_sentence(fault, model) for fault in unknown or faults)  # a misspelled key is also a missing one
+
+
+def validated(model: type[ModelT], data: Any, place: object, advice: str = "") -> ModelT:
+    """Data as a model. Raises ConfigError, which says where they are, what is wrong with them, and what to do."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{place}: {explain(error, model)}{advice}") from None
 
 
 def matching(pattern: str, expected: str) -> AfterValidator:

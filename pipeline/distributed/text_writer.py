@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import ray
-from pydantic import ValidationError
 
 from laserbatch.pipeline.budget.choice import budget_step_cost, by_step, side_budget
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, tokenizer_folder
@@ -27,7 +26,7 @@ from laserbatch.pipeline.engines.answers import UNCLOSED_THOUGHTS, unclosed_thou
 from laserbatch.pipeline.errors import ConfigError, RowError
 from laserbatch.pipeline.knowledge.chat_format import encode_chat, encode_content
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.validation import explain
+from laserbatch.pipeline.validation import validated
 from laserbatch.retrieval_pools.draft import int32_row
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.library import open_pool
@@ -75,10 +74,7 @@ class TextWriter:
         date: datetime.date | str | None = None,
         **decoding: Any,
     ) -> None:
-        try:
-            self._settings = DecodingSettings(model=str(model), **decoding)
-        except ValidationError as error:
-            raise ConfigError(f"TextWriter: {explain(error, DecodingSettings)}") from None
+        self._settings = validated(DecodingSettings, {"model": str(model), **decoding}, "TextWriter")
         if self._settings.engine != "laserbatch":
             raise ConfigError("TextWriter writes with our engine; docs/ray-data.md has Ray Data LLM for vLLM")
         self._system, self._budget, self._pool = system, None, None

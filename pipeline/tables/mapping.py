@@ -14,7 +14,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pydantic import ValidationError
 
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.storage.parquet import write_parquet
@@ -35,7 +34,7 @@ from laserbatch.pipeline.tables.settings import (
 )
 from laserbatch.pipeline.tables.source import SourceBatch, list_source, read_source
 from laserbatch.pipeline.tables.time_units import NAMES, other_reading, shown_span, unit_of
-from laserbatch.pipeline.validation import explain, nearest, read_yaml
+from laserbatch.pipeline.validation import nearest, read_yaml, validated
 
 NUM_EXAMPLES = 3
 Progress = Callable[[int, str], object]
@@ -45,11 +44,7 @@ ColumnsOf = Callable[[SourceBatch, str, Any], dict[str, pa.Array]]  # of a batch
 def load_mapping(path: Path | str) -> ImportMapping:
     """Read a mapping; ConfigError where it is missing, no YAML, or has a key or value that it should not have."""
     data = read_yaml(Path(path), "mapping", "copy configs/import_example.yaml and adapt it")
-    try:
-        return ImportMapping.model_validate(data)
-    except ValidationError as error:
-        faults = explain(error, ImportMapping)
-        raise ConfigError(f"the mapping {path}: {faults}; configs/import_example.yaml explains every key") from None
+    return validated(ImportMapping, data, f"the mapping {path}", "; configs/import_example.yaml explains every key")
 
 
 def import_mapped(
