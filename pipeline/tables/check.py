@@ -199,8 +199,7 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
         findings.add(error.finding)
         return
     units, time_findings = integer_times(table, [file.path for file in listing.files])
-    for finding in time_findings:
-        findings.add(finding)
+    findings.add(*time_findings)
     for sentence in name_left_out(listing.left_out):
         expected, advice = "only Parquet files with rows", "move them away, or write them as the others are"
         findings.add(Finding("left-out", table, sentence, expected, advice, is_warning=True))
@@ -217,15 +216,13 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
             continue
         num_rows += file.metadata.num_rows
         faults = schema_findings(table, name, file.schema_arrow)
-        for fault in faults:
-            findings.add(fault)
+        findings.add(*faults)
         if any(fault.kind == "duplicate-column" for fault in faults):
             yield _Part(table, name)
             continue
         read = [field for field in file.schema_arrow if role_of(table, field.name) is not None]
         kinds[name] = {field.name: _compared_type(table, field) for field in read}
-        for difference in _differences(table, name, kinds):
-            findings.add(difference)
+        findings.add(*_differences(table, name, kinds))
         usable = frozenset(file.schema_arrow.names).difference(fault.column for fault in faults)
         yield _Part(table, name, file, file.schema_arrow, usable, units)
     if num_rows == 0:

@@ -51,9 +51,8 @@ def to_type(column: pa.Array, kind: pa.DataType, expected: str | None = None) ->
 
 def with_points(column: pa.Array) -> pa.Array:
     """Numbers as text with a decimal comma, 4,5, as 4.5; ConversionFault for one with a point too."""
-    has_point = pc.fill_null(pc.match_substring(column, "."), False)
-    if has_point.true_count:
-        row = pc.index(has_point, True).as_py()
+    row = pc.index(pc.match_substring(column, "."), True).as_py()
+    if row >= 0:
         raise ConversionFault(row, column[row].as_py(), "a number with a decimal comma and no point")
     return pc.replace_substring(column, ",", ".")
 
@@ -74,9 +73,8 @@ def whole_numbers(column: pa.Array) -> pa.Array:
 
 def uncut(ids: pa.Array) -> pa.Array:
     """The ids; ConversionFault for text such as 1.23E+11 or 123,456, which spreadsheets make of long numbers."""
-    is_cut = pc.fill_null(pc.match_substring_regex(pc.utf8_trim_whitespace(ids), _CUT_ID), False)
-    if is_cut.true_count:
-        row = pc.index(is_cut, True).as_py()
+    row = pc.index(pc.match_substring_regex(pc.utf8_trim_whitespace(ids), _CUT_ID), True).as_py()
+    if row >= 0:
         raise ConversionFault(row, ids[row].as_py(), "an id with all of its digits alone; export the column as text")
     return ids
 

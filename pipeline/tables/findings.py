@@ -65,11 +65,12 @@ class Findings:
     def __init__(self) -> None:
         self._found: dict[tuple, Finding] = {}
 
-    def add(self, finding: Finding) -> None:
-        """Add a finding that is about no row."""
-        first = self._found.setdefault(_key(finding), finding)
-        if first is not finding:
-            self._found[_key(finding)] = replace(first, num_files=first.num_files + 1)
+    def add(self, *findings: Finding) -> None:
+        """Add findings that are about no row."""
+        for finding in findings:
+            first = self._found.setdefault(_key(finding), finding)
+            if first is not finding:
+                self._found[_key(finding)] = replace(first, num_files=first.num_files + 1)
 
     def add_rows(self, finding: Finding, rows: np.ndarray, first_row: int, column: pa.Array) -> None:
         """Add what is wrong with some rows, int64[n], of a column that begins at `first_row` of its file."""

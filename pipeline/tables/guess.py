@@ -214,12 +214,10 @@ def _files(sources: list[SourceTable], item_ids: str) -> tuple[SourceTable, Sour
     def has_time(source: SourceTable) -> bool:
         return guess_time(source, [*source.named(USER_ID), *source.named(item_ids)]).column.value is not None
 
-    def is_likely_log(source: SourceTable) -> tuple[bool, bool]:
-        return has_time(source), not source.is_id(source.named(USER_ID)[0])  # a table of users has each once
-
     logs = [source for source in sources if source.named(USER_ID) and source.named(item_ids)]
     logs = [source for source in logs if source.named(TIME) or has_time(source)]
-    log = max(logs, key=is_likely_log, default=None)
+    # A table of users has each id once.
+    log = max(logs, key=lambda source: (has_time(source), not source.is_id(source.named(USER_ID)[0])), default=None)
     rest = [source for source in sources if source is not log]
     titled = [source for source in rest if source.named(TITLE)]
     with_ids = [source for source in titled if source.named(item_ids)]

@@ -6,8 +6,7 @@ Each guess comes with what it rests on, in words for a person who reads the mapp
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
@@ -58,6 +57,7 @@ class SourceTable:
     head: pa.Table
     options: dict[str, Any]
     is_whole: bool = False  # whether `head` has all of its rows
+    _known_ids: dict[str, list[str]] = field(default_factory=dict, compare=False, repr=False)  # by column
 
     @property
     def stem(self) -> str:
@@ -102,10 +102,6 @@ class SourceTable:
                 texts = [text.partition(".")[0] for text in texts]
             self._known_ids[column] = texts
         return self._known_ids[column]
-
-    @cached_property
-    def _known_ids(self) -> dict[str, list[str]]:
-        return {}
 
 
 @dataclass(frozen=True)
