@@ -26,7 +26,7 @@ from laserbatch.pipeline.planning.planner import (
     write_side_plan,
 )
 from laserbatch.pipeline.planning.postpone import Refresh, unusable_texts
-from laserbatch.pipeline.planning.refresh import BUDGET
+from laserbatch.pipeline.planning.refresh import BUDGET, RefreshSettings
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.run_folder import POSTPONED, RunFolder
@@ -122,7 +122,7 @@ class NightPlanner:
     def _refresh(self, side: Side) -> Refresh | None:
         """The rule by which changed prompts wait; None: every changed prompt gets a new text."""
         night, settings = self.night, self.night.settings.refresh
-        if settings.is_off and not self._has_max_cost:
+        if settings == RefreshSettings() and not self._has_max_cost:
             return None
         waiting = night.run if night.previous is None else night.previous
         budget = settings.max_tokens

@@ -5,6 +5,7 @@ succeed. With a text it is not, since the model would write the same.
 """
 
 import datetime
+import math
 import zlib
 from dataclasses import dataclass
 from functools import partial
@@ -122,7 +123,7 @@ def choose(
         pa.array(since[left].astype(np.int32)).cast(pa.date32()),
     ]
     postponed = pa.Table.from_arrays(columns, schema=_schema(entity_ids.type))
-    return Chosen(decided.is_written, decided.scores, postponed, decided.num_tokens(candidates))
+    return Chosen(decided.is_written, decided.scores, postponed, math.ceil(num_tokens[decided.is_written].sum()))
 
 
 def without_evidence(refresh: Refresh, entity_ids: pa.Array) -> pa.Table:

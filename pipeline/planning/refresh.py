@@ -3,7 +3,6 @@
 A candidate is an entity whose prompt is not that of its text, or which has no text. It knows no tables and no files.
 """
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,11 +41,6 @@ class RefreshSettings(Strict):
         description="A night writes at most about this many tokens, the most valuable texts first; the others wait "
         "for a later night. null: no limit.",
     )
-
-    @property
-    def is_off(self) -> bool:
-        """Whether every change is written, which is the default."""
-        return self == RefreshSettings()
 
 
 @dataclass(frozen=True)
@@ -89,10 +83,6 @@ class Decision:
     is_written: np.ndarray  # bool
     is_over_budget: np.ndarray  # bool; due, but not written for lack of budget
     scores: np.ndarray  # float64
-
-    def num_tokens(self, candidates: Candidates) -> int:
-        """Tokens that are expected of the texts that are written."""
-        return math.ceil(candidates.num_tokens[self.is_written].sum())
 
 
 def decide(candidates: Candidates, settings: RefreshSettings, max_tokens: float | None = None) -> Decision:
