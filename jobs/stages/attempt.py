@@ -1,5 +1,6 @@
 """Attempts at a run: which run a command starts or resumes, and the record of what happens in it."""
 
+import ctypes
 import datetime
 import os
 import platform
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
+import pyarrow as pa
+
 from laserbatch.jobs.console import say
 from laserbatch.jobs.events import emit, event_log
 from laserbatch.jobs.failures import exit_code_of, line_of
@@ -19,7 +22,6 @@ from laserbatch.jobs.stages.inputs import changed_inputs
 from laserbatch.jobs.stages.tracing import traced
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.gpus import gpu_name
-from laserbatch.pipeline.memory import give_back_memory
 from laserbatch.pipeline.storage.manifest import RunManifest, RunOrigin, make_run_id, settings_hash
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -140,7 +142,10 @@ def stage(manifest: RunManifest, name: str) -> Iterator[None]:
     start_s = time.perf_counter()
     emit("stage_begin", stage=name)
     yield
-    give_back_memory()
+    # What Arrow and the C library have free; where the C library cannot give it back, only Arrow's.
+    pa.default_memory_pool().release_unused()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
     took_s = time.perf_counter() - start_s
     emit("stage_end", stage=name, seconds=took_s)
     manifest.add_stage(name, took_s)

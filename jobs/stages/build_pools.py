@@ -83,7 +83,9 @@ def prepare_pools(
     drafted_from = None if anew else night.manifest.generation.pools.version
     if drafted_from is not None and (before := unchanged_pools(night, drafted_from)):
         return partial(_link_pools, night, drafted_from, before, make_current)
-    if start_cluster is not None and _is_worth_a_task(night):
+    num_texts = sum(figures.num_entities for figures in night.manifest.generation.sides.values())
+    is_fetched = is_uri(night.settings.tables.required_path)  # to this machine alone
+    if start_cluster is not None and num_texts >= MIN_TEXTS_OF_TASK and not is_fetched:
         return _built_by_task(night, make_current, start_cluster())
     fit = describe_fit(night)
     reused = None if drafted_from is None else reused_routers(night, drafted_from, fit)
@@ -95,12 +97,6 @@ def prepare_pools(
     else:
         routers, fit = reused
     return partial(_build_pools, night, routers, fit, make_current)
-
-
-def _is_worth_a_task(night: Night) -> bool:
-    """Whether a task builds the pools sooner than this process; tables that were fetched are on this machine alone."""
-    num_texts = sum(figures.num_entities for figures in night.manifest.generation.sides.values())
-    return num_texts >= MIN_TEXTS_OF_TASK and not is_uri(night.settings.tables.required_path)
 
 
 def _built_by_task(night: Night, make_current: bool, layout: "WorkerLayout") -> Callable[[], dict[Side, PoolBuilt]]:

@@ -52,14 +52,19 @@ def encode_run(
     settings = settings or EncodingSettings()
     encoder_id = encoder_identity(settings)
 
-    encoders = _Encoders(settings, start_cluster)
+    here = LocalEncoder(lambda: load_encoder(settings))
+    on_cluster = None if start_cluster is None else ClusterEncoder(settings, start_cluster)
+
+    def choose(num_texts: int) -> PartsEncoder:
+        return here if on_cluster is None or not on_cluster.is_worth(num_texts) else on_cluster
+
     figures: dict[Side, FeatureFigures] = {}
     for side in sides:
         num_rows = sum(batch.num_rows for batch in folder.iter_knowledge(side, ["entity_id"]))
         with progress(f"encode {side} texts", num_rows) as bar:
             parts = tuple((fields or {}).get(side, ()))
             earlier = _earlier(previous, side, encoder_id, settings.max_text_tokens, parts)
-            features = FeatureWriter(folder, side, encoders.choose, encoder_id, settings, parts, bar.advance)
+            features = FeatureWriter(folder, side, choose, encoder_id, settings, parts, bar.advance)
             try:
                 figures[side] = features.write(earlier, codes_of)
             except WorkspaceError as error:
@@ -73,19 +78,6 @@ def encode_run(
             say(f"{num_truncated} {side} texts are longer than the encoder takes and lost their end")
     shutil.rmtree(folder.root / VECTORS_FOLDER, ignore_errors=True)
     return figures
-
-
-class _Encoders:
-    """The encoder in this process, and that on the cluster; each is loaded when it is chosen."""
-
-    def __init__(self, settings: EncodingSettings, start_cluster: Callable[[], WorkerLayout] | None) -> None:
-        self._here = LocalEncoder(lambda: load_encoder(settings))
-        self._on_cluster = None if start_cluster is None else ClusterEncoder(settings, start_cluster)
-
-    def choose(self, num_texts: int) -> PartsEncoder:
-        if self._on_cluster is not None and self._on_cluster.is_worth(num_texts):
-            return self._on_cluster
-        return self._here
 
 
 def load_encoder(settings: EncodingSettings) -> "TextEncoder":

@@ -168,12 +168,15 @@ class GenerationStage:
 
     @property
     def _pool_dirs(self) -> dict[Side, Path]:
-        return self.night.pool_folders()
+        """The folder of the pool that each side drafts from, where it has one."""
+        if (version := self.night.manifest.generation.pools.version) is None:
+            return {}
+        folder = self.night.pools.folder(version)
+        return {side: (folder / side).resolve() for side in SIDES if (folder / side).is_dir()}
 
     def worker_spec(self) -> TextSpec:
         """The specification of a worker that writes the stage's texts."""
         night, settings, decoding = self.night, self.night.settings, self.decoding
-        pool_dirs = self._pool_dirs
         if decoding.adapter is not None:
             decoding = decoding.model_copy(update={"adapter": str(Path(decoding.adapter).resolve())})
         return TextSpec(
@@ -185,7 +188,7 @@ class GenerationStage:
             max_prompt_tokens=settings.knowledge.max_prompt_tokens,
             date=night.date,
             step_cost_dir=night.workspace.step_costs_folder.resolve(),
-            pool_dirs=pool_dirs,
+            pool_dirs=self._pool_dirs,
             pool_version=night.manifest.generation.pools.version,
         )
 

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -64,13 +63,6 @@ class Night:
         return read_tables(
             tables.required_path, self.date, writable_folder(self.workspace.root), tables.keep_duplicates
         )
-
-    def pool_folders(self) -> dict[Side, Path]:
-        """The folder of the pool that each side drafts from, where it has one."""
-        if (version := self.manifest.generation.pools.version) is None:
-            return {}
-        folder = self.pools.folder(version)
-        return {side: (folder / side).resolve() for side in SIDES if (folder / side).is_dir()}
 
     @cached_property
     def pools(self) -> PoolStore:

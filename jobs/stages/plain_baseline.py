@@ -69,7 +69,9 @@ class PlainPlanner(NightPlanner):
         return WriteRules(self.night.manifest.origin.force, excluded=without_text)
 
     def _sharding(self, side: Side) -> Sharding:
-        isolate_ids = _written_tonight(self.night, side)
+        plan, root = load_plan(self.night.run.root, side), self.night.run.root
+        parts = [read_parquet(root / shard.path, ["entity_id"]) for shard in (plan.shards if plan else ())]
+        isolate_ids = pa.concat_tables(parts)["entity_id"].combine_chunks() if parts else None
         return Sharding(self.decoding.batch_size, self.night.settings.night.shard_size, isolate_ids=isolate_ids)
 
 
@@ -98,10 +100,3 @@ class PlainBaselineStage(GenerationStage):
 def no_draft_budgets(measure: Callable[[], StepCost]) -> dict[Side, Budget]:
     """Budgets of plain decoding, for which nothing is measured."""
     return dict.fromkeys(SIDES, PLAIN)
-
-
-def _written_tonight(night: Night, side: Side) -> pa.Array | None:
-    """Ids of the entities that the night itself generates; None where there are none."""
-    plan = load_plan(night.run.root, side)
-    parts = [read_parquet(night.run.root / shard.path, ["entity_id"]) for shard in (plan.shards if plan else ())]
-    return pa.concat_tables(parts)["entity_id"].combine_chunks() if parts else None

@@ -203,11 +203,6 @@ def remove_delivered(workspace: Workspace, uri: str | None, run_ids: Sequence[st
             say(f"removed from {uri}: {run_id}")
 
 
-def _last_delivery(workspace: Workspace, uri: str) -> str | None:
-    """The run that was delivered to a place last; None if none was."""
-    return next((last["run_id"] for last in last_deliveries(workspace.root) if last["to"] == uri), None)
-
-
 def forget_delivered(workspace: Workspace, uri: str | None) -> dict[str, str]:
     """Bring every run at a URI to what it is here after rows were taken out, and delete there what is not here.
 
@@ -219,11 +214,13 @@ def forget_delivered(workspace: Workspace, uri: str | None) -> dict[str, str]:
     destination = destination_of(workspace.root, uri)
     here = {run.run_id: run for run in workspace.runs() if run.is_finished}
     delivered = destination.runs()
-    if is_lake(uri) and not delivered and (last := _last_delivery(workspace, uri)) in here:
-        raise WorkspaceError(
-            f"{uri}: no table with rows is there, but {last} was delivered there. Have the tables be readable here and "
-            f"give the command again, or, if they were deleted, take the place out of {workspace.root / PLACES}"
-        )
+    if is_lake(uri) and not delivered:
+        last = {place["to"]: place["run_id"] for place in last_deliveries(workspace.root)}.get(uri)
+        if last in here:
+            raise WorkspaceError(
+                f"{uri}: no table with rows is there, but {last} was delivered there. Have the tables be readable here "
+                f"and give the command again, or, if they were deleted, take the place out of {workspace.root / PLACES}"
+            )
     for run_id in filter(here.__contains__, delivered):
         here[run_id].require_whole()  # what is missing here would be removed there
     done = {

@@ -1,9 +1,10 @@
 """A night's stages in order, and what is published when. A night that was killed goes on where it stopped."""
 
 import datetime
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from threading import Thread
 from typing import Any
@@ -30,7 +31,6 @@ from laserbatch.jobs.stages.publishing import (
     publish_run,
     repair_pointer,
 )
-from laserbatch.jobs.stages.stage import Stage, run_stages
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.distributed.cluster import end_leftovers
 from laserbatch.pipeline.errors import RunFailed
@@ -40,6 +40,17 @@ from laserbatch.pipeline.storage.figures import PreviousNight
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.settings import KEEP_VERSIONS
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a night."""
+
+    name: str  # in the report, the events and `status`
+    run: Callable[..., Any]  # called with the night and what `run_stages` was given; does what is not done yet
+    result: str | None = None  # `group.field` of the manifest that gets what `run` returns; None: nothing is returned
+    is_due: Callable[[Night], bool] = lambda night: True  # False where the stage is done, or not wanted
+
 
 WRITING = (
     Stage("generate", generate_knowledge, "generation.sides"),
@@ -102,13 +113,28 @@ def _do_stages(night: Night, policy: PublishPolicy) -> None:
             with recorded_endpoint(night):
                 run_stages(night, WRITING, workers)
         except RunFailed as error:
-            _close_failed(night, str(error))
+            # Nothing is published, and the next attempt resumes at the finished shards.
+            night.manifest.status, night.manifest.failure = "failed", str(error)
+            night.manifest.save()
+            draw_report(night.run, night.manifest)
+            say(f"report of the failed night: {night.run.report_path}")
             raise
         encode_and_build_pools(night, workers)
         workers.end_own_cluster()
         run_stages(night, JUDGING, workers)
     finish_night(night)
     publish_night(night, policy)
+
+
+def run_stages(night: Night, stages: Iterable[Stage], *values: Any) -> None:
+    """Run the stages that are due, one after another; the manifest is saved after each."""
+    for stage in stages:
+        if stage.is_due(night):
+            with night.stage(stage.name):
+                value = stage.run(night, *values)
+                if stage.result is not None:
+                    group, field = stage.result.split(".")
+                    setattr(getattr(night.manifest, group), field, value)
 
 
 def encode_and_build_pools(night: Night, workers: NightWorkers) -> None:
@@ -164,14 +190,6 @@ def _import_first(night: Night) -> None:
     import sklearn.metrics  # noqa: F401
 
     _ = night.tokenizer
-
-
-def _close_failed(night: Night, reason: str) -> None:
-    """Save and report the failed run; nothing is published, and the next attempt resumes at the finished shards."""
-    night.manifest.status, night.manifest.failure = "failed", reason
-    night.manifest.save()
-    draw_report(night.run, night.manifest)
-    say(f"report of the failed night: {night.run.report_path}")
 
 
 def finish_night(night: Night) -> None:

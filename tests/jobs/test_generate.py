@@ -21,8 +21,7 @@ from benchmarks.chaos_nights import without_ray
 from laserbatch.jobs.settings import PACKAGE_ROOT, load_settings
 from laserbatch.jobs.stages import night_plans, shards
 from laserbatch.jobs.stages.night import Night, open_night, parse_date
-from laserbatch.jobs.stages.run_night import WRITING
-from laserbatch.jobs.stages.stage import run_stages
+from laserbatch.jobs.stages.run_night import WRITING, run_stages
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.knowledge.records import knowledge_schema
