@@ -19,7 +19,6 @@ from laserbatch.jobs.stages.run_experiment import (
     settings_of_framework,
 )
 from laserbatch.pipeline.errors import ConfigError
-from laserbatch.pipeline.storage.experiments import experiment_folder
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.sampled import day_of_share
 from laserbatch.pipeline.tables.streamed import open_tables
@@ -72,7 +71,7 @@ def experiment(
                 "variants are tried on one sample, so set tables.path alike"
             )
     opened = Workspace.open(first.workspace)
-    folder = experiment_folder(opened, name) if name else None
+    folder = opened.experiment(name) if name else None
     if date is not None:
         day = parse_date(date)
     elif folder is not None and (folder / RECORD).exists():

@@ -37,7 +37,6 @@ from laserbatch.pipeline.storage.atomic import (
 )
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.delivery import known_places
-from laserbatch.pipeline.storage.experiments import EXPERIMENTS, experiment_folder, experiment_folders
 from laserbatch.pipeline.storage.forgetting import (
     RECEIPTS,
     Ids,
@@ -51,7 +50,7 @@ from laserbatch.pipeline.storage.forgetting import (
 from laserbatch.pipeline.storage.lock import hold_lock
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.scratch import remove_dead_scratch
-from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.pipeline.storage.workspace import EXPERIMENTS, Workspace
 from laserbatch.pipeline.tables.schema import TABLE_NAMES, tables_folder
 from laserbatch.pipeline.tables.streamed import iter_column
 from laserbatch.retrieval_pools.index.store import PoolStore
@@ -125,7 +124,7 @@ def forget(
         )
     opened = Workspace.open(settings.workspace, create=False)
     with opened.lock(), ExitStack() as others:
-        for other in (*experiment_folders(opened), *(extension.root for extension in opened.within())):
+        for other in (*opened.experiments(), *(extension.root for extension in opened.within())):
             others.enter_context(hold_lock(other))
         receipt = _opened_receipt(opened, requested)
         _scan(opened, requested, receipt)
@@ -220,7 +219,7 @@ def _scan(workspace: Workspace, requested: Ids, receipt: Receipt) -> None:
             receipt.rows[name] = receipt.rows.get(name, {}) | num_rows
         elif name not in receipt.removed_runs:
             receipt.removed_runs.append(name)
-    for experiment in experiment_folders(workspace):
+    for experiment in workspace.experiments():
         if rows_in(experiment) and experiment.name not in receipt.removed_experiments:
             receipt.removed_experiments.append(experiment.name)
     store = PoolStore(workspace.pools_folder)
@@ -265,8 +264,8 @@ def _remove(workspace: Workspace, settings: Settings, requested: Ids, receipt: R
         if name in runs:
             remove_folder(runs[name].root)
     for name in receipt.removed_experiments:
-        if experiment_folder(workspace, name).is_dir():
-            remove_folder(experiment_folder(workspace, name))
+        if (folder := workspace.experiment(name)).is_dir():
+            remove_folder(folder)
     _leave_inherited_clusters(runs, requested, receipt)
     for name, files in receipt.rows.items():
         run = runs.get(name)
@@ -290,9 +289,8 @@ def _remove(workspace: Workspace, settings: Settings, requested: Ids, receipt: R
     receipt.num_leftovers += remove_leftovers(workspace.root)
     if left := rows_of(workspace.root, requested)[0]:
         raise WorkspaceError(f"{workspace.root} still holds rows of who is to be forgotten: {left}; remove those files")
-    uris = [delivery_uri(other, settings.deliver_to) for other in (workspace, *workspace.within())]
-    for other, uri in zip((workspace, *workspace.within()), uris, strict=True):
-        receipt.delivered |= forget_delivered(other, uri)
+    for other in (workspace, *workspace.within()):
+        receipt.delivered |= forget_delivered(other, delivery_uri(other, settings.deliver_to))
     receipt.is_done = True
     receipt.save()
 

@@ -15,11 +15,10 @@ from laserbatch.jobs.stages.publishing import deliver, delivery_uri, force_publi
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import freed_bytes, leftovers, remove_folder, remove_leftovers, size_bytes
-from laserbatch.pipeline.storage.experiments import EXPERIMENTS, experiment_folders
 from laserbatch.pipeline.storage.lock import hold_lock
 from laserbatch.pipeline.storage.manifest import changed_settings
 from laserbatch.pipeline.storage.run_folder import RunFolder
-from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.pipeline.storage.workspace import EXPERIMENTS, Workspace
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 COUNTED = ("generated", "carried_over", "quarantined")
@@ -188,7 +187,7 @@ def gc(
     """
     settings = load_settings(config, {"workspace": workspace})
     opened = Workspace.open(settings.workspace, create=False)
-    tried = experiment_folders(opened)
+    tried = opened.experiments()
     with opened.lock(), ExitStack() as locked:
         for experiment in tried if experiments else ():
             locked.enter_context(hold_lock(experiment))

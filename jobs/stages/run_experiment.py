@@ -35,7 +35,6 @@ from laserbatch.pipeline.storage.atomic import (
     remove_leftovers,
     write_json,
 )
-from laserbatch.pipeline.storage.experiments import experiment_folder
 from laserbatch.pipeline.storage.lock import hold_lock
 from laserbatch.pipeline.storage.manifest import changed_settings, make_run_id
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -112,7 +111,7 @@ def run_experiment(workspace: Workspace, name: str, experiment: Experiment) -> d
     `failed`, and the others are tried all the same. Raises ConfigError where the name is that of another experiment,
     CtrError where the sample cannot judge, RunFailed where every variant failed.
     """
-    folder = experiment_folder(workspace, name)
+    folder = workspace.experiment(name)
     folder.mkdir(parents=True, exist_ok=True)
     with hold_lock(folder):
         remove_leftovers(folder)

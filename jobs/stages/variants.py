@@ -22,7 +22,6 @@ from laserbatch.pipeline.encoding.versions import feature_versions
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.damage import unless_damaged
-from laserbatch.pipeline.storage.experiments import experiment_folders
 from laserbatch.pipeline.storage.manifest import RunManifest, settings_hash
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -50,7 +49,7 @@ def of_frameworks(settings: Settings, frameworks: Sequence[str]) -> list[Variant
     runs_of: dict[str | None, list[tuple[Workspace, RunFolder]]] = {}
     for workspace in (
         opened,
-        *(other for folder in experiment_folders(opened) for other in Workspace(folder).within()),
+        *(other for folder in opened.experiments() for other in Workspace(folder).within()),
     ):
         for run in workspace.finished_runs(include_held=True):
             runs_of.setdefault(framework_of(run), []).append((workspace, run))

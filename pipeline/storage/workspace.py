@@ -8,8 +8,9 @@ from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.atomic import read_json, write_json
 from laserbatch.pipeline.storage.lock import hold_lock
 from laserbatch.pipeline.storage.publication import Publication
-from laserbatch.pipeline.storage.run_folder import RunFolder, run_folder, run_folders
+from laserbatch.pipeline.storage.run_folder import FOLDER_NAME, RunFolder, run_folder, run_folders
 
+EXPERIMENTS = "experiments"  # folder of a workspace
 WORKSPACE_VERSION = 1
 _VERSION_TEXT = f'{{"format_version": {WORKSPACE_VERSION}}}'
 
@@ -89,6 +90,21 @@ class Workspace:
     def is_within(self) -> bool:
         """Whether it is the workspace of an extension, which has no pools."""
         return (self.root.parent / "workspace.json").exists()
+
+    def experiments(self) -> list[Path]:
+        """The folders of experiments: settings of this workspace, tried on a sample of its people; in name order.
+
+        Each has the tables of the sample, in `tables`, and a workspace for each variant. Who writes in it holds its
+        lock, as that of a workspace.
+        """
+        paths = sorted((self.root / EXPERIMENTS).glob("*"))
+        return [path for path in paths if path.is_dir() and FOLDER_NAME.fullmatch(path.name)]
+
+    def experiment(self, name: str) -> Path:
+        """An experiment, which need not be there yet. Raises WorkspaceError when the name cannot name a folder."""
+        if not FOLDER_NAME.fullmatch(name):
+            raise WorkspaceError(f"{name!r} cannot name an experiment; expected letters, digits, dots and dashes.")
+        return self.root / EXPERIMENTS / name
 
     def runs(self) -> list[RunFolder]:
         """Every run, finished or not, in the order of their ids, which begin with their date."""

@@ -17,7 +17,7 @@ from laserbatch.jobs.settings import load_settings
 from laserbatch.jobs.stages import run_experiment, variants
 from laserbatch.jobs.stages.night import open_run
 from laserbatch.jobs.stages.variants import cost_of_a_million
-from laserbatch.pipeline.budget.step_cost import read_step_cost
+from laserbatch.pipeline.budget.choice import read_step_cost
 from laserbatch.pipeline.encoding.encoder import TextEncoder
 from laserbatch.pipeline.errors import RunFailed, WorkspaceError
 from laserbatch.pipeline.sample.world import write_sample_world
