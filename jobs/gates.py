@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from laserbatch.jobs.formatting import counted, decimal, percent, ratio
 from laserbatch.jobs.settings import GateSettings
-from laserbatch.pipeline.encoding.vectors import vectors_of
+from laserbatch.pipeline.encoding.schema import vectors_of
 from laserbatch.pipeline.knowledge.records import knowledge_schema
 from laserbatch.pipeline.planning.refresh import EVIDENCE
 from laserbatch.pipeline.sides import Side

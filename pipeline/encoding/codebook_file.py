@@ -10,9 +10,8 @@ import pyarrow.parquet as pq
 
 from laserbatch.pipeline.encoding.codebook import Codebook, Level, fit_codebook, followed
 from laserbatch.pipeline.encoding.known_codes import codes_of
-from laserbatch.pipeline.encoding.schema import LEVELS, centroid_schema
+from laserbatch.pipeline.encoding.schema import LEVELS, centroid_schema, vector_column, vectors_of
 from laserbatch.pipeline.encoding.vector_files import VectorFiles, VectorReader
-from laserbatch.pipeline.encoding.vectors import vector_column, vectors_of
 from laserbatch.pipeline.storage.atomic import atomic_path
 from laserbatch.pipeline.storage.parquet import iter_parquet, read_parquet, write_parquet
 

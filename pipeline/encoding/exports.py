@@ -12,8 +12,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import yaml
 
-from laserbatch.pipeline.encoding.schema import LEVELS
-from laserbatch.pipeline.encoding.vectors import vectors_of
+from laserbatch.pipeline.encoding.schema import LEVELS, vectors_of
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.atomic import write_text
 from laserbatch.pipeline.storage.parquet import write_parquet

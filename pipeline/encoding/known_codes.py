@@ -8,9 +8,8 @@ import numpy as np
 import pyarrow as pa
 
 from laserbatch.pipeline.encoding.codebook import digests
-from laserbatch.pipeline.encoding.schema import LEVELS
+from laserbatch.pipeline.encoding.schema import LEVELS, vectors_of
 from laserbatch.pipeline.encoding.vector_files import NewVectors, heads
-from laserbatch.pipeline.encoding.vectors import vectors_of
 from laserbatch.pipeline.storage.parquet import iter_parquet, read_parquet, write_parquet
 
 _SCHEMA = pa.schema({"digest": pa.uint64()} | dict.fromkeys(LEVELS, pa.int32()))

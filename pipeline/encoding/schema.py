@@ -77,6 +77,18 @@ def days_valid(run_ids: pa.Array) -> np.ndarray:
     return np.array(run_days, np.int32)[coded.indices.to_numpy()]
 
 
+def vector_column(vectors: np.ndarray, is_null: np.ndarray | None = None) -> pa.Array:
+    """Vectors, float32 (n, dim), as a column; `is_null`, bool (n,), are null."""
+    mask = None if is_null is None else pa.array(is_null)
+    return pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1], mask=mask)
+
+
+def vectors_of(rows: pa.RecordBatch | pa.Table) -> np.ndarray:
+    """The vectors of a feature table, or of a batch of it: float32 (num_rows, dim)."""
+    column = rows["vector"].combine_chunks() if isinstance(rows, pa.Table) else rows["vector"]
+    return column.flatten().to_numpy().reshape(len(column), column.type.list_size)
+
+
 def moments(days: np.ndarray) -> pa.Array:
     """The beginnings of days since 1970 (UTC), as `MOMENT`; -1 is null."""
     return pa.array(days.astype(np.int64) * DAY_US, MOMENT, mask=days < 0)

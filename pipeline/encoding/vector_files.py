@@ -12,8 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from laserbatch.pipeline.encoding.codebook import digests
-from laserbatch.pipeline.encoding.schema import LEVELS
-from laserbatch.pipeline.encoding.vectors import vector_column, vectors_of
+from laserbatch.pipeline.encoding.schema import LEVELS, vector_column, vectors_of
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.atomic import atomic_path
 from laserbatch.pipeline.storage.parquet import iter_range, num_rows_of

@@ -15,8 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from laserbatch.pipeline.encoding.schema import LEVELS, MOMENT, days_valid, moments
-from laserbatch.pipeline.encoding.vectors import vector_column, vectors_of
+from laserbatch.pipeline.encoding.schema import LEVELS, MOMENT, days_valid, moments, vector_column, vectors_of
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from laserbatch.jobs.console import say
 from laserbatch.jobs.settings import Settings
-from laserbatch.pipeline.encoding.vectors import vectors_of
+from laserbatch.pipeline.encoding.schema import vectors_of
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.histories import Histories
 from laserbatch.pipeline.storage.parquet import read_parquet

@@ -8,7 +8,7 @@ import torch
 from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.settings import Settings
 from laserbatch.pipeline.distributed.settings import usable_cores
-from laserbatch.pipeline.encoding.vectors import vectors_of
+from laserbatch.pipeline.encoding.schema import vectors_of
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import read_tables

@@ -7,8 +7,7 @@ import pytest
 import yaml
 
 from laserbatch.pipeline.encoding.exports import FORMATS, SideExport
-from laserbatch.pipeline.encoding.schema import feature_schema
-from laserbatch.pipeline.encoding.vectors import vector_column
+from laserbatch.pipeline.encoding.schema import feature_schema, vector_column
 from laserbatch.pipeline.errors import WorkspaceError
 
 VECTORS = np.array([[0.25, -1.5], [3.0, 1e-7]], np.float32)

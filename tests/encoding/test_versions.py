@@ -7,8 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from laserbatch.pipeline.encoding.schema import days_valid, feature_schema, moments
-from laserbatch.pipeline.encoding.vectors import vector_column
+from laserbatch.pipeline.encoding.schema import days_valid, feature_schema, moments, vector_column
 from laserbatch.pipeline.encoding.versions import read_versions
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.parquet import write_parquet
