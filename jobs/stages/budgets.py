@@ -7,8 +7,7 @@ from pathlib import Path
 
 from laserbatch.jobs.console import say
 from laserbatch.jobs.stages.night import Night, means, previous_run
-from laserbatch.pipeline.budget.choice import ChosenBudget, budget_step_cost, by_step, side_budget
-from laserbatch.pipeline.budget.step_cost import read_step_cost
+from laserbatch.pipeline.budget.choice import ChosenBudget, budget_step_cost, by_step, read_step_cost, side_budget
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.planning.plan import Shard, read_shard
 from laserbatch.pipeline.sides import SIDES, Side

@@ -21,7 +21,7 @@ from laserbatch.jobs.console import say
 from laserbatch.jobs.log_age import log_age
 from laserbatch.jobs.settings import SAMPLE_MODEL, Settings
 from laserbatch.jobs.stages.publishing import destination_of
-from laserbatch.pipeline.budget.step_cost import read_step_cost
+from laserbatch.pipeline.budget.choice import read_step_cost
 from laserbatch.pipeline.decoding.model.folder import (
     load_tokenizer,
     require_tokenizer,

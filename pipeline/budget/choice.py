@@ -11,13 +11,16 @@ from pathlib import Path
 
 import numpy as np
 
-from laserbatch.pipeline.budget.step_cost import read_step_cost
 from laserbatch.pipeline.decoding.plugins import drafter_plugin
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.storage.figures import BudgetForecast
+from laserbatch.pipeline.validation import read_yaml, validated
 from laserbatch.retrieval_pools.index.calibration_record import MIN_ACCEPTANCES, SIZE_KNOTS, BudgetCell
 from laserbatch.retrieval_pools.step_cost import StepCost
 
+EXAMPLE = (
+    "steps: [{batch_size: 16, num_tokens: 16, seconds: 0.0043}, {batch_size: 16, num_tokens: 256, seconds: 0.0064}]"
+)
 PLAIN = Budget(0, 1.0)
 MIN_GAIN = 1.1  # with less predicted gain, plain decoding is the safer choice: gains were 10 to 35 % lower
 AS_GOOD = 0.995  # of the best predicted speed
@@ -46,6 +49,15 @@ def budget_step_cost(decoding: DecodingSettings, measure: Callable[[], StepCost]
     if decoding.engine == "vllm" or decoding.verifier_samples or is_configured or not drafts:
         return None
     return measure() if decoding.step_cost is None else read_step_cost(Path(decoding.step_cost))
+
+
+def read_step_cost(path: Path) -> StepCost:
+    """A step cost that was measured here or elsewhere, from YAML or JSON.
+
+    Raises ConfigError: the file is not there, is neither, or does not hold what `StepCost` describes.
+    """
+    data = read_yaml(path, "step cost", f"expected such as `{EXAMPLE}`")
+    return validated(StepCost, data, f"{path} is not a step cost", f". Expected such as `{EXAMPLE}`")
 
 
 def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, share_changed: float) -> ChosenBudget:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from laserbatch.pipeline.budget.step_cost import MAX_AGE_DAYS, read_step_cost
+from laserbatch.pipeline.budget.choice import read_step_cost
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.atomic import canonical_json, write_json
@@ -21,6 +21,7 @@ from laserbatch.retrieval_pools.step_cost import StepCost
 logger = logging.getLogger(__name__)
 
 VERSION = 15  # of how steps are measured
+MAX_AGE_DAYS = 30  # drivers, kernels and neighbours change
 
 
 class StepCostCache:

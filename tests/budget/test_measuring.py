@@ -9,9 +9,9 @@ import pytest
 from tiny_models import plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 
 from laserbatch.pipeline.budget import measuring
+from laserbatch.pipeline.budget.choice import read_step_cost
 from laserbatch.pipeline.budget.cost_cache import StepCostCache, user_step_costs
 from laserbatch.pipeline.budget.measuring import measure_step_cost
-from laserbatch.pipeline.budget.step_cost import read_step_cost
 from laserbatch.pipeline.decoding import kv_cache
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.settings import TEXT_SOURCES

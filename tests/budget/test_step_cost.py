@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from laserbatch.pipeline.budget.step_cost import read_step_cost
+from laserbatch.pipeline.budget.choice import read_step_cost
 from laserbatch.pipeline.errors import ConfigError, LaserbatchError
 from laserbatch.retrieval_pools.step_cost import DraftCost, StepCost, StepPoint
 
