@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from laserbatch.pipeline.decoding.verifiers.verifier import NodeVerdicts, entropy, is_choice, log_softmax
+from laserbatch.pipeline.decoding.verifiers.verifier import NodeVerdicts, is_choice, log_softmax
 from laserbatch.retrieval_pools.sources import SOURCE_OUTPUT
 
 
@@ -65,3 +65,8 @@ class FLy:
         is_open = entropy(log_p) >= self.min_entropy * math.log(logits.shape[-1])
         log_probability = log_p[nodes.parents, nodes.token_ids]
         return NodeVerdicts(is_choice(choices, nodes) | is_open[nodes.parents], log_probability)
+
+
+def entropy(log_probabilities: torch.Tensor) -> torch.Tensor:
+    """In nats, of each row of log probabilities: float32[num_parents]."""
+    return torch.special.entr(log_probabilities.exp()).sum(-1)

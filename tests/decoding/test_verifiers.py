@@ -15,8 +15,7 @@ from laserbatch.pipeline.decoding.plugins import RULES as NAMES
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, TreeBatch
 from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed, verifier_from
-from laserbatch.pipeline.decoding.verifiers.named import NAMED
-from laserbatch.pipeline.decoding.verifiers.relaxed import largest_beside
+from laserbatch.pipeline.decoding.verifiers.relaxed import NAMED, largest_beside
 from laserbatch.retrieval_pools.sources import NUM_SOURCES
 
 VOCAB = 7

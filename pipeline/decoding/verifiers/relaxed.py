@@ -1,12 +1,15 @@
 """Verification without loss; LASER's relaxed one, and either half of it alone."""
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from laserbatch.pipeline.decoding.verifiers.verifier import NodeVerdicts, is_choice, log_softmax
+from laserbatch.pipeline.decoding.plugins import verifier_plugin
+from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.verifiers.verifier import NodeVerdicts, Verifier, is_choice, log_softmax
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,21 @@ class Relaxed:
         if self.k is not None:
             likely &= among_top_k(logits, choices, nodes.parents, nodes.token_ids, self.k)
         return NodeVerdicts(is_choice(choices, nodes) | likely, log_probability)
+
+
+# The rules by their names in the configuration.
+NAMED: Mapping[str, Callable[[DecodingSettings], Verifier]] = {
+    "greedy": lambda settings: Greedy(),
+    "top_k": lambda settings: Relaxed(settings.top_k, 0.0),
+    "probability": lambda settings: Relaxed(None, settings.min_probability),
+    "relaxed": lambda settings: Relaxed(settings.top_k, settings.min_probability),
+}
+
+
+def verifier_from(settings: DecodingSettings) -> Verifier:
+    """The rule that the settings name."""
+    made = NAMED.get(settings.verifier) or verifier_plugin(settings.verifier).make
+    return made(settings)
 
 
 def among_top_k(logits, choices, parents, token_ids, k: int) -> torch.Tensor:

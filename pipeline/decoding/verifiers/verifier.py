@@ -58,8 +58,3 @@ def is_choice(choices: torch.Tensor, nodes: DraftedNodes) -> torch.Tensor:
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     """Log probabilities: float32 (num_parents, vocab_size)."""
     return torch.log_softmax(logits, -1, dtype=torch.float32)
-
-
-def entropy(log_probabilities: torch.Tensor) -> torch.Tensor:
-    """In nats, of each row of log probabilities: float32[num_parents]."""
-    return torch.special.entr(log_probabilities.exp()).sum(-1)
