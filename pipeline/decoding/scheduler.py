@@ -91,9 +91,7 @@ class Scheduler:
     ) -> None:
         self.live: list[DecodingSequence] = []
         self._requests = enumerate(requests)
-        self._waiting: list[
-            DecodingSequence
-        ] = []  # preempted ones, the oldest first, then the one that was pulled last
+        self._waiting: list[DecodingSequence] = []  # preempted ones, the oldest first, then the one pulled last
         self._within_prompts: PrefixIndex[DecodingSequence] = PrefixIndex()  # live ones that may be, by row
         self._cache = cache
         self._concurrency = concurrency

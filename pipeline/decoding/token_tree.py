@@ -91,14 +91,10 @@ class TreeBatch:
     def num_trees(self) -> int:
         return len(self.sizes)
 
-    def nodes_of(self, number: int) -> slice:
-        """A tree's nodes."""
-        start = int(self.starts[number])
-        return slice(start, start + int(self.sizes[number]))
-
     def __getitem__(self, number: int) -> TokenTree:
         """One tree, a view."""
-        nodes = self.nodes_of(number)
+        start = int(self.starts[number])
+        nodes = slice(start, start + int(self.sizes[number]))
         return TokenTree(self.token_ids[nodes], self.parents[nodes], self.log_acceptance[nodes], self.source[nodes])
 
     def __iter__(self) -> Iterator[TokenTree]:

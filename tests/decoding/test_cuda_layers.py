@@ -1,5 +1,6 @@
 """Our layers for CUDA against transformers' own: on a GPU where there is one, else through Triton's interpreter."""
 
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -144,7 +145,7 @@ def pretend_cuda_check(model):
     model.set_attn_implementation("eager")
     plain = checks.plain_logits(model, probes, DEVICE)
     model.set_attn_implementation(checks.ATTENTION_NAME)
-    checks._add_cuda_layers(model, DEVICE, probes, plain, 1e-3, "triton")
+    checks._add_cuda_layers(model, partial(checks._compare, model, DEVICE, probes, plain, 1e-3, "triton"))
     return model
 
 

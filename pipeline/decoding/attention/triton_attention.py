@@ -4,9 +4,7 @@ Nothing is read from the device, so that a captured launch can be replayed on ne
 tokens cost programs that end at once.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import triton
@@ -64,11 +62,7 @@ def triton_attention(
     sinks_or_any = out if sinks is None else sinks
     num_rows = block_rows(shape, num_folded, blocks)
     num_tiles = num_tokens // (num_rows // num_folded) + num_sequences
-    whole = {
-        "VALUE_DIM": value_dim,
-        "VALUE_BLOCK": _block(value_dim),
-        "HAS_SINKS": sinks is not None,
-    }
+    whole = {"VALUE_DIM": value_dim, "VALUE_BLOCK": _block(value_dim), "HAS_SINKS": sinks is not None}
     attend[(num_tiles, num_kv_heads, shape.num_parts)](
         *(query, keys, values, sinks_or_any, parts, log_sums),
         *(metadata.slots, metadata.cu_seqlens_k, metadata.num_committed, metadata.cu_seqlens_q, metadata.num_chain),
@@ -98,11 +92,6 @@ def triton_attention(
             **whole,
         )
     return out
-
-
-def attention_of_step() -> Callable[..., torch.Tensor]:
-    """`triton_attention` for the layers of one step, which share their scratch memory."""
-    return partial(triton_attention, scratch=Scratch())
 
 
 class Scratch:

@@ -9,9 +9,10 @@ import copy
 import importlib.util
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -136,6 +137,7 @@ def _make_ready(model, device: torch.device, probes: list["Probe"], tolerance: f
         raise ModelError(f"{name} cannot be packed: {error}") from error
     except Exception as error:  # a model's code may raise anything
         raise ModelError(f"{name} cannot be run: {first_line(error)}") from error
+    compare = partial(_compare, model, device, probes, plain, tolerance)
     is_quantised = quantization_of(model.config) is not None
     if not is_quantised and relayout_linear_layers(model):
         from laserbatch.pipeline.decoding.model.fused_model import FusedModel  # numba takes a while to import
@@ -143,13 +145,13 @@ def _make_ready(model, device: torch.device, probes: list["Probe"], tolerance: f
         model.fused = FusedModel.of(model)
         if model.fused is not None:
             try:
-                return _compare(model, device, probes, plain, tolerance)
+                return compare()
             except ModelError as error:
                 logger.warning("%s is computed by transformers' layers, not by fused ones: %s", name, error)
                 model.fused = None
-    num_bytes = _compare(model, device, probes, plain, tolerance)
+    num_bytes = compare()
     if device.type == "cuda" and tries_cuda and not is_quantised:
-        _add_cuda_layers(model, device, probes, plain, tolerance)
+        _add_cuda_layers(model, partial(compare, attention="auto"))
     return num_bytes
 
 
@@ -177,15 +179,8 @@ def plain_logits(model, probes: list[Probe], device: torch.device) -> list[list[
     return [[_last_logits(model, path, device) for path in probe.paths] for probe in probes]
 
 
-def _add_cuda_layers(
-    model,
-    device: torch.device,
-    probes: list[Probe],
-    plain: list[list[torch.Tensor]],
-    tolerance: float,
-    attention: str = "auto",
-) -> None:
-    """Set the attribute `cuda_layers` where our layers serve the model and compute what its own do."""
+def _add_cuda_layers(model, compare: Callable[[], int]) -> None:
+    """Set the attribute `cuda_layers` where our layers serve the model and compute what its own do, as `_compare`."""
     if importlib.util.find_spec("triton") is None:
         return
     from laserbatch.pipeline.decoding.model.cuda_layers import CudaLayers
@@ -194,7 +189,7 @@ def _add_cuda_layers(
     if model.cuda_layers is None:
         return
     try:
-        _compare(model, device, probes, plain, tolerance, attention)
+        compare()
     except ModelError as error:
         logger.warning("%s is computed by transformers' layers, not by fused ones: %s", model.config.model_type, error)
         model.cuda_layers = None

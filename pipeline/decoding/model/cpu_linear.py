@@ -78,8 +78,9 @@ def relayout_linear_layers(model: nn.Module) -> int:
     num_relaid = 0
     for module in list(model.modules()):
         linear = {name: child for name, child in module.named_children() if _can_be_relaid(child)}
+        kind_of = {name: (layer.in_features, layer.bias is None) for name, layer in linear.items()}
         candidates = (names for names in SAME_INPUT if linear.keys() >= set(names))
-        groups = [names for names in candidates if _is_group([linear[name] for name in names])]
+        groups = [names for names in candidates if len({kind_of[name] for name in names}) == 1]  # can be one product
         groups += [(name,) for name in linear if not any(name in names for names in groups)]
         for names in groups:
             layers = [linear[name] for name in names]
@@ -100,11 +101,6 @@ def _can_be_relaid(module: nn.Module) -> TypeGuard[nn.Linear]:
         return False
     is_paired = module.weight.dtype == torch.bfloat16 and module.in_features % 2 == 0
     return module.weight.dtype == torch.float32 or (is_paired and multiplies_bfloat16())
-
-
-def _is_group(layers: list[nn.Linear]) -> bool:
-    """Whether layers can be one product: all with a bias or none."""
-    return len({(layer.in_features, layer.bias is None) for layer in layers}) == 1
 
 
 @torch.no_grad()

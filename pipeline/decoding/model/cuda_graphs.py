@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -380,8 +381,8 @@ def kernel_for(choice: str, device: torch.device) -> Callable[[], Callable[..., 
             logger.warning("triton is not installed: attention is torch's, over padded masks; pip install triton")
             return None
         raise ModelError("decoding.attention is triton, which is not installed; install triton or use auto or torch")
-    from laserbatch.pipeline.decoding.attention.triton_attention import INTERPRETED, attention_of_step
+    from laserbatch.pipeline.decoding.attention.triton_attention import INTERPRETED, Scratch, triton_attention
 
     if device.type != "cuda" and not INTERPRETED:
         raise ModelError("decoding.attention is triton, which needs CUDA; use auto or torch, or set TRITON_INTERPRET=1")
-    return attention_of_step
+    return lambda: partial(triton_attention, scratch=Scratch())  # which the layers of a step share
