@@ -10,12 +10,11 @@ GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA's, that of Wi
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as torch describes it; `capability` is NVIDIA's compute capability."""
+    """A GPU as torch describes it."""
 
     name: str
     free_bytes: int
     total_bytes: int
-    capability: tuple[int, int]
 
 
 def num_gpus() -> int:
@@ -32,11 +31,7 @@ def try_gpu(number: int) -> Gpu:
     import torch
 
     torch.ones(1, device=f"cuda:{number}").add(1).tolist()  # no kernel for this GPU, exclusive mode, a fault: raises
-    return Gpu(
-        torch.cuda.get_device_name(number),
-        *torch.cuda.mem_get_info(number),
-        torch.cuda.get_device_capability(number),
-    )
+    return Gpu(torch.cuda.get_device_name(number), *torch.cuda.mem_get_info(number))
 
 
 def min_free_bytes() -> int | None:

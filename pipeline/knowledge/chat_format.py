@@ -120,9 +120,8 @@ def _strftime_macro(date: datetime.date) -> str:
     midnight = datetime.datetime.combine(date, datetime.time())
     codes = [*(f"%-{code}" for code in "dmHIMSjy"), *(f"%{code}" for code in "aAbBcdDeFfGHIjmMpSTuUVwWxXyYzZ%")]
     values = (f" | replace({json.dumps(code)}, {json.dumps(midnight.strftime(code))})" for code in codes)
-    return (
-        "{%- macro strftime_now(format) -%}{{ format" + "".join(values) + " }}{%- endmacro %}\n"
-    )  # trim_blocks drops the line's end
+    # trim_blocks drops the line's end
+    return "{%- macro strftime_now(format) -%}{{ format" + "".join(values) + " }}{%- endmacro %}\n"
 
 
 def _apply(

@@ -104,7 +104,8 @@ class PreviousKnowledge:
             if not 0 < num_rows == places[1] - places[0]:
                 continue
             schema = pq.read_schema(file)
-            if schema.equals(current) and schema.metadata == current.metadata and not _has_stale(file):
+            is_current = schema.equals(current) and schema.metadata == current.metadata
+            if is_current and not any(pc.any(batch[0]).as_py() for batch in iter_parquet(file, ["is_stale"])):
                 yield file, slice(*places)
 
     def records(self, rows: np.ndarray, entity_id_type: pa.DataType, is_stale: bool) -> pa.RecordBatchReader:
@@ -140,7 +141,3 @@ class TokenIds:
     def take(self, rows: pa.Array) -> pa.Array:
         """The texts of some rows."""
         return self.texts.take(self.places.take(rows))
-
-
-def _has_stale(file: Path) -> bool:
-    return any(pc.any(batch["is_stale"]).as_py() for batch in iter_parquet(file, ["is_stale"]))

@@ -195,9 +195,7 @@ class PromptTemplate(Strict):
     history: HistoryLines | None = None
     request: Text | None = None
     chat_options: dict[str, Any] = Field(default_factory=dict)  # of the model's chat template; over those of `decoding`
-    parser_path: Path | None = Field(
-        default=None, exclude=True
-    )  # of a parser of one's own; found when the template is loaded
+    parser_path: Path | None = Field(default=None, exclude=True)  # of one's own; found when the template is loaded
     parser_sha256: str | None = None
 
     @field_validator("parser")

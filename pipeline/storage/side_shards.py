@@ -127,10 +127,8 @@ class SideShards:
 
     def drop(self, name: str) -> None:
         """Delete what there is of a shard."""
-        folder = self._knowledge
-        for path in (self._record_path(name), folder / f"{name}.parquet"):
+        for path in (self._record_path(name), self._knowledge / f"{name}.parquet", self.quarantine_path(name)):
             path.unlink(missing_ok=True)
-        self.quarantine_path(name).unlink(missing_ok=True)
 
     def quarantine_path(self, name: str) -> Path:
         """The failed rows of a shard, if it has any."""

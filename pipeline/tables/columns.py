@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -74,10 +75,6 @@ def _is_broken(value: pa.Array) -> bool:
 
 def _too_large(values: pa.Array) -> pa.Array:
     return pc.greater(values, MAX_ID) if pt.is_uint64(values.type) else pa.nulls(len(values), pa.bool_())
-
-
-def _missing(values: pa.Array) -> pa.Array:
-    return pc.is_null(values, nan_is_null=True)
 
 
 def _infinite(values: pa.Array) -> pa.Array:
@@ -181,7 +178,7 @@ RATING = Role(
              "correct it, drop the row, or leave the whole column out", _infinite),
         Rule("no-rating", "there is no rating:", "a number",
              "histories show the row all the same; CTR models leave it out where ctr.label asks for the rating",
-             _missing, is_warning=True),
+             partial(pc.is_null, nan_is_null=True), is_warning=True),
     ),
     advice="`laserbatch data import` converts it",
 )  # fmt: skip
@@ -189,7 +186,7 @@ RATING_OF_EVENT = replace(RATING, rules=RATING.rules[:1])  # a view has none
 EVENT = Role(
     expected="a string",
     accepts=lambda kind: pt.is_null(kind) or sc.plain_type(kind) == pa.string(),
-    plain=sc.plain_words,
+    plain=lambda column: column if pt.is_null(column.type) else sc.plain_column(column).dictionary_encode(),
     rules=(_UTF8,),
     advice="write its codes as words (`click`, `purchase`), or call the column something else",
 )

@@ -170,11 +170,6 @@ def plain_ids(column: pa.ChunkedArray) -> pa.ChunkedArray:
     return plain_column(column).cast(id_type(column.type))
 
 
-def plain_words(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Text of few distinct values, each kept once."""
-    return column if pt.is_null(column.type) else plain_column(column).dictionary_encode()
-
-
 def timestamps(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
     """Times as timestamp[us, UTC], from timestamps (without a zone: UTC), dates, or integer unix seconds.
 
