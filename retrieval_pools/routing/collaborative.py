@@ -56,7 +56,7 @@ class CollaborativeGroups:
         repeated pairs too. Without `embeddings` those of the settings' file are read, or LightGCN is trained. Raises
         PoolError where an id column is missing, ids are of different kinds, or a file of embeddings is none.
         """
-        interaction_ids, codes = distinct_ids(interactions, f"{side}_id", "interactions", scratch)
+        interaction_ids, codes = distinct_ids(interactions, f"{side}_id", scratch)
         check_same_kind(interaction_ids, ids, "interactions", "entities")
         is_frequent = count_codes(codes, len(interaction_ids)) >= settings.min_interactions
         warm_ids = ids.filter(pa.array(rows_among(ids, interaction_ids.filter(pa.array(is_frequent))) >= 0))

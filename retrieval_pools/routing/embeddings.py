@@ -34,18 +34,16 @@ def id_column(table: pa.Table, name: str, table_name: str) -> pa.Array:
     return normalised_ids(_column(table, name, table_name), name, table_name)
 
 
-def distinct_ids(
-    table: pa.Table, name: str, table_name: str, scratch: Path | None = None
-) -> tuple[pa.Array, np.ndarray]:
+def distinct_ids(interactions: pa.Table, name: str, scratch: Path | None = None) -> tuple[pa.Array, np.ndarray]:
     """As `id_column`, but those that occur, ascending, and of each row the place among them, int32[num_rows].
 
     Both lie in files without a name in the folder `scratch`; None: in memory.
     """
-    column = _column(table, name, table_name)
+    column = _column(interactions, name, "interactions")
     coded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
-    _require_ids(coded, name, table_name)
+    _require_ids(coded, name, "interactions")
     coded = coded.combine_chunks()
-    distinct, codes = normalised_ids(coded.dictionary, name, table_name), coded.indices.to_numpy()
+    distinct, codes = normalised_ids(coded.dictionary, name, "interactions"), coded.indices.to_numpy()
     order = pc.sort_indices(distinct).to_numpy()
     order = order[count_codes(codes, len(distinct))[order] > 0]
     place_of = np.zeros(len(distinct), np.int32)

@@ -49,8 +49,8 @@ def train_lightgcn(
     the drawn users has, are then folded in. What grows with interactions and entities lies in files without a name in
     the folder `scratch`; None: in memory.
     """
-    users, user_index = distinct_ids(interactions, "user_id", "interactions", scratch)
-    items, item_index = distinct_ids(interactions, "item_id", "interactions", scratch)
+    users, user_index = distinct_ids(interactions, "user_id", scratch)
+    items, item_index = distinct_ids(interactions, "item_id", scratch)
     num_users, num_items = len(users), len(items)
     if num_users == 0:
         empty = np.empty((0, DIM), np.float32)
