@@ -216,12 +216,12 @@ def _of_side(
     yield gate("cut", is_cut.mean() if enough else None)
     is_repetitive = repeated_shares(texts["token_ids"]) > MAX_SHARE_REPEATED
     yield gate("repetition", is_repetitive.mean() if enough else None)
-    vectors = _vectors(run, side, texts["entity_id"].combine_chunks(), MAX_ROW_GROUPS)
-    norms = np.linalg.norm(vectors.matrix, axis=1)
+    ids, vectors = _vectors(run, side, texts["entity_id"].combine_chunks(), MAX_ROW_GROUPS)
+    norms = np.linalg.norm(vectors, axis=1)
     is_wrong = ~(np.abs(norms - 1) <= NORM_ERROR)  # NaN counts as wrong
     yield gate("vector norm", is_wrong.mean() if enough else None)
     same_encoder = features is not None and earlier is not None and features.encoder == earlier.encoder
-    yield from _drift(side, texts, vectors, previous, same_encoder)
+    yield from _drift(side, texts, ids, vectors, previous, same_encoder)
     yield gate("speed", accepted_share(figures), "no forecast to compare with")
 
 
@@ -230,7 +230,7 @@ def _least_evidence(manifest: RunManifest) -> int:
 
 
 def _drift(
-    side: Side, texts: pa.Table, vectors: "_FeatureRows", previous: RunFolder | None, same_encoder: bool
+    side: Side, texts: pa.Table, ids: pa.Array, vectors: np.ndarray, previous: RunFolder | None, same_encoder: bool
 ) -> Iterator[GateFigures]:
     """Rewritten texts beside the last ones of the same entities; only warns after a change of template or model."""
     names = ["entity_id", "num_tokens", *PROVENANCE]
@@ -254,13 +254,13 @@ def _drift(
     if not same_encoder:
         yield GateFigures("vector drift", side, reason="vectors of another encoder")
         return
-    both = vectors.ids.filter(pc.is_in(vectors.ids, value_set=last["entity_id"].combine_chunks()))
+    both = ids.filter(pc.is_in(ids, value_set=last["entity_id"].combine_chunks()))
     if len(both) < FEWEST:
         yield GateFigures("vector drift", side, reason=TOO_FEW)
         return
-    earlier = _vectors(previous, side, both)
-    row_of = pc.index_in(earlier.ids, value_set=vectors.ids).to_numpy()
-    cosine = float((vectors.matrix[row_of] * earlier.matrix).sum(axis=1).mean())
+    earlier_ids, earlier = _vectors(previous, side, both)
+    row_of = pc.index_in(earlier_ids, value_set=ids).to_numpy()
+    cosine = float((vectors[row_of] * earlier).sum(axis=1).mean())
     yield GateFigures("vector drift", side, cosine, reason=note, can_block=is_comparable)
 
 
@@ -278,14 +278,10 @@ def _sample(run: RunFolder, figures: SideFigures) -> pa.Table:
     return pa.concat_tables(parts).combine_chunks()
 
 
-@dataclass(frozen=True)
-class _FeatureRows:
-    ids: pa.Array
-    matrix: np.ndarray  # float32 (num_rows, dim), in the order of the ids
-
-
-def _vectors(run: RunFolder, side: Side, entity_ids: pa.Array, max_groups: int | None = None) -> _FeatureRows:
-    """The vectors of entities, in the order of the feature files, from at most `max_groups` of their row groups."""
+def _vectors(
+    run: RunFolder, side: Side, entity_ids: pa.Array, max_groups: int | None = None
+) -> tuple[pa.Array, np.ndarray]:
+    """Ids and vectors, float32 (n, dim), of entities in the order of files, from at most `max_groups` row groups."""
     key, ids, rows = f"{side}_id", [entity_ids[:0]], [np.zeros((0, 0), np.float32)]
     files = parquet_files(run.features_path(side)) if len(entity_ids) else []
     groups = [
@@ -300,7 +296,7 @@ def _vectors(run: RunFolder, side: Side, entity_ids: pa.Array, max_groups: int |
             selected = batch.filter(pc.is_in(batch[key], value_set=entity_ids))
             ids.append(selected[key])
             rows.append(vectors_of(selected))
-    return _FeatureRows(pa.concat_arrays(ids), np.concatenate(rows[1:] or rows))
+    return pa.concat_arrays(ids), np.concatenate(rows[1:] or rows)
 
 
 def repeated_shares(token_ids: pa.ChunkedArray) -> np.ndarray:

@@ -2,19 +2,9 @@
 
 import re
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA's, that of Windows' Linux, AMD's
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU as torch describes it."""
-
-    name: str
-    free_bytes: int
-    total_bytes: int
 
 
 def num_gpus() -> int:
@@ -26,12 +16,12 @@ def num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def try_gpu(number: int) -> Gpu:
-    """Compute a sum on a GPU and describe it. Raises RuntimeError, torch's own: the GPU cannot be used."""
+def try_gpu(number: int) -> tuple[str, int, int]:
+    """Compute a sum on a GPU; its name, free and total bytes. Raises RuntimeError, torch's own: it cannot be used."""
     import torch
 
     torch.ones(1, device=f"cuda:{number}").add(1).tolist()  # no kernel for this GPU, exclusive mode, a fault: raises
-    return Gpu(torch.cuda.get_device_name(number), *torch.cuda.mem_get_info(number))
+    return torch.cuda.get_device_name(number), *torch.cuda.mem_get_info(number)
 
 
 def min_free_bytes() -> int | None:

@@ -66,13 +66,13 @@ def check_gpu(settings: Settings) -> Iterator[CheckResult]:
     yield CheckResult("GPU", "ok", versions)
     for device in range(number):
         try:
-            gpu = try_gpu(device)
+            name, free_bytes, total_bytes = try_gpu(device)
         except RuntimeError as error:
             hint = "Look at `nvidia-smi`; leave this GPU out of CUDA_VISIBLE_DEVICES, or install a torch build for it"
             yield CheckResult("GPU", "fault", f"GPU {device} cannot compute: {first_line(error)}", hint)
             continue
-        description = f"{gpu.name}, {gpu.free_bytes / 1e9:.1f} of {gpu.total_bytes / 1e9:.1f} GB free"
-        if gpu.free_bytes < MIN_FREE_SHARE * gpu.total_bytes:
+        description = f"{name}, {free_bytes / 1e9:.1f} of {total_bytes / 1e9:.1f} GB free"
+        if free_bytes < MIN_FREE_SHARE * total_bytes:
             hint = "Another process uses the rest (`nvidia-smi` names it): end it, or set CUDA_VISIBLE_DEVICES"
             yield CheckResult("GPU", "warning", description, hint)
         else:
