@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
 BLOCK_BYTES = 8 << 20
+MAX_RETRY_S = 60  # of a service of Google's that cannot be reached; its client would try for a quarter of an hour
 # Which may be asked as soon as they are opened.
 SERVICES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
 _SECRET_OPTION = re.compile(r"[?&][^=&]*(key|secret|token|passw|credential|sig)[^=&]*=", re.IGNORECASE)
@@ -48,8 +49,11 @@ def filesystem_of(uri: str) -> tuple["FileSystem", str]:
     """The file system of a URI and the path within it. Raises ConfigError for what is no URI that pyarrow knows."""
     from pyarrow.fs import FileSystem
 
+    opened = without_credentials(uri)
+    if uri.startswith(("gs://", "gcs://")) and "retry_limit_seconds=" not in uri:
+        opened += f"{'&' if '?' in uri else '?'}retry_limit_seconds={MAX_RETRY_S}"
     try:
-        filesystem, path = FileSystem.from_uri(without_credentials(uri))
+        filesystem, path = FileSystem.from_uri(opened)
     except (OSError, ValueError, NotImplementedError) as error:
         raise ConfigError(f"{uri} cannot be opened: {first_line(error)}. {ADVICE}.") from None
     return filesystem, path.rstrip("/")

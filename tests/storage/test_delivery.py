@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 from destinations import bucket, place  # noqa: F401 (fixtures)
 from manifests import manifest_of
+from pyarrow.fs import FileSystem
 
 from laserbatch.jobs.commands.status import summary_rows, workspace_state
 from laserbatch.jobs.settings import Settings, load_settings
@@ -226,3 +227,9 @@ def test_what_is_no_uri_is_refused_with_those_that_are(tmp_path):
 
 def test_where_runs_are_delivered_to_does_not_belong_to_them(tmp_path):
     assert Settings(deliver_to="s3://b/p").of_output() == Settings().of_output()
+
+
+def test_a_service_of_google_that_cannot_be_reached_is_given_up_within_a_minute():
+    opened = filesystem_of("gs://bucket/prefix")
+    assert opened == FileSystem.from_uri("gs://bucket/prefix?retry_limit_seconds=60")
+    assert opened != FileSystem.from_uri("gs://bucket/prefix")
