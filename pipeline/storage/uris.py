@@ -65,4 +65,5 @@ def naming_uri(uri: str, kind: type[LaserbatchError]) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        raise kind(f"{uri}: {first_line(error)}. {ADVICE}.") from None
+        advice = "" if uri.startswith("file:") else f" {ADVICE}."  # a folder has no credentials
+        raise kind(f"{uri}: {first_line(error)}.{advice}") from None
