@@ -162,7 +162,7 @@ def test_a_file_that_lost_rows_or_is_damaged_is_named(world, num_rows, match, ca
     with pytest.raises(WorkspaceError, match=rf"features/user/00002.parquet {match}|00002.parquet is {match}"):
         first.require_features({"user": figures})
     assert world.night(2)[1].num_encoded == 20
-    assert f"user texts are all encoded again: {path}" in capsys.readouterr().err
+    assert f"do not compare with earlier ones: {path}" in capsys.readouterr().err
 
 
 def test_a_night_that_is_killed_at_any_file_ends_in_the_same_files(world, monkeypatch):
