@@ -113,6 +113,12 @@ class EndpointSettings(Strict):
         parts = urlsplit(self.url)
         if parts.username or parts.password or parts.query or parts.fragment:
             raise ValueError("url has a password or a query, where secrets are seen: name a variable as api_key_env")
+        try:
+            is_host = bool((parts.hostname or "").encode("idna")) and parts.port != 0
+        except ValueError:  # the name is none, or the port no number
+            is_host = False
+        if not is_host or not self.url.isprintable() or " " in self.url:
+            raise ValueError("url has a host or port that is none, or a space; expected http://localhost:8000/v1")
         if self.api_key_env is not None and not _VARIABLE.fullmatch(self.api_key_env):
             raise ValueError("api_key_env is no name of an environment variable, such as OPENAI_API_KEY")
         if self.prediction and self.api != "chat":
@@ -122,7 +128,7 @@ class EndpointSettings(Strict):
         return self
 
     def key(self) -> str | None:
-        """The key of the server; None: it takes none. Raises ConfigError: the variable is not set in this process."""
+        """The key of the server; None: it takes none. Raises ConfigError: the variable of this process holds none."""
         if self.api_key_env is None:
             return None
         key = os.environ.get(self.api_key_env, "").strip()
@@ -130,6 +136,11 @@ class EndpointSettings(Strict):
             raise ConfigError(
                 f"the environment variable {self.api_key_env} is not set or empty (decoding.endpoint.api_key_env); set "
                 "it where the night runs, and on a Ray cluster where its workers run"
+            )
+        if not re.fullmatch("[!-~]+", key):  # of a header; the key itself is not shown
+            raise ConfigError(
+                f"the environment variable {self.api_key_env} holds no key (decoding.endpoint.api_key_env): it has a "
+                "space, a line break or a character that is not ASCII; copy the key again"
             )
         return key
 

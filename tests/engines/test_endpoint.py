@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from small_server import KEY, MODEL, Fault, small_server, text_for
 
+from laserbatch.pipeline.decoding.endpoint_settings import EndpointSettings
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
 from laserbatch.pipeline.decoding.model.served import served_identity, with_rows
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
@@ -336,9 +337,21 @@ def test_a_wrong_key_model_or_path_ends_the_work_and_no_message_has_the_key(serv
     server.card = None  # it lists no models
     with pytest.raises(ConfigError, match=r"or no model 'large' .*the model large does not exist"):
         written(engine_of(model="large", api_key_env="OUR_KEY"), [request(0)])
+    for no_header in (f"{KEY}\n{KEY}", f"{KEY} –"):
+        monkeypatch.setenv("OUR_KEY", no_header)
+        with pytest.raises(ConfigError, match=r"variable OUR_KEY holds no key .*copy the key again") as raised:
+            engine_of(api_key_env="OUR_KEY")
+        assert KEY not in str(raised.value)
     monkeypatch.delenv("OUR_KEY")
     with pytest.raises(ConfigError, match="variable OUR_KEY is not set"):
         engine_of(api_key_env="OUR_KEY")
+
+
+@pytest.mark.parametrize("place", ["host:port", "host:99999", "a host", "host/v1\n", "a..host", "me:a secret@a host"])
+def test_a_url_that_no_request_can_be_sent_to_is_refused_without_its_password(place):
+    with pytest.raises(ValueError, match=r"expected http://localhost|url has a password") as raised:
+        EndpointSettings(url=f"http://{place}", model=MODEL)
+    assert "url has" in raised.value.errors()[0]["msg"] and raised.value.errors()[0]["loc"] == ()
 
 
 def test_tokens_are_counted_by_the_server_over_all_attempts(server, engine_of, tmp_path):
