@@ -17,7 +17,7 @@ import numpy as np
 from laserbatch.jobs.checks.result import CheckResult
 from laserbatch.jobs.formatting import count, decimal, format_counts, rate
 from laserbatch.jobs.settings import SAMPLE_MODEL, Settings
-from laserbatch.pipeline.errors import ModelError, RowError
+from laserbatch.pipeline.errors import EndpointGone, ModelError, RowError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.scratch import ScratchFolder
 
@@ -77,9 +77,13 @@ def _endpoint(settings: Settings) -> Iterator[CheckResult]:
     quickly = server.model_copy(update=limits | {"mode": "requests"})
     with ScratchFolder("doctor") as scratch:
         of_server = decoding.model_copy(update={"endpoint": quickly})
-        engine = EndpointEngine(settings.model_dir, of_server, Path(scratch))
-        yield CheckResult("endpoint", "ok", f"{server.url} answers, and has {engine.server}")
-        yield _answer(engine, settings)
+        try:
+            engine = EndpointEngine(settings.model_dir, of_server, Path(scratch))
+            yield CheckResult("endpoint", "ok", f"{server.url} answers, and has {engine.server}")
+            yield _answer(engine, settings)
+        except EndpointGone as error:
+            hint = f"This check waits for {quickly.give_up_after_s:g} seconds, a night for {server.give_up_after_s:g}"
+            yield CheckResult("answer", "fault", str(error), hint)
 
 
 def check_model_here(settings: Settings) -> Iterator[CheckResult]:

@@ -193,8 +193,8 @@ class EndpointClient:
         if waited_s + retry_after_s > self._settings.give_up_after_s:
             wait = f", and it asks to wait {retry_after_s:.0f} seconds" if retry_after_s else ""
             raise EndpointGone(
-                f"{self._settings.url} has answered nothing for {waited_s:.0f} seconds{wait} ({reason}; "
-                f"decoding.endpoint.give_up_after_s is {self._settings.give_up_after_s:g}); the same command goes on"
+                f"{self._settings.url} has answered nothing for {waited_s:.0f} seconds{wait} ({reason}; see "
+                "decoding.endpoint.give_up_after_s); the same command goes on"
             )
 
     def _raise_if_final(self, status: int, message: str) -> None:

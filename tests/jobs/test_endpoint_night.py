@@ -142,6 +142,12 @@ def test_doctor_asks_the_server_and_try_shows_a_text_of_it(folder, server, capfd
     assert [result.found for result in away if result.level == "fault"] == [
         f"{server.url} has no model 'b'; set decoding.endpoint.model to one that it has: {MODEL}"
     ]
+    server.fault = lambda body, number: Fault(429, {}, {"retry-after": "40"})
+    waiting = configured(folder, server, give_up_after_s=600.0)
+    gone = examine(load_settings(Path(waiting)), checks)[-1]
+    assert gone.level == "fault" and "asks to wait 40 seconds" in gone.found
+    assert gone.hint == "This check waits for 30 seconds, a night for 600", "of what is configured, not of the check"
+    server.fault = lambda body, number: None
     tried = run_here(capfd, "try", "--config", configured(folder, server, api="chat"), "--json")
     assert json.loads(tried.stdout)["text"] == text_for(server.bodies[-1]) and "messages" in server.bodies[-1]
 
