@@ -23,9 +23,10 @@ def check_dtype(settings: Settings) -> Iterator[CheckResult]:
     if settings.decoding.engine == "endpoint":
         return
     from laserbatch.pipeline.decoding.model.compute_type import choose_dtype
-    from laserbatch.pipeline.decoding.model.folder import quantization_of, read_config, stored_dtype
+    from laserbatch.pipeline.decoding.model.folder import find_weights, quantization_of, read_config, stored_dtype
     from laserbatch.pipeline.gpus import num_gpus
 
+    find_weights(settings.model_dir)  # raises where this is no model folder
     decoding, has_gpu = settings.decoding, num_gpus() > 0
     stored, quantization = stored_dtype(settings.model_dir), quantization_of(read_config(settings.model_dir))
     try:

@@ -20,12 +20,12 @@ logger = logging.getLogger("laserbatch")
 STYLES = {"ok": "green", "warning": "yellow", "fault": "bold red"}
 CHECKS: tuple[Check, ...] = (
     *machine.SOFTWARE,
-    model.check_dtype,
     model.check_memory_and_model,
+    model.check_dtype,
     trial.check_answer,
     *machine.FILES,
 )
-MODEL_CHECKS: tuple[Check, ...] = (model.check_dtype, model.check_memory_and_model, trial.check_model_here)
+MODEL_CHECKS: tuple[Check, ...] = (model.check_memory_and_model, model.check_dtype, trial.check_model_here)
 
 
 def doctor(

@@ -88,6 +88,13 @@ def test_weights_that_the_configuration_does_not_describe_are_a_fault(world, sam
     assert "does not describe: model.layers.3.input_layernorm.weight" in fault and "correct config.json" in fault
 
 
+def test_a_folder_without_configuration_is_one_fault(world, sample_copy):
+    (sample_copy / "config.json").unlink()
+    settings = load_settings(write_config(world, "model.yaml", decoding={"model": str(sample_copy)}))
+    (finding,) = doctor.examine(settings, [model.check_memory_and_model, model.check_dtype])
+    assert "holds no config.json" in finding.found
+
+
 def test_added_tokens_without_rows_in_the_embedding_are_a_fault(world, sample_copy):
     tokenizer = load_tokenizer(sample_copy)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|unused|>"]})
