@@ -7,6 +7,7 @@ import typer
 
 from laserbatch.jobs.console import say, summary
 from laserbatch.jobs.settings import JSON
+from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.atomic import atomic_folder
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -34,6 +35,8 @@ def import_(
     from laserbatch.pipeline.decoding.model.gguf_file import import_gguf
     from laserbatch.pipeline.decoding.model.load import load_model
 
+    if file.resolve().is_relative_to(out.resolve()):
+        raise ConfigError(f"{file} is what is imported, and would be replaced with {out}; give another folder")
     say(f"{file} is read")
     with atomic_folder(out, overwrite=overwrite) as folder:
         facts = import_gguf(file, folder)
