@@ -1,5 +1,6 @@
 import itertools
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 
@@ -15,6 +16,7 @@ from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model import checks
 from laserbatch.pipeline.decoding.model import runner as runner_module
 from laserbatch.pipeline.decoding.model.described_weights import require_described_weights
+from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
 from laserbatch.pipeline.decoding.model.load import load_model, prepare_model
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.verifiers import Greedy
@@ -104,6 +106,35 @@ def test_weights_that_would_be_random_are_refused(folder, name, shape, message):
     del weights[name]
     save_file(weights | ({name: torch.zeros(shape)} if shape else {}), folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=message):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}'])
+def test_an_index_that_names_no_files_is_refused(folder, index):
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json (names no file|holds no JSON object)"):
+        load_model(folder)
+
+
+def test_weights_that_are_no_numbers_are_refused_as_such(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"logits that are no numbers \(NaN\)"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("value", ["x", [1, None], 1.5])
+def test_end_tokens_that_are_no_ids_are_refused(folder, value):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ModelError, match=r"generation_config\.json sets eos_token_id to .* expected the id of a token"):
+        load_model(folder)
+
+
+def test_a_tokenizer_that_lost_what_its_chat_template_writes_is_refused(tmp_path):
+    folder = shutil.copytree(SAMPLE_MODEL, tmp_path / "copy")
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(ModelError, match=r"writes the bos_token, .* copy tokenizer_config\.json"):
         load_model(folder)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -137,6 +138,11 @@ def _make_ready(model, device: torch.device, probes: list["Probe"], tolerance: f
         raise ModelError(f"{name} cannot be packed: {error}") from error
     except Exception as error:  # a model's code may raise anything
         raise ModelError(f"{name} cannot be run: {first_line(error)}") from error
+    if any(logits.isnan().any() for logits in chain.from_iterable(plain)):
+        raise ModelError(
+            f"{name} computes logits that are no numbers (NaN), also alone: its weights hold such values, or are too "
+            f"large for {model.dtype}; take the checkpoint from its source again"
+        )
     compare = partial(_compare, model, device, probes, plain, tolerance)
     is_quantised = quantization_of(model.config) is not None
     if not is_quantised and relayout_linear_layers(model):

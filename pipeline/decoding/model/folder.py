@@ -10,6 +10,7 @@ fingerprints; a neutral value is as none.
 import copy
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -48,7 +49,10 @@ def find_weights(path: Path) -> list[Path]:
         raise ModelError(f"{path} holds no config.json; it is not a model folder of transformers")
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        weights = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        try:
+            weights = [path / name for name in sorted(set(_read(index)["weight_map"].values()))]
+        except (KeyError, AttributeError, TypeError) as error:
+            raise ModelError(f"{index} names no file of each tensor (weight_map); copy the checkpoint again") from error
     else:
         weights = sorted(path.glob("*.safetensors"))
     missing = [w.name for w in weights if not w.is_file()]
@@ -130,6 +134,13 @@ def load_tokenizer(folder: Path, adapter: str | Path | None = None) -> "PreTrain
         template = load_tokenizer(model_folder).chat_template  # an adapter's tokenizer that was saved without one
     if template is not None:
         tokenizer.chat_template = template
+    written = set(re.findall(r"\b(?:bos|eos)_token\b", str(tokenizer.chat_template)))
+    lost = written - tokenizer.special_tokens_map.keys()  # a template writes nothing in their places
+    if lost and not (folder / "tokenizer_config.json").is_file():
+        raise ModelError(
+            f"the chat template of {folder} writes the {' and '.join(sorted(lost))}, and the tokenizer there has none; "
+            "copy tokenizer_config.json, too"
+        )
     return tokenizer
 
 
@@ -229,7 +240,11 @@ def folder_rules(folder: Path) -> dict[str, Any]:
     penalty = repetition_penalty_of(config, file)
     done = {} if penalty == 1.0 else {"repetition_penalty": penalty}
     model_config = _read(folder / "config.json") if (folder / "config.json").is_file() else {}
-    generation_ids, config_ids = (_ids(values.get("eos_token_id")) for values in (config, model_config))
+    named = config.get("eos_token_id")
+    values = named if isinstance(named, list) else [] if named is None else [named]
+    if any(type(token_id) is not int for token_id in values):
+        raise ModelError(f"{file} sets eos_token_id to {_shown(named)}; expected the id of a token, or a list of ids")
+    generation_ids, config_ids = _ids(values), _ids(model_config.get("eos_token_id"))
     return done | ({"eos_token_id": generation_ids} if generation_ids and generation_ids != config_ids else {})
 
 
