@@ -37,6 +37,13 @@ class _UniqueKeys(yaml.SafeLoader):
             lines[name] = line
         return node
 
+    def construct_object(self, node, deep=False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError):  # 2025-02-30, or a text that is tagged `!!int`
+            problem = f"{node.value!r} is no {node.tag.rpartition(':')[2]}; put a text in quotes"
+            raise yaml.MarkedYAMLError(None, None, problem, node.start_mark) from None
+
 
 def read_yaml(path: Path, what: str, advice: str) -> Any:
     """What a YAML file holds; `what` it is and `advice` where it is not there are for the message.
