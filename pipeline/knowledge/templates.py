@@ -42,6 +42,10 @@ def _only_fields(pattern: str, allowed: Collection[str]) -> str:
         names = ", ".join(f"{{{name}}}" for name in sorted(fields - set(allowed)))
         allowed_names = ", ".join(f"{{{name}}}" for name in sorted(allowed))
         raise ValueError(f"has {names}; fields are {allowed_names}; a brace that is meant is doubled, {{{{ or }}}}")
+    try:
+        pattern.format(**(dict.fromkeys(allowed, "x") | {"number": 1}))
+    except (ValueError, LookupError) as error:
+        raise ValueError(f"is not a format string: {error}; leave out what follows the field's name") from None
     return pattern
 
 
