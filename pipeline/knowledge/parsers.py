@@ -165,12 +165,14 @@ def _json_of(text: str, is_cut: bool) -> tuple[Any, tuple[str, ...]]:
 
 
 def _custom_fields(template: PromptTemplate, text: str) -> dict[str, str]:
-    """Parse by `parse(text)` of the user's file beside the template: name -> text; a ValueError refuses the text."""
+    """Parse by `parse(text)` of the user's file beside the template: name -> text; an error refuses the text."""
     parse = load_parser(template.parser_path)
     try:
         fields = parse(text)
     except ValueError as error:
         raise RowError(f"unparsable: {error}") from None
+    except Exception as error:  # one text is no reason to end a night
+        raise RowError(f"unparsable: {template.parser} raised {type(error).__name__}: {error}") from None
     if not isinstance(fields, dict) or not all(isinstance(v, str) for pair in fields.items() for v in pair):
         raise RowError(f"unparsable: {template.parser} gave {type(fields).__name__}; expected a dict of texts by name")
     if not fields:
@@ -186,8 +188,10 @@ def load_parser(path: Path) -> Callable[[str], dict[str, str]]:
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
+        if not callable(module.parse):
+            raise TypeError("parse is no function")
         return module.parse
-    except Exception as error:  # a program of the user's may raise anything
+    except (Exception, SystemExit) as error:  # a program of the user's may raise anything, and end itself
         raise ConfigError(
             f"the parser {path} cannot be used: {type(error).__name__}: {error}; expected `def parse(text)` that "
             "returns a dict of texts by name"

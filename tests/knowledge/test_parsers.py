@@ -154,6 +154,21 @@ def test_a_parser_of_ones_own_stands_beside_its_template(tmp_path):
         parse_answer(template, "#sea")
 
 
+@pytest.mark.parametrize("parse", ["{}[text]", "text.lines()", "re.match('x', text).group()"])
+def test_a_parser_that_fails_at_a_text_refuses_that_text(tmp_path, parse):
+    (tmp_path / "mine.py").write_text(f"import re\ndef parse(text):\n    return {parse}\n")
+    template = FACTS.model_copy(update={"parser": "mine.py", "parser_path": tmp_path / "mine.py"})
+    with pytest.raises(RowError, match=r"^unparsable: mine\.py raised (KeyError|AttributeError): "):
+        parse_answer(template, "The sea.")
+
+
+@pytest.mark.parametrize("code", ["import sys\ndef parse(text): ...\nsys.exit(0)", "parse = 3", "def parse(text)", ""])
+def test_a_parser_that_ends_the_program_or_is_none_is_refused(tmp_path, code):
+    (tmp_path / "mine.py").write_text(code)
+    with pytest.raises(ConfigError, match=r"mine\.py cannot be used: .*expected `def parse\(text\)`"):
+        load_parser(tmp_path / "mine.py")
+
+
 def test_an_answer_that_repeats_its_prompt_or_is_in_another_script_is_none():
     prompt, own = np.arange(200, dtype=np.int32), np.arange(1_000, 1_060, dtype=np.int32)
     require_answer(PROFILE, "A lover of the sea, \u6d77.", own, prompt)
