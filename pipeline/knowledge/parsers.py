@@ -71,7 +71,7 @@ def _aspects(text: str, factors: tuple[str, ...]) -> dict[str, str]:
     for place, mark in enumerate(marks):
         end = marks[place + 1].start() if place + 1 < len(marks) else len(text)
         number, body = int(mark.group(1)), text[mark.end() : end].strip()
-        label = _LABEL.match(body) or _heading(body, factors)
+        label = _label(body, factors) or _heading(body, factors)
         if label:
             name, body = label.group(1).strip(" *"), body[label.end() :].strip()
         else:
@@ -81,6 +81,12 @@ def _aspects(text: str, factors: tuple[str, ...]) -> dict[str, str]:
     if not fields:
         raise RowError("unparsable: no numbered aspect with a text in the answer")
     return fields
+
+
+def _label(body: str, factors: tuple[str, ...]) -> re.Match[str] | None:
+    """The name before a colon or dash; a factor's whole name, which may have those in it, before another."""
+    named = "|".join(re.escape(factor) for factor in sorted(factors, key=len, reverse=True))
+    return re.match(rf"\**({named})\**[ \t]*:\**[ \t]*", body, re.IGNORECASE) or _LABEL.match(body)
 
 
 def _heading(body: str, factors: tuple[str, ...]) -> re.Match[str] | None:
@@ -96,7 +102,7 @@ def _attributes(text: str, factors: tuple[str, ...]) -> dict[str, str]:
     fields: dict[str, str] = {}
     for line in text.splitlines():
         body = _BULLET.sub("", line, count=1)
-        label = _LABEL.match(body)
+        label = _label(body, factors)
         if label is None:
             continue
         name = canonical.get(label.group(1).strip(" *").lower())

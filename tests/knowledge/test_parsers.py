@@ -169,6 +169,14 @@ def test_a_parser_that_ends_the_program_or_is_none_is_refused(tmp_path, code):
         load_parser(tmp_path / "mine.py")
 
 
+@pytest.mark.parametrize("name", ["Mood: calm or wild", "Price – value", "Pay - benefits", "long " * 14 + "name"])
+def test_a_factor_may_have_a_colon_or_dash_in_its_name(name):
+    text = f"Subject: the sea\n{name}: high"
+    for template, answer in ((FACTS, text), (USER, f"1. Subject: the sea\n2. {name}: high")):
+        asked = template.model_copy(update={"factors": ("Subject", name)})
+        assert parse_answer(asked, answer).fields == {"Subject": "the sea", name: "high"}
+
+
 def test_an_answer_that_repeats_its_prompt_or_is_in_another_script_is_none():
     prompt, own = np.arange(200, dtype=np.int32), np.arange(1_000, 1_060, dtype=np.int32)
     require_answer(PROFILE, "A lover of the sea, \u6d77.", own, prompt)
