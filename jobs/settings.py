@@ -1,8 +1,9 @@
 """The whole configuration: each package's own section, composed, loaded once from YAML, frozen.
 
 A misspelled key fails before any work starts, naming the key and the nearest valid one. Relative paths in a file are
-relative to that file's folder. Every option has a default and a description; `configs/default.yaml` shows them all.
-A field without a description is no option: code may set it, a file may not.
+relative to that file's folder. Every option has a default and a description;
+`configs/default.yaml` shows them all. A field without a description is no option: code may
+set it, a file may not.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.uris import is_uri, without_credentials
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.settings import TablesSettings
-from laserbatch.pipeline.validation import Strict, matching, nearest, read_yaml, validated
+from laserbatch.pipeline.validation import Strict, matching, nearest, read_yaml, truth_for_numbers, validated
 from laserbatch.retrieval_pools.settings import PoolSettings, RoutingOptions
 
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent  # configs/ and models/ lie beside the packages
@@ -261,20 +262,10 @@ def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) ->
             section[key] = value
     source = path if path is not None else "the command line"
     settings = validated(Settings, data, source)
-    if faults := list(_truth_for_numbers(data, settings)):
+    if faults := list(truth_for_numbers(data, settings)):
         raise ConfigError(f"{source}: {'; '.join(faults)}")
     settings._folder = None if path is None else path.resolve().parent
     return settings
-
-
-def _truth_for_numbers(data: dict[str, Any], checked: BaseModel, place: str = "") -> Iterator[str]:
-    """The keys whose `true` or `no` pydantic read as 1 or 0."""
-    for key, value in data.items():
-        read = getattr(checked, key, None)
-        if isinstance(read, BaseModel) and isinstance(value, dict):
-            yield from _truth_for_numbers(value, read, f"{place}{key}.")
-        elif isinstance(value, bool) and not isinstance(read, bool) and isinstance(read, int | float):
-            yield f"{place}{key}: expected a number (found {value}, as YAML reads yes, no, on and off too)"
 
 
 def variant_names(configs: Sequence[Path], frameworks: Sequence[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -88,6 +88,16 @@ def validated(model: type[ModelT], data: Any, place: object, advice: str = "") -
         return model.model_validate(data)
     except ValidationError as error:
         raise ConfigError(f"{place}: {explain(error, model)}{advice}") from None
+
+
+def truth_for_numbers(data: Mapping[Any, Any], checked: BaseModel, place: str = "") -> Iterator[str]:
+    """The keys whose `true` or `no` pydantic read as 1 or 0."""
+    for key, value in data.items():
+        read = getattr(checked, str(key), None)
+        if isinstance(read, BaseModel) and isinstance(value, dict):
+            yield from truth_for_numbers(value, read, f"{place}{key}.")
+        elif isinstance(value, bool) and not isinstance(read, bool) and isinstance(read, int | float):
+            yield f"{place}{key}: expected a number (found {value}, as YAML reads yes, no, on and off too)"
 
 
 def matching(pattern: str, expected: str) -> AfterValidator:

@@ -51,6 +51,10 @@ def test_a_folder_of_ones_own_comes_first(tmp_path):
         (MINIMAL.replace("Describe.", "Describe {item:d}."), r"line 6: instruction: is not .*code 'd'.*; leave"),
         (MINIMAL.replace("Describe.", "Describe {item:{user}}."), "line 6: instruction: is not a format string"),
         (MINIMAL + "attributes: {line: '{value!x}'}\n", "attributes.line: is not a format string"),
+        (
+            MINIMAL.replace("side: item", "side: user") + "history: {max_events: off}\n",
+            r"history\.max_events: expected a number \(found False",
+        ),
         (MINIMAL.replace("Describe.", "Describe it {"), "line 6: instruction: is not a format string"),
         (MINIMAL.replace("Describe.", "Describe. <|im_end|>"), r"line 6: .*<\|im_end\|>, a control token"),
         (MINIMAL.replace("free", "json"), "needs `fields`"),
