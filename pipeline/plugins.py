@@ -44,7 +44,7 @@ def load_plugin(group: str, name: str, built_in: tuple[str, ...] = ()) -> Any:
         origins = {plugin: "built in" for plugin in built_in} | {
             plugin: f"package {_package(entry)}" for plugin, entry in plugins.items()
         }
-        near = difflib.get_close_matches(name, origins, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(str(name), origins, n=1, cutoff=0.5)
         listed = "; ".join(
             f"{', '.join(plugin for plugin, its in origins.items() if its == origin)} ({origin})"
             for origin in dict.fromkeys(origins.values())

@@ -57,34 +57,31 @@ Text = Annotated[str, _pattern(*WORDS)]  # with `WORDS` in braces
 EventPattern = Annotated[str, _pattern("number", "title", "attributes", "rating")]
 
 
+_Word = Annotated[str, matching(r"\S", "a word")]
+
+
 class Words(Strict):
     """The words that prompts use for users, items and what users do."""
 
-    user: str = Field(
-        default="person", min_length=1, description="Prompts call a user this: reader, listener, applicant."
-    )
-    item: str = Field(default="title", min_length=1, description="Prompts call an item this: book, song, job.")
-    items: str = Field(
-        default="titles", min_length=1, description="Prompts call several items this: books, songs, jobs."
-    )
-    interacted: str | None = Field(
+    user: _Word = Field(default="person", description="Prompts call a user this: reader, listener, applicant.")
+    item: _Word = Field(default="title", description="Prompts call an item this: book, song, job.")
+    items: _Word = Field(default="titles", description="Prompts call several items this: books, songs, jobs.")
+    interacted: _Word | None = Field(
         default=None,
-        min_length=1,
         description="Prompts say with this what users did with items: clicked, viewed, applied for. null: it follows "
         "from the events or ratings of the table: `clicked or viewed`, `rated from 1 to 5`, `rated`, "
         "`picked`.",
     )
-    events: dict[str, str] = Field(
+    events: dict[str, _Word] = Field(
         default={},
         description="Prompts say a value of the column `event` with these words, {play: played}. Common English "
         "values need none.",
     )
-    collection: str = Field(
-        default="catalogue", min_length=1, description="Prompts call what items are chosen from this: job board, shop."
+    collection: _Word = Field(
+        default="catalogue", description="Prompts call what items are chosen from this: job board, shop."
     )
-    enjoy: str = Field(
+    enjoy: _Word = Field(
         default="enjoy",
-        min_length=1,
         description="Prompts say with this what users do with an item that suits them: enjoy, want.",
     )
 

@@ -50,6 +50,17 @@ def test_yes_and_no_are_not_read_as_numbers(tmp_path):
         load_settings(path)
 
 
+def test_blank_words_and_numbers_as_names_of_plugins_are_refused(tmp_path):
+    path = tmp_path / "c.yaml"
+    for text, message in (
+        ("knowledge: {words: {interacted: ' '}}", r"words\.interacted: expected a word \(found ' '\)"),
+        ("knowledge: {words: {events: {play: ''}}}", r"words\.events\.play: expected a word"),
+        ("extensions: {3: {}}", "no installed package brings 3"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_settings(write(path, text))
+
+
 def test_paths_are_relative_to_the_file(tmp_path):
     routing = "routing: {user_embeddings: of_users.parquet}\n"
     config = write(tmp_path / "c.yaml", "workspace: night\ntables: {path: in}\ndecoding: {model: sample}\n" + routing)
