@@ -1,13 +1,14 @@
 """The whole configuration: each package's own section, composed, loaded once from YAML, frozen.
 
 A misspelled key fails before any work starts, naming the key and the nearest valid one. Relative paths in a file are
-relative to that file's folder. Every option has a default and a description;
+relative to that file's folder, and `~` is the home folder. Every option has a default and a description;
 `configs/default.yaml` shows them all. A field without a description is no option: code may
 set it, a file may not.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeGuard
 
@@ -336,11 +337,11 @@ def _anchor_paths(data: dict[str, Any], folder: Path) -> None:
             continue
         if (section, key) == ("decoding", "model") and holder[key] == SAMPLE_MODEL:
             continue
-        holder[key] = _each(holder[key], lambda path: path if is_uri(path) else str(folder / str(path)))
+        holder[key] = _each(holder[key], lambda path: path if is_uri(path) else str(folder / expanduser(str(path))))
     for options, keys in _plugin_paths(data):
         for key in keys:
             if isinstance(options.get(key), str | list):
-                options[key] = _each(options[key], lambda path: str(folder / str(path)))
+                options[key] = _each(options[key], lambda path: str(folder / expanduser(str(path))))
 
 
 def _plugin_paths(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[str]]]:

@@ -61,6 +61,12 @@ def test_blank_words_and_numbers_as_names_of_plugins_are_refused(tmp_path):
             load_settings(write(path, text))
 
 
+def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    settings = load_settings(write(tmp_path / "c.yaml", "workspace: ~/night\ndecoding: {model: ~/qwen}\n"))
+    assert settings.workspace == tmp_path / "home" / "night" and settings.model_dir == tmp_path / "home" / "qwen"
+
+
 def test_paths_are_relative_to_the_file(tmp_path):
     routing = "routing: {user_embeddings: of_users.parquet}\n"
     config = write(tmp_path / "c.yaml", "workspace: night\ntables: {path: in}\ndecoding: {model: sample}\n" + routing)
