@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, JsonValue, ValidationError, field_validator, model_validator
 
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.sides import Side
@@ -185,7 +185,7 @@ class PromptTemplate(Strict):
     optional_fields: tuple[str, ...] = ()  # that an answer may be without
     max_items: dict[str, int] = Field(default_factory=dict)  # of a list in JSON, the most that it may hold
     # The form of answers where the parser does not say it, for guided decoding: one of these.
-    json_schema: dict[str, Any] | None = None
+    json_schema: dict[str, JsonValue] | None = None
     regex: str | None = None
     grammar: str | None = None  # in llguidance's variant of Lark
     encode: tuple[str, ...] = ()  # the parts of the answer that become its vector; none named: the whole text
@@ -195,7 +195,7 @@ class PromptTemplate(Strict):
     attributes: AttributeLines = AttributeLines()
     history: HistoryLines | None = None
     request: Text | None = None
-    chat_options: dict[str, Any] = Field(default_factory=dict)  # of the model's chat template; over those of `decoding`
+    chat_options: dict[str, JsonValue] = Field(default_factory=dict)  # of the chat template; over those of `decoding`
     parser_path: Path | None = Field(default=None, exclude=True)  # of one's own; found when the template is loaded
     parser_sha256: str | None = None
 
