@@ -2,8 +2,7 @@
 
 A misspelled key fails before any work starts, naming the key and the nearest valid one. Relative paths in a file are
 relative to that file's folder, and `~` is the home folder. Every option has a default and a description;
-`configs/default.yaml` shows them all. A field without a description is no option: code may
-set it, a file may not.
+`configs/default.yaml` shows them all. A field without a description is no option: code may set it, a file may not.
 """
 
 from collections.abc import Callable, Iterator, Sequence
