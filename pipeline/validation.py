@@ -120,7 +120,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 def _sentence(fault: ErrorDetails, model: type[BaseModel]) -> str:
     *parents, key = fault["loc"] or ("",)
-    place = ".".join(str(part) for part in fault["loc"])
+    place = ".".join(part for part in map(str, fault["loc"]) if "[" not in part[1:])  # tuple[str, ...] is no key
     if fault["type"] == "extra_forbidden":
         return f"{place}: no such key; {nearest(str(key), _model_at(model, parents).model_fields)}"
     if fault["type"] == "missing":
@@ -128,6 +128,8 @@ def _sentence(fault: ErrorDetails, model: type[BaseModel]) -> str:
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "dict_type":
         message = "expected names with values, a line each"
+    if fault["type"] == "tuple_type":
+        message = "expected a list, such as [a, b]"
     if fault["type"] in ("model_type", "model_attributes_type"):
         keys = _model_at(model, fault["loc"]).model_fields
         message = f"expected keys with values, such as {', '.join(keys)}"
