@@ -304,4 +304,8 @@ def int32_row(tokens: np.ndarray) -> np.ndarray:
     tokens = np.asarray(tokens)
     if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
         raise ValueError(f"token ids must be one row of integers, found shape {tokens.shape} of {tokens.dtype}")
-    return np.ascontiguousarray(tokens, np.int32)
+    row = np.ascontiguousarray(tokens, np.int32)
+    if (is_cut := row != tokens).any():
+        place = int(is_cut.argmax())
+        raise ValueError(f"token id {place} of {tokens.size}, from 0, is {tokens[place]}; expected an int32")
+    return row

@@ -8,6 +8,7 @@ example of each name.
 import threading
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,7 +43,7 @@ class DraftBudget:
     form: Literal["chain", "tree"] = "chain"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.max_tokens <= MAX_NODES:
+        if not (isinstance(self.max_tokens, Integral) and 0 <= self.max_tokens <= MAX_NODES):
             raise ValueError(f"max_tokens is {self.max_tokens}; a draft has 0 to {MAX_NODES} tokens")
         if not 0 <= self.min_acceptance <= 1:
             raise ValueError(f"min_acceptance is {self.min_acceptance}; it is a probability")
@@ -130,15 +131,18 @@ class OpenPool:
         Parameters
         ----------
         request : the engine's own name of it.
-        prompt_ids : int[n], as the model is given it.
+        prompt_ids : int[n], as the model is given it. Here and in `accept` an id below 0 is no token: it is never
+            drafted, and matches nothing in the pool.
         previous_ids : int[m], the entity's text of an earlier night without its end token, or None.
         group : what `route` said, or None: all texts of the pool count the same.
 
         Raises
         ------
         ValueError
-            A request of that name is not finished, or the ids are not integers in one row.
+            A request of that name is not finished, the ids are not integers in one row, or the group is no text.
         """
+        if not (group is None or isinstance(group, str)):
+            raise ValueError(f"the group is {group!r}; expected the text that `route` returns, or None")
         text = _Text(_ids(prompt_ids), None if previous_ids is None else _ids(previous_ids), group)
         with self._lock:
             if request in self._texts:

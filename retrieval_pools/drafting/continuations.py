@@ -12,7 +12,7 @@ from laserbatch.retrieval_pools.drafting.estimate import acceptance, kind_of, mo
 from laserbatch.retrieval_pools.drafting.intervals import num_samples_behind
 from laserbatch.retrieval_pools.drafting.levels import advance_level
 from laserbatch.retrieval_pools.drafting.runs import list_own_runs, list_pool_runs
-from laserbatch.retrieval_pools.drafting.state import END, MAX_LEVELS, MIN_SHARE_LEFT, NUM_CANDIDATES, NUM_SLOTS
+from laserbatch.retrieval_pools.drafting.state import MAX_LEVELS, MIN_SHARE_LEFT, NUM_CANDIDATES, NUM_SLOTS
 from laserbatch.retrieval_pools.sources import SOURCE_POOL
 
 
@@ -121,7 +121,7 @@ def push_candidates(
         if probability * most_acceptance(estimates.bounds, relative_count) < least:
             continue
         token = candidates.token[c]
-        if token == END:  # it takes its share of the probability, but is never drafted
+        if token < 0:  # END, or what is no token: it takes its share of the probability, but is never drafted
             continue
         source = candidates.own_source[c] if candidates.own[c] >= candidates.pool[c] else SOURCE_POOL
         kind = kind_of(own_tokens, estimates.frequencies, token, candidates.num_seen[c], depth)

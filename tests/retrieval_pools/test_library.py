@@ -121,6 +121,17 @@ def test_many_threads_write_side_by_side(tmp_path):
     assert drafts == alone and len(shared) == 0
 
 
+@pytest.mark.parametrize("mark", [-2, np.iinfo(np.int32).min])
+def test_an_id_below_0_is_never_drafted(mark):
+    pools = OpenPool(None)
+    pools.start("a", [7, 8, mark, 9], previous_ids=[8, mark, 9])
+    pools.accept("a", [7, 8])
+    for form in ("chain", "tree"):
+        assert mark not in pools.draft(["a"], DraftBudget(16, 0.0, form))[0].token_ids
+    pools.accept("a", [mark, 9])
+    assert len(pools.draft(["a"])) == 1
+
+
 def test_what_cannot_be_is_refused(tmp_path):
     pools = OpenPool(None)
     pools.start("a", [1, 2])
@@ -130,6 +141,11 @@ def test_what_cannot_be_is_refused(tmp_path):
         pools.start("b", [0.5])
     with pytest.raises(ValueError, match="one row of integers"):
         pools.accept("a", [[1]])
+    for start in (lambda: pools.start("b", [1, 2**32 + 1]), lambda: pools.accept("a", np.array([1, 2**32 + 1]))):
+        with pytest.raises(ValueError, match="token id 1 of 2, from 0, is 4294967297; expected an int32"):
+            start()
+    with pytest.raises(ValueError, match="the group is 5; expected the text"):
+        pools.start("b", [1], group=5)
     for call in (lambda: pools.draft(["b"]), lambda: pools.accept("b", [1]), lambda: pools.finish("b")):
         with pytest.raises(KeyError):
             call()
@@ -137,6 +153,6 @@ def test_what_cannot_be_is_refused(tmp_path):
         pools.route({"user_id": "u"})
     with pytest.raises(PoolError, match="no pools in"):
         open_pool(tmp_path, "user")
-    for wrong in ({"max_tokens": 65}, {"min_acceptance": 1.5}, {"form": "bush"}):
+    for wrong in ({"max_tokens": 65}, {"max_tokens": 3.0}, {"min_acceptance": 1.5}, {"form": "bush"}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             DraftBudget(**wrong)
