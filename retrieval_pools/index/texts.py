@@ -157,6 +157,9 @@ def _in_blocks(texts: Iterable[PoolText] | Iterable[PoolTexts], with_entities: b
         entities = [entity_codes.setdefault(name, len(entity_codes)) for name in names] if with_entities else []
         group_codes: dict[str, int] = {}
         codes = [group_codes.setdefault(text.group, len(group_codes)) for text in block]
+        if wrong := [name for name in group_codes if not isinstance(name, str)]:
+            number = num_texts + codes.index(group_codes[wrong[0]])
+            raise PoolError(f"text {number} has the group {wrong[0]!r}; expected a text, which is empty for no group.")
         lengths = np.array([len(row) for row in rows])
         begins = np.cumsum(lengths) - lengths
         yield PoolTexts(np.concatenate(rows), begins, lengths, np.array(codes), list(group_codes), np.array(entities))

@@ -77,6 +77,15 @@ def test_tiny_pools_open_and_draft(tmp_path, texts):
 )
 def test_bad_texts_are_named(tmp_path, texts, message):
     rows = [PoolText(np.array(text), "") for text in texts]
+    assert_is_refused(rows, tmp_path, message)
+
+
+def test_a_group_that_is_no_text_is_named(tmp_path):
+    rows = [PoolText(np.array([1]), group) for group in ("a", "a", None, 5)]
+    assert_is_refused(rows, tmp_path, "text 2 has the group None; expected a text")
+
+
+def assert_is_refused(rows, tmp_path, message):
     with pytest.raises(PoolError, match=message):
         build_pool(rows, tmp_path / "p", side="user", tokenizer_hash="t", model_id="m")
     assert os.listdir(tmp_path) == []
