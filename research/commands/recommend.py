@@ -89,6 +89,9 @@ def train(
     day = None if date is None else parse_date(date)
     if base is not None and draft_for is not None:
         raise ConfigError("--base and --draft-for: a small model begins with nothing, so leave --base out")
+    for option, read in (("--draft-for", draft_for), ("--base", base)):
+        if read is not None and out.resolve() == read.resolve():
+            raise ConfigError(f"--out and {option} are both {out}, whose model would be lost: give --out a new folder")
     card = train_on_tables(settings, out, codes, draft_for, loss, day, epochs, code_maker, base)
     result: dict = {"folder": str(out), "histories": card.num_histories, "training_seconds": card.training_seconds}
     rankings = {"": card.held_back, "_of_neighbours": card.neighbours, "_of_popular_items": card.popular}

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.storage.parquet import read_parquet
+from laserbatch.pipeline.tables.schema import id_type, is_list, plain_column, plain_ids
 from laserbatch.research.recommending.settings import CodeMaker
 from laserbatch.retrieval_pools.ids import rows_among
 
@@ -58,14 +59,23 @@ def read_codes(path: Path) -> ItemCodes:
     table = read_parquet(path)
     if missing := {"item_id", "codes"} - set(table.column_names):
         raise TableError(f"{path} has no column {min(missing)}; item codes are the columns item_id and codes (a list)")
-    item_ids, lists = (table[name].combine_chunks() for name in ("item_id", "codes"))
-    item_ids = item_ids.cast(pa.int64() if pa.types.is_integer(item_ids.type) else pa.string())  # as tables have them
+    lists = table["codes"].combine_chunks()
+    is_of_codes = is_list(lists.type) and (lists.type.value_type == pa.null() or id_type(lists.type.value_type))
+    if id_type(table["item_id"].type) is None or not is_of_codes:
+        raise TableError(
+            f"{path} has item_id of type {table['item_id'].type} and codes of type {lists.type}; expected ids that are "
+            "texts or integers, and for each a list of texts or integers"
+        )
+    item_ids = plain_ids(table["item_id"]).combine_chunks()
+    if item_ids.null_count:
+        row = int(np.flatnonzero(item_ids.is_null().to_numpy(zero_copy_only=False))[0])
+        raise TableError(f"{path}: row {row}, from 0, has no item_id; each row needs one")
     lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
     if len(lengths) == 0 or lengths.max() == 0:
         raise TableError(f"{path} has no codes: it is empty")
     counts = np.bincount(lengths)
     num_levels = int(np.flatnonzero(counts == counts.max())[-1])  # that most have
-    values = lists.flatten()
+    values = plain_column(lists.flatten())
     wrong = item_ids.filter(pa.array(lengths != num_levels))
     if len(wrong):
         raise TableError(

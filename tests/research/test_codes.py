@@ -46,6 +46,11 @@ def test_items_that_are_alike_get_a_further_code(tmp_path):
         ([("x", [1, 2]), ("y", [1, None])], "item y has a null among its codes"),
         ([("x", [1, 2]), ("x", [1, 3])], "item x is there twice"),
         ([("x", [])], "has no codes"),
+        ([("x", [1]), (None, [2])], "row 1, from 0, has no item_id"),
+        ([("x", 1)], "codes of type int64; expected ids"),
+        ([("x", [1.0]), ("y", [float("nan")])], "codes of type list<element: double>; expected ids"),
+        ([("x", [[1]])], "expected ids that are texts or integers, and for each a list"),
+        ([(1.5, [1])], "item_id of type double"),
     ],
 )
 def test_what_is_wrong_with_codes_is_named(rows, message, tmp_path):

@@ -264,6 +264,13 @@ def test_what_cannot_be_recommended_from_is_said(options, message, world, capfd)
     assert done.returncode == 3 and message in done.stderr and not (world[0] / "workspace").exists()
 
 
+@pytest.mark.parametrize("option", ["--draft-for", "--base"])
+def test_a_training_never_replaces_the_model_that_it_reads(option, tmp_path, capfd):
+    config, folder = write_config(tmp_path), str(tmp_path / "recommender")
+    done = run_here(capfd, "recommender", "train", "--config", str(config), option, folder, "--out", folder)
+    assert done.returncode == 3 and f"--out and {option} are both" in done.stderr
+
+
 def test_users_whose_numbers_are_broken_keep_the_last_list_as_stale(world, capfd):
     folder, trained = world
     before = lists_of(recommend(capfd, world))
