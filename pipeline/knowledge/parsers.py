@@ -187,7 +187,7 @@ def _custom_fields(template: PromptTemplate, text: str) -> dict[str, str]:
 
 
 @lru_cache(maxsize=8)
-def load_parser(path: Path) -> Callable[[str], dict[str, str]]:
+def load_parser(path: Path) -> Callable[[str], Any]:
     """The function `parse` of a Python file. Raises ConfigError where it cannot be had."""
     try:
         spec = importlib.util.spec_from_file_location(path.stem, path)
