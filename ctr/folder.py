@@ -11,6 +11,7 @@ Vectors of entities are not in it: they are those of a run's features, old or ne
 
 import datetime
 import json
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -58,8 +59,6 @@ class ModelCard:
             save_model(training.model.cpu(), str(folder / "model.safetensors"))
         if self.basis is not None:
             save_file(dict(vars(self.basis)), folder / "basis.safetensors")
-        for path in folder.glob("*.safetensors"):
-            path.chmod(0o644)  # the library makes it its owner's alone
         (folder / "vocabularies").mkdir()
         encoders: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
         for side in SIDES:
@@ -80,6 +79,8 @@ class ModelCard:
             "provenance": self.provenance,
         }
         (folder / "model.json").write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        for path in folder.glob("*.safetensors"):
+            shutil.copymode(folder / "model.json", path)  # the library makes it its owner's alone, whatever the umask
         judged = asdict(metrics) | {"validation_auc": training.validation_auc, "num_test": len(training.scores)}
         (folder / "metrics.json").write_text(json.dumps(judged, indent=2) + "\n", encoding="utf-8")
 

@@ -157,15 +157,18 @@ def test_pairs_are_read_as_a_log_is(night, tmp_path):
     refused("no interaction of .*tables has a label", days)
 
 
-def test_columns_of_any_name_are_kept_and_other_accounts_can_read_the_model(night, tmp_path):
+def test_columns_of_any_name_are_kept_and_the_umask_says_who_reads_the_model(night, tmp_path):
     path = tmp_path / "tables" / "users.parquet"
     users = pq.read_table(path)
     pq.write_table(users.append_column("50%/age", users["region"]).append_column("50%25", users["region"]), path)
-    metrics = train(night, tmp_path / "model")
+    before = os.umask(0o027)
+    try:
+        metrics = train(night, tmp_path / "model")
+    finally:
+        os.umask(before)
     again = evaluate_folder(tmp_path / "model", night, night.tables)
     assert again == pytest.approx({name: metrics[name] for name in again}, abs=1e-6)
-    for file in (tmp_path / "model").rglob("*.*"):
-        assert file.stat().st_mode & 0o044 == 0o044, file
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "model").rglob("*.*")} == {0o640}
 
 
 def test_a_folder_is_trained_into_by_one_process_at_a_time(night, tmp_path, monkeypatch):

@@ -125,7 +125,7 @@ def test_listed_are_state_mark_and_size_also_of_what_cannot_be_read(workspace, c
     assert all(row["num_bytes"] > 0 for row in listed)
     table = run_here(capfd, "runs", "list", "--workspace", str(workspace.root)).stdout
     assert f"*  {ids[0]}" in table and "rolled back" in table
-    assert "framework" not in table and "items  " not in table  # of which these runs have nothing
+    assert "framework" not in table and "items  " not in table
     assert run_runs(workspace, capfd, "show")["run_id"] == ids[0]
 
 
