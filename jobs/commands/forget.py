@@ -4,37 +4,25 @@ The receipt is written before anything is removed and lists what will be; so a c
 stopped, and its receipt is complete. It holds neither a text nor an id: ids are written as digests.
 """
 
-import datetime
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pyarrow.compute as pc
 import typer
-from pydantic import TypeAdapter, ValidationError
 
 from laserbatch.jobs.commands.id_file import read_ids
 from laserbatch.jobs.console import ExitCode, say, summary
 from laserbatch.jobs.events import read_events
 from laserbatch.jobs.formatting import counted
+from laserbatch.jobs.receipt import Receipt, digest, opened_receipt, unfinished
 from laserbatch.jobs.settings import CONFIG, DRY_RUN, JSON, WORKSPACE, Settings, load_settings
 from laserbatch.jobs.stages.publishing import delivery_uri, draw_report, forget_delivered
-from laserbatch.pipeline.errors import LaserbatchError, WorkspaceError, first_line
+from laserbatch.pipeline.errors import LaserbatchError, WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
-from laserbatch.pipeline.storage.atomic import (
-    canonical_json,
-    read_json,
-    remove_folder,
-    remove_leftovers,
-    write_json,
-    write_text,
-)
+from laserbatch.pipeline.storage.atomic import remove_folder, remove_leftovers, write_text
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.delivery import known_places
 from laserbatch.pipeline.storage.forgetting import (
@@ -44,7 +32,6 @@ from laserbatch.pipeline.storage.forgetting import (
     is_of,
     leave_inherited_clusters,
     rows_of,
-    unfinished_receipts,
     vectors_of_their_own,
 )
 from laserbatch.pipeline.storage.lock import hold_lock
@@ -54,43 +41,6 @@ from laserbatch.pipeline.storage.workspace import EXPERIMENTS, Workspace
 from laserbatch.pipeline.tables.schema import TABLE_NAMES, tables_folder
 from laserbatch.pipeline.tables.streamed import iter_column
 from laserbatch.retrieval_pools.index.store import PoolStore
-
-
-@dataclass
-class Receipt:
-    """The rows, runs and pools that one command removes, and its progress."""
-
-    path: Path
-    begun_at: str
-    laserbatch_version: str
-    ids: dict[Side, dict[str, bool]]  # digest of an id -> whether any row of it was found
-    is_done: bool = False
-    nowhere: dict[Side, list[str]] = field(default_factory=dict)  # digests; in no table and no earlier receipt either
-    rows: dict[str, dict[str, int]] = field(default_factory=dict)  # run -> file -> rows removed from it
-    removed_runs: list[str] = field(default_factory=list)  # unfinished runs; their nights begin anew
-    removed_experiments: list[str] = field(default_factory=list)  # whose sample or texts hold one of the ids
-    pools: dict[str, str] = field(default_factory=dict)  # version -> "rebuild" or "drop", then "rebuilt" or "dropped"
-    delivered: dict[str, str] = field(default_factory=dict)  # run -> "sent again", "as it was" or "removed"
-    not_reached: list[str] = field(default_factory=list)  # where runs were delivered to and `deliver_to` does not name
-    num_samples: int = 0  # of reports
-    num_leftovers: int = 0  # of killed writers, in the workspace and in the temporary folder of this machine
-
-    @classmethod
-    def load(cls, path: Path) -> "Receipt":
-        """Read a receipt. Raises WorkspaceError where it is damaged."""
-        try:
-            return _RECEIPT.validate_python(read_json(path) | {"path": path})
-        except ValidationError as error:
-            raise WorkspaceError(f"{path} is no receipt of `laserbatch forget`: {first_line(error)}.") from None
-
-    def as_json(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "path"}
-
-    def save(self) -> None:
-        write_json(self.as_json(), self.path)
-
-
-_RECEIPT = TypeAdapter(Receipt)
 
 
 def forget(
@@ -126,7 +76,7 @@ def forget(
     with opened.lock(), ExitStack() as others:
         for other in (*opened.experiments(), *(extension.root for extension in opened.within())):
             others.enter_context(hold_lock(other))
-        receipt = _opened_receipt(opened, requested)
+        receipt = opened_receipt(opened, requested)
         _scan(opened, requested, receipt)
         receipt.not_reached = _places_not_reached(opened, settings, receipt.not_reached)
         in_tables = _in_tables(settings, requested)
@@ -175,31 +125,6 @@ def _print_removed(receipt: Receipt, dry_run: bool) -> None:
     )
 
 
-def digest(side: Side, entity_id: str) -> str:
-    """The digest that a receipt holds for an id: it can be searched for, and does not reveal the id."""
-    return hashlib.sha256(f"{side}:{entity_id}".encode()).hexdigest()[:32]
-
-
-def _opened_receipt(workspace: Workspace, requested: Ids) -> Receipt:
-    """The receipt of the same command if that was killed, else a new one; nothing is written."""
-    ids: dict[Side, dict[str, bool]] = {
-        side: {digest(side, key): False for key in sorted(keys)} for side, keys in requested.items()
-    }
-    name = hashlib.sha256(canonical_json(ids).encode()).hexdigest()[:8]
-    for receipt in _unfinished(workspace):
-        if receipt.path.stem.endswith(name):
-            say(f"going on with {receipt.path}")
-            return receipt
-    now = datetime.datetime.now(datetime.UTC)
-    path = workspace.root / RECEIPTS / f"{now:%Y-%m-%dT%H-%M-%SZ}-{name}.json"
-    return Receipt(path, now.isoformat(timespec="seconds"), version("laserbatch"), ids)
-
-
-def _unfinished(workspace: Workspace) -> list[Receipt]:
-    receipts = [unless_damaged(partial(Receipt.load, path)) for path in unfinished_receipts(workspace.root)]
-    return [receipt for receipt in receipts if receipt is not None]
-
-
 def _scan(workspace: Workspace, requested: Ids, receipt: Receipt) -> None:
     """Add the places that hold the ids now to the receipt."""
 
@@ -225,7 +150,7 @@ def _scan(workspace: Workspace, requested: Ids, receipt: Receipt) -> None:
     store = PoolStore(workspace.pools_folder)
     runs = {run.run_id for run in workspace.runs()}
     # Pools that a command for other ids was to remove when it was killed: their runs no longer say so.
-    pools_left = [unfinished.pools.items() for unfinished in _unfinished(workspace)]
+    pools_left = [other.pools.items() for other in unfinished(workspace)]
     left = {version for pools in pools_left for version, what in pools if what in ("rebuild", "drop")}
     for entry in store.list():
         in_router = rows_of(entry.folder, requested)[0]

@@ -1,0 +1,82 @@
+"""The receipt of `laserbatch forget`: what one command removes, and how far it is. It holds no id and no text."""
+
+import datetime
+import hashlib
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from laserbatch.jobs.console import say
+from laserbatch.pipeline.errors import WorkspaceError, first_line
+from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage.atomic import canonical_json, read_json, write_json
+from laserbatch.pipeline.storage.damage import unless_damaged
+from laserbatch.pipeline.storage.forgetting import RECEIPTS, Ids, unfinished_receipts
+from laserbatch.pipeline.storage.workspace import Workspace
+
+
+@dataclass
+class Receipt:
+    """The rows, runs and pools that one command removes, and its progress."""
+
+    path: Path
+    begun_at: str
+    laserbatch_version: str
+    ids: dict[Side, dict[str, bool]]  # digest of an id -> whether any row of it was found
+    is_done: bool = False
+    nowhere: dict[Side, list[str]] = field(default_factory=dict)  # digests; in no table and no earlier receipt either
+    rows: dict[str, dict[str, int]] = field(default_factory=dict)  # run -> file -> rows removed from it
+    removed_runs: list[str] = field(default_factory=list)  # unfinished runs; their nights begin anew
+    removed_experiments: list[str] = field(default_factory=list)  # whose sample or texts hold one of the ids
+    pools: dict[str, str] = field(default_factory=dict)  # version -> "rebuild" or "drop", then "rebuilt" or "dropped"
+    delivered: dict[str, str] = field(default_factory=dict)  # run -> "sent again", "as it was" or "removed"
+    not_reached: list[str] = field(default_factory=list)  # where runs were delivered to and `deliver_to` does not name
+    num_samples: int = 0  # of reports
+    num_leftovers: int = 0  # of killed writers, in the workspace and in the temporary folder of this machine
+
+    @classmethod
+    def load(cls, path: Path) -> "Receipt":
+        """Read a receipt. Raises WorkspaceError where it is damaged."""
+        try:
+            return _RECEIPT.validate_python(read_json(path) | {"path": path})
+        except ValidationError as error:
+            raise WorkspaceError(f"{path} is no receipt of `laserbatch forget`: {first_line(error)}.") from None
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "path"}
+
+    def save(self) -> None:
+        write_json(self.as_json(), self.path)
+
+
+_RECEIPT = TypeAdapter(Receipt)
+
+
+def digest(side: Side, entity_id: str) -> str:
+    """The digest that a receipt holds for an id: it can be searched for, and does not reveal the id."""
+    return hashlib.sha256(f"{side}:{entity_id}".encode()).hexdigest()[:32]
+
+
+def opened_receipt(workspace: Workspace, requested: Ids) -> Receipt:
+    """The receipt of the same command if that was killed, else a new one; nothing is written."""
+    ids: dict[Side, dict[str, bool]] = {
+        side: {digest(side, key): False for key in sorted(keys)} for side, keys in requested.items()
+    }
+    name = hashlib.sha256(canonical_json(ids).encode()).hexdigest()[:8]
+    for receipt in unfinished(workspace):
+        if receipt.path.stem.endswith(name):
+            say(f"going on with {receipt.path}")
+            return receipt
+    now = datetime.datetime.now(datetime.UTC)
+    path = workspace.root / RECEIPTS / f"{now:%Y-%m-%dT%H-%M-%SZ}-{name}.json"
+    return Receipt(path, now.isoformat(timespec="seconds"), version("laserbatch"), ids)
+
+
+def unfinished(workspace: Workspace) -> list[Receipt]:
+    """The receipts of commands that were killed; a damaged one is named in a warning."""
+    receipts = [unless_damaged(partial(Receipt.load, path)) for path in unfinished_receipts(workspace.root)]
+    return [receipt for receipt in receipts if receipt is not None]
