@@ -22,8 +22,13 @@ WAITS = """
 import sys, time
 from laserbatch.jobs.failures import end_at_sigterm
 from laserbatch.jobs.notify import notified
+from laserbatch.jobs.stages.workers import NightWorkers
+from laserbatch.pipeline.distributed.settings import ClusterSettings
 end_at_sigterm()
-with notified(sys.argv[1]):
+with notified(sys.argv[1]), NightWorkers(ClusterSettings()) as workers:
+    if "ray ran" in sys.argv:
+        workers.cluster()
+        workers.end_own_cluster()
     print("begun", flush=True)
     time.sleep(60)
 """
@@ -87,8 +92,9 @@ def test_of_a_night_that_fails_the_failure_is_sent_without_values_of_the_data(se
     assert (failed["kind"], failed["exit_code"]) == ("ValueError", 1) and "secret" not in str(failed)
 
 
-def test_a_night_that_sigterm_ends_sends_that(server):
-    night = start(server.url(), laserbatch=(sys.executable, "-c", WAITS))
+@pytest.mark.parametrize("before", ["nothing", pytest.param("ray ran", marks=pytest.mark.ray)])
+def test_a_night_that_sigterm_ends_sends_that(server, before):
+    night = start(server.url(), before, laserbatch=(sys.executable, "-c", WAITS))
     assert night.stdout is not None and night.stdout.readline() == "begun\n"
     os.kill(night.pid, signal.SIGTERM)
     night.communicate(timeout=30)
