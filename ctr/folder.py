@@ -35,7 +35,7 @@ from laserbatch.ctr.metrics import Metrics
 from laserbatch.ctr.settings import CtrSettings, ModelName
 from laserbatch.ctr.training import Training, build_network
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,9 @@ class CtrOptions(BaseModel):
     )
     adaptor: AdaptorName = Field(
         default="linear",
-        description="This adaptor brings texts into din and dcnv2. linear: a linear layer over both vectors and their"
-        " product; the others are those of the frameworks of that name (rlmrec: contrastive, rlmrec_gen: "
-        "generative). gbdt takes vectors as they are.",
+        description="This adaptor brings texts into din and dcnv2. linear: a linear layer over both vectors, and over "
+        "the item's times the user's and times the mean of the items that the user liked; the others are those of the "
+        "frameworks of that name (rlmrec: contrastive, rlmrec_gen: generative). gbdt takes vectors as they are.",
     )
     equivalence_margin: float = Field(
         default=0.002,

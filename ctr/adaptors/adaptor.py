@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from laserbatch.ctr.fields import NUM_RESERVED, Field
 from laserbatch.ctr.layers import CtrBatch
 
-OUT_DIM = 32  # of what becomes of a user's vector, of an item's, and of their product
+OUT_DIM = 32  # of what becomes of a user's vector, of an item's, and of each product
 DROPOUT = 0.3  # of what comes of texts, chosen on validation rows for the linear one
 
 
@@ -65,32 +65,39 @@ class Adaptor(nn.Module):
 
 
 class LinearAdaptor(Adaptor):
-    """A linear layer of each side's vector, and of their product, so that a small model need not learn to multiply.
+    """A linear layer of each side's vector, and of the item's multiplied with what may speak for it.
 
+    That is the user's vector, and the mean of the items' that the user liked: a small model need not learn to multiply.
     An entity without a text gets the side's learned default. `of_entities` may be another's: what is not the text's own
     vector, but made of it, of `entity_dim`.
     """
 
+    out_dim = 4 * OUT_DIM
     entity_dim: int | None = None
 
     def __init__(self, vectors: tuple[np.ndarray, np.ndarray], ids: tuple[Field, Field]) -> None:
         super().__init__(vectors, ids)
         dim = self.entity_dim or self.in_dim
         self.of_sides = nn.ModuleList(nn.Linear(dim, OUT_DIM) for _ in vectors)
-        self.of_product = nn.Linear(dim, OUT_DIM)
+        self.of_product, self.of_liked = nn.Linear(dim, OUT_DIM), nn.Linear(dim, OUT_DIM)
 
     def of_entities(self, side: int, numbers: torch.Tensor) -> torch.Tensor:
-        """The representation of a side's entities: (batch,) -> (batch, entity_dim), zeros for an unknown one."""
+        """The representation of a side's entities: (n,) -> (n, entity_dim), zeros for an unknown one."""
         return self.get_buffer(f"vectors_{side}")[numbers]
 
     def forward(self, batch: CtrBatch) -> torch.Tensor:
         """Rows -> (batch, out_dim)."""
-        sides = self.of_entities(0, batch.users), self.of_entities(1, batch.items)
+        distinct, places = torch.cat([batch.items, batch.liked]).unique(return_inverse=True)
+        items, liked = places.split([len(batch.items), len(batch.liked)])
+        table = self.of_entities(1, distinct)
+        user, item = self.of_entities(0, batch.users), F.embedding(items, table)
         parts = [
             torch.where(has_text(vectors), layer(vectors), default)
-            for vectors, layer, default in zip(sides, self.of_sides, self.default, strict=True)
+            for vectors, layer, default in zip((user, item), self.of_sides, self.default, strict=True)
         ]
-        return self.dropout(torch.cat([*parts, self.of_product(sides[0] * sides[1])], dim=1))
+        mean_liked = F.embedding_bag(liked, table, batch.offsets, mode="mean")  # zeros of none
+        parts += [self.of_product(user * item), self.of_liked(mean_liked * item)]
+        return self.dropout(torch.cat(parts, dim=1))
 
 
 def has_text(vectors: torch.Tensor) -> torch.Tensor:

@@ -39,12 +39,15 @@ def batch(users, items, histories=None):
     )
 
 
-def test_linear_is_a_layer_of_each_sides_vector_and_of_their_product():
+def test_linear_is_a_layer_of_each_sides_vector_and_of_the_items_times_the_users_and_times_the_liked_items():
     module, users, items = make("linear")
-    user, item = users[5], items[2]
-    layers = *module.of_sides, module.of_product
-    expected = [of.weight @ v + of.bias for of, v in zip(layers, (user, item, user * item), strict=True)]
-    assert torch.allclose(module(batch([5], [2]))[0], torch.cat(expected), atol=1e-6)
+    user, item, liked = users[5], items[2], (items[1] + items[3] + 2 * items[4]) / 4
+    layers = *module.of_sides, module.of_product, module.of_liked
+    inputs = user, item, user * item, liked * item
+    expected = [of.weight @ v + of.bias for of, v in zip(layers, inputs, strict=True)]
+    out = module(batch([8, 5], [1, 2], [[], [1, 3, 4, 4]]))
+    assert torch.allclose(out[1], torch.cat(expected), atol=1e-6)
+    assert torch.equal(out[0, -len(module.of_liked.bias) :], module.of_liked.bias)  # nothing liked
 
 
 def test_kar_weighs_shared_and_dedicated_experts_by_a_gate_of_each_side():
