@@ -162,7 +162,7 @@ def rollback(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, a
         if rolled_back is None:
             raise WorkspaceError(f"{opened.root} has no published run, so there is nothing to roll back")
         for run in opened.publication.earlier_runs()[:1]:
-            run.require_whole()
+            run.require_unchanged()
         published = opened.publication.roll_back()
         use_pools_of(opened, published)
         deliver(opened, delivery_uri(opened, settings.deliver_to), force=True)

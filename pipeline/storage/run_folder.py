@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
-from laserbatch.pipeline.storage.atomic import read_json, write_text
+from laserbatch.pipeline.storage.atomic import read_json, sha256_file, write_text
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.figures import FeatureFigures, ShardRecord
 from laserbatch.pipeline.storage.manifest import RunManifest
@@ -139,6 +139,18 @@ class RunFolder:
                     f"move {self.root} away and run {self.date} again (`laserbatch nightly`, of lists `recommend`)."
                 )
         self.require_features(self.load_manifest().features)
+
+    def require_unchanged(self) -> None:
+        """Raises WorkspaceError where a file of texts or features is missing, or not as the run wrote it."""
+        self.require_whole()
+        features = self.load_manifest().features.values()
+        sums = {self.root / part.file: part.sha256 for figures in features for part in figures.parts}
+        for path, sha256 in (sums | self.shards("user").checksums() | self.shards("item").checksums()).items():
+            if sha256_file(path) != sha256:
+                raise WorkspaceError(
+                    f"{path} is damaged or was changed: its SHA-256 is not {sha256[:12]}..., as the run recorded it. "
+                    f"Restore it from a copy, or move {self.root} away and run {self.date} again."
+                )
 
     def centroids_path(self, side: Side) -> Path:
         """Centroids of the clusters that a side's features name."""

@@ -102,6 +102,11 @@ class SideShards:
             finished[record.name] = record
         return finished
 
+    def checksums(self) -> dict[Path, str]:
+        """Knowledge files and the SHA-256 that each was written with. Raises WorkspaceError for a damaged record."""
+        records = [self._record(path.stem) for path in sorted(self._folder.glob("*.json"))]
+        return {self.root / record.file: record.sha256 for record in records if record.num_rows}
+
     def lost(self) -> list[tuple[Path, int]]:
         """Knowledge files that are gone, with the number of their rows."""
         records = [unless_damaged(partial(self._record, path.stem)) for path in sorted(self._folder.glob("*.json"))]
