@@ -5,7 +5,6 @@ killed goes on with the parts that are missing; vectors pass neither through Ray
 process dies is done again by another one.
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import islice
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from laserbatch.pipeline.decoding.model.folder import read_config
 from laserbatch.pipeline.distributed.cluster import WorkerLayout
 from laserbatch.pipeline.distributed.device_loss import ends_process_if_device_is_lost
 from laserbatch.pipeline.distributed.shared_folder import require_visible
@@ -48,8 +48,7 @@ class ClusterEncoder:
 
     @property
     def dim(self) -> int:
-        config = json.loads((find_encoder(self._settings)[0] / "config.json").read_text(encoding="utf-8"))
-        return int(config["hidden_size"])
+        return int(read_config(find_encoder(self._settings)[0])["hidden_size"])
 
     def is_worth(self, num_texts: int) -> bool:
         """Whether tasks encode so many texts sooner than this process does."""

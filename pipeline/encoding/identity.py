@@ -4,6 +4,7 @@ import importlib.util
 from functools import cache
 from pathlib import Path
 
+from laserbatch.pipeline.decoding.model.folder import read_config
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.errors import ModelError
 from laserbatch.pipeline.gpus import num_gpus
@@ -65,6 +66,7 @@ def find_encoder(settings: EncodingSettings) -> tuple[Path, str]:
     """
     folder = _minilm_folder() if settings.encoder is None else Path(settings.encoder)
     weights = weights_in(folder)
+    read_config(folder)  # raises now what would stop the night once its texts are written
     digest = _digest(weights, weights.stat().st_size, weights.stat().st_mtime_ns)
     if settings.encoder is None and digest != MINILM_SHA256:
         raise ModelError(

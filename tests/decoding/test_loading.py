@@ -16,7 +16,7 @@ from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model import checks
 from laserbatch.pipeline.decoding.model import runner as runner_module
 from laserbatch.pipeline.decoding.model.described_weights import require_described_weights
-from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
+from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, require_whole_files
 from laserbatch.pipeline.decoding.model.load import load_model, prepare_model
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.verifiers import Greedy
@@ -146,6 +146,24 @@ def add_weights(folder, **added):
 def edit_config(folder, **changes):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("num_attention_heads", {"num_attention_heads": 0}),
+        ("hidden_size", {"hidden_size": -64}),
+        ("head_dim", {"head_dim": "a"}),
+        ("vocab_size", {"text_config": {"vocab_size": 2.5}}),
+        ("max_position_embeddings", {"max_position_embeddings": 0}),
+        ("rope_theta", {"rope_parameters": {"rope_theta": "big"}}),
+    ],
+)
+def test_impossible_sizes_are_refused_by_their_key(folder, key, changes):
+    edit_config(folder, **changes)
+    for check in (load_model, require_described_weights, require_whole_files):
+        with pytest.raises(ModelError, match=rf"config\.json sets {key} to .*; expected a (whole )?number above 0"):
+            check(folder)
 
 
 @pytest.mark.parametrize(

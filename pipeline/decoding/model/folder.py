@@ -27,6 +27,13 @@ SAMPLE_MODEL = Path(__file__).resolve().parents[3] / "models" / "sample"
 _HASHED_BYTES = 1 << 20  # of each end of a weights file
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # by architecture
+# Keys of a config.json, and the ends of those of a GGUF file, whose value is a whole number above 0.
+_SIZES = {
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
+    "num_key_value_heads", "max_position_embeddings", "embedding_length", "block_count", "feed_forward_length",
+    "context_length", "head_count", "head_count_kv",
+}  # fmt: skip
+_NUMBERS = {"rms_norm_eps", "layer_norm_eps", "rope_theta"}  # above 0, too
 # Each with its neutral value, beside null.
 REFUSED = {
     "min_length": 0, "min_new_tokens": 0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0,
@@ -45,8 +52,7 @@ def find_weights(path: Path) -> list[Path]:
     """
     if not path.is_dir():
         raise ModelError(f"there is no model folder {path}; give the path of a folder with config.json and weights")
-    if not (path / "config.json").is_file():
-        raise ModelError(f"{path} holds no config.json; it is not a model folder of transformers")
+    read_config(path)
     index = path / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -78,9 +84,8 @@ def require_whole_files(folder: Path) -> None:
                 pass
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file} is not whole ({first_line(error)}); copy the checkpoint again") from error
-    for name in ("config.json", "tokenizer.json"):
-        if (folder / name).is_file():
-            _read(folder / name)
+    if (folder / "tokenizer.json").is_file():
+        _read(folder / "tokenizer.json")
 
 
 def model_id_of(path: Path, weights: list[Path], adapter: str | Path | None = None) -> str:
@@ -183,8 +188,26 @@ def is_mixture_of_experts(config: Mapping[str, Any]) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of a folder's config.json; raises ModelError where it is no JSON object."""
-    return _read(folder / "config.json")
+    """The content of a folder's config.json. Raises ModelError: there is none, or it is none of a model."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ModelError(f"{folder} holds no config.json; it is not a model folder of transformers")
+    config = _read(file)
+    require_sizes(config, file)
+    return config
+
+
+def require_sizes(config: Mapping[str, Any], source: Path) -> None:
+    """Raise ModelError where `source` gives a model an impossible size, such as 0 heads."""
+    for key, value in config.items():
+        name = key.rpartition(".")[2]
+        if isinstance(value, Mapping):
+            require_sizes(value, source)
+        elif name in _SIZES | _NUMBERS and value is not None and not isinstance(value, list):  # a value a layer
+            is_whole = name in _SIZES
+            if type(value) not in ((int,) if is_whole else (int, float)) or not value > 0:
+                expected = f"a {'whole ' * is_whole}number above 0"
+                raise ModelError(f"{source} sets {key} to {_shown(value)}; expected {expected}. Fetch the file again")
 
 
 def stored_dtype(folder: Path) -> str:

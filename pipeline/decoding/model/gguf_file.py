@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 from transformers.utils.quantization_config import GgufConfig
 
 from laserbatch.pipeline.decoding.device_memory import host_memory, require_memory
-from laserbatch.pipeline.decoding.model.folder import load_tokenizer
+from laserbatch.pipeline.decoding.model.folder import load_tokenizer, require_sizes
 from laserbatch.pipeline.errors import ModelError, first_line
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ def read_facts(path: Path) -> GgufFacts:
             f"{path} is one of {num_parts} parts (split.count); join them with `llama-gguf-split --merge` and give the "
             "file of that"
         )
+    require_sizes({name: field.contents() for name, field in reader.fields.items() if len(field.data) == 1}, path)
     tokens = reader.fields.get("tokenizer.ggml.tokens")
     return GgufFacts(
         architecture=str(_value(reader, "general.architecture")),

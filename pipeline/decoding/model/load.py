@@ -90,8 +90,8 @@ def load_model(
         config = AutoConfig.from_pretrained(path, **local)
     except Exception as error:  # transformers may raise anything
         raise ModelError(
-            f"{path}/config.json names no model that this version of transformers knows ({first_line(error)}); "
-            "models with code of their own are not run"
+            f"{path}/config.json describes no model that this version of transformers can make "
+            f"({' '.join(str(error).split())[:200]}); models with code of their own are not run"
         ) from error
     refuse_by_config(config)
     quantization = quantization_of(config)
