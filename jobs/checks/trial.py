@@ -168,6 +168,9 @@ def _answer(engine: "TextEngine", settings: Settings) -> CheckResult:
     (answer,) = engine.generate("item", [request], _plain(settings))
     if isinstance(answer, GenerationFailure):
         return CheckResult("answer", "warning", f"a short question could not be answered: {answer.reason}")
+    if not answer.text.strip() and answer.finish_reason != UNCLOSED_THOUGHTS:
+        hint = "A night refuses empty texts: see that the model is made to answer, and gets its chat format"
+        return CheckResult("answer", "warning", "a short question was answered with an empty text", hint)
     shown = f"a short question was answered {answer.text.strip()[:60]!r}, in {len(answer.token_ids)} tokens, "
     shown += f"after {answer.num_thought_tokens} of thoughts, " if answer.num_thought_tokens else ""
     if answer.finish_reason == UNCLOSED_THOUGHTS:

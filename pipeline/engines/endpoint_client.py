@@ -170,10 +170,10 @@ class EndpointClient:
                 raise RowError(f"server-error: {num_failures} times: {reason}")
             delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** (num_failures - 1)) * random.uniform(0.5, 1.5)
             delay_s = delay_s if retry_after_s is None else retry_after_s + random.uniform(0, FIRST_DELAY_S)
-            self._require_patience(retry_after_s or 0.0, reason)
+            left_s = self._time_left(retry_after_s or 0.0, reason)
             if status == TOO_MANY:  # others wait, too
                 self._free_at_s = max(self._free_at_s, time.monotonic() + (retry_after_s or 0))
-            await asyncio.sleep(delay_s)
+            await asyncio.sleep(min(delay_s, left_s))
 
     async def _wait_for_turn(self, num_tokens: int) -> None:
         """Wait until the limits of a minute have room for a request."""
@@ -187,8 +187,11 @@ class EndpointClient:
         if turn_s > now_s:
             await asyncio.sleep(turn_s - now_s)
 
-    def _require_patience(self, retry_after_s: float, reason: str) -> None:
-        """Raise EndpointGone if nothing was answered for too long, or would be after the wait that the server asks."""
+    def _time_left(self, retry_after_s: float, reason: str) -> float:
+        """Seconds until the server is given up.
+
+        Raises EndpointGone if nothing was answered for too long, or would be after the wait that the server asks for.
+        """
         waited_s = time.monotonic() - self._last_answer_s
         if waited_s + retry_after_s > self._settings.give_up_after_s:
             wait = f", and it asks to wait {retry_after_s:.0f} seconds" if retry_after_s else ""
@@ -196,6 +199,7 @@ class EndpointClient:
                 f"{self._settings.url} has answered nothing for {waited_s:.0f} seconds{wait} ({reason}; see "
                 "decoding.endpoint.give_up_after_s); the same command goes on"
             )
+        return self._settings.give_up_after_s - waited_s
 
     def _raise_if_final(self, status: int, message: str) -> None:
         """Raise an error where sending again would change nothing; the server has answered then."""

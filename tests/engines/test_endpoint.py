@@ -320,6 +320,15 @@ def test_a_server_that_is_gone_ends_the_work(server, engine_of, caplog):
     assert isinstance(written(engine, [request(0)])[0], GenerationResult)  # it goes on
 
 
+def test_waits_end_when_the_server_is_given_up(server, engine_of, monkeypatch):
+    engine = engine_of(give_up_after_s=1.0)
+    monkeypatch.setattr(endpoint_client, "FIRST_DELAY_S", 30.0)
+    server.is_gone, began_s = True, time.monotonic()
+    with pytest.raises(EndpointGone, match="has answered nothing for 1 seconds"):
+        written(engine, [request(0)])
+    assert time.monotonic() - began_s < 5
+
+
 def test_a_wrong_key_model_or_path_ends_the_work_and_no_message_has_the_key(server, engine_of, monkeypatch):
     monkeypatch.setenv("OUR_KEY", KEY)
     server.key = f"{KEY}-other"

@@ -138,6 +138,12 @@ def test_doctor_asks_the_server_and_try_shows_a_text_of_it(folder, server, capfd
     assert {result.level for result in results} == {"ok"}
     assert results[-1].found.startswith("a short question was answered 'This")
     assert f"{server.url} answers, and has {MODEL} (owned_by a test)" in [result.found for result in results]
+    server.change = lambda answer: (
+        answer | {"choices": [{"text": "", "message": {"content": ""}, "finish_reason": "stop"}]}
+    )
+    (empty,) = examine(load_settings(Path(config)), checks[-1:])[1:]
+    assert (empty.level, empty.found) == ("warning", "a short question was answered with an empty text")
+    server.change = lambda answer: answer
     away = examine(load_settings(Path(configured(folder, server, model="b"))), checks)
     assert [result.found for result in away if result.level == "fault"] == [
         f"{server.url} has no model 'b'; set decoding.endpoint.model to one that it has: {MODEL}"
