@@ -40,10 +40,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def paths_below(folder: Path | str) -> Iterator[Path]:
-    """Files and folders below a folder, those that links lead to too."""
-    for root, folders, files in os.walk(folder, followlinks=True):
-        yield from (Path(root, name) for name in (*folders, *files))
+def paths_below(folder: Path | str, above: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """Files and folders below a folder, also those that links lead to; a link to a folder `above` is not followed."""
+    above |= {os.path.realpath(folder)}
+    for path in Path(folder).iterdir() if Path(folder).is_dir() else ():
+        yield path
+        if path.is_dir() and not (path.is_symlink() and os.path.realpath(path) in above):
+            yield from paths_below(path, above)
 
 
 def remove_folder(path: Path) -> None:

@@ -17,6 +17,7 @@ from laserbatch.pipeline.storage.atomic import (
     atomic_path,
     freed_bytes,
     link_file,
+    paths_below,
     read_json,
     remove_leftovers,
     write_json,
@@ -24,6 +25,21 @@ from laserbatch.pipeline.storage.atomic import (
 )
 from laserbatch.pipeline.tables.findings import FaultyTable
 from laserbatch.pipeline.tables.schema import tables_folder
+
+
+def test_links_are_followed_but_not_in_a_circle(tmp_path):
+    (first := tmp_path / "runs" / "first").mkdir(parents=True)
+    (second := tmp_path / "disk").mkdir()
+    (second / "a.parquet").touch()
+    (first / "linked").symlink_to(second)
+    (second / "back").symlink_to(tmp_path / "runs")
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in paths_below(tmp_path / "runs")) == [
+        "runs/first",
+        "runs/first/linked",
+        "runs/first/linked/a.parquet",
+        "runs/first/linked/back",
+    ]
+    assert list(paths_below(tmp_path / "nowhere")) == []
 
 
 def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_else(tmp_path):
