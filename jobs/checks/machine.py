@@ -183,7 +183,9 @@ def check_pools(settings: Settings) -> Iterator[CheckResult]:
     store = PoolStore(settings.workspace / "pools")
     current = store.current_version()
     if current is None:
-        yield CheckResult("pools", "ok", "none yet: the first night drafts from each text's own prompt and output")
+        is_served = settings.decoding.engine == "endpoint"
+        use = "laserbatch drafts nothing" if is_served else "drafts come from each text's own prompt and output"
+        yield CheckResult("pools", "ok", f"none yet: {use}")
         return
     expected = tokenizer_hash(tokenizer_folder(settings.model_dir, settings.decoding.adapter))
     for side in store.verify(current):

@@ -48,10 +48,11 @@ def work_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
         blocks.append(Table("Time by stage", rows, ("Stage",), caption))
     else:
         blocks.append(Note("No stage was timed."))
-    if manifest.generation.workers is not None and manifest.stages and busy:
-        blocks.append(_cost(manifest.generation.workers, manifest.stages, busy))
-    if manifest.generation.endpoint is not None:
-        blocks.append(_endpoint(manifest.generation.endpoint, manifest.generation.external_corpus))
+    generation = manifest.generation
+    if generation.endpoint is not None:  # its one worker waits, which costs nothing
+        blocks.append(_endpoint(generation.endpoint, generation.external_corpus))
+    elif generation.workers is not None and manifest.stages and busy:
+        blocks.append(_cost(generation.workers, manifest.stages, busy))
     reasons = [
         {
             "Side": side.label,
