@@ -28,7 +28,7 @@ from laserbatch.pipeline.decoding.model.folder import (
     require_whole_files,
     tokenizer_folder,
 )
-from laserbatch.pipeline.encoding.identity import weights_in
+from laserbatch.pipeline.encoding.identity import find_encoder
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.knowledge.chat_format import LOOKS_LIKE_CONTROL, control_tokens
 from laserbatch.pipeline.knowledge.forms import require_form
@@ -179,8 +179,7 @@ def require_files(settings: Settings) -> None:
         require_whole_files(settings.model_dir)
     require_engine(settings)
     require_plain_words(settings)
-    if settings.encoding.encoder is not None:
-        weights_in(settings.encoding.encoder)
+    find_encoder(settings.encoding)
     if settings.decoding.step_cost is not None:
         read_step_cost(settings.decoding.step_cost)
     require_delivery(settings)

