@@ -10,10 +10,10 @@ from typing import Any
 
 import typer
 
-from laserbatch.jobs.commands.watch import cost_text, done_text, follow, left_text, progress_text, speed_text
+from laserbatch.jobs.commands.watch import follow
 from laserbatch.jobs.console import summary
 from laserbatch.jobs.events import last_attempt
-from laserbatch.jobs.formatting import count, format_counts, rate, seconds
+from laserbatch.jobs.formatting import count, decimal, format_counts, rate, seconds
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, open_workspace
 from laserbatch.jobs.writing import cost_so_far, current_stage, writing_state
 from laserbatch.pipeline.errors import WorkspaceError
@@ -202,21 +202,26 @@ def summary_rows(state: dict[str, Any]) -> dict[str, str]:
     lock, run, published = state["lock"], state["run"], state["published"]
     rows = {"workspace": state["workspace"], "state": _STATES.get(state["state"], state["state"])}
     rows["lock"] = lock and f"{lock['holder']}, since {lock['since']}"
-    if run is not None:
+    if run is None:
+        rows["run"] = "none yet"
+    else:
         going, is_finished = run["progress"], run["is_finished"]
         how = "finished" if is_finished else "held by its gates" if run["is_held"] else "not finished"
         rows["run"] = f"{run['run_id']} ({how})"
         rows |= {"begun": run["since"], "stage": run["stage"]}
         if going:
-            rows["done"] = progress_text(going)
+            whole = "" if going["total"] is None else f" of {count(going['total'])}"
+            rows["done"] = f"{going['of']}: {count(going['done'])}{whole}"
             left = "" if going["left_s"] is None else f", {seconds(going['left_s'])} left"
             rows["rate"] = f"{rate(going['rate'])}/s{left}" if going["rate"] and not is_finished else ""
         if writing := run["writing"]:
-            rows |= {"done": done_text(writing), "rate": speed_text(writing)}
-            rows["left"] = lock and left_text(writing)
+            done = f"{count(writing['num_rows_done'])} of {count(writing['num_rows'])} rows"
+            rows["done"] = f"{done}, {count(writing['num_shards_done'])} of {count(writing['num_shards'])} shards"
+            rows |= {"rate": _speed(writing), "left": lock and _time_left(writing)}
             rows["quarantined"] = format_counts(writing["quarantine_reasons"])
-        rows["cost"] = cost_text(run)
+        rows["cost"] = "" if run["cost"] is None else f"{run['cost']:.4g}"
         rows["workers lost"] = run["num_workers_lost"] and count(run["num_workers_lost"])
+        rows["exit code"] = run["exit_code"] and str(run["exit_code"])
         rows |= {"failure": run["failure"], "last event": run["last_event"], "events": run["events"]}
     rows["published"] = "nothing yet"
     if published is not None:
@@ -227,3 +232,22 @@ def summary_rows(state: dict[str, Any]) -> dict[str, str]:
         places.append(place.get("error") or f"{place['to']}: {place['run_id'] or 'no whole run yet'}{since}")
     rows["delivered"] = "; ".join(places)
     return {name: row for name, row in rows.items() if row}
+
+
+def _speed(writing: dict[str, Any]) -> str:
+    """Tokens a second and accepted tokens a step; empty before the first shard is finished."""
+    if writing["tokens_per_s"] is None:
+        return ""
+    accepted = writing["acceptance_length"]
+    steps = "" if accepted is None else f", {decimal(accepted)} accepted tokens a step"
+    return f"{rate(writing['tokens_per_s'])} tokens/s{steps}"
+
+
+def _time_left(writing: dict[str, Any]) -> str:
+    """The guess of the time left, and what it was guessed from."""
+    if writing["left_s"] is None:
+        return "not known before a shard is finished"
+    left_s = writing["left_s"]
+    left = "under a minute" if left_s < 60 else f"about {count(left_s / 60)} min" if left_s < 3600 else seconds(left_s)
+    source = "expected tokens" if writing["left_by"] == "tokens" else "rows, since no earlier text tells their length"
+    return f"{left}, guessed from {source}"

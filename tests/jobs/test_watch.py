@@ -12,7 +12,7 @@ from night_world import FIRST_DATE, make_world, run_here, start, write_config, w
 from rich.console import Console
 
 from laserbatch.jobs.commands import watch
-from laserbatch.jobs.commands.status import workspace_state
+from laserbatch.jobs.commands.status import summary_rows, workspace_state
 from laserbatch.jobs.commands.watch import follow
 from laserbatch.jobs.events import emit, last_attempt
 from laserbatch.jobs.stages import metrics, shards
@@ -143,27 +143,27 @@ def test_watch_prints_a_line_a_minute_and_one_at_the_end_and_ends_with_the_night
         night.write_a_shard()
         running = night.state()
         raise RunHeld("too many failed")
-    code = follow(look_at(running, running, night.state()), lambda state: {}, as_json=False)
+    code = follow(look_at(running, running, night.state()), summary_rows, as_json=False)
     first, last = capfd.readouterr().out.splitlines()
-    assert code == 4 and last.endswith("ended with exit code 4: too many failed")
+    assert code == 4 and "exit code: 4; failure: too many failed; last event: " in last
     for figure in (
         "10 of 40 rows, 1 of 4 shards",
         "200 tokens/s",
         "1.50 accepted tokens a step",
-        "1 in quarantine: too-long (1)",
+        "quarantined: too-long (1)",
     ):
         assert figure in first
-    assert "time left: under a minute, guessed from expected tokens" in first
+    assert "left: under a minute, guessed from expected tokens" in first
 
 
 def test_watch_of_a_night_that_died_or_of_none_ends(night, capfd):
     arguments = ("status", "--workspace", str(night.workspace.root), "--watch")
     done = run_here(capfd, *arguments)
-    assert (done.returncode, done.stdout.split(" ", 1)[1]) == (0, "idle, no run yet\n")
+    assert (done.returncode, done.stdout.split(" ", 1)[1]) == (0, "state: idle; run: none yet\n")
     with recorded(night.manifest):
         emit("stage_begin", stage="generate")
     done = run_here(capfd, *arguments)
-    assert done.returncode == 1 and done.stdout.endswith("the last attempt died\n")
+    assert done.returncode == 1 and "state: the last attempt died; " in done.stdout
     night.manifest.save()
     night.run.finish()
     done = run_here(capfd, *arguments, "--json")
@@ -176,9 +176,11 @@ def test_watch_follows_the_night_of_an_extension(night, capfd):
         running = night.state()
     lists.manifest.save()
     lists.run.finish()
-    assert follow(look_at(running, night.state()), lambda state: {}, as_json=False) == 0
+    assert follow(look_at(running, night.state()), summary_rows, as_json=False) == 0
     first, last = capfd.readouterr().out.splitlines()
-    assert first.endswith(f"run {lists.run.run_id}; recommend") and last.endswith(f"{lists.run.run_id}: ended well")
+    run_id = lists.run.run_id
+    assert f"state: running; run: {run_id} (not finished); stage: recommend; " in first
+    assert f"state: idle; run: {run_id} (finished); " in last
 
 
 def test_watch_says_when_it_is_not_known_whether_the_night_lives(night, capfd):
@@ -186,10 +188,10 @@ def test_watch_says_when_it_is_not_known_whether_the_night_lives(night, capfd):
         (night.workspace.root / "LOCK").write_text("pid 1 on another-machine")
         unknown = night.state()
     (night.workspace.root / "LOCK").write_text("")
-    assert follow(look_at(unknown, night.state()), lambda state: {}, as_json=False) == 1
-    assert (
-        f"generate; not known whether it lives, last event {unknown['run']['last_event']}\n" in capfd.readouterr().out
-    )
+    assert follow(look_at(unknown, night.state()), summary_rows, as_json=False) == 1
+    first = capfd.readouterr().out.splitlines()[0]
+    assert "state: not known: a process of another host" in first
+    assert first.endswith(f"; stage: generate; last event: {unknown['run']['last_event']}")
 
 
 def test_watch_redraws_a_terminal(night, monkeypatch, capfd):
@@ -237,8 +239,10 @@ def test_a_real_night_is_watched_by_another_process(tmp_path, monkeypatch, capfd
     assert not [content for content in left if b"hunter2" in content or b"s3cret" in content]
     process, first, figures = watching
     rest, _ = process.communicate(timeout=60)
-    assert process.returncode == 0 and rest.endswith("ended well\n")
-    assert re.search(r"; generate; \d+ of \d+ rows, 1 of \d shards; [0-9.,]+ tokens/s, [0-9.]+ accepted", first), first
+    assert process.returncode == 0 and "(finished); last event: " in rest.splitlines()[-1]
+    assert re.search(
+        r"; stage: generate; done: \d+ of \d+ rows, 1 of \d shards; rate: [0-9.,]+ tokens/s, [0-9.]+ accepted", first
+    ), first
     assert "laserbatch_night_running 1\n" in figures
     generated = re.findall(r'^laserbatch_entities{.*outcome="generated"} (\d+)$', figures, re.MULTILINE)
     assert len(generated) == 2 and sum(map(int, generated)) > 0
