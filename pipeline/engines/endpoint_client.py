@@ -51,6 +51,7 @@ class EndpointClient:
         self._options: Any = {} if self._key else {"headers": {"Authorization": openai.Omit()}}
         self._free_at_s = 0.0  # when the next request may be sent
         self._last_answer_s = time.monotonic()
+        self._answered: tuple[str, dict[str, Any]] | None = None  # the last request for a text that had an answer
 
     def begin(self) -> None:
         """Count the time without an answer from now on."""
@@ -85,7 +86,9 @@ class EndpointClient:
         key nor model. EndpointGone: it does not answer.
         """
         try:
-            return self._object(await self._sent("POST", path, body, num_tokens))
+            answer = self._object(await self._sent("POST", path, body, num_tokens))
+            self._answered = (path, body) if num_tokens else None
+            return answer
         except NoSuchPath as error:
             raise ConfigError(
                 f"{self._settings.url} has no {path}, or no model {self._settings.model!r} ({error}); see "
@@ -170,7 +173,8 @@ class EndpointClient:
                 raise RowError(f"server-error: {num_failures} times: {reason}")
             delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** (num_failures - 1)) * random.uniform(0.5, 1.5)
             delay_s = delay_s if retry_after_s is None else retry_after_s + random.uniform(0, FIRST_DELAY_S)
-            left_s = self._time_left(retry_after_s or 0.0, reason)
+            is_of_row = status == ERROR and not retry_after_s  # the tries of a row end it
+            left_s = MAX_DELAY_S if is_of_row else await self._time_left(retry_after_s or 0.0, reason)
             if status == TOO_MANY:  # others wait, too
                 self._free_at_s = max(self._free_at_s, time.monotonic() + (retry_after_s or 0))
             await asyncio.sleep(min(delay_s, left_s))
@@ -187,19 +191,36 @@ class EndpointClient:
         if turn_s > now_s:
             await asyncio.sleep(turn_s - now_s)
 
-    def _time_left(self, retry_after_s: float, reason: str) -> float:
+    async def _time_left(self, retry_after_s: float, reason: str) -> float:
         """Seconds until the server is given up.
 
         Raises EndpointGone if nothing was answered for too long, or would be after the wait that the server asks for.
+        RowError: so it is, and the server answers again what it answered before.
         """
         waited_s = time.monotonic() - self._last_answer_s
-        if waited_s + retry_after_s > self._settings.give_up_after_s:
-            wait = f", and it asks to wait {retry_after_s:.0f} seconds" if retry_after_s else ""
-            raise EndpointGone(
-                f"{self._settings.url} has answered nothing for {waited_s:.0f} seconds{wait} ({reason}; see "
-                "decoding.endpoint.give_up_after_s); the same command goes on"
-            )
-        return self._settings.give_up_after_s - waited_s
+        if waited_s + retry_after_s <= self._settings.give_up_after_s:
+            return self._settings.give_up_after_s - waited_s
+        if await self._answers_again():
+            raise RowError(f"server-error: {reason}; other requests are answered")
+        wait = f", and it asks to wait {retry_after_s:.0f} seconds" if retry_after_s else ""
+        raise EndpointGone(
+            f"{self._settings.url} has answered nothing for {waited_s:.0f} seconds{wait} ({reason}; see "
+            "decoding.endpoint.give_up_after_s); the same command goes on"
+        )
+
+    async def _answers_again(self) -> bool:
+        """Whether the server answers a request that it answered before; the answer is thrown away."""
+        if self._answered is None:
+            return False
+        path, body = self._answered
+        again = EndpointClient(self._settings, self._spending, sends_again=False)
+        try:
+            await again._sent("POST", path, body, 0, {"timeout": LIST_TIMEOUT_S})
+        except (RowError, ConfigError, NoSuchPath):
+            return False
+        finally:
+            await again.close()
+        return True
 
     def _raise_if_final(self, status: int, message: str) -> None:
         """Raise an error where sending again would change nothing; the server has answered then."""

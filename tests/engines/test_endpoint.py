@@ -320,6 +320,14 @@ def test_a_server_that_is_gone_ends_the_work(server, engine_of, caplog):
     assert isinstance(written(engine, [request(0)])[0], GenerationResult)  # it goes on
 
 
+@pytest.mark.parametrize("fault", [Fault(504, "too slow"), Fault(500, "boom"), Fault(is_cut=True, body="x" * 10)])
+def test_a_row_that_alone_is_never_answered_fails_by_itself(server, engine_of, fault):
+    server.fault = lambda body, number: fault if body["prompt"] == [1, 5, 6] else None
+    results = written(engine_of(give_up_after_s=0.5), [request(number) for number in range(4)])
+    assert results[0].reason.startswith("server-error: ")
+    assert all(isinstance(results[number], GenerationResult) for number in (1, 2, 3))
+
+
 def test_waits_end_when_the_server_is_given_up(server, engine_of, monkeypatch):
     engine = engine_of(give_up_after_s=1.0)
     monkeypatch.setattr(endpoint_client, "FIRST_DELAY_S", 30.0)
