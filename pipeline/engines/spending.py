@@ -37,10 +37,11 @@ class Spending:
         """Count an answer by the server's `usage`, or where it has none by our own numbers of tokens."""
         self.num_requests += 1
         self.answered_by[answered_by] = self.answered_by.get(answered_by, 0) + 1
-        self.num_prompt_tokens += _counted(usage, "prompt_tokens", num_prompt)
+        num_prompt = _counted(usage, "prompt_tokens", num_prompt)
+        self.num_prompt_tokens += num_prompt
         self.num_completion_tokens += _counted(usage, "completion_tokens", num_completion)
         details = usage.get("prompt_tokens_details") if isinstance(usage, Mapping) else None
-        self.num_cached_tokens += _counted(details, "cached_tokens", 0)
+        self.num_cached_tokens += min(_counted(details, "cached_tokens", 0), num_prompt)
 
     def cost(self, prices: TokenPrices | None) -> float | None:
         """What all of it cost; None without a price."""

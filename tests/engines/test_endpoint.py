@@ -380,6 +380,8 @@ def test_tokens_are_counted_by_the_server_over_all_attempts(server, engine_of, t
     assert (spent.num_requests, spent.num_prompt_tokens, spent.num_cached_tokens) == (3, 203, 80)
     assert spent.num_completion_tokens == 20 + 32  # without usage an answer counts as its limit
     assert spent.cost(engine._settings.price_per_million_tokens) == pytest.approx((123 * 10 + 80 * 5 + 52 * 100) / 1e6)
+    spent.add({"prompt_tokens": 7, "prompt_tokens_details": {"cached_tokens": 1_000}}, 9, 9, MODEL)
+    assert (spent.num_prompt_tokens, spent.num_cached_tokens) == (210, 87)  # more than the prompt cannot be cached
 
 
 def test_nothing_is_sent_that_may_cost_more_than_allowed(server, engine_of):
