@@ -134,32 +134,35 @@ class EndpointEngine(ExternalEngine):
             body = self._body(request)
             num_tokens = len(request.prompt_ids) + body.get("max_tokens", request.max_new_tokens)
             answer = await self._client.post(PATHS[self._settings.api], body, num_tokens)
+        except RowError as error:
+            answer = error
+        return self._finished(request, answer)
+
+    async def _batch_outcomes(self, requests: list[GenerationRequest]) -> list[GenerationResult | GenerationFailure]:
+        """The same for all requests of a shard, by the server's batch API."""
+        bodies: dict[str, dict[str, Any]] = {}
+        answers: dict[str, dict[str, Any] | RowError] = {}
+        for number, request in enumerate(requests):
+            try:
+                bodies[str(number)] = self._body(request)
+            except RowError as error:
+                answers[str(number)] = error
+        path = urlsplit(self._settings.url).path + PATHS[self._settings.api]
+        if bodies:
+            answers |= await EndpointBatches(self._client, path, self._run_dir).answers(bodies)
+        return [self._finished(requests[int(number)], answer) for number, answer in answers.items()]
+
+    def _finished(
+        self, request: GenerationRequest, answer: dict[str, Any] | RowError
+    ) -> GenerationResult | GenerationFailure:
+        try:
+            if isinstance(answer, RowError):
+                raise answer
             return self._answers.answer(self._result(request, answer), request.prompt_ids)
         except RowError as error:
             is_form = request.grammar is not None and error.reason.startswith("refused")
             advice = "; if it refuses the form of answers, set decoding.guided: off" * is_form
             return GenerationFailure(request.request_id, error.reason + advice)
-
-    async def _batch_outcomes(self, requests: list[GenerationRequest]) -> list[GenerationResult | GenerationFailure]:
-        """The same for all requests of a shard, by the server's batch API."""
-        bodies: dict[str, dict[str, Any]] = {}
-        outcomes: dict[str, GenerationResult | GenerationFailure] = {}
-        for number, request in enumerate(requests):
-            try:
-                bodies[str(number)] = self._body(request)
-            except RowError as error:
-                outcomes[str(number)] = GenerationFailure(request.request_id, error.reason)
-        path = urlsplit(self._settings.url).path + PATHS[self._settings.api]
-        answers = await EndpointBatches(self._client, path, self._run_dir).answers(bodies) if bodies else {}
-        for number, answer in answers.items():
-            request = requests[int(number)]
-            try:
-                if isinstance(answer, RowError):
-                    raise answer
-                outcomes[number] = self._answers.answer(self._result(request, answer), request.prompt_ids)
-            except RowError as error:
-                outcomes[number] = GenerationFailure(request.request_id, error.reason)
-        return list(outcomes.values())
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
         """The fields of a request. Raises RowError: its prompt leaves no room for an answer."""
