@@ -26,7 +26,7 @@ from laserbatch.pipeline.distributed.actors import ShardAbandoned, run_shards
 from laserbatch.pipeline.distributed.settings import workers_of_node
 from laserbatch.pipeline.distributed.spec import TextSpec
 from laserbatch.pipeline.distributed.worker import ShardWorker
-from laserbatch.pipeline.errors import ClusterFailed, ModelError, RunFailed, WorkspaceError
+from laserbatch.pipeline.errors import ClusterFailed, ConfigError, ModelError, RunFailed
 from laserbatch.pipeline.planning.plan import load_plan, read_shard, save_plan
 from laserbatch.pipeline.planning.planner import shared_fingerprint
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
@@ -181,7 +181,7 @@ def test_a_worker_that_does_not_see_the_runs_folder_says_so_with_its_host(world,
     (tmp_path / "copy").mkdir()
     (tmp_path / "copy" / actors.TOKEN_FILE).write_text("of another attempt")
     for run_dir in (tmp_path / "absent", tmp_path / "copy"):
-        with pytest.raises(WorkspaceError, match=rf"a worker on {socket.gethostname()} does not see the run's folder"):
+        with pytest.raises(ConfigError, match=rf"{socket.gethostname()} does not see {run_dir}"):
             actors._Worker(replace(spec, run_dir=run_dir, token="of this one")).load()
 
 

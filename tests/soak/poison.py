@@ -142,7 +142,7 @@ def main() -> None:
         options.json.write_text(json.dumps(outcomes, indent=1) + "\n")
     print(json.dumps(outcomes, indent=1))
     row, unseen = outcomes["hung_row"], outcomes["unseen_workspace"]
-    is_seen = unseen["seconds"] < 60 and "does not see the run's folder" in (unseen["said"] or "")
+    is_seen = unseen["seconds"] < 60 and "does not see " in (unseen["said"] or "")
     sys.exit(not (row["it_is_alone"] and row["neighbours_are_identical"] and is_seen))
 
 
