@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from laserbatch.ctr.dataset import CtrData, build_dataset
-from laserbatch.ctr.equivalence import PairedAuc, compare_paired, pair
+from laserbatch.ctr.equivalence import compare_paired, pair
 from laserbatch.ctr.feature_set import FeatureSet, Side
 from laserbatch.ctr.knowledge import FeatureVersions, Knowledge, build_knowledge, join_as_of
 from laserbatch.ctr.log import EntityTables
 from laserbatch.ctr.metrics import measure
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.ctr.training import MODEL_TITLES, train_model
-from laserbatch.pipeline.storage.figures import CtrFigures, CtrScores
+from laserbatch.pipeline.storage.figures import CtrFigures, CtrScores, CtrVerdict
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +54,8 @@ def train_ctr(
     tables: EntityTables,
     features: Mapping[str, FeatureSet | None],
     as_of: datetime.date,
-    settings: CtrSettings | None = None,
-    on_fit: Callable[[CtrRow], None] | None = None,
+    settings: CtrSettings = CtrSettings(),
+    on_fit: Callable[[CtrRow], object] = lambda row: None,
     versions: Mapping[str, Mapping[Side, FeatureVersions]] | None = None,
 ) -> CtrFigures:
     """Train and judge every model with every variant of knowledge.
@@ -70,7 +70,6 @@ def train_ctr(
     on_fit : called after each training.
     versions : of `history: asof`, by variant and side.
     """
-    settings = settings or CtrSettings()
     data = build_dataset(tables, as_of, settings)
     with_knowledge = {variant: of_variant for variant, of_variant in features.items() if of_variant is not None}
     knowledge = build_knowledge(tables, data, with_knowledge, as_of, settings)
@@ -82,12 +81,11 @@ def train_ctr(
             seen, of_variant = join_as_of(tables, data, of_variant, versions[variant])
         fitted, scores[variant] = train_models(variant, data, seen, of_variant, settings, on_fit)
         rows += fitted
-    split = describe_split(data)
-    pairs = _drafted_with_plain(data, scores)
+    own, plain = next((scores[name] for name in scores if name not in REFERENCES), None), scores.get("plain")
     return CtrFigures(
-        split=split,
+        split=describe_split(data),
         rows=[item_rate(data), *summarise(rows)],
-        equivalence=compare_paired(pairs, split["test"], settings.equivalence_margin, settings.confidence),
+        equivalence={} if own is None or plain is None else verdicts(data, own, plain, settings),
         seeds=[asdict(row) for row in rows],
     )
 
@@ -106,7 +104,7 @@ def train_models(
     seen: CtrData,
     knowledge: Knowledge | None,
     settings: CtrSettings,
-    on_fit: Callable[[CtrRow], None] | None = None,
+    on_fit: Callable[[CtrRow], object] = lambda row: None,
 ) -> tuple[list[CtrRow], Scores]:
     """Train every model from every seed; returns a row of metrics per training, and the scores of the test rows."""
     rows, scores = [], {}
@@ -117,20 +115,15 @@ def train_models(
         rows.append(row)
         scores.setdefault(title, []).append(trained.scores)
         logger.info("%s %s seed %d: AUC %.4f in %.1f s", title, variant, seed, row.auc, row.train_s)
-        if on_fit is not None:
-            on_fit(row)
+        on_fit(row)
     return rows, {title: np.stack(of_seeds) for title, of_seeds in scores.items()}
 
 
-def _drafted_with_plain(data: CtrData, scores: dict[str, Scores]) -> dict[str, PairedAuc]:
-    """The comparison of drafted with plain texts, by model; empty if either is missing."""
+def verdicts(data: CtrData, scores: Scores, others: Scores, settings: CtrSettings) -> dict[str, CtrVerdict]:
+    """Whether texts are as good as others, by model and of all together."""
     labels, users = data.labels[data.test], data.users[data.test]
-    return {
-        model: pair(labels, users, of_model, scores["plain"][model])
-        for variant, of_variant in scores.items()
-        for model, of_model in of_variant.items()
-        if variant not in REFERENCES and "plain" in scores
-    }
+    pairs = {model: pair(labels, users, scores[model], others[model]) for model in scores}
+    return compare_paired(pairs, len(labels), settings.equivalence_margin, settings.confidence)
 
 
 def item_rate(data: CtrData) -> CtrScores:

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from laserbatch.ctr.compare import CtrRow, Scores, describe_split, item_rate, summarise, train_models
-from laserbatch.ctr.dataset import CtrData, build_dataset
-from laserbatch.ctr.equivalence import compare_paired, pair
+from laserbatch.ctr.compare import CtrRow, Scores, describe_split, item_rate, summarise, train_models, verdicts
+from laserbatch.ctr.dataset import build_dataset
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.feature_set import FeatureSet, Side
 from laserbatch.ctr.knowledge import FeatureVersions, build_knowledge, join_as_of
@@ -56,7 +55,7 @@ def train_ways(
     tables: EntityTables,
     ways: Mapping[str, Way],
     as_of: datetime.date,
-    on_fit: Callable[[CtrRow], None] | None = None,
+    on_fit: Callable[[CtrRow], object] = lambda row: None,
 ) -> Lifts:
     """Train and judge every model with every way, and once without texts.
 
@@ -78,19 +77,13 @@ def train_ways(
             if way.versions is not None:
                 seen, knowledge = join_as_of(tables, data, knowledge, way.versions)
             rows, scores[name] = train_models(name, data, seen, knowledge, way.settings, on_fit)
-            lifts[name] = Lift(_verdicts(data, scores[name], without, margin), [*summarise(none), *summarise(rows)])
+            lifts[name] = Lift(verdicts(data, scores[name], without, margin), [*summarise(none), *summarise(rows)])
     assert data is not None
     between = {}
     for base, other in combinations(ways, 2):
-        between[base, other] = _verdicts(data, scores[base], scores[other], margin)["all"]
-        between[other, base] = _verdicts(data, scores[other], scores[base], margin)["all"]
+        between[base, other] = verdicts(data, scores[base], scores[other], margin)["all"]
+        between[other, base] = verdicts(data, scores[other], scores[base], margin)["all"]
     return Lifts(describe_split(data), item_rate(data), {name: lifts[name] for name in ways}, between)
-
-
-def _verdicts(data: CtrData, scores: Scores, others: Scores, margin: CtrSettings) -> dict[str, CtrVerdict]:
-    labels, users = data.labels[data.test], data.users[data.test]
-    pairs = {model: pair(labels, users, scores[model], others[model]) for model in scores}
-    return compare_paired(pairs, len(labels), margin.equivalence_margin, margin.confidence)
 
 
 def num_trainings(ways: Mapping[str, Way]) -> int:
