@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def encode_run(
     run_dir: Path,
-    settings: EncodingSettings | None = None,
+    settings: EncodingSettings = EncodingSettings(),
     previous: RunFolder | None = None,
     codes_of: RunFolder | None = None,
     fields: Mapping[Side, Sequence[str]] | None = None,
@@ -49,7 +49,6 @@ def encode_run(
     sides: list[Side] = [side for side in SIDES if any(folder.knowledge_folder(side).glob("*.parquet"))]
     if not sides:
         raise WorkspaceError(f"{run_dir} holds no texts to encode")
-    settings = settings or EncodingSettings()
     encoder_id = encoder_identity(settings)
 
     here = LocalEncoder(lambda: load_encoder(settings))

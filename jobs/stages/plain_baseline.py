@@ -11,7 +11,7 @@ from laserbatch.jobs.console import say
 from laserbatch.jobs.stages.generate import GenerationStage
 from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.night_plans import NightPlanner
-from laserbatch.jobs.stages.shards import Finished, hand_out, stats_of
+from laserbatch.jobs.stages.shards import hand_out, stats_of
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.budget.choice import PLAIN
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
@@ -78,13 +78,7 @@ class PlainPlanner(NightPlanner):
 class PlainBaselineStage(GenerationStage):
     """The same prompts decoded plainly, to compare with: without pools, drafts or checks."""
 
-    label = "generate plain"
-
-    def _say_skipped(self, plan: SidePlan, reasons: Mapping[str, int]) -> None:
-        pass
-
-    def _require_usable(self, plan: SidePlan, finished: Finished) -> None:
-        pass
+    label, is_checked = "generate plain", False
 
     def _choose_budgets(self, pending: list[Shard], measure: Callable[[], StepCost]) -> dict[Side, Budget]:
         return no_draft_budgets(measure)

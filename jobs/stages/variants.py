@@ -47,10 +47,7 @@ def of_frameworks(settings: Settings, frameworks: Sequence[str]) -> list[Variant
     """
     opened = Workspace.open(settings.workspace, create=False)
     runs_of: dict[str | None, list[tuple[Workspace, RunFolder]]] = {}
-    for workspace in (
-        opened,
-        *(other for folder in opened.experiments() for other in Workspace(folder).within()),
-    ):
+    for workspace in (opened, *(other for folder in opened.experiments() for other in Workspace(folder).within())):
         for run in workspace.finished_runs(include_held=True):
             runs_of.setdefault(framework_of(run), []).append((workspace, run))
     for runs in runs_of.values():
@@ -181,11 +178,8 @@ def _variant_figures(variant: Variant, step_cost: StepCost | None) -> dict[str, 
     has but once. None where a side wrote nothing in the run.
     """
     night = variant.night
-    sides, workers, audit = (
-        night.manifest.generation.sides,
-        night.manifest.generation.workers,
-        night.manifest.judgement.audit,
-    )
+    generation, audit = night.manifest.generation, night.manifest.judgement.audit
+    sides, workers = generation.sides, generation.workers
     seconds = cost_of_a_million(night, step_cost)
     hours = None if seconds is None else seconds / 3600
     price = workers.price_per_hour if workers else None

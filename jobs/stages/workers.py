@@ -42,9 +42,14 @@ class NightWorkers:
             self._cluster.close()
         self._left.set()
 
-    def start(self, spec: WorkerSpec) -> None:
-        """Start the workers, which load their model, in the background, unless they were started before."""
-        self._start(spec)
+    def start(self, spec: WorkerSpec | None) -> None:
+        """Start the cluster and the workers, which load their model, in the background, unless it was started before.
+
+        None: the cluster alone.
+        """
+        if self._starter is None:
+            self._starter = Thread(target=self._enter_cluster, args=(spec,), daemon=True)
+            self._starter.start()
 
     def worker_pool(self, spec: WorkerSpec) -> WorkerPool:
         """The worker pool, configured by `spec`, which may differ from the one before in all but model and pools.
@@ -69,7 +74,7 @@ class NightWorkers:
 
     def cluster(self) -> WorkerLayout:
         """The cluster, which is started where it was not; tasks find room once the workers are dismissed."""
-        self._start(None)
+        self.start(None)
         return self._in_time(self._layout)
 
     def end_own_cluster(self) -> None:
@@ -99,12 +104,6 @@ class NightWorkers:
         num_workers = min(layout.num_workers, num_shards)
         num_gpus = replace(layout, num_workers=num_workers).num_gpus_in_all
         return WorkerFigures(num_workers, layout.num_threads, layout.device, self._settings.price_per_hour, num_gpus)
-
-    def _start(self, spec: WorkerSpec | None) -> None:
-        """Start the cluster, with workers or without, in a thread, unless it was started before."""
-        if self._starter is None:
-            self._starter = Thread(target=self._enter_cluster, args=(spec,), daemon=True)
-            self._starter.start()
 
     def _enter_cluster(self, spec: WorkerSpec | None) -> None:
         try:

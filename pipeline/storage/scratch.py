@@ -48,18 +48,13 @@ class ScratchFolder:
         self.remove()
 
 
-def dead_scratch(within: Sequence[str] = (), prefix: str = PREFIX) -> list[Path]:
-    """Scratch folders whose process is gone, in the temporary folder or in others."""
-    folders = map(Path, within or [tempfile.gettempdir()])
-    return [path for folder in folders for path in sorted(folder.glob(f"{prefix}*")) if _is_dead(path)]
-
-
 def remove_dead_scratch(within: Sequence[str] = (), prefix: str = PREFIX) -> int:
-    """Delete the scratch folders of processes that are gone; returns how many."""
-    folders = dead_scratch(within, prefix)
-    for path in folders:
+    """Delete scratch folders whose process is gone, in the temporary folder or in others; returns how many."""
+    folders = map(Path, within or [tempfile.gettempdir()])
+    dead = [path for folder in folders for path in sorted(folder.glob(f"{prefix}*")) if _is_dead(path)]
+    for path in dead:
         shutil.rmtree(path, ignore_errors=True)
-    return sum(not path.exists() for path in folders)
+    return sum(not path.exists() for path in dead)
 
 
 def _is_dead(path: Path) -> bool:

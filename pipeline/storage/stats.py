@@ -9,6 +9,10 @@ import numpy as np
 
 from laserbatch.retrieval_pools.sources import SOURCE_NAMES
 
+# Counts that a result of the engine has under the same name.
+_COUNTS_OF_RESULTS = ("num_steps", "num_drafted", "num_accepted", "num_invented", "num_thought_tokens",
+                      "num_prompt_reused")  # fmt: skip
+
 
 @dataclass(frozen=True)
 class DecodingStats:
@@ -51,9 +55,6 @@ class DecodingStats:
         return cls(
             num_texts=len(results),
             num_tokens=sum(len(result.token_ids) for result in results),
-            num_steps=sum(result.num_steps for result in results),
-            num_drafted=sum(result.num_drafted for result in results),
-            num_accepted=sum(result.num_accepted for result in results),
             num_rewritten=num_rewritten,
             wall_s=wall_s,
             drafted_by_source=by_source("drafted_by_source"),
@@ -62,11 +63,9 @@ class DecodingStats:
             repairs=repairs or {},
             graph_counts=graph_counts or {},
             role_marks=dict(Counter(result.role_mark for result in results if result.role_mark)),
-            num_invented=sum(result.num_invented for result in results),
             num_thinking=sum(result.num_thought_tokens > 0 for result in results),
-            num_thought_tokens=sum(result.num_thought_tokens for result in results),
             num_prompt_tokens=sum(result.num_prompt for result in results),
-            num_prompt_reused=sum(result.num_prompt_reused for result in results),
+            **{name: sum(getattr(result, name) for result in results) for name in _COUNTS_OF_RESULTS},
         )
 
     @classmethod
