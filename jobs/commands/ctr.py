@@ -170,7 +170,6 @@ def _compared(configs, frameworks, workspace, run, models, seeds, history, table
 
 
 def print_variants(comparison: Mapping[str, Any]) -> None:
-    """Print the comparison of several variants."""
     print_table(variant_table(comparison))
     if line := between_line(comparison):
         stdout.print(line, markup=False, soft_wrap=True)

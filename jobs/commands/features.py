@@ -147,14 +147,14 @@ def export(
                 has_changed, gone = changed_rows(path, before.features_path(side), f"{side}_id")
                 counts[f"{side}s"] = {"rows": int(has_changed.sum()), "gone": len(gone)}
                 write_parquet(pa.table({f"{side}_id": gone}), folder / f"gone_{side}s.parquet")
-            sides.append(SideExport(side, schema, _selected_rows(path, has_changed)))
+            rows = iter_parquet(path) if has_changed is None else _selected_rows(path, has_changed)
+            sides.append(SideExport(side, schema, rows))
         FORMATS[layout](sides, folder, out.resolve())
     summary({"folder": out, "format": layout, "run_id": night.run.run_id, **counts}, as_json)
 
 
-def _selected_rows(path: Path, is_selected: np.ndarray | None) -> Iterator[pa.RecordBatch]:
+def _selected_rows(path: Path, is_selected: np.ndarray) -> Iterator[pa.RecordBatch]:
     start = 0
     for batch in iter_parquet(path):
-        mask = None if is_selected is None else pa.array(is_selected[start : start + batch.num_rows])
-        yield batch if mask is None else batch.filter(mask)
+        yield batch.filter(pa.array(is_selected[start : start + batch.num_rows]))
         start += batch.num_rows

@@ -22,7 +22,6 @@ CAPTION = (
 
 
 def audit_section(audit: AuditFigures | None) -> Section:
-    """The section "Beside plain texts"."""
     blocks: list[Block] = []
     if audit is None or not audit.sides:
         blocks.append(Note((audit and audit.skipped) or "No text was compared with a plain one."))

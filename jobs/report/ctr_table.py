@@ -43,7 +43,6 @@ def own_gains(figures: CtrFigures) -> list[Gain]:
 
 
 def ctr_section(figures: CtrFigures) -> Section:
-    """The section "CTR models"."""
     if not figures.rows:
         reason = f": {figures.skipped.removesuffix('.')}." if figures.skipped else " in this run."
         return Section("ctr", "CTR models", [Note(f"No CTR model was trained{reason}")])

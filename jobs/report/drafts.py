@@ -32,7 +32,6 @@ ROUTE_COLOURS = {
 
 
 def drafts_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
-    """The section "Drafts and pools"."""
     written = [side for side in sides if side.tonight]
     has_drafts = any(side.figures.stats.num_drafted for side in written)
     routed = [side for side in sides if any(side.figures.routes.values())]

@@ -89,7 +89,6 @@ def render(
 
 
 def sections_of(manifest: RunManifest, sides: list[SideReport]) -> list[Section]:
-    """The sections of a page."""
     return [
         work_section(manifest, sides),
         gates_section(manifest),

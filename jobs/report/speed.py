@@ -10,7 +10,6 @@ PASSES = {"tonight": "tonight", "previous_night": "previous night", "plain": "pl
 
 
 def speed_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
-    """The section "Speed"."""
     sides = [side for side in sides if side.tonight]
     if not sides:
         return Section("speed", "Speed", [Note("No text was generated tonight, so there is no speed to show.")])

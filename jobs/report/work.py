@@ -24,7 +24,6 @@ DESCRIBED = ("inputs", "model", "features", "machine", "settings")
 
 
 def work_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
-    """The section "What was done and skipped"."""
     busy = [side for side in sides if side.figures.num_entities]
     blocks: list[Block] = [Note(f"{side.label}: there were no entities.") for side in sides if side not in busy]
     if not sides:
@@ -143,7 +142,6 @@ def _outcomes(side: SideReport) -> str:
 
 
 def samples_section(sides: list[SideReport]) -> Section:
-    """The section "Sample texts"."""
     samples = [_sample(side, sample) for side in sides for sample in side.figures.samples]
     return Section("samples", "Sample texts", samples or [Note("No sample texts were kept in this run.")])
 
@@ -157,7 +155,6 @@ def _sample(side: SideReport, sample: SampleText) -> Sample:
 
 
 def provenance_section(manifest: RunManifest) -> Section:
-    """The section "Inputs, settings, machine"."""
     values = manifest.as_json()
     blocks: list[Block] = [
         Folded(key.capitalize(), yaml.safe_dump(values[key], sort_keys=False, allow_unicode=True, width=10**6))

@@ -84,7 +84,6 @@ def budget_of(figures: BudgetFigures) -> Budget:
 
 
 def describe_budget(chosen: ChosenBudget) -> str:
-    """A line about a budget."""
     budget, reason = chosen.budget, chosen.forecast.reason
     if budget.max_draft_tokens == 0:
         return f"nothing is drafted ({reason})"

@@ -80,7 +80,6 @@ def encode_run(
 
 
 def load_encoder(settings: EncodingSettings) -> "TextEncoder":
-    """Load the encoder."""
     from laserbatch.pipeline.encoding.encoder import TextEncoder  # torch and the model take seconds to load
 
     return TextEncoder.load(settings)

@@ -66,7 +66,6 @@ class Night:
 
     @cached_property
     def pools(self) -> PoolStore:
-        """The workspace's pool versions."""
         return PoolStore(self.workspace.pools_folder)
 
     def template(self, side: Side) -> PromptTemplate:

@@ -65,9 +65,7 @@ class ExternalCorpora:
 
         try:
             return asyncio.run(answer())
-        except RowError as error:
-            raise CorpusError(error.reason) from None
-        except (ConfigError, NoSuchPath) as error:
+        except (RowError, ConfigError, NoSuchPath) as error:
             raise CorpusError(str(error)) from None
 
 

@@ -178,7 +178,6 @@ class RunFolder:
         return iter_parquet(self.knowledge_folder(side), columns)
 
     def shards(self, side: Side) -> SideShards:
-        """The shards of a side."""
         return SideShards(self.root, side)
 
     def merge_quarantine(

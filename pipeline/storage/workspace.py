@@ -60,7 +60,6 @@ class Workspace:
 
     @property
     def publication(self) -> Publication:
-        """Which run readers see."""
         return Publication(self.root)
 
     def run(self, run_id: str) -> RunFolder:
