@@ -249,9 +249,12 @@ def seed_of(side: Side, entity_id: object) -> int:
 def sound_text(tokenizer, result: GenerationResult, prompt_ids: np.ndarray) -> str:
     """A text without the last character where the token limit cut that in two.
 
-    Raises RowError: another character is broken, which is the model's doing; a U+FFFD of its prompt is quoted.
+    Raises RowError: another character is broken, which is the model's doing; a U+FFFD of its prompt is quoted. Or it
+    has a zero byte, with which few readers of text cope.
     """
     text = result.text.rstrip("\ufffd") if result.finish_reason == "length" else result.text
     if "\ufffd" in text and "\ufffd" not in tokenizer.decode(prompt_ids.tolist()):
         raise RowError("undecodable: the output is not valid UTF-8")
+    if "\0" in text:
+        raise RowError("undecodable: the output has a zero byte")
     return text

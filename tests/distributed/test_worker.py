@@ -111,6 +111,8 @@ def test_a_quoted_replacement_character_is_kept_and_a_broken_one_is_not(finish_r
     else:
         with pytest.raises(RowError, match="undecodable"):
             text_of(plain + cut, plain)
+    with pytest.raises(RowError, match="undecodable: the output has a zero byte"):
+        sound_text(tokenizer, SimpleNamespace(finish_reason=finish_reason, text="of\0it"), np.array(plain))
 
 
 def recorded(forward, seen: list, feeds, trees):
