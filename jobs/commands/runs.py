@@ -144,6 +144,7 @@ def publish(
         folder = opened.existing_run(run)
         if not (folder.is_finished or folder.is_held):
             raise WorkspaceError(f"run {run} is not finished; `laserbatch nightly --date {folder.date}` finishes it")
+        folder.require_unchanged()
         force_publish(opened, folder.run_id)
         deliver(opened, delivery_uri(opened, settings.deliver_to), force=True)
     summary({"published": folder.run_id, "published_before": before}, as_json)
