@@ -55,6 +55,7 @@ class CtrOptions(BaseModel):
     equivalence_margin: float = Field(
         default=0.002,
         gt=0,
+        le=1,
         description="Two kinds of texts count as equally good if their AUC differs by less than this.",
     )
 

@@ -5,8 +5,10 @@ relative to that file's folder, and `~` is the home folder. Every option has a d
 `configs/default.yaml` shows them all. A field without a description is no option: code may set it, a file may not.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeGuard
@@ -29,7 +31,7 @@ from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.uris import is_uri, without_credentials
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.settings import TablesSettings
-from laserbatch.pipeline.validation import Strict, matching, nearest, read_yaml, truth_for_numbers, validated
+from laserbatch.pipeline.validation import Strict, matching, nearest, read_yaml, slips_in_numbers, validated
 from laserbatch.retrieval_pools.settings import PoolSettings, RoutingOptions
 
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent  # configs/ and models/ lie beside the packages
@@ -234,9 +236,9 @@ class Settings(Strict):
         def within(path: str) -> str:
             return str(Path(path).relative_to(folder)) if Path(path).is_relative_to(folder) else path
 
-        sections = [(named.get(section, {}), [key]) for section, key in _PATH_KEYS]
-        for options, keys in (*sections, *_plugin_paths(named)):
-            options.update({key: _each(options[key], within) for key in keys if options.get(key) is not None})
+        for options, key in _path_options(named):
+            if options.get(key) is not None:
+                options[key] = _each(options[key], within)
         return named
 
 
@@ -262,7 +264,7 @@ def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) ->
             section[key] = value
     source = path if path is not None else "the command line"
     settings = validated(Settings, data, source)
-    if faults := list(truth_for_numbers(data, settings)):
+    if faults := list(slips_in_numbers(data, settings)):
         raise ConfigError(f"{source}: {'; '.join(faults)}")
     settings._folder = None if path is None else path.resolve().parent
     return settings
@@ -298,8 +300,23 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if faults := list(_for_code_alone(data, Settings)):
         raise ConfigError(f"{path}: {'; '.join(faults)}")
     data = _without_empty_sections(data, Settings)
-    _anchor_paths(data, path.resolve().parent)
+    for options, key in _path_options(data):
+        is_sample = options is data.get("decoding") and key == "model" and options.get(key) == SAMPLE_MODEL
+        if isinstance(options.get(key), str | list) and not is_sample:
+            options[key] = _each(options[key], partial(_anchored, path, key))
     return data
+
+
+def _anchored(config: Path, key: str, written: str) -> str:
+    """A path as a configuration has it, from its folder. Raises ConfigError for `$HOME`, which nothing expands."""
+    if is_uri(written):
+        return written
+    if re.search(r"\$[{\w]", str(written)):
+        raise ConfigError(
+            f"{config}: {key}: no variable is expanded (found {written!r}); write the path itself, relative to the "
+            "folder of this file or from ~, the home folder"
+        )
+    return str(config.resolve().parent / expanduser(str(written)))
 
 
 def _for_code_alone(data: dict[str, Any], model: type[BaseModel], place: str = "") -> Iterator[str]:
@@ -329,22 +346,11 @@ def _without_empty_sections(data: dict[str, Any], model: type[BaseModel]) -> dic
     return configured
 
 
-def _anchor_paths(data: dict[str, Any], folder: Path) -> None:
+def _path_options(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """The raw options of each section and plug-in with the key of a path; validation refuses unknown plug-ins."""
     for section, key in _PATH_KEYS:
-        holder = data.get(section) if section else data
-        if not isinstance(holder, dict) or not isinstance(holder.get(key), str | list):
-            continue
-        if (section, key) == ("decoding", "model") and holder[key] == SAMPLE_MODEL:
-            continue
-        holder[key] = _each(holder[key], lambda path: path if is_uri(path) else str(folder / expanduser(str(path))))
-    for options, keys in _plugin_paths(data):
-        for key in keys:
-            if isinstance(options.get(key), str | list):
-                options[key] = _each(options[key], lambda path: str(folder / expanduser(str(path))))
-
-
-def _plugin_paths(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """The raw options of each plug-in, and the names of those that are paths; validation refuses unknown plug-ins."""
+        if isinstance(holder := data.get(section) if section else data, dict):
+            yield holder, key
     decoding = data.get("decoding")
     sections = (
         (decoding.get("drafter_options") if isinstance(decoding, dict) else None, drafter_plugin),
@@ -353,5 +359,5 @@ def _plugin_paths(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[s
     for section, plugin_of in sections:
         for name, options in section.items() if isinstance(section, dict) else ():
             with suppress(UnknownPlugin):
-                if isinstance(options, dict):
-                    yield options, path_fields(plugin_of(name).Options)
+                for key in path_fields(plugin_of(name).Options) if isinstance(options, dict) else ():
+                    yield options, key

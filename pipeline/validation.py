@@ -13,13 +13,15 @@ from pydantic_core import ErrorDetails
 from laserbatch.pipeline.errors import ConfigError
 
 MAX_FOUND_CHARACTERS = 60
+MAX_NUMBER = 10**12  # of an option: a larger one is a slip, and overflows where it is used
+MAX_DEPTH = 100  # of YAML, whose readers recurse
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 class Strict(BaseModel):
     """A model that cannot be changed, and whose unknown keys are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class _KeyTwice(yaml.YAMLError):
@@ -27,6 +29,17 @@ class _KeyTwice(yaml.YAMLError):
 
 
 class _UniqueKeys(yaml.SafeLoader):
+    _depth = 0
+
+    def compose_node(self, parent, index) -> yaml.Node | None:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            problem = f"more than {MAX_DEPTH} levels within each other"
+            raise yaml.MarkedYAMLError(None, None, problem, self.peek_event().start_mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
     def compose_mapping_node(self, anchor) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
@@ -90,14 +103,19 @@ def validated(model: type[ModelT], data: Any, place: object, advice: str = "") -
         raise ConfigError(f"{place}: {explain(error, model)}{advice}") from None
 
 
-def truth_for_numbers(data: Mapping[Any, Any], checked: BaseModel, place: str = "") -> Iterator[str]:
-    """The keys whose `true` or `no` pydantic read as 1 or 0."""
+def slips_in_numbers(data: Mapping[Any, Any], checked: BaseModel, place: str = "") -> Iterator[str]:
+    """The keys whose `true` or `no` pydantic read as 1 or 0, and those whose number is beyond `MAX_NUMBER`."""
     for key, value in data.items():
         read = getattr(checked, str(key), None)
         if isinstance(read, BaseModel) and isinstance(value, dict):
-            yield from truth_for_numbers(value, read, f"{place}{key}.")
-        elif isinstance(value, bool) and not isinstance(read, bool) and isinstance(read, int | float):
+            yield from slips_in_numbers(value, read, f"{place}{key}.")
+        elif isinstance(read, bool) or not isinstance(read, int | float):
+            continue
+        elif isinstance(value, bool):
             yield f"{place}{key}: expected a number (found {value}, as YAML reads yes, no, on and off too)"
+        elif abs(read) > MAX_NUMBER:
+            found = str(value)[:MAX_FOUND_CHARACTERS]
+            yield f"{place}{key}: expected a number of at most {MAX_NUMBER:,} (found {found})"
 
 
 def matching(pattern: str, expected: str) -> AfterValidator:

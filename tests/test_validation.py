@@ -44,6 +44,13 @@ def test_a_value_that_yaml_cannot_read_is_refused_by_its_line(tmp_path, value):
         read_yaml(tmp_path / "file.yaml", "mapping", "write one")
 
 
+@pytest.mark.parametrize("opened", ["[", "{a: "])
+def test_yaml_that_is_nested_too_deeply_is_refused_by_its_line(tmp_path, opened):
+    (tmp_path / "file.yaml").write_text(f"x: 1\na: {opened * 5000}")
+    with pytest.raises(ConfigError, match=r"is not YAML: more than 100 levels within each other in line 2, column "):
+        read_yaml(tmp_path / "file.yaml", "mapping", "write one")
+
+
 def test_a_node_within_itself_ends(tmp_path):
     (tmp_path / "file.yaml").write_text("x: &x [1, *x]\n")
     assert read_yaml(tmp_path / "file.yaml", "mapping", "write one")["x"][0] == 1

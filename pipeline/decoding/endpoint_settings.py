@@ -55,7 +55,7 @@ class EndpointSettings(Strict):
         description="The key of the server is in this environment variable. null: no key is sent.",
     )
     timeout_s: float = Field(
-        default=600.0, gt=0, allow_inf_nan=False, description="A request that takes more seconds is sent again."
+        default=600.0, gt=0, le=604_800, description="A request that takes more seconds is sent again."
     )
     give_up_after_s: float = Field(
         default=600.0,
@@ -64,11 +64,11 @@ class EndpointSettings(Strict):
         description="The night ends, and can go on later, when the server has answered no request for so many seconds.",
     )
     requests_per_minute: float | None = Field(
-        default=None, gt=0, description="At most this many requests are sent in a minute. null: no limit."
+        default=None, ge=0.01, description="At most this many requests are sent in a minute. null: no limit."
     )
     tokens_per_minute: float | None = Field(
         default=None,
-        gt=0,
+        ge=1,
         description="Requests of a minute have at most this many tokens of prompts and max_new_tokens. null: no limit.",
     )
     prediction: bool = Field(

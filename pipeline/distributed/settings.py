@@ -21,7 +21,7 @@ class ClusterSettings(Strict):
         "elsewhere.",
     )
     start_timeout_s: float = Field(
-        default=600.0, gt=0, allow_inf_nan=False,
+        default=600.0, gt=0, le=604_800,
         description="Ray has this many seconds to start, and the cluster the same to place the first worker. Raise it"
         " if an autoscaler starts GPU nodes.",
     )  # fmt: skip

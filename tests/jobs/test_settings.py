@@ -50,10 +50,32 @@ def test_yes_and_no_are_not_read_as_numbers(tmp_path):
         load_settings(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cluster: {price_per_hour: .inf}", r"cluster\.price_per_hour: .*finite number \(found inf\)"),
+        ("gates: {max_failed_share: .nan}", r"gates\.max_failed_share: .*\(found nan\)"),
+        ("cluster: {price_per_hour: 1e300}", r"price_per_hour: .* of at most 1,000,000,000,000 \(found 1e"),
+        ("cluster: {start_timeout_s: 1e11}", r"start_timeout_s: .*less than or equal to 604800"),
+        ("refresh: {max_tokens: 9999999999999}", r"refresh\.max_tokens: expected a number of at most"),
+    ],
+)
+def test_numbers_that_are_slips_are_refused(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        load_settings(write(tmp_path / "c.yaml", text))
+
+
+def test_no_float_of_the_configuration_may_be_infinite():
+    prices = EndpointSettings(**SERVER, price_per_million_tokens={"input": 1, "output": 2}).model_dump()
+    for place in ("requests_per_minute", "tokens_per_minute", "max_cost", "timeout_s"):
+        with pytest.raises(ValidationError, match=place):
+            EndpointSettings(**prices | {place: float("inf")})
+
+
 def test_blank_words_and_numbers_as_names_of_plugins_are_refused(tmp_path):
     path = tmp_path / "c.yaml"
     for text, message in (
-        ("knowledge: {words: {interacted: ' '}}", r"words\.interacted: expected a word \(found ' '\)"),
+        ("knowledge: {words: {interacted: ' '}}", r"words\.interacted: expected a word, in one line \(found ' '\)"),
         ("knowledge: {words: {events: {play: ''}}}", r"words\.events\.play: expected a word"),
         ("extensions: {3: {}}", "no installed package brings 3"),
     ):
@@ -65,6 +87,20 @@ def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     settings = load_settings(write(tmp_path / "c.yaml", "workspace: ~/night\ndecoding: {model: ~/qwen}\n"))
     assert settings.workspace == tmp_path / "home" / "night" and settings.model_dir == tmp_path / "home" / "qwen"
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("workspace: $HOME/night\n", "workspace"),
+        ("tables: {path: '${DATA}/tables'}\n", "path"),
+        ("extensions: {recommending: {model: $HOME/ranker}}\n", "model"),
+    ],
+)
+def test_a_variable_in_a_path_is_refused(tmp_path, text, place):
+    with pytest.raises(ConfigError, match=rf"c\.yaml: {place}: no variable is expanded \(found '\$"):
+        load_settings(write(tmp_path / "c.yaml", text))
+    assert load_settings(write(tmp_path / "c.yaml", "workspace: a$/night\n")).workspace == tmp_path / "a$" / "night"
 
 
 def test_paths_are_relative_to_the_file(tmp_path):
