@@ -6,6 +6,8 @@ Grammars are in llguidance's variant of Lark: https://github.com/guidance-ai/llg
 import json
 from typing import Any
 
+import llguidance
+
 from laserbatch.pipeline.decoding.grammar import require_grammar
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.errors import ConfigError
@@ -47,13 +49,21 @@ def guiding_grammar(template: PromptTemplate, decoding: DecodingSettings) -> str
 
 
 def require_form(template: PromptTemplate) -> None:
-    """Raises ConfigError: the form of a template's answers does not compile."""
+    """Raises ConfigError: the form of a template's answers does not compile, or allows no text."""
     grammar = grammar_of(template, 512)
-    if grammar is not None:
-        try:
-            require_grammar(grammar)
-        except ConfigError as error:
-            raise ConfigError(f"prompt template {template.identity}: {error}") from None
+    if grammar is None:
+        return
+    try:
+        require_grammar(grammar)
+    except ConfigError as error:
+        raise ConfigError(f"prompt template {template.identity}: {error}") from None
+    start = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0)
+    if not any(start.validate_tokens([byte]) for byte in range(256)):
+        key = next(key for key in ("grammar", "regex", "json_schema") if getattr(template, key) is not None)
+        raise ConfigError(
+            f"prompt template {template.identity}: {key} allows no answer but the empty one (found "
+            f"{getattr(template, key)!r}); have it allow a text, or leave it out"
+        )
 
 
 def _lines(heads: tuple[str, ...], num_chars: int) -> str:

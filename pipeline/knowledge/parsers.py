@@ -67,6 +67,7 @@ def _aspects(text: str, factors: tuple[str, ...]) -> dict[str, str]:
     inline = list(_INLINE.finditer(text))
     if len(marks) < 2 <= len(inline):
         marks = inline
+    canonical = {factor.lower(): factor for factor in factors}
     fields: dict[str, str] = {}
     for place, mark in enumerate(marks):
         end = marks[place + 1].start() if place + 1 < len(marks) else len(text)
@@ -74,6 +75,7 @@ def _aspects(text: str, factors: tuple[str, ...]) -> dict[str, str]:
         label = _label(body, factors) or _heading(body, factors)
         if label:
             name, body = label.group(1).strip(" *"), body[label.end() :].strip()
+            name = canonical.get(name.lower(), name)
         else:
             name = factors[number - 1] if 1 <= number <= len(factors) else f"aspect {number}"
         if name and body:

@@ -8,10 +8,11 @@ import re
 import string
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, JsonValue, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, JsonValue, ValidationError, model_validator
 
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.sides import Side
@@ -21,7 +22,6 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SHIPPED_TEMPLATES = CONFIGS / "prompts"
 
 
-PARSERS = ("aspects", "attributes", "free", "json")
 CONTROL = re.compile(r"<\|[^|\n]*\|>|\[/?INST\]|<</?SYS>>|</?s>|<(?:start|end)_of_turn>|<(?:bos|eos|pad)>")
 # What texts of a template may name in braces: words of `Words`, also to begin a line with or after `a` or `an`, and the
 # factors, numbered or as an enumeration.
@@ -30,7 +30,7 @@ WORDS = frozenset({"user", "item", "items", "interacted", "collection", "enjoy",
 _AN = re.compile(r"(?!eu|one|use|usu|uni|uti)[aeiou]", re.IGNORECASE)
 
 
-def _only_fields(pattern: str, allowed: Collection[str]) -> str:
+def _only_fields(pattern: str, allowed: Collection[str], shows: Collection[str] = ()) -> str:
     control = CONTROL.search(pattern)
     if control:
         raise ValueError(f"has {control.group()}, a control token of chat models: the chat template writes those")
@@ -46,18 +46,28 @@ def _only_fields(pattern: str, allowed: Collection[str]) -> str:
         pattern.format(**(dict.fromkeys(allowed, "x") | {"number": 1}))
     except (ValueError, LookupError) as error:
         raise ValueError(f"is not a format string: {error}; leave out what follows the field's name") from None
+    if shows and fields.isdisjoint(shows):
+        raise ValueError(f"has no {' or '.join(f'{{{name}}}' for name in shows)}, so prompts would not show the values")
     return pattern
 
 
-def _pattern(*fields: str) -> AfterValidator:
-    return AfterValidator(lambda text: _only_fields(text, fields))
+def _pattern(*fields: str, shows: Collection[str] = ()) -> AfterValidator:
+    return AfterValidator(partial(_only_fields, allowed=fields, shows=shows))
+
+
+def _distinct(names: Any) -> Any:
+    """Names of parts of an answer; parsers read them whatever their case."""
+    read = [name.strip().lower() for name in names]
+    if twice := [name for name in names if read.count(name.strip().lower()) > 1]:
+        raise ValueError(f"names the same twice, apart from case: {', '.join(twice)}; keep one of them")
+    return names
 
 
 Text = Annotated[str, _pattern(*WORDS)]  # with `WORDS` in braces
-EventPattern = Annotated[str, _pattern("number", "title", "attributes", "rating")]
-
-
-_Word = Annotated[str, matching(r"\S", "a word")]
+_SHOWN = ("title", "attributes")
+EventPattern = Annotated[str, _pattern("number", *_SHOWN, "rating", shows=_SHOWN)]
+_Word = Annotated[str, matching(r"\A[^\n]*\S[^\n]*\Z", "a word, in one line")]
+Names = Annotated[tuple[_Word, ...], AfterValidator(_distinct)]
 
 
 class Words(Strict):
@@ -137,7 +147,7 @@ class AttributeLines(Columns):
     """The block of the entity's own attributes, one line each."""
 
     heading: Text = ""
-    line: Annotated[str, _pattern("label", "value")] = "- {label}: {value}"
+    line: Annotated[str, _pattern("label", "value", shows=("value",))] = "- {label}: {value}"
 
 
 class HistoryLines(Columns):
@@ -146,7 +156,7 @@ class HistoryLines(Columns):
     heading: Text = ""
     line: EventPattern = "- {title} | {attributes} | {rating}"
     # where labels are words, as `{event}`: clicked, passed over; without it `line`
-    line_event: Annotated[str, _pattern("number", "title", "attributes", "event")] | None = None
+    line_event: Annotated[str, _pattern("number", *_SHOWN, "event", shows=_SHOWN)] | None = None
     line_unrated: EventPattern = "- {title} | {attributes}"
     separator: str = " | "  # between attribute values; with no attributes the one before them goes too
     none: Text = "- nothing yet"  # stands for an empty history
@@ -179,16 +189,22 @@ class PromptTemplate(Strict):
     version: int = Field(ge=1)
     framework: str
     side: Side
-    parser: str  # a .py: its `parse(text)`
-    factors: tuple[str, ...] = ()  # of aspects and attributes: their names
-    fields: dict[str, Literal["text", "list"]] = Field(default_factory=dict)  # of JSON: what it is to hold
-    optional_fields: tuple[str, ...] = ()  # that an answer may be without
+    parser: Annotated[  # a .py: its `parse(text)`
+        str,
+        matching(
+            r"^(aspects|attributes|free|json|[A-Za-z0-9_\-]+\.py)\Z",
+            "aspects, attributes, free, json, or a Python file beside the template",
+        ),
+    ]
+    factors: Names = ()  # of aspects and attributes: their names
+    fields: Annotated[dict[_Word, Literal["text", "list"]], AfterValidator(_distinct)] = Field(default={})  # of JSON
+    optional_fields: Names = ()  # that an answer may be without
     max_items: dict[str, int] = Field(default_factory=dict)  # of a list in JSON, the most that it may hold
     # The form of answers where the parser does not say it, for guided decoding: one of these.
     json_schema: dict[str, JsonValue] | None = None
     regex: str | None = None
     grammar: str | None = None  # in llguidance's variant of Lark
-    encode: tuple[str, ...] = ()  # the parts of the answer that become its vector; none named: the whole text
+    encode: Names = ()  # the parts of the answer that become its vector; none named: the whole text
     any_language: bool = False  # answers may be in another language than the question
     system: Text | None = None
     instruction: Text
@@ -198,13 +214,6 @@ class PromptTemplate(Strict):
     chat_options: dict[str, JsonValue] = Field(default_factory=dict)  # of the chat template; over those of `decoding`
     parser_path: Path | None = Field(default=None, exclude=True)  # of one's own; found when the template is loaded
     parser_sha256: str | None = None
-
-    @field_validator("parser")
-    @classmethod
-    def _is_parser(cls, parser: str) -> str:
-        if parser not in PARSERS and not re.fullmatch(r"[A-Za-z0-9_\-]+\.py", parser):
-            raise ValueError(f"expected {', '.join(PARSERS)}, or a Python file beside the template")
-        return parser
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> "PromptTemplate":
@@ -226,11 +235,11 @@ class PromptTemplate(Strict):
         for name, most in self.max_items.items():
             if self.fields.get(name) != "list" or most < 1:
                 raise ValueError(f"`max_items` has {name}: {most}; it gives lists among `fields` a number above 0")
-        field_names = self.fields or dict.fromkeys(self.factors)
+        parts = {"json": tuple(self.fields), "free": ("text",)}.get(self.parser, self.factors)
         for key, names in (("optional_fields", self.optional_fields), ("encode", self.encode)):
-            for name in names if field_names else ():
-                if name not in field_names:
-                    raise ValueError(f"`{key}` has {name!r}, which is none of {', '.join(field_names)}")
+            for name in () if self.parser.endswith(".py") else names:  # of which nothing is known
+                if name not in parts:
+                    raise ValueError(f"`{key}` has {name!r}, but parser `{self.parser}` gives {', '.join(parts)}")
         return self
 
     def worded(self, words: Words, labels: Labels = Labels(), factors: Sequence[str] | None = None) -> "PromptTemplate":
@@ -260,25 +269,16 @@ class PromptTemplate(Strict):
             changes["history"] = history.model_copy(update=filled(history, ("heading", "none")))
         return self.model_copy(update=changes)
 
-    def showing(self, personal_attributes: Collection[str]) -> "PromptTemplate":
-        """The same template that also shows these columns, `users.zip_code`, where it shows all ordinary ones."""
-
-        def named_in(columns: Columns, table: str) -> Columns:
-            names = [name.removeprefix(f"{table}.") for name in personal_attributes if name.startswith(f"{table}.")]
-            is_all = "*" in columns.columns
-            return columns.model_copy(update={"columns": (*columns.columns, *names)}) if is_all and names else columns
-
-        changes = {"attributes": named_in(self.attributes, f"{self.side}s")}
-        if self.history is not None:
-            changes["history"] = named_in(self.history, "items")
-        return self.model_copy(update=changes)
-
-    def with_paths(self, paths: Sequence[str]) -> "PromptTemplate":
-        """The same template, with these columns shown as paths too."""
+    def with_columns(self, paths: Sequence[str] = (), personal: Collection[str] = ()) -> "PromptTemplate":
+        """The same template, with `paths` shown as such, and `personal` (users.zip_code) where all others are shown."""
         changes: dict[str, Any] = {}
-        for name, block in (("attributes", self.attributes), ("history", self.history)):
-            if block is not None:
-                changes[name] = block.model_copy(update={"paths": (*block.paths, *paths)})
+        for name, table in (("attributes", f"{self.side}s"), ("history", "items")):
+            block: Columns | None = getattr(self, name)
+            if block is None:
+                continue
+            named = [column.removeprefix(f"{table}.") for column in personal if column.startswith(f"{table}.")]
+            columns = (*block.columns, *named) if "*" in block.columns and named else block.columns
+            changes[name] = block.model_copy(update={"columns": columns, "paths": (*block.paths, *paths)})
         return self.model_copy(update=changes)
 
     def with_chat_options(self, options: Mapping[str, Any]) -> "PromptTemplate":
@@ -316,12 +316,12 @@ class KnowledgeSettings(Strict):
     words: Words = Field(
         default=Words(), description="Prompts call your users and items, and what users do with items, by these words."
     )
-    user_factors: tuple[str, ...] | None = Field(
+    user_factors: Names | None = Field(
         default=None,
         description="User prompts ask about these factors, which decide whether users like items, if the template "
         "ships with laserbatch. null: the factors of the template.",
     )
-    item_factors: tuple[str, ...] | None = Field(
+    item_factors: Names | None = Field(
         default=None,
         description="Item prompts ask about these factors, if the template ships with laserbatch. null: the factors "
         "of the template.",
@@ -355,7 +355,7 @@ class KnowledgeSettings(Strict):
         name, factors = self.template_of(side), self.user_factors if side == "user" else self.item_factors
         is_own = template_path(name, self.template_dir).parent != SHIPPED_TEMPLATES
         template = load_template(name, self.template_dir).worded(self.words, labels, None if is_own else factors)
-        return template.showing(self.personal_attributes).with_paths(self.paths)
+        return template.with_columns(self.paths, self.personal_attributes)
 
 
 def template_path(name: str, folder: str | Path | None = None) -> Path:

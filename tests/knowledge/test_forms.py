@@ -90,6 +90,9 @@ def test_a_form_that_does_not_compile_is_refused_with_its_place():
         ({"regex": "(a"}, "invalid regex"),
         ({"grammar": "start: LINE"}, 'unknown name: "LINE"'),
         ({"json_schema": {"type": "strin"}}, "Invalid type: strin"),
+        ({"regex": "a{0}"}, r"regex allows no answer but the empty one \(found 'a.0.'\)"),
+        ({"grammar": 'start: ""'}, "grammar allows no answer"),
+        ({"grammar": "start: ONE\nONE: /a/ & /b/"}, "grammar allows no answer"),
     ):
         with pytest.raises(ConfigError, match=f"prompt template mine@1: .*{place}"):
             require_form(PromptTemplate.model_validate(FREE | form))

@@ -57,6 +57,11 @@ def test_numbered_aspects_in_the_forms_that_models_write(text):
     }
 
 
+def test_an_aspect_has_the_factors_spelling():
+    """`encode` names it so."""
+    assert list(parse_answer(USER, "1. GENRE: Mystery.\n2. **theme**: the sea.").fields) == ["Genre", "Theme"]
+
+
 def test_a_repeated_aspect_is_joined_and_an_unknown_number_named():
     assert parse_answer(USER, "1. Genre: a\n2. Genre: b").fields == {"Genre": "a b"}
     assert parse_answer(USER, "12. something").fields == {"aspect 12": "something"}

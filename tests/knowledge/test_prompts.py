@@ -19,7 +19,7 @@ USER = PromptTemplate.model_validate(
         "name": "u", "version": 1, "framework": "kar", "side": "user", "parser": "free", "instruction": "Explain.",
         "attributes": {"heading": "Person:"}, "history": {"heading": "Rated:", "max_events": 30}, "request": "Now:",
     }
-).with_paths(["category"])  # fmt: skip
+).with_columns(["category"])  # fmt: skip
 
 
 def text_of(prompt, tokenizer=TOKENIZER) -> str:

@@ -62,7 +62,18 @@ def test_a_folder_of_ones_own_comes_first(tmp_path):
         (MINIMAL.replace("free", "json"), "needs `fields`"),
         (MINIMAL.replace("free", "jsn"), "line 5: parser"),
         (MINIMAL + "attributes:\n  line: '{nonsense}'\n", "line 8: attributes.line"),
-        (MINIMAL.replace("free", "json") + "fields: {a: text}\nencode: [b]\n", "`encode` has 'b', which is none of a"),
+        (MINIMAL.replace("free", "json") + "fields: {a: text}\nencode: [b]\n", "'b', but parser `json` gives a$"),
+        (MINIMAL + "encode: [summary]\n", "`encode` has 'summary', but parser `free` gives text$"),
+        (MINIMAL + "encode: [text, Text]\n", "line 7: encode: names the same twice, apart from case: text, Text"),
+        (MINIMAL.replace("free", "json") + "fields: {a: text, 'A ': list}\n", "line 7: fields: names the same twice"),
+        (MINIMAL.replace("free", "attributes") + "factors: [Mood, mood]\n", "line 7: factors: names the same twice"),
+        (MINIMAL.replace("free", "attributes") + "factors: [Mood, '']\n", r"factors\.1: expected a word"),
+        (MINIMAL.replace("free", "aspects") + 'factors: ["Mood\\nTone"]\n', r"factors\.0: expected .*in one line"),
+        (MINIMAL + "attributes: {line: '- {label}'}\n", r"line 7: attributes\.line: has no \{value\}, so"),
+        (
+            MINIMAL.replace("side: item", "side: user") + "history: {line_unrated: '{number}.'}\n",
+            r"history\.line_unrated: has no \{title\} or \{attributes\}, so prompts",
+        ),
         (MINIMAL + "parser_path: x\n", "parser_path is no key"),
         (
             MINIMAL.replace("Describe.", '""') + "attributes: {heading: 'Item:'}\n",
@@ -153,6 +164,12 @@ def test_factors_are_a_team_s_own():
     assert item.instruction.endswith("its field, pay and place, and who would want it.")
     trawl = knowledge.model_copy(update={"user_template": "trawl_user", "item_template": "rlmrec_item"})
     assert trawl.template("user").factors == user.factors and trawl.template("item").factors == ()
+
+
+@pytest.mark.parametrize("factors", [["Pay", "pay "], [" "]])
+def test_factors_that_are_blank_or_alike_are_refused(factors):
+    with pytest.raises(ValueError, match=r"item_factors(?s:.*)(names the same twice|expected a word)"):
+        KnowledgeSettings(item_factors=factors)
 
 
 def test_a_template_of_one_s_own_keeps_its_factors(tmp_path):

@@ -17,7 +17,7 @@ from laserbatch.pipeline.tables.read import Tables
 TEMPLATE = PromptTemplate.model_validate(
     {"name": "u", "version": 1, "framework": "f", "side": "user", "parser": "free", "instruction": "Explain.",
      "history": {"line": "{title}|{attributes}|{rating}"}}
-).with_paths(["path"])  # fmt: skip
+).with_columns(["path"])  # fmt: skip
 COLUMNS = TEMPLATE.attributes
 NO_EVENTS = pa.table({name: pa.array([], pa.int64()) for name in ("user_id", "item_id", "timestamp")})
 
