@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import pyarrow as pa
 import typer
 from rich.panel import Panel
 from rich.text import Text
@@ -34,7 +35,9 @@ from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.scratch import ScratchFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.pipeline.tables.part_columns import read_table
 from laserbatch.pipeline.tables.read import Tables, read_tables
+from laserbatch.pipeline.tables.schema import tables_folder
 from laserbatch.retrieval_pools.step_cost import StepCost
 
 # Underlines differ too, so that the spans can be told apart without colours. The model's own tokens stay unmarked.
@@ -94,7 +97,10 @@ def try_one(
     require_template_columns(path, settings, side)
     require_plain_words(settings)
     say_left_out(settings, tables.personal)
-    alone = with_only(tables, side, user if item is None else item)
+    chosen = user if item is None else item
+    if night_date is not None:
+        _require_known(path, tables, side, chosen, night_date)
+    alone = with_only(tables, side, chosen)
     if needs_a_model(settings):
         say(NEEDS_A_MODEL)
     settings = settings.model_copy(update={"refresh": RefreshSettings()})  # written even if a night would wait
@@ -118,13 +124,30 @@ def try_one(
 
 def with_only(tables: Tables, side: Side, text: str | None) -> Tables:
     """Tables with one entity of a side: the one whose id as text is `text`, or the first. Raises TableError."""
-    name = f"{side}s"
-    ids = tables.entities(side)[f"{side}_id"].to_pylist()
-    row = next((row for row, key in enumerate(ids) if text is None or str(key) == text), None)
+    entities, name = tables.entities(side), f"{side}s"
+    row = _row_of(entities, side, text)
     if row is None:
-        first_ids = ", ".join(map(str, ids[:5]))
+        first_ids = ", ".join(map(str, entities[f"{side}_id"][:5].to_pylist()))
         raise TableError(f"the {name} table has no {side}_id {text!r}; its first ids are: {first_ids or 'none'}")
-    return replace(tables, **{name: tables.entities(side).slice(row, 1)})
+    return replace(tables, **{name: entities.slice(row, 1)})
+
+
+def _row_of(entities: pa.Table, side: Side, text: str | None) -> int | None:
+    ids = entities[f"{side}_id"].to_pylist()
+    return next((row for row, key in enumerate(ids) if text is None or str(key) == text), None)
+
+
+def _require_known(path: Path | str, tables: Tables, side: Side, text: str | None, date: datetime.date) -> None:
+    """Raise TableError if the entity that `with_only` takes is in its table, but was created after a date."""
+    if _row_of(tables.entities(side), side, text) is not None:
+        return
+    whole = read_table(tables_folder(path), f"{side}s", None)
+    if (row := _row_of(whole, side, text)) is not None:
+        entity = whole.slice(row, 1).to_pylist()[0]
+        raise TableError(
+            f"{side} {entity[f'{side}_id']} is not known yet at the end of {date}: its created_at is "
+            f"{entity['created_at']:%Y-%m-%d}; give a later --date, or correct created_at"
+        )
 
 
 def write_entity(night: Night, side: Side) -> TriedEntity:

@@ -323,6 +323,14 @@ def test_try_names_an_unknown_entity(world, run):
     assert "no user_id 'nobody'" in done.stderr
 
 
+def test_try_says_of_an_entity_that_it_was_created_after_the_date(world, run):
+    users = pq.read_table(world / "tables" / "users.parquet")
+    newest = users.sort_by([("created_at", "descending")])["user_id"][0].as_py()
+    done = run("try", "--config", str(write_config(world)), "--user", newest, "--date", "2000-01-01")
+    assert done.returncode == 3
+    assert f"user {newest} is not known yet at the end of 2000-01-01: its created_at is 20" in done.stderr
+
+
 def test_sigterm_ends_as_such_though_ray_has_made_another_interrupt_of_it(monkeypatch):
     assert exit_code_of(KeyboardInterrupt()) == ExitCode.INTERRUPTED
     monkeypatch.setattr(failures, "_is_terminated", False)
