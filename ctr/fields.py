@@ -93,7 +93,7 @@ def _is_number(kind: pa.DataType) -> bool:
 
 def _fit(name: str, trained: pa.Array) -> Encoder | None:
     if _is_number(trained.type):
-        values = trained.cast(pa.float64()).to_numpy(zero_copy_only=False)  # null becomes nan
+        values = trained.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)  # null becomes nan
         values = values[np.isfinite(values)]
         edges = np.unique(np.quantile(values, np.arange(1, NUM_BINS) / NUM_BINS)) if len(values) else np.zeros(0)
         return Encoder(name, "bins", edges=tuple(edges.tolist()))
@@ -129,6 +129,6 @@ def _bag_codes(column: pa.Array, vocabulary: pa.Array) -> np.ndarray:
 
 
 def _bins(column: pa.Array, edges: tuple[float, ...]) -> np.ndarray:
-    values = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    values = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
     bins = NUM_RESERVED + np.searchsorted(np.array(edges), values, side="right")
     return np.where(np.isfinite(values), bins, ABSENT).astype(np.int32)[:, None]

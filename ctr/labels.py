@@ -61,9 +61,9 @@ class LabelRule:
             return pc.is_valid(column)
         try:
             if self.comparison is None:
-                return column if pt.is_boolean(column.type) else pc.not_equal(column.cast(pa.float64()), 0)
+                return column if pt.is_boolean(column.type) else pc.not_equal(column.cast(pa.float64(), safe=False), 0)
             if isinstance(self.value, float):  # decimals and unsigned integers too
-                column = column.cast(pa.float64())
+                column = column.cast(pa.float64(), safe=False)
             elif isinstance(self.value, str):
                 column = column.cast(pa.string())
             return COMPARISONS[self.comparison](column, pa.scalar(self.value))

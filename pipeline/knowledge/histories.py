@@ -46,7 +46,7 @@ def labels_of(interactions: pa.Table, words: Mapping[str, str]) -> Labels:
         return Labels(picked, "none")
     least, most, is_click = math.inf, -math.inf, True
     for batch in interactions.select(["rating"]).to_batches(max_chunksize=ROWS_AT_ONCE):
-        ratings = batch["rating"].cast(pa.float64()).drop_null()
+        ratings = batch["rating"].cast(pa.float64(), safe=False).drop_null()
         if len(ratings):
             extremes = pc.min_max(ratings).as_py()
             least, most = min(least, extremes["min"]), max(most, extremes["max"])

@@ -18,7 +18,7 @@ import numpy as np
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.chat_format import encode_chat
 from laserbatch.pipeline.knowledge.templates import AttributeLines, HistoryLines, PromptTemplate
-from laserbatch.pipeline.knowledge.values import number_text, value_text
+from laserbatch.pipeline.knowledge.values import number_text, plain_text, value_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,7 +103,8 @@ def changed_parts(before: str, after: str) -> tuple[str, ...]:
 def attribute_line(name: str, value: object, columns: AttributeLines) -> str | None:
     """One attribute as its line; None where the value says nothing."""
     text = value_text(value, columns, name)
-    return None if text is None else columns.line.format(label=columns.labels.get(name, name), value=text)
+    label = plain_text(columns.labels.get(name, name), columns.max_value_chars)
+    return None if text is None else columns.line.format(label=label, value=text)
 
 
 def rating_text(rating: float | None) -> str | None:

@@ -48,7 +48,8 @@ def value_text(value: object, columns: Columns, name: str) -> str | None:
 def event_value(value: object, columns: Columns, name: str) -> str | None:
     """A value of an item's column as a line of history shows it: without the column's name, except a yes or no."""
     text = value_text(value, columns, name)
-    return f"{name}: {text}" if text is not None and text.casefold() in YES_OR_NO else text
+    is_named = text is not None and text.casefold() in YES_OR_NO
+    return plain_text(f"{name}: {text}", columns.max_value_chars) if is_named else text
 
 
 def number_text(value: int | float | np.floating | Decimal) -> str:

@@ -159,7 +159,7 @@ def _check_interactions(
                 findings.add_rows(finding, rows, first_row, values)
             is_rated = "rating" in part.schema.names
             if "rating" in part.usable:
-                extremes = pc.min_max(batch["rating"].cast(pa.float64())).as_py()
+                extremes = pc.min_max(batch["rating"].cast(pa.float64(), safe=False)).as_py()
                 if extremes["min"] is not None:
                     lowest, highest = min(lowest, extremes["min"]), max(highest, extremes["max"])
     for kind in ("unknown-entity", "no-rating"):

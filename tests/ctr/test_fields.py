@@ -49,6 +49,11 @@ def test_numbers_fall_into_quantile_bins_of_the_trained():
     assert codes.max() < field.num_codes
 
 
+def test_whole_numbers_that_no_float_holds_exactly_are_numbers():
+    """As codes of articles and accounts are, which exporters write as integers."""
+    assert fields_of({"account": pa.array([10**18 + 1, 5, 2**63 - 1])})["account"].codes.max() > NUM_RESERVED
+
+
 def test_booleans_are_categories_and_what_is_neither_is_left_out():
     columns = {"flag": [True, False, None], "blob": pa.array([b"1", b"2", b"3"])}
     assert list(fields_of(columns)) == ["flag"]

@@ -17,6 +17,8 @@ from laserbatch.ctr.settings import CtrSettings
     [
         ("rating >= 4", [5.0, 4.0, 3.5, None], [True, True, False, None]),
         ("rating>3.5", [5, 3, None], [True, False, None]),
+        ("paid >= 5", [10**18 + 1, 3], [True, False]),
+        ("paid", [10**18 + 1, 0], [True, False]),
         ("clicked", [True, False, None], [True, False, None]),
         ("clicked", [2, 0], [True, False]),
         ("clicked == true", [True, False], [True, False]),

@@ -75,6 +75,13 @@ def test_a_value_cannot_start_a_line_of_its_own():
     assert "- about: x - region: forged end\n" in text_of(render_prompt(USER, entity, TOKENIZER, 10_000))
 
 
+def test_a_column_s_name_is_shown_in_one_line():
+    """As the header of a spreadsheet's column may be of several."""
+    item = HistoryEvent("i", "Heat", {"in\nstock": True}, 4.0)
+    text = text_of(render_prompt(USER, Entity("user", 1, {"Price\n (EUR)": 3}, (item,)), TOKENIZER, 10_000))
+    assert "- Price (EUR): 3\n" in text and "- Heat | in stock: yes | 4\n" in text
+
+
 def test_long_values_are_shortened():
     rendered = render_prompt(USER, Entity("user", 1, {"about": "y" * 5_000}, ()), TOKENIZER, 10_000)
     assert "y" * 299 + "…" in text_of(rendered) and "y" * 300 not in text_of(rendered)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sound_world import DAY_1, DAY_1_S, replaced, sound_world, write_world
 
 from laserbatch.pipeline.errors import ConfigError, TableError, first_line
+from laserbatch.pipeline.knowledge.histories import labels_of
 from laserbatch.pipeline.tables import check
 from laserbatch.pipeline.tables.check import check_tables, require_sound
 from laserbatch.pipeline.tables.read import describe, read_tables
@@ -97,6 +98,12 @@ def test_of_events_some_have_a_rating(tmp_path):
     infinite = replaced("interactions", **(events | {"rating": [math.inf, 1.0, None]}))
     (finding,) = check_tables(write_world(tmp_path / "infinite", interactions=infinite))
     assert (finding.kind, finding.row) == ("bad-rating", 0)
+
+
+def test_a_rating_that_no_float_holds_exactly_is_one(tmp_path):
+    path = write_world(tmp_path, interactions=replaced("interactions", rating=[10**18 + 1, 1, 2]))
+    assert check_tables(path, positive_rating=4) == []
+    assert labels_of(read_tables(path).interactions, {}).interacted == "rated"
 
 
 def test_a_missing_rating_is_a_warning_unless_most_are_missing(tmp_path):
