@@ -144,13 +144,12 @@ class Guide:
         while num_consumed < MAX_SHORTEST and not self._matcher.is_stopped():
             token_ids = self._matcher.compute_ff_tokens()
             if not token_ids:
-                closer = next((token for token in self._closing.usual if self._matcher.validate_tokens([token])), None)
+                usual = (token for token in self._closing.usual if self._matcher.validate_tokens([token]))
+                closer = next((token for token in usual if not self._is_text(token)), None)
                 token_ids = [] if closer is None else [closer]
             if not token_ids:
                 self._write_allowed(mask, must_close=True)
-                word = int(np.argmax(mask != 0))
-                bits = int(mask[word])
-                token_ids = [32 * word + (bits & -bits).bit_length() - 1]
+                token_ids = [_first(mask)]
             if token_ids == [self.end_id] or not self._matcher.try_consume_tokens(token_ids):
                 break
             num_consumed += len(token_ids)
@@ -165,9 +164,18 @@ class Guide:
     def _write_allowed(self, mask: np.ndarray, must_close: bool) -> None:
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         for closing in self._closing.masks if must_close else ():
-            if (allowed := mask & closing).any():
+            if (allowed := mask & closing).any() and not self._is_text(_first(allowed)):
                 mask[:] = allowed
                 return
+
+    def _is_text(self, token_id: int) -> bool:
+        """Whether it is a quote or bracket which any word may follow: it is text there, and closes nothing."""
+        if token_id not in self._closing.marks:
+            return False
+        self._matcher.try_consume_tokens([token_id])
+        is_text = all(self._matcher.validate_tokens([word]) for word in self._closing.words)
+        self._matcher.rollback(1)
+        return is_text
 
     def _move(self, path: list[int]) -> int:
         """Move the matcher along a path, as far as the grammar allows; return that number of tokens."""
@@ -185,25 +193,36 @@ class Guide:
 class _Closing:
     """Kinds of tokens that close an answer or a part of it; the first kind that is allowed is taken.
 
-    They are the end itself; a line break; a quote with the bracket behind it; a quote; a bracket; and, where a part
-    must not be empty, a word.
+    They are the end itself; a line break; a quote with the bracket behind it; a quote; a bracket; the end of a
+    sentence; and, where a part must not be empty, a word.
     """
 
-    masks: np.ndarray  # uint32 (6, num_words)
+    masks: np.ndarray  # uint32 (7, num_words)
     usual: tuple[int, ...]  # a few tokens, by kind: a mask takes as long as asking about dozens
+    marks: frozenset[int]  # quotes and brackets
+    words: tuple[int, ...]  # two, one of which a part's fixed beginning may allow, but not both
 
     @classmethod
     def of(cls, tokenizer: llguidance.LLTokenizer, end_ids: list[int]) -> "_Closing":
         """Those of a tokenizer."""
         texts = [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]
-        bits = np.zeros((6, -(-len(texts) // 32) * 32), bool)
+        bits = np.zeros((7, -(-len(texts) // 32) * 32), bool)
         bits[0, end_ids] = True
         for token, text in enumerate(texts):
             starts = text[:1] == b"\n", text[:2] in (b'"]', b'"}'), text == b'"', text[:1] in (b"]", b"}")
-            bits[1:, token] = *starts, text.decode(errors="replace").strip()[:1].isalnum()
-        usual = (b"\n", b'"]', b'"}', b'"', b"]", b"}", b"a", b" a")
+            bits[1:, token] = *starts, text == b".", text.decode(errors="replace").strip()[:1].isalnum()
+        usual = (b"\n", b'"]', b'"}', b'"', b"]", b"}", b".", b"a", b" a")
         usual_ids = [texts.index(text) for text in usual if text in texts]
-        return cls(np.packbits(bits, axis=1, bitorder="little").view(np.uint32), (*end_ids, *usual_ids))
+        marks = frozenset(np.flatnonzero(bits[2:5].any(axis=0)).tolist())
+        words = tuple(texts.index(text) for text in (b"a", b"e") if text in texts)
+        return cls(np.packbits(bits, axis=1, bitorder="little").view(np.uint32), (*end_ids, *usual_ids), marks, words)
+
+
+def _first(mask: np.ndarray) -> int:
+    """The first token of a mask, uint32[n]."""
+    place = int(np.argmax(mask != 0))
+    bits = int(mask[place])
+    return 32 * place + (bits & -bits).bit_length() - 1
 
 
 def require_grammar(grammar: str, tokenizer: llguidance.LLTokenizer | None = None) -> None:

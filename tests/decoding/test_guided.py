@@ -137,6 +137,14 @@ def test_an_answer_is_closed_before_its_limit(engine, max_new_tokens):
             assert result.finish_reason == "end_of_text" and len(result.token_ids) <= max_new_tokens, result.text
 
 
+def test_a_sentence_is_closed_by_its_end_and_not_by_quotes_and_brackets_which_are_text_in_it(engine):
+    sentence = r"start: /[A-Z][^\n]{20,200}\./"
+    assert engine.grammars.guide(sentence, 48)._shortest < 26
+    for result in written(engine, requests(engine, (sentence,), 48), drafter()).values():
+        assert result.finish_reason == "end_of_text" and result.text.endswith("."), result.text
+        assert '"]' not in result.text
+
+
 def test_a_limit_below_the_shortest_answer_cuts_it(engine):
     results = written(engine, requests(engine, (JSON,), max_new_tokens=6))
     assert {result.finish_reason for result in results.values()} == {"length"}
