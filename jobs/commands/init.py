@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ import typer
 
 from laserbatch.ctr.settings import CtrOptions
 from laserbatch.jobs.console import say, summary
-from laserbatch.jobs.settings import JSON, SAMPLE_MODEL, load_settings
+from laserbatch.jobs.settings import JSON, Settings, load_settings
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, check_inputs, say_left_out
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.knowledge.domains import Domain, domain_of, domains
 from laserbatch.pipeline.knowledge.histories import event_text
-from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, Words
+from laserbatch.pipeline.knowledge.templates import Words
 from laserbatch.pipeline.sample.world import is_sample_world
 from laserbatch.pipeline.storage.atomic import write_text
 from laserbatch.pipeline.storage.uris import is_uri
@@ -245,32 +246,25 @@ def _is_in_schema(folder: str) -> bool:
         return False
     if not all(set(columns) <= set(schemas[name].names) for name, columns in REQUIRED_COLUMNS.items()):
         return False
-    types = {(name, column): id_type(schema.field(column).type)
-             for name, schema in schemas.items() for column in schema.names
-             if column in ID_COLUMNS.values()}  # fmt: skip
-    return all(types[name, column] == types["interactions", column] for name, column in ID_COLUMNS.items())
+    return all(
+        id_type(schemas[name].field(column).type) == id_type(schemas["interactions"].field(column).type)
+        for name, column in ID_COLUMNS.items()
+    )
 
 
 def _configuration(tables: Path | str, note: str, guessed: Mapping[str, Guessed]) -> str:
     """The options that a new user decides, as YAML: values of `guessed` with their reasons, the others by default."""
-    usual = {f"knowledge.words.{key}": word for key, word in Words()} | {
-        "tables.path": str(tables),
-        "knowledge.user_template": KnowledgeSettings().user_template,
-        "knowledge.item_template": KnowledgeSettings().item_template,
-        "decoding.model": SAMPLE_MODEL,
-        "ctr.label": CtrOptions().label,
-    }
     lines, within = [HEAD, *note.splitlines()], ()
     for option in WRITTEN:
         if option not in guessed and option not in ALWAYS:
             continue
-        value, why = guessed.get(option, (usual.get(option), COMMENTS.get(option)))
-        *sections, key = option.split(".")
+        *sections, key = path = option.split(".")
+        value, why = guessed.get(option, (reduce(getattr, path, Settings()), COMMENTS.get(option)))
         for depth, section in enumerate(sections):
             if (*within[: depth + 1],) != (*sections[: depth + 1],):
                 lines.append(f"{'  ' * depth}{section}:")
         within = tuple(sections)
-        text = json.dumps(value, ensure_ascii=False) if option == "tables.path" else yaml_line(value)
+        text = json.dumps(str(tables), ensure_ascii=False) if option == "tables.path" else yaml_line(value)
         comment = f"  # {'guessed: ' if option in guessed else ''}{' '.join(why.split())}" if why else ""
         lines.append(f"{'  ' * len(sections)}{key}: {text}{comment}")
     return "\n".join(lines) + "\n"

@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -100,24 +101,21 @@ class Doubts:
 
     def notes(self) -> Iterator[str]:
         """A sentence for each kind of doubt."""
-        if self.nulls.num:
-            option = f"`csv: {{null_values: {json.dumps(_DATABASE_NULLS)}}}`"
-            advice = f"If they mean that nothing is known, set {option} in the mapping."
-            yield f"{self.path}: {self.nulls.shown('field kept as text')}. {advice}"
-        if self.single_quotes.num:
-            advice = 'If the quotes enclose fields, set `csv: {quote: "\'"}` in the mapping.'
-            yield f"{self.path}: {self.single_quotes.shown('field in single quotes, kept as text')}. {advice}"
-        if self.over_lines.num:
-            summary = self.over_lines.shown("quoted field over several lines")
-            advice = "If quotes are plain text in this file, set `csv: {quote: null}` in the mapping."
-            yield f"{self.path}: {summary}. {advice}"
-        if self.kept_quotes.num and self.form.quote:
-            summary = self.kept_quotes.shown("field in quotes behind a blank, which were kept as text")
-            advice = "If the quotes enclose fields, export the file without blanks behind delimiters."
-            yield f"{self.path}: {summary}. {advice}"
-        elif self.kept_quotes.num:
-            summary = self.kept_quotes.shown("field in quotes, which were kept as text")
-            yield f"{self.path}: {summary}. If the quotes enclose fields, set `csv: {{quote: '\"'}}` in the mapping."
+        nulls = f"`csv: {{null_values: {json.dumps(_DATABASE_NULLS)}}}`"
+        kept, advice = "field in quotes, which were kept as text", "set `csv: {quote: '\"'}` in the mapping."
+        if self.form.quote:
+            kept = "field in quotes behind a blank, which were kept as text"
+            advice = "export the file without blanks behind delimiters."
+        for doubt, what, what_then in (
+            (self.nulls, "field kept as text", f"If they mean that nothing is known, set {nulls} in the mapping."),
+            (self.single_quotes, "field in single quotes, kept as text",
+             'If the quotes enclose fields, set `csv: {quote: "\'"}` in the mapping.'),
+            (self.over_lines, "quoted field over several lines",
+             "If quotes are plain text in this file, set `csv: {quote: null}` in the mapping."),
+            (self.kept_quotes, kept, f"If the quotes enclose fields, {advice}"),
+        ):  # fmt: skip
+            if doubt.num:
+                yield f"{self.path}: {doubt.shown(what)}. {what_then}"
 
 
 def _is_header(rows: pa.RecordBatch) -> pa.Array:
@@ -179,13 +177,9 @@ def encoding_doubt(path: Path, encoding: str) -> str | None:
     """What is said of a file that is sound UTF-8 beyond ASCII, but is read as another encoding."""
     if codecs.lookup(encoding).name.startswith("utf"):
         return None
-    decoder, is_ascii = codecs.getincrementaldecoder("utf-8")(), True
     try:
-        with pa.input_stream(str(path)) as raw:
-            while chunk := raw.read(CHUNK_BYTES):
-                is_ascii &= chunk.isascii()
-                decoder.decode(chunk)
-        decoder.decode(b"", final=True)
+        with open_lines(pa.input_stream(str(path)), "utf-8") as lines:
+            is_ascii = all([text.isascii() for text in iter(partial(lines.read, CHUNK_BYTES), "")])
     except UnicodeDecodeError:
         return None
     return None if is_ascii else (
@@ -247,24 +241,6 @@ def _has_text_beside_quotes(path: Path, form: FileFormat) -> bool:
                 return True
             previous = text[-2:].tobytes()
     return False
-
-
-def unclosed_quote(path: Path, form: FileFormat, row: int, last: pa.RecordBatch) -> str | None:
-    """What is said where the last value begins with a quote and holds all lines that follow, as Arrow takes it."""
-    assert form.quote is not None
-    value = last.column(last.num_columns - 1)[-1].as_py() if last.num_columns else None
-    if value is None or "\n" not in value:
-        return None
-    tail = b""
-    with pa.input_stream(str(path)) as file:  # which unpacks what is compressed
-        while block := file.read(CHUNK_BYTES):
-            tail = (tail + block)[-64:]
-    if tail.decode(form.encoding, errors="ignore").rstrip("\r\n").endswith(form.quote):
-        return None
-    return (
-        f"{path}, column {last.schema.names[-1]}, row {row}: the quote before {value[:40]!r} is never closed, so the "
-        "rows behind it are part of it; close it, or double it where it is meant"
-    )
 
 
 def open_lines(raw: pa.NativeFile, encoding: str) -> io.TextIOWrapper:

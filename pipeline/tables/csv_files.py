@@ -15,7 +15,6 @@ from laserbatch.pipeline.tables.csv_faults import (
     open_lines,
     python_reader,
     quote_fault,
-    unclosed_quote,
 )
 from laserbatch.pipeline.tables.settings import FileFormat, SourceFiles
 
@@ -48,12 +47,12 @@ def read_csv(path: Path, files: SourceFiles, note: Callable[[str], object]) -> I
     text = pacsv.ConvertOptions(
         column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=True, null_values=["", *form.null_values]
     )
-    doubts, num_rows, last = Doubts(path, form), 0, None
+    doubts, num_rows = Doubts(path, form), 0
     try:
         with pacsv.open_csv(opened(), read_options=read, parse_options=parse, convert_options=text) as reader:
             for rows in reader:
                 doubts.add(rows, num_rows)
-                num_rows, last = num_rows + rows.num_rows, rows if rows.num_rows else last
+                num_rows += rows.num_rows
                 yield rows
     except pa.ArrowInvalid:
         read.use_threads = False  # one thread says in which row it was
@@ -69,10 +68,8 @@ def read_csv(path: Path, files: SourceFiles, note: Callable[[str], object]) -> I
     for doubt in (*doubts.notes(), encoding_doubt(path, form.encoding)):
         if doubt:
             note(doubt)
-    if form.quote and last is not None:
-        fault = unclosed_quote(path, form, num_rows - 1, last)
-        if fault := fault or quote_fault(path, form, is_sure=doubts.over_lines.num > 0):
-            raise TableError(fault)
+    if form.quote and (fault := quote_fault(path, form, is_sure=doubts.over_lines.num > 0)):
+        raise TableError(fault)
 
 
 def csv_fault(path: Path, form: FileFormat, error: Exception) -> str | None:

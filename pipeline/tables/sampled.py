@@ -16,8 +16,9 @@ import pyarrow.compute as pc
 
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.storage.parquet import write_parquet
+from laserbatch.pipeline.tables.part_columns import read_table
 from laserbatch.pipeline.tables.read import end_of_day
-from laserbatch.pipeline.tables.schema import CREATED_AT, plain_ids, timestamps
+from laserbatch.pipeline.tables.schema import plain_ids, timestamps
 from laserbatch.pipeline.tables.streamed import OpenTables
 
 BATCH_ROWS = 1 << 20  # of interactions that are read at once
@@ -65,14 +66,12 @@ def write_sample(
     `num_items` that these met most often up to then (of equals the lower id); the interactions all, later ones too,
     between both. The same tables and arguments give the same bytes.
     """
-    users = _known(tables.users, date)
+    cutoff = end_of_day(date)
+    users, items = (read_table(tables.interactions.folder, table, cutoff) for table in ("users", "items"))
     by_hash = sorted(users["user_id"].to_pylist(), key=lambda key: hashlib.sha256(str(key).encode()).digest())
     chosen_users = pa.array(by_hash[:num_users], users.schema.field("user_id").type)
     users = users.filter(pc.is_in(users["user_id"], value_set=chosen_users))
-    items = _known(tables.items, date)
-
     met: Counter = Counter()
-    cutoff = end_of_day(date)
 
     def is_early(batch: pa.RecordBatch) -> pa.Array:
         return pc.fill_null(pc.less(timestamps(batch["timestamp"]), cutoff), False)
@@ -99,13 +98,6 @@ def write_sample(
     written = write_parquet(sampled_rows(), folder / "interactions.parquet", schema)
     share = sum(met[key] for key in most_met) / met.total() if met else 0.0
     return SampleFigures(users.num_rows, items.num_rows, written.num_rows, written.num_rows - num_early, share)
-
-
-def _known(entities: pa.Table, date: datetime.date) -> pa.Table:
-    """Entities created before the end of a date, or without `created_at`."""
-    if CREATED_AT not in entities.column_names or pa.types.is_null(entities.schema.field(CREATED_AT).type):
-        return entities
-    return entities.filter(pc.fill_null(pc.less(timestamps(entities[CREATED_AT]), end_of_day(date)), True))
 
 
 def _of(tables: OpenTables, ids: dict[str, pa.Array], columns: list[str]) -> Iterator[pa.RecordBatch]:

@@ -325,7 +325,7 @@ CASES = [
     Case("a quote is never closed", text("exports/things.csv", 'nr,name,price\n1,"Heat,1.5\n2,Ran,2.5\n'),
          ("things.csv", "every quote is closed"), IMPORT),
     Case("the last quote is never closed", text("exports/people.csv", 'person,age,city\nann,30,"Rome\nbob,40,Oslo\n'),
-         ("people.csv", "column city, row 0", "'Rome", "never closed"), IMPORT),
+         ("people.csv", "line 2", '"Rome', "never closed"), IMPORT),
     Case("a CSV is Latin-1", text("exports/things.csv", "nr,name,price\n1,Caf\xe9,1\n".encode("latin-1")),
          ("things.csv", "utf-8", "encoding"), IMPORT),
     Case("a CSV is UTF-16", text("exports/things.csv", EXPORTS["things.csv"].encode("utf-16")), ("things.csv",
