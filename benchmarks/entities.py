@@ -20,11 +20,10 @@ from laserbatch.pipeline.knowledge.prompts import (
     RenderedPrompt,
     Shown,
     attribute_line,
-    rating_text,
     render_shown,
 )
 from laserbatch.pipeline.knowledge.templates import HistoryLines, PromptTemplate
-from laserbatch.pipeline.knowledge.values import event_value, plain_text
+from laserbatch.pipeline.knowledge.values import event_value, number_text, plain_text
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.tables.read import Tables, read_tables
@@ -117,7 +116,7 @@ def _shown_event(event: HistoryEvent, columns: HistoryLines) -> Event:
     values = [event_value(event.attributes[name], columns, name) for name in columns.shown(event.attributes)]
     values = [value for value in values if value is not None]
     attributes = columns.separator.join(values) if values else None
-    label = columns.ratings.get(event.rating) or rating_text(event.rating)
+    label = None if event.rating is None else columns.ratings.get(event.rating) or number_text(event.rating)
     if event.event is not None:
         done = event_text(event.event, columns.events)
         label = done if label is None else f"{done}{' ' if done == 'rated' else ', rated '}{label}"

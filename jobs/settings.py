@@ -297,9 +297,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     data = {} if data is None else data
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected sections (`decoding:`, `pools:`, ...), found a {type(data).__name__}")
-    if faults := list(_for_code_alone(data, Settings)):
+    data, faults = _configured(data, Settings)
+    if faults:
         raise ConfigError(f"{path}: {'; '.join(faults)}")
-    data = _without_empty_sections(data, Settings)
     for options, key in _path_options(data):
         is_sample = options is data.get("decoding") and key == "model" and options.get(key) == SAMPLE_MODEL
         if isinstance(options.get(key), str | list) and not is_sample:
@@ -319,31 +319,25 @@ def _anchored(config: Path, key: str, written: str) -> str:
     return str(config.resolve().parent / expanduser(str(written)))
 
 
-def _for_code_alone(data: dict[str, Any], model: type[BaseModel], place: str = "") -> Iterator[str]:
-    """The keys of fields that are no options, refused as unknown keys are."""
+def _configured(data: dict[str, Any], model: type[BaseModel], place: str = "") -> tuple[dict[str, Any], list[str]]:
+    """What a section has, without sections of no option, which YAML reads as null; and what is refused of it.
+
+    Keys of fields that are no options are refused as unknown keys are.
+    """
     sections = {name: field.annotation for name, field in model.model_fields.items() if _is_section(field.annotation)}
     options = [name for name, field in model.model_fields.items() if field.description is not None]
-    for key, value in data.items():
+    configured, faults = {key: value for key, value in data.items() if value is not None or key not in sections}, []
+    for key, value in configured.items():
         if key in sections and isinstance(value, dict):
-            yield from _for_code_alone(value, sections[key], f"{place}{key}.")
+            configured[key], of_section = _configured(value, sections[key], f"{place}{key}.")
+            faults += of_section
         elif key in model.model_fields and key not in (*sections, *options):
-            yield f"{place}{key}: no such key; {nearest(key, (*sections, *options))}"
+            faults.append(f"{place}{key}: no such key; {nearest(key, (*sections, *options))}")
+    return configured, faults
 
 
 def _is_section(kind: Any) -> TypeGuard[type[BaseModel]]:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
-
-
-def _without_empty_sections(data: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """The configuration without sections that have no option; YAML reads those as null."""
-    configured = dict(data)
-    for name, field in model.model_fields.items():
-        if _is_section(field.annotation) and name in data:
-            if data[name] is None:
-                del configured[name]
-            elif isinstance(data[name], dict):
-                configured[name] = _without_empty_sections(data[name], field.annotation)
-    return configured
 
 
 def _path_options(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:

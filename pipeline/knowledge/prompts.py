@@ -18,7 +18,7 @@ import numpy as np
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.chat_format import encode_chat
 from laserbatch.pipeline.knowledge.templates import AttributeLines, HistoryLines, PromptTemplate
-from laserbatch.pipeline.knowledge.values import number_text, plain_text, value_text
+from laserbatch.pipeline.knowledge.values import plain_text, value_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -105,11 +105,6 @@ def attribute_line(name: str, value: object, columns: AttributeLines) -> str | N
     text = value_text(value, columns, name)
     label = plain_text(columns.labels.get(name, name), columns.max_value_chars)
     return None if text is None else columns.line.format(label=label, value=text)
-
-
-def rating_text(rating: float | None) -> str | None:
-    """A rating as it is shown."""
-    return None if rating is None else number_text(rating)
 
 
 def _content(template: PromptTemplate, head: str, events: Sequence[Event], tail: str) -> str:

@@ -18,9 +18,9 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from laserbatch.pipeline.knowledge.histories import Histories, event_text
-from laserbatch.pipeline.knowledge.prompts import DIGEST_BYTES, Shown, attribute_line, rating_text
+from laserbatch.pipeline.knowledge.prompts import DIGEST_BYTES, Shown, attribute_line
 from laserbatch.pipeline.knowledge.templates import Columns, HistoryLines, PromptTemplate
-from laserbatch.pipeline.knowledge.values import event_value, plain_text, python_values
+from laserbatch.pipeline.knowledge.values import event_value, number_text, plain_text, python_values
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.tables.columns import blank
 from laserbatch.pipeline.tables.read import Tables
@@ -93,10 +93,7 @@ class SideQuestions:
     @cached_property
     def _events(self) -> tuple[pa.Array, pa.Array]:
         """What a line of history shows of each item: title, and attributes or null."""
-        parts = [self._event_texts(part) for part in _slices(self.tables.items)] or [
-            self._event_texts(self.tables.items)
-        ]
-        titles, attributes = zip(*parts, strict=True)
+        titles, attributes = zip(*map(self._event_texts, _slices(self.tables.items)), strict=True)
         return pa.concat_arrays(titles), pa.concat_arrays(attributes)
 
     def _event_texts(self, items: pa.Table) -> tuple[pa.Array, pa.Array]:
@@ -193,7 +190,7 @@ def _is_undecided(parts: pa.Array) -> pa.Array:
 
 
 def _rating_label(rating: float, lines: HistoryLines) -> str | None:
-    text = None if math.isnan(rating) else rating_text(rating)
+    text = None if math.isnan(rating) else number_text(rating)
     return text and (lines.ratings.get(float(text)) or text)
 
 

@@ -56,21 +56,17 @@ def blank(values: pa.Array) -> pa.Array:
 
 
 def _not_utf8(values: pa.Array) -> pa.Array:
-    if not sc.is_text(values.type) and not sc.is_list(values.type):
+    if not (sc.is_text(values.type) or sc.is_list(values.type)) or _is_whole(values):
         return pa.nulls(len(values), pa.bool_())
+    return pa.array([not _is_whole(pa.concat_arrays([values.slice(row, 1)])) for row in range(len(values))])
+
+
+def _is_whole(values: pa.Array) -> bool:
     try:
         values.validate(full=True)
-        return pa.nulls(len(values), pa.bool_())
     except pa.ArrowInvalid:
-        return pa.array([_is_broken(values.slice(row, 1)) for row in range(len(values))])
-
-
-def _is_broken(value: pa.Array) -> bool:
-    try:
-        pa.concat_arrays([value]).validate(full=True)
         return False
-    except pa.ArrowInvalid:
-        return True
+    return True
 
 
 def _too_large(values: pa.Array) -> pa.Array:

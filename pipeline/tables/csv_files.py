@@ -48,6 +48,11 @@ def read_csv(path: Path, files: SourceFiles, note: Callable[[str], object]) -> I
         column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=True, null_values=["", *form.null_values]
     )
     doubts, num_rows = Doubts(path, form), 0
+
+    def tell(*more: str | None) -> None:
+        for doubt in filter(None, (*doubts.notes(), encoding_doubt(path, form.encoding), *more)):
+            note(doubt)
+
     try:
         with pacsv.open_csv(opened(), read_options=read, parse_options=parse, convert_options=text) as reader:
             for rows in reader:
@@ -61,13 +66,9 @@ def read_csv(path: Path, files: SourceFiles, note: Callable[[str], object]) -> I
                 pass
         raise
     except GeneratorExit:  # who looks at the first rows alone is told of what those leave in doubt
-        for doubt in (*doubts.notes(), encoding_doubt(path, form.encoding), form.quote and quote_fault(path, form)):
-            if doubt:
-                note(doubt)
+        tell(form.quote and quote_fault(path, form))
         raise
-    for doubt in (*doubts.notes(), encoding_doubt(path, form.encoding)):
-        if doubt:
-            note(doubt)
+    tell()
     if form.quote and (fault := quote_fault(path, form, is_sure=doubts.over_lines.num > 0)):
         raise TableError(fault)
 

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,8 @@ from laserbatch.pipeline.tables.source import read_source
 # English and German, and some of French and Spanish.
 _ID = r"([_ -]?(id|no|key|code|nr|nummer))?$"
 USER_ID = r"^(user|member|customer|client|reader|viewer|reviewer|listener|applicant|candidate|subscriber|account|"
-USER_ID += (
-    r"visitor|kunde|nutzer|benutzer|leser|mitglied|utilisateur|usuario|cliente|auditeur|lecteur)(s|n|er)?"
-    + _ID
-    + r"|^uid$"
-)
+USER_ID += r"visitor|kunde|nutzer|benutzer|leser|mitglied|utilisateur|usuario|cliente|auditeur|lecteur)(s|n|er)?"
+USER_ID += _ID + r"|^uid$"
 ITEM_ID = r"^(item|product|movie|book|article|news|video|song|track|job|post|sku|asin|artikel|produkt|buch|film|ware|"
 ITEM_ID += r"game|spiel|vacancy|recipe|restaurant|hotel|course|podcast|episode|artist|album|anime|venue|business|app|"
 ITEM_ID += r"paper|listing|rezept|kurs|libro|pelicula|producto|livre|produit)"
@@ -246,7 +243,8 @@ def _add_entities(guessed: GuessedMapping, table: str, source: SourceTable, colu
     left_out |= {name: f"looks like {looks_like}" for name, looks_like in personal.items()}
     guessed.left_out[table] = left_out
     if CREATED_AT in names:
-        _add_time(guessed, (table, CREATED_AT), guess_time(source.of([CREATED_AT]), ()))
+        alone = replace(source, head=source.head.select([CREATED_AT]))
+        _add_time(guessed, (table, CREATED_AT), guess_time(alone, ()))
         names.remove(CREATED_AT)
     part["attributes"] = {}
     own = {ID_COLUMNS[table], *(["title"] if table == "items" else [])}  # names that an attribute cannot have

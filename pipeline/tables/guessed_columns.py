@@ -6,7 +6,7 @@ Each guess comes with what it rests on, in words for a person who reads the mapp
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
@@ -69,10 +69,6 @@ class SourceTable:
         used = {*used}
         names = (name for name in self.head.column_names if name not in used)
         return [name for name in names if re.search(pattern, plain_name(name), re.IGNORECASE)]
-
-    def of(self, columns: list[str]) -> "SourceTable":
-        """The same file with some columns alone."""
-        return replace(self, head=self.head.select(columns))
 
     def values(self, column: str) -> list:
         """Some values of a column that are there."""

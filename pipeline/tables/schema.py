@@ -111,10 +111,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def is_list(kind: pa.DataType) -> bool:
-    return (
-        pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind)
-        or pt.is_list_view(kind) or pt.is_large_list_view(kind)
-    )  # fmt: skip
+    return hasattr(kind, "value_field")  # which lists of every kind have, and nothing else
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:

@@ -41,24 +41,17 @@ class _Version:
 def format_of(folder: Path) -> str | None:
     """The format that keeps several versions of a table in a folder; None of plain files."""
     inside = {path.name for path in folder.iterdir()}
-    if "_delta_log" in inside:
-        return "Delta"
-    is_metadata = (
-        _METADATA.fullmatch(path.name) or path.name == "version-hint.text" for path in folder.glob("metadata/*")
-    )
-    if any(is_metadata):
-        return "Iceberg"
-    if ".hoodie" in inside:
-        return "Hudi"
-    if "_spark_metadata" in inside:
-        return "Spark Structured Streaming"
-    if {"snapshot", "manifest", "schema"} <= inside:
-        return "Paimon"
-    if "_versions" in inside:
-        return "Lance"
-    if any(_HIVE_TRANSACTION.fullmatch(name) for name in inside):
-        return "transactional Hive"
-    return saved_format(inside)
+    metadata = (path.name for path in folder.glob("metadata/*"))
+    is_of = {
+        "Delta": "_delta_log" in inside,
+        "Iceberg": any(_METADATA.fullmatch(name) or name == "version-hint.text" for name in metadata),
+        "Hudi": ".hoodie" in inside,
+        "Spark Structured Streaming": "_spark_metadata" in inside,
+        "Paimon": {"snapshot", "manifest", "schema"} <= inside,
+        "Lance": "_versions" in inside,
+        "transactional Hive": any(map(_HIVE_TRANSACTION.fullmatch, inside)),
+    }
+    return next((kind for kind, is_kind in is_of.items() if is_kind), None) or saved_format(inside)
 
 
 def current_rows(folder: Path, table: str) -> Path:
