@@ -69,18 +69,7 @@ _DESTINATIONS = (
 )
 # Sections that change no file of a run.
 NOT_OF_OUTPUT = ("workspace", "deliver_to", "cluster", "metrics", "gates", "extensions")
-_PATH_KEYS = (
-    ("", "workspace"),
-    ("tables", "path"),
-    ("decoding", "model"),
-    ("decoding", "adapter"),
-    ("decoding", "step_cost"),
-    ("knowledge", "template_dir"),
-    ("routing", "user_embeddings"),
-    ("routing", "item_embeddings"),
-    ("encoding", "encoder"),
-    ("metrics", "textfile"),
-)
+_PATHS_AS_TEXT = {"decoding": ("model", "adapter")}  # besides the options whose type is a path
 
 
 class NightSettings(Strict):
@@ -342,9 +331,11 @@ def _is_section(kind: Any) -> TypeGuard[type[BaseModel]]:
 
 def _path_options(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
     """The raw options of each section and plug-in with the key of a path; validation refuses unknown plug-ins."""
-    for section, key in _PATH_KEYS:
-        if isinstance(holder := data.get(section) if section else data, dict):
-            yield holder, key
+    yield data, "workspace"
+    for section, field in Settings.model_fields.items():
+        if _is_section(field.annotation) and isinstance(options := data.get(section), dict):
+            for key in (*path_fields(field.annotation), *_PATHS_AS_TEXT.get(section, ())):
+                yield options, key
     decoding = data.get("decoding")
     sections = (
         (decoding.get("drafter_options") if isinstance(decoding, dict) else None, drafter_plugin),

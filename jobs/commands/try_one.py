@@ -97,10 +97,8 @@ def try_one(
     require_template_columns(path, settings, side)
     require_plain_words(settings)
     say_left_out(settings, tables.personal)
-    chosen = user if item is None else item
-    if night_date is not None:
-        _require_known(path, tables, side, chosen, night_date)
-    alone = with_only(tables, side, chosen)
+    of_all_dates = None if night_date is None else read_table(tables_folder(path), f"{side}s", None)
+    alone = with_only(tables, side, user if item is None else item, of_all_dates)
     if needs_a_model(settings):
         say(NEEDS_A_MODEL)
     settings = settings.model_copy(update={"refresh": RefreshSettings()})  # written even if a night would wait
@@ -122,32 +120,29 @@ def try_one(
         print_tried(tried)
 
 
-def with_only(tables: Tables, side: Side, text: str | None) -> Tables:
-    """Tables with one entity of a side: the one whose id as text is `text`, or the first. Raises TableError."""
-    entities, name = tables.entities(side), f"{side}s"
-    row = _row_of(entities, side, text)
-    if row is None:
-        first_ids = ", ".join(map(str, entities[f"{side}_id"][:5].to_pylist()))
-        raise TableError(f"the {name} table has no {side}_id {text!r}; its first ids are: {first_ids or 'none'}")
-    return replace(tables, **{name: entities.slice(row, 1)})
+def with_only(tables: Tables, side: Side, text: str | None, of_all_dates: pa.Table | None = None) -> Tables:
+    """Tables with one entity of a side: the one whose id as text is `text`, or the first.
 
+    Raises TableError where there is none; of one that is in `of_all_dates`, the side's table, it says since when.
+    """
+    name, id_column = f"{side}s", f"{side}_id"
 
-def _row_of(entities: pa.Table, side: Side, text: str | None) -> int | None:
-    ids = entities[f"{side}_id"].to_pylist()
-    return next((row for row, key in enumerate(ids) if text is None or str(key) == text), None)
+    def row_of(entities: pa.Table) -> int | None:
+        ids = entities[id_column].to_pylist()
+        return next((row for row, key in enumerate(ids) if text is None or str(key) == text), None)
 
-
-def _require_known(path: Path | str, tables: Tables, side: Side, text: str | None, date: datetime.date) -> None:
-    """Raise TableError if the entity that `with_only` takes is in its table, but was created after a date."""
-    if _row_of(tables.entities(side), side, text) is not None:
-        return
-    whole = read_table(tables_folder(path), f"{side}s", None)
-    if (row := _row_of(whole, side, text)) is not None:
-        entity = whole.slice(row, 1).to_pylist()[0]
-        raise TableError(
-            f"{side} {entity[f'{side}_id']} is not known yet at the end of {date}: its created_at is "
-            f"{entity['created_at']:%Y-%m-%d}; give a later --date, or correct created_at"
-        )
+    known = tables.entities(side)
+    if (row := row_of(known)) is not None:
+        return replace(tables, **{name: known.slice(row, 1)})
+    whole = known if of_all_dates is None else of_all_dates
+    if (row := row_of(whole)) is None:
+        first_ids = ", ".join(map(str, whole[id_column][:5].to_pylist()))
+        raise TableError(f"the {name} table has no {id_column} {text!r}; its first ids are: {first_ids or 'none'}")
+    entity = whole.slice(row, 1).to_pylist()[0]
+    raise TableError(
+        f"{side} {entity[id_column]} is not known yet at the end of that day: its created_at is "
+        f"{entity['created_at']:%Y-%m-%d}; give a later --date, or correct created_at"
+    )
 
 
 def write_entity(night: Night, side: Side) -> TriedEntity:
