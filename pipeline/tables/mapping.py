@@ -13,7 +13,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.storage.parquet import write_parquet
@@ -21,7 +20,6 @@ from laserbatch.pipeline.tables.columns import blank, is_unnamed
 from laserbatch.pipeline.tables.conversion import FLOAT_ID, WHOLE_ID
 from laserbatch.pipeline.tables.database import query_record
 from laserbatch.pipeline.tables.layout import name_left_out, unnamed_files
-from laserbatch.pipeline.tables.read import find_exact_copies
 from laserbatch.pipeline.tables.schema import CREATED_AT, ID_COLUMNS
 from laserbatch.pipeline.tables.settings import (
     EntityMapping,
@@ -73,8 +71,6 @@ def import_mapped(
         note(text)
     work.note = note
     work.require_known(mapping.interactions)
-    if not mapping.interactions.keep_duplicates:
-        work.drop_copies()
     if mapping.users is None:
         users = written["user_id"].drop_null()
         write_parquet(pa.table({"user_id": users.take(pc.sort_indices(users))}), Path(out, "users.parquet"))
@@ -215,25 +211,6 @@ class _Import:
         write_parquet(chain([first], others), self.out / f"{table}.parquet", first.schema.with_metadata(record))
         self.judge_times(table)
         return {column: pc.unique(pa.chunked_array(column_ids)) for column, column_ids in ids.items()}
-
-    def drop_copies(self) -> None:
-        """Write the interactions again without rows that are exact copies of an earlier one, where there are any."""
-        is_copy = find_exact_copies(self.out)
-        if not is_copy.any():
-            return
-        path = self.out / "interactions.parquet"
-        whole = path.rename(path.with_name("interactions.with_copies"))
-
-        def rows_without_copies() -> Iterator[pa.RecordBatch]:
-            first_row = 0
-            with pq.ParquetFile(whole) as file:
-                for batch in file.iter_batches():
-                    part = slice(first_row, first_row := first_row + batch.num_rows)
-                    yield batch.filter(pa.array(~is_copy[part]))
-
-        write_parquet(rows_without_copies(), path, pq.read_schema(whole))
-        whole.unlink()
-        self.dropped["interactions that are exact copies of another"] = int(is_copy.sum())
 
     def entity_columns(self, batch: SourceBatch, table: str, mapping: EntityMapping) -> dict[str, pa.Array]:
         """The columns of users or items."""

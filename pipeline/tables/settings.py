@@ -242,7 +242,6 @@ class InteractionMapping(SourceFiles):
     timestamp: Time
     rating: str | None = None
     event: str | None = None
-    keep_duplicates: bool = False  # whether rows that are exact copies of another one are kept
     drop_unknown: bool = False  # whether rows of users or items that are in no table are left out
     max_unknown_share: float = Field(default=0.5, ge=0, le=1)  # that `drop_unknown` may leave out for one column
 
