@@ -241,6 +241,8 @@ class DecodingSettings(Strict):
         for name in names:
             if name not in TEXT_SOURCES:
                 drafter_plugin(name)
+        if len(set(names)) < len(names):
+            raise ValueError("names a drafter twice; keep one of them")
         return names
 
     @field_validator("drafter_options", mode="before")

@@ -78,6 +78,8 @@ def test_blank_words_and_numbers_as_names_of_plugins_are_refused(tmp_path):
         ("knowledge: {words: {interacted: ' '}}", r"words\.interacted: expected a word, in one line \(found ' '\)"),
         ("knowledge: {words: {events: {play: ''}}}", r"words\.events\.play: expected a word"),
         ("extensions: {3: {}}", "no installed package brings 3"),
+        ("ctr: {models: [din, gbdt, din]}", r"ctr\.models: names a model twice"),
+        ("decoding: {drafters: [pool, pool]}", r"decoding\.drafters: names a drafter twice"),
     ):
         with pytest.raises(ConfigError, match=message):
             load_settings(write(path, text))
