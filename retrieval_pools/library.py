@@ -72,11 +72,11 @@ def open_pool(
     version = store.current_version() if version is None else version
     if version is None:
         raise PoolError(f"there are no pools in {root}: no night has left any yet")
-    pool = store.open(version, side, tokenizer_hash)
+    pool = store.open(version, side, tokenizer_hash, verify=True)
     if pool is None:
         raise PoolError(f"the pools {version!r} in {root} have none of the side {side!r}")
     router = store.folder(version) / "router" / side
-    return OpenPool(pool, Router.load(router) if router.is_dir() else None, version)
+    return OpenPool(pool, Router.load(router) if router.parent.is_dir() else None, version)
 
 
 class OpenPool:

@@ -179,6 +179,7 @@ def check_pools(settings: Settings) -> Iterator[CheckResult]:
     from laserbatch.pipeline.decoding.model.folder import tokenizer_folder
     from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
     from laserbatch.retrieval_pools.index.store import PoolStore
+    from laserbatch.retrieval_pools.routing.router import Router
 
     store = PoolStore(settings.workspace / "pools")
     current = store.current_version()
@@ -191,6 +192,7 @@ def check_pools(settings: Settings) -> Iterator[CheckResult]:
     for side in store.verify(current):
         try:
             store.open(current, side, expected)
+            Router.load(store.folder(current) / "router" / side)
         except PoolError as error:
             hint = "The next night builds new ones, drafting less; or set decoding.model back"
             yield CheckResult("pools", "warning", str(error), hint)

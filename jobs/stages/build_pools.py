@@ -177,8 +177,8 @@ def reused_routers(night: Night, version: str, now: dict[str, Any]) -> tuple[dic
     They must if settings, columns or embeddings differ, if more than `MAX_SHARE_DRIFTED` of the rows of a table were
     added or removed since the fit, or if that share of the entities with a collaborative group is gone.
     """
-    folder = night.pools.folder(version) / "router"
     try:
+        folder = night.pools.folder(version) / "router"
         fit = read_json(folder / FIT_NAME)
         routers = {side: Router.load(folder / side) for side in SIDES}
     except (WorkspaceError, PoolError, OSError):
@@ -206,8 +206,6 @@ def unchanged_pools(night: Night, version: str) -> dict[Side, PoolBuilt]:
     """
     previous = night.previous
     if previous is None or previous.run_id != version or previous.settings_hash != night.run.settings_hash:
-        return {}
-    if not night.pools.folder(version).is_dir():
         return {}
     before = unless_damaged(previous.load_manifest)
     if before is None:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tokenize import TokenError
 from types import TracebackType
 from typing import BinaryIO, TypeVar
 
@@ -84,7 +85,10 @@ def map_array(path: Path) -> np.ndarray:
 
 def _read_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
     _format.read_magic(file)
-    shape, _, dtype = _format.read_array_header_1_0(file)
+    try:
+        shape, _, dtype = _format.read_array_header_1_0(file)
+    except TokenError as error:  # numpy lets it through
+        raise ValueError(f"its header cannot be read: {error}") from None
     return shape, dtype
 
 

@@ -2,6 +2,7 @@
 
     <root>/CURRENT               the version that the next run opens
     <root>/<version>/user/       a pool; likewise item/; and whatever else the builder puts in (routers)
+    <root>/<version>/checksums.json  of every file of it but the arrays, whose checksums the pools' manifests have
     <root>/<version>@2/          what was published later under the same name, whole, and takes its place
 
 A run opens its pools by version, so what is published meanwhile does not reach it. One builder at a time: whoever
@@ -10,6 +11,7 @@ publishes holds the workspace's lock.
 
 from __future__ import annotations  # `list` is a method below
 
+import json
 import os
 import re
 from collections.abc import Collection, Iterator
@@ -32,6 +34,7 @@ from laserbatch.retrieval_pools.index.pool import Pool
 
 SIDES: tuple[Side, ...] = ("user", "item")
 CURRENT_NAME = "CURRENT"
+CHECKSUMS_NAME = "checksums.json"
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FOLDER = re.compile(rf"{_VERSION.pattern}(?:@\d+)?")
 
@@ -80,21 +83,25 @@ class PoolStore:
         version = self._pointed_to()
         if version is not None and version not in self._versions():
             raise PoolError(
-                f"{self.root / CURRENT_NAME} names the pools {version!r}, which are not there; {self._listed()}. "
+                f"{self.root / CURRENT_NAME} names the pools {version!r}, which are not there; {self._listed}. "
                 "Choose one with `laserbatch pools use VERSION`, or run `laserbatch pools rebuild`."
             )
         return version
 
     def folder(self, version: str) -> Path:
-        """Folder of a version; PoolError where there is none."""
+        """Folder of a version; PoolError where there is none, or a file is gone that it was published with."""
         folders = self._folders().get(version)
         if folders is None:
-            raise PoolError(f"there are no pools {version!r} in {self.root}; {self._listed()}")
+            advice = f"`laserbatch pools rebuild --run {version}` builds those of a run"
+            raise PoolError(f"there are no pools {version!r} in {self.root}; {self._listed}. {advice}.")
+        _require_files(folders[-1])
         return folders[-1]
 
     def open(self, version: str, side: Side, tokenizer_hash: str | None = None, *, verify: bool = False) -> Pool | None:
         """The pool of one side; None when the version has none. Raises PoolError as `Pool.open` does."""
         folder = self.folder(version) / side
+        if verify:
+            _require_files(folder.parent, verify)
         return Pool.open(folder, tokenizer_hash, verify=verify) if folder.is_dir() else None
 
     def verify(self, version: str) -> tuple[Side, ...]:
@@ -181,6 +188,9 @@ class PoolStore:
             raise PoolError(f"{version!r} cannot name pools; expected letters, digits, dots, dashes and underscores.")
         with staged_folder(self.root / version) as staging:
             yield staging
+            (staging / CHECKSUMS_NAME).unlink(missing_ok=True)  # linked from another version, of which it stays
+            sums = json.dumps(_content(staging, but=".npy"), indent=1)
+            (staging / CHECKSUMS_NAME).write_text(sums + "\n", encoding="utf-8")
             sync_folder(staging)
             self._put(staging, version)
             if make_current:
@@ -203,17 +213,17 @@ class PoolStore:
             temporary.write_text(version + "\n", encoding="utf-8")
 
     def _describe(self, version: str, is_current: bool) -> PoolVersion:
-        folder = self.folder(version)
+        folder = self._folders()[version][-1]
         pools: dict[Side, PoolManifest] = {}
         problem = None
-        for side in SIDES:
-            if not (folder / side).is_dir():
-                continue
-            try:
-                pools[side] = read_manifest(folder / side)
-                Pool.open(folder / side)
-            except PoolError as error:
-                problem = problem or str(error)
+        try:
+            _require_files(folder)
+            for side in SIDES:
+                if (folder / side).is_dir():
+                    pools[side] = read_manifest(folder / side)
+                    Pool.open(folder / side)
+        except PoolError as error:
+            problem = str(error)
         return PoolVersion(version, folder, is_current, pools, problem)
 
     def _versions(self) -> tuple[str, ...]:
@@ -227,15 +237,32 @@ class PoolStore:
             folders.setdefault(path.name.partition("@")[0], []).append(path)
         return dict(sorted(folders.items()))
 
+    @property
     def _listed(self) -> str:
-        return f"there are: {', '.join(self._versions())}" if self._versions() else f"there are none. {REBUILD}"
+        return f"there are: {', '.join(self._versions())}" if self._versions() else "there are none"
 
 
 def _number(folder: Path) -> int:
     return int(folder.name.partition("@")[2] or 1)
 
 
-def _content(folder: Path) -> dict[str, str]:
-    """Checksum of every file below a folder; equal for equal content."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+def _require_files(folder: Path, verify: bool = False) -> None:
+    """PoolError where a file is gone that a version was published with or, with `verify`, has changed."""
+    path = folder / CHECKSUMS_NAME
+    if not path.is_file():  # published by an earlier laserbatch
+        return
+    try:
+        checksums = dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise PoolError(f"{path} is damaged: {error}. {REBUILD}") from None
+    for name, sha256 in checksums.items():
+        if not (folder / name).is_file():
+            raise PoolError(f"{folder / name} is missing. {REBUILD}")
+        if verify and sha256_file(folder / name) != sha256:
+            raise PoolError(f"{folder / name} is damaged: {path} has another checksum of it. {REBUILD}")
+
+
+def _content(folder: Path, but: str | None = None) -> dict[str, str]:
+    """Checksum of every file below a folder, `but` those with a suffix; equal for equal content."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != but)
     return {str(path.relative_to(folder)): sha256_file(path) for path in files}

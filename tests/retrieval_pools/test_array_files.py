@@ -26,6 +26,14 @@ def test_pieces_give_the_file_of_the_whole(tmp_path, dtype, length):
     assert np.array_equal(mapped, values) and mapped.dtype == dtype and not mapped.flags.writeable
 
 
+def test_a_header_that_was_changed_is_a_fault_of_the_file(tmp_path):
+    np.save(tmp_path / "array.npy", np.arange(10))
+    content = (tmp_path / "array.npy").read_bytes()
+    (tmp_path / "array.npy").write_bytes(content.replace(b"}", b"{"))
+    with pytest.raises(ValueError, match="header cannot be read"):
+        map_array(tmp_path / "array.npy")
+
+
 class _Collected:
     """Garbage whose end runs Python: another thread has its turn then."""
 

@@ -14,6 +14,8 @@ from drafts import draft
 from test_query import ids, pool_of
 
 import laserbatch.retrieval_pools.library as library
+from laserbatch.retrieval_pools.index.build import PoolText, build_pool
+from laserbatch.retrieval_pools.index.store import PoolStore
 from laserbatch.retrieval_pools.library import DraftBudget, OpenPool, PoolError, open_pool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,6 +132,25 @@ def test_an_id_below_0_is_never_drafted(mark):
         assert mark not in pools.draft(["a"], DraftBudget(16, 0.0, form))[0].token_ids
     pools.accept("a", [mark, 9])
     assert len(pools.draft(["a"])) == 1
+
+
+def test_a_damaged_file_is_named_before_anything_is_drafted(tmp_path):
+    with PoolStore(tmp_path).publish("v1") as folder:
+        build_pool(
+            [PoolText(np.arange(9, dtype=np.int32))], folder / "user", side="user", tokenizer_hash="t", model_id="m"
+        )
+    assert open_pool(tmp_path, "user").version == "v1"
+    for name in ("tokens.npy", "order.npy", "starts.npy", "group_codes.npy", "manifest.json"):
+        path = tmp_path / "v1" / "user" / name
+        content = path.read_bytes()
+        for damaged in (content[:-1] + bytes([content[-1] ^ 1]), content[: len(content) // 2], b""):
+            path.write_bytes(damaged)
+            with pytest.raises(PoolError, match=f"{path} is damaged"):
+                open_pool(tmp_path, "user")
+        path.write_bytes(content)
+    shutil.rmtree(tmp_path / "v1" / "user")
+    with pytest.raises(PoolError, match=r"v1/user/manifest.json is missing"):
+        open_pool(tmp_path, "user")
 
 
 def test_what_cannot_be_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 """Versions of pools: published whole, frozen, switched by a pointer."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -79,6 +80,33 @@ def test_damaged_version_is_listed_but_not_used(tmp_path):
     with pytest.raises(PoolError, match=r"order.npy is missing"):
         store.use("v1")
     assert store.current_version() == "v2"
+
+
+@pytest.mark.parametrize("lost", ["user", "router", "router/note.json"])
+def test_a_version_that_has_lost_a_part_of_it_is_refused(tmp_path, lost):
+    store = PoolStore(tmp_path)
+    publish(store, "v1")
+    shutil.rmtree(tmp_path / "v1" / lost) if "." not in lost else (tmp_path / "v1" / lost).unlink()
+    refused = rf"v1/{lost}.* is missing. Run `laserbatch pools rebuild`"
+    assert re.search(refused, store.list()[0].problem)
+    for use in (store.use, store.folder, lambda name: store.open(name, "user")):
+        with pytest.raises(PoolError, match=refused):
+            use("v1")
+    publish(store, "v1")
+    assert store.verify("v1") == ("user", "item") and store.list()[0].problem is None
+
+
+def test_what_belongs_to_pools_is_compared_with_its_checksum_too(tmp_path):
+    store = PoolStore(tmp_path)
+    publish(store, "v1")
+    (tmp_path / "v1" / "router" / "note.json").write_text("[]")
+    with pytest.raises(PoolError, match=r"note.json is damaged: .*checksums.json has another"):
+        store.verify("v1")
+    (tmp_path / "v1" / "checksums.json").write_text("[1]")
+    with pytest.raises(PoolError, match=r"checksums.json is damaged"):
+        store.folder("v1")
+    (tmp_path / "v1" / "checksums.json").unlink()  # an earlier laserbatch wrote none
+    assert store.verify("v1") == ("user", "item")
 
 
 def test_failed_build_changes_nothing(tmp_path):
