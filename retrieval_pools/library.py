@@ -72,11 +72,14 @@ def open_pool(
     version = store.current_version() if version is None else version
     if version is None:
         raise PoolError(f"there are no pools in {root}: no night has left any yet")
-    pool = store.open(version, side, tokenizer_hash, verify=True)
-    if pool is None:
-        raise PoolError(f"the pools {version!r} in {root} have none of the side {side!r}")
-    router = store.folder(version) / "router" / side
-    return OpenPool(pool, Router.load(router) if router.parent.is_dir() else None, version)
+
+    def opened(folder: Path) -> OpenPool:
+        if not (folder / side).is_dir():
+            raise PoolError(f"the pools {version!r} in {root} have none of the side {side!r}")
+        pool, routers = Pool.open(folder / side, tokenizer_hash, verify=True), folder / "router"
+        return OpenPool(pool, Router.load(routers / side) if routers.is_dir() else None, version)
+
+    return store.read(version, opened, verify=True)
 
 
 class OpenPool:

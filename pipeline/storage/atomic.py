@@ -152,6 +152,12 @@ def write_text(text: str, path: Path | str) -> None:
         temporary.write_bytes(text.encode())
 
 
+def share_weights(beside: Path) -> None:
+    """Give weights in the folder of a file its mode: safetensors makes them their owner's alone, whatever the umask."""
+    for path in beside.parent.rglob("*.safetensors"):
+        shutil.copymode(beside, path)
+
+
 def read_json(path: Path | str, otherwise: str = "") -> dict:
     """Read a JSON object. Raises WorkspaceError when the file is missing or holds none.
 

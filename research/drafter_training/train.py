@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from laserbatch.pipeline.decoding.model.folder import model_identity
 from laserbatch.pipeline.errors import ConfigError
-from laserbatch.pipeline.storage.atomic import write_json
+from laserbatch.pipeline.storage.atomic import share_weights, write_json
 from laserbatch.research.drafter_training.eagle import ALIGNED_STEPS, Eagle
 from laserbatch.research.drafter_training.medusa import ADAPTER_NAME, Medusa, Medusa2
 from laserbatch.research.drafter_training.method import Method, judged
@@ -95,6 +95,7 @@ def train_drafter(
         | {"training_seconds": round(seconds + time.perf_counter() - start_s, 1)}
     )
     write_json(card.model_dump(mode="json"), folder / CARD_NAME)
+    share_weights(folder / CARD_NAME)
     drop_files(folder, CHECKPOINT_NAME)
     return card
 

@@ -66,7 +66,10 @@ def read_codes(path: Path) -> ItemCodes:
             f"{path} has item_id of type {table['item_id'].type} and codes of type {lists.type}; expected ids that are "
             "texts or integers, and for each a list of texts or integers"
         )
-    item_ids = plain_ids(table["item_id"]).combine_chunks()
+    try:
+        item_ids = plain_ids(table["item_id"]).combine_chunks()
+    except pa.ArrowInvalid as error:
+        raise TableError(f"{path}, column item_id: {error}; ids are texts or integers below 2**63") from None
     if item_ids.null_count:
         row = int(np.flatnonzero(item_ids.is_null().to_numpy(zero_copy_only=False))[0])
         raise TableError(f"{path}: row {row}, from 0, has no item_id; each row needs one")

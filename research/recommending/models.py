@@ -9,7 +9,7 @@ from transformers.utils import logging as transformers_logging
 
 from laserbatch.pipeline.decoding.model.folder import require_whole_files
 from laserbatch.pipeline.errors import ConfigError
-from laserbatch.pipeline.storage.atomic import write_json
+from laserbatch.pipeline.storage.atomic import share_weights, write_json
 from laserbatch.research.recommending.card import CARD_NAME, KnownRecommender, RecommenderCard, known_recommender
 
 LORA_RANK = 16
@@ -80,6 +80,7 @@ def extended_model(base: Path, card: RecommenderCard, seed: int) -> tuple[torch.
 def save_recommender(model: PreTrainedModel, card: RecommenderCard, folder: Path) -> None:
     model.save_pretrained(folder)
     write_json(card.model_dump(mode="json"), folder / CARD_NAME)
+    share_weights(folder / CARD_NAME)
 
 
 def load_recommender(folder: Path, device: str = "cpu") -> Recommender:

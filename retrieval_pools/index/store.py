@@ -14,10 +14,11 @@ from __future__ import annotations  # `list` is a method below
 import json
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from laserbatch.retrieval_pools.atomic import (
     TEMPORARY_SUFFIX,
@@ -29,10 +30,12 @@ from laserbatch.retrieval_pools.atomic import (
 )
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import staged_folder, sync_folder
-from laserbatch.retrieval_pools.index.manifest import REBUILD, PoolManifest, Side, read_manifest
+from laserbatch.retrieval_pools.index.manifest import REBUILD, PoolManifest, Side
 from laserbatch.retrieval_pools.index.pool import Pool
 
 SIDES: tuple[Side, ...] = ("user", "item")
+Result = TypeVar("Result")
+
 CURRENT_NAME = "CURRENT"
 CHECKSUMS_NAME = "checksums.json"
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -90,19 +93,33 @@ class PoolStore:
 
     def folder(self, version: str) -> Path:
         """Folder of a version; PoolError where there is none, or a file is gone that it was published with."""
-        folders = self._folders().get(version)
-        if folders is None:
-            advice = f"`laserbatch pools rebuild --run {version}` builds those of a run"
-            raise PoolError(f"there are no pools {version!r} in {self.root}; {self._listed}. {advice}.")
-        _require_files(folders[-1])
-        return folders[-1]
+        return self.read(version, lambda folder: folder)
+
+    def read(self, version: str, read: Callable[[Path], Result], *, verify: bool = False) -> Result:
+        """What a function returns of the folder of a version; it is called again if a rebuild replaces that meanwhile.
+
+        Raises PoolError as `folder` does and, with `verify`, where a file but an array has changed.
+        """
+        while True:
+            folders = self._folders().get(version)
+            if folders is None:
+                advice = f"`laserbatch pools rebuild --run {version}` builds those of a run"
+                raise PoolError(f"there are no pools {version!r} in {self.root}; {self._listed}. {advice}.")
+            try:
+                _require_files(folders[-1], verify)
+                return read(folders[-1])
+            except (PoolError, OSError):
+                if folders[-1].is_dir():
+                    raise
 
     def open(self, version: str, side: Side, tokenizer_hash: str | None = None, *, verify: bool = False) -> Pool | None:
         """The pool of one side; None when the version has none. Raises PoolError as `Pool.open` does."""
-        folder = self.folder(version) / side
-        if verify:
-            _require_files(folder.parent, verify)
-        return Pool.open(folder, tokenizer_hash, verify=verify) if folder.is_dir() else None
+
+        def opened(folder: Path) -> Pool | None:
+            has_pool = (folder / side).is_dir()
+            return Pool.open(folder / side, tokenizer_hash, verify=verify) if has_pool else None
+
+        return self.read(version, opened, verify=verify)
 
     def verify(self, version: str) -> tuple[Side, ...]:
         """The sides that have a pool, every file of which was compared with its checksum; PoolError if one differs."""
@@ -111,7 +128,8 @@ class PoolStore:
     def list(self) -> list[PoolVersion]:
         """Every version, in the order of their names, which begin with the run's date."""
         current = self._pointed_to()
-        return [self._describe(version, version == current) for version in self._versions()]
+        folders = self._folders()
+        return [self._describe(version, paths[-1], version == current) for version, paths in folders.items()]
 
     def use(self, version: str) -> None:
         """Make a version that is whole the one that the next run opens; a run that is under way keeps its own."""
@@ -212,16 +230,13 @@ class PoolStore:
         with atomic_path(self.root / CURRENT_NAME) as temporary:
             temporary.write_text(version + "\n", encoding="utf-8")
 
-    def _describe(self, version: str, is_current: bool) -> PoolVersion:
-        folder = self._folders()[version][-1]
+    def _describe(self, version: str, folder: Path, is_current: bool) -> PoolVersion:
         pools: dict[Side, PoolManifest] = {}
         problem = None
         try:
-            _require_files(folder)
             for side in SIDES:
-                if (folder / side).is_dir():
-                    pools[side] = read_manifest(folder / side)
-                    Pool.open(folder / side)
+                if (pool := self.open(version, side)) is not None:
+                    pools[side] = pool.manifest
         except PoolError as error:
             problem = str(error)
         return PoolVersion(version, folder, is_current, pools, problem)
@@ -246,7 +261,7 @@ def _number(folder: Path) -> int:
     return int(folder.name.partition("@")[2] or 1)
 
 
-def _require_files(folder: Path, verify: bool = False) -> None:
+def _require_files(folder: Path, verify: bool) -> None:
     """PoolError where a file is gone that a version was published with or, with `verify`, has changed."""
     path = folder / CHECKSUMS_NAME
     if not path.is_file():  # published by an earlier laserbatch

@@ -21,6 +21,7 @@ from laserbatch.retrieval_pools.index.manifest import GroupCounts, group_code_dt
 SEPARATOR = -1  # smaller than every token id: a text that ends comes before one that goes on
 MAX_GROUPS = 1 << 16
 MAX_POSITIONS = (1 << 31) - 1
+MAX_VOCABULARY = 1 << 24  # a pool has a table of as many rows as the largest id; vocabularies have some 100,000
 _BLOCK_TEXTS = 1024
 _STRETCH = 64
 _SEPARATOR = np.array([SEPARATOR], np.int32)
@@ -114,7 +115,7 @@ def lay_end_to_end(
     with ArrayWriter(path, np.int32) as tokens:
         tokens.write(_SEPARATOR)
         for block in _in_blocks(texts, with_entities):
-            largest_id = max(largest_id, _largest_id(block, num_texts, MAX_POSITIONS - 2))
+            largest_id = max(largest_id, _largest_id(block, num_texts))
             num_texts += len(block.lengths)
             num_positions += len(block.lengths) + int(block.lengths.sum())
             if num_positions > MAX_POSITIONS:
@@ -173,13 +174,13 @@ def _row(text: PoolText, number: int) -> np.ndarray:
     return row.astype(np.int64)
 
 
-def _largest_id(block: PoolTexts, num_before: int, limit: int) -> int:
-    """The largest id of a block of texts; raises PoolError if an id is below 0 or above the limit."""
-    largest, text, token = _checked(block.tokens, block.begins, block.lengths, limit)
+def _largest_id(block: PoolTexts, num_before: int) -> int:
+    """The largest id of a block of texts; raises PoolError if an id is below 0 or none of a vocabulary."""
+    largest, text, token = _checked(block.tokens, block.begins, block.lengths, MAX_VOCABULARY)
     if text >= 0:
         raise PoolError(
-            f"text {num_before + text} has the token id {token}; expected 0 to {limit - 1}. Build the pool from texts "
-            "of the same tokenizer."
+            f"text {num_before + text} has the token id {token}; expected 0 to {MAX_VOCABULARY - 1}. Build the pool "
+            "from texts of the same tokenizer."
         )
     return largest
 

@@ -89,7 +89,10 @@ def normalised_ids(ids: pa.Array | pa.ChunkedArray, name: str, table_name: str) 
     else:
         raise PoolError(f"{table_name}.{name} is of type {ids.type}; ids are strings or integers")
     _require_ids(ids, name, table_name)
-    ids = ids.cast(target)
+    try:
+        ids = ids.cast(target)
+    except pa.ArrowInvalid as error:
+        raise PoolError(f"{table_name}.{name}: {error}; ids are strings or integers below 2**63") from None
     return ids.combine_chunks() if isinstance(ids, pa.ChunkedArray) else ids
 
 

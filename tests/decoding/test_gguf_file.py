@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -87,7 +88,12 @@ def greedy(folder: Path, dtype: str = "float32", num_tokens: int = 40) -> list[l
 
 
 def test_a_model_from_gguf_is_the_model_that_was_put_into_it(tmp_path):
-    facts = import_gguf(write_sample_gguf(tmp_path / "m.gguf"), tmp_path / "out")
+    umask = os.umask(0o077)
+    try:
+        facts = import_gguf(write_sample_gguf(tmp_path / "m.gguf"), tmp_path / "out")
+    finally:
+        os.umask(umask)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o600}
     assert (facts.architecture, facts.dtype) == ("llama", torch.float32)
     before, after = load_file(SAMPLE_MODEL / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert before.keys() == after.keys()

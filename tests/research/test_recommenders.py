@@ -179,6 +179,7 @@ def test_the_same_training_gives_the_same_bytes(world, tmp_path):
     options = RecommenderOptions(hidden_size=64, num_layers=1, epochs=1, batch_size=16)
     for name in ("a", "b"):
         train_recommender(items, histories, tmp_path / name, options)
+    assert len({path.stat().st_mode for path in (tmp_path / "a").iterdir()}) == 1
     assert len({(tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b")}) == 1
 
 

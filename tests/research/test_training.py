@@ -183,8 +183,12 @@ def test_a_killed_training_goes_on_to_the_same_bytes(texts, trained, tmp_path, m
     with pytest.raises(Killed):
         train_drafter("eagle", SAMPLE_MODEL, texts, tmp_path, options, kill_at)
     assert (tmp_path / training.CHECKPOINT_NAME).exists()
-    steps = []
-    train_drafter("eagle", SAMPLE_MODEL, texts, tmp_path, options, lambda step, *_: steps.append(step))
+    steps, umask = [], os.umask(0o027)
+    try:
+        train_drafter("eagle", SAMPLE_MODEL, texts, tmp_path, options, lambda step, *_: steps.append(step))
+    finally:
+        os.umask(umask)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
     assert steps[0] == 7  # the seventh step's checkpoint was not written yet
     whole = trained["eagle"][0]
     assert (tmp_path / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()

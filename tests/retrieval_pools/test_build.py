@@ -73,6 +73,7 @@ def test_tiny_pools_open_and_draft(tmp_path, texts):
         ([[0.5]], "text 0 is not a row of token ids"),
         ([[[1, 2]]], "text 0 is not a row of token ids"),
         ([[1], [2**31]], "text 1 has the token id 2147483648"),
+        ([[1], [3, 2**31 - 3]], "text 1 has the token id 2147483645; expected 0 to 16777215"),
     ],
 )
 def test_bad_texts_are_named(tmp_path, texts, message):

@@ -14,6 +14,7 @@ from drafts import draft
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.manifest import FORMAT_VERSION
+from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.index.store import PoolStore
 
 
@@ -140,6 +141,21 @@ def test_rebuilding_a_damaged_version_mends_it_under_open_pools(tmp_path):
     assert store.list()[0].problem is None
     assert draft(opened, np.array([1], np.int32), 0, min_acceptance=0).token_ids.tolist() == [2, 3]
     assert draft(store.open("v1", "item"), np.array([1], np.int32), 0, min_acceptance=0).token_ids.tolist() == [2, 3]
+
+
+def test_a_version_that_is_rebuilt_while_it_is_opened_is_opened_as_it_becomes(tmp_path, monkeypatch):
+    store, opened, open_pool = PoolStore(tmp_path), [], Pool.open
+
+    def rebuilt_meanwhile(folder, *arguments, **options):
+        opened.append(folder)
+        if len(opened) == 1:
+            publish(store, "v1", text=(4, 5, 6, 7))
+        return open_pool(folder, *arguments, **options)
+
+    publish(store, "v1")
+    monkeypatch.setattr(Pool, "open", rebuilt_meanwhile)
+    assert store.open("v1", "user").manifest.num_tokens == 4
+    assert (opened[0].parent.name, opened[-1].parent.name) == ("v1", "v1@2")
 
 
 def test_a_builder_killed_at_any_of_its_file_operations_leaves_a_version_that_is_whole(tmp_path):

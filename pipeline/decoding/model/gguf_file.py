@@ -20,6 +20,7 @@ from transformers.utils.quantization_config import GgufConfig
 from laserbatch.pipeline.decoding.device_memory import host_memory, require_memory
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer, require_sizes
 from laserbatch.pipeline.errors import ModelError, first_line
+from laserbatch.pipeline.storage.atomic import share_weights
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -68,9 +69,9 @@ def import_gguf(path: Path, out: Path) -> GgufFacts:
         weights.pop("lm_head.weight", None)
     out.mkdir(parents=True, exist_ok=True)
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "model.safetensors").chmod(0o644)  # the library makes it its owner's alone
     config.architectures = [type(model).__name__]
     config.save_pretrained(out)
+    share_weights(out / "config.json")
     if model.generation_config is not None:
         model.generation_config.save_pretrained(out)
     _save_tokenizer(tokenizer, facts, path, out)
