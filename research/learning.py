@@ -1,4 +1,4 @@
-"""The training loop of all modules here; a killed training continues to the same bytes."""
+"""What all trainings here share: models, batches, and a loop that a killed training continues to the same bytes."""
 
 import json
 import logging
@@ -7,11 +7,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
+from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.atomic import atomic_path, leftovers
 
 logger = logging.getLogger("laserbatch")
@@ -20,6 +24,42 @@ CHECKPOINT_NAME = "checkpoint.safetensors"
 WARM_UP = 0.05  # share of the steps in which the learning rate rises
 
 BatchT = TypeVar("BatchT")
+
+
+def whole_model(folder: Path, device: str | torch.device = "cpu") -> PreTrainedModel:
+    """The model of a folder in float32."""
+    transformers_logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
+    )
+    nn.Module.to(model, device)  # transformers types its own `to` wrongly
+    return model
+
+
+def with_lora(model: PreTrainedModel, rank: int, alpha: int):
+    """The model with an untrained LoRA in all linear layers. Raises ConfigError if peft is not installed."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        advice = "pip install 'laserbatch[lora]'"
+        raise ConfigError(f"a language model is adapted by peft, which is not there ({error}): {advice}") from error
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear"))
+
+
+def padded(rows: Sequence[np.ndarray], fill: int = 0, left: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of token ids, filled up to the longest, and which tokens are theirs: int64 and bool (len(rows), longest)."""
+    longest = max(map(len, rows))
+    ids, is_real = np.full((len(rows), longest), fill, np.int64), np.zeros((len(rows), longest), bool)
+    for number, row in enumerate(rows):
+        place = slice(longest - len(row), longest) if left else slice(0, len(row))
+        ids[number, place], is_real[number, place] = row, True
+    return torch.from_numpy(ids), torch.from_numpy(is_real)
+
+
+def batches_by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Numbers of all rows in batches of similar lengths."""
+    order = np.argsort(lengths, kind="stable").tolist()
+    return [order[start : start + size] for start in range(0, len(order), size)]
 
 
 def train_steps(

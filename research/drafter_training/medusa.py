@@ -14,16 +14,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from laserbatch.pipeline.decoding.model.output_head import OutputHead
-from laserbatch.pipeline.errors import ConfigError
 from laserbatch.research.drafter_training.method import Method, save_weights
 from laserbatch.research.drafter_training.texts import Batch, Target
 from laserbatch.research.drafters.medusa import MedusaHeads
+from laserbatch.research.learning import with_lora
 
 DECAY = 0.8  # the loss of head k counts 0.8^k
 HEADS_WEIGHT = 0.2  # weight of the heads' loss beside the divergence of the adapted model from the target
-RANK, ADAPTER_PACE = 16, 0.1
+RANK, ALPHA, ADAPTER_PACE = 16, 8, 0.1
 ADAPTER_NAME = "adapter"
-INSTALL = "pip install 'laserbatch[lora]'"
 
 
 class Medusa(Method):
@@ -59,11 +58,7 @@ class Medusa2(Medusa):
 
     def __init__(self, target: Target, num_heads: int) -> None:
         super().__init__(target, num_heads)
-        try:
-            from peft import LoraConfig, get_peft_model
-        except ImportError as error:
-            raise ConfigError(f"medusa2 adapts the model, for which peft is needed ({error}): {INSTALL}") from error
-        self._tuned = get_peft_model(copy.deepcopy(target.model), LoraConfig(r=RANK, target_modules="all-linear"))
+        self._tuned = with_lora(copy.deepcopy(target.model), RANK, ALPHA)
         self._body = OutputHead(cast("PreTrainedModel", self._tuned.get_base_model())).body
         self.module = nn.ModuleDict({"heads": self.heads, "tuned": self._tuned})
 

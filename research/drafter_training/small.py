@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import nn
@@ -13,18 +12,14 @@ from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.research.drafter_training.method import Method
 from laserbatch.research.drafter_training.texts import Batch, Target
 
-Loss = Literal["seqkd", "wordkd", "tvdkd"]
-
 
 class Small(Method):
-    """A Llama. Loss seqkd: cross entropy of the texts' tokens (Kim and Rush 2016, 3.2); wordkd: that to the target's
-    distribution (3.1); tvdkd: total variation distance (Wen et al. 2023), the share of tokens that sampling rejects."""
+    """A Llama, which learns by the cross entropy to the target's distribution (Kim and Rush 2016, 3.1)."""
 
-    def __init__(self, target: Target, config: LlamaConfig, loss: Loss = "wordkd") -> None:
+    def __init__(self, target: Target, config: LlamaConfig) -> None:
         self._model = LlamaForCausalLM(config)
         self.module = nn.Module.to(self._model, target.device)
         self._target = target
-        self._loss: Loss = loss
 
     def save(self, folder: Path, model_dir: Path) -> None:
         self._model.save_pretrained(folder)
@@ -33,24 +28,14 @@ class Small(Method):
             shutil.copyfile(model_dir / "generation_config.json", folder / "generation_config.json")
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        log_q = self._log_q(batch)
-        match self._loss:
-            case "seqkd":
-                of_token = -log_q.gather(-1, batch.tokens[..., None])[..., 0]
-            case "wordkd":
-                of_token = -(self._p(batch) * log_q).sum(-1)
-            case "tvdkd":
-                of_token = (self._p(batch) - log_q.exp()).abs().sum(-1) / 2
+        p = torch.softmax(self._target.logits_of(batch.features[:, :-1]), -1)
+        of_token = -(p * self._log_q(batch)).sum(-1)
         return (of_token * batch.is_token).sum() / batch.is_token.sum()
 
     def log_probs_by_depth(self, batch: Batch, num_depths: int) -> Iterator[torch.Tensor]:
         log_q = self._log_q(batch)
         for depth in range(1, num_depths + 1):
             yield log_q[:, depth:]
-
-    def _p(self, batch: Batch) -> torch.Tensor:
-        """Probabilities of the target for each token, as `_log_q`."""
-        return torch.softmax(self._target.logits_of(batch.features[:, :-1]), -1)
 
     def _log_q(self, batch: Batch) -> torch.Tensor:
         """Log probabilities of each token given those before it: (B, T, vocab_size)."""

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from laserbatch.pipeline.decoding.model.output_head import OutputHead
+from laserbatch.research.learning import batches_by_length, padded
 
 MAX_TEXT_TOKENS = 512  # longer texts are cut for training
 HELD_BACK_EVERY = 10  # one text in this many is held back
@@ -62,8 +63,8 @@ def held_back(texts: Sequence[TrainingText]) -> tuple[list[TrainingText], list[T
 
 def batches_of(texts: Sequence[TrainingText], size: int, seed: int | None = None) -> list[list[TrainingText]]:
     """All texts, batched by similar length; `seed` shuffles the batches."""
-    order = np.argsort([len(text.token_ids) for text in texts], kind="stable")
-    batches = [[texts[place] for place in order[start : start + size]] for start in range(0, len(order), size)]
+    numbered = batches_by_length([len(text.token_ids) for text in texts], size)
+    batches = [[texts[number] for number in numbers] for numbers in numbered]
     if seed is None:
         return batches
     return [batches[place] for place in np.random.default_rng(seed).permutation(len(batches))]
@@ -82,21 +83,11 @@ class Target:
     def batch(self, texts: Sequence[TrainingText]) -> Batch:
         """Texts with the target's states."""
         texts = [TrainingText(text.prompt_ids, text.token_ids[:MAX_TEXT_TOKENS]) for text in texts]
-        tokens = _padded([text.token_ids for text in texts], False, self.device)
-        prompts = _padded([text.prompt_ids for text in texts], True, self.device)
-        padded = Padded(*tokens, *prompts)
-        return Batch(**vars(padded), features=padded.features_by(self._head.body))
+        prompts = padded([text.prompt_ids for text in texts], left=True)
+        tensors = *padded([text.token_ids for text in texts]), *prompts
+        given = Padded(*(each.to(self.device) for each in tensors))
+        return Batch(**vars(given), features=given.features_by(self._head.body))
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor:
         """float32 (..., vocab_size) of last hidden states (..., hidden_size)."""
         return self._head.logits_of(states.flatten(0, -2)).float().unflatten(0, states.shape[:-1])
-
-
-def _padded(rows: Sequence[np.ndarray], left: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 and bool (len(rows), longest)."""
-    longest = max(map(len, rows))
-    ids, is_real = np.zeros((len(rows), longest), np.int64), np.zeros((len(rows), longest), bool)
-    for number, row in enumerate(rows):
-        place = slice(longest - len(row), longest) if left else slice(0, len(row))
-        ids[number, place], is_real[number, place] = row, True
-    return torch.from_numpy(ids).to(device), torch.from_numpy(is_real).to(device)

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
-from transformers.utils import logging as transformers_logging
+from transformers import LlamaConfig, PreTrainedConfig
 
 from laserbatch.pipeline.decoding.model.folder import model_identity
 from laserbatch.pipeline.errors import ConfigError
@@ -17,10 +16,10 @@ from laserbatch.research.drafter_training.eagle import ALIGNED_STEPS, Eagle
 from laserbatch.research.drafter_training.medusa import ADAPTER_NAME, Medusa, Medusa2
 from laserbatch.research.drafter_training.method import Method, judged
 from laserbatch.research.drafter_training.settings import Kind
-from laserbatch.research.drafter_training.small import Loss, Small
+from laserbatch.research.drafter_training.small import Small
 from laserbatch.research.drafter_training.texts import HELD_BACK_EVERY, Target, TrainingText, batches_of, held_back
 from laserbatch.research.drafters.trained import CARD_NAME, DrafterCard, layer_of
-from laserbatch.research.learning import CHECKPOINT_NAME, drop_files, files_in, train_steps
+from laserbatch.research.learning import CHECKPOINT_NAME, drop_files, files_in, train_steps, whole_model
 
 MIN_TEXTS = 20
 USUAL_WIDTH = 256
@@ -28,14 +27,13 @@ USUAL_WIDTH = 256
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """`loss` and `small_share`, its width over the target's, are of a small model. `learning_rate` is for a target as
-    wide as USUAL_WIDTH; wider ones learn at a proportionally lower rate (Yang et al. 2022)."""
+    """`small_share` is the width of a small model over the target's. `learning_rate` is for a target as wide as
+    USUAL_WIDTH; wider ones learn at a proportionally lower rate (Yang et al. 2022)."""
 
     epochs: int = 3
     batch_size: int = 8
     learning_rate: float = 3e-3
     num_heads: int = 4
-    loss: Loss = "wordkd"
     small_share: float = 0.5
     seed: int = 0
     seconds_between_checkpoints: float = 60.0
@@ -64,12 +62,7 @@ def train_drafter(
     if names and not names & {CARD_NAME, CHECKPOINT_NAME}:
         raise ConfigError(f"{folder} holds other things than a drafter ({min(names)}): give a new folder")
     torch.manual_seed(options.seed)
-    transformers_logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
-    )
-    torch.nn.Module.to(model, "cuda" if torch.cuda.is_available() else "cpu")  # transformers types its own `to` wrongly
-    target = Target(model)
+    target = Target(whole_model(model_dir, "cuda" if torch.cuda.is_available() else "cpu"))
     shown, judging = held_back(texts)
     method, card = _method(kind, target, options)
     folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +105,7 @@ def _method(kind: Kind, target: Target, options: TrainingOptions) -> tuple[Metho
         method = (Medusa if kind == "medusa" else Medusa2)(target, options.num_heads)
         return method, DrafterCard(kind="medusa", target="", num_heads=options.num_heads)
     if kind == "small":
-        return Small(target, small_config(config, options.small_share), options.loss), DrafterCard(kind=kind, target="")
+        return Small(target, small_config(config, options.small_share)), DrafterCard(kind=kind, target="")
     layer = layer_of(config)
     method = Eagle(target, LlamaConfig.from_dict(layer), ALIGNED_STEPS if kind == "hass" else 1, distils=kind == "hass")
     return method, DrafterCard(kind=kind, target="", layer=layer)

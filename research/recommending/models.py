@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from laserbatch.pipeline.decoding.model.folder import require_whole_files
-from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.atomic import share_weights, write_json
+from laserbatch.research.learning import whole_model, with_lora
 from laserbatch.research.recommending.card import CARD_NAME, KnownRecommender, RecommenderCard, known_recommender
 
 LORA_RANK = 16
@@ -56,28 +56,20 @@ def extended_model(base: Path, card: RecommenderCard, seed: int) -> tuple[torch.
     The LoRA of all linear layers and the embeddings are trainable. Raises ConfigError if peft is not installed,
     ModelError if the folder holds no model.
     """
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        advice = "pip install 'laserbatch[lora]'"
-        raise ConfigError(f"a language model is adapted by peft, which is not there ({error}): {advice}") from error
     require_whole_files(base)
-    transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # it reports how new embeddings are initialised
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_pretrained(
-        base, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
-    )
+    model = whole_model(base)
     card = card.model_copy(update={"begin": model.get_input_embeddings().num_embeddings})
     model.resize_token_embeddings(card.vocab_size)
-    adapted = get_peft_model(model, LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear"))
+    adapted = with_lora(model, LORA_RANK, 2 * LORA_RANK)
     for embeddings in (model.get_input_embeddings(), model.get_output_embeddings()):
         if embeddings is not None:
             embeddings.weight.requires_grad_(True)
     return adapted, card
 
 
-def save_recommender(model: PreTrainedModel, card: RecommenderCard, folder: Path) -> None:
+def save_recommender(model, card: RecommenderCard, folder: Path) -> None:
     model.save_pretrained(folder)
     write_json(card.model_dump(mode="json"), folder / CARD_NAME)
     share_weights(folder / CARD_NAME)
@@ -86,9 +78,4 @@ def save_recommender(model: PreTrainedModel, card: RecommenderCard, folder: Path
 def load_recommender(folder: Path, device: str = "cpu") -> Recommender:
     """The recommender of a folder. Raises ModelError if the folder holds none."""
     recommender = known_recommender(folder)
-    transformers_logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
-    )
-    torch.nn.Module.to(model, device)
-    return Recommender(recommender.card, recommender.model_id, model.eval())
+    return Recommender(recommender.card, recommender.model_id, whole_model(folder, device).eval())

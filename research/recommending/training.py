@@ -13,7 +13,16 @@ from transformers import PreTrainedModel
 
 from laserbatch.pipeline.decoding.model.folder import model_identity
 from laserbatch.pipeline.errors import ConfigError
-from laserbatch.research.learning import CHECKPOINT_NAME, drop_files, files_in, read_facts, save_whole, train_steps
+from laserbatch.research.learning import (
+    CHECKPOINT_NAME,
+    batches_by_length,
+    drop_files,
+    files_in,
+    padded,
+    read_facts,
+    save_whole,
+    train_steps,
+)
 from laserbatch.research.recommending.baselines import neighbour_lists, popular_list
 from laserbatch.research.recommending.beams import BeamDrafter, search
 from laserbatch.research.recommending.card import CARD_NAME, Ranking, RecommenderCard, codes_digest
@@ -86,7 +95,7 @@ def train_recommender(
         step, batch = numbered
         torch.manual_seed(options.seed + step)  # what is dropped out goes by the step, wherever a training goes on
         part = [windows[number] for number in batch]
-        ids = _padded([card.tokens(codes.codes[window]) for window in part], card.begin).to(device)
+        ids = padded([card.tokens(codes.codes[window]) for window in part], card.begin)[0].to(device)
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
         return _catalogue_loss(logits, trie, card, part, ways)
 
@@ -102,7 +111,8 @@ def train_recommender(
         surprise, before = _surprise(model, card, codes, trie, held_out), read_facts(best)
         if before.get("digest") != digest or surprise < before["surprise"]:
             facts = {"digest": digest, "surprise": surprise, "epoch": step // num_in_epoch}
-            save_whole(_weights(model), best, facts)
+            weights = {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
+            save_whole(weights, best, facts)  # shared ones once
 
     seconds = train_steps(
         model, batches, loss_of, folder, digest, options.learning_rate,
@@ -269,8 +279,9 @@ def _said_of_last(
     (B, num_levels), and which codes the catalogue has there, bool as the logits. Token ids start at `card.begin`.
     """
     num_levels, items = codes.codes.shape[1], [np.asarray(sequence)[-card.history - 1 :] for sequence in sequences]
-    ids = _padded([card.tokens(codes.codes[sequence]) for sequence in items], card.begin, left=True).to(model.device)
-    inputs = {"input_ids": ids, "attention_mask": _seen(ids, card.begin), "logits_to_keep": num_levels + 1}
+    rows = padded([card.tokens(codes.codes[sequence]) for sequence in items], card.begin, left=True)
+    ids, is_seen = (each.to(model.device) for each in rows)
+    inputs = {"input_ids": ids, "attention_mask": is_seen.long(), "logits_to_keep": num_levels + 1}
     logits = model(**inputs, use_cache=False).logits[:, :-1, card.begin :].float()
     allowed = np.zeros(logits.shape, bool)
     for number, sequence in enumerate(items):
@@ -288,15 +299,9 @@ def _saved(model, card: RecommenderCard, folder: Path) -> RecommenderCard:
     return card
 
 
-def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The trainable parameters; shared ones once."""
-    return {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
-
-
 def _batches(lengths: Sequence[int], options: RecommenderOptions) -> Iterator[list[int]]:
     """Batches of similar lengths, all of them in each epoch, in another order."""
-    order = np.argsort(lengths, kind="stable")
-    batches = [order[start : start + options.batch_size].tolist() for start in range(0, len(order), options.batch_size)]
+    batches = batches_by_length(lengths, options.batch_size)
     for epoch in range(options.epochs):
         yield from (batches[number] for number in np.random.default_rng(options.seed + epoch).permutation(len(batches)))
 
@@ -333,18 +338,3 @@ def _digest(kind: str, codes: ItemCodes, histories: Sequence[np.ndarray], option
 def _starts(length: int, history: int) -> range:
     """Starts of windows of history + 1 items; each item but the first follows another in one of them."""
     return range(0, length - 1, history)
-
-
-def _padded(rows: Sequence[np.ndarray], begin: int, left: bool = False) -> torch.Tensor:
-    """Token ids int64 (len(rows), longest), padded by the token that begins histories."""
-    longest = max(map(len, rows))
-    ids = np.full((len(rows), longest), begin, np.int64)
-    for number, row in enumerate(rows):
-        ids[number, slice(longest - len(row), longest) if left else slice(0, len(row))] = row
-    return torch.from_numpy(ids)
-
-
-def _seen(ids: torch.Tensor, begin: int) -> torch.Tensor:
-    """Attention mask of rows padded on the left: from the last token that begins a history on."""
-    is_begin = ids == begin
-    return (is_begin.sum(1, keepdim=True) - is_begin.cumsum(1) == 0).long()
