@@ -67,7 +67,7 @@ def test_a_first_night_replays_texts_held_back_and_its_pool_holds_all(after_firs
     assert calibration.budgets.new.num_texts == num_texts // 5 and calibration.budgets.changed is None
     assert max(cell.tokens_per_step for cell in calibration.budgets.new.cells) > 1.5
     assert built.calibration_error == calibration.reliability.expected_calibration_error
-    assert sorted(path.name for path in pool.folder.parent.iterdir()) == ["item", "router"]
+    assert sorted(path.name for path in pool.folder.parent.iterdir()) == ["checksums.json", "item", "router"]
 
 
 def test_a_second_night_replays_what_it_wrote_against_the_pool_it_drafted_from(after_first_night):
