@@ -194,7 +194,7 @@ def watched_night(folder: str, night: str) -> list[dict]:
         for owner, name, other in (
             (shards, "run_shards", write_shards),
             (opened_night, "load_tokenizer", loaded_once),
-            (NightWorkers, "start", ray_alone(NightWorkers.start)),  # while plans are made
+            (NightWorkers, "start", lambda workers, spec, start=NightWorkers.start: start(workers, None)),  # Ray alone
             (NightWorkers, "worker_pool", no_workers),
             (run_night, "load_encoder", lambda settings: StandInEncoder()),
             (encode, "load_encoder", lambda settings: StandInEncoder()),
@@ -301,11 +301,6 @@ def build_with_stand_in(function: Callable, rows_path: Path) -> Callable:
         return result
 
     return build
-
-
-def ray_alone(start: Callable) -> Callable:
-    """`NightWorkers.start`, which starts no workers."""
-    return lambda workers, spec: start(workers, None)
 
 
 def no_workers(workers, spec) -> SimpleNamespace:
