@@ -237,7 +237,7 @@ class PromptTemplate(Strict):
                 raise ValueError(f"`max_items` has {name}: {most}; it gives lists among `fields` a number above 0")
         parts = {"json": tuple(self.fields), "free": ("text",)}.get(self.parser, self.factors)
         for key, names in (("optional_fields", self.optional_fields), ("encode", self.encode)):
-            for name in () if self.parser.endswith(".py") else names:  # of which nothing is known
+            for name in () if self.parser.endswith(".py") else names:  # whose parts are not known
                 if name not in parts:
                     raise ValueError(f"`{key}` has {name!r}, but parser `{self.parser}` gives {', '.join(parts)}")
         return self
