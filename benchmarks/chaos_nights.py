@@ -10,9 +10,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "jobs"))
+from in_process import write_here
 
 CLI = (sys.executable, "-c", "from laserbatch.jobs.cli import main; main()")  # the command `laserbatch`
 FIRST_DATE, SECOND_DATE = "2025-02-28", "2025-03-01"
@@ -103,31 +105,6 @@ class Watch(logging.Handler):
         self.stages.append(self._stage)
         if self._death is not None and len(self.stages) == self._death[0]:
             os.kill(os.getpid(), self._death[1])
-
-
-def write_here(put: Callable[[object, str, object], None] = setattr) -> None:
-    """Have texts written in this process instead of by Ray's workers, which would load Python and torch each night."""
-    from laserbatch.jobs.stages import shards
-    from laserbatch.pipeline.distributed.worker import ShardWorker
-
-    def run_shards(pending, worker_pool, choose_budgets, on_first_text=None):
-        worker = ShardWorker(replace(worker_pool.spec, device="cpu"))
-        budgets = choose_budgets(worker)
-        for shard in pending:
-            yield shard, worker.run(shard, budget=budgets.get(shard.side))
-
-    put(shards, "run_shards", run_shards)
-    without_ray(put)
-
-
-def without_ray(put: Callable[[object, str, object], None]) -> None:
-    """Have no workers started for a night; its worker pool only holds the specification."""
-    from laserbatch.jobs.stages.workers import NightWorkers
-    from laserbatch.pipeline.distributed.cluster import WorkerLayout
-
-    layout = WorkerLayout(1, 1, 0, "cpu")
-    put(NightWorkers, "start", lambda self, spec: None)
-    put(NightWorkers, "worker_pool", lambda self, spec: SimpleNamespace(spec=spec, layout=layout))
 
 
 def night_command(date: str) -> list[str]:

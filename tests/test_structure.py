@@ -74,6 +74,15 @@ def test_nothing_that_is_installed_imports_tests_or_benchmarks():
         assert not {"tests", "benchmarks"} & tops(path), name
 
 
+def test_tests_of_the_product_import_no_benchmark():
+    """Of that folder they only import plain references: entities as objects, and what the sample world's texts say."""
+    names = {"benchmarks", *(path.stem for path in (ROOT / "benchmarks").glob("*.py"))}
+    names -= {*PACKAGES, "entities", "sample_exercises", "sample_lore"}
+    for path in (ROOT / "tests").rglob("*.py"):
+        if path.relative_to(ROOT).parts[1] != "benchmarks":
+            assert not names & tops(path), path
+
+
 @pytest.mark.parametrize("package", [*PACKAGES, "pipeline.decoding", "jobs.report", "jobs.stages", "jobs.commands"])
 def test_the_rooms_of_a_package_stand_on_one_another_without_a_circle(package):
     rooms = TopologicalSorter(rooms_used_by_room(package))

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 
+import in_process
 import pytest
 import yaml
 
-from benchmarks import chaos_nights
 from laserbatch.jobs.cli import main
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.distributed.cluster import WorkerLayout
@@ -110,7 +110,7 @@ def write_here(patched: pytest.MonkeyPatch) -> None:
     """
     from laserbatch.pipeline.engines import own
 
-    chaos_nights.write_here(patched.setattr)
+    in_process.write_here(patched.setattr)
     patched.setattr(own, "load_model", _loaded)
 
 

@@ -25,8 +25,9 @@ INFO = {
     "speculative_ngram_external_sam_budget": 3,
     "speculative_ngram_external_corpus_max_tokens": 10_000_000,
 }
-WITHOUT_RAY = """
-from benchmarks.chaos_nights import write_here
+WITHOUT_RAY = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+from in_process import write_here
 from laserbatch.jobs.cli import main
 write_here(setattr)
 main()

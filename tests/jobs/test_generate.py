@@ -15,9 +15,9 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from in_process import without_ray
 from night_world import FIRST_DATE, SECOND_DATE, make_world, write_config
 
-from benchmarks.chaos_nights import without_ray
 from laserbatch.jobs.settings import PACKAGE_ROOT, load_settings
 from laserbatch.jobs.stages import night_plans, shards
 from laserbatch.jobs.stages.night import Night, open_night, parse_date
