@@ -11,6 +11,8 @@ import random
 import re
 import ssl
 import time
+from collections.abc import Coroutine, Mapping
+from contextlib import AsyncExitStack
 from types import MappingProxyType
 from typing import Any
 
@@ -24,9 +26,13 @@ for name in ("openai", "httpx", "httpx2"):  # a line a request
     logging.getLogger(name).setLevel(logging.WARNING)
 
 VLLM, SGLANG = "vllm", "sglang"  # as `/v1/models` says who owns a model; both take stop tokens, and return tokens
+# Of a request that was open each time the server went away: sent beside others, and in all.
+CRASHES_TOGETHER, MAX_CRASHES = 2, 4
 MAX_TRIES = 8  # of a request that fails by itself: the server has an error for it, or answers others meanwhile
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 60.0  # before a request is sent again; doubled each time
 LIST_TIMEOUT_S = 30.0  # for the list of models, with which no time is spent
+POLL_S = 2.0  # between looks whether a server that went away is back
+NOT_IN_TIME = "no answer in time"
 MAX_SAID = 300  # characters of a server's message
 TOO_MANY, TIMED_OUT, CONFLICT, ERROR = 429, 408, 409, 500  # status codes after which a request is sent again
 STRAY = "surrogateescape"  # how bytes that are no UTF-8 are kept until they are looked for
@@ -52,6 +58,8 @@ class EndpointClient:
         self._free_at_s = 0.0  # when the next request may be sent
         self._last_answer_s = time.monotonic()
         self._answered: tuple[str, dict[str, Any]] | None = None  # the last request for a text that had an answer
+        self._gone_s = 0.0  # when the server was last found gone
+        self._returning, self._alone = asyncio.Lock(), asyncio.Lock()  # held while it is; by a request sent alone
 
     def begin(self) -> None:
         """Count the time without an answer from now on."""
@@ -136,48 +144,105 @@ class EndpointClient:
         options: Any = MappingProxyType({}),
         **content: Any,
     ) -> str:
-        num_failures, num_tries, failed_s = 0, 0, time.monotonic()
-        while True:
-            await self._wait_for_turn(num_tokens)
-            try:
-                sending = self._client.get if method == "GET" else self._client.post
-                content |= {} if body is None else {"body": body}
-                plain = {"follow_redirects": False}  # else prompts may go to a server that nobody has named
-                received = await sending(path, cast_to=bytes, options=self._options | plain | options, **content)
-                answer = self._without_key(received.decode("utf-8", STRAY))  # what is made of it may be written down
-                status, error_body = _failure_in(answer) if method == "POST" else (0, None)
-                if status == 0:
+        num_failures, num_tries, num_crashes, failed_s = 0, 0, 0, time.monotonic()
+        async with AsyncExitStack() as alone:
+            while True:
+                await self._wait_for_turn(num_tokens)
+                if num_crashes < CRASHES_TOGETHER:
+                    async with self._alone:
+                        pass
+                sent_s = time.monotonic()
+                try:
+                    sending = self._sent_once(method, path, body, options, **content)
+                    answer = await (self._unless_silent(sending) if num_tokens else sending)
                     self._last_answer_s = time.monotonic()
                     return answer
-                message, retry_after_s = self._message_of(error_body), None
-                self._raise_if_final(status, message)
-                reason = f"HTTP 200 with the error {status}: {message}"
-            except openai.APIStatusError as error:
-                status, message = error.status_code, self._message_of(error.body)
-                retry_after_s = _retry_after(error.response.headers.get("retry-after"))
-                self._raise_if_final(status, message)
-                reason = f"HTTP {status}: {message}"
-            except openai.APIError as error:
-                self._require_certificate(error)
-                status, retry_after_s = 0, None
-                reason = "no answer in time" if isinstance(error, openai.APITimeoutError) else "the connection fails"
-            except UnicodeError:
-                raise RowError("undecodable: the prompt cannot be written in UTF-8") from None
-            if not self._sends_again:
-                raise RowError(f"server-error: {reason}")
-            num_failures += 1
-            self._spending.num_retries += 1
-            counts = status == ERROR or (status != TOO_MANY and self._last_answer_s > failed_s)
-            num_tries, failed_s = num_tries + counts, time.monotonic()
-            if num_tries >= MAX_TRIES:
-                raise RowError(f"server-error: {num_failures} times: {reason}")
-            delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** (num_failures - 1)) * random.uniform(0.5, 1.5)
-            delay_s = delay_s if retry_after_s is None else retry_after_s + random.uniform(0, FIRST_DELAY_S)
-            is_of_row = status == ERROR and not retry_after_s  # the tries of a row end it
-            left_s = MAX_DELAY_S if is_of_row else await self._time_left(retry_after_s or 0.0, reason)
-            if status == TOO_MANY:  # others wait, too
-                self._free_at_s = max(self._free_at_s, time.monotonic() + (retry_after_s or 0))
-            await asyncio.sleep(min(delay_s, left_s))
+                except _Unanswered as error:
+                    failure = error
+                status, reason, retry_after_s = failure.status, failure.reason, failure.retry_after_s
+                if not self._sends_again:
+                    raise RowError(f"server-error: {reason}")
+                num_failures += 1
+                self._spending.num_retries += 1
+                counts = status == ERROR or (status != TOO_MANY and self._last_answer_s > failed_s)
+                num_tries, failed_s = num_tries + counts, time.monotonic()
+                if num_tries >= MAX_TRIES:
+                    raise RowError(f"server-error: {num_failures} times: {reason}")
+                if num_tokens and status != TOO_MANY and await self._was_gone_since(sent_s, reason):
+                    num_crashes += 1
+                    if num_crashes == CRASHES_TOGETHER:
+                        await alone.enter_async_context(self._alone)
+                    if num_crashes == MAX_CRASHES:
+                        raise RowError(f"server-crash: {num_crashes} times the server was gone after this prompt")
+                delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** (num_failures - 1)) * random.uniform(0.5, 1.5)
+                delay_s = delay_s if retry_after_s is None else retry_after_s + random.uniform(0, FIRST_DELAY_S)
+                is_of_row = status == ERROR and not retry_after_s  # the tries of a row end it
+                left_s = MAX_DELAY_S if is_of_row else await self._time_left(retry_after_s or 0.0, reason)
+                if status == TOO_MANY:  # others wait, too
+                    self._free_at_s = max(self._free_at_s, time.monotonic() + (retry_after_s or 0))
+                await asyncio.sleep(min(delay_s, left_s))
+
+    async def _sent_once(
+        self, method: str, path: str, body: dict[str, Any] | None, options: Mapping[str, Any], **content: Any
+    ) -> str:
+        """The answer to a request. Raises _Unanswered: it may be answered if it is sent again."""
+        sending = self._client.get if method == "GET" else self._client.post
+        content |= {} if body is None else {"body": body}
+        plain = {"follow_redirects": False}  # else prompts may go to a server that nobody has named
+        try:
+            received = await sending(path, cast_to=bytes, options=self._options | plain | options, **content)
+        except openai.APIStatusError as error:
+            message = self._message_of(error.body)
+            self._raise_if_final(error.status_code, message)
+            retry_after_s = _retry_after(error.response.headers.get("retry-after"))
+            raise _Unanswered(error.status_code, f"HTTP {error.status_code}: {message}", retry_after_s) from None
+        except openai.APIError as error:
+            self._require_certificate(error)
+            is_late = isinstance(error, openai.APITimeoutError)
+            raise _Unanswered(0, NOT_IN_TIME if is_late else "the connection fails") from None
+        except UnicodeError:
+            raise RowError("undecodable: the prompt cannot be written in UTF-8") from None
+        answer = self._without_key(received.decode("utf-8", STRAY))  # what is made of it may be written down
+        status, error_body = _failure_in(answer) if method == "POST" else (0, None)
+        if status == 0:
+            return answer
+        message = self._message_of(error_body)
+        self._raise_if_final(status, message)
+        raise _Unanswered(status, f"HTTP 200 with the error {status}: {message}")
+
+    async def _unless_silent(self, sending: Coroutine[Any, Any, str]) -> str:
+        """The answer to a request; it ends as if it had timed out once nothing is answered for `give_up_after_s`."""
+        task, sent_s = asyncio.ensure_future(sending), time.monotonic()
+        try:
+            while not task.done():
+                silent_s = time.monotonic() - max(sent_s, self._last_answer_s)
+                if silent_s >= self._settings.give_up_after_s:
+                    raise _Unanswered(0, NOT_IN_TIME)
+                await asyncio.wait([task], timeout=self._settings.give_up_after_s - silent_s)
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _was_gone_since(self, sent_s: float, reason: str) -> bool:
+        """Wait until the server answers; whether it was gone at some time since a request was sent."""
+        async with self._returning:
+            if not await self._is_there():
+                self._gone_s = time.monotonic()
+                while not await self._is_there():
+                    await asyncio.sleep(min(POLL_S, await self._time_left(0.0, reason)))
+                self._last_answer_s = time.monotonic()
+        return sent_s < self._gone_s
+
+    async def _is_there(self) -> bool:
+        """Whether anything but an error of the server answers."""
+        try:
+            await self._client.get("/models", cast_to=bytes, options=self._options | {"timeout": LIST_TIMEOUT_S})
+        except openai.APIStatusError as error:
+            return error.status_code < ERROR
+        except openai.APIError:
+            return False
+        return True
 
     async def _wait_for_turn(self, num_tokens: int) -> None:
         """Wait until the limits of a minute have room for a request."""
@@ -212,14 +277,10 @@ class EndpointClient:
         """Whether the server answers a request that it answered before; the answer is thrown away."""
         if self._answered is None:
             return False
-        path, body = self._answered
-        again = EndpointClient(self._settings, self._spending, sends_again=False)
         try:
-            await again._sent("POST", path, body, 0, {"timeout": LIST_TIMEOUT_S})
-        except (RowError, ConfigError, NoSuchPath):
+            await self._sent_once("POST", *self._answered, {"timeout": LIST_TIMEOUT_S})
+        except (RowError, ConfigError, NoSuchPath, _Unanswered):
             return False
-        finally:
-            await again.close()
         return True
 
     def _raise_if_final(self, status: int, message: str) -> None:
@@ -290,6 +351,13 @@ def _failure_in(answer: str) -> tuple[int, Any]:
     code = str(error.get("code")) if isinstance(error, dict) else ""
     is_status = re.fullmatch("[45][0-9]{2}", code) is not None
     return int(code) if is_status else FIRST_REFUSAL, error
+
+
+class _Unanswered(Exception):
+    """A request has no answer, and may have one if it is sent again; status 0: nothing came."""
+
+    def __init__(self, status: int, reason: str, retry_after_s: float | None = None) -> None:
+        self.status, self.reason, self.retry_after_s = status, reason, retry_after_s
 
 
 class NoSuchPath(Exception):

@@ -320,6 +320,31 @@ def test_a_server_that_is_gone_ends_the_work(server, engine_of, caplog):
     assert isinstance(written(engine, [request(0)])[0], GenerationResult)  # it goes on
 
 
+def test_a_prompt_that_crashes_the_server_is_found_and_the_others_are_written(server, engine_of, monkeypatch):
+    monkeypatch.setattr(endpoint_client, "POLL_S", 0.05)
+    crashes = []
+
+    def fault(body, number):
+        time.sleep(0.05)  # others are open meanwhile
+        if body["prompt"][2] == 8 and not server.is_gone:
+            crashes.append(number)
+            server.is_gone = True
+            threading.Timer(0.5, setattr, (server, "is_gone", False)).start()
+
+    server.fault = fault
+    results = written(engine_of(batch_size=4, give_up_after_s=1.5), [request(number) for number in range(9)])
+    assert results.pop(2).reason == "server-crash: 4 times the server was gone after this prompt" and len(crashes) == 4
+    assert all(isinstance(result, GenerationResult) for result in results.values())
+
+
+def test_a_server_that_answers_nothing_is_given_up_before_a_longer_timeout(server, engine_of):
+    engine, began_s = engine_of(give_up_after_s=1.0, timeout_s=60.0), time.monotonic()
+    server.fault = lambda body, number: Fault(delay_s=20.0)
+    with pytest.raises(EndpointGone, match=r"has answered nothing for 1 seconds \(no answer in time"):
+        written(engine, [request(0)])
+    assert time.monotonic() - began_s < 10
+
+
 @pytest.mark.parametrize("fault", [Fault(504, "too slow"), Fault(500, "boom"), Fault(is_cut=True, body="x" * 10)])
 def test_a_row_that_alone_is_never_answered_fails_by_itself(server, engine_of, fault):
     server.fault = lambda body, number: fault if body["prompt"] == [1, 5, 6] else None
