@@ -3,7 +3,6 @@
 import errno
 import os
 import signal
-import threading
 import traceback
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,8 @@ class Terminated(KeyboardInterrupt):
 
 
 def end_at_sigterm() -> None:
-    """Make SIGTERM raise `Terminated`, so that workers are stopped and the reason of the end is printed.
-
-    To be called again when Ray was started or left, whose own code sets the signal back to killing the process.
-    """
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _terminate)
+    """Make SIGTERM raise `Terminated`, so that workers are stopped and the reason of the end is printed."""
+    signal.signal(signal.SIGTERM, _terminate)
 
 
 def _terminate(number: int, frame: object) -> None:

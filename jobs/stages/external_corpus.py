@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow.compute as pc
 
 from laserbatch.jobs.console import say
-from laserbatch.jobs.failures import end_at_sigterm
 from laserbatch.jobs.stages.night import Night
 from laserbatch.pipeline.decoding.model.served import served_identity
 from laserbatch.pipeline.engines.external_corpora import CorpusError, ExternalCorpora
@@ -41,7 +40,6 @@ def external_corpus(night: Night, sides: Collection[Side]) -> Iterator[None]:
     if room is None:
         yield
         return
-    end_at_sigterm()  # so that the corpus is removed then, too
     try:
         _upload(night, night.previous, sides, corpora, room)
         yield

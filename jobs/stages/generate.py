@@ -14,7 +14,6 @@ import pyarrow as pa
 
 from laserbatch.jobs.console import say
 from laserbatch.jobs.events import emit
-from laserbatch.jobs.failures import end_at_sigterm
 from laserbatch.jobs.formatting import format_counts
 from laserbatch.jobs.stages.budgets import night_budgets
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, needs_a_model
@@ -90,7 +89,6 @@ class GenerationStage:
                 abandoned = self._write(workers, pending, plans, finished, [written for _, written in carried], load)
             for side, written in carried:
                 finished[side] |= written.result()
-        end_at_sigterm()
         plans = {side: load_plan(self.folder.root, side) or plans[side] for side in SIDES}  # with halves of shards
         return {side: self._gather(plans[side], finished[side], abandoned) for side in SIDES}
 

@@ -9,7 +9,6 @@ import pyarrow as pa
 
 from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.events import emit
-from laserbatch.jobs.failures import end_at_sigterm
 from laserbatch.jobs.formatting import counted
 from laserbatch.jobs.writing import finished_counts, shard_counts
 from laserbatch.pipeline.decoding.settings import Budget
@@ -42,7 +41,6 @@ def hand_out(
     `choose` and `on_first_text` are those of `run_shards`. `check` is called with each finished shard; its errors end
     the work. `expected_tokens` of a text, where they are known, tell those who watch how long it will take.
     """
-    end_at_sigterm()
     abandoned, num_done, num_rows = [], 0, sum(shard.num_rows for shard in pending)
     folder = RunFolder(worker_pool.spec.run_dir)
     say(f"{label}: {num_rows:,} to write, in {counted(len(pending), 'shard')}")
@@ -66,7 +64,6 @@ def hand_out(
             pace = record.written_by.stats.tokens_per_step
             bar.advance(shard.num_rows, "" if pace is None else f"{pace:.1f} tokens/step")
             check(shard)
-    end_at_sigterm()
     return abandoned
 
 

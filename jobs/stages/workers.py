@@ -10,7 +10,6 @@ from typing import TypeVar
 import numpy as np
 
 from laserbatch.jobs.console import say
-from laserbatch.jobs.failures import end_at_sigterm
 from laserbatch.pipeline.distributed.actors import WorkerPool
 from laserbatch.pipeline.distributed.cluster import WorkerLayout, cluster_nodes, ray_cluster, worker_layout
 from laserbatch.pipeline.distributed.settings import ClusterSettings
@@ -81,7 +80,6 @@ class NightWorkers:
         """End the cluster if the night has started it: its idle processes still hold memory."""
         if self._settings.ray_address is None and self._started.done():
             self._cluster.close()
-            end_at_sigterm()
 
     def joined(self) -> WorkerLayout | None:
         """The cluster, where the night has joined one at an address; one that it has started is this machine."""
@@ -95,7 +93,6 @@ class NightWorkers:
             raise ClusterFailed(
                 f"Ray has not started within {timeout_s:g} seconds (cluster.start_timeout_s); `laserbatch doctor` tries"
             )
-        end_at_sigterm()
         return future.result()
 
     def figures(self, worker_pool: WorkerPool, num_shards: int) -> WorkerFigures:

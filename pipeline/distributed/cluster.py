@@ -1,9 +1,11 @@
 """A Ray cluster, joined or started, and how many workers its nodes have room for."""
 
+import ctypes
 import logging
 import math
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -151,7 +153,7 @@ def ray_cluster(
         remove_dead_scratch(SHORT_FOLDERS, RAY_PREFIX)  # of nights that were killed
         short_folder = _short_folder()
         try:
-            with _marked(workspace):
+            with _marked(workspace), _sigterm_kept():
                 ray.init(
                     _temp_dir=None if short_folder is None else str(short_folder.path),
                     address="local",
@@ -163,7 +165,7 @@ def ray_cluster(
                     object_store_memory=100 * 2**20,  # shards travel as files; only names and counts pass through Ray
                 )
         except Exception as error:  # of no class of its own
-            ray.shutdown()
+            _leave()
             if short_folder is not None:
                 short_folder.remove()
             raise ClusterFailed(
@@ -172,7 +174,8 @@ def ray_cluster(
             ) from error
     elif started:
         try:
-            ray.init(address=settings.ray_address, log_to_driver=False, logging_level=logging.ERROR)
+            with _sigterm_kept():
+                ray.init(address=settings.ray_address, log_to_driver=False, logging_level=logging.ERROR)
         except (OSError, RuntimeError, ValueError, ImportError, RayError) as error:
             reason = f"the Ray cluster at {settings.ray_address!r} cannot be joined: {_root_reason(error)}"
             if "RAY_AUTH_MODE" not in os.environ:
@@ -185,9 +188,30 @@ def ray_cluster(
         yield worker_layout(settings, nodes, gpus_a_worker, num_sharing)
     finally:
         if started:
-            ray.shutdown()
+            _leave()
         if short_folder is not None:
             short_folder.remove()
+
+
+def _leave() -> None:
+    with _sigterm_kept():
+        ray.shutdown()
+
+
+@contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Keep what SIGTERM does in this process: Ray replaces it when it is started and when it is left.
+
+    Nights start Ray in a thread, where Python sets no handlers; the system does.
+    """
+    libc, action, handler = ctypes.CDLL(None), ctypes.create_string_buffer(256), signal.getsignal(signal.SIGTERM)
+    libc.sigaction(signal.SIGTERM, None, action)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+        libc.sigaction(signal.SIGTERM, action, None)
 
 
 def _short_folder() -> ScratchFolder | None:

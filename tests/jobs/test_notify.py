@@ -29,6 +29,10 @@ with notified(sys.argv[1]), NightWorkers(ClusterSettings()) as workers:
     if "ray ran" in sys.argv:
         workers.cluster()
         workers.end_own_cluster()
+    if "ray starts" in sys.argv:
+        workers.start(None)
+        while not workers._started.done():
+            time.sleep(0.1)
     print("begun", flush=True)
     time.sleep(60)
 """
@@ -92,7 +96,9 @@ def test_of_a_night_that_fails_the_failure_is_sent_without_values_of_the_data(se
     assert (failed["kind"], failed["exit_code"]) == ("ValueError", 1) and "secret" not in str(failed)
 
 
-@pytest.mark.parametrize("before", ["nothing", pytest.param("ray ran", marks=pytest.mark.ray)])
+@pytest.mark.parametrize(
+    "before", ["nothing", *(pytest.param(how, marks=pytest.mark.ray) for how in ("ray ran", "ray starts"))]
+)
 def test_a_night_that_sigterm_ends_sends_that(server, before):
     night = start(server.url(), before, laserbatch=(sys.executable, "-c", WAITS))
     assert night.stdout is not None and night.stdout.readline() == "begun\n"
