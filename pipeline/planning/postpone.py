@@ -1,7 +1,7 @@
 """Entities that get no new text tonight: `refresh` postpones them, or the same prompt failed before.
 
-A quarantine row without a text (a lost worker, a prompt that is too long) is tried again: that costs little or may
-succeed. With a text it is not, since the model would write the same.
+A quarantine row without a text (a lost worker, a prompt that is too long, an empty answer) is tried again: that costs
+little or may succeed. With a text it is not, since the model would write the same.
 """
 
 import datetime
@@ -152,7 +152,8 @@ def unusable_texts(previous: RunFolder | None, side: Side, date: datetime.date) 
     rows = unless_damaged(partial(previous.read_quarantine, side))
     if rows is None:
         return None
-    rows = rows.filter(pc.and_(rows["text"].is_valid(), rows["fingerprint"].is_valid()))
+    has_text = pc.not_equal(pc.utf8_trim_whitespace(rows["text"]), "")
+    rows = rows.filter(pc.and_(has_text, rows["fingerprint"].is_valid()))
     if not len(rows):
         return rows
     turns = [zlib.crc32(str(key).encode("utf-8", "backslashreplace")) for key in rows["entity_id"].to_pylist()]

@@ -26,10 +26,11 @@ def test_what_failed_without_a_text_is_always_tried_again(tmp_path, monkeypatch)
         QuarantineRow.of(1, "user", "unparsable: no", "f1", "text"),
         QuarantineRow.of(2, "user", "abandoned: a worker died", "f2"),
         QuarantineRow.of(3, "user", "untitled: no title"),
-        QuarantineRow.of(4, "user", "empty: nothing", "f4", ""),
+        QuarantineRow.of(4, "user", "unparsable: the text is empty", "f4", ""),
+        QuarantineRow.of(5, "user", "unparsable: the text is empty", "f5", " \n"),
     ]
     run = quarantined(tmp_path, rows, pa.int64())
-    assert unusable_texts(run, "user", DATE)["entity_id"].to_pylist() == [1, 4]
+    assert unusable_texts(run, "user", DATE)["entity_id"].to_pylist() == [1]
     assert unusable_texts(RunFolder(tmp_path / "other"), "user", DATE).num_rows == 0
     assert unusable_texts(None, "user", DATE) is None
 
