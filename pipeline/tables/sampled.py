@@ -64,10 +64,16 @@ def write_sample(
 
     The users are those, of whom are known at the end of the date, whose ids have the lowest SHA-256; the items the
     `num_items` that these met most often up to then (of equals the lower id); the interactions all, later ones too,
-    between both. The same tables and arguments give the same bytes.
+    between both. The same tables and arguments give the same bytes. Raises TableError: no user or item is known then.
     """
     cutoff = end_of_day(date)
     users, items = (read_table(tables.interactions.folder, table, cutoff) for table in ("users", "items"))
+    for name, known in (("user", users), ("item", items)):
+        if not known.num_rows:
+            raise TableError(
+                f"no {name} of {tables.interactions.folder} is known at the end of {date}: every created_at is later; "
+                "give a later --date, or correct created_at"
+            )
     by_hash = sorted(users["user_id"].to_pylist(), key=lambda key: hashlib.sha256(str(key).encode()).digest())
     chosen_users = pa.array(by_hash[:num_users], users.schema.field("user_id").type)
     users = users.filter(pc.is_in(users["user_id"], value_set=chosen_users))

@@ -65,6 +65,14 @@ def test_a_sample_larger_than_the_tables_is_all_that_is_known_on_the_date(tmp_pa
     assert sample["interactions"].num_rows == sum(user % 6 + 1 for user in range(9))
 
 
+def test_tables_of_which_nobody_is_known_on_the_date_are_refused(tmp_path):
+    opened = tables(tmp_path / "a")
+    with pytest.raises(
+        TableError, match=r"no user of .* is known at the end of 2025-02-0\d: every created_at is later"
+    ):
+        write_sample(opened, tmp_path / "out", DATE - datetime.timedelta(days=20), 4, 3)
+
+
 def test_the_default_day_leaves_a_share_of_the_interactions_to_judge_by(tmp_path):
     opened = tables(tmp_path / "a")  # of 27 interactions the last day's is user 0's, one; then two, three, ...
     assert day_of_share(opened, 0.8) == DATE - datetime.timedelta(days=3)
