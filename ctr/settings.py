@@ -20,18 +20,12 @@ def _is_rule(text: str) -> str:
     return text
 
 
-def _distinct(models: tuple[ModelName, ...]) -> tuple[ModelName, ...]:
-    if len(set(models)) < len(models):  # its trainings would count twice, and narrow intervals for nothing
-        raise ValueError("names a model twice; keep one of them")
-    return models
-
-
 class CtrOptions(BaseModel):
     """The CTR models that judge texts: data split, features and training."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    models: Annotated[tuple[ModelName, ...], AfterValidator(_distinct)] = Field(
+    models: tuple[ModelName, ...] = Field(
         default=("din", "dcnv2", "gbdt"), min_length=1, description="The comparison trains these models."
     )
     num_seeds: int = Field(

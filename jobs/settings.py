@@ -31,7 +31,7 @@ from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.uris import is_uri, without_credentials
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.settings import TablesSettings
-from laserbatch.pipeline.validation import Strict, matching, nearest, read_yaml, slips_in_numbers, validated
+from laserbatch.pipeline.validation import Strict, matching, nearest, read_yaml, slips, validated
 from laserbatch.retrieval_pools.settings import PoolSettings, RoutingOptions
 
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent  # configs/ and models/ lie beside the packages
@@ -245,6 +245,8 @@ def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) ->
     for dotted, value in (overrides or {}).items():
         if value is None:
             continue
+        if isinstance(value, Path):
+            value = Path(_expanded(str(value), f"--{dotted}"))
         *sections, key = dotted.split(".")
         section = data
         for name in sections:
@@ -253,7 +255,7 @@ def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) ->
             section[key] = value
     source = path if path is not None else "the command line"
     settings = validated(Settings, data, source)
-    if faults := list(slips_in_numbers(data, settings)):
+    if faults := list(slips(data, settings)):
         raise ConfigError(f"{source}: {'; '.join(faults)}")
     settings._folder = None if path is None else path.resolve().parent
     return settings
@@ -297,15 +299,19 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _anchored(config: Path, key: str, written: str) -> str:
-    """A path as a configuration has it, from its folder. Raises ConfigError for `$HOME`, which nothing expands."""
-    if is_uri(written):
-        return written
-    if re.search(r"\$[{\w]", str(written)):
+    """A path as a configuration has it, from its folder; a URI as it is."""
+    expanded = _expanded(str(written), f"{config}: {key}")
+    return expanded if is_uri(written) or key == "deliver_to" else str(config.resolve().parent / expanded)
+
+
+def _expanded(written: str, place: str) -> str:
+    """A path with the home folder for `~`. Raises ConfigError for `$HOME`, which nothing expands."""
+    if re.search(r"\$[{\w]", written):
         raise ConfigError(
-            f"{config}: {key}: no variable is expanded (found {written!r}); write the path itself, relative to the "
-            "folder of this file or from ~, the home folder"
+            f"{place}: no variable is expanded (found {written!r}); write the path or URI itself, a path relative or "
+            "from ~, the home folder"
         )
-    return str(config.resolve().parent / expanduser(str(written)))
+    return expanduser(written)
 
 
 def _configured(data: dict[str, Any], model: type[BaseModel], place: str = "") -> tuple[dict[str, Any], list[str]]:
@@ -332,6 +338,7 @@ def _is_section(kind: Any) -> TypeGuard[type[BaseModel]]:
 def _path_options(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
     """The raw options of each section and plug-in with the key of a path; validation refuses unknown plug-ins."""
     yield data, "workspace"
+    yield data, "deliver_to"
     for section, field in Settings.model_fields.items():
         if _is_section(field.annotation) and isinstance(options := data.get(section), dict):
             for key in (*path_fields(field.annotation), *_PATHS_AS_TEXT.get(section, ())):

@@ -29,15 +29,22 @@ class _KeyTwice(yaml.YAMLError):
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    _depth = 0
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._open: list[str | None] = []  # anchors of the nodes that are being read; None: a node without one
 
     def compose_node(self, parent, index) -> yaml.Node | None:
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
+        event, problem = self.peek_event(), None
+        if len(self._open) == MAX_DEPTH:
             problem = f"more than {MAX_DEPTH} levels within each other"
-            raise yaml.MarkedYAMLError(None, None, problem, self.peek_event().start_mark)
+        elif isinstance(event, yaml.AliasEvent) and event.anchor in self._open:
+            key = f"{index.value}: " if isinstance(index, yaml.ScalarNode) else ""
+            problem = f"{key}*{event.anchor} stands within &{event.anchor}, which would never end"
+        if problem is not None:
+            raise yaml.MarkedYAMLError(None, None, problem, event.start_mark)
+        self._open.append(getattr(event, "anchor", None))
         node = super().compose_node(parent, index)
-        self._depth -= 1
+        self._open.pop()
         return node
 
     def compose_mapping_node(self, anchor) -> yaml.MappingNode:
@@ -103,12 +110,16 @@ def validated(model: type[ModelT], data: Any, place: object, advice: str = "") -
         raise ConfigError(f"{place}: {explain(error, model)}{advice}") from None
 
 
-def slips_in_numbers(data: Mapping[Any, Any], checked: BaseModel, place: str = "") -> Iterator[str]:
-    """The keys whose `true` or `no` pydantic read as 1 or 0, and those whose number is beyond `MAX_NUMBER`."""
+def slips(data: Mapping[Any, Any], checked: BaseModel, place: str = "") -> Iterator[str]:
+    """Values that pydantic takes and nobody means: `true` or `no` for a number, numbers beyond `MAX_NUMBER`, and names
+    that stand twice in a list."""
     for key, value in data.items():
         read = getattr(checked, str(key), None)
         if isinstance(read, BaseModel) and isinstance(value, dict):
-            yield from slips_in_numbers(value, read, f"{place}{key}.")
+            yield from slips(value, read, f"{place}{key}.")
+        elif isinstance(read, tuple | list):
+            twice = sorted({name for name in read if isinstance(name, str) and read.count(name) > 1})
+            yield from (f"{place}{key}: names {name!r} twice; keep one of them" for name in twice)
         elif isinstance(read, bool) or not isinstance(read, int | float):
             continue
         elif isinstance(value, bool):

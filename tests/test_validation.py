@@ -51,9 +51,12 @@ def test_yaml_that_is_nested_too_deeply_is_refused_by_its_line(tmp_path, opened)
         read_yaml(tmp_path / "file.yaml", "mapping", "write one")
 
 
-def test_a_node_within_itself_ends(tmp_path):
-    (tmp_path / "file.yaml").write_text("x: &x [1, *x]\n")
-    assert read_yaml(tmp_path / "file.yaml", "mapping", "write one")["x"][0] == 1
+@pytest.mark.parametrize("loop", ["[1, *x]", "{a: 1, b: *x}", "{a: [{b: *x}]}"])
+def test_a_node_within_itself_is_refused_by_its_key_and_line(tmp_path, loop):
+    (tmp_path / "file.yaml").write_text(f"y: &y 1\nz: *y\nx: &x {loop}\n")
+    key = "b: " if "b" in loop else ""
+    with pytest.raises(ConfigError, match=rf"is not YAML: {key}\*x stands within &x, which would never end in line 3"):
+        read_yaml(tmp_path / "file.yaml", "mapping", "write one")
 
 
 def test_the_first_line_of_pydantics_error_is_its_message_and_not_a_count():

@@ -117,8 +117,11 @@ class EndpointSettings(Strict):
             is_host = bool((parts.hostname or "").encode("idna")) and parts.port != 0
         except ValueError:  # the name is none, or the port no number
             is_host = False
-        if not is_host or not self.url.isprintable() or " " in self.url:
-            raise ValueError("url has a host or port that is none, or a space; expected http://localhost:8000/v1")
+        if not is_host or not self.url.isprintable() or " " in self.url or "$" in self.url:
+            raise ValueError(
+                "url has a host or port that is none, a space or a variable, which nothing expands; expected "
+                "http://localhost:8000/v1"
+            )
         if self.api_key_env is not None and not _VARIABLE.fullmatch(self.api_key_env):
             raise ValueError("api_key_env is no name of an environment variable, such as OPENAI_API_KEY")
         if self.prediction and self.api != "chat":

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, JsonValue, ValidationError, model_va
 
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.validation import Strict, explain, line_of, matching, read_yaml, slips_in_numbers
+from laserbatch.pipeline.validation import Strict, explain, line_of, matching, read_yaml, slips
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SHIPPED_TEMPLATES = CONFIGS / "prompts"
@@ -385,7 +385,7 @@ def load_template(name: str, folder: str | Path | None = None) -> PromptTemplate
     except ValidationError as error:
         line = line_of(path, error.errors()[0]["loc"])
         raise ConfigError(f"prompt template {path}, line {line}: {explain(error, PromptTemplate)}") from None
-    if faults := list(slips_in_numbers(raw, template)):
+    if faults := list(slips(raw, template)):
         raise ConfigError(f"prompt template {path}: {'; '.join(faults)}")
     if template.name != name:
         raise ConfigError(f"prompt template {path} calls itself {template.name!r}; its name must be that of its file")

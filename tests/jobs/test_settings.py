@@ -1,6 +1,7 @@
 """Configuration: what is refused, and how it is said."""
 
 import re
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -78,7 +79,10 @@ def test_blank_words_and_numbers_as_names_of_plugins_are_refused(tmp_path):
         ("knowledge: {words: {interacted: ' '}}", r"words\.interacted: expected a word, in one line \(found ' '\)"),
         ("knowledge: {words: {events: {play: ''}}}", r"words\.events\.play: expected a word"),
         ("extensions: {3: {}}", "no installed package brings 3"),
-        ("ctr: {models: [din, gbdt, din]}", r"ctr\.models: names a model twice"),
+        ("ctr: {models: [din, gbdt, din]}", r"ctr\.models: names 'din' twice; keep one of them"),
+        ("routing: {user_attributes: [a, b, a, a]}", r"c\.yaml: routing\.user_attributes: names 'a' twice; keep one"),
+        ("knowledge: {paths: [b, b, a, a]}", r"knowledge\.paths: names 'a' twice.*; knowledge\.paths: names 'b' twice"),
+        ("knowledge: {personal_attributes: [users.a, users.a]}", r"personal_attributes: names 'users\.a' twice"),
         ("decoding: {drafters: [pool, pool]}", r"decoding\.drafters: names a drafter twice"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -89,6 +93,7 @@ def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     settings = load_settings(write(tmp_path / "c.yaml", "workspace: ~/night\ndecoding: {model: ~/qwen}\n"))
     assert settings.workspace == tmp_path / "home" / "night" and settings.model_dir == tmp_path / "home" / "qwen"
+    assert load_settings(None, {"workspace": Path("~/night")}).workspace == tmp_path / "home" / "night"
 
 
 @pytest.mark.parametrize(
@@ -97,11 +102,15 @@ def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):
         ("workspace: $HOME/night\n", "workspace"),
         ("tables: {path: '${DATA}/tables'}\n", "path"),
         ("extensions: {recommending: {model: $HOME/ranker}}\n", "model"),
+        ("tables: {path: 's3://${BUCKET}/tables'}\n", "path"),
+        ("deliver_to: s3://$BUCKET/runs\n", "deliver_to"),
     ],
 )
 def test_a_variable_in_a_path_is_refused(tmp_path, text, place):
-    with pytest.raises(ConfigError, match=rf"c\.yaml: {place}: no variable is expanded \(found '\$"):
+    with pytest.raises(ConfigError, match=rf"c\.yaml: {place}: no variable is expanded \(found '.*\$"):
         load_settings(write(tmp_path / "c.yaml", text))
+    with pytest.raises(ConfigError, match=r"--workspace: no variable is expanded \(found '\$NIGHTS/a'\)"):
+        load_settings(None, {"workspace": Path("$NIGHTS/a")})
     assert load_settings(write(tmp_path / "c.yaml", "workspace: a$/night\n")).workspace == tmp_path / "a$" / "night"
 
 
