@@ -182,13 +182,13 @@ def _answer(engine: "TextEngine", settings: Settings) -> CheckResult:
         invented = f", and {answer.num_invented} tokens that came after it" if answer.num_invented else ""
         shown += f"ended at {answer.role_mark!r}, a role mark or end token that its configuration does not name"
         return CheckResult("answer", "warning", f"{shown}{invented}: texts are cut there", hint)
-    if answer.end_id is None:
+    if answer.finish_reason == "length":
         hint = (
             "Take a model that was tuned to answer; of one that was, see that eos_token_id in generation_config.json "
             "names the token that ends its turns"
         )
         return CheckResult("answer", "warning", f"{shown}and no end token came: texts may run on to their limit", hint)
-    ended = "by itself" if settings.decoding.borrows_tokenizer else f"with {engine.tokenizer.decode([answer.end_id])!r}"
+    ended = "by itself" if answer.end_id is None else f"with {engine.tokenizer.decode([answer.end_id])!r}"
     return CheckResult("answer", "ok", f"{shown}and ended {ended}")
 
 

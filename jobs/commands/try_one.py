@@ -117,7 +117,7 @@ def try_one(
     if as_json:
         summary(asdict(tried), as_json=True)
     else:
-        print_tried(tried)
+        print_tried(tried, settings.decoding.model_key)
 
 
 def with_only(tables: Tables, side: Side, text: str | None, of_all_dates: pa.Table | None = None) -> Tables:
@@ -201,7 +201,7 @@ def write_entity(night: Night, side: Side) -> TriedEntity:
     )
 
 
-def print_tried(tried: TriedEntity) -> None:
+def print_tried(tried: TriedEntity, model_key: str) -> None:
     """Print the result, from the prompt to whether a night would keep the text."""
     cut = f", {counted(tried.num_history_dropped, 'older event')} cut" if tried.num_history_dropped else ""
     about = f"{tried.template}: {counted(tried.num_prompt_tokens, 'token')}, {tried.num_history} of history{cut}"
@@ -216,12 +216,14 @@ def print_tried(tried: TriedEntity) -> None:
         if name in used
     )
     stats = tried.stats
-    counts = (
-        f"{counted(stats.num_tokens, 'token')} in {counted(stats.num_steps, 'step')}: "
+    steps = (
+        f" in {counted(stats.num_steps, 'step')}: "
         f"{decimal(stats.tokens_per_step)} tokens per step (accepted draft tokens + 1); "
         f"{percent(ratio(stats.num_accepted, stats.num_drafted))} of {counted(stats.num_drafted, 'draft token')} "
-        f"accepted; {rate(stats.tokens_per_s)} tokens/s"
+        "accepted"
     )
+    steps = steps if stats.num_steps else ""  # a server does not say them
+    counts = f"{counted(stats.num_tokens, 'token')}{steps}; {rate(stats.tokens_per_s)} tokens/s"
     if stats.num_thought_tokens and tried.fields is not None:
         counts += f"; {counted(stats.num_thought_tokens, 'token')} of thoughts were cut"
     stdout.print(
@@ -233,17 +235,17 @@ def print_tried(tried: TriedEntity) -> None:
     if tried.fields is not None:
         fields = "\n".join(f"{name}: {value}" for name, value in tried.fields.items())
         stdout.print(_panel(visible(fields), "Record"))
-    stdout.print(_verdict(tried))
+    stdout.print(_verdict(tried, model_key))
 
 
-def _verdict(tried: TriedEntity) -> Text:
+def _verdict(tried: TriedEntity, model_key: str) -> Text:
     """Whether a night would keep the text, and advice if not."""
     is_cut = "length" in tried.stats.finish_reasons
     if tried.fields is None:
         where = ", and it was cut at the token limit" if is_cut else ""
         return Text(
             f"A night would put {tried.side} {visible(str(tried.entity_id))} in quarantine: nothing could be parsed "
-            f"of this text{where} ({visible(str(tried.problem))}). Try another decoding.model or "
+            f"of this text{where} ({visible(str(tried.problem))}). Try another {model_key} or "
             f"knowledge.{tried.side}_template.",
             "bold red",
         )

@@ -245,8 +245,9 @@ def require_usable_texts(night: Night, plan: SidePlan, finished: Mapping[str, Sh
     reasons = count_reasons(failed)
     example = failed["entity_id"][failed["reason"].index(next(iter(reasons))).as_py()].as_py()
     advice = (
-        f"See one with `laserbatch try --{plan.side} {shlex.quote(str(example))}`, and change decoding.model or "
-        f"knowledge.{plan.side}_template; after a change inside their files `laserbatch nightly --force` begins anew"
+        f"See one with `laserbatch try --{plan.side} {shlex.quote(str(example))}`, and change "
+        f"{night.settings.decoding.model_key} or knowledge.{plan.side}_template; after a change inside their files "
+        "`laserbatch nightly --force` begins anew"
     )
     if needs_a_model(night.settings):
         advice = NEEDS_A_MODEL[0].upper() + NEEDS_A_MODEL[1:]

@@ -47,8 +47,9 @@ class GenerationResult:
     `token_ids` int32[k] without the end token; `text`, what they decode to (empty where the engine has no tokenizer);
     `sources` uint8[k], a code of `retrieval_pools.sources` a token; `finish_reason` "end_of_text" or "length". Of
     `num_drafted` draft tokens `num_accepted` became part of the text, by source int64[NUM_SOURCES]. Tokens per step is
-    `(num_accepted + num_steps) / num_steps`, the bonus token of each counted. `end_id` is the end token, None at
-    the limit. Of the prompt's `num_prompt` tokens `num_prompt_reused` were in the KV cache already.
+    `(num_accepted + num_steps) / num_steps`, the bonus token of each counted; a server's `num_steps` is 0. `end_id` is
+    the end token, None at the limit and where a server does not say it. Of the prompt's `num_prompt` tokens
+    `num_prompt_reused` were in the KV cache already.
 
     Where `engines.answers` cuts a text at a role mark, `finish_reason` is "role_mark"; `role_mark` is the mark, and
     `num_invented` counts the tokens that came after it. `num_thought_tokens` were cut as thoughts; `uncut` are then the

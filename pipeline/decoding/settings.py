@@ -186,6 +186,11 @@ class DecodingSettings(Strict):
         """Whether a server gets messages and no folder has its tokenizer: the bundled one then bounds prompts."""
         return self.model == "sample" and self.endpoint is not None and self.endpoint.api == "chat"
 
+    @property
+    def model_key(self) -> str:
+        """The option that names the model."""
+        return "decoding.model" if self.endpoint is None else "decoding.endpoint.model"
+
     def provenance(self) -> dict[str, Any]:
         """What decides a text: part of its fingerprint and of its record.
 

@@ -220,7 +220,7 @@ class EndpointEngine(ExternalEngine):
             sources=np.full(len(token_ids), SOURCE_TARGET, np.uint8),
             text=cast("str", self.tokenizer.decode(token_ids, skip_special_tokens=True)),
             finish_reason="end_of_text" if has_ended else "length",
-            num_steps=len(token_ids) + has_ended,
+            num_steps=0,  # a server says nothing of its steps
             num_drafted=0,
             num_accepted=0,
             drafted_by_source=none,
@@ -259,8 +259,8 @@ class EndpointEngine(ExternalEngine):
             return token_ids if end_id is None else token_ids[:-1], end_id
         # Marks that are tokens, such as those of thoughts, are what the model wrote, so they become tokens again.
         token_ids = cast("list[int]", self.tokenizer(choice["text"], add_special_tokens=False)["input_ids"])
-        end_id = choice.get("stop_reason")
-        return token_ids, end_id if end_id in self._end_ids else cast("int | None", self.tokenizer.eos_token_id)
+        end_id = None if self._borrows else choice.get("stop_reason")  # most servers only say that the text ended
+        return token_ids, end_id if end_id in self._end_ids else None
 
 
 async def _ended(tasks: set[asyncio.Task]) -> None:

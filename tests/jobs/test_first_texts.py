@@ -23,11 +23,11 @@ def judge(tmp_path):
     run = RunFolder(tmp_path / "run")
     shard = SimpleNamespace(name="00000")
 
-    def judge(num_failed: int, num_kept: int, allowed: float = 0.05) -> None:
+    def judge(num_failed: int, num_kept: int, allowed: float = 0.05, **sections) -> None:
         failed = [QuarantineRow.of(n + 7, "user", "unparsable: nothing") for n in range(num_failed)]
         texts = pa.table({"entity_id": pa.array(range(num_kept), pa.int64())})
         record = run.shards("user").write("00000", texts, failed)
-        settings = Settings(tables={"path": tables}, gates={"max_failed_share": allowed})
+        settings = Settings(tables={"path": tables}, gates={"max_failed_share": allowed}, **sections)
         entities = SimpleNamespace(entities=lambda side: texts.rename_columns(["user_id"]))
         night = SimpleNamespace(run=run, settings=settings, tables=entities)
         require_usable_texts(night, SimpleNamespace(side="user", shards=[shard]), {"00000": record})
@@ -44,8 +44,11 @@ def test_most_of_the_first_texts_must_be_usable(judge):
 
 
 def test_what_to_do_depends_on_the_model_and_its_tables(judge, tmp_path):
-    with pytest.raises(RunFailed, match="`laserbatch try --user 7`"):
+    with pytest.raises(RunFailed, match=r"`laserbatch try --user 7`, and change decoding\.model or"):
         judge(FIRST_TEXTS, 0)  # a sample world, which the bundled model should know
+    server = {"url": "http://localhost:8000/v1", "model": "qwen"}
+    with pytest.raises(RunFailed, match=r"and change decoding\.endpoint\.model or knowledge\.user_template"):
+        judge(FIRST_TEXTS, 0, decoding={"engine": "endpoint", "endpoint": server | {"api": "chat"}})
     pq.write_table(pa.table({"user_id": [1], "city": ["Oslo"]}), tmp_path / "tables" / "users.parquet")
     with pytest.raises(RunFailed, match="safetensors"):
         judge(FIRST_TEXTS, 0)

@@ -37,7 +37,7 @@ TRIED = TriedEntity(
 def drawn(tried: TriedEntity, **options) -> str:
     console = Console(file=io.StringIO(), width=110, **options)
     with patch.object(try_one, "stdout", console):
-        print_tried(tried)
+        print_tried(tried, "decoding.endpoint.model")
     return console.file.getvalue()
 
 
@@ -93,14 +93,13 @@ def test_first_night_says_that_there_is_no_pool():
 
 
 def test_text_that_cannot_be_parsed_says_why():
-    assert "parsed of this text (unparsable: no aspect)" in " ".join(
-        drawn(replace(TRIED, fields=None, problem="unparsable: no aspect")).split()
-    )
+    shown = " ".join(drawn(replace(TRIED, fields=None, problem="unparsable: no aspect")).split())
+    assert "parsed of this text (unparsable: no aspect). Try another decoding.endpoint.model or knowledge." in shown
 
 
 def test_no_steps_and_no_text_are_drawn_too():
     shown = drawn(replace(TRIED, spans=[], stats=DecodingStats(), fields={}))
-    assert "0 tokens in 0 steps: – tokens per step" in shown
+    assert "0 tokens; – tokens/s" in shown
 
 
 @pytest.mark.parametrize("code", ["\x1b[2J", "\x9b31m"])
