@@ -181,9 +181,11 @@ def changed_settings(
     """The settings with the changes of the command line. Raises ConfigError if a model is unknown."""
     changes: dict[str, Any] = {} if seeds is None else {"num_seeds": seeds}
     if models is not None:
-        changes["models"] = tuple(name.strip().lower() for name in models.split(","))
-        if not set(changes["models"]) <= set(get_args(ModelName)):
-            raise ConfigError(f"--models: {models!r} is not a list of models; expected some of din, dcnv2, gbdt")
+        names = changes["models"] = tuple(name.strip().lower() for name in models.split(","))
+        if not set(names) <= set(get_args(ModelName)) or len(set(names)) < len(names):
+            raise ConfigError(
+                f"--models: {models!r} is not a list of models; expected some of din, dcnv2, gbdt, each at most once"
+            )
     if history is not None:
         changes["history"] = history
     return CtrSettings.of(options).model_copy(update=changes)

@@ -116,5 +116,6 @@ def test_the_command_line_changes_models_and_seeds():
     assert changed_settings(CtrSettings(), None, None) == CtrSettings()
     with pytest.raises(ConfigError, match="expected some of din, dcnv2, gbdt"):
         changed_settings(CtrSettings(), "din,deepfm", None)
-    with pytest.raises(ConfigError, match="is not a list of models"):
-        changed_settings(CtrSettings(), " ,", None)
+    for models in (" ,", "din,gbdt,din"):
+        with pytest.raises(ConfigError, match=r"is not a list of models.*each at most once"):
+            changed_settings(CtrSettings(), models, None)
