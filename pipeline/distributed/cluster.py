@@ -5,7 +5,6 @@ import logging
 import math
 import os
 import signal
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -204,13 +203,11 @@ def _sigterm_kept() -> Iterator[None]:
 
     Nights start Ray in a thread, where Python sets no handlers; the system does.
     """
-    libc, action, handler = ctypes.CDLL(None), ctypes.create_string_buffer(256), signal.getsignal(signal.SIGTERM)
+    libc, action = ctypes.CDLL(None), ctypes.create_string_buffer(256)  # a `struct sigaction`, which is smaller
     libc.sigaction(signal.SIGTERM, None, action)
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
         libc.sigaction(signal.SIGTERM, action, None)
 
 
