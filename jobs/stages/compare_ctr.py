@@ -74,11 +74,11 @@ def compare_night(night: "Night", cluster: "WorkerLayout | None" = None) -> CtrF
     if cluster is None or copy is not None:
         output = _compare(json.dumps(request))
     else:
-        from laserbatch.pipeline.distributed.tasks import call_in_task  # with Ray, which the child has no use for
+        from laserbatch.pipeline.distributed.tasks import result_of, start_task  # with Ray: the child needs none
 
         say("the CTR comparison runs as a task of the cluster")
         try:
-            output = call_in_task(cluster, _compare, json.dumps(request))
+            output = result_of(start_task(cluster, int(cluster.num_gpus > 0), _compare, json.dumps(request)))
         except LaserbatchError as error:
             output = _skipped(f"the comparison failed: {error}")
     figures = FIGURES.validate_json(output)

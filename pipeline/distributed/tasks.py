@@ -10,14 +10,6 @@ from laserbatch.pipeline.distributed.cluster import WorkerLayout
 from laserbatch.pipeline.errors import ClusterFailed
 
 
-def call_in_task(layout: WorkerLayout, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function returns in a task with a worker's cores, and one GPU where workers have GPUs.
-
-    Raises what the function raises, and ClusterFailed as `result_of` does.
-    """
-    return result_of(start_task(layout, int(layout.num_gpus > 0), function, *arguments))
-
-
 def start_task(layout: WorkerLayout, num_gpus: int, function: Callable[..., Any], *arguments: Any) -> ray.ObjectRef:
     """Start a task with a worker's cores; `result_of` waits for it."""
     return ray.remote(num_cpus=layout.num_threads, num_gpus=num_gpus)(function).remote(*arguments)
