@@ -39,7 +39,6 @@ class ModelRows(Rows):
 
     @property
     def num_items(self) -> int:
-        """Items of the table."""
         return len(self.item_fields[0].codes)
 
 

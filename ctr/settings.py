@@ -85,5 +85,4 @@ class CtrSettings(CtrOptions):
 
     @classmethod
     def of(cls, options: CtrOptions) -> "CtrSettings":
-        """The settings of a configuration."""
         return cls.model_validate(options.model_dump())

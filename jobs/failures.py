@@ -37,7 +37,6 @@ def _ended_by_sigterm(error: BaseException) -> bool:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit code that an error ends a command with."""
     if _ended_by_sigterm(error):
         return ExitCode.TERMINATED
     if isinstance(error, KeyboardInterrupt):

@@ -110,7 +110,6 @@ def _judged(figures: GateFigures, settings: GateSettings) -> GateFigures:
 
 
 def blocking(gates: Sequence[GateFigures]) -> list[GateFigures]:
-    """Gates that block the publication."""
     return [figures for figures in gates if figures.verdict == "blocks"]
 
 
@@ -126,7 +125,6 @@ def has_option(figures: GateFigures) -> bool:
 
 
 def gate_sentence(figures: GateFigures) -> str:
-    """A sentence with the value and the limit of a gate."""
     gate = GATES[figures.gate]
     where = "" if figures.side is None else f"{figures.side}s: "
     if figures.value is None:

@@ -186,12 +186,10 @@ class Settings(Strict):
         return {name: validated_options(extension(name).Options, value, name) for name, value in raw.items()}
 
     def extension(self, name: str) -> Any:
-        """The options of an extension."""
         return self.extensions.get(name) or extension(name).Options()
 
     @property
     def model_dir(self) -> Path:
-        """Folder of the model."""
         return PACKAGE_ROOT / "models" / "sample" if self.decoding.model == SAMPLE_MODEL else Path(self.decoding.model)
 
     @property

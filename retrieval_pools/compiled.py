@@ -237,7 +237,6 @@ def arrays_at(layout: np.dtype, whole: type[tuple], parts: Sequence[type[tuple]]
 
 
 def _fields(layout: np.dtype) -> list[tuple[np.dtype, int]]:
-    """The dtype and the offset of each field."""
     assert layout.fields is not None
     return [(field[0], field[1]) for field in layout.fields.values()]
 

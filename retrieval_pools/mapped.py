@@ -38,7 +38,6 @@ class MappedFiles:
         return np.frombuffer(mapped, dtype).reshape(shape)
 
     def table(self, table: pa.Table) -> pa.Table:
-        """The same table."""
         if self.folder is None or not table.num_rows:
             return table
         with nameless_file(self.folder) as file:
@@ -50,7 +49,6 @@ class MappedFiles:
         return pa.ipc.open_file(pa.py_buffer(mapped)).read_all()
 
     def array(self, values: pa.Array) -> pa.Array:
-        """The same array."""
         return self.table(pa.table([values], ["values"]))["values"].chunk(0)
 
     def release(self) -> None:

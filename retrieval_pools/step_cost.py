@@ -14,8 +14,6 @@ MIN_SHARE = 0.1  # of a step's duration, that stays whatever a shorter context s
 
 
 class StepPoint(BaseModel, frozen=True, extra="forbid"):
-    """One measured step."""
-
     batch_size: int = Field(ge=1, description="Sequences in the step.")
     num_tokens: int = Field(ge=1, description="Packed tokens, the drafts of all sequences among them.")
     seconds: float = Field(gt=0, allow_inf_nan=False, description="Duration of the whole step.")
@@ -136,7 +134,6 @@ class StepCost(BaseModel, frozen=True, extra="forbid"):
         return np.maximum(seconds + added_s, MIN_SHARE * seconds)
 
     def _padded(self, num_tokens: np.ndarray) -> np.ndarray:
-        """The sizes to which steps are padded."""
         if not self.padded_to:
             return num_tokens
         place = np.searchsorted(self.padded_to, num_tokens - ROUNDING)

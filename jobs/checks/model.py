@@ -87,7 +87,6 @@ def fitting_engine(settings: Settings, num_values: int, file_bytes: int) -> Chec
 
 
 def _served_model(settings: Settings) -> Iterator[CheckResult]:
-    """The tokenizer in the folder of a model that a server has."""
     from laserbatch.jobs.stages.inputs import NEEDS_A_TOKENIZER, needs_a_model
     from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 

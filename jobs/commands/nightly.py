@@ -234,7 +234,6 @@ def left_out_columns(manifest: RunManifest) -> list[str]:
 
 
 def night_counts(night: Night) -> dict[str, Any]:
-    """The counts of the generation, by side."""
     counts = {}
     for side, figures in night.manifest.generation.sides.items():
         names = ("num_entities", "num_generated", "num_carried_over", "num_quarantined")

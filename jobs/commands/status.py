@@ -198,7 +198,6 @@ def _iso(seconds_since_1970: float) -> str:
 
 
 def summary_rows(state: dict[str, Any]) -> dict[str, str]:
-    """The state as lines for a person."""
     lock, run, published = state["lock"], state["run"], state["published"]
     rows = {"workspace": state["workspace"], "state": _STATES.get(state["state"], state["state"])}
     rows["lock"] = lock and f"{lock['holder']}, since {lock['since']}"

@@ -54,8 +54,6 @@ OTHER_STYLE = "#101820 on #d9d2ee"  # of drafters that packages add
 
 @dataclass(frozen=True)
 class TriedEntity:
-    """The result for one entity."""
-
     side: Side
     entity_id: object
     template: str  # its name in the configuration

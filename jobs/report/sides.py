@@ -30,7 +30,6 @@ class SideReport:
 
     @property
     def label(self) -> str:
-        """`Users`, `Items`."""
         return SIDE_LABELS[self.name]
 
 

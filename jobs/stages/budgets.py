@@ -79,7 +79,6 @@ def known_step_cost(workspace: Workspace, decoding: DecodingSettings) -> StepCos
 
 
 def budget_of(figures: BudgetFigures) -> Budget:
-    """The budget that a manifest records."""
     return Budget(figures.max_draft_tokens, figures.min_acceptance, figures.is_by_step)
 
 

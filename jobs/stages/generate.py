@@ -176,7 +176,6 @@ class GenerationStage:
         return {side: (folder / side).resolve() for side in SIDES if (folder / side).is_dir()}
 
     def worker_spec(self) -> TextSpec:
-        """The specification of a worker that writes the stage's texts."""
         night, settings, decoding = self.night, self.night.settings, self.decoding
         if decoding.adapter is not None:
             decoding = decoding.model_copy(update={"adapter": str(Path(decoding.adapter).resolve())})

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 @dataclass
 class Night:
-    """An open run."""
-
     settings: Settings
     workspace: Workspace
     date: datetime.date  # it sees what was known at the end of this day
@@ -101,7 +99,6 @@ class Night:
 
 
 def parse_date(text: str) -> datetime.date:
-    """A date from the command line."""
     try:
         date = datetime.date.fromisoformat(text)
     except ValueError:

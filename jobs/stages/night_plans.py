@@ -59,13 +59,11 @@ class NightPlanner:
         return self.night.previous
 
     def previous(self, side: Side) -> PreviousKnowledge:
-        """The records of `previous_folder`."""
         folder = self.previous_folder
         scratch = self.night.tables.scratch_folder
         return PreviousKnowledge(None if folder is None else folder.knowledge_folder(side), scratch)
 
     def plans(self) -> tuple[dict[Side, SidePlan], dict[Side, Finished]]:
-        """The plans of both sides, and their finished shards."""
         (users, done_users), (items, done_items) = self.plan("user"), self.plan("item")
         budget = self.night.settings.refresh.max_tokens if self.is_limited else None
         is_left = budget is not None and users.num_tokens + items.num_tokens < budget
@@ -75,7 +73,6 @@ class NightPlanner:
         return {"user": users, "item": items}, {"user": done_users, "item": done_items}
 
     def plan(self, side: Side) -> tuple[SidePlan, Finished]:
-        """The plan of a side, and its finished shards."""
         return open_plan(self.folder, side, partial(self._make_plan, side))
 
     def will_probably_write(self) -> bool:

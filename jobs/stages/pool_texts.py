@@ -58,8 +58,6 @@ TOKENS_NAME, STARTS_NAME = "texts.npy", "starts.npy"
 
 @dataclass(frozen=True)
 class RunTexts:
-    """The texts of one side of a run."""
-
     entity_ids: pa.Array  # memory-mapped, as the other two
     starts: np.ndarray  # int64[num_texts + 1], where each text begins in `tokens`
     tokens: np.ndarray  # int32

@@ -44,8 +44,6 @@ from laserbatch.retrieval_pools.settings import KEEP_VERSIONS
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a night."""
-
     name: str  # in the report, the events and `status`
     run: Callable[..., Any]  # called with the night and what `run_stages` was given; does what is not done yet
     result: str | None = None  # `group.field` of the manifest that gets what `run` returns; None: nothing is returned

@@ -36,8 +36,6 @@ MAX_LOOKUP_OVERHEAD = 0.01  # share of a plain step that looking for drafts may 
 
 @dataclass(frozen=True)
 class ChosenBudget:
-    """A budget and why."""
-
     budget: Budget
     forecast: BudgetForecast
 

@@ -30,8 +30,6 @@ class DeviceLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of a device, in bytes."""
-
     name: str
     free_bytes: int
     total_bytes: int

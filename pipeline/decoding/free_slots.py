@@ -38,7 +38,6 @@ class FreeSlots:
         self.num_free += len(slots)
 
     def take(self, slots: np.ndarray) -> None:
-        """Free slots are free no more."""
         self._is_free[slots] = False
         np.subtract.at(self._num_free_of, slots // BLOCK_SLOTS, 1)
         self.num_free -= len(slots)

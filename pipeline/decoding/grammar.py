@@ -204,7 +204,6 @@ class _Closing:
 
     @classmethod
     def of(cls, tokenizer: llguidance.LLTokenizer, end_ids: list[int]) -> "_Closing":
-        """Those of a tokenizer."""
         texts = [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]
         bits = np.zeros((7, -(-len(texts) // 32) * 32), bool)
         bits[0, end_ids] = True

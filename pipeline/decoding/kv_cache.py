@@ -88,7 +88,6 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Slots that there are."""
         return self.free.capacity
 
     @property

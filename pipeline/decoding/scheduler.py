@@ -160,7 +160,6 @@ class Scheduler:
         return max(map(self._most_tokens, (*self.live, *self._waiting)), default=0)
 
     def finish(self, sequence: DecodingSequence) -> None:
-        """A live sequence has ended."""
         self._leave(sequence)
         self._concurrency.record_finished(sequence.num_output)
 

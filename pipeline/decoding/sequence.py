@@ -111,7 +111,6 @@ class DecodingSequence:
 
     @property
     def length(self) -> int:
-        """Tokens of the context."""
         return self._length
 
     @property

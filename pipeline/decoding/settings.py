@@ -188,7 +188,6 @@ class DecodingSettings(Strict):
 
     @property
     def model_key(self) -> str:
-        """The option that names the model."""
         return "decoding.model" if self.endpoint is None else "decoding.endpoint.model"
 
     def provenance(self) -> dict[str, Any]:

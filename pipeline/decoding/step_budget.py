@@ -21,8 +21,6 @@ MAX_TRUST = 2.0  # estimates are never taken for more times too low
 
 
 class StepBudget:
-    """The budget of the steps of one stream."""
-
     def __init__(self, step_cost: StepCost) -> None:
         self._step_cost = step_cost
         self._expected, self._accepted = np.zeros(NUM_SOURCES), np.zeros(NUM_SOURCES)

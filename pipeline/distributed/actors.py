@@ -44,7 +44,6 @@ class ShardAbandoned:
     reason: str
 
     def rows(self, run_dir: Path) -> Iterator[QuarantineRow]:
-        """Its rows, for the quarantine."""
         for entity_id, fingerprint in read_ids(run_dir / self.shard.path):
             yield QuarantineRow.of(entity_id, self.shard.side, self.reason, fingerprint)
 

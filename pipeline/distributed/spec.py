@@ -42,8 +42,6 @@ class WorkerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class TextSpec(WorkerSpec):
-    """The specification of a worker that writes texts."""
-
     decoding: DecodingSettings
     templates: dict[Side, PromptTemplate]
     max_prompt_tokens: int = KnowledgeSettings().max_prompt_tokens

@@ -104,7 +104,6 @@ def read_codebook(path: Path) -> Codebook:
 
 
 def write_codebook(codebook: Codebook, path: Path, side: str, dim: int) -> None:
-    """Write a codebook of vectors of `dim` numbers."""
     levels = dict(zip(LEVELS, codebook.levels, strict=True))
     radii = {f"laserbatch.radius.{name}": repr(level.radius) for name, level in levels.items()}
     schema = centroid_schema(side, dim, {"laserbatch.codebook": codebook.key, **radii})

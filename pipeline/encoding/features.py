@@ -222,7 +222,6 @@ class _Texts:
         return int((self.earlier_rows < 0).sum())
 
     def id_at(self, place: int) -> int | str:
-        """The id of a place in the order of ids."""
         return self.rows["entity_id"][int(self.order[place])].as_py()
 
     def placed(self, part_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -243,7 +242,6 @@ class _Texts:
         return rows[listed], places
 
     def schema(self, side: str) -> pa.Schema:
-        """Schema of `groups`."""
         kinds = {f"{side}_id": self.id_type, "run_id": pa.string(), "fingerprint": pa.string(), "place": pa.int64()}
         return pa.schema(kinds)
 

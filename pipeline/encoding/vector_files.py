@@ -124,7 +124,6 @@ class FeatureRows:
 
 
 def all_rows(files: Sequence[Path]) -> list[FeatureRows]:
-    """All rows of a side's feature files."""
     rows, first = [], 0
     for path in files:
         rows.append(FeatureRows(path, 0, num_rows_of(path), first))

@@ -59,8 +59,6 @@ NUM_DRAFTED = "vllm:spec_decode_num_draft_tokens"
 
 @dataclass
 class _Text:
-    """A text that is being written."""
-
     request: GenerationRequest
     token_ids: list[int] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)

@@ -32,8 +32,6 @@ Event = tuple[str, str | None, str | None]  # title, attributes and rating as te
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """A prompt, ready for the model."""
-
     token_ids: np.ndarray  # int32[n]
     num_history: int  # events shown
     num_history_dropped: int  # older ones, left out for the token limit or the template's `max_events`

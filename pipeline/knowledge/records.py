@@ -139,5 +139,4 @@ class TokenIds:
     places: pa.Array
 
     def take(self, rows: pa.Array) -> pa.Array:
-        """The texts of some rows."""
         return self.texts.take(self.places.take(rows))

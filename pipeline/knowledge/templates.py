@@ -134,7 +134,6 @@ class Columns(Strict):
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The columns that `columns` names."""
         return tuple(name for name in self.columns if name != "*")
 
     def missing(self, known: Collection[str]) -> list[str]:
@@ -344,7 +343,6 @@ class KnowledgeSettings(Strict):
     )
 
     def template_of(self, side: Side) -> str:
-        """Name of a side's template."""
         return self.user_template if side == "user" else self.item_template
 
     def template(self, side: Side, labels: Labels = Labels()) -> PromptTemplate:

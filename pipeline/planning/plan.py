@@ -44,8 +44,6 @@ class PlannedRow:
 
 @dataclass(frozen=True)
 class RenderedRow(PlannedRow):
-    """A planned row with its prompt."""
-
     prompt: RenderedPrompt
 
     @classmethod

@@ -14,8 +14,6 @@ _LORE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 
 @dataclass(frozen=True)
 class Theme:
-    """One hidden theme."""
-
     name: str  # what texts call it; never appears in a table
     nouns: list[str]  # title words, each belonging to this theme alone; adjectives too
     adjectives: list[str]

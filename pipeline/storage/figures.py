@@ -61,8 +61,6 @@ class PromptRef:
 
 @dataclass(frozen=True)
 class ModelFigures:
-    """The model that wrote the texts."""
-
     id: str
     dtype: str
     device: str
@@ -161,8 +159,6 @@ class SampleSpan:
 
 @dataclass(frozen=True)
 class SampleText:
-    """A text that the report shows."""
-
     entity_id: str | int
     group: str | None
     prompt: str
@@ -223,8 +219,6 @@ class SideFigures:
 
 @dataclass(frozen=True)
 class FeatureFile:
-    """A file of a side's features."""
-
     file: Inside
     num_rows: int
     sha256: str

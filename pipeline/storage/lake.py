@@ -65,7 +65,6 @@ class LakeTables:
         return {"run_id": numbers[max(numbers)]} if numbers else {}
 
     def runs(self) -> list[str]:
-        """Ids of the runs of which a table has rows."""
         return sorted({run_id for side in IN_ORDER for run_id in self._delivered(side)})
 
     def deliver(self, run: RunFolder) -> Delivered:

@@ -53,7 +53,6 @@ def reason_of(message: str) -> str:
 
 
 def quarantine_table(rows: Iterable[QuarantineRow], entity_id_type: pa.DataType) -> pa.Table:
-    """The rows as a table of `quarantine_schema`."""
     # A lone surrogate cannot be stored as UTF-8, and may be the very reason why the row is here.
     stored = [{name: _storable(value) for name, value in asdict(row).items()} for row in rows]
     return pa.Table.from_pylist(stored, schema=quarantine_schema(entity_id_type))

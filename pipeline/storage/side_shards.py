@@ -131,7 +131,6 @@ class SideShards:
                     remove(path)
 
     def drop(self, name: str) -> None:
-        """Delete what there is of a shard."""
         for path in (self._record_path(name), self._knowledge / f"{name}.parquet", self.quarantine_path(name)):
             path.unlink(missing_ok=True)
 

@@ -124,8 +124,6 @@ _TIME_RULES = (
 
 @dataclass(frozen=True)
 class Role:
-    """What a column is there for."""
-
     expected: str  # the types that it may have, in words
     accepts: Callable[[pa.DataType], bool]
     plain: Callable[[pa.ChunkedArray], pa.ChunkedArray]  # its values in the type that they are read as

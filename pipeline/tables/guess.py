@@ -85,7 +85,6 @@ class GuessedMapping:
 
 
 def yaml_line(value: object) -> str:
-    """A value as YAML in one line."""
     dumped = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
     return dumped.removesuffix("...\n").strip()
 

@@ -75,7 +75,6 @@ class SourceTable:
         return sc.plain_column(self.head[column].slice(0, NUM_ROWS)).drop_null().to_pylist()
 
     def is_text(self, column: str) -> bool:
-        """Whether a column is read as text."""
         return sc.is_text(sc.plain_type(self.head[column].type))
 
     def is_id(self, column: str) -> bool:
@@ -109,7 +108,6 @@ class Guess:
 
     @property
     def comment(self) -> str:
-        """As a comment of the mapping."""
         return f"{'no guess' if self.value is None else 'guessed'}: {self.reason}"
 
 

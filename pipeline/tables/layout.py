@@ -66,7 +66,6 @@ def is_parquet(path: Path) -> bool:
 
 
 def is_parquet_or_csv(path: Path) -> bool:
-    """Whether a file is Parquet, or CSV by its suffix."""
     return _CSV.search(path.name) is not None or is_parquet(path)
 
 

@@ -213,7 +213,6 @@ class _Import:
         return {column: pc.unique(pa.chunked_array(column_ids)) for column, column_ids in ids.items()}
 
     def entity_columns(self, batch: SourceBatch, table: str, mapping: EntityMapping) -> dict[str, pa.Array]:
-        """The columns of users or items."""
         id_column = ID_COLUMNS[table]
         columns = {id_column: self.ids_of(batch, id_column, mapping.id)}
         used = {mapping.id, mapping.created_at and mapping.created_at.column}
@@ -240,7 +239,6 @@ class _Import:
         return columns
 
     def interaction_columns(self, batch: SourceBatch, table: str, mapping: InteractionMapping) -> dict[str, pa.Array]:
-        """The columns of interactions."""
         columns = {
             "user_id": self.ids_of(batch, "user_id", mapping.user_id),
             "item_id": self.ids_of(batch, "item_id", mapping.item_id),

@@ -117,7 +117,6 @@ class PartFile:
             first_row += rows.num_rows
 
     def read(self, name: str) -> pa.ChunkedArray:
-        """A whole column."""
         if name not in self._part.partitions:
             return self._file.read([name])[name]
         if name in self.doubled:

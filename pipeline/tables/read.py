@@ -68,7 +68,6 @@ class Tables:
     personal: Mapping[Side, Mapping[str, str]] = field(default_factory=dict)  # as `personal_data` of whole tables
 
     def entities(self, side: Side) -> pa.Table:
-        """The users or the items."""
         return self.users if side == "user" else self.items
 
     @property

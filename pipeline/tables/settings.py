@@ -52,8 +52,6 @@ class TablesSettings(Strict):
 
 
 class SourceColumn(Strict):
-    """Where one attribute comes from."""
-
     column: str | None = None
     flags: dict[str, str] = Field(default={})  # instead of `column`: columns of 0 and 1, and the words that make a list
     type: Literal["string", "int64", "float64", "bool"] | None = None  # None keeps Parquet's type, and text in a CSV

@@ -81,7 +81,6 @@ class Target:
 
     @torch.no_grad()
     def batch(self, texts: Sequence[TrainingText]) -> Batch:
-        """Texts with the target's states."""
         texts = [TrainingText(text.prompt_ids, text.token_ids[:MAX_TEXT_TOKENS]) for text in texts]
         prompts = padded([text.prompt_ids for text in texts], left=True)
         tensors = *padded([text.token_ids for text in texts]), *prompts

@@ -29,7 +29,6 @@ class DraftModel:
     observes: Literal["nothing", "decode"] = "nothing"
 
     def has_room(self, sequence: DecodingSequence) -> bool:
-        """Whether it can draft for the sequence now."""
         return True
 
     def begin(self, sequences: list[DecodingSequence]) -> None:

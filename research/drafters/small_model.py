@@ -12,8 +12,6 @@ from laserbatch.research.drafters.model_drafter import CachedModel
 
 
 class SmallModel(CachedModel):
-    """A small model in memory."""
-
     def __init__(
         self, loaded: LoadedModel, max_rows: int, max_tokens: int, log_acceptance=None, attention: str = "torch"
     ) -> None:

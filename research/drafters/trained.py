@@ -105,7 +105,6 @@ class TrainedHead:
 
 
 def new_head(card: DrafterCard, hidden_size: int) -> MedusaHeads | EagleHead:
-    """The untrained head of a card."""
     if card.kind == "medusa":
         return MedusaHeads(hidden_size, card.num_heads)
     return EagleHead(LlamaConfig.from_dict(card.layer))

@@ -44,7 +44,6 @@ class ItemCodes:
         return rows_among(item_ids, self.item_ids)
 
     def of_catalogue(self, item_ids: pa.Array) -> "ItemCodes":
-        """The codes of the given items that have some."""
         rows = self.rows_of(item_ids)
         has_codes = rows >= 0
         return ItemCodes(item_ids.filter(pa.array(has_codes)), self.codes[rows[has_codes]], self.sizes)

@@ -100,7 +100,6 @@ def flat_lists(run: RunFolder, schema: pa.Schema) -> pa.RecordBatchReader:
 def lists_table(
     rows: Sequence[tuple[ListRow, BeamResult]], item_ids: pa.Array, schema: pa.Schema, run_id: str, model_id: str
 ) -> pa.Table:
-    """The lists of users as a table of `schema`."""
     listed = [item_ids.take(pa.array(result.rows)).to_pylist() for _, result in rows]
     columns = {
         "entity_id": [row.user_id for row, _ in rows],

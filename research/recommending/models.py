@@ -17,8 +17,6 @@ LORA_RANK = 16
 
 @dataclass(frozen=True)
 class Recommender(KnownRecommender):
-    """A recommender in memory."""
-
     model: PreTrainedModel
 
 

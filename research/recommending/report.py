@@ -16,7 +16,6 @@ NUM_LAST = 5  # titles of a history that are shown
 
 
 def write_lists_report(manifest: RunManifest, path: Path) -> None:
-    """Write or replace the report of a run of lists."""
     figures = manifest.generation.sides["user"]
     stats = figures.stats
     forwards = ratio(stats.num_steps, stats.num_steps + stats.num_accepted)

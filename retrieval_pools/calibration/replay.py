@@ -51,7 +51,6 @@ class ReplayText:
 
     @property
     def num_form(self) -> int:
-        """Tokens that the form appended."""
         return 0 if self.is_form is None else int(np.count_nonzero(self.is_form))
 
     @cached_property

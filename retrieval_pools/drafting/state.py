@@ -155,7 +155,6 @@ def _address(array: np.ndarray, dtype: type) -> int:
 
 @part
 def index_at(places):
-    """The index of a pool."""
     return CompiledIndex(
         int32s_at(places[PLACE.tokens], places[PLACE.num_tokens]),
         int32s_at(places[PLACE.order], places[PLACE.num_positions]),

@@ -91,7 +91,6 @@ class BudgetCell(Frozen):
 
     @property
     def mean_drafted(self) -> float:
-        """Draft tokens of a step."""
         return float(np.dot(SIZE_KNOTS, self.size_shares))
 
 

@@ -62,7 +62,6 @@ class PoolManifest(Frozen):
 
     @property
     def size_bytes(self) -> int:
-        """Size of the arrays on disk."""
         return sum(file.size_bytes for file in self.arrays.values())
 
 
@@ -72,7 +71,6 @@ def array_names(settings: PoolSettings) -> tuple[ArrayName, ...]:
 
 
 def array_path(folder: Path, name: ArrayName) -> Path:
-    """File of an array."""
     return folder / f"{name}.npy"
 
 

@@ -58,11 +58,9 @@ class Routes:
         return _routes(np.zeros(num_rows, np.int32), [Route("", "none")])
 
     def of(self, row: int) -> Route:
-        """The route of one row."""
         return Route(self.groups[row].as_py(), self.schemes[row].as_py())
 
     def num_by_scheme(self) -> dict[str, int]:
-        """Rows by the scheme that chose."""
         return {row["values"]: row["counts"] for row in self.schemes.value_counts().to_pylist()}
 
 

@@ -52,8 +52,6 @@ class _Norm:
 
 
 class _Layer(LayerParts[_Norm]):
-    """The parts of a decoder layer."""
-
     def __init__(self, layer: Any) -> None:
         super().__init__(layer, _Norm)
         attention, mlp = layer.self_attn, layer.mlp

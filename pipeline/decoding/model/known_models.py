@@ -90,7 +90,6 @@ class RotaryTables:
         self.tables: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def cover(self, max_position: int) -> None:
-        """Grow the tables to cover `max_position`."""
         if max_position < self._num_positions:
             return
         self._num_positions = max(FIRST_POSITIONS, 2 * max_position)
