@@ -220,13 +220,13 @@ def print_tried(tried: TriedEntity, model_key: str) -> None:
         f"{percent(ratio(stats.num_accepted, stats.num_drafted))} of {counted(stats.num_drafted, 'draft token')} "
         "accepted"
     )
-    steps = steps if stats.num_steps else ""  # a server does not say them
+    steps = steps if stats.num_steps else ""  # a server says neither its steps nor its drafts
     counts = f"{counted(stats.num_tokens, 'token')}{steps}; {rate(stats.tokens_per_s)} tokens/s"
     if stats.num_thought_tokens and tried.fields is not None:
         counts += f"; {counted(stats.num_thought_tokens, 'token')} of thoughts were cut"
     stdout.print(
         _panel(visible(tried.prompt), f"Prompt of {tried.side} {tried.entity_id}", about),
-        Text(visible(pool)),
+        *([Text(visible(pool))] if stats.num_steps else []),
         _panel(Text("\n\n").join([text, legend]), "Text"),
         Text(counts),
     )

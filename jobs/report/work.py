@@ -148,9 +148,10 @@ def samples_section(sides: list[SideReport]) -> Section:
 
 def _sample(side: SideReport, sample: SampleText) -> Sample:
     facts = [f"pool group {sample.group}" if sample.group else "no pool group"]
-    facts += [f"{decimal(sample.tokens_per_step)} tokens per step"] if sample.tokens_per_step else []
-    drafted = sum(len(span.text) for span in sample.spans if span.source != "target")
-    facts.append(f"{percent(ratio(drafted, len(sample.text)))} of its characters drafted")
+    if sample.tokens_per_step:  # a server does not say its steps
+        drafted = sum(len(span.text) for span in sample.spans if span.source != "target")
+        facts.append(f"{decimal(sample.tokens_per_step)} tokens per step")
+        facts.append(f"{percent(ratio(drafted, len(sample.text)))} of its characters drafted")
     return Sample(f"{side.name.capitalize()} {sample.entity_id}", " · ".join(facts), sample)
 
 

@@ -92,6 +92,11 @@ def test_first_night_says_that_there_is_no_pool():
     assert "No pool yet" in drawn(replace(TRIED, pool_version=None, group=None, scheme="none"))
 
 
+def test_of_a_servers_text_nothing_is_said_of_drafts():
+    shown = drawn(replace(TRIED, pool_version=None, group=None, stats=replace(STATS, num_steps=0, num_drafted=0)))
+    assert "No pool yet" not in shown and "draft token" not in shown and "120 tokens; 240 tokens/s" in shown
+
+
 def test_text_that_cannot_be_parsed_says_why():
     shown = " ".join(drawn(replace(TRIED, fields=None, problem="unparsable: no aspect")).split())
     assert "parsed of this text (unparsable: no aspect). Try another decoding.endpoint.model or knowledge." in shown
