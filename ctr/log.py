@@ -138,9 +138,10 @@ def numbers_of(ids: pa.Array, table_ids: pa.Array, side: str, table: str) -> np.
     """Rows of the entity table, int32 (n,). Raises CtrError on an unknown id, or ids of another type."""
     rows = _rows_of(ids, table_ids, side, table)
     if (is_unknown := rows < 0).any():
+        first = int(np.argmax(is_unknown))
         raise CtrError(
-            f"{is_unknown.sum()} rows of {table} are of unknown {side}s (the first: "
-            f"{ids[int(np.argmax(is_unknown))].as_py()!r}); check the tables"
+            f"{is_unknown.sum()} rows of {table} are of unknown {side}s (the first: {ids[first].as_py()!r}, row "
+            f"{first}); check the tables"
         )
     return rows
 

@@ -21,8 +21,8 @@ from laserbatch.pipeline.errors import TableError, WorkspaceError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import atomic_folder
 from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, iter_parquet, parquet_files, write_parquet
-from laserbatch.pipeline.tables.schema import UNITS_PER_SECOND, TimeUnit, plain_ids
-from laserbatch.pipeline.tables.streamed import iter_rows, log_times, log_unit, require_log_columns
+from laserbatch.pipeline.tables.schema import UNITS_PER_SECOND, TimeUnit
+from laserbatch.pipeline.tables.streamed import iter_rows, log_ids, log_times, log_unit, require_log_columns
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -65,12 +65,12 @@ def asof(
                 for batch in chain([first], batches):
                     times = log_times(batch["timestamp"], read_unit, interactions, first_row, advice).cast(pa.int64())
                     days = pc.fill_null(times, 0).to_numpy() // DAY_US  # no version is older than a missing time
-                    first_row += batch.num_rows
                     columns = list(batch.columns)
                     for side, of_side in versions.items():
-                        rows = of_side.of(plain_ids(batch[f"{side}_id"]), days)
+                        rows = of_side.of(log_ids(batch[f"{side}_id"], f"{side}_id", interactions, first_row), days)
                         num_without[side] += int((rows < 0).sum())
                         columns += of_side.columns(rows)
+                    first_row += batch.num_rows
                     bar.advance(batch.num_rows)
                     yield pa.record_batch(columns, schema=schema)
 

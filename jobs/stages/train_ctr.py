@@ -28,8 +28,14 @@ from laserbatch.pipeline.storage.atomic import atomic_folder, atomic_path, sha25
 from laserbatch.pipeline.storage.parquet import parquet_files, write_parquet
 from laserbatch.pipeline.storage.uris import is_uri
 from laserbatch.pipeline.tables.read import describe
-from laserbatch.pipeline.tables.schema import plain_ids
-from laserbatch.pipeline.tables.streamed import iter_rows, log_times, log_unit, open_tables, require_log_columns
+from laserbatch.pipeline.tables.streamed import (
+    iter_rows,
+    log_ids,
+    log_times,
+    log_unit,
+    open_tables,
+    require_log_columns,
+)
 
 FeatureName = Literal["own", "plain", "none"]
 CHECKPOINT = "checkpoint.safetensors"
@@ -215,8 +221,9 @@ def predict_pairs(model: Path, night: Night, tables: str, pairs: Path, out: Path
     if "score" in pair_table.column_names:
         raise CtrError(f"{pairs} has a column 'score' already, which is to be added. Rename or drop it.")
     users, items = (
-        numbers_of(plain_ids(pair_table[f"{side}_id"].combine_chunks()), ids, side, str(pairs))
+        numbers_of(log_ids(pair_table[name].combine_chunks(), name, pairs), ids, side, str(pairs))
         for side, ids in ids_of(opened).items()
+        for name in [f"{side}_id"]
     )
     log = labelled_log(opened, card.as_of, card.settings)
     if not len(log.users):

@@ -137,10 +137,10 @@ ID = Role(
     plain=sc.plain_ids,
     rules=(
         _UTF8,
-        Rule("null-id", "the id is null or empty:", "an id", "fill it in, or drop the row", blank),
         Rule("bad-id", "the id is too large:", f"at most {MAX_ID}",
              "write the ids as text (`laserbatch data import` does with `ids: {{{column}: string}}`)",
              _too_large),
+        Rule("null-id", "the id is null or empty:", "an id", "fill it in, or drop the row", blank),
     ),
     advice="write it so; `laserbatch data import` does with `ids: {{{column}: {id_type}}}` in its mapping",
 )  # fmt: skip

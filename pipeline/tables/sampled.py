@@ -18,7 +18,6 @@ from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.tables.part_columns import read_table
 from laserbatch.pipeline.tables.read import end_of_day
-from laserbatch.pipeline.tables.schema import plain_ids, timestamps
 from laserbatch.pipeline.tables.streamed import OpenTables
 
 BATCH_ROWS = 1 << 20  # of interactions that are read at once
@@ -43,7 +42,7 @@ def day_of_share(tables: OpenTables, share: float) -> datetime.date:
     """
     counts: Counter[int] = Counter()
     for batch in tables.interactions.to_batches(columns=["timestamp"], batch_size=BATCH_ROWS):
-        times = timestamps(batch["timestamp"]).drop_null().cast(pa.int64()).to_numpy()
+        times = batch["timestamp"].drop_null().cast(pa.int64()).to_numpy()
         days, numbers = np.unique(times // DAY_US, return_counts=True)
         counts.update(dict(zip(days.tolist(), numbers.tolist(), strict=True)))
     days = sorted(counts)
@@ -80,10 +79,10 @@ def write_sample(
     met: Counter = Counter()
 
     def is_early(batch: pa.RecordBatch) -> pa.Array:
-        return pc.fill_null(pc.less(timestamps(batch["timestamp"]), cutoff), False)
+        return pc.fill_null(pc.less(batch["timestamp"], cutoff), False)
 
     for batch in _of(tables, {"user_id": chosen_users}, ["user_id", "item_id", "timestamp"]):
-        for count in pc.value_counts(plain_ids(batch["item_id"]).filter(is_early(batch))).to_pylist():
+        for count in pc.value_counts(batch["item_id"].filter(is_early(batch))).to_pylist():
             met[count["values"]] += count["counts"]
     item_ids = set(items["item_id"].to_pylist())
     most_met = sorted((key for key in met if key in item_ids), key=lambda key: (-met[key], key))[:num_items]
@@ -110,6 +109,6 @@ def _of(tables: OpenTables, ids: dict[str, pa.Array], columns: list[str]) -> Ite
     """Interactions of some ids, in the order of their files."""
     for batch in tables.interactions.to_batches(columns=columns, batch_size=BATCH_ROWS):
         for name, chosen in ids.items():
-            batch = batch.filter(pc.is_in(plain_ids(batch[name]), value_set=chosen))
+            batch = batch.filter(pc.is_in(batch[name], value_set=chosen))
         if batch.num_rows:
             yield batch

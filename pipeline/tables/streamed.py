@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow as pa
 
 from laserbatch.pipeline.errors import TableError
-from laserbatch.pipeline.tables.columns import role_of, schema_findings
+from laserbatch.pipeline.tables.columns import ID, role_of, schema_findings
 from laserbatch.pipeline.tables.conversion import ConversionFault, to_time
 from laserbatch.pipeline.tables.fetched import shown_path
-from laserbatch.pipeline.tables.findings import FaultyTable, Finding
+from laserbatch.pipeline.tables.findings import FaultyTable, Finding, Findings
 from laserbatch.pipeline.tables.layout import list_folder, name_left_out
 from laserbatch.pipeline.tables.part_columns import (
     OpenPart,
@@ -25,7 +25,15 @@ from laserbatch.pipeline.tables.part_columns import (
 )
 from laserbatch.pipeline.tables.parts import BATCH_ROWS, TablePart, typed_parts
 from laserbatch.pipeline.tables.read import find_exact_copies, in_log, log_kinds, warn_of_copies
-from laserbatch.pipeline.tables.schema import REQUIRED_COLUMNS, TABLE_NAMES, list_table, table_parts, tables_folder
+from laserbatch.pipeline.tables.schema import (
+    REQUIRED_COLUMNS,
+    TABLE_NAMES,
+    list_table,
+    plain_column,
+    plain_ids,
+    table_parts,
+    tables_folder,
+)
 from laserbatch.pipeline.tables.time_units import require_units
 
 logger = logging.getLogger(__name__)
@@ -154,6 +162,16 @@ def log_unit(path: Path, note: Callable[[Finding], object]) -> str:
     """The unit of integer times in the rows of `iter_rows`, inferred from all files; `note` as in `require_units`."""
     files = [file.path for file in list_folder(path, "interactions").files] if path.is_dir() else [path]
     return require_units("interactions", files, note).get("timestamp", "s")
+
+
+def log_ids(ids: pa.Array, column: str, path: Path, first_row: int = 0) -> pa.Array:
+    """Ids in rows of `iter_rows` as string or int64. Raises FaultyTable if one is too large or not UTF-8."""
+    ids, findings = plain_column(ids), Findings()
+    for rule in ID.rules[:2]:  # rows may have no id
+        rule.check("interactions", column, str(path), first_row, ids, findings)
+    for finding in findings.to_list():
+        raise FaultyTable(finding)
+    return plain_ids(ids)
 
 
 def log_times(times: pa.Array, unit: str, path: Path, first_row: int = 0, advice: str = "Write timestamps") -> pa.Array:

@@ -151,6 +151,8 @@ def test_pairs_are_read_as_a_log_is(night, tmp_path):
     refused(r"timestamp \(.*pairs.parquet\): the column is of type double", [1.5, 2.5])
     refused("pairs.parquet, column timestamp, row 1: found null", [midnight, None])
     refused("there are item_id, timestamp, User", days, user_id=None, User=["u1", "u2"])
+    for ids in (pa.array([1, 2**63], pa.uint64()), pa.array([1, 2**63], pa.uint64()).dictionary_encode()):
+        refused(r"user_id \(.*pairs.parquet, row 1\): the id is too large: 9223372036854775808", days, user_id=ids)
     refused("has a column 'score' already", days, score=[0.0, 0.0])
     rows = pq.read_table(tmp_path / "tables" / "interactions.parquet")
     pq.write_table(rows.slice(0, 0), tmp_path / "tables" / "interactions.parquet")

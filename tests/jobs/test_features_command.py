@@ -108,6 +108,10 @@ def test_a_row_is_joined_with_what_was_known_before_its_day(workspace, tmp_path,
         ({"user_id": [1], "item_id": ["i"], "timestamp": [1]}, "int64"),
         ({"user_id": ["a"], "item_id": ["i"], "timestamp": [1], "user_vector": [0]}, "user_vector"),
         ({"user_id": ["a"], "item_id": ["i"], "timestamp": [1], "clicked": [0]}, "b.parquet has the columns"),
+        (
+            {"user_id": ["a"] * 2, "item_id": pa.array([1, 2**63], pa.uint64()), "timestamp": [1] * 2},
+            "log, row 1): the id is too large: 9223372036854775808; expected at most 9223372036854775807",
+        ),
     ],
 )
 def test_a_log_that_cannot_be_joined_is_told_and_nothing_written(workspace, tmp_path, capfd, columns, named):
