@@ -4,6 +4,7 @@ The vectors of a part go to a file of its own (`vector_files`), which whoever ma
 """
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,8 @@ from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, iter_range, num_
 
 if TYPE_CHECKING:  # which loads torch
     from laserbatch.pipeline.encoding.encoder import TextEncoder
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -166,5 +169,10 @@ def text_parts(files: Sequence[Path], rows: np.ndarray, fields: Sequence[str], v
 def _chosen_fields(records: pa.Table, fields: Sequence[str]) -> list[str]:
     """The chosen fields of each answer, one per line; the whole text if it has none of them."""
     answers = map(json.loads, records["fields_json"].to_pylist())
-    parts = ("\n".join(answer[name] for name in fields if name in answer) for answer in answers)
+    parts = ["\n".join(answer[name] for name in fields if answer.get(name, "").strip()) for answer in answers]
+    if parts and not any(parts):
+        logger.warning(
+            "none of %d texts has a part that `encode` in its template names (%s), so whole texts are encoded; the "
+            "first one has %s", len(parts), ", ".join(fields), records["fields_json"][0],
+        )  # fmt: skip
     return [part or text for part, text in zip(parts, records["text"].to_pylist(), strict=True)]

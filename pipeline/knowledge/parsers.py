@@ -126,7 +126,7 @@ def _json_fields(template: PromptTemplate, text: str, is_cut: bool) -> Parsed:
     fields: dict[str, str] = {}
     for name, kind in template.fields.items():
         value = by_name.get(name.lower())
-        if value in (None, "", []):
+        if value in (None, []) or (isinstance(value, str) and not value.strip()):
             if name in template.optional_fields:
                 continue
             raise RowError(f"missing-field: the answer has no {name!r}")
@@ -185,6 +185,11 @@ def _custom_fields(template: PromptTemplate, text: str) -> dict[str, str]:
         raise RowError(f"unparsable: {template.parser} gave {type(fields).__name__}; expected a dict of texts by name")
     if not fields:
         raise RowError(f"unparsable: {template.parser} found nothing in the answer")
+    if template.encode and not any(fields.get(name, "").strip() for name in template.encode):
+        raise RowError(
+            f"missing-field: {template.parser} gave {', '.join(fields)}, but no text for "
+            f"{' or '.join(template.encode)}, which `encode` in the template names"
+        )
     return fields
 
 

@@ -18,7 +18,7 @@ from laserbatch.pipeline.encoding.codebook import fit_centroids, fit_codebook, f
 from laserbatch.pipeline.encoding.features import FeatureWriter
 from laserbatch.pipeline.encoding.schema import check_feature_schema, feature_schema, run_date
 from laserbatch.pipeline.encoding.settings import EncodingSettings
-from laserbatch.pipeline.encoding.text_parts import LocalEncoder
+from laserbatch.pipeline.encoding.text_parts import LocalEncoder, TextPart
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage import parquet
 from laserbatch.pipeline.storage.figures import FeatureFigures
@@ -37,6 +37,19 @@ def knowledge_of(ids, texts):
             "token_ids": [[1, 2]] * len(texts),
         }
     )
+
+
+def test_of_an_answer_without_the_chosen_fields_the_whole_text_is_encoded(tmp_path, caplog):
+    fields = ['{"mood": "a", "era": ""}', '{"mood": "c", "era": " "}']
+    answers = pa.table({"text": ["a b", "c d"], "fields_json": fields})
+    write_parquet(answers, tmp_path / "knowledge.parquet")
+    write_parquet(pa.table({"row": [0, 1]}), tmp_path / "rows.parquet")
+    files = ((tmp_path / "knowledge.parquet", 0, 2),)
+    for fields, texts in ((("era", "mood"), ["a", "c"]), (("era", "taste"), ["a b", "c d"])):
+        part = TextPart(tmp_path / "rows.parquet", 0, 2, files, fields, tmp_path / "vectors")
+        assert part.read()[0] == texts
+    (warning,) = caplog.messages
+    assert "none of 2 texts has a part that `encode` in its template names (era, taste)" in warning
 
 
 def written(knowledge, side, encoder, folder, settings=None):

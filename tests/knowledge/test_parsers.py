@@ -107,6 +107,7 @@ def test_json_with_bad_quotes_and_commas_is_mended():
         ('["a", "b"]', "unparsable"),
         ('{"reasoning": "x"}', "missing-field"),
         ('{"summary": ""}', "missing-field"),
+        ('{"summary": " "}', "missing-field"),
         ('{"summary": {"a": 1}}', "wrong-type"),
         ('{"summary": true}', "wrong-type"),
         ("[" * 100_000, "unparsable"),
@@ -152,6 +153,10 @@ def test_a_parser_of_ones_own_stands_beside_its_template(tmp_path):
     assert parse_answer(template, "#sea #crime").fields == {"tags": "sea crime"}
     with pytest.raises(RowError, match=r"^unparsable: no tag"):
         parse_answer(template, "sea")
+    with pytest.raises(RowError, match=r"^missing-field: mine\.py gave tags, but no text for tag or mood, which"):
+        parse_answer(template.model_copy(update={"encode": ("tag", "mood")}), "#sea")
+    with pytest.raises(RowError, match=r"^missing-field: mine"):
+        parse_answer(template.model_copy(update={"encode": ("tags",)}), "# ")
     (tmp_path / "mine.py").write_text(code + "    return text\n")
     load_parser.cache_clear()
     assert load_template("mine", tmp_path).parser_sha256 != template.parser_sha256
