@@ -11,7 +11,16 @@ from laserbatch.ctr.settings import CtrOptions, CtrSettings, History, ModelName
 from laserbatch.jobs.console import print_table, stdout, summary
 from laserbatch.jobs.report.ctr_table import ctr_lead, ctr_table
 from laserbatch.jobs.report.variant_table import between_line, variant_table
-from laserbatch.jobs.settings import CONFIG, CONFIGS, FRAMEWORKS, WORKSPACE, config_here, load_settings, variant_names
+from laserbatch.jobs.settings import (
+    CONFIG,
+    CONFIGS,
+    FRAMEWORKS,
+    TO_FILE,
+    WORKSPACE,
+    config_here,
+    load_settings,
+    variant_names,
+)
 from laserbatch.jobs.stages.compare_ctr import compare_ctr
 from laserbatch.jobs.stages.night import Night, open_run
 from laserbatch.jobs.stages.train_ctr import FeatureName, evaluate_folder, predict_pairs, train_to_folder, trained_on
@@ -83,7 +92,7 @@ def predict(
     pairs: Path = typer.Argument(
         ..., help="Parquet file with the columns user_id, item_id and, optionally, timestamp."
     ),
-    out: Path = typer.Option(..., help="Parquet file to write: the columns of PAIRS, and the column score."),
+    out: Path = typer.Option(..., help="Parquet file to write: the columns of PAIRS, and the column score.", **TO_FILE),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     run: str | None = OF_MODEL,

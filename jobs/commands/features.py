@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import typer
 
 from laserbatch.jobs.console import progress, say, summary
-from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings, open_workspace
+from laserbatch.jobs.settings import CONFIG, JSON, TO_FILE, WORKSPACE, load_settings, open_workspace
 from laserbatch.jobs.stages.night import open_run
 from laserbatch.pipeline.encoding.exports import FORMATS, FormatName, SideExport
 from laserbatch.pipeline.encoding.features import changed_rows
@@ -30,7 +30,9 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 @app.command()
 def asof(
     interactions: Path = typer.Argument(..., help="Parquet file, or folder of such, with user_id, item_id, timestamp."),
-    out: Path = typer.Argument(..., help="Parquet file to write: the same rows with the features of both sides."),
+    out: Path = typer.Argument(
+        ..., help="Parquet file to write: the same rows with the features of both sides.", **TO_FILE
+    ),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     unit: TimeUnit | None = typer.Option(
@@ -94,7 +96,7 @@ def history(
     Example: `laserbatch features history versions/ --workspace workspace`
     """
     opened, counts = open_workspace(config, workspace), {}
-    with feature_versions(opened.finished_runs()) as versions, atomic_folder(out, overwrite) as folder:
+    with atomic_folder(out, overwrite) as folder, feature_versions(opened.finished_runs()) as versions:
         for side, of_side in versions.items():
             ends = of_side.valid_to()
             id_field = pa.field(f"{side}_id", of_side.ids.type, nullable=False)

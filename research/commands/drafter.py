@@ -6,7 +6,7 @@ from typing import Any
 import typer
 
 from laserbatch.jobs.console import say, summary
-from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings
+from laserbatch.jobs.settings import CONFIG, JSON, TO_FOLDER, WORKSPACE, load_settings
 from laserbatch.pipeline.decoding.plugins import TEXT_SOURCES
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.research.drafter_training.settings import EPOCHS, NUM_TEXTS, Kind
@@ -21,7 +21,9 @@ def train(
         help="medusa, eagle, hass: a head on the model's hidden states; medusa2: the same and an adapter of the model; "
         "small: a model.",
     ),
-    out: Path = typer.Option(..., help="Folder to write; a folder of the same training that was killed is continued."),
+    out: Path = typer.Option(
+        ..., help="Folder to write; a folder of the same training that was killed is continued.", **TO_FOLDER
+    ),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     run: str | None = typer.Option(

@@ -5,7 +5,7 @@ from pathlib import Path
 import typer
 
 from laserbatch.jobs.console import say, summary
-from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings
+from laserbatch.jobs.settings import CONFIG, JSON, TO_FOLDER, WORKSPACE, load_settings
 from laserbatch.jobs.stages.night import parse_date, parse_night
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.research.recommending.settings import CodeMaker, DraftLoss
@@ -52,7 +52,7 @@ def recommend(
 
 @app.command()
 def train(
-    out: Path = typer.Option(..., help="Folder to write."),
+    out: Path = typer.Option(..., help="Folder to write.", **TO_FOLDER),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     codes: Path | None = typer.Option(

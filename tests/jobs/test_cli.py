@@ -53,6 +53,28 @@ def test_help_and_completion_do_not_wait_for_torch():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [
+        ("drafter train small --out", "file"),
+        ("recommender train --out", "file"),
+        ("ctr predict model pairs.parquet --out", "folder"),
+        ("features asof log.parquet", "folder"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(command, kind, tmp_path, capfd, monkeypatch):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    for code, place, message in (
+        (2, tmp_path / kind, f"is a {'file' if kind == 'file' else 'directory'}."),
+        (3, tmp_path / "file" / "x" / "y", f"y cannot be written: {tmp_path / 'file'} is a file, no folder. Give"),
+        (3, tmp_path / "new" / "x", f"x cannot be written: {tmp_path} may not be written"),
+    ):
+        done = run_here(capfd, *command.split(), str(place))
+        assert done.returncode == code and message in " ".join(done.stderr.replace("│", " ").split())
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_an_example_and_documented_options(name):
     command = COMMANDS[name]
