@@ -42,7 +42,9 @@ class TablePart:
     def open(self, metadata: pq.FileMetaData | None = None) -> "PartFile":
         """Open a Parquet file for reading; `metadata` is what an earlier one has read."""
         # Arrow would keep in memory what it reads ahead, until the whole file has been read.
-        return PartFile(self, pq.ParquetFile(self.path, metadata=metadata, pre_buffer=False))
+        return PartFile(
+            self, pq.ParquetFile(self.path, metadata=metadata, pre_buffer=False, page_checksum_verification=True)
+        )
 
     def with_partitions(self, rows: pa.RecordBatch, first_row: int, names: Sequence[str]) -> pa.RecordBatch:
         """Rows of the file, which begin at `first_row`, with those columns of its folders that are among `names`.

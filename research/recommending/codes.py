@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from laserbatch.pipeline.errors import TableError
-from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.tables.schema import id_type, is_list, plain_column, plain_ids
+from laserbatch.pipeline.tables.streamed import iter_rows
 from laserbatch.research.recommending.settings import CodeMaker
 from laserbatch.retrieval_pools.ids import rows_among
 
@@ -52,10 +52,10 @@ class ItemCodes:
 def read_codes(path: Path) -> ItemCodes:
     """From a Parquet file with `item_id` and `codes`, a list of integers or of texts, as many for each item.
 
-    Of items with the same codes a further one is made. Raises TableError, which names file and item: a column or a code
-    is missing, or an item is there twice.
+    Of items with the same codes a further one is made. Raises TableError, which names file and item: the file is
+    missing or damaged, a column or a code is missing, or an item is there twice.
     """
-    table = read_parquet(path)
+    table = pa.Table.from_batches(iter_rows(path, "codes", "item_id and codes"))
     if missing := {"item_id", "codes"} - set(table.column_names):
         raise TableError(f"{path} has no column {min(missing)}; item codes are the columns item_id and codes (a list)")
     lists = table["codes"].combine_chunks()
@@ -73,7 +73,7 @@ def read_codes(path: Path) -> ItemCodes:
         row = int(np.flatnonzero(item_ids.is_null().to_numpy(zero_copy_only=False))[0])
         raise TableError(f"{path}: row {row}, from 0, has no item_id; each row needs one")
     lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
-    if len(lengths) == 0 or lengths.max() == 0:
+    if lengths.max() == 0:
         raise TableError(f"{path} has no codes: it is empty")
     counts = np.bincount(lengths)
     num_levels = int(np.flatnonzero(counts == counts.max())[-1])  # that most have

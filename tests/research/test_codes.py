@@ -63,6 +63,9 @@ def test_a_table_without_codes_is_refused_and_other_ids_are_said(tmp_path):
     pq.write_table(pa.table({"item_id": ["x"]}), path)
     with pytest.raises(TableError, match="no column codes"):
         read_codes(path)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(TableError, match=r"^codes \(.*items.parquet\): the file cannot be read .*; write it again$"):
+        read_codes(path)
     codes = ItemCodes(pa.array(["x", "y", "z"]), np.array([[0], [1], [2]], np.int32), (3,))
     there = codes.of_catalogue(pa.array(["z", "new", "x"]))
     assert there.codes.tolist() == [[2], [0]] and there.item_ids.to_pylist() == ["z", "x"]

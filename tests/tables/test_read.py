@@ -182,6 +182,10 @@ def test_a_damaged_file_is_named(tmp_path):
         read_tables(path)
     with pytest.raises(TableError, match=r"items\.parquet\): the file cannot be read"):
         describe(path)
+    pq.write_table(sound_world()["items"], file, compression="none", write_page_checksum=True)
+    file.write_bytes(file.read_bytes().replace(b"Heat", b"Heap"))
+    with pytest.raises(TableError, match=r"items\.parquet\): the file cannot be read .*CRC"):
+        read_tables(path)
 
 
 def test_describe_hashes_contents(tmp_path):
